@@ -1,0 +1,63 @@
+# Every target sets up what it needs. `make help` lists them.
+
+VENV ?= .venv
+PY := $(VENV)/bin/python
+BIN := $(VENV)/bin
+# One thread per process: tests, demo and benchmarks run several ranks side by side.
+export OMP_NUM_THREADS ?= 1
+export VENV
+
+.DEFAULT_GOAL := help
+.PHONY: help venv lint types imports format test test-all soak demo bench bench-short docs lock clean
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */\1\t/' | awk -F'\t' '{printf "  %-12s %s\n", $$1, $$2}'
+
+venv: ## make or update the environment ($VENV, default .venv)
+	@./scripts/bootstrap.sh
+
+lint: venv
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+
+types: venv
+	$(PY) -m mypy
+
+imports: venv
+	$(BIN)/lint-imports
+
+format: venv ## sort imports, fix what can be fixed, format
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+test: venv lint types imports ## ruff, mypy, import-linter, and the tests but slow and soak
+	$(PY) -m pytest
+
+test-all: venv lint types imports ## the same, with the slow tests
+	$(PY) -m pytest -m "not soak"
+
+soak: venv ## the long runs that look for growth; SOAK_SHORT=1 for a few minutes of them
+	$(PY) -m pytest -m soak --timeout=0 -o faulthandler_timeout=0
+
+demo: venv ## train, kill, resume at other layouts, compare the losses
+	$(PY) demo/run.py
+
+bench: venv ## all measurements: table, JSON, chart
+	$(PY) -m benchmarks
+
+bench-short: venv ## the same on small states
+	$(PY) -m benchmarks --short
+
+docs: venv ## build the documentation into site/
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet
+
+lock: ## renew constraints.txt from pyproject.toml, keeping the pins that still fit
+	$${UV:-uv} pip compile --quiet --universal --python-version 3.11 --all-extras --group bootstrap \
+		--no-annotate --no-header --no-emit-index-url --output-file constraints.txt pyproject.toml
+	sed -i -E "/'3\.1[12]/!s/ ;.*//" constraints.txt # resolved for Linux only: the common marker says nothing
+	sed -i "1i # Every version that the environment is made of, for Python 3.11 and newer on Linux. Renew with \`make lock\`." constraints.txt
+
+clean: ## remove what was built (the environment stays)
+	rm -rf build dist site demo-output benchmarks/out .pytest_cache .mypy_cache .ruff_cache .hypothesis \
+		.import_linter_cache .grimp_cache .coverage
+	find src tests demo benchmarks scripts -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

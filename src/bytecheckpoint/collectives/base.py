@@ -1,0 +1,248 @@
+"""How ranks agree: mail with unique tags, and the collective operations that follow from it.
+
+Control messages never travel through the training's process groups. A message is named by (source, tag), waits at its
+receiver until it is consumed, and needs no order relative to other messages, so that the foreground and background
+threads of a rank can talk at the same time, and a failed operation leaves nothing behind that a later one could trip over.
+"""
+
+from __future__ import annotations
+
+import functools
+import secrets
+import socket
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bytecheckpoint.errors import CheckpointTimeoutError, PeerLostError
+
+__all__ = ["Collective", "Mailbox", "MailboxCollective", "host_id", "new_world_id"]
+
+
+def new_world_id() -> str:
+    """16 random hex characters."""
+    return secrets.token_hex(8)
+
+
+@functools.cache
+def host_id() -> str:
+    """Name of this machine and boot: equal for two processes that share memory and page cache."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return f"{socket.gethostname()}/{boot.read_text().strip() if boot.exists() else ''}"
+
+
+def _names(ranks: Collection[int], limit: int = 16) -> str:
+    listed = sorted(ranks)
+    more = f" and {len(listed) - limit} more" if len(listed) > limit else ""
+    return ("rank " if len(listed) == 1 else "ranks ") + ", ".join(map(str, listed[:limit])) + more
+
+
+class Collective(ABC):
+    """One rank's view of a world of ranks.
+
+    Tags are chosen by the caller and name one message, or one collective operation, each; a world never reuses one.
+    All operations may be called from any thread, several at a time (`exchange`: one at a time).
+
+    Attributes:
+        rank: of this process (or thread) in the world.
+        world_size: number of ranks.
+        world_id: random hex characters, equal on all ranks, new for each world.
+        host: equal for ranks that share memory and page cache (see `host_id`).
+    """
+
+    rank: int
+    world_size: int
+    world_id: str
+    host: str
+
+    @abstractmethod
+    def send(self, to: int, tag: str, payload: bytes) -> None:
+        """Post `payload` to rank `to`; never waits for the receiver.
+
+        Raises:
+            PeerLostError: the world was closed, or its rank 0 is gone.
+        """
+
+    @abstractmethod
+    def recv(self, source: int, tag: str, *, timeout: float) -> bytes:
+        """Take the message that rank `source` sent under `tag`; waits at most `timeout` seconds.
+
+        Raises:
+            CheckpointTimeoutError: it did not come in time.
+            PeerLostError: it cannot come any more: `source` (or rank 0, which relays mail) is gone.
+        """
+
+    @abstractmethod
+    def collect(self, sources: Collection[int], tag: str, *, timeout: float) -> list[bytes]:
+        """Like `recv` from all `sources` under one deadline; the errors name every rank that is missing."""
+
+    def close(self) -> None:
+        """Leave the world. Mail already sent is still delivered; later calls raise `PeerLostError`."""
+
+    def gather(self, tag: str, payload: bytes, *, timeout: float) -> list[bytes] | None:
+        """Every rank's payload, in order of rank, on rank 0; None elsewhere (which does not wait)."""
+        if self.rank != 0:
+            self.send(0, tag, payload)
+            return None
+        return [payload, *self.collect(range(1, self.world_size), tag, timeout=timeout)]
+
+    def scatter(self, tag: str, payloads: Sequence[bytes] | None, *, timeout: float) -> bytes:
+        """Rank 0 gives `payloads`, one per rank; each rank gets its own."""
+        if self.rank != 0:
+            return self.recv(0, tag, timeout=timeout)
+        assert payloads is not None and len(payloads) == self.world_size
+        for to in range(1, self.world_size):
+            self.send(to, tag, payloads[to])
+        return payloads[0]
+
+    def broadcast(self, tag: str, payload: bytes | None, *, timeout: float) -> bytes:
+        """Rank 0's payload, on every rank."""
+        if self.rank == 0:
+            assert payload is not None
+            return self.scatter(tag, [payload] * self.world_size, timeout=timeout)
+        return self.scatter(tag, None, timeout=timeout)
+
+    def all_gather(self, tag: str, payload: bytes, *, timeout: float) -> list[bytes]:
+        """Every rank's payload, in order of rank, on every rank."""
+        deadline = time.monotonic() + timeout
+        gathered = self.gather(f"{tag}/up", payload, timeout=timeout)
+        # One message back to each rank: a table of lengths, then all the payloads.
+        packed = None
+        if gathered is not None:
+            packed = np.array([len(p) for p in gathered], "<u8").tobytes() + b"".join(gathered)
+        packed = self.broadcast(f"{tag}/down", packed, timeout=max(0.0, deadline - time.monotonic()))
+        if gathered is not None:
+            return gathered
+        head = 8 * self.world_size
+        ends = head + np.cumsum(np.frombuffer(packed, "<u8", self.world_size)).astype(np.int64)
+        starts = [head, *ends[:-1].tolist()]
+        return [packed[start:end] for start, end in zip(starts, ends.tolist(), strict=True)]
+
+    def barrier(self, tag: str, *, timeout: float) -> None:
+        """Returns when every rank has called it."""
+        deadline = time.monotonic() + timeout
+        self.gather(f"{tag}/up", b"", timeout=timeout)
+        self.broadcast(f"{tag}/down", b"", timeout=max(0.0, deadline - time.monotonic()))
+
+    def exchange(
+        self,
+        tag: str,
+        outgoing: Mapping[int, NDArray[np.uint8]],
+        incoming: Mapping[int, NDArray[np.uint8]],
+        *,
+        timeout: float,
+    ) -> None:
+        """The data plane: send arrays to other ranks and fill arrays from them, all at once.
+
+        Args:
+            tag: as everywhere; equal on both sides.
+            outgoing: by destination rank, contiguous 1-D uint8.
+            incoming: by source rank, contiguous 1-D uint8, of the size that the other side sends.
+            timeout: seconds for the whole of it.
+
+        Raises:
+            CheckpointTimeoutError, PeerLostError: as `recv`. What `incoming` holds is then undefined.
+        """
+        deadline = time.monotonic() + timeout
+        for to, array in outgoing.items():
+            self.send(to, tag, array.tobytes())
+        for source, array in incoming.items():
+            payload = self.recv(source, tag, timeout=max(0.0, deadline - time.monotonic()))
+            assert len(payload) == array.nbytes, f"exchange {tag}: {len(payload)} bytes for {array.nbytes}"
+            np.copyto(array, np.frombuffer(payload, np.uint8))
+
+
+class Mailbox:
+    """Messages that have arrived at one rank, until a thread of it takes them. Thread-safe."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self._mail: dict[tuple[int, str], deque[bytes]] = {}
+        self._lost: dict[int, str] = {}
+        self._closed: str | None = None
+        self._changed = threading.Condition()
+
+    def deposit(self, source: int, tag: str, payload: bytes) -> None:
+        """Put a message in and wake who waits for it."""
+        with self._changed:
+            self._mail.setdefault((source, tag), deque()).append(payload)
+            self._changed.notify_all()
+
+    def lose(self, source: int, reason: str) -> None:
+        """No more mail will come from `source`: fail waits for it, now and later. Mail that is here stays."""
+        with self._changed:
+            self._lost.setdefault(source, reason)
+            self._changed.notify_all()
+
+    def close(self, reason: str) -> None:
+        """No more mail will come from anybody. Mail that is here stays."""
+        with self._changed:
+            self._closed = self._closed or reason
+            self._changed.notify_all()
+
+    @property
+    def closed(self) -> str | None:
+        """Why no more mail will come, or None."""
+        return self._closed
+
+    def holds(self, source: int, tag: str) -> bool:
+        """Whether `take` would return at once."""
+        return (source, tag) in self._mail
+
+    def take(self, sources: Collection[int], tag: str, *, timeout: float) -> list[bytes]:
+        """The messages under `tag` from all `sources`, all or none; errors as `Collective.collect`."""
+        deadline = time.monotonic() + timeout
+        missing = list(sources)
+        with self._changed:
+            while True:
+                missing = [s for s in missing if (s, tag) not in self._mail]
+                if not missing:
+                    return [self._pop(source, tag) for source in sources]
+                self._raise_if_hopeless(missing, tag)
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise CheckpointTimeoutError(
+                        f"rank {self.rank}: no message {tag!r} from {_names(missing)} within {timeout:g} s; "
+                        "look for a hung rank, or raise the time-out"
+                    )
+                self._changed.wait(left)
+
+    def _pop(self, source: int, tag: str) -> bytes:
+        queue = self._mail[source, tag]
+        payload = queue.popleft()
+        if not queue:
+            del self._mail[source, tag]
+        return payload
+
+    def _raise_if_hopeless(self, missing: list[int], tag: str) -> None:
+        lost = [s for s in missing if s in self._lost]
+        if lost:
+            raise PeerLostError(
+                f"rank {self.rank}: lost {_names(lost)} while waiting for {tag!r}: {self._lost[lost[0]]}; "
+                "restart the job from its last committed checkpoint"
+            )
+        if self._closed is not None:
+            raise PeerLostError(f"rank {self.rank}: no message {tag!r} from {_names(missing)}: {self._closed}")
+
+
+class MailboxCollective(Collective):
+    """A collective whose mail arrives in a `Mailbox`."""
+
+    def __init__(self, rank: int, world_size: int, world_id: str) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.world_id = world_id
+        self.host = host_id()
+        self._mailbox = Mailbox(rank)
+
+    def recv(self, source: int, tag: str, *, timeout: float) -> bytes:  # noqa: D102 (inherited)
+        return self.collect((source,), tag, timeout=timeout)[0]
+
+    def collect(self, sources: Collection[int], tag: str, *, timeout: float) -> list[bytes]:  # noqa: D102
+        return self._mailbox.take(sources, tag, timeout=timeout)

@@ -1,0 +1,124 @@
+"""Which collective a call uses."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+
+from bytecheckpoint.collectives import wire
+from bytecheckpoint.collectives.base import Collective
+from bytecheckpoint.collectives.single import SingleProcess
+from bytecheckpoint.errors import UsageError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = ["current", "use"]
+
+_override: ContextVar[Collective | None] = ContextVar("bytecheckpoint_collective", default=None)
+
+
+class _State:
+    """What is remembered per process; made anew in a forked child."""
+
+    def __init__(self, inherited: object = None) -> None:
+        self.lock = threading.Lock()
+        self.single: SingleProcess | None = None
+        # Weak keys: a group that was destroyed takes its collective along, unless a background commit still holds it.
+        self.by_group: weakref.WeakKeyDictionary[Any, Collective] = weakref.WeakKeyDictionary()
+        self.inherited = inherited
+
+
+_state = _State()
+
+
+def _default_group() -> Any:
+    """The default process group, or None; never imports torch."""
+    torch = sys.modules.get("torch")
+    dist = getattr(torch, "distributed", None)
+    if dist is None or not dist.is_available() or not dist.is_initialized():
+        return None
+    return dist.group.WORLD
+
+
+def _after_fork_in_child() -> None:
+    global _state
+    wire.release_inherited()
+    _state = _State(inherited=_default_group())
+
+
+@contextmanager
+def use(collective: Collective) -> Iterator[Collective]:
+    """Make `collective` the one that `current` returns, in this thread, inside the `with` block."""
+    token = _override.set(collective)
+    try:
+        yield collective
+    finally:
+        _override.reset(token)
+
+
+def current(process_group: ProcessGroup | None = None) -> Collective:
+    """The collective of this call.
+
+    Args:
+        process_group: whose ranks take part; None: all ranks of the default group. The first call for a group is a
+            collective operation: all its ranks must make it, each in its foreground thread.
+
+    Returns:
+        What `use` has set in this thread; else, without torch.distributed or in a group of one rank, a
+        `SingleProcess`; else the one that belongs to the group, made at its first use.
+
+    Raises:
+        UsageError: this rank is not in the group, or this is a forked child of a rank.
+        PeerLostError, CheckpointTimeoutError: not all ranks of the group could be reached.
+    """
+    override = _override.get()
+    if override is not None:
+        return override
+    state = _state
+    default = _default_group()
+    if default is None and process_group is not None:
+        raise UsageError("a process group was given, but torch.distributed is not initialized (any more)")
+    group = process_group if process_group is not None else default
+    with state.lock:
+        if group is None:
+            return _single(state)
+        import torch.distributed as dist
+
+        if default is state.inherited:
+            if dist.get_world_size() == 1:
+                return _single(state)
+            raise UsageError(
+                f"this is a forked child (pid {os.getpid()}) of a rank of a distributed job: it cannot save or load "
+                "with the job's ranks; do so in the parent, or start the child with the 'spawn' method"
+            )
+        if group is dist.GroupMember.NON_GROUP_MEMBER or dist.get_rank(group) < 0:
+            raise UsageError(f"rank {dist.get_rank()} is not in the process group that was given")
+        if dist.get_world_size(group) == 1:
+            return _single(state)
+        if (known := state.by_group.get(group)) is not None:
+            return known
+        from bytecheckpoint.collectives.torch_world import TorchCollective
+
+        state.by_group[group] = made = TorchCollective(group)
+        return made
+
+
+def _single(state: _State) -> SingleProcess:
+    if state.single is None:
+        state.single = SingleProcess()
+    return state.single
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)
+# Executors and ordinary threads have finished before atexit hooks run, and hooks of modules that import this one run
+# before this one: what they still sent is delivered here.
+atexit.register(wire.leave_all)

@@ -1,0 +1,125 @@
+"""A world of N ranks on threads of one process: what tests run distributed code on."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection
+from typing import Concatenate, ParamSpec, TypeVar
+
+from bytecheckpoint.collectives.base import Collective, MailboxCollective, new_world_id
+from bytecheckpoint.collectives.current import use
+from bytecheckpoint.errors import CheckpointTimeoutError, PeerLostError
+
+__all__ = ["ThreadWorld"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class _ThreadRank(MailboxCollective):
+    def __init__(self, world: ThreadWorld, rank: int) -> None:
+        super().__init__(rank, world.size, world.world_id)
+        self._world = world
+
+    def send(self, to: int, tag: str, payload: bytes) -> None:
+        # A rank that was killed keeps running here, since threads cannot be killed; its mail must not.
+        if self.rank in self._world.killed:
+            return
+        if self._mailbox.closed is not None:
+            raise PeerLostError(f"rank {self.rank}: cannot send {tag!r}: {self._mailbox.closed}")
+        self._world.ranks[to]._mailbox.deposit(self.rank, tag, bytes(payload))
+
+    def collect(self, sources: Collection[int], tag: str, *, timeout: float) -> list[bytes]:
+        if self.rank in self._world.killed:
+            raise PeerLostError(f"rank {self.rank}: was killed")
+        return super().collect(sources, tag, timeout=timeout)
+
+    def close(self) -> None:
+        self._mailbox.close("this world was closed")
+
+
+class ThreadWorld:
+    """N ranks in one process.
+
+    >>> ThreadWorld(3).run(lambda collective: collective.rank, timeout=5)
+    [0, 1, 2]
+
+    Args:
+        size: number of ranks.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.world_id = new_world_id()
+        self.killed: set[int] = set()
+        self.ranks = [_ThreadRank(self, rank) for rank in range(size)]
+
+    def rank(self, rank: int) -> Collective:
+        """The collective of one rank."""
+        return self.ranks[rank]
+
+    def kill(self, rank: int, *, silent: bool = True) -> None:
+        """Drop everything that `rank` sends from now on, and fail everything that it waits for.
+
+        Args:
+            rank: whom.
+            silent: the others notice nothing but silence, as with a hung machine. Otherwise their waits for it raise
+                `PeerLostError`, as with a process that died.
+        """
+        self.killed.add(rank)
+        self.ranks[rank]._mailbox.close("this rank was killed")
+        if not silent:
+            for other in self.ranks:
+                other._mailbox.lose(rank, "it was killed")
+
+    def run(
+        self,
+        fn: Callable[Concatenate[Collective, P], R],
+        *args: P.args,
+        timeout: float = 60.0,
+        **kwargs: P.kwargs,
+    ) -> list[R]:
+        """Call `fn(collective, ...)` on one thread per rank, where `current()` is that collective.
+
+        Args:
+            fn: what each rank does.
+            *args: passed on.
+            timeout: seconds, for all ranks together.
+            **kwargs: passed on.
+
+        Returns:
+            The results in order of rank.
+
+        Raises:
+            BaseException: the first error that any rank raised, with those of the others as notes.
+            CheckpointTimeoutError: ranks (named) did not return in time; their threads are left behind.
+        """
+        results: dict[int, R] = {}
+        errors: list[tuple[int, BaseException]] = []  # in order of time
+
+        def body(collective: Collective) -> None:
+            try:
+                with use(collective):
+                    results[collective.rank] = fn(collective, *args, **kwargs)
+            except BaseException as error:  # noqa: BLE001 (handed to the caller)
+                errors.append((collective.rank, error))
+
+        threads = [threading.Thread(target=body, args=(c,), name=f"rank-{c.rank}", daemon=True) for c in self.ranks]
+        for thread in threads:
+            thread.start()
+        deadline = time.monotonic() + timeout
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        stuck = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
+        if errors:
+            first_rank, first = errors[0]
+            first.add_note(f"raised on rank {first_rank} of {self.size}")
+            for rank, error in errors[1:]:
+                first.add_note(f"rank {rank} raised {type(error).__name__}: {error}")
+            if stuck:
+                first.add_note(f"ranks {stuck} did not return within {timeout:g} s")
+            raise first
+        if stuck:
+            raise CheckpointTimeoutError(f"ranks {stuck} of {self.size} did not return within {timeout:g} s")
+        return [results[rank] for rank in range(self.size)]

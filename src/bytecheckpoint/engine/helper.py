@@ -1,0 +1,236 @@
+"""The helper process that writes the files of asynchronous saves.
+
+A thread of the training process would have to win the interpreter lock back after every chunk, and would slow an
+interpreter-bound training loop by doing so (docs/decisions/0004). The helper maps the same staging memory, so only
+small messages pass between the two: msgpack records, each behind its length, over a socket pair. The helper ends by
+itself when the training process does, however that ends.
+
+Run as a program (`python -m bytecheckpoint.engine.helper FD`) this module is the helper; imported, it is the client.
+Nothing imported here may import torch: the helper starts in a fraction of a second and stays small.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import CheckpointError, CheckpointTimeoutError, UsageError, error_from_report, error_report
+from ..storage import resolve
+from .writing import FilesWriter, FileTask
+
+__all__ = ["HelperProcess"]
+
+_LENGTH = struct.Struct("<Q")
+
+
+class _Channel:
+    """Records over a stream socket."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+
+    def send(self, record: dict[str, Any], fds: Sequence[int] = ()) -> None:
+        data = msgspec.msgpack.encode(record)
+        head = _LENGTH.pack(len(data))
+        if fds:
+            # Descriptors travel with the first bytes of their record.
+            socket.send_fds(self.sock, [head], list(fds))
+            self.sock.sendall(data)
+        else:
+            self.sock.sendall(head + data)
+
+    def receive(self) -> tuple[dict[str, Any] | None, list[int]]:
+        """The next record and the descriptors that came with it; None at the other side's end."""
+        head, fds, _, _ = socket.recv_fds(self.sock, _LENGTH.size, 1)
+        head += self._exactly(_LENGTH.size - len(head)) if 0 < len(head) < _LENGTH.size else b""
+        if len(head) < _LENGTH.size:
+            return None, list(fds)
+        body = self._exactly(_LENGTH.unpack(head)[0])
+        return (msgspec.msgpack.decode(body) if body is not None else None), list(fds)
+
+    def _exactly(self, count: int) -> bytes:
+        parts = bytearray(count)
+        view = memoryview(parts)
+        while len(view):
+            got = self.sock.recv_into(view)
+            if got == 0:
+                raise ConnectionError("the other side closed the channel")
+            view = view[got:]
+        return bytes(parts)
+
+
+class HelperProcess:
+    """Client side. One save at a time; calls raise the typed error that the helper met."""
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair()
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "bytecheckpoint.engine.helper", str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            env=environment,
+        )
+        theirs.close()
+        self._channel = _Channel(ours)
+        self._mapped = -1
+        self._owner = os.getpid()
+        self._lock = threading.Lock()
+
+    @property
+    def alive(self) -> bool:
+        """Whether the helper can still be used from this process."""
+        return self._owner == os.getpid() and self._process.poll() is None
+
+    @property
+    def pid(self) -> int:
+        """Process id of the helper."""
+        return self._process.pid
+
+    def call(self, record: dict[str, Any], *, timeout: float, fds: Sequence[int] = ()) -> dict[str, Any]:
+        """Send one request, return its answer."""
+        with self._lock:
+            try:
+                self._channel.sock.settimeout(timeout)
+                self._channel.send(record, fds)
+                answer, _ = self._channel.receive()
+            except TimeoutError:
+                self.stop()
+                raise CheckpointTimeoutError(
+                    f"the writer process did not finish {record['op']!r} within {timeout:g} s; storage may hang"
+                ) from None
+            except OSError as error:
+                answer, cause = None, error
+                self.stop()
+                raise CheckpointError(f"the writer process died during {record['op']!r}: {cause}") from cause
+        if answer is None:
+            code = self._process.wait()
+            raise CheckpointError(f"the writer process died during {record['op']!r} (exit status {code})")
+        if "error" in answer:
+            raise error_from_report(answer)
+        return answer
+
+    def map_pool(self, fd: int, capacity: int, generation: int, *, timeout: float) -> None:
+        """Let the helper map the staging memory, if it has not this generation of it already."""
+        if generation != self._mapped:
+            self.call({"op": "map", "capacity": capacity}, timeout=timeout, fds=[fd])
+            self._mapped = generation
+
+    def stop(self) -> None:
+        """End the helper; what it was writing stays unfinished."""
+        self._channel.sock.close()
+        if self._owner == os.getpid() and self._process.poll() is None:
+            self._process.terminate()
+            try:
+                self._process.wait(5)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+
+
+class _Server:
+    """The helper's own side."""
+
+    def __init__(self, channel: _Channel) -> None:
+        self._channel = channel
+        self._pool: NDArray[np.uint8] = np.zeros(0, np.uint8)
+        self._writer: FilesWriter | None = None
+        self._batches: list[list[Future[None]]] = []
+
+    def serve(self) -> None:
+        while True:
+            try:
+                record, fds = self._channel.receive()
+            except OSError:
+                record, fds = None, []
+            if record is None:
+                break
+            try:
+                answer = getattr(self, "do_" + record.pop("op"))(fds=fds, **record)
+            except BaseException as error:
+                answer = error_report(error)
+            try:
+                self._channel.send(answer)
+            except OSError:
+                break
+        # The training process is gone: an unfinished save is nobody's any more.
+        self.do_abort()
+
+    def do_map(self, *, capacity: int, fds: list[int]) -> dict[str, Any]:
+        self._pool = np.frombuffer(mmap.mmap(fds[0], capacity), np.uint8)
+        os.close(fds[0])
+        return {}
+
+    def do_open(
+        self, *, url: str, tasks: list[dict[str, Any]], direct: bool, threads: int, fds: list[int]
+    ) -> dict[str, Any]:
+        self.do_abort()
+        self._batches = []
+        files = [msgspec.convert(t, FileTask) for t in tasks]
+        self._writer = FilesWriter(resolve(url), files, direct=direct, threads=threads)
+        return {}
+
+    def do_write(self, *, chunks: list[tuple[int, int, int, int]], fds: list[int]) -> dict[str, Any]:
+        writer = self._opened()
+        self._batches.append([])
+        for file, start, at, count in chunks:
+            padded = memoryview(self._pool[at : at + -(-count // 4096) * 4096])
+            self._batches[-1].append(writer.submit(writer.write, file, start, [padded[:count]], padded))
+        return {"batch": len(self._batches) - 1}
+
+    def do_wait(self, *, batch: int, fds: list[int]) -> dict[str, Any]:
+        for future in self._batches[batch]:
+            future.result()
+        return {}
+
+    def do_sums(self, *, fds: list[int]) -> dict[str, Any]:
+        return {"sums": [s.tobytes() for s in self._opened().sums()]}
+
+    def do_finish(self, *, headers: list[bytes], fds: list[int]) -> dict[str, Any]:
+        self._opened().finish(headers)
+        self._writer = None
+        return {}
+
+    def do_abort(self, *, fds: Sequence[int] = ()) -> dict[str, Any]:
+        if self._writer is not None:
+            self._writer.abort()
+            self._writer = None
+        return {}
+
+    def _opened(self) -> FilesWriter:
+        if self._writer is None:
+            raise UsageError("no save is open in the writer process")
+        return self._writer
+
+
+def _end_with(parent: int) -> None:
+    # Children that the training process forked hold copies of its end of the socket, so its death may not close it.
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)
+
+
+def main() -> None:
+    """Serve until the training process closes its end."""
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    # A terminal's Ctrl-C goes to the whole process group; the training process decides what happens to its saves.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _Server(_Channel(socket.socket(fileno=int(sys.argv[1])))).serve()
+
+
+if __name__ == "__main__":
+    main()

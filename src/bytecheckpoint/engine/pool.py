@@ -1,0 +1,134 @@
+"""The staging pool: shared memory whose pages are touched once and then reused by every save.
+
+First use of a page costs ten times what copying into a touched one does, so the pool grows once, ahead of need where
+it can (`StagingPool.reserve` from a background thread), and is kept. It is anonymous shared memory (memfd): the
+helper process that writes files maps the same pages, so no byte is copied between the processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+import threading
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ..errors import CheckpointError
+
+__all__ = ["StagingPool", "available_memory"]
+
+_PAGE = 4096
+_TOUCH_STEP = 64 << 20
+_MADV_POPULATE_WRITE = 23
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def available_memory() -> int:
+    """Bytes that this process may still take without pushing others out: the machine's, or its cgroup's if smaller."""
+    available = 1 << 62
+    with contextlib.suppress(OSError, ValueError), open("/proc/meminfo") as file:
+        fields = dict(line.split(":", 1) for line in file)
+        available = int(fields["MemAvailable"].split()[0]) << 10
+    with contextlib.suppress(OSError, ValueError):
+        with open("/sys/fs/cgroup/memory.max") as limit, open("/sys/fs/cgroup/memory.current") as used:
+            available = min(available, int(limit.read()) - int(used.read()))
+    return max(available, 0)
+
+
+class StagingPool:
+    """One contiguous buffer of shared memory that can grow while nothing uses it.
+
+    Attributes:
+        capacity: bytes now reserved.
+        fd: file descriptor of the shared memory, for the helper process; -1 before the first `reserve`.
+        generation: counts the growths, so that the helper process knows when to map the memory again.
+    """
+
+    def __init__(self) -> None:
+        self.capacity = 0
+        self.fd = -1
+        self.generation = 0
+        self._map: mmap.mmap | None = None
+        self._pinned = 0
+        self._lock = threading.Lock()
+        self._tensor: torch.Tensor | None = None
+        self._array: NDArray[np.uint8] = np.zeros(0, np.uint8)
+
+    def reserve(self, nbytes: int, *, touch: bool) -> None:
+        """Make the pool at least `nbytes` large. Must not be called while a save uses the pool.
+
+        Args:
+            nbytes: bytes wanted.
+            touch: write to every new page now (about 0.8 s per GiB), instead of at the first copy into it.
+        """
+        with self._lock:
+            if nbytes > self.capacity:
+                self._grow(-(-nbytes // _PAGE) * _PAGE)
+            if touch:
+                self._touch()
+
+    def _grow(self, nbytes: int) -> None:
+        self._unmap()
+        if self.fd < 0:
+            self.fd = os.memfd_create("bytecheckpoint-staging", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(self.fd, nbytes)
+            self._map = mmap.mmap(self.fd, nbytes)
+        except OSError as error:
+            raise CheckpointError(f"cannot reserve {nbytes} bytes for staging: {error}; set staging_bytes") from error
+        self.capacity = nbytes
+        self.generation += 1
+        self._tensor = torch.frombuffer(self._map, dtype=torch.uint8)
+        self._array = np.frombuffer(self._map, np.uint8)
+        self._pin()
+
+    def _pin(self) -> None:
+        """Page-lock the pool where there is an accelerator, so that D2H copies run beside the compute stream."""
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            assert self._tensor is not None
+            code = torch.cuda.cudart().cudaHostRegister(self._tensor.data_ptr(), self.capacity, 0)
+            self._pinned = self.capacity if int(code) == 0 else 0
+
+    def _touch(self) -> None:
+        # The C call releases the interpreter lock; a step at a time, so that a growing pool can be interrupted.
+        if self._tensor is None or self._pinned:
+            return
+        base = self._tensor.data_ptr()
+        for start in range(0, self.capacity, _TOUCH_STEP):
+            size = min(_TOUCH_STEP, self.capacity - start)
+            if _libc.madvise(ctypes.c_void_p(base + start), ctypes.c_size_t(size), _MADV_POPULATE_WRITE) != 0:
+                self._array[start : start + size : _PAGE] = 0
+
+    def tensor(self) -> torch.Tensor:
+        """The pool as a uint8 tensor of shape [capacity]."""
+        assert self._tensor is not None, "the pool was not reserved"
+        return self._tensor
+
+    def view(self, start: int, nbytes: int) -> memoryview:
+        """Bytes [start, start + nbytes) of the pool."""
+        return memoryview(self._array[start : start + nbytes])
+
+    def _unmap(self) -> None:
+        if self._pinned and self._tensor is not None:
+            torch.cuda.cudart().cudaHostUnregister(self._tensor.data_ptr())
+            self._pinned = 0
+        self._tensor = None
+        self._array = np.zeros(0, np.uint8)
+        if self._map is not None:
+            # Views that a finished save still refers to keep the old mapping alive; it goes with the last of them.
+            with contextlib.suppress(BufferError):
+                self._map.close()
+            self._map = None
+
+    def release(self) -> None:
+        """Give the memory back to the system; the next save reserves it anew."""
+        with self._lock:
+            self._unmap()
+            if self.fd >= 0:
+                os.close(self.fd)
+                self.fd = -1
+            self.capacity = 0

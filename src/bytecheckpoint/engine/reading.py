@@ -1,0 +1,318 @@
+"""Reading ranges, verifying every block in the same pass, and delivering bytes to their destination tensors."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ..errors import CorruptCheckpointError
+from ..representation.catalog import Catalog
+from ..representation.checksums import RunningSum, block_sum
+from ..representation.plans import ReadPlan
+from ..storage import FileReader, Storage
+from .staging import flat_bytes, movable
+
+__all__ = ["Delivery", "FileSet", "Target", "read_all"]
+
+_DIRECT_BYTES = 256 << 10
+
+
+class FileSet:
+    """The open storage files of one checkpoint, with their checksums.
+
+    Several threads may use it. Use as a context manager, or `close` it.
+    """
+
+    def __init__(self, storage: Storage, catalog: Catalog) -> None:
+        self._storage = storage
+        self._catalog = catalog
+        self._readers: dict[int, FileReader] = {}
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> FileSet:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close all files."""
+        with self._lock:
+            for reader in self._readers.values():
+                reader.close()
+            self._readers.clear()
+
+    def _open(self, file: int) -> FileReader:
+        with self._lock:
+            reader = self._readers.get(file)
+            if reader is None:
+                entry = self._catalog.files[file]
+                try:
+                    reader = self._storage.open(entry.name)
+                except FileNotFoundError:
+                    raise CorruptCheckpointError(
+                        f"{self._storage.url}: the storage file {entry.name} is missing; use another checkpoint",
+                        file=entry.name,
+                    ) from None
+                if reader.size != entry.size:
+                    reader.close()
+                    raise CorruptCheckpointError(
+                        f"{self._storage.url}: {entry.name} has {reader.size} bytes, the catalog says {entry.size}; "
+                        f"the file was cut, extended or replaced; use another checkpoint",
+                        file=entry.name,
+                    )
+                self._readers[file] = reader
+            return reader
+
+    def fetch(self, file: int, start: int, stop: int, buffers: Sequence[memoryview]) -> None:
+        """Read bytes [start, stop) of a file's data section into `buffers` and verify them.
+
+        Args:
+            file: index of the file in the catalog.
+            start: a block's first byte.
+            stop: a block's end, or the data section's.
+            buffers: memory of `stop - start` bytes in all, contents arbitrary.
+
+        Raises:
+            CorruptCheckpointError: a checksum differs, or the file is missing, cut or extended.
+        """
+        entry = self._catalog.files[file]
+        got = self._open(file).read_into(entry.data_offset + start, buffers)
+        if got != stop - start:
+            raise CorruptCheckpointError(
+                f"{self._storage.url}: {entry.name} ends after {entry.data_offset + start + got} bytes; it was cut "
+                f"while it was being read; use another checkpoint",
+                file=entry.name,
+            )
+        sums = self._catalog.sums(file)
+        first = start // entry.block_bytes
+        for block, value in enumerate(_block_sums(buffers, entry.block_bytes), first):
+            if value != int(sums[block]):
+                raise self._damaged(file, block)
+
+    def _damaged(self, file: int, block: int) -> CorruptCheckpointError:
+        entry = self._catalog.files[file]
+        low = entry.data_offset + block * entry.block_bytes
+        high = min(low + entry.block_bytes, entry.size)
+        catalog = self._catalog
+        rows = (catalog.file == file) & (catalog.byte_offset < high) & (catalog.byte_offset + catalog.byte_length > low)
+        tensors = tuple(str(catalog.key(int(t))) for t in np.unique(catalog.boxes.tensor[rows]))
+        named = ", ".join(tensors[:3]) + (f" and {len(tensors) - 3} more" if len(tensors) > 3 else "")
+        return CorruptCheckpointError(
+            f"{self._storage.url}: checksum mismatch in {entry.name}, block {block} (bytes {low} to {high}), which "
+            f"holds {named}; use another checkpoint",
+            file=entry.name,
+            block=block,
+            tensors=tensors,
+        )
+
+
+def _block_sums(buffers: Sequence[memoryview], size: int) -> Iterable[int]:
+    running, filled = RunningSum(), 0
+    for buffer in buffers:
+        position, length = 0, len(buffer)
+        while position < length:
+            if filled == 0 and length - position >= size:
+                yield block_sum(buffer[position : position + size])
+                position += size
+                continue
+            take = min(size - filled, length - position)
+            running.update(buffer[position : position + take])
+            position += take
+            filled += take
+            if filled == size:
+                yield running.value()
+                running, filled = RunningSum(), 0
+    if filled:
+        yield running.value()
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where one wanted box goes.
+
+    Attributes:
+        data: destination, shape of the box, any strides, any device.
+        dtype: dtype that the checkpoint holds; differs from `data.dtype` only when a cast was asked for.
+    """
+
+    data: torch.Tensor
+    dtype: torch.dtype
+
+    @property
+    def contiguous(self) -> bool:
+        """Whether the elements are one run of memory."""
+        return self.data.is_contiguous()
+
+    @property
+    def addressable(self) -> bool:
+        """Whether storage can read straight into the memory."""
+        return self.contiguous and self.data.device.type == "cpu" and self.data.dtype == self.dtype
+
+
+class Delivery:
+    """Takes the bytes of a plan's ranges to the destinations.
+
+    Args:
+        plan: what to deliver.
+        targets: destinations, numbered as the plan's wanted boxes.
+    """
+
+    def __init__(self, plan: ReadPlan, targets: Sequence[Target]) -> None:
+        self.plan = plan
+        self.targets = targets
+        copies = plan.copies
+        self._wanted = copies.wanted.tolist()
+        self._source = copies.source.tolist()
+        self._elements = copies.elements.tolist()
+        self._flat = copies.flat.tolist()
+        self._target = copies.target.tolist()
+        self._first = plan.first_copy.tolist()
+        element = np.array([t.dtype.itemsize for t in targets], np.int64)
+        nbytes = copies.elements * (element[copies.wanted] if len(targets) else 1)
+        addressable = np.array([t.addressable for t in targets], bool)
+        good = copies.flat & (addressable[copies.wanted] if len(targets) else copies.flat)
+        good[1:] &= copies.source[1:] >= (copies.source + nbytes)[:-1]
+        self._nbytes = nbytes.tolist()
+        starts = plan.first_copy[:-1]
+        if len(starts):
+            count = np.diff(plan.first_copy)
+            total = np.add.reduceat(nbytes, starts)
+            good[starts] |= copies.flat[starts] & addressable[copies.wanted[starts]]
+            self._direct = (np.logical_and.reduceat(good, starts) & (total >= count * _DIRECT_BYTES)).tolist()
+        else:
+            self._direct = []
+
+    def direct_buffers(self, index: int) -> list[memoryview] | None:
+        """Memory to read range `index` straight into, or None when it must pass through a scratch buffer."""
+        if not self._direct[index]:
+            return None
+        position, stop = int(self.plan.start[index]), int(self.plan.stop[index])
+        buffers: list[memoryview] = []
+        for copy in range(self._first[index], self._first[index + 1]):
+            source, nbytes = self._source[copy], self._nbytes[copy]
+            if source > position:
+                buffers.append(memoryview(bytearray(source - position)))
+            target = self.targets[self._wanted[copy]]
+            begin = self._target[copy] * target.dtype.itemsize
+            buffers.append(memoryview(flat_bytes(target.data)[begin : begin + nbytes].numpy()))
+            position = source + nbytes
+        if stop > position:
+            buffers.append(memoryview(bytearray(stop - position)))
+        return buffers
+
+    def scatter(self, index: int, data: torch.Tensor, start: int) -> None:
+        """Deliver range `index` out of `data`.
+
+        Args:
+            index: number of the range.
+            data: uint8, holds the range's bytes (and maybe more); its address is a multiple of 16.
+            start: byte offset in the file's data section of the first byte of `data`.
+        """
+        sources: list[torch.Tensor] = []
+        targets: list[torch.Tensor] = []
+        for copy in range(self._first[index], self._first[index + 1]):
+            target = self.targets[self._wanted[copy]]
+            size = target.dtype.itemsize
+            at = self._source[copy] - start
+            into = target.data
+            if self._flat[copy]:
+                count = self._elements[copy]
+                source = data[at : at + count * size].view(target.dtype)
+                if count == into.numel():
+                    source = source.view(into.shape)
+                else:
+                    begin = self._target[copy]
+                    into = into.view(-1)[begin : begin + count]
+            else:
+                source, into = self._box(copy, data, at, target)
+            if into.dtype == target.dtype:
+                source, into = movable(source), movable(into)
+            sources.append(source)
+            targets.append(into)
+        with torch.no_grad():
+            torch._foreach_copy_(targets, sources)
+
+    def _box(self, copy: int, data: torch.Tensor, at: int, target: Target) -> tuple[torch.Tensor, torch.Tensor]:
+        copies = self.plan.copies
+        ndim = target.data.ndim
+        shape = copies.source_shape[copy].tolist()
+        lengths = copies.lengths[copy].tolist()[:ndim]
+        strides = [1] * len(shape)
+        for dim in range(len(shape) - 2, -1, -1):
+            strides[dim] = strides[dim + 1] * shape[dim + 1]
+        size = target.dtype.itemsize
+        # The view may reach past the bytes that are there: only elements that the copy names are touched.
+        typed = data[at % size : data.numel() - (data.numel() - at % size) % size].view(target.dtype)
+        source = typed.as_strided(lengths, strides[:ndim], typed.storage_offset() + at // size)
+        into = target.data
+        for dim, (begin, length) in enumerate(zip(copies.target_offsets[copy].tolist(), lengths, strict=False)):
+            into = into.narrow(dim, begin, length)
+        return source, into
+
+
+def scratch(nbytes: int, accelerator: bool) -> torch.Tensor:
+    """A buffer for one range: pinned where bytes go on to an accelerator; aligned to 4096 bytes."""
+    buffer = torch.empty(nbytes + 4096, dtype=torch.uint8, pin_memory=accelerator)
+    shift = -buffer.data_ptr() % 4096
+    return buffer[shift : shift + nbytes]
+
+
+def read_all(files: FileSet, delivery: Delivery, ranges: Sequence[int], *, threads: int, chunk_bytes: int) -> int:
+    """Read, verify and deliver some ranges of a plan.
+
+    Args:
+        files: the checkpoint's files.
+        delivery: where the bytes go.
+        ranges: numbers of the ranges.
+        threads: ranges in flight at the same time.
+        chunk_bytes: longest range.
+
+    Returns:
+        Bytes read.
+
+    Raises:
+        CorruptCheckpointError: as `FileSet.fetch`. Destinations may then hold some of the new bytes.
+    """
+    plan = delivery.plan
+    local = threading.local()
+    accelerator = any(t.data.device.type != "cpu" for t in delivery.targets)
+    stopped = threading.Event()
+
+    def one(index: int) -> int:
+        if stopped.is_set():
+            return 0
+        start, stop, file = int(plan.start[index]), int(plan.stop[index]), int(plan.file[index])
+        try:
+            buffers = delivery.direct_buffers(index)
+            if buffers is not None:
+                files.fetch(file, start, stop, buffers)
+                return stop - start
+            if not hasattr(local, "scratch"):
+                local.scratch = scratch(chunk_bytes, accelerator)
+                local.stream = torch.Stream() if accelerator else contextlib.nullcontext()
+            data = local.scratch[: stop - start]
+            files.fetch(file, start, stop, [memoryview(data.numpy())])
+            with local.stream:
+                delivery.scatter(index, data, start)
+            if accelerator:
+                local.stream.synchronize()
+        except BaseException:
+            stopped.set()
+            raise
+        return stop - start
+
+    if len(ranges) == 1:
+        return one(ranges[0])
+    with ThreadPoolExecutor(threads, thread_name_prefix="bytecheckpoint-read") as pool:
+        futures = [pool.submit(one, i) for i in ranges]
+        done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+        for future in done:
+            future.result()
+        return sum(f.result() for f in futures)

@@ -1,0 +1,219 @@
+"""The bytes of one save on one rank: from live tensors to durable files.
+
+A synchronous save streams chunk by chunk through a few small buffers. An asynchronous one copies the image into the
+staging pool, which is all that the caller waits for, and writes it from there: by the helper process, or by threads.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+import msgspec
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ..settings import Settings
+from ..storage import Storage
+from .helper import HelperProcess
+from .pool import StagingPool
+from .staging import Chunk, Image, chunks_of
+from .writing import FilesWriter, FileTask, aligned_buffer
+
+__all__ = ["SaveJob"]
+
+#: A write slower than this is taken for a storage that hangs, bytes per second.
+_SLOWEST = 4 << 20
+
+
+class _Backend(Protocol):
+    """Who writes chunks that stand in the staging pool: (file, start in its data section, place in pool, length)."""
+
+    def write(self, chunks: list[tuple[int, int, int, int]]) -> int: ...
+
+    def wait(self, batch: int) -> None: ...
+
+    def sums(self) -> list[NDArray[np.uint64]]: ...
+
+    def finish(self, headers: Sequence[bytes]) -> None: ...
+
+    def abort(self) -> None: ...
+
+
+class _ThreadBackend:
+    def __init__(self, writer: FilesWriter, pool: StagingPool) -> None:
+        self._writer = writer
+        self._pool = pool
+        self._batches: list[list[Future[None]]] = []
+
+    def write(self, chunks: list[tuple[int, int, int, int]]) -> int:
+        futures = []
+        for file, start, at, count in chunks:
+            padded = self._pool.view(at, -(-count // 4096) * 4096)
+            futures.append(self._writer.submit(self._writer.write, file, start, [padded[:count]], padded))
+        self._batches.append(futures)
+        return len(self._batches) - 1
+
+    def wait(self, batch: int) -> None:
+        for future in self._batches[batch]:
+            future.result()
+
+    def sums(self) -> list[NDArray[np.uint64]]:
+        return self._writer.sums()
+
+    def finish(self, headers: Sequence[bytes]) -> None:
+        self._writer.finish(headers)
+
+    def abort(self) -> None:
+        self._writer.abort()
+
+
+class _HelperBackend:
+    def __init__(
+        self, helper: HelperProcess, storage: Storage, tasks: Sequence[FileTask], settings: Settings, pool: StagingPool
+    ) -> None:
+        self._helper = helper
+        # A time limit that grows with the bytes: a large save may take long, a hanging one must end.
+        self._timeout = settings.timeout + sum(t.data_bytes for t in tasks) / _SLOWEST
+        if pool.capacity:
+            helper.map_pool(pool.fd, pool.capacity, pool.generation, timeout=self._timeout)
+        self._call(
+            "open",
+            url=storage.url,
+            tasks=[msgspec.to_builtins(t) for t in tasks],
+            direct=settings.direct_io != "off",
+            threads=settings.write_threads,
+        )
+
+    def _call(self, op: str, **arguments: Any) -> dict[str, Any]:
+        return self._helper.call({"op": op, **arguments}, timeout=self._timeout)
+
+    def write(self, chunks: list[tuple[int, int, int, int]]) -> int:
+        return int(self._call("write", chunks=chunks)["batch"])
+
+    def wait(self, batch: int) -> None:
+        self._call("wait", batch=batch)
+
+    def sums(self) -> list[NDArray[np.uint64]]:
+        return [np.frombuffer(s, np.uint64) for s in self._call("sums")["sums"]]
+
+    def finish(self, headers: Sequence[bytes]) -> None:
+        self._call("finish", headers=list(headers))
+
+    def abort(self) -> None:
+        if self._helper.alive:
+            self._call("abort")
+
+
+class SaveJob:
+    """One rank's files of one save. Calls: (`write_through` | `stage`, `write_staged`), then `finish`; or `abort`.
+
+    Args:
+        image: live tensors and their places.
+        tasks: the files, numbered as the image's.
+        storage: where they go.
+        settings: threads, chunk length, direct I/O.
+    """
+
+    def __init__(self, image: Image, tasks: Sequence[FileTask], storage: Storage, settings: Settings) -> None:
+        assert len(image.files) == len(tasks)
+        self._image = image
+        self._tasks = tasks
+        self._storage = storage
+        self._settings = settings
+        self._backend: _Backend | None = None
+
+    def write_through(self) -> list[NDArray[np.uint64]]:
+        """Write everything now, from the live tensors.
+
+        Returns:
+            Block sums of each file.
+        """
+        settings = self._settings
+        writer = FilesWriter(
+            self._storage, self._tasks, direct=settings.direct_io != "off", threads=settings.write_threads
+        )
+        self._backend = _ThreadBackend(writer, StagingPool())
+        chunks = chunks_of(self._image.files, settings.chunk_bytes)
+        slots: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
+        largest = max((c.nbytes for c in chunks), default=0)
+        for _ in range(min(settings.write_threads, len(chunks))):
+            slots.put(torch.from_numpy(aligned_buffer(-(-largest // 4096) * 4096)))
+        direct = writer.direct
+
+        def one(chunk: Chunk) -> None:
+            slot = slots.get()
+            try:
+                buffers = self._image.fill(chunk, slot, reference=not direct)
+                padded = memoryview(slot.numpy())[: -(-chunk.nbytes // 4096) * 4096] if direct else None
+                writer.write(chunk.file, chunk.start, buffers, padded)
+            finally:
+                slots.put(slot)
+
+        for chunk in chunks:
+            writer.submit(one, chunk)
+        return writer.sums()
+
+    def open_backend(self, pool: StagingPool, helper: HelperProcess | None) -> None:
+        """Create the files, so that a full or read-only storage shows before anything is staged."""
+        if helper is not None:
+            self._backend = _HelperBackend(helper, self._storage, self._tasks, self._settings, pool)
+        else:
+            settings = self._settings
+            direct = settings.direct_io != "off"
+            writer = FilesWriter(self._storage, self._tasks, direct=direct, threads=settings.write_threads)
+            self._backend = _ThreadBackend(writer, pool)
+
+    def stage(self, pool: StagingPool) -> list[tuple[int, int, int, int]]:
+        """Copy the image into the pool: all that the caller of an asynchronous save waits for.
+
+        When the pool is smaller than the image, chunks pass through its two halves in turn, and the caller waits for
+        the storage (back-pressure); `open_backend` must then have been called.
+
+        Returns:
+            Chunks that stand in the pool and are still to be written, for `write_staged`.
+        """
+        image, chunk_bytes = self._image, self._settings.chunk_bytes
+        chunks = chunks_of(image.files, chunk_bytes)
+        if not chunks:
+            return []
+        if pool.capacity >= image.nbytes:
+            image.stage(pool.tensor(), pool.generation)
+            return [(c.file, c.start, image.files[c.file].start + c.start, c.nbytes) for c in chunks]
+        assert self._backend is not None
+        per_half = pool.capacity // chunk_bytes // 2
+        assert per_half >= 1, "the pool holds at least two chunks"
+        batches: list[int] = []
+        batch: list[tuple[int, int, int, int]] = []
+        for number, begin in enumerate(range(0, len(chunks), per_half)):
+            if number >= 2:
+                self._backend.wait(batches[number - 2])
+            batch = []
+            for place, chunk in enumerate(chunks[begin : begin + per_half]):
+                at = (number % 2 * per_half + place) * chunk_bytes
+                slot = pool.tensor()[at : at + chunk_bytes]
+                image.fill(chunk, slot, reference=False)
+                batch.append((chunk.file, chunk.start, at, chunk.nbytes))
+            if begin + per_half < len(chunks):
+                batches.append(self._backend.write(batch))
+        return batch
+
+    def write_staged(self, chunks: list[tuple[int, int, int, int]]) -> list[NDArray[np.uint64]]:
+        """Write what `stage` left in the pool; the block sums of each file."""
+        assert self._backend is not None
+        self._backend.write(chunks)
+        return self._backend.sums()
+
+    def finish(self, headers: Sequence[bytes]) -> None:
+        """Write the headers and make the files durable."""
+        assert self._backend is not None
+        self._backend.finish(headers)
+
+    def abort(self) -> None:
+        """Remove the files that were started; never raises."""
+        if self._backend is not None:
+            self._backend.abort()
+            self._backend = None

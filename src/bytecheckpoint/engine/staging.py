@@ -1,0 +1,212 @@
+"""Copying live shards into the image of the files that they will become.
+
+A rank's *image* is the data sections of its storage files, one after the other, each starting on a 4096-byte
+boundary. With a pool as large as the image, all shards are copied at once and the caller is free; with a smaller one
+the image passes through the pool chunk by chunk. Both fill chunks from the same table of pieces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+__all__ = ["Chunk", "Image", "ImageFile", "chunks_of"]
+
+_REFERENCE_BYTES = 256 << 10
+#: Dtypes whose copies torch may not implement are moved as integers of the same width.
+_PLAIN = {
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+    torch.complex128,
+}
+_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def movable(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` under a dtype that every copy kernel knows; the same memory."""
+    return tensor if tensor.dtype in _PLAIN else tensor.view(_INTEGER[tensor.element_size()])
+
+
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` with its elements in row-major order: itself where they are, else a copy."""
+    return tensor.resolve_conj().resolve_neg().contiguous()
+
+
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a contiguous tensor, uint8 of shape [nbytes], the same memory."""
+    return movable(tensor).reshape(-1).view(torch.uint8)
+
+
+@dataclass(slots=True)
+class ImageFile:
+    """One file's data section inside the image.
+
+    Attributes:
+        start: first byte in the image; a multiple of 4096.
+        nbytes: length of the data section.
+        shards: indexes into the image's tensors, in file order; they tile the section.
+        starts: byte offset of each of them inside the section, ascending, shape [n].
+        sizes: bytes of each, shape [n].
+    """
+
+    start: int
+    nbytes: int
+    shards: list[int]
+    starts: NDArray[np.int64]
+    sizes: NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Bytes [start, start + nbytes) of the data section of file `file`."""
+
+    file: int
+    start: int
+    nbytes: int
+
+
+def chunks_of(files: Sequence[ImageFile], chunk_bytes: int) -> list[Chunk]:
+    """All chunks of an image, in order."""
+    return [
+        Chunk(index, start, min(chunk_bytes, file.nbytes - start))
+        for index, file in enumerate(files)
+        for start in range(0, file.nbytes, chunk_bytes)
+    ]
+
+
+@dataclass(slots=True)
+class Image:
+    """The live tensors of one save and where their bytes go.
+
+    Attributes:
+        tensors: the live shards' elements.
+        files: the data sections that they make up.
+    """
+
+    tensors: list[torch.Tensor]
+    files: list[ImageFile]
+    _targets: list[torch.Tensor] = field(default_factory=list)
+    _targets_key: tuple[int, int] = (0, 0)
+
+    @property
+    def nbytes(self) -> int:
+        """Length of the image in bytes."""
+        last = self.files[-1] if self.files else None
+        return last.start + -(-last.nbytes // 4096) * 4096 if last else 0
+
+    def stage(self, pool: torch.Tensor, generation: int) -> None:
+        """Copy everything into `pool` (uint8, at least `nbytes` long): the blocking part of an asynchronous save."""
+        key = (pool.data_ptr(), generation)
+        order = [i for f in self.files for i in f.shards]
+        sources = [movable(self.tensors[i]) for i in order]
+        if self._targets_key != key or len(self._targets) != len(sources):
+            self._targets = []
+            position = 0
+            for file in self.files:
+                section = pool[file.start : file.start + file.nbytes]
+                count = len(file.shards)
+                self._targets += _targets(section, sources[position : position + count], file.starts)
+                position += count
+            self._targets_key = key
+        copy_all(self._targets, sources)
+
+    def fill(self, chunk: Chunk, slot: torch.Tensor, *, reference: bool) -> list[memoryview]:
+        """The bytes of one chunk, gathered in `slot` (uint8, at least `chunk.nbytes` long).
+
+        Args:
+            chunk: which bytes.
+            slot: memory to gather into.
+            reference: large contiguous CPU pieces are not copied, the result refers to the tensors' own memory.
+
+        Returns:
+            Buffers which hold the chunk one after the other.
+        """
+        file = self.files[chunk.file]
+        stop = chunk.start + chunk.nbytes
+        first = int(np.searchsorted(file.starts + file.sizes, chunk.start, "right"))
+        last = int(np.searchsorted(file.starts, stop, "left"))
+        slot_view = memoryview(slot.numpy())
+        buffers: list[memoryview] = []
+        copied = 0  # start, inside the chunk, of the copied bytes that no buffer covers yet
+        whole: list[torch.Tensor] = []
+        whole_starts: list[int] = []
+        for index in range(first, last):
+            begin, size = int(file.starts[index]), int(file.sizes[index])
+            low, high = max(begin, chunk.start), min(begin + size, stop)
+            if low >= high:
+                continue
+            tensor = self.tensors[file.shards[index]]
+            at = low - chunk.start
+            if high - low == size and size < _REFERENCE_BYTES:
+                whole.append(movable(tensor))
+                whole_starts.append(at)
+                continue
+            piece = flat_bytes(_dense(tensor))[low - begin : high - begin]
+            if piece.device.type == "cpu":
+                source = piece.numpy()
+                if reference and piece.data_ptr() == tensor.data_ptr() + low - begin and high - low >= _REFERENCE_BYTES:
+                    if at > copied:
+                        buffers.append(slot_view[copied:at])
+                    buffers.append(memoryview(source))
+                    copied = at + high - low
+                    continue
+                np.copyto(slot[at : at + high - low].numpy(), source)
+            else:
+                slot[at : at + high - low].copy_(piece)
+        if whole:
+            copy_all(_targets(slot, whole, whole_starts), whole)
+        if chunk.nbytes > copied:
+            buffers.append(slot_view[copied : chunk.nbytes])
+        return buffers
+
+
+def _targets(
+    section: torch.Tensor, sources: Sequence[torch.Tensor], starts: Sequence[int] | NDArray[np.int64]
+) -> list[torch.Tensor]:
+    """Views of `section` (uint8) at byte `starts`, with the shapes and dtypes of `sources`."""
+    targets: list[torch.Tensor] = []
+    position = 0
+    bytes_ = [int(s) for s in starts]
+    # Runs of one dtype that follow each other without a hole are split in one call.
+    for dtype, run in groupby(sources, lambda t: t.dtype):
+        tensors = list(run)
+        while tensors:
+            size = tensors[0].element_size()
+            begin = bytes_[position]
+            count, expected = 0, begin
+            while count < len(tensors) and bytes_[position + count] == expected:
+                expected += tensors[count].numel() * size
+                count += 1
+            # Files are ordered by element size, largest first, so every tensor starts at a multiple of its own.
+            flat = section[begin:expected].view(dtype)
+            parts = flat.split([t.numel() for t in tensors[:count]])
+            targets += [p.view(t.shape) for p, t in zip(parts, tensors[:count], strict=True)]
+            tensors = tensors[count:]
+            position += count
+    return targets
+
+
+def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """Copy each source to its target; D2H copies are all queued before the one wait for them."""
+    if not targets:
+        return
+    with torch.no_grad():
+        if any(s.device.type != "cpu" for s in sources):
+            torch._foreach_copy_(targets, sources, non_blocking=True)
+            torch.accelerator.synchronize()
+        else:
+            torch._foreach_copy_(targets, sources)

@@ -1,0 +1,181 @@
+"""Writing storage files: checksum and write in one pass, several chunks at once.
+
+This module runs in the training process (synchronous saves) and in the helper process (asynchronous ones), so it
+imports neither torch nor anything that does.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import CheckpointError
+from ..representation.checksums import RunningSum, block_sum
+from ..storage import FileWriter, Storage
+
+__all__ = ["FileTask", "FilesWriter"]
+
+
+class FileTask(msgspec.Struct, frozen=True):
+    """One storage file to be written.
+
+    Attributes:
+        name: relative name.
+        data_offset: where its data section starts, in bytes; the header goes before it.
+        data_bytes: length of the data section.
+        block_bytes: length of a checksum block.
+    """
+
+    name: str
+    data_offset: int
+    data_bytes: int
+    block_bytes: int
+
+
+class _OpenFile:
+    def __init__(self, task: FileTask, writer: FileWriter) -> None:
+        self.task = task
+        self.writer = writer
+        self.sums: NDArray[np.uint64] = np.zeros(-(-task.data_bytes // task.block_bytes), np.uint64)
+
+
+class FilesWriter:
+    """Writes the files of one rank's part of one save.
+
+    Calls come in the order: construct, `write` any number of times, `sums`, `finish`; or `abort` at any time.
+
+    Args:
+        storage: where the files go.
+        tasks: the files; all are created at once.
+        direct: bypass the page cache where the storage can. Then buffers must be aligned to 4096 bytes, and chunks
+            that do not end their file must have lengths that are multiples of 4096.
+        threads: chunks written at the same time.
+    """
+
+    def __init__(self, storage: Storage, tasks: Sequence[FileTask], *, direct: bool, threads: int) -> None:
+        self._storage = storage
+        self._files: list[_OpenFile] = []
+        self._failed: BaseException | None = None
+        self._pending: list[Future[None]] = []
+        self._lock = threading.Lock()
+        try:
+            for task in tasks:
+                size = task.data_offset + task.data_bytes
+                self._files.append(_OpenFile(task, storage.create(task.name, size, direct=direct)))
+        except BaseException:
+            self.abort()
+            raise
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="bytecheckpoint-write")
+
+    @property
+    def direct(self) -> bool:
+        """Whether any file bypasses the page cache."""
+        return any(f.writer.direct for f in self._files)
+
+    def submit(self, function: Any, *args: Any) -> Future[None]:
+        """Run `function` on a writer thread; its failure fails the save."""
+        future: Future[None] = self._pool.submit(function, *args)
+        with self._lock:
+            self._pending.append(future)
+        return future
+
+    def write(self, file: int, start: int, buffers: Sequence[memoryview], padded: memoryview | None = None) -> None:
+        """Checksum and write one chunk of a file's data section.
+
+        Args:
+            file: index into the tasks.
+            start: byte offset inside the data section; a multiple of the file's block length.
+            buffers: the bytes, one after the other. Their total is a multiple of the block length, or ends the file.
+            padded: the same single buffer extended to a multiple of 4096, for the unaligned end of a direct file.
+        """
+        if self._failed is not None:
+            return
+        entry = self._files[file]
+        try:
+            self._checksum(entry, start, buffers)
+            out = [padded] if padded is not None and entry.writer.direct else buffers
+            entry.writer.write_at(entry.task.data_offset + start, out)
+        except BaseException as error:
+            self._failed = self._failed or error
+            raise
+
+    @staticmethod
+    def _checksum(entry: _OpenFile, start: int, buffers: Sequence[memoryview]) -> None:
+        size = entry.task.block_bytes
+        block, room, running = start // size, size, RunningSum()
+        filled = 0
+        for buffer in buffers:
+            position, length = 0, len(buffer)
+            while position < length:
+                if filled == 0 and length - position >= size:
+                    entry.sums[block] = block_sum(buffer[position : position + size])
+                    position += size
+                    block += 1
+                    continue
+                take = min(room, length - position)
+                running.update(buffer[position : position + take])
+                position += take
+                filled += take
+                room -= take
+                if room == 0:
+                    entry.sums[block] = running.value()
+                    block, room, filled, running = block + 1, size, 0, RunningSum()
+        if filled:
+            entry.sums[block] = running.value()
+
+    def sums(self) -> list[NDArray[np.uint64]]:
+        """Wait for all writes; the block sums of each file. Raises the first failure."""
+        while True:
+            with self._lock:
+                pending, self._pending = self._pending, []
+            if not pending:
+                break
+            for future in pending:
+                future.result()
+        if self._failed is not None:
+            raise self._failed
+        return [f.sums for f in self._files]
+
+    def finish(self, headers: Sequence[bytes]) -> None:
+        """Write each file's header, make the files and their names durable.
+
+        Args:
+            headers: one per file, exactly `data_offset` bytes long.
+        """
+        list(self._pool.map(self._finish_one, self._files, headers))
+        self._storage.sync([f.task.name for f in self._files])
+        self._pool.shutdown()
+
+    @staticmethod
+    def _finish_one(entry: _OpenFile, header: bytes) -> None:
+        assert len(header) == entry.task.data_offset
+        entry.writer.write_at(0, [aligned_copy(header) if entry.writer.direct else memoryview(header)])
+        entry.writer.finish(entry.task.data_offset + entry.task.data_bytes)
+
+    def abort(self) -> None:
+        """Stop, and remove every file that was started; never raises."""
+        self._failed = self._failed or CheckpointError("aborted")
+        if hasattr(self, "_pool"):
+            self._pool.shutdown(cancel_futures=True)
+        for entry in self._files:
+            entry.writer.abort()
+
+
+def aligned_buffer(nbytes: int) -> NDArray[np.uint8]:
+    """A zeroed buffer of `nbytes` whose address is a multiple of 4096."""
+    raw = np.zeros(nbytes + 4096, np.uint8)
+    shift = -raw.ctypes.data % 4096
+    return raw[shift : shift + nbytes]
+
+
+def aligned_copy(data: bytes) -> memoryview:
+    """`data` (a multiple of 4096 long) in aligned memory."""
+    buffer = aligned_buffer(len(data))
+    buffer[:] = np.frombuffer(data, np.uint8)
+    return memoryview(buffer)

@@ -1,0 +1,115 @@
+"""The error tree: one class for each thing that a handler would do differently.
+
+Everything that this package raises on purpose derives from `CheckpointError`. Where Python already has a class for
+the idea (a missing key, a time-out, a wrong argument), the error derives from that one too, so that ordinary
+handlers work. Each message is one line: what happened, where (rank, stage, file, tensor), what to do.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "CheckpointError",
+    "CheckpointNotFoundError",
+    "CheckpointTimeoutError",
+    "CorruptCheckpointError",
+    "IncompatibleCheckpointError",
+    "MissingKeyError",
+    "PeerLostError",
+    "StorageError",
+    "StorageFullError",
+    "StorageUnavailableError",
+    "UsageError",
+    "error_from_report",
+    "error_report",
+]
+
+
+class CheckpointError(Exception):
+    """Base of every error of this package."""
+
+    def __str__(self) -> str:
+        # KeyError's own __str__ would show the message quoted; ours is a sentence.
+        return str(self.args[0]) if self.args else type(self).__name__
+
+
+class CheckpointNotFoundError(CheckpointError):
+    """There is no committed checkpoint at the path. Handler: try another step, or start afresh."""
+
+
+class CorruptCheckpointError(CheckpointError):
+    """Bytes differ from what was written, or files are missing. Handler: fall back to an older step.
+
+    Attributes:
+        file: name of the damaged file inside the checkpoint, or "" when it is not known.
+        block: index of the damaged block of that file, or -1.
+        tensors: keys of the tensors that the damage touches.
+    """
+
+    def __init__(self, message: str, *, file: str = "", block: int = -1, tensors: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.file = file
+        self.block = block
+        self.tensors = tensors
+
+
+class IncompatibleCheckpointError(CheckpointError):
+    """Sound, but it does not fit: shapes, dtypes, missing or unexpected keys, a newer format. Handler: change the call."""
+
+
+class MissingKeyError(IncompatibleCheckpointError, KeyError):
+    """A key that the checkpoint does not hold was asked for."""
+
+
+class StorageError(CheckpointError):
+    """The storage refused an operation, for a reason that is neither space nor availability (permission, ...)."""
+
+
+class StorageFullError(StorageError):
+    """No space or quota left. Handler: free space, then save again."""
+
+
+class StorageUnavailableError(StorageError):
+    """The storage does not answer or answers with transient errors. Handler: retry later."""
+
+
+class PeerLostError(CheckpointError):
+    """Another rank died, failed or left. Handler: restart the job from the last committed checkpoint."""
+
+
+class CheckpointTimeoutError(CheckpointError, TimeoutError):
+    """A wait ended without an answer. Handler: look for a hung rank, or raise the limit."""
+
+
+class UsageError(CheckpointError, ValueError):
+    """The call itself is wrong, or holds something that cannot be saved. Handler: fix the program."""
+
+
+_BY_NAME: dict[str, type[CheckpointError]] = {
+    cls.__name__: cls
+    for cls in (
+        CheckpointError,
+        CheckpointNotFoundError,
+        CorruptCheckpointError,
+        IncompatibleCheckpointError,
+        MissingKeyError,
+        StorageError,
+        StorageFullError,
+        StorageUnavailableError,
+        PeerLostError,
+        CheckpointTimeoutError,
+        UsageError,
+    )
+}
+
+
+def error_report(error: BaseException) -> dict[str, str]:
+    """`error` as plain strings that can travel to another rank (never a pickle)."""
+    name = type(error).__name__ if isinstance(error, CheckpointError) else "CheckpointError"
+    text = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+    return {"error": name, "message": text}
+
+
+def error_from_report(report: dict[str, str], *, prefix: str = "") -> CheckpointError:
+    """The error that another rank reported, of the same class where it is known here."""
+    cls = _BY_NAME.get(report.get("error", ""), CheckpointError)
+    return cls(prefix + report.get("message", "unknown failure"))

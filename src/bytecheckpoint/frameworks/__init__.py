@@ -1,0 +1,1 @@
+"""Adapters: live objects of one framework to live shards and back."""

@@ -1,0 +1,134 @@
+"""What a framework adapter is: it turns live objects into live shards, and live shards back into objects.
+
+Nothing outside this package knows the name of a framework. Saving asks an adapter for `LiveState`s; loading asks it
+for a `Destination`: the memory to fill, and a function that installs everything else once the bytes are there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import torch
+
+from bytecheckpoint.representation.shards import LiveShard, LiveState, TensorKey
+
+__all__ = ["Destination", "Framework", "Names", "SavedStates", "SavedTensor", "ShardedLeaf"]
+
+#: Explicit parameter names for optimizers: parameter -> FQN, or FQN -> parameter.
+Names = Mapping[Any, Any]
+
+
+class SavedTensor(NamedTuple):
+    """One tensor of a checkpoint, as its catalog describes it.
+
+    Attributes:
+        key: the key under which the checkpoint holds it (aliases already resolved).
+        dtype: torch's name of the dtype without its prefix.
+        global_shape: shape of the whole tensor.
+    """
+
+    key: TensorKey
+    dtype: str
+    global_shape: tuple[int, ...]
+
+
+class SavedStates(Protocol):
+    """What a checkpoint holds, as an adapter sees it while it plans a load."""
+
+    def kinds(self) -> Collection[str]:
+        """Names of the states that the checkpoint holds."""
+
+    def find(self, kind: str, names: Sequence[str], slot: str = "") -> SavedTensor | None:
+        """The tensor of the first of `names` (aliases count) that is there."""
+
+    def slots(self, kind: str, names: Sequence[str]) -> list[SavedTensor]:
+        """All state tensors of the parameter that goes by any of `names`."""
+
+    def keys(self, kind: str) -> list[TensorKey]:
+        """The keys of all tensors of `kind`."""
+
+    def tree(self, kind: str) -> bytes | None:
+        """The encoded plain values for this rank: the shared tree, or its own, or rank 0's; None when there is none."""
+
+    def trees(self, kind: str) -> list[bytes]:
+        """All distinct trees of `kind` (ranks of a pipeline hold different ones)."""
+
+    def shape_of(self, kind: str, fqn: str) -> SavedTensor | None:
+        """The tensor behind a by-content leaf, chosen for this rank by the rule of `tree`."""
+
+
+@dataclass(slots=True)
+class Destination:
+    """Where one rank wants a checkpoint's bytes, and what to do when they have arrived.
+
+    Attributes:
+        wanted: the boxes to fill. `key` is the checkpoint's key, which may differ from the live name (tied weights);
+            `data` is the memory to write into.
+        finish: steps that `apply` runs, in order.
+        missing: what the live objects hold and the checkpoint lacks, by the names that `bytecheckpoint.open` shows.
+        claimed: every saved key that this rank accounts for. What no rank claims is unexpected.
+        notes: what a person may want to know (parameters left without state, settings that were kept).
+    """
+
+    wanted: list[LiveShard] = field(default_factory=list)
+    finish: list[Callable[[], None]] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    claimed: set[TensorKey] = field(default_factory=set)
+    notes: list[str] = field(default_factory=list)
+
+    def apply(self) -> None:
+        """Install new state, hyperparameters and values.
+
+        To be called once, after all of `wanted` is filled. Until then nothing in the live objects has changed except
+        the elements that were written through `wanted`.
+        """
+        for step in self.finish:
+            step()
+
+
+class Framework(Protocol):
+    """An adapter of one training framework."""
+
+    name: str
+
+    def matches(self, states: Mapping[str, object]) -> bool:
+        """Whether this adapter understands the objects in `states` (asked under framework="auto")."""
+
+    def capture(self, states: Mapping[str, object], *, names: Names | None = None) -> list[LiveState]:
+        """This rank's shards and values, one `LiveState` per name in `states`.
+
+        Raises:
+            UsageError: something in `states` cannot be represented; the message names it.
+        """
+
+    def destination(
+        self,
+        states: MutableMapping[str, object],
+        saved: SavedStates,
+        *,
+        strict: bool = True,
+        names: Names | None = None,
+    ) -> Destination:
+        """Plan a load into `states` without changing them.
+
+        Raises:
+            UsageError: something in `states` cannot be represented.
+            IncompatibleCheckpointError: the checkpoint does not fit in a way that only the adapter sees.
+        """
+
+    def describe(self, states: Mapping[str, object]) -> dict[str, Any]:
+        """The layout as JSON-able data: device meshes, and how many tensors have which placements."""
+
+
+@runtime_checkable
+class ShardedLeaf(Protocol):
+    """A public protocol: anything that can say which boxes of one tensor it holds may stand where a tensor may.
+
+    It needs no torch.distributed, so that code with a sharding scheme of its own (or a test that plays several
+    ranks in one process) can save and load by boxes.
+    """
+
+    def __bytecheckpoint_shards__(self) -> Iterable[tuple[Sequence[int], Sequence[int], torch.Tensor]]:
+        """Yield (global shape, offsets, live tensor) for each box held here; the tensor's shape is the box's extent."""

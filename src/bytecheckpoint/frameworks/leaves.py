@@ -1,0 +1,239 @@
+"""Tensors as live shards: what may stand in a state, what may not, and memory for what is to be read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate
+from torch.nn.parameter import UninitializedTensorMixin
+
+from bytecheckpoint.errors import IncompatibleCheckpointError, UsageError
+from bytecheckpoint.frameworks.base import ShardedLeaf
+from bytecheckpoint.frameworks.placements import boxes_of
+from bytecheckpoint.representation.shards import LiveShard, TensorKey
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = [
+    "add_shards",
+    "dtype_name",
+    "dtype_named",
+    "empty_like_layout",
+    "empty_replicated",
+    "global_shape",
+    "is_leaf",
+    "memory_of",
+    "writable",
+]
+
+
+class _DtypeNames(dict[torch.dtype, str]):
+    def __missing__(self, dtype: torch.dtype) -> str:
+        name = self[dtype] = str(dtype).removeprefix("torch.")
+        return name
+
+
+_NAMES = _DtypeNames()
+_ORIGIN = tuple((0,) * n for n in range(65))
+# Why tensors of a type cannot be stored; "" for those that can. Filled as types are met.
+_TYPE_FAULTS: dict[type, str] = {}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """torch's name of `dtype` without its prefix, e.g. "bfloat16"."""
+    return _NAMES[dtype]
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """The dtype of that name.
+
+    Raises:
+        IncompatibleCheckpointError: this version of torch has none.
+    """
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise IncompatibleCheckpointError(f"dtype {name!r} is unknown to torch {torch.__version__}: use a newer torch")
+    return dtype
+
+
+def is_leaf(value: object) -> TypeGuard[torch.Tensor | ShardedLeaf]:
+    """Whether `value` is stored as a tensor: a tensor of any type, or an object with `__bytecheckpoint_shards__`."""
+    return isinstance(value, torch.Tensor) or hasattr(type(value), "__bytecheckpoint_shards__")
+
+
+def global_shape(value: torch.Tensor) -> tuple[int, ...]:
+    """Shape of the whole tensor, whether `value` is distributed or not."""
+    return tuple(value.shape)
+
+
+def add_shards(
+    out: list[LiveShard],
+    key: TensorKey,
+    value: torch.Tensor | ShardedLeaf,
+    *,
+    aliases: tuple[str, ...] = (),
+    by_content: bool = False,
+    like: torch.Tensor | None = None,
+) -> None:
+    """Append what this rank holds of `value` to `out`.
+
+    Args:
+        out: receives no shard (outside the mesh, empty piece), one, or several (interleaved pieces).
+        key: the tensor's key.
+        value: a plain tensor, a DTensor, or an object with `__bytecheckpoint_shards__`.
+        aliases: further names of the same tensor.
+        by_content: as in `LiveShard`; distributed tensors are never by content.
+        like: for a plain tensor that is the local part of something distributed: the DTensor whose boxes it has.
+
+    Raises:
+        UsageError: the tensor has no bytes to store (meta), or a form that is not supported; names the key.
+    """
+    kind = type(value)
+    if _TYPE_FAULTS.get(kind, "?"):
+        if not isinstance(value, torch.Tensor):
+            _add_declared(out, key, value, aliases)
+            return
+        if not isinstance(value, DTensor):
+            _refuse_type(key, kind)
+    if like is None and not isinstance(value, DTensor):
+        assert isinstance(value, torch.Tensor)
+        _refuse_form(key, value)
+        shape = tuple(value.shape)
+        out.append(
+            LiveShard(
+                key,
+                _NAMES[value.dtype],
+                shape,
+                _ORIGIN[len(shape)],
+                shape,
+                value.detach(),
+                aliases,
+                value.requires_grad,
+                by_content,
+            )
+        )
+        return
+    assert isinstance(value, torch.Tensor)
+    layout = value if like is None else like
+    assert isinstance(layout, DTensor)
+    whole = tuple(layout.shape)
+    local = memory_of(value)
+    local_kind = type(local)
+    if _TYPE_FAULTS.get(local_kind, "?"):
+        _refuse_type(key, local_kind)
+    _refuse_form(key, local)
+    dtype = _NAMES[local.dtype]
+    grad = value.requires_grad
+    boxes = boxes_of(layout, str(key))
+    if not boxes and 0 in whole and layout.device_mesh.get_coordinate() is not None:
+        # A tensor without elements has no piece anywhere, yet its key, shape and dtype must not be lost.
+        nothing = torch.empty(whole, dtype=local.dtype, device=local.device)
+        out.append(LiveShard(key, dtype, whole, _ORIGIN[len(whole)], whole, nothing, aliases, grad))
+        return
+    for offsets, lengths, slices in boxes:
+        data = local.detach()
+        out.append(LiveShard(key, dtype, whole, offsets, lengths, data if slices is None else data[slices], aliases, grad))
+
+
+def memory_of(value: torch.Tensor) -> torch.Tensor:
+    """The tensor on this rank behind `value`, without copying and without autograd."""
+    return value._local_tensor if isinstance(value, DTensor) else value
+
+
+def _add_declared(out: list[LiveShard], key: TensorKey, leaf: ShardedLeaf, aliases: tuple[str, ...]) -> None:
+    for whole, offsets, data in leaf.__bytecheckpoint_shards__():
+        fault = _type_fault(type(data))
+        if fault:
+            raise UsageError(f"{key}: a shard is {fault}")
+        _refuse_form(key, data)
+        shape, start, lengths = tuple(whole), tuple(offsets), tuple(data.shape)
+        inside = len(shape) == len(start) == len(lengths) and all(
+            0 <= o and o + n <= s for s, o, n in zip(shape, start, lengths, strict=True)
+        )
+        if not inside:
+            raise UsageError(f"{key}: a shard of shape {lengths} at {start} does not lie inside the tensor's shape {shape}")
+        out.append(LiveShard(key, _NAMES[data.dtype], shape, start, lengths, data.detach(), aliases, data.requires_grad))
+
+
+def _type_fault(kind: type) -> str:
+    fault = _TYPE_FAULTS.get(kind)
+    if fault is None:
+        if issubclass(kind, UninitializedTensorMixin):
+            fault = "an uninitialised lazy tensor: run a forward pass first"
+        elif getattr(kind, "__torch_dispatch__", None) is not torch.Tensor.__torch_dispatch__:
+            # A subclass with a dispatcher of its own need not have memory, or has several tensors inside.
+            fault = f"a tensor of type {kind.__module__}.{kind.__qualname__}, which is not supported: convert it to a plain tensor"
+        else:
+            fault = ""
+        _TYPE_FAULTS[kind] = fault
+    return fault
+
+
+def _refuse_type(key: TensorKey, kind: type) -> None:
+    fault = _type_fault(kind)
+    if fault:
+        raise UsageError(f"{key} is {fault}")
+
+
+def _refuse_form(key: TensorKey, value: torch.Tensor) -> None:
+    if value.layout is not torch.strided:
+        raise UsageError(f"{key} is a tensor of layout {value.layout}, which is not supported: convert it with .to_dense()")
+    if value.is_meta:
+        raise UsageError(f"{key} is on the meta device and has no values: materialise the module first (to_empty)")
+    if value.is_quantized:
+        raise UsageError(f"{key} is a quantised tensor, which is not supported: store its int_repr() and its scales")
+    if value.is_nested:
+        raise UsageError(f"{key} is a nested tensor, which is not supported: store its values and offsets")
+    if value.is_conj() or value.is_neg():
+        raise UsageError(f"{key} is a lazy conjugate or negative view: call resolve_conj().resolve_neg() on it first")
+
+
+def writable(shard: LiveShard) -> Callable[[], None] | None:
+    """Make `shard.data` safe to write element by element.
+
+    An expanded tensor shows one element at several coordinates. It gets memory of its own, and the returned step
+    (to run after the bytes came) writes that back.
+
+    Raises (from the step):
+        IncompatibleCheckpointError: the checkpoint holds different values where the live tensor has one element.
+    """
+    live = shard.data
+    if not any(stride == 0 and size > 1 for stride, size in zip(live.stride(), live.shape, strict=True)):
+        return None
+    arrived = torch.empty(live.shape, dtype=live.dtype, device=live.device)
+    shard.data = arrived
+    first = tuple(slice(0, 1) if s == 0 else slice(None) for s in live.stride())
+
+    def write_back() -> None:
+        values = arrived[first]
+        if not torch.equal(values.expand(live.shape).contiguous().view(torch.uint8), arrived.view(torch.uint8)):
+            raise IncompatibleCheckpointError(
+                f"{shard.key} is an expanded tensor here, but the checkpoint holds values that differ along the expanded "
+                f"dimension: make it contiguous before loading"
+            )
+        live[first].copy_(values)
+
+    return write_back
+
+
+def empty_like_layout(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Uninitialised memory with the shape, device and distribution of `value`, in `dtype`, without gradient."""
+    local = torch.empty_like(memory_of(value).detach(), dtype=dtype)
+    return _distributed(local, value, value.placements) if isinstance(value, DTensor) else local
+
+
+def empty_replicated(shape: tuple[int, ...], dtype: torch.dtype, near: torch.Tensor) -> torch.Tensor:
+    """Uninitialised memory beside `near`, of another shape: replicated over its mesh when it has one."""
+    local = torch.empty(shape, dtype=dtype, device=memory_of(near).device)
+    if not isinstance(near, DTensor) or not shape:
+        return local
+    return DTensor.from_local(local, near.device_mesh, [Replicate()] * near.device_mesh.ndim, run_check=False)
+
+
+def _distributed(local: torch.Tensor, near: DTensor, placements: Sequence[Any]) -> torch.Tensor:
+    return DTensor.from_local(
+        local, near.device_mesh, placements, run_check=False, shape=near.shape, stride=near.stride()
+    ).detach()

@@ -1,0 +1,93 @@
+"""Proof that every wanted element is filled exactly once (no overlap among sources, no gap in destinations)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from bytecheckpoint.planning.intersect import Intersections, intersect
+from bytecheckpoint.representation.boxes import BoxTable, Int64s
+
+__all__ = ["first_gap", "missing_volume", "overlapping"]
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def overlapping(table: BoxTable) -> Intersections:
+    """The pairs of boxes of one table that have elements in common, each once, with `left` < `right`."""
+    return intersect(table, table, ascending=True)
+
+
+def missing_volume(wanted: BoxTable, found: Intersections) -> Int64s:
+    """Number of elements of each wanted box that no found box covers, shape [n].
+
+    Args:
+        wanted: the right table of `found`.
+        found: its intersections with boxes that do not overlap each other.
+    """
+    sums = np.concatenate([[0], np.cumsum(found.volumes())])
+    bounds = np.searchsorted(found.right, np.arange(len(wanted) + 1))
+    return wanted.volumes() - (sums[bounds[1:]] - sums[bounds[:-1]])
+
+
+def first_gap(
+    wanted_offsets: Sequence[int] | Int64s,
+    wanted_lengths: Sequence[int] | Int64s,
+    found_offsets: Int64s,
+    found_lengths: Int64s,
+) -> Box | None:
+    """One box within the wanted box that the found boxes leave uncovered, for an error message.
+
+    It cannot be enlarged in any direction. None when the found boxes, which may overlap, cover everything.
+
+    Args:
+        wanted_offsets: shape [d].
+        wanted_lengths: shape [d].
+        found_offsets: shape [k, d].
+        found_lengths: shape [k, d].
+
+    Returns:
+        (offsets, lengths) of the gap, in the same coordinates.
+    """
+    lo = np.asarray(wanted_offsets, np.int64)
+    hi = lo + np.asarray(wanted_lengths, np.int64)
+    real = (found_lengths > 0).all(axis=1)
+    starts, stops = found_offsets[real], found_offsets[real] + found_lengths[real]
+    todo = [(lo, hi, np.arange(len(starts)))] if (lo < hi).all() else []
+    while todo:
+        a, b, near = todo.pop()
+        near = near[((starts[near] < b) & (stops[near] > a)).all(axis=1)]
+        if not len(near):
+            return _grown(a, b, lo, hi, starts, stops)
+        # The middle one of the boxes halves the rest in the ordinary case, boxes sorted along one dimension.
+        pivot = near[len(near) // 2]
+        inner_a, inner_b = np.maximum(a, starts[pivot]), np.minimum(b, stops[pivot])
+        rest: list[tuple[Int64s, Int64s, Int64s]] = []
+        a, b = a.copy(), b.copy()
+        for k in range(len(a)):
+            if a[k] < inner_a[k]:
+                before = b.copy()
+                before[k] = inner_a[k]
+                rest.append((a.copy(), before, near))
+            if inner_b[k] < b[k]:
+                after = a.copy()
+                after[k] = inner_b[k]
+                rest.append((after, b.copy(), near))
+            a[k], b[k] = inner_a[k], inner_b[k]
+        todo.extend(reversed(rest))
+    return None
+
+
+def _grown(a: Int64s, b: Int64s, lo: Int64s, hi: Int64s, starts: Int64s, stops: Int64s) -> Box:
+    """The free box [a, b) stretched within [lo, hi) as far as the occupied boxes let it, one dimension at a time."""
+    a, b = a.copy(), b.copy()
+    for k in range(len(a)):
+        beside = (starts < b) & (stops > a)
+        beside[:, k] = True
+        blocking = beside.all(axis=1)
+        before = stops[blocking & (stops[:, k] <= a[k]), k]
+        after = starts[blocking & (starts[:, k] >= b[k]), k]
+        a[k] = max(int(lo[k]), int(before.max(initial=lo[k])))
+        b[k] = min(int(hi[k]), int(after.min(initial=hi[k])))
+    return tuple(a.tolist()), tuple((b - a).tolist())

@@ -1,0 +1,208 @@
+"""Which bytes to read and where each of them goes (ByteCheckpoint, section 3.3, load plan).
+
+Resharding is this one mechanism: stored boxes are intersected with wanted boxes. Everything is a column; there is no
+loop over shards. Files are read in block-aligned ranges that lie inside a fixed grid of chunks, so that no block is
+read or verified twice: a stored box larger than a chunk is first cut into boxes that each lie in one chunk.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..representation.boxes import BoxTable, Int64s, Mask
+from ..representation.plans import Copies, ReadPlan
+from .coverage import missing_volume, overlapping
+from .decompose import flat_ranges_to_boxes
+from .intersect import Intersections, intersect
+
+__all__ = ["StoredRows", "plan_reads"]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRows:
+    """What planning needs to know about the rows of a catalog.
+
+    Attributes:
+        boxes: box of each row, numbered by tensor.
+        file: file of each row, int64 [n].
+        start: byte offset of each row in its file's data section, int64 [n].
+        element: bytes per element of each row, int64 [n].
+        data_bytes: length of each file's data section, int64 [f].
+        block_bytes: checksum block length of each file, int64 [f].
+    """
+
+    boxes: BoxTable
+    file: Int64s
+    start: Int64s
+    element: Int64s
+    data_bytes: Int64s
+    block_bytes: Int64s
+
+
+def plan_reads(stored: StoredRows, wanted: BoxTable, contiguous: Mask, chunk_bytes: int) -> ReadPlan:
+    """Plan the reads that fill `wanted`.
+
+    Args:
+        stored: the catalog's rows.
+        wanted: boxes to fill, numbered by the catalog's tensors.
+        contiguous: whether each wanted box is contiguous where it will be stored, [len(wanted)].
+        chunk_bytes: ranges never cross a multiple of this; a multiple of every file's block length.
+    """
+    width = max(stored.boxes.ndim, wanted.ndim)
+    wanted = wanted.widened(width)
+    of_interest = np.flatnonzero(np.isin(stored.boxes.tensor, np.unique(wanted.tensor)))
+    boxes = stored.boxes.widened(width).take(of_interest)
+    hits = intersect(boxes, wanted)
+    missing = missing_volume(wanted, hits)
+    touched, position = np.unique(hits.left, return_inverse=True)
+    boxes = boxes.take(touched)
+    rows = of_interest[touched]
+    overlaps = overlapping(boxes)
+
+    pieces, base, row = _cut(boxes, stored.start[rows], stored.element[rows], chunk_bytes)
+    if len(pieces) == len(boxes):
+        found = Intersections(position.reshape(-1), hits.right, hits.offsets, hits.lengths)
+    else:
+        found = intersect(pieces, wanted)
+    source_row = rows[row]
+    found, pieces_of = _split_gaps(found, pieces, stored.element[source_row], stored.block_bytes[stored.file[source_row]])
+    element = stored.element[source_row][pieces_of]
+    file = stored.file[source_row][pieces_of]
+    copies, file, element = _copies(
+        found, pieces.take(pieces_of), base[pieces_of], element, file, wanted, contiguous, chunk_bytes
+    )
+    ranges = _ranges(stored, copies, file, element, chunk_bytes)
+    return ReadPlan(*ranges, copies=copies, missing=missing, overlaps=rows[np.stack([overlaps.left, overlaps.right], axis=1)])
+
+
+def _cut(
+    boxes: BoxTable, start: Int64s, element: Int64s, chunk_bytes: int
+) -> tuple[BoxTable, Int64s, Int64s]:
+    """Cut rows at chunk boundaries.
+
+    Returns:
+        The pieces as boxes, the byte offset of each piece in its file's data section, the row of each piece.
+    """
+    nbytes = boxes.volumes() * element
+    first = start // chunk_bytes
+    count = np.maximum(-(-(start + nbytes) // chunk_bytes) - first, 1)
+    if not (count > 1).any():
+        return boxes, start, np.arange(len(boxes))
+    row = np.repeat(np.arange(len(boxes)), count)
+    chunk = first[row] + np.arange(len(row)) - np.repeat(np.cumsum(count) - count, count)
+    low = np.maximum(chunk * chunk_bytes - start[row], 0) // element[row]
+    high = np.minimum((chunk + 1) * chunk_bytes - start[row], nbytes[row]) // element[row]
+    flat = flat_ranges_to_boxes(boxes.lengths[row], low, high)
+    row = row[flat.source]
+    pieces = BoxTable(boxes.tensor[row], boxes.offsets[row] + flat.offsets, flat.lengths)
+    return pieces, start[row] + flat.flat_start * element[row], row
+
+
+def _strides(shape: Int64s) -> Int64s:
+    """Row-major strides in elements, [n, d]."""
+    strides = np.ones_like(shape)
+    if shape.shape[1] > 1:
+        strides[:, :-1] = np.cumprod(shape[:, :0:-1], axis=1)[:, ::-1]
+    return strides
+
+
+def _split_gaps(
+    found: Intersections, pieces: BoxTable, element: Int64s, block: Int64s
+) -> tuple[Intersections, Int64s]:
+    """Split boxes whose runs lie so far apart in the file that whole blocks between them need not be read."""
+    left = found.left
+    strides = _strides(pieces.lengths)[left]
+    # Elements from the first to the last of one index of dimension j: what lies between is the gap.
+    reach = (found.lengths - 1) * strides
+    inner = np.cumsum(reach[:, ::-1], axis=1)[:, ::-1] - reach + 1
+    gap = (strides - inner) * element[left][:, None]
+    wide = (gap >= 2 * block[left][:, None]) & (found.lengths > 1)
+    if not wide.any():
+        return found, left
+    dims = found.lengths.shape[1]
+    depth = np.where(wide.any(axis=1), dims - np.argmax(wide[:, ::-1], axis=1), 0)
+    outer = np.arange(dims) < depth[:, None]
+    counts = np.where(outer, found.lengths, 1)
+    total = np.prod(counts, axis=1)
+    source = np.repeat(np.arange(len(left)), total)
+    number = np.arange(len(source)) - np.repeat(np.cumsum(total) - total, total)
+    index = number[:, None] // _strides(counts)[source] % counts[source]
+    lengths = np.where(outer, 1, found.lengths)[source]
+    split = Intersections(left[source], found.right[source], found.offsets[source] + index, lengths)
+    return split, split.left
+
+
+def _runs_on(lengths: Int64s, shape: Int64s) -> Mask:
+    """Whether a box of extent `lengths` is one run of elements inside a box of extent `shape`."""
+    partial = lengths != shape
+    # A dimension may be partial only when every dimension before it has extent 1.
+    after = np.zeros_like(partial)
+    after[:, :-1] = np.logical_or.accumulate(partial[:, :0:-1], axis=1)[:, ::-1]
+    return ((lengths == 1) | ~after).all(axis=1)
+
+
+def _copies(
+    found: Intersections,
+    pieces: BoxTable,
+    base: Int64s,
+    element: Int64s,
+    file: Int64s,
+    wanted: BoxTable,
+    contiguous: Mask,
+    chunk_bytes: int,
+) -> tuple[Copies, Int64s, Int64s]:
+    """Copies in file order, with neighbours that continue each other merged; the file and element size of each."""
+    inside = found.offsets - pieces.offsets
+    target_shape = wanted.lengths[found.right]
+    target_offsets = found.offsets - wanted.offsets[found.right]
+    source = base + (inside * _strides(pieces.lengths)).sum(axis=1) * element
+    target = (target_offsets * _strides(target_shape)).sum(axis=1)
+    elements = np.prod(found.lengths, axis=1)
+    flat = contiguous[found.right] & _runs_on(found.lengths, pieces.lengths) & _runs_on(found.lengths, target_shape)
+
+    order = np.lexsort((found.right, source, file))
+    columns = [c[order] for c in (found.right, source, elements, flat, target, pieces.lengths, target_offsets)]
+    right, source, elements, flat, target, shape, offsets = columns
+    lengths, file, element = found.lengths[order], file[order], element[order]
+    joins = np.zeros(len(order), bool)
+    joins[1:] = (
+        flat[1:]
+        & flat[:-1]
+        & (file[1:] == file[:-1])
+        & (right[1:] == right[:-1])
+        & (source[1:] == source[:-1] + (elements * element)[:-1])
+        & (source[1:] // chunk_bytes == source[:-1] // chunk_bytes)
+        & (target[1:] == target[:-1] + elements[:-1])
+    )
+    heads = np.flatnonzero(~joins)
+    total = np.add.reduceat(elements, heads) if len(heads) else elements
+    merged = Copies(
+        right[heads], source[heads], total, flat[heads], target[heads], shape[heads], offsets[heads], lengths[heads]
+    )
+    return merged, file[heads], element[heads]
+
+
+def _ranges(
+    stored: StoredRows, copies: Copies, file: Int64s, element: Int64s, chunk_bytes: int
+) -> tuple[Int64s, Int64s, Int64s, Int64s]:
+    """Block-aligned ranges that cover the copies: (file, start, stop, first copy)."""
+    spread = ((copies.lengths - 1) * _strides(copies.source_shape)).sum(axis=1) + 1
+    span = np.where(copies.flat, copies.elements, spread) * element
+    block = stored.block_bytes[file]
+    low = copies.source // block * block
+    high = np.minimum(-(-(copies.source + span) // block) * block, stored.data_bytes[file])
+    # One number line for all files, so that a running maximum finds where the union of ranges has a gap.
+    base = np.cumsum(stored.data_bytes) - stored.data_bytes
+    ends = np.maximum.accumulate(base[file] + high)
+    chunk = copies.source // chunk_bytes
+    new = np.ones(len(file), bool)
+    new[1:] = (base[file] + low)[1:] > ends[:-1]
+    new[1:] |= (chunk[1:] != chunk[:-1]) | (file[1:] != file[:-1])
+    first = np.flatnonzero(new)
+    if not len(first):
+        empty = np.zeros(0, np.int64)
+        return empty, empty, empty, np.zeros(1, np.int64)
+    stop = np.maximum.reduceat(high, first)
+    return file[first], low[first], stop, np.append(first, len(file))

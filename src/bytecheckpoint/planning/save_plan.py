@@ -1,0 +1,294 @@
+"""Who writes what, and where: the global save plan (ByteCheckpoint, section 3.3 and 4.1).
+
+Every rank describes its shards as a `LocalTable`; the coordinator joins all tables, lets each replicated box be
+written once by the least loaded holder, and lays out the files. All of it works on columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import IncompatibleCheckpointError
+from ..representation.boxes import BoxTable, Int64s
+from ..representation.dtypes import itemsize
+from ..representation.shards import LiveShard, TensorKey
+from ..representation.storage_file import MAX_ENTRIES_PER_FILE
+from .balance import assign
+from .replicas import group_equal
+
+__all__ = ["LocalTable", "SavePlan", "describe", "file_bounds", "plan_save"]
+
+
+class LocalTable(msgspec.Struct, frozen=True):
+    """One rank's shards as columns; row i is its i-th shard.
+
+    Attributes:
+        tensors: msgpack of the names table, one record per row: what `describe` wrote. Ranks that hold the same
+            tensors send the same bytes, and the coordinator reads them once.
+        ndims: int32 [n] as bytes: dimensions of each row.
+        boxes: int64 as bytes: global shape, offsets, lengths of row after row, `3 * ndims[i]` numbers each.
+    """
+
+    tensors: bytes
+    ndims: bytes
+    boxes: bytes
+
+
+class TensorRecord(msgspec.Struct, array_like=True, frozen=True):
+    """What the catalog says about a tensor, but for its box."""
+
+    kind: str
+    fqn: str
+    slot: str
+    dtype: str
+    requires_grad: bool
+    device: str
+    aliases: tuple[str, ...]
+
+    @property
+    def key(self) -> TensorKey:
+        """Identity of the tensor."""
+        return TensorKey(self.kind, self.fqn, self.slot)
+
+
+def describe(shards: Sequence[LiveShard]) -> LocalTable:
+    """The table of one rank's shards."""
+    records = [
+        TensorRecord(*s.key, s.dtype, s.requires_grad, s.data.device.type, s.aliases) for s in shards
+    ]
+    ndims = np.fromiter((len(s.global_shape) for s in shards), np.int32, len(shards))
+    boxes = np.fromiter(
+        (x for s in shards for part in (s.global_shape, s.offsets, s.lengths) for x in part),
+        np.int64,
+        3 * int(ndims.sum()),
+    )
+    return LocalTable(msgspec.msgpack.encode(records), ndims.tobytes(), boxes.tobytes())
+
+
+@dataclass(frozen=True, slots=True)
+class SavePlan:
+    """The plan of all ranks. Rows are stored shards in file order: by rank, kind, part, then place in the file.
+
+    Attributes:
+        tensors: every distinct tensor.
+        shapes: global shape of each, padded with 1, int64 [t, d].
+        ndims: number of dimensions of each, int64 [t].
+        boxes: box of each row; `boxes.tensor` numbers `tensors`.
+        rank: who writes the row, int64 [n].
+        local: index of the row among the writer's own shards, int64 [n].
+        file: number of the row's file, int64 [n].
+        offset: byte offset of the row in its file's data section, int64 [n].
+        nbytes: length of the row, int64 [n].
+        file_rank: writer of each file, int64 [f].
+        file_kind: kind of each file, [f].
+        file_part: part number of each file (a rank splits a file of very many tensors), int64 [f].
+        aliases: further names of tied tensors: kind -> alias -> fqn.
+    """
+
+    tensors: list[TensorRecord]
+    shapes: Int64s
+    ndims: Int64s
+    boxes: BoxTable
+    rank: Int64s
+    local: Int64s
+    file: Int64s
+    offset: Int64s
+    nbytes: Int64s
+    file_rank: Int64s
+    file_kind: list[str]
+    file_part: Int64s
+    aliases: dict[str, dict[str, str]]
+
+    def locals_of(self, rank: int) -> Int64s:
+        """Indexes of the shards that `rank` writes, in file order."""
+        # Rows are sorted by rank.
+        low, high = np.searchsorted(self.rank, [rank, rank + 1])
+        return self.local[low:high]
+
+
+def plan_save(tables: Sequence[LocalTable]) -> SavePlan:
+    """Deduplicate, balance and lay out.
+
+    Args:
+        tables: one per rank.
+
+    Raises:
+        IncompatibleCheckpointError: ranks disagree about a tensor's shape or dtype, or their boxes leave a hole in a
+            tensor or overlap without being equal.
+    """
+    tensors, row_tensor = _join_names(tables)
+    counts = [len(t) for t in row_tensor]
+    row_rank = np.repeat(np.arange(len(tables)), counts)
+    row_local = np.concatenate([np.arange(c) for c in counts]) if counts else np.zeros(0, np.int64)
+    tensor = np.concatenate(row_tensor) if row_tensor else np.zeros(0, np.int64)
+    row_shape, row_ndim, boxes = _boxes(tables, tensor)
+    ndims = np.zeros(len(tensors), np.int64)
+    ndims[tensor] = row_ndim
+    shapes = _shapes_of(tensors, tensor, row_shape, row_ndim, row_rank)
+
+    element = np.array([itemsize(t.dtype) for t in tensors], np.int64)
+    group = group_equal(boxes)
+    groups = int(group.max(initial=-1)) + 1
+    nbytes = boxes.volumes() * element[tensor]
+    group_bytes = np.zeros(groups, np.int64)
+    group_bytes[group] = nbytes
+    owner = assign(group, row_rank, group_bytes, len(tables))
+    written = np.flatnonzero(owner[group] == row_rank)
+    # A rank may hold one box twice (a tensor under two modules); its first row writes it.
+    _, first = np.unique(group[written], return_index=True)
+    written = np.sort(written[first])
+    _check_cover(tensors, shapes, boxes.take(written))
+
+    kinds = sorted({t.kind for t in tensors})
+    kind_code = np.array([kinds.index(t.kind) for t in tensors], np.int64)
+    dtype_order = {name: i for i, name in enumerate(sorted({t.dtype for t in tensors}))}
+    dtype_code = np.array([dtype_order[t.dtype] for t in tensors], np.int64)
+    of = tensor[written]
+    order = np.lexsort((row_local[written], dtype_code[of], -element[of], kind_code[of], row_rank[written]))
+    rows = written[order]
+    of = tensor[rows]
+    file, offset, start = _lay_out(row_rank[rows], kind_code[of], nbytes[rows])
+    aliases: dict[str, dict[str, str]] = {}
+    for record in tensors:
+        for alias in record.aliases:
+            aliases.setdefault(record.kind, {})[alias] = record.fqn
+    part = _parts(row_rank[rows], kind_code[of])
+    return SavePlan(
+        tensors=tensors,
+        shapes=shapes,
+        ndims=ndims,
+        boxes=boxes.take(rows),
+        rank=row_rank[rows],
+        local=row_local[rows],
+        file=file,
+        offset=offset,
+        nbytes=nbytes[rows],
+        file_rank=row_rank[rows][start],
+        file_kind=[kinds[k] for k in kind_code[of][start]],
+        file_part=part[start],
+        aliases=aliases,
+    )
+
+
+def _join_names(
+    tables: Sequence[LocalTable],
+) -> tuple[list[TensorRecord], list[NDArray[np.int64]]]:
+    """Every distinct tensor once, and for each rank the tensor number of each of its rows."""
+    tensors: list[TensorRecord] = []
+    number_of: dict[TensorKey, int] = {}
+    rows: list[NDArray[np.int64]] = []
+    seen: dict[bytes, NDArray[np.int64]] = {}
+    decoder = msgspec.msgpack.Decoder(list[TensorRecord])
+    for rank, table in enumerate(tables):
+        known = seen.get(table.tensors)
+        if known is None:
+            numbers = []
+            for record in decoder.decode(table.tensors):
+                number = number_of.setdefault(record.key, len(tensors))
+                if number == len(tensors):
+                    tensors.append(record)
+                elif tensors[number].dtype != record.dtype:
+                    raise IncompatibleCheckpointError(
+                        f"{record.key} is {record.dtype} on rank {rank} and {tensors[number].dtype} on another rank; "
+                        f"one tensor has one dtype"
+                    )
+                elif set(record.aliases) - set(tensors[number].aliases):
+                    merged = tuple(dict.fromkeys((*tensors[number].aliases, *record.aliases)))
+                    tensors[number] = msgspec.structs.replace(tensors[number], aliases=merged)
+                numbers.append(number)
+            known = seen[table.tensors] = np.array(numbers, np.int64)
+        rows.append(known)
+    return tensors, rows
+
+
+def _boxes(tables: Sequence[LocalTable], tensor: Int64s) -> tuple[Int64s, Int64s, BoxTable]:
+    """Global shape of every row (padded with 1), its number of dimensions, and its box."""
+    ndims = np.concatenate([np.frombuffer(t.ndims, np.int32) for t in tables]).astype(np.int64)
+    flat = np.concatenate([np.frombuffer(t.boxes, np.int64) for t in tables])
+    width = max(int(ndims.max(initial=0)), 1)
+    begin = np.cumsum(3 * ndims) - 3 * ndims
+    columns = np.arange(width)
+    mask = columns < ndims[:, None]
+    source = begin[:, None] + columns
+    parts = []
+    for which, padding in ((0, 1), (1, 0), (2, 1)):
+        column = np.full((len(ndims), width), padding, np.int64)
+        column[mask] = flat[(source + which * ndims[:, None])[mask]]
+        parts.append(column)
+    return parts[0], ndims, BoxTable(tensor, parts[1], parts[2])
+
+
+def _shapes_of(
+    tensors: list[TensorRecord], tensor: Int64s, row_shape: Int64s, row_ndim: Int64s, row_rank: Int64s
+) -> Int64s:
+    """Global shape of every tensor, on which all its rows must agree."""
+    described = np.concatenate([row_ndim[:, None], row_shape], axis=1)
+    agreed = np.ones((len(tensors), described.shape[1]), np.int64)
+    agreed[tensor] = described
+    wrong = np.flatnonzero((agreed[tensor] != described).any(axis=1))
+    if len(wrong):
+        row = int(wrong[0])
+        this, other = (tuple(d[1 : 1 + d[0]].tolist()) for d in (described[row], agreed[tensor[row]]))
+        raise IncompatibleCheckpointError(
+            f"{tensors[int(tensor[row])].key} has global shape {this} on rank {int(row_rank[row])} and {other} on "
+            f"another rank; give parts of a tensor as DTensors, and different tensors different names"
+        )
+    return agreed[:, 1:]
+
+
+def _check_cover(tensors: list[TensorRecord], shapes: Int64s, written: BoxTable) -> None:
+    """The written boxes must fill each tensor: a hole would only show at the load, when the data is gone."""
+    filled = np.zeros(len(tensors), np.int64)
+    np.add.at(filled, written.tensor, written.volumes())
+    wrong = np.flatnonzero(filled != np.prod(shapes, axis=1))
+    if len(wrong):
+        first = int(wrong[0])
+        total = int(np.prod(shapes[first]))
+        what = "overlap without being equal" if filled[first] > total else "leave a hole"
+        raise IncompatibleCheckpointError(
+            f"the shards of {tensors[first].key} on all ranks {what}: {int(filled[first])} elements for a tensor of "
+            f"{total}; {len(wrong)} tensors are affected"
+        )
+
+
+def _parts(rank: Int64s, kind: Int64s) -> Int64s:
+    """Part number of each row: files are split where their header would grow too long."""
+    new = np.ones(len(rank), bool)
+    new[1:] = (rank[1:] != rank[:-1]) | (kind[1:] != kind[:-1])
+    begin = np.flatnonzero(new)
+    return (np.arange(len(rank)) - np.repeat(begin, np.diff(np.append(begin, len(rank))))) // MAX_ENTRIES_PER_FILE
+
+
+def _lay_out(rank: Int64s, kind: Int64s, nbytes: Int64s) -> tuple[Int64s, Int64s, Int64s]:
+    """File number and offset of each row, and the first row of each file."""
+    part = _parts(rank, kind)
+    new = np.ones(len(rank), bool)
+    new[1:] = (rank[1:] != rank[:-1]) | (kind[1:] != kind[:-1]) | (part[1:] != part[:-1])
+    start = np.flatnonzero(new)
+    file = np.cumsum(new) - 1
+    before = np.cumsum(nbytes) - nbytes
+    return file, before - before[start][file] if len(rank) else before, start
+
+
+def file_bounds(kinds: Sequence[str]) -> list[tuple[str, int, int, int]]:
+    """Cut one rank's rows, in the plan's order, into files.
+
+    Args:
+        kinds: kind of each row.
+
+    Returns:
+        (kind, part, first row, end row) of each file.
+    """
+    bounds: list[tuple[str, int, int, int]] = []
+    first = 0
+    for row in range(1, len(kinds) + 1):
+        if row == len(kinds) or kinds[row] != kinds[first]:
+            for part, begin in enumerate(range(first, row, MAX_ENTRIES_PER_FILE)):
+                bounds.append((kinds[first], part, begin, min(begin + MAX_ENTRIES_PER_FILE, row)))
+            first = row
+    return bounds

@@ -1,0 +1,88 @@
+"""Boxes as columns: the one geometric vocabulary of planning (ByteCheckpoint, section 3.2: nD_offsets, nD_lengths)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["BoxTable", "Int64s", "Mask"]
+
+Int64s = NDArray[np.int64]
+Mask = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class BoxTable:
+    """`n` boxes of up to `d` dimensions, each belonging to a numbered tensor.
+
+    Boxes of fewer dimensions are padded on the right with offset 0 and length 1, which leaves volumes, intersections
+    and row-major order as they are. A 0-dimensional tensor is the box of all ones.
+
+    Attributes:
+        tensor: shape [n], int64: number of the tensor that the box belongs to.
+        offsets: shape [n, d], int64.
+        lengths: shape [n, d], int64.
+    """
+
+    tensor: Int64s
+    offsets: Int64s
+    lengths: Int64s
+
+    def __len__(self) -> int:
+        return int(self.tensor.shape[0])
+
+    @property
+    def ndim(self) -> int:
+        """Number of columns `d` (the largest dimension count)."""
+        return int(self.offsets.shape[1])
+
+    def volumes(self) -> Int64s:
+        """Number of elements of each box, shape [n]."""
+        return np.prod(self.lengths, axis=1, dtype=np.int64)
+
+    def take(self, index: Int64s | NDArray[np.bool_]) -> BoxTable:
+        """The boxes at `index` (positions or a mask), in that order."""
+        return BoxTable(self.tensor[index], self.offsets[index], self.lengths[index])
+
+    def widened(self, ndim: int) -> BoxTable:
+        """The same boxes padded to `ndim` columns; `ndim` must not be smaller than the present one."""
+        extra = ndim - self.ndim
+        if extra == 0:
+            return self
+        return BoxTable(
+            self.tensor,
+            np.pad(self.offsets, ((0, 0), (0, extra))),
+            np.pad(self.lengths, ((0, 0), (0, extra)), constant_values=1),
+        )
+
+    @staticmethod
+    def build(
+        tensor: Sequence[int], offsets: Sequence[Sequence[int]], lengths: Sequence[Sequence[int]], ndim: int = 0
+    ) -> BoxTable:
+        """A table from ragged Python sequences; `ndim` asks for at least that many columns."""
+        count = len(tensor)
+        dims = np.fromiter(map(len, lengths), np.int64, count)
+        width = max(int(dims.max(initial=0)), ndim, 1)
+        mask = np.arange(width) < dims[:, None]
+        off = np.zeros((count, width), np.int64)
+        length = np.ones((count, width), np.int64)
+        total = int(dims.sum())
+        off[mask] = np.fromiter((x for row in offsets for x in row), np.int64, total)
+        length[mask] = np.fromiter((x for row in lengths for x in row), np.int64, total)
+        return BoxTable(np.asarray(tensor, np.int64).reshape(count), off, length)
+
+    @staticmethod
+    def concat(tables: Sequence[BoxTable]) -> BoxTable:
+        """All boxes of `tables`, one after the other."""
+        if not tables:
+            return BoxTable(np.zeros(0, np.int64), np.zeros((0, 1), np.int64), np.ones((0, 1), np.int64))
+        width = max(t.ndim for t in tables)
+        wide = [t.widened(width) for t in tables]
+        return BoxTable(
+            np.concatenate([t.tensor for t in wide]),
+            np.concatenate([t.offsets for t in wide]),
+            np.concatenate([t.lengths for t in wide]),
+        )

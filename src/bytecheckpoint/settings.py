@@ -1,0 +1,98 @@
+"""One place for every knob: defaults that need no thought, each with its unit and its reason."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from .errors import UsageError
+
+__all__ = ["Settings", "configure", "settings"]
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Tunables of one process. Every field can be set by `configure` or by BYTECHECKPOINT_<FIELD> in the environment.
+
+    Attributes:
+        staging_bytes: size of the staging pool in bytes. 0 means: as large as the state while that is at most half of
+            the memory that the machine has free when the pool grows; beyond that, that half, reused in a ring.
+        chunk_bytes: bytes that one write or read call moves; a multiple of 1 MiB.
+        writer: "process" writes asynchronous saves from a helper process over shared memory, so that the training
+            loop keeps the interpreter lock to itself; "thread" writes them from threads of this process.
+        write_threads: concurrent writes per rank.
+        read_threads: concurrent reads per rank.
+        direct_io: "auto" bypasses the page cache where the file system sits on a block device; "on"; "off".
+        timeout: seconds that a rank waits for the others in one step of a save or load.
+        exit_timeout: seconds that the interpreter's exit may wait for saves in flight.
+    """
+
+    staging_bytes: int = 0
+    chunk_bytes: int = 8 << 20
+    writer: str = "process"
+    write_threads: int = 2
+    read_threads: int = 2
+    direct_io: str = "auto"
+    timeout: float = 600.0
+    exit_timeout: float = 600.0
+
+    def __post_init__(self) -> None:
+        """Refuse values that would fail later, far from their cause."""
+        if self.writer not in ("process", "thread"):
+            raise UsageError(f"settings.writer is {self.writer!r}: use 'process' or 'thread'")
+        if self.direct_io not in ("auto", "on", "off"):
+            raise UsageError(f"settings.direct_io is {self.direct_io!r}: use 'auto', 'on' or 'off'")
+        if self.chunk_bytes <= 0 or self.chunk_bytes % (1 << 20):
+            raise UsageError(f"settings.chunk_bytes is {self.chunk_bytes}: use a positive multiple of 1 MiB")
+        if min(self.write_threads, self.read_threads) < 1 or self.staging_bytes < 0:
+            raise UsageError("settings: thread counts must be at least 1 and staging_bytes at least 0")
+        if self.timeout <= 0:
+            raise UsageError(f"settings.timeout is {self.timeout}: use a positive number of seconds")
+
+
+def _from_environment() -> Settings:
+    found: dict[str, Any] = {}
+    parsers: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "str": str}
+    for field in fields(Settings):
+        text = os.environ.get(f"BYTECHECKPOINT_{field.name.upper()}")
+        if text is None:
+            continue
+        try:
+            found[field.name] = parsers[str(field.type)](text)
+        except ValueError:
+            raise UsageError(f"BYTECHECKPOINT_{field.name.upper()}={text!r} is not of type {field.type}") from None
+    return Settings(**found)
+
+
+_current: Settings | None = None
+
+
+def settings() -> Settings:
+    """The settings in force."""
+    global _current  # noqa: PLW0603  one process-wide value, replaced whole
+    if _current is None:
+        _current = _from_environment()
+    return _current
+
+
+def configure(**changes: Any) -> Settings:
+    """Change settings for the saves and loads that start from now on.
+
+    Args:
+        **changes: fields of `Settings`.
+
+    Returns:
+        The settings now in force.
+
+    Raises:
+        UsageError: an unknown field or an impossible value.
+    """
+    global _current  # noqa: PLW0603  one process-wide value, replaced whole
+    unknown = changes.keys() - {f.name for f in fields(Settings)}
+    if unknown:
+        known = ", ".join(f.name for f in fields(Settings))
+        raise UsageError(f"unknown setting {sorted(unknown)[0]!r}; the settings are: {known}")
+    _current = replace(settings(), **changes)
+    return _current

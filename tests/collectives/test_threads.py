@@ -1,0 +1,138 @@
+"""Worlds of threads, and of one."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import numpy as np
+import pytest
+from bytecheckpoint.collectives import Collective, SingleProcess, ThreadWorld, current, use
+from bytecheckpoint.errors import CheckpointTimeoutError, PeerLostError
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+
+def test_collectives_of_a_thread_world() -> None:
+    def body(c: Collective) -> None:
+        assert current() is c
+        mine = bytes([c.rank]) * (c.rank * 3)
+        everyone = [bytes([r]) * (r * 3) for r in range(c.world_size)]
+        time.sleep(0.01 * (c.world_size - c.rank))  # arrival in the opposite order
+        assert c.gather("g", mine, timeout=5) == (everyone if c.rank == 0 else None)
+        assert c.scatter("s", everyone if c.rank == 0 else None, timeout=5) == mine
+        assert c.broadcast("b", b"x" if c.rank == 0 else None, timeout=5) == b"x"
+        assert c.all_gather("a", mine, timeout=5) == everyone
+        c.barrier("bar", timeout=5)
+
+    world = ThreadWorld(4)
+    world.run(body, timeout=20)
+    assert len({world.rank(r).world_id for r in range(4)}) == 1
+    assert len(world.world_id) >= 8 and world.world_id != ThreadWorld(1).world_id
+
+
+def test_messages_with_one_tag_keep_their_order_and_self_sends_work() -> None:
+    for c in (SingleProcess(), ThreadWorld(2).rank(0)):
+        for i in range(3):
+            c.send(0, "t", bytes([i]))
+        assert [c.recv(0, "t", timeout=1) for _ in range(3)] == [b"\0", b"\1", b"\2"]
+        with pytest.raises(CheckpointTimeoutError):
+            c.recv(0, "t", timeout=0)
+
+
+def test_single_process() -> None:
+    c = SingleProcess()
+    assert c.gather("t", b"a", timeout=1) == c.all_gather("u", b"a", timeout=1) == [b"a"]
+    assert c.scatter("v", [b"b"], timeout=1) == c.broadcast("w", b"b", timeout=1) == b"b"
+    c.barrier("x", timeout=1)
+    filled = np.zeros(3, np.uint8)
+    c.exchange("e", {0: np.arange(3, dtype=np.uint8)}, {0: filled}, timeout=1)
+    assert filled.tolist() == [0, 1, 2]
+    c.close()
+    with pytest.raises(PeerLostError):
+        c.send(0, "t", b"")
+
+
+def test_time_out_names_every_missing_rank_and_the_tag() -> None:
+    world = ThreadWorld(4)
+    world.rank(2).gather("plan", b"", timeout=1)
+    started = time.monotonic()
+    with pytest.raises(CheckpointTimeoutError, match=r"rank 0.*'plan'.*ranks 1, 3 within 0\.2 s"):
+        world.rank(0).gather("plan", b"", timeout=0.2)
+    assert time.monotonic() - started < 2
+    # The message of rank 2 was not lost with the failure: the operation can be repeated.
+    for rank in (1, 3):
+        world.rank(rank).send(0, "plan", b"")
+    assert world.rank(0).gather("plan", b"", timeout=1) == [b""] * 4
+
+
+def test_a_killed_rank_is_silent_and_hears_nothing() -> None:
+    world = ThreadWorld(3)
+    world.rank(2).send(0, "before", b"kept")
+    world.kill(2)
+    world.rank(2).send(0, "after", b"dropped")
+    assert world.rank(0).recv(2, "before", timeout=1) == b"kept"
+    with pytest.raises(CheckpointTimeoutError, match="rank 2"):
+        world.rank(0).recv(2, "after", timeout=0.1)
+    with pytest.raises(PeerLostError):
+        world.rank(2).recv(0, "any", timeout=60)
+
+
+def test_a_kill_that_is_noticed_ends_waits_at_once() -> None:
+    world = ThreadWorld(3)
+    threading.Timer(0.2, lambda: world.kill(2, silent=False)).start()
+    started = time.monotonic()
+    with pytest.raises(PeerLostError, match="lost rank 2"):
+        world.rank(0).gather("g", b"", timeout=30)  # though rank 1 is missing too, and comes first
+    assert time.monotonic() - started < 5
+
+
+def test_run_raises_the_first_error_and_notes_the_others() -> None:
+    def body(c: Collective) -> None:
+        if c.rank == 1:
+            raise ValueError("first")
+        with pytest.raises(CheckpointTimeoutError):
+            c.recv(1, "never", timeout=0.1)
+        raise KeyError(c.rank)
+
+    with pytest.raises(ValueError, match="first") as caught:
+        ThreadWorld(3).run(body, timeout=10)
+    assert sum("raised KeyError" in note for note in caught.value.__notes__) == 2
+    with pytest.raises(CheckpointTimeoutError, match=r"\[1\] of 2"):
+        ThreadWorld(2).run(lambda c: time.sleep(c.rank * 0.5), timeout=0.1)
+
+
+def test_use_is_per_thread_and_nests() -> None:
+    outer, inner = SingleProcess(), SingleProcess()
+    seen: list[Collective] = []
+    with use(outer):
+        with use(inner):
+            assert current() is inner
+        assert current() is outer
+        thread = threading.Thread(target=lambda: seen.append(current()))
+        thread.start()
+        thread.join()
+    assert seen[0] is current() is not outer
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    sizes=st.integers(1, 4).flatmap(
+        lambda n: st.lists(st.lists(st.integers(0, 200), min_size=n, max_size=n), min_size=n, max_size=n)
+    )
+)
+def test_exchange_moves_any_matrix_of_sizes(sizes: list[list[int]]) -> None:
+    """sizes[i][j] bytes travel from rank i to rank j; 0 means no message at all."""
+
+    def content(i: int, j: int) -> np.ndarray:
+        return (np.arange(sizes[i][j]) * 7 + i * 13 + j).astype(np.uint8)
+
+    def body(c: Collective) -> None:
+        peers = range(c.world_size)
+        incoming = {i: np.zeros(sizes[i][c.rank], np.uint8) for i in peers if sizes[i][c.rank]}
+        outgoing = {j: content(c.rank, j) for j in peers if sizes[c.rank][j]}
+        c.exchange("x", outgoing, incoming, timeout=10)
+        for i, array in incoming.items():
+            np.testing.assert_array_equal(array, content(i, c.rank))
+
+    ThreadWorld(len(sizes)).run(body, timeout=20)

@@ -1,0 +1,169 @@
+"""Runs the `python` blocks of the README and of docs/: the blocks of one page in order, in one namespace.
+
+A block that cannot run is marked on the line above it with `<!-- no-run: why -->`; it is skipped with that reason.
+"""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [page for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))) if page.is_file()]
+
+# A fence may be indented (lists, tabs) and its info string may go on after the language.
+_FENCE = re.compile(r"^(?P<indent> *)(?P<fence>`{3,}|~{3,}) *(?P<language>[\w+-]*)(?P<rest>.*)$")
+_NO_RUN = re.compile(r"^ *<!-- *no-run: *(?P<reason>.*?) *-->$")
+
+
+@dataclass(frozen=True)
+class Block:
+    """One `python` block: the line its code starts on (from 1), the code, and why it is not run ("" when it is)."""
+
+    line: int
+    code: str
+    no_run: str
+
+
+def python_blocks(text: str) -> list[Block]:
+    """The `python` blocks of a Markdown text, in order. Blocks of other languages are passed over."""
+    blocks: list[Block] = []
+    lines = text.splitlines()
+    position, reason = 0, ""
+    while position < len(lines):
+        line = lines[position]
+        position += 1
+        opening = _FENCE.match(line)
+        if opening is None:
+            if line.strip():  # the comment counts for a block that follows it directly or after blank lines
+                marked = _NO_RUN.match(line)
+                if marked:
+                    assert marked["reason"], f"line {position}: no-run needs a reason"
+                reason = marked["reason"] if marked else ""
+            continue
+        start = position
+        closing = re.compile(rf"^ *{opening['fence'][0]}{{{len(opening['fence'])},}} *$")
+        while position < len(lines) and not closing.match(lines[position]):
+            position += 1
+        assert position < len(lines), f"line {start}: the block is never closed"
+        if opening["language"] in {"python", "py"}:
+            blocks.append(Block(start + 1, textwrap.dedent("\n".join(lines[start:position])) + "\n", reason))
+        position, reason = position + 1, ""
+    return blocks
+
+
+class Page:
+    """The blocks of one page, the folder that they run in and the names that they share."""
+
+    def __init__(self, path: Path, folder: Path) -> None:
+        self.path = path
+        self.folder = folder
+        self.names: dict[str, Any] = {"__name__": "__main__"}
+        self.blocks = python_blocks(path.read_text(encoding="utf-8"))
+        self.done = 0
+
+    def run(self, number: int) -> None:
+        """Runs block `number`, after those before it that have not run yet."""
+        while self.done <= number:
+            block = self.blocks[self.done]
+            self.done += 1  # a block that fails is not tried again for the sake of a later one
+            if not block.no_run:
+                # Padded, so that a traceback points at the page's own line.
+                exec(compile("\n" * (block.line - 1) + block.code, str(self.path), "exec"), self.names)
+
+
+def _cases() -> list[Any]:
+    return [
+        pytest.param(page, number, block.no_run, id=f"{page.relative_to(ROOT)}:{block.line}")
+        for page in PAGES
+        for number, block in enumerate(python_blocks(page.read_text(encoding="utf-8")))
+    ]
+
+
+@pytest.fixture(scope="module")
+def open_pages() -> dict[Path, Page]:
+    return {}
+
+
+@pytest.mark.parametrize(("path", "number", "no_run"), _cases())
+def test_block_runs(
+    path: Path,
+    number: int,
+    no_run: str,
+    open_pages: dict[Path, Page],
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if no_run:
+        pytest.skip(f"no-run: {no_run}")
+    if path not in open_pages:
+        open_pages[path] = Page(path, tmp_path_factory.mktemp(path.stem))
+    page = open_pages[path]
+    monkeypatch.chdir(page.folder)
+    page.run(number)
+
+
+SAMPLE = """\
+```python
+x = 1
+```
+
+- in a list:
+
+    ~~~python title="more"
+    y = x + 1
+    ~~~
+
+<!-- no-run: needs eight machines -->
+
+```python
+1 / 0
+```
+
+```console
+not python
+```
+
+````markdown
+```python
+nested, not run
+```
+````
+
+```python
+assert y == 2
+raise RuntimeError("the last block runs")
+```
+"""
+
+
+def test_blocks_are_found_with_their_lines_and_reasons() -> None:
+    blocks = python_blocks(SAMPLE)
+    assert [(block.line, block.no_run) for block in blocks] == [
+        (2, ""),
+        (8, ""),
+        (14, "needs eight machines"),
+        (28, ""),
+    ]
+    assert blocks[1].code == "y = x + 1\n"
+
+
+def test_blocks_share_names_and_a_failure_names_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "page.md"
+    path.write_text(SAMPLE, encoding="utf-8")
+    page = Page(path, tmp_path)
+    with pytest.raises(RuntimeError, match="the last block runs") as failure:
+        page.run(3)
+    last = failure.traceback[-1]
+    assert (Path(last.path), last.lineno + 1) == (path, 29)
+
+
+@pytest.mark.parametrize("text", ["<!-- no-run: -->\n```python\n```\n", "```python\nx = 1\n"])
+def test_a_reasonless_or_unclosed_block_is_refused(text: str) -> None:
+    with pytest.raises(AssertionError):
+        python_blocks(text)

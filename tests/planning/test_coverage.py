@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bytecheckpoint.planning.coverage import first_gap, missing_volume, overlapping
+from bytecheckpoint.planning.intersect import intersect
+from bytecheckpoint.representation.boxes import BoxTable
+
+SHAPE = (5, 4, 3)
+
+
+@st.composite
+def boxes(draw: st.DrawFn, dims: int) -> list[tuple[list[int], list[int]]]:
+    out = []
+    for _ in range(draw(st.integers(0, 7))):
+        lo = [draw(st.integers(0, n)) for n in SHAPE[:dims]]
+        out.append((lo, [draw(st.integers(0, n - a)) for a, n in zip(lo, SHAPE, strict=False)]))
+    return out
+
+
+def fill(mask: np.ndarray, offsets: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    mask[tuple(slice(int(o), int(o + n)) for o, n in zip(offsets, lengths, strict=True))] += 1
+    return mask
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.data(), st.integers(1, 3))
+def test_first_gap_is_uncovered_and_maximal(data: st.DataObject, dims: int) -> None:
+    shape = SHAPE[:dims]
+    found = data.draw(boxes(dims))
+    wanted = [*data.draw(boxes(dims)), ([0] * dims, list(shape))][0]
+    table = BoxTable.build([0] * len(found), [b[0] for b in found], [b[1] for b in found], dims)
+    taken = np.zeros(shape, np.int64)
+    for o, n in zip(table.offsets, table.lengths, strict=True):
+        fill(taken, o, n)
+    inside = fill(np.zeros(shape, np.int64), np.array(wanted[0]), np.array(wanted[1])) > 0
+    gap = first_gap(*wanted, table.offsets, table.lengths)
+    free = inside & (taken == 0)
+    assert (gap is not None) == free.any()
+    if gap is None:
+        return
+    lo, lengths = np.array(gap[0]), np.array(gap[1])
+    hit = fill(np.zeros(shape, np.int64), lo, lengths) > 0
+    assert hit.any()
+    assert not (hit & ~free).any()
+    for k in range(dims):
+        step = np.eye(dims, dtype=np.int64)[k]
+        for offsets in (lo - step, lo):
+            if (offsets >= 0).all() and (offsets + lengths + step <= shape).all():
+                larger = fill(np.zeros(shape, np.int64), offsets, lengths + step) > 0
+                assert (larger & ~free).any(), "the gap could be larger"
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.data(), st.integers(1, 3))
+def test_overlaps_and_missing_volumes_equal_brute_force(data: st.DataObject, dims: int) -> None:
+    found = data.draw(boxes(dims))
+    tensors = data.draw(st.lists(st.integers(0, 1), min_size=len(found), max_size=len(found)))
+    table = BoxTable.build(tensors, [b[0] for b in found], [b[1] for b in found], dims)
+    masks = [
+        fill(np.zeros((2, *SHAPE[:dims]), np.int64), np.append(t, o), np.append(1, n))
+        for t, o, n in zip(table.tensor, table.offsets, table.lengths, strict=True)
+    ]
+    pairs = [(i, j) for j in range(len(masks)) for i in range(j) if (masks[i] & masks[j]).any()]
+    result = overlapping(table)
+    assert list(zip(result.left.tolist(), result.right.tolist(), strict=True)) == pairs
+
+    # Keep the boxes that overlap none before them: these are disjoint, as missing_volume asks.
+    keep: list[int] = []
+    for j in range(len(masks)):
+        if not any((masks[i] & masks[j]).any() for i in keep):
+            keep.append(j)
+    saved = table.take(np.array(keep, np.int64))
+    covered = np.sum([masks[j] for j in keep], axis=0) if keep else np.zeros((2, *SHAPE[:dims]), np.int64)
+    wanted_boxes = data.draw(boxes(dims))
+    wanted = BoxTable.build([1] * len(wanted_boxes), [b[0] for b in wanted_boxes], [b[1] for b in wanted_boxes], dims)
+    expected = [
+        int((fill(np.zeros(SHAPE[:dims], np.int64), o, n) * (covered[1] == 0)).sum())
+        for o, n in zip(wanted.offsets, wanted.lengths, strict=True)
+    ]
+    assert missing_volume(wanted, intersect(saved, wanted)).tolist() == expected
+
+
+def test_a_gap_among_many_shards_is_found_without_visiting_all() -> None:
+    count = 20_000
+    starts = np.delete(np.arange(count), 12_345)[:, None] * 3
+    assert first_gap([0], [count * 3], starts, np.full_like(starts, 3)) == ((37_035,), (3,))
+    assert overlapping(BoxTable(np.zeros(count - 1, np.int64), starts, np.full_like(starts, 3))).left.tolist() == []
