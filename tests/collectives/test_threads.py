@@ -7,10 +7,11 @@ import time
 
 import numpy as np
 import pytest
-from bytecheckpoint.collectives import Collective, SingleProcess, ThreadWorld, current, use
-from bytecheckpoint.errors import CheckpointTimeoutError, PeerLostError
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from bytecheckpoint.collectives import Collective, SingleProcess, ThreadWorld, current, use
+from bytecheckpoint.errors import CheckpointTimeoutError, PeerLostError
 
 
 def test_collectives_of_a_thread_world() -> None:

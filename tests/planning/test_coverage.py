@@ -4,6 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bytecheckpoint.planning import intersect as module
 from bytecheckpoint.planning.coverage import first_gap, missing_volume, overlapping
 from bytecheckpoint.planning.intersect import intersect
 from bytecheckpoint.representation.boxes import BoxTable
@@ -88,3 +89,14 @@ def test_a_gap_among_many_shards_is_found_without_visiting_all() -> None:
     starts = np.delete(np.arange(count), 12_345)[:, None] * 3
     assert first_gap([0], [count * 3], starts, np.full_like(starts, 3)) == ((37_035,), (3,))
     assert overlapping(BoxTable(np.zeros(count - 1, np.int64), starts, np.full_like(starts, 3))).left.tolist() == []
+
+
+def test_a_partition_meets_itself_nowhere_and_is_not_searched() -> None:
+    starts = np.random.default_rng(0).permutation(1000)[:, None] * 5
+    table = BoxTable(np.arange(1000) % 3, starts, np.full_like(starts, 5))
+    hulls = module._hulls(table, np.arange(1000))
+    assert len(module._Index.build(table, *module._near(table, hulls), hulls).crowded()) == 0
+    table.lengths[7] += 1000
+    found = overlapping(table)
+    assert 7 in {*found.left.tolist(), *found.right.tolist()}
+    assert (found.left < found.right).all()

@@ -163,7 +163,7 @@ class Mailbox:
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
-        self._mail: dict[tuple[int, str], deque[bytes]] = {}
+        self._mail: dict[str, dict[int, deque[bytes]]] = {}  # by tag, then source
         self._lost: dict[int, str] = {}
         self._closed: str | None = None
         self._changed = threading.Condition()
@@ -171,7 +171,7 @@ class Mailbox:
     def deposit(self, source: int, tag: str, payload: bytes) -> None:
         """Put a message in and wake who waits for it."""
         with self._changed:
-            self._mail.setdefault((source, tag), deque()).append(payload)
+            self._mail.setdefault(tag, {}).setdefault(source, deque()).append(payload)
             self._changed.notify_all()
 
     def lose(self, source: int, reason: str) -> None:
@@ -193,20 +193,22 @@ class Mailbox:
 
     def holds(self, source: int, tag: str) -> bool:
         """Whether `take` would return at once."""
-        return (source, tag) in self._mail
+        return source in self._mail.get(tag, ())
 
     def take(self, sources: Collection[int], tag: str, *, timeout: float) -> list[bytes]:
         """The messages under `tag` from all `sources`, all or none; errors as `Collective.collect`."""
         deadline = time.monotonic() + timeout
-        missing = list(sources)
         with self._changed:
             while True:
-                missing = [s for s in missing if (s, tag) not in self._mail]
-                if not missing:
+                here = self._mail.get(tag, {})
+                # Looking for each source at each wake-up would be quadratic in the number of ranks.
+                if len(here) >= len(sources) and all(source in here for source in sources):
                     return [self._pop(source, tag) for source in sources]
-                self._raise_if_hopeless(missing, tag)
+                if self._lost or self._closed is not None:
+                    self._raise_if_hopeless([source for source in sources if source not in here], tag)
                 left = deadline - time.monotonic()
                 if left <= 0:
+                    missing = [source for source in sources if source not in here]
                     raise CheckpointTimeoutError(
                         f"rank {self.rank}: no message {tag!r} from {_names(missing)} within {timeout:g} s; "
                         "look for a hung rank, or raise the time-out"
@@ -214,10 +216,12 @@ class Mailbox:
                 self._changed.wait(left)
 
     def _pop(self, source: int, tag: str) -> bytes:
-        queue = self._mail[source, tag]
-        payload = queue.popleft()
-        if not queue:
-            del self._mail[source, tag]
+        here = self._mail[tag]
+        payload = here[source].popleft()
+        if not here[source]:
+            del here[source]
+        if not here:
+            del self._mail[tag]
         return payload
 
     def _raise_if_hopeless(self, missing: list[int], tag: str) -> None:

@@ -28,12 +28,14 @@ _override: ContextVar[Collective | None] = ContextVar("bytecheckpoint_collective
 class _State:
     """What is remembered per process; made anew in a forked child."""
 
-    def __init__(self, inherited: object = None) -> None:
+    def __init__(self, inherited: object = None, parents: tuple[object, ...] = ()) -> None:
         self.lock = threading.Lock()
         self.single: SingleProcess | None = None
         # Weak keys: a group that was destroyed takes its collective along, unless a background commit still holds it.
         self.by_group: weakref.WeakKeyDictionary[Any, Collective] = weakref.WeakKeyDictionary()
         self.inherited = inherited
+        # Kept for ever: gloo's destructor would wait for threads that do not exist in a forked child.
+        self.parents = parents
 
 
 _state = _State()
@@ -49,9 +51,9 @@ def _default_group() -> Any:
 
 
 def _after_fork_in_child() -> None:
-    global _state
+    global _state  # noqa: PLW0603 (a new process has a new state)
     wire.release_inherited()
-    _state = _State(inherited=_default_group())
+    _state = _State(_default_group(), (_state, *_state.by_group.values()))
 
 
 @contextmanager

@@ -200,7 +200,9 @@ class Spoke(Wire):
             self.mailbox.deposit(to, tag, payload)
             return
         if self._no_more:
-            raise PeerLostError(f"rank {self.rank}: cannot send {tag!r} to rank {to}: rank 0 has left this world or ended")
+            raise PeerLostError(
+                f"rank {self.rank}: cannot send {tag!r} to rank {to}: rank 0 has left this world or ended"
+            )
         self._post(self._link, Kind.MAIL, self.rank, to, tag.encode(), payload)
 
     def watch(self, other: int) -> None:  # noqa: D102 (inherited)

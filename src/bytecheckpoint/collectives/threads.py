@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 from bytecheckpoint.collectives.base import Collective, MailboxCollective, new_world_id
 from bytecheckpoint.collectives.current import use
@@ -13,7 +13,6 @@ from bytecheckpoint.errors import CheckpointTimeoutError, PeerLostError
 
 __all__ = ["ThreadWorld"]
 
-P = ParamSpec("P")
 R = TypeVar("R")
 
 
@@ -75,10 +74,10 @@ class ThreadWorld:
 
     def run(
         self,
-        fn: Callable[Concatenate[Collective, P], R],
-        *args: P.args,
+        fn: Callable[..., R],
+        *args: Any,
         timeout: float = 60.0,
-        **kwargs: P.kwargs,
+        **kwargs: Any,
     ) -> list[R]:
         """Call `fn(collective, ...)` on one thread per rank, where `current()` is that collective.
 

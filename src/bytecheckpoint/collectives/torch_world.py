@@ -17,6 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from bytecheckpoint.collectives.base import MailboxCollective, new_world_id
 from bytecheckpoint.collectives.star import Hub, Spoke, local_addresses
@@ -53,7 +54,7 @@ class TorchCollective(MailboxCollective):
             # Not through dist.new_group: its names depend on how many groups each rank knows, which may differ, and
             # it would go down with destroy_process_group(). Timeouts of single operations are given to `wait`.
             self._gloo: Any = dist.ProcessGroupGloo(
-                dist.PrefixStore(f"bytecheckpoint/{self.world_id}", store), rank, size, timedelta(seconds=timeout)
+                PrefixStore(f"bytecheckpoint/{self.world_id}", store), rank, size, timedelta(seconds=timeout)
             )
         except RuntimeError as error:
             self.close()
@@ -62,7 +63,7 @@ class TorchCollective(MailboxCollective):
             ) from error
         self._exchange_failed: str | None = None
 
-    def _join(self, pg: dist.ProcessGroup | None, timeout: float, linger: float) -> dist.Store:
+    def _join(self, pg: dist.ProcessGroup | None, timeout: float, linger: float) -> Any:
         """Connect to the other ranks' mail; returns the store over which gloo makes its connections."""
         deadline = time.monotonic() + timeout
         if self.rank == 0:
@@ -70,7 +71,7 @@ class TorchCollective(MailboxCollective):
             self.world_id = new_world_id()
             hub = Hub(self.world_size, self._mailbox, secret, linger)
             self._adopt(hub)
-            store = dist.TCPStore("localhost", 0, None, True, timedelta(seconds=timeout), wait_for_workers=False)
+            store = TCPStore("localhost", 0, None, True, timedelta(seconds=timeout), wait_for_workers=False)
             invitation = {
                 "world": self.world_id,
                 "secret": secret.hex(),
@@ -90,7 +91,7 @@ class TorchCollective(MailboxCollective):
         spoke = Spoke(self.rank, self.world_size, self._mailbox, bytes.fromhex(told["secret"]), linger)
         self._adopt(spoke)
         spoke.connect(hosts, told["port"], deadline - time.monotonic())
-        return dist.TCPStore(
+        return TCPStore(
             spoke.hub_address(), told["store"], None, False, timedelta(seconds=timeout), wait_for_workers=False
         )
 

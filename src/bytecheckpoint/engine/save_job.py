@@ -126,6 +126,11 @@ class SaveJob:
         self._settings = settings
         self._backend: _Backend | None = None
 
+    @property
+    def opened(self) -> bool:
+        """Whether the files were created."""
+        return self._backend is not None
+
     def write_through(self) -> list[NDArray[np.uint64]]:
         """Write everything now, from the live tensors.
 

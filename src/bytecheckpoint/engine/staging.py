@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-__all__ = ["Chunk", "Image", "ImageFile", "chunks_of"]
+__all__ = ["Chunk", "Image", "ImageFile", "KnownTargets", "chunks_of", "flat_bytes"]
 
 _REFERENCE_BYTES = 256 << 10
 #: Dtypes whose copies torch may not implement are moved as integers of the same width.
@@ -89,18 +89,33 @@ def chunks_of(files: Sequence[ImageFile], chunk_bytes: int) -> list[Chunk]:
 
 
 @dataclass(slots=True)
+class KnownTargets:
+    """Views of the pool that stay the same from save to save.
+
+    Attributes:
+        files: the first so many files of the image keep their layout.
+        key: address and generation of the pool that the views belong to.
+        views: one per tensor of those files, in file order.
+    """
+
+    files: int = 0
+    key: tuple[int, int] = (0, 0)
+    views: list[torch.Tensor] = field(default_factory=list)
+
+
+@dataclass(slots=True)
 class Image:
     """The live tensors of one save and where their bytes go.
 
     Attributes:
         tensors: the live shards' elements.
         files: the data sections that they make up.
+        known: where the tensors of the first files go in the pool, kept from one save to the next.
     """
 
     tensors: list[torch.Tensor]
     files: list[ImageFile]
-    _targets: list[torch.Tensor] = field(default_factory=list)
-    _targets_key: tuple[int, int] = (0, 0)
+    known: KnownTargets = field(default_factory=KnownTargets)
 
     @property
     def nbytes(self) -> int:
@@ -110,19 +125,25 @@ class Image:
 
     def stage(self, pool: torch.Tensor, generation: int) -> None:
         """Copy everything into `pool` (uint8, at least `nbytes` long): the blocking part of an asynchronous save."""
-        key = (pool.data_ptr(), generation)
         order = [i for f in self.files for i in f.shards]
         sources = [movable(self.tensors[i]) for i in order]
-        if self._targets_key != key or len(self._targets) != len(sources):
-            self._targets = []
-            position = 0
-            for file in self.files:
-                section = pool[file.start : file.start + file.nbytes]
-                count = len(file.shards)
-                self._targets += _targets(section, sources[position : position + count], file.starts)
-                position += count
-            self._targets_key = key
-        copy_all(self._targets, sources)
+        key = (pool.data_ptr(), generation)
+        if self.known.key != key:
+            self.known.key = key
+            self.known.views = self._views(pool, sources, self.files[: self.known.files])
+        targets = self.known.views
+        later = self.files[self.known.files :]
+        if later:
+            targets = targets + self._views(pool, sources[len(targets) :], later)
+        copy_all(targets, sources)
+
+    @staticmethod
+    def _views(pool: torch.Tensor, sources: list[torch.Tensor], files: Sequence[ImageFile]) -> list[torch.Tensor]:
+        views: list[torch.Tensor] = []
+        for file in files:
+            section = pool[file.start : file.start + file.nbytes]
+            views += _targets(section, sources[len(views) : len(views) + len(file.shards)], file.starts)
+        return views
 
     def fill(self, chunk: Chunk, slot: torch.Tensor, *, reference: bool) -> list[memoryview]:
         """The bytes of one chunk, gathered in `slot` (uint8, at least `chunk.nbytes` long).

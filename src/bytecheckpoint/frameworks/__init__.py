@@ -1,1 +1,1 @@
-"""Adapters: live objects of one framework to live shards and back."""
+"""Adapters from the live objects of a training framework to shards and back. Nothing else knows a framework's name."""

@@ -56,7 +56,10 @@ class SavedStates(Protocol):
         """All distinct trees of `kind` (ranks of a pipeline hold different ones)."""
 
     def shape_of(self, kind: str, fqn: str) -> SavedTensor | None:
-        """The tensor behind a by-content leaf, chosen for this rank by the rule of `tree`."""
+        """The tensor behind a by-content leaf, chosen for this rank by the rule of `tree`.
+
+        None when the tensor of that name is identified by its name and box, and `find` is the way to it.
+        """
 
 
 @dataclass(slots=True)

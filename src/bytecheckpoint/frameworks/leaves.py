@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from bytecheckpoint.errors import IncompatibleCheckpointError, UsageError
 from bytecheckpoint.frameworks.base import ShardedLeaf
@@ -23,8 +23,8 @@ __all__ = [
     "dtype_named",
     "empty_like_layout",
     "empty_replicated",
-    "global_shape",
     "is_leaf",
+    "is_writable",
     "memory_of",
     "writable",
 ]
@@ -43,7 +43,7 @@ _TYPE_FAULTS: dict[type, str] = {}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """torch's name of `dtype` without its prefix, e.g. "bfloat16"."""
+    """Name of `dtype` without its prefix, e.g. "bfloat16"."""
     return _NAMES[dtype]
 
 
@@ -64,11 +64,6 @@ def is_leaf(value: object) -> TypeGuard[torch.Tensor | ShardedLeaf]:
     return isinstance(value, torch.Tensor) or hasattr(type(value), "__bytecheckpoint_shards__")
 
 
-def global_shape(value: torch.Tensor) -> tuple[int, ...]:
-    """Shape of the whole tensor, whether `value` is distributed or not."""
-    return tuple(value.shape)
-
-
 def add_shards(
     out: list[LiveShard],
     key: TensorKey,
@@ -85,7 +80,7 @@ def add_shards(
         key: the tensor's key.
         value: a plain tensor, a DTensor, or an object with `__bytecheckpoint_shards__`.
         aliases: further names of the same tensor.
-        by_content: as in `LiveShard`; distributed tensors are never by content.
+        by_content: as in `LiveShard`.
         like: for a plain tensor that is the local part of something distributed: the DTensor whose boxes it has.
 
     Raises:
@@ -94,7 +89,7 @@ def add_shards(
     kind = type(value)
     if _TYPE_FAULTS.get(kind, "?"):
         if not isinstance(value, torch.Tensor):
-            _add_declared(out, key, value, aliases)
+            _add_declared(out, key, value, aliases, by_content)
             return
         if not isinstance(value, DTensor):
             _refuse_type(key, kind)
@@ -131,11 +126,11 @@ def add_shards(
     if not boxes and 0 in whole and layout.device_mesh.get_coordinate() is not None:
         # A tensor without elements has no piece anywhere, yet its key, shape and dtype must not be lost.
         nothing = torch.empty(whole, dtype=local.dtype, device=local.device)
-        out.append(LiveShard(key, dtype, whole, _ORIGIN[len(whole)], whole, nothing, aliases, grad))
+        out.append(LiveShard(key, dtype, whole, _ORIGIN[len(whole)], whole, nothing, aliases, grad, by_content))
         return
     for offsets, lengths, slices in boxes:
-        data = local.detach()
-        out.append(LiveShard(key, dtype, whole, offsets, lengths, data if slices is None else data[slices], aliases, grad))
+        data = local.detach() if slices is None else local.detach()[slices]
+        out.append(LiveShard(key, dtype, whole, offsets, lengths, data, aliases, grad, by_content))
 
 
 def memory_of(value: torch.Tensor) -> torch.Tensor:
@@ -143,7 +138,9 @@ def memory_of(value: torch.Tensor) -> torch.Tensor:
     return value._local_tensor if isinstance(value, DTensor) else value
 
 
-def _add_declared(out: list[LiveShard], key: TensorKey, leaf: ShardedLeaf, aliases: tuple[str, ...]) -> None:
+def _add_declared(
+    out: list[LiveShard], key: TensorKey, leaf: ShardedLeaf, aliases: tuple[str, ...], by_content: bool
+) -> None:
     for whole, offsets, data in leaf.__bytecheckpoint_shards__():
         fault = _type_fault(type(data))
         if fault:
@@ -151,21 +148,28 @@ def _add_declared(out: list[LiveShard], key: TensorKey, leaf: ShardedLeaf, alias
         _refuse_form(key, data)
         shape, start, lengths = tuple(whole), tuple(offsets), tuple(data.shape)
         inside = len(shape) == len(start) == len(lengths) and all(
-            0 <= o and o + n <= s for s, o, n in zip(shape, start, lengths, strict=True)
+            o >= 0 and o + n <= s for s, o, n in zip(shape, start, lengths, strict=True)
         )
         if not inside:
-            raise UsageError(f"{key}: a shard of shape {lengths} at {start} does not lie inside the tensor's shape {shape}")
-        out.append(LiveShard(key, _NAMES[data.dtype], shape, start, lengths, data.detach(), aliases, data.requires_grad))
+            raise UsageError(
+                f"{key}: a shard of shape {lengths} at {start} does not lie inside the tensor's shape {shape}"
+            )
+        out.append(
+            LiveShard(
+                key, _NAMES[data.dtype], shape, start, lengths, data.detach(), aliases, data.requires_grad, by_content
+            )
+        )
 
 
 def _type_fault(kind: type) -> str:
     fault = _TYPE_FAULTS.get(kind)
     if fault is None:
-        if issubclass(kind, UninitializedTensorMixin):
+        if issubclass(kind, UninitializedBuffer | UninitializedParameter):
             fault = "an uninitialised lazy tensor: run a forward pass first"
         elif getattr(kind, "__torch_dispatch__", None) is not torch.Tensor.__torch_dispatch__:
             # A subclass with a dispatcher of its own need not have memory, or has several tensors inside.
-            fault = f"a tensor of type {kind.__module__}.{kind.__qualname__}, which is not supported: convert it to a plain tensor"
+            name = f"{kind.__module__}.{kind.__qualname__}"
+            fault = f"a tensor of type {name}, which is not supported: convert it to a plain tensor"
         else:
             fault = ""
         _TYPE_FAULTS[kind] = fault
@@ -180,7 +184,9 @@ def _refuse_type(key: TensorKey, kind: type) -> None:
 
 def _refuse_form(key: TensorKey, value: torch.Tensor) -> None:
     if value.layout is not torch.strided:
-        raise UsageError(f"{key} is a tensor of layout {value.layout}, which is not supported: convert it with .to_dense()")
+        raise UsageError(
+            f"{key} is a tensor of layout {value.layout}, which is not supported: convert it with .to_dense()"
+        )
     if value.is_meta:
         raise UsageError(f"{key} is on the meta device and has no values: materialise the module first (to_empty)")
     if value.is_quantized:
@@ -189,6 +195,22 @@ def _refuse_form(key: TensorKey, value: torch.Tensor) -> None:
         raise UsageError(f"{key} is a nested tensor, which is not supported: store its values and offsets")
     if value.is_conj() or value.is_neg():
         raise UsageError(f"{key} is a lazy conjugate or negative view: call resolve_conj().resolve_neg() on it first")
+
+
+def is_writable(value: torch.Tensor) -> bool:
+    """Whether loaded elements can be written straight into `value`."""
+    local = memory_of(value)
+    return (
+        not _type_fault(type(local))
+        and local.layout is torch.strided
+        and not (local.is_meta or local.is_quantized or local.is_nested or local.is_conj() or local.is_neg())
+        and not _is_expanded(local)
+        and not local.is_inference()
+    )
+
+
+def _is_expanded(value: torch.Tensor) -> bool:
+    return any(stride == 0 and size > 1 for stride, size in zip(value.stride(), value.shape, strict=True))
 
 
 def writable(shard: LiveShard) -> Callable[[], None] | None:
@@ -201,7 +223,7 @@ def writable(shard: LiveShard) -> Callable[[], None] | None:
         IncompatibleCheckpointError: the checkpoint holds different values where the live tensor has one element.
     """
     live = shard.data
-    if not any(stride == 0 and size > 1 for stride, size in zip(live.stride(), live.shape, strict=True)):
+    if not _is_expanded(live):
         return None
     arrived = torch.empty(live.shape, dtype=live.dtype, device=live.device)
     shard.data = arrived
@@ -211,8 +233,8 @@ def writable(shard: LiveShard) -> Callable[[], None] | None:
         values = arrived[first]
         if not torch.equal(values.expand(live.shape).contiguous().view(torch.uint8), arrived.view(torch.uint8)):
             raise IncompatibleCheckpointError(
-                f"{shard.key} is an expanded tensor here, but the checkpoint holds values that differ along the expanded "
-                f"dimension: make it contiguous before loading"
+                f"{shard.key} is an expanded tensor here, but the checkpoint holds values that differ along that "
+                "dimension: make it contiguous before loading"
             )
         live[first].copy_(values)
 

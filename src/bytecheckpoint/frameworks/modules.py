@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import nn
 from bytecheckpoint.errors import UsageError
 from bytecheckpoint.frameworks.base import Destination, SavedStates
 from bytecheckpoint.frameworks.leaves import add_shards, empty_like_layout, is_leaf, memory_of, writable
-from bytecheckpoint.frameworks.objects import Reader, decoded, encoded
+from bytecheckpoint.frameworks.objects import Reader, encoded
 from bytecheckpoint.representation.shards import LiveShard, LiveState, TensorKey
 
 __all__ = ["ModuleScan", "as_modules", "capture_modules", "load_modules", "scan_modules"]
@@ -28,12 +29,14 @@ class _Chunk:
         entries: its state_dict, keys as torch gives them.
         names: state_dict key -> FQN of the bare model.
         owners: state_dict prefix ("" or "a.b.") -> the module whose entries start with it.
+        prefixes: the same prefixes -> those of the bare model.
     """
 
     module: nn.Module
     entries: dict[str, Any]
     names: dict[str, str]
     owners: dict[str, nn.Module]
+    prefixes: dict[str, str]
 
 
 @dataclass(slots=True)
@@ -116,6 +119,12 @@ def scan_modules(kind: str, modules: Sequence[nn.Module]) -> ModuleScan:
         if len(names) > 1:
             tensor.aliases = tuple(names[1:])
         scan.parameters[id(tensor.value)] = (tensor.fqn, tensor.aliases)
+    for chunk in scan.chunks:
+        # A hook may leave parameters out of state_dict (frozen ones, say); an optimizer may hold them all the same.
+        for prefix, module in chunk.owners.items():
+            for name, parameter in module._parameters.items():
+                if parameter is not None and id(parameter) not in scan.parameters:
+                    scan.parameters[id(parameter)] = (chunk.prefixes[prefix] + name, ())
     return scan
 
 
@@ -160,7 +169,7 @@ def load_modules(kind: str, scan: ModuleScan, saved: SavedStates, into: Destinat
 
 
 def _load_copies(arrived: list[tuple[_Chunk, str, torch.Tensor]]) -> None:
-    """Hand back entries that a custom hook had made. It may need to see all of its entries, so the module gets them all."""
+    """Hand back entries that a custom hook had made; it may need to see all entries, so the module gets all."""
     for chunk in {id(c): c for c, _, _ in arrived}.values():
         entries = dict(chunk.entries)
         entries.update((key, value) for owner, key, value in arrived if owner is chunk)
@@ -168,25 +177,25 @@ def _load_copies(arrived: list[tuple[_Chunk, str, torch.Tensor]]) -> None:
 
 
 def _load_values(kind: str, scan: ModuleScan, saved: SavedStates, into: Destination) -> None:
-    own = saved.tree(kind)
-    trees = ([own] if own is not None else []) + [t for t in saved.trees(kind) if t != own]
+    reader = Reader(kind, saved, into)
     found: dict[str, Any] = {}
-    for blob in trees:
-        tree = decoded(blob)
+    own = saved.tree(kind)
+    for blob in ([own] if own is not None else []) + [t for t in saved.trees(kind) if t != own]:
+        if scan.values.keys() <= found.keys():
+            break
+        tree = reader.read(blob)
         if isinstance(tree, dict):
-            for fqn, value in tree.items():
-                found.setdefault(fqn, value)
-    for fqn, setter in scan.value_owners.items():
-        if fqn not in found:
+            found = {**tree, **found}
+    reader.want()
+    for fqn in scan.values:
+        if fqn in found:
+            into.finish.append(partial(_restore, scan.value_owners[fqn], reader, found[fqn]))
+        else:
             into.missing.append(str(TensorKey(kind, fqn)))
-            continue
-        reader = Reader(kind, saved, into)
-        reader.plan(found[fqn], None)
-        into.finish.append(_deferred(setter, reader, found[fqn]))
 
 
-def _deferred(setter: Callable[[Any], None], reader: Reader, value: object) -> Callable[[], None]:
-    return lambda: setter(reader.build(value, None))
+def _restore(setter: Callable[[Any], None], reader: Reader, value: object) -> None:
+    setter(reader.build(value, None))
 
 
 def _setter(chunk: _Chunk, key: str) -> Callable[[Any], None]:
@@ -206,7 +215,7 @@ def _scan_chunk(module: nn.Module) -> _Chunk:
         # The innermost module of a chain of wrappers owns the entries.
         prefixes[prefix] = bare
         owners[prefix] = owner
-    return _Chunk(module, entries, {key: _bare(key, prefixes) for key in entries}, owners)
+    return _Chunk(module, entries, {key: _bare(key, prefixes) for key in entries}, owners, prefixes)
 
 
 def _bare(key: str, prefixes: dict[str, str]) -> str:

@@ -63,7 +63,11 @@ def boxes_of(tensor: DTensor, name: str = "tensor") -> tuple[LocalBox, ...]:
         return ()
     try:
         return local_boxes(
-            tuple(mesh.shape), tuple(coordinate), tensor.placements, tuple(tensor.shape), tuple(tensor._local_tensor.shape)
+            tuple(mesh.shape),
+            tuple(coordinate),
+            tensor.placements,
+            tuple(tensor.shape),
+            tuple(tensor._local_tensor.shape),
         )
     except UsageError as error:
         raise UsageError(f"{name}: {error}") from None
@@ -89,7 +93,9 @@ def local_boxes(
     splits: dict[int, list[tuple[int, int, int]]] = {}
     for parts, index, placement in zip(mesh_shape, coordinate, placements, strict=True):
         if placement.is_partial():
-            raise UsageError(f"holds unreduced partial values ({placement}): redistribute it to Replicate or Shard first")
+            raise UsageError(
+                f"holds unreduced partial values ({placement}): redistribute it to Replicate or Shard first"
+            )
         if placement.is_replicate():
             continue
         if not isinstance(placement, Shard | _StridedShard):

@@ -64,7 +64,9 @@ def _refuse_foreign(states: Mapping[str, object], *, auto: bool) -> None:
         for name, module in root.named_modules():
             where = f"{kind}: module {name!r}" if name else kind
             if fsdp1 is not None and isinstance(module, fsdp1.FullyShardedDataParallel):
-                raise UsageError(f"{where} is an FSDP1 FullyShardedDataParallel, which is not supported: use fully_shard (FSDP2)")
+                raise UsageError(
+                    f"{where} is an FSDP1 FullyShardedDataParallel, which is not supported: use fully_shard (FSDP2)"
+                )
             top = type(module).__module__.partition(".")[0]
             if auto and top in _PLANNED:
                 raise UsageError(

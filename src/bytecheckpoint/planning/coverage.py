@@ -28,7 +28,8 @@ def missing_volume(wanted: BoxTable, found: Intersections) -> Int64s:
     """
     sums = np.concatenate([[0], np.cumsum(found.volumes())])
     bounds = np.searchsorted(found.right, np.arange(len(wanted) + 1))
-    return wanted.volumes() - (sums[bounds[1:]] - sums[bounds[:-1]])
+    covered: Int64s = sums[bounds[1:]] - sums[bounds[:-1]]
+    return wanted.volumes() - covered
 
 
 def first_gap(

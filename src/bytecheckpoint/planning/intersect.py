@@ -45,11 +45,16 @@ class Intersections:
 
     def volumes(self) -> Int64s:
         """Number of elements of each common box, shape [k]."""
-        return np.prod(self.lengths, axis=1, dtype=np.int64)
+        # Column by column: many times quicker than a product along short rows.
+        result = np.ones(len(self), np.int64)
+        for k in range(self.lengths.shape[1]):
+            result *= self.lengths[:, k]
+        return result
 
     def take(self, index: Int64s | NDArray[np.bool_]) -> Intersections:
         """The pairs at `index` (positions or a mask), in that order."""
-        return Intersections(self.left[index], self.right[index], self.offsets[index], self.lengths[index])
+        at: Int64s = np.arange(len(self))[index] if index.dtype == np.bool_ else index.astype(np.int64, copy=False)
+        return Intersections(self.left[at], self.right[at], _picked(self.offsets, at), _picked(self.lengths, at))
 
 
 def intersect(left: BoxTable, right: BoxTable, *, ascending: bool = False) -> Intersections:
@@ -60,10 +65,10 @@ def intersect(left: BoxTable, right: BoxTable, *, ascending: bool = False) -> In
     Args:
         left: usually the saved boxes, the longer table.
         right: usually the wanted boxes.
-        ascending: only pairs whose left row number is smaller than the right one (for a table with itself).
+        ascending: `right` is `left` itself, and only pairs whose left row number is the smaller are wanted.
     """
     width = max(left.ndim, right.ndim)
-    left, right = left.widened(width), right.widened(width)
+    left, right = _contiguous(left.widened(width)), _contiguous(right.widened(width))
     wanted = np.flatnonzero((right.lengths > 0).all(axis=1))
     if not len(left) or not len(wanted):
         return _concat([], width)
@@ -72,6 +77,10 @@ def intersect(left: BoxTable, right: BoxTable, *, ascending: bool = False) -> In
     if not len(rows):
         return _concat([], width)
     index = _Index.build(left, rows, codes, hulls)
+    if ascending:
+        wanted = np.sort(index.crowded())
+        if not len(wanted):
+            return _concat([], width)
     found = _concat(list(_matches(left, right, wanted, index, ascending)), width)
     return found if index.in_order else _sorted(found, len(left))
 
@@ -96,11 +105,13 @@ class _Hulls(NamedTuple):
 
 
 def _hulls(right: BoxTable, wanted: Int64s) -> _Hulls:
-    wanted = wanted[np.argsort(right.tensor[wanted], kind="stable")]
     tensor = right.tensor[wanted]
+    if (tensor[1:] < tensor[:-1]).any():
+        wanted = wanted[np.argsort(tensor)]
+        tensor = right.tensor[wanted]
     first = np.flatnonzero(np.diff(tensor, prepend=tensor[0] - 1))
-    lo = right.offsets[wanted]
-    hi = lo + right.lengths[wanted]
+    lo = _picked(right.offsets, wanted)
+    hi = lo + _picked(right.lengths, wanted)
     return _Hulls(tensor[first], np.minimum.reduceat(lo, first, axis=0), np.maximum.reduceat(hi, first, axis=0))
 
 
@@ -163,6 +174,14 @@ class _Index:
             rows, starts, stops = rows[order], starts[order], stops[order]
         return _Index(rows, starts, np.maximum.accumulate(stops), hulls, dim, base, in_order)
 
+    def crowded(self) -> Int64s:
+        """The rows that share some coordinate of the sweep dimension with another row; the others meet nobody."""
+        meets = self.starts[1:] < self.reach[:-1]
+        crowded = np.zeros(len(self.rows), np.bool_)
+        crowded[1:] |= meets
+        crowded[:-1] |= meets
+        return self.rows[crowded]
+
     def windows(self, right: BoxTable, wanted: Int64s) -> tuple[Int64s, Int64s]:
         """For each wanted row the range of positions [first, last) that holds all its partners."""
         codes = self.hulls.codes(right.tensor[wanted])
@@ -213,8 +232,11 @@ def _matches(
         if ascending:
             keep = l_row < r_row
             l_row, r_row = l_row[keep], r_row[keep]
-        offsets = np.maximum(left.offsets[l_row], right.offsets[r_row])
-        lengths = np.minimum(left.offsets[l_row] + left.lengths[l_row], right.offsets[r_row] + right.lengths[r_row])
+        l_start, r_start = _picked(left.offsets, l_row), _picked(right.offsets, r_row)
+        offsets = np.maximum(l_start, r_start)
+        l_start += _picked(left.lengths, l_row)
+        r_start += _picked(right.lengths, r_row)
+        lengths = np.minimum(l_start, r_start, out=l_start)
         lengths -= offsets
         hit = lengths[:, 0] > 0
         for k in range(1, left.ndim):
@@ -224,6 +246,15 @@ def _matches(
             yield part
         elif hit.any():
             yield part.take(hit)
+
+
+def _picked(boxes: Int64s, rows: Int64s) -> Int64s:
+    """`boxes[rows]`; indexing takes several times as long for short rows, `take` copies arrays that have strides."""
+    return np.take(boxes, rows, axis=0)
+
+
+def _contiguous(table: BoxTable) -> BoxTable:
+    return BoxTable(table.tensor, np.ascontiguousarray(table.offsets), np.ascontiguousarray(table.lengths))
 
 
 def _concat(parts: list[Intersections], width: int) -> Intersections:

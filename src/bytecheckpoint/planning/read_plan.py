@@ -12,12 +12,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..representation.boxes import BoxTable, Int64s, Mask
+from ..representation.catalog import Catalog
+from ..representation.dtypes import itemsize
 from ..representation.plans import Copies, ReadPlan
 from .coverage import missing_volume, overlapping
 from .decompose import flat_ranges_to_boxes
 from .intersect import Intersections, intersect
 
-__all__ = ["StoredRows", "plan_reads"]
+__all__ = ["StoredRows", "plan_reads", "stored_rows"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,21 @@ class StoredRows:
     element: Int64s
     data_bytes: Int64s
     block_bytes: Int64s
+
+
+def stored_rows(catalog: Catalog) -> StoredRows:
+    """The columns of a catalog that planning needs."""
+    element = np.array([itemsize(name) for name in catalog.dtype.values], np.int64)
+    file = catalog.file.astype(np.int64)
+    data_offset = np.array([f.data_offset for f in catalog.files], np.int64)
+    return StoredRows(
+        boxes=catalog.boxes,
+        file=file,
+        start=catalog.byte_offset - (data_offset[file] if len(file) else 0),
+        element=element[catalog.dtype.codes][catalog.boxes.tensor],
+        data_bytes=np.array([f.size - f.data_offset for f in catalog.files], np.int64),
+        block_bytes=np.array([f.block_bytes for f in catalog.files], np.int64),
+    )
 
 
 def plan_reads(stored: StoredRows, wanted: BoxTable, contiguous: Mask, chunk_bytes: int) -> ReadPlan:

@@ -6,7 +6,7 @@ written once by the least loaded holder, and lays out the files. All of it works
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -14,14 +14,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import IncompatibleCheckpointError
-from ..representation.boxes import BoxTable, Int64s
+from ..representation.boxes import BoxTable, Int64s, Mask
 from ..representation.dtypes import itemsize
 from ..representation.shards import LiveShard, TensorKey
 from ..representation.storage_file import MAX_ENTRIES_PER_FILE
 from .balance import assign
 from .replicas import group_equal
 
-__all__ = ["LocalTable", "SavePlan", "describe", "file_bounds", "plan_save"]
+__all__ = ["LocalTable", "SavePlan", "TensorRecord", "all_rows", "describe", "file_bounds", "plan_save"]
 
 
 class LocalTable(msgspec.Struct, frozen=True):
@@ -58,9 +58,7 @@ class TensorRecord(msgspec.Struct, array_like=True, frozen=True):
 
 def describe(shards: Sequence[LiveShard]) -> LocalTable:
     """The table of one rank's shards."""
-    records = [
-        TensorRecord(*s.key, s.dtype, s.requires_grad, s.data.device.type, s.aliases) for s in shards
-    ]
+    records = [TensorRecord(*s.key, s.dtype, s.requires_grad, s.data.device.type, s.aliases) for s in shards]
     ndims = np.fromiter((len(s.global_shape) for s in shards), np.int32, len(shards))
     boxes = np.fromiter(
         (x for s in shards for part in (s.global_shape, s.offsets, s.lengths) for x in part),
@@ -111,11 +109,19 @@ class SavePlan:
         return self.local[low:high]
 
 
-def plan_save(tables: Sequence[LocalTable]) -> SavePlan:
+def all_rows(tables: Sequence[LocalTable]) -> tuple[list[TensorRecord], BoxTable]:
+    """Every distinct tensor, and the boxes of all ranks' rows, rank after rank."""
+    tensors, row_tensor = _join_names(tables)
+    return tensors, _boxes(tables, np.concatenate(row_tensor))[2]
+
+
+def plan_save(tables: Sequence[LocalTable], fixed: Mapping[int, Int64s] | None = None) -> SavePlan:
     """Deduplicate, balance and lay out.
 
     Args:
-        tables: one per rank.
+        tables: one per rank, at least one.
+        fixed: ranks that have already written (by an older plan), with the indexes of the shards that they wrote;
+            the other ranks write what is left.
 
     Raises:
         IncompatibleCheckpointError: ranks disagree about a tensor's shape or dtype, or their boxes leave a hole in a
@@ -124,8 +130,8 @@ def plan_save(tables: Sequence[LocalTable]) -> SavePlan:
     tensors, row_tensor = _join_names(tables)
     counts = [len(t) for t in row_tensor]
     row_rank = np.repeat(np.arange(len(tables)), counts)
-    row_local = np.concatenate([np.arange(c) for c in counts]) if counts else np.zeros(0, np.int64)
-    tensor = np.concatenate(row_tensor) if row_tensor else np.zeros(0, np.int64)
+    row_local = np.concatenate([np.arange(c) for c in counts])
+    tensor = np.concatenate(row_tensor)
     row_shape, row_ndim, boxes = _boxes(tables, tensor)
     ndims = np.zeros(len(tensors), np.int64)
     ndims[tensor] = row_ndim
@@ -137,8 +143,11 @@ def plan_save(tables: Sequence[LocalTable]) -> SavePlan:
     nbytes = boxes.volumes() * element[tensor]
     group_bytes = np.zeros(groups, np.int64)
     group_bytes[group] = nbytes
-    owner = assign(group, row_rank, group_bytes, len(tables))
-    written = np.flatnonzero(owner[group] == row_rank)
+    may_write = _may_write(fixed or {}, group, row_rank, row_local)
+    owner = np.full(groups, -1, np.int64)
+    present, compact = np.unique(group[may_write], return_inverse=True)
+    owner[present] = assign(compact.reshape(-1), row_rank[may_write], group_bytes[present], len(tables))
+    written = np.flatnonzero(may_write & (owner[group] == row_rank))
     # A rank may hold one box twice (a tensor under two modules); its first row writes it.
     _, first = np.unique(group[written], return_index=True)
     written = np.sort(written[first])
@@ -173,6 +182,21 @@ def plan_save(tables: Sequence[LocalTable]) -> SavePlan:
         file_part=part[start],
         aliases=aliases,
     )
+
+
+def _may_write(fixed: Mapping[int, Int64s], group: Int64s, row_rank: Int64s, row_local: Int64s) -> Mask:
+    """Rows that may be chosen, given that some ranks have written theirs already."""
+    allowed = np.ones(len(group), bool)
+    if not fixed:
+        return allowed
+    done = np.zeros(len(group), bool)
+    for rank, rows in fixed.items():
+        mine = row_rank == rank
+        allowed[mine] = False
+        done |= mine & np.isin(row_local, rows)
+    taken = np.zeros(int(group.max(initial=-1)) + 1, bool)
+    taken[group[done]] = True
+    return np.where(taken[group], done, allowed)
 
 
 def _join_names(

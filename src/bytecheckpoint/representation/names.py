@@ -33,7 +33,7 @@ _HASHED_FOLDER = re.compile(r"kind-[0-9a-f]{16}")
 _DEVICE_NAME = re.compile(r"con|prn|aux|nul|com[0-9]|lpt[0-9]")  # reserved on Windows
 _OWN_FILE = re.compile(
     r"[a-z0-9][a-z0-9_-]{0,63}/"
-    r"(?:rank-(?:[0-9]{5}|[1-9][0-9]{5,})(?:-p(?:[0-9]{3}|[1-9][0-9]{3,}))?|values-(?:[0-9]{5}|[1-9][0-9]{5,}))"
+    r"(?:rank|values)-(?:[0-9]{5}|[1-9][0-9]{5,})(?:-p(?:[0-9]{3}|[1-9][0-9]{3,}))?"
     r"\.(?P<generation>[0-9a-f]{24})\.safetensors"
 )
 _URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://.+", re.DOTALL)
@@ -73,9 +73,10 @@ def storage_file_name(kind: str, rank: int, generation: str, part: int = 0) -> s
     return f"{kind_folder(kind)}/rank-{rank:05d}{suffix}.{generation}.safetensors"
 
 
-def values_file_name(kind: str, rank: int, generation: str) -> str:
+def values_file_name(kind: str, rank: int, generation: str, part: int = 0) -> str:
     """Name of the file with the plain values of `kind`, e.g. "optimizer/values-00003.<generation>.safetensors"."""
-    return f"{kind_folder(kind)}/values-{rank:05d}.{generation}.safetensors"
+    suffix = f"-p{part:03d}" if part else ""
+    return f"{kind_folder(kind)}/values-{rank:05d}{suffix}.{generation}.safetensors"
 
 
 def generation_of(name: str) -> str | None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from .boxes import Int64s, Mask
 
-__all__ = ["Copies", "ReadPlan"]
+__all__ = ["Copies", "ExchangePlan", "ReadPlan"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,3 +65,33 @@ class ReadPlan:
     def nbytes(self) -> int:
         """Bytes that the plan reads."""
         return int((self.stop - self.start).sum())
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangePlan:
+    """Which chunks are read by one rank for several, and what this rank does with them.
+
+    Attributes:
+        private: ranges of this rank's read plan that nobody else wants; it reads them itself.
+        file: file of each shared item, int64 [s].
+        start, stop: bytes of the file's data section, block-aligned, [s].
+        reader: the rank that reads it, [s].
+        my_range: ranges of this rank's read plan that shared items cover, [m].
+        my_item: the item that covers each of them, [m].
+        pairs: (item, rank) for every rank that wants the item, sorted, [p, 2].
+    """
+
+    private: Int64s
+    file: Int64s
+    start: Int64s
+    stop: Int64s
+    reader: Int64s
+    my_range: Int64s
+    my_item: Int64s
+    pairs: Int64s
+
+    @staticmethod
+    def nothing(private: Int64s) -> ExchangePlan:
+        """The plan in which every rank reads for itself."""
+        none = np.zeros(0, np.int64)
+        return ExchangePlan(private, none, none, none, none, none, none, none.reshape(0, 2))

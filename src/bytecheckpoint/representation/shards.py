@@ -67,8 +67,11 @@ class LiveState:
         shards: its tensors.
         tree: its plain values in the encoding of `representation.values`, or None when it has none. A tree is
             compared between ranks by its content, as `by_content` shards are.
+        merged: trees of different ranks complement each other (optimizers, modules: each speaks of its own
+            parameters). False: a tree is its rank's own, unless all ranks' are equal.
     """
 
     kind: str
     shards: list[LiveShard] = field(default_factory=list)
     tree: bytes | None = None
+    merged: bool = False

@@ -8,10 +8,10 @@ from typing import Any
 import msgspec
 from msgspec.msgpack import Ext
 
-from ..errors import CheckpointError, CorruptCheckpointError, IncompatibleCheckpointError
-from .value_registry import registered_name
-from .value_tree import MAX_DEPTH
-from .value_types import LOAD, NATIVE, STR, Code
+from bytecheckpoint.errors import CheckpointError, CorruptCheckpointError, IncompatibleCheckpointError
+from bytecheckpoint.representation.value_registry import registered_name
+from bytecheckpoint.representation.value_tree import MAX_DEPTH
+from bytecheckpoint.representation.value_types import LOAD, NATIVE, STR, Code
 
 __all__ = ["Decoder"]
 

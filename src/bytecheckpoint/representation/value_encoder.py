@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from msgspec.msgpack import Ext
 
-from ..errors import UsageError
-from .value_numpy import Refusal, dump_dtype, dump_scalar
-from .value_registry import registered_class
-from .value_tree import MAX_DEPTH, TensorRef, dotted
-from .value_types import DUMP, HINTS, NATIVE, STR, Code, factory_name
+from bytecheckpoint.errors import UsageError
+from bytecheckpoint.representation.value_numpy import Refusal, dump_dtype, dump_scalar
+from bytecheckpoint.representation.value_registry import registered_class
+from bytecheckpoint.representation.value_tree import MAX_DEPTH, TensorRef, dotted
+from bytecheckpoint.representation.value_types import DUMP, HINTS, NATIVE, STR, Code, factory_name
 
 __all__ = ["Encoder", "pack"]
 
@@ -25,7 +25,7 @@ SIZE_LIMIT = 2**32
 _INT64_MIN = -(2**63)
 _UINT64_MAX = 2**64 - 1
 # What msgspec raises for a native type beyond MessagePack: a large int; a lone surrogate; 4 GiB of bytes.
-_UNFIT = (OverflowError, ValueError)
+_UNFIT = (OverflowError, UnicodeEncodeError, msgspec.EncodeError)
 
 pack: Callable[[object], bytes] = msgspec.msgpack.Encoder().encode
 
@@ -59,8 +59,10 @@ class Encoder:
             return self._ext(Code.BIG_INT, value.to_bytes(value.bit_length() // 8 + 1, "big", signed=True))
         if kind is str and not value.isascii() and not _is_utf8(value):
             return self._ext(Code.SURROGATE_STR, value.encode("utf-8", "surrogatepass"))
-        if kind in (str, bytes) and len(value) >= SIZE_LIMIT // 4 and len(pack(value)) >= SIZE_LIMIT:
-            self._refuse_size(len(value))
+        if kind in (str, bytes) and len(value) >= SIZE_LIMIT // 4:
+            size = len(value) if kind is bytes else len(value.encode())
+            if size >= SIZE_LIMIT:
+                self._refuse_size(size)
         return value
 
     def _compound(self, kind: type, value: Any, depth: int) -> object:
@@ -69,7 +71,7 @@ class Encoder:
             return handler(self, value, depth)
         entry = registered_class(kind)
         if entry is not None:
-            return self._ext(Code.REGISTERED, [entry.name, self.lower(entry.encode(value), depth)])
+            return self._ext(Code.REGISTERED, [self._scalar(entry.name), self.lower(entry.encode(value), depth)])
         try:
             known = DUMP.get(kind)
             if known is not None:
@@ -164,18 +166,18 @@ class Encoder:
         return [msgspec.Raw(item) for item in sorted(packed)]
 
     def _tensor_ref(self, value: TensorRef, depth: int) -> object:
-        return self._ext(Code.TENSOR, value.name)
+        return self._ext(Code.TENSOR, self._scalar(value.name))
 
     def _tensor(self, value: torch.Tensor) -> object:
         if self._keys:
             self._refuse("a tensor cannot be a dictionary key or a member of a set; use its value or its name")
-        return self._ext(Code.TENSOR, self._on_tensor(tuple(self._path), value))
+        return self._ext(Code.TENSOR, self._scalar(self._on_tensor(tuple(self._path), value)))
 
     def _ext(self, code: Code, payload: object) -> Ext:
         data = pack(payload)
         if len(data) >= SIZE_LIMIT:
             self._refuse_size(len(data))
-        return Ext(code, data)
+        return Ext(code.value, data)
 
     def _refuse(self, why: str) -> NoReturn:
         raise UsageError(f"{dotted(tuple(self._path)) or 'the value'}: {why}")

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .value_registry import registered_class
+from bytecheckpoint.representation.value_registry import registered_class
 
 __all__ = ["equal"]
 
@@ -50,6 +50,10 @@ def equal(a: Any, b: Any) -> bool:
         return equal(vars(a), vars(b))
     if isinstance(a, torch.Tensor):
         return _same_tensors(a, b)
+    if kind is np.str_:
+        return str.__eq__(a, b)
+    if kind is np.bytes_:
+        return bytes.__eq__(a, b)
     if isinstance(a, np.ndarray | np.generic):
         return _same_arrays(np.asarray(a), np.asarray(b))
     return _same_others(a, b)
@@ -100,6 +104,8 @@ def _sight(member: Any) -> str:
     """Something cheap that equal members have in common: the type, and the hash where there is a stable one."""
     key = member[0] if type(member) is tuple and member else member
     kind = type(key)
+    if kind is float:
+        return repr(key)
     return f"{kind.__name__}:{hash(key)}" if kind in (int, str, bytes, bool) else kind.__name__
 
 

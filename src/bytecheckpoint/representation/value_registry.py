@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from ..errors import IncompatibleCheckpointError, UsageError
+from bytecheckpoint.errors import IncompatibleCheckpointError, UsageError
 
 __all__ = ["Registered", "register", "registered_class", "registered_name"]
 

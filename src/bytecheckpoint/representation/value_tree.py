@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import UsageError
+from bytecheckpoint.errors import UsageError
 
 __all__ = ["MAX_DEPTH", "TensorRef", "dotted", "leaves"]
 

@@ -23,9 +23,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..errors import IncompatibleCheckpointError
-from . import value_numpy
-from .value_numpy import Refusal
+from bytecheckpoint.errors import IncompatibleCheckpointError
+from bytecheckpoint.representation import value_numpy
+from bytecheckpoint.representation.value_numpy import Refusal
 
 __all__ = ["DUMP", "HINTS", "LOAD", "NATIVE", "STR", "Code", "factory_name"]
 
@@ -111,7 +111,7 @@ def factory_name(factory: object) -> str | None:
     """The stored name of a defaultdict's factory; only harmless standard types have one."""
     if factory is None:
         return None
-    name = _FACTORY_NAMES.get(factory)
+    name = _FACTORY_NAMES.get(factory) if isinstance(factory, type) else None
     if name is None:
         raise Refusal(f"a defaultdict with the factory {factory!r} cannot be stored; make it a dict")
     return name
@@ -286,7 +286,8 @@ DUMP: dict[type, tuple[Code, Dump]] = {
     torch.device: (Code.TORCH_DEVICE, str),
     torch.Size: (Code.TORCH_SIZE, lambda size: [int(n) for n in size]),
     np.ndarray: (Code.NUMPY_ARRAY, value_numpy.dump_array),
-    np.str_: (Code.NUMPY_STR, str),
+    # str() of a numpy string drops the NULs at its end.
+    np.str_: (Code.NUMPY_STR, str.__str__),
     np.bytes_: (Code.NUMPY_BYTES, bytes),
     **{cls: (Code.PATH, lambda p: [type(p).__name__, str(p)]) for cls in _PATHS.values()},
 }

@@ -12,12 +12,12 @@ from collections.abc import Callable
 
 import torch
 
-from ..errors import CorruptCheckpointError, IncompatibleCheckpointError
-from .value_decoder import Decoder
-from .value_encoder import Encoder, pack
-from .value_equality import equal
-from .value_registry import register
-from .value_tree import MAX_DEPTH, TensorRef, dotted, leaves
+from bytecheckpoint.errors import CorruptCheckpointError, IncompatibleCheckpointError
+from bytecheckpoint.representation.value_decoder import Decoder
+from bytecheckpoint.representation.value_encoder import Encoder, pack
+from bytecheckpoint.representation.value_equality import equal
+from bytecheckpoint.representation.value_registry import register
+from bytecheckpoint.representation.value_tree import MAX_DEPTH, TensorRef, dotted, leaves
 
 __all__ = ["MAX_DEPTH", "TensorRef", "decode", "dotted", "encode", "equal", "leaves", "register"]
 

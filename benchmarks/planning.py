@@ -1,0 +1,208 @@
+"""Planning at scale: `python -m benchmarks.planning [--rows 30000000]`, one core, no I/O.
+
+Prints seconds for the column work behind three plans: saving a 405B model from 8,960 ranks, and saving and loading a
+fully sharded catalog of 30 million rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import time
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+
+from bytecheckpoint.planning.balance import assign
+from bytecheckpoint.planning.coverage import missing_volume, overlapping
+from bytecheckpoint.planning.decompose import flat_ranges_to_boxes
+from bytecheckpoint.planning.intersect import Intersections, intersect
+from bytecheckpoint.planning.replicas import group_equal
+from bytecheckpoint.representation.boxes import BoxTable, Int64s
+
+T = TypeVar("T")
+
+# A 405B model, layer by layer: (rows, columns, dimension that tensor parallelism cuts, -1 for none).
+_HIDDEN, _FFN, _KV, _VOCABULARY = 16384, 53248, 1024, 128256
+_LAYER = [
+    (_HIDDEN, _HIDDEN, 0),  # query
+    (_KV, _HIDDEN, 0),  # key
+    (_KV, _HIDDEN, 0),  # value
+    (_HIDDEN, _HIDDEN, 1),  # attention output
+    (_FFN, _HIDDEN, 0),  # gate
+    (_FFN, _HIDDEN, 0),  # up
+    (_HIDDEN, _FFN, 1),  # down
+    (_HIDDEN, 1, -1),  # norm
+    (_HIDDEN, 1, -1),  # norm
+]
+
+
+class Rows(NamedTuple):
+    """All shards of a job, rank after rank: row i is held by `rank[i]`, `element[i]` bytes per element."""
+
+    boxes: BoxTable
+    rank: Int64s
+    element: Int64s
+
+
+class SavePlan(NamedTuple):
+    """Group of each row, writer of each group, groups in file order."""
+
+    group: Int64s
+    writer: Int64s
+    order: Int64s
+
+
+def dense_405b(tp: int = 8, dp: int = 70, pp: int = 16, layers: int = 126) -> Rows:
+    """Model replicated over `dp`, three optimizer states cut flat over `dp` (ZeRO-1), on tp * dp * pp ranks."""
+    tables: list[BoxTable] = []
+    ranks: list[Int64s] = []
+    elements: list[Int64s] = []
+    per_layer, states = len(_LAYER), 3
+    tensors = (layers * per_layer + 2) * (states + 1)
+    for stage in range(pp):
+        mine = np.arange(layers * stage // pp, layers * (stage + 1) // pp)
+        specs = np.array(_LAYER * len(mine), np.int64)
+        number = (mine[:, None] * per_layer + np.arange(per_layer)).ravel()
+        if stage in (0, pp - 1):  # embedding, head
+            specs = np.concatenate([specs, [[_VOCABULARY, _HIDDEN, 0]]])
+            number = np.append(number, layers * per_layer + (stage > 0))
+        shape, cut = specs[:, :2], specs[:, 2]
+        each = np.arange(len(number))
+        for t in range(tp):
+            local = shape.copy()
+            local[each[cut >= 0], cut[cut >= 0]] //= tp
+            offset = np.zeros_like(local)
+            offset[each[cut >= 0], cut[cut >= 0]] = t * local[each[cut >= 0], cut[cut >= 0]]
+            replicas = (stage * dp + np.arange(dp)) * tp + t
+            tables.append(BoxTable(np.tile(number, dp), np.tile(offset, (dp, 1)), np.tile(local, (dp, 1))))
+            ranks.append(np.repeat(replicas, len(number)))
+            elements.append(np.full(len(ranks[-1]), 2))
+            # One flat buffer of all parameters, cut evenly over the replicas.
+            ends = np.cumsum(local.prod(axis=1))
+            begins = ends - local.prod(axis=1)
+            bounds = ends[-1] * np.arange(dp + 1) // dp
+            start = np.clip(bounds[:-1, None], begins, ends) - begins
+            stop = np.clip(bounds[1:, None], begins, ends) - begins
+            who, what = np.nonzero(start < stop)
+            pieces = flat_ranges_to_boxes(local[what], start[who, what], stop[who, what])
+            tensor = (1 + np.arange(states))[:, None] * (tensors // (states + 1)) + number[what[pieces.source]]
+            own = np.tile(offset[what[pieces.source]] + pieces.offsets, (states, 1))
+            tables.append(BoxTable(tensor.ravel(), own, np.tile(pieces.lengths, (states, 1))))
+            ranks.append(np.tile(replicas[who[pieces.source]], states))
+            elements.append(np.full(len(ranks[-1]), 4))
+    rank = np.concatenate(ranks)
+    # As a coordinator gathers them: rank after rank.
+    order = np.argsort(rank, kind="stable")
+    return Rows(BoxTable.concat(tables).take(order), rank[order], np.concatenate(elements)[order])
+
+
+def small_replicated(count: int = 50_000, world_size: int = 8) -> Rows:
+    """DDP: `count` tensors of 1 to 4 KiB on every rank."""
+    size = np.random.default_rng(0).integers(256, 1025, count)
+    tensor = np.tile(np.arange(count), world_size)
+    boxes = BoxTable(tensor, np.zeros((len(tensor), 1), np.int64), size[tensor][:, None])
+    return Rows(boxes, np.repeat(np.arange(world_size), count), np.full(len(tensor), 4))
+
+
+def plan_save(rows: Rows, world_size: int) -> SavePlan:
+    """Deduplicates, balances, and puts each writer's boxes in order."""
+    group = group_equal(rows.boxes)
+    nbytes = np.zeros(int(group.max()) + 1, np.int64)
+    nbytes[group] = rows.boxes.volumes() * rows.element
+    writer = assign(group, rows.rank, nbytes, world_size)
+    return SavePlan(group, writer, np.argsort(writer * len(writer) + np.arange(len(writer))))
+
+
+def fsdp_catalog(tensors: int, shards: int, width: int = 4096, seed: int = 0, by_rank: bool = False) -> BoxTable:
+    """`tensors` matrices, each cut unevenly along dimension 0 into `shards` boxes, sorted by tensor or by rank."""
+    lengths = np.random.default_rng(seed).integers(1, 200, (tensors, shards), dtype=np.int64)
+    # The last shard brings every cut of the same tensor to the same length.
+    lengths[:, -1] = 0
+    lengths[:, -1] = 220 * shards - lengths.sum(axis=1)
+    starts = np.cumsum(lengths, axis=1) - lengths
+    tensor = np.repeat(np.arange(tensors), shards).reshape(tensors, shards)
+    if by_rank:
+        lengths, starts, tensor = lengths.T, starts.T, tensor.T
+    offsets = np.zeros((tensors * shards, 2), np.int64)
+    extents = np.full((tensors * shards, 2), width, np.int64)
+    offsets[:, 0], extents[:, 0] = starts.ravel(), lengths.ravel()
+    return BoxTable(tensor.ravel().copy(), offsets, extents)
+
+
+def wanted_by(ranks: Int64s, world_size: int, tensors: int, rows: int, width: int = 4096) -> BoxTable:
+    """What `ranks` of `world_size` want of tensors of `rows` rows: even cuts along dimension 0, the last one short."""
+    share = -(-rows // world_size)
+    start = np.minimum(ranks * share, rows)
+    length = np.minimum(start + share, rows) - start
+    tensor = np.tile(np.arange(tensors), len(ranks))
+    offsets = np.zeros((len(tensor), 2), np.int64)
+    extents = np.full((len(tensor), 2), width, np.int64)
+    offsets[:, 0], extents[:, 0] = np.repeat(start, tensors), np.repeat(length, tensors)
+    return BoxTable(tensor, offsets, extents)
+
+
+def timed(label: str, work: Callable[[], T]) -> T:
+    """Runs `work`, prints its wall and processor time and the process's peak memory so far."""
+    wall, processor = time.perf_counter(), time.process_time()
+    result = work()
+    wall, processor = time.perf_counter() - wall, time.process_time() - processor
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    print(f"{label:<60} {wall:8.3f} s  {processor:8.3f} s cpu  peak {peak:5.2f} GiB", flush=True)
+    return result
+
+
+def bench_small() -> None:
+    """Many small replicated tensors."""
+    rows = small_replicated()
+    plan = timed(f"50k small tensors on 8 ranks, {len(rows.rank):,} rows: save plan", lambda: plan_save(rows, 8))
+    sizes = np.bincount(rows.boxes.tensor, rows.boxes.volumes() * rows.element).astype(np.int64) // 8
+    timed("  of which assign", lambda: assign(plan.group, rows.rank, sizes, 8))
+
+
+def bench_dense() -> None:
+    """A 405B model on 8,960 ranks."""
+    rows = dense_405b()
+    world = int(rows.rank.max()) + 1
+    plan = timed(f"405B on {world:,} ranks, {len(rows.rank):,} rows: save plan", lambda: plan_save(rows, world))
+    boxes = rows.boxes.take(np.unique(plan.group, return_index=True)[1])
+    optimizer = int((boxes.tensor >= int(boxes.tensor.max() + 1) // 4).sum())
+    print(f"  {len(boxes):,} boxes written, {optimizer:,} of them optimizer state")
+    timed("  proof that no boxes overlap", lambda: overlapping(boxes))
+
+
+def bench_catalog(tensors: int, shards: int, by_rank: bool) -> None:
+    """A fully sharded catalog: grouped for a save, and met with what other world sizes want of it."""
+    catalog = fsdp_catalog(tensors, shards, by_rank=by_rank)
+    print(f"catalog of {len(catalog):,} rows, {'rank after rank' if by_rank else 'sorted by tensor'}")
+    timed("  group_equal", lambda: group_equal(catalog))
+    timed("  overlapping", lambda: overlapping(catalog))
+    rows = 220 * shards
+    one = wanted_by(np.array([shards // 3]), shards // 2 + 7, tensors, rows)
+    many = wanted_by(np.arange(1000), 1000, tensors, rows)
+    timed("  intersect with what 1 rank wants, and coverage", lambda: load(catalog, one))
+    found = timed("  intersect with what 1000 ranks want, and coverage", lambda: load(catalog, many))
+    print(f"    {len(found):,} pairs")
+
+
+def load(catalog: BoxTable, wanted: BoxTable) -> Intersections:
+    """Matches `wanted` and proves that nothing is missing."""
+    found = intersect(catalog, wanted)
+    assert not missing_volume(wanted, found).any()
+    return found
+
+
+def main() -> None:
+    """Runs everything."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=30_000_000, help="rows of the fully sharded catalog")
+    shards = parser.parse_args().rows // 1000
+    bench_small()
+    bench_dense()
+    for by_rank in (False, True):
+        bench_catalog(1000, shards, by_rank)
+
+
+if __name__ == "__main__":
+    main()

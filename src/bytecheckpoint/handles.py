@@ -1,0 +1,115 @@
+"""What a save or load gives back: reports, and the handle of a save that is still running."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from .errors import CheckpointTimeoutError
+
+__all__ = ["LoadReport", "SaveHandle", "SaveReport"]
+
+_NOTHING: Mapping[str, float] = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True)
+class SaveReport:
+    """What one rank did in one save.
+
+    Attributes:
+        path: where the checkpoint is.
+        bytes_written: bytes that this rank wrote, headers included.
+        blocking_seconds: how long the call kept its caller.
+        total_seconds: from the call to the commit.
+        phases: seconds by phase ("capture", "plan", "wait", "stage", "write", "finish", "commit").
+        plan_cached: the plan of an earlier save was used, without any planning communication.
+        generation: what the names of this save's files carry.
+        replica_differences: with `check_replicas`, the keys of tensors whose copies differ between ranks.
+    """
+
+    path: str
+    bytes_written: int = 0
+    blocking_seconds: float = 0.0
+    total_seconds: float = 0.0
+    phases: Mapping[str, float] = _NOTHING
+    plan_cached: bool = False
+    generation: str = ""
+    replica_differences: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """What one rank did in one load.
+
+    Attributes:
+        path: where the checkpoint is.
+        bytes_read: bytes that this rank read from storage, checksum blocks counted whole.
+        bytes_received: bytes that came from other ranks instead of storage.
+        blocking_seconds: how long the call kept its caller (a load always blocks, so this equals `total_seconds`).
+        total_seconds: length of the load.
+        phases: seconds by phase ("catalog", "destination", "plan", "agree", "read", "apply").
+        plan_cached: always False; loads are planned each time.
+        missing: what the program wants and the checkpoint lacks (only with strict=False).
+        unexpected: what the checkpoint holds and no rank wants (only with strict=False).
+        cast: keys of tensors that were converted to the destination's dtype (only with cast=True).
+        notes: what else a person may want to know, e.g. values that came from rank 0 for want of an own copy.
+    """
+
+    path: str
+    bytes_read: int = 0
+    bytes_received: int = 0
+    blocking_seconds: float = 0.0
+    total_seconds: float = 0.0
+    phases: Mapping[str, float] = _NOTHING
+    plan_cached: bool = False
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    cast: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class SaveHandle:
+    """A save in flight, or done.
+
+    Attributes:
+        path: where the checkpoint goes.
+        staged: done when the caller may change its state again: a full copy exists.
+        committed: done, with the `SaveReport`, when the checkpoint is durable and visible.
+    """
+
+    path: str
+    staged: Future[None] = field(default_factory=Future)
+    committed: Future[SaveReport] = field(default_factory=Future)
+
+    def done(self) -> bool:
+        """Whether the save has ended, well or not."""
+        return self.committed.done()
+
+    def result(self, timeout: float | None = None) -> SaveReport:
+        """Wait for the commit.
+
+        Args:
+            timeout: seconds to wait at most; None waits until the save's own time limits end it.
+
+        Raises:
+            CheckpointTimeoutError: not done in time; the save goes on.
+            CheckpointError: the save failed, here or on another rank.
+        """
+        try:
+            return self.committed.result(timeout)
+        except concurrent.futures.TimeoutError as error:
+            if self.committed.done():
+                raise
+            raise CheckpointTimeoutError(f"the save to {self.path} is still running after {timeout:g} s") from error
+
+    def _fail(self, error: BaseException) -> None:
+        for future in (self.staged, self.committed):
+            if not future.done():
+                future.set_exception(error)
+
+

@@ -1,0 +1,88 @@
+"""Loading: the public call, and its steps (docs/architecture.md, "A load")."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import weakref
+from collections.abc import Mapping, MutableMapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from ..collectives import Collective, current
+from ..errors import UsageError
+from ..frameworks.registry import resolve as resolve_framework
+from ..handles import LoadReport
+from ..settings import settings
+from ..storage import resolve as resolve_storage
+from .session import LoadSession
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = ["load"]
+
+_numbers: weakref.WeakKeyDictionary[Collective, itertools.count[int]] = weakref.WeakKeyDictionary()
+
+
+def load(
+    path: str | os.PathLike[str],
+    states: MutableMapping[str, object],
+    *,
+    framework: str = "auto",
+    overlap_loading: bool = True,
+    strict: bool = True,
+    cast: bool = False,
+    names: Mapping[Any, Any] | None = None,
+    process_group: ProcessGroup | None = None,
+    timeout: float | None = None,
+) -> LoadReport:
+    """Load a checkpoint into live objects, in place, whatever layout it was saved from (ByteCheckpoint, section 3.1).
+
+    Every rank of the process group calls it.
+
+    Args:
+        path: folder or URL of the checkpoint.
+        states: as for `save`; kinds that are not named here are not read.
+        framework: as for `save`.
+        overlap_loading: bytes that several ranks want are read once and exchanged between them (section 4.1), where
+            that is quicker than reading them several times.
+        strict: what the program wants and the checkpoint lacks is an error, and so is what the checkpoint holds and
+            no rank wants. False: both are reported.
+        cast: convert dtypes; otherwise a difference is an error.
+        names: as for `save`.
+        process_group: the ranks that load together; by default all.
+        timeout: seconds that one step may wait for the other ranks; default `settings().timeout`.
+
+    Returns:
+        What was read, and what was missing, unexpected or cast.
+
+    Raises:
+        CheckpointNotFoundError: no committed checkpoint is there.
+        CorruptCheckpointError: bytes differ from what was written; destinations may hold some of the new bytes.
+        IncompatibleCheckpointError: it does not fit; all destinations are as they were.
+        UsageError: wrong arguments.
+        StorageError, PeerLostError, CheckpointTimeoutError: as for `save`.
+
+    Example:
+        >>> import tempfile, torch, bytecheckpoint
+        >>> path = tempfile.mkdtemp() + "/step_1"
+        >>> model = torch.nn.Linear(4, 2)
+        >>> handle = bytecheckpoint.save(path, {"model": model})
+        >>> other = torch.nn.Linear(4, 2)
+        >>> report = bytecheckpoint.load(path, {"model": other})
+        >>> torch.equal(model.weight, other.weight)
+        True
+    """
+    collective = current(process_group)
+    number = next(_numbers.setdefault(collective, itertools.count(1)))
+    force = settings() if timeout is None else replace(settings(), timeout=timeout)
+    session = LoadSession(collective, number, force, overlap=overlap_loading, strict=strict, cast=cast)
+
+    def prepare() -> Any:
+        if not isinstance(states, MutableMapping) or not states:
+            raise UsageError("states must be a non-empty dict of name -> object, such as {'model': model}")
+        storage = resolve_storage(path)
+        return storage, resolve_framework(framework, states)
+
+    return session.run(prepare, states, names)

@@ -1,0 +1,163 @@
+"""A checkpoint as the adapters see it during a load: names, shapes, dtypes and trees of plain values."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import numpy as np
+import torch
+
+from ..engine.reading import Delivery, FileSet, Target, read_all
+from ..errors import CheckpointNotFoundError, CorruptCheckpointError
+from ..frameworks.base import SavedTensor
+from ..planning.read_plan import StoredRows, plan_reads, stored_rows
+from ..representation.boxes import BoxTable
+from ..representation.catalog import SHARED, VALUES_SLOT, Catalog
+from ..representation.catalog_file import decode
+from ..representation.names import CATALOG_NAME
+from ..representation.shards import TensorKey
+from ..settings import Settings
+from ..storage import Storage
+
+__all__ = ["SavedView", "read_catalog", "read_whole"]
+
+
+def read_catalog(storage: Storage) -> tuple[Catalog, bytes]:
+    """The catalog of the checkpoint in `storage`, and its bytes.
+
+    Raises:
+        CheckpointNotFoundError: there is no committed checkpoint.
+        CorruptCheckpointError: the catalog is damaged.
+        IncompatibleCheckpointError: a newer version wrote it.
+    """
+    try:
+        data = storage.read(CATALOG_NAME)
+    except FileNotFoundError:
+        raise CheckpointNotFoundError(
+            f"{storage.url} holds no committed checkpoint (no {CATALOG_NAME}); give the folder of one step"
+        ) from None
+    try:
+        return decode(data), data
+    except CorruptCheckpointError as error:
+        raise CorruptCheckpointError(f"{storage.url}/{CATALOG_NAME}: {error}", file=CATALOG_NAME) from None
+
+
+def read_whole(
+    files: FileSet, catalog: Catalog, rows: StoredRows, tensors: Sequence[int], force: Settings
+) -> tuple[list[torch.Tensor], int]:
+    """Whole tensors of a checkpoint, in memory.
+
+    Args:
+        files: its files.
+        catalog: its catalog.
+        rows: `stored_rows(catalog)`.
+        tensors: numbers of the tensors.
+        force: settings.
+
+    Returns:
+        The tensors, and the number of bytes read.
+    """
+    shapes = [catalog.shape(i) for i in tensors]
+    dtypes = [getattr(torch, catalog.dtype[i]) for i in tensors]
+    out = [torch.empty(s, dtype=d) for s, d in zip(shapes, dtypes, strict=True)]
+    wanted = BoxTable.build(list(tensors), [(0,) * len(s) for s in shapes], shapes)
+    plan = plan_reads(rows, wanted, np.ones(len(out), bool), force.chunk_bytes)
+    if plan.missing.any():
+        name = catalog.key(tensors[int(np.flatnonzero(plan.missing)[0])])
+        raise CorruptCheckpointError(f"the catalog leaves a hole in {name}; use another checkpoint")
+    delivery = Delivery(plan, [Target(t, t.dtype) for t in out])
+    ranges = range(len(plan.file))
+    return out, read_all(files, delivery, ranges, threads=force.read_threads, chunk_bytes=force.chunk_bytes)
+
+
+class SavedView:
+    """Implements `frameworks.base.SavedStates` over a catalog, for one rank.
+
+    Attributes:
+        from_rank_0: names of the kinds and keys for which this rank has no copy of its own and got rank 0's.
+        bytes_read: bytes read for trees so far.
+    """
+
+    def __init__(self, catalog: Catalog, files: FileSet, rank: int, force: Settings) -> None:
+        self._catalog = catalog
+        self._files = files
+        self._rank = rank
+        self._settings = force
+        self.rows = stored_rows(catalog)
+        self.from_rank_0: list[str] = []
+        self.bytes_read = 0
+        self._trees: dict[str, list[bytes]] = {}
+        self._slots: dict[tuple[str, str], list[int]] | None = None
+
+    def kinds(self) -> Collection[str]:  # noqa: D102 (protocol)
+        return self._catalog.kinds()
+
+    def _saved(self, index: int) -> SavedTensor:
+        return SavedTensor(self._catalog.key(index), self._catalog.dtype[index], self._catalog.shape(index))
+
+    def find(self, kind: str, names: Sequence[str], slot: str = "") -> SavedTensor | None:  # noqa: D102 (protocol)
+        found = self._catalog.find([TensorKey(kind, name, slot) for name in names])
+        hits = found[found >= 0]
+        return self._saved(int(hits[0])) if len(hits) else None
+
+    def slots(self, kind: str, names: Sequence[str]) -> list[SavedTensor]:  # noqa: D102 (protocol)
+        if self._slots is None:
+            self._slots = {}
+            catalog = self._catalog
+            for index in np.flatnonzero(catalog.owner == SHARED).tolist():
+                if catalog.slot[index] not in ("", VALUES_SLOT):
+                    self._slots.setdefault((catalog.kind[index], catalog.fqn[index]), []).append(index)
+        aliases = self._catalog.aliases.get(kind, {})
+        for name in names:
+            indexes = self._slots.get((kind, name)) or self._slots.get((kind, aliases.get(name, name)))
+            if indexes:
+                return [self._saved(i) for i in indexes]
+        return []
+
+    def keys(self, kind: str) -> list[TensorKey]:  # noqa: D102 (protocol)
+        catalog = self._catalog
+        keys = (catalog.key(i) for i in catalog.of_kind(kind).tolist())
+        return list(dict.fromkeys(k for k in keys if k.slot != VALUES_SLOT))
+
+    def resolve(self, keys: Sequence[TensorKey], *, by_content: bool) -> list[int]:
+        """Numbers of the tensors for this rank, -1 where there is none.
+
+        What may differ between ranks is this rank's own copy, else the shared one, else rank 0's.
+        """
+        if not keys:
+            return []
+        found = self._catalog.find(keys)
+        if by_content:
+            own = self._catalog.find(keys, self._rank)
+            first = self._catalog.find(keys, 0)
+            result = np.where(own >= 0, own, np.where(found >= 0, found, first))
+            lacking = np.flatnonzero((own < 0) & (found < 0) & (first >= 0))
+            self.from_rank_0 += [str(keys[i]) for i in lacking.tolist()]
+            return [int(i) for i in result]
+        return [int(i) for i in found]
+
+    def tree(self, kind: str) -> bytes | None:  # noqa: D102 (protocol)
+        key = TensorKey(kind, "", VALUES_SLOT)
+        before = len(self.from_rank_0)
+        (index,) = self.resolve([key], by_content=True)
+        self.from_rank_0[before:] = [kind] if len(self.from_rank_0) > before else []
+        return self._read([index])[0] if index >= 0 else None
+
+    def trees(self, kind: str) -> list[bytes]:  # noqa: D102 (protocol)
+        known = self._trees.get(kind)
+        if known is None:
+            of_kind = self._catalog.of_kind(kind)
+            indexes = [i for i in of_kind.tolist() if self._catalog.slot[i] == VALUES_SLOT]
+            known = self._trees[kind] = list(dict.fromkeys(self._read(indexes)))
+        return known
+
+    def shape_of(self, kind: str, fqn: str) -> SavedTensor | None:  # noqa: D102 (protocol)
+        before = len(self.from_rank_0)
+        (index,) = self.resolve([TensorKey(kind, fqn)], by_content=True)
+        del self.from_rank_0[before:]
+        return self._saved(index) if index >= 0 else None
+
+    def _read(self, tensors: Sequence[int]) -> list[bytes]:
+        whole, read = read_whole(self._files, self._catalog, self.rows, tensors, self._settings)
+        self.bytes_read += read
+        return [t.numpy().tobytes() for t in whole]

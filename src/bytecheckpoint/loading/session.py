@@ -1,0 +1,278 @@
+"""One load on one rank, step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+import xxhash
+
+from ..collectives import Collective
+from ..engine.exchange import exchange_ranges
+from ..engine.reading import Delivery, FileSet, Target, read_all
+from ..errors import (
+    CheckpointError,
+    CorruptCheckpointError,
+    IncompatibleCheckpointError,
+    error_from_report,
+    error_report,
+)
+from ..frameworks.base import Destination, Framework
+from ..handles import LoadReport
+from ..monitoring.phases import Phases
+from ..planning.coverage import first_gap
+from ..planning.exchange_plan import plan_exchange
+from ..planning.intersect import intersect
+from ..planning.read_plan import plan_reads
+from ..representation.boxes import BoxTable
+from ..representation.catalog import SHARED, VALUES_SLOT, Catalog
+from ..representation.plans import ReadPlan
+from ..representation.shards import LiveShard
+from ..settings import Settings
+from ..storage import Storage
+from .saved import SavedView, read_catalog
+
+__all__ = ["LoadSession"]
+
+_SHOWN = 5
+
+
+class _Word(msgspec.Struct, frozen=True):
+    """What a rank tells the others at a meeting point.
+
+    Attributes:
+        error: its failure, empty when it can go on.
+        catalog: digest of the catalog that it read.
+        claimed: bitmap of the catalog's tensors that it accounts for.
+        ranges: what it will read: int64 (file, start, stop) triples as bytes.
+        host: ranks with the same one share memory.
+    """
+
+    error: dict[str, str] = {}
+    catalog: bytes = b""
+    claimed: bytes = b""
+    ranges: bytes = b""
+    host: str = ""
+
+
+class LoadSession:
+    """The steps of one load. Ranks meet twice: before the first byte is written, and before values are installed."""
+
+    def __init__(
+        self, collective: Collective, number: int, force: Settings, *, overlap: bool, strict: bool, cast: bool
+    ) -> None:
+        self._collective = collective
+        self._number = number
+        self._settings = force
+        self._overlap = overlap
+        self._strict = strict
+        self._cast = cast
+        self._phases = Phases()
+        self._converted: list[str] = []
+
+    def run(
+        self,
+        prepare: Callable[[], tuple[Storage, Framework]],
+        states: MutableMapping[str, object],
+        names: Mapping[Any, Any] | None,
+    ) -> LoadReport:
+        """Load; see `bytecheckpoint.load`."""
+        files: FileSet | None = None
+        word = _Word()
+        failure: BaseException | None = None
+        try:
+            try:
+                storage, adapter = prepare()
+                catalog, data = read_catalog(storage)
+                files = FileSet(storage, catalog)
+                self._phases.mark("catalog")
+                view = SavedView(catalog, files, self._collective.rank, self._settings)
+                destination = adapter.destination(states, view, strict=self._strict, names=names)
+                self._phases.mark("destination")
+                self._refuse_missing(storage, destination)
+                plan, targets = self._plan(storage, catalog, view, destination.wanted)
+                self._phases.mark("plan")
+                word = self._first_word(catalog, data, destination, plan)
+            except BaseException as error:
+                failure = error
+                word = _Word(error=error_report(error))
+            words = self._meet("agree", word, failure)
+            unexpected = self._agree(storage, catalog, states, words)
+            self._phases.mark("agree")
+            failure = None
+            read = received = 0
+            try:
+                delivery = Delivery(plan, targets)
+                read, received = self._read(files, delivery, words)
+            except BaseException as error:
+                failure = error
+            self._phases.mark("read")
+            self._meet("done", _Word(error=error_report(failure)) if failure else _Word(), failure)
+            destination.apply()
+            self._phases.mark("apply")
+        finally:
+            if files is not None:
+                files.close()
+        notes = list(destination.notes)
+        if view.from_rank_0:
+            notes.append(f"rank {self._collective.rank} has no copy of its own and got rank 0's: "
+                         + ", ".join(dict.fromkeys(view.from_rank_0)))
+        total = self._phases.total()
+        return LoadReport(
+            path=storage.url,
+            bytes_read=read + view.bytes_read,
+            bytes_received=received,
+            blocking_seconds=total,
+            total_seconds=total,
+            phases=dict(self._phases.seconds),
+            missing=tuple(destination.missing),
+            unexpected=tuple(unexpected),
+            cast=tuple(self._converted),
+            notes=tuple(notes),
+        )
+
+    # --- fit --------------------------------------------------------------------------------------------------
+
+    def _refuse_missing(self, storage: Storage, destination: Destination) -> None:
+        if destination.missing and self._strict:
+            raise IncompatibleCheckpointError(
+                f"{storage.url} lacks {_some(destination.missing)}, which the program wants; "
+                f"load with strict=False to leave that as it is"
+            )
+
+    def _plan(
+        self, storage: Storage, catalog: Catalog, view: SavedView, wanted: Sequence[LiveShard]
+    ) -> tuple[ReadPlan, list[Target]]:
+        numbers = np.full(len(wanted), -1, np.int64)
+        for by_content in (False, True):
+            chosen = [i for i, s in enumerate(wanted) if s.by_content == by_content]
+            numbers[chosen] = view.resolve([wanted[i].key for i in chosen], by_content=by_content)
+        targets: list[Target] = []
+        wrong: list[str] = []
+        for shard, number in zip(wanted, numbers.tolist(), strict=True):
+            assert number >= 0, f"{shard.key} is wanted but not in the checkpoint"
+            shape, dtype = catalog.shape(number), catalog.dtype[number]
+            if shape != shard.global_shape:
+                wrong.append(f"{shard.key} has shape {shape} in the checkpoint and {shard.global_shape} here")
+            elif dtype != shard.dtype and not self._cast:
+                wrong.append(f"{shard.key} is {dtype} in the checkpoint and {shard.dtype} here (cast=True converts)")
+            elif dtype != shard.dtype:
+                self._converted.append(str(shard.key))
+            targets.append(Target(shard.data, getattr(torch, dtype)))
+        if wrong:
+            more = f"; and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
+            raise IncompatibleCheckpointError(f"{storage.url} does not fit: {'; '.join(wrong[:_SHOWN])}{more}")
+        boxes = BoxTable.build(numbers.tolist(), [s.offsets for s in wanted], [s.lengths for s in wanted])
+        contiguous = np.array([t.contiguous for t in targets], bool)
+        plan = plan_reads(view.rows, boxes, contiguous, self._settings.chunk_bytes)
+        self._prove_coverage(storage, catalog, boxes, plan)
+        return plan, targets
+
+    @staticmethod
+    def _prove_coverage(storage: Storage, catalog: Catalog, boxes: BoxTable, plan: ReadPlan) -> None:
+        """Every element of every destination is filled exactly once, or the load is refused."""
+        if len(plan.overlaps):
+            first = int(plan.overlaps[0, 0])
+            raise CorruptCheckpointError(
+                f"{storage.url}: stored shards of {catalog.key(int(catalog.boxes.tensor[first]))} overlap "
+                f"({len(plan.overlaps)} pairs); use another checkpoint"
+            )
+        holes = np.flatnonzero(plan.missing)
+        if len(holes):
+            one = boxes.take(holes[:1])
+            stored = catalog.boxes.take(np.flatnonzero(catalog.boxes.tensor == one.tensor[0]))
+            found = intersect(stored, one.widened(max(one.ndim, stored.ndim)))
+            width = found.offsets.shape[1]
+            gap = first_gap(one.widened(width).offsets[0], one.widened(width).lengths[0], found.offsets, found.lengths)
+            names = [str(catalog.key(int(boxes.tensor[i]))) for i in holes[:_SHOWN].tolist()]
+            raise IncompatibleCheckpointError(
+                f"{storage.url} has no data for {int(plan.missing.sum())} elements of {_some(names)}; "
+                f"the first hole (offsets, lengths) is {gap}"
+            )
+
+    # --- agreement --------------------------------------------------------------------------------------------
+
+    def _first_word(self, catalog: Catalog, data: bytes, destination: Destination, plan: ReadPlan) -> _Word:
+        claimed = np.zeros(catalog.count, bool)
+        keys = list(destination.claimed)
+        found = catalog.find(keys)
+        claimed[found[found >= 0]] = True
+        ranges = b""
+        if self._overlap and self._collective.world_size > 1:
+            ranges = np.stack([plan.file, plan.start, plan.stop], axis=1).tobytes()
+        return _Word(
+            catalog=xxhash.xxh3_128_digest(data),
+            claimed=np.packbits(claimed).tobytes(),
+            ranges=ranges,
+            host=self._collective.host,
+        )
+
+    def _meet(self, step: str, word: _Word, failure: BaseException | None) -> list[_Word]:
+        """Exchange words; raise this rank's failure, or else the first other rank's."""
+        if self._collective.world_size == 1:
+            if failure is not None:
+                raise failure
+            return [word]
+        tag = f"load/{self._number}/{step}"
+        try:
+            got = self._collective.all_gather(tag, msgspec.msgpack.encode(word), timeout=self._settings.timeout)
+        except CheckpointError:
+            if failure is not None:
+                raise failure from None
+            raise
+        if failure is not None:
+            raise failure
+        words = [msgspec.msgpack.decode(w, type=_Word) for w in got]
+        for rank, other in enumerate(words):
+            if other.error:
+                raise error_from_report(other.error, prefix=f"rank {rank}: ")
+        return words
+
+    def _agree(
+        self, storage: Storage, catalog: Catalog, states: Collection[str], words: Sequence[_Word]
+    ) -> list[str]:
+        """What the checkpoint holds, within the kinds asked for, and no rank wants."""
+        if len({w.catalog for w in words}) > 1:
+            raise IncompatibleCheckpointError(
+                f"ranks see different checkpoints at {storage.url}; it was replaced during the load, or the path is "
+                f"not shared; load again"
+            )
+        claimed = np.zeros(catalog.count, bool)
+        for word in words:
+            claimed |= np.unpackbits(np.frombuffer(word.claimed, np.uint8), count=catalog.count).astype(bool)
+        asked = np.isin(catalog.kind.codes, catalog.kind.codes_of([k for k in states if k in catalog.kind.values]))
+        tree = catalog.slot.codes == catalog.slot.codes_of([VALUES_SLOT])[0]
+        left = np.flatnonzero(asked & ~claimed & ~tree & (catalog.owner == SHARED))
+        unexpected = [str(catalog.key(i)) for i in left.tolist()]
+        if unexpected and self._strict:
+            raise IncompatibleCheckpointError(
+                f"{storage.url} holds {_some(unexpected)}, which no rank wants; load with strict=False to ignore that"
+            )
+        return unexpected
+
+    # --- bytes ------------------------------------------------------------------------------------------------
+
+    def _read(self, files: FileSet, delivery: Delivery, words: Sequence[_Word]) -> tuple[int, int]:
+        force = self._settings
+        plan = delivery.plan
+        mine: Sequence[int] = range(len(plan.file))
+        received = 0
+        read = 0
+        if self._overlap and self._collective.world_size > 1:
+            ranges = [np.frombuffer(w.ranges, np.int64).reshape(-1, 3) for w in words]
+            exchange = plan_exchange(ranges, self._collective.rank, force.chunk_bytes)
+            mine = exchange.private.tolist()
+            hosts = [w.host for w in words]
+            tag = f"load/{self._number}/exchange"
+            read, received = exchange_ranges(self._collective, tag, exchange, hosts, files, delivery, force)
+        read += read_all(files, delivery, mine, threads=force.read_threads, chunk_bytes=force.chunk_bytes)
+        return read, received
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
+

@@ -1,0 +1,152 @@
+"""What must hold in every catalog: asserted where one is written, and checked where one is read.
+
+The seal of the file protects against accidents; these checks protect against buggy and hostile writers.
+"""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bytecheckpoint.errors import UsageError
+from bytecheckpoint.representation.boxes import Int64s
+from bytecheckpoint.representation.catalog import Catalog, row_order
+from bytecheckpoint.representation.dtypes import itemsize
+from bytecheckpoint.representation.names import check_relative, is_uri
+
+__all__ = ["MAX_DIMS", "catalog_problem", "sum_places", "untiled_files"]
+
+MAX_DIMS = 64  # as torch
+_MAX_BYTES = 1 << 62
+_GENERATION = re.compile(r"[0-9a-f]{24}|")
+
+
+def catalog_problem(catalog: Catalog) -> str | None:
+    """The first thing that is wrong with `catalog`, in words, or None."""
+    return _files_problem(catalog) or _tensors_problem(catalog) or _rows_problem(catalog)
+
+
+def _files_problem(catalog: Catalog) -> str | None:
+    names = [file.name for file in catalog.files]
+    if len(set(names)) != len(names):
+        return "it lists a file twice"
+    if len(catalog.file_sums) != len(names):
+        return "checksums and files differ in number"
+    for file, sums in zip(catalog.files, catalog.file_sums, strict=True):
+        try:
+            check_relative(file.name)
+        except UsageError as error:
+            return str(error)
+        if not 0 <= file.data_offset <= file.size < _MAX_BYTES:
+            return f"file {file.name!r} cannot have {file.size} bytes with data from {file.data_offset}"
+        if file.block_bytes and (file.block_bytes < 4096 or file.block_bytes & (file.block_bytes - 1)):
+            return f"file {file.name!r} cannot have blocks of {file.block_bytes} bytes"
+        if not _GENERATION.fullmatch(file.generation):
+            return f"file {file.name!r} cannot have generation {file.generation!r}"
+        if sums.shape != (file.blocks,):
+            return f"file {file.name!r} has {file.blocks} blocks and {len(sums)} checksums"
+    return None
+
+
+def _tensors_problem(catalog: Catalog) -> str | None:
+    numbers = catalog.boxes.tensor
+    starts = np.flatnonzero(np.diff(numbers, prepend=-1))
+    if not np.array_equal(numbers[starts], np.arange(catalog.count)):
+        return "its rows and its tensors do not match"
+    if row_order(catalog.boxes) is not None:
+        return "its rows are not in order"
+    if catalog.has_duplicates():
+        return "it lists a tensor twice"
+    dims = catalog.ndims
+    if catalog.shapes.shape[1] > MAX_DIMS or (dims < 0).any() or (dims > catalog.shapes.shape[1]).any():
+        return "a tensor has an impossible number of dimensions"
+    if (catalog.shapes < 0).any():
+        return "a tensor has a negative extent"
+    if (catalog.owner < -1).any():
+        return "a tensor has an impossible owner"
+    return None
+
+
+def _rows_problem(catalog: Catalog) -> str | None:
+    boxes, file = catalog.boxes, catalog.file
+    if len(boxes) == 0:
+        return "it has files and no rows" if any(f.size > f.data_offset for f in catalog.files) else None
+    if (file < 0).any() or (file >= len(catalog.files)).any():
+        return "a row lies in a file that is not listed"
+    shapes = catalog.shapes[boxes.tensor]
+    outside = (
+        (boxes.offsets < 0) | (boxes.lengths < 0) | (boxes.offsets > shapes) | (boxes.lengths > shapes - boxes.offsets)
+    )
+    if (row := _first(outside.any(axis=1))) is not None:
+        return f"a box of tensor '{catalog.key(int(boxes.tensor[row]))}' lies outside its shape"
+    sizes = np.array([itemsize(name) for name in catalog.dtype.values], np.int64)[catalog.dtype.codes][boxes.tensor]
+    too_large = boxes.lengths.prod(axis=1, dtype=np.float64) * sizes > _MAX_BYTES
+    if (row := _first(too_large | (boxes.volumes() * sizes != catalog.byte_length))) is not None:
+        return f"a box of tensor '{catalog.key(int(boxes.tensor[row]))}' has another size than its bytes"
+    first = np.array([f.data_offset for f in catalog.files], np.int64)[file]
+    size = np.array([f.size for f in catalog.files], np.int64)[file]
+    begin, length = catalog.byte_offset, catalog.byte_length
+    if (row := _first((begin < first) | (begin > size) | (length > size - begin))) is not None:
+        return f"bytes of tensor '{catalog.key(int(boxes.tensor[row]))}' lie outside file {catalog.files[file[row]].name!r}"
+    return _tiling_problem(catalog)
+
+
+def _tiling_problem(catalog: Catalog) -> str | None:
+    """Rows cover each of the checkpoint's own files without hole or overlap; a file elsewhere may be used in part."""
+    holes = untiled_files(catalog)
+    for number in np.flatnonzero(holes).tolist():
+        if not is_uri(catalog.files[number].name):
+            return f"the rows of file {catalog.files[number].name!r} do not cover it exactly once"
+    return None
+
+
+def untiled_files(catalog: Catalog) -> NDArray[np.bool_]:
+    """Which files the rows do not cover exactly once, shape [files]."""
+    first = np.array([f.data_offset for f in catalog.files], np.int64)
+    size = np.array([f.size for f in catalog.files], np.int64)
+    # Empty rows come before the one that has bytes at their place.
+    order = np.lexsort((catalog.byte_length, catalog.byte_offset, catalog.file))
+    file, begin = catalog.file[order], catalog.byte_offset[order]
+    end = begin + catalog.byte_length[order]
+    starts = np.ones(len(file), np.bool_)
+    starts[1:] = file[1:] != file[:-1]
+    due = np.empty(len(file), np.int64)
+    due[1:] = end[:-1]
+    due[starts] = first[file[starts]]
+    holes = np.ones(len(size), np.bool_)
+    holes[first == size] = False
+    last = np.flatnonzero(np.append(starts[1:], True)) if len(file) else np.zeros(0, np.int64)
+    holes[file[last]] = end[last] != size[file[last]]
+    holes[file[begin != due]] = True
+    return holes
+
+
+def sum_places(catalog: Catalog) -> tuple[Int64s, Int64s]:
+    """Which checksums stand in which row of the catalog's file: those of the blocks that begin inside its bytes.
+
+    Returns:
+        counts: int64, shape [n], number of sums per row; none for rows of files that are not tiled or have no sums.
+        places: int64, shape [counts.sum()], row by row: where the sums lie in the concatenation of all files' sums.
+    """
+    file = catalog.file
+    blocks = np.array([f.blocks for f in catalog.files], np.int64)
+    size = np.array([f.block_bytes for f in catalog.files], np.int64)
+    size[untiled_files(catalog)] = 0
+    block = np.maximum(size, 1)[file]
+    begin = catalog.byte_offset - np.array([f.data_offset for f in catalog.files], np.int64)[file]
+    starts = -(-begin // block)
+    counts = -(-(begin + catalog.byte_length) // block) - starts
+    counts[size[file] == 0] = 0
+    return counts, _expand((np.cumsum(blocks) - blocks)[file] + starts, counts)
+
+
+def _expand(starts: Int64s, counts: Int64s) -> Int64s:
+    """The integers starts[i], ..., starts[i] + counts[i] - 1 for each i in turn."""
+    before = np.cumsum(counts) - counts
+    return np.asarray(np.arange(int(counts.sum())) + np.repeat(starts - before, counts), np.int64)
+
+
+def _first(wrong: NDArray[np.bool_]) -> int | None:
+    return int(wrong.argmax()) if wrong.any() else None

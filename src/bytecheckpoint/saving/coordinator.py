@@ -1,0 +1,270 @@
+"""Rank 0's part of a save: plan for all ranks, wait until everybody's files are durable, commit, tell everybody.
+
+It runs on a thread of its own and talks to its own rank by the same messages as to the others, so there is one
+protocol (docs/architecture.md, "A save"). Whatever happens here ends in a message to every rank that waits.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..collectives import Collective
+from ..errors import CheckpointError, IncompatibleCheckpointError, StorageError, UsageError
+from ..planning.replicas import group_equal
+from ..planning.save_plan import LocalTable, SavePlan, all_rows, plan_save
+from ..representation.names import CATALOG_NAME, generation_of
+from ..storage import Storage
+from .commit import build_catalog, encode_catalog
+from .messages import Answer, Failure, Outcome, Report, Request, ValueRecord, decode, encode, tag
+
+__all__ = ["Coordinator", "SaveTask"]
+
+_log = logging.getLogger("bytecheckpoint")
+_KEPT_PLANS = 8
+#: A rank that writes slower than this is taken for hanging, bytes per second.
+_SLOWEST = 4 << 20
+
+Key = tuple[str, str, str]
+
+
+@dataclass(slots=True)
+class SaveTask:
+    """What rank 0 knows about a save besides the messages.
+
+    Attributes:
+        sequence: number of the save.
+        timeout: seconds that a step may take, beyond the time for moving bytes.
+        storage: where the checkpoint goes; set before rank 0 sends its first message.
+        generation: of the new files.
+        info: what the catalog says about the save as a whole.
+    """
+
+    sequence: int
+    timeout: float
+    storage: Storage | None = None
+    generation: str = ""
+    info: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _KnownPlan:
+    name: str
+    plan: SavePlan
+    tables: list[LocalTable]
+    expected: list[str]  # the plan name that each rank reports when it follows this plan
+
+
+class _Failed(Exception):
+    """A step failed for the reason in `failure`; `waiting` ranks are to be told under the tag they wait for."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.error["message"])
+        self.failure = failure
+
+
+class Coordinator:
+    """Serves the saves of one world, in order."""
+
+    def __init__(self, collective: Collective) -> None:
+        self._collective = collective
+        self._plans: OrderedDict[str, _KnownPlan] = OrderedDict()
+
+    def run(self, task: SaveTask) -> None:
+        """See one save through. Never raises: what goes wrong is told to the ranks."""
+        world = range(self._collective.world_size)
+        # The tag under which each rank waits for its next word.
+        waits: dict[int, str] = dict.fromkeys(world, "f")
+        try:
+            self._run(task, waits)
+        except BaseException as error:
+            failure = error.failure if isinstance(error, _Failed) else Failure.of(0, "coordination", error)
+            self._plans.clear()
+            for rank, step in waits.items():
+                self._tell(task, rank, step, failure)
+
+    def _tell(self, task: SaveTask, rank: int, step: str, message: Any) -> None:
+        try:
+            self._collective.send(rank, tag(task.sequence, step), encode(message))
+        except CheckpointError as error:
+            _log.warning("save %d: cannot tell rank %d: %s", task.sequence, rank, error)
+
+    def _collect(self, task: SaveTask, ranks: Collection[int], step: str, extra: float) -> dict[int, Any]:
+        got = self._collective.collect(sorted(ranks), tag(task.sequence, step), timeout=task.timeout + extra)
+        return {rank: decode(message) for rank, message in zip(sorted(ranks), got, strict=True)}
+
+    @staticmethod
+    def _raise_first(messages: Mapping[int, Any], waits: dict[int, str]) -> None:
+        failures = [m for m in messages.values() if isinstance(m, Failure)]
+        for failure in failures:
+            waits.pop(failure.rank, None)  # it knows
+        if failures:
+            raise _Failed(failures[0])
+
+    def _run(self, task: SaveTask, waits: dict[int, str]) -> None:
+        world = range(self._collective.world_size)
+        try:
+            first = self._collect(task, world, "a", self._writing_time(None))
+        except CheckpointError:
+            # Ranks may wait for an answer or for the end; both must hear.
+            for rank in world:
+                self._tell(task, rank, "b", Failure(0, "planning", {"error": "PeerLostError", "message": "gave up"}))
+            raise
+        requests = {r: m for r, m in first.items() if isinstance(m, Request)}
+        waits.update(dict.fromkeys(requests, "b"))
+        self._raise_first(first, waits)
+        reports: dict[int, Report] = {r: m for r, m in first.items() if isinstance(m, Report)}
+        known, answers = self._plan(task, requests, reports)
+        for rank, answer in answers.items():
+            self._tell(task, rank, "b", answer)
+            waits[rank] = "f"
+        if requests and all(r.dry for r in requests.values()):
+            return
+        later = self._collect(task, requests, "c", self._writing_time(known.plan))
+        self._raise_first(later, waits)
+        reports.update(later)
+        self._check(reports, known)
+        self._complete_values(task, reports, waits)
+        assert task.storage is not None
+        catalog = build_catalog(known.plan, reports, task.generation, task.info)
+        task.storage.publish(CATALOG_NAME, encode_catalog(catalog))
+        self._clean(task.storage, {f.name for f in catalog.files})
+        for rank in world:
+            self._tell(task, rank, waits[rank], Outcome())
+
+    def _writing_time(self, plan: SavePlan | None) -> float:
+        plans = [plan] if plan is not None else [k.plan for k in self._plans.values()]
+        most = 0
+        for p in plans:
+            loads = np.bincount(p.rank, p.nbytes, minlength=1)
+            most = max(most, int(loads.max(initial=0)))
+        return most / _SLOWEST
+
+    def _plan(
+        self, task: SaveTask, requests: dict[int, Request], reports: dict[int, Report]
+    ) -> tuple[_KnownPlan, dict[int, Answer]]:
+        """The plan that this save follows, and the answers to the ranks that asked for one."""
+        old: _KnownPlan | None = None
+        if reports:
+            names = {r.plan for r in reports.values()}
+            old = next((k for k in reversed(self._plans.values()) if k.name in names), None) or next(
+                (k for k in reversed(self._plans.values()) if names & set(k.expected)), None
+            )
+            if old is None or any(old.expected[rank] != r.plan for rank, r in reports.items()):
+                raise IncompatibleCheckpointError(
+                    f"ranks follow different save plans ({len(names)} of them): their states changed in ways that do "
+                    f"not belong together, or some rank left out a save; the next save plans anew"
+                )
+            if not requests:
+                return old, {}
+        world = self._collective.world_size
+        urls = {m.url for m in (*requests.values(), *reports.values())}
+        if len(urls) > 1:
+            raise UsageError(f"ranks save to different paths: {', '.join(sorted(urls)[:3])}; give all the same path")
+        tables = [requests[r].table if r in requests else old.tables[r] for r in range(world)]  # type: ignore[union-attr]
+        fixed = {r: old.plan.locals_of(r) for r in reports} if old is not None else {}
+        plan = plan_save(tables, fixed)
+        name = f"{self._collective.world_id}-{task.sequence}"
+        known = _KnownPlan(name, plan, tables, [name if r in requests else old.expected[r] for r in range(world)])  # type: ignore[union-attr]
+        self._plans[name] = known
+        while len(self._plans) > _KEPT_PLANS:
+            self._plans.popitem(last=False)
+        values = _writers({r: q.values for r, q in requests.items()}, whole_world=not reports)
+        differences = _differences(requests, tables)
+        answers = {
+            rank: Answer(name, plan.locals_of(rank).tobytes(), sorted(values[rank]), differences) for rank in requests
+        }
+        return known, answers
+
+    @staticmethod
+    def _check(reports: Mapping[int, Report], known: _KnownPlan) -> None:
+        urls = {r.url for r in reports.values()}
+        if len(urls) > 1:
+            raise UsageError(f"ranks save to different paths: {', '.join(sorted(urls)[:3])}; give all the same path")
+        for rank, report in reports.items():
+            if report.plan != known.expected[rank]:
+                raise IncompatibleCheckpointError(f"rank {rank} followed another save plan; the next save plans anew")
+
+    def _complete_values(self, task: SaveTask, reports: dict[int, Report], waits: dict[int, str]) -> None:
+        """Have values written that no longer equal the copy that was to stand for them."""
+        lacking = _unwritten({r: m.values for r, m in reports.items()})
+        if not lacking:
+            return
+        for rank, keys in lacking.items():
+            self._tell(task, rank, "f", Outcome(write_values=sorted(keys)))
+            waits[rank] = "g"
+        more = self._collect(task, lacking, "e", 0.0)
+        self._raise_first(more, waits)
+        for rank, report in more.items():
+            reports[rank] = report
+
+    @staticmethod
+    def _clean(storage: Storage, named: set[str]) -> None:
+        """Remove storage files that the new catalog does not name: the replaced checkpoint's, and of killed saves."""
+        try:
+            stale = [name for name, _ in storage.list() if generation_of(name) is not None and name not in named]
+            storage.delete(stale)
+        except (StorageError, OSError) as error:
+            _log.warning("%s: old files could not be removed: %s", storage.url, error)
+
+
+def _by_key(values: Mapping[int, Sequence[ValueRecord]]) -> dict[Key, dict[int, ValueRecord]]:
+    table: dict[Key, dict[int, ValueRecord]] = {}
+    for rank in sorted(values):
+        for record in values[rank]:
+            table.setdefault(record.key, {})[rank] = record
+    return table
+
+
+def _writers(values: Mapping[int, Sequence[ValueRecord]], *, whole_world: bool) -> dict[int, set[Key]]:
+    """Who writes which value: one rank where one copy can stand for all, else each its own."""
+    chosen: dict[int, set[Key]] = {rank: set() for rank in values}
+    for key, by_rank in _by_key(values).items():
+        first: dict[bytes, int] = {}
+        for rank, record in by_rank.items():
+            first.setdefault(record.digest, rank)
+        one_stands_for_all = len(first) == 1 and len(by_rank) == len(values) and whole_world
+        for rank, record in by_rank.items():
+            if first[record.digest] == rank or not (record.merged or one_stands_for_all):
+                chosen[rank].add(key)
+    return chosen
+
+
+def _unwritten(values: Mapping[int, Sequence[ValueRecord]]) -> dict[int, set[Key]]:
+    """Values that some rank must still write."""
+    lacking: dict[int, set[Key]] = {}
+    for key, by_rank in _by_key(values).items():
+        written = {r.digest for r in by_rank.values() if r.file >= 0}
+        same = len({r.digest for r in by_rank.values()}) == 1 and len(by_rank) == len(values)
+        for rank, record in by_rank.items():
+            if record.file >= 0 or (record.digest in written and (record.merged or same)):
+                continue
+            lacking.setdefault(rank, set()).add(key)
+            written.add(record.digest)
+    return lacking
+
+
+def _differences(requests: Mapping[int, Request], tables: Sequence[LocalTable]) -> list[str]:
+    """Keys of tensors whose copies differ between ranks, where content hashes were sent."""
+    if not requests or not all(r.digests for r in requests.values()) or len(requests) < len(tables):
+        return []
+    tensors, boxes = all_rows(tables)
+    digests: NDArray[np.uint64] = np.concatenate([np.frombuffer(requests[r].digests, np.uint64) for r in sorted(requests)])
+    group = group_equal(boxes)
+    order = np.argsort(group, kind="stable")
+    same_group = group[order][1:] == group[order][:-1]
+    differs = same_group & (digests[order][1:] != digests[order][:-1])
+    rows = order[1:][differs]
+    return sorted({str(tensors[int(t)].key) for t in boxes.tensor[rows]})
+
+
+def now() -> float:
+    """Seconds since 1970, for the catalog."""
+    return time.time()

@@ -1,0 +1,248 @@
+"""One rank's saves: in order, one at a time, each in a foreground and a background half."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..collectives import Collective
+from ..engine.helper import HelperProcess
+from ..engine.pool import StagingPool, available_memory
+from ..errors import CheckpointError
+from ..frameworks.base import Framework
+from ..handles import SaveHandle
+from ..monitoring.phases import Phases
+from ..representation.shards import LiveState
+from ..settings import Settings
+from ..storage import Storage
+from .coordinator import Coordinator, SaveTask
+from .local import LocalPlan
+from .messages import Failure, encode, tag
+from .session import SaveSession
+
+__all__ = ["SaveCall", "Saver", "saver_of"]
+
+_log = logging.getLogger("bytecheckpoint")
+_KEPT_PLANS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class SaveCall:
+    """The arguments of one save, checked.
+
+    Attributes:
+        storage: where to.
+        framework: the adapter.
+        states: what to save.
+        names: explicit parameter names.
+        check_replicas: compare all copies of replicated tensors.
+        settings: in force at the call.
+        metadata: the caller's own facts for the catalog.
+    """
+
+    storage: Storage
+    framework: Framework
+    states: Mapping[str, object]
+    names: Mapping[Any, Any] | None
+    check_replicas: bool
+    settings: Settings
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Saver:
+    """All saves of one rank of one world.
+
+    A save takes a number on every rank as it is called, whatever happens then; messages carry the number, so ranks
+    that fail at different places still speak of the same save.
+    """
+
+    def __init__(self, collective: Collective) -> None:
+        self.collective = collective
+        self.pool = StagingPool()
+        self.plans: OrderedDict[bytes, LocalPlan] = OrderedDict()
+        self._helper: HelperProcess | None = None
+        self._sequence = 0
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="bytecheckpoint-save")
+        self._coordinator_thread = ThreadPoolExecutor(1, thread_name_prefix="bytecheckpoint-coordinate")
+        self._coordinator = Coordinator(collective)
+        self._last: Future[None] | None = None
+        self._failed: CheckpointError | None = None
+        self._lock = threading.Lock()
+
+    def helper(self, settings: Settings) -> HelperProcess | None:
+        """The writer process, started when it is wanted and not running."""
+        if settings.writer != "process":
+            return None
+        if self._helper is None or not self._helper.alive:
+            self._helper = HelperProcess()
+            weakref.finalize(self, self._helper.stop)
+        return self._helper
+
+    def reserve(self, nbytes: int, settings: Settings, *, touch: bool = False) -> None:
+        """Make the pool fit an image of `nbytes`, or as large as it may be."""
+        limit = settings.staging_bytes or (self.pool.capacity + available_memory()) // 2
+        if nbytes > limit:
+            nbytes = max(limit // settings.chunk_bytes, 2) * settings.chunk_bytes
+        if nbytes:
+            self.pool.reserve(nbytes, touch=touch)
+
+    def remember(self, key: bytes, plan: LocalPlan) -> None:
+        """Keep a plan for saves that look the same."""
+        self.plans[key] = plan
+        while len(self.plans) > _KEPT_PLANS:
+            self.plans.popitem(last=False)
+
+    def drain(self) -> None:
+        """Wait until no earlier save is in flight; its failure is not raised here."""
+        last = self._last
+        if last is not None:
+            last.exception()
+
+    def _number(self, settings: Settings) -> tuple[SaveTask, Future[None] | None]:
+        with self._lock:
+            self._sequence += 1
+            task = SaveTask(self._sequence, settings.timeout)
+        coordinated = None
+        if self.collective.rank == 0:
+            coordinated = self._coordinator_thread.submit(self._coordinator.run, task)
+        return task, coordinated
+
+    def _raise_earlier_failure(self) -> None:
+        failed, self._failed = self._failed, None
+        if failed is not None:
+            raise type(failed)(f"an earlier asynchronous save failed: {failed}") from failed
+
+    def save(self, call: Any, settings: Settings, *, path: str, asynchronous: bool, background: bool) -> SaveHandle:
+        """Run one save.
+
+        Args:
+            call: makes the `SaveCall`; what it raises fails the save on all ranks.
+            settings: in force.
+            path: for messages.
+            asynchronous: return when staged.
+            background: return before that.
+        """
+        phases = Phases()
+        task, _ = self._number(settings)
+        handle = SaveHandle(path)
+        session: SaveSession | None = None
+        try:
+            if not background:
+                self.drain()
+            phases.mark("wait")
+            self._raise_earlier_failure()
+            checked: SaveCall = call()
+            handle.path = checked.storage.url
+            states = checked.framework.capture(checked.states, names=checked.names)
+            session = self._session(task, checked, states, phases)
+            phases.mark("capture")
+            if background:
+                self._submit(session, handle, session.run_in_background)
+                session.blocking = phases.total()
+                return handle
+            session.plan()
+            if asynchronous:
+                session.stage(handle)
+                self._submit(session, handle, session.write_and_commit)
+                session.blocking = phases.total()
+                return handle
+            session.write_through(handle)
+            return handle
+        except BaseException as error:
+            self._give_up(task, session, error)
+            handle._fail(error)
+            raise
+
+    def prepare(self, call: Any, settings: Settings) -> Future[None]:
+        """Plan, reserve and touch in the background, so that the next save finds everything ready."""
+        task, _ = self._number(settings)
+        session: SaveSession | None = None
+        try:
+            checked: SaveCall = call()
+            states = checked.framework.capture(checked.states, names=checked.names)
+            session = self._session(task, checked, states, Phases())
+        except BaseException as error:
+            self._give_up(task, session, error)
+            raise
+        done = session.prepare
+
+        def run() -> None:
+            try:
+                done()
+            except BaseException as error:
+                self._give_up(task, session, error)
+                _log.warning("prepare failed, the first save will plan for itself: %s", error)
+                raise
+
+        self._last = self._worker.submit(run)
+        return self._last
+
+    def _session(
+        self, task: SaveTask, call: SaveCall, states: list[LiveState], phases: Phases
+    ) -> SaveSession:
+        return SaveSession(self, task, call, states, phases)
+
+    def _submit(self, session: SaveSession, handle: SaveHandle, work: Any) -> None:
+        def run() -> None:
+            try:
+                work(handle)
+            except BaseException as error:
+                self._give_up(session.task, session, error)
+                failure = error if isinstance(error, CheckpointError) else CheckpointError(f"save failed: {error!r}")
+                _log.error("asynchronous save to %s failed: %s", handle.path, failure)
+                self._failed = failure
+                handle._fail(failure)
+
+        self._last = self._worker.submit(run)
+
+    def _give_up(self, task: SaveTask, session: SaveSession | None, error: BaseException) -> None:
+        """Tell the coordinator that this rank cannot go on, and remove what it wrote."""
+        step, stage = ("a", "call") if session is None else (session.next_report, session.stage_name)
+        if step:
+            try:
+                failure = Failure.of(self.collective.rank, stage, error)
+                self.collective.send(0, tag(task.sequence, step), encode(failure))
+            except CheckpointError as lost:
+                _log.warning("save %d: the coordinator cannot be told of the failure: %s", task.sequence, lost)
+        self.plans.clear()
+        if session is not None:
+            session.discard()
+
+    def close(self) -> None:
+        """End the helper process and give the staging memory back, after the saves in flight."""
+        self.drain()
+        self._worker.shutdown()
+        self._coordinator_thread.shutdown()
+        if self._helper is not None:
+            self._helper.stop()
+        self.pool.release()
+
+
+_savers: weakref.WeakKeyDictionary[Collective, Saver] = weakref.WeakKeyDictionary()
+_savers_lock = threading.Lock()
+
+
+def _forget_after_fork() -> None:
+    global _savers, _savers_lock  # noqa: PLW0603  the parent's threads and locks do not exist in the child
+    _savers = weakref.WeakKeyDictionary()
+    _savers_lock = threading.Lock()
+
+
+import os  # noqa: E402
+
+os.register_at_fork(after_in_child=_forget_after_fork)
+
+
+def saver_of(collective: Collective) -> Saver:
+    """The saver of this rank in the world of `collective`."""
+    with _savers_lock:
+        saver = _savers.get(collective)
+        if saver is None:
+            saver = _savers[collective] = Saver(collective)
+        return saver

@@ -1,0 +1,321 @@
+"""One save on one rank, step by step."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import xxhash
+from numpy.typing import NDArray
+
+from .._version import __version__
+from ..engine.save_job import SaveJob
+from ..engine.staging import Image, KnownTargets
+from ..engine.writing import FileTask
+from ..errors import CheckpointError
+from ..handles import SaveHandle, SaveReport
+from ..monitoring.phases import Phases
+from ..planning.save_plan import describe
+from ..representation.names import new_generation, storage_file_name, values_file_name
+from ..representation.shards import LiveState, TensorKey
+from .coordinator import SaveTask
+from .local import LocalPlan, PlannedFile, Value, content_digest, lay_out_rows, lay_out_values, signature, split
+from .messages import Answer, Failure, FileRecord, Outcome, Report, Request, ValueRecord, decode, encode, tag
+
+if TYPE_CHECKING:
+    from .saver import SaveCall, Saver
+
+__all__ = ["SaveSession"]
+
+#: A rank that writes slower than this is taken for hanging, bytes per second.
+_SLOWEST = 4 << 20
+
+
+class SaveSession:
+    """The steps of one save; `Saver` decides which of them run in the caller's thread.
+
+    Attributes:
+        task: number and time limit; rank 0's coordinator reads the rest of it.
+        next_report: tag of the next message that the coordinator expects from this rank; "" when none.
+        stage_name: what is being done, for failure messages.
+        blocking: seconds that the caller waited.
+    """
+
+    def __init__(
+        self, saver: Saver, task: SaveTask, call: SaveCall, states: Sequence[LiveState], phases: Phases
+    ) -> None:
+        self._saver = saver
+        self._collective = saver.collective
+        self.task = task
+        self._call = call
+        self._phases = phases
+        self._shards, self._values = split(states)
+        self._timeout = call.settings.timeout
+        self.next_report = "a"
+        self.stage_name = "plan"
+        self.blocking = 0.0
+        self._plan: LocalPlan | None = None
+        self._cached = False
+        self._undecided = False
+        self._differences: tuple[str, ...] = ()
+        self._jobs: list[SaveJob] = []
+        self._names: list[str] = []
+        self._written = 0
+        self._chunks: list[tuple[int, int, int, int]] = []
+        self._files: list[PlannedFile] = []
+        self._places: dict[TensorKey, tuple[int, int]] = {}
+        self._generation = new_generation(self._collective.world_id, task.sequence)
+        if self._collective.rank == 0:
+            task.storage = call.storage
+            task.generation = self._generation
+            task.info = _info(call, self._collective.world_size)
+
+    # --- plan -------------------------------------------------------------------------------------------------
+
+    def plan(self, *, dry: bool = False) -> None:
+        """Find out what this rank writes: from the cache, or by asking the coordinator."""
+        table = describe(self._shards)
+        key = signature(table)
+        cached = self._saver.plans.get(key)
+        if cached is not None and not self._call.check_replicas and not dry:
+            self._saver.plans.move_to_end(key)
+            self._plan, self._cached = cached, True
+            self._phases.mark("plan")
+            return
+        digests = b""
+        if self._call.check_replicas:
+            digests = self._row_digests()
+        values = [self._record(v) for v in self._values]
+        self._send(Request(self._call.storage.url, table, values, digests, dry))
+        self.next_report = ""
+        answer = self._receive("b", self._timeout)
+        if not dry:
+            self.next_report = "c"
+        assert isinstance(answer, Answer)
+        rows = np.frombuffer(answer.rows, np.int64).tolist()
+        files = lay_out_rows(
+            self._shards,
+            rows,
+            rank=self._collective.rank,
+            world_size=self._collective.world_size,
+            generation=self._generation,
+        )
+        known = {v.key for v in self._values}
+        write = {TensorKey(*k) for k in answer.values}
+        self._plan = LocalPlan(answer.plan, rows, files, write, known, KnownTargets(len(files)))
+        self._differences = tuple(answer.differences)
+        self._saver.remember(key, self._plan)
+        self._phases.mark("plan")
+
+    def _row_digests(self) -> bytes:
+        sums = np.zeros(len(self._shards), np.uint64)
+        for i, shard in enumerate(self._shards):
+            dense = shard.data.resolve_conj().resolve_neg().cpu().contiguous()
+            sums[i] = xxhash.xxh3_64_intdigest(content_digest(dense, shard.dtype))
+        return sums.tobytes()
+
+    def _record(self, value: Value) -> ValueRecord:
+        file, offset = self._places.get(value.key, (-1, 0))
+        shape = tuple(value.data.shape)
+        return ValueRecord(tuple(value.key), value.digest, value.dtype, shape, value.merged, file, offset, value.nbytes)
+
+    # --- bytes ------------------------------------------------------------------------------------------------
+
+    def _image(self, values: Sequence[Value], planned: bool) -> tuple[Image, list[FileTask]]:
+        """The image of this rank's files: the planned ones and those of `values`."""
+        plan = self._plan
+        assert plan is not None
+        tensors: list[torch.Tensor] = [self._shards[i].data for i in plan.rows] if planned else []
+        files = list(plan.files) if planned else []
+        last = files[-1].image if files else None
+        position = last.start + -(-last.nbytes // 4096) * 4096 if last else 0
+        more, places, _ = lay_out_values(
+            values,
+            first=len(tensors),
+            position=position,
+            part=1 if self._files else 0,
+            rank=self._collective.rank,
+            world_size=self._collective.world_size,
+            generation=self._generation,
+        )
+        base = len(self._files) + len(files)
+        self._places.update({v.key: (base + f, offset) for v, (f, offset) in zip(values, places, strict=True)})
+        tensors += [v.data for v in values]
+        files += more
+        tasks = []
+        for file in files:
+            name = self._file_name(file)
+            header = file.header
+            tasks.append(FileTask(name, header.data_offset, header.data_length, header.block_bytes))
+        self._names += [t.name for t in tasks]
+        self._files += files
+        known = plan.targets if planned else KnownTargets()
+        return Image(tensors, [f.image for f in files], known), tasks
+
+    def _file_name(self, file: PlannedFile) -> str:
+        name = values_file_name if file.values else storage_file_name
+        return name(file.kind, self._collective.rank, self._generation, file.part)
+
+    def _values_to_write(self) -> list[Value]:
+        plan = self._plan
+        assert plan is not None
+        return [v for v in self._values if v.key in plan.write_values or v.key not in plan.known_values]
+
+    def _new_job(self, values: Sequence[Value], *, planned: bool) -> tuple[SaveJob, Image]:
+        image, tasks = self._image(values, planned)
+        job = SaveJob(image, tasks, self._call.storage, self._call.settings)
+        self._jobs.append(job)
+        return job, image
+
+    def write_through(self, handle: SaveHandle) -> None:
+        """A synchronous save from here on."""
+        self.stage_name = "write"
+        job, _ = self._new_job(self._values_to_write(), planned=True)
+        records = self._finish(job, job.write_through(), self._files)
+        handle.staged.set_result(None)
+        self._commit(handle, records)
+
+    def stage(self, handle: SaveHandle) -> None:
+        """Copy everything, so that the caller may go on."""
+        self.stage_name = "stage"
+        job, image = self._new_job(self._values_to_write(), planned=True)
+        settings = self._call.settings
+        self._saver.reserve(image.nbytes, settings)
+        if self._saver.pool.capacity < image.nbytes:
+            job.open_backend(self._saver.pool, self._saver.helper(settings))
+            self._chunks = job.stage(self._saver.pool)
+        else:
+            self._chunks = job.stage(self._saver.pool)
+        self._phases.mark("stage")
+        # The live tensors are not needed any more, and must not be kept alive.
+        image.tensors = []
+        self._shards = []
+        handle.staged.set_result(None)
+
+    def write_and_commit(self, handle: SaveHandle) -> None:
+        """The background half of an asynchronous save."""
+        self.stage_name = "write"
+        job = self._jobs[0]
+        if not job.opened:
+            job.open_backend(self._saver.pool, self._saver.helper(self._call.settings))
+        records = self._finish(job, job.write_staged(self._chunks), self._files)
+        self._commit(handle, records)
+
+    def run_in_background(self, handle: SaveHandle) -> None:
+        """All of an asynchronous save whose caller did not even wait for the copy."""
+        self._saver._raise_earlier_failure()
+        self._phases.mark("wait")
+        self.plan()
+        self.stage(handle)
+        self.write_and_commit(handle)
+
+    def prepare(self) -> None:
+        """Plan, reserve the pool and touch its pages, start the writer process."""
+        self.plan(dry=True)
+        assert self._plan is not None
+        image, _ = self._image(self._values_to_write(), planned=True)
+        settings = self._call.settings
+        self._saver.reserve(image.nbytes, settings, touch=True)
+        helper = self._saver.helper(settings)
+        pool = self._saver.pool
+        if helper is not None and pool.capacity:
+            helper.map_pool(pool.fd, pool.capacity, pool.generation, timeout=self._timeout)
+
+    def _finish(
+        self, job: SaveJob, sums: list[NDArray[np.uint64]], files: Sequence[PlannedFile]
+    ) -> list[FileRecord]:
+        self._phases.mark("write")
+        self.stage_name = "finish"
+        headers = [f.header.render(s, self._generation) for f, s in zip(files, sums, strict=True)]
+        job.finish(headers)
+        records = []
+        for file, header, file_sums in zip(files, headers, sums, strict=True):
+            template = file.header
+            size = template.data_offset + template.data_length
+            self._written += size
+            header_sum = xxhash.xxh3_64_intdigest(header)
+            records.append(
+                FileRecord(
+                    self._file_name(file), file.kind, file.part, file.values, size, template.data_offset, header_sum,
+                    template.block_bytes, file_sums.tobytes(),
+                )
+            )
+        self._phases.mark("finish")
+        return records
+
+    # --- commit -----------------------------------------------------------------------------------------------
+
+    def _commit(self, handle: SaveHandle, records: list[FileRecord]) -> None:
+        self.stage_name = "commit"
+        plan = self._plan
+        assert plan is not None
+        self._report(records)
+        # The slowest rank decides how long this takes; its bytes are not known here, ours are a measure.
+        waiting = 2 * self._timeout + 4 * self._written / _SLOWEST
+        outcome = self._receive("f", waiting)
+        assert isinstance(outcome, Outcome)
+        if outcome.write_values:
+            self.next_report = "e"
+            keys = {TensorKey(*k) for k in outcome.write_values}
+            job, _ = self._new_job([v for v in self._values if v.key in keys], planned=False)
+            new = self._files[len(records) :]
+            records += self._finish(job, job.write_through(), new)
+            plan.write_values |= keys
+            self._report(records)
+            self._receive("g", waiting)
+        self._phases.mark("commit")
+        total = self._phases.total()
+        report = SaveReport(
+            path=self._call.storage.url,
+            bytes_written=self._written,
+            blocking_seconds=self.blocking or total,
+            total_seconds=total,
+            phases=dict(self._phases.seconds),
+            plan_cached=self._cached,
+            generation=self._generation,
+            replica_differences=self._differences,
+        )
+        self._jobs.clear()
+        handle.committed.set_result(report)
+
+    def _report(self, records: list[FileRecord]) -> None:
+        assert self._plan is not None
+        values = [self._record(v) for v in self._values]
+        self._undecided = True
+        self._send(Report(self._call.storage.url, self._plan.name, records, values))
+        self.next_report = ""
+
+    def _send(self, message: Any) -> None:
+        self._collective.send(0, tag(self.task.sequence, self.next_report), encode(message))
+
+    def _receive(self, step: str, timeout: float) -> Any:
+        message = decode(self._collective.recv(0, tag(self.task.sequence, step), timeout=timeout))
+        self._undecided = False
+        if isinstance(message, Failure):
+            raise message.as_error()
+        return message
+
+    def discard(self) -> None:
+        """After a failure: remove what this rank wrote, unless a commit may still name it."""
+        for job in self._jobs:
+            job.abort()
+        # Without the coordinator's word the commit may have happened: then the files must stay.
+        if self._names and not self._undecided:
+            with contextlib.suppress(CheckpointError, OSError):
+                self._call.storage.delete(self._names)
+        self._jobs.clear()
+
+
+def _info(call: SaveCall, world_size: int) -> dict[str, Any]:
+    return {
+        "created": time.time(),
+        "world_size": world_size,
+        "framework": call.framework.name,
+        "layout": call.framework.describe(call.states),
+        "versions": {"bytecheckpoint": __version__, "torch": str(torch.__version__)},
+        "metadata": dict(call.metadata),
+    }

@@ -1,0 +1,119 @@
+"""The mail between processes, with both ends of each connection in this one."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from bytecheckpoint.collectives.base import Mailbox
+from bytecheckpoint.collectives.star import Hub, Spoke, local_addresses
+from bytecheckpoint.collectives.wire import Wire
+from bytecheckpoint.errors import CheckpointTimeoutError, PeerLostError
+
+MIB = 1 << 20
+SECRET = b"s" * 32
+
+
+def hub(size: int, linger: float = 5.0) -> Hub:
+    return Hub(size, Mailbox(0), SECRET, linger)
+
+
+def spoke(rank: int, size: int) -> Spoke:
+    return Spoke(rank, size, Mailbox(rank), SECRET, 5.0)
+
+
+@pytest.fixture
+def star() -> Iterator[tuple[Wire, Wire, Wire]]:
+    center, one, two = hub(3), spoke(1, 3), spoke(2, 3)
+    # Strangers: one says nothing, one speaks another protocol, one claims to be rank 1 without the secret.
+    strangers = [socket.create_connection(("localhost", center.port)) for _ in range(3)]
+    strangers[1].sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    strangers[2].sendall(b"\x01" + b"\x01\0\0\0" + b"\0" * 8 + b"\x20" + b"\0" * 7 + b"x" * 32)
+    joining = threading.Thread(target=one.connect, args=(["localhost"], center.port, 10))
+    joining.start()
+    two.connect(["localhost"], center.port, 10)
+    center.wait_ready(10)
+    joining.join()
+    yield center, one, two
+    for wire in (center, one, two):
+        wire.leave()
+    assert all(wire.join(10) for wire in (center, one, two))
+    for stranger in strangers:
+        stranger.close()
+
+
+def test_mail_goes_between_any_two_ranks(star: tuple[Wire, ...]) -> None:
+    for source in range(3):
+        for to in range(3):
+            star[source].send(to, "tag \N{SNOWMAN}", bytes([source, to]) * source * MIB)
+    for to in range(3):
+        got = star[to].mailbox.take(range(3), "tag \N{SNOWMAN}", timeout=20)
+        assert got == [bytes([source, to]) * source * MIB for source in range(3)]
+
+
+def test_what_was_sent_before_leaving_arrives(star: tuple[Wire, ...]) -> None:
+    """Rank 0 leaves right after sending, and so does rank 2, whose mail has to pass through rank 0."""
+    star[2].send(1, "relayed", b"r" * (16 * MIB))
+    star[2].leave()
+    star[0].send(1, "last", b"l" * (16 * MIB))
+    star[0].leave()
+    assert star[0].join(10)
+    assert len(star[1].mailbox.take([2], "relayed", timeout=10)[0]) == 16 * MIB
+    assert len(star[1].mailbox.take([0], "last", timeout=10)[0]) == 16 * MIB
+    with pytest.raises(PeerLostError, match="rank 0 has left"):
+        star[1].mailbox.take([0], "more", timeout=60)
+    with pytest.raises(PeerLostError, match="rank 0 has left"):
+        star[1].send(0, "more", b"")
+
+
+def test_who_waits_for_a_rank_that_left_is_told(star: tuple[Wire, ...]) -> None:
+    star[1].watch(2)
+    star[2].leave()
+    for rank in (0, 1):
+        with pytest.raises(PeerLostError, match="lost rank 2"):
+            star[rank].mailbox.take([2], "never", timeout=60)
+    star[0].send(2, "to nobody", b"dropped")
+    star[1].send(0, "still", b"works")
+    assert star[0].mailbox.take([1], "still", timeout=10) == [b"works"]
+
+
+def test_ranks_that_do_not_connect_are_named() -> None:
+    center = hub(3)
+    with pytest.raises(CheckpointTimeoutError, match=r"ranks \[1, 2\] of 3"):
+        center.wait_ready(0.1)
+    assert center.join(10)
+
+
+def test_rank_0_that_cannot_be_reached_is_an_error_in_time() -> None:
+    with socket.create_server(("localhost", 0)) as probe:
+        port = probe.getsockname()[1]
+    started = time.monotonic()
+    with pytest.raises(PeerLostError, match="cannot reach rank 0"):
+        spoke(1, 2).connect(["localhost"], port, 0.5)
+    assert time.monotonic() - started < 5
+
+
+def test_addresses_follow_the_route_to_the_master() -> None:
+    assert local_addresses("127.0.0.1")[0] == "127.0.0.1"
+    assert local_addresses(None) == local_addresses("no such host.invalid") == [socket.gethostname()]
+
+
+def test_importing_collectives_does_not_import_torch() -> None:
+    program = "import sys, bytecheckpoint.collectives as c; c.current(); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], timeout=60, check=False).returncode == 0
+
+
+def test_leaving_waits_no_longer_than_linger_for_a_hung_rank() -> None:
+    center = hub(2, linger=0.3)
+    with socket.create_connection(("localhost", center.port)) as hung:
+        hung.sendall(b"\x01" + b"\x01\0\0\0" + b"\0" * 8 + b"\x20" + b"\0" * 7 + SECRET)
+        center.wait_ready(10)
+        center.send(1, "large", b"x" * (32 * MIB))
+        center.leave()
+        assert center.join(5)

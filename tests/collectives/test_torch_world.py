@@ -1,0 +1,260 @@
+"""Worlds of real processes on torch.distributed; this file is also the program that each rank runs."""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import numpy as np
+import pytest
+
+from bytecheckpoint.collectives import Collective, SingleProcess, current, host_id
+from bytecheckpoint.errors import CheckpointTimeoutError, PeerLostError, UsageError
+
+MIB = 1 << 20
+
+
+def launch(scenario: str, size: int, timeout: float = 120) -> list[tuple[int, str, str]]:
+    """Run this file once per rank; exit status, stdout and stderr of each."""
+    with socket.create_server(("localhost", 0)) as probe:
+        port = probe.getsockname()[1]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, __file__, scenario],
+            env=os.environ
+            | {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(size)
+    ]
+    deadline = time.monotonic() + timeout
+    try:
+        with ThreadPoolExecutor(size) as readers:  # so that no rank blocks on a full pipe
+            outputs = list(readers.map(lambda p: p.communicate(timeout=deadline - time.monotonic()), ranks))
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+    return [(p.returncode, *output) for p, output in zip(ranks, outputs, strict=True)]
+
+
+def test_a_world_of_processes() -> None:
+    for rank, (status, _, stderr) in enumerate(launch("everything", 3)):
+        assert status == 0, f"rank {rank}:\n{stderr}"
+
+
+def test_stopped_killed_and_lost_ranks() -> None:
+    results = launch("faults", 3)
+    assert [status for status, _, _ in results] == [-signal.SIGKILL, 0, -signal.SIGKILL], results
+
+
+# ---- what ranks run ----
+
+
+def everything() -> None:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    c = current()
+    assert current() is c and (c.rank, c.world_size) == (dist.get_rank(), 3)
+    assert set(c.all_gather("ids", f"{c.world_id} {c.host}".encode(), timeout=30)) == {
+        f"{c.world_id} {host_id()}".encode()
+    }
+    check_foreground_and_background(c)
+    check_large_message(c)
+    check_exchange(c)
+    check_subgroup(c)
+    check_fork(c)
+    latency = measure_latency(c)
+    if c.rank == 0:
+        print(json.dumps({"gather_scatter_us": latency}))
+
+    # The world survives the training's groups; a new default group gets a new world.
+    c.barrier("destroy", timeout=30)
+    dist.destroy_process_group()
+    assert isinstance(current(), SingleProcess)
+    c.barrier("after destroy", timeout=30)
+    check_exchange(c, "after destroy")
+    os.environ["MASTER_PORT"] = c.broadcast("port", free_port() if c.rank == 0 else None, timeout=30).decode()
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    new = current()
+    assert new is not c and new.world_id != c.world_id
+    new.barrier("new", timeout=30)
+    c.barrier("old still works", timeout=30)
+    wire = c._wire  # type: ignore[attr-defined]
+    del c
+    assert wire.join(20), "an old world that nobody holds any more must go away"
+    new.barrier("new still works", timeout=30)
+
+    # Rank 0 ends at once; an executor's thread is still sending when its main thread is done.
+    dist.destroy_process_group()
+    if new.rank == 0:
+        ThreadPoolExecutor(1).submit(
+            lambda: [time.sleep(0.5), *(new.send(r, "last", b"z" * (64 * MIB)) for r in (1, 2))]
+        )
+    else:
+        time.sleep(0.2 if new.rank == 1 else 2.0)
+        assert new.recv(0, "last", timeout=30) == b"z" * (64 * MIB)
+        with pytest.raises(PeerLostError, match="rank 0"):
+            new.recv(0, "never", timeout=30)
+
+
+def free_port() -> bytes:
+    with socket.create_server(("localhost", 0)) as probe:
+        return str(probe.getsockname()[1]).encode()
+
+
+def check_foreground_and_background(c: Collective) -> None:
+    """Each rank runs the same operations on four threads, in an order of its own."""
+
+    def work(name: str) -> None:
+        for i in range(20):
+            got = c.all_gather(f"{name}/{i}", f"{name}/{i}/{c.rank}".encode(), timeout=60)
+            assert got == [f"{name}/{i}/{r}".encode() for r in range(c.world_size)]
+
+    names = ["a", "b", "c", "d"]
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, names[c.rank :] + names[: c.rank]))
+
+
+def check_large_message(c: Collective) -> None:
+    size = 64 * MIB + 3
+    if c.rank == 2:
+        c.send(1, "large", np.arange(size, dtype=np.uint32).astype(np.uint8).tobytes())
+    if c.rank == 1:
+        got = np.frombuffer(c.recv(2, "large", timeout=60), np.uint8)
+        np.testing.assert_array_equal(got, np.arange(size, dtype=np.uint32).astype(np.uint8))
+    # A message on its way through rank 0 keeps nobody else waiting for long.
+    assert c.broadcast("small", b"s" if c.rank == 0 else None, timeout=60) == b"s"
+
+
+def check_exchange(c: Collective, tag: str = "x") -> None:
+    sizes = [[5 * MIB, 1, 0], [7, 3, 3 * MIB], [100_001, 0, 2]]
+    incoming = {i: np.zeros(sizes[i][c.rank], np.uint8) for i in range(3)}
+    outgoing = {j: np.full(sizes[c.rank][j], 10 * c.rank + j, np.uint8) for j in range(3)}
+    outgoing[0].flags.writeable = False
+    c.exchange(tag, outgoing, incoming, timeout=60)
+    for i, array in incoming.items():
+        assert (array == 10 * i + c.rank).all()
+
+
+def check_subgroup(c: Collective) -> None:
+    import torch.distributed as dist
+
+    # Rank 2 knows one group more than the others: names of groups would differ.
+    dist.new_group([2], use_local_synchronization=True) if c.rank == 2 else None
+    pair = dist.new_group([2, 1])
+    if c.rank == 0:
+        with pytest.raises(UsageError, match="rank 0 is not in"):
+            current(pair)
+    else:
+        sub = current(pair)
+        assert sub.world_size == 2 and sub.rank == dist.get_rank(pair) and sub.world_id != c.world_id
+        assert sub.all_gather("sub", str(c.rank).encode(), timeout=30) == [
+            str(r).encode() for r in dist.get_process_group_ranks(pair)
+        ]
+        assert current(pair) is sub is not current()
+    alone = dist.new_group([0])
+    if c.rank == 0:
+        assert isinstance(current(alone), SingleProcess)
+    c.barrier("subgroup", timeout=30)
+
+
+def check_fork(c: Collective) -> None:
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            for attempt in (
+                current,
+                lambda: c.send(0, "fork", b""),
+                lambda: c.recv(0, "fork", timeout=60),
+                lambda: c.exchange("fork", {}, {}, timeout=60),
+            ):
+                with pytest.raises(UsageError, match="forked child"):
+                    attempt()
+            assert SingleProcess().all_gather("t", b"", timeout=1) == [b""]
+            status = 0
+        finally:
+            os._exit(status)
+    assert os.waitpid(child, 0)[1] == 0
+    c.barrier("fork", timeout=30)
+
+
+def measure_latency(c: Collective, rounds: int = 100) -> float:
+    c.barrier("measure", timeout=30)
+    started = time.monotonic()
+    for i in range(rounds):
+        c.gather(f"m/{i}", b"plan", timeout=30)
+        c.scatter(f"n/{i}", [b"plan"] * c.world_size if c.rank == 0 else None, timeout=30)
+    return (time.monotonic() - started) / rounds * 1e6
+
+
+def faults() -> None:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    c = current()
+    pids = [int(pid) for pid in c.all_gather("pids", str(os.getpid()).encode(), timeout=30)]
+    if c.rank == 2:
+        time.sleep(600)
+    # A child that outlives its parent must not keep the parent's connections alive.
+    if c.rank == 0 and os.fork() == 0:
+        os.close(1), os.close(2)
+        time.sleep(40)
+        os._exit(0)
+    if c.rank == 0:
+        # Hung rank: a time-out that names it. Killed rank: noticed at once, though the time-out is long.
+        os.kill(pids[2], signal.SIGSTOP)
+        c.send(1, "step", b"")
+        with pytest.raises(CheckpointTimeoutError, match=r"'hung'.*rank 2 "):
+            c.collect((1, 2), "hung", timeout=1)
+        c.send(2, "to a hung rank", b"x" * (64 * MIB))  # returns
+        with pytest.raises(CheckpointTimeoutError, match="from rank 2 within 1 s"):
+            c.exchange("hung", {}, {2: np.zeros(9, np.uint8)}, timeout=1)
+        with pytest.raises(PeerLostError, match="after an earlier one failed"):
+            c.exchange("later", {}, {}, timeout=1)
+        threading.Timer(0.5, os.kill, (pids[2], signal.SIGKILL)).start()
+        started = time.monotonic()
+        with pytest.raises(PeerLostError, match="lost rank 2"):
+            c.gather("killed", b"", timeout=60)
+        assert time.monotonic() - started < 10
+        c.send(2, "to a dead rank", b"x")
+        c.send(1, "step", b"")
+        time.sleep(600)
+    c.recv(0, "step", timeout=30)
+    c.send(0, "hung", b"")
+    with pytest.raises(PeerLostError, match="lost rank 2"):
+        c.recv(2, "from the dead", timeout=60)
+    c.recv(0, "step", timeout=30)
+    # Rank 0 hangs: nothing that we do hangs with it.
+    os.kill(pids[0], signal.SIGSTOP)
+    started = time.monotonic()
+    c.send(0, "to a hung rank", b"x" * (64 * MIB))
+    with pytest.raises(CheckpointTimeoutError, match="rank 0 "):
+        c.recv(0, "from a hung rank", timeout=1)
+    assert time.monotonic() - started < 10
+    # Rank 0 dies: everyone who waits learns of it.
+    threading.Timer(0.5, os.kill, (pids[0], signal.SIGKILL)).start()
+    started = time.monotonic()
+    with pytest.raises(PeerLostError, match="rank 0 was killed"):
+        c.recv(0, "from the dead", timeout=60)
+    assert time.monotonic() - started < 10
+    with pytest.raises(PeerLostError, match="rank 0 was killed"):
+        c.send(0, "to the dead", b"")
+
+
+if __name__ == "__main__":
+    faulthandler.dump_traceback_later(float(os.environ.get("RANK_LIMIT", "100")), exit=True)
+    {"everything": everything, "faults": faults}[sys.argv[1]]()

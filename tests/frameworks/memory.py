@@ -1,0 +1,131 @@
+"""A checkpoint in memory: enough of saving and loading to test adapters without planning, engine or storage."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, MutableMapping, Sequence
+from typing import Any
+
+import torch
+
+from bytecheckpoint.errors import IncompatibleCheckpointError
+from bytecheckpoint.frameworks.base import Destination, SavedTensor
+from bytecheckpoint.frameworks.native import NativeFramework
+from bytecheckpoint.representation.shards import LiveShard, LiveState, TensorKey
+
+
+def detached(states: list[LiveState]) -> list[LiveState]:
+    """A copy that later changes of the live objects do not touch, as bytes in a file would be."""
+    for state in states:
+        for shard in state.shards:
+            shard.data = shard.data.clone(memory_format=torch.contiguous_format)
+    return states
+
+
+class MemoryCheckpoint:
+    """What the ranks of one save captured, as `SavedStates` of the rank `rank`."""
+
+    def __init__(self, ranks: Sequence[list[LiveState]], rank: int = 0) -> None:
+        self.rank = rank
+        self.states: list[dict[str, LiveState]] = [{s.kind: s for s in states} for states in ranks]
+        self.whole: dict[TensorKey, torch.Tensor] = {}
+        self.filled: dict[TensorKey, torch.Tensor] = {}
+        self.content: dict[tuple[int, TensorKey], torch.Tensor] = {}
+        self.dtypes: dict[TensorKey, str] = {}
+        self.aliases: dict[tuple[str, str], str] = {}
+        for number, states in enumerate(self.states):
+            for state in states.values():
+                for shard in state.shards:
+                    self._store(number, shard)
+        for key, mask in self.filled.items():
+            assert bool(mask.all()), f"nobody holds all of {key}"
+
+    def _store(self, number: int, shard: LiveShard) -> None:
+        key = shard.key
+        assert tuple(shard.data.shape) == shard.lengths
+        assert str(shard.data.dtype) == "torch." + shard.dtype
+        assert self.dtypes.setdefault(key, shard.dtype) == shard.dtype
+        for alias in shard.aliases:
+            self.aliases[key.kind, alias] = key.fqn
+        if shard.by_content:
+            assert shard.lengths == shard.global_shape
+            self.content[number, key] = shard.data
+            return
+        whole = self.whole.setdefault(key, torch.zeros(shard.global_shape, dtype=shard.data.dtype))
+        assert tuple(whole.shape) == shard.global_shape
+        mask = self.filled.setdefault(key, torch.zeros(shard.global_shape, dtype=torch.bool))
+        box = tuple(slice(o, o + n) for o, n in zip(shard.offsets, shard.lengths, strict=True))
+        if bool(mask[box].all()) and mask[box].numel():
+            same = torch.equal(whole[box].contiguous().view(-1).view(torch.uint8), bits(shard.data))
+            assert same, f"replicas of {key} differ"
+        whole[box] = shard.data
+        mask[box] = True
+
+    def kinds(self) -> Collection[str]:
+        return {kind for states in self.states for kind in states}
+
+    def _saved(self, key: TensorKey) -> SavedTensor | None:
+        tensor = self.whole.get(key)
+        if tensor is None:
+            tensor = next((t for (_, k), t in self.content.items() if k == key), None)
+        return None if tensor is None else SavedTensor(key, self.dtypes[key], tuple(tensor.shape))
+
+    def find(self, kind: str, names: Sequence[str], slot: str = "") -> SavedTensor | None:
+        for name in names:
+            for fqn in (name, self.aliases.get((kind, name))):
+                if fqn is not None and (found := self._saved(TensorKey(kind, fqn, slot))) is not None:
+                    return found
+        return None
+
+    def slots(self, kind: str, names: Sequence[str]) -> list[SavedTensor]:
+        for name in names:
+            for fqn in (name, self.aliases.get((kind, name))):
+                found = [k for k in self.whole if k.kind == kind and k.fqn == fqn and k.slot]
+                if found:
+                    return [s for k in found if (s := self._saved(k)) is not None]
+        return []
+
+    def keys(self, kind: str) -> list[TensorKey]:
+        return [k for k in self.dtypes if k.kind == kind]
+
+    def tree(self, kind: str) -> bytes | None:
+        own = self.states[self._origin()].get(kind)
+        return own.tree if own is not None else None
+
+    def _origin(self) -> int:
+        return self.rank if self.rank < len(self.states) else 0
+
+    def trees(self, kind: str) -> list[bytes]:
+        found = [s[kind].tree for s in self.states if kind in s]
+        return list(dict.fromkeys(t for t in found if t is not None))
+
+    def shape_of(self, kind: str, fqn: str) -> SavedTensor | None:
+        key = TensorKey(kind, fqn)
+        tensor = self.content.get((self._origin(), key))
+        return None if tensor is None else SavedTensor(key, str(tensor.dtype)[6:], tuple(tensor.shape))
+
+    def fill(self, destination: Destination) -> None:
+        for shard in destination.wanted:
+            source = self.content.get((self._origin(), shard.key)) if shard.by_content else None
+            if source is None:
+                source = self.whole[shard.key]
+            fits = tuple(source.shape) == shard.global_shape and source.dtype == shard.data.dtype
+            if not fits:
+                raise IncompatibleCheckpointError(f"{shard.key} does not fit")
+            box = tuple(slice(o, o + n) for o, n in zip(shard.offsets, shard.lengths, strict=True))
+            shard.data.copy_(source[box])
+
+    def load(self, states: MutableMapping[str, Any], **options: Any) -> Destination:
+        destination = NativeFramework().destination(states, self, **options)
+        self.fill(destination)
+        destination.apply()
+        return destination
+
+
+def save(states: MutableMapping[str, Any], **options: Any) -> MemoryCheckpoint:
+    """What one process saves."""
+    return MemoryCheckpoint([detached(NativeFramework().capture(states, **options))])
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor, so that nan equals itself and dtypes matter."""
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)

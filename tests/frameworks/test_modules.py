@@ -1,0 +1,243 @@
+"""Modules: names without wrappers, tied weights, hooks, odd tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+from bytecheckpoint.errors import IncompatibleCheckpointError, UsageError
+from bytecheckpoint.frameworks.native import NativeFramework
+from bytecheckpoint.representation.shards import LiveState
+from tests.frameworks.memory import MemoryCheckpoint, detached, save
+
+
+def capture(**states: Any) -> list[LiveState]:
+    return NativeFramework().capture(states)
+
+
+def names(state: LiveState) -> list[str]:
+    return [s.key.fqn for s in state.shards]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(3, 3)
+        self.norm = nn.BatchNorm1d(3)
+        self.register_buffer("scratch", torch.zeros(2), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.norm(self.lin(x))
+        return out
+
+
+def model() -> nn.Sequential:
+    return nn.Sequential(Block(), Block(), nn.Linear(3, 2))
+
+
+BARE = list(model().state_dict())
+
+
+def test_a_plain_module_round_trips_in_place() -> None:
+    source, target = model(), model()
+    memory = [p.data_ptr() for p in target.parameters()]
+    found = save({"model": source}).load({"model": target})
+    assert not found.missing
+    assert memory == [p.data_ptr() for p in target.parameters()]
+    for name, tensor in source.state_dict().items():
+        assert torch.equal(tensor, target.state_dict()[name])
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda m: torch.compile(m),
+        nn.DataParallel,
+        checkpoint_wrapper,
+        lambda m: checkpoint_wrapper(torch.compile(m)),
+        lambda m: torch.compile(checkpoint_wrapper(m)),
+        lambda m: nn.DataParallel(nn.Sequential(*(checkpoint_wrapper(torch.compile(c)) for c in m))),
+        lambda m: nn.Sequential(checkpoint_wrapper(torch.compile(checkpoint_wrapper(m[0]))), *m[1:]),
+    ],
+)
+def test_wrappers_leave_no_trace_in_names(wrap: Any) -> None:
+    (state,) = capture(model=wrap(model()))
+    assert names(state) == BARE
+
+
+def test_a_module_that_is_really_called_module_keeps_its_name() -> None:
+    outer = nn.Module()
+    outer.module = nn.Linear(1, 1)
+    outer._orig_mod = nn.Linear(1, 1)
+    (state,) = capture(model=outer)
+    assert names(state) == ["module.weight", "module.bias", "_orig_mod.weight", "_orig_mod.bias"]
+
+
+def test_names_with_dots_only_in_wrappers_are_cut() -> None:
+    wrapped = nn.ModuleDict({"a": checkpoint_wrapper(nn.ModuleDict({"module": nn.DataParallel(nn.Linear(1, 1))}))})
+    (state,) = capture(model=wrapped)
+    assert names(state) == ["a.module.weight", "a.module.bias"]
+
+
+def test_tied_weights_are_one_tensor_with_all_names() -> None:
+    tied = nn.ModuleDict({"embed": nn.Embedding(4, 3), "head": nn.Linear(3, 4, bias=False)})
+    tied["head"].weight = tied["embed"].weight
+    (state,) = capture(model=tied)
+    assert names(state) == ["embed.weight"]
+    assert state.shards[0].aliases == ("head.weight",)
+
+
+def test_tied_and_untied_models_load_from_each_other() -> None:
+    def build(tie: bool) -> nn.ModuleDict:
+        made = nn.ModuleDict({"embed": nn.Embedding(4, 3), "head": nn.Linear(3, 4, bias=False)})
+        if tie:
+            made["head"].weight = made["embed"].weight
+        return made
+
+    source, head_only = build(True), nn.ModuleDict({"head": nn.Linear(3, 4, bias=False)})
+    checkpoint = save({"model": source})
+    found = checkpoint.load({"model": head_only})
+    assert not found.missing and found.claimed == set(checkpoint.keys("model"))
+    assert torch.equal(head_only["head"].weight, source["embed"].weight)
+
+    stages = [nn.ModuleDict({"embed": nn.Embedding(4, 3)}), nn.ModuleDict({"head": nn.Linear(3, 4, bias=False)})]
+    apart = MemoryCheckpoint([detached(capture(model=stage)) for stage in stages])
+    target = build(True)
+    found = apart.load({"model": target})
+    assert not found.missing and found.claimed == set(apart.keys("model"))
+    assert target["head"].weight is target["embed"].weight
+    assert torch.equal(target["embed"].weight, stages[0]["embed"].weight)
+
+
+def test_a_list_of_chunks_is_one_namespace() -> None:
+    whole = model()
+    chunks = [nn.ModuleDict({"0": whole[0]}), nn.ModuleDict({"1": whole[1], "2": whole[2]})]
+    (state,) = capture(model=chunks)
+    assert names(state) == BARE
+    with pytest.raises(UsageError, match="model/weight"):
+        capture(model=[nn.Linear(1, 1), nn.Linear(1, 1)])
+    same = nn.Linear(1, 1)
+    (state,) = capture(model=[same, same])
+    assert names(state) == ["weight", "bias"]
+
+
+class WithExtra(nn.Linear):
+    def __init__(self, extra: Any) -> None:
+        super().__init__(2, 2)
+        self.extra = extra
+
+    def get_extra_state(self) -> Any:
+        return self.extra
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state
+
+
+@pytest.mark.parametrize("extra", [{"scale": torch.arange(3.0), "step": 3}, torch.arange(4), None, (1, "x")])
+def test_extra_states_round_trip(extra: Any) -> None:
+    source, target = nn.Sequential(WithExtra(extra)), nn.Sequential(WithExtra("old"))
+    found = save({"model": source}).load({"model": target})
+    assert not found.missing
+    if isinstance(extra, torch.Tensor):
+        assert torch.equal(target[0].extra, extra)
+    elif isinstance(extra, dict):
+        assert torch.equal(target[0].extra["scale"], extra["scale"]) and target[0].extra["step"] == 3
+    else:
+        assert target[0].extra == extra
+
+
+def test_an_extra_state_that_is_not_there_is_missing() -> None:
+    found = save({"model": nn.Linear(2, 2)}).load({"model": WithExtra(1)})
+    assert found.missing == ["model/_extra_state"]
+
+
+def test_entries_that_a_hook_makes_go_back_through_load_state_dict() -> None:
+    class Fused(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(4))
+            self._register_state_dict_hook(self._save)
+            self._register_load_state_dict_pre_hook(self._load)
+
+        @staticmethod
+        def _save(module: Any, state: dict[str, Any], prefix: str, _: Any) -> None:
+            state[prefix + "w2"] = state.pop(prefix + "w").detach() * 2
+
+        def _load(self, state: dict[str, Any], prefix: str, *_: Any) -> None:
+            if prefix + "w2" in state:
+                state[prefix + "w"] = state.pop(prefix + "w2") / 2
+
+    source, target = nn.Sequential(Fused(), nn.Linear(1, 1)), nn.Sequential(Fused(), nn.Linear(1, 1))
+    checkpoint = save({"model": source})
+    assert {k.fqn for k in checkpoint.keys("model")} == {"0.w2", "1.weight", "1.bias"}
+    checkpoint.load({"model": target})
+    assert torch.equal(source[0].w, target[0].w) and torch.equal(source[1].weight, target[1].weight)
+
+
+def test_missing_names_are_listed() -> None:
+    found = save({"model": nn.Linear(2, 2, bias=False)}).load({"model": nn.Linear(2, 2)})
+    assert found.missing == ["model/bias"]
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+def holder(tensor: torch.Tensor) -> nn.Module:
+    module = nn.Module()
+    module.register_buffer("odd", tensor)
+    return nn.Sequential(module)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "what"),
+    [
+        (torch.empty(2, device="meta"), "meta"),
+        (torch.eye(2).to_sparse(), "sparse"),
+        (torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8), "quantised"),
+        (torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged), "NestedTensor"),
+        (torch.ones(2, dtype=torch.complex64).conj(), "conjugate"),
+    ],
+)
+def test_tensors_without_plain_bytes_are_refused_by_name(tensor: torch.Tensor, what: str) -> None:
+    with pytest.raises(UsageError, match=what) as error:
+        capture(model=holder(tensor))
+    assert "model/0.odd" in str(error.value) and "\n" not in str(error.value)
+
+
+def test_lazy_parameters_are_refused() -> None:
+    with pytest.raises(UsageError, match="lazy"):
+        capture(model=nn.LazyLinear(2))
+
+
+def test_a_subclass_without_a_dispatcher_is_plain() -> None:
+    (state,) = capture(model=holder(torch.arange(3.0).as_subclass(Subclass)))
+    assert names(state) == ["0.odd"]
+
+
+def test_views_of_any_stride_load_in_place() -> None:
+    base = torch.zeros(4, 6)
+    checkpoint = save({"model": holder(torch.arange(6.0).reshape(3, 2))})
+    found = checkpoint.load({"model": holder(base.t()[1:4, ::2])})
+    assert not found.missing
+    assert torch.equal(base.t()[1:4, ::2], torch.arange(6.0).reshape(3, 2))
+
+
+def test_expanded_buffers_load_when_the_values_allow_it() -> None:
+    live = torch.zeros(1, 3).expand(4, 3)
+    save({"model": holder(torch.arange(3.0).expand(4, 3))}).load({"model": holder(live)})
+    assert torch.equal(live, torch.arange(3.0).expand(4, 3))
+    with pytest.raises(IncompatibleCheckpointError, match="expanded"):
+        save({"model": holder(torch.arange(12.0).reshape(4, 3))}).load({"model": holder(live)})
+
+
+def test_empty_and_scalar_tensors() -> None:
+    source = nn.Module()
+    source.register_buffer("none", torch.empty(0, 3))
+    source.register_buffer("scalar", torch.tensor(4.0))
+    (state,) = capture(model=source)
+    assert [(s.global_shape, s.offsets, s.lengths) for s in state.shards] == [((0, 3), (0, 0), (0, 3)), ((), (), ())]

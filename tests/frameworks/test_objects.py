@@ -1,0 +1,221 @@
+"""Nested values and objects with a state_dict: exact, in place, and by name in the kinds model and optimizer."""
+
+from __future__ import annotations
+
+import collections
+import random
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from bytecheckpoint.errors import UsageError
+from bytecheckpoint.frameworks.native import NativeFramework
+from bytecheckpoint.representation.values import equal
+from tests.frameworks.memory import MemoryCheckpoint, detached, save
+
+
+def state() -> dict[str, Any]:
+    return {
+        "step": 3,
+        "nested": {
+            "list": [1, torch.arange(3), {"deep": torch.ones(2, dtype=torch.bfloat16)}],
+            "tuple": (1, 2.5, None),
+        },
+        "rng": torch.get_rng_state(),
+        "numpy": np.random.RandomState(3).get_state(),
+        "python": random.Random(4).getstate(),
+        "array": np.arange(4, dtype=np.int16),
+        7: {"seven"},
+        "default": collections.defaultdict(list, a=[1]),
+        "ordered": collections.OrderedDict(b=1, a=2),
+    }
+
+
+@pytest.mark.parametrize(
+    "before", [{}, {"step": 1, "gone": torch.ones(3), "nested": {"list": [], "x": 1}}, {"nested": 3}]
+)
+def test_a_dict_ends_up_holding_exactly_what_was_saved(before: dict[str, Any]) -> None:
+    source, states = state(), {"extra_states": before}
+    found = save({"extra_states": source}).load(states)
+    assert states["extra_states"] is before
+    assert equal(before, source)
+    assert not found.missing
+
+
+def test_live_containers_and_tensors_are_reused() -> None:
+    live = state()
+    live["nested"]["list"][1].fill_(9)
+    nested, items, tensor = live["nested"], live["nested"]["list"], live["nested"]["list"][1]
+    save({"extra_states": state()}).load({"extra_states": live})
+    assert live["nested"] is nested and nested["list"] is items and items[1] is tensor
+    assert torch.equal(tensor, torch.arange(3))
+
+
+def test_tensors_that_do_not_fit_are_replaced() -> None:
+    for other in (
+        torch.zeros(3),
+        torch.zeros(2, dtype=torch.int64),
+        torch.zeros(1, dtype=torch.int64).expand(3),
+        "text",
+    ):
+        live = {"t": other}
+        save({"extra_states": {"t": torch.arange(3)}}).load({"extra_states": live})
+        assert torch.equal(live["t"], torch.arange(3)) and live["t"] is not other
+
+
+def test_one_live_tensor_at_two_places_becomes_two() -> None:
+    shared = torch.zeros(2)
+    live = {"a": shared, "b": shared, "c": [1], "d": [1]}
+    live["d"] = live["c"]
+    source = {"a": torch.tensor([1.0, 2]), "b": torch.tensor([3.0, 4]), "c": [1], "d": [2]}
+    save({"extra_states": source}).load({"extra_states": live})
+    assert equal(live, source)
+
+
+def test_dotted_names_that_collide() -> None:
+    source = {"a": {"b": torch.ones(1)}, "a.b": torch.zeros(2)}
+    checkpoint = save({"extra_states": source})
+    assert {k.fqn for k in checkpoint.keys("extra_states")} == {"a.b", "a.b#2"}
+    live: dict[str, Any] = {}
+    checkpoint.load({"extra_states": live})
+    assert equal(live, source)
+
+
+@pytest.mark.parametrize("value", [5, "x", (1, torch.ones(2)), torch.arange(4), [1, 2], None])
+def test_a_whole_state_may_be_any_value(value: Any) -> None:
+    states: dict[str, Any] = {"thing": None}
+    save({"thing": value}).load(states)
+    assert equal(states["thing"], value)
+
+
+def test_a_whole_tensor_is_filled_in_place() -> None:
+    live = torch.zeros(4, dtype=torch.int64)
+    states = {"thing": live}
+    save({"thing": torch.arange(4)}).load(states)
+    assert states["thing"] is live and torch.equal(live, torch.arange(4))
+
+
+plain = st.recursive(
+    st.one_of(
+        st.none(),
+        st.booleans(),
+        st.integers(),
+        st.floats(),
+        st.text(),
+        st.builds(lambda n: torch.arange(n), st.integers(0, 3)),
+    ),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.dictionaries(st.text(max_size=3), inner, max_size=3),
+        st.tuples(inner, inner),
+    ),
+    max_leaves=8,
+)
+
+
+@given(st.dictionaries(st.text(max_size=3), plain, max_size=4), st.dictionaries(st.text(max_size=3), plain, max_size=4))
+def test_any_dict_over_any_dict(source: dict[str, Any], live: dict[str, Any]) -> None:
+    save({"extra_states": source}).load({"extra_states": live})
+    assert equal(live, source)
+
+
+def test_ranks_keep_their_own_and_new_ranks_get_the_first() -> None:
+    ranks = [detached(NativeFramework().capture({"rng": {"seed": r, "t": torch.tensor([r])}})) for r in range(2)]
+    for rank, expected in ((0, 0), (1, 1), (5, 0)):
+        live: dict[str, Any] = {}
+        checkpoint = MemoryCheckpoint(ranks, rank)
+        found = checkpoint.load({"rng": live})
+        assert equal(live, {"seed": expected, "t": torch.tensor([expected])})
+        assert found.claimed == set(checkpoint.keys("rng"))
+
+
+def test_schedulers_are_states_of_their_own_or_inside_a_dict() -> None:
+    net = nn.Linear(2, 2)
+
+    def scheduler() -> Any:
+        return torch.optim.lr_scheduler.StepLR(torch.optim.SGD(net.parameters(), lr=1.0), 2)
+
+    source, alone, inside = scheduler(), scheduler(), scheduler()
+    for _ in range(5):
+        source.optimizer.step()
+        source.step()
+    save({"scheduler": source}).load({"scheduler": alone})
+    assert equal(alone.state_dict(), source.state_dict())
+    live = {"scheduler": inside, "epoch": 0}
+    save({"extra_states": {"scheduler": source, "epoch": 4}}).load({"extra_states": live})
+    assert live["scheduler"] is inside and live["epoch"] == 4
+    assert equal(inside.state_dict(), source.state_dict())
+
+
+def test_a_state_that_the_checkpoint_lacks_is_missing() -> None:
+    assert save({"a": 1}).load({"b": {}}).missing == ["b"]
+
+
+def test_model_as_a_state_dict() -> None:
+    net, other = nn.Linear(2, 3), nn.Linear(2, 3)
+    save({"model": net}).load({"model": other.state_dict()})
+    assert torch.equal(net.weight, other.weight)
+    third = nn.Linear(2, 3)
+    save({"model": net.state_dict()}).load({"model": third})
+    assert torch.equal(net.weight, third.weight)
+    empty: dict[str, Any] = {}
+    save({"model": net}).load({"model": empty})
+    assert equal(empty, {k: v.detach().clone() for k, v in net.state_dict().items()})
+    found = save({"model": net}).load({"model": {"weight": torch.zeros(3, 2), "new": torch.zeros(1)}})
+    assert found.missing == ["model/new"] and {k.fqn for k in found.claimed} == {"weight"}
+
+
+def test_a_nested_model_dict_takes_plain_values_and_keeps_its_tensors() -> None:
+    source = {"net": {"w": torch.arange(3.0)}, "config": {"width": 3, "sizes": [1, 2]}, "version": 2}
+    live = {"net": {"w": torch.zeros(3)}, "config": {"width": 1}, "version": 0}
+    tensor = live["net"]["w"]
+    save({"model": source}).load({"model": live})
+    assert live["net"]["w"] is tensor and equal(live, source)
+
+
+def test_a_live_optimizer_fills_an_empty_dict() -> None:
+    net = nn.Linear(2, 3)
+    optimizer = torch.optim.Adam(net.parameters())
+    net(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    live: dict[str, Any] = {}
+    save({"model": net, "optimizer": optimizer}).load({"optimizer": live})
+    assert torch.equal(live["state"]["weight"]["exp_avg"], optimizer.state[net.weight]["exp_avg"])
+    assert live["groups"][0]["lr"] == 0.001
+
+
+class Rows:
+    """A tensor of which this rank holds some rows, without torch.distributed."""
+
+    def __init__(self, whole: Sequence[int], parts: list[tuple[int, torch.Tensor]]) -> None:
+        self.whole, self.parts = whole, parts
+
+    def __bytecheckpoint_shards__(self) -> Iterable[tuple[Sequence[int], Sequence[int], torch.Tensor]]:
+        return [(self.whole, (row, 0), part) for row, part in self.parts]
+
+
+def test_declared_shards_are_resharded() -> None:
+    whole = torch.arange(12.0).reshape(6, 2)
+    ranks = [
+        detached(NativeFramework().capture({"model": {"w": Rows((6, 2), parts), "same": torch.ones(1)}}))
+        for parts in ([(0, whole[:1]), (4, whole[4:])], [(1, whole[1:4])], [])
+    ]
+    checkpoint = MemoryCheckpoint(ranks)
+    pieces = [torch.zeros(2, 2), torch.zeros(3, 2)]
+    found = checkpoint.load({"model": {"w": Rows((6, 2), [(0, pieces[0]), (3, pieces[1])]), "same": torch.zeros(1)}})
+    assert not found.missing
+    assert torch.equal(pieces[0], whole[:2]) and torch.equal(pieces[1], whole[3:])
+    with pytest.raises(UsageError, match="model/w"):
+        NativeFramework().capture({"model": {"w": Rows((3, 2), [(2, torch.zeros(2, 2))])}})
+
+
+@pytest.mark.parametrize("make", [lambda: (x := [], x.append(x))[0], lambda: iter([1]), lambda: {"f": lambda: 0}])
+def test_what_cannot_be_stored_is_refused(make: Any) -> None:
+    with pytest.raises(UsageError):
+        NativeFramework().capture({"extra_states": {"bad": make()}})

@@ -1,0 +1,287 @@
+"""Optimizers: exact state, hyperparameters by name, several side by side."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from bytecheckpoint.errors import IncompatibleCheckpointError, UsageError
+from bytecheckpoint.frameworks.native import NativeFramework
+from bytecheckpoint.representation.values import equal
+from tests.frameworks.memory import MemoryCheckpoint, bits, detached, save
+
+
+def model(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 3), nn.Linear(3, 2)).to(dtype)
+
+
+def step(net: nn.Module, *optimizers: torch.optim.Optimizer, seed: int = 0, count: int = 2) -> float:
+    dtype = next(net.parameters()).dtype
+    made = torch.Generator().manual_seed(seed)
+    loss = torch.tensor(math.nan)
+    for _ in range(count):
+        x = torch.randn(5, 4, generator=made).to(dtype)
+
+        def closure(x: torch.Tensor = x) -> torch.Tensor:
+            net.zero_grad()
+            value = net(x).square().mean()
+            value.backward()
+            return value
+
+        for optimizer in optimizers:
+            loss = optimizer.step(closure)
+    return float(loss)
+
+
+def assert_same_state(one: Any, two: Any, net: nn.Module, other: nn.Module) -> None:
+    for (name, p), q in zip(net.named_parameters(), other.parameters(), strict=True):
+        a, b = one.state.get(p, {}), two.state.get(q, {})
+        assert equal(dict(a), dict(b)), name
+
+
+MAKERS: dict[str, Any] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.1, amsgrad=True),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.01), foreach=False),
+    "fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+    "adafactor": lambda p: torch.optim.Adafactor(p),
+    "adagrad": lambda p: torch.optim.Adagrad(p),
+    "asgd": lambda p: torch.optim.ASGD(p),
+    "nadam": lambda p: torch.optim.NAdam(p),
+    "rprop": lambda p: torch.optim.Rprop(p),
+    "lbfgs": lambda p: torch.optim.LBFGS(p, lr=0.05, history_size=3, max_iter=3, line_search_fn="strong_wolfe"),
+}
+
+
+@pytest.mark.parametrize("maker", MAKERS.values(), ids=MAKERS)
+@pytest.mark.parametrize("stepped", [False, True], ids=["fresh", "used"])
+def test_training_goes_on_exactly(maker: Any, stepped: bool) -> None:
+    net, other = model(), model()
+    one, two = maker(net.parameters()), maker(other.parameters())
+    step(net, one)
+    if stepped:
+        step(other, two, seed=9, count=3)
+    checkpoint = save({"model": net, "optimizer": one})
+    found = checkpoint.load({"model": other, "optimizer": two})
+    assert not found.missing
+    assert found.claimed == {*checkpoint.keys("model"), *checkpoint.keys("optimizer")}
+    assert_same_state(one, two, net, other)
+    assert step(net, one, seed=5, count=5) == step(other, two, seed=5, count=5)
+    for p, q in zip(net.parameters(), other.parameters(), strict=True):
+        assert torch.equal(bits(p), bits(q))
+
+
+def test_nothing_changes_before_apply() -> None:
+    net, other = model(), model()
+    one, two = torch.optim.Adam(net.parameters(), lr=0.1), torch.optim.Adam(other.parameters(), lr=0.3)
+    step(net, one)
+    checkpoint = save({"model": net, "optimizer": one})
+    destination = NativeFramework().destination({"model": other, "optimizer": two}, checkpoint)
+    assert not two.state and two.param_groups[0]["lr"] == 0.3
+    checkpoint.fill(destination)
+    assert not two.state and two.param_groups[0]["lr"] == 0.3
+    destination.apply()
+    assert two.param_groups[0]["lr"] == 0.1
+
+
+def test_state_keeps_its_dtype_under_bf16_parameters() -> None:
+    net, other = model(torch.bfloat16), model(torch.bfloat16)
+    one, two = torch.optim.Adam(net.parameters()), torch.optim.Adam(other.parameters())
+    step(net, one)
+    for state in one.state.values():
+        state["exp_avg"] = torch.randn_like(state["exp_avg"], dtype=torch.float32)
+    save({"model": net, "optimizer": one}).load({"model": other, "optimizer": two})
+    assert_same_state(one, two, net, other)
+    assert all(
+        s["exp_avg"].dtype == torch.float32 and s["exp_avg_sq"].dtype == torch.bfloat16 for s in two.state.values()
+    )
+
+
+def test_existing_state_tensors_are_reused() -> None:
+    net, other = model(), model()
+    one, two = torch.optim.Adam(net.parameters()), torch.optim.Adam(other.parameters())
+    step(net, one)
+    step(other, two)
+    memory = [s["exp_avg"].data_ptr() for s in two.state.values()]
+    save({"model": net, "optimizer": one}).load({"model": other, "optimizer": two})
+    assert memory == [s["exp_avg"].data_ptr() for s in two.state.values()]
+
+
+def test_muon_beside_adamw() -> None:
+    def build() -> tuple[nn.Module, list[torch.optim.Optimizer]]:
+        net = model()
+        matrices = [p for p in net.parameters() if p.ndim == 2]
+        rest = [p for p in net.parameters() if p.ndim != 2]
+        return net, [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(rest, lr=0.01)]
+
+    (net, ones), (other, twos) = build(), build()
+    step(net, *ones)
+    save({"model": net, "optimizer": ones}).load({"model": other, "optimizer": twos})
+    for one, two in zip(ones, twos, strict=True):
+        assert_same_state(one, two, net, other)
+    as_dict = {"muon": twos[0], "adamw": twos[1]}
+    assert not save({"model": net, "optimizer": ones}).load({"model": other, "optimizer": as_dict}).missing
+    overlapping = [torch.optim.SGD(net.parameters()), torch.optim.SGD(net.parameters())]
+    with pytest.raises(UsageError, match="0.weight"):
+        save({"model": net, "optimizer": overlapping})
+
+
+class Custom(torch.optim.Optimizer):
+    """State of every shape that somebody might invent."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1, "betas": (0.9, 0.99), "name": "x"})
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p] = {
+                    "count": 7,
+                    "ratio": math.inf,
+                    "nothing": None,
+                    "flag": True,
+                    "nested": {"a": torch.randn(2), "deep": [torch.randn(3), (1, torch.tensor(2.0))], 5: "int key"},
+                    "nested.a": torch.randn(1),
+                    3: torch.randn(2),
+                    "complex": torch.randn(2, dtype=torch.complex64),
+                    "packed": torch.arange(4, dtype=torch.uint8),
+                }
+        self.state["seen"] = {"tokens": 10**30, "mean": torch.tensor([1.5])}
+
+
+def test_custom_nested_state() -> None:
+    net, other = model(), model()
+    one, two = Custom(net.parameters()), Custom(other.parameters())
+    one.step()
+    checkpoint = save({"model": net, "optimizer": one})
+    assert "nested.deep.1.1" in {k.slot for k in checkpoint.keys("optimizer")}
+    checkpoint.load({"model": other, "optimizer": two})
+    assert_same_state(one, two, net, other)
+    assert equal(one.state["seen"], two.state["seen"])
+
+
+def test_slots_that_the_checkpoint_lacks_are_removed_and_stateless_parameters_noted() -> None:
+    net, other = model(), model()
+    net[1].requires_grad_(False)
+    one, two = torch.optim.Adam(net.parameters()), torch.optim.Adam(other.parameters(), amsgrad=True)
+    step(net, one)
+    step(other, two)
+    found = save({"model": net, "optimizer": one}).load({"model": other, "optimizer": two})
+    assert_same_state(one, two, net, other)
+    assert other[1].weight not in two.state and any("1.weight" in note for note in found.notes)
+    assert not found.missing
+
+
+def test_hyperparameters_follow_names_not_positions() -> None:
+    net, other = model(), model()
+    one = torch.optim.SGD(
+        [
+            {"params": net[0].parameters(), "lr": 0.5, "initial_lr": 1.0},
+            {"params": [*net[1].parameters(), *net[2].parameters()], "weight_decay": 0.25, "initial_lr": 2.0},
+        ],
+        lr=0.1,
+    )
+    two = torch.optim.SGD([{"params": other[i].parameters()} for i in (2, 0, 1)], lr=9.0)
+    two.param_groups[0]["mine"] = "kept"
+    found = save({"model": net, "optimizer": one}).load({"model": other, "optimizer": two})
+    assert [(g["lr"], g["weight_decay"], g["initial_lr"]) for g in two.param_groups] == [
+        (0.1, 0.25, 2.0),
+        (0.5, 0, 1.0),
+        (0.1, 0.25, 2.0),
+    ]
+    assert two.param_groups[0]["mine"] == "kept" and any("'mine'" in note for note in found.notes)
+
+
+def test_merging_groups_that_differ_is_an_error_that_names_them() -> None:
+    net, other = model(), model()
+    one = torch.optim.SGD([{"params": net[0].parameters(), "lr": 0.5}, {"params": net[1].parameters()}], lr=0.1)
+    two = torch.optim.SGD([*other[0].parameters(), *other[1].parameters()], lr=7.0, weight_decay=3.0)
+    checkpoint = save({"model": net, "optimizer": one})
+    with pytest.raises(IncompatibleCheckpointError) as error:
+        checkpoint.load({"model": other, "optimizer": two})
+    for part in ("group 0", "'lr'", "0.5", "0.1", "0.weight", "1.weight"):
+        assert part in str(error.value)
+    found = checkpoint.load({"model": other, "optimizer": two}, strict=False)
+    assert two.param_groups[0]["lr"] == 7.0 and two.param_groups[0]["weight_decay"] == 0
+    assert any("'lr'" in note for note in found.notes)
+
+
+def test_tensor_hyperparameters_stay_the_same_object() -> None:
+    net, other = model(), model()
+    one = torch.optim.AdamW(net.parameters(), lr=torch.tensor(0.125), foreach=False)
+    two = torch.optim.AdamW(other.parameters(), lr=torch.tensor(3.0), foreach=False)
+    lr = two.param_groups[0]["lr"]
+    save({"model": net, "optimizer": one}).load({"model": other, "optimizer": two})
+    assert two.param_groups[0]["lr"] is lr and float(lr) == 0.125
+    plain = torch.optim.AdamW(other.parameters(), lr=3.0)
+    save({"model": net, "optimizer": one}).load({"model": other, "optimizer": plain})
+    assert torch.equal(plain.param_groups[0]["lr"], torch.tensor(0.125))
+
+
+def test_a_new_parameter_is_missing() -> None:
+    net, other = nn.Linear(2, 2, bias=False), nn.Linear(2, 2)
+    one, two = torch.optim.SGD(net.parameters()), torch.optim.SGD(other.parameters())
+    found = save({"model": net, "optimizer": one}).load({"model": other, "optimizer": two})
+    assert found.missing == ["model/bias", "optimizer/param_groups/bias"]
+
+
+def test_a_parameter_without_a_name_is_refused() -> None:
+    loose = torch.optim.SGD([nn.Parameter(torch.ones(7, 2))])
+    with pytest.raises(UsageError, match=r"\(7, 2\), group 0"):
+        save({"model": model(), "optimizer": loose})
+
+
+@pytest.mark.parametrize("direction", [False, True])
+def test_explicit_names(direction: bool) -> None:
+    net, other = model(), model()
+    one, two = torch.optim.Adam(net.parameters()), torch.optim.Adam(other.parameters())
+    step(net, one)
+    named, others = dict(net.named_parameters()), dict(other.named_parameters())
+    flip = {p: n for n, p in named.items()}
+    checkpoint = save({"optimizer": one}, names=flip if direction else named)
+    assert not checkpoint.load({"optimizer": two}, names=others).missing
+    assert_same_state(one, two, net, other)
+
+
+def test_tied_weights_carry_their_state_under_every_name() -> None:
+    tied = nn.ModuleDict({"embed": nn.Linear(3, 4, bias=False), "head": nn.Linear(3, 4, bias=False)})
+    tied["head"].weight = tied["embed"].weight
+    one = torch.optim.Adam(tied.parameters(), lr=0.5)
+    tied["embed"].weight.sum().backward()
+    one.step()
+    stage = nn.ModuleDict({"head": nn.Linear(3, 4, bias=False)})
+    two = torch.optim.Adam(stage.parameters())
+    found = save({"model": tied, "optimizer": one}).load({"model": stage, "optimizer": two})
+    assert not found.missing and two.param_groups[0]["lr"] == 0.5
+    assert equal(dict(one.state[tied["embed"].weight]), dict(two.state[stage["head"].weight]))
+
+
+def test_pipeline_stages_merge_into_one_optimizer_and_back() -> None:
+    whole = model()
+    ranks, reference = [], {}
+    for names in (("0", "1"), ("2",)):
+        part = nn.ModuleDict({n: copy.deepcopy(whole[int(n)]) for n in names})
+        optimizer = torch.optim.Adam(part.parameters(), lr=0.25)
+        sum(p.sum() for p in part.parameters()).backward()
+        optimizer.step()
+        reference.update({n: dict(optimizer.state[p]) for n, p in part.named_parameters()})
+        ranks.append(detached(NativeFramework().capture({"model": [part], "optimizer": [optimizer]})))
+    checkpoint = MemoryCheckpoint(ranks)
+    other = model()
+    two = torch.optim.Adam(other.parameters())
+    found = checkpoint.load({"model": other, "optimizer": two})
+    assert not found.missing and two.param_groups[0]["lr"] == 0.25
+    assert all(equal(dict(two.state[p]), reference[n]) for n, p in other.named_parameters())
+
+
+def test_an_optimizer_does_not_load_from_plain_values() -> None:
+    net = model()
+    checkpoint = save({"optimizer": {"lr": 3}})
+    with pytest.raises(IncompatibleCheckpointError, match="plain values"):
+        checkpoint.load({"model": net, "optimizer": torch.optim.SGD(net.parameters())})

@@ -1,0 +1,405 @@
+from __future__ import annotations
+
+import json
+import math
+import struct
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import numpy as np
+import pandas as pd
+import pytest
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bytecheckpoint.errors import CheckpointError, CorruptCheckpointError, IncompatibleCheckpointError
+from bytecheckpoint.representation import catalog_file
+from bytecheckpoint.representation.boxes import BoxTable
+from bytecheckpoint.representation.catalog import VALUES_SLOT, Catalog, StorageFile
+from bytecheckpoint.representation.catalog_check import catalog_problem
+from bytecheckpoint.representation.catalog_file import SEAL_BYTES, decode, encode
+from bytecheckpoint.representation.dtypes import itemsize
+from bytecheckpoint.representation.names import new_generation, storage_file_name
+from bytecheckpoint.representation.shards import TensorKey
+
+GENERATION = new_generation("test", 0)
+ANY_TEXT = st.text(st.characters(exclude_categories=()), max_size=6)
+Spec = list[tuple[tuple[str, str, str, int], str, tuple[int, ...], list[int]]]
+
+
+def catalog_of(tensors: Spec, files: int = 2, block: int = 4096, **more: Any) -> Catalog:
+    """A catalog of tensors cut along their first dimension; the pieces are dealt to the files in turn.
+
+    Args:
+        tensors: ((kind, fqn, slot, owner), dtype, shape, lengths of the pieces along the first dimension).
+    """
+    number: list[int] = []
+    offsets: list[tuple[int, ...]] = []
+    lengths: list[tuple[int, ...]] = []
+    for i, (_, _, shape, cuts) in enumerate(tensors):
+        begin = 0
+        for cut in cuts or [0]:
+            number.append(i)
+            offsets.append((begin, *(0 for _ in shape[1:])) if shape else ())
+            lengths.append((cut, *shape[1:]) if shape else ())
+            begin += cut
+    file = np.arange(len(number), dtype=np.int32) % files
+    sizes = [math.prod(n) * itemsize(tensors[i][1]) for i, n in zip(number, lengths, strict=True)]
+    ends = [4096] * files
+    byte_offset = []
+    for f, size in zip(file.tolist(), sizes, strict=True):
+        byte_offset.append(ends[f])
+        ends[f] += size
+    table = [
+        StorageFile(storage_file_name("model", i, GENERATION), "model", i, end, 4096, i + 2**63, block, GENERATION)
+        for i, end in enumerate(ends)
+    ]
+    shapes = BoxTable.build(range(len(tensors)), [t[2] for t in tensors], [t[2] for t in tensors])
+    shuffled = np.random.default_rng(len(number)).permutation(len(number))
+    return Catalog.from_columns(
+        kinds=[t[0][0] for t in tensors],
+        fqns=[t[0][1] for t in tensors],
+        slots=[t[0][2] for t in tensors],
+        owner=np.array([t[0][3] for t in tensors], np.int32),
+        dtypes=[t[1] for t in tensors],
+        shapes=shapes.lengths,
+        ndims=np.array([len(t[2]) for t in tensors], np.int64),
+        requires_grad=np.arange(len(tensors)) % 2 == 0,
+        devices=["cpu" if i % 3 else "cuda" for i in range(len(tensors))],
+        boxes=BoxTable.build(number, offsets, lengths).take(shuffled),
+        file=file[shuffled],
+        byte_offset=np.array(byte_offset, np.int64)[shuffled],
+        byte_length=np.array(sizes, np.int64)[shuffled],
+        files=table,
+        sums=[np.random.default_rng(i).integers(0, 2**64, f.blocks, np.uint64) for i, f in enumerate(table)],
+        **more,
+    )
+
+
+def small() -> Catalog:
+    return catalog_of(
+        [
+            (("model", "layers.0.weight", "", -1), "float32", (100, 64), [30, 30, 40]),
+            (("model", "embed", "", -1), "bfloat16", (0, 5), []),
+            (("optimizer", "embed", "step", -1), "float32", (), []),
+            (("extra_states", "rng", "", 0), "uint8", (5000,), [5000]),
+            (("extra_states", "rng", "", 1), "uint8", (16,), [16]),
+            (("extra_states", "", VALUES_SLOT, -1), "uint8", (4097,), [4097]),
+        ],
+        aliases={"model": {"head": "embed"}, "optimizer": {"head": "embed"}},
+        info={"world_size": 2, "versions": {"torch": "2.13"}, "odd": "\ud800"},
+    )
+
+
+def assert_same(a: Catalog, b: Catalog) -> None:
+    assert a.keys() == b.keys() and a.files == b.files and a.aliases == b.aliases and a.info == b.info
+    assert [a.shape(i) for i in range(a.count)] == [b.shape(i) for i in range(b.count)]
+    assert a.dtype.to_list() == b.dtype.to_list() and a.device.to_list() == b.device.to_list()
+    for name in ("owner", "requires_grad", "ndims", "shapes", "file", "byte_offset", "byte_length"):
+        one, other = getattr(a, name), getattr(b, name)
+        np.testing.assert_array_equal(one, other, name)
+        assert one.dtype == other.dtype, name
+    for name in ("tensor", "offsets", "lengths"):
+        np.testing.assert_array_equal(getattr(a.boxes, name), getattr(b.boxes, name), name)
+    for i in range(len(a.files)):
+        np.testing.assert_array_equal(a.sums(i), b.sums(i))
+
+
+@st.composite
+def specs(draw: st.DrawFn) -> Spec:
+    keys = draw(st.lists(st.tuples(ANY_TEXT, ANY_TEXT, ANY_TEXT, st.integers(-1, 2)), unique=True, max_size=8))
+    result: Spec = []
+    for key in keys:
+        cuts = draw(st.lists(st.integers(0, 700), max_size=4))
+        rest = tuple(draw(st.lists(st.integers(0, 9), max_size=3)))
+        shape = (sum(cuts), *rest) if cuts else draw(st.sampled_from([(), (0,), (0, 3)]))
+        result.append((key, draw(st.sampled_from(["float32", "bool", "complex128", "float4_e2m1fn_x2"])), shape, cuts))
+    return result
+
+
+@settings(deadline=None, max_examples=150)
+@given(specs(), st.integers(1, 4))
+def test_catalogs_come_back(tensors: Spec, files: int) -> None:
+    catalog = catalog_of(tensors, files, aliases={"a": {"\ud800": "x"}}, info={"a": [1, None, "\ufdd0"]})
+    data = encode(catalog)
+    assert data == encode(catalog)
+    again = decode(data)
+    assert_same(catalog, again)
+    assert encode(again) == data
+    assert again.keys() == [TensorKey(*key[:3]) for key, *_ in tensors]
+
+
+@settings(deadline=None)
+@given(specs(), st.lists(st.tuples(ANY_TEXT, ANY_TEXT, ANY_TEXT), max_size=5), st.integers(-2, 3))
+def test_find_agrees_with_a_dictionary(tensors: Spec, others: list[tuple[str, str, str]], owner: int) -> None:
+    catalog = decode(encode(catalog_of(tensors)))
+    place = {key: i for i, (key, *_) in enumerate(tensors)}
+    wanted = [TensorKey(*key[:3]) for key in place] + [TensorKey(*key) for key in others]
+    assert catalog.find(wanted, owner).tolist() == [place.get((*key, owner), -1) for key in wanted]
+
+
+def test_find_resolves_aliases_and_owners() -> None:
+    catalog = small()
+    keys = [
+        TensorKey("model", "head"),
+        TensorKey("optimizer", "head", "step"),
+        TensorKey("optimizer", "head", "exp_avg"),
+        TensorKey("extra_states", "rng"),
+        TensorKey("model", "layers.0.weight"),
+        TensorKey("nothing", "head"),
+    ]
+    assert catalog.find(keys).tolist() == [1, 2, -1, -1, 0, -1]
+    assert catalog.find(keys, owner=1).tolist() == [-1, -1, -1, 4, -1, -1]
+    assert catalog.find([]).shape == (0,)
+    assert catalog_of([]).find(keys).tolist() == [-1] * 6
+
+
+def test_accessors() -> None:
+    catalog = small()
+    assert catalog.count == 6 and catalog.kinds() == ["model", "optimizer", "extra_states"]
+    assert catalog.of_kind("extra_states").tolist() == [3, 4, 5] and catalog.of_kind("x").tolist() == []
+    assert catalog.fqns("extra_states") == ["rng"] and catalog.fqns("model") == ["layers.0.weight", "embed"]
+    assert catalog.key(2) == TensorKey("optimizer", "embed", "step") and catalog.shape(2) == ()
+    assert catalog.shape(0) == (100, 64) and catalog.dtype[1] == "bfloat16"
+    assert catalog.boxes.tensor.tolist() == [0, 0, 0, 1, 2, 3, 4, 5]
+    assert catalog.boxes.offsets[:3, 0].tolist() == [0, 30, 60]
+
+
+def test_the_next_save_changes_only_the_files() -> None:
+    catalog = small()
+    later = new_generation("test", 1)
+    files = [replace(f, name=f.name.replace(GENERATION, later), generation=later) for f in catalog.files]
+    new = catalog.with_files(files, [sums + np.uint64(1) for sums in catalog.file_sums])
+    again = decode(encode(new))
+    assert_same(new, again)
+    assert again.files[0].generation == later and again.sums(0)[0] == catalog.sums(0)[0] + np.uint64(1)
+
+
+def test_rows_carry_the_sums_of_the_blocks_that_begin_in_them(tmp_path: Path) -> None:
+    catalog = small()
+    path = tmp_path / "metadata.parquet"
+    path.write_bytes(encode(catalog))
+    rows = duckdb.sql(f"select * from '{path}' order by file, byte_offset, byte_length").fetchall()
+    columns = duckdb.sql(f"select * from '{path}'").columns
+    assert len(rows) == len(catalog.boxes)
+    for number in range(2):
+        mine = [dict(zip(columns, row, strict=True)) for row in rows if row[columns.index("file")] == number]
+        assert [x for row in mine for x in row["sums"]] == catalog.sums(number).tolist()
+        for row in mine:
+            begin = row["byte_offset"] - 4096
+            block = range(-(-begin // 4096), -(-(begin + row["byte_length"]) // 4096))
+            assert row["sums"] == [int(catalog.sums(number)[b]) for b in block]
+
+
+def test_pandas_and_duckdb_read_it_without_this_package(tmp_path: Path) -> None:
+    path = tmp_path / "metadata.parquet"
+    path.write_bytes(encode(small()))
+    frame = pd.read_parquet(path)
+    assert frame["fqn"][0] == "layers.0.weight" and frame["global_shape"][0].tolist() == [100, 64]
+    assert frame["offsets"][2].tolist() == [60, 0] and frame["lengths"][2].tolist() == [40, 64]
+    assert frame["owner"].tolist() == [-1] * 5 + [0, 1, -1] and frame["view"].isna().all()
+    query = f"select sum(byte_length), count(distinct kind) from '{path}' where kind != 'optimizer'"
+    assert duckdb.sql(query).fetchall() == [(100 * 64 * 4 + 5000 + 16 + 4097, 2)]
+
+
+def test_every_changed_byte_is_noticed() -> None:
+    data = encode(small())
+    for place in range(len(data)):
+        damaged = bytearray(data)
+        damaged[place] ^= 1 << place % 8
+        with pytest.raises(CorruptCheckpointError, match="cannot be trusted"):
+            decode(bytes(damaged))
+
+
+def test_every_cut_and_addition_is_noticed() -> None:
+    data = encode(small())
+    for length in range(len(data)):
+        with pytest.raises(CorruptCheckpointError):
+            decode(data[:length])
+    for damaged in (data + b"\0", data + data, b"\0" + data, data[:99] + data[100:], data[:99] + b"x" + data[99:]):
+        with pytest.raises(CorruptCheckpointError):
+            decode(damaged)
+
+
+@given(st.binary(max_size=200))
+def test_noise_is_not_a_catalog(noise: bytes) -> None:
+    for data in (noise, b"PAR1" + noise, b"PAR1" + noise + b"PAR1", b"PAR1" + noise + struct.pack("<I", 1) + b"PAR1"):
+        with pytest.raises(CorruptCheckpointError):
+            decode(data)
+
+
+def test_other_parquet_files_are_not_catalogs(tmp_path: Path) -> None:
+    path = tmp_path / "x.parquet"
+    pd.DataFrame({"a": range(1000)}).to_parquet(path)
+    with pytest.raises(CorruptCheckpointError, match="without a catalog's seal"):
+        decode(path.read_bytes())
+    with pytest.raises(CorruptCheckpointError, match="not a catalog"):
+        decode(b"hello")
+
+
+def resealed(data: bytes, magic: bytes | None = None) -> bytes:
+    """The file with its seal made right again."""
+    (length,) = struct.unpack("<I", data[-8:-4])
+    at = len(data) - 8 - length - SEAL_BYTES
+    magic = magic or data[at : at + 16]
+    pages, footer = data[:at], data[at + SEAL_BYTES :]
+    return pages + magic + xxhash.xxh3_128_digest(pages + magic + footer) + footer
+
+
+def test_newer_formats_are_refused_with_both_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = encode(small())
+    assert resealed(data) == data
+    with pytest.raises(IncompatibleCheckpointError, match="version 02, this package reads up to 1"):
+        decode(resealed(data, b"bytecheckpoint02"))
+    monkeypatch.setattr(catalog_file, "CATALOG_FORMAT_VERSION", 3)
+    newer = encode(small())
+    monkeypatch.undo()
+    with pytest.raises(IncompatibleCheckpointError, match="version 3, this package reads up to 1"):
+        decode(newer)
+
+
+def broken(**changes: Any) -> Catalog:
+    return replace(small(), **changes)
+
+
+def file_changed(**changes: Any) -> Catalog:
+    catalog = small()
+    return replace(catalog, files=(replace(catalog.files[0], **changes), catalog.files[1]))
+
+
+def box_changed(offset: int = 0, length: int = 0) -> Catalog:
+    boxes = small().boxes
+    offsets, lengths = boxes.offsets.copy(), boxes.lengths.copy()
+    offsets[2, 0] += offset
+    lengths[2, 0] += length
+    return broken(boxes=BoxTable(boxes.tensor, offsets, lengths))
+
+
+BROKEN = {
+    "lists a file twice": lambda: file_changed(name=small().files[1].name),
+    "does not stay inside": lambda: file_changed(name="../secret"),
+    "cannot have generation": lambda: file_changed(generation="x"),
+    "cannot have blocks": lambda: file_changed(block_bytes=4095),
+    "blocks and": lambda: file_changed(block_bytes=8192),
+    "cannot have 10 bytes": lambda: file_changed(size=10, block_bytes=0),
+    "do not cover": lambda: file_changed(size=small().files[0].size + 1),
+    "lie outside file": lambda: broken(byte_offset=small().byte_offset + 1),
+    "not listed": lambda: broken(file=small().file + np.int32(1)),
+    "outside its shape": lambda: box_changed(offset=1),
+    "another size": lambda: box_changed(length=-1),
+    "twice": lambda: broken(fqn=replace_names(small())),
+    "do not match": lambda: broken(ndims=small().ndims[:-1]),
+    "not in order": lambda: box_changed(offset=-31),
+    "impossible owner": lambda: broken(owner=small().owner - np.int32(1)),
+    "negative": lambda: broken(shapes=-small().shapes),
+}
+
+
+def replace_names(catalog: Catalog) -> Any:
+    names = catalog.fqn.to_list()
+    names[1] = names[0]
+    return type(catalog.fqn).of(names)
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_what_a_buggy_or_hostile_writer_says_is_checked(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    catalog = BROKEN[what]()
+    assert what in (catalog_problem(catalog) or "")
+    with pytest.raises(AssertionError, match="must not be written"):
+        encode(catalog)
+    monkeypatch.setattr(catalog_file, "catalog_problem", lambda _: None)
+    try:
+        data = encode(catalog)
+    except (ValueError, IndexError):
+        return  # cannot even be written
+    monkeypatch.undo()
+    if what == "blocks and":
+        return  # the rows then hold as many as there are blocks
+    with pytest.raises(CorruptCheckpointError):
+        decode(data)
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.data())
+def test_hostile_bytes_under_a_right_seal_raise_only_our_errors(data: st.DataObject) -> None:
+    content = bytearray(encode(small()))
+    for _ in range(data.draw(st.integers(1, 3))):
+        content[data.draw(st.integers(0, len(content) - 9))] = data.draw(st.integers(0, 255))
+    try:
+        catalog = decode(resealed(bytes(content)))
+    except CheckpointError:
+        return
+    assert catalog_problem(catalog) is None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"files": []},
+        {"files": {"count": 10**15}},
+        {"files": {"header_sum": "f" * 17}},
+        {"files": {"size": -1}},
+        {"files": {"rank": [0]}},
+        {"sums": {"0": "00"}},
+        {"aliases": {"model": 3}},
+        {"version": None},
+        {"info": []},
+    ],
+)
+def test_hostile_footers_are_corrupt(change: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    make = catalog_file._footer
+
+    def changed(catalog: Catalog) -> bytes:
+        content = json.loads(make(catalog))
+        for name, value in change.items():
+            content[name] = {**content[name], **value} if name == "files" and value else value
+        return json.dumps(content).encode()
+
+    monkeypatch.setattr(catalog_file, "_footer", changed)
+    with pytest.raises(CorruptCheckpointError):
+        decode(encode(small()))
+
+
+def test_a_file_elsewhere_may_be_used_in_part() -> None:
+    catalog = small()
+    first = replace(catalog.files[0], name="s3://bucket/old/x.safetensors", size=catalog.files[0].size + 9000)
+    sums = (np.arange(first.blocks, dtype=np.uint64), catalog.file_sums[1])
+    adopted = replace(catalog, files=(first, catalog.files[1]), file_sums=sums)
+    assert_same(adopted, decode(encode(adopted)))
+    unsummed = replace(first, block_bytes=0, generation="")
+    bare = replace(catalog, files=(unsummed, catalog.files[1]), file_sums=(sums[0][:0], catalog.file_sums[1]))
+    assert_same(bare, decode(encode(bare)))
+
+
+def test_unknown_dtypes_are_incompatible(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(catalog_file, "catalog_problem", lambda _: None)
+    data = encode(replace(small(), dtype=type(small().dtype).of(["float7"] * 6)))
+    monkeypatch.undo()
+    with pytest.raises(IncompatibleCheckpointError, match="float7"):
+        decode(data)
+
+
+def test_writing_and_reading_starts_no_threads_and_imports_neither_torch_nor_pandas() -> None:
+    program = """
+import os, sys
+import bytecheckpoint.representation.catalog_file as cf, bytecheckpoint.representation.storage_file
+from bytecheckpoint.representation.catalog import Catalog
+from bytecheckpoint.representation.boxes import BoxTable
+import numpy as np
+before = len(os.listdir("/proc/self/task"))
+none = np.zeros(0, np.int64)
+catalog = Catalog.from_columns(kinds=[], fqns=[], slots=[], dtypes=[], shapes=np.ones((0, 1), np.int64), ndims=none,
+    owner=none.astype(np.int32), requires_grad=none.astype(bool), boxes=BoxTable.concat([]),
+    file=none.astype(np.int32), byte_offset=none, byte_length=none, files=[], sums=[])
+cf.decode(cf.encode(catalog))
+print("torch" in sys.modules, "pandas" in sys.modules, len(os.listdir("/proc/self/task")) - before)
+"""
+    if not Path("/proc/self/task").exists():
+        pytest.skip("needs /proc")
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split() == ["False", "False", "0"]

@@ -1,0 +1,149 @@
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bytecheckpoint.errors import UsageError
+from bytecheckpoint.representation.names import (
+    CATALOG_NAME,
+    check_relative,
+    escape,
+    generation_of,
+    is_uri,
+    kind_folder,
+    new_generation,
+    storage_file_name,
+    unescape,
+    values_file_name,
+)
+
+ANY_TEXT = st.text(st.characters(exclude_categories=()), max_size=80)  # lone surrogates included
+GENERATION = new_generation("world", 7)
+
+
+def test_usual_kinds_have_readable_folders() -> None:
+    kinds = ["model", "optimizer", "dataloader", "extra_states", "lr_scheduler", "my-kind_2"]
+    assert [kind_folder(kind) for kind in kinds] == [
+        "model",
+        "optimizer",
+        "dataloader",
+        "extra",
+        "lr_scheduler",
+        "my-kind_2",
+    ]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "",
+        "extra",
+        "Model",
+        "../model",
+        "a/b",
+        "con",
+        "lpt1",
+        "kind-0123456789abcdef",
+        "metadata.parquet",
+        "a" * 65,
+        "ä",
+        "_a",
+        "model\n",
+    ],
+)
+def test_other_kinds_have_hashed_folders(kind: str) -> None:
+    assert re.fullmatch(r"kind-[0-9a-f]{16}", kind_folder(kind))
+
+
+@given(st.lists(ANY_TEXT | st.text("aAbB-_", max_size=4), unique=True, max_size=20))
+def test_folders_are_safe_and_different_also_where_case_is_ignored(kinds: list[str]) -> None:
+    folders = [kind_folder(kind) for kind in kinds]
+    assert len({folder.lower() for folder in folders}) == len(kinds)
+    for folder in folders:
+        assert re.fullmatch(r"[a-z0-9][a-z0-9_-]{0,63}", folder)
+
+
+def test_file_names() -> None:
+    assert storage_file_name("model", 3, GENERATION) == f"model/rank-00003.{GENERATION}.safetensors"
+    assert (
+        storage_file_name("extra_states", 123456, GENERATION, 1) == f"extra/rank-123456-p001.{GENERATION}.safetensors"
+    )
+    assert values_file_name("optimizer", 3, GENERATION) == f"optimizer/values-00003.{GENERATION}.safetensors"
+
+
+@given(ANY_TEXT, st.integers(0, 10**7), st.integers(0, 5000), st.integers(0, 10**9))
+def test_own_names_tell_their_generation(kind: str, rank: int, part: int, sequence: int) -> None:
+    generation = new_generation(kind, sequence)
+    assert generation_of(storage_file_name(kind, rank, generation, part)) == generation
+    assert generation_of(values_file_name(kind, rank, generation, part)) == generation
+    assert check_relative(storage_file_name(kind, rank, generation, part))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        CATALOG_NAME,
+        "",
+        "model/model.safetensors",
+        "model-00001-of-00002.safetensors",
+        f"rank-00003.{GENERATION}.safetensors",
+        f"a/model/rank-00003.{GENERATION}.safetensors",
+        f"../rank-00003.{GENERATION}.safetensors",
+        f"model/rank-3.{GENERATION}.safetensors",
+        f"model/rank-000003.{GENERATION}.safetensors",
+        f"model/rank-00003-p000.{GENERATION}.safetensors.bak",
+        f"model/rank-00003.{GENERATION}.safetensors\n",
+        f"model/rank-00003.{GENERATION.upper()}x.safetensors",
+        f"model/valuesx-00003.{GENERATION}.safetensors",
+        "model/rank-00003.abc.safetensors",
+    ],
+)
+def test_other_names_have_no_generation(name: str) -> None:
+    assert generation_of(name) is None
+
+
+def test_generations_follow_from_world_and_sequence_alone() -> None:
+    made = {new_generation(world, sequence) for world in ("a", "b", "1", "") for sequence in range(50)}
+    assert len(made) == 200
+    assert all(re.fullmatch(r"[0-9a-f]{24}", generation) for generation in made)
+    assert new_generation("a", 1) == new_generation("a", 1)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "",
+        "/etc/passwd",
+        "..",
+        "a/../b",
+        "./a",
+        "a//b",
+        "a/",
+        "C:/x",
+        "c:x",
+        "a\\b",
+        "..\\a",
+        "a\0b",
+        "a\nb",
+        "://x",
+        "s3://a\0b",
+    ],
+)
+def test_names_that_leave_the_checkpoint_are_refused(name: str) -> None:
+    with pytest.raises(UsageError, match="does not stay inside"):
+        check_relative(name)
+
+
+def test_relative_names_and_uris_are_accepted() -> None:
+    for name in ("a", "model/x.safetensors", "..a/b..", "s3://bucket/step_1/model/x.safetensors", "hdfs://n/a"):
+        assert check_relative(name) == name
+    assert is_uri("s3://bucket/x") and not is_uri("model/x") and not is_uri("C:/x")
+
+
+@given(ANY_TEXT | st.text("\ufdd0\ud800a0", max_size=12))
+def test_escaped_text_is_valid_and_comes_back(text: str) -> None:
+    escape(text).encode()
+    assert unescape(escape(text)) == text
