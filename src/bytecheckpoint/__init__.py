@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     )
     from .handles import LoadReport, SaveHandle, SaveReport
     from .loading import load
-    from .opening import Checkpoint, Entry, open  # noqa: A004  the issue names it so
+    from .opening import Checkpoint, Entry, open
     from .representation.values import register
     from .saving import prepare, save
     from .settings import Settings, configure, settings

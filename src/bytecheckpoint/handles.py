@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import concurrent.futures
-import time
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -111,5 +110,3 @@ class SaveHandle:
         for future in (self.staged, self.committed):
             if not future.done():
                 future.set_exception(error)
-
-

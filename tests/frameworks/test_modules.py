@@ -55,7 +55,7 @@ def test_a_plain_module_round_trips_in_place() -> None:
 @pytest.mark.parametrize(
     "wrap",
     [
-        lambda m: torch.compile(m),
+        torch.compile,
         nn.DataParallel,
         checkpoint_wrapper,
         lambda m: checkpoint_wrapper(torch.compile(m)),

@@ -108,7 +108,7 @@ plain = st.recursive(
         st.integers(),
         st.floats(),
         st.text(),
-        st.builds(lambda n: torch.arange(n), st.integers(0, 3)),
+        st.builds(torch.arange, st.integers(0, 3)),
     ),
     lambda inner: st.one_of(
         st.lists(inner, max_size=3),

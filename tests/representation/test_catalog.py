@@ -388,18 +388,31 @@ def test_writing_and_reading_starts_no_threads_and_imports_neither_torch_nor_pan
     program = """
 import os, sys
 import bytecheckpoint.representation.catalog_file as cf, bytecheckpoint.representation.storage_file
-from bytecheckpoint.representation.catalog import Catalog
+from bytecheckpoint.representation.catalog import Catalog, StorageFile
 from bytecheckpoint.representation.boxes import BoxTable
 import numpy as np
 before = len(os.listdir("/proc/self/task"))
-none = np.zeros(0, np.int64)
-catalog = Catalog.from_columns(kinds=[], fqns=[], slots=[], dtypes=[], shapes=np.ones((0, 1), np.int64), ndims=none,
-    owner=none.astype(np.int32), requires_grad=none.astype(bool), boxes=BoxTable.concat([]),
-    file=none.astype(np.int32), byte_offset=none, byte_length=none, files=[], sums=[])
-cf.decode(cf.encode(catalog))
+none, one = np.zeros(0, np.int64), np.ones(1, np.int64)
+for rows, column in ((0, none), (1, one)):
+    catalog = Catalog.from_columns(kinds=["k"] * rows, fqns=["f"] * rows, slots=[""] * rows, dtypes=["bool"] * rows,
+        shapes=np.ones((rows, 1), np.int64), ndims=column, owner=column.astype(np.int32),
+        requires_grad=column.astype(bool), boxes=BoxTable.build([0] * rows, [[0]] * rows, [[1]] * rows),
+        file=0 * column.astype(np.int32), byte_offset=column * 0, byte_length=column,
+        files=[StorageFile("f", "k", 0, 1, 0, 0, 65536, "")] * rows, sums=[np.ones(1, np.uint64)] * rows)
+    assert cf.decode(cf.encode(catalog)).count == rows
 print("torch" in sys.modules, "pandas" in sys.modules, len(os.listdir("/proc/self/task")) - before)
 """
     if not Path("/proc/self/task").exists():
         pytest.skip("needs /proc")
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.split() == ["False", "False", "0"]
+
+
+def test_several_row_groups_are_one_catalog(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(catalog_file, "_ROW_GROUP", 3)
+    catalog = small()
+    data = encode(catalog)
+    monkeypatch.undo()
+    assert data != encode(catalog)
+    assert_same(catalog, decode(data))
+    assert encode(decode(data)) == encode(catalog)

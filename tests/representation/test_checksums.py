@@ -21,7 +21,7 @@ def test_block_size_is_a_power_of_two_in_its_range_and_grows_with_the_file(lengt
     size = block_bytes(length)
     assert MIN_BLOCK_BYTES <= size <= MAX_BLOCK_BYTES and size & (size - 1) == 0
     assert size <= block_bytes(length + 1)
-    assert size == MAX_BLOCK_BYTES or block_count(length, size) <= 4096
+    assert size == MAX_BLOCK_BYTES or block_count(length, size) <= 1024
 
 
 def test_block_size_of_known_lengths() -> None:

@@ -65,7 +65,7 @@ class _Channel:
     def _exactly(self, count: int) -> bytes:
         parts = bytearray(count)
         view = memoryview(parts)
-        while len(view):
+        while view:
             got = self.sock.recv_into(view)
             if got == 0:
                 raise ConnectionError("the other side closed the channel")

@@ -149,7 +149,8 @@ class FilesWriter:
             headers: one per file, exactly `data_offset` bytes long.
         """
         list(self._pool.map(self._finish_one, self._files, headers))
-        self._storage.sync([f.task.name for f in self._files])
+        if self._files:
+            self._storage.sync([f.task.name for f in self._files])
         self._pool.shutdown()
 
     @staticmethod

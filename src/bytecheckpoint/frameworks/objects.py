@@ -76,7 +76,7 @@ def encoded(kind: str, value: object, shards: list[LiveShard], *, by_content: bo
 
 def capture_object(kind: str, value: object) -> LiveState:
     """The shards and the tree of a nested value or of an object with a state_dict."""
-    state = LiveState(kind)
+    state = LiveState(kind, merged=kind in BY_NAME)
     state.tree = encoded(kind, value, state.shards, by_content=kind not in BY_NAME)
     return state
 

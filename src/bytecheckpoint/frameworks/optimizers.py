@@ -128,7 +128,7 @@ def named_groups(kind: str, optimizers: Sequence[Optimizer], names: ParameterNam
 
 def capture_optimizers(kind: str, optimizers: Sequence[Optimizer], names: ParameterNames) -> LiveState:
     """The shards and values of all optimizers of one kind."""
-    state = LiveState(kind)
+    state = LiveState(kind, merged=True)
     shards = state.shards
     groups = named_groups(kind, optimizers, names)
     values: dict[str, dict[Any, Any]] = {}

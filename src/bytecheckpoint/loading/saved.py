@@ -96,9 +96,11 @@ class SavedView:
         return SavedTensor(self._catalog.key(index), self._catalog.dtype[index], self._catalog.shape(index))
 
     def find(self, kind: str, names: Sequence[str], slot: str = "") -> SavedTensor | None:  # noqa: D102 (protocol)
-        found = self._catalog.find([TensorKey(kind, name, slot) for name in names])
-        hits = found[found >= 0]
-        return self._saved(int(hits[0])) if len(hits) else None
+        for name in names:
+            index = self._catalog.find_one(TensorKey(kind, name, slot))
+            if index >= 0:
+                return self._saved(index)
+        return None
 
     def slots(self, kind: str, names: Sequence[str]) -> list[SavedTensor]:  # noqa: D102 (protocol)
         if self._slots is None:
@@ -152,10 +154,11 @@ class SavedView:
         return known
 
     def shape_of(self, kind: str, fqn: str) -> SavedTensor | None:  # noqa: D102 (protocol)
-        before = len(self.from_rank_0)
-        (index,) = self.resolve([TensorKey(kind, fqn)], by_content=True)
-        del self.from_rank_0[before:]
-        return self._saved(index) if index >= 0 else None
+        for owner in (self._rank, SHARED, 0):
+            index = self._catalog.find_one(TensorKey(kind, fqn), owner)
+            if index >= 0:
+                return self._saved(index)
+        return None
 
     def _read(self, tensors: Sequence[int]) -> list[bytes]:
         whole, read = read_whole(self._files, self._catalog, self.rows, tensors, self._settings)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from typing import Any
 
@@ -80,14 +81,13 @@ class LoadSession:
         names: Mapping[Any, Any] | None,
     ) -> LoadReport:
         """Load; see `bytecheckpoint.load`."""
-        files: FileSet | None = None
-        word = _Word()
-        failure: BaseException | None = None
-        try:
+        with contextlib.ExitStack() as stack:
+            word = _Word()
+            failure: BaseException | None = None
             try:
                 storage, adapter = prepare()
                 catalog, data = read_catalog(storage)
-                files = FileSet(storage, catalog)
+                files = stack.enter_context(FileSet(storage, catalog))
                 self._phases.mark("catalog")
                 view = SavedView(catalog, files, self._collective.rank, self._settings)
                 destination = adapter.destination(states, view, strict=self._strict, names=names)
@@ -96,30 +96,27 @@ class LoadSession:
                 plan, targets = self._plan(storage, catalog, view, destination.wanted)
                 self._phases.mark("plan")
                 word = self._first_word(catalog, data, destination, plan)
-            except BaseException as error:
+            except BaseException as error:  # noqa: BLE001  told to the other ranks, then raised
                 failure = error
                 word = _Word(error=error_report(error))
             words = self._meet("agree", word, failure)
             unexpected = self._agree(storage, catalog, states, words)
             self._phases.mark("agree")
-            failure = None
             read = received = 0
             try:
-                delivery = Delivery(plan, targets)
-                read, received = self._read(files, delivery, words)
-            except BaseException as error:
+                read, received = self._read(files, Delivery(plan, targets), words)
+            except BaseException as error:  # noqa: BLE001  told to the other ranks, then raised
                 failure = error
             self._phases.mark("read")
             self._meet("done", _Word(error=error_report(failure)) if failure else _Word(), failure)
-            destination.apply()
-            self._phases.mark("apply")
-        finally:
-            if files is not None:
-                files.close()
+        destination.apply()
+        self._phases.mark("apply")
         notes = list(destination.notes)
         if view.from_rank_0:
-            notes.append(f"rank {self._collective.rank} has no copy of its own and got rank 0's: "
-                         + ", ".join(dict.fromkeys(view.from_rank_0)))
+            notes.append(
+                f"rank {self._collective.rank} has no copy of its own and got rank 0's: "
+                + ", ".join(dict.fromkeys(view.from_rank_0))
+            )
         total = self._phases.total()
         return LoadReport(
             path=storage.url,
@@ -231,9 +228,7 @@ class LoadSession:
                 raise error_from_report(other.error, prefix=f"rank {rank}: ")
         return words
 
-    def _agree(
-        self, storage: Storage, catalog: Catalog, states: Collection[str], words: Sequence[_Word]
-    ) -> list[str]:
+    def _agree(self, storage: Storage, catalog: Catalog, states: Collection[str], words: Sequence[_Word]) -> list[str]:
         """What the checkpoint holds, within the kinds asked for, and no rank wants."""
         if len({w.catalog for w in words}) > 1:
             raise IncompatibleCheckpointError(
@@ -275,4 +270,3 @@ class LoadSession:
 def _some(names: Sequence[str]) -> str:
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more
-

@@ -84,19 +84,21 @@ def plan_reads(stored: StoredRows, wanted: BoxTable, contiguous: Mask, chunk_byt
     else:
         found = intersect(pieces, wanted)
     source_row = rows[row]
-    found, pieces_of = _split_gaps(found, pieces, stored.element[source_row], stored.block_bytes[stored.file[source_row]])
+    found, pieces_of = _split_gaps(
+        found, pieces, stored.element[source_row], stored.block_bytes[stored.file[source_row]]
+    )
     element = stored.element[source_row][pieces_of]
     file = stored.file[source_row][pieces_of]
     copies, file, element = _copies(
         found, pieces.take(pieces_of), base[pieces_of], element, file, wanted, contiguous, chunk_bytes
     )
     ranges = _ranges(stored, copies, file, element, chunk_bytes)
-    return ReadPlan(*ranges, copies=copies, missing=missing, overlaps=rows[np.stack([overlaps.left, overlaps.right], axis=1)])
+    return ReadPlan(
+        *ranges, copies=copies, missing=missing, overlaps=rows[np.stack([overlaps.left, overlaps.right], axis=1)]
+    )
 
 
-def _cut(
-    boxes: BoxTable, start: Int64s, element: Int64s, chunk_bytes: int
-) -> tuple[BoxTable, Int64s, Int64s]:
+def _cut(boxes: BoxTable, start: Int64s, element: Int64s, chunk_bytes: int) -> tuple[BoxTable, Int64s, Int64s]:
     """Cut rows at chunk boundaries.
 
     Returns:
@@ -125,9 +127,7 @@ def _strides(shape: Int64s) -> Int64s:
     return strides
 
 
-def _split_gaps(
-    found: Intersections, pieces: BoxTable, element: Int64s, block: Int64s
-) -> tuple[Intersections, Int64s]:
+def _split_gaps(found: Intersections, pieces: BoxTable, element: Int64s, block: Int64s) -> tuple[Intersections, Int64s]:
     """Split boxes whose runs lie so far apart in the file that whole blocks between them need not be read."""
     left = found.left
     strides = _strides(pieces.lengths)[left]
@@ -157,7 +157,8 @@ def _runs_on(lengths: Int64s, shape: Int64s) -> Mask:
     # A dimension may be partial only when every dimension before it has extent 1.
     after = np.zeros_like(partial)
     after[:, :-1] = np.logical_or.accumulate(partial[:, :0:-1], axis=1)[:, ::-1]
-    return ((lengths == 1) | ~after).all(axis=1)
+    runs: Mask = ((lengths == 1) | ~after).all(axis=1)
+    return runs
 
 
 def _copies(
@@ -180,9 +181,9 @@ def _copies(
     flat = contiguous[found.right] & _runs_on(found.lengths, pieces.lengths) & _runs_on(found.lengths, target_shape)
 
     order = np.lexsort((found.right, source, file))
-    columns = [c[order] for c in (found.right, source, elements, flat, target, pieces.lengths, target_offsets)]
-    right, source, elements, flat, target, shape, offsets = columns
-    lengths, file, element = found.lengths[order], file[order], element[order]
+    right, source, elements, target = found.right[order], source[order], elements[order], target[order]
+    shape, offsets, lengths = pieces.lengths[order], target_offsets[order], found.lengths[order]
+    flat, file, element = flat[order], file[order], element[order]
     joins = np.zeros(len(order), bool)
     joins[1:] = (
         flat[1:]

@@ -236,7 +236,7 @@ def _from_table(table: Any, footer: _Footer) -> Catalog:
             raise _damaged("the rows of a tensor differ in shape, dtype or another property of the whole")
     files = _files(footer.files)
     blocks = [max(file.blocks, 0) for file in files]
-    given = len(table["sums"].combine_chunks().flatten()) + sum(len(text) // 16 for text in footer.sums.values())
+    given = len(_whole(table["sums"]).flatten()) + sum(len(text) // 16 for text in footer.sums.values())
     if sum(blocks) != given:  # before memory is taken for that many
         raise _damaged(f"it holds {given} checksums for {sum(blocks)} blocks")
     return Catalog(
@@ -259,9 +259,9 @@ def _from_table(table: Any, footer: _Footer) -> Catalog:
 def _place_sums(catalog: Catalog, table: Any, footer: _Footer) -> None:
     """Fill in the checksums of a catalog that was just made, once its rows are known to be sound."""
     counts, places = sum_places(catalog)
-    column = table["sums"].combine_chunks()
+    column = _whole(table["sums"])
     values = _elements(column, "sums", pa.uint64())
-    if not np.array_equal(np.diff(np.asarray(column.offsets)), counts):
+    if not np.array_equal(np.diff(_numpy(column.offsets)), counts):
         raise _damaged("a row has more or fewer checksums than blocks")
     flat = np.zeros(sum(len(sums) for sums in catalog.file_sums), np.uint64)
     flat[places] = values
@@ -299,9 +299,9 @@ def _lists(padded: Int64s, ndims: Int64s) -> Any:
 
 def _padded(table: Any, name: str, fill: int) -> tuple[Int64s, Int64s]:
     """A column of lists as a matrix padded on the right, and the lengths of the lists."""
-    column = table[name].combine_chunks()
+    column = _whole(table[name])
     values = _elements(column, name, pa.int64())
-    dims = np.diff(np.asarray(column.offsets)).astype(np.int64)
+    dims = np.diff(_numpy(column.offsets)).astype(np.int64)
     width = max(int(dims.max(initial=0)), 1)
     if width > MAX_DIMS:
         raise _damaged(f"a tensor of {width} dimensions is not possible")
@@ -310,28 +310,45 @@ def _padded(table: Any, name: str, fill: int) -> tuple[Int64s, Int64s]:
     return padded, dims
 
 
+def _whole(column: Any) -> Any:
+    """All chunks of a column as one array; as in `_array`, the obvious calls would import pandas."""
+    return pa.concat_arrays(column.chunks) if column.num_chunks else pa.nulls(0, column.type)
+
+
+def _numpy(array: Any) -> NDArray[Any]:
+    """A read-only view of an Arrow array of numbers without nulls (of booleans: a copy)."""
+    data, count = array.buffers()[1], len(array)
+    if data is None:
+        return np.zeros(0, str(array.type))
+    if pa.types.is_boolean(array.type):
+        bits = np.unpackbits(np.frombuffer(data, np.uint8), bitorder="little")
+        return bits[array.offset : array.offset + count].astype(np.bool_)
+    dtype = np.dtype(str(array.type))
+    return np.frombuffer(data, dtype, count, array.offset * dtype.itemsize)
+
+
 def _elements(column: Any, name: str, kind: Any) -> NDArray[Any]:
     values = column.flatten()
     if column.null_count or values.null_count or values.type != kind:
         raise _damaged(f"its column {name!r} has nulls or another type")
-    return np.asarray(values)
+    return _numpy(values)
 
 
 def _numbers(table: Any, name: str, kind: Any) -> NDArray[Any]:
-    column = table[name]
+    column = _whole(table[name])
     if column.null_count or column.type != kind:
         raise _damaged(f"its column {name!r} has nulls or another type")
-    return np.asarray(column)
+    return _numpy(column)
 
 
 def _strings(table: Any, name: str) -> Names:
-    column = table[name].unify_dictionaries().combine_chunks()
+    column = _whole(table[name].unify_dictionaries())
     if column.null_count or column.type != pa.dictionary(pa.int32(), pa.string()):
         raise _damaged(f"its column {name!r} has nulls or another type")
     values = list(map(unescape, column.dictionary.to_pylist()))
     if len(set(values)) != len(values):
         raise _damaged(f"its column {name!r} has one string twice in its dictionary")
-    return Names(np.asarray(column.indices).astype(np.int64), values)
+    return Names(_numpy(column.indices).astype(np.int64), values)
 
 
 def _newer(version: str) -> IncompatibleCheckpointError:

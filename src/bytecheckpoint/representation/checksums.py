@@ -15,11 +15,11 @@ __all__ = ["MAX_BLOCK_BYTES", "MIN_BLOCK_BYTES", "RunningSum", "block_bytes", "b
 
 MIN_BLOCK_BYTES: Final = 64 * 1024
 MAX_BLOCK_BYTES: Final = 1024 * 1024
-_BLOCKS_PER_FILE = 4096
+_BLOCKS_PER_FILE = 1024
 
 
 def block_bytes(data_length: int) -> int:
-    """Block size for a data section of `data_length` bytes: a power of two, about a 4096th, 64 KiB to 1 MiB.
+    """Block size for a data section of `data_length` bytes: a power of two, about a 1024th, 64 KiB to 1 MiB.
 
     Small blocks let a slice of a small file be read and verified precisely; large ones keep the catalog small.
     """

@@ -32,16 +32,20 @@ def build_catalog(plan: SavePlan, reports: Mapping[int, Report], generation: str
     def add(rank: int, record: FileRecord) -> int:
         files.append(
             StorageFile(
-                record.name, record.kind, rank, record.size, record.data_offset, record.header_sum,
-                record.block_bytes, generation,
+                record.name,
+                record.kind,
+                rank,
+                record.size,
+                record.data_offset,
+                record.header_sum,
+                record.block_bytes,
+                generation,
             )
         )
         sums.append(np.frombuffer(record.sums, np.uint64))
         return len(files) - 1
 
-    planned = {
-        (rank, f.kind, f.part): f for rank, report in reports.items() for f in report.files if not f.values
-    }
+    planned = {(rank, f.kind, f.part): f for rank, report in reports.items() for f in report.files if not f.values}
     for rank, kind, part in zip(plan.file_rank.tolist(), plan.file_kind, plan.file_part.tolist(), strict=True):
         number[rank, kind, part, False] = add(rank, planned[rank, kind, part])
     data_offset = np.array([f.data_offset for f in files], np.int64)

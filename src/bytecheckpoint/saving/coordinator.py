@@ -84,7 +84,7 @@ class Coordinator:
         waits: dict[int, str] = dict.fromkeys(world, "f")
         try:
             self._run(task, waits)
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001  told to every rank
             failure = error.failure if isinstance(error, _Failed) else Failure.of(0, "coordination", error)
             self._plans.clear()
             for rank, step in waits.items():
@@ -165,7 +165,7 @@ class Coordinator:
             if not requests:
                 return old, {}
         world = self._collective.world_size
-        urls = {m.url for m in (*requests.values(), *reports.values())}
+        urls = {m.url for m in requests.values()} | {m.url for m in reports.values()}
         if len(urls) > 1:
             raise UsageError(f"ranks save to different paths: {', '.join(sorted(urls)[:3])}; give all the same path")
         tables = [requests[r].table if r in requests else old.tables[r] for r in range(world)]  # type: ignore[union-attr]
@@ -256,7 +256,9 @@ def _differences(requests: Mapping[int, Request], tables: Sequence[LocalTable]) 
     if not requests or not all(r.digests for r in requests.values()) or len(requests) < len(tables):
         return []
     tensors, boxes = all_rows(tables)
-    digests: NDArray[np.uint64] = np.concatenate([np.frombuffer(requests[r].digests, np.uint64) for r in sorted(requests)])
+    digests: NDArray[np.uint64] = np.concatenate(
+        [np.frombuffer(requests[r].digests, np.uint64) for r in sorted(requests)]
+    )
     group = group_equal(boxes)
     order = np.argsort(group, kind="stable")
     same_group = group[order][1:] == group[order][:-1]

@@ -16,7 +16,16 @@ from ..representation.checksums import block_bytes
 from ..representation.shards import LiveShard, LiveState, TensorKey
 from ..representation.storage_file import HeaderTemplate, StoredEntry, build_header
 
-__all__ = ["LocalPlan", "PlannedFile", "Value", "content_digest", "lay_out_rows", "lay_out_values", "signature", "split"]
+__all__ = [
+    "LocalPlan",
+    "PlannedFile",
+    "Value",
+    "content_digest",
+    "lay_out_rows",
+    "lay_out_values",
+    "signature",
+    "split",
+]
 
 _ALIGN = 4096
 
@@ -142,14 +151,27 @@ def lay_out_rows(
             size = shard.data.numel() * shard.data.element_size()
             entries.append(
                 StoredEntry(
-                    shard.key, shard.dtype, shard.global_shape, shard.offsets, shard.lengths, shard.aliases,
-                    shard.requires_grad, -1, offset, size,
+                    shard.key,
+                    shard.dtype,
+                    shard.global_shape,
+                    shard.offsets,
+                    shard.lengths,
+                    shard.aliases,
+                    shard.requires_grad,
+                    -1,
+                    offset,
+                    size,
                 )
             )
             sizes.append(size)
             offset += size
         header = build_header(
-            entries, kind=kind, rank=rank, world_size=world_size, generation=generation, data_length=offset,
+            entries,
+            kind=kind,
+            rank=rank,
+            world_size=world_size,
+            generation=generation,
+            data_length=offset,
             block_bytes=block_bytes(offset),
         )
         files.append(PlannedFile(kind, part, False, header, _section(position, sizes, list(range(first, last)))))
@@ -194,7 +216,12 @@ def lay_out_values(
             places[i] = (len(files), offset)
             offset += value.nbytes
         header = build_header(
-            entries, kind=kind, rank=rank, world_size=world_size, generation=generation, data_length=offset,
+            entries,
+            kind=kind,
+            rank=rank,
+            world_size=world_size,
+            generation=generation,
+            data_length=offset,
             block_bytes=block_bytes(offset),
         )
         sizes = [values[i].nbytes for i in members]

@@ -183,16 +183,14 @@ class Saver:
         self._last = self._worker.submit(run)
         return self._last
 
-    def _session(
-        self, task: SaveTask, call: SaveCall, states: list[LiveState], phases: Phases
-    ) -> SaveSession:
+    def _session(self, task: SaveTask, call: SaveCall, states: list[LiveState], phases: Phases) -> SaveSession:
         return SaveSession(self, task, call, states, phases)
 
     def _submit(self, session: SaveSession, handle: SaveHandle, work: Any) -> None:
         def run() -> None:
             try:
                 work(handle)
-            except BaseException as error:
+            except BaseException as error:  # noqa: BLE001  kept for result() and the next save
                 self._give_up(session.task, session, error)
                 failure = error if isinstance(error, CheckpointError) else CheckpointError(f"save failed: {error!r}")
                 _log.error("asynchronous save to %s failed: %s", handle.path, failure)

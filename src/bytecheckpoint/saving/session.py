@@ -121,7 +121,7 @@ class SaveSession:
     def _record(self, value: Value) -> ValueRecord:
         file, offset = self._places.get(value.key, (-1, 0))
         shape = tuple(value.data.shape)
-        return ValueRecord(tuple(value.key), value.digest, value.dtype, shape, value.merged, file, offset, value.nbytes)
+        return ValueRecord((*value.key,), value.digest, value.dtype, shape, value.merged, file, offset, value.nbytes)
 
     # --- bytes ------------------------------------------------------------------------------------------------
 
@@ -225,9 +225,7 @@ class SaveSession:
         if helper is not None and pool.capacity:
             helper.map_pool(pool.fd, pool.capacity, pool.generation, timeout=self._timeout)
 
-    def _finish(
-        self, job: SaveJob, sums: list[NDArray[np.uint64]], files: Sequence[PlannedFile]
-    ) -> list[FileRecord]:
+    def _finish(self, job: SaveJob, sums: list[NDArray[np.uint64]], files: Sequence[PlannedFile]) -> list[FileRecord]:
         self._phases.mark("write")
         self.stage_name = "finish"
         headers = [f.header.render(s, self._generation) for f, s in zip(files, sums, strict=True)]
@@ -240,8 +238,15 @@ class SaveSession:
             header_sum = xxhash.xxh3_64_intdigest(header)
             records.append(
                 FileRecord(
-                    self._file_name(file), file.kind, file.part, file.values, size, template.data_offset, header_sum,
-                    template.block_bytes, file_sums.tobytes(),
+                    self._file_name(file),
+                    file.kind,
+                    file.part,
+                    file.values,
+                    size,
+                    template.data_offset,
+                    header_sum,
+                    template.block_bytes,
+                    file_sums.tobytes(),
                 )
             )
         self._phases.mark("finish")

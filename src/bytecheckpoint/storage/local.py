@@ -21,13 +21,13 @@ _TEMPORARY = ".publishing-"
 
 
 @contextlib.contextmanager
-def _translated(action: str, path: str) -> Iterator[None]:
+def _translated(action: str, path: str, *, may_be_absent: bool = False) -> Iterator[None]:
     """Turn an OSError into the typed error that tells a handler what it can do."""
     try:
         yield
-    except FileNotFoundError:
-        raise
     except OSError as error:
+        if may_be_absent and isinstance(error, FileNotFoundError):
+            raise
         reason = error.strerror or str(error)
         if error.errno in _FULL:
             raise StorageFullError(f"cannot {action} {path}: {reason}; free space and save again") from error
@@ -105,7 +105,7 @@ class _Writer(FileWriter):
 class _Reader(FileReader):
     def __init__(self, path: str) -> None:
         self._path = path
-        with _translated("open", path):
+        with _translated("open", path, may_be_absent=True):
             self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             self.size = os.fstat(self._fd).st_size
 
@@ -150,7 +150,7 @@ class LocalStorage(Storage):
 
     def read(self, name: str) -> bytes:
         path = self._path(name)
-        with _translated("read", path), open(path, "rb") as file:
+        with _translated("read", path, may_be_absent=True), open(path, "rb") as file:
             return file.read()
 
     def publish(self, name: str, data: bytes) -> None:

@@ -1,0 +1,336 @@
+"""Storage that fails or is slow, on any rank, at any stage: the save fails everywhere, and nothing is lost."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import bytecheckpoint
+from bytecheckpoint import (
+    CheckpointError,
+    CheckpointTimeoutError,
+    PeerLostError,
+    StorageError,
+    StorageFullError,
+    StorageUnavailableError,
+)
+from bytecheckpoint.collectives.base import Collective
+from bytecheckpoint.collectives.threads import ThreadWorld
+from bytecheckpoint.handles import SaveReport
+from tests.faults.coded import files_of, load_step, states, step_of
+from tests.faults.ranks import attempt, outcomes, save_all
+from tests.support.faulty_storage import Faults
+
+MODES: dict[str, dict[str, Any]] = {
+    "sync": {},
+    "async": {"async_checkpoint": True},
+    "background": {"async_checkpoint": True, "staging": "background"},
+}
+#: Call of the storage -> the stage that the other ranks read of.
+STAGES = {"create": "write", "write": "write", "finish": "finish", "sync": "finish", "publish": "commit"}
+ERRORS = {
+    StorageFullError: "cannot write here: No space left on device",
+    StorageUnavailableError: "cannot reach the device",
+    StorageError: "Permission denied",
+}
+
+
+def all_reports(got: list[Any]) -> bool:
+    return all(isinstance(report, SaveReport) for report in got)
+
+
+def expect_failure(got: list[Any], error: type[CheckpointError], rank: int, stage: str, cause: str) -> None:
+    """Every rank raised `error`, and its message says which rank failed at what, and why."""
+    for who, raised in enumerate(got):
+        assert type(raised) is error, f"rank {who}: {raised!r}"
+        assert cause in str(raised)
+        assert f"rank {rank}, {stage}" in str(raised), f"on rank {who}: {raised}"
+        assert "\n" not in str(raised)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("call", STAGES)
+def test_a_failure_on_one_rank_fails_the_save_on_every_rank(
+    tmp_path: Path, faults: Faults, call: str, rank: int, mode: str
+) -> None:
+    if call == "publish" and rank != 0:
+        pytest.skip("only rank 0 publishes")
+    world, path = ThreadWorld(3), tmp_path / "s"
+    assert all_reports(save_all(world, path, 1, **MODES[mode]))
+    before = files_of(path)
+    error = list(ERRORS)[len(call) % 3]
+    rule = faults.add(call, error(ERRORS[error]), rank=rank)
+    got = save_all(world, path, 2, **MODES[mode])
+    assert rule.hits == 1
+    expect_failure(got, error, rank, STAGES[call], ERRORS[error])
+    assert files_of(path) == before, "nothing of the failed save is left"
+    assert load_step(path) == 1
+    if mode != "sync":
+        again = save_all(world, path, 3, **MODES[mode])
+        expect_failure(again, error, rank, STAGES[call], ERRORS[error])
+        assert all("earlier asynchronous save failed" in str(raised) for raised in again)
+    got = save_all(world, path, 4, **MODES[mode])
+    assert all_reports(got), got
+    assert load_step(path) == 4
+    assert len(files_of(path)) == len(before)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("skip", [0, 3])
+def test_a_write_that_stops_half_way(tmp_path: Path, faults: Faults, skip: int, mode: str) -> None:
+    world, path = ThreadWorld(2), tmp_path / "s"
+    save_all(world, path, 1)
+    faults.add("write", StorageFullError("disk full"), rank=1, skip=skip, partial=True)
+    expect_failure(save_all(world, path, 2, **MODES[mode]), StorageFullError, 1, "write" if not skip else "", "disk full")
+    assert load_step(path) == 1
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_first_save_of_a_path_fails_and_leaves_no_checkpoint(tmp_path: Path, faults: Faults, mode: str) -> None:
+    world, path = ThreadWorld(2), tmp_path / "s"
+    faults.add("finish", StorageFullError("disk full"), rank=1)
+    got = save_all(world, path, 1, **MODES[mode])
+    expect_failure(got, StorageFullError, 1, "finish", "disk full")
+    assert files_of(path) == []
+    with pytest.raises(bytecheckpoint.CheckpointNotFoundError):
+        load_step(path)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_all_ranks_fail_at_once(tmp_path: Path, faults: Faults, mode: str) -> None:
+    world, path = ThreadWorld(3), tmp_path / "s"
+    save_all(world, path, 1)
+    faults.add("write", StorageFullError("disk full"), times=-1)
+    got = save_all(world, path, 2, **MODES[mode])
+    assert all(type(raised) is StorageFullError for raised in got), got
+    faults.clear()
+    if mode != "sync":
+        assert all("earlier" in str(raised) for raised in save_all(world, path, 3, **MODES[mode]))
+    assert load_step(path) == 1
+    assert all_reports(save_all(world, path, 4, **MODES[mode]))
+    assert load_step(path) == 4
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_error_that_no_backend_should_raise(tmp_path: Path, faults: Faults, mode: str) -> None:
+    world, path = ThreadWorld(2), tmp_path / "s"
+    save_all(world, path, 1)
+    faults.add("write", RuntimeError("a bug in the backend"), rank=1)
+    got = save_all(world, path, 2, **MODES[mode])
+    assert type(got[0]) is CheckpointError and "rank 1, write: RuntimeError: a bug in the backend" in str(got[0])
+    assert "a bug in the backend" in str(got[1])
+    assert load_step(path) == 1
+    attempt(save_all, world, path, 3)
+    assert all_reports(save_all(world, path, 4, **MODES[mode]))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_publish_that_fails_after_the_catalog_stands(tmp_path: Path, faults: Faults, mode: str) -> None:
+    """The directory's fsync fails after the rename, or the answer of an object store is lost: files that a visible catalog names must stay."""
+    world, path = ThreadWorld(2), tmp_path / "s"
+    save_all(world, path, 1)
+    inner = bytecheckpoint.storage.local._fsync_directory
+    calls: list[str] = []
+
+    def fsync(folder: str) -> None:
+        calls.append(folder)
+        if folder == str(path) and (path / "metadata.parquet").read_bytes() != catalog:
+            raise OSError(5, "Input/output error")
+        inner(folder)
+
+    catalog = (path / "metadata.parquet").read_bytes()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("bytecheckpoint.storage.local._fsync_directory", fsync)
+        got = save_all(world, path, 2, **MODES[mode])
+    assert calls
+    assert all(type(raised) is StorageUnavailableError for raised in got), got
+    assert load_step(path) in (1, 2)
+    if mode != "sync":
+        assert all("earlier" in str(raised) for raised in save_all(world, path, 3, **MODES[mode]))
+    assert all_reports(save_all(world, path, 4, **MODES[mode]))
+    assert load_step(path) == 4
+    assert len([name for name in files_of(path) if "model/rank" in name]) == 2
+
+
+@pytest.mark.parametrize("error", [StorageUnavailableError("gone"), RuntimeError("a bug"), OSError("raw")])
+@pytest.mark.parametrize("call", ["list", "delete"])
+def test_old_files_that_cannot_be_removed_do_not_fail_the_save(
+    tmp_path: Path, faults: Faults, call: str, error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    world, path = ThreadWorld(2), tmp_path / "s"
+    save_all(world, path, 1)
+    before = files_of(path)
+    faults.add(call, error)
+    with caplog.at_level(logging.WARNING, "bytecheckpoint"):
+        assert all_reports(save_all(world, path, 2))
+    assert any("old files could not be removed" in record.getMessage() for record in caplog.records)
+    assert load_step(path) == 2
+    assert all_reports(save_all(world, path, 3))
+    assert len(files_of(path)) == len(before), "the next save removes them"
+
+
+def test_a_failed_asynchronous_save_is_logged(tmp_path: Path, faults: Faults, caplog: pytest.LogCaptureFixture) -> None:
+    faults.add("write", StorageFullError("disk full"))
+    with caplog.at_level(logging.ERROR, "bytecheckpoint"):
+        handle = bytecheckpoint.save(tmp_path / "s", states(step=1), async_checkpoint=True)
+        with pytest.raises(StorageFullError):
+            handle.result(20)
+    assert any("disk full" in record.getMessage() and record.levelno == logging.ERROR for record in caplog.records)
+
+
+def test_the_failure_is_raised_at_the_next_save_once(tmp_path: Path, faults: Faults) -> None:
+    faults.add("write", StorageFullError("disk full"))
+    handle = bytecheckpoint.save(tmp_path / "s", states(step=1), async_checkpoint=True)
+    with pytest.raises(StorageFullError):
+        handle.result(20)
+    with pytest.raises(StorageFullError, match="earlier asynchronous save failed"):
+        bytecheckpoint.save(tmp_path / "s", states(step=2))
+    bytecheckpoint.save(tmp_path / "s", states(step=3))
+    assert load_step(tmp_path / "s") == 3
+
+
+def test_a_failed_synchronous_save_is_not_raised_again(tmp_path: Path, faults: Faults) -> None:
+    faults.add("write", StorageFullError("disk full"))
+    with pytest.raises(StorageFullError):
+        bytecheckpoint.save(tmp_path / "s", states(step=1))
+    bytecheckpoint.save(tmp_path / "s", states(step=2))
+    assert load_step(tmp_path / "s") == 2
+
+
+@pytest.mark.parametrize("mode", ["async", "background"])
+def test_slow_storage_does_not_lengthen_the_call(tmp_path: Path, faults: Faults, mode: str) -> None:
+    path = tmp_path / "s"
+    bytecheckpoint.save(path, states(step=1), **MODES[mode]).result(20)
+    rule = faults.add("write", delay=0.4, times=-1)
+    begun = time.monotonic()
+    handle = bytecheckpoint.save(path, states(step=2), **MODES[mode])
+    handle.staged.result(20)
+    blocked = time.monotonic() - begun
+    report = handle.result(30)
+    assert rule.hits >= 5 and report.total_seconds > 0.4
+    assert blocked < 0.3, f"the caller waited {blocked:.2f} s for storage"
+    assert report.blocking_seconds < 0.3
+
+
+def test_saves_queue_behind_a_slow_one_and_all_commit(tmp_path: Path, faults: Faults) -> None:
+    faults.add("publish", delay=0.2, times=-1)
+    handles = [
+        bytecheckpoint.save(tmp_path / "s", states(step=step), async_checkpoint=True, staging="background")
+        for step in range(1, 4)
+    ]
+    for handle in handles:
+        handle.result(20)
+    assert load_step(tmp_path / "s") == 3
+
+
+def test_result_with_a_time_limit_leaves_the_save_running(tmp_path: Path, faults: Faults) -> None:
+    gate = threading.Event()
+    faults.add("publish", hold=gate)
+    handle = bytecheckpoint.save(tmp_path / "s", states(step=1), async_checkpoint=True)
+    with pytest.raises(CheckpointTimeoutError, match="still running"):
+        handle.result(0.1)
+    assert handle.staged.done() and not handle.done()
+    gate.set()
+    assert handle.result(20).bytes_written > 0
+    assert load_step(tmp_path / "s") == 1
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize("silent", [True, False])
+def test_a_rank_that_hangs_or_dies_is_named_in_time(
+    tmp_path: Path, faults: Faults, victim: int, silent: bool, mode: str
+) -> None:
+    world, path = ThreadWorld(3), tmp_path / "s"
+    save_all(world, path, 1)
+    begun = time.monotonic()
+
+    def one(collective: Collective) -> Any:
+        if collective.rank == victim:
+            world.kill(victim, silent=silent)
+            return None
+        return bytecheckpoint.save(path, states(collective.rank, 3, 2), timeout=1.0, **MODES[mode]).result(30)
+
+    got = outcomes(world, one)
+    took = time.monotonic() - begun
+    for rank in {0, 1, 2} - {victim}:
+        assert type(got[rank]) in (PeerLostError, CheckpointTimeoutError), got[rank]
+        assert f"rank {victim}" in str(got[rank]), got[rank]
+    assert took < 15, f"survivors needed {took:.1f} s"
+    assert load_step(path) == 1
+    # A new world, as a restarted job is.
+    assert all_reports(save_all(ThreadWorld(2), path, 5))
+    assert load_step(path) == 5
+    assert len([name for name in files_of(path) if "model/rank" in name]) == 2
+
+
+@pytest.mark.parametrize("call", ["read", "open", "read_into"])
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_read_that_fails_on_one_rank_fails_the_load_on_every_rank(
+    tmp_path: Path, faults: Faults, call: str, rank: int, overlap: bool
+) -> None:
+    world, path = ThreadWorld(2), tmp_path / "s"
+    save_all(world, path, 1)
+    rule = faults.add(call, StorageUnavailableError("the device is gone"), rank=rank)
+
+    def one(collective: Collective) -> Any:
+        loaded = states(collective.rank, 2)
+        bytecheckpoint.load(path, loaded, overlap_loading=overlap)
+        return step_of(loaded)
+
+    got = outcomes(world, one)
+    assert rule.hits == 1
+    for who, raised in enumerate(got):
+        assert type(raised) is StorageUnavailableError, f"rank {who}: {raised!r}"
+        assert "the device is gone" in str(raised)
+        if who != rank:
+            assert f"rank {rank}" in str(raised)
+    assert outcomes(world, one) == [1, 1], "the next load works"
+
+
+def test_a_load_that_waits_for_a_hung_rank_ends(tmp_path: Path, faults: Faults) -> None:
+    world, path = ThreadWorld(3), tmp_path / "s"
+    save_all(world, path, 1)
+
+    def one(collective: Collective) -> Any:
+        if collective.rank == 2:
+            world.kill(2)
+            return None
+        return bytecheckpoint.load(path, states(collective.rank, 3), timeout=1.0)
+
+    begun = time.monotonic()
+    got = outcomes(world, one)
+    assert time.monotonic() - begun < 10
+    assert type(got[0]) is CheckpointTimeoutError and "rank 2" in str(got[0])
+    assert type(got[1]) in (CheckpointTimeoutError, PeerLostError)
+
+
+@pytest.mark.parametrize("error", [StorageFullError("disk full"), RuntimeError("a bug")])
+def test_wrong_states_on_one_rank_fail_the_save_everywhere(tmp_path: Path, faults: Faults, error: Exception) -> None:
+    class Broken:
+        def state_dict(self) -> dict[str, Any]:
+            raise error
+
+        def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+    world, path = ThreadWorld(2), tmp_path / "s"
+    save_all(world, path, 1)
+
+    def one(collective: Collective) -> Any:
+        mine = states(collective.rank, 2, 2)
+        if collective.rank == 1:
+            mine["scheduler"] = Broken()
+        return bytecheckpoint.save(path, mine).result(20)
+
+    got = outcomes(world, one)
+    assert got[1] is error
+    assert isinstance(got[0], CheckpointError) and "rank 1" in str(got[0]) and str(error) in str(got[0])
+    assert load_step(path) == 1
+    assert all_reports(save_all(world, path, 3))

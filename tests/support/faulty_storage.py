@@ -1,0 +1,213 @@
+"""A storage that fails, dawdles or lies at chosen calls; what the fault tests put in the place of a real one.
+
+    faults = Faults()
+    faults.install(monkeypatch)                       # every save and load of this process now goes through it
+    faults.add("write", StorageFullError("no space"), rank=1, skip=2)
+
+Writes are done by the helper process in asynchronous saves, which this cannot reach: use settings writer="thread".
+"""
+
+from __future__ import annotations
+
+import importlib
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from bytecheckpoint.collectives import current
+from bytecheckpoint.storage import resolve as real_resolve
+from bytecheckpoint.storage.base import FileReader, FileWriter, Storage
+
+__all__ = ["Faults", "FaultyStorage", "Rule"]
+
+#: Modules that name a storage by calling `resolve`, and the name that they gave it.
+_USERS = (
+    ("bytecheckpoint.saving", "resolve_storage"),
+    ("bytecheckpoint.loading", "resolve_storage"),
+    ("bytecheckpoint.opening", "resolve_storage"),
+    ("bytecheckpoint.opening", "resolve"),
+)
+
+
+@dataclass
+class Rule:
+    """What happens at some calls.
+
+    Attributes:
+        call: "create", "write", "finish", "sync", "publish", "open", "read_into", "read", "list" or "delete".
+        error: what is raised; None: only `delay`.
+        rank: of the caller; None: any.
+        name: part of the file's name; "" fits all.
+        skip: how many calls that fit go through first.
+        times: how many calls are then hit; -1: all.
+        delay: seconds before the call does anything.
+        partial: for "write": half of the bytes reach the file before the error.
+        hold: an event that the call waits for before it does anything.
+        hits: how many calls were hit.
+    """
+
+    call: str
+    error: BaseException | None = None
+    rank: int | None = None
+    name: str = ""
+    skip: int = 0
+    times: int = 1
+    delay: float = 0.0
+    partial: bool = False
+    hold: threading.Event | None = None
+    hits: int = 0
+
+
+@dataclass
+class Faults:
+    """The rules in force, and a record of the calls.
+
+    Attributes:
+        rules: in order; each call meets all that fit.
+        calls: (rank, call, name) of every call so far.
+        bytes_read: by rank.
+        bytes_written: by rank.
+    """
+
+    rules: list[Rule] = field(default_factory=list)
+    calls: list[tuple[int, str, str]] = field(default_factory=list)
+    bytes_read: dict[int, int] = field(default_factory=dict)
+    bytes_written: dict[int, int] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def add(self, call: str, error: BaseException | None = None, **options: Any) -> Rule:
+        """A new rule; see `Rule` for the options."""
+        rule = Rule(call, error, **options)
+        self.rules.append(rule)
+        return rule
+
+    def clear(self) -> None:
+        """Everything works again."""
+        self.rules.clear()
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> Faults:
+        """Let every save and load of this process use this storage."""
+
+        def resolve(path: Any) -> Storage:
+            return FaultyStorage(real_resolve(path), self, current().rank)
+
+        for module, name in _USERS:
+            try:
+                user = importlib.import_module(module)
+            except ImportError:
+                continue
+            if hasattr(user, name):
+                monkeypatch.setattr(user, name, resolve)
+        return self
+
+    def meet(self, rank: int, call: str, name: str) -> Rule | None:
+        """Apply the rules to one call: wait, raise; or the rule whose partial write the caller must carry out."""
+        hit: list[Rule] = []
+        with self._lock:
+            self.calls.append((rank, call, name))
+            for rule in self.rules:
+                if rule.call != call or rule.rank not in (None, rank) or rule.name not in name:
+                    continue
+                if rule.skip > 0:
+                    rule.skip -= 1
+                elif rule.times:
+                    rule.times -= 1
+                    rule.hits += 1
+                    hit.append(rule)
+        for rule in hit:
+            if rule.hold is not None:
+                assert rule.hold.wait(60), "nobody released the held call"
+            if rule.delay:
+                time.sleep(rule.delay)
+            if rule.error is not None:
+                if rule.partial:
+                    return rule
+                raise rule.error
+        return None
+
+    def count(self, table: dict[int, int], rank: int, nbytes: int) -> None:
+        """Add to one of the byte counters."""
+        with self._lock:
+            table[rank] = table.get(rank, 0) + nbytes
+
+
+class _Writer(FileWriter):
+    def __init__(self, inner: FileWriter, faults: Faults, rank: int, name: str) -> None:
+        self._inner, self._faults, self._rank, self._name = inner, faults, rank, name
+        self.direct = inner.direct
+
+    def write_at(self, offset: int, buffers: Sequence[memoryview]) -> None:
+        rule = self._faults.meet(self._rank, "write", self._name)
+        if rule is not None:
+            self._inner.write_at(offset, [buffers[0][: len(buffers[0]) // 2]])
+            assert rule.error is not None
+            raise rule.error
+        self._inner.write_at(offset, buffers)
+        self._faults.count(self._faults.bytes_written, self._rank, sum(map(len, buffers)))
+
+    def finish(self, size: int) -> None:
+        self._faults.meet(self._rank, "finish", self._name)
+        self._inner.finish(size)
+
+    def abort(self) -> None:
+        self._inner.abort()
+
+
+class _Reader(FileReader):
+    def __init__(self, inner: FileReader, faults: Faults, rank: int, name: str) -> None:
+        self._inner, self._faults, self._rank, self._name = inner, faults, rank, name
+        self.size = inner.size
+
+    def read_into(self, offset: int, buffers: Sequence[memoryview]) -> int:
+        self._faults.meet(self._rank, "read_into", self._name)
+        got = self._inner.read_into(offset, buffers)
+        self._faults.count(self._faults.bytes_read, self._rank, got)
+        return got
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+class FaultyStorage(Storage):
+    """A storage behind the rules of `Faults`, as one rank sees it."""
+
+    def __init__(self, inner: Storage, faults: Faults, rank: int) -> None:
+        self._inner, self._faults, self._rank = inner, faults, rank
+        self.url = inner.url
+
+    def _meet(self, call: str, name: str = "") -> None:
+        self._faults.meet(self._rank, call, name)
+
+    def create(self, name: str, size: int, *, direct: bool = False) -> FileWriter:
+        self._meet("create", name)
+        return _Writer(self._inner.create(name, size, direct=direct), self._faults, self._rank, name)
+
+    def open(self, name: str) -> FileReader:
+        self._meet("open", name)
+        return _Reader(self._inner.open(name), self._faults, self._rank, name)
+
+    def read(self, name: str) -> bytes:
+        self._meet("read", name)
+        return self._inner.read(name)
+
+    def publish(self, name: str, data: bytes) -> None:
+        self._meet("publish", name)
+        self._inner.publish(name, data)
+
+    def list(self) -> list[tuple[str, int]]:
+        self._meet("list")
+        return self._inner.list()
+
+    def delete(self, names: Iterable[str]) -> None:
+        names = list(names)
+        self._meet("delete", " ".join(names))
+        self._inner.delete(names)
+
+    def sync(self, names: Iterable[str]) -> None:
+        names = list(names)
+        self._meet("sync", " ".join(names))
+        self._inner.sync(names)

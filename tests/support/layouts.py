@@ -1,0 +1,74 @@
+"""Layouts without torch.distributed: several ranks as threads, each holding boxes of coordinate-coded tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any
+
+import numpy as np
+import torch
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets, lengths
+
+
+def coded(shape: Sequence[int], dtype: torch.dtype, salt: int = 0) -> torch.Tensor:
+    """A tensor whose every element says where it belongs: its flat index, mixed with a salt."""
+    count = int(np.prod(shape, dtype=np.int64))
+    flat = torch.arange(count, dtype=torch.int64) + 1 + salt * 1_000_003
+    if dtype.is_floating_point or dtype.is_complex:
+        # Modulo a prime below the mantissa's range, so that neighbours differ in every dtype.
+        modulus = {torch.bfloat16: 251, torch.float16: 2039}.get(dtype, 16_777_213)
+        return (flat % modulus).to(dtype).reshape(tuple(shape))
+    if dtype == torch.bool:
+        return (flat * 2654435761 % 97 % 2 == 0).reshape(tuple(shape))
+    return (flat % 127).to(dtype).reshape(tuple(shape)) if dtype.itemsize == 1 else flat.to(dtype).reshape(tuple(shape))
+
+
+@dataclass
+class Leaf:
+    """Stands where a tensor may: the boxes that one rank holds of it."""
+
+    shape: tuple[int, ...]
+    boxes: list[Box]
+    tensors: list[torch.Tensor] = field(default_factory=list)
+
+    def __bytecheckpoint_shards__(self) -> Any:
+        for (offsets, _), tensor in zip(self.boxes, self.tensors, strict=True):
+            yield self.shape, offsets, tensor
+
+    def fill(self, full: torch.Tensor, strided: bool) -> Leaf:
+        """Hold the pieces of `full`; `strided`: in memory that is not contiguous."""
+        self.tensors = []
+        for offsets, lengths in self.boxes:
+            piece = full[tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))]
+            self.tensors.append(as_strided_copy(piece) if strided else piece.clone().contiguous())
+        return self
+
+    def check(self, full: torch.Tensor) -> None:
+        """Every element is where `full` has it."""
+        for (offsets, lengths), tensor in zip(self.boxes, self.tensors, strict=True):
+            piece = full[tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))]
+            assert torch.equal(piece, tensor), (self.shape, offsets, lengths)
+
+
+def as_strided_copy(piece: torch.Tensor) -> torch.Tensor:
+    """The same elements in a view with gaps, transposed when it has two dimensions or more."""
+    if piece.ndim == 0:
+        return torch.stack([piece, piece])[1]
+    wide = torch.zeros((*piece.shape[:-1][::-1], piece.shape[-1] * 2), dtype=piece.dtype)
+    view = wide.permute(*range(piece.ndim - 2, -1, -1), piece.ndim - 1)[..., ::2]
+    view.copy_(piece)
+    return view
+
+
+def grid_boxes(shape: Sequence[int], cuts: Sequence[Sequence[int]]) -> list[Box]:
+    """The boxes between `cuts`: per dimension, the sorted inner cut positions (repeats give empty boxes)."""
+    edges = [[0, *c, n] for c, n in zip(cuts, shape, strict=True)]
+    boxes = []
+    for corner in product(*[range(len(e) - 1) for e in edges]):
+        offsets = tuple(e[i] for e, i in zip(edges, corner, strict=True))
+        lengths = tuple(e[i + 1] - e[i] for e, i in zip(edges, corner, strict=True))
+        boxes.append((offsets, lengths))
+    return boxes

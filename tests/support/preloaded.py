@@ -1,0 +1,13 @@
+"""What the template process imports before it forks the ranks of test worlds."""
+
+import torch  # noqa: F401
+import torch.distributed as dist  # noqa: F401
+import torch.distributed.device_mesh
+import torch.distributed.fsdp
+import torch.distributed.pipelining
+import torch.distributed.tensor
+import torch.distributed.tensor.parallel
+import torch.nn.parallel  # noqa: F401
+
+import bytecheckpoint.loading
+import bytecheckpoint.saving  # noqa: F401

@@ -1,0 +1,234 @@
+"""Worlds of real processes for tests: torch is imported once, then each world is forked from that template.
+
+`Worlds.get(n)` gives n processes in one gloo process group (one process: none), kept for later tests of that size, so
+that a run costs milliseconds. A world in which anything went wrong is killed and the next test gets a new one.
+"""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+__all__ = ["RankError", "World", "Worlds"]
+
+# Imported by the template; nothing here may start a thread.
+_PRELOADED = ["tests.support.preloaded"]
+_GRACE = 15.0  # seconds for the other ranks to end after one has failed
+_LOG_TAIL = 3000
+_KEPT_PROCESSES = 10
+
+
+class RankError(AssertionError):
+    """Some ranks failed, died or hung; the message has each one's traceback or log."""
+
+
+class World:
+    """A world of `size` processes.
+
+    Args:
+        size: number of ranks.
+        folder: for logs and the rendezvous; must be new.
+        group: have torch.distributed initialised (never for one process).
+    """
+
+    def __init__(self, size: int, folder: Path, *, group: bool = True) -> None:
+        folder.mkdir(parents=True)
+        self.size = size
+        self._folder = folder
+        self._alive = True
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(_PRELOADED)
+        self.processes: list[Any] = []
+        self._links: list[Connection] = []
+        for rank in range(size):
+            here, there = context.Pipe()
+            process = context.Process(
+                target=_serve, args=(rank, size, str(folder), there, group and size > 1), daemon=False
+            )
+            process.start()
+            there.close()
+            self.processes.append(process)
+            self._links.append(here)
+
+    @property
+    def usable(self) -> bool:
+        """Whether all processes live and none has failed."""
+        return self._alive and all(p.is_alive() for p in self.processes)
+
+    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 90.0, **kwargs: Any) -> list[Any]:
+        """`function(*args, **kwargs)` on every rank; the results in order of rank.
+
+        Args:
+            function: importable by its module and name; only the names travel.
+            *args: picklable, equal on all ranks.
+            timeout: seconds for all ranks.
+            **kwargs: as `args`.
+
+        Raises:
+            RankError: a rank raised, died or took too long. The world is killed.
+        """
+        outcomes = self.start(function, *args, **kwargs).outcomes(timeout)
+        if all(ok for ok, _ in outcomes):
+            return [value for _, value in outcomes]
+        text = "\n".join(f"--- rank {r}: {value}" for r, (ok, value) in enumerate(outcomes) if not ok)
+        raise RankError(f"{function.__name__} failed\n{text}")
+
+    def start(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> World:
+        """Begin a run whose `outcomes` are asked for later (tests that kill ranks on the way)."""
+        assert self.usable, "this world has ended"
+        for link in self._links:
+            link.send((function.__module__, function.__name__, args, kwargs))
+        return self
+
+    def outcomes(self, timeout: float = 90.0) -> list[tuple[bool, Any]]:
+        """(ended well, result or traceback) of every rank; kills the world unless all ended well."""
+        found: dict[int, tuple[bool, Any]] = {}
+        deadline = time.monotonic() + timeout
+        ranks = {id(link): rank for rank, link in enumerate(self._links)}
+        pending = list(self._links)
+        while pending and time.monotonic() < deadline:
+            for ready in wait(pending, max(0.0, deadline - time.monotonic())):
+                assert isinstance(ready, Connection)
+                rank = ranks[id(ready)]
+                pending.remove(ready)
+                try:
+                    found[rank] = ready.recv()
+                except (EOFError, OSError):
+                    self.processes[rank].join(5)
+                    code = self.processes[rank].exitcode
+                    found[rank] = (False, f"died with exit code {code}\n{self._log(rank)}")
+                if not found[rank][0]:
+                    deadline = min(deadline, time.monotonic() + _GRACE)
+        for link in pending:
+            rank = ranks[id(link)]
+            self._show_stacks(rank)
+            found[rank] = (False, f"still running after {timeout:g} s, or {_GRACE:g} s after a failure\n{self._log(rank)}")
+        if not all(ok for ok, _ in found.values()):
+            self.kill()
+        return [found[rank] for rank in range(self.size)]
+
+    def _show_stacks(self, rank: int) -> None:
+        process = self.processes[rank]
+        if process.is_alive():
+            os.kill(process.pid, signal.SIGUSR1)
+            time.sleep(0.5)
+
+    def _log(self, rank: int) -> str:
+        log = self._folder / f"rank{rank}.log"
+        return log.read_text(errors="replace")[-_LOG_TAIL:] if log.exists() else "(no log)"
+
+    def kill(self) -> None:
+        """End all processes at once."""
+        self._alive = False
+        for process in self.processes:
+            process.kill()
+        for process, link in zip(self.processes, self._links, strict=True):
+            process.join(10)
+            link.close()
+
+    def close(self, timeout: float = 30.0) -> list[int | None]:
+        """Let all processes end in the ordinary way; their exit codes (None: had to be killed)."""
+        if not self._alive:
+            return [p.exitcode for p in self.processes]
+        for link in self._links:
+            try:
+                link.send(None)
+            except OSError:
+                pass
+        deadline = time.monotonic() + timeout
+        for process in self.processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        codes = [p.exitcode for p in self.processes]
+        self.kill()
+        return codes
+
+
+class Worlds:
+    """The worlds of one test session, at most `_KEPT_PROCESSES` processes at a time."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._number = 0
+        self._kept: dict[int, World] = {}
+
+    def fresh(self, size: int, *, group: bool = True) -> World:
+        """A new world; the caller closes it."""
+        self._number += 1
+        return World(size, self._folder / f"world{self._number}", group=group)
+
+    def get(self, size: int) -> World:
+        """A world of that size, the kept one when it is sound."""
+        world = self._kept.pop(size, None)
+        if world is not None and not world.usable:
+            world.kill()
+            world = None
+        if world is None:
+            while self._kept and size + sum(self._kept) > _KEPT_PROCESSES:
+                self._kept.pop(next(iter(self._kept))).close()
+            world = self.fresh(size)
+        self._kept[size] = world  # the last one used is the last to go
+        return world
+
+    def run(self, size: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """`World.run` in a world of that size."""
+        return self.get(size).run(function, *args, **kwargs)
+
+    def close(self) -> None:
+        """End all kept worlds."""
+        for world in self._kept.values():
+            world.close()
+        self._kept.clear()
+
+
+def _serve(rank: int, size: int, folder: str, link: Connection, group: bool) -> None:
+    """One rank: runs what it is told to, until it is told None or the other side is gone."""
+    import faulthandler
+
+    import torch
+    import torch.distributed as dist
+
+    log = os.open(f"{folder}/rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    faulthandler.enable(log)
+    faulthandler.register(signal.SIGUSR1, log, all_threads=True)
+    torch.set_num_threads(1)
+    ready = not group
+    try:
+        while True:
+            try:
+                job = link.recv()
+            except EOFError:
+                return
+            if job is None:
+                return
+            module, name, args, kwargs = job
+            try:
+                if not ready:
+                    dist.init_process_group(
+                        "gloo",
+                        init_method=f"file://{folder}/rendezvous",
+                        rank=rank,
+                        world_size=size,
+                        timeout=timedelta(seconds=60),
+                    )
+                    ready = True
+                result = (True, getattr(importlib.import_module(module), name)(*args, **kwargs))
+            except BaseException:  # noqa: BLE001 - reported by the test
+                result = (False, traceback.format_exc())
+            sys.stdout.flush()
+            sys.stderr.flush()
+            link.send(result)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
