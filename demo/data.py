@@ -34,9 +34,7 @@ class Batches:
         seed: of the order.
     """
 
-    def __init__(
-        self, text: Tensor, length: int, batch: int, *, rank: int = 0, ranks: int = 1, seed: int = 0
-    ) -> None:
+    def __init__(self, text: Tensor, length: int, batch: int, *, rank: int = 0, ranks: int = 1, seed: int = 0) -> None:
         assert batch % ranks == 0, f"{ranks} data-parallel ranks do not divide a batch of {batch}"
         # One byte more than a sample is long: the targets are the inputs, moved by one.
         self.samples = text.unfold(0, length + 1, length)

@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
-from torch.nn import functional as F  # noqa: N812  the field's name for it
+from torch.nn import functional as F
 
 LAYOUTS = ("plain", "fsdp2", "tp2_fsdp2")
 
@@ -30,7 +30,7 @@ class Size:
 
 
 SIZES = {
-    "10M": Size(layers=6, width=384, heads=6, context=128),
+    "10M": Size(layers=6, width=384, heads=6, context=64),
     "1M": Size(layers=4, width=128, heads=4, context=64),
 }
 
@@ -76,7 +76,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Bytes in, logits of the next byte out: int [batch, length] -> float [batch, length, 256]."""
+    """Predicts the next byte: `forward` takes int64 [batch, length] inputs and targets, and returns the mean loss."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -90,11 +90,12 @@ class GPT(nn.Module):
                 ends_branch = name.endswith(("out.weight", "down.weight"))
                 nn.init.normal_(parameter, std=0.02 / (2 * size.layers) ** 0.5 if ends_branch else 0.02)
 
-    def forward(self, text: Tensor) -> Tensor:
-        x = self.embedding(text)
+    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        x = self.embedding(inputs)
         for block in self.blocks:
             x = block(x)
-        return self.head(self.norm(x))
+        logits = self.head(self.norm(x))
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 def rotate(x: Tensor) -> Tensor:
@@ -106,20 +107,21 @@ def rotate(x: Tensor) -> Tensor:
     return torch.cat([a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()], dim=-1)
 
 
-def parallelize(model: GPT, layout: str, world_size: int) -> DeviceMesh | None:
+def parallelize(model: GPT, layout: str, world_size: int) -> tuple[int, int]:
     """Lay `model` out over all ranks, in place.
 
     Args:
         model: the same on every rank.
-        layout: "plain" (every parameter whole), "fsdp2" (sharded over all ranks), or "tp2_fsdp2" (tensor parallel
-            over pairs of ranks, and those shards sharded again over the pairs).
+        layout: "plain" (one rank, every parameter whole), "fsdp2" (parameters sharded over all ranks), or "tp2_fsdp2"
+            (pairs of ranks share each layer's work, tensor parallel; their shards are sharded again over the pairs).
         world_size: number of ranks.
 
     Returns:
-        The mesh of data-parallel ranks; None for "plain".
+        This rank's place among the data-parallel ranks, and how many there are.
     """
     if layout == "plain":
-        return None
+        assert world_size == 1, "the plain layout is for one rank"
+        return 0, 1
     if layout == "fsdp2":
         mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp",))
     else:
@@ -128,7 +130,7 @@ def parallelize(model: GPT, layout: str, world_size: int) -> DeviceMesh | None:
     for block in model.blocks:
         fully_shard(block, mesh=mesh["dp"])
     fully_shard(model, mesh=mesh["dp"])
-    return mesh["dp"]
+    return mesh["dp"].get_local_rank(), mesh["dp"].size()
 
 
 def tensor_parallel(model: GPT, mesh: DeviceMesh) -> None:

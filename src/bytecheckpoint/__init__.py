@@ -16,6 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 from ._version import __version__
 
+# At once, not lazily: importing the module of the same name would otherwise put the module in the function's place.
+from .settings import Settings, configure, settings
+
 if TYPE_CHECKING:
     from .errors import (
         CheckpointError,
@@ -35,7 +38,6 @@ if TYPE_CHECKING:
     from .opening import Checkpoint, Entry, open
     from .representation.values import register
     from .saving import prepare, save
-    from .settings import Settings, configure, settings
 
 __all__ = [
     "Checkpoint",
@@ -69,7 +71,6 @@ _HOME = {
     **dict.fromkeys((n for n in __all__ if n.endswith("Error")), "errors"),
     **dict.fromkeys(("LoadReport", "SaveHandle", "SaveReport"), "handles"),
     **dict.fromkeys(("Checkpoint", "Entry", "open"), "opening"),
-    **dict.fromkeys(("Settings", "configure", "settings"), "settings"),
     "register": "representation.values",
     "load": "loading",
     "prepare": "saving",

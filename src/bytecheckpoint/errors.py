@@ -106,10 +106,22 @@ def error_report(error: BaseException) -> dict[str, str]:
     """`error` as plain strings that can travel to another rank (never a pickle)."""
     name = type(error).__name__ if isinstance(error, CheckpointError) else "CheckpointError"
     text = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
-    return {"error": name, "message": text}
+    report = {"error": name, "message": text}
+    if isinstance(error, CorruptCheckpointError):
+        report |= {"file": error.file, "block": str(error.block), "tensors": "\0".join(error.tensors)}
+    return report
 
 
 def error_from_report(report: dict[str, str], *, prefix: str = "") -> CheckpointError:
     """The error that another rank reported, of the same class where it is known here."""
     cls = _BY_NAME.get(report.get("error", ""), CheckpointError)
-    return cls(prefix + report.get("message", "unknown failure"))
+    message = prefix + report.get("message", "unknown failure")
+    if cls is CorruptCheckpointError:
+        tensors = report.get("tensors", "")
+        return CorruptCheckpointError(
+            message,
+            file=report.get("file", ""),
+            block=int(report.get("block", -1)),
+            tensors=tuple(tensors.split("\0")) if tensors else (),
+        )
+    return cls(message)

@@ -241,3 +241,10 @@ def test_empty_and_scalar_tensors() -> None:
     source.register_buffer("scalar", torch.tensor(4.0))
     (state,) = capture(model=source)
     assert [(s.global_shape, s.offsets, s.lengths) for s in state.shards] == [((0, 3), (0, 0), (0, 3)), ((), (), ())]
+
+
+def test_a_rank_without_a_stage_has_nothing() -> None:
+    states = capture(model=[], optimizer=[], extra=[])
+    assert [s.shards for s in states] == [[], [], []]
+    checkpoint = MemoryCheckpoint([detached(capture(model=model(), optimizer=[], extra=[]))])
+    assert not checkpoint.load({"model": [], "optimizer": [], "extra": [1]}).missing

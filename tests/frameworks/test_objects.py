@@ -219,3 +219,26 @@ def test_declared_shards_are_resharded() -> None:
 def test_what_cannot_be_stored_is_refused(make: Any) -> None:
     with pytest.raises(UsageError):
         NativeFramework().capture({"extra_states": {"bad": make()}})
+
+
+class Engine:
+    """Saves copies, so that only load_state_dict can restore it."""
+
+    def __init__(self, fill: float) -> None:
+        self.weight, self.count = torch.full((2,), fill), int(fill)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"weight": self.weight.clone(), "count": self.count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.weight, self.count = state["weight"], state["count"]
+
+
+@pytest.mark.parametrize("kind", ["model", "engine"])
+def test_objects_inside_containers_restore_themselves(kind: str) -> None:
+    checkpoint = save({kind: {"inner": [Engine(3), 1], "net": nn.Linear(1, 1)}})
+    live = {"inner": [Engine(0), 0], "net": nn.Linear(1, 1)}
+    engine, net = live["inner"][0], live["net"]
+    found = checkpoint.load({kind: live})
+    assert not found.missing and live["inner"] == [engine, 1] and live["net"] is net
+    assert engine.count == 3 and torch.equal(engine.weight, torch.full((2,), 3.0))

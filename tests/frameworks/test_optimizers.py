@@ -285,3 +285,11 @@ def test_an_optimizer_does_not_load_from_plain_values() -> None:
     checkpoint = save({"optimizer": {"lr": 3}})
     with pytest.raises(IncompatibleCheckpointError, match="plain values"):
         checkpoint.load({"model": net, "optimizer": torch.optim.SGD(net.parameters())})
+
+
+def test_an_optimizer_made_from_named_parameters_keeps_its_own_names() -> None:
+    net, other = model(), model()
+    one = torch.optim.Adam(net.named_parameters(), lr=0.5)
+    two = torch.optim.Adam([(f"my.{n}", p) for n, p in other.named_parameters()])
+    save({"model": net, "optimizer": one}).load({"model": other, "optimizer": two})
+    assert two.param_groups[0]["lr"] == 0.5 and two.param_groups[0]["param_names"][0] == "my.0.weight"

@@ -78,15 +78,15 @@ def distributed_aranges() -> None:
         ((1, 3, 2), [Replicate(), strided(0, split_factor=2), Shard(0)]),
         ((3, 2, 1), [strided(0, split_factor=2), Shard(0), Shard(1)]),
     ]
+    shapes = ((7, 5), (12, 6), (13, 4), (1, 3), (5, 2), (4, 9), (0, 3), (3, 0))
     for extents, placed in placements:
-        for shape in ((7, 5), (12, 6), (13, 4), (1, 3), (5, 2), (4, 9), (0, 3), (3, 0)):
-            whole = arange(*shape)
-            tensor = distribute_tensor(whole, mesh(extents), placed, src_data_rank=None)
-            (state,) = NativeFramework().capture({"model": {"w": tensor}})
-            check_boxes(state.shards, whole)
-            assembled = checkpoint({"model": {"w": tensor}})
-            (stored,) = assembled.whole.values()
-            assert torch.equal(stored, whole), (extents, placed, shape)
+        wholes = {str(shape): arange(*shape) for shape in shapes}
+        tensors = {n: distribute_tensor(w, mesh(extents), placed, src_data_rank=None) for n, w in wholes.items()}
+        for key, stored in checkpoint({"model": tensors}).whole.items():
+            assert torch.equal(stored, wholes[key.fqn]), (extents, placed, key)
+        (state,) = NativeFramework().capture({"model": tensors})
+        for shard in state.shards:
+            check_boxes([shard], wholes[shard.key.fqn])
 
 
 def tensor_parallel(net: nn.Module, tp: DeviceMesh) -> nn.Module:
@@ -208,6 +208,41 @@ def state_made_from_local_tensors() -> None:
     saved.load({"model": net, "optimizer": again})
     for p in net.parameters():
         assert equal(dict(optimizer.state[p]), dict(again.state[p]))
+
+
+class Factored(torch.optim.Optimizer):
+    """State of another shape than the parameter's, updated in place."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                rows = p.detach().mean(dim=-1, keepdim=True)
+                state = self.state[p]
+                if not state:
+                    state["rows"] = torch.zeros_like(rows)
+                    state["history"] = [rows * 3, {"squares": p.detach() ** 2}]
+                state["rows"].lerp_(rows, 0.5)
+
+
+@case
+def factored_and_nested_state() -> None:
+    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+        both = mesh((3, 2), ("dp", "tp"))
+        net = parallelize_module(stack(), both["tp"], {"0": ColwiseParallel(), "2": ColwiseParallel()})
+        fully_shard(net, mesh=both["dp"])
+        return net, Factored([p for p in net.parameters() if p.ndim == 2])
+
+    (net, one), (live, two) = build(), build()
+    one.step()
+    checkpoint({"model": net, "optimizer": one}).load({"model": live, "optimizer": two})
+    one.step()
+    two.step()
+    for p, q in zip(net.parameters(), live.parameters(), strict=True):
+        assert equal(dict(one.state.get(p, {})), dict(two.state.get(q, {})))
 
 
 Layout = Callable[[], tuple[Any, Any]]

@@ -66,12 +66,13 @@ def use(collective: Collective) -> Iterator[Collective]:
         _override.reset(token)
 
 
-def current(process_group: ProcessGroup | None = None) -> Collective:
+def current(process_group: ProcessGroup | None = None, *, timeout: float = 300.0) -> Collective:
     """The collective of this call.
 
     Args:
         process_group: whose ranks take part; None: all ranks of the default group. The first call for a group is a
             collective operation: all its ranks must make it, each in its foreground thread.
+        timeout: seconds that this first call may wait for the others.
 
     Returns:
         What `use` has set in this thread; else, without torch.distributed or in a group of one rank, a
@@ -109,7 +110,7 @@ def current(process_group: ProcessGroup | None = None) -> Collective:
             return known
         from bytecheckpoint.collectives.torch_world import TorchCollective
 
-        state.by_group[group] = made = TorchCollective(group)
+        state.by_group[group] = made = TorchCollective(group, timeout=timeout)
         return made
 
 

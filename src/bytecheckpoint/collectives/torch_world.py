@@ -91,9 +91,14 @@ class TorchCollective(MailboxCollective):
         spoke = Spoke(self.rank, self.world_size, self._mailbox, bytes.fromhex(told["secret"]), linger)
         self._adopt(spoke)
         spoke.connect(hosts, told["port"], deadline - time.monotonic())
-        return TCPStore(
-            spoke.hub_address(), told["store"], None, False, timedelta(seconds=timeout), wait_for_workers=False
-        )
+        left = timedelta(seconds=max(1.0, deadline - time.monotonic()))
+        try:
+            return TCPStore(spoke.hub_address(), told["store"], None, False, left, wait_for_workers=False)
+        except RuntimeError as error:
+            self.close()
+            raise PeerLostError(
+                f"rank {self.rank}: rank 0 went away while the ranks were connecting: {str(error).splitlines()[0]}"
+            ) from error
 
     def _adopt(self, wire: Hub | Spoke) -> None:
         self._wire = wire
@@ -174,7 +179,13 @@ def _broadcast(message: bytes | None, pg: dist.ProcessGroup | None) -> bytes:
     device = torch.device("cpu") if "cpu" in devices or accelerator is None else torch.device(accelerator.type)
     padded = (message or b"").ljust(_INVITATION_BYTES, b" ")
     tensor = torch.frombuffer(bytearray(padded), dtype=torch.uint8).to(device)
-    dist.broadcast(tensor, group=pg, group_src=0)
+    try:
+        dist.broadcast(tensor, group=pg, group_src=0)
+    except RuntimeError as error:
+        raise PeerLostError(
+            f"rank {dist.get_rank(pg)}: lost another rank while the ranks agreed where to meet: "
+            f"{str(error).splitlines()[0]}; restart the job from its last committed checkpoint"
+        ) from error
     return tensor.cpu().numpy().tobytes().rstrip()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
@@ -13,14 +13,15 @@ import torch
 
 from ..errors import CorruptCheckpointError
 from ..representation.catalog import Catalog
-from ..representation.checksums import RunningSum, block_sum
 from ..representation.plans import ReadPlan
 from ..storage import FileReader, Storage
+from .buffers import STEP_BYTES, steps, sums_of
 from .staging import flat_bytes, movable
 
 __all__ = ["Delivery", "FileSet", "Target", "read_all"]
 
 _DIRECT_BYTES = 256 << 10
+_MOST_OPEN = 256
 
 
 class FileSet:
@@ -32,7 +33,8 @@ class FileSet:
     def __init__(self, storage: Storage, catalog: Catalog) -> None:
         self._storage = storage
         self._catalog = catalog
-        self._readers: dict[int, FileReader] = {}
+        self._readers: dict[int, FileReader] = {}  # the most recently used last
+        self._users: dict[int, int] = {}
         self._lock = threading.Lock()
 
     def __enter__(self) -> FileSet:
@@ -48,9 +50,22 @@ class FileSet:
                 reader.close()
             self._readers.clear()
 
+    @contextlib.contextmanager
+    def _lease(self, file: int) -> Iterator[FileReader]:
+        """An open file; those not in use are closed beyond `_MOST_OPEN`, since descriptors are few."""
+        reader = self._open(file)
+        try:
+            yield reader
+        finally:
+            with self._lock:
+                self._users[file] -= 1
+                idle = [f for f in self._readers if not self._users[f]] if len(self._readers) > _MOST_OPEN else []
+                for other in idle[: len(self._readers) - _MOST_OPEN]:
+                    self._readers.pop(other).close()
+
     def _open(self, file: int) -> FileReader:
         with self._lock:
-            reader = self._readers.get(file)
+            reader = self._readers.pop(file, None)
             if reader is None:
                 entry = self._catalog.files[file]
                 try:
@@ -67,7 +82,8 @@ class FileSet:
                         f"the file was cut, extended or replaced; use another checkpoint",
                         file=entry.name,
                     )
-                self._readers[file] = reader
+            self._readers[file] = reader
+            self._users[file] = self._users.get(file, 0) + 1
             return reader
 
     def fetch(self, file: int, start: int, stop: int, buffers: Sequence[memoryview]) -> None:
@@ -83,18 +99,22 @@ class FileSet:
             CorruptCheckpointError: a checksum differs, or the file is missing, cut or extended.
         """
         entry = self._catalog.files[file]
-        got = self._open(file).read_into(entry.data_offset + start, buffers)
-        if got != stop - start:
-            raise CorruptCheckpointError(
-                f"{self._storage.url}: {entry.name} ends after {entry.data_offset + start + got} bytes; it was cut "
-                f"while it was being read; use another checkpoint",
-                file=entry.name,
-            )
         sums = self._catalog.sums(file)
-        first = start // entry.block_bytes
-        for block, value in enumerate(_block_sums(buffers, entry.block_bytes), first):
-            if value != int(sums[block]):
-                raise self._damaged(file, block)
+        block, step = start // entry.block_bytes, max(entry.block_bytes, STEP_BYTES)
+        with self._lease(file) as reader:
+            for position, part in steps(stop - start, step, buffers):
+                at = entry.data_offset + start + position
+                got = reader.read_into(at, part)
+                if got != min(step, stop - start - position):
+                    raise CorruptCheckpointError(
+                        f"{self._storage.url}: {entry.name} ends after {at + got} bytes; it "
+                        f"was cut while it was being read; use another checkpoint",
+                        file=entry.name,
+                    )
+                for value in sums_of(part, entry.block_bytes):
+                    if value != int(sums[block]):
+                        raise self._damaged(file, block)
+                    block += 1
 
     def _damaged(self, file: int, block: int) -> CorruptCheckpointError:
         entry = self._catalog.files[file]
@@ -111,26 +131,6 @@ class FileSet:
             block=block,
             tensors=tensors,
         )
-
-
-def _block_sums(buffers: Sequence[memoryview], size: int) -> Iterable[int]:
-    running, filled = RunningSum(), 0
-    for buffer in buffers:
-        position, length = 0, len(buffer)
-        while position < length:
-            if filled == 0 and length - position >= size:
-                yield block_sum(buffer[position : position + size])
-                position += size
-                continue
-            take = min(size - filled, length - position)
-            running.update(buffer[position : position + take])
-            position += take
-            filled += take
-            if filled == size:
-                yield running.value()
-                running, filled = RunningSum(), 0
-    if filled:
-        yield running.value()
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import CheckpointError
-from ..representation.checksums import RunningSum, block_sum
 from ..storage import FileWriter, Storage
+from .buffers import STEP_BYTES, steps, sums_of
 
 __all__ = ["FileTask", "FilesWriter"]
 
@@ -97,37 +97,24 @@ class FilesWriter:
         if self._failed is not None:
             return
         entry = self._files[file]
+        task = entry.task
+        block = start // task.block_bytes
         try:
-            self._checksum(entry, start, buffers)
-            out = [padded] if padded is not None and entry.writer.direct else buffers
-            entry.writer.write_at(entry.task.data_offset + start, out)
+            if entry.writer.direct:
+                assert padded is not None
+                for value in sums_of(buffers, task.block_bytes):
+                    entry.sums[block] = value
+                    block += 1
+                entry.writer.write_at(task.data_offset + start, [padded])
+                return
+            for position, part in steps(sum(map(len, buffers)), max(task.block_bytes, STEP_BYTES), buffers):
+                for value in sums_of(part, task.block_bytes):
+                    entry.sums[block] = value
+                    block += 1
+                entry.writer.write_at(task.data_offset + start + position, part)
         except BaseException as error:
             self._failed = self._failed or error
             raise
-
-    @staticmethod
-    def _checksum(entry: _OpenFile, start: int, buffers: Sequence[memoryview]) -> None:
-        size = entry.task.block_bytes
-        block, room, running = start // size, size, RunningSum()
-        filled = 0
-        for buffer in buffers:
-            position, length = 0, len(buffer)
-            while position < length:
-                if filled == 0 and length - position >= size:
-                    entry.sums[block] = block_sum(buffer[position : position + size])
-                    position += size
-                    block += 1
-                    continue
-                take = min(room, length - position)
-                running.update(buffer[position : position + take])
-                position += take
-                filled += take
-                room -= take
-                if room == 0:
-                    entry.sums[block] = running.value()
-                    block, room, filled, running = block + 1, size, 0, RunningSum()
-        if filled:
-            entry.sums[block] = running.value()
 
     def sums(self) -> list[NDArray[np.uint64]]:
         """Wait for all writes; the block sums of each file. Raises the first failure."""
@@ -152,6 +139,8 @@ class FilesWriter:
         if self._files:
             self._storage.sync([f.task.name for f in self._files])
         self._pool.shutdown()
+        # From here on a catalog may name them: `abort` must not remove them any more.
+        self._files.clear()
 
     @staticmethod
     def _finish_one(entry: _OpenFile, header: bytes) -> None:

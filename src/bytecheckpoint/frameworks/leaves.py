@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TypeGuard
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
@@ -15,15 +15,12 @@ from bytecheckpoint.frameworks.base import ShardedLeaf
 from bytecheckpoint.frameworks.placements import boxes_of
 from bytecheckpoint.representation.shards import LiveShard, TensorKey
 
-if TYPE_CHECKING:
-    pass
-
 __all__ = [
     "add_shards",
     "dtype_name",
     "dtype_named",
+    "empty_beside",
     "empty_like_layout",
-    "empty_replicated",
     "is_leaf",
     "is_writable",
     "memory_of",
@@ -255,9 +252,24 @@ def empty_like_layout(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return DTensor(local, spec, requires_grad=False)
 
 
-def empty_replicated(shape: tuple[int, ...], dtype: torch.dtype, near: torch.Tensor) -> torch.Tensor:
-    """Uninitialised memory beside `near`, of another shape: replicated over its mesh when it has one."""
-    local = torch.empty(shape, dtype=dtype, device=memory_of(near).device)
+def empty_beside(shape: tuple[int, ...], dtype: torch.dtype, near: torch.Tensor) -> torch.Tensor:
+    """Uninitialised memory of another shape, for something that belongs to `near`, without gradient.
+
+    Over the mesh of a distributed tensor it is sharded as that is along dimensions of equal extent (a mean over rows
+    keeps the sharding of the columns), else replicated; a scalar is a plain tensor.
+    """
+    part = memory_of(near)
     if not isinstance(near, DTensor) or not shape:
-        return local
-    return DTensor.from_local(local, near.device_mesh, [Replicate()] * near.device_mesh.ndim, run_check=False)
+        return torch.empty(shape, dtype=dtype, device=part.device)
+    extents = list(shape)
+    placements: list[Placement] = []
+    for placement in near.placements:
+        dim = getattr(placement, "dim", None)
+        if dim is None or len(shape) != near.ndim or shape[dim] != near.shape[dim]:
+            placements.append(Replicate())
+        else:
+            placements.append(placement)
+            extents[dim] = part.shape[dim]
+    strides = torch.empty(shape, device="meta").stride()
+    spec = DTensorSpec(near.device_mesh, tuple(placements), tensor_meta=TensorMeta(torch.Size(shape), strides, dtype))
+    return DTensor(torch.empty(extents, dtype=dtype, device=part.device), spec, requires_grad=False)

@@ -65,11 +65,14 @@ class ModuleScan:
     parameters: dict[int, tuple[str, tuple[str, ...]]] = field(default_factory=dict)
 
 
-def as_modules(value: object) -> list[nn.Module] | None:
-    """`value` as a list of modules (pipeline stages, virtual stages), or None when it is something else."""
+def as_modules(kind: str, value: object) -> list[nn.Module] | None:
+    """`value` as a list of modules (pipeline stages, virtual stages), or None when it is something else.
+
+    An empty list is a rank without a stage in the kind "model", and a plain value in any other.
+    """
     if isinstance(value, nn.Module):
         return [value]
-    if isinstance(value, list | tuple) and value and all(isinstance(m, nn.Module) for m in value):
+    if isinstance(value, list | tuple) and (value or kind == "model") and all(isinstance(m, nn.Module) for m in value):
         return list(value)
     return None
 

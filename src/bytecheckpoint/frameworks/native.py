@@ -42,7 +42,7 @@ class NativeFramework:
             for kind, value in states.items():
                 if kind in scans:
                     out.append(capture_modules(kind, scans[kind]))
-                elif (optimizers := as_optimizers(value)) is not None:
+                elif (optimizers := as_optimizers(kind, value)) is not None:
                     out.append(capture_optimizers(kind, optimizers, parameters))
                 else:
                     out.append(capture_object(kind, value))
@@ -63,7 +63,7 @@ class NativeFramework:
             for kind, value in states.items():
                 if kind in scans:
                     load_modules(kind, scans[kind], saved, into)
-                elif (optimizers := as_optimizers(value)) is not None:
+                elif (optimizers := as_optimizers(kind, value)) is not None:
                     load_optimizers(kind, optimizers, parameters, saved, into, strict=strict)
                 else:
                     load_object(kind, states, saved, into)
@@ -99,7 +99,7 @@ def _collector_paused() -> Iterator[None]:
 def _scan(states: Mapping[str, object], names: Names | None) -> tuple[dict[str, ModuleScan], ParameterNames]:
     scans: dict[str, ModuleScan] = {}
     for kind, value in states.items():
-        if (modules := as_modules(value)) is not None:
+        if (modules := as_modules(kind, value)) is not None:
             scans[kind] = scan_modules(kind, modules)
     # A parameter that two states hold goes by its name in "model".
     ordered = sorted(scans, key=lambda kind: kind != "model")

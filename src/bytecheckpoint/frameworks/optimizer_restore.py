@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from bytecheckpoint.errors import IncompatibleCheckpointError
+from bytecheckpoint.errors import CorruptCheckpointError, IncompatibleCheckpointError
 from bytecheckpoint.frameworks.base import Destination, SavedStates, SavedTensor
 from bytecheckpoint.frameworks.leaves import (
     add_shards,
     dtype_name,
     dtype_named,
+    empty_beside,
     empty_like_layout,
-    empty_replicated,
     is_writable,
     memory_of,
 )
@@ -33,12 +33,13 @@ from bytecheckpoint.frameworks.optimizers import (
     outline,
     referenced,
 )
-from bytecheckpoint.representation.values import TensorRef, decode, encode
+from bytecheckpoint.representation.values import decode, encode
 
 __all__ = ["load_optimizers"]
 
 # Scalars that torch's optimizers keep on the CPU, whatever the parameter's device, unless capturable or fused.
 _HOST_SLOTS = frozenset({"step", "mu_product"})
+_TREE_KEYS = {"groups", "state", "aliases", "globals", "optimizers"}
 _SHOWN = 3  # names in a note; the rest are counted
 
 
@@ -58,7 +59,7 @@ def load_optimizers(
             `strict` is set.
     """
     groups = named_groups(kind, optimizers, names)
-    trees = _Trees(kind, saved)
+    trees = _Trees(kind, saved, groups)
     stateless: list[str] = []
     for index, live in enumerate(groups):
         found = trees.groups_of(live.names)
@@ -85,29 +86,61 @@ def load_optimizers(
 class _Trees:
     """The trees of all ranks as one: settings and plain state by parameter name, this rank's own tree first."""
 
-    def __init__(self, kind: str, saved: SavedStates) -> None:
+    def __init__(self, kind: str, saved: SavedStates, live: Sequence[Group]) -> None:
         self.groups: dict[str, dict[str, Any]] = {}
         self.values: dict[str, dict[Any, Any]] = {}
         self.canonical: dict[str, str] = {}
         self.globals: list[dict[Any, Any]] = []
+        # Memory for tensors inside containers: saved (FQN, slot) -> tensor, for the parameters that are here.
+        self.nested: dict[tuple[str, str], torch.Tensor] = {}
+        self._kind = kind
+        self._saved = saved
+        self._live = live
+        self._by_saved_name: dict[str, torch.Tensor] | None = None
         own = saved.tree(kind)
         blobs = ([own] if own is not None else []) + [t for t in saved.trees(kind) if t != own]
         for position, blob in enumerate(blobs):
-            tree = decode(blob, on_tensor=TensorRef)
-            if not isinstance(tree, dict) or not isinstance(tree.get("groups"), list):
+            references: list[str] = []
+            tree: Any = decode(blob, on_tensor=partial(_noted, references))
+            if not isinstance(tree, dict) or tree.keys() != _TREE_KEYS:
                 raise IncompatibleCheckpointError(
                     f"{kind} was saved from plain values, not from an optimizer: load it into a dict"
                 )
+            for fqn, aliases in tree["aliases"].items():
+                self.canonical.update(dict.fromkeys(aliases, fqn))
+            if references:
+                # Now that the names are known, the same again with memory in the place of the tensors.
+                tree = decode(blob, on_tensor=self._memory)
             for group in tree["groups"]:
                 for fqn in group["params"]:
                     self.groups.setdefault(fqn, group)
-            for fqn, values in tree.get("state", {}).items():
+            for fqn, values in tree["state"].items():
                 self.values.setdefault(fqn, values)
-            for fqn, aliases in tree.get("aliases", {}).items():
-                for alias in aliases:
-                    self.canonical.setdefault(alias, fqn)
             if position == 0:
-                self.globals = tree.get("globals", [])
+                self.globals = tree["globals"]
+
+    def _memory(self, name: str) -> torch.Tensor | None:
+        fqn, slot = referenced(name)
+        if (fqn, slot) not in self.nested:
+            parameter = self._parameter(fqn)
+            found = self._saved.find(self._kind, (fqn,), slot)
+            if found is None:
+                raise CorruptCheckpointError(f"the values of {self._kind} refer to {name!r}, which the catalog lacks")
+            if parameter is None:
+                return None
+            self.nested[fqn, slot] = _fresh(found, parameter, on_device=False)
+        return self.nested[fqn, slot]
+
+    def _parameter(self, saved_fqn: str) -> torch.Tensor | None:
+        if self._by_saved_name is None:
+            self._by_saved_name = {
+                saved: parameter
+                for group in self._live
+                for parameter, (fqn, aliases) in zip(group.params, group.names, strict=True)
+                for name in (fqn, *aliases)
+                for saved in (name, self.canonical.get(name, name))
+            }
+        return self._by_saved_name.get(saved_fqn)
 
     def groups_of(self, names: Sequence[tuple[str, tuple[str, ...]]]) -> list[dict[str, Any] | None]:
         """The saved group of each parameter, found by any of its names."""
@@ -155,11 +188,13 @@ class _ParameterLoad:
         used: set[int] = set()
         for found in saved.slots(self._kind, names):
             slot = found.key.slot
-            target = live.get(slot)
-            if not (isinstance(target, torch.Tensor) and id(target) not in used and self._takes(target, found)):
-                target = self._fresh(found)
-            used.add(id(target))
-            self._targets[slot] = target
+            target = trees.nested.get((found.key.fqn, slot))
+            if target is None:
+                target = live.get(slot)
+                if not (isinstance(target, torch.Tensor) and id(target) not in used and self._takes(target, found)):
+                    target = _fresh(found, self._parameter, on_device=self._on_device)
+                used.add(id(target))
+                self._targets[slot] = target
             into.claimed.add(found.key)
             like = layout_of(target, self._parameter)
             add_shards(into.wanted, found.key, target, aliases=self._aliases, like=like)
@@ -169,42 +204,30 @@ class _ParameterLoad:
         self._values = trees.values_of(self._fqn, self._aliases)
         return bool(self._targets or self._values)
 
+    def install(self) -> None:
+        """Make the parameter's state exactly what was saved."""
+        state = self._optimizer.state[self._parameter]
+        state.clear()
+        state.update(self._targets)
+        state.update(self._values)
+
     def _takes(self, live: torch.Tensor, found: SavedTensor) -> bool:
         whole = live if layout_of(live, self._parameter) is None else self._parameter
         return tuple(whole.shape) == found.global_shape and dtype_name(live.dtype) == found.dtype and is_writable(live)
 
-    def _fresh(self, found: SavedTensor) -> torch.Tensor:
-        dtype = dtype_named(found.dtype)
-        if found.global_shape:
-            if found.global_shape == tuple(self._parameter.shape):
-                return empty_like_layout(self._parameter, dtype)
-            return empty_replicated(found.global_shape, dtype, self._parameter)
-        on_host = found.key.slot.rpartition(".")[2] in _HOST_SLOTS and not self._on_device
-        return torch.empty((), dtype=dtype, device="cpu" if on_host else memory_of(self._parameter).device)
 
-    def install(self) -> None:
-        """Make the parameter's state exactly what was saved."""
-        referred: set[str] = set()
-        values = {key: self._resolved(value, referred) for key, value in self._values.items()}
-        state = self._optimizer.state[self._parameter]
-        state.clear()
-        state.update((slot, tensor) for slot, tensor in self._targets.items() if slot not in referred)
-        state.update(values)
+def _fresh(found: SavedTensor, parameter: torch.Tensor, *, on_device: bool) -> torch.Tensor:
+    """Memory for a state tensor of `parameter`, distributed as the parameter is where the shape allows it."""
+    dtype = dtype_named(found.dtype)
+    if found.key.slot.rpartition(".")[2] in _HOST_SLOTS and not found.global_shape and not on_device:
+        return torch.empty((), dtype=dtype)
+    if found.global_shape == tuple(parameter.shape):
+        return empty_like_layout(parameter, dtype)
+    return empty_beside(found.global_shape, dtype, parameter)
 
-    def _resolved(self, value: Any, referred: set[str]) -> Any:
-        """`value` with tensors in the place of references."""
-        if isinstance(value, TensorRef):
-            _, slot = referenced(value.name)
-            referred.add(slot)
-            return self._targets[slot]
-        if isinstance(value, dict):
-            for key, item in value.items():
-                value[key] = self._resolved(item, referred)
-            return value
-        if isinstance(value, list | tuple):
-            items = [self._resolved(item, referred) for item in value]
-            return items if type(value) is list else tuple(items) if type(value) is tuple else value
-        return value
+
+def _noted(references: list[str], name: str) -> None:
+    references.append(name)
 
 
 def _settings(

@@ -84,11 +84,15 @@ class Group:
     names: list[tuple[str, tuple[str, ...]]]
 
 
-def as_optimizers(value: object) -> list[Optimizer] | None:
-    """`value` as a list of optimizers, or None when it is something else (a dict's values count as a list)."""
+def as_optimizers(kind: str, value: object) -> list[Optimizer] | None:
+    """`value` as a list of optimizers, or None when it is something else (a dict's values count as a list).
+
+    An empty list is a rank without parameters in the kind "optimizer", and a plain value in any other.
+    """
     items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
     found = [item for item in items if isinstance(item, Optimizer)]
-    return found if found and len(found) == len(items) else None
+    without = kind == "optimizer" and isinstance(value, list | tuple)
+    return found if len(found) == len(items) and (found or without) else None
 
 
 def named_groups(kind: str, optimizers: Sequence[Optimizer], names: ParameterNames) -> list[Group]:

@@ -13,6 +13,7 @@ from ..collectives import Collective, current
 from ..errors import UsageError
 from ..frameworks.registry import resolve as resolve_framework
 from ..handles import LoadReport
+from ..saving import prepare
 from ..settings import settings
 from ..storage import resolve as resolve_storage
 from .session import LoadSession
@@ -36,6 +37,7 @@ def load(
     names: Mapping[Any, Any] | None = None,
     process_group: ProcessGroup | None = None,
     timeout: float | None = None,
+    prepare_save: bool | None = None,
 ) -> LoadReport:
     """Load a checkpoint into live objects, in place, whatever layout it was saved from (ByteCheckpoint, section 3.1).
 
@@ -53,6 +55,8 @@ def load(
         names: as for `save`.
         process_group: the ranks that load together; by default all.
         timeout: seconds that one step may wait for the other ranks; default `settings().timeout`.
+        prepare_save: afterwards prepare, in the background, to save the same states (see `prepare`), which takes
+            memory of the state's size; by default when an "optimizer" is among them, as in a training that resumes.
 
     Returns:
         What was read, and what was missing, unexpected or cast.
@@ -74,15 +78,18 @@ def load(
         >>> torch.equal(model.weight, other.weight)
         True
     """
-    collective = current(process_group)
-    number = next(_numbers.setdefault(collective, itertools.count(1)))
     force = settings() if timeout is None else replace(settings(), timeout=timeout)
+    collective = current(process_group, timeout=force.timeout)
+    number = next(_numbers.setdefault(collective, itertools.count(1)))
     session = LoadSession(collective, number, force, overlap=overlap_loading, strict=strict, cast=cast)
 
-    def prepare() -> Any:
+    def find() -> Any:
         if not isinstance(states, MutableMapping) or not states:
             raise UsageError("states must be a non-empty dict of name -> object, such as {'model': model}")
         storage = resolve_storage(path)
         return storage, resolve_framework(framework, states)
 
-    return session.run(prepare, states, names)
+    report = session.run(find, states, names)
+    if prepare_save if prepare_save is not None else "optimizer" in states:
+        prepare(states, framework=framework, names=names, process_group=process_group, timeout=timeout)
+    return report

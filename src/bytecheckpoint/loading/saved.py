@@ -7,39 +7,17 @@ from collections.abc import Collection, Sequence
 import numpy as np
 import torch
 
+from ..engine.catalogs import read_catalog
 from ..engine.reading import Delivery, FileSet, Target, read_all
-from ..errors import CheckpointNotFoundError, CorruptCheckpointError
+from ..errors import CorruptCheckpointError
 from ..frameworks.base import SavedTensor
 from ..planning.read_plan import StoredRows, plan_reads, stored_rows
 from ..representation.boxes import BoxTable
 from ..representation.catalog import SHARED, VALUES_SLOT, Catalog
-from ..representation.catalog_file import decode
-from ..representation.names import CATALOG_NAME
 from ..representation.shards import TensorKey
 from ..settings import Settings
-from ..storage import Storage
 
 __all__ = ["SavedView", "read_catalog", "read_whole"]
-
-
-def read_catalog(storage: Storage) -> tuple[Catalog, bytes]:
-    """The catalog of the checkpoint in `storage`, and its bytes.
-
-    Raises:
-        CheckpointNotFoundError: there is no committed checkpoint.
-        CorruptCheckpointError: the catalog is damaged.
-        IncompatibleCheckpointError: a newer version wrote it.
-    """
-    try:
-        data = storage.read(CATALOG_NAME)
-    except FileNotFoundError:
-        raise CheckpointNotFoundError(
-            f"{storage.url} holds no committed checkpoint (no {CATALOG_NAME}); give the folder of one step"
-        ) from None
-    try:
-        return decode(data), data
-    except CorruptCheckpointError as error:
-        raise CorruptCheckpointError(f"{storage.url}/{CATALOG_NAME}: {error}", file=CATALOG_NAME) from None
 
 
 def read_whole(
@@ -88,6 +66,7 @@ class SavedView:
         self.bytes_read = 0
         self._trees: dict[str, list[bytes]] = {}
         self._slots: dict[tuple[str, str], list[int]] | None = None
+        self._shared: dict[tuple[str, str, str], int] | None = None
 
     def kinds(self) -> Collection[str]:  # noqa: D102 (protocol)
         return self._catalog.kinds()
@@ -96,9 +75,17 @@ class SavedView:
         return SavedTensor(self._catalog.key(index), self._catalog.dtype[index], self._catalog.shape(index))
 
     def find(self, kind: str, names: Sequence[str], slot: str = "") -> SavedTensor | None:  # noqa: D102 (protocol)
+        if self._shared is None:
+            catalog = self._catalog
+            keys = zip(catalog.kind.to_list(), catalog.fqn.to_list(), catalog.slot.to_list(), strict=True)
+            owners = catalog.owner.tolist()
+            self._shared = {k: i for i, (k, owner) in enumerate(zip(keys, owners, strict=True)) if owner == SHARED}
+        aliases = self._catalog.aliases.get(kind)
         for name in names:
-            index = self._catalog.find_one(TensorKey(kind, name, slot))
-            if index >= 0:
+            index = self._shared.get((kind, name, slot))
+            if index is None and aliases is not None and name in aliases:
+                index = self._shared.get((kind, aliases[name], slot))
+            if index is not None:
                 return self._saved(index)
         return None
 

@@ -30,6 +30,7 @@ from ..planning.intersect import intersect
 from ..planning.read_plan import plan_reads
 from ..representation.boxes import BoxTable
 from ..representation.catalog import SHARED, VALUES_SLOT, Catalog
+from ..representation.names import CATALOG_NAME
 from ..representation.plans import ReadPlan
 from ..representation.shards import LiveShard
 from ..settings import Settings
@@ -39,6 +40,7 @@ from .saved import SavedView, read_catalog
 __all__ = ["LoadSession"]
 
 _SHOWN = 5
+_ATTEMPTS = 3
 
 
 class _Word(msgspec.Struct, frozen=True):
@@ -46,6 +48,7 @@ class _Word(msgspec.Struct, frozen=True):
 
     Attributes:
         error: its failure, empty when it can go on.
+        replaced: the failure came from another save's replacing the checkpoint during the load.
         catalog: digest of the catalog that it read.
         claimed: bitmap of the catalog's tensors that it accounts for.
         ranges: what it will read: int64 (file, start, stop) triples as bytes.
@@ -53,10 +56,15 @@ class _Word(msgspec.Struct, frozen=True):
     """
 
     error: dict[str, str] = {}
+    replaced: bool = False
     catalog: bytes = b""
     claimed: bytes = b""
     ranges: bytes = b""
     host: str = ""
+
+
+class _ReplacedError(Exception):
+    """The checkpoint was replaced while it was being loaded; every rank starts again."""
 
 
 class LoadSession:
@@ -72,6 +80,7 @@ class LoadSession:
         self._strict = strict
         self._cast = cast
         self._phases = Phases()
+        self._attempt = 0
         self._converted: list[str] = []
 
     def run(
@@ -81,9 +90,27 @@ class LoadSession:
         names: Mapping[Any, Any] | None,
     ) -> LoadReport:
         """Load; see `bytecheckpoint.load`."""
+        for self._attempt in range(_ATTEMPTS):
+            try:
+                return self._run(prepare, states, names)
+            except _ReplacedError:
+                continue
+        raise IncompatibleCheckpointError(
+            f"the checkpoint was replaced {_ATTEMPTS} times while it was being loaded; load one that is not being saved"
+        )
+
+    def _run(
+        self,
+        prepare: Callable[[], tuple[Storage, Framework]],
+        states: MutableMapping[str, object],
+        names: Mapping[Any, Any] | None,
+    ) -> LoadReport:
         with contextlib.ExitStack() as stack:
             word = _Word()
+            data = b""
+            storage: Storage | None = None
             failure: BaseException | None = None
+            self._converted = []
             try:
                 storage, adapter = prepare()
                 catalog, data = read_catalog(storage)
@@ -98,7 +125,7 @@ class LoadSession:
                 word = self._first_word(catalog, data, destination, plan)
             except BaseException as error:  # noqa: BLE001  told to the other ranks, then raised
                 failure = error
-                word = _Word(error=error_report(error))
+                word = _failed(error, storage, data)
             words = self._meet("agree", word, failure)
             unexpected = self._agree(storage, catalog, states, words)
             self._phases.mark("agree")
@@ -108,7 +135,7 @@ class LoadSession:
             except BaseException as error:  # noqa: BLE001  told to the other ranks, then raised
                 failure = error
             self._phases.mark("read")
-            self._meet("done", _Word(error=error_report(failure)) if failure else _Word(), failure)
+            self._meet("done", _failed(failure, storage, data) if failure else _Word(), failure)
         destination.apply()
         self._phases.mark("apply")
         notes = list(destination.notes)
@@ -210,19 +237,23 @@ class LoadSession:
     def _meet(self, step: str, word: _Word, failure: BaseException | None) -> list[_Word]:
         """Exchange words; raise this rank's failure, or else the first other rank's."""
         if self._collective.world_size == 1:
+            if word.replaced:
+                raise _ReplacedError from failure
             if failure is not None:
                 raise failure
             return [word]
-        tag = f"load/{self._number}/{step}"
+        tag = f"load/{self._number}.{self._attempt}/{step}"
         try:
             got = self._collective.all_gather(tag, msgspec.msgpack.encode(word), timeout=self._settings.timeout)
         except CheckpointError:
             if failure is not None:
                 raise failure from None
             raise
+        words = [msgspec.msgpack.decode(w, type=_Word) for w in got]
+        if any(w.replaced for w in words):
+            raise _ReplacedError from failure
         if failure is not None:
             raise failure
-        words = [msgspec.msgpack.decode(w, type=_Word) for w in got]
         for rank, other in enumerate(words):
             if other.error:
                 raise error_from_report(other.error, prefix=f"rank {rank}: ")
@@ -231,6 +262,8 @@ class LoadSession:
     def _agree(self, storage: Storage, catalog: Catalog, states: Collection[str], words: Sequence[_Word]) -> list[str]:
         """What the checkpoint holds, within the kinds asked for, and no rank wants."""
         if len({w.catalog for w in words}) > 1:
+            if self._attempt + 1 < _ATTEMPTS:
+                raise _ReplacedError
             raise IncompatibleCheckpointError(
                 f"ranks see different checkpoints at {storage.url}; it was replaced during the load, or the path is "
                 f"not shared; load again"
@@ -261,10 +294,19 @@ class LoadSession:
             exchange = plan_exchange(ranges, self._collective.rank, force.chunk_bytes)
             mine = exchange.private.tolist()
             hosts = [w.host for w in words]
-            tag = f"load/{self._number}/exchange"
+            tag = f"load/{self._number}.{self._attempt}/exchange"
             read, received = exchange_ranges(self._collective, tag, exchange, hosts, files, delivery, force)
         read += read_all(files, delivery, mine, threads=force.read_threads, chunk_bytes=force.chunk_bytes)
         return read, received
+
+
+def _failed(error: BaseException, storage: Storage | None, data: bytes) -> _Word:
+    """The word of a rank that met `error` after it had read the catalog `data`."""
+    replaced = False
+    if isinstance(error, CorruptCheckpointError) and storage is not None and data:
+        with contextlib.suppress(CheckpointError, FileNotFoundError):
+            replaced = storage.read(CATALOG_NAME) != data
+    return _Word(error=error_report(error), replaced=replaced)
 
 
 def _some(names: Sequence[str]) -> str:

@@ -77,7 +77,7 @@ def save(
             raise UsageError("staging='background' needs async_checkpoint=True")
         return _call(path, states, framework, names, check_replicas, force, metadata)
 
-    saver = saver_of(current(process_group))
+    saver = saver_of(current(process_group, timeout=force.timeout))
     return saver.save(
         check,
         force,
@@ -114,7 +114,7 @@ def prepare(
     def check() -> SaveCall:
         return _call(".", states, framework, names, False, force, None)
 
-    return saver_of(current(process_group)).prepare(check, force)
+    return saver_of(current(process_group, timeout=force.timeout)).prepare(check, force)
 
 
 def _settings(timeout: float | None) -> Settings:

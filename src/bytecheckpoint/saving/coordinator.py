@@ -45,6 +45,7 @@ class SaveTask:
         storage: where the checkpoint goes; set before rank 0 sends its first message.
         generation: of the new files.
         info: what the catalog says about the save as a whole.
+        layout: how the objects are distributed; set when rank 0 asks for a plan, kept with the plan.
     """
 
     sequence: int
@@ -52,6 +53,7 @@ class SaveTask:
     storage: Storage | None = None
     generation: str = ""
     info: dict[str, Any] = field(default_factory=dict)
+    layout: dict[str, Any] | None = None
 
 
 @dataclass(slots=True)
@@ -60,6 +62,7 @@ class _KnownPlan:
     plan: SavePlan
     tables: list[LocalTable]
     expected: list[str]  # the plan name that each rank reports when it follows this plan
+    layout: dict[str, Any] | None
 
 
 class _Failed(Exception):
@@ -133,11 +136,25 @@ class Coordinator:
         self._check(reports, known)
         self._complete_values(task, reports, waits)
         assert task.storage is not None
-        catalog = build_catalog(known.plan, reports, task.generation, task.info)
-        task.storage.publish(CATALOG_NAME, encode_catalog(catalog))
+        catalog = build_catalog(known.plan, reports, task.generation, {**task.info, "layout": known.layout})
+        self._publish(task.storage, encode_catalog(catalog))
         self._clean(task.storage, {f.name for f in catalog.files})
         for rank in world:
             self._tell(task, rank, waits[rank], Outcome())
+
+    @staticmethod
+    def _publish(storage: Storage, catalog: bytes) -> None:
+        """Commit. What fails may have taken effect all the same (an answer that got lost, an fsync after the rename)."""
+        try:
+            storage.publish(CATALOG_NAME, catalog)
+        except BaseException as error:
+            try:
+                keep = storage.read(CATALOG_NAME) == catalog
+            except FileNotFoundError:
+                keep = False
+            except (StorageError, OSError):
+                keep = True
+            raise _Failed(Failure.of(0, "commit", error, keep=keep)) from error
 
     def _writing_time(self, plan: SavePlan | None) -> float:
         plans = [plan] if plan is not None else [k.plan for k in self._plans.values()]
@@ -172,7 +189,8 @@ class Coordinator:
         fixed = {r: old.plan.locals_of(r) for r in reports} if old is not None else {}
         plan = plan_save(tables, fixed)
         name = f"{self._collective.world_id}-{task.sequence}"
-        known = _KnownPlan(name, plan, tables, [name if r in requests else old.expected[r] for r in range(world)])  # type: ignore[union-attr]
+        expected = [name if r in requests else old.expected[r] for r in range(world)]  # type: ignore[union-attr]
+        known = _KnownPlan(name, plan, tables, expected, task.layout if 0 in requests or old is None else old.layout)
         self._plans[name] = known
         while len(self._plans) > _KEPT_PLANS:
             self._plans.popitem(last=False)
@@ -211,7 +229,7 @@ class Coordinator:
         try:
             stale = [name for name, _ in storage.list() if generation_of(name) is not None and name not in named]
             storage.delete(stale)
-        except (StorageError, OSError) as error:
+        except Exception as error:  # noqa: BLE001  the save is committed: nothing may report its failure any more
             _log.warning("%s: old files could not be removed: %s", storage.url, error)
 
 

@@ -38,16 +38,24 @@ class ValueRecord(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Failure(msgspec.Struct, frozen=True, tag="failure"):
-    """A rank cannot go on."""
+    """A rank cannot go on.
+
+    Attributes:
+        rank: which one.
+        stage: what it was doing.
+        error: from `error_report`.
+        keep: the catalog of this save may be in place all the same: nobody removes the files that it names.
+    """
 
     rank: int
     stage: str
     error: dict[str, str]
+    keep: bool = False
 
     @staticmethod
-    def of(rank: int, stage: str, error: BaseException) -> Failure:
+    def of(rank: int, stage: str, error: BaseException, *, keep: bool = False) -> Failure:
         """The failure that `error` is on `rank` in `stage`."""
-        return Failure(rank, stage, error_report(error))
+        return Failure(rank, stage, error_report(error), keep)
 
     def as_error(self) -> CheckpointError:
         """The same error on the rank that hears of it."""

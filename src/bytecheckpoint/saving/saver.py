@@ -192,7 +192,8 @@ class Saver:
                 work(handle)
             except BaseException as error:  # noqa: BLE001  kept for result() and the next save
                 self._give_up(session.task, session, error)
-                failure = error if isinstance(error, CheckpointError) else CheckpointError(f"save failed: {error!r}")
+                where = f"rank {self.collective.rank}, {session.stage_name}"
+                failure = error if isinstance(error, CheckpointError) else CheckpointError(f"{where}: {error!r}")
                 _log.error("asynchronous save to %s failed: %s", handle.path, failure)
                 self._failed = failure
                 handle._fail(failure)
@@ -208,6 +209,9 @@ class Saver:
                 self.collective.send(0, tag(task.sequence, step), encode(failure))
             except CheckpointError as lost:
                 _log.warning("save %d: the coordinator cannot be told of the failure: %s", task.sequence, lost)
+            if session is not None and isinstance(error, CheckpointError):
+                # The other ranks read where it happened; this one shall too.
+                error.args = (f"rank {self.collective.rank}, {stage}: {error}", *error.args[1:])
         self.plans.clear()
         if session is not None:
             session.discard()

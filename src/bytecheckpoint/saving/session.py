@@ -90,6 +90,8 @@ class SaveSession:
         if self._call.check_replicas:
             digests = self._row_digests()
         values = [self._record(v) for v in self._values]
+        if self._collective.rank == 0:
+            self.task.layout = self._call.framework.describe(self._call.states)
         self._send(Request(self._call.storage.url, table, values, digests, dry))
         self.next_report = ""
         answer = self._receive("b", self._timeout)
@@ -299,7 +301,7 @@ class SaveSession:
 
     def _receive(self, step: str, timeout: float) -> Any:
         message = decode(self._collective.recv(0, tag(self.task.sequence, step), timeout=timeout))
-        self._undecided = False
+        self._undecided = isinstance(message, Failure) and message.keep
         if isinstance(message, Failure):
             raise message.as_error()
         return message
@@ -320,7 +322,6 @@ def _info(call: SaveCall, world_size: int) -> dict[str, Any]:
         "created": time.time(),
         "world_size": world_size,
         "framework": call.framework.name,
-        "layout": call.framework.describe(call.states),
         "versions": {"bytecheckpoint": __version__, "torch": str(torch.__version__)},
         "metadata": dict(call.metadata),
     }

@@ -72,6 +72,10 @@ class Storage(ABC):
     def list(self) -> list[tuple[str, int]]:
         """(name, size) of every file of the folder and its direct sub-folders; empty when there is no folder."""
 
+    def modified(self, name: str) -> float:
+        """When a file was last written, seconds since 1970; 0.0 where the storage does not know."""
+        return 0.0
+
     @abstractmethod
     def delete(self, names: Iterable[str]) -> None:
         """Remove files (and folders that this empties); absent ones are fine."""

@@ -26,8 +26,8 @@ def _translated(action: str, path: str, *, may_be_absent: bool = False) -> Itera
     try:
         yield
     except OSError as error:
-        if may_be_absent and isinstance(error, FileNotFoundError):
-            raise
+        if may_be_absent and isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError):
+            raise FileNotFoundError(error.errno, error.strerror, path) from error  # no such *file*, in any case
         reason = error.strerror or str(error)
         if error.errno in _FULL:
             raise StorageFullError(f"cannot {action} {path}: {reason}; free space and save again") from error
@@ -199,6 +199,11 @@ class LocalStorage(Storage):
                 elif entry.is_file():
                     found.append((entry.name, entry.stat().st_size))
         return sorted(found)
+
+    def modified(self, name: str) -> float:
+        path = self._path(name)
+        with _translated("look at", path):
+            return os.stat(path).st_mtime
 
     def delete(self, names: Iterable[str]) -> None:
         folders = set()

@@ -1,0 +1,1 @@
+"""Measurements of bytecheckpoint beside the raw limits and its peers: `python -m benchmarks`."""

@@ -1,0 +1,147 @@
+"""Everything that is measured: `python -m benchmarks [--short] [--out DIR] [--only CASE ...]`.
+
+Prints a table, and writes results.json and results.png into DIR (default benchmarks/out).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks.bench import Options
+from benchmarks.measure import Result
+
+__all__ = ["main"]
+
+_HERE = Path(__file__).parent
+
+
+def main() -> int:
+    """Run the worlds one after the other, then report."""
+    arguments = _parse()
+    out: Path = arguments.out
+    out.mkdir(parents=True, exist_ok=True)
+    if arguments.report:
+        saved = json.loads((out / "results.json").read_text())
+        results = [Result(**r) for r in saved["results"]]
+        return _report(results, saved["about"], out)
+    begin = time.perf_counter()
+    with (
+        tempfile.TemporaryDirectory(prefix="bench-", dir="/dev/shm") as memory,
+        tempfile.TemporaryDirectory(prefix="bench-", dir=arguments.disk or out) as disk,
+    ):
+        folders = {"tmpfs": memory, "disk": disk}
+        options = Options(
+            nbytes=(arguments.size or (64 if arguments.short else 1024)) << 20,
+            tensors=arguments.tensors or (5_000 if arguments.short else 50_000),
+            rounds=arguments.rounds or (3 if arguments.short else 5),
+            seconds=1.0 if arguments.short else 6.0,
+            planning_rows=1_000_000 if arguments.short else 30_000_000,
+            places={name: folders[name] for name in arguments.places},
+            only=tuple(arguments.only),
+        )
+        results, status = [], 0
+        for size in arguments.worlds:
+            found, failed = _world(size, options, arguments.timeout)
+            results += found
+            status |= failed
+    about = _about(options) | {"seconds": round(time.perf_counter() - begin, 1), "command": " ".join(sys.argv[1:])}
+    (out / "results.json").write_text(json.dumps({"about": about, "results": [r.to_json() for r in results]}, indent=1))
+    return _report(results, about, out) | status
+
+
+def _report(results: list[Result], about: dict[str, Any], out: Path) -> int:
+    from benchmarks.report import chart, table
+
+    table(results, about)
+    if chart(results, out / "results.png"):
+        print(f"\n{out / 'results.json'}, {out / 'results.png'}")
+    else:
+        print(f"\n{out / 'results.json'} (no chart: matplotlib is not installed)")
+    return 0
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__.splitlines()[0])
+    parser.add_argument("--short", action="store_true", help="small states; under three minutes")
+    parser.add_argument("--out", type=Path, default=_HERE / "out", help="folder for the results")
+    parser.add_argument("--only", nargs="+", default=[], metavar="CASE", help="run these cases alone")
+    parser.add_argument("--worlds", nargs="+", type=int, default=[1, 2, 4], metavar="N", help="numbers of ranks")
+    parser.add_argument("--places", nargs="+", default=["tmpfs", "disk"], choices=["tmpfs", "disk"])
+    parser.add_argument("--disk", type=Path, default=None, metavar="DIR", help="folder on a disk; default --out")
+    parser.add_argument("--size", type=int, default=0, metavar="MIB", help="size of the large state")
+    parser.add_argument("--tensors", type=int, default=0, metavar="N", help="number of small tensors")
+    parser.add_argument("--rounds", type=int, default=0, metavar="N", help="repetitions of each arm")
+    parser.add_argument("--timeout", type=float, default=3600, metavar="S", help="seconds for one world")
+    parser.add_argument("--report", action="store_true", help="only print the results that stand in --out")
+    return parser.parse_args()
+
+
+def _world(size: int, options: Options, timeout: float) -> tuple[list[Result], int]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(_HERE.parent), environment.get("PYTHONPATH", "")]).rstrip(
+        os.pathsep
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "results.json"
+        command = [sys.executable, "-m", "benchmarks.world"]
+        tail = [str(size), str(port), json.dumps(asdict(options)), str(out)]
+        ranks = [subprocess.Popen([*command, str(rank), *tail], env=environment) for rank in range(size)]
+        end = time.monotonic() + timeout
+        status = 0
+        while any(r.poll() is None for r in ranks):
+            # When one rank dies, the others would wait for it in vain.
+            if time.monotonic() > end or any(r.poll() for r in ranks):
+                time.sleep(1)
+                for rank in ranks:
+                    rank.kill()
+            time.sleep(0.05)
+        for number, rank in enumerate(ranks):
+            if rank.wait():
+                print(f"  rank {number} of {size} ended with status {rank.returncode}", file=sys.stderr)
+                status = 1
+        found = json.loads(out.read_text()) if out.exists() else []
+        return [Result(**r) for r in found], status
+
+
+def _about(options: Options) -> dict[str, Any]:
+    from importlib.metadata import PackageNotFoundError, version
+
+    versions = {}
+    for name in ("bytecheckpoint", "torch", "torch-checkpointing", "safetensors", "numpy"):
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    places = {}
+    for name, folder in options.places.items():
+        usage = shutil.disk_usage(folder if Path(folder).exists() else "/")
+        places[name] = f"{usage.total >> 30} GiB"
+    return {
+        "versions": versions,
+        "python": platform.python_version(),
+        "cpus": len(os.sched_getaffinity(0)),
+        "memory_gib": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1),
+        "load_average": round(os.getloadavg()[0], 1),
+        "state_mib": options.nbytes >> 20,
+        "small_tensors": options.tensors,
+        "rounds": options.rounds,
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,103 @@
+"""What cases are given: sizes, places, the world, and a place to put results."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks.measure import Arm, Result, World, measure
+from benchmarks.peers import Peer
+
+__all__ = ["Bench", "Options"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """Sizes of one run.
+
+    Attributes:
+        nbytes: of the large state, over all ranks.
+        tensors: number of tensors of the state of small ones.
+        rounds: counted repetitions of each arm.
+        seconds: how long each part of the interference case runs.
+        planning_rows: rows of the catalog in the planning case.
+        places: name -> folder of the file systems.
+        only: names of the cases to run; empty for all.
+    """
+
+    nbytes: int
+    tensors: int
+    rounds: int
+    seconds: float
+    planning_rows: int
+    places: dict[str, str]
+    only: tuple[str, ...] = ()
+
+
+@dataclass
+class Bench:
+    """One world's run over all cases."""
+
+    options: Options
+    world: World
+    peers: list[Peer]
+    results: list[Result] = field(default_factory=list)
+    place: str = ""
+
+    @property
+    def folder(self) -> Path:
+        """Where the case may write."""
+        return Path(self.options.places[self.place])
+
+    def clear(self, name: str) -> None:
+        """Remove a checkpoint or file; rank 0 does it for all."""
+        if self.world.rank == 0:
+            path = self.folder / name
+            if path.is_file():
+                path.unlink()
+            else:
+                shutil.rmtree(path, ignore_errors=True)
+
+    def clear_all(self) -> None:
+        """Empty the place."""
+        self.world.barrier()
+        if self.world.rank == 0:
+            for path in self.folder.glob("*"):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        self.world.barrier()
+
+    def measure(
+        self,
+        case: str,
+        nbytes: int,
+        arms: Sequence[Arm],
+        *,
+        rounds: int | None = None,
+        warm: bool = True,
+        place: str | None = None,
+    ) -> list[Result]:
+        """Measure the arms in turn and keep the results."""
+        new = measure(
+            self.world,
+            case,
+            self.place if place is None else place,
+            nbytes,
+            arms,
+            self.options.rounds if rounds is None else rounds,
+            warm=warm,
+        )
+        self.add(*new)
+        return new
+
+    def add(self, *results: Result) -> None:
+        """Keep results, and say so as the run goes."""
+        self.results += results
+        if self.world.rank == 0:
+            for r in results:
+                print(
+                    f"  {r.world} rank(s) {r.place:6} {r.case:28} {r.arm:32} "
+                    + (f"FAILED {r.error}" if r.error else f"{r.median:9.4f} s  {r.core_per_gib:7.3f} core-s/GiB"),
+                    flush=True,
+                )

@@ -1,0 +1,45 @@
+"""The cases. Each is a function of a `Bench`; `CASES` says in which worlds and places it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from benchmarks.bench import Bench
+from benchmarks.cases.ddp import ddp_load
+from benchmarks.cases.fresh_process import first_calls
+from benchmarks.cases.interference import interference
+from benchmarks.cases.planning_scale import planning
+from benchmarks.cases.reshard import reshard
+from benchmarks.cases.roundtrip import roundtrip
+from benchmarks.cases.slices import slices
+from benchmarks.cases.small import small_tensors
+
+__all__ = ["CASES", "Case"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Where a case runs.
+
+    Attributes:
+        run: the case.
+        worlds: numbers of ranks.
+        places: file systems.
+    """
+
+    run: Callable[[Bench], None]
+    worlds: tuple[int, ...] = (1,)
+    places: tuple[str, ...] = ("tmpfs",)
+
+
+CASES: dict[str, Case] = {
+    "roundtrip": Case(roundtrip, (1, 2, 4), ("tmpfs", "disk")),
+    "small": Case(small_tensors),
+    "first": Case(first_calls),
+    "interference": Case(interference),
+    "slice": Case(slices),
+    "reshard": Case(reshard, (1, 2, 4)),
+    "ddp": Case(ddp_load, (2, 4)),
+    "planning": Case(planning),
+}

@@ -1,0 +1,159 @@
+"""Sync save, async save, load, cold load and peak memory of one large state, against the raw limits."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import bytecheckpoint
+from benchmarks.bench import Bench
+from benchmarks.measure import Arm, drop_cached, peak_memory
+from benchmarks.peers import Peer
+from benchmarks.peers.base import fsync_all
+from benchmarks.raw import Raw
+from benchmarks.state import Tensors, dense, fresh, same, sharded, size_of
+
+__all__ = ["roundtrip"]
+
+
+def roundtrip(bench: Bench) -> None:
+    state = dense(bench.options.nbytes) if bench.world.size == 1 else sharded(bench.options.nbytes)
+    peers = [p for p in bench.peers if bench.world.size == 1 or p.ranks]
+    raw = Raw(size_of(state, local=True))
+    _save(bench, peers, state, raw)
+    _async(bench, [p for p in peers if p.asynchronous], state, raw)
+    _load(bench, peers, state, raw)
+    if bench.world.size == 1 and bench.place == "tmpfs":
+        _memory(bench, peers, state)
+    bench.clear_all()
+
+
+def _raw_file(bench: Bench) -> Path:
+    return bench.folder / f"raw-{bench.world.rank}"
+
+
+def _save(bench: Bench, peers: list[Peer], state: Tensors, raw: Raw) -> None:
+    file = _raw_file(bench)
+
+    def remove() -> None:
+        file.unlink(missing_ok=True)
+
+    modes = [("raw pwrite", 1, False), ("raw pwrite 2 threads", 2, False)]
+    if bench.place == "disk":
+        modes.append(("raw O_DIRECT 2 threads", 2, True))
+    arms = [
+        Arm(name, lambda n=threads, d=direct: raw.write(file, n, direct=d), remove, remove)  # type: ignore[misc]
+        for name, threads, direct in modes
+    ]
+    for peer in peers:
+
+        def run(peer: Peer = peer) -> None:
+            folder = bench.folder / peer.name
+            peer.save(folder, state)
+            if not peer.durable:
+                bench.world.barrier()
+                if bench.world.rank == 0:
+                    fsync_all(folder)
+                bench.world.barrier()
+
+        arms.append(Arm(_durable_name(peer), run, lambda p=peer: bench.clear(p.name)))  # type: ignore[misc]
+    bench.measure("save", size_of(state), arms)
+    for peer in peers:
+        bench.clear(peer.name)
+
+
+def _durable_name(peer: Peer) -> str:
+    return peer.name if peer.durable else f"{peer.name} + fsync"
+
+
+def _async(bench: Bench, peers: list[Peer], state: Tensors, raw: Raw) -> None:
+    """`wall` is the blocking time; the end of the save is in extra["end_to_end"]."""
+    arms = [Arm("memcpy into touched memory", raw.copy)]
+    waiting: list[object] = []
+
+    def wait() -> None:
+        while waiting:
+            waiting.pop()()  # type: ignore[operator]
+
+    for peer in peers:
+
+        def run(peer: Peer = peer) -> None:
+            waiting.append(peer.save_async(bench.folder / peer.name, state))
+
+        arms.append(Arm(peer.name, run, lambda p=peer: bench.clear(p.name), wait))  # type: ignore[misc]
+
+    def background() -> None:
+        handle = bytecheckpoint.save(
+            str(bench.folder / "background"), {"model": state}, async_checkpoint=True, staging="background"
+        )
+        waiting.append(handle.result)
+
+    arms.append(Arm("bytecheckpoint staging=background", background, lambda: bench.clear("background"), wait))
+    bench.measure("async save: blocking", size_of(state), arms)
+    bench.clear("background")
+
+    ends = []
+    for peer in peers:
+
+        def whole(peer: Peer = peer) -> dict[str, float]:
+            begin = time.perf_counter()
+            end = peer.save_async(bench.folder / peer.name, state)
+            blocking = time.perf_counter() - begin
+            end()
+            return {"blocking": blocking}
+
+        ends.append(Arm(peer.name, whole, lambda p=peer: bench.clear(p.name)))  # type: ignore[misc]
+    bench.measure("async save: end to end", size_of(state), ends, warm=False)
+    for peer in peers:
+        bench.clear(peer.name)
+
+
+def _load(bench: Bench, peers: list[Peer], state: Tensors, raw: Raw) -> None:
+    file = _raw_file(bench)
+    raw.write(file)
+    target = fresh(state)
+    loads: list[tuple[str, Path, object]] = [
+        ("raw preadv", file, lambda: raw.read(file)),
+        ("raw preadv 2 threads", file, lambda: raw.read(file, 2)),
+    ]
+    for peer in peers:
+        folder = bench.folder / peer.name
+        bench.world.barrier()
+        bench.clear(peer.name)
+        bench.world.barrier()
+        peer.save(folder, state)
+        bench.world.barrier()
+        for tensor in target.values():
+            tensor.zero_()
+        peer.load(folder, target)
+        assert same(state, target), f"{peer.name} loads something else than it saved"
+        loads.append((peer.name, folder, lambda p=peer, f=folder: p.load(f, target)))
+    arms = [Arm(name, run) for name, _, run in loads]  # type: ignore[arg-type]
+    bench.measure("load (page cache)", size_of(state), arms, rounds=2 * bench.options.rounds)
+    if bench.place == "disk":
+        cold = [Arm(name, run, lambda p=path: drop_cached(p)) for name, path, run in loads]  # type: ignore[arg-type,misc]
+        bench.measure("load (cold)", size_of(state), cold, warm=False)
+
+
+def _memory(bench: Bench, peers: list[Peer], state: Tensors) -> None:
+    """`wall` is of no interest here; extra["peak_bytes"] is how much resident memory rose."""
+    target = fresh(state)
+    arms = []
+    for peer in peers:
+        folder = bench.folder / peer.name
+
+        def save(peer: Peer = peer, folder: Path = folder) -> dict[str, float]:
+            figures: dict[str, float] = {}
+            with peak_memory(figures):
+                peer.save(folder, state)
+            return figures
+
+        def load(peer: Peer = peer, folder: Path = folder) -> dict[str, float]:
+            figures: dict[str, float] = {}
+            with peak_memory(figures):
+                peer.load(folder, target)
+            return figures
+
+        arms.append(Arm(f"{peer.name} save", save, lambda p=peer: bench.clear(p.name)))  # type: ignore[misc]
+        arms.append(Arm(f"{peer.name} load", load))
+    bench.measure("peak memory", size_of(state), arms, rounds=1, warm=False)

@@ -1,0 +1,63 @@
+"""The torch-checkpointing package (PyTorch's rewrite of DCP)."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.peers.base import Peer
+from benchmarks.state import Tensors
+
+__all__ = ["TorchCheckpointing"]
+
+
+class TorchCheckpointing(Peer):
+    """Its defaults need a CUDA device and a file system that takes unaligned O_DIRECT: both are switched off."""
+
+    name = "torch_checkpointing"
+
+    def __init__(self) -> None:
+        self._managers: dict[str, Any] = {}
+
+    @classmethod
+    def available(cls) -> bool:
+        return importlib.util.find_spec("torch_checkpointing") is not None
+
+    def _manager(self, mode: str) -> Any:
+        if mode not in self._managers:
+            import torch_checkpointing as tc
+            from torch_checkpointing.checkpoint_process import CheckpointProcessConfig
+            from torch_checkpointing.config import AsyncCheckpointSaverConfig
+            from torch_checkpointing.staging import CheckpointStagerConfig
+            from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
+
+            storage = LocalFileSystemStorageConfig(use_direct_io=False)
+            staging = CheckpointStagerConfig(
+                use_pinned_memory=False, use_non_blocking_copy=False, use_async_staging=False
+            )
+            process = CheckpointProcessConfig(subprocess_init_timeout_secs=200)  # it imports torch; 30 s may not do
+            save = (
+                tc.SyncCheckpointSaverConfig()
+                if mode == "sync"
+                else AsyncCheckpointSaverConfig(staging_config=staging, process_config=process)
+            )
+            self._managers[mode] = tc.CheckpointManager.Config(save=save, storage_config=storage).build()
+        return self._managers[mode]
+
+    def save(self, path: Path, state: Tensors) -> None:
+        self._manager("sync").save(str(path), {"model": state})
+
+    def save_async(self, path: Path, state: Tensors) -> Callable[[], object]:
+        return self._manager("async").save(str(path), {"model": state}).result  # type: ignore[no-any-return]
+
+    def load(self, path: Path, state: Tensors) -> None:
+        self._manager("sync").load(str(path), into={"model": state})
+
+    def close(self) -> None:
+        for manager in self._managers.values():
+            with contextlib.suppress(Exception):
+                manager.close()
+        self._managers.clear()

@@ -1,0 +1,79 @@
+"""The raw limits: the same bytes by the plainest calls, with the same durability."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["Raw"]
+
+_CHUNK = 8 << 20
+
+
+class Raw:
+    """One rank's bytes in an aligned buffer, written and read with nothing else around.
+
+    Args:
+        nbytes: length of this rank's part.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = -(-nbytes // 4096) * 4096
+        self._map = mmap.mmap(-1, max(self.nbytes, 4096))
+        self.buffer: NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)[: self.nbytes]
+        self.buffer[:] = 1
+        self._other = np.ones_like(self.buffer)
+
+    def write(self, path: Path, threads: int = 1, *, direct: bool = False) -> None:
+        """To a new file, with fsync."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | (os.O_DIRECT if direct else 0)
+        fd = os.open(path, flags, 0o644)
+        try:
+            if direct:
+                os.posix_fallocate(fd, 0, self.nbytes)
+
+            def one(start: int) -> None:
+                view = memoryview(self.buffer[start : start + _CHUNK])
+                while view:
+                    done = os.pwrite(fd, view, start)
+                    start, view = start + done, view[done:]
+
+            self._each(one, threads)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def read(self, path: Path, threads: int = 1) -> None:
+        """Into touched memory."""
+        fd = os.open(path, os.O_RDONLY)
+        try:
+
+            def one(start: int) -> None:
+                view = memoryview(self.buffer[start : start + _CHUNK])
+                while view:
+                    done = os.preadv(fd, [view], start)
+                    assert done, "the file is too short"
+                    start, view = start + done, view[done:]
+
+            self._each(one, threads)
+        finally:
+            os.close(fd)
+
+    def copy(self) -> None:
+        """memcpy into touched memory."""
+        np.copyto(self._other, self.buffer)
+
+    def _each(self, one: object, threads: int) -> None:
+        starts = range(0, self.nbytes, _CHUNK)
+        if threads == 1:
+            for start in starts:
+                one(start)  # type: ignore[operator]
+            return
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(one, starts))  # type: ignore[arg-type]

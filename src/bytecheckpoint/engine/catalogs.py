@@ -1,0 +1,31 @@
+"""Reading the catalog of a checkpoint. Torch is not imported here: tools that only list need none."""
+
+from __future__ import annotations
+
+from ..errors import CheckpointNotFoundError, CorruptCheckpointError
+from ..representation.catalog import Catalog
+from ..representation.catalog_file import decode
+from ..representation.names import CATALOG_NAME
+from ..storage import Storage
+
+__all__ = ["read_catalog"]
+
+
+def read_catalog(storage: Storage) -> tuple[Catalog, bytes]:
+    """The catalog of the checkpoint in `storage`, and its bytes.
+
+    Raises:
+        CheckpointNotFoundError: there is no committed checkpoint.
+        CorruptCheckpointError: the catalog is damaged.
+        IncompatibleCheckpointError: a newer version wrote it.
+    """
+    try:
+        data = storage.read(CATALOG_NAME)
+    except FileNotFoundError:
+        raise CheckpointNotFoundError(
+            f"{storage.url} holds no committed checkpoint (no {CATALOG_NAME}); give the folder of one step"
+        ) from None
+    try:
+        return decode(data), data
+    except CorruptCheckpointError as error:
+        raise CorruptCheckpointError(f"{storage.url}/{CATALOG_NAME}: {error}", file=CATALOG_NAME) from None

@@ -1,0 +1,341 @@
+"""Export to consolidated Hugging Face safetensors: shards and an index, streamed in bounded memory."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import re
+import secrets
+import shutil
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import torch
+
+from ..engine.staging import flat_bytes
+from ..errors import CheckpointError, IncompatibleCheckpointError, StorageError, StorageFullError, UsageError
+from ..opening import Checkpoint, Entry
+from ..representation.dtypes import safetensors_code
+from ..representation.names import CATALOG_NAME
+from ..representation.storage_file import MAX_HEADER_BYTES
+from ..storage import FileWriter, resolve
+from ..storage.local import LocalStorage
+
+__all__ = ["ExportReport", "export_huggingface"]
+
+_PIECE = 16 << 20
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+_WEIGHTS = re.compile(r"model(-[0-9]{5,}-of-[0-9]{5,})?\.safetensors(\.index\.json)?")
+
+
+@dataclass(frozen=True, slots=True)
+class ExportReport:
+    """What was written.
+
+    Attributes:
+        path: the folder.
+        files: names of the files, in order.
+        tensors: number of tensors.
+        nbytes: bytes of tensors, headers not counted.
+        cast: number of tensors that were converted.
+        overflowed: names of tensors of which finite elements became infinite in the conversion.
+        skipped: keys of plain values, for which the format has no place.
+    """
+
+    path: str
+    files: tuple[str, ...]
+    tensors: int
+    nbytes: int
+    cast: int
+    overflowed: tuple[str, ...]
+    skipped: tuple[str, ...]
+
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(slots=True)
+class _Item:
+    """A tensor to write: under `name`, as `dtype`, `start` bytes into its file's data section."""
+
+    name: str
+    key: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    nbytes: int
+    start: int = 0
+
+
+@dataclass(slots=True)
+class _Shard:
+    items: list[_Item] = field(default_factory=list)
+    nbytes: int = 0
+
+
+def export_huggingface(
+    source: Checkpoint,
+    target: str | os.PathLike[str],
+    *,
+    kind: str = "model",
+    dtype: torch.dtype | str | None = None,
+    max_shard_bytes: int = 5_000_000_000,
+    force: bool = False,
+    progress: Progress | None = None,
+) -> ExportReport:
+    """Write all tensors of one state as consolidated safetensors, as Hugging Face tools read them.
+
+    One `model.safetensors`, or `model-00001-of-0000N.safetensors` with an index. Tied tensors are written once, under
+    the name under which the checkpoint stores them. Tensors are streamed: memory does not grow with the model, nor
+    with its largest tensor. The files appear at `target` when all are complete and durable.
+
+    Args:
+        source: an open checkpoint.
+        target: folder on a local file system; it must not exist or be empty unless `force` is set.
+        kind: which state.
+        dtype: convert floating tensors to this dtype ("bfloat16", torch.bfloat16); None leaves all as they are.
+        max_shard_bytes: bytes of tensors per file; a larger tensor has a file of its own.
+        force: replace weights that are there; other files of the folder stay.
+        progress: called as (bytes read, bytes in all).
+
+    Raises:
+        UsageError: wrong arguments, or files are there.
+        IncompatibleCheckpointError: a dtype or name that safetensors cannot hold.
+        CorruptCheckpointError: a block is damaged; nothing is left at `target`.
+        StorageError: the files cannot be written.
+    """
+    folder = _folder(target, force)
+    wanted = _cast_dtype(dtype)
+    if max_shard_bytes < 1:
+        raise UsageError(f"max_shard_bytes is {max_shard_bytes}: give a positive number of bytes")
+    if kind not in source.kinds:
+        raise UsageError(f"{source.path} has no {kind!r}; it holds {', '.join(source.kinds)}")
+    items, skipped = _items(source, kind, wanted)
+    shards = _shards(items, max_shard_bytes)
+    count = len(shards)
+    names = [_SINGLE] if count == 1 else [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+    total = sum(item.nbytes for item in items)
+    temporary = os.path.join(os.path.dirname(folder), f".{os.path.basename(folder)}.exporting-{secrets.token_hex(6)}")
+    job = _Job(source, LocalStorage(temporary), sum(_entry(source, i.key).nbytes for i in items), progress)
+    with _translated(f"export to {folder}"):
+        try:
+            for name, shard in zip(names, shards, strict=True):
+                job.write(name, shard)
+            files = list(names)
+            if count > 1:
+                files.append(_INDEX)
+                weights = {item.name: name for name, shard in zip(names, shards, strict=True) for item in shard.items}
+                index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weights.items()))}
+                job.storage.publish(_INDEX, json.dumps(index, indent=2).encode() + b"\n")
+            job.storage.sync(files)
+            _install(temporary, folder, files)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+    converted = sum(1 for item in items if item.dtype != _entry(source, item.key).dtype)
+    return ExportReport(folder, tuple(files), len(items), total, converted, tuple(job.overflowed), tuple(skipped))
+
+
+# --- what to write ----------------------------------------------------------------------------------------------------
+
+
+def _folder(target: str | os.PathLike[str], force: bool) -> str:
+    storage = resolve(target)
+    if not isinstance(storage, LocalStorage):
+        raise UsageError(f"export writes to local folders, not to {storage.url}; copy the files there afterwards")
+    folder = storage.url
+    if os.path.lexists(folder) and not os.path.isdir(folder):
+        raise UsageError(f"{folder} is a file: give a folder")
+    with _translated(f"look into {folder}"):
+        present = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
+    if CATALOG_NAME in present:
+        raise UsageError(f"{folder} is a checkpoint: export into another folder")
+    if present and not force:
+        raise UsageError(f"{folder} is not empty (it holds {present[0]!r}): give a new folder, or force the export")
+    return folder
+
+
+def _cast_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    if dtype is None:
+        return None
+    found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
+    name = str(found).removeprefix("torch.")
+    if not isinstance(found, torch.dtype) or not found.is_floating_point or safetensors_code(name) is None:
+        known = "float64, float32, bfloat16, float16, float8_e4m3fn, float8_e5m2"
+        raise UsageError(f"{dtype!r} is not a dtype to export to: use one of {known}")
+    return found
+
+
+def _entry(source: Checkpoint, key: str) -> Entry:
+    entry = source[key]
+    assert isinstance(entry, Entry)
+    return entry
+
+
+def _items(source: Checkpoint, kind: str, wanted: torch.dtype | None) -> tuple[list[_Item], list[str]]:
+    items: list[_Item] = []
+    skipped: list[str] = []
+    numbers: set[object] = set()
+    for key in source.keys_of(kind):
+        stored = source.stored_under(key)
+        if stored is None:
+            skipped.append(key)
+            continue
+        if stored in numbers:
+            continue  # another name of a tied tensor
+        numbers.add(stored)
+        entry = _entry(source, key)
+        name = key.removeprefix(f"{kind}/")
+        own = str(entry.dtype).removeprefix("torch.")
+        # Packed and scale formats are not numbers to convert one by one.
+        cast = wanted is not None and entry.dtype.is_floating_point and safetensors_code(own) is not None
+        dtype = wanted if cast and wanted is not None else entry.dtype
+        if safetensors_code(str(dtype).removeprefix("torch.")) is None:
+            raise IncompatibleCheckpointError(
+                f"{key} is {own}, which safetensors tools do not read: it cannot be exported"
+            )
+        try:
+            name.encode()
+        except UnicodeEncodeError:
+            raise IncompatibleCheckpointError(
+                f"{key!r} is not valid Unicode: safetensors cannot hold the name"
+            ) from None
+        if name == "__metadata__":
+            raise IncompatibleCheckpointError(f"{key!r} has a name that safetensors reserves")
+        items.append(_Item(name, key, tuple(entry.shape), dtype, entry.shape.numel() * dtype.itemsize))
+    return items, skipped
+
+
+def _shards(items: Iterable[_Item], most: int) -> list[_Shard]:
+    """Fill files in the order of the tensors; within a file, wide elements come first so that all are aligned."""
+    shards = [_Shard()]
+    for item in items:
+        if shards[-1].items and shards[-1].nbytes + item.nbytes > most:
+            shards.append(_Shard())
+        shards[-1].items.append(item)
+        shards[-1].nbytes += item.nbytes
+    for shard in shards:
+        shard.items.sort(key=lambda item: -item.dtype.itemsize)
+        position = 0
+        for item in shard.items:
+            item.start = position
+            position += item.nbytes
+    return shards
+
+
+def _header(items: Sequence[_Item]) -> bytes:
+    table: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    for item in items:
+        code = safetensors_code(str(item.dtype).removeprefix("torch."))
+        offsets = [item.start, item.start + item.nbytes]
+        table[item.name] = {"dtype": code, "shape": list(item.shape), "data_offsets": offsets}
+    text = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    if len(text) > MAX_HEADER_BYTES:
+        raise UsageError(f"the names of {len(items)} tensors make too long a header: use a smaller max_shard_bytes")
+    return struct.pack("<Q", len(text)) + text
+
+
+# --- writing ----------------------------------------------------------------------------------------------------------
+
+
+class _Job:
+    def __init__(self, source: Checkpoint, storage: LocalStorage, total: int, progress: Progress | None) -> None:
+        self.source = source
+        self.storage = storage
+        self.overflowed: dict[str, None] = {}
+        self._total = total
+        self._progress = progress
+        self._done = 0
+
+    def write(self, name: str, shard: _Shard) -> None:
+        """One file: the header first, then tensors as they are read; the next piece is read while one is written."""
+        header = _header(shard.items)
+        writer = self.storage.create(name, len(header) + shard.nbytes)
+        try:
+            writer.write_at(0, [memoryview(header)])
+            with ThreadPoolExecutor(1, thread_name_prefix="bytecheckpoint-export") as pool:
+                last: Future[None] | None = None
+                for position, data in self._pieces(shard):
+                    if last is not None:
+                        last.result()
+                    last = pool.submit(_put, writer, len(header) + position, data)
+                if last is not None:
+                    last.result()
+            writer.finish(len(header) + shard.nbytes)
+        except BaseException:
+            writer.abort()
+            raise
+
+    def _pieces(self, shard: _Shard) -> Iterator[tuple[int, torch.Tensor]]:
+        """(byte offset in the data section, converted elements); pieces of a tensor come in row-major order."""
+        by_key: Mapping[str, _Item] = {item.key: item for item in shard.items}
+        position: dict[str, int] = {}
+        for key, _, data in self.source.stream(by_key, _PIECE):
+            item = by_key[key]
+            self._done += data.numel() * data.element_size()
+            at = position.get(key, item.start)
+            if data.dtype != item.dtype:
+                converted = data.to(item.dtype)
+                infinite = ~_finite(converted)
+                if bool(infinite.any()) and bool((infinite & _finite(data)).any()):
+                    self.overflowed[item.name] = None
+                data = converted
+            position[key] = at + data.numel() * data.element_size()
+            if data.numel():
+                yield at, data
+            if self._progress is not None:
+                self._progress(self._done, self._total)
+
+
+def _finite(data: torch.Tensor) -> torch.Tensor:
+    return (data if data.element_size() > 1 else data.float()).isfinite()
+
+
+def _put(writer: FileWriter, offset: int, data: torch.Tensor) -> None:
+    writer.write_at(offset, [memoryview(flat_bytes(data).numpy())])
+
+
+def _install(temporary: str, folder: str, files: Sequence[str]) -> None:
+    """Put complete files in their place."""
+    parent = os.path.dirname(folder)
+    if not os.path.isdir(folder) or not os.listdir(folder):
+        os.rename(temporary, folder)  # takes the place of an empty folder
+        _sync_folder(parent)
+        return
+    old = [name for name in os.listdir(folder) if _WEIGHTS.fullmatch(name)]
+    # Without its index a sharded model is not there: no moment shows the new files under the old index.
+    if _INDEX in old:
+        os.unlink(os.path.join(folder, _INDEX))
+    if len(files) > 1 and _SINGLE in old:
+        os.unlink(os.path.join(folder, _SINGLE))
+    _sync_folder(folder)
+    for name in files:
+        os.replace(os.path.join(temporary, name), os.path.join(folder, name))
+    for name in old:
+        if name not in files:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(os.path.join(folder, name))
+    _sync_folder(folder)
+
+
+def _sync_folder(path: str) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _translated(action: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, CheckpointError):
+            raise
+        text = f"cannot {action}: {error.strerror or error}"
+        raise (StorageFullError if error.errno in (errno.ENOSPC, errno.EDQUOT) else StorageError)(text) from error

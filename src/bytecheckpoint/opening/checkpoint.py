@@ -1,0 +1,261 @@
+"""The mapping that `bytecheckpoint.open` returns."""
+
+from __future__ import annotations
+
+import copy
+import difflib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from ..errors import IncompatibleCheckpointError, MissingKeyError
+from ..representation.catalog import SHARED, VALUES_SLOT, Catalog
+from ..representation.shards import TensorKey
+from ..storage import Storage
+from .entry import BoxReader, Entry, Piece, Request, stream
+from .plain import free_name, is_merged, plain_values
+
+__all__ = ["Checkpoint"]
+
+_SEARCHED = 20_000  # keys among which a similar one is looked for
+
+
+class Checkpoint(Mapping[str, Any]):
+    """A checkpoint as a read-only mapping; see `bytecheckpoint.open`.
+
+    Keys are `model/<fqn>`, `optimizer/state/<param fqn>/<state name>`, `optimizer/param_groups`, and
+    `<kind>/<dotted key>` otherwise. Every name of a tied tensor is a key. Should two things have the same key, the
+    later one's gets `#2`. Values are an `Entry` for each tensor, and plain values as they were saved.
+
+    Several threads may use one checkpoint. After a fork the child may go on using it.
+
+    Attributes:
+        path: where it is.
+        rank: whose values are shown where ranks differ; see `bytecheckpoint.open`.
+        info: what the checkpoint says about its save: world size, framework, layout, time, versions.
+    """
+
+    def __init__(self, storage: Storage, catalog: Catalog, rank: int | None = None) -> None:
+        self.path = storage.url
+        self.rank = rank
+        self.info: Mapping[str, Any] = MappingProxyType(dict(catalog.info))
+        self._catalog = catalog
+        self._reader = BoxReader(storage, catalog)
+        # All built when first needed, the tensors' index for all kinds at once.
+        self._tensors: dict[str, dict[str, int]] | None = None
+        self._numbers: dict[TensorKey, int] = {}
+        self._plain: dict[str, dict[str, Callable[[], Any]]] = {}
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Release the files. What was read stays valid; further reading raises."""
+        self._reader.close()
+
+    def __repr__(self) -> str:
+        return f"<Checkpoint {self.path!r}: {', '.join(self.kinds) or 'empty'}; {self._catalog.count} tensors>"
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The states that it holds, such as "model" and "optimizer"."""
+        return tuple(self._catalog.kinds())
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks that have values of their own; `open(path, rank=...)` shows them."""
+        return tuple(int(r) for r in np.unique(self._catalog.owner) if r != SHARED)
+
+    @property
+    def catalog(self) -> Catalog:
+        """The catalog behind it, for tools."""
+        return self._catalog
+
+    def for_rank(self, rank: int | None) -> Checkpoint:
+        """The same checkpoint as another rank sees it; shares the open files."""
+        other = Checkpoint.__new__(Checkpoint)
+        other.__dict__.update(self.__dict__, rank=rank, _tensors=None, _numbers={}, _plain={})
+        return other
+
+    def own_keys(self) -> set[str]:
+        """The keys under which this rank's own values stand, where it has some."""
+        if self.rank is None:
+            return set()
+        owner, index = self._catalog.owner, self._index()
+        own = {key for names in index.values() for key, number in names.items() if owner[number] == self.rank}
+        for kind in self.kinds:
+            tree = self._numbers.get(TensorKey(kind, "", VALUES_SLOT))
+            if tree is not None and owner[tree] == self.rank:
+                own.update(self._plain_of(kind))
+        return own
+
+    def stream(self, keys: Iterable[str], max_bytes: int = 32 << 20) -> Iterator[Piece]:
+        """Several tensors piece by piece, in bounded memory; small ones are read together.
+
+        Args:
+            keys: keys of tensors, in the order in which they shall come.
+            max_bytes: bytes of tensors in memory at a time.
+
+        Yields:
+            (key, slices, data) such that `data` is `self[key][slices]`; the pieces of one tensor in row-major order,
+            each one run of its elements. A tensor without elements comes as one empty piece.
+        """
+        numbers = ((key, self._required(key)) for key in keys)
+        return stream(self._reader, numbers, max_bytes)
+
+    def _required(self, key: str) -> int:
+        number = self._number(key)
+        if number is None:
+            raise MissingKeyError(f"{self.path} has no tensor {key!r}{self._similar(key)}")
+        return number
+
+    def keys_of(self, kind: str) -> list[str]:
+        """The keys of one state, its tensors first."""
+        return [*self._index().get(kind, ()), *(self._plain_of(kind) if kind in self.kinds else ())]
+
+    def stored_under(self, key: str) -> TensorKey | None:
+        """The tensor behind a key (of a tied tensor: under the name that has the bytes), None for a plain value."""
+        number = self._number(key)
+        return None if number is None else self._catalog.key(number)
+
+    def __iter__(self) -> Iterator[str]:
+        index = self._index()
+        for kind in self.kinds:
+            yield from index[kind]
+            yield from self._plain_of(kind)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __contains__(self, key: object) -> bool:
+        return isinstance(key, str) and (self._number(key) is not None or self._value(key) is not None)
+
+    def __getitem__(self, key: str) -> Any:
+        """The `Entry` or plain value under `key`.
+
+        Raises:
+            MissingKeyError: there is none; also a KeyError.
+            IncompatibleCheckpointError: the value is an instance of a class that is not registered here.
+        """
+        if isinstance(key, str):
+            number = self._number(key)
+            if number is not None:
+                return Entry(self._reader, number, key)
+            value = self._value(key)
+            if value is not None:
+                return copy.deepcopy(value())
+        raise MissingKeyError(f"{self.path} has no {key!r}{self._similar(key)}")
+
+    def _similar(self, key: object) -> str:
+        keys = [k for kind in self._index().values() for k in kind] if self._catalog.count <= _SEARCHED else []
+        keys += [k for values in self._plain.values() for k in values]
+        near = difflib.get_close_matches(key, keys, 1, 0.7) if isinstance(key, str) and len(keys) <= _SEARCHED else []
+        return f"; did you mean {near[0]!r}?" if near else f"; it holds {', '.join(self.kinds) or 'nothing'}"
+
+    def _number(self, key: str) -> int | None:
+        index = self._index()
+        return next((index[kind][key] for kind in index if key in index[kind]), None)
+
+    def _value(self, key: str) -> Callable[[], Any] | None:
+        for kind in self.kinds:
+            if key.startswith(f"{kind}/"):
+                found = self._plain_of(kind).get(key)
+                if found is not None:
+                    return found
+        return None
+
+    # --- tensors ----------------------------------------------------------------------------------------------
+
+    def _index(self) -> dict[str, dict[str, int]]:
+        if self._tensors is None:
+            numbers = self._chosen()
+            index: dict[str, dict[str, int]] = {kind: {} for kind in self.kinds}
+            taken: set[str] = set()
+            by_fqn: dict[tuple[str, str], list[tuple[TensorKey, int]]] = {}
+            tied = {(kind, fqn) for kind, names in self._catalog.aliases.items() for fqn in names.values()}
+            for key, number in numbers.items():
+                if key.slot == VALUES_SLOT:
+                    continue
+                index[key.kind][free_name(str(key), taken)] = number
+                if (key.kind, key.fqn) in tied:
+                    by_fqn.setdefault((key.kind, key.fqn), []).append((key, number))
+            for kind, names in self._catalog.aliases.items():
+                for alias, fqn in names.items():
+                    for key, number in by_fqn.get((kind, fqn), []):
+                        index[kind][free_name(str(TensorKey(kind, alias, key.slot)), taken)] = number
+            self._numbers = numbers
+            self._tensors = index
+        return self._tensors
+
+    def _chosen(self) -> dict[TensorKey, int]:
+        """The number of the tensor to show for every key."""
+        owners = self._catalog.owner.tolist()
+        own = -2 if self.rank is None else self.rank
+        chosen: dict[TensorKey, int] = {}
+        for number, key in enumerate(self._catalog.keys()):
+            seen = chosen.get(key)
+            if seen is None or _preference(owners[number], own) < _preference(owners[seen], own):
+                chosen[key] = number
+        return chosen
+
+    def _entry(self, kind: str, fqn: str, slot: str) -> Entry | None:
+        """The tensor that a plain value refers to."""
+        self._index()
+        name = self._catalog.aliases.get(kind, {}).get(fqn, fqn)
+        for key in (TensorKey(kind, fqn, slot), TensorKey(kind, name, slot)):
+            if key in self._numbers:
+                return Entry(self._reader, self._numbers[key], str(key))
+        return None
+
+    # --- plain values -----------------------------------------------------------------------------------------
+
+    def _plain_of(self, kind: str) -> dict[str, Callable[[], Any]]:
+        found = self._plain.get(kind)
+        if found is None:
+            taken = set(self._index()[kind])
+            try:
+                values = plain_values(kind, self._trees(kind), lambda fqn, slot: self._entry(kind, fqn, slot), taken)
+                found = {key: _returning(value) for key, value in values.items()}
+            except IncompatibleCheckpointError as error:
+                # One foreign class must not hide the tensors: the kind's values show as one that raises.
+                found = {free_name(f"{kind}/value", taken): _raising(IncompatibleCheckpointError, str(error))}
+            self._plain[kind] = found
+        return found
+
+    def _trees(self, kind: str) -> list[bytes]:
+        """The encoded values to show: one tree, or all where the ranks' trees are parts of one."""
+        of_kind = self._catalog.of_kind(kind).tolist()
+        every = [i for i in of_kind if self._catalog.slot[i] == VALUES_SLOT]
+        if not every:
+            return []
+        first = self._numbers[TensorKey(kind, "", VALUES_SLOT)]
+        blobs = [self._blob(first)]
+        if is_merged(kind, blobs[0]):
+            blobs += [self._blob(i) for i in every if i != first]
+        return list(dict.fromkeys(blobs))
+
+    def _blob(self, tensor: int) -> bytes:
+        shape = self._catalog.shape(tensor)
+        (data,) = self._reader.read([Request(tensor, [(0,) * len(shape)], shape)])
+        return bytes(data.numpy().tobytes())
+
+
+def _preference(owner: int, own: int) -> int:
+    """Smaller is better: the rank's own copy, the shared one, the lowest rank's."""
+    return -2 if owner == own else owner
+
+
+def _returning(value: Any) -> Callable[[], Any]:
+    return lambda: value
+
+
+def _raising(error: type[Exception], message: str) -> Callable[[], Any]:
+    def fail() -> Any:
+        raise error(message)
+
+    return fail

@@ -1,0 +1,173 @@
+"""The plain values of a checkpoint under the keys that `bytecheckpoint.open` shows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ..errors import CorruptCheckpointError, IncompatibleCheckpointError
+from ..representation.values import TensorRef, decode, dotted, encode, leaves
+
+if TYPE_CHECKING:
+    from .entry import Entry
+
+__all__ = ["free_name", "is_merged", "plain_values"]
+
+_OPTIMIZER_TREE = {"groups", "state", "globals", "optimizers"}
+# What ill-formed trees of a hostile checkpoint can provoke in code that expects the form.
+_MALFORMED = (KeyError, TypeError, AttributeError, ValueError, IndexError, RuntimeError)
+
+
+def free_name(name: str, taken: set[str]) -> str:
+    """`name`, or the first of `name#2`, `name#3`, ... that is not taken; it is taken afterwards."""
+    if name in taken:
+        number = 2
+        while f"{name}#{number}" in taken:
+            number += 1
+        name = f"{name}#{number}"
+    taken.add(name)
+    return name
+
+
+def is_merged(kind: str, blob: bytes) -> bool:
+    """Whether the trees of different ranks are parts of one (modules, optimizers), judged by one of them."""
+    if kind == "model":
+        return True
+    try:
+        return _is_optimizer(decode(blob, on_tensor=TensorRef))
+    except IncompatibleCheckpointError:
+        return False
+
+
+def _is_optimizer(tree: object) -> bool:
+    return isinstance(tree, dict) and tree.keys() >= _OPTIMIZER_TREE and isinstance(tree["groups"], list)
+
+
+def plain_values(
+    kind: str, blobs: Sequence[bytes], entry: Callable[[str, str], Entry | None], taken: Collection[str]
+) -> dict[str, Any]:
+    """Key -> value for all that is not a tensor.
+
+    Args:
+        kind: name of the state.
+        blobs: encoded trees; of several, the first that has a key counts.
+        entry: (FQN, slot) -> the tensor of that name; it stands in containers that are shown as one value.
+        taken: keys of the kind's tensors.
+
+    Raises:
+        CorruptCheckpointError: the values are damaged.
+        IncompatibleCheckpointError: an instance of a class that is not registered here.
+    """
+    if not blobs:
+        return {}
+    found: dict[str, Any] = {}
+    used = set(taken)
+    try:
+        if _is_optimizer(decode(blobs[0], on_tensor=TensorRef)):
+            _optimizer_values(kind, blobs, entry, used, found)
+        else:
+            _tree_values(kind, blobs, entry, used, found)
+    except _MALFORMED as error:
+        if isinstance(error, CorruptCheckpointError | IncompatibleCheckpointError):
+            raise
+        raise CorruptCheckpointError(
+            f"the plain values of {kind!r} are malformed ({type(error).__name__}: {error}); use another checkpoint"
+        ) from error
+    return found
+
+
+def _finder(kind: str, entry: Callable[[str, str], Entry | None]) -> Callable[[str, str], Entry]:
+    def find(fqn: str, slot: str) -> Entry:
+        found = entry(fqn, slot)
+        if found is None:
+            raise CorruptCheckpointError(
+                f"the values of {kind!r} refer to tensor {fqn!r}, which the catalog lacks; use another checkpoint"
+            )
+        return found
+
+    return find
+
+
+def _is_entry(value: object) -> bool:
+    from .entry import Entry
+
+    return isinstance(value, Entry)
+
+
+def _tree_values(
+    kind: str,
+    blobs: Sequence[bytes],
+    entry: Callable[[str, str], Entry | None],
+    used: set[str],
+    found: dict[str, Any],
+) -> None:
+    find = _finder(kind, entry)
+    paths: set[str] = set()
+    for blob in blobs:
+        own: list[tuple[str, Any]] = []
+        for path, value in leaves(decode(blob, on_tensor=lambda name: find(name, ""))):
+            if not _is_entry(value):
+                own.append((f"{kind}/{dotted(path) or 'value'}", value))
+        for key, value in own:
+            if key not in paths:
+                found[free_name(key, used)] = value
+        paths.update(key for key, _ in own)
+
+
+def _optimizer_values(
+    kind: str,
+    blobs: Sequence[bytes],
+    entry: Callable[[str, str], Entry | None],
+    used: set[str],
+    found: dict[str, Any],
+) -> None:
+    from ..frameworks.optimizers import outline, referenced
+
+    find = _finder(kind, entry)
+    trees: list[dict[str, Any]] = []
+    for blob in blobs:
+        tree = decode(blob, on_tensor=lambda name: find(*referenced(name)))
+        if not _is_optimizer(tree):
+            raise CorruptCheckpointError(
+                f"the ranks' values of {kind!r} do not belong together; use another checkpoint"
+            )
+        assert isinstance(tree, dict)
+        trees.append(tree)
+    found[free_name(f"{kind}/param_groups", used)] = [outline(group) for group in _merged_groups(trees)]
+    seen: set[str] = set()
+    for tree in trees:
+        names = tree.get("aliases", {})
+        for fqn, values in tree["state"].items():
+            if fqn in seen:
+                continue
+            seen.add(fqn)
+            for path, value in leaves(values):
+                if not _is_entry(value):
+                    for name in (fqn, *names.get(fqn, ())):
+                        found[free_name(f"{kind}/state/{name}/{dotted(path) or 'value'}", used)] = value
+    if any(trees[0]["globals"]):
+        found[free_name(f"{kind}/globals", used)] = outline(trees[0]["globals"])
+
+
+def _merged_groups(trees: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The param groups of all ranks. Ranks of a pipeline have parts of one group: equal settings, other parameters."""
+    merged: list[dict[str, Any]] = []
+    settings: list[bytes] = []
+    seen: set[str] = set()
+    for tree in trees:
+        free = list(range(len(merged)))  # a rank's own groups stay apart, equal or not
+        for group in tree["groups"]:
+            params = [name for name in group["params"] if name not in seen]
+            if not params and group["params"]:
+                continue
+            seen.update(params)
+            rest = {key: value for key, value in group.items() if key != "params"}
+            code = encode(rest, on_tensor=lambda path, tensor: "")
+            match = next((i for i in free if settings[i] == code), None)
+            if match is None:
+                merged.append({"params": params, **rest})
+                settings.append(code)
+            else:
+                free.remove(match)
+                merged[match]["params"] += params
+    return merged

@@ -1,0 +1,365 @@
+"""The layouts of the matrix: one model, built whole and then distributed the way a user of torch would."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import _functional_collectives as funcol
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.support.tiny_model import Gpt, MixtureOfExperts, batch, code, loss_of
+
+__all__ = ["LAYOUTS", "WORLD_SIZE", "Trainer", "build"]
+
+Values = Callable[[nn.Module], None]
+
+
+@dataclass
+class Parallel:
+    """A model in its layout.
+
+    Attributes:
+        model: what the user would save.
+        dp_rank: which part of the batch this rank works on.
+        dp_size: of how many.
+        dp_group: ranks over which losses are averaged; None: nobody else's.
+        pipeline: runs forward and backward of one batch through all stages, and returns the last stage's loss.
+    """
+
+    model: nn.Module
+    dp_rank: int = 0
+    dp_size: int = 1
+    dp_group: Any = None
+    pipeline: Callable[[torch.Tensor, torch.Tensor], torch.Tensor | None] | None = None
+    pp_group: Any = None
+
+
+_MESHES: dict[Any, DeviceMesh] = {}
+
+
+def mesh(**extents: int) -> DeviceMesh:
+    """A mesh over the world, made once: worlds are kept for many tests, and each mesh makes groups."""
+    key = tuple(extents.items())
+    if key not in _MESHES:
+        _MESHES[key] = init_device_mesh("cpu", tuple(extents.values()), mesh_dim_names=tuple(extents))
+    return _MESHES[key]
+
+
+def shard_blocks(model: nn.Module, over: DeviceMesh) -> None:
+    """fully_shard as in every tutorial: each block, then the rest."""
+    for block in model.blocks.values():  # type: ignore[operator, union-attr]
+        fully_shard(block, mesh=over)
+    fully_shard(model, mesh=over)
+
+
+def one_process(model: nn.Module) -> Parallel:
+    return Parallel(model)
+
+
+def ddp(model: nn.Module) -> Parallel:
+    return Parallel(DistributedDataParallel(model), dist.get_rank(), dist.get_world_size(), dist.group.WORLD)
+
+
+def fsdp2(model: nn.Module) -> Parallel:
+    shard_blocks(model, mesh(dp=dist.get_world_size()))
+    return Parallel(model, dist.get_rank(), dist.get_world_size(), dist.group.WORLD)
+
+
+def hsdp(model: nn.Module) -> Parallel:
+    shard_blocks(model, mesh(replicate=2, shard=2))
+    return Parallel(model, dist.get_rank(), 4, dist.group.WORLD)
+
+
+def tensor_parallel(model: nn.Module, tp: DeviceMesh) -> None:
+    """Attention, MLP, embedding and head; norms, router, experts and buffers stay plain tensors on every rank."""
+    tied = model.head.weight is model.embed.weight
+    for block in model.blocks.values():  # type: ignore[operator, union-attr]
+        plan: dict[str, Any] = {f"attention.{n}": ColwiseParallel() for n in "qkv"} | {"attention.o": RowwiseParallel()}
+        if not isinstance(block.mlp, MixtureOfExperts):
+            plan |= {"mlp.up": ColwiseParallel(), "mlp.down": RowwiseParallel()}
+        parallelize_module(block, tp, plan)
+    ends = {
+        "embed": RowwiseParallel(input_layouts=Replicate()),
+        "head": ColwiseParallel(output_layouts=Replicate()),
+    }
+    parallelize_module(model, tp, ends)
+    if tied:
+        model.head.weight = model.embed.weight
+
+
+def tp(model: nn.Module) -> Parallel:
+    tensor_parallel(model, mesh(tp=dist.get_world_size()))
+    return Parallel(model)
+
+
+def tp_fsdp(model: nn.Module) -> Parallel:
+    both = mesh(dp=dist.get_world_size() // 2, tp=2)
+    tensor_parallel(model, both["tp"])
+    shard_blocks(model, both["dp"])
+    return Parallel(model, both.get_local_rank("dp"), both.size(0), both.get_group("dp"))
+
+
+def pp(model: nn.Module) -> Parallel:
+    return _pipeline(model, mesh(pp=2), None)
+
+
+def pp_fsdp(model: nn.Module) -> Parallel:
+    both = mesh(pp=2, dp=2)
+    shard_blocks(model, both["dp"])
+    return _pipeline(model, both["pp"], both["dp"])
+
+
+def _pipeline(model: nn.Module, over: DeviceMesh, dp: DeviceMesh | None) -> Parallel:
+    group = over.get_group("pp")
+    index = over.get_local_rank("pp")
+
+    def run(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor | None:
+        # A stage infers shapes once and then holds on to them; making it anew for each step costs little here.
+        stage = PipelineStage(model, index, 2, torch.device("cpu"), group=group)
+        schedule = ScheduleGPipe(stage, n_microbatches=2, loss_fn=loss_of)
+        if index == 0:
+            schedule.step(inputs)
+            return None
+        losses: list[torch.Tensor] = []
+        schedule.step(target=targets, losses=losses)
+        return torch.stack(losses).mean().detach()
+
+    if dp is None:
+        return Parallel(model, pipeline=run, pp_group=group)
+    return Parallel(model, dp.get_local_rank(), dp.size(), dp.get_group(), run, group)
+
+
+class _TokenExchange:
+    """Every rank of the expert group sees all tokens of the group, and gets the sum over experts of its own back."""
+
+    def __init__(self, group: Any) -> None:
+        self.group = group
+
+    def there(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        x, gates = (funcol.all_gather_tensor_autograd(t.contiguous(), 0, self.group) for t in tensors)
+        here = gates.shape[-1] // dist.get_world_size(self.group)
+        return [x, gates.narrow(-1, here * dist.get_rank(self.group), here)]
+
+    def back(self, out: torch.Tensor) -> torch.Tensor:
+        return funcol.reduce_scatter_tensor_autograd(out.contiguous(), "sum", 0, self.group)
+
+
+def ep_fsdp(model: nn.Module) -> Parallel:
+    """Experts: Shard(0) over ep, and FSDP over the other dimension; everything else: FSDP over all four ranks."""
+    both = mesh(edp=2, ep=2)
+    for block in model.blocks.values():  # type: ignore[operator, union-attr]
+        if not isinstance(block.mlp, MixtureOfExperts):
+            continue
+        experts = block.mlp.experts
+        for name, weight in list(experts.named_parameters()):
+            placed = distribute_tensor(weight.detach(), both["ep"], [Shard(0)], src_data_rank=None)
+            experts.register_parameter(name, nn.Parameter(placed))
+        block.mlp.exchange = _TokenExchange(both.get_group("ep"))
+        # Two experts per rank: shard another dimension than theirs.
+        fully_shard(experts, mesh=both["edp"], shard_placement_fn=lambda _: Shard(1))
+        experts.set_gradient_divide_factor(4.0)
+    shard_blocks(model, mesh(dp=4))
+    return Parallel(model, dist.get_rank(), 4, dist.group.WORLD)
+
+
+LAYOUTS: dict[str, tuple[int, Callable[[nn.Module], Parallel]]] = {
+    "one": (1, one_process),
+    "ddp2": (2, ddp),
+    "fsdp2": (2, fsdp2),
+    "fsdp3": (3, fsdp2),
+    "fsdp4": (4, fsdp2),
+    "hsdp2x2": (4, hsdp),
+    "tp2": (2, tp),
+    "tp2-fsdp2": (4, tp_fsdp),
+    "pp2": (2, pp),
+    "pp2-fsdp2": (4, pp_fsdp),
+    "ep2-fsdp2": (4, ep_fsdp),
+}
+#: Beyond the matrix.
+MORE: dict[str, tuple[int, Callable[[nn.Module], Parallel]]] = {
+    "ddp4": (4, ddp),
+    "tp2-fsdp3": (6, tp_fsdp),
+}
+WORLD_SIZE: Mapping[str, int] = {name: size for name, (size, _) in (LAYOUTS | MORE).items()}
+
+
+def _no_values(model: nn.Module) -> None: ...
+
+
+def stage_of(name: str) -> tuple[int, int]:
+    """(stage, number of stages) of this rank."""
+    size = WORLD_SIZE[name]
+    return (dist.get_rank() * 2 // size, 2) if name.startswith("pp") else (0, 1)
+
+
+@dataclass
+class Trainer:
+    """A training run in one layout: model, optimizer with two groups, schedule, further states.
+
+    Attributes:
+        parallel: the model.
+        optimizer: AdamW unless told otherwise.
+        schedule: of the learning rates.
+        extra: step, random state, nested values.
+        tied: embedding and head are one parameter.
+    """
+
+    parallel: Parallel
+    optimizer: torch.optim.Optimizer
+    schedule: torch.optim.lr_scheduler.LRScheduler
+    extra: dict[str, Any] = field(default_factory=dict)
+    tied: bool = False
+
+    @property
+    def model(self) -> nn.Module:
+        return self.parallel.model
+
+    @property
+    def bare(self) -> nn.Module:
+        """Without the DDP wrapper."""
+        return self.model.module if isinstance(self.model, DistributedDataParallel) else self.model
+
+    def states(self) -> dict[str, Any]:
+        """What goes into a checkpoint."""
+        return {
+            "model": self.model,
+            "optimizer": self.optimizer,
+            "lr_scheduler": self.schedule,
+            "extra_states": self.extra,
+        }
+
+    def step(self) -> float:
+        """One training step; the loss of the whole batch."""
+        at = self.parallel
+        inputs, targets = (t.chunk(at.dp_size)[at.dp_rank] for t in batch(self.extra["step"]))
+        self.optimizer.zero_grad()
+        if at.pipeline is not None:
+            loss = at.pipeline(inputs, targets)
+            self._add_up_tied_gradients()
+        else:
+            found = loss_of(self.model(inputs), targets)
+            found.backward()
+            loss = found.detach()
+        self.optimizer.step()
+        self.schedule.step()
+        for block in self.bare.blocks.values():  # type: ignore[operator, union-attr]
+            block.steps_seen += 1
+        self.extra["step"] += 1
+        self.extra["nested"]["history"].append(self.extra["step"])
+        return self._mean(loss)
+
+    def _mean(self, loss: torch.Tensor | None) -> float:
+        at = self.parallel
+        value = torch.zeros(()) if loss is None else loss.clone()
+        value = value.double()
+        if at.dp_group is not None:
+            dist.all_reduce(value, group=at.dp_group)
+        if at.pp_group is not None:
+            dist.all_reduce(value, group=at.pp_group)
+        return float(value) / at.dp_size
+
+    def _add_up_tied_gradients(self) -> None:
+        """Both ends of a pipeline have a copy of the tied weight, which must see both uses."""
+        if not self.tied:
+            return
+        weight = (self.bare.embed if hasattr(self.bare, "embed") else self.bare.head).weight
+        grad = weight.grad.to_local() if isinstance(weight.grad, DTensor) else weight.grad
+        dist.all_reduce(grad, group=self.parallel.pp_group)
+
+    def train(self, steps: int) -> list[float]:
+        """The losses of that many steps."""
+        return [self.step() for _ in range(steps)]
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """FQN -> parameter, by the bare model's names."""
+        return dict(self.bare.named_parameters())
+
+    @torch.no_grad()
+    def fill_optimizer(self, dtype: torch.dtype | None = None) -> None:
+        """Give all optimizer state values that follow from the parameters' own, and settings of their own."""
+        names = {id(p): n for n, p in self.parameters().items()}
+        for number, group in enumerate(self.optimizer.param_groups):
+            group["lr"] = 0.5 + number
+            for p in group["params"]:
+                like = p.detach().to(dtype or p.dtype)
+                self.optimizer.state[p] = {
+                    "step": torch.tensor(float(code(names[id(p)]))),
+                    "exp_avg": like * 2 + 1,
+                    "exp_avg_sq": like * 4 + 3,
+                }
+
+    def snapshot(self) -> dict[str, Any]:
+        """Everything this rank holds, as plain tensors and values of its own."""
+        found: dict[str, Any] = {}
+        for name, tensor in (*self.bare.named_parameters(), *self.bare.named_buffers()):
+            found[f"model/{name}"] = _local(tensor)
+        for name, p in self.parameters().items():
+            for slot, value in self.optimizer.state.get(p, {}).items():
+                found[f"optimizer/{name}/{slot}"] = _local(value) if isinstance(value, torch.Tensor) else value
+        names = {id(p): n for n, p in self.parameters().items()}
+        for group in self.optimizer.param_groups:
+            settings = {k: v for k, v in group.items() if k != "params"}
+            for p in group["params"]:
+                found[f"settings/{names[id(p)]}"] = dict(settings)
+        return found
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.detach().clone()
+
+
+def adamw(parameters: Mapping[str, torch.Tensor]) -> torch.optim.Optimizer:
+    """Matrices with weight decay, the rest without and at another rate; foreach cannot mix meshes."""
+    learning = {n: p for n, p in parameters.items() if p.requires_grad}
+    groups = [
+        {"params": [p for p in learning.values() if p.ndim > 1], "weight_decay": 0.1, "lr": 3e-3},
+        {"params": [p for p in learning.values() if p.ndim < 2], "weight_decay": 0.0, "lr": 1e-2},
+    ]
+    return torch.optim.AdamW(groups, foreach=False)
+
+
+def build(
+    name: str,
+    values: Values,
+    *,
+    tied: bool = False,
+    dtype: torch.dtype = torch.float64,
+    optimizer: Callable[[Mapping[str, torch.Tensor]], torch.optim.Optimizer] = adamw,
+    wrap: Callable[[nn.Module], nn.Module] | None = None,
+) -> Trainer:
+    """A fresh training run.
+
+    Args:
+        name: of the layout.
+        values: sets the whole model's parameters before they are distributed.
+        tied: embedding and head are one parameter.
+        dtype: of parameters.
+        optimizer: made from FQN -> parameter.
+        wrap: what a user does to the bare model first (compile, activation checkpointing).
+    """
+    model: nn.Module = Gpt(*stage_of(name), tied=tied).to(dtype)
+    values(model)
+    if wrap is not None:
+        model = wrap(model)
+    parallel = (LAYOUTS | MORE)[name][1](model)
+    trainer = Trainer(parallel, None, None, tied=tied)  # type: ignore[arg-type]
+    trainer.optimizer = optimizer(trainer.parameters())
+    trainer.schedule = torch.optim.lr_scheduler.ExponentialLR(trainer.optimizer, gamma=0.9)
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    trainer.extra = {
+        "step": 0,
+        "rng": torch.Generator().manual_seed(rank).get_state(),
+        "nested": {"history": [], ("a", 1): {"π": float("inf"), "tensor": torch.arange(3.0)}},
+    }
+    return trainer

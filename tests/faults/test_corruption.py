@@ -1,0 +1,386 @@
+"""Damage to every part of every file: detected and named, or provably harmless."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+import xxhash
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+import bytecheckpoint
+from bytecheckpoint import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    IncompatibleCheckpointError,
+)
+from bytecheckpoint.collectives.threads import ThreadWorld
+from bytecheckpoint.loading.saved import read_catalog
+from bytecheckpoint.representation import catalog_file
+from bytecheckpoint.representation.catalog import Catalog
+from bytecheckpoint.storage import resolve
+from tests.faults.coded import files_of, load_step, states
+from tests.faults.ranks import save_all
+
+CATALOG = "metadata.parquet"
+ROWS = 4
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of two ranks, a few hundred bytes per file; tests work on copies or put back what they change."""
+    path = tmp_path_factory.mktemp("sound") / "s"
+    world = ThreadWorld(2)
+
+    def one(collective: Any) -> None:
+        bytecheckpoint.save(path, states(collective.rank, 2, 3, ROWS))
+
+    world.run(one)
+    assert load_step(path, rows=ROWS) == 3
+    return path
+
+
+@pytest.fixture
+def damaged(sound: Path, tmp_path: Path) -> Path:
+    """A copy to be damaged; that a copied folder loads is part of the promise."""
+    return Path(shutil.copytree(sound, tmp_path / "elsewhere" / "renamed"))
+
+
+def catalog_of(path: Path) -> Catalog:
+    return read_catalog(resolve(path))[0]
+
+
+def refused(path: Path, rows: int = ROWS) -> CheckpointError:
+    """The error of a load; fails if the load goes through, or anything but a CheckpointError comes out."""
+    with pytest.raises(CheckpointError) as caught:
+        load_step(path, rows=rows)
+    assert "\n" not in str(caught.value)
+    return caught.value
+
+
+def corrupt(path: Path, name: str) -> CorruptCheckpointError:
+    """The error of a load, which must say that `name` is damaged."""
+    error = refused(path)
+    assert type(error) is CorruptCheckpointError, error
+    assert error.file == name and name in str(error)
+    return error
+
+
+def flips(path: Path, places: range) -> Iterator[int]:
+    """Change one bit at each of `places` in turn, and put it back."""
+    with path.open("r+b") as file:
+        for place in places:
+            file.seek(place)
+            old = file.read(1)
+            file.seek(place)
+            file.write(bytes([old[0] ^ 1 << place % 8]))
+            file.flush()
+            yield place
+            file.seek(place)
+            file.write(old)
+            file.flush()
+
+
+def test_a_flipped_bit_anywhere_in_the_catalog(damaged: Path) -> None:
+    count = 0
+    for _ in flips(damaged / CATALOG, range((damaged / CATALOG).stat().st_size)):
+        corrupt(damaged, CATALOG)
+        count += 1
+    assert count > 3000
+    assert load_step(damaged, rows=ROWS) == 3
+
+
+def data_flips(path: Path, step: int) -> None:
+    catalog = catalog_of(path)
+    for number, entry in enumerate(catalog.files):
+        for place in flips(path / entry.name, range(entry.data_offset + number % step, entry.size, step)):
+            error = corrupt(path, entry.name)
+            rows = (catalog.file == number) & (catalog.byte_offset <= place)
+            rows &= place < catalog.byte_offset + catalog.byte_length
+            (touched,) = {str(catalog.key(int(t))) for t in catalog.boxes.tensor[rows]}
+            assert error.block == (place - entry.data_offset) // entry.block_bytes
+            assert touched in error.tensors
+            assert f"block {error.block}" in str(error) and error.tensors[0] in str(error)
+    assert load_step(path, rows=ROWS) == 3
+
+
+def test_a_flipped_bit_in_the_data_of_any_file(damaged: Path) -> None:
+    data_flips(damaged, 17)
+
+
+@pytest.mark.slow
+def test_a_flipped_bit_in_every_byte_of_data(damaged: Path) -> None:
+    data_flips(damaged, 1)
+
+
+def test_a_flipped_bit_in_a_header_is_harmless_to_a_load_and_known_to_the_catalog(damaged: Path) -> None:
+    for entry in catalog_of(damaged).files:
+        for place in flips(damaged / entry.name, range(0, entry.data_offset, 331)):
+            assert load_step(damaged, rows=ROWS) == 3
+            header = (damaged / entry.name).read_bytes()[: entry.data_offset]
+            assert xxhash.xxh3_64_intdigest(header) != entry.header_sum, f"{entry.name}: nothing protects byte {place}"
+
+
+def test_the_damaged_block_and_only_its_tensors_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    saved = {"model": {f"t{i}": torch.full((16384,), float(i)) for i in range(12)}}  # one 64 KiB block each
+    bytecheckpoint.save(path, saved)
+    (entry,) = [f for f in catalog_of(path).files if "rank-" in f.name]
+    for place in flips(path / entry.name, range(entry.data_offset + 7 * 65536, entry.data_offset + 8 * 65536, 9999)):
+        with pytest.raises(CorruptCheckpointError) as caught:
+            bytecheckpoint.load(path, {"model": {f"t{i}": torch.zeros(16384) for i in range(12)}})
+        assert (caught.value.file, caught.value.block) == (entry.name, 7), place
+        assert len(caught.value.tensors) == 1
+        (name,) = caught.value.tensors
+        # What lies in sound blocks still loads.
+        others = {key: torch.zeros(16384) for key in saved["model"] if f"model/{key}" != name}
+        bytecheckpoint.load(path, {"model": others}, strict=False)
+        assert all(torch.equal(others[key], saved["model"][key]) for key in others)
+
+
+def test_open_detects_a_flipped_bit(damaged: Path) -> None:
+    checkpoint = bytecheckpoint.open(damaged)
+    (name,) = [f for f in files_of(damaged) if "model/rank-00000" in f]
+    for _ in flips(damaged / name, range(4096 + 8, (damaged / name).stat().st_size, 401)):
+        with pytest.raises(CorruptCheckpointError, match="checksum mismatch"):
+            for key in [k for k in checkpoint if k.startswith("model/")]:
+                checkpoint[key][...]
+
+
+def cut(by: int) -> Callable[[Path], None]:
+    return lambda file: os.truncate(file, file.stat().st_size - by)
+
+
+def cut_to(size: int) -> Callable[[Path], None]:
+    return lambda file: os.truncate(file, size)
+
+
+def append(data: bytes) -> Callable[[Path], None]:
+    return lambda file: file.write_bytes(file.read_bytes() + data) and None
+
+
+def remove(file: Path) -> None:
+    file.unlink()
+
+
+def become_folder(file: Path) -> None:
+    file.unlink()
+    file.mkdir()
+
+
+def become_dangling_link(file: Path) -> None:
+    file.unlink()
+    file.symlink_to("nowhere")
+
+
+def become_zeros(file: Path) -> None:
+    file.write_bytes(bytes(file.stat().st_size))
+
+
+DAMAGES: dict[str, Callable[[Path], None]] = {
+    "cut by one byte": cut(1),
+    "cut to its header": cut_to(4096),
+    "cut inside its header": cut_to(100),
+    "empty": cut_to(0),
+    "one byte appended": append(b"\0"),
+    "a page appended": append(bytes(4096)),
+    "removed": remove,
+    "a folder in its place": become_folder,
+    "a dangling link in its place": become_dangling_link,
+    "zeros": become_zeros,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_storage_file(damaged: Path, damage: str) -> None:
+    names = [name for name in files_of(damaged) if name != CATALOG]
+    assert len(names) == 9
+    for name in names:
+        keep = damaged.parent / "kept"
+        shutil.copy(damaged / name, keep)
+        DAMAGES[damage](damaged / name)
+        corrupt(damaged, name)
+        if (damaged / name).is_dir():
+            (damaged / name).rmdir()
+        shutil.move(keep, damaged / name)
+    assert load_step(damaged, rows=ROWS) == 3
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_catalog(damaged: Path, damage: str) -> None:
+    DAMAGES[damage](damaged / CATALOG)
+    if damage in ("removed", "a dangling link in its place"):
+        error = refused(damaged)
+        assert type(error) is CheckpointNotFoundError and CATALOG in str(error)
+    else:
+        corrupt(damaged, CATALOG)
+
+
+def test_files_of_equal_size_that_change_places(damaged: Path) -> None:
+    by_size: dict[int, list[str]] = {}
+    for name in files_of(damaged):
+        by_size.setdefault((damaged / name).stat().st_size, []).append(name)
+    pairs = [names[:2] for names in by_size.values() if len(names) > 1]
+    assert pairs
+    for one, other in pairs:
+        first, second = (damaged / one).read_bytes(), (damaged / other).read_bytes()
+        (damaged / one).write_bytes(second)
+        (damaged / other).write_bytes(first)
+        error = refused(damaged)
+        assert type(error) is CorruptCheckpointError and error.file in (one, other)
+        (damaged / one).write_bytes(first)
+        (damaged / other).write_bytes(second)
+    assert load_step(damaged, rows=ROWS) == 3
+
+
+def test_a_file_of_another_generation_in_its_place(damaged: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    ThreadWorld(2).run(lambda c: bytecheckpoint.save(other, states(c.rank, 2, 4, ROWS)))
+    theirs = {name.split(".")[0]: name for name in files_of(other)}
+    for name in files_of(damaged):
+        if name == CATALOG or name.startswith(("model/values", "optimizer/values")):
+            continue  # the trees of plain values are the same in both, or of another length
+        kept = (damaged / name).read_bytes()
+        (damaged / name).write_bytes((other / theirs[name.split(".")[0]]).read_bytes())
+        corrupt(damaged, name)
+        (damaged / name).write_bytes(kept)
+
+
+def test_a_catalog_of_another_generation_in_its_place(damaged: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    bytecheckpoint.save(other, states(step=4, rows=ROWS))
+    shutil.copy(other / CATALOG, damaged / CATALOG)
+    error = refused(damaged)
+    assert type(error) is CorruptCheckpointError and "missing" in str(error)
+
+
+@pytest.mark.parametrize("content", ["text", "parquet", "storage file", "folder of another format"])
+def test_a_foreign_file_as_catalog(damaged: Path, content: str) -> None:
+    target = damaged / CATALOG
+    if content == "text":
+        target.write_text("step: 3\n")
+    elif content == "parquet":
+        pq.write_table(pa.table({"a": [1, 2, 3]}), target)
+    elif content == "storage file":
+        shutil.copy(damaged / files_of(damaged)[0], target)
+    else:
+        target.write_bytes(b"PAR1" + bytes(200) + b"PAR1")
+    corrupt(damaged, CATALOG)
+    with pytest.raises(CorruptCheckpointError):
+        bytecheckpoint.open(damaged)
+
+
+def test_places_that_are_no_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("hello")
+    (tmp_path / "folder").mkdir()
+    for place in ("nowhere", "folder", "file"):
+        with pytest.raises(CheckpointNotFoundError, match=place):
+            load_step(tmp_path / place)
+        with pytest.raises(CheckpointNotFoundError, match=place):
+            bytecheckpoint.open(tmp_path / place)
+
+
+def resealed(data: bytes, magic: bytes) -> bytes:
+    """The catalog with another magic, sealed as its writer would have."""
+    (length,) = struct.unpack("<I", data[-8:-4])
+    at = len(data) - 8 - length - catalog_file.SEAL_BYTES
+    pages, footer = data[:at], data[at + catalog_file.SEAL_BYTES :]
+    return b"".join((pages, magic, catalog_file._seal_hash(pages, magic, footer), footer))
+
+
+def test_a_catalog_of_a_newer_version(damaged: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = (damaged / CATALOG).read_bytes()
+    (damaged / CATALOG).write_bytes(resealed(data, b"bytecheckpoint02"))
+    error = refused(damaged)
+    assert type(error) is IncompatibleCheckpointError and "version 02" in str(error) and "upgrade" in str(error)
+    catalog = catalog_file.decode(data)
+    monkeypatch.setattr(catalog_file, "CATALOG_FORMAT_VERSION", 7)
+    newer = catalog_file.encode(catalog)
+    monkeypatch.undo()
+    (damaged / CATALOG).write_bytes(newer)
+    error = refused(damaged)
+    assert type(error) is IncompatibleCheckpointError and "version 7" in str(error) and "upgrade" in str(error)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["../../secret", "/etc/passwd", "model/../../secret", "a\0b", "", ".", "..", "C:/x", "model\\..\\x", "a//b", "a\nb"],
+)
+def test_a_catalog_that_names_files_outside_is_refused(
+    damaged: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    catalog = catalog_of(damaged)
+    (tmp_path / "secret").write_bytes((damaged / catalog.files[0].name).read_bytes())
+    hostile = catalog.__class__(
+        **{
+            **{f: getattr(catalog, f) for f in catalog.__dataclass_fields__},
+            "files": (rename(catalog.files[0], name), *catalog.files[1:]),
+        }
+    )
+    monkeypatch.setattr(catalog_file, "catalog_problem", lambda _: None)
+    data = catalog_file.encode(hostile)
+    monkeypatch.undo()
+    (damaged / CATALOG).write_bytes(data)
+    corrupt(damaged, CATALOG)
+
+
+def rename(file: Any, name: str) -> Any:
+    return type(file)(**{f: getattr(file, f) for f in file.__dataclass_fields__} | {"name": name})
+
+
+@hypothesis_settings(max_examples=150)
+@given(st.binary(max_size=300), st.integers(0, 5000))
+def test_no_bytes_make_the_catalog_reader_raise_anything_else(data: bytes, at: int) -> None:
+    """Damage with a valid seal: only a hostile writer makes such a file."""
+    sound = getattr(test_no_bytes_make_the_catalog_reader_raise_anything_else, "sound", None)
+    if sound is None:
+        catalog = Catalog.from_columns(**minimal())
+        sound = catalog_file.encode(catalog)
+        test_no_bytes_make_the_catalog_reader_raise_anything_else.sound = sound  # type: ignore[attr-defined]
+    at %= len(sound)
+    changed = sound[:at] + data + sound[at + len(data) :]
+    try:
+        changed = resealed(changed, b"bytecheckpoint01")
+    except struct.error:
+        return
+    try:
+        catalog_file.decode(changed)
+    except (CorruptCheckpointError, IncompatibleCheckpointError):
+        pass
+
+
+def minimal() -> dict[str, Any]:
+    from bytecheckpoint.representation.boxes import BoxTable
+    from bytecheckpoint.representation.catalog import StorageFile
+
+    name = "model/rank-00000." + "ab" * 12 + ".safetensors"
+    return {
+        "kinds": ["model"], "fqns": ["w"], "slots": [""], "dtypes": ["float32"], "devices": ["cpu"],
+        "shapes": np.array([[4]]), "ndims": np.array([1]), "owner": np.array([-1], np.int32),
+        "requires_grad": np.array([True]), "boxes": BoxTable.build([0], [(0,)], [(4,)]),
+        "file": np.zeros(1, np.int32), "byte_offset": np.array([4096]), "byte_length": np.array([16]),
+        "files": [StorageFile(name, "model", 0, 4112, 4096, 7, 65536, "ab" * 12)],
+        "sums": [np.array([5], np.uint64)], "aliases": {}, "info": {"world_size": 1},
+    }  # fmt: skip
+
+
+def test_a_corrupt_checkpoint_is_replaced_by_the_next_save(damaged: Path) -> None:
+    (damaged / CATALOG).write_bytes(b"garbage")
+    for name in files_of(damaged)[:2]:
+        (damaged / name).write_bytes(b"garbage")
+    world = ThreadWorld(2)
+    assert not [g for g in save_all(world, damaged, 9) if isinstance(g, Exception)]
+    assert load_step(damaged) == 9
+    assert len(files_of(damaged)) == 10
