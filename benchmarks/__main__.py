@@ -50,6 +50,7 @@ def main() -> int:
             planning_rows=1_000_000 if arguments.short else 30_000_000,
             places={name: folders[name] for name in arguments.places},
             only=tuple(arguments.only),
+            peers=tuple(arguments.peers),
         )
         results, status = [], 0
         for size in arguments.worlds:
@@ -77,6 +78,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--short", action="store_true", help="small states; under three minutes")
     parser.add_argument("--out", type=Path, default=_HERE / "out", help="folder for the results")
     parser.add_argument("--only", nargs="+", default=[], metavar="CASE", help="run these cases alone")
+    parser.add_argument("--peers", nargs="+", default=[], metavar="PEER", help="beside bytecheckpoint; default all")
     parser.add_argument("--worlds", nargs="+", type=int, default=[1, 2, 4], metavar="N", help="numbers of ranks")
     parser.add_argument("--places", nargs="+", default=["tmpfs", "disk"], choices=["tmpfs", "disk"])
     parser.add_argument("--disk", type=Path, default=None, metavar="DIR", help="folder on a disk; default --out")

@@ -25,6 +25,7 @@ class Options:
         planning_rows: rows of the catalog in the planning case.
         places: name -> folder of the file systems.
         only: names of the cases to run; empty for all.
+        peers: names of the peers to run beside bytecheckpoint; empty for all.
     """
 
     nbytes: int
@@ -34,6 +35,7 @@ class Options:
     planning_rows: int
     places: dict[str, str]
     only: tuple[str, ...] = ()
+    peers: tuple[str, ...] = ()
 
 
 @dataclass

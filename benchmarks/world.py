@@ -33,7 +33,7 @@ def run_cases(bench: Bench) -> None:
 def main() -> None:
     rank, size, port = map(int, sys.argv[1:4])
     raw = json.loads(sys.argv[4])
-    options = Options(**{**raw, "only": tuple(raw["only"])})
+    options = Options(**raw)
     warnings.simplefilter("ignore")
     logging.getLogger("torch.distributed").setLevel(logging.ERROR)
     import torch
@@ -51,7 +51,7 @@ def main() -> None:
         )
     from benchmarks.peers import all_peers
 
-    bench = Bench(options, World(rank, size), all_peers())
+    bench = Bench(options, World(rank, size), all_peers(options.peers))
     failed = False
     try:
         run_cases(bench)

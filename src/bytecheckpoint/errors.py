@@ -7,6 +7,8 @@ handlers work. Each message is one line: what happened, where (rank, stage, file
 
 from __future__ import annotations
 
+import json
+
 __all__ = [
     "CheckpointError",
     "CheckpointNotFoundError",
@@ -106,9 +108,10 @@ def error_report(error: BaseException) -> dict[str, str]:
     """`error` as plain strings that can travel to another rank (never a pickle)."""
     name = type(error).__name__ if isinstance(error, CheckpointError) else "CheckpointError"
     text = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
-    report = {"error": name, "message": text}
+    # Names may hold lone surrogates, which no message to another process can.
+    report = {"error": name, "message": text.encode("utf-8", "backslashreplace").decode()}
     if isinstance(error, CorruptCheckpointError):
-        report |= {"file": error.file, "block": str(error.block), "tensors": "\0".join(error.tensors)}
+        report |= {"file": error.file, "block": str(error.block), "tensors": json.dumps(error.tensors)}
     return report
 
 
@@ -117,11 +120,10 @@ def error_from_report(report: dict[str, str], *, prefix: str = "") -> Checkpoint
     cls = _BY_NAME.get(report.get("error", ""), CheckpointError)
     message = prefix + report.get("message", "unknown failure")
     if cls is CorruptCheckpointError:
-        tensors = report.get("tensors", "")
         return CorruptCheckpointError(
             message,
             file=report.get("file", ""),
             block=int(report.get("block", -1)),
-            tensors=tuple(tensors.split("\0")) if tensors else (),
+            tensors=tuple(json.loads(report.get("tensors", "[]"))),
         )
     return cls(message)

@@ -108,7 +108,7 @@ class _Exchange:
         failure: BaseException | None = None
         try:
             list(pool.map(lambda s: self._fill(own, half + s[0], s[1]), enumerate(self._items(me, number))))
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001  told to the other ranks, then raised
             failure = error
         report = msgspec.msgpack.encode(error_report(failure)) if failure else b""
         try:

@@ -134,7 +134,6 @@ class HelperProcess:
         """End the helper; what it was writing stays unfinished."""
         self._channel.sock.close()
         if self._owner == os.getpid() and self._process.poll() is None:
-            self._process.terminate()
             try:
                 self._process.wait(5)
             except subprocess.TimeoutExpired:
@@ -161,7 +160,7 @@ class _Server:
                 break
             try:
                 answer = getattr(self, "do_" + record.pop("op"))(fds=fds, **record)
-            except BaseException as error:
+            except BaseException as error:  # noqa: BLE001  raised in the training process
                 answer = error_report(error)
             try:
                 self._channel.send(answer)
@@ -227,8 +226,10 @@ def _end_with(parent: int) -> None:
 def main() -> None:
     """Serve until the training process closes its end."""
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
-    # A terminal's Ctrl-C goes to the whole process group; the training process decides what happens to its saves.
+    # A terminal's Ctrl-C and a scheduler's SIGTERM go to the whole process group; what becomes of the saves is for the
+    # training process to decide.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     _Server(_Channel(socket.socket(fileno=int(sys.argv[1])))).serve()
 
 

@@ -33,9 +33,12 @@ def available_memory() -> int:
     with contextlib.suppress(OSError, ValueError), open("/proc/meminfo") as file:
         fields = dict(line.split(":", 1) for line in file)
         available = int(fields["MemAvailable"].split()[0]) << 10
-    with contextlib.suppress(OSError, ValueError):
-        with open("/sys/fs/cgroup/memory.max") as limit, open("/sys/fs/cgroup/memory.current") as used:
-            available = min(available, int(limit.read()) - int(used.read()))
+    with (
+        contextlib.suppress(OSError, ValueError),
+        open("/sys/fs/cgroup/memory.max") as limit,
+        open("/sys/fs/cgroup/memory.current") as used,
+    ):
+        available = min(available, int(limit.read()) - int(used.read()))
     return max(available, 0)
 
 

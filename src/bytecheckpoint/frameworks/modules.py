@@ -161,9 +161,7 @@ def load_modules(kind: str, scan: ModuleScan, saved: SavedStates, into: Destinat
             arrived.append((*tensor.copy_of, target))
         shards: list[LiveShard] = []
         add_shards(shards, found.key, target, aliases=tensor.aliases)
-        for shard in shards:
-            if (write_back := writable(shard)) is not None:
-                into.finish.append(write_back)
+        into.finish += [step for shard in shards if (step := writable(shard)) is not None]
         into.wanted += shards
     if arrived:
         into.finish.append(lambda: _load_copies(arrived))

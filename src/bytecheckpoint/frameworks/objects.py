@@ -25,6 +25,7 @@ from bytecheckpoint.frameworks.leaves import (
     is_leaf,
     is_writable,
     memory_of,
+    writable,
 )
 from bytecheckpoint.representation.shards import LiveShard, LiveState, TensorKey
 from bytecheckpoint.representation.values import MAX_DEPTH, TensorRef, decode, dotted, encode
@@ -71,7 +72,12 @@ def encoded(kind: str, value: object, shards: list[LiveShard], *, by_content: bo
         add_shards(shards, TensorKey(kind, name), leaf, by_content=by_content and plain)
         return name
 
-    return encode(_lowered(value, (), set(), add, {}), on_tensor=add)
+    lowered = _lowered(value, (), set(), add, {})
+    try:
+        return encode(lowered, on_tensor=add)
+    except UsageError as error:
+        # Messages about tensors name the kind already; those about plain values start with the path inside it.
+        raise (error if str(error).startswith(kind) else UsageError(f"{kind}/{error}")) from None
 
 
 def capture_object(kind: str, value: object) -> LiveState:
@@ -307,7 +313,10 @@ def _load_named(kind: str, live: Any, saved: SavedStates, into: Destination) -> 
             into.missing.append(str(TensorKey(kind, name)))
         else:
             into.claimed.add(found.key)
-            add_shards(into.wanted, found.key, leaf)
+            shards: list[LiveShard] = []
+            add_shards(shards, found.key, leaf)
+            into.finish += [step for shard in shards if (step := writable(shard)) is not None]
+            into.wanted += shards
         return name
 
     owners: dict[int, Any] = {}

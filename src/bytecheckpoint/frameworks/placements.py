@@ -9,8 +9,10 @@ placements therefore describes two real layouts, which differ when sizes are une
 - *left to right*: what `distribute_tensor` builds from the placements themselves. A strided split interleaves, and the
   next split cuts through the interleaved piece, so a rank may hold several runs of one dimension.
 
-The extent of the local tensor tells them apart. (torch's own compute_local_shape_and_global_offset knows the second
-reading only, and only its first offset.) ByteCheckpoint, section 3.2: nD_offsets and nD_lengths of ShardMeta.
+The extent of the local tensor tells them apart, but for a few uneven splits over four and more tensor-parallel ranks;
+there the first is taken, the only one that exists in practice, and a save of the second then shows a hole. (torch's
+own compute_local_shape_and_global_offset knows the second reading only, and only its first offset.) ByteCheckpoint,
+section 3.2: nD_offsets and nD_lengths of ShardMeta.
 """
 
 from __future__ import annotations

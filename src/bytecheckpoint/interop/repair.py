@@ -255,7 +255,7 @@ class _Generation:
         ]
         return [
             *found,
-            "what lay wholly in a lost file, and is named nowhere else, cannot be missed: compare these numbers",
+            "a lost file none of whose tensors is named elsewhere leaves no trace: check these numbers",
             "layout, framework and user metadata of the save are lost",
             *(f"left out: {problem}" for problem in self.unreadable),
         ]

@@ -61,7 +61,7 @@ class VerifyReport:
         path: the checkpoint.
         files: number of storage files that the catalog names.
         bytes_read: bytes read and checked.
-        tensors: number of tensors.
+        tensors: number of tensors, encoded plain values not counted.
         findings: what is wrong; empty for a sound checkpoint.
         notes: what is harmless but worth knowing, such as files that do not belong to the checkpoint.
     """
@@ -110,6 +110,10 @@ def verify_catalog(
         check.close()
     findings = (*check.findings(), *_coverage(catalog))
     return VerifyReport(storage.url, len(catalog.files), check.done, catalog.count, findings, _notes(storage, catalog))
+
+
+def _tensor_count(catalog: Catalog) -> int:
+    return int((catalog.slot.codes != catalog.slot.codes_of([VALUES_SLOT])[0]).sum())
 
 
 class _Check:

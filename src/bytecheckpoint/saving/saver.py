@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import weakref
 from collections import OrderedDict
@@ -18,7 +19,6 @@ from ..errors import CheckpointError
 from ..frameworks.base import Framework
 from ..handles import SaveHandle
 from ..monitoring.phases import Phases
-from ..representation.shards import LiveState
 from ..settings import Settings
 from ..storage import Storage
 from .coordinator import Coordinator, SaveTask
@@ -73,7 +73,7 @@ class Saver:
         self._coordinator = Coordinator(collective)
         self._last: Future[None] | None = None
         self._failed: CheckpointError | None = None
-        self._lock = threading.Lock()
+        self._calls = threading.Lock()
 
     def helper(self, settings: Settings) -> HelperProcess | None:
         """The writer process, started when it is wanted and not running."""
@@ -104,14 +104,12 @@ class Saver:
         if last is not None:
             last.exception()
 
-    def _number(self, settings: Settings) -> tuple[SaveTask, Future[None] | None]:
-        with self._lock:
-            self._sequence += 1
-            task = SaveTask(self._sequence, settings.timeout)
-        coordinated = None
+    def _number(self, settings: Settings) -> SaveTask:
+        self._sequence += 1
+        task = SaveTask(self._sequence, settings.timeout)
         if self.collective.rank == 0:
-            coordinated = self._coordinator_thread.submit(self._coordinator.run, task)
-        return task, coordinated
+            self._coordinator_thread.submit(self._coordinator.run, task)
+        return task
 
     def _raise_earlier_failure(self) -> None:
         failed, self._failed = self._failed, None
@@ -128,9 +126,14 @@ class Saver:
             asynchronous: return when staged.
             background: return before that.
         """
+        with self._calls:
+            return self._save(call, settings, SaveHandle(path), asynchronous, background)
+
+    def _save(
+        self, call: Any, settings: Settings, handle: SaveHandle, asynchronous: bool, background: bool
+    ) -> SaveHandle:
         phases = Phases()
-        task, _ = self._number(settings)
-        handle = SaveHandle(path)
+        task = self._number(settings)
         session: SaveSession | None = None
         try:
             if not background:
@@ -140,7 +143,7 @@ class Saver:
             checked: SaveCall = call()
             handle.path = checked.storage.url
             states = checked.framework.capture(checked.states, names=checked.names)
-            session = self._session(task, checked, states, phases)
+            session = SaveSession(self, task, checked, states, phases)
             phases.mark("capture")
             if background:
                 self._submit(session, handle, session.run_in_background)
@@ -161,30 +164,26 @@ class Saver:
 
     def prepare(self, call: Any, settings: Settings) -> Future[None]:
         """Plan, reserve and touch in the background, so that the next save finds everything ready."""
-        task, _ = self._number(settings)
-        session: SaveSession | None = None
-        try:
-            checked: SaveCall = call()
-            states = checked.framework.capture(checked.states, names=checked.names)
-            session = self._session(task, checked, states, Phases())
-        except BaseException as error:
-            self._give_up(task, session, error)
-            raise
-        done = session.prepare
-
-        def run() -> None:
+        with self._calls:
+            task = self._number(settings)
             try:
-                done()
+                checked: SaveCall = call()
+                states = checked.framework.capture(checked.states, names=checked.names)
+                session = SaveSession(self, task, checked, states, Phases())
             except BaseException as error:
-                self._give_up(task, session, error)
-                _log.warning("prepare failed, the first save will plan for itself: %s", error)
+                self._give_up(task, None, error)
                 raise
 
-        self._last = self._worker.submit(run)
-        return self._last
+            def run() -> None:
+                try:
+                    session.prepare()
+                except BaseException as error:
+                    self._give_up(task, session, error)
+                    _log.warning("prepare failed, the first save will plan for itself: %s", error)
+                    raise
 
-    def _session(self, task: SaveTask, call: SaveCall, states: list[LiveState], phases: Phases) -> SaveSession:
-        return SaveSession(self, task, call, states, phases)
+            self._last = self._worker.submit(run)
+            return self._last
 
     def _submit(self, session: SaveSession, handle: SaveHandle, work: Any) -> None:
         def run() -> None:
@@ -236,9 +235,15 @@ def _forget_after_fork() -> None:
     _savers_lock = threading.Lock()
 
 
-import os  # noqa: E402
+def _finish_all() -> None:
+    for saver in list(_savers.values()):
+        saver.drain()
+
 
 os.register_at_fork(after_in_child=_forget_after_fork)
+# Executors refuse new work from the moment that concurrent.futures hears of the interpreter's exit, and a save in flight
+# still needs theirs. Such hooks run in reverse order, so this one comes first.
+threading._register_atexit(_finish_all)  # type: ignore[attr-defined]
 
 
 def saver_of(collective: Collective) -> Saver:

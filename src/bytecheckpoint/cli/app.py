@@ -1,0 +1,125 @@
+"""The command line's grammar. Each verb returns the work to do; `main.run` does it. Nothing heavy is imported here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Annotated
+
+import typer
+
+from .._version import __version__
+
+__all__ = ["app"]
+
+app = typer.Typer(
+    help="Look into checkpoints, verify, compare, export and repair them. Exit status: 0 fine, 1 findings, "
+    "2 not readable as a checkpoint, or wrong usage.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Path = Annotated[str, typer.Argument(metavar="PATH", help="Folder or URL of one checkpoint.", show_default=False)]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of tables.")]
+Job = Callable[[], int]
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"bytecheckpoint {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def ls(
+    path: Annotated[str, typer.Argument(metavar="PATH", help="A checkpoint, or a folder of them.")] = ".",
+    json: Json = False,
+) -> Job:
+    """List the checkpoints of a folder, or the states of one checkpoint."""
+    from .listing import ls
+
+    return partial(ls, path, json=json)
+
+
+@app.command()
+def inspect(
+    path: Path,
+    patterns: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[GLOB]...", help="Show only keys that match, e.g. 'model/layers.0.*'."),
+    ] = None,
+    values: Annotated[bool, typer.Option("--values", help="Show plain values too.")] = False,
+    boxes: Annotated[bool, typer.Option("--boxes", help="Show every stored box with its file and bytes.")] = False,
+    rank: Annotated[int | None, typer.Option(min=0, help="With --values: those of this rank.")] = None,
+    json: Json = False,
+) -> Job:
+    """Show tensors (dtype, shape, bytes, boxes), the layout they were saved from, and who wrote how much."""
+    from .inspecting import inspect
+
+    return partial(inspect, path, patterns or [], values=values, boxes=boxes, rank=rank, json=json)
+
+
+@app.command()
+def verify(
+    path: Path,
+    threads: Annotated[int, typer.Option(min=0, help="Concurrent reads; 0: the default.")] = 0,
+    json: Json = False,
+) -> Job:
+    """Check every byte of a checkpoint against its checksums."""
+    from .tools import verify
+
+    return partial(verify, path, threads=threads, json=json)
+
+
+@app.command()
+def diff(
+    a: Annotated[str, typer.Argument(metavar="A", help="A checkpoint.", show_default=False)],
+    b: Annotated[str, typer.Argument(metavar="B", help="Another one.", show_default=False)],
+    rtol: Annotated[float, typer.Option(help="Relative tolerance.")] = 0.0,
+    atol: Annotated[float, typer.Option(help="Absolute tolerance.")] = 0.0,
+    json: Json = False,
+) -> Job:
+    """Compare two checkpoints tensor by tensor; bit by bit unless a tolerance is given."""
+    from .tools import diff
+
+    return partial(diff, a, b, rtol=rtol, atol=atol, json=json)
+
+
+@app.command()
+def export(
+    src: Annotated[str, typer.Argument(metavar="SRC", help="A checkpoint.", show_default=False)],
+    dst: Annotated[str, typer.Argument(metavar="DST", help="A new or empty folder.", show_default=False)],
+    kind: Annotated[str, typer.Option(help="Which state.")] = "model",
+    dtype: Annotated[str | None, typer.Option(help="Convert floating tensors, e.g. to bfloat16.")] = None,
+    max_shard_size: Annotated[str, typer.Option(help="Bytes per file, e.g. 5GB or 2GiB.")] = "5GB",
+    force: Annotated[bool, typer.Option("--force", help="Replace weights that are there.")] = False,
+    json: Json = False,
+) -> Job:
+    """Write consolidated Hugging Face safetensors, sharded with an index, in bounded memory."""
+    from .tools import export
+
+    return partial(export, src, dst, kind=kind, dtype=dtype, max_shard_size=max_shard_size, force=force, json=json)
+
+
+@app.command()
+def repair(
+    path: Path,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace a sound catalog; accept damaged blocks and unreadable files.")
+    ] = False,
+    json: Json = False,
+) -> Job:
+    """Rebuild a lost or damaged catalog from the storage files."""
+    from .tools import repair
+
+    return partial(repair, path, force=force, json=json)

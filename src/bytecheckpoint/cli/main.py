@@ -1,0 +1,86 @@
+"""The `bytecheckpoint` command: what becomes of errors, and of the exit status.
+
+Exit status: 0 fine; 1 findings (a damaged block, a difference); 2 what cannot be read as a checkpoint at all, or wrong
+usage; 130 interrupted; 141 the reader of the output went away. An error is one line on stderr.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ..errors import CheckpointError, CorruptCheckpointError
+from ..representation.names import CATALOG_NAME
+from .show import shown
+
+__all__ = ["main", "run"]
+
+FINE, FINDINGS, UNUSABLE, INTERRUPTED, PIPE = 0, 1, 2, 130, 141
+
+
+def main() -> None:
+    """Entry point of the `bytecheckpoint` command."""
+    code = run(sys.argv[1:])
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        code = PIPE
+    if code == PIPE:
+        # The interpreter flushes once more at its exit, and would complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    raise SystemExit(code)
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run one command line; returns the exit status and never raises for what a user can cause."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")  # terminals that are not UTF-8
+    try:
+        from .app import app
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in ("typer", "rich", "click"):
+            raise
+        return _fail("the command line needs an extra: pip install 'bytecheckpoint[cli]'", UNUSABLE)
+    try:
+        # The parser only chooses; the work is done out here, where every error is ours to show.
+        job: Callable[[], int] | int | None = app(
+            args=list(arguments), prog_name="bytecheckpoint", standalone_mode=False
+        )
+        return job() if callable(job) else int(job or FINE)
+    except KeyboardInterrupt:
+        return _fail("interrupted", INTERRUPTED)
+    except BrokenPipeError:
+        return PIPE
+    except CheckpointError as error:
+        damaged = isinstance(error, CorruptCheckpointError) and error.file not in ("", CATALOG_NAME)
+        return _fail(str(error), FINDINGS if damaged else UNUSABLE)
+    except Exception as error:  # noqa: BLE001  a person at a terminal gets one line, whatever it was
+        return _fail(_explained(error), UNUSABLE)
+
+
+def _explained(error: Any) -> str:
+    if hasattr(error, "format_message"):  # the parser's own errors, whichever library it is built on
+        return f"{error.format_message().rstrip('.')}; see bytecheckpoint --help"
+    if type(error).__name__ == "Abort":
+        return "interrupted"
+    if os.environ.get("BYTECHECKPOINT_TRACEBACK"):
+        raise error
+    return (
+        f"internal error, {type(error).__name__}: {error}; please report it with the traceback that "
+        f"BYTECHECKPOINT_TRACEBACK=1 shows"
+    )
+
+
+def _fail(message: str, code: int) -> int:
+    try:
+        print(f"bytecheckpoint: {shown(message)}", file=sys.stderr)
+    except OSError:
+        pass
+    return code
+
+
+if __name__ == "__main__":
+    main()

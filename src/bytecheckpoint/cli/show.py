@@ -1,0 +1,109 @@
+"""How things look on a terminal: names escaped, sizes readable, columns aligned; and as JSON."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+__all__ = ["as_json", "moment", "print_json", "print_table", "progress_bar", "shown", "size", "typed"]
+
+_ESCAPES = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
+
+
+def shown(text: str) -> str:
+    r"""`text` without anything that a terminal would act upon: one line, control characters escaped.
+
+    >>> shown("a\x1b[2Jb\n")
+    'a\\x1b[2Jb\\n'
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else _ESCAPES.get(c) or _escape(ord(c)) for c in text)
+
+
+def _escape(code: int) -> str:
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+
+
+def size(nbytes: int) -> str:
+    """A number of bytes for people.
+
+    >>> size(1536)
+    '1.5 KiB'
+    """
+    value, units = float(nbytes), ["B", "KiB", "MiB", "GiB", "TiB", "PiB"]
+    while value >= 1024 and len(units) > 1:
+        value /= 1024
+        units.pop(0)
+    return f"{nbytes} B" if units[0] == "B" else f"{value:.1f} {units[0]}"
+
+
+def moment(seconds: object) -> str:
+    """A time of the catalog's info as ISO 8601 in UTC; "" for what is no time."""
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not math.isfinite(seconds):
+        return ""
+    try:
+        return datetime.datetime.fromtimestamp(seconds, datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    except (ValueError, OverflowError, OSError):
+        return ""
+
+
+def print_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Columns separated by two spaces, all but the last padded; titles that end in ">" are aligned to the right."""
+    names = [title.rstrip(">") for title in titles]
+    cells = [[shown(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(names, *cells, strict=True)]
+    for row in [names, *cells]:
+        parts = [
+            cell.rjust(width) if title.endswith(">") else cell.ljust(width)
+            for cell, width, title in zip(row, widths, titles, strict=True)
+        ]
+        print("  ".join(parts).rstrip())
+
+
+def as_json(value: Any) -> Any:
+    """`value` with what JSON lacks replaced: tuples as arrays, nan and infinity as strings, other types by their repr."""
+    if value is None or isinstance(value, bool | str):
+        return value
+    if type(value) is int:
+        return value
+    if type(value) is float:
+        return value if math.isfinite(value) else repr(value)
+    if isinstance(value, dict):
+        return {key if isinstance(key, str) else repr(key): as_json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [as_json(item) for item in value]
+    return repr(value)
+
+
+def typed(value: Any) -> dict[str, Any]:
+    """A plain value for JSON, with the name of its type."""
+    return {"type": type(value).__name__, "value": as_json(value)}
+
+
+def print_json(value: Any) -> None:
+    """One JSON document, ASCII only."""
+    json.dump(as_json(value), sys.stdout, indent=2, allow_nan=False)
+    print()
+
+
+@contextlib.contextmanager
+def progress_bar(title: str) -> Iterator[Callable[[int, int], None] | None]:
+    """A function to call with (done, in all), which draws a bar on stderr; None where that is no terminal."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True))
+    with Progress(
+        *columns, TransferSpeedColumn(), TimeRemainingColumn(), console=Console(stderr=True), transient=True
+    ) as bar:
+        task = bar.add_task(title, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

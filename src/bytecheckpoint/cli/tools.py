@@ -1,0 +1,113 @@
+"""`bytecheckpoint verify`, `diff`, `export` and `repair`."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterable
+from dataclasses import asdict
+
+from ..errors import UsageError
+from ..storage import resolve
+from .show import print_json, progress_bar, shown, size
+
+__all__ = ["diff", "export", "parse_size", "repair", "verify"]
+
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
+
+
+def _notes(notes: Iterable[str]) -> None:
+    for note in notes:
+        print(f"note: {shown(note)}", file=sys.stderr)
+
+
+def verify(path: str, *, threads: int, json: bool) -> int:
+    """Check every byte; returns 1 when something is wrong."""
+    from ..interop.verify import verify_checkpoint
+    from .listing import open_catalog
+
+    storage, _ = open_catalog(path)
+    with progress_bar("verifying") as progress:
+        report = verify_checkpoint(storage, progress, threads=threads)
+    if json:
+        print_json({"ok": report.ok, **asdict(report)})
+        return int(not report.ok)
+    for finding in report.findings:
+        print(shown(finding.message))
+    _notes(report.notes)
+    verdict = "sound" if report.ok else f"{len(report.findings)} findings"
+    print(
+        f"{shown(report.path)}: {report.tensors} tensors, {size(report.bytes_read)} in {report.files} files: {verdict}"
+    )
+    return int(not report.ok)
+
+
+def diff(a: str, b: str, *, rtol: float, atol: float, json: bool) -> int:
+    """Compare; returns 1 when there is a difference."""
+    from ..interop.compare import compare
+    from ..opening import open as open_checkpoint
+
+    with open_checkpoint(a) as first, open_checkpoint(b) as second:
+        report = compare(first, second, rtol=rtol, atol=atol)
+        if json:
+            print_json({"a": first.path, "b": second.path, "equal": report.equal, **asdict(report)})
+            return int(not report.equal)
+    for difference in report.differences:
+        print(shown(difference.message))
+    _notes(report.notes)
+    compared = f"{report.tensors} tensors ({size(report.bytes_compared)}) and {report.values} plain values compared"
+    print(f"{compared}: {'equal' if report.equal else f'{len(report.differences)} differences'}")
+    return int(not report.equal)
+
+
+def parse_size(text: str) -> int:
+    """A number of bytes such as "5GB" (decimal), "2GiB" (binary) or "1000000".
+
+    Raises:
+        UsageError: it is no size, or less than a byte.
+    """
+    match = _SIZE.fullmatch(text.strip())
+    number = 0.0
+    if match is not None:
+        power = " KMGT".index(match[2].upper() or " ")
+        number = float(match[1]) * (1024 if match[3] else 1000) ** power
+    if number < 1:
+        raise UsageError(f"{text!r} is not a size: write 5GB, 500MB, 2GiB or a number of bytes")
+    return int(number)
+
+
+def export(src: str, dst: str, *, kind: str, dtype: str | None, max_shard_size: str, force: bool, json: bool) -> int:
+    """Export; returns 1 when values became infinite in the conversion."""
+    from ..interop.huggingface import export_huggingface
+    from ..opening import open as open_checkpoint
+
+    limit = parse_size(max_shard_size)
+    with open_checkpoint(src) as checkpoint, progress_bar("exporting") as progress:
+        report = export_huggingface(
+            checkpoint, dst, kind=kind, dtype=dtype, max_shard_bytes=limit, force=force, progress=progress
+        )
+    if json:
+        print_json(asdict(report))
+        return int(bool(report.overflowed))
+    _notes(f"{key} is a plain value and was not exported" for key in report.skipped)
+    _notes(f"{name} holds values too large for {dtype}: they became infinite" for name in report.overflowed)
+    print(f"{shown(report.path)}: {report.tensors} tensors, {size(report.nbytes)} in {len(report.files)} files")
+    return int(bool(report.overflowed))
+
+
+def repair(path: str, *, force: bool, json: bool) -> int:
+    """Rebuild the catalog; returns 1 when it names damaged blocks (only with force)."""
+    from ..interop.repair import repair_checkpoint
+
+    storage = resolve(path)
+    with progress_bar("verifying") as progress:
+        report = repair_checkpoint(storage, force=force, progress=progress)
+    if json:
+        print_json(asdict(report))
+        return int(bool(report.findings))
+    for finding in report.findings:
+        print(shown(finding.message))
+    _notes(report.notes)
+    done = f"catalog rebuilt from save {report.generation}" if report.written else "the catalog is sound"
+    print(f"{shown(report.path)}: {done}")
+    return int(bool(report.findings))

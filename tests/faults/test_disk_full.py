@@ -1,0 +1,226 @@
+"""Real file systems that are full, read-only, or take direct I/O: small mounts that the tests make (needs root)."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import bytecheckpoint
+from bytecheckpoint import StorageError, StorageFullError
+from bytecheckpoint.collectives.threads import ThreadWorld
+from bytecheckpoint.handles import SaveReport
+from bytecheckpoint.storage import resolve
+from tests.faults.coded import files_of, load_step, states
+from tests.faults.ranks import save_all
+
+MODES: dict[str, dict[str, Any]] = {"sync": {}, "async": {"async_checkpoint": True}}
+BIG = 6000  # rows: some 6 MB in all
+
+Mount = Callable[..., Path]
+
+
+def run(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    if done.returncode:
+        raise OSError(f"{' '.join(command)}: {done.stderr.strip()}")
+
+
+@pytest.fixture
+def mount(tmp_path: Path) -> Iterator[Mount]:
+    """Mounts file systems below tmp_path, and takes them away afterwards."""
+    points: list[Path] = []
+
+    def make(kind: str, name: str = "mnt", **options: Any) -> Path:
+        point = tmp_path / name
+        point.mkdir()
+        try:
+            if kind == "tmpfs":
+                run("mount", "-t", "tmpfs", "-o", ",".join(f"{k}={v}" for k, v in options.items()), "tmpfs", str(point))
+            else:
+                image = tmp_path / f"{name}.img"
+                with image.open("wb") as file:
+                    file.truncate(options["size"])
+                run(f"mkfs.{kind}", "-q", "-m", "0", str(image))
+                run("mount", "-o", "loop", str(image), str(point))
+        except OSError as error:
+            pytest.skip(f"NOT TESTED HERE: cannot mount a small {kind}, which takes root: {error}")
+        points.append(point)
+        return point
+
+    yield make
+    for point in points:
+        subprocess.run(["umount", str(point)], capture_output=True, timeout=30, check=False)
+
+
+def failed(got: list[Any], error: type[Exception]) -> None:
+    for rank, raised in enumerate(got):
+        assert type(raised) is error, f"rank {rank}: {raised!r}"
+        assert "rank " in str(raised) and "\n" not in str(raised)
+
+
+def succeeded(got: list[Any]) -> None:
+    assert all(isinstance(report, SaveReport) for report in got), got
+
+
+def save_big(world: ThreadWorld, path: Path, step: int, **options: Any) -> list[Any]:
+    def one(collective: Any) -> Any:
+        try:
+            handle = bytecheckpoint.save(path, states(collective.rank, world.size, step, BIG), **options)
+        except bytecheckpoint.CheckpointError as error:
+            return error
+        error = handle.committed.exception(60)
+        assert handle.staged.done()
+        return error or handle.result()
+
+    return world.run(one, timeout=100)
+
+
+def after_a_failure(world: ThreadWorld, path: Path, before: list[str], mode: str) -> None:
+    """The old checkpoint is whole, nothing is left over, and the next save works."""
+    assert load_step(path) == 1
+    assert files_of(path) == before
+    if mode != "sync":
+        assert all("earlier asynchronous save" in str(raised) for raised in save_all(world, path, 3))
+    succeeded(save_all(world, path, 4, **MODES[mode]))
+    assert load_step(path) == 4
+    assert len(files_of(path)) == len(before)
+
+
+@pytest.mark.parametrize("writer", ["process", "thread"])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_full_tmpfs(mount: Mount, ranks: int, mode: str, writer: str) -> None:
+    if mode == "sync" and writer == "process":
+        writer = "thread"  # synchronous saves never use the process
+    bytecheckpoint.configure(writer=writer)
+    path = mount("tmpfs", size="2m") / "s"
+    world = ThreadWorld(ranks)
+    succeeded(save_all(world, path, 1))
+    before = files_of(path)
+    got = save_big(world, path, 2, **MODES[mode])
+    failed(got, StorageFullError)
+    assert all("No space left" in str(raised) and "free space" in str(raised) for raised in got)
+    after_a_failure(world, path, before, mode)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_tmpfs_that_gets_full_at_every_point_of_a_save(mount: Mount, mode: str) -> None:
+    """Free space from nothing to enough, page by page: directories, headers, data, the catalog, its temporary file."""
+    bytecheckpoint.configure(writer="thread")
+    root = mount("tmpfs", size="1m")
+    path, ballast = root / "s", root / "ballast"
+    failures = successes = 0
+    step = 1
+    bytecheckpoint.save(path, states(step=1))
+    before = len(files_of(path))
+    free = shutil.disk_usage(root).free
+    for pages in range(0, 40, 1):
+        ballast.write_bytes(bytes(free - 4096 * pages))
+        wanted = step + 1
+        try:
+            bytecheckpoint.save(path, states(step=wanted), **MODES[mode]).result(20)
+            step = wanted
+            successes += 1
+        except StorageFullError:
+            failures += 1
+        ballast.unlink()
+        assert load_step(path) == step
+        assert len(files_of(path)) == before, f"{pages} free pages: {files_of(path)}"
+        if mode == "async":
+            try:
+                bytecheckpoint.save(path, states(step=step))
+            except StorageFullError as earlier:
+                assert "earlier" in str(earlier)
+    assert failures > 10 and successes > 3
+
+
+def test_a_tmpfs_without_inodes(mount: Mount) -> None:
+    root = mount("tmpfs", size="8m", nr_inodes=14)
+    path = root / "s"
+    bytecheckpoint.save(path, states(step=1))
+    before = files_of(path)
+    spare = 0
+    while True:
+        try:
+            (root / f"spare{spare}").touch()
+            spare += 1
+        except OSError:
+            break
+    with pytest.raises(StorageFullError, match="No space left"):
+        bytecheckpoint.save(path, states(step=2))
+    assert load_step(path) == 1 and files_of(path) == before
+    with pytest.raises(StorageFullError):
+        bytecheckpoint.save(root / "other", states(step=2))
+    assert not (root / "other").exists()
+    for number in range(spare):
+        (root / f"spare{number}").unlink()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_full_ext4_with_direct_io(mount: Mount, mode: str) -> None:
+    bytecheckpoint.configure(writer="process" if mode == "async" else "thread")
+    path = mount("ext4", size=6 << 20) / "s"
+    probe = resolve(path).create("model/probe", 10, direct=True)
+    assert probe.direct, "a loop device takes direct I/O, so that is what is tested"
+    probe.abort()
+    world = ThreadWorld(2)
+    succeeded(save_all(world, path, 1, **MODES[mode]))
+    assert load_step(path) == 1
+    before = files_of(path)
+    failed(save_big(world, path, 2, **MODES[mode]), StorageFullError)
+    after_a_failure(world, path, before, mode)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 511, 513, 4095])
+@pytest.mark.parametrize("mode", MODES)
+def test_direct_io_of_any_length(mount: Mount, rows: int, mode: str) -> None:
+    path = mount("ext4", size=24 << 20) / "s"
+    bytecheckpoint.save(path, states(step=7, rows=rows), **MODES[mode]).result(30)
+    assert load_step(path, rows=rows) == 7
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_file_system_that_turns_read_only(mount: Mount, mode: str) -> None:
+    root = mount("ext4", size=24 << 20)
+    path = root / "s"
+    world = ThreadWorld(2)
+    succeeded(save_all(world, path, 1))
+    before = files_of(path)
+    run("mount", "-o", "remount,ro", str(root))
+    assert load_step(path) == 1, "reading needs no writing"
+    checkpoint = bytecheckpoint.open(path)
+    assert checkpoint["model/bias"][0] == checkpoint["model/bias"][...][0]
+    got = save_all(world, path, 2, **MODES[mode])
+    failed(got, StorageError)
+    assert all("Read-only file system" in str(raised) for raised in got)
+    run("mount", "-o", "remount,rw", str(root))
+    after_a_failure(world, path, before, mode)
+
+
+def test_one_rank_alone_has_no_space(mount: Mount) -> None:
+    """Rank 1's folder of the model is another, full, file system."""
+    root = mount("tmpfs", size="4m", name="large")
+    full = mount("tmpfs", size="16k", name="small")
+    path = root / "s"
+    world = ThreadWorld(2)
+    succeeded(save_all(world, path, 1))
+    before = files_of(path)
+    (root / "ballast").write_bytes(b"")
+    for folder in ("extra",):  # both ranks write there; the small mount takes the place of the folder
+        for name in os.listdir(path / folder):
+            shutil.copy(path / folder / name, full / name)
+        run("mount", "--bind", str(full), str(path / folder))
+    try:
+        failed(save_all(world, path, 2), StorageFullError)
+        assert load_step(path) == 1
+        assert files_of(path) == before
+    finally:
+        run("umount", str(path / "extra"))
+    succeeded(save_all(world, path, 3))
+    assert load_step(path) == 3

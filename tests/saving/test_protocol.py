@@ -1,0 +1,251 @@
+"""What the ranks of a save agree about: plans from the cache, values that differ, order, failures."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import bytecheckpoint
+from bytecheckpoint.collectives import Collective, ThreadWorld
+from tests.support.layouts import Leaf, coded
+
+
+@pytest.fixture(autouse=True)
+def _threads() -> Any:
+    bytecheckpoint.configure(writer="thread")
+    yield
+    bytecheckpoint.configure(writer="process")
+
+
+def rows(rank: int, world: int, salt: int = 0) -> dict[str, Any]:
+    """A replicated tensor and one that is divided by rows."""
+    full = coded((world * 4, 8), torch.float32, salt)
+    part = Leaf(tuple(full.shape), [((rank * 4, 0), (4, 8))]).fill(full, False)
+    return {"part": part, "copy": coded((100,), torch.int64, salt)}
+
+
+def test_the_second_save_sends_nothing_before_its_report(tmp_path: Path) -> None:
+    sent: list[tuple[int, str]] = []
+    world = ThreadWorld(3)
+
+    def run(collective: Collective) -> list[bytecheckpoint.SaveReport]:
+        original = collective.send
+
+        def send(to: int, tag: str, payload: bytes) -> None:
+            sent.append((collective.rank, tag))
+            original(to, tag, payload)
+
+        collective.send = send  # type: ignore[method-assign]
+        reports = []
+        for step in range(3):
+            states = {"model": rows(collective.rank, 3, step), "extra_states": {"step": step}}
+            handle = bytecheckpoint.save(tmp_path / str(step), states, async_checkpoint=True, timeout=20)
+            reports.append(handle.result(30))
+        return reports
+
+    for reports in world.run(run, timeout=60):
+        assert [r.plan_cached for r in reports] == [False, True, True]
+    later = [tag.split("/")[-1] for _, tag in sent if not tag.startswith("save/1/")]
+    # One report from each rank and one outcome to each rank, for each of the two saves.
+    assert sorted(later) == ["a"] * 6 + ["f"] * 6
+
+
+def test_a_rank_with_new_state_is_planned_around_the_others(tmp_path: Path) -> None:
+    """One rank misses the plan cache, the others hit it: the save works and later ones hit again."""
+
+    def states(rank: int, step: int) -> dict[str, Any]:
+        model = rows(rank, 3, step)
+        if rank == 1 and step >= 1:
+            model["late"] = coded((7,), torch.float64, step)
+        return {"model": model}
+
+    def run(collective: Collective) -> list[bool]:
+        return [
+            bytecheckpoint.save(tmp_path / str(step), states(collective.rank, step), timeout=20).result().plan_cached
+            for step in range(3)
+        ]
+
+    assert ThreadWorld(3).run(run, timeout=60) == [[False, True, True], [False, False, True], [False, True, True]]
+    for step in range(3):
+        checkpoint = bytecheckpoint.open(tmp_path / str(step))
+        assert torch.equal(checkpoint["model/part"][...], coded((12, 8), torch.float32, step))
+        assert torch.equal(checkpoint["model/copy"][...], coded((100,), torch.int64, step))
+        assert ("model/late" in checkpoint) == (step >= 1)
+
+
+def test_plans_that_do_not_belong_together_fail_the_save_and_not_the_next(tmp_path: Path) -> None:
+    def run(collective: Collective) -> str:
+        rank = collective.rank
+        bytecheckpoint.save(tmp_path / "a", {"model": rows(rank, 2)}, timeout=20)
+        bytecheckpoint.save(tmp_path / "b", {"model": {"other": torch.ones(3)}}, timeout=20)
+        message = ""
+        states = {"model": rows(rank, 2)} if rank == 0 else {"model": {"other": torch.ones(3)}}
+        try:
+            bytecheckpoint.save(tmp_path / "c", states, timeout=20)
+        except bytecheckpoint.IncompatibleCheckpointError as error:
+            message = str(error)
+        bytecheckpoint.save(tmp_path / "d", {"model": rows(rank, 2)}, timeout=20)
+        return message
+
+    messages = ThreadWorld(2).run(run, timeout=60)
+    assert all("different save plans" in m for m in messages), messages
+    assert not (tmp_path / "c" / "metadata.parquet").exists()
+    assert [p for p in (tmp_path / "c").rglob("*") if p.is_file()] == []
+    assert (tmp_path / "d" / "metadata.parquet").exists()
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_values_that_begin_to_differ_are_stored_per_rank(tmp_path: Path, asynchronous: bool) -> None:
+    """The plan assumes that one copy stands for all; the digests of a later save say otherwise."""
+
+    def run(collective: Collective) -> list[Any]:
+        seen = []
+        for step in range(4):
+            own = collective.rank if step >= 2 else 7
+            states = {"extra_states": {"own": own, "rng": torch.full((5,), own), "same": "x" * 100}}
+            bytecheckpoint.save(tmp_path / str(step), states, async_checkpoint=asynchronous, timeout=20).result(30)
+            into: dict[str, Any] = {"extra_states": {}}
+            bytecheckpoint.load(tmp_path / str(step), into, timeout=20)
+            seen.append((into["extra_states"]["own"], into["extra_states"]["rng"].tolist()))
+        return seen
+
+    for rank, seen in enumerate(ThreadWorld(3).run(run, timeout=60)):
+        assert seen == [(7, [7] * 5), (7, [7] * 5), (rank, [rank] * 5), (rank, [rank] * 5)]
+    equal = bytecheckpoint.open(tmp_path / "1")
+    assert sum(f.kind == "extra_states" for f in equal.catalog.files) == 1
+
+    def load_wider(collective: Collective) -> tuple[int, tuple[str, ...]]:
+        into: dict[str, Any] = {"extra_states": {}}
+        report = bytecheckpoint.load(tmp_path / "3", into, timeout=20)
+        return into["extra_states"]["own"], report.notes
+
+    wider = ThreadWorld(5).run(load_wider, timeout=60)
+    assert [own for own, _ in wider] == [0, 1, 2, 0, 0]
+    assert all(("rank 0" in " ".join(notes)) == (rank >= 3) for rank, (_, notes) in enumerate(wider))
+
+
+def test_replicas_are_written_once_by_the_least_loaded(tmp_path: Path) -> None:
+    def run(collective: Collective) -> int:
+        states = {"model": {f"t{i}": coded((1000 + i,), torch.float32, i) for i in range(40)}}
+        return bytecheckpoint.save(tmp_path / "s", states, timeout=20).result().bytes_written
+
+    written = ThreadWorld(4).run(run, timeout=60)
+    total = sum((1000 + i) * 4 for i in range(40))
+    assert max(written) < 1.1 * total / 4 + 3 * 8192
+
+
+def test_check_replicas_names_what_differs(tmp_path: Path) -> None:
+    def run(collective: Collective) -> tuple[str, ...]:
+        states = {"model": {"same": torch.ones(3), "differs": torch.full((3,), float(collective.rank == 2))}}
+        return bytecheckpoint.save(tmp_path / "s", states, check_replicas=True, timeout=20).result().replica_differences
+
+    assert ThreadWorld(3).run(run, timeout=60) == [("model/differs",)] * 3
+
+
+def test_ranks_that_disagree_about_a_shape_are_refused_by_name(tmp_path: Path) -> None:
+    def run(collective: Collective) -> None:
+        bytecheckpoint.save(tmp_path / "s", {"model": {"w": torch.ones(3 + collective.rank)}}, timeout=20)
+
+    with pytest.raises(bytecheckpoint.IncompatibleCheckpointError, match="model/w has global shape"):
+        ThreadWorld(2).run(run, timeout=60)
+    assert not (tmp_path / "s").exists() or not list((tmp_path / "s").rglob("*.safetensors"))
+
+
+def test_a_hole_is_refused_when_it_is_saved(tmp_path: Path) -> None:
+    full = coded((10,), torch.float32)
+    leaf = Leaf((10,), [((0,), (4,)), ((6,), (4,))]).fill(full, False)
+    with pytest.raises(bytecheckpoint.IncompatibleCheckpointError, match="leave a hole"):
+        bytecheckpoint.save(tmp_path / "s", {"model": {"w": leaf}})
+
+
+def test_ranks_that_save_to_different_paths_are_refused(tmp_path: Path) -> None:
+    def run(collective: Collective) -> None:
+        bytecheckpoint.save(tmp_path / str(collective.rank), {"model": {"w": torch.ones(3)}}, timeout=20)
+
+    with pytest.raises(bytecheckpoint.UsageError, match="different paths"):
+        ThreadWorld(2).run(run, timeout=60)
+
+
+def test_saves_to_one_path_queue_up_and_the_last_one_stays(tmp_path: Path) -> None:
+    handles = []
+    for step in range(5):
+        states = {"model": {"w": torch.full((1000,), float(step))}}
+        handles.append(bytecheckpoint.save(tmp_path / "s", states, async_checkpoint=True, staging="background"))
+    for handle in handles:
+        handle.result(30)
+    assert bytecheckpoint.open(tmp_path / "s")["model/w"][0].item() == 4.0
+    assert {p.name.split(".")[1] for p in (tmp_path / "s").rglob("*.safetensors")} == {handles[-1].result().generation}
+
+
+def test_a_background_failure_shows_in_result_and_at_the_next_save(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    states = {"model": {"w": torch.ones(3)}}
+    handle = bytecheckpoint.save(tmp_path / "file" / "step", states, async_checkpoint=True)
+    with pytest.raises(bytecheckpoint.StorageError):
+        handle.result(30)
+    assert handle.committed.exception() is not None
+    with pytest.raises(bytecheckpoint.StorageError, match="earlier asynchronous save failed"):
+        bytecheckpoint.save(tmp_path / "s", states)
+    bytecheckpoint.save(tmp_path / "s", states)
+    assert (tmp_path / "s" / "metadata.parquet").exists()
+
+
+def test_one_rank_that_refuses_fails_the_save_everywhere(tmp_path: Path) -> None:
+    def run(collective: Collective) -> str:
+        broken = {"model": {"w": torch.ones(3)}, "extra_states": {"x": object()} if collective.rank == 1 else {}}
+        with pytest.raises(bytecheckpoint.CheckpointError) as caught:
+            bytecheckpoint.save(tmp_path / "s", broken, timeout=20)
+        bytecheckpoint.save(tmp_path / "t", {"model": {"w": torch.ones(3)}}, timeout=20)
+        return f"{type(caught.value).__name__}: {caught.value}"
+
+    messages = ThreadWorld(3).run(run, timeout=60)
+    assert all("UsageError" in m and "extra_states" in m for m in messages), messages
+    assert "rank 1" in messages[0] and "rank 1" in messages[2]
+
+
+def test_prepare_makes_the_first_save_a_cached_one(tmp_path: Path) -> None:
+    def run(collective: Collective) -> bool:
+        states = {"model": rows(collective.rank, 2), "extra_states": {"step": 1}}
+        bytecheckpoint.prepare(states, timeout=20).result(30)
+        return bytecheckpoint.save(tmp_path / "s", states, async_checkpoint=True, timeout=20).result(30).plan_cached
+
+    assert ThreadWorld(2).run(run, timeout=60) == [True, True]
+
+
+def test_what_is_staged_is_what_is_written(tmp_path: Path) -> None:
+    """The caller changes its state as soon as `staged` is done, while the storage has not seen a byte."""
+    tensor = coded((1 << 20,), torch.float32)
+    expected = tensor.clone()
+    for staging in ("blocking", "background"):
+        handle = bytecheckpoint.save(
+            tmp_path / "s", {"model": {"w": tensor}}, async_checkpoint=True, staging=staging
+        )
+        handle.staged.result(30)
+        tensor.zero_()
+        handle.result(30)
+        assert torch.equal(bytecheckpoint.open(tmp_path / "s")["model/w"][...], expected)
+        tensor.copy_(expected)
+
+
+def test_threads_of_one_process_may_save_at_the_same_time(tmp_path: Path) -> None:
+    errors: list[BaseException] = []
+
+    def run(number: int) -> None:
+        try:
+            for _ in range(5):
+                bytecheckpoint.save(tmp_path / str(number), {"model": {"w": torch.full((100,), float(number))}})
+        except BaseException as error:  # noqa: BLE001  re-raised below
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    for number in range(4):
+        assert bytecheckpoint.open(tmp_path / str(number))["model/w"][0].item() == number
