@@ -108,7 +108,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layout", choices=LAYOUTS, default="plain", help="how the model lies on the ranks")
     parser.add_argument("--size", choices=SIZES, default="10M", help="parameters")
-    parser.add_argument("--batch", type=int, default=8, help="samples per step, over all ranks")
+    parser.add_argument("--batch", type=int, default=16, help="samples per step, over all ranks")
     parser.add_argument("--stop", type=int, default=60, help="last step to train")
     parser.add_argument("--total", type=int, default=60, help="length of the learning rate's schedule, in steps")
     parser.add_argument("--save-every", type=int, default=10, help="steps between checkpoints; 0: none")

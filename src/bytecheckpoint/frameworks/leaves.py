@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import torch
-from torch.distributed.tensor import DTensor, Placement, Replicate
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from bytecheckpoint.errors import IncompatibleCheckpointError, UsageError
 from bytecheckpoint.frameworks.base import ShardedLeaf
-from bytecheckpoint.frameworks.placements import boxes_of
+from bytecheckpoint.frameworks.dtensors import is_dtensor
 from bytecheckpoint.representation.shards import LiveShard, TensorKey
 
 __all__ = [
@@ -89,9 +87,9 @@ def add_shards(
         if not isinstance(value, torch.Tensor):
             _add_declared(out, key, value, aliases, by_content)
             return
-        if not isinstance(value, DTensor):
+        if not is_dtensor(value):
             _refuse_type(key, kind)
-    if like is None and not isinstance(value, DTensor):
+    if like is None and not is_dtensor(value):
         assert isinstance(value, torch.Tensor)
         _refuse_form(key, value)
         shape = tuple(value.shape)
@@ -111,7 +109,7 @@ def add_shards(
         return
     assert isinstance(value, torch.Tensor)
     layout = value if like is None else like
-    assert isinstance(layout, DTensor)
+    assert is_dtensor(layout)
     whole = tuple(layout.shape)
     local = memory_of(value)
     local_kind = type(local)
@@ -120,6 +118,8 @@ def add_shards(
     _refuse_form(key, local)
     dtype = _NAMES[local.dtype]
     grad = value.requires_grad
+    from bytecheckpoint.frameworks.placements import boxes_of
+
     boxes = boxes_of(layout, str(key))
     if not boxes and 0 in whole and layout.device_mesh.get_coordinate() is not None:
         # A tensor without elements has no piece anywhere, yet its key, shape and dtype must not be lost.
@@ -133,7 +133,7 @@ def add_shards(
 
 def memory_of(value: torch.Tensor) -> torch.Tensor:
     """The tensor on this rank behind `value`, without copying and without autograd."""
-    return value._local_tensor if isinstance(value, DTensor) else value
+    return value._local_tensor if is_dtensor(value) else value
 
 
 def _add_declared(
@@ -242,14 +242,16 @@ def writable(shard: LiveShard) -> Callable[[], None] | None:
 def empty_like_layout(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Uninitialised memory with the shape, device and distribution of `value`, in `dtype`, without gradient."""
     local = torch.empty_like(memory_of(value).detach(), dtype=dtype)
-    if not isinstance(value, DTensor):
+    if not is_dtensor(value):
         return local
     spec = value._spec
     if value.dtype != dtype:
+        from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
         meta = TensorMeta(value.shape, value.stride(), dtype)
         spec = DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta)
     # DTensor.from_local would derive the same in a hundred microseconds, and there are thousands of these.
-    return DTensor(local, spec, requires_grad=False)
+    return type(value)(local, spec, requires_grad=False)
 
 
 def empty_beside(shape: tuple[int, ...], dtype: torch.dtype, near: torch.Tensor) -> torch.Tensor:
@@ -259,10 +261,13 @@ def empty_beside(shape: tuple[int, ...], dtype: torch.dtype, near: torch.Tensor)
     keeps the sharding of the columns), else replicated; a scalar is a plain tensor.
     """
     part = memory_of(near)
-    if not isinstance(near, DTensor) or not shape:
+    if not is_dtensor(near) or not shape:
         return torch.empty(shape, dtype=dtype, device=part.device)
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
     extents = list(shape)
-    placements: list[Placement] = []
+    placements: list[Any] = []
     for placement in near.placements:
         dim = getattr(placement, "dim", None)
         if dim is None or len(shape) != near.ndim or shape[dim] != near.shape[dim]:
@@ -272,4 +277,4 @@ def empty_beside(shape: tuple[int, ...], dtype: torch.dtype, near: torch.Tensor)
             extents[dim] = part.shape[dim]
     strides = torch.empty(shape, device="meta").stride()
     spec = DTensorSpec(near.device_mesh, tuple(placements), tensor_meta=TensorMeta(torch.Size(shape), strides, dtype))
-    return DTensor(torch.empty(extents, dtype=dtype, device=part.device), spec, requires_grad=False)
+    return type(near)(torch.empty(extents, dtype=dtype, device=part.device), spec, requires_grad=False)

@@ -13,9 +13,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from bytecheckpoint.frameworks.base import Destination, Names, SavedStates
+from bytecheckpoint.frameworks.dtensors import is_dtensor
 from bytecheckpoint.frameworks.modules import ModuleScan, as_modules, capture_modules, load_modules, scan_modules
 from bytecheckpoint.frameworks.objects import capture_object, load_object
 from bytecheckpoint.frameworks.optimizer_restore import load_optimizers
@@ -108,7 +108,7 @@ def _scan(states: Mapping[str, object], names: Names | None) -> tuple[dict[str, 
 
 def _layout(tensor: torch.Tensor) -> str:
     """For example "(Replicate(), Shard(dim=0)) on (dp=2, tp=4)"; "plain" for a tensor that is not distributed."""
-    if not isinstance(tensor, DTensor):
+    if not is_dtensor(tensor):
         return "plain"
     mesh = tensor.device_mesh
     dim_names = mesh.mesh_dim_names or [f"dim{i}" for i in range(mesh.ndim)]

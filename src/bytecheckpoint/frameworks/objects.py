@@ -13,10 +13,10 @@ from collections.abc import Callable, MutableMapping
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
-from bytecheckpoint.errors import CorruptCheckpointError
+from bytecheckpoint.errors import CorruptCheckpointError, UsageError
 from bytecheckpoint.frameworks.base import Destination, SavedStates, SavedTensor
+from bytecheckpoint.frameworks.dtensors import is_dtensor
 from bytecheckpoint.frameworks.leaves import (
     add_shards,
     dtype_name,
@@ -68,7 +68,7 @@ def encoded(kind: str, value: object, shards: list[LiveShard], *, by_content: bo
     def add(path: tuple[object, ...], leaf: Any) -> str:
         name = unique(dotted(path) or _ROOT, taken)
         taken[name] = leaf
-        plain = isinstance(leaf, torch.Tensor) and not isinstance(leaf, DTensor)
+        plain = isinstance(leaf, torch.Tensor) and not is_dtensor(leaf)
         add_shards(shards, TensorKey(kind, name), leaf, by_content=by_content and plain)
         return name
 
@@ -180,7 +180,7 @@ class Reader:
                 if in_place:
                     if self._first_use(memory_of(live).untyped_storage().data_ptr()):
                         self._tensors[id(value)] = (found, empty, live)
-                elif isinstance(live, DTensor):
+                elif is_dtensor(live):
                     self._tensors[id(value)] = (found, empty, empty_like_layout(live, live.dtype))
         elif is_stateful(live) and not is_leaf(live):
             self.fit(value, live.state_dict(), in_place=False)

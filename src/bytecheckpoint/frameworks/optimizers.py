@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from bytecheckpoint.errors import CorruptCheckpointError, UsageError
 from bytecheckpoint.frameworks.base import Names
+from bytecheckpoint.frameworks.dtensors import is_dtensor
 from bytecheckpoint.frameworks.leaves import add_shards, dtype_name, dtype_named, memory_of
 from bytecheckpoint.frameworks.objects import unique
 from bytecheckpoint.representation.shards import LiveShard, LiveState, TensorKey
@@ -208,7 +208,7 @@ def _capture_state(
     """Append the state tensors of one parameter; return its slots, and the entries that the tree must hold."""
     plain: dict[Any, Any] | None = None
     slots: dict[str, Any] = {}
-    sharded = isinstance(parameter, DTensor)
+    sharded = is_dtensor(parameter)
     for name, value in own.items():
         if isinstance(value, torch.Tensor) and type(name) is str and name:
             slots[name] = value
@@ -226,7 +226,7 @@ def layout_of(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor | No
 
     A plain tensor of the whole parameter's shape is the whole, replicated.
     """
-    if not isinstance(parameter, DTensor) or isinstance(value, DTensor):
+    if not is_dtensor(parameter) or is_dtensor(value):
         return None
     return parameter if value.shape == memory_of(parameter).shape and value.shape != parameter.shape else None
 
@@ -234,7 +234,7 @@ def layout_of(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor | No
 def inline(value: Any) -> Any:
     """`value` with its tensors as plain data, for values that belong into the tree itself."""
     if isinstance(value, torch.Tensor):
-        if isinstance(value, DTensor):
+        if is_dtensor(value):
             value = value.full_tensor()
         data = value.detach().cpu().contiguous()
         flat = data.reshape(-1).view(torch.uint8) if data.numel() else data.new_empty(0, dtype=torch.uint8)

@@ -127,6 +127,7 @@ class LoadSession:
                 failure = error
                 word = _failed(error, storage, data)
             words = self._meet("agree", word, failure)
+            assert storage is not None
             unexpected = self._agree(storage, catalog, states, words)
             self._phases.mark("agree")
             read = received = 0

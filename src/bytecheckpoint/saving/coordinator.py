@@ -115,10 +115,10 @@ class Coordinator:
         world = range(self._collective.world_size)
         try:
             first = self._collect(task, world, "a", self._writing_time(None))
-        except CheckpointError:
+        except CheckpointError as error:
             # Ranks may wait for an answer or for the end; both must hear.
             for rank in world:
-                self._tell(task, rank, "b", Failure(0, "planning", {"error": "PeerLostError", "message": "gave up"}))
+                self._tell(task, rank, "b", Failure.of(0, "coordination", error))
             raise
         requests = {r: m for r, m in first.items() if isinstance(m, Request)}
         waits.update(dict.fromkeys(requests, "b"))

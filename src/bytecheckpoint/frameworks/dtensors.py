@@ -1,0 +1,17 @@
+"""Recognising DTensors without importing them: that import takes seconds, and only its users need it."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, TypeGuard
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+__all__ = ["is_dtensor"]
+
+
+def is_dtensor(value: object) -> TypeGuard[DTensor]:
+    """Whether `value` is a DTensor; there is none while their module was not imported."""
+    cls = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    return cls is not None and isinstance(value, cls)

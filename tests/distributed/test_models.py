@@ -1,0 +1,65 @@
+"""Wrappers, gathered modules, tied weights, low precision and optimizers in real layouts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.distributed import model_jobs as jobs
+from tests.distributed.layouts import WORLD_SIZE
+from tests.support.worlds import Worlds
+
+TIED = ["one", "fsdp3", "tp2-fsdp2", "pp2", "pp2-fsdp2"]
+
+
+@pytest.mark.parametrize("layout", ["ddp2", "fsdp3"])
+def test_wrapped_modules_save_under_the_names_of_the_bare_ones(worlds: Worlds, layout: str, tmp_path: Path) -> None:
+    size = WORLD_SIZE[layout]
+    assert worlds.run(size, jobs.wrapped_names, layout, str(tmp_path / "step")) == [[]] * size
+
+
+def test_a_module_that_is_gathered_after_an_evaluation(worlds: Worlds, tmp_path: Path) -> None:
+    assert worlds.run(3, jobs.gathered_after_evaluation, str(tmp_path / "step")) == [[]] * 3
+
+
+def test_unreduced_values_are_refused_by_name(worlds: Worlds, tmp_path: Path) -> None:
+    for message in worlds.run(2, jobs.partial_is_refused, str(tmp_path / "step")):
+        assert "model/inner.w" in message
+        assert "Partial" in message
+    assert not list(tmp_path.rglob("*.safetensors"))
+
+
+@pytest.mark.timeout(300)
+def test_tied_weights_in_every_kind_of_layout(worlds: Worlds, tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    losses = {layout: worlds.run(WORLD_SIZE[layout], jobs.save_tied, layout, folder)[0] for layout in TIED}
+    for layout in TIED:
+        assert losses[layout] == pytest.approx(losses["one"], abs=1e-9, rel=0), layout
+    for layout in TIED:
+        for rank, found in enumerate(worlds.run(WORLD_SIZE[layout], jobs.load_tied, layout, TIED, folder)):
+            for source, (wrong, after) in found.items():
+                assert wrong == [], f"{source} into rank {rank} of {layout}"
+                assert after == pytest.approx(losses["one"], abs=1e-9, rel=0), (source, layout)
+    assert worlds.run(1, jobs.open_tied, TIED, folder) == [[]]
+
+
+@pytest.mark.parametrize(("source", "destination"), [("ddp2", "fsdp3"), ("fsdp3", "one"), ("ep2-fsdp2", "tp2")])
+def test_state_of_bf16_parameters_stays_fp32(worlds: Worlds, source: str, destination: str, tmp_path: Path) -> None:
+    path = str(tmp_path / "step")
+    worlds.run(WORLD_SIZE[source], jobs.low_precision, source, path)
+    for wrong in worlds.run(WORLD_SIZE[destination], jobs.load_low_precision, destination, path):
+        assert wrong == []
+
+
+@pytest.mark.parametrize("kind", jobs.OPTIMIZERS)
+def test_optimizers_go_on_under_fsdp(worlds: Worlds, kind: str, tmp_path: Path) -> None:
+    path = str(tmp_path / "step")
+    expected = worlds.run(3, jobs.save_optimizer, kind, "fsdp3", path)
+    again = worlds.run(3, jobs.load_optimizer, kind, "fsdp3", path)
+    assert again == expected, "the same layout goes on bit for bit"
+    if kind == "lbfgs":
+        return  # its state is made of flattened local shards, which mean something on these ranks only
+    for size, layout in ((2, "fsdp2"), (1, "one")):
+        for losses in worlds.run(size, jobs.load_optimizer, kind, layout, path):
+            assert losses == pytest.approx(expected[0], abs=1e-9, rel=0), layout

@@ -1,0 +1,296 @@
+"""A program that plays ends and forks of trainers, each in a process of its own, and tells how they went.
+
+    python -m tests.faults.scenarios FOLDER NAME...
+
+Importing torch takes seconds, so this process imports everything, starts no thread, and forks the trainers. A trainer
+ends as any program does: `main` returns or raises, and the interpreter shuts down. One JSON object per scenario.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+import bytecheckpoint
+from bytecheckpoint.collectives import current
+from bytecheckpoint.saving.saver import saver_of
+from tests.faults.coded import load_step, states
+
+ROWS = 20_000
+LIMIT = 60.0
+
+Scenario = Callable[[Path], None]
+SCENARIOS: dict[str, Scenario] = {}
+
+
+def scenario(function: Scenario) -> Scenario:
+    SCENARIOS[function.__name__] = function
+    return function
+
+
+def save(path: Path, step: int, **options: Any) -> Any:
+    return bytecheckpoint.save(path, states(step=step, rows=ROWS), async_checkpoint=True, **options)
+
+
+def tell_helper(path: Path) -> None:
+    helper = saver_of(current())._helper
+    (path.parent / "helper").write_text(str(helper.pid if helper else 0))
+
+
+# --- ends -------------------------------------------------------------------------------------------------------
+
+
+@scenario
+def end_right_after_an_async_save(path: Path) -> None:
+    save(path, 2)
+
+
+@scenario
+def end_right_after_a_background_save(path: Path) -> None:
+    save(path, 2, staging="background")
+
+
+@scenario
+def end_with_the_thread_writer(path: Path) -> None:
+    bytecheckpoint.configure(writer="thread")
+    save(path, 2, staging="background")
+
+
+@scenario
+def end_with_a_small_pool(path: Path) -> None:
+    bytecheckpoint.configure(staging_bytes=2 << 20, chunk_bytes=1 << 20)
+    save(path, 2, staging="background")
+
+
+@scenario
+def end_with_a_small_pool_and_the_thread_writer(path: Path) -> None:
+    bytecheckpoint.configure(staging_bytes=2 << 20, chunk_bytes=1 << 20, writer="thread")
+    save(path, 2, staging="background")
+
+
+@scenario
+def end_with_three_saves_in_flight(path: Path) -> None:
+    for step in (4, 3, 2):
+        save(path, step, staging="background")
+
+
+@scenario
+def end_with_the_second_save_in_flight(path: Path) -> None:
+    save(path, 1).result(LIMIT)
+    tell_helper(path)
+    save(path, 2)
+
+
+@scenario
+def end_by_sys_exit(path: Path) -> None:
+    save(path, 2)
+    sys.exit(3)
+
+
+@scenario
+def end_by_an_exception(path: Path) -> None:
+    save(path, 2)
+    raise ValueError("the training loop broke")
+
+
+@scenario
+def end_by_interrupt(path: Path) -> None:
+    save(path, 2)
+    signal.raise_signal(signal.SIGINT)
+
+
+@scenario
+def end_by_sigterm(path: Path) -> None:
+    save(path, 1).result(LIMIT)
+    tell_helper(path)
+    save(path, 2)
+    signal.raise_signal(signal.SIGTERM)
+
+
+@scenario
+def end_by_sigterm_with_a_handler(path: Path) -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    save(path, 1).result(LIMIT)
+    save(path, 2)
+    signal.raise_signal(signal.SIGTERM)
+
+
+@scenario
+def end_after_a_sync_save(path: Path) -> None:
+    bytecheckpoint.save(path, states(step=2, rows=ROWS))
+
+
+@scenario
+def end_after_a_load(path: Path) -> None:
+    bytecheckpoint.save(path, states(step=2, rows=ROWS))
+    assert load_step(path, rows=ROWS) == 2
+    checkpoint = bytecheckpoint.open(path)
+    assert checkpoint["model/bias"][...].shape == (40,)
+
+
+@scenario
+def end_after_prepare(path: Path) -> None:
+    bytecheckpoint.prepare(states(step=2, rows=ROWS))
+    bytecheckpoint.save(path, states(step=2, rows=ROWS))
+    bytecheckpoint.prepare(states(step=2, rows=ROWS))
+
+
+@scenario
+def end_with_a_failing_save(path: Path) -> None:
+    save(path, 2).result(LIMIT)
+    (path.parent / "file").write_text("in the way")
+    save(path.parent / "file" / "s", 3, staging="background")
+
+
+# --- forks ------------------------------------------------------------------------------------------------------
+
+
+def child(work: Callable[[], None], *, clean: bool) -> None:
+    """Run `work` in a fork and wait; fails unless it ends well, in time."""
+    pid = os.fork()
+    if pid == 0:
+        threading.Timer(LIMIT / 2, lambda: os._exit(99)).start()
+        try:
+            work()
+        except BaseException as error:  # noqa: BLE001  the end of this process
+            sys.stderr.write(f"fork: {error!r}\n")
+            os._exit(1)
+        if clean:
+            os._exit(0) if threading.active_count() == 1 else cancel_timers()
+            sys.exit(0)
+        os._exit(0)
+    deadline = time.monotonic() + LIMIT
+    while True:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            break
+        if time.monotonic() > deadline:
+            os.kill(pid, signal.SIGKILL)
+            raise AssertionError("the fork hangs")
+        time.sleep(0.01)
+    assert status == 0, f"the fork ended with status {status}"
+
+
+def cancel_timers() -> None:
+    for thread in threading.enumerate():
+        if isinstance(thread, threading.Timer):
+            thread.cancel()
+
+
+def save_and_load(path: Path, step: int) -> None:
+    bytecheckpoint.save(path, states(step=step, rows=ROWS))
+    assert load_step(path, rows=ROWS) == step
+    save(path, step + 1).result(LIMIT / 3)
+    assert load_step(path, rows=ROWS) == step + 1
+
+
+@scenario
+def fork_after_saves(path: Path) -> None:
+    save(path, 1).result(LIMIT)
+    bytecheckpoint.save(path, states(step=2, rows=ROWS))
+    assert load_step(path, rows=ROWS) == 2
+    child(lambda: save_and_load(path.parent / "forked", 5), clean=False)
+    child(lambda: save_and_load(path.parent / "forked", 7), clean=True)
+    assert load_step(path.parent / "forked", rows=ROWS) == 8
+    save(path, 2).result(LIMIT)
+
+
+@scenario
+def fork_during_a_save(path: Path) -> None:
+    save(path, 1).result(LIMIT)
+    for number in range(5):
+        handle = save(path, 2, staging="background")
+        time.sleep(0.01 * number)
+        child(lambda: save_and_load(path.parent / "forked", 5), clean=True)
+        handle.result(LIMIT)
+
+
+@scenario
+def fork_that_ends_at_once(path: Path) -> None:
+    save(path, 1).result(LIMIT)
+    for _ in range(5):
+        handle = save(path, 2, staging="background")
+        child(lambda: None, clean=True)
+        handle.result(LIMIT)
+
+
+@scenario
+def fork_with_the_thread_writer(path: Path) -> None:
+    bytecheckpoint.configure(writer="thread")
+    fork_during_a_save(path)
+
+
+@scenario
+def fork_by_multiprocessing(path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    handle = save(path, 2)
+    processes = [context.Process(target=save_and_load, args=(path.parent / f"forked{n}", 5)) for n in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(LIMIT)
+        assert process.exitcode == 0, process.exitcode
+    handle.result(LIMIT)
+
+
+@scenario
+def fork_of_dataloader_workers(path: Path) -> None:
+    for step in (4, 3, 2):
+        handle = save(path, step, staging="background")
+        seen = sum(int(batch.sum()) for batch in DataLoader(torch.arange(64), batch_size=4, num_workers=2))  # type: ignore[arg-type]
+        assert seen == 64 * 63 // 2
+        handle.result(LIMIT)
+
+
+# ----------------------------------------------------------------------------------------------------------------
+
+
+def play(folder: Path, name: str) -> dict[str, Any]:
+    """One scenario in a process of its own, and what is left of it."""
+    (folder / name).mkdir()
+    path = folder / name / "s"
+    begun = time.monotonic()
+    pid = os.fork()
+    if pid == 0:
+        for number in (1, 2):
+            os.dup2(os.open(folder / name / f"{number}", os.O_CREAT | os.O_WRONLY), number)
+        SCENARIOS[name](path)
+        sys.exit(0)  # unwinds to the end of this program, as any trainer does
+    while True:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done or time.monotonic() > begun + 2 * LIMIT:
+            break
+        time.sleep(0.01)
+    if not done:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    seconds = time.monotonic() - begun
+    return {
+        "name": name,
+        "hangs": not done,
+        "code": os.waitstatus_to_exitcode(status) if done else None,
+        "stderr": (folder / name / "2").read_text(),
+        "seconds": seconds,
+    }
+
+
+def main() -> None:
+    """Play the named scenarios."""
+    folder = Path(sys.argv[1])
+    for name in sys.argv[2:]:
+        print(json.dumps(play(folder, name)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
