@@ -254,6 +254,7 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=HERE.parent / "demo-output", help="replaced by every run")
     args = parser.parse_args()
     sys.stdout.reconfigure(line_buffering=True)  # progress shows through a pipe too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # by way of `ended`, which leaves no job behind
     began = time.monotonic()
     shutil.rmtree(args.output, ignore_errors=True)
     args.output.mkdir(parents=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -44,15 +45,24 @@ def overwrite_while_training(layout: str, path: str) -> dict[str, Any]:
 
 
 def background_staging(layout: str, path: str) -> list[str]:
-    """`staging="background"`: the caller waits for `staged` before it mutates, and for nothing else."""
+    """`staging="background"`: the caller waits for `staged` before it mutates, and for nothing else.
+
+    No thread but the caller's may ask a module for its state: FSDP2 puts its shards back then, in the middle of a
+    forward pass if need be.
+    """
     trainer = build(layout, trained)
     trainer.train(1)
+    asked: list[str] = []
+    trainer.bare.register_state_dict_pre_hook(lambda *_: asked.append(threading.current_thread().name))
     bytecheckpoint.prepare(trainer.states()).result(60)
     expected = trainer.snapshot()
     handle = bytecheckpoint.save(path, trainer.states(), async_checkpoint=True, staging="background")
     handle.staged.result(60)
     trainer.train(2)
     assert handle.result(60).plan_cached
+    with_other_plan = {"model": trainer.model, "extra_states": trainer.extra}
+    bytecheckpoint.save(f"{path}-model", with_other_plan, async_checkpoint=True, staging="background").result(60)
+    assert set(asked) == {threading.main_thread().name}
     fresh = build(layout, other)
     bytecheckpoint.load(path, fresh.states())
     return differences(expected, fresh.snapshot())

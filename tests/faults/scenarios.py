@@ -209,7 +209,7 @@ def fork_after_saves(path: Path) -> None:
 @scenario
 def fork_during_a_save(path: Path) -> None:
     save(path, 1).result(LIMIT)
-    for number in range(5):
+    for number in range(3):
         handle = save(path, 2, staging="background")
         time.sleep(0.01 * number)
         child(lambda: save_and_load(path.parent / "forked", 5), clean=True)
@@ -219,7 +219,7 @@ def fork_during_a_save(path: Path) -> None:
 @scenario
 def fork_that_ends_at_once(path: Path) -> None:
     save(path, 1).result(LIMIT)
-    for _ in range(5):
+    for _ in range(3):
         handle = save(path, 2, staging="background")
         child(lambda: None, clean=True)
         handle.result(LIMIT)

@@ -55,7 +55,7 @@ def mount(tmp_path: Path) -> Iterator[Mount]:
 
     yield make
     for point in points:
-        subprocess.run(["umount", str(point)], capture_output=True, timeout=30, check=False)
+        run("umount", str(point))
 
 
 def failed(got: list[Any], error: type[Exception]) -> None:
@@ -194,8 +194,8 @@ def test_a_file_system_that_turns_read_only(mount: Mount, mode: str) -> None:
     before = files_of(path)
     run("mount", "-o", "remount,ro", str(root))
     assert load_step(path) == 1, "reading needs no writing"
-    checkpoint = bytecheckpoint.open(path)
-    assert checkpoint["model/bias"][0] == checkpoint["model/bias"][...][0]
+    with bytecheckpoint.open(path) as checkpoint:
+        assert checkpoint["model/bias"][0] == checkpoint["model/bias"][...][0]
     got = save_all(world, path, 2, **MODES[mode])
     failed(got, StorageError)
     assert all("Read-only file system" in str(raised) for raised in got)

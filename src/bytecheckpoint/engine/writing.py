@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any
 
 import msgspec
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from ..errors import CheckpointError
 from ..storage import FileWriter, Storage
 from .buffers import STEP_BYTES, steps, sums_of
+from .workers import Workers
 
 __all__ = ["FileTask", "FilesWriter"]
 
@@ -71,7 +72,7 @@ class FilesWriter:
         except BaseException:
             self.abort()
             raise
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="bytecheckpoint-write")
+        self._pool = Workers(threads, "bytecheckpoint-write")
 
     @property
     def direct(self) -> bool:
@@ -135,7 +136,9 @@ class FilesWriter:
         Args:
             headers: one per file, exactly `data_offset` bytes long.
         """
-        list(self._pool.map(self._finish_one, self._files, headers))
+        pairs = zip(self._files, headers, strict=True)
+        for future in [self._pool.submit(self._finish_one, entry, header) for entry, header in pairs]:
+            future.result()
         if self._files:
             self._storage.sync([f.task.name for f in self._files])
         self._pool.shutdown()
@@ -152,7 +155,7 @@ class FilesWriter:
         """Stop, and remove every file that was started; never raises."""
         self._failed = self._failed or CheckpointError("aborted")
         if hasattr(self, "_pool"):
-            self._pool.shutdown(cancel_futures=True)
+            self._pool.shutdown(cancel=True)
         for entry in self._files:
             entry.writer.abort()
 

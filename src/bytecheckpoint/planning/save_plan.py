@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from ..errors import IncompatibleCheckpointError
 from ..representation.boxes import BoxTable, Int64s, Mask
 from ..representation.dtypes import itemsize
+from ..representation.names import escape
 from ..representation.shards import LiveShard, TensorKey
 from ..representation.storage_file import MAX_ENTRIES_PER_FILE
 from .balance import assign
@@ -40,7 +41,7 @@ class LocalTable(msgspec.Struct, frozen=True):
 
 
 class TensorRecord(msgspec.Struct, array_like=True, frozen=True):
-    """What the catalog says about a tensor, but for its box."""
+    """What the catalog says about a tensor, but for its box. Names are escaped (`names.escape`): they travel."""
 
     kind: str
     fqn: str
@@ -58,7 +59,18 @@ class TensorRecord(msgspec.Struct, array_like=True, frozen=True):
 
 def describe(shards: Sequence[LiveShard]) -> LocalTable:
     """The table of one rank's shards."""
-    records = [TensorRecord(*s.key, s.dtype, s.requires_grad, s.data.device.type, s.aliases) for s in shards]
+    records = [
+        TensorRecord(
+            escape(s.key.kind),
+            escape(s.key.fqn),
+            escape(s.key.slot),
+            s.dtype,
+            s.requires_grad,
+            s.data.device.type,
+            tuple(map(escape, s.aliases)),
+        )
+        for s in shards
+    ]
     ndims = np.fromiter((len(s.global_shape) for s in shards), np.int32, len(shards))
     boxes = np.fromiter(
         (x for s in shards for part in (s.global_shape, s.offsets, s.lengths) for x in part),

@@ -8,6 +8,8 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from ..collectives import current
 from ..errors import UsageError
 from ..frameworks.registry import resolve as resolve_framework
@@ -131,6 +133,10 @@ def _call(
     metadata: Mapping[str, Any] | None,
 ) -> SaveCall:
     check_states(states)
+    try:
+        msgspec.json.encode(dict(metadata or {}))
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"metadata must be plain JSON: {error}") from None
     storage = resolve_storage(path)
     adapter = resolve_framework(framework, states)
     return SaveCall(storage, adapter, dict(states), names, check_replicas, force, dict(metadata or {}))

@@ -11,6 +11,7 @@ from ..planning.save_plan import SavePlan
 from ..representation.boxes import BoxTable
 from ..representation.catalog import SHARED, Catalog, StorageFile
 from ..representation.catalog_file import encode as encode_catalog
+from ..representation.names import unescape
 from .messages import FileRecord, Report, ValueRecord
 
 __all__ = ["build_catalog", "encode_catalog"]
@@ -33,7 +34,7 @@ def build_catalog(plan: SavePlan, reports: Mapping[int, Report], generation: str
         files.append(
             StorageFile(
                 record.name,
-                record.kind,
+                unescape(record.kind),
                 rank,
                 record.size,
                 record.data_offset,
@@ -70,9 +71,9 @@ def build_catalog(plan: SavePlan, reports: Mapping[int, Report], generation: str
     offsets = plan.offset + (data_offset[plan.file] if len(plan.file) else 0)
     value_offsets = [files[f].data_offset + r.offset for f, (_, r, _) in zip(value_file, values, strict=True)]
     return Catalog.from_columns(
-        kinds=[t.kind for t in tensors] + [r.key[0] for _, r, _ in values],
-        fqns=[t.fqn for t in tensors] + [r.key[1] for _, r, _ in values],
-        slots=[t.slot for t in tensors] + [r.key[2] for _, r, _ in values],
+        kinds=[unescape(t.kind) for t in tensors] + [unescape(r.key[0]) for _, r, _ in values],
+        fqns=[unescape(t.fqn) for t in tensors] + [unescape(r.key[1]) for _, r, _ in values],
+        slots=[unescape(t.slot) for t in tensors] + [unescape(r.key[2]) for _, r, _ in values],
         dtypes=[t.dtype for t in tensors] + [r.dtype for _, r, _ in values],
         shapes=np.concatenate([shapes, value_boxes.lengths.reshape(len(values), -1)]) if values else shapes,
         ndims=np.concatenate([plan.ndims, np.array([len(s) for s in value_shapes], np.int64)]),
@@ -85,7 +86,10 @@ def build_catalog(plan: SavePlan, reports: Mapping[int, Report], generation: str
         byte_length=np.concatenate([plan.nbytes, np.array([r.nbytes for _, r, _ in values], np.int64)]),
         files=files,
         sums=sums,
-        aliases=plan.aliases,
+        aliases={
+            unescape(kind): {unescape(alias): unescape(fqn) for alias, fqn in names.items()}
+            for kind, names in plan.aliases.items()
+        },
         info=info,
     )
 

@@ -8,8 +8,23 @@ import msgspec
 
 from ..errors import CheckpointError, PeerLostError, error_from_report, error_report
 from ..planning.save_plan import LocalTable
+from ..representation.names import escape, unescape
+from ..representation.shards import TensorKey
 
-__all__ = ["Answer", "Failure", "FileRecord", "Outcome", "Report", "Request", "ValueRecord", "decode", "encode", "tag"]
+__all__ = [
+    "Answer",
+    "Failure",
+    "FileRecord",
+    "Outcome",
+    "Report",
+    "Request",
+    "ValueRecord",
+    "decode",
+    "encode",
+    "escaped",
+    "tag",
+    "unescaped",
+]
 
 
 class ValueRecord(msgspec.Struct, frozen=True, array_like=True):
@@ -139,6 +154,16 @@ class Outcome(msgspec.Struct, frozen=True, tag="outcome"):
 
 _Message = Request | Answer | Report | Outcome | Failure
 _decoder = msgspec.msgpack.Decoder(_Message)
+
+
+def escaped(key: TensorKey) -> tuple[str, str, str]:
+    """A key as it travels: Python strings may hold what UTF-8 may not."""
+    return escape(key.kind), escape(key.fqn), escape(key.slot)
+
+
+def unescaped(key: tuple[str, str, str]) -> TensorKey:
+    """The inverse of `escaped`."""
+    return TensorKey(*map(unescape, key))
 
 
 def encode(message: Any) -> bytes:

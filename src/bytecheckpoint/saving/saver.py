@@ -146,6 +146,7 @@ class Saver:
             session = SaveSession(self, task, checked, states, phases)
             phases.mark("capture")
             if background:
+                session.foresee()
                 self._submit(session, handle, session.run_in_background)
                 session.blocking = phases.total()
                 return handle
@@ -170,6 +171,7 @@ class Saver:
                 checked: SaveCall = call()
                 states = checked.framework.capture(checked.states, names=checked.names)
                 session = SaveSession(self, task, checked, states, Phases())
+                session.foresee(dry=True)
             except BaseException as error:
                 self._give_up(task, None, error)
                 raise

@@ -20,11 +20,24 @@ from ..errors import CheckpointError
 from ..handles import SaveHandle, SaveReport
 from ..monitoring.phases import Phases
 from ..planning.save_plan import describe
-from ..representation.names import new_generation, storage_file_name, values_file_name
+from ..representation.names import escape, new_generation, storage_file_name, values_file_name
 from ..representation.shards import LiveState, TensorKey
 from .coordinator import SaveTask
 from .local import LocalPlan, PlannedFile, Value, content_digest, lay_out_rows, lay_out_values, signature, split
-from .messages import Answer, Failure, FileRecord, Outcome, Report, Request, ValueRecord, decode, encode, tag
+from .messages import (
+    Answer,
+    Failure,
+    FileRecord,
+    Outcome,
+    Report,
+    Request,
+    ValueRecord,
+    decode,
+    encode,
+    escaped,
+    tag,
+    unescaped,
+)
 
 if TYPE_CHECKING:
     from .saver import SaveCall, Saver
@@ -61,6 +74,7 @@ class SaveSession:
         self._plan: LocalPlan | None = None
         self._cached = False
         self._undecided = False
+        self._may_look = True
         self._differences: tuple[str, ...] = ()
         self._jobs: list[SaveJob] = []
         self._names: list[str] = []
@@ -76,6 +90,18 @@ class SaveSession:
 
     # --- plan -------------------------------------------------------------------------------------------------
 
+    def foresee(self, *, dry: bool = False) -> None:
+        """To be called in the caller's thread before `plan` runs in another one.
+
+        The layout is read here, if it will be wanted: a module's state_dict() makes FSDP2 put its shards back, which
+        must not happen in the middle of a forward pass.
+        """
+        self._may_look = False
+        if self._collective.rank != 0:
+            return
+        if dry or self._call.check_replicas or signature(describe(self._shards)) not in self._saver.plans:
+            self.task.layout = self._call.framework.describe(self._call.states)
+
     def plan(self, *, dry: bool = False) -> None:
         """Find out what this rank writes: from the cache, or by asking the coordinator."""
         table = describe(self._shards)
@@ -90,7 +116,7 @@ class SaveSession:
         if self._call.check_replicas:
             digests = self._row_digests()
         values = [self._record(v) for v in self._values]
-        if self._collective.rank == 0:
+        if self._collective.rank == 0 and self._may_look:
             self.task.layout = self._call.framework.describe(self._call.states)
         self._send(Request(self._call.storage.url, table, values, digests, dry))
         self.next_report = ""
@@ -107,7 +133,7 @@ class SaveSession:
             generation=self._generation,
         )
         known = {v.key for v in self._values}
-        write = {TensorKey(*k) for k in answer.values}
+        write = {unescaped(k) for k in answer.values}
         self._plan = LocalPlan(answer.plan, rows, files, write, known, KnownTargets(len(files)))
         self._differences = tuple(answer.differences)
         self._saver.remember(key, self._plan)
@@ -123,7 +149,9 @@ class SaveSession:
     def _record(self, value: Value) -> ValueRecord:
         file, offset = self._places.get(value.key, (-1, 0))
         shape = tuple(value.data.shape)
-        return ValueRecord((*value.key,), value.digest, value.dtype, shape, value.merged, file, offset, value.nbytes)
+        return ValueRecord(
+            escaped(value.key), value.digest, value.dtype, shape, value.merged, file, offset, value.nbytes
+        )
 
     # --- bytes ------------------------------------------------------------------------------------------------
 
@@ -241,7 +269,7 @@ class SaveSession:
             records.append(
                 FileRecord(
                     self._file_name(file),
-                    file.kind,
+                    escape(file.kind),
                     file.part,
                     file.values,
                     size,
@@ -267,7 +295,7 @@ class SaveSession:
         assert isinstance(outcome, Outcome)
         if outcome.write_values:
             self.next_report = "e"
-            keys = {TensorKey(*k) for k in outcome.write_values}
+            keys = {unescaped(k) for k in outcome.write_values}
             job, _ = self._new_job([v for v in self._values if v.key in keys], planned=False)
             new = self._files[len(records) :]
             records += self._finish(job, job.write_through(), new)

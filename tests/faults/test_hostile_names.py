@@ -1,0 +1,101 @@
+"""Names of states and keys that try to be paths, or are hard to write: they round-trip, and no file leaves the folder."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+import bytecheckpoint
+from bytecheckpoint import UsageError
+from tests.faults.coded import files_of
+
+HOSTILE = [
+    "../../x", "/etc/passwd", "a/../../b", "..", ".", "a\0b", "x" * 10_000, "ünïcödé/Ω", "two\nlines", "\ud800lone",
+    " ", "a\\b", "CON", "model/w", "metadata.parquet", "~", "$HOME", "a:b", "file:///etc/passwd", "\x7f", "%2e%2e%2f",
+    "-rf", "*", "a" * 255, "\u202egnp", "0", "//values", "#", "Model", "model ", "é", "e\u0301",
+]  # fmt: skip
+
+
+def everything_below(root: Path) -> list[str]:
+    return sorted(name for name in files_of(root) if not name.startswith("place/s/"))
+
+
+def round_trip(root: Path, states: dict[str, Any], blank: dict[str, Any]) -> None:
+    """Save and load inside root/place/s, and see that nothing else below `root` changed."""
+    place = root / "place" / "s"
+    before = everything_below(root)
+    bytecheckpoint.save(place, states)
+    assert everything_below(root) == before
+    for name in files_of(place):
+        assert len(os.fsencode(os.path.basename(name))) < 200 and name.isascii() and name.count("/") <= 1
+    bytecheckpoint.load(place, blank)
+
+
+@pytest.mark.parametrize("name", HOSTILE, ids=[ascii(name)[:30] for name in HOSTILE])
+def test_a_hostile_name_of_a_state(tmp_path: Path, name: str) -> None:
+    blank: dict[str, Any] = {name: {}}
+    round_trip(tmp_path, {name: {"t": torch.arange(5.0), "v": 7}}, blank)
+    assert torch.equal(blank[name]["t"], torch.arange(5.0)) and blank[name]["v"] == 7
+
+
+@pytest.mark.parametrize("kind", ["model", "extra_states", "optimizer"])
+def test_hostile_keys_all_together(tmp_path: Path, kind: str) -> None:
+    saved = {name: torch.full((3,), float(i)) for i, name in enumerate(HOSTILE)}
+    blank = {kind: {name: torch.zeros(3) for name in HOSTILE} if kind == "model" else {}}
+    round_trip(tmp_path, {kind: saved}, blank)
+    for i, name in enumerate(HOSTILE):
+        assert torch.equal(blank[kind][name], torch.full((3,), float(i))), ascii(name)
+    checkpoint = bytecheckpoint.open(tmp_path / "place" / "s")
+    assert sum(key.startswith(f"{kind}/") for key in checkpoint) >= len(HOSTILE)
+
+
+def test_states_whose_names_differ_little_stay_apart(tmp_path: Path) -> None:
+    names = ["model", "Model", "MODEL", "model ", "é", "e\u0301", "extra", "extra_states", "kind-0123456789abcdef"]
+    blank: dict[str, Any] = {name: {} for name in names}
+    round_trip(tmp_path, {name: {"v": i, "t": torch.tensor([i])} for i, name in enumerate(names)}, blank)
+    assert [blank[name]["v"] for name in names] == list(range(len(names)))
+    assert [int(blank[name]["t"]) for name in names] == list(range(len(names)))
+
+
+@hypothesis_settings(max_examples=40)
+@given(st.text(st.characters(exclude_categories=()), min_size=1, max_size=40), st.text(max_size=40))
+def test_any_text_is_a_name(tmp_path_factory: pytest.TempPathFactory, kind: str, key: str) -> None:
+    root = tmp_path_factory.mktemp("names")
+    blank: dict[str, Any] = {kind: {}}
+    round_trip(root, {kind: {key: torch.arange(2.0), "n": {key: [1, key]}}}, blank)
+    if key != "n":
+        assert torch.equal(blank[kind][key], torch.arange(2.0))
+    assert blank[kind]["n"] == {key: [1, key]} if key != "n" else True
+
+
+@pytest.mark.parametrize("states", [{"": {}}, {3: {}}, {}, None, {None: {}}])
+def test_names_that_are_none(tmp_path: Path, states: Any) -> None:
+    with pytest.raises(UsageError, match=r"state"):
+        bytecheckpoint.save(tmp_path / "s", states)
+    assert not (tmp_path / "s").exists()
+
+
+@pytest.mark.parametrize("path", ["", "a\0b", "unknown://x/y"])
+def test_paths_that_are_none(path: str) -> None:
+    with pytest.raises(UsageError):
+        bytecheckpoint.save(path, {"model": {"w": torch.zeros(1)}})
+    with pytest.raises(UsageError):
+        bytecheckpoint.load(path, {"model": {"w": torch.zeros(1)}})
+
+
+def test_a_hostile_name_in_an_error_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(UsageError) as caught:
+        bytecheckpoint.save(tmp_path / "s", {"extra_states": {"two\nlines": object()}})
+    assert "\n" not in str(caught.value) and "two" in str(caught.value)
+    bytecheckpoint.save(tmp_path / "s", {"model": {"two\nlines": torch.zeros(2)}})
+    with pytest.raises(bytecheckpoint.IncompatibleCheckpointError) as other:
+        bytecheckpoint.load(tmp_path / "s", {"model": {"three\nlines": torch.zeros(2), "\ud800": torch.zeros(2)}})
+    str(other.value).encode()  # can be printed
+    assert "\n" not in str(other.value)
