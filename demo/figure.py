@@ -22,26 +22,30 @@ class Curve(Protocol):
     losses: dict[int, float]
 
 
-def draw(reference: Curve, runs: Sequence[Curve], killed_at: int, path: Path) -> None:
+def draw(reference: Curve, runs: Sequence[Curve], killed_at: int, tolerance: float, path: Path) -> None:
     """Write the figure.
 
     Args:
         reference: the undisturbed run.
         runs: the job's runs, each resumed from a checkpoint of the one before it.
         killed_at: step whose save was killed.
+        tolerance: largest difference of two losses that is allowed.
         path: of the PNG.
     """
     figure, (top, bottom) = plt.subplots(2, 1, sharex=True, figsize=(9, 6), height_ratios=(3, 1), layout="constrained")
     top.plot(*zip(*reference.losses.items(), strict=True), color="0.75", linewidth=6, label="reference, never stopped")
     ends = [r.resumed_from for r in runs[1:]] + [max(runs[-1].losses)]
+    joined: dict[int, float] = {}
     for run, end, colour in zip(runs, ends, COLOURS, strict=True):
         label = LABELS[run.layout] + (f", {run.ranks} ranks" if run.ranks > 1 else "")
+        lost = {step: loss for step, loss in run.losses.items() if step >= end}
+        joined |= {step: loss for step, loss in run.losses.items() if step <= end}
         # From the step before, so that the curve has no gap where the layout changes.
-        kept = {s: run.losses.get(s, reference.losses[s]) for s in range(max(run.resumed_from, 1), end + 1)}
-        top.plot(*zip(*kept.items(), strict=True), color=colour, label=label)
-        lost = {s: loss for s, loss in run.losses.items() if s >= end}
+        steps = range(max(run.resumed_from, 1), end + 1)
+        top.plot(steps, [joined[step] for step in steps], color=colour, label=label)
         if len(lost) > 1:
-            top.plot(*zip(*lost.items(), strict=True), color=colour, linestyle=":", label="lost with the killed rank")
+            style = {"color": colour, "linestyle": ":", "linewidth": 3, "zorder": 3}
+            top.plot(*zip(*lost.items(), strict=True), **style, label="lost with the killed rank")
         apart = {s: max(abs(loss - reference.losses[s]), 1e-9) for s, loss in run.losses.items() if s <= end}
         bottom.plot(*zip(*apart.items(), strict=True), color=colour, marker=".", linestyle="none")
         if run.resumed_from:
@@ -49,7 +53,7 @@ def draw(reference: Curve, runs: Sequence[Curve], killed_at: int, path: Path) ->
                 axes.axvline(run.resumed_from, color=colour, linestyle="--", linewidth=1)
             top.annotate(
                 f"resumed from\nstep {run.resumed_from}",
-                (run.resumed_from, 1),
+                (run.resumed_from, 0.7),
                 xycoords=("data", "axes fraction"),
                 xytext=(4, -4),
                 textcoords="offset points",
@@ -59,6 +63,8 @@ def draw(reference: Curve, runs: Sequence[Curve], killed_at: int, path: Path) ->
     top.plot(killed_at, reference.losses[killed_at], "x", color="red", markersize=10, label="kill -9 during this save")
     top.set_ylabel("loss (nats per byte)")
     top.legend(loc="upper right", fontsize="small")
+    bottom.axhline(tolerance, color="0.5", linewidth=1)
+    bottom.annotate("allowed", (1, tolerance), color="0.4", xytext=(0, -3), textcoords="offset points", va="top")
     bottom.set_yscale("log")
     bottom.set_ylabel("|difference|")
     bottom.set_xlabel("step")

@@ -30,10 +30,11 @@ T = TypeVar("T")
 
 HERE = Path(__file__).resolve().parent
 
-#: Largest difference of two losses (nats per byte) that is taken for rounding. All arithmetic is float32, and every
-#: layout adds up in another order, so gradients differ in their last bits (about 1e-7 of their size) and training
-#: spreads that out. Anything that a resume could get wrong moves the loss a hundred times further: see the README.
-TOLERANCE = 2e-3
+#: Largest difference of two losses (nats per byte) that is taken for rounding. All arithmetic is float32 and every
+#: layout adds up in another order, so gradients differ in their last bits, about 1e-7 of their size; training spreads
+#: that out, to about 4e-4 within 60 steps. Whatever a resume can lose (optimizer, schedule, data order) makes a
+#: difference of 3e-2 or more within five steps: the table in demo/README.md.
+TOLERANCE = 4e-3
 
 
 @dataclass(frozen=True)
@@ -245,7 +246,7 @@ def demo(scale: Scale, output: Path) -> None:
 
     losses = list(reference.losses.values())
     check(losses[-1] < 0.75 * losses[0], f"the reference run did not learn: loss {losses[0]:.2f} -> {losses[-1]:.2f}")
-    draw(reference, [first, second, third], scale.kill_at, output / "losses.png")
+    draw(reference, [first, second, third], scale.kill_at, TOLERANCE, output / "losses.png")
 
 
 def main() -> int:

@@ -31,7 +31,9 @@ class CheckpointError(Exception):
 
     def __str__(self) -> str:
         # KeyError's own __str__ would show the message quoted; ours is a sentence.
-        return str(self.args[0]) if self.args else type(self).__name__
+        text = str(self.args[0]) if self.args else type(self).__name__
+        # Names of states and tensors may hold anything, yet a message is one line that any terminal or log takes.
+        return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 class CheckpointNotFoundError(CheckpointError):

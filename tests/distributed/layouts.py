@@ -193,9 +193,6 @@ MORE: dict[str, tuple[int, Callable[[nn.Module], Parallel]]] = {
 WORLD_SIZE: Mapping[str, int] = {name: size for name, (size, _) in (LAYOUTS | MORE).items()}
 
 
-def _no_values(model: nn.Module) -> None: ...
-
-
 def stage_of(name: str) -> tuple[int, int]:
     """(stage, number of stages) of this rank."""
     size = WORLD_SIZE[name]
@@ -287,7 +284,7 @@ class Trainer:
     @torch.no_grad()
     def fill_optimizer(self, dtype: torch.dtype | None = None) -> None:
         """Give all optimizer state values that follow from the parameters' own, and settings of their own."""
-        names = {id(p): n for n, p in self.parameters().items()}
+        names = {id(p): "embed.weight" if self.tied and n == "head.weight" else n for n, p in self.parameters().items()}
         for number, group in enumerate(self.optimizer.param_groups):
             group["lr"] = 0.5 + number
             for p in group["params"]:

@@ -26,7 +26,7 @@ def test_a_module_that_is_gathered_after_an_evaluation(worlds: Worlds, tmp_path:
 def test_unreduced_values_are_refused_by_name(worlds: Worlds, tmp_path: Path) -> None:
     for message in worlds.run(2, jobs.partial_is_refused, str(tmp_path / "step")):
         assert "model/inner.w" in message
-        assert "Partial" in message
+        assert "partial" in message
     assert not list(tmp_path.rglob("*.safetensors"))
 
 
@@ -52,14 +52,26 @@ def test_state_of_bf16_parameters_stays_fp32(worlds: Worlds, source: str, destin
         assert wrong == []
 
 
-@pytest.mark.parametrize("kind", jobs.OPTIMIZERS)
-def test_optimizers_go_on_under_fsdp(worlds: Worlds, kind: str, tmp_path: Path) -> None:
+# (kind, where it is saved, where it goes on, tolerance of the losses after the first step there).
+# torch's Adafactor and LBFGS cannot work on uneven pieces; its Muon computes in bfloat16.
+@pytest.mark.parametrize(
+    ("kind", "source", "others", "tolerance"),
+    [
+        ("sgd", "fsdp3", ["fsdp2", "one"], 1e-9),
+        ("adafactor", "ddp2", ["one"], 1e-9),
+        ("lbfgs", "ddp2", ["one"], 1e-9),
+        ("muon-adamw", "fsdp3", ["fsdp2", "one"], 0.02),
+    ],
+)
+def test_optimizers_go_on(
+    worlds: Worlds, kind: str, source: str, others: list[str], tolerance: float, tmp_path: Path
+) -> None:
     path = str(tmp_path / "step")
-    expected = worlds.run(3, jobs.save_optimizer, kind, "fsdp3", path)
-    again = worlds.run(3, jobs.load_optimizer, kind, "fsdp3", path)
+    size = WORLD_SIZE[source]
+    expected = worlds.run(size, jobs.save_optimizer, kind, source, path)
+    again = worlds.run(size, jobs.load_optimizer, kind, source, path)
     assert again == expected, "the same layout goes on bit for bit"
-    if kind == "lbfgs":
-        return  # its state is made of flattened local shards, which mean something on these ranks only
-    for size, layout in ((2, "fsdp2"), (1, "one")):
-        for losses in worlds.run(size, jobs.load_optimizer, kind, layout, path):
-            assert losses == pytest.approx(expected[0], abs=1e-9, rel=0), layout
+    for layout in others:
+        for losses in worlds.run(WORLD_SIZE[layout], jobs.load_optimizer, kind, layout, path):
+            assert losses[0] == pytest.approx(expected[0][0], abs=1e-9, rel=0), layout
+            assert losses == pytest.approx(expected[0], abs=tolerance, rel=0), layout

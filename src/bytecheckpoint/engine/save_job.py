@@ -148,11 +148,13 @@ class SaveJob:
         for _ in range(min(settings.write_threads, len(chunks))):
             slots.put(torch.from_numpy(aligned_buffer(-(-largest // 4096) * 4096)))
         direct = writer.direct
+        # Found before the bytes stream through the processor's caches, and push the code for this out of them.
+        large = {} if direct else self._image.large()
 
         def one(chunk: Chunk) -> None:
             slot = slots.get()
             try:
-                buffers = self._image.fill(chunk, slot, reference=not direct)
+                buffers = self._image.fill(chunk, slot, large)
                 padded = memoryview(slot.numpy())[: -(-chunk.nbytes // 4096) * 4096] if direct else None
                 writer.write(chunk.file, chunk.start, buffers, padded)
             finally:
@@ -200,7 +202,7 @@ class SaveJob:
             for place, chunk in enumerate(chunks[begin : begin + per_half]):
                 at = (number % 2 * per_half + place) * chunk_bytes
                 slot = pool.tensor()[at : at + chunk_bytes]
-                image.fill(chunk, slot, reference=False)
+                image.fill(chunk, slot, {})
                 batch.append((chunk.file, chunk.start, at, chunk.nbytes))
             if begin + per_half < len(chunks):
                 batches.append(self._backend.write(batch))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import msgspec
 import numpy as np
@@ -29,13 +30,13 @@ class LocalTable(msgspec.Struct, frozen=True):
     """One rank's shards as columns; row i is its i-th shard.
 
     Attributes:
-        tensors: msgpack of the names table, one record per row: what `describe` wrote. Ranks that hold the same
-            tensors send the same bytes, and the coordinator reads them once.
+        tensors: msgpack of what each row is, one record per row, one piece for each run of rows of one kind. Ranks
+            that hold the same tensors of a kind send the same bytes, and the coordinator reads them once.
         ndims: int32 [n] as bytes: dimensions of each row.
         boxes: int64 as bytes: global shape, offsets, lengths of row after row, `3 * ndims[i]` numbers each.
     """
 
-    tensors: bytes
+    tensors: tuple[bytes, ...]
     ndims: bytes
     boxes: bytes
 
@@ -59,25 +60,29 @@ class TensorRecord(msgspec.Struct, array_like=True, frozen=True):
 
 def describe(shards: Sequence[LiveShard]) -> LocalTable:
     """The table of one rank's shards."""
-    records = [
-        TensorRecord(
-            escape(s.key.kind),
-            escape(s.key.fqn),
-            escape(s.key.slot),
-            s.dtype,
-            s.requires_grad,
-            s.data.device.type,
-            tuple(map(escape, s.aliases)),
-        )
-        for s in shards
-    ]
+    pieces = []
+    for kind, run in groupby(shards, lambda s: s.key.kind):
+        name = escape(kind)
+        records = [
+            TensorRecord(
+                name,
+                escape(s.key.fqn),
+                escape(s.key.slot),
+                s.dtype,
+                s.requires_grad,
+                s.data.device.type,
+                tuple(map(escape, s.aliases)),
+            )
+            for s in run
+        ]
+        pieces.append(msgspec.msgpack.encode(records))
     ndims = np.fromiter((len(s.global_shape) for s in shards), np.int32, len(shards))
     boxes = np.fromiter(
         (x for s in shards for part in (s.global_shape, s.offsets, s.lengths) for x in part),
         np.int64,
         3 * int(ndims.sum()),
     )
-    return LocalTable(msgspec.msgpack.encode(records), ndims.tobytes(), boxes.tobytes())
+    return LocalTable(tuple(pieces), ndims.tobytes(), boxes.tobytes())
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,28 +222,34 @@ def _join_names(
     """Every distinct tensor once, and for each rank the tensor number of each of its rows."""
     tensors: list[TensorRecord] = []
     number_of: dict[TensorKey, int] = {}
-    rows: list[NDArray[np.int64]] = []
     seen: dict[bytes, NDArray[np.int64]] = {}
-    decoder = msgspec.msgpack.Decoder(list[TensorRecord])
+    decode = msgspec.msgpack.Decoder(list[TensorRecord]).decode
+
+    def numbers_of(piece: bytes, rank: int) -> NDArray[np.int64]:
+        numbers = []
+        for record in decode(piece):
+            number = number_of.setdefault(record.key, len(tensors))
+            if number == len(tensors):
+                tensors.append(record)
+            elif tensors[number].dtype != record.dtype:
+                raise IncompatibleCheckpointError(
+                    f"{record.key} is {record.dtype} on rank {rank} and {tensors[number].dtype} on another rank; "
+                    f"one tensor has one dtype"
+                )
+            elif set(record.aliases) - set(tensors[number].aliases):
+                merged = tuple(dict.fromkeys((*tensors[number].aliases, *record.aliases)))
+                tensors[number] = msgspec.structs.replace(tensors[number], aliases=merged)
+            numbers.append(number)
+        return np.array(numbers, np.int64)
+
+    rows = []
     for rank, table in enumerate(tables):
-        known = seen.get(table.tensors)
-        if known is None:
-            numbers = []
-            for record in decoder.decode(table.tensors):
-                number = number_of.setdefault(record.key, len(tensors))
-                if number == len(tensors):
-                    tensors.append(record)
-                elif tensors[number].dtype != record.dtype:
-                    raise IncompatibleCheckpointError(
-                        f"{record.key} is {record.dtype} on rank {rank} and {tensors[number].dtype} on another rank; "
-                        f"one tensor has one dtype"
-                    )
-                elif set(record.aliases) - set(tensors[number].aliases):
-                    merged = tuple(dict.fromkeys((*tensors[number].aliases, *record.aliases)))
-                    tensors[number] = msgspec.structs.replace(tensors[number], aliases=merged)
-                numbers.append(number)
-            known = seen[table.tensors] = np.array(numbers, np.int64)
-        rows.append(known)
+        parts = []
+        for piece in table.tensors:
+            if piece not in seen:
+                seen[piece] = numbers_of(piece, rank)
+            parts.append(seen[piece])
+        rows.append(np.concatenate(parts) if parts else np.zeros(0, np.int64))
     return tensors, rows
 
 

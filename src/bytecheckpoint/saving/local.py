@@ -116,7 +116,7 @@ def content_digest(data: torch.Tensor, dtype: str) -> bytes:
 def signature(table: LocalTable) -> bytes:
     """Equal for tables that lead to the same plan."""
     digest = xxhash.xxh3_128()
-    for part in (table.tensors, table.ndims, table.boxes):
+    for part in (*table.tensors, table.ndims, table.boxes):
         digest.update(len(part).to_bytes(8, "little"))
         digest.update(part)
     return digest.digest()

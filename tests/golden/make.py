@@ -1,0 +1,79 @@
+"""Writes the golden checkpoint of this version: `python -m tests.golden.make`. Run once per format version."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import bytecheckpoint
+from bytecheckpoint.collectives import Collective, ThreadWorld
+from tests.support.layouts import Leaf, coded, grid_boxes
+
+FOLDER = Path(__file__).parent / "v1"
+WORLD = 3
+SHAPES = {"cut": ((7, 5), torch.float32), "cut3d": ((3, 4, 2), torch.bfloat16), "whole": ((6,), torch.int64)}
+EVERY_DTYPE = [
+    torch.float64, torch.float16, torch.complex64, torch.int8, torch.uint16, torch.bool, torch.float8_e4m3fn,
+]  # fmt: skip
+VALUES = {
+    "none": None,
+    "big": 2**200,
+    "nan": float("nan"),
+    "bytes": b"\x00\xff",
+    "tuple": (1, (2.5, "x")),
+    3: {"set": {1, 2}},
+    "dtype": torch.bfloat16,
+    "complex": 1 + 2j,
+}
+
+
+def full(name: str) -> torch.Tensor:
+    """The whole tensor behind a name."""
+    shape, dtype = SHAPES[name]
+    return coded(shape, dtype, sorted(SHAPES).index(name))
+
+
+def odd(dtype: torch.dtype) -> torch.Tensor:
+    """Five elements of any dtype."""
+    return torch.arange(5).to(dtype)
+
+
+def states(rank: int) -> dict[str, Any]:
+    """What rank `rank` of three holds."""
+    model: dict[str, Any] = {"whole": full("whole")}
+    for name, cuts in (("cut", [[2, 5], [3]]), ("cut3d", [[1], [2], []])):
+        boxes = [b for i, b in enumerate(grid_boxes(SHAPES[name][0], cuts)) if i % WORLD == rank]
+        model[name] = Leaf(SHAPES[name][0], boxes).fill(full(name), False)
+    model.update({str(dtype): odd(dtype) for dtype in EVERY_DTYPE})
+    layer = torch.nn.Linear(3, 3)
+    with torch.no_grad():
+        layer.weight.copy_(coded((3, 3), torch.float32))
+        layer.bias.copy_(coded((3,), torch.float32))
+    tied = torch.nn.ModuleDict({"a": layer, "b": layer})
+    optimizer = torch.optim.AdamW(tied.parameters(), lr=0.125)
+    for parameter in tied.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    return {
+        "model": model,
+        "tied": tied,
+        "optimizer": optimizer,
+        "extra_states": {"values": VALUES, "rank": rank, "noise": torch.full((4,), rank)},
+    }
+
+
+def main() -> None:
+    """Replace the golden checkpoint of the present version."""
+    shutil.rmtree(FOLDER, ignore_errors=True)
+
+    def save(collective: Collective) -> None:
+        bytecheckpoint.save(FOLDER, states(collective.rank), metadata={"golden": 1})
+
+    ThreadWorld(WORLD).run(save)
+
+
+if __name__ == "__main__":
+    main()

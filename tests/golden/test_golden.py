@@ -1,0 +1,44 @@
+"""Checkpoints of every released format version stay readable."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+import bytecheckpoint
+from bytecheckpoint.collectives import Collective, ThreadWorld
+from bytecheckpoint.representation.values import equal
+from tests.golden.make import EVERY_DTYPE, FOLDER, SHAPES, VALUES, WORLD, full, odd, states
+
+
+def test_version_1_opens() -> None:
+    with bytecheckpoint.open(FOLDER) as checkpoint:
+        for name in SHAPES:
+            assert torch.equal(checkpoint[f"model/{name}"][...], full(name))
+        for dtype in EVERY_DTYPE:
+            read = checkpoint[f"model/{dtype}"][...]
+            assert read.dtype == dtype
+            assert torch.equal(read.view(torch.uint8), odd(dtype).view(torch.uint8))
+        assert torch.equal(checkpoint["tied/a.weight"][...], checkpoint["tied/b.weight"][...])
+        assert checkpoint["optimizer/state/a.weight/exp_avg"].shape == (3, 3)
+        assert checkpoint["optimizer/param_groups"][0]["lr"] == 0.125
+        assert checkpoint["extra_states/values.big"] == 2**200
+
+
+def test_version_1_loads_in_another_world() -> None:
+    def load(collective: Collective) -> dict[str, Any]:
+        into = states(0)
+        whole = {name: torch.zeros_like(full(name)) for name in SHAPES}
+        into["model"] = whole | {str(d): torch.zeros_like(odd(d)) for d in EVERY_DTYPE}
+        into["extra_states"] = {}
+        bytecheckpoint.load(FOLDER, into, timeout=20)
+        return into
+
+    for rank, into in enumerate(ThreadWorld(WORLD + 1).run(load)):
+        for name in SHAPES:
+            assert torch.equal(into["model"][name], full(name))
+        own = rank if rank < WORLD else 0
+        assert equal(into["extra_states"]["values"], VALUES)
+        assert into["extra_states"]["rank"] == own
+        assert into["extra_states"]["noise"].tolist() == [own] * 4
