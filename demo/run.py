@@ -1,6 +1,6 @@
 """The demo: train, kill a rank in the middle of a save, resume at other layouts, and compare with an undisturbed run.
 
-    python demo/run.py            # about 4 minutes on 2 cores
+    python demo/run.py            # some 300 core-seconds: about 3 minutes on 2 idle cores
     python demo/run.py --short    # a smaller model and fewer steps
 
 What is shown, and what is asserted, is told in demo/README.md. The exit status is 0 only if every check holds.
@@ -107,7 +107,7 @@ class Run:
         print(f"    {time.monotonic() - began:.0f} s, {self.step_seconds:.2f} s per step")
 
     def last_words(self) -> str:
-        return "\n".join((self.output / f"{self.name}.log").read_text(errors="replace").splitlines()[-30:])
+        return "\n".join((self.output / f"{self.name}.log").read_text(errors="replace").splitlines()[-60:])
 
 
 @contextlib.contextmanager

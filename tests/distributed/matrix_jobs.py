@@ -46,7 +46,9 @@ def load_all(layout: str, sources: Sequence[str], folder: str) -> dict[str, dict
             fresh = build(layout, other)
             report = bytecheckpoint.load(f"{folder}/coordinates/{source}", fresh.states())
             problems = differences(expected, fresh.snapshot())
-            problems += [f"{name}: {listed}" for name in ("missing", "unexpected", "cast") if (listed := getattr(report, name))]
+            problems += [
+                f"{name}: {listed}" for name in ("missing", "unexpected", "cast") if (listed := getattr(report, name))
+            ]
             resumed = build(layout, other)
             resumed.step()  # so that state, schedule and counters are there already, and wrong
             bytecheckpoint.load(f"{folder}/trained/{source}", resumed.states())
@@ -110,6 +112,8 @@ def open_all(sources: Sequence[str], folder: str) -> dict[str, list[str]]:
         with bytecheckpoint.open(f"{folder}/coordinates/{source}") as checkpoint:
             found[source] = [f"{key} is missing" for key in expected if key not in checkpoint]
             found[source] += [
-                f"{key} differs" for key in expected if key in checkpoint and not torch.equal(checkpoint[key][...], expected[key])
+                f"{key} differs"
+                for key in expected
+                if key in checkpoint and not torch.equal(checkpoint[key][...], expected[key])
             ]
     return found

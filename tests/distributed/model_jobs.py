@@ -236,7 +236,7 @@ def stack_run(kind: str, layout: str, seed: int) -> tuple[nn.Module, Any, Callab
         for i in range(steps):
             x = torch.linspace(-1, 1 + i, 24, dtype=torch.float64).reshape(4, 6)
 
-            def closure() -> torch.Tensor:
+            def closure(x: torch.Tensor = x) -> torch.Tensor:
                 model.zero_grad()
                 loss = model(x).square().mean()
                 loss.backward()
@@ -263,5 +263,3 @@ def load_optimizer(kind: str, layout: str, path: str) -> list[float]:
     model, optimizer, train = stack_run(kind, layout, 2)
     bytecheckpoint.load(path, {"model": model, "optimizer": optimizer})
     return train(3)
-
-

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -67,7 +68,6 @@ def a_64th(path: str) -> tuple[int, list[int]]:
         group = dist.new_group([0], use_local_synchronization=True)
         bytecheckpoint.save(path, {"model": {"w": whole}}, process_group=group)
     dist.barrier()
-    # A quarter of the first dimension and a sixteenth of what is left, through a DTensor over a part of the rows.
     rows = whole[dist.get_rank() : dist.get_rank() + 1]
     leaf = Rows(whole.shape, dist.get_rank(), torch.zeros_like(rows))
     report = bytecheckpoint.load(path, {"model": {"w": leaf}}, overlap_loading=False, strict=False)
@@ -85,18 +85,13 @@ class Rows:
         return [(tuple(self.whole), (self.first, 0), self.data)]
 
 
-def a_hole(path: str) -> list[str]:
-    """A checkpoint without some rows is refused before anything is changed; the message names tensor and rows."""
+def a_hole(path: str) -> str:
+    """Shards that leave a hole between them are refused before anything is written; the message."""
     rank = dist.get_rank()
     rows = torch.full((3, 4), float(rank))
-    bytecheckpoint.save(path, {"model": {"w": Rows(torch.Size((8, 4)), 4 * rank, rows)}})
-    target = distribute_tensor(torch.full((8, 4), -1.0), mesh(dp=2), [Shard(0)], src_data_rank=None)
-    try:
-        bytecheckpoint.load(path, {"model": {"w": target}})
-    except bytecheckpoint.IncompatibleCheckpointError as error:
-        assert torch.equal(target.to_local(), torch.full((4, 4), -1.0))
-        return [str(error)]
-    return ["loaded"]
+    with pytest.raises(bytecheckpoint.IncompatibleCheckpointError) as caught:
+        bytecheckpoint.save(path, {"model": {"w": Rows(torch.Size((8, 4)), 4 * rank, rows)}})
+    return str(caught.value)
 
 
 def no_silent_cast(path: str) -> list[str]:

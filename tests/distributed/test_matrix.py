@@ -16,12 +16,11 @@ from tests.support.worlds import Worlds
 pytestmark = pytest.mark.timeout(400)
 
 NAMES = list(LAYOUTS)
-#: Layouts that are loaded into, so that each pair is one test; sources of one destination share a run.
 _TOLERANCE = 1e-9  # of losses about 3.5 in float64; the order of summation differs between layouts
 
 
 class Matrix:
-    """The saves and loads that have been run so far."""
+    """The saves and loads that have been run so far: one run per layout saves, one loads all sources into it."""
 
     def __init__(self, worlds: Worlds, folder: Path) -> None:
         self._worlds = worlds

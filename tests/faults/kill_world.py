@@ -66,7 +66,7 @@ def rank_program(note: Path, path: Path, rank: int, world: int, first: int, mode
     step = first
     try:
         dist.init_process_group(
-            "gloo", init_method=f"file://{note}/store", rank=rank, world_size=world, timeout=timedelta(seconds=20)
+            "gloo", init_method=f"file://{note}/store", rank=rank, world_size=world, timeout=timedelta(seconds=10)
         )
         while True:
             handle = bytecheckpoint.save(path, states(rank, world, step, ROWS), **mode)

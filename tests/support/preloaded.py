@@ -1,6 +1,6 @@
 """What the template process imports before it forks the ranks of test worlds."""
 
-import torch  # noqa: F401
+import torch
 import torch.distributed as dist  # noqa: F401
 import torch.distributed.device_mesh
 import torch.distributed.fsdp

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -129,7 +129,7 @@ def initialise(model: nn.Module, seed: int, *, tied: bool = False) -> None:
     for name, tensor in names_of(model, tied):
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) + seed)
         values = torch.randn(tensor.shape, generator=generator, dtype=torch.float64) * 0.3
-        if "norm" in name and name.endswith("weight") or name == "temperature":
+        if ("norm" in name and name.endswith("weight")) or name == "temperature":
             values = 1 + values / 3
         tensor.copy_(values)
 

@@ -112,7 +112,10 @@ class World:
         for link in pending:
             rank = ranks[id(link)]
             self._show_stacks(rank)
-            found[rank] = (False, f"still running after {timeout:g} s, or {_GRACE:g} s after a failure\n{self._log(rank)}")
+            found[rank] = (
+                False,
+                f"still running after {timeout:g} s, or {_GRACE:g} s after a failure\n{self._log(rank)}",
+            )
         if not all(ok for ok, _ in found.values()):
             self.kill()
         return [found[rank] for rank in range(self.size)]

@@ -12,6 +12,7 @@ import ctypes
 import mmap
 import os
 import threading
+import weakref
 
 import numpy as np
 import torch
@@ -78,6 +79,8 @@ class StagingPool:
         self._unmap()
         if self.fd < 0:
             self.fd = os.memfd_create("bytecheckpoint-staging", os.MFD_CLOEXEC)
+            self._close = weakref.finalize(self, os.close, self.fd)
+            self._close.atexit = False
         try:
             os.ftruncate(self.fd, nbytes)
             self._map = mmap.mmap(self.fd, nbytes)
@@ -132,6 +135,6 @@ class StagingPool:
         with self._lock:
             self._unmap()
             if self.fd >= 0:
-                os.close(self.fd)
+                self._close()
                 self.fd = -1
             self.capacity = 0

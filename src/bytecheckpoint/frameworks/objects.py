@@ -36,6 +36,8 @@ __all__ = ["BY_NAME", "Reader", "capture_object", "encoded", "is_stateful", "loa
 BY_NAME = frozenset({"model", "optimizer"})
 
 _ROOT = "value"  # name of a tensor that is a whole state by itself
+_LACKS = "the values of {kind} refer to tensor {name!r}, which the catalog lacks"
+_STORED = object()  # stands in a decoded tree for a tensor that is filled by name
 
 
 def is_stateful(value: object) -> bool:
@@ -151,9 +153,7 @@ class Reader:
         else:
             found = self._saved.find(self._kind, (name,))
         if found is None:
-            raise CorruptCheckpointError(
-                f"the values of {self._kind} refer to tensor {name!r}, which the catalog lacks"
-            )
+            raise CorruptCheckpointError(_LACKS.format(kind=self._kind, name=name))
         return self.fresh(found)
 
     def fresh(self, found: SavedTensor) -> torch.Tensor:
@@ -235,14 +235,6 @@ class Reader:
         self._used.add(identity)
         return first
 
-    def holds_tensor(self, value: Any) -> bool:
-        """Whether there is a tensor anywhere in the dicts, lists and tuples of `value`."""
-        if isinstance(value, dict):
-            return any(map(self.holds_tensor, value.values()))
-        if isinstance(value, list | tuple):
-            return any(map(self.holds_tensor, value))
-        return id(value) in self._tensors
-
 
 def load_object(kind: str, states: MutableMapping[str, object], saved: SavedStates, into: Destination) -> None:
     """Plan the load of a nested value or of an object with load_state_dict into `states[kind]`."""
@@ -319,35 +311,49 @@ def _load_named(kind: str, live: Any, saved: SavedStates, into: Destination) -> 
             into.wanted += shards
         return name
 
+    def stored(name: str) -> object:
+        # What the destination has under this name was found; other names must at least exist.
+        if name not in taken and saved.shape_of(kind, name) is None:
+            raise CorruptCheckpointError(_LACKS.format(kind=kind, name=name))
+        return _STORED
+
     owners: dict[int, Any] = {}
     encode(_lowered(live, (), set(), want, owners), on_tensor=want)
     own = saved.tree(kind)
-    reader = Reader(kind, saved, into)
-    value = None if own is None else reader.read(own)
-    into.finish.append(lambda: _install_plain(reader, value, live, owners))
+    value = None if own is None else decode(own, on_tensor=stored)
+    into.finish.append(lambda: _install_plain(value, live, owners))
 
 
-def _install_plain(reader: Reader, value: Any, live: Any, owners: dict[int, Any]) -> Any:
+def _install_plain(value: Any, live: Any, owners: dict[int, Any]) -> Any:
     """Put the plain values of `value` into `live`, whose tensors are filled already; returns what stands in its place."""
     if is_leaf(live):
         return live
     if is_stateful(live):
-        live.load_state_dict(_install_plain(reader, value, owners[id(live)], owners))
+        live.load_state_dict(_install_plain(value, owners[id(live)], owners))
     elif isinstance(live, dict):
         new = value if isinstance(value, dict) else {}
         for key in live:
-            live[key] = _install_plain(reader, new.get(key, live[key]), live[key], owners)
+            live[key] = _install_plain(new.get(key, live[key]), live[key], owners)
         for key, item in new.items():
-            if key not in live and not reader.holds_tensor(item):
+            if key not in live and not _holds_tensor(item):
                 live[key] = item
     elif type(live) in (list, tuple) and isinstance(value, list | tuple) and len(live) == len(value):
-        items = [_install_plain(reader, v, old, owners) for v, old in zip(value, live, strict=True)]
+        items = [_install_plain(v, old, owners) for v, old in zip(value, live, strict=True)]
         if type(live) is tuple:
             return tuple(items)
         live[:] = items
-    elif not reader.holds_tensor(value):
+    elif not _holds_tensor(value):
         return value
     return live
+
+
+def _holds_tensor(value: Any) -> bool:
+    """Whether there is a tensor anywhere in the dicts, lists and tuples of `value`."""
+    if isinstance(value, dict):
+        return any(map(_holds_tensor, value.values()))
+    if isinstance(value, list | tuple):
+        return any(map(_holds_tensor, value))
+    return value is _STORED
 
 
 def _fits(live: torch.Tensor, found: SavedTensor) -> bool:

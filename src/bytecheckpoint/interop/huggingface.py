@@ -22,7 +22,7 @@ from ..opening import Checkpoint, Entry
 from ..representation.dtypes import safetensors_code
 from ..representation.names import CATALOG_NAME
 from ..representation.storage_file import MAX_HEADER_BYTES
-from ..storage import FileWriter, resolve
+from ..storage import resolve
 from ..storage.local import LocalStorage
 
 __all__ = ["ExportReport", "export_huggingface"]
@@ -61,13 +61,15 @@ Progress = Callable[[int, int], None]
 
 @dataclass(slots=True)
 class _Item:
-    """A tensor to write: under `name`, as `dtype`, `start` bytes into its file's data section."""
+    """A tensor to write: under `name`, as `dtype`, `start` bytes into its file's data section; `read` bytes stored."""
 
     name: str
     key: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     nbytes: int
+    read: int
+    cast: bool
     start: int = 0
 
 
@@ -120,7 +122,7 @@ def export_huggingface(
     names = [_SINGLE] if count == 1 else [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
     total = sum(item.nbytes for item in items)
     temporary = os.path.join(os.path.dirname(folder), f".{os.path.basename(folder)}.exporting-{secrets.token_hex(6)}")
-    job = _Job(source, LocalStorage(temporary), sum(_entry(source, i.key).nbytes for i in items), progress)
+    job = _Job(source, LocalStorage(temporary), sum(i.read for i in items), progress)
     with _translated(f"export to {folder}"):
         try:
             for name, shard in zip(names, shards, strict=True):
@@ -135,8 +137,9 @@ def export_huggingface(
             _install(temporary, folder, files)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
-    converted = sum(1 for item in items if item.dtype != _entry(source, item.key).dtype)
-    return ExportReport(folder, tuple(files), len(items), total, converted, tuple(job.overflowed), tuple(skipped))
+    return ExportReport(
+        folder, tuple(files), len(items), total, sum(i.cast for i in items), tuple(job.overflowed), tuple(skipped)
+    )
 
 
 # --- what to write ----------------------------------------------------------------------------------------------------
@@ -169,12 +172,6 @@ def _cast_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     return found
 
 
-def _entry(source: Checkpoint, key: str) -> Entry:
-    entry = source[key]
-    assert isinstance(entry, Entry)
-    return entry
-
-
 def _items(source: Checkpoint, kind: str, wanted: torch.dtype | None) -> tuple[list[_Item], list[str]]:
     items: list[_Item] = []
     skipped: list[str] = []
@@ -187,7 +184,8 @@ def _items(source: Checkpoint, kind: str, wanted: torch.dtype | None) -> tuple[l
         if stored in numbers:
             continue  # another name of a tied tensor
         numbers.add(stored)
-        entry = _entry(source, key)
+        entry = source[key]
+        assert isinstance(entry, Entry)
         name = key.removeprefix(f"{kind}/")
         own = str(entry.dtype).removeprefix("torch.")
         # Packed and scale formats are not numbers to convert one by one.
@@ -205,7 +203,8 @@ def _items(source: Checkpoint, kind: str, wanted: torch.dtype | None) -> tuple[l
             ) from None
         if name == "__metadata__":
             raise IncompatibleCheckpointError(f"{key!r} has a name that safetensors reserves")
-        items.append(_Item(name, key, tuple(entry.shape), dtype, entry.shape.numel() * dtype.itemsize))
+        nbytes = entry.shape.numel() * dtype.itemsize
+        items.append(_Item(name, key, tuple(entry.shape), dtype, nbytes, entry.nbytes, dtype != entry.dtype))
     return items, skipped
 
 
@@ -259,10 +258,12 @@ class _Job:
             writer.write_at(0, [memoryview(header)])
             with ThreadPoolExecutor(1, thread_name_prefix="bytecheckpoint-export") as pool:
                 last: Future[None] | None = None
-                for position, data in self._pieces(shard):
+                position = len(header)
+                for batch in self._batches(shard):
                     if last is not None:
                         last.result()
-                    last = pool.submit(_put, writer, len(header) + position, data)
+                    last = pool.submit(writer.write_at, position, [memoryview(flat_bytes(d).numpy()) for d in batch])
+                    position += sum(d.numel() * d.element_size() for d in batch)
                 if last is not None:
                     last.result()
             writer.finish(len(header) + shard.nbytes)
@@ -270,33 +271,34 @@ class _Job:
             writer.abort()
             raise
 
-    def _pieces(self, shard: _Shard) -> Iterator[tuple[int, torch.Tensor]]:
-        """(byte offset in the data section, converted elements); pieces of a tensor come in row-major order."""
+    def _batches(self, shard: _Shard) -> Iterator[list[torch.Tensor]]:
+        """Converted elements in the order of the file's bytes, some 16 MiB at a time."""
         by_key: Mapping[str, _Item] = {item.key: item for item in shard.items}
-        position: dict[str, int] = {}
+        batch: list[torch.Tensor] = []
+        held = 0
         for key, _, data in self.source.stream(by_key, _PIECE):
             item = by_key[key]
             self._done += data.numel() * data.element_size()
-            at = position.get(key, item.start)
             if data.dtype != item.dtype:
                 converted = data.to(item.dtype)
                 infinite = ~_finite(converted)
                 if bool(infinite.any()) and bool((infinite & _finite(data)).any()):
                     self.overflowed[item.name] = None
                 data = converted
-            position[key] = at + data.numel() * data.element_size()
             if data.numel():
-                yield at, data
+                batch.append(data)
+                held += data.numel() * data.element_size()
+            if held >= _PIECE // 2:
+                yield batch
+                batch, held = [], 0
             if self._progress is not None:
                 self._progress(self._done, self._total)
+        if batch:
+            yield batch
 
 
 def _finite(data: torch.Tensor) -> torch.Tensor:
     return (data if data.element_size() > 1 else data.float()).isfinite()
-
-
-def _put(writer: FileWriter, offset: int, data: torch.Tensor) -> None:
-    writer.write_at(offset, [memoryview(flat_bytes(data).numpy())])
 
 
 def _install(temporary: str, folder: str, files: Sequence[str]) -> None:

@@ -330,7 +330,9 @@ def _notes(storage: Storage, catalog: Catalog) -> tuple[str, ...]:
         stray = [(name, size) for name, size in storage.list() if name not in named]
     except StorageError as error:
         return (f"the folder cannot be listed: {error}",)
-    notes = [f"{file.name} has no checksums: only its size was checked" for file in catalog.files if not file.block_bytes]
+    notes = [
+        f"{file.name} has no checksums: only its size was checked" for file in catalog.files if not file.block_bytes
+    ]
     for name, size in stray:
         whose = (
             "left by a save that did not commit; the next save here removes it" if generation_of(name) else "not ours"

@@ -46,6 +46,7 @@ class Checkpoint(Mapping[str, Any]):
         # All built when first needed, the tensors' index for all kinds at once.
         self._tensors: dict[str, dict[str, int]] | None = None
         self._numbers: dict[TensorKey, int] = {}
+        self._flat: dict[str, int] = {}
         self._plain: dict[str, dict[str, Callable[[], Any]]] = {}
 
     def __enter__(self) -> Checkpoint:
@@ -79,7 +80,7 @@ class Checkpoint(Mapping[str, Any]):
     def for_rank(self, rank: int | None) -> Checkpoint:
         """The same checkpoint as another rank sees it; shares the open files."""
         other = Checkpoint.__new__(Checkpoint)
-        other.__dict__.update(self.__dict__, rank=rank, _tensors=None, _numbers={}, _plain={})
+        other.__dict__.update(self.__dict__, rank=rank, _tensors=None, _numbers={}, _flat={}, _plain={})
         return other
 
     def own_keys(self) -> set[str]:
@@ -158,8 +159,8 @@ class Checkpoint(Mapping[str, Any]):
         return f"; did you mean {near[0]!r}?" if near else f"; it holds {', '.join(self.kinds) or 'nothing'}"
 
     def _number(self, key: str) -> int | None:
-        index = self._index()
-        return next((index[kind][key] for kind in index if key in index[kind]), None)
+        self._index()
+        return self._flat.get(key)
 
     def _value(self, key: str) -> Callable[[], Any] | None:
         for kind in self.kinds:
@@ -189,6 +190,7 @@ class Checkpoint(Mapping[str, Any]):
                     for key, number in by_fqn.get((kind, fqn), []):
                         index[kind][free_name(str(TensorKey(kind, alias, key.slot)), taken)] = number
             self._numbers = numbers
+            self._flat = {key: number for names in index.values() for key, number in names.items()}
             self._tensors = index
         return self._tensors
 

@@ -93,7 +93,7 @@ def _of_slice(item: slice, size: int, name: str) -> tuple[int, int, int]:
 
 def _of_integer(item: Any, dim: int, size: int, name: str) -> int:
     try:
-        if isinstance(item, bool) or getattr(item, "shape", ()):
+        if isinstance(item, bool) or len(getattr(item, "shape", ())):
             raise TypeError  # a mask or a list of indices, though one of one element passes for an integer
         number = operator.index(item)
     except TypeError:

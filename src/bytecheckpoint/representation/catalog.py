@@ -219,7 +219,17 @@ class Catalog:
 
     def shape(self, i: int) -> tuple[int, ...]:
         """The global shape of tensor `i`."""
-        return tuple(self.shapes[i, : self.ndims[i]].tolist())
+        return tuple(self._shape_rows[i][: self._ndim_list[i]])
+
+    @cached_property
+    def _shape_rows(self) -> list[list[int]]:
+        rows: list[list[int]] = self.shapes.tolist()
+        return rows
+
+    @cached_property
+    def _ndim_list(self) -> list[int]:
+        ndims: list[int] = self.ndims.tolist()
+        return ndims
 
     def kinds(self) -> list[str]:
         """The kinds that the checkpoint holds, in the order of their first tensors."""

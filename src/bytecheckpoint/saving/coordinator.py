@@ -28,7 +28,7 @@ from .messages import Answer, Failure, Outcome, Report, Request, ValueRecord, de
 __all__ = ["Coordinator", "SaveTask"]
 
 _log = logging.getLogger("bytecheckpoint")
-_KEPT_PLANS = 8
+_KEPT_PLANS = 16
 #: A rank that writes slower than this is taken for hanging, bytes per second.
 _SLOWEST = 4 << 20
 
@@ -179,6 +179,8 @@ class Coordinator:
                     f"ranks follow different save plans ({len(names)} of them): their states changed in ways that do "
                     f"not belong together, or some rank left out a save; the next save plans anew"
                 )
+            # Ranks keep the plans that they used last, so this side must too.
+            self._plans.move_to_end(old.name)
             if not requests:
                 return old, {}
         world = self._collective.world_size

@@ -227,18 +227,19 @@ class Saver:
         self.pool.release()
 
 
-_savers: weakref.WeakKeyDictionary[Collective, Saver] = weakref.WeakKeyDictionary()
+#: A saver hangs on its collective and ends with it (threads, pool, helper): nothing else may keep either alive.
+_savers: weakref.WeakSet[Saver] = weakref.WeakSet()
 _savers_lock = threading.Lock()
 
 
 def _forget_after_fork() -> None:
     global _savers, _savers_lock  # noqa: PLW0603  the parent's threads and locks do not exist in the child
-    _savers = weakref.WeakKeyDictionary()
+    _savers = weakref.WeakSet()
     _savers_lock = threading.Lock()
 
 
 def _finish_all() -> None:
-    for saver in list(_savers.values()):
+    for saver in list(_savers):
         saver.drain()
 
 
@@ -251,7 +252,8 @@ threading._register_atexit(_finish_all)  # type: ignore[attr-defined]
 def saver_of(collective: Collective) -> Saver:
     """The saver of this rank in the world of `collective`."""
     with _savers_lock:
-        saver = _savers.get(collective)
-        if saver is None:
-            saver = _savers[collective] = Saver(collective)
+        saver: Saver | None = vars(collective).get("_saver")
+        if saver is None or saver not in _savers:  # none yet, or one of the process that this is a fork of
+            saver = vars(collective)["_saver"] = Saver(collective)
+            _savers.add(saver)
         return saver

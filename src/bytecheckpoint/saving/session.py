@@ -244,16 +244,15 @@ class SaveSession:
         self.write_and_commit(handle)
 
     def prepare(self) -> None:
-        """Plan, reserve the pool and touch its pages, start the writer process."""
+        """Start the writer process, plan, reserve the pool and touch its pages."""
+        settings = self._call.settings
+        # Nothing here waits for the process to come up: a save that follows at once would have to wait as long, and
+        # needs it only in its background half.
+        self._saver.helper(settings)
         self.plan(dry=True)
         assert self._plan is not None
         image, _ = self._image(self._values_to_write(), planned=True)
-        settings = self._call.settings
         self._saver.reserve(image.nbytes, settings, touch=True)
-        helper = self._saver.helper(settings)
-        pool = self._saver.pool
-        if helper is not None and pool.capacity:
-            helper.map_pool(pool.fd, pool.capacity, pool.generation, timeout=self._timeout)
 
     def _finish(self, job: SaveJob, sums: list[NDArray[np.uint64]], files: Sequence[PlannedFile]) -> list[FileRecord]:
         self._phases.mark("write")

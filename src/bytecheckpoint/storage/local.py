@@ -170,6 +170,11 @@ class LocalStorage(Storage):
                     os.unlink(temporary)
                 raise
             _fsync_directory(folder)
+        # What publishers left that were killed on the way. One that still lives would fail, and say so.
+        with contextlib.suppress(OSError):
+            for entry in os.scandir(folder):
+                if entry.name.startswith(_TEMPORARY):
+                    os.unlink(entry.path)
 
     @staticmethod
     def _make_folder(folder: str) -> None:
