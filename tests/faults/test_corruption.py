@@ -4,35 +4,28 @@ from __future__ import annotations
 
 import os
 import shutil
-import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
 import xxhash
-from hypothesis import given
-from hypothesis import settings as hypothesis_settings
-from hypothesis import strategies as st
 
 import bytecheckpoint
 from bytecheckpoint import (
     CheckpointError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
-    IncompatibleCheckpointError,
 )
 from bytecheckpoint.collectives.threads import ThreadWorld
 from bytecheckpoint.loading.saved import read_catalog
-from bytecheckpoint.representation import catalog_file
 from bytecheckpoint.representation.catalog import Catalog
 from bytecheckpoint.storage import resolve
 from tests.faults.coded import files_of, load_step, states, step_of
-from tests.faults.ranks import outcomes, save_all
+from tests.faults.ranks import attempt, outcomes, save_all
 
 CATALOG = "metadata.parquet"
 ROWS = 4
@@ -109,7 +102,7 @@ def flips(path: Path, places: range) -> Iterator[int]:
 def test_a_flipped_bit_anywhere_in_the_catalog(damaged: Path) -> None:
     count = 0
     for _ in flips(damaged / CATALOG, range((damaged / CATALOG).stat().st_size)):
-        with pytest.raises(CorruptCheckpointError, match="metadata.parquet") as caught:
+        with pytest.raises(CorruptCheckpointError, match=r"metadata\.parquet") as caught:
             load_step(damaged, rows=ROWS)
         assert caught.value.file == CATALOG
         count += 1
@@ -182,9 +175,9 @@ def test_open_detects_a_flipped_bit(damaged: Path) -> None:
     checkpoint = bytecheckpoint.open(damaged)
     (name,) = [f for f in files_of(damaged) if "model/rank-00000" in f]
     for _ in flips(damaged / name, range(4096 + 8, (damaged / name).stat().st_size, 401)):
-        with pytest.raises(CorruptCheckpointError, match="checksum mismatch"):
-            for key in [k for k in checkpoint if k.startswith("model/")]:
-                checkpoint[key][...]
+        got = [attempt(checkpoint[key].__getitem__, ...) for key in checkpoint if key.startswith("model/")]
+        errors = [error for error in got if isinstance(error, Exception)]
+        assert errors and all(type(error) is CorruptCheckpointError and error.file == name for error in errors)
 
 
 def cut(by: int) -> Callable[[Path], None]:
@@ -319,90 +312,6 @@ def test_places_that_are_no_checkpoint(tmp_path: Path) -> None:
             load_step(tmp_path / place)
         with pytest.raises(CheckpointNotFoundError, match=place):
             bytecheckpoint.open(tmp_path / place)
-
-
-def resealed(data: bytes, magic: bytes) -> bytes:
-    """The catalog with another magic, sealed as its writer would have."""
-    (length,) = struct.unpack("<I", data[-8:-4])
-    at = len(data) - 8 - length - catalog_file.SEAL_BYTES
-    pages, footer = data[:at], data[at + catalog_file.SEAL_BYTES :]
-    return b"".join((pages, magic, catalog_file._seal_hash(pages, magic, footer), footer))
-
-
-def test_a_catalog_of_a_newer_version(damaged: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    data = (damaged / CATALOG).read_bytes()
-    (damaged / CATALOG).write_bytes(resealed(data, b"bytecheckpoint02"))
-    error = refused(damaged)
-    assert type(error) is IncompatibleCheckpointError and "version 02" in str(error) and "upgrade" in str(error)
-    catalog = catalog_file.decode(data)
-    monkeypatch.setattr(catalog_file, "CATALOG_FORMAT_VERSION", 7)
-    newer = catalog_file.encode(catalog)
-    monkeypatch.undo()
-    (damaged / CATALOG).write_bytes(newer)
-    error = refused(damaged)
-    assert type(error) is IncompatibleCheckpointError and "version 7" in str(error) and "upgrade" in str(error)
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["../../secret", "/etc/passwd", "model/../../secret", "a\0b", "", ".", "..", "C:/x", "model\\..\\x", "a//b", "a\nb"],
-)
-def test_a_catalog_that_names_files_outside_is_refused(
-    damaged: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    catalog = catalog_of(damaged)
-    (tmp_path / "secret").write_bytes((damaged / catalog.files[0].name).read_bytes())
-    hostile = catalog.__class__(
-        **{
-            **{f: getattr(catalog, f) for f in catalog.__dataclass_fields__},
-            "files": (rename(catalog.files[0], name), *catalog.files[1:]),
-        }
-    )
-    monkeypatch.setattr(catalog_file, "catalog_problem", lambda _: None)
-    data = catalog_file.encode(hostile)
-    monkeypatch.undo()
-    (damaged / CATALOG).write_bytes(data)
-    corrupt(damaged, CATALOG)
-
-
-def rename(file: Any, name: str) -> Any:
-    return type(file)(**{f: getattr(file, f) for f in file.__dataclass_fields__} | {"name": name})
-
-
-@hypothesis_settings(max_examples=150)
-@given(st.binary(max_size=300), st.integers(0, 5000))
-def test_no_bytes_make_the_catalog_reader_raise_anything_else(data: bytes, at: int) -> None:
-    """Damage with a valid seal: only a hostile writer makes such a file."""
-    sound = getattr(test_no_bytes_make_the_catalog_reader_raise_anything_else, "sound", None)
-    if sound is None:
-        catalog = Catalog.from_columns(**minimal())
-        sound = catalog_file.encode(catalog)
-        test_no_bytes_make_the_catalog_reader_raise_anything_else.sound = sound  # type: ignore[attr-defined]
-    at %= len(sound)
-    changed = sound[:at] + data + sound[at + len(data) :]
-    try:
-        changed = resealed(changed, b"bytecheckpoint01")
-    except struct.error:
-        return
-    try:
-        catalog_file.decode(changed)
-    except (CorruptCheckpointError, IncompatibleCheckpointError):
-        pass
-
-
-def minimal() -> dict[str, Any]:
-    from bytecheckpoint.representation.boxes import BoxTable
-    from bytecheckpoint.representation.catalog import StorageFile
-
-    name = "model/rank-00000." + "ab" * 12 + ".safetensors"
-    return {
-        "kinds": ["model"], "fqns": ["w"], "slots": [""], "dtypes": ["float32"], "devices": ["cpu"],
-        "shapes": np.array([[4]]), "ndims": np.array([1]), "owner": np.array([-1], np.int32),
-        "requires_grad": np.array([True]), "boxes": BoxTable.build([0], [(0,)], [(4,)]),
-        "file": np.zeros(1, np.int32), "byte_offset": np.array([4096]), "byte_length": np.array([16]),
-        "files": [StorageFile(name, "model", 0, 4112, 4096, 7, 65536, "ab" * 12)],
-        "sums": [np.array([5], np.uint64)], "aliases": {}, "info": {"world_size": 1},
-    }  # fmt: skip
 
 
 def test_a_corrupt_checkpoint_is_replaced_by_the_next_save(damaged: Path) -> None:

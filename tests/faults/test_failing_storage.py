@@ -86,7 +86,9 @@ def test_a_write_that_stops_half_way(tmp_path: Path, faults: Faults, skip: int, 
     world, path = ThreadWorld(2), tmp_path / "s"
     save_all(world, path, 1)
     faults.add("write", StorageFullError("disk full"), rank=1, skip=skip, partial=True)
-    expect_failure(save_all(world, path, 2, **MODES[mode]), StorageFullError, 1, "write" if not skip else "", "disk full")
+    expect_failure(
+        save_all(world, path, 2, **MODES[mode]), StorageFullError, 1, "write" if not skip else "", "disk full"
+    )
     assert load_step(path) == 1
 
 

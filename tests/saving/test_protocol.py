@@ -128,6 +128,24 @@ def test_values_that_begin_to_differ_are_stored_per_rank(tmp_path: Path, asynchr
     assert all(("rank 0" in " ".join(notes)) == (rank >= 3) for rank, (_, notes) in enumerate(wider))
 
 
+def test_a_value_that_differs_is_written_as_it_was_staged(tmp_path: Path) -> None:
+    """A rank learns only at the commit that its copy must be written; the caller has changed it long before."""
+
+    def run(collective: Collective) -> list[float]:
+        tensor = torch.zeros(1000)
+        bytecheckpoint.save(tmp_path / "0", {"extra_states": {"x": tensor}}, timeout=20)
+        tensor += collective.rank
+        handle = bytecheckpoint.save(tmp_path / "1", {"extra_states": {"x": tensor}}, async_checkpoint=True, timeout=20)
+        tensor.fill_(99.0)
+        handle.result(30)
+        into: dict[str, Any] = {"extra_states": {}}
+        bytecheckpoint.load(tmp_path / "1", into, timeout=20)
+        found: list[float] = into["extra_states"]["x"].unique().tolist()
+        return found
+
+    assert ThreadWorld(3).run(run, timeout=60) == [[0.0], [1.0], [2.0]]
+
+
 def test_replicas_are_written_once_by_the_least_loaded(tmp_path: Path) -> None:
     def run(collective: Collective) -> int:
         states = {"model": {f"t{i}": coded((1000 + i,), torch.float32, i) for i in range(40)}}

@@ -55,13 +55,10 @@ def varying(step: int, rank: int = 0, world: int = 1) -> dict[str, Any]:
 
 
 def check_growth(first: dict[str, int], last: dict[str, int], allowance: int) -> None:
-    for name in first:
-        if "resident" in name:
-            assert last[name] - first[name] < allowance, f"{name} grew by {(last[name] - first[name]) >> 10} KiB"
-        elif name in ("threads", "child threads"):
-            assert last[name] <= first[name] + 1, f"{name}: {first[name]} -> {last[name]}"
-        else:
-            assert last[name] <= first[name], f"{name}: {first[name]} -> {last[name]}"
+    for name, before in first.items():
+        # A thread that has just been told to end may still be counted.
+        allowed = allowance if "resident" in name else 1 if "threads" in name else 0
+        assert last[name] <= before + allowed, f"{name}: {before} -> {last[name]}"
 
 
 @pytest.mark.parametrize("writer", ["process", "thread"])

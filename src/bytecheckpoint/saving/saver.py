@@ -147,14 +147,14 @@ class Saver:
             phases.mark("capture")
             if background:
                 session.foresee()
-                self._submit(session, handle, session.run_in_background)
                 session.blocking = phases.total()
+                self._submit(session, handle, session.run_in_background)
                 return handle
             session.plan()
             if asynchronous:
                 session.stage(handle)
-                self._submit(session, handle, session.write_and_commit)
                 session.blocking = phases.total()
+                self._submit(session, handle, session.write_and_commit)
                 return handle
             session.write_through(handle)
             return handle

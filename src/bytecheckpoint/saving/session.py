@@ -221,6 +221,10 @@ class SaveSession:
         else:
             self._chunks = job.stage(self._saver.pool)
         self._phases.mark("stage")
+        # Values that another rank's copy stands for may still have to be written, if the copies prove to differ.
+        for value in self._values:
+            if value.key not in self._places:
+                value.data = value.data.clone()
         # The live tensors are not needed any more, and must not be kept alive.
         image.tensors = []
         self._shards = []

@@ -1,0 +1,32 @@
+"""A small training program with the things that checkpoints get wrong: frozen layers, buffers, groups, betas."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+
+def trained(seed: int = 0, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model of two layers after three steps of AdamW, its first layer frozen, in two parameter groups."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 6), nn.Linear(6, 3)).to(dtype)
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": model[1].parameters(), "lr": 0.01},
+            {"params": model[2].parameters(), "lr": 0.02, "betas": (0.5, 0.6)},
+        ]
+    )
+    optimizer.add_param_group({"params": model[3].parameters(), "weight_decay": 0.3})
+    for _ in range(3):
+        model(torch.randn(8, 6, dtype=dtype)).pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def fresh(dtype: torch.dtype = torch.float32) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The same program before its first step."""
+    model, optimizer = trained(seed=1, dtype=dtype)
+    empty = torch.optim.AdamW([{k: v for k, v in group.items() if k == "params"} for group in optimizer.param_groups])
+    return model, empty
