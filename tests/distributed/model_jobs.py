@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial
 
 import bytecheckpoint
-from tests.distributed.layouts import build, mesh
+from tests.distributed.layouts import Parallel, Trainer, adamw, build, mesh
 from tests.distributed.matrix_jobs import differences, other, trained
 from tests.support.tiny_model import Gpt, fill_by_coordinates, initialise
 
@@ -157,6 +157,50 @@ def load_low_precision(layout: str, path: str) -> list[str]:
     state = [v for s in fresh.optimizer.state.values() for n, v in s.items() if n != "step"]
     assert state
     assert {v.dtype for v in state} == {torch.float32}
+    return differences(expected.snapshot(), fresh.snapshot())
+
+
+def virtual_stages(values: Callable[[nn.Module], None]) -> list[Trainer]:
+    """Four stages on two ranks: the first rank has both ends, the second the middle. One optimizer per stage."""
+    chunks = [Gpt(stage, 4).double() for stage in ((0, 3) if dist.get_rank() == 0 else (1,))]
+    for chunk in chunks:
+        values(chunk)
+    return [Trainer(Parallel(c), adamw(dict(c.named_parameters())), None) for c in chunks]  # type: ignore[arg-type]
+
+
+def as_lists(trainers: list[Trainer]) -> dict[str, Any]:
+    return {"model": [t.model for t in trainers], "optimizer": [t.optimizer for t in trainers]}
+
+
+def save_virtual_stages(path: str) -> list[str]:
+    """Save lists of modules and of optimizers, and load them again."""
+    trainers = virtual_stages(fill_by_coordinates)
+    for trainer in trainers:
+        trainer.fill_optimizer()
+    bytecheckpoint.save(path, as_lists(trainers))
+    return load_virtual_stages(path)
+
+
+def load_virtual_stages(path: str) -> list[str]:
+    expected, fresh = virtual_stages(fill_by_coordinates), virtual_stages(other)
+    bytecheckpoint.load(path, as_lists(fresh))
+    wrong = []
+    for want, have in zip(expected, fresh, strict=True):
+        want.fill_optimizer()
+        wrong += differences(want.snapshot(), have.snapshot())
+    return wrong
+
+
+def save_coordinates(layout: str, path: str) -> None:
+    filled = build(layout, fill_by_coordinates)
+    filled.fill_optimizer()
+    bytecheckpoint.save(path, {"model": filled.model, "optimizer": filled.optimizer})
+
+
+def load_coordinates(layout: str, path: str) -> list[str]:
+    expected, fresh = build(layout, fill_by_coordinates), build(layout, other)
+    expected.fill_optimizer()
+    bytecheckpoint.load(path, {"model": fresh.model, "optimizer": fresh.optimizer})
     return differences(expected.snapshot(), fresh.snapshot())
 
 

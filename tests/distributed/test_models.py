@@ -52,6 +52,16 @@ def test_state_of_bf16_parameters_stays_fp32(worlds: Worlds, source: str, destin
         assert wrong == []
 
 
+def test_lists_of_virtual_stages(worlds: Worlds, tmp_path: Path) -> None:
+    path = str(tmp_path / "stages")
+    assert worlds.run(2, jobs.save_virtual_stages, path) == [[]] * 2
+    for layout in ("one", "fsdp3"):
+        size = WORLD_SIZE[layout]
+        assert worlds.run(size, jobs.load_coordinates, layout, path) == [[]] * size
+        worlds.run(size, jobs.save_coordinates, layout, path + layout)
+        assert worlds.run(2, jobs.load_virtual_stages, path + layout) == [[]] * 2
+
+
 # (kind, where it is saved, where it goes on, tolerance of the losses after the first step there).
 # torch's Adafactor and LBFGS cannot work on uneven pieces; its Muon computes in bfloat16.
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ def test_the_last_of_several_asynchronous_saves_is_there(worlds: Worlds, layout:
     found = worlds.run(WORLD_SIZE[layout], jobs.overwrite_while_training, layout, str(path))
     for rank in found:
         assert rank["wrong"] == []
-        assert rank["cached"] == [False, True, True, True]
+        assert all(rank["cached"][1:])
     # Nothing of the three earlier saves is left.
     left = sum(f.stat().st_size for f in path.rglob("*.safetensors"))
     assert left == sum(rank["written"][-1] for rank in found)

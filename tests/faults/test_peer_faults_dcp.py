@@ -35,6 +35,9 @@ from tests.faults.ranks import outcomes, save_all
 from tests.faults.training import fresh, trained
 from tests.support.faulty_storage import Faults
 
+# The first step of a torch optimizer imports torch's compiler: a minute on a busy machine.
+pytestmark = pytest.mark.timeout(300)
+
 # --- PyTorch DCP --------------------------------------------------------------------------------------------------
 
 

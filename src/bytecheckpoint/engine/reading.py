@@ -188,6 +188,10 @@ class Delivery:
             self._direct = (np.logical_and.reduceat(good, starts) & (total >= count * _DIRECT_BYTES)).tolist()
         else:
             self._direct = []
+        # Found before the bytes stream through the processor's caches, and push the code for this out of them.
+        straight = np.flatnonzero(self._direct)
+        into = {w for r in straight.tolist() for w in self._wanted[self._first[r] : self._first[r + 1]]}
+        self._memory = {w: memoryview(flat_bytes(targets[w].data).numpy()) for w in into}
 
     def direct_buffers(self, index: int) -> list[memoryview] | None:
         """Memory to read range `index` straight into, or None when it must pass through a scratch buffer."""
@@ -199,9 +203,9 @@ class Delivery:
             source, nbytes = self._source[copy], self._nbytes[copy]
             if source > position:
                 buffers.append(memoryview(bytearray(source - position)))
-            target = self.targets[self._wanted[copy]]
-            begin = self._target[copy] * target.dtype.itemsize
-            buffers.append(memoryview(flat_bytes(target.data)[begin : begin + nbytes].numpy()))
+            wanted = self._wanted[copy]
+            begin = self._target[copy] * self.targets[wanted].dtype.itemsize
+            buffers.append(self._memory[wanted][begin : begin + nbytes])
             position = source + nbytes
         if stop > position:
             buffers.append(memoryview(bytearray(stop - position)))

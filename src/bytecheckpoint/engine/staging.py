@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-__all__ = ["Chunk", "Image", "ImageFile", "KnownTargets", "chunks_of", "flat_bytes"]
+__all__ = ["Chunk", "Image", "ImageFile", "KnownTargets", "chunks_of", "dense", "flat_bytes"]
 
 _REFERENCE_BYTES = 256 << 10
 #: From here on memcpy takes 0.6 of the time of torch's copy loop, which reads the target before it writes it.
@@ -46,9 +46,9 @@ def movable(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.dtype in _PLAIN else tensor.view(_INTEGER[tensor.element_size()])
 
 
-def _dense(tensor: torch.Tensor) -> torch.Tensor:
+def dense(tensor: torch.Tensor) -> torch.Tensor:
     """`tensor` with its elements in row-major order: itself where they are, else a copy."""
-    return tensor.resolve_conj().resolve_neg().contiguous()
+    return movable(tensor).contiguous().view(tensor.dtype)
 
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -127,10 +127,7 @@ class Image:
         return {
             index: memoryview(flat_bytes(tensor).numpy())
             for index, tensor in enumerate(self.tensors)
-            if tensor.nbytes >= _REFERENCE_BYTES
-            and tensor.device.type == "cpu"
-            and tensor.is_contiguous()
-            and not (tensor.is_conj() or tensor.is_neg())
+            if tensor.nbytes >= _REFERENCE_BYTES and tensor.device.type == "cpu" and tensor.is_contiguous()
         }
 
     @property
@@ -199,7 +196,7 @@ class Image:
                 whole.append(movable(tensor))
                 whole_starts.append(at)
                 continue
-            piece = flat_bytes(_dense(tensor))[low - begin : high - begin]
+            piece = flat_bytes(dense(tensor))[low - begin : high - begin]
             if piece.device.type == "cpu":
                 np.copyto(slot[at : at + high - low].numpy(), piece.numpy())
             else:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import xxhash
 
-from ..engine.staging import ImageFile, KnownTargets, flat_bytes
+from ..engine.staging import ImageFile, KnownTargets, dense, flat_bytes
 from ..planning.save_plan import LocalTable, file_bounds
 from ..representation.catalog import VALUES_SLOT
 from ..representation.checksums import block_bytes
@@ -102,7 +102,7 @@ def split(states: Sequence[LiveState]) -> tuple[list[LiveShard], list[Value]]:
 
 
 def _value(key: TensorKey, data: torch.Tensor, dtype: str, *, merged: bool) -> Value:
-    data = data.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    data = dense(data.detach().cpu())
     return Value(key, data, dtype, merged, content_digest(data, dtype))
 
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from .._version import __version__
 from ..engine.save_job import SaveJob
-from ..engine.staging import Image, KnownTargets
+from ..engine.staging import Image, KnownTargets, dense
 from ..engine.writing import FileTask
 from ..errors import CheckpointError
 from ..handles import SaveHandle, SaveReport
@@ -142,8 +142,7 @@ class SaveSession:
     def _row_digests(self) -> bytes:
         sums = np.zeros(len(self._shards), np.uint64)
         for i, shard in enumerate(self._shards):
-            dense = shard.data.resolve_conj().resolve_neg().cpu().contiguous()
-            sums[i] = xxhash.xxh3_64_intdigest(content_digest(dense, shard.dtype))
+            sums[i] = xxhash.xxh3_64_intdigest(content_digest(dense(shard.data.cpu()), shard.dtype))
         return sums.tobytes()
 
     def _record(self, value: Value) -> ValueRecord:
