@@ -165,7 +165,13 @@ def virtual_stages(values: Callable[[nn.Module], None]) -> list[Trainer]:
     chunks = [Gpt(stage, 4).double() for stage in ((0, 3) if dist.get_rank() == 0 else (1,))]
     for chunk in chunks:
         values(chunk)
-    return [Trainer(Parallel(c), adamw(dict(c.named_parameters())), None) for c in chunks]  # type: ignore[arg-type]
+    trainers = []
+    for chunk in chunks:
+        optimizer = adamw(dict(chunk.named_parameters()))
+        trainers.append(
+            Trainer(Parallel(chunk), optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.9))
+        )
+    return trainers
 
 
 def as_lists(trainers: list[Trainer]) -> dict[str, Any]:
