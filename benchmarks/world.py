@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import logging
+import resource
 import sys
 import traceback
 import warnings
@@ -38,6 +39,8 @@ def main() -> None:
     logging.getLogger("torch.distributed").setLevel(logging.ERROR)
     import torch
 
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     torch.set_num_threads(1)
     if size > 1:
         import torch.distributed as dist

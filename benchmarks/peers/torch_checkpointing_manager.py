@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import resource
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,9 @@ class TorchCheckpointing(Peer):
         self._manager("sync").save(str(path), {"model": state})
 
     def save_async(self, path: Path, state: Tensors) -> Callable[[], object]:
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if 2 * len(state) > limit:
+            raise RuntimeError(f"takes a file descriptor per CPU tensor: {len(state)} tensors, ulimit -n is {limit}")
         return self._manager("async").save(str(path), {"model": state}).result  # type: ignore[no-any-return]
 
     def load(self, path: Path, state: Tensors) -> None:

@@ -8,6 +8,7 @@ ends as any program does: `main` returns or raises, and the interpreter shuts do
 
 from __future__ import annotations
 
+import atexit
 import json
 import multiprocessing
 import os
@@ -19,6 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch.utils.data import DataLoader
 
@@ -151,6 +153,18 @@ def end_with_a_failing_save(path: Path) -> None:
     save(path, 2).result(LIMIT)
     (path.parent / "file").write_text("in the way")
     save(path.parent / "file" / "s", 3, staging="background")
+
+
+@scenario
+def end_with_a_save_in_an_exit_hook(path: Path) -> None:
+    bytecheckpoint.save(path, states(step=2, rows=ROWS))
+
+    def hook() -> None:
+        # A failed assertion would be printed, and standard error must stay empty.
+        with pytest.raises(bytecheckpoint.UsageError, match="while the interpreter ends"):
+            bytecheckpoint.save(path, states(step=3, rows=ROWS))
+
+    atexit.register(hook)
 
 
 # --- forks ------------------------------------------------------------------------------------------------------

@@ -239,9 +239,7 @@ def test_what_is_staged_is_what_is_written(tmp_path: Path) -> None:
     tensor = coded((1 << 20,), torch.float32)
     expected = tensor.clone()
     for staging in ("blocking", "background"):
-        handle = bytecheckpoint.save(
-            tmp_path / "s", {"model": {"w": tensor}}, async_checkpoint=True, staging=staging
-        )
+        handle = bytecheckpoint.save(tmp_path / "s", {"model": {"w": tensor}}, async_checkpoint=True, staging=staging)
         handle.staged.result(30)
         tensor.zero_()
         handle.result(30)

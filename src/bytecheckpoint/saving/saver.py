@@ -15,7 +15,7 @@ from typing import Any
 from ..collectives import Collective
 from ..engine.helper import HelperProcess
 from ..engine.pool import StagingPool, available_memory
-from ..errors import CheckpointError
+from ..errors import CheckpointError, UsageError
 from ..frameworks.base import Framework
 from ..handles import SaveHandle
 from ..monitoring.phases import Phases
@@ -108,7 +108,10 @@ class Saver:
         self._sequence += 1
         task = SaveTask(self._sequence, settings.timeout)
         if self.collective.rank == 0:
-            self._coordinator_thread.submit(self._coordinator.run, task)
+            try:
+                self._coordinator_thread.submit(self._coordinator.run, task)
+            except RuntimeError as error:  # executors take no work any more
+                raise UsageError("save was called while the interpreter ends (atexit): call it before that") from error
         return task
 
     def _raise_earlier_failure(self) -> None:
