@@ -16,7 +16,7 @@ from ..representation.catalog import Catalog
 from ..representation.plans import ReadPlan
 from ..storage import FileReader, Storage
 from .buffers import STEP_BYTES, steps, sums_of
-from .staging import flat_bytes, movable
+from .staging import copy_all, flat_bytes, movable, views_at
 
 __all__ = ["Delivery", "FileSet", "Target", "read_all"]
 
@@ -221,27 +221,33 @@ class Delivery:
         """
         sources: list[torch.Tensor] = []
         targets: list[torch.Tensor] = []
+        whole: list[torch.Tensor] = []
+        whole_at: list[int] = []
         for copy in range(self._first[index], self._first[index + 1]):
             target = self.targets[self._wanted[copy]]
-            size = target.dtype.itemsize
             at = self._source[copy] - start
             into = target.data
+            same = into.dtype == target.dtype
             if self._flat[copy]:
                 count = self._elements[copy]
-                source = data[at : at + count * size].view(target.dtype)
-                if count == into.numel():
-                    source = source.view(into.shape)
-                else:
-                    begin = self._target[copy]
-                    into = into.view(-1)[begin : begin + count]
+                if same and count == into.numel():
+                    whole.append(movable(into))
+                    whole_at.append(at)
+                    continue
+                source = data[at : at + count * target.dtype.itemsize].view(target.dtype)
+                begin = self._target[copy]
+                into = into.view(-1)[begin : begin + count]
             else:
                 source, into = self._box(copy, data, at, target)
-            if into.dtype == target.dtype:
+            if same:
                 source, into = movable(source), movable(into)
             sources.append(source)
             targets.append(into)
-        with torch.no_grad():
-            torch._foreach_copy_(targets, sources)
+        if whole:
+            # Small tensors that follow each other in the file become views in one call.
+            sources += views_at(data, whole, whole_at)
+            targets += whole
+        copy_all(targets, sources)
 
     def _box(self, copy: int, data: torch.Tensor, at: int, target: Target) -> tuple[torch.Tensor, torch.Tensor]:
         copies = self.plan.copies

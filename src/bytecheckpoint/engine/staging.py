@@ -16,7 +16,18 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-__all__ = ["Chunk", "Image", "ImageFile", "KnownTargets", "chunks_of", "dense", "flat_bytes"]
+__all__ = [
+    "Chunk",
+    "Image",
+    "ImageFile",
+    "KnownTargets",
+    "chunks_of",
+    "copy_all",
+    "dense",
+    "flat_bytes",
+    "movable",
+    "views_at",
+]
 
 _REFERENCE_BYTES = 256 << 10
 #: From here on memcpy takes 0.6 of the time of torch's copy loop, which reads the target before it writes it.
@@ -155,7 +166,7 @@ class Image:
         views: list[torch.Tensor] = []
         for file in files:
             section = pool[file.start : file.start + file.nbytes]
-            views += _targets(section, sources[len(views) : len(views) + len(file.shards)], file.starts)
+            views += views_at(section, sources[len(views) : len(views) + len(file.shards)], file.starts)
         return views
 
     def fill(self, chunk: Chunk, slot: torch.Tensor, large: Mapping[int, memoryview]) -> list[memoryview]:
@@ -202,16 +213,19 @@ class Image:
             else:
                 slot[at : at + high - low].copy_(piece)
         if whole:
-            copy_all(_targets(slot, whole, whole_starts), whole)
+            copy_all(views_at(slot, whole, whole_starts), whole)
         if chunk.nbytes > copied:
             buffers.append(slot_view[copied : chunk.nbytes])
         return buffers
 
 
-def _targets(
+def views_at(
     section: torch.Tensor, sources: Sequence[torch.Tensor], starts: Sequence[int] | NDArray[np.int64]
 ) -> list[torch.Tensor]:
-    """Views of `section` (uint8) at byte `starts`, with the shapes and dtypes of `sources`."""
+    """Views of `section` (uint8) at byte `starts`, with the shapes and dtypes of `sources`.
+
+    Each start is a multiple of its dtype's size, as it is in every file: there tensors stand largest elements first.
+    """
     targets: list[torch.Tensor] = []
     position = 0
     bytes_ = [int(s) for s in starts]
@@ -225,7 +239,6 @@ def _targets(
             while count < len(tensors) and bytes_[position + count] == expected:
                 expected += tensors[count].numel() * size
                 count += 1
-            # Files are ordered by element size, largest first, so every tensor starts at a multiple of its own.
             flat = section[begin:expected].view(dtype)
             parts = flat.split([t.numel() for t in tensors[:count]])
             targets += [p.view(t.shape) for p, t in zip(parts, tensors[:count], strict=True)]
@@ -235,15 +248,19 @@ def _targets(
 
 
 def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """Copy each source to its target; D2H copies are all queued before the one wait for them."""
+    """Copy each source to its target; copies from or to an accelerator are all queued before the one wait for them."""
     if not targets:
         return
     with torch.no_grad():
-        if any(s.device.type != "cpu" for s in sources):
+        if any(t.device.type != "cpu" for pair in zip(targets, sources, strict=True) for t in pair):
             torch._foreach_copy_(targets, sources, non_blocking=True)
             torch.accelerator.synchronize()
             return
-        large = [i for i, s in enumerate(sources) if s.nbytes >= _MEMCPY_BYTES and s.is_contiguous()]
+        large = [
+            i
+            for i, (t, s) in enumerate(zip(targets, sources, strict=True))
+            if s.nbytes >= _MEMCPY_BYTES and s.is_contiguous() and t.is_contiguous() and t.dtype == s.dtype
+        ]
         if large:
             _copy_large([(flat_bytes(targets[i]).numpy(), flat_bytes(sources[i]).numpy()) for i in large])
             taken = set(large)

@@ -23,6 +23,7 @@ from ..errors import (
 )
 from ..frameworks.base import Destination, Framework
 from ..handles import LoadReport
+from ..monitoring.collector import collector_paused
 from ..monitoring.phases import Phases
 from ..planning.coverage import first_gap
 from ..planning.exchange_plan import plan_exchange
@@ -117,12 +118,13 @@ class LoadSession:
                 files = stack.enter_context(FileSet(storage, catalog))
                 self._phases.mark("catalog")
                 view = SavedView(catalog, files, self._collective.rank, self._settings)
-                destination = adapter.destination(states, view, strict=self._strict, names=names)
-                self._phases.mark("destination")
-                self._refuse_missing(storage, destination)
-                plan, targets = self._plan(storage, catalog, view, destination.wanted)
-                self._phases.mark("plan")
-                word = self._first_word(catalog, data, destination, plan)
+                with collector_paused():
+                    destination = adapter.destination(states, view, strict=self._strict, names=names)
+                    self._phases.mark("destination")
+                    self._refuse_missing(storage, destination)
+                    plan, targets = self._plan(storage, catalog, view, destination.wanted)
+                    self._phases.mark("plan")
+                    word = self._first_word(catalog, data, destination, plan)
             except BaseException as error:  # noqa: BLE001  told to the other ranks, then raised
                 failure = error
                 word = _failed(error, storage, data)

@@ -18,6 +18,7 @@ from ..engine.staging import Image, KnownTargets, dense
 from ..engine.writing import FileTask
 from ..errors import CheckpointError
 from ..handles import SaveHandle, SaveReport
+from ..monitoring.collector import collector_paused
 from ..monitoring.phases import Phases
 from ..planning.save_plan import describe
 from ..representation.names import escape, new_generation, storage_file_name, values_file_name
@@ -104,7 +105,8 @@ class SaveSession:
 
     def plan(self, *, dry: bool = False) -> None:
         """Find out what this rank writes: from the cache, or by asking the coordinator."""
-        table = describe(self._shards)
+        with collector_paused():
+            table = describe(self._shards)
         key = signature(table)
         cached = self._saver.plans.get(key)
         if cached is not None and not self._call.check_replicas and not dry:
@@ -125,13 +127,14 @@ class SaveSession:
             self.next_report = "c"
         assert isinstance(answer, Answer)
         rows = np.frombuffer(answer.rows, np.int64).tolist()
-        files = lay_out_rows(
-            self._shards,
-            rows,
-            rank=self._collective.rank,
-            world_size=self._collective.world_size,
-            generation=self._generation,
-        )
+        with collector_paused():
+            files = lay_out_rows(
+                self._shards,
+                rows,
+                rank=self._collective.rank,
+                world_size=self._collective.world_size,
+                generation=self._generation,
+            )
         known = {v.key for v in self._values}
         write = {unescaped(k) for k in answer.values}
         self._plan = LocalPlan(answer.plan, rows, files, write, known, KnownTargets(len(files)))
