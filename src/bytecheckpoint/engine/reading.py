@@ -22,6 +22,8 @@ __all__ = ["Delivery", "FileSet", "Target", "read_all"]
 
 _DIRECT_BYTES = 256 << 10
 _MOST_OPEN = 256
+#: Ranges with more copies than this keep the interpreter busy; two threads at it would only take turns at its lock.
+_MANY = 64
 
 
 class FileSet:
@@ -167,6 +169,7 @@ class Delivery:
     def __init__(self, plan: ReadPlan, targets: Sequence[Target]) -> None:
         self.plan = plan
         self.targets = targets
+        self._one_at_a_time = threading.Lock()
         copies = plan.copies
         self._wanted = copies.wanted.tolist()
         self._source = copies.source.tolist()
@@ -219,6 +222,13 @@ class Delivery:
             data: uint8, holds the range's bytes (and maybe more); its address is a multiple of 16.
             start: byte offset in the file's data section of the first byte of `data`.
         """
+        if self._first[index + 1] - self._first[index] > _MANY:
+            with self._one_at_a_time:
+                self._scatter(index, data, start)
+        else:
+            self._scatter(index, data, start)
+
+    def _scatter(self, index: int, data: torch.Tensor, start: int) -> None:
         sources: list[torch.Tensor] = []
         targets: list[torch.Tensor] = []
         whole: list[torch.Tensor] = []

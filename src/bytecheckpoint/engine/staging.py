@@ -7,14 +7,16 @@ the image passes through the pool chunk by chunk. Both fill chunks from the same
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from itertools import groupby
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch._utils import _unflatten_dense_tensors
 
 __all__ = [
     "Chunk",
@@ -34,6 +36,7 @@ _REFERENCE_BYTES = 256 << 10
 _MEMCPY_BYTES = 64 << 10
 _COPY_PIECE = 8 << 20
 _COPY_THREADS = 4
+_MANY = 64
 #: Dtypes whose copies torch may not implement are moved as integers of the same width.
 _PLAIN = {
     torch.float32,
@@ -127,11 +130,13 @@ class Image:
         tensors: the live shards' elements.
         files: the data sections that they make up.
         known: where the tensors of the first files go in the pool, kept from one save to the next.
+        filling: held by the thread that fills a chunk of many small tensors.
     """
 
     tensors: list[torch.Tensor]
     files: list[ImageFile]
     known: KnownTargets = field(default_factory=KnownTargets)
+    filling: threading.Lock = field(default_factory=threading.Lock)
 
     def large(self) -> dict[int, memoryview]:
         """The memory of those tensors that storage can be written from as they are, by index."""
@@ -213,7 +218,9 @@ class Image:
             else:
                 slot[at : at + high - low].copy_(piece)
         if whole:
-            copy_all(views_at(slot, whole, whole_starts), whole)
+            # Many small pieces keep the interpreter busy; two threads at it would only take turns at its lock.
+            with self.filling if len(whole) > _MANY else contextlib.nullcontext():
+                copy_all(views_at(slot, whole, whole_starts), whole)
         if chunk.nbytes > copied:
             buffers.append(slot_view[copied : chunk.nbytes])
         return buffers
@@ -226,25 +233,20 @@ def views_at(
 
     Each start is a multiple of its dtype's size, as it is in every file: there tensors stand largest elements first.
     """
-    targets: list[torch.Tensor] = []
-    position = 0
-    bytes_ = [int(s) for s in starts]
-    # Runs of one dtype that follow each other without a hole are split in one call.
-    for dtype, run in groupby(sources, lambda t: t.dtype):
-        tensors = list(run)
-        while tensors:
-            size = tensors[0].element_size()
-            begin = bytes_[position]
-            count, expected = 0, begin
-            while count < len(tensors) and bytes_[position + count] == expected:
-                expected += tensors[count].numel() * size
-                count += 1
-            flat = section[begin:expected].view(dtype)
-            parts = flat.split([t.numel() for t in tensors[:count]])
-            targets += [p.view(t.shape) for p, t in zip(parts, tensors[:count], strict=True)]
-            tensors = tensors[count:]
-            position += count
-    return targets
+    views: list[torch.Tensor] = []
+    begins = starts.tolist() if isinstance(starts, np.ndarray) else starts
+    first = 0
+    while first < len(sources):
+        # A run of one dtype without holes becomes views in one call: a third of the time of a view each.
+        dtype = sources[first].dtype
+        end, last = begins[first], first
+        while last < len(sources) and sources[last].dtype == dtype and begins[last] == end:
+            end += sources[last].nbytes
+            last += 1
+        flat = section[begins[first] : end].view(dtype)
+        views += _unflatten_dense_tensors(flat, sources[first:last])
+        first = last
+    return views
 
 
 def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
@@ -252,14 +254,17 @@ def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     if not targets:
         return
     with torch.no_grad():
-        if any(t.device.type != "cpu" for pair in zip(targets, sources, strict=True) for t in pair):
+        if not (all(t.is_cpu for t in targets) and all(s.is_cpu for s in sources)):
             torch._foreach_copy_(targets, sources, non_blocking=True)
             torch.accelerator.synchronize()
             return
         large = [
             i
-            for i, (t, s) in enumerate(zip(targets, sources, strict=True))
-            if s.nbytes >= _MEMCPY_BYTES and s.is_contiguous() and t.is_contiguous() and t.dtype == s.dtype
+            for i, s in enumerate(sources)
+            if s.nbytes >= _MEMCPY_BYTES
+            and s.is_contiguous()
+            and targets[i].is_contiguous()
+            and targets[i].dtype == s.dtype
         ]
         if large:
             _copy_large([(flat_bytes(targets[i]).numpy(), flat_bytes(sources[i]).numpy()) for i in large])

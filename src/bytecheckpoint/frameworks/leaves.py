@@ -208,7 +208,8 @@ def is_writable(value: torch.Tensor) -> bool:
 
 
 def _is_expanded(value: torch.Tensor) -> bool:
-    return any(stride == 0 and size > 1 for stride, size in zip(value.stride(), value.shape, strict=True))
+    strides = value.stride()
+    return 0 in strides and any(s == 0 and n > 1 for s, n in zip(strides, value.shape, strict=True))
 
 
 def writable(shard: LiveShard) -> Callable[[], None] | None:

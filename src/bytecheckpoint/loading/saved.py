@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -66,27 +66,34 @@ class SavedView:
         self.bytes_read = 0
         self._trees: dict[str, list[bytes]] = {}
         self._slots: dict[tuple[str, str], list[int]] | None = None
-        self._shared: dict[tuple[str, str, str], int] | None = None
+        self._shared: Mapping[tuple[str, str, str], SavedTensor] | None = None
+        self._all: list[SavedTensor] = []
 
     def kinds(self) -> Collection[str]:  # noqa: D102 (protocol)
         return self._catalog.kinds()
 
-    def _saved(self, index: int) -> SavedTensor:
-        return SavedTensor(self._catalog.key(index), self._catalog.dtype[index], self._catalog.shape(index))
+    def saved(self, index: int) -> SavedTensor:
+        """Tensor number `index` of the catalog."""
+        if not self._all:
+            # Whole columns at once: one at a time costs several microseconds each.
+            catalog = self._catalog
+            shapes = (tuple(s[:n]) for s, n in zip(catalog.shapes.tolist(), catalog.ndims.tolist(), strict=True))
+            self._all = list(map(SavedTensor, catalog.keys(), catalog.dtype.to_list(), shapes))
+        return self._all[index]
 
     def find(self, kind: str, names: Sequence[str], slot: str = "") -> SavedTensor | None:  # noqa: D102 (protocol)
         if self._shared is None:
-            catalog = self._catalog
-            keys = zip(catalog.kind.to_list(), catalog.fqn.to_list(), catalog.slot.to_list(), strict=True)
-            owners = catalog.owner.tolist()
-            self._shared = {k: i for i, (k, owner) in enumerate(zip(keys, owners, strict=True)) if owner == SHARED}
+            if self._catalog.count:
+                self.saved(0)
+            owners = self._catalog.owner.tolist()
+            self._shared = {s.key: s for s, owner in zip(self._all, owners, strict=True) if owner == SHARED}
         aliases = self._catalog.aliases.get(kind)
         for name in names:
-            index = self._shared.get((kind, name, slot))
-            if index is None and aliases is not None and name in aliases:
-                index = self._shared.get((kind, aliases[name], slot))
-            if index is not None:
-                return self._saved(index)
+            found = self._shared.get((kind, name, slot))
+            if found is None and aliases is not None and name in aliases:
+                found = self._shared.get((kind, aliases[name], slot))
+            if found is not None:
+                return found
         return None
 
     def slots(self, kind: str, names: Sequence[str]) -> list[SavedTensor]:  # noqa: D102 (protocol)
@@ -100,7 +107,7 @@ class SavedView:
         for name in names:
             indexes = self._slots.get((kind, name)) or self._slots.get((kind, aliases.get(name, name)))
             if indexes:
-                return [self._saved(i) for i in indexes]
+                return [self.saved(i) for i in indexes]
         return []
 
     def keys(self, kind: str) -> list[TensorKey]:  # noqa: D102 (protocol)
@@ -144,7 +151,7 @@ class SavedView:
         for owner in (self._rank, SHARED, 0):
             index = self._catalog.find_one(TensorKey(kind, fqn), owner)
             if index >= 0:
-                return self._saved(index)
+                return self.saved(index)
         return None
 
     def _read(self, tensors: Sequence[int]) -> list[bytes]:

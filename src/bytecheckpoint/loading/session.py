@@ -179,16 +179,17 @@ class LoadSession:
             numbers[chosen] = view.resolve([wanted[i].key for i in chosen], by_content=by_content)
         targets: list[Target] = []
         wrong: list[str] = []
+        dtypes = {name: getattr(torch, name) for name in catalog.dtype.values}
         for shard, number in zip(wanted, numbers.tolist(), strict=True):
             assert number >= 0, f"{shard.key} is wanted but not in the checkpoint"
-            shape, dtype = catalog.shape(number), catalog.dtype[number]
+            _, dtype, shape = view.saved(number)
             if shape != shard.global_shape:
                 wrong.append(f"{shard.key} has shape {shape} in the checkpoint and {shard.global_shape} here")
             elif dtype != shard.dtype and not self._cast:
                 wrong.append(f"{shard.key} is {dtype} in the checkpoint and {shard.dtype} here (cast=True converts)")
             elif dtype != shard.dtype:
                 self._converted.append(str(shard.key))
-            targets.append(Target(shard.data, getattr(torch, dtype)))
+            targets.append(Target(shard.data, dtypes[dtype]))
         if wrong:
             more = f"; and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
             raise IncompatibleCheckpointError(f"{storage.url} does not fit: {'; '.join(wrong[:_SHOWN])}{more}")
