@@ -27,7 +27,7 @@ from .reading import Delivery, FileSet
 
 __all__ = ["exchange_ranges"]
 
-_SLOTS = 4
+_SLOTS = 1
 
 
 class _Region:

@@ -13,7 +13,7 @@ from .balance import assign
 __all__ = ["plan_exchange"]
 
 #: Below this many bytes in all, meeting costs more than reading twice.
-_WORTHWHILE = 4 << 20
+_WORTHWHILE = 8 << 20
 
 
 def plan_exchange(ranges: Sequence[Int64s], rank: int, chunk_bytes: int) -> ExchangePlan:
