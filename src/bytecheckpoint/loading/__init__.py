@@ -47,8 +47,9 @@ def load(
         path: folder or URL of the checkpoint.
         states: as for `save`; kinds that are not named here are not read.
         framework: as for `save`.
-        overlap_loading: bytes that several ranks want are read once and exchanged between them (section 4.1), where
-            that is quicker than reading them several times.
+        overlap_loading: bytes that several ranks want are read from storage once and exchanged between them (section
+            4.1). False: each rank reads for itself, which is quicker for two or three ranks of one host whose
+            checkpoint is in the page cache.
         strict: what the program wants and the checkpoint lacks is an error, and so is what the checkpoint holds and
             no rank wants. False: both are reported.
         cast: convert dtypes; otherwise a difference is an error.
