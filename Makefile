@@ -8,7 +8,7 @@ export OMP_NUM_THREADS ?= 1
 export VENV
 
 .DEFAULT_GOAL := help
-.PHONY: help venv lint types imports format test test-all soak demo bench bench-short docs lock clean
+.PHONY: help venv lint types imports format test test-all soak demo demo-short bench bench-short docs lock clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */\1\t/' | awk -F'\t' '{printf "  %-12s %s\n", $$1, $$2}'
@@ -41,6 +41,9 @@ soak: venv ## the long runs that look for growth; SOAK_SHORT=1 for a few minutes
 
 demo: venv ## train, kill, resume at other layouts, compare the losses
 	$(PY) demo/run.py
+
+demo-short: venv ## the same with a smaller model, in under two minutes
+	$(PY) demo/run.py --short
 
 bench: venv ## all measurements: table, JSON, chart
 	$(PY) -m benchmarks
