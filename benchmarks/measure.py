@@ -73,12 +73,18 @@ class World:
     def __init__(self, rank: int = 0, size: int = 1) -> None:
         self.rank = rank
         self.size = size
+        self._group: Any = None
+        if size > 1:
+            import torch.distributed as dist
+
+            # A peer's background thread may be using the default group, and operations of one group must not cross.
+            self._group = dist.new_group(backend="gloo")
 
     def barrier(self) -> None:
         if self.size > 1:
             import torch.distributed as dist
 
-            dist.barrier()
+            dist.barrier(group=self._group)
 
     def _reduce(self, value: float, op: str) -> float:
         if self.size == 1:
@@ -87,7 +93,7 @@ class World:
         import torch.distributed as dist
 
         tensor = torch.tensor([value], dtype=torch.float64)
-        dist.all_reduce(tensor, op=getattr(dist.ReduceOp, op))
+        dist.all_reduce(tensor, op=getattr(dist.ReduceOp, op), group=self._group)
         return float(tensor[0])
 
     def max(self, value: float) -> float:
