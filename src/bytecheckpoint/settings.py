@@ -26,7 +26,6 @@ class Settings:
         read_threads: concurrent reads per rank.
         direct_io: "auto" bypasses the page cache where the file system sits on a block device; "on"; "off".
         timeout: seconds that a rank waits for the others in one step of a save or load.
-        exit_timeout: seconds that the interpreter's exit may wait for saves in flight.
     """
 
     staging_bytes: int = 0
@@ -36,7 +35,6 @@ class Settings:
     read_threads: int = 2
     direct_io: str = "auto"
     timeout: float = 600.0
-    exit_timeout: float = 600.0
 
     def __post_init__(self) -> None:
         """Refuse values that would fail later, far from their cause."""

@@ -7,7 +7,6 @@ protocol (docs/architecture.md, "A save"). Whatever happens here ends in a messa
 from __future__ import annotations
 
 import logging
-import time
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -285,8 +284,3 @@ def _differences(requests: Mapping[int, Request], tables: Sequence[LocalTable]) 
     differs = same_group & (digests[order][1:] != digests[order][:-1])
     rows = order[1:][differs]
     return sorted({str(tensors[int(t)].key) for t in boxes.tensor[rows]})
-
-
-def now() -> float:
-    """Seconds since 1970, for the catalog."""
-    return time.time()

@@ -128,6 +128,20 @@ def _section(start: int, sizes: Sequence[int], shards: list[int]) -> ImageFile:
     return ImageFile(start, total, shards, np.cumsum(lengths) - lengths, lengths)
 
 
+def _header(entries: Sequence[StoredEntry], kind: str, rank: int, world_size: int, generation: str) -> HeaderTemplate:
+    """The header of a file whose data section `entries` tile."""
+    length = entries[-1].byte_offset + entries[-1].byte_length
+    return build_header(
+        entries,
+        kind=kind,
+        rank=rank,
+        world_size=world_size,
+        generation=generation,
+        data_length=length,
+        block_bytes=block_bytes(length),
+    )
+
+
 def lay_out_rows(
     shards: Sequence[LiveShard], rows: Sequence[int], *, rank: int, world_size: int, generation: str
 ) -> list[PlannedFile]:
@@ -165,16 +179,8 @@ def lay_out_rows(
             )
             sizes.append(size)
             offset += size
-        header = build_header(
-            entries,
-            kind=kind,
-            rank=rank,
-            world_size=world_size,
-            generation=generation,
-            data_length=offset,
-            block_bytes=block_bytes(offset),
-        )
-        files.append(PlannedFile(kind, part, False, header, _section(position, sizes, list(range(first, last)))))
+        section = _section(position, sizes, list(range(first, last)))
+        files.append(PlannedFile(kind, part, False, _header(entries, kind, rank, world_size, generation), section))
         position += -(-offset // _ALIGN) * _ALIGN
     return files
 
@@ -215,16 +221,8 @@ def lay_out_values(
             )
             places[i] = (len(files), offset)
             offset += value.nbytes
-        header = build_header(
-            entries,
-            kind=kind,
-            rank=rank,
-            world_size=world_size,
-            generation=generation,
-            data_length=offset,
-            block_bytes=block_bytes(offset),
-        )
         sizes = [values[i].nbytes for i in members]
-        files.append(PlannedFile(kind, part, True, header, _section(position, sizes, [first + i for i in members])))
+        section = _section(position, sizes, [first + i for i in members])
+        files.append(PlannedFile(kind, part, True, _header(entries, kind, rank, world_size, generation), section))
         position += -(-offset // _ALIGN) * _ALIGN
     return files, [places[i] for i in range(len(values))], position

@@ -20,7 +20,7 @@ from ..errors import CheckpointError
 from ..handles import SaveHandle, SaveReport
 from ..monitoring.collector import collector_paused
 from ..monitoring.phases import Phases
-from ..planning.save_plan import describe
+from ..planning.save_plan import LocalTable, describe
 from ..representation.names import escape, new_generation, storage_file_name, values_file_name
 from ..representation.shards import LiveState, TensorKey
 from .coordinator import SaveTask
@@ -72,6 +72,7 @@ class SaveSession:
         self.next_report = "a"
         self.stage_name = "plan"
         self.blocking = 0.0
+        self._table: tuple[LocalTable, bytes] | None = None
         self._plan: LocalPlan | None = None
         self._cached = False
         self._undecided = False
@@ -100,14 +101,20 @@ class SaveSession:
         self._may_look = False
         if self._collective.rank != 0:
             return
-        if dry or self._call.check_replicas or signature(describe(self._shards)) not in self._saver.plans:
+        if dry or self._call.check_replicas or self._described()[1] not in self._saver.plans:
             self.task.layout = self._call.framework.describe(self._call.states)
+
+    def _described(self) -> tuple[LocalTable, bytes]:
+        """This rank's table and its signature, made once."""
+        if self._table is None:
+            with collector_paused():
+                table = describe(self._shards)
+            self._table = table, signature(table)
+        return self._table
 
     def plan(self, *, dry: bool = False) -> None:
         """Find out what this rank writes: from the cache, or by asking the coordinator."""
-        with collector_paused():
-            table = describe(self._shards)
-        key = signature(table)
+        table, key = self._described()
         cached = self._saver.plans.get(key)
         if cached is not None and not self._call.check_replicas and not dry:
             self._saver.plans.move_to_end(key)
@@ -230,6 +237,7 @@ class SaveSession:
         # The live tensors are not needed any more, and must not be kept alive.
         image.tensors = []
         self._shards = []
+        self._table = None
         handle.staged.set_result(None)
 
     def write_and_commit(self, handle: SaveHandle) -> None:
