@@ -12,7 +12,9 @@ from .errors import CheckpointTimeoutError
 
 __all__ = ["LoadReport", "SaveHandle", "SaveReport"]
 
-_NOTHING: Mapping[str, float] = MappingProxyType({})
+
+def _nothing() -> Mapping[str, float]:
+    return MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +36,7 @@ class SaveReport:
     bytes_written: int = 0
     blocking_seconds: float = 0.0
     total_seconds: float = 0.0
-    phases: Mapping[str, float] = _NOTHING
+    phases: Mapping[str, float] = field(default_factory=_nothing)
     plan_cached: bool = False
     generation: str = ""
     replica_differences: tuple[str, ...] = ()
@@ -63,7 +65,7 @@ class LoadReport:
     bytes_received: int = 0
     blocking_seconds: float = 0.0
     total_seconds: float = 0.0
-    phases: Mapping[str, float] = _NOTHING
+    phases: Mapping[str, float] = field(default_factory=_nothing)
     plan_cached: bool = False
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
