@@ -8,7 +8,7 @@ export OMP_NUM_THREADS ?= 1
 export VENV
 
 .DEFAULT_GOAL := help
-.PHONY: help venv lint types imports format test test-all soak demo demo-short bench bench-short docs lock clean
+.PHONY: help venv lint types imports format test test-all test-oldest soak demo demo-short bench bench-short docs lock clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */\1\t/' | awk -F'\t' '{printf "  %-12s %s\n", $$1, $$2}'
@@ -35,6 +35,12 @@ test: venv lint types imports ## ruff, mypy, import-linter, and the tests but sl
 
 test-all: venv lint types imports ## the same, with the slow tests
 	$(PY) -m pytest -m "not soak"
+
+# What a change of Python can break; the many parallel layouts are tested on one Python only.
+test-oldest: ## a part of the tests on Python 3.11, the oldest that is supported (environment: .venv-oldest)
+	VENV=.venv-oldest PYTHON=3.11 EXTRAS=cli,dev ./scripts/bootstrap.sh
+	.venv-oldest/bin/python -m pytest tests/representation tests/planning tests/opening tests/interop tests/cli \
+		tests/roundtrip tests/saving tests/golden
 
 soak: venv ## the long runs that look for growth; SOAK_SHORT=1 for a few minutes of them
 	$(PY) -m pytest -m soak --timeout=0 -o faulthandler_timeout=0

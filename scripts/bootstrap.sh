@@ -2,13 +2,15 @@
 # Makes the development environment: a virtual environment with this package (editable) and its pinned dependencies.
 #
 #   VENV    where (default: .venv). An environment that is already there is kept and installed into.
-#   PYTHON  the interpreter to build it from (default: the first of Python 3.12, 3.13, 3.11 that runs, on PATH or in pyenv).
+#   PYTHON  the interpreter to build it from: a path, or a version such as 3.11, which is looked for on PATH and in pyenv
+#           (default: the first of 3.12, 3.13, 3.11 that runs).
 #   EXTRAS  which extras of pyproject.toml to install (default: all).
 #   UV      the uv to use (default: the one on PATH, else one is installed with pip under .cache/).
 #
 # Needs nothing but Python and an index to install from. Running it again does nothing, quickly, until pyproject.toml or
 # constraints.txt changes.
 set -euo pipefail
+shopt -s inherit_errexit # a `die` inside $(...) ends the script
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 VENV=${VENV:-.venv}
@@ -28,12 +30,14 @@ usable_python() {
 }
 
 find_python() {
-    local version candidate release
-    if [[ -n ${PYTHON:-} ]]; then
+    local version candidate release versions="3.12 3.13 3.11"
+    if [[ ${PYTHON:-} =~ ^[0-9]+\.[0-9]+$ ]]; then
+        versions=$PYTHON
+    elif [[ -n ${PYTHON:-} ]]; then
         usable_python "$PYTHON" || die "PYTHON=$PYTHON does not run, or is older than 3.11"
         return
     fi
-    for version in 3.12 3.13 3.11; do
+    for version in $versions; do
         while read -r candidate; do
             usable_python "$candidate" && return
         done < <(type -aP "python$version" || true)
@@ -44,29 +48,29 @@ find_python() {
             done < <(pyenv versions --bare 2>/dev/null | grep -E "^${version//./\\.}\.[0-9]+\$" | sort -rV || true)
         fi
     done
+    [[ -n ${PYTHON:-} ]] && die "found no Python $PYTHON that runs and is 3.11 or newer"
     usable_python python3 && return
     die "found no Python 3.11 or newer; name one with PYTHON=/path/to/python"
 }
 
-# A uv that runs; without one, pip installs it into a small environment of its own (or for the user, where the
-# interpreter has no venv module).
+# A uv that runs; without one, pip installs it under .cache/, into a small environment of its own or, where the
+# interpreter has no venv module, into a plain folder (which a system's "externally managed" Python allows too).
 find_uv() {
-    local python home=.cache/bootstrap
+    local python candidate home=.cache/bootstrap
     for candidate in ${UV:+"$UV"} uv "$home/bin/uv"; do
         "$candidate" --version >/dev/null 2>&1 && echo "$candidate" && return
     done
     [[ -z ${UV:-} ]] || die "UV=$UV does not run"
     python=$(find_python)
     echo "bootstrap: installing uv" >&2
-    if "$python" -m venv --clear "$home" >&2; then
+    if "$python" -m venv --clear "$home" >/dev/null 2>&1; then
         "$home/bin/python" -m pip install --quiet --constraint constraints.txt uv >&2
-        echo "$home/bin/uv"
     else
         rm -rf "$home"
-        "$python" -m pip install --quiet --user --constraint constraints.txt uv >&2 ||
-            die "$python has neither venv nor pip: install uv, or name it with UV=/path/to/uv"
-        echo "$("$python" -m site --user-base)/bin/uv"
+        "$python" -m pip install --quiet --target "$home" --constraint constraints.txt uv >&2 ||
+            die "$python has no venv module, and its pip cannot install uv: install uv, or name it with UV=/path/to/uv"
     fi
+    echo "$home/bin/uv"
 }
 
 # What the environment depends on. The path counts because the install is editable.
