@@ -16,10 +16,10 @@ import numpy as np
 
 from bytecheckpoint.planning.balance import assign
 from bytecheckpoint.planning.coverage import missing_volume, overlapping
-from bytecheckpoint.planning.decompose import flat_ranges_to_boxes
 from bytecheckpoint.planning.intersect import Intersections, intersect
 from bytecheckpoint.planning.replicas import group_equal
 from bytecheckpoint.representation.boxes import BoxTable, Int64s
+from bytecheckpoint.representation.decompose import flat_ranges_to_boxes
 
 T = TypeVar("T")
 

@@ -13,10 +13,10 @@ import numpy as np
 
 from ..representation.boxes import BoxTable, Int64s, Mask
 from ..representation.catalog import Catalog
+from ..representation.decompose import flat_ranges_to_boxes
 from ..representation.dtypes import itemsize
 from ..representation.plans import Copies, ReadPlan
 from .coverage import missing_volume, overlapping
-from .decompose import flat_ranges_to_boxes
 from .intersect import Intersections, intersect
 
 __all__ = ["StoredRows", "plan_reads", "stored_rows"]

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bytecheckpoint.planning.decompose import flat_ranges_to_boxes
+from bytecheckpoint.representation.decompose import flat_ranges_to_boxes
 
 
 @st.composite
