@@ -28,7 +28,7 @@ _numbers: weakref.WeakKeyDictionary[Collective, itertools.count[int]] = weakref.
 
 def load(
     path: str | os.PathLike[str],
-    states: MutableMapping[str, object],
+    states: MutableMapping[str, Any],
     *,
     framework: str = "auto",
     overlap_loading: bool = True,
@@ -69,7 +69,7 @@ def load(
         UsageError: wrong arguments.
         StorageError, PeerLostError, CheckpointTimeoutError: as for `save`.
 
-    Example:
+    Examples:
         >>> import tempfile, torch, bytecheckpoint
         >>> path = tempfile.mkdtemp() + "/step_1"
         >>> model = torch.nn.Linear(4, 2)
