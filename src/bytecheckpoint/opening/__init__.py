@@ -33,7 +33,7 @@ def open(path: str | os.PathLike[str], *, rank: int | None = None) -> Checkpoint
         CorruptCheckpointError: the catalog is damaged.
         IncompatibleCheckpointError: a newer version wrote it.
 
-    Example:
+    Examples:
         >>> import tempfile, torch, bytecheckpoint
         >>> path = tempfile.mkdtemp() + "/step_1"
         >>> handle = bytecheckpoint.save(path, {"model": torch.nn.Linear(4, 2), "extra_states": {"epoch": 3}})

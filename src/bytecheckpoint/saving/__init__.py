@@ -63,7 +63,7 @@ def save(
         PeerLostError, CheckpointTimeoutError: another rank is gone or hangs.
         CheckpointError: any of these from another rank, or from an earlier asynchronous save.
 
-    Example:
+    Examples:
         >>> import tempfile, torch, bytecheckpoint
         >>> model = torch.nn.Linear(4, 2)
         >>> handle = bytecheckpoint.save(tempfile.mkdtemp() + "/step_1", {"model": model})

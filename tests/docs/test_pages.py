@@ -1,0 +1,90 @@
+"""The reference names all that is public, and links between pages lead somewhere."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import bytecheckpoint
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted(DOCS.rglob("*.md"))]
+
+_FENCED = re.compile(r"^( *)(`{3,}|~{3,}).*?^\1\2 *$", re.DOTALL | re.MULTILINE)
+_CODE = re.compile(r"`[^`]*`")
+_LINK = re.compile(r"\]\(\s*<?([^)\s>]+)>?[^)]*\)")
+_HEADING = re.compile(r"^#+ +(.+?) *$", re.MULTILINE)
+
+
+def prose(page: Path) -> str:
+    """The page without its code."""
+    return _CODE.sub("code", _FENCED.sub("", page.read_text(encoding="utf-8")))
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as Markdown renderers make them."""
+    text = _FENCED.sub("", page.read_text(encoding="utf-8"))
+    return {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", h).strip().lower()) for h in _HEADING.findall(text)}
+
+
+def sections(page: Path) -> dict[str, str]:
+    """The text under each heading of the second level, by the heading."""
+    first, *rest = re.split(r"^## ", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    assert first
+    return dict(section.split("\n", 1) for section in rest)
+
+
+@pytest.mark.parametrize("name", bytecheckpoint.__all__)
+def test_the_reference_has_every_public_name(name: str) -> None:
+    reference = (DOCS / "reference.md").read_text(encoding="utf-8")
+    # The function `settings` lies in the module of that name.
+    full = re.escape(f"bytecheckpoint.{name}").replace(
+        "bytecheckpoint\\.settings", r"bytecheckpoint\.settings\.settings"
+    )
+    assert re.search(rf"^::: {full}$|`{full}`", reference, re.MULTILINE), f"docs/reference.md says nothing of {name}"
+
+
+def test_the_reference_has_nothing_else() -> None:
+    entries = re.findall(
+        r"^::: bytecheckpoint\.(.+)$", (DOCS / "reference.md").read_text(encoding="utf-8"), re.MULTILINE
+    )
+    assert {entry.removeprefix("settings.") for entry in entries} <= set(bytecheckpoint.__all__)
+    assert len(entries) == len(set(entries))
+
+
+def test_the_command_line_reference_has_every_verb_and_option() -> None:
+    from typer.main import get_command
+
+    from bytecheckpoint.cli.app import app
+
+    verbs = get_command(app).commands
+    found = {
+        match[1]: heading + text
+        for heading, text in sections(DOCS / "reference-cli.md").items()
+        if (match := re.match(r"`(\S+)", heading))
+    }
+    found = {verb.rstrip("`"): text for verb, text in found.items()}
+    assert set(found) == set(verbs)
+    for verb, command in verbs.items():
+        for parameter in command.params:
+            for option in (o for o in parameter.opts if o.startswith("--") and o not in ("--json", "--help")):
+                assert option in found[verb], f"docs/reference-cli.md says nothing of {verb} {option}"
+    synopsis = (DOCS / "reference-cli.md").read_text(encoding="utf-8").split("##")[0]
+    assert all(re.search(rf"\b{verb}\b", synopsis) for verb in verbs)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_resolve(page: Path) -> None:
+    for link in _LINK.findall(prose(page)):
+        if re.match(r"[a-z][a-z0-9+.-]*:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), f"{page.name}: {link} leads nowhere"
+        if page.is_relative_to(DOCS):
+            assert target.is_relative_to(DOCS) and target.is_file(), f"{page.name}: {link} is no page of the site"
+        if anchor:
+            assert anchor in anchors(target), f"{page.name}: {link}: {target.name} has no such heading"
