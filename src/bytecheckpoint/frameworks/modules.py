@@ -17,7 +17,7 @@ from bytecheckpoint.frameworks.leaves import add_shards, empty_like_layout, is_l
 from bytecheckpoint.frameworks.objects import Reader, encoded
 from bytecheckpoint.representation.shards import LiveShard, LiveState, TensorKey
 
-__all__ = ["ModuleScan", "as_modules", "capture_modules", "load_modules", "scan_modules"]
+__all__ = ["ModuleScan", "as_modules", "capture_modules", "load_modules", "scan_modules", "walk"]
 
 
 @dataclass(slots=True)
@@ -77,15 +77,21 @@ def as_modules(kind: str, value: object) -> list[nn.Module] | None:
     return None
 
 
-def scan_modules(kind: str, modules: Sequence[nn.Module]) -> ModuleScan:
+def scan_modules(
+    kind: str, modules: Sequence[nn.Module], entries: Callable[[nn.Module], dict[str, Any]] | None = None
+) -> ModuleScan:
     """Names and tensors of `modules`.
 
-    Calls `state_dict` on each, which also makes FSDP2 put its shards back after an evaluation forward.
+    Args:
+        kind: name of the state.
+        modules: all of the kind.
+        entries: what a module's state_dict holds, with keys as `walk` prefixes them. None: `state_dict` is called,
+            which also makes FSDP2 put its shards back after an evaluation forward.
 
     Raises:
         UsageError: two chunks use one FQN for different tensors.
     """
-    scan = ModuleScan([_scan_chunk(m) for m in modules])
+    scan = ModuleScan([_scan_chunk(m, entries) for m in modules])
     by_id: dict[int, int] = {}
     by_name: dict[str, int] = {}
     names_of: list[list[str]] = []
@@ -208,11 +214,11 @@ def _setter(chunk: _Chunk, key: str) -> Callable[[Any], None]:
     return lambda value: _load_copies([(chunk, key, value)])
 
 
-def _scan_chunk(module: nn.Module) -> _Chunk:
-    entries: dict[str, Any] = dict(module.state_dict(keep_vars=True))
+def _scan_chunk(module: nn.Module, made: Callable[[nn.Module], dict[str, Any]] | None) -> _Chunk:
+    entries: dict[str, Any] = dict(module.state_dict(keep_vars=True)) if made is None else made(module)
     prefixes: dict[str, str] = {}
     owners: dict[str, nn.Module] = {}
-    for prefix, bare, owner in _walk(module, "", "", _wrappers()):
+    for prefix, bare, owner in walk(module):
         # The innermost module of a chain of wrappers owns the entries.
         prefixes[prefix] = bare
         owners[prefix] = owner
@@ -227,10 +233,17 @@ def _bare(key: str, prefixes: dict[str, str]) -> str:
     return bare + key[end:]
 
 
+def walk(module: nn.Module) -> Iterator[tuple[str, str, nn.Module]]:
+    """Every module inside `module`: (prefix in its state_dict, prefix in the bare model, the module).
+
+    In the order of a state_dict; a module that stands at two places comes twice.
+    """
+    return _walk(module, "", "", _wrappers())
+
+
 def _walk(
     module: nn.Module, prefix: str, bare: str, wrappers: list[tuple[type, str, bool]]
 ) -> Iterator[tuple[str, str, nn.Module]]:
-    """Every module with its prefix in state_dict and its prefix in the bare model."""
     yield prefix, bare, module
     for name, child in module._modules.items():
         if child is None:
@@ -263,6 +276,12 @@ def _wrappers() -> list[tuple[type, str, bool]]:
             "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
             "ActivationWrapper",
             "_checkpoint_wrapped_module",
+            True,
+        ),
+        (
+            "torch.distributed.fsdp.fully_sharded_data_parallel",
+            "FullyShardedDataParallel",
+            "_fsdp_wrapped_module",
             True,
         ),
     ):

@@ -6,9 +6,9 @@ straight into `optimizer.state`, with the dtype that it was saved with.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.optim import Optimizer
@@ -35,7 +35,7 @@ from bytecheckpoint.frameworks.optimizers import (
 )
 from bytecheckpoint.representation.values import decode, encode
 
-__all__ = ["load_optimizers"]
+__all__ = ["ParameterRestore", "ParameterState", "SavedTrees", "fresh_state", "load_optimizers"]
 
 # Scalars that torch's optimizers keep on the CPU, whatever the parameter's device, unless capturable or fused.
 _HOST_SLOTS = frozenset({"step", "mu_product"})
@@ -51,15 +51,26 @@ def load_optimizers(
     into: Destination,
     *,
     strict: bool,
+    restorer: Callable[[Optimizer, torch.Tensor, tuple[str, tuple[str, ...]], bool], ParameterRestore] | None = None,
 ) -> None:
     """Plan the load of one kind into live optimizers.
+
+    Args:
+        kind: name of the state.
+        optimizers: all of the kind.
+        names: of their parameters.
+        saved: the checkpoint.
+        into: receives the plan.
+        strict: as in `load`.
+        restorer: what restores one parameter, made from (optimizer, parameter, (FQN, aliases), whether scalars live on
+            the parameter's device). None: `ParameterState`, for parameters that are tensors or DTensors of their own.
 
     Raises:
         IncompatibleCheckpointError: parameters of one group here had different hyperparameters in the checkpoint, and
             `strict` is set.
     """
     groups = named_groups(kind, optimizers, names)
-    trees = _Trees(kind, saved, groups)
+    trees = SavedTrees(kind, saved, groups)
     stateless: list[str] = []
     for index, live in enumerate(groups):
         found = trees.groups_of(live.names)
@@ -71,11 +82,15 @@ def load_optimizers(
             into.finish.append(partial(_set_group, live, settings))
         on_device = any(settings.get(key, live.group.get(key)) for key in ("capturable", "fused"))
         for parameter, name, source in zip(live.params, live.names, found, strict=True):
-            state = _ParameterLoad(kind, live.optimizer, parameter, name, on_device)
+            state: ParameterRestore
+            if restorer is None:
+                state = ParameterState(kind, live.optimizer, parameter, name, on_device)
+            else:
+                state = restorer(live.optimizer, parameter, name, on_device)
             if state.plan(saved, trees, into):
                 into.finish.append(state.install)
             elif source is not None:
-                into.finish.append(partial(live.optimizer.state.pop, parameter, None))
+                into.finish.append(state.clear)
                 stateless.append(name[0])
     if stateless:
         shown = ", ".join(stateless[:_SHOWN]) + (", ..." if len(stateless) > _SHOWN else "")
@@ -83,7 +98,7 @@ def load_optimizers(
     _load_globals(kind, optimizers, trees, into)
 
 
-class _Trees:
+class SavedTrees:
     """The trees of all ranks as one: settings and plain state by parameter name, this rank's own tree first."""
 
     def __init__(self, kind: str, saved: SavedStates, live: Sequence[Group]) -> None:
@@ -128,7 +143,7 @@ class _Trees:
                 raise CorruptCheckpointError(f"the values of {self._kind} refer to {name!r}, which the catalog lacks")
             if parameter is None:
                 return None
-            self.nested[fqn, slot] = _fresh(found, parameter, on_device=False)
+            self.nested[fqn, slot] = fresh_state(found, parameter, on_device=False)
         return self.nested[fqn, slot]
 
     def _parameter(self, saved_fqn: str) -> torch.Tensor | None:
@@ -160,8 +175,21 @@ class _Trees:
         return found
 
 
-class _ParameterLoad:
-    """The state of one parameter: what to fill, then what to install."""
+class ParameterRestore(Protocol):
+    """What `load_optimizers` does with the state of one parameter."""
+
+    def plan(self, saved: SavedStates, trees: SavedTrees, into: Destination) -> bool:
+        """Ask for the state tensors; False when the checkpoint holds no state of this parameter."""
+
+    def install(self) -> None:
+        """Make the parameter's state what was saved."""
+
+    def clear(self) -> None:
+        """Leave the parameter without state: the checkpoint knows the parameter, and holds none."""
+
+
+class ParameterState:
+    """Restores the state of one parameter that is a tensor of its own: what to fill, then what to install."""
 
     __slots__ = ("_aliases", "_fqn", "_kind", "_on_device", "_optimizer", "_parameter", "_targets", "_values")
 
@@ -181,7 +209,7 @@ class _ParameterLoad:
         self._targets: dict[str, torch.Tensor] = {}
         self._values: dict[Any, Any] = {}
 
-    def plan(self, saved: SavedStates, trees: _Trees, into: Destination) -> bool:
+    def plan(self, saved: SavedStates, trees: SavedTrees, into: Destination) -> bool:
         """Ask for the state tensors; False when the checkpoint holds no state of this parameter."""
         names = (self._fqn, *self._aliases)
         live = self._optimizer.state.get(self._parameter) or {}
@@ -192,7 +220,7 @@ class _ParameterLoad:
             if target is None:
                 target = live.get(slot)
                 if not (isinstance(target, torch.Tensor) and id(target) not in used and self._takes(target, found)):
-                    target = _fresh(found, self._parameter, on_device=self._on_device)
+                    target = fresh_state(found, self._parameter, on_device=self._on_device)
                 used.add(id(target))
                 self._targets[slot] = target
             into.claimed.add(found.key)
@@ -211,13 +239,17 @@ class _ParameterLoad:
         state.update(self._targets)
         state.update(self._values)
 
+    def clear(self) -> None:
+        """Leave the parameter without state."""
+        self._optimizer.state.pop(self._parameter, None)
+
     def _takes(self, live: torch.Tensor, found: SavedTensor) -> bool:
         whole = live if layout_of(live, self._parameter) is None else self._parameter
         return tuple(whole.shape) == found.global_shape and dtype_name(live.dtype) == found.dtype and is_writable(live)
 
 
-def _fresh(found: SavedTensor, parameter: torch.Tensor, *, on_device: bool) -> torch.Tensor:
-    """Memory for a state tensor of `parameter`, distributed as the parameter is where the shape allows it."""
+def fresh_state(found: SavedTensor, parameter: torch.Tensor, *, on_device: bool) -> torch.Tensor:
+    """Uninitialised memory for a state tensor of `parameter`, distributed as the parameter is where the shape allows it."""
     dtype = dtype_named(found.dtype)
     if found.key.slot.rpartition(".")[2] in _HOST_SLOTS and not found.global_shape and not on_device:
         return torch.empty((), dtype=dtype)
@@ -292,7 +324,7 @@ def _set_group(live: Group, settings: dict[str, Any]) -> None:
             live.group[key] = new.to(memory_of(live.params[0]).device)
 
 
-def _load_globals(kind: str, optimizers: Sequence[Optimizer], trees: _Trees, into: Destination) -> None:
+def _load_globals(kind: str, optimizers: Sequence[Optimizer], trees: SavedTrees, into: Destination) -> None:
     """State that belongs to no parameter, by the optimizer's position."""
     if not any(trees.globals):
         return
