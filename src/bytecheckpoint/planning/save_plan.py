@@ -150,33 +150,18 @@ def plan_save(tables: Sequence[LocalTable], fixed: Mapping[int, Int64s] | None =
     row_local = np.concatenate([np.arange(c) for c in counts])
     tensor = np.concatenate(row_tensor)
     row_shape, row_ndim, boxes = _boxes(tables, tensor)
-    ndims = np.zeros(len(tensors), np.int64)
-    ndims[tensor] = row_ndim
-    shapes = _shapes_of(tensors, tensor, row_shape, row_ndim, row_rank)
+    shapes, ndims = _shapes_of(tensors, tensor, row_shape, row_ndim, row_rank)
 
     element = np.array([itemsize(t.dtype) for t in tensors], np.int64)
     group = group_equal(boxes)
-    groups = int(group.max(initial=-1)) + 1
-    nbytes = boxes.volumes() * element[tensor]
-    group_bytes = np.zeros(groups, np.int64)
-    group_bytes[group] = nbytes
-    may_write = _may_write(fixed or {}, group, row_rank, row_local)
-    owner = np.full(groups, -1, np.int64)
-    present, compact = np.unique(group[may_write], return_inverse=True)
-    owner[present] = assign(compact.reshape(-1), row_rank[may_write], group_bytes[present], len(tables))
-    written = np.flatnonzero(may_write & (owner[group] == row_rank))
-    # A rank may hold one box twice (a tensor under two modules); its first row writes it.
-    _, first = np.unique(group[written], return_index=True)
-    written = np.sort(written[first])
-    _check_cover(tensors, shapes, boxes.take(written))
+    volume = boxes.volumes()
+    nbytes = volume * element[tensor]
+    written = _written(group, row_rank, row_local, nbytes, len(tables), fixed or {})
+    _check_cover(tensors, shapes, tensor[written], volume[written])
 
     kinds = sorted({t.kind for t in tensors})
     kind_code = np.array([kinds.index(t.kind) for t in tensors], np.int64)
-    dtype_order = {name: i for i, name in enumerate(sorted({t.dtype for t in tensors}))}
-    dtype_code = np.array([dtype_order[t.dtype] for t in tensors], np.int64)
-    of = tensor[written]
-    order = np.lexsort((row_local[written], dtype_code[of], -element[of], kind_code[of], row_rank[written]))
-    rows = written[order]
+    rows = written[_file_order(tensors, row_rank[written], tensor[written])]
     of = tensor[rows]
     file, offset, start = _lay_out(row_rank[rows], kind_code[of], nbytes[rows])
     aliases: dict[str, dict[str, str]] = {}
@@ -201,11 +186,38 @@ def plan_save(tables: Sequence[LocalTable], fixed: Mapping[int, Int64s] | None =
     )
 
 
+def _written(
+    group: Int64s,
+    row_rank: Int64s,
+    row_local: Int64s,
+    nbytes: Int64s,
+    world_size: int,
+    fixed: Mapping[int, Int64s],
+) -> Int64s:
+    """The rows that are written, ascending: one of each group of equal boxes, which the least loaded holder has."""
+    groups = int(group.max(initial=-1)) + 1
+    group_bytes = np.zeros(groups, np.int64)
+    group_bytes[group] = nbytes
+    if fixed:
+        may_write = _may_write(fixed, group, row_rank, row_local)
+        owner = np.full(groups, -1, np.int64)
+        present, compact = np.unique(group[may_write], return_inverse=True)
+        owner[present] = assign(compact.reshape(-1), row_rank[may_write], group_bytes[present], world_size)
+        written = np.flatnonzero(may_write & (owner[group] == row_rank))
+    else:
+        owner = assign(group, row_rank, group_bytes, world_size)
+        written = np.flatnonzero(owner[group] == row_rank)
+    # A rank may hold one box twice (a tensor under two modules); its first row writes it.
+    of = group[written]
+    first = np.empty(groups, np.int64)
+    first[of[::-1]] = written[::-1]
+    kept: Int64s = written[first[of] == written]
+    return kept
+
+
 def _may_write(fixed: Mapping[int, Int64s], group: Int64s, row_rank: Int64s, row_local: Int64s) -> Mask:
     """Rows that may be chosen, given that some ranks have written theirs already."""
     allowed = np.ones(len(group), bool)
-    if not fixed:
-        return allowed
     done = np.zeros(len(group), bool)
     for rank, rows in fixed.items():
         mine = row_rank == rank
@@ -214,6 +226,14 @@ def _may_write(fixed: Mapping[int, Int64s], group: Int64s, row_rank: Int64s, row
     taken = np.zeros(int(group.max(initial=-1)) + 1, bool)
     taken[group[done]] = True
     return np.where(taken[group], done, allowed)
+
+
+def _file_order(tensors: Sequence[TensorRecord], rank: Int64s, tensor: Int64s) -> Int64s:
+    """The order of rows by (rank, kind, item size descending, dtype), else as they come."""
+    described = [(t.kind, -itemsize(t.dtype), t.dtype) for t in tensors]
+    place = {what: i for i, what in enumerate(sorted(set(described)))}
+    places = np.array([place[what] for what in described], np.int64)
+    return np.argsort(rank * len(place) + places[tensor], kind="stable")
 
 
 def _join_names(
@@ -259,39 +279,44 @@ def _boxes(tables: Sequence[LocalTable], tensor: Int64s) -> tuple[Int64s, Int64s
     flat = np.concatenate([np.frombuffer(t.boxes, np.int64) for t in tables])
     width = max(int(ndims.max(initial=0)), 1)
     begin = np.cumsum(3 * ndims) - 3 * ndims
-    columns = np.arange(width)
-    mask = columns < ndims[:, None]
-    source = begin[:, None] + columns
-    parts = []
-    for which, padding in ((0, 1), (1, 0), (2, 1)):
-        column = np.full((len(ndims), width), padding, np.int64)
-        column[mask] = flat[(source + which * ndims[:, None])[mask]]
-        parts.append(column)
+    parts = [np.full((len(ndims), width), padding, np.int64) for padding in (1, 0, 1)]
+    for count in range(1, width + 1):
+        rows = np.flatnonzero(ndims == count)
+        if len(rows) == len(ndims):
+            numbers = flat.reshape(-1, 3 * count)
+        else:
+            numbers = flat[begin[rows][:, None] + np.arange(3 * count)]
+        for which, part in enumerate(parts):
+            part[rows, :count] = numbers[:, which * count : (which + 1) * count]
     return parts[0], ndims, BoxTable(tensor, parts[1], parts[2])
 
 
 def _shapes_of(
     tensors: list[TensorRecord], tensor: Int64s, row_shape: Int64s, row_ndim: Int64s, row_rank: Int64s
-) -> Int64s:
-    """Global shape of every tensor, on which all its rows must agree."""
-    described = np.concatenate([row_ndim[:, None], row_shape], axis=1)
-    agreed = np.ones((len(tensors), described.shape[1]), np.int64)
-    agreed[tensor] = described
-    wrong = np.flatnonzero((agreed[tensor] != described).any(axis=1))
-    if len(wrong):
-        row = int(wrong[0])
-        this, other = (tuple(d[1 : 1 + d[0]].tolist()) for d in (described[row], agreed[tensor[row]]))
+) -> tuple[Int64s, Int64s]:
+    """Global shape of every tensor (padded with 1) and its number of dimensions, on which all its rows must agree."""
+    ndims = np.zeros(len(tensors), np.int64)
+    ndims[tensor] = row_ndim
+    shapes = np.ones((len(tensors), row_shape.shape[1]), np.int64)
+    shapes[tensor] = row_shape
+    differs = ndims[tensor] != row_ndim
+    for agreed, given in zip(shapes.T, row_shape.T, strict=True):
+        differs |= agreed[tensor] != given
+    if differs.any():
+        row = int(differs.argmax())
+        this = tuple(row_shape[row, : row_ndim[row]].tolist())
+        other = tuple(shapes[tensor[row], : ndims[tensor[row]]].tolist())
         raise IncompatibleCheckpointError(
             f"{tensors[int(tensor[row])].key} has global shape {this} on rank {int(row_rank[row])} and {other} on "
             f"another rank; give parts of a tensor as DTensors, and different tensors different names"
         )
-    return agreed[:, 1:]
+    return shapes, ndims
 
 
-def _check_cover(tensors: list[TensorRecord], shapes: Int64s, written: BoxTable) -> None:
+def _check_cover(tensors: list[TensorRecord], shapes: Int64s, tensor: Int64s, volume: Int64s) -> None:
     """The written boxes must fill each tensor: a hole would only show at the load, when the data is gone."""
     filled = np.zeros(len(tensors), np.int64)
-    np.add.at(filled, written.tensor, written.volumes())
+    np.add.at(filled, tensor, volume)
     wrong = np.flatnonzero(filled != np.prod(shapes, axis=1))
     if len(wrong):
         first = int(wrong[0])

@@ -41,7 +41,10 @@ class BoxTable:
 
     def volumes(self) -> Int64s:
         """Number of elements of each box, shape [n]."""
-        return np.prod(self.lengths, axis=1, dtype=np.int64)
+        volumes = self.lengths[:, 0].copy()  # column by column: a reduction over short rows takes three times as long
+        for k in range(1, self.ndim):
+            volumes *= self.lengths[:, k]
+        return volumes
 
     def take(self, index: Int64s | NDArray[np.bool_]) -> BoxTable:
         """The boxes at `index` (positions or a mask), in that order."""

@@ -250,6 +250,27 @@ class Catalog:
         """The sums of the blocks of one file's data section, shape [blocks]."""
         return self.file_sums[file_index]
 
+    @cached_property
+    def untiled(self) -> NDArray[np.bool_]:
+        """Which files the rows do not cover exactly once, shape [files]; every row lies inside its file."""
+        first = np.array([f.data_offset for f in self.files], np.int64)
+        size = np.array([f.size for f in self.files], np.int64)
+        holes: NDArray[np.bool_] = first != size
+        if not len(self.file):
+            return holes
+        order = _file_order(self.file, self.byte_offset, self.byte_length, size)
+        file, begin = self.file[order], self.byte_offset[order]
+        end = begin + self.byte_length[order]
+        starts = np.ones(len(file), np.bool_)
+        starts[1:] = file[1:] != file[:-1]
+        due = np.empty(len(file), np.int64)
+        due[1:] = end[:-1]
+        due[starts] = first[file[starts]]
+        last = np.flatnonzero(np.append(starts[1:], True))
+        holes[file[last]] = end[last] != size[file[last]]
+        holes[file[begin != due]] = True
+        return holes
+
     def find(self, keys: Sequence[TensorKey], owner: int = SHARED) -> Int64s:
         """The number of the tensor for each of `keys`, -1 where there is none; any name of a tied tensor finds it.
 
@@ -345,3 +366,11 @@ def row_order(boxes: BoxTable) -> Int64s | None:
     if sorted_so_far.all():
         return None
     return np.lexsort(columns[::-1])
+
+
+def _file_order(file: NDArray[np.int32], begin: Int64s, length: Int64s, size: Int64s) -> Int64s:
+    """Rows by (file, place), empty ones before the one that has bytes at their place."""
+    within = 2 * begin + (length > 0)
+    if size.astype(np.float64).sum() >= 2.0**61:  # one number line for all files would be too long
+        return np.lexsort((within, file))
+    return np.argsort((2 * (np.cumsum(size) - size + np.arange(len(size))))[file] + within)

@@ -16,7 +16,7 @@ from bytecheckpoint.representation.catalog import Catalog, row_order
 from bytecheckpoint.representation.dtypes import itemsize
 from bytecheckpoint.representation.names import check_relative, is_uri
 
-__all__ = ["MAX_DIMS", "catalog_problem", "sum_places", "untiled_files"]
+__all__ = ["MAX_DIMS", "catalog_problem", "sum_places"]
 
 MAX_DIMS = 64  # as torch
 _MAX_BYTES = 1 << 62
@@ -75,15 +75,16 @@ def _rows_problem(catalog: Catalog) -> str | None:
         return "it has files and no rows" if any(f.size > f.data_offset for f in catalog.files) else None
     if (file < 0).any() or (file >= len(catalog.files)).any():
         return "a row lies in a file that is not listed"
-    shapes = catalog.shapes[boxes.tensor]
-    outside = (
-        (boxes.offsets < 0) | (boxes.lengths < 0) | (boxes.offsets > shapes) | (boxes.lengths > shapes - boxes.offsets)
-    )
-    if (row := _first(outside.any(axis=1))) is not None:
+    outside = np.zeros(len(boxes), np.bool_)
+    elements = np.ones(len(boxes), np.float64)
+    for offset, length, extents in zip(boxes.offsets.T, boxes.lengths.T, catalog.shapes.T, strict=True):
+        extent = extents[boxes.tensor]
+        outside |= (offset < 0) | (length < 0) | (offset > extent) | (length > extent - offset)
+        elements *= length
+    if (row := _first(outside)) is not None:
         return f"a box of tensor '{catalog.key(int(boxes.tensor[row]))}' lies outside its shape"
     sizes = np.array([itemsize(name) for name in catalog.dtype.values], np.int64)[catalog.dtype.codes][boxes.tensor]
-    too_large = boxes.lengths.prod(axis=1, dtype=np.float64) * sizes > _MAX_BYTES
-    if (row := _first(too_large | (boxes.volumes() * sizes != catalog.byte_length))) is not None:
+    if (row := _first((elements * sizes > _MAX_BYTES) | (boxes.volumes() * sizes != catalog.byte_length))) is not None:
         return f"a box of tensor '{catalog.key(int(boxes.tensor[row]))}' has another size than its bytes"
     first = np.array([f.data_offset for f in catalog.files], np.int64)[file]
     size = np.array([f.size for f in catalog.files], np.int64)[file]
@@ -95,32 +96,10 @@ def _rows_problem(catalog: Catalog) -> str | None:
 
 def _tiling_problem(catalog: Catalog) -> str | None:
     """Rows cover each of the checkpoint's own files without hole or overlap; a file elsewhere may be used in part."""
-    holes = untiled_files(catalog)
-    for number in np.flatnonzero(holes).tolist():
+    for number in np.flatnonzero(catalog.untiled).tolist():
         if not is_uri(catalog.files[number].name):
             return f"the rows of file {catalog.files[number].name!r} do not cover it exactly once"
     return None
-
-
-def untiled_files(catalog: Catalog) -> NDArray[np.bool_]:
-    """Which files the rows do not cover exactly once, shape [files]."""
-    first = np.array([f.data_offset for f in catalog.files], np.int64)
-    size = np.array([f.size for f in catalog.files], np.int64)
-    # Empty rows come before the one that has bytes at their place.
-    order = np.lexsort((catalog.byte_length, catalog.byte_offset, catalog.file))
-    file, begin = catalog.file[order], catalog.byte_offset[order]
-    end = begin + catalog.byte_length[order]
-    starts = np.ones(len(file), np.bool_)
-    starts[1:] = file[1:] != file[:-1]
-    due = np.empty(len(file), np.int64)
-    due[1:] = end[:-1]
-    due[starts] = first[file[starts]]
-    holes = np.ones(len(size), np.bool_)
-    holes[first == size] = False
-    last = np.flatnonzero(np.append(starts[1:], True)) if len(file) else np.zeros(0, np.int64)
-    holes[file[last]] = end[last] != size[file[last]]
-    holes[file[begin != due]] = True
-    return holes
 
 
 def sum_places(catalog: Catalog) -> tuple[Int64s, Int64s]:
@@ -133,7 +112,7 @@ def sum_places(catalog: Catalog) -> tuple[Int64s, Int64s]:
     file = catalog.file
     blocks = np.array([f.blocks for f in catalog.files], np.int64)
     size = np.array([f.block_bytes for f in catalog.files], np.int64)
-    size[untiled_files(catalog)] = 0
+    size[catalog.untiled] = 0
     block = np.maximum(size, 1)[file]
     begin = catalog.byte_offset - np.array([f.data_offset for f in catalog.files], np.int64)[file]
     starts = -(-begin // block)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from bytecheckpoint.errors import CorruptCheckpointError, IncompatibleCheckpointError, UsageError
 from bytecheckpoint.representation.boxes import BoxTable, Int64s
 from bytecheckpoint.representation.catalog import Catalog, Names, StorageFile
-from bytecheckpoint.representation.catalog_check import MAX_DIMS, catalog_problem, sum_places, untiled_files
+from bytecheckpoint.representation.catalog_check import MAX_DIMS, catalog_problem, sum_places
 from bytecheckpoint.representation.names import escape, unescape
 
 __all__ = ["CATALOG_FORMAT_VERSION", "SEAL_BYTES", "decode", "encode"]
@@ -180,7 +180,7 @@ def _footer(catalog: Catalog) -> bytes:
     columns: dict[str, Any] = {name: [getattr(file, name) for file in files] for name in _Files.__struct_fields__[1:]}
     columns["header_sum"] = [f"{value:016x}" for value in columns["header_sum"]]
     packed = {name: values[0] if len(set(values)) == 1 else values for name, values in columns.items()}
-    loose = np.flatnonzero(untiled_files(catalog)).tolist()
+    loose = np.flatnonzero(catalog.untiled).tolist()
     content = {
         "version": CATALOG_FORMAT_VERSION,
         "files": {"count": len(files), **packed},
@@ -269,7 +269,7 @@ def _place_sums(catalog: Catalog, table: Any, footer: _Footer) -> None:
     for sums in catalog.file_sums:
         sums[:] = flat[begin : begin + len(sums)]
         begin += len(sums)
-    loose = {i for i in np.flatnonzero(untiled_files(catalog)).tolist() if catalog.files[i].block_bytes}
+    loose = {i for i in np.flatnonzero(catalog.untiled).tolist() if catalog.files[i].block_bytes}
     if {str(i) for i in loose} != set(footer.sums):
         raise _damaged("its separate checksums belong to other files")
     for i in loose:
@@ -305,6 +305,8 @@ def _padded(table: Any, name: str, fill: int) -> tuple[Int64s, Int64s]:
     width = max(int(dims.max(initial=0)), 1)
     if width > MAX_DIMS:
         raise _damaged(f"a tensor of {width} dimensions is not possible")
+    if len(values) == width * len(dims):  # all of one length, as ever so often: nothing to pad
+        return np.array(values).reshape(-1, width), dims
     padded = np.full((len(dims), width), fill, np.int64)
     padded[np.arange(width) < dims[:, None]] = values
     return padded, dims
