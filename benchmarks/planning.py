@@ -1,7 +1,8 @@
 """Planning at scale: `python -m benchmarks.planning [--rows 30000000]`, one core, no I/O.
 
-Prints seconds for the column work behind three plans: saving a 405B model from 8,960 ranks, and saving and loading a
-fully sharded catalog of 30 million rows.
+Prints seconds for three jobs: many small replicated tensors; a 405B model saved by 8,960 ranks, first the column work
+alone, then the whole save but for the tensors' bytes, with all messages and the catalog; and a fully sharded checkpoint
+of 30 million rows, planned for the save, its catalog encoded and decoded, and planned for loads at other world sizes.
 """
 
 from __future__ import annotations
@@ -14,28 +15,44 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
+from benchmarks.planning_saves import Job, encoded, fsdp_file, fsdp_tables, measure_load, play_save
 from bytecheckpoint.planning.balance import assign
 from bytecheckpoint.planning.coverage import missing_volume, overlapping
 from bytecheckpoint.planning.intersect import Intersections, intersect
 from bytecheckpoint.planning.replicas import group_equal
+from bytecheckpoint.planning.save_plan import plan_save as plan_tables
 from bytecheckpoint.representation.boxes import BoxTable, Int64s
+from bytecheckpoint.representation.catalog_file import decode
 from bytecheckpoint.representation.decompose import flat_ranges_to_boxes
+from bytecheckpoint.representation.shards import TensorKey
 
 T = TypeVar("T")
 
 # A 405B model, layer by layer: (rows, columns, dimension that tensor parallelism cuts, -1 for none).
 _HIDDEN, _FFN, _KV, _VOCABULARY = 16384, 53248, 1024, 128256
 _LAYER = [
-    (_HIDDEN, _HIDDEN, 0),  # query
-    (_KV, _HIDDEN, 0),  # key
-    (_KV, _HIDDEN, 0),  # value
-    (_HIDDEN, _HIDDEN, 1),  # attention output
-    (_FFN, _HIDDEN, 0),  # gate
-    (_FFN, _HIDDEN, 0),  # up
-    (_HIDDEN, _FFN, 1),  # down
-    (_HIDDEN, 1, -1),  # norm
-    (_HIDDEN, 1, -1),  # norm
+    (_HIDDEN, _HIDDEN, 0),
+    (_KV, _HIDDEN, 0),
+    (_KV, _HIDDEN, 0),
+    (_HIDDEN, _HIDDEN, 1),
+    (_FFN, _HIDDEN, 0),
+    (_FFN, _HIDDEN, 0),
+    (_HIDDEN, _FFN, 1),
+    (_HIDDEN, 1, -1),
+    (_HIDDEN, 1, -1),
 ]
+_NAMES = [
+    "attention.q",
+    "attention.k",
+    "attention.v",
+    "attention.o",
+    "mlp.gate",
+    "mlp.up",
+    "mlp.down",
+    "norm1",
+    "norm2",
+]
+_STATES = ("master", "exp_avg", "exp_avg_sq")
 
 
 class Rows(NamedTuple):
@@ -59,7 +76,7 @@ def dense_405b(tp: int = 8, dp: int = 70, pp: int = 16, layers: int = 126) -> Ro
     tables: list[BoxTable] = []
     ranks: list[Int64s] = []
     elements: list[Int64s] = []
-    per_layer, states = len(_LAYER), 3
+    per_layer, states = len(_LAYER), len(_STATES)
     tensors = (layers * per_layer + 2) * (states + 1)
     for stage in range(pp):
         mine = np.arange(layers * stage // pp, layers * (stage + 1) // pp)
@@ -96,6 +113,19 @@ def dense_405b(tp: int = 8, dp: int = 70, pp: int = 16, layers: int = 126) -> Ro
     # As a coordinator gathers them: rank after rank.
     order = np.argsort(rank, kind="stable")
     return Rows(BoxTable.concat(tables).take(order), rank[order], np.concatenate(elements)[order])
+
+
+def dense_job(rows: Rows, layers: int = 126) -> Job:
+    """The job of `dense_405b`, with names."""
+    parameters = [
+        (f"layers.{n}.{name}.weight", size) for n in range(layers) for name, size in zip(_NAMES, _LAYER, strict=True)
+    ]
+    parameters += [("embedding.weight", (_VOCABULARY, _HIDDEN, 0)), ("head.weight", (_VOCABULARY, _HIDDEN, 0))]
+    tensors = [(TensorKey("model", fqn), "bfloat16", size[:2]) for fqn, size in parameters]
+    tensors += [
+        (TensorKey("optimizer", fqn, state), "float32", size[:2]) for state in _STATES for fqn, size in parameters
+    ]
+    return Job.of_columns(rows.boxes, rows.rank, tensors, int(rows.rank.max()) + 1)
 
 
 def small_replicated(count: int = 50_000, world_size: int = 8) -> Rows:
@@ -143,13 +173,17 @@ def wanted_by(ranks: Int64s, world_size: int, tensors: int, rows: int, width: in
     return BoxTable(tensor, offsets, extents)
 
 
+def report(label: str, wall: float, processor: float) -> None:
+    """Prints seconds of wall and processor time, and the process's peak memory so far."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    print(f"{label:<70} {wall:8.3f} s  {processor:8.3f} s cpu  peak {peak:5.2f} GiB", flush=True)
+
+
 def timed(label: str, work: Callable[[], T]) -> T:
-    """Runs `work`, prints its wall and processor time and the process's peak memory so far."""
+    """Runs and reports `work`."""
     wall, processor = time.perf_counter(), time.process_time()
     result = work()
-    wall, processor = time.perf_counter() - wall, time.process_time() - processor
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    print(f"{label:<60} {wall:8.3f} s  {processor:8.3f} s cpu  peak {peak:5.2f} GiB", flush=True)
+    report(label, time.perf_counter() - wall, time.process_time() - processor)
     return result
 
 
@@ -170,6 +204,25 @@ def bench_dense() -> None:
     optimizer = int((boxes.tensor >= int(boxes.tensor.max() + 1) // 4).sum())
     print(f"  {len(boxes):,} boxes written, {optimizer:,} of them optimizer state")
     timed("  proof that no boxes overlap", lambda: overlapping(boxes))
+    bench_save(dense_job(rows), "405B")
+
+
+def bench_save(job: Job, name: str) -> None:
+    """One save with its messages and its catalog."""
+    world = len(job.shards)
+    print(f"{name} saved by {world:,} ranks")
+    ranks, lines = play_save(job)
+    for line in lines:
+        report(f"  {line.label}", line.wall, line.core)
+    own = [line for line in lines if line.label.startswith("coordinator")]
+    report("  coordinator, in all", sum(line.wall for line in own), sum(line.core for line in own))
+    print(f"    to the coordinator {ranks.bytes_in:,} bytes, from it {ranks.bytes_out:,}")
+    again = timed("  one rank: decode the catalog", lambda: decode(ranks.catalog))
+    blocks = sum(map(len, again.file_sums))
+    print(
+        f"    {len(ranks.catalog):,} bytes, {8 * blocks:,} of them sums: {again.count:,} tensors, {len(again.boxes):,} "
+        f"boxes, {len(again.files):,} files"
+    )
 
 
 def bench_catalog(tensors: int, shards: int, by_rank: bool) -> None:
@@ -186,6 +239,22 @@ def bench_catalog(tensors: int, shards: int, by_rank: bool) -> None:
     print(f"    {len(found):,} pairs")
 
 
+def bench_file(tensors: int, shards: int) -> None:
+    """The same as a checkpoint: the save plan from all ranks' tables, the catalog's file, and one rank's load plan."""
+    boxes = fsdp_catalog(tensors, shards)
+    print(f"checkpoint of {len(boxes):,} rows by {shards:,} ranks")
+    plan_fsdp(boxes, tensors, shards)
+    data = encoded(fsdp_file(boxes, tensors, shards), timed)
+    measure_load(data, wanted_by(np.array([shards // 3]), shards // 2 + 7, tensors, 220 * shards), timed)
+
+
+def plan_fsdp(boxes: BoxTable, tensors: int, shards: int) -> None:
+    """The save plan; in a function of its own, so that its memory is free afterwards."""
+    tables = fsdp_tables(boxes, tensors, shards)
+    plan = timed("  plan the save", lambda: plan_tables(tables))
+    assert len(plan.rank) == len(boxes)
+
+
 def load(catalog: BoxTable, wanted: BoxTable) -> Intersections:
     """Matches `wanted` and proves that nothing is missing."""
     found = intersect(catalog, wanted)
@@ -200,6 +269,7 @@ def main() -> None:
     shards = parser.parse_args().rows // 1000
     bench_small()
     bench_dense()
+    bench_file(1000, shards)
     for by_rank in (False, True):
         bench_catalog(1000, shards, by_rank)
 

@@ -23,4 +23,4 @@ def planning(bench: Bench) -> None:
             arm = found[1] if not line.startswith("  ") else f"{heading}: {found[1]}"
             bench.add(Result("planning", "", 1, arm, 0, [float(found[2])], [float(found[3])]))
         elif not line.startswith(" "):
-            heading = line.split(",")[0] + ("" if "by tensor" in line else ", rank after rank")
+            heading = line

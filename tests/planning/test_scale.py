@@ -6,10 +6,14 @@ import numpy as np
 import pytest
 
 from benchmarks import planning as bench
+from benchmarks import planning_saves as saves
 from bytecheckpoint.planning.coverage import missing_volume, overlapping
 from bytecheckpoint.planning.intersect import intersect
 from bytecheckpoint.planning.replicas import group_equal
+from bytecheckpoint.planning.save_plan import plan_save
 from bytecheckpoint.representation.boxes import BoxTable
+from bytecheckpoint.representation.catalog_file import decode, encode
+from bytecheckpoint.representation.shards import TensorKey
 
 
 def test_a_small_405b_job_is_written_once_and_level() -> None:
@@ -48,3 +52,37 @@ def test_a_small_fsdp_catalog_serves_other_world_sizes(by_rank: bool) -> None:
     found = bench.load(catalog, wanted)
     assert len(found) <= tensors * (shards + 33)
     assert found.volumes().sum() == catalog.volumes().sum()
+
+
+def test_a_small_405b_job_commits_the_catalog_that_its_columns_foretell() -> None:
+    tp, dp, pp, layers = 2, 5, 2, 4
+    world = tp * dp * pp
+    rows = bench.dense_405b(tp, dp, pp, layers)
+    plan = bench.plan_save(rows, world)
+    ranks, lines = saves.play_save(bench.dense_job(rows, layers))
+    assert {line.label.partition(":")[0] for line in lines} == {"ranks", "coordinator"}
+    assert len(ranks.outcomes) == world
+    catalog = decode(ranks.catalog)  # which checks that the rows tile every file
+    tensors = np.flatnonzero(catalog.owner == -1)
+    stored = np.isin(catalog.boxes.tensor, tensors)
+    assert int(stored.sum()) == int(plan.group.max()) + 1 + 1  # the hyperparameters
+    assert catalog.find_one(TensorKey("optimizer", "layers.3.mlp.down.weight", "exp_avg_sq")) >= 0
+    whole = BoxTable(tensors, np.zeros_like(catalog.shapes[tensors]), catalog.shapes[tensors])
+    assert not missing_volume(whole, intersect(catalog.boxes, whole)).any()
+    # Every rank's own random state.
+    assert [len(catalog.of_kind(kind)) for kind in ("extra_states", "model")] == [world, layers * 9 + 2]
+
+
+def test_a_small_fsdp_checkpoint_is_planned_and_its_catalog_survives() -> None:
+    tensors, shards = 7, 50
+    boxes = bench.fsdp_catalog(tensors, shards)
+    plan = plan_save(saves.fsdp_tables(boxes, tensors, shards))
+    catalog = saves.fsdp_file(boxes, tensors, shards)
+    again = decode(encode(catalog))
+    assert (plan.rank == np.repeat(np.arange(shards), tensors)).all()
+    order = np.lexsort((plan.boxes.offsets[:, 0], plan.boxes.tensor))
+    for ours, theirs in ((plan.boxes.offsets[order], boxes.offsets), (plan.nbytes[order], again.byte_length)):
+        assert (ours == theirs).all()
+    # The files are laid out as the plan has them.
+    data_offset = again.files[0].data_offset
+    assert (plan.offset[order] + data_offset == again.byte_offset).all() and (plan.file[order] == again.file).all()
