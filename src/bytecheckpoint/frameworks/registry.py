@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Mapping
 
 from torch import nn
 
 from bytecheckpoint.errors import UsageError
 from bytecheckpoint.frameworks.base import Framework
+from bytecheckpoint.frameworks.fsdp1.adapter import FSDP1Framework
+from bytecheckpoint.frameworks.fsdp1.flats import find_fsdp1
 from bytecheckpoint.frameworks.native import NativeFramework
 
 __all__ = ["known", "register", "resolve"]
 
 _NATIVE = NativeFramework()
-_NATIVE_NAMES = ("ddp", "fsdp", "fsdp2", "tp", "torch")
-_PLANNED = ("megatron", "deepspeed", "vescale")
-_FACTORIES: dict[str, Callable[[], Framework]] = dict.fromkeys(_NATIVE_NAMES, lambda: _NATIVE)
+# What lists its own boxes (a veScale tensor with `__bytecheckpoint_shards__`, say) needs no adapter.
+_NATIVE_NAMES = ("ddp", "fsdp", "fsdp2", "tp", "torch", "vescale")
+_PLANNED = ("megatron", "deepspeed")
+_FACTORIES: dict[str, Callable[[], Framework]] = {
+    **dict.fromkeys(_NATIVE_NAMES, lambda: _NATIVE),
+    "fsdp1": FSDP1Framework,
+}
 
 
 def register(name: str, factory: Callable[[], Framework]) -> None:
     """Make `framework=name` use the adapter that `factory()` returns.
 
-    Under framework="auto" registered adapters are asked, the newest first, before the native one.
+    Under framework="auto" registered adapters are asked, the newest first, before those of this package.
 
     Raises:
         UsageError: the name is taken or reserved.
@@ -53,22 +58,24 @@ def resolve(framework: str, states: Mapping[str, object]) -> Framework:
         for name in reversed(_FACTORIES):
             if name not in _NATIVE_NAMES and (adapter := _FACTORIES[name]()).matches(states):
                 return adapter
-    _refuse_foreign(states, auto=framework == "auto")
+        _refuse_planned(states)
+    elif where := find_fsdp1(states):
+        if framework == "fsdp":
+            return FSDP1Framework()
+        raise UsageError(
+            f"{where} belongs to FSDP1 (FullyShardedDataParallel), which framework {framework!r} does not read: "
+            'use framework="fsdp" or "auto"'
+        )
     return _NATIVE
 
 
-def _refuse_foreign(states: Mapping[str, object], *, auto: bool) -> None:
+def _refuse_planned(states: Mapping[str, object]) -> None:
     """Refuse modules whose parameters the native adapter would read without seeing how they are split."""
-    fsdp1 = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")
     for kind, root in _modules(states):
         for name, module in root.named_modules():
-            where = f"{kind}: module {name!r}" if name else kind
-            if fsdp1 is not None and isinstance(module, fsdp1.FullyShardedDataParallel):
-                raise UsageError(
-                    f"{where} is an FSDP1 FullyShardedDataParallel, which is not supported: use fully_shard (FSDP2)"
-                )
             top = type(module).__module__.partition(".")[0]
-            if auto and top in _PLANNED:
+            if top in _PLANNED:
+                where = f"{kind}: module {name!r}" if name else kind
                 raise UsageError(
                     f"{where} is a {top} module, and framework {top!r} is planned but not built yet; "
                     f'framework="torch" saves it as ordinary modules, if its tensors are whole or DTensors'

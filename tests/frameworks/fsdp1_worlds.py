@@ -1,0 +1,77 @@
+"""FSDP1 worlds in one process: each rank in its turn, over a process group that does not communicate.
+
+Construction, captures and loads need no communication, so every rank's share is the real one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from bytecheckpoint.frameworks.base import Destination
+from bytecheckpoint.frameworks.fsdp1.adapter import FSDP1Framework
+from tests.frameworks.memory import MemoryCheckpoint, detached
+
+Build = Callable[[], MutableMapping[str, Any]]
+CPU = torch.device("cpu")
+
+
+@contextmanager
+def as_rank(rank: int, size: int) -> Iterator[None]:
+    """The process group of one rank, which does nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def unit(module: nn.Module, **options: Any) -> FullyShardedDataParallel:
+    """`module` as an FSDP1 unit on the CPU."""
+    return FullyShardedDataParallel(module, **({"device_id": CPU} | options))
+
+
+def save(build: Build, size: int) -> MemoryCheckpoint:
+    """What all ranks of a world of `size` save of the states that `build` makes on each."""
+    ranks = []
+    for rank in range(size):
+        with as_rank(rank, size):
+            ranks.append(detached(FSDP1Framework().capture(build())))
+    return MemoryCheckpoint(ranks)
+
+
+def load(build: Build, size: int, saved: MemoryCheckpoint, **options: Any) -> MemoryCheckpoint:
+    """Load on every rank of a world of `size`, and save again."""
+    ranks = []
+    for rank in range(size):
+        with as_rank(rank, size):
+            states = build()
+            fill(states, saved, rank, **options)
+            ranks.append(detached(FSDP1Framework().capture(states)))
+    return MemoryCheckpoint(ranks)
+
+
+def fill(states: MutableMapping[str, Any], saved: MemoryCheckpoint, rank: int = 0, **options: Any) -> Destination:
+    """Load on one rank."""
+    saved.rank = rank
+    destination = FSDP1Framework().destination(states, saved, **options)
+    saved.fill(destination)
+    destination.apply()
+    return destination
+
+
+def differences(want: MemoryCheckpoint, got: MemoryCheckpoint) -> list[str]:
+    """Keys that only one has, or whose tensors differ."""
+    wrong = sorted(map(str, want.whole.keys() ^ got.whole.keys()))
+    for key in want.whole.keys() & got.whole.keys():
+        a, b = want.whole[key], got.whole[key]
+        if a.dtype != b.dtype or not torch.equal(a, b):
+            wrong.append(f"{key}: {b} instead of {a}")
+    return wrong
