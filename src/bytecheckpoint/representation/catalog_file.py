@@ -306,7 +306,7 @@ def _padded(table: Any, name: str, fill: int) -> tuple[Int64s, Int64s]:
     if width > MAX_DIMS:
         raise _damaged(f"a tensor of {width} dimensions is not possible")
     if len(values) == width * len(dims):  # all of one length, as ever so often: nothing to pad
-        return np.array(values).reshape(-1, width), dims
+        return values.reshape(-1, width), dims
     padded = np.full((len(dims), width), fill, np.int64)
     padded[np.arange(width) < dims[:, None]] = values
     return padded, dims
