@@ -17,6 +17,7 @@ __all__ = [
     "IncompatibleCheckpointError",
     "MissingKeyError",
     "PeerLostError",
+    "StorageConflictError",
     "StorageError",
     "StorageFullError",
     "StorageUnavailableError",
@@ -73,7 +74,19 @@ class StorageFullError(StorageError):
 
 
 class StorageUnavailableError(StorageError):
-    """The storage does not answer or answers with transient errors. Handler: retry later."""
+    """The storage does not answer or answers with transient errors. Handler: retry later.
+
+    Attributes:
+        undecided: the operation may have taken effect all the same, or may yet: its answer was lost.
+    """
+
+    def __init__(self, message: str, *, undecided: bool = False) -> None:
+        super().__init__(message)
+        self.undecided = undecided
+
+
+class StorageConflictError(StorageError):
+    """Another job writes the same checkpoint. Handler: end the one that should not run, or give each its own path."""
 
 
 class PeerLostError(CheckpointError):
@@ -97,6 +110,7 @@ _BY_NAME: dict[str, type[CheckpointError]] = {
         IncompatibleCheckpointError,
         MissingKeyError,
         StorageError,
+        StorageConflictError,
         StorageFullError,
         StorageUnavailableError,
         PeerLostError,

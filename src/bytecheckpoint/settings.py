@@ -26,6 +26,12 @@ class Settings:
         read_threads: concurrent reads per rank.
         direct_io: "auto" bypasses the page cache where the file system sits on a block device; "on"; "off".
         timeout: seconds that a rank waits for the others in one step of a save or load.
+        storage_timeout: seconds that one operation of a remote storage is tried again after transient errors.
+        commit: "exclusive" publishes a checkpoint on an object store by a conditional put, so that of two jobs that
+            save to one path one gets an error; "plain" by an ordinary put, for stores that lack conditional ones.
+        spool_dir: where bytes wait that an object store can take only later (synchronous saves, and staging pools
+            smaller than the state); by default the system's folder for temporary files.
+        memory_dir: a memory file system, for `mem://`.
     """
 
     staging_bytes: int = 0
@@ -35,6 +41,10 @@ class Settings:
     read_threads: int = 2
     direct_io: str = "auto"
     timeout: float = 600.0
+    storage_timeout: float = 180.0
+    commit: str = "exclusive"
+    spool_dir: str = ""
+    memory_dir: str = "/dev/shm"
 
     def __post_init__(self) -> None:
         """Refuse values that would fail later, far from their cause."""
@@ -46,8 +56,11 @@ class Settings:
             raise UsageError(f"settings.chunk_bytes is {self.chunk_bytes}: use a positive multiple of 1 MiB")
         if min(self.write_threads, self.read_threads) < 1 or self.staging_bytes < 0:
             raise UsageError("settings: thread counts must be at least 1 and staging_bytes at least 0")
-        if self.timeout <= 0:
-            raise UsageError(f"settings.timeout is {self.timeout}: use a positive number of seconds")
+        for name in ("timeout", "storage_timeout"):
+            if getattr(self, name) <= 0:
+                raise UsageError(f"settings.{name} is {getattr(self, name)}: use a positive number of seconds")
+        if self.commit not in ("exclusive", "plain"):
+            raise UsageError(f"settings.commit is {self.commit!r}: use 'exclusive' or 'plain'")
 
 
 def _from_environment() -> Settings:

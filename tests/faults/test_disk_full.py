@@ -15,7 +15,7 @@ import bytecheckpoint
 from bytecheckpoint import StorageError, StorageFullError
 from bytecheckpoint.collectives.threads import ThreadWorld
 from bytecheckpoint.handles import SaveReport
-from bytecheckpoint.storage import resolve
+from bytecheckpoint.storage import NewFile, resolve
 from tests.faults.coded import files_of, load_step, states
 from tests.faults.ranks import save_all
 
@@ -164,7 +164,7 @@ def test_a_tmpfs_without_inodes(mount: Mount) -> None:
 def test_a_full_ext4_with_direct_io(mount: Mount, mode: str) -> None:
     bytecheckpoint.configure(writer="process" if mode == "async" else "thread")
     path = mount("ext4", size=6 << 20) / "s"
-    probe = resolve(path).create("model/probe", 10, direct=True)
+    probe = resolve(path).create(NewFile("model/probe", 10, direct=True))
     assert probe.direct, "a loop device takes direct I/O, so that is what is tested"
     probe.abort()
     world = ThreadWorld(2)

@@ -12,17 +12,20 @@ from __future__ import annotations
 import importlib
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import pytest
 
 from bytecheckpoint.collectives import current
+from bytecheckpoint.storage import Storage
 from bytecheckpoint.storage import resolve as real_resolve
-from bytecheckpoint.storage.base import FileReader, FileWriter, Storage
+from bytecheckpoint.storage.wrappers import Call, WrappedStorage
 
 __all__ = ["Faults", "FaultyStorage", "Rule"]
+
+_T = TypeVar("_T")
 
 #: Modules that name a storage by calling `resolve`, and the name that they gave it.
 _USERS = (
@@ -38,7 +41,7 @@ class Rule:
     """What happens at some calls.
 
     Attributes:
-        call: "create", "write", "finish", "sync", "publish", "open", "read_into", "read", "list" or "delete".
+        call: "create", "write", "finish", "sync", "publish", "open", "read_into", "read", "list", "delete", "stat".
         error: what is raised; None: only `delay`.
         rank: of the caller; None: any.
         name: part of the file's name; "" fits all.
@@ -135,79 +138,22 @@ class Faults:
             table[rank] = table.get(rank, 0) + nbytes
 
 
-class _Writer(FileWriter):
-    def __init__(self, inner: FileWriter, faults: Faults, rank: int, name: str) -> None:
-        self._inner, self._faults, self._rank, self._name = inner, faults, rank, name
-        self.direct = inner.direct
-
-    def write_at(self, offset: int, buffers: Sequence[memoryview]) -> None:
-        rule = self._faults.meet(self._rank, "write", self._name)
-        if rule is not None:
-            self._inner.write_at(offset, [buffers[0][: len(buffers[0]) // 2]])
-            assert rule.error is not None
-            raise rule.error
-        self._inner.write_at(offset, buffers)
-        self._faults.count(self._faults.bytes_written, self._rank, sum(map(len, buffers)))
-
-    def finish(self, size: int) -> None:
-        self._faults.meet(self._rank, "finish", self._name)
-        self._inner.finish(size)
-
-    def abort(self) -> None:
-        self._inner.abort()
-
-
-class _Reader(FileReader):
-    def __init__(self, inner: FileReader, faults: Faults, rank: int, name: str) -> None:
-        self._inner, self._faults, self._rank, self._name = inner, faults, rank, name
-        self.size = inner.size
-
-    def read_into(self, offset: int, buffers: Sequence[memoryview]) -> int:
-        self._faults.meet(self._rank, "read_into", self._name)
-        got = self._inner.read_into(offset, buffers)
-        self._faults.count(self._faults.bytes_read, self._rank, got)
-        return got
-
-    def close(self) -> None:
-        self._inner.close()
-
-
-class FaultyStorage(Storage):
+class FaultyStorage(WrappedStorage):
     """A storage behind the rules of `Faults`, as one rank sees it."""
 
     def __init__(self, inner: Storage, faults: Faults, rank: int) -> None:
-        self._inner, self._faults, self._rank = inner, faults, rank
-        self.url = inner.url
+        super().__init__(inner)
+        self._faults, self._rank = faults, rank
 
-    def _meet(self, call: str, name: str = "") -> None:
-        self._faults.meet(self._rank, call, name)
-
-    def create(self, name: str, size: int, *, direct: bool = False) -> FileWriter:
-        self._meet("create", name)
-        return _Writer(self._inner.create(name, size, direct=direct), self._faults, self._rank, name)
-
-    def open(self, name: str) -> FileReader:
-        self._meet("open", name)
-        return _Reader(self._inner.open(name), self._faults, self._rank, name)
-
-    def read(self, name: str) -> bytes:
-        self._meet("read", name)
-        return self._inner.read(name)
-
-    def publish(self, name: str, data: bytes) -> None:
-        self._meet("publish", name)
-        self._inner.publish(name, data)
-
-    def list(self) -> list[tuple[str, int]]:
-        self._meet("list")
-        return self._inner.list()
-
-    def delete(self, names: Iterable[str]) -> None:
-        names = list(names)
-        self._meet("delete", " ".join(names))
-        self._inner.delete(names)
-
-    def sync(self, names: Iterable[str]) -> None:
-        names = list(names)
-        self._meet("sync", " ".join(names))
-        self._inner.sync(names)
+    def around(self, call: Call, do: Callable[[], _T]) -> _T:
+        rule = self._faults.meet(self._rank, call.operation, call.name)
+        if rule is not None:
+            assert call.tear is not None and rule.error is not None
+            call.tear()
+            raise rule.error
+        result = do()
+        if call.operation == "write":
+            self._faults.count(self._faults.bytes_written, self._rank, call.nbytes)
+        elif call.operation == "read_into":
+            self._faults.count(self._faults.bytes_read, self._rank, cast(int, result))
+        return result

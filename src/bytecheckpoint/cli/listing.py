@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -14,7 +13,6 @@ from ..errors import CheckpointError, CheckpointNotFoundError
 from ..representation.catalog import VALUES_SLOT, Catalog
 from ..representation.names import CATALOG_NAME, generation_of
 from ..storage import Storage, resolve
-from ..storage.local import LocalStorage
 from .show import moment, print_json, print_table, shown, size
 
 __all__ = ["ls", "open_catalog", "summary"]
@@ -59,12 +57,8 @@ def _natural(name: str) -> list[tuple[int, int, str]]:
 
 def _steps(storage: Storage) -> list[dict[str, Any]]:
     """What stands in the folders of a folder: checkpoints, and files of saves that did not commit."""
-    names = {name.split("/")[0] for name, _ in storage.list() if "/" in name}
-    if isinstance(storage, LocalStorage) and os.path.isdir(storage.url):
-        with os.scandir(storage.url) as entries:
-            names.update(entry.name for entry in entries if entry.is_dir())
     found = []
-    for name in sorted(names, key=_natural):
+    for name in sorted(storage.folders(), key=_natural):
         step = resolve(f"{storage.url}/{name}")
         try:
             catalog, _ = read_catalog(step)

@@ -6,11 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from ..representation.checksums import RunningSum, block_sum
 
-__all__ = ["STEP_BYTES", "steps", "sums_of"]
-
-#: What is hashed and moved at a time: small enough that the second of the two finds it in the processor's cache,
-#: large enough that a system call costs little.
-STEP_BYTES = 1 << 20
+__all__ = ["steps", "sums_of"]
 
 
 def steps(nbytes: int, step: int, buffers: Sequence[memoryview]) -> Iterator[tuple[int, list[memoryview]]]:

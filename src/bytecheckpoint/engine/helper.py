@@ -29,6 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import CheckpointError, CheckpointTimeoutError, UsageError, error_from_report, error_report
+from ..settings import configure
 from ..storage import resolve
 from .writing import FilesWriter, FileTask
 
@@ -175,12 +176,14 @@ class _Server:
         return {}
 
     def do_open(
-        self, *, url: str, tasks: list[dict[str, Any]], direct: bool, threads: int, fds: list[int]
+        self, *, url: str, tasks: list[dict[str, Any]], settings: dict[str, Any], stable: bool, fds: list[int]
     ) -> dict[str, Any]:
         self.do_abort()
         self._batches = []
+        force = configure(**settings)
         files = [msgspec.convert(t, FileTask) for t in tasks]
-        self._writer = FilesWriter(resolve(url), files, direct=direct, threads=threads)
+        direct, threads = force.direct_io != "off", force.write_threads
+        self._writer = FilesWriter(resolve(url), files, direct=direct, threads=threads, stable=stable)
         return {}
 
     def do_write(self, *, chunks: list[tuple[int, int, int, int]], fds: list[int]) -> dict[str, Any]:

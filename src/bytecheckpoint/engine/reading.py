@@ -15,7 +15,7 @@ from ..errors import CorruptCheckpointError
 from ..representation.catalog import Catalog
 from ..representation.plans import ReadPlan
 from ..storage import FileReader, Storage
-from .buffers import STEP_BYTES, steps, sums_of
+from .buffers import steps, sums_of
 from .staging import copy_all, flat_bytes, movable, views_at
 
 __all__ = ["Delivery", "FileSet", "Target", "read_all"]
@@ -102,8 +102,9 @@ class FileSet:
         """
         entry = self._catalog.files[file]
         sums = self._catalog.sums(file)
-        block, step = start // entry.block_bytes, max(entry.block_bytes, STEP_BYTES)
+        block = start // entry.block_bytes
         with self._lease(file) as reader:
+            step = max(reader.step_bytes // entry.block_bytes, 1) * entry.block_bytes
             for position, part in steps(stop - start, step, buffers):
                 at = entry.data_offset + start + position
                 got = reader.read_into(at, part)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import queue
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import asdict
 from typing import Any, Protocol
 
 import msgspec
@@ -73,7 +74,13 @@ class _ThreadBackend:
 
 class _HelperBackend:
     def __init__(
-        self, helper: HelperProcess, storage: Storage, tasks: Sequence[FileTask], settings: Settings, pool: StagingPool
+        self,
+        helper: HelperProcess,
+        storage: Storage,
+        tasks: Sequence[FileTask],
+        settings: Settings,
+        pool: StagingPool,
+        stable: bool,
     ) -> None:
         self._helper = helper
         # A time limit that grows with the bytes: a large save may take long, a hanging one must end.
@@ -84,8 +91,8 @@ class _HelperBackend:
             "open",
             url=storage.url,
             tasks=[msgspec.to_builtins(t) for t in tasks],
-            direct=settings.direct_io != "off",
-            threads=settings.write_threads,
+            settings=asdict(settings),
+            stable=stable,
         )
 
     def _call(self, op: str, **arguments: Any) -> dict[str, Any]:
@@ -166,12 +173,15 @@ class SaveJob:
 
     def open_backend(self, pool: StagingPool, helper: HelperProcess | None) -> None:
         """Create the files, so that a full or read-only storage shows before anything is staged."""
-        if helper is not None:
-            self._backend = _HelperBackend(helper, self._storage, self._tasks, self._settings, pool)
+        settings = self._settings
+        # A pool that holds the whole image keeps it until the save ends; a smaller one is used again for later chunks.
+        stable = pool.capacity >= self._image.nbytes
+        if helper is not None and self._storage.capabilities.shared:
+            self._backend = _HelperBackend(helper, self._storage, self._tasks, settings, pool, stable)
         else:
-            settings = self._settings
             direct = settings.direct_io != "off"
-            writer = FilesWriter(self._storage, self._tasks, direct=direct, threads=settings.write_threads)
+            threads = settings.write_threads
+            writer = FilesWriter(self._storage, self._tasks, direct=direct, threads=threads, stable=stable)
             self._backend = _ThreadBackend(writer, pool)
 
     def stage(self, pool: StagingPool) -> list[tuple[int, int, int, int]]:

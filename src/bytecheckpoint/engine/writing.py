@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import CheckpointError
-from ..storage import FileWriter, Storage
-from .buffers import STEP_BYTES, steps, sums_of
+from ..storage import FileWriter, NewFile, Storage
+from .buffers import steps, sums_of
 from .workers import Workers
 
 __all__ = ["FileTask", "FilesWriter"]
@@ -44,6 +44,8 @@ class _OpenFile:
         self.task = task
         self.writer = writer
         self.sums: NDArray[np.uint64] = np.zeros(-(-task.data_bytes // task.block_bytes), np.uint64)
+        # Steps are whole blocks.
+        self.step = max(writer.step_bytes // task.block_bytes, 1) * task.block_bytes
 
 
 class FilesWriter:
@@ -57,9 +59,13 @@ class FilesWriter:
         direct: bypass the page cache where the storage can. Then buffers must be aligned to 4096 bytes, and chunks
             that do not end their file must have lengths that are multiples of 4096.
         threads: chunks written at the same time.
+        stable: the buffers given to `write` keep their contents until `finish` or `abort` has returned, so that a
+            storage which takes whole files need not copy them.
     """
 
-    def __init__(self, storage: Storage, tasks: Sequence[FileTask], *, direct: bool, threads: int) -> None:
+    def __init__(
+        self, storage: Storage, tasks: Sequence[FileTask], *, direct: bool, threads: int, stable: bool = False
+    ) -> None:
         self._storage = storage
         self._files: list[_OpenFile] = []
         self._failed: BaseException | None = None
@@ -67,8 +73,8 @@ class FilesWriter:
         self._lock = threading.Lock()
         try:
             for task in tasks:
-                size = task.data_offset + task.data_bytes
-                self._files.append(_OpenFile(task, storage.create(task.name, size, direct=direct)))
+                request = NewFile(task.name, task.data_offset + task.data_bytes, direct=direct, stable=stable)
+                self._files.append(_OpenFile(task, storage.create(request)))
         except BaseException:
             self.abort()
             raise
@@ -108,7 +114,7 @@ class FilesWriter:
                     block += 1
                 entry.writer.write_at(task.data_offset + start, [padded])
                 return
-            for position, part in steps(sum(map(len, buffers)), max(task.block_bytes, STEP_BYTES), buffers):
+            for position, part in steps(sum(map(len, buffers)), entry.step, buffers):
                 for value in sums_of(part, task.block_bytes):
                     entry.sums[block] = value
                     block += 1
@@ -154,6 +160,8 @@ class FilesWriter:
     def abort(self) -> None:
         """Stop, and remove every file that was started; never raises."""
         self._failed = self._failed or CheckpointError("aborted")
+        for entry in self._files:
+            entry.writer.interrupt()
         if hasattr(self, "_pool"):
             self._pool.shutdown(cancel=True)
         for entry in self._files:

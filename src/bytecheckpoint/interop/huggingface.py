@@ -22,7 +22,7 @@ from ..opening import Checkpoint, Entry
 from ..representation.dtypes import safetensors_code
 from ..representation.names import CATALOG_NAME
 from ..representation.storage_file import MAX_HEADER_BYTES
-from ..storage import resolve
+from ..storage import NewFile, resolve
 from ..storage.local import LocalStorage
 
 __all__ = ["ExportReport", "export_huggingface"]
@@ -253,7 +253,7 @@ class _Job:
     def write(self, name: str, shard: _Shard) -> None:
         """One file: the header first, then tensors as they are read; the next piece is read while one is written."""
         header = _header(shard.items)
-        writer = self.storage.create(name, len(header) + shard.nbytes)
+        writer = self.storage.create(NewFile(name, len(header) + shard.nbytes))
         try:
             writer.write_at(0, [memoryview(header)])
             with ThreadPoolExecutor(1, thread_name_prefix="bytecheckpoint-export") as pool:

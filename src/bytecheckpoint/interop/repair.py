@@ -276,7 +276,7 @@ def _generations(storage: Storage) -> list[_Generation]:
         group = found.setdefault(generation, _Generation(generation))
         group.nbytes += size
         try:
-            group.modified = max(group.modified, storage.modified(name))
+            group.modified = max(group.modified, storage.stat(name).modified)
             header, header_sum = _read_header(storage, name, size)
             if header.generation != generation:
                 raise CorruptCheckpointError(f"{name} says that it belongs to save {header.generation or 'none'}")

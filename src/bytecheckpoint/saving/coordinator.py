@@ -16,7 +16,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..collectives import Collective
-from ..errors import CheckpointError, IncompatibleCheckpointError, StorageError, UsageError
+from ..errors import (
+    CheckpointError,
+    IncompatibleCheckpointError,
+    StorageError,
+    StorageUnavailableError,
+    UsageError,
+)
 from ..planning.replicas import group_equal
 from ..planning.save_plan import LocalTable, SavePlan, all_rows, plan_save
 from ..representation.names import CATALOG_NAME, generation_of
@@ -42,6 +48,7 @@ class SaveTask:
         sequence: number of the save.
         timeout: seconds that a step may take, beyond the time for moving bytes.
         storage: where the checkpoint goes; set before rank 0 sends its first message.
+        replaces: version of the catalog that was there when rank 0 began to write, "" for none.
         generation: of the new files.
         info: what the catalog says about the save as a whole.
         layout: how the objects are distributed; set when rank 0 asks for a plan, kept with the plan.
@@ -50,6 +57,7 @@ class SaveTask:
     sequence: int
     timeout: float
     storage: Storage | None = None
+    replaces: str = ""
     generation: str = ""
     info: dict[str, Any] = field(default_factory=dict)
     layout: dict[str, Any] | None = None
@@ -136,21 +144,26 @@ class Coordinator:
         self._complete_values(task, reports, waits)
         assert task.storage is not None
         catalog = build_catalog(known.plan, reports, task.generation, {**task.info, "layout": known.layout})
-        self._publish(task.storage, encode_catalog(catalog))
-        self._clean(task.storage, {f.name for f in catalog.files})
+        # Looked for before the commit: what appears later belongs to a save that begins later.
+        stale = self._stale(task.storage, {f.name: f.size for f in catalog.files})
+        self._publish(task, encode_catalog(catalog))
+        self._clean(task.storage, stale)
         for rank in world:
             self._tell(task, rank, waits[rank], Outcome())
 
     @staticmethod
-    def _publish(storage: Storage, catalog: bytes) -> None:
+    def _publish(task: SaveTask, catalog: bytes) -> None:
         """Commit. What fails may have taken effect all the same (an answer that got lost, an fsync after the rename)."""
+        storage = task.storage
+        assert storage is not None
         try:
-            storage.publish(CATALOG_NAME, catalog)
+            storage.publish(CATALOG_NAME, catalog, expected=task.replaces)
         except BaseException as error:
+            keep = isinstance(error, StorageUnavailableError) and error.undecided
             try:
-                keep = storage.read(CATALOG_NAME) == catalog
+                keep = keep or storage.read(CATALOG_NAME) == catalog
             except FileNotFoundError:
-                keep = False
+                pass
             except (StorageError, OSError):
                 keep = True
             raise _Failed(Failure.of(0, "commit", error, keep=keep)) from error
@@ -225,13 +238,46 @@ class Coordinator:
             reports[rank] = report
 
     @staticmethod
-    def _clean(storage: Storage, named: set[str]) -> None:
-        """Remove storage files that the new catalog does not name: the replaced checkpoint's, and of killed saves."""
+    def _stale(storage: Storage, named: Mapping[str, int]) -> list[str]:
+        """Storage files that the new catalog does not name: the replaced checkpoint's, and those of killed saves.
+
+        Args:
+            storage: as rank 0 sees it.
+            named: the new files and their sizes.
+
+        Raises:
+            StorageError: a file that a rank has written is not here, or has another size: ranks do not share the path.
+        """
         try:
-            stale = [name for name, _ in storage.list() if generation_of(name) is not None and name not in named]
+            present = dict(storage.list())
+        except Exception as error:  # noqa: BLE001  a storage that cannot be listed can be saved to
+            _log.warning("%s: old files could not be removed: %s", storage.url, error)
+            return []
+        for name, size in named.items():
+            if present.get(name) != size:
+                _refuse_unseen(storage, name, size)
+        return [name for name in present if generation_of(name) is not None and name not in named]
+
+    @staticmethod
+    def _clean(storage: Storage, stale: Sequence[str]) -> None:
+        try:
             storage.delete(stale)
         except Exception as error:  # noqa: BLE001  the save is committed: nothing may report its failure any more
             _log.warning("%s: old files could not be removed: %s", storage.url, error)
+
+
+def _refuse_unseen(storage: Storage, name: str, size: int) -> None:
+    """Look at a file that the listing lacks: listings of network file systems may come from a cache."""
+    try:
+        present = storage.stat(name).size
+    except FileNotFoundError:
+        present = -1
+    if present != size:
+        found = f"{present} bytes of it" if present >= 0 else "nothing of it"
+        raise StorageError(
+            f"{storage.url}: {name} was written with {size} bytes, but rank 0 sees {found}; the path must be on storage "
+            f"that all ranks share"
+        )
 
 
 def _by_key(values: Mapping[int, Sequence[ValueRecord]]) -> dict[Key, dict[int, ValueRecord]]:

@@ -21,7 +21,7 @@ from ..handles import SaveHandle, SaveReport
 from ..monitoring.collector import collector_paused
 from ..monitoring.phases import Phases
 from ..planning.save_plan import LocalTable, describe
-from ..representation.names import escape, new_generation, storage_file_name, values_file_name
+from ..representation.names import CATALOG_NAME, escape, new_generation, storage_file_name, values_file_name
 from ..representation.shards import LiveState, TensorKey
 from .coordinator import SaveTask
 from .local import LocalPlan, PlannedFile, Value, content_digest, lay_out_rows, lay_out_values, signature, split
@@ -195,6 +195,13 @@ class SaveSession:
         known = plan.targets if planned else KnownTargets()
         return Image(tensors, [f.image for f in files], known), tasks
 
+    def _begin_commit(self) -> None:
+        """Before the first byte is written: see what the commit will replace, and whether it can."""
+        if self._collective.rank == 0:
+            storage = self._call.storage
+            storage.probe()
+            self.task.replaces = storage.version(CATALOG_NAME)
+
     def _file_name(self, file: PlannedFile) -> str:
         name = values_file_name if file.values else storage_file_name
         return name(file.kind, self._collective.rank, self._generation, file.part)
@@ -213,6 +220,7 @@ class SaveSession:
     def write_through(self, handle: SaveHandle) -> None:
         """A synchronous save from here on."""
         self.stage_name = "write"
+        self._begin_commit()
         job, _ = self._new_job(self._values_to_write(), planned=True)
         records = self._finish(job, job.write_through(), self._files)
         handle.staged.set_result(None)
@@ -225,6 +233,7 @@ class SaveSession:
         settings = self._call.settings
         self._saver.reserve(image.nbytes, settings)
         if self._saver.pool.capacity < image.nbytes:
+            self._begin_commit()
             job.open_backend(self._saver.pool, self._saver.helper(settings))
             self._chunks = job.stage(self._saver.pool)
         else:
@@ -245,6 +254,7 @@ class SaveSession:
         self.stage_name = "write"
         job = self._jobs[0]
         if not job.opened:
+            self._begin_commit()
             job.open_backend(self._saver.pool, self._saver.helper(self._call.settings))
         records = self._finish(job, job.write_staged(self._chunks), self._files)
         self._commit(handle, records)

@@ -1,18 +1,98 @@
-"""The storage protocol: bytes under names inside one checkpoint folder. Nothing here knows what the bytes mean."""
+"""The storage protocol: bytes under names inside one checkpoint folder. Nothing here knows what the bytes mean.
+
+A backend implements `Storage` with a `FileWriter` and a `FileReader` (or derives from `uploading.UploadingStorage`, when
+it can only take whole files), and proves it by deriving a test class from `bytecheckpoint.storage.testing`. All of it is
+called from several threads at once.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
-__all__ = ["FileReader", "FileWriter", "Storage"]
+from ..errors import UsageError
+from ..representation.names import check_relative, is_uri
+
+__all__ = [
+    "STEP_BYTES",
+    "Capabilities",
+    "FileReader",
+    "FileStat",
+    "FileWriter",
+    "NewFile",
+    "Storage",
+    "check_name",
+]
+
+#: What a POSIX file system likes to move in one call: small enough that bytes which were hashed just before are still in
+#: the processor's cache, large enough that the call costs little.
+STEP_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What the callers of a storage may rely on; constant for a class of storages.
+
+    Attributes:
+        shared: any process that resolves the URL sees the same files. Otherwise the helper process cannot write them.
+        durable: files survive a crash of the machine.
+        exclusive_publish: `publish` with `expected` is one atomic step. Otherwise it compares first and publishes then.
+        whole_files: a file is sent when it is complete; buffers that are not stable pass through a local spool file.
+        remote: every call is a request over a network: few large ones are better than many small ones.
+    """
+
+    shared: bool = True
+    durable: bool = True
+    exclusive_publish: bool = True
+    whole_files: bool = False
+    remote: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class NewFile:
+    """The request for a new file. It is a class, so that a hint added later breaks no backend.
+
+    Attributes:
+        name: relative name. It is unique: nothing was ever written under it.
+        size: bytes that it will have, about.
+        direct: bypass the operating system's caches, if the storage can.
+        stable: buffers given to the writer keep their contents until `finish` or `abort` has returned, so it may refer
+            to them instead of taking their bytes at once.
+    """
+
+    name: str
+    size: int
+    direct: bool = False
+    stable: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class FileStat:
+    """What a storage knows about a file.
+
+    Attributes:
+        size: length in bytes.
+        modified: when it was last written, seconds since 1970; 0.0 where the storage does not know.
+        version: opaque token that changes when the content does; never empty.
+    """
+
+    size: int
+    modified: float
+    version: str
 
 
 class FileWriter(ABC):
-    """A new file being written. Several threads may call `write_at` at once with ranges that do not overlap."""
+    """A new file being written. Several threads may call `write_at` at once with ranges that do not overlap.
+
+    The ranges of all calls together tile the file. They come in any order; the first bytes of the file come last,
+    because they hold the checksums of the others.
+    """
 
     #: Whether every buffer, offset and length (but the file's tail) must be a multiple of 4096.
     direct: bool = False
+    #: Calls of `write_at` should carry this many bytes, or all that the caller has at hand if that is less.
+    step_bytes: int = STEP_BYTES
 
     @abstractmethod
     def write_at(self, offset: int, buffers: Sequence[memoryview]) -> None:
@@ -22,9 +102,12 @@ class FileWriter(ABC):
     def finish(self, size: int) -> None:
         """Cut the file at `size` bytes, make its bytes durable, close it."""
 
+    def interrupt(self) -> None:
+        """Let calls that are under way in other threads fail soon, because `abort` will follow; never raises."""
+
     @abstractmethod
     def abort(self) -> None:
-        """Close and remove the file; never raises."""
+        """Close and remove the file, finished or not; never raises."""
 
 
 class FileReader(ABC):
@@ -32,10 +115,15 @@ class FileReader(ABC):
 
     #: Length of the file in bytes when it was opened.
     size: int
+    #: Calls of `read_into` should ask for this many bytes, or for all that the caller wants if that is less.
+    step_bytes: int = STEP_BYTES
 
     @abstractmethod
     def read_into(self, offset: int, buffers: Sequence[memoryview]) -> int:
-        """Fill `buffers` one after the other from byte `offset`; returns the bytes read, fewer only at the file's end."""
+        """Fill `buffers` one after the other from byte `offset`; returns the bytes read, fewer only at the file's end.
+
+        A file that was removed meanwhile either still has its bytes, or has none any more.
+        """
 
     @abstractmethod
     def close(self) -> None:
@@ -45,16 +133,19 @@ class FileReader(ABC):
 class Storage(ABC):
     """One checkpoint folder in some storage.
 
-    Names are relative, with "/" between folder and file. Errors are `StorageError`s, but for a name that does not
-    exist, which is Python's FileNotFoundError (the caller knows what its absence means).
+    Names are relative, with "/" between folder and file (`check_name`). Errors are `StorageError`s, but for a name that
+    does not exist, which is Python's FileNotFoundError (the caller knows what its absence means), and for a name that is
+    none, which is a UsageError.
     """
 
-    #: Address of the folder as a user would write it, absolute.
+    #: Address of the folder as a user would write it, absolute. With the environment it suffices to make the storage
+    #: anew in another process; it holds no credentials.
     url: str
+    capabilities: Capabilities = Capabilities()
 
     @abstractmethod
-    def create(self, name: str, size: int, *, direct: bool = False) -> FileWriter:
-        """Start a new file of about `size` bytes; the name must not exist. `direct` asks to bypass caches if possible."""
+    def create(self, request: NewFile) -> FileWriter:
+        """Start a new file. Nothing is visible under its name before `finish`, or it is visibly unfinished."""
 
     @abstractmethod
     def open(self, name: str) -> FileReader:
@@ -65,21 +156,56 @@ class Storage(ABC):
         """All bytes of a small file. Raises FileNotFoundError."""
 
     @abstractmethod
-    def publish(self, name: str, data: bytes) -> None:
-        """Put `data` under `name` atomically and durably: readers see the old bytes or the new ones, never a mixture."""
+    def stat(self, name: str) -> FileStat:
+        """Size, time and version of a file. Raises FileNotFoundError."""
+
+    def version(self, name: str) -> str:
+        """The version of a file, for `publish`; "" when there is none."""
+        try:
+            return self.stat(name).version
+        except FileNotFoundError:
+            return ""
+
+    @abstractmethod
+    def publish(self, name: str, data: bytes, *, expected: str | None = None) -> None:
+        """Put `data` under `name` atomically and durably: readers see the old bytes or the new ones, never a mixture.
+
+        Args:
+            name: what to replace or to create.
+            data: the new content.
+            expected: the `version` that must still be there, "" for none at all; None: whatever is there.
+
+        Raises:
+            StorageConflictError: another writer came first; what it wrote is untouched.
+            StorageUnavailableError: with `undecided` set when the data may be there all the same, now or soon.
+        """
+
+    @abstractmethod
+    def folders(self) -> list[str]:
+        """Names of the direct sub-folders, sorted."""
 
     @abstractmethod
     def list(self) -> list[tuple[str, int]]:
-        """(name, size) of every file of the folder and its direct sub-folders; empty when there is no folder."""
-
-    def modified(self, name: str) -> float:
-        """When a file was last written, seconds since 1970; 0.0 where the storage does not know."""
-        return 0.0
+        """(name, size) of every file of the folder and its direct sub-folders, sorted; empty when there is no folder."""
 
     @abstractmethod
     def delete(self, names: Iterable[str]) -> None:
         """Remove files (and folders that this empties); absent ones are fine."""
 
-    @abstractmethod
     def sync(self, names: Iterable[str]) -> None:
         """Make the names of finished files durable (directory entries)."""
+
+    def probe(self) -> None:
+        """Refuse now what would fail at the end of a save: called once when a save begins, by the rank that commits."""
+
+
+def check_name(name: str) -> str:
+    """`name`, if it names a file inside the folder on any platform.
+
+    Raises:
+        UsageError: it is empty, absolute or a URI, or has a control character, a backslash, a drive, or a component
+            that is empty, "." or "..".
+    """
+    if is_uri(name):
+        raise UsageError(f"file name {name[:200]!r} is a URI, not a name inside the checkpoint: resolve it first")
+    return check_relative(name)

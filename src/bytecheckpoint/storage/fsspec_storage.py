@@ -1,0 +1,262 @@
+"""Any file system of fsspec, as `fsspec+scheme://...`: slower than a backend of one's own, and right.
+
+Nothing is taken for granted that file systems differ in: files are sent whole, what was written is looked at again, and
+a checkpoint is published by writing it beside its place and moving it there, which replaces it at once both where moving
+is a rename and where it is a copy to a new object.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import re
+import secrets
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import fsspec
+import numpy as np
+
+from ..errors import (
+    CheckpointError,
+    StorageConflictError,
+    StorageError,
+    StorageFullError,
+    StorageUnavailableError,
+    UsageError,
+)
+from ..settings import settings
+from .base import Capabilities, FileReader, FileStat, check_name
+from .local import FULL, TRANSIENT
+from .object_errors import cleaned
+from .retrying import retry
+from .uploading import Pieces, UploadingStorage
+
+__all__ = ["FsspecStorage"]
+
+_T = TypeVar("_T")
+_TEMPORARY = ".publishing-"
+_READ_BYTES = 16 << 20
+_LOCAL = {"file", "local"}
+#: What file systems say about a file that changes when it is replaced, by any of their names for it.
+_MARKS = (
+    "ETag", "etag", "generation", "version_id", "md5", "checksum", "size", "ino", "mtime", "created", "LastModified",
+    "last_modified", "modified", "updated",
+)  # fmt: skip
+_TIMES = ("mtime", "LastModified", "last_modified", "modified", "updated", "created")
+_PASSING = re.compile(r"Timeout|Connect|Disconnect|Reset|BrokenPipe|Throttl|ServiceUnavailable|EOFError|SSHException")
+
+
+class FsspecStorage(UploadingStorage):
+    """A folder of a file system of fsspec, which takes its options from the environment and fsspec's configuration."""
+
+    def __init__(self, url: str) -> None:
+        inner = url.partition("+")[2]
+        scheme, _, rest = inner.partition("://")
+        if "?" in rest or re.match(r"[^/]*:[^/]*@", rest):
+            raise UsageError(
+                f"an fsspec+{scheme}:// URL takes no password and no query: put them into fsspec's configuration or the "
+                f"environment"
+            )
+        path = rest.strip("/")
+        if any(part in (".", "..") for part in path.split("/")):
+            raise UsageError(f"{url!r} is not a checkpoint path: it has a '.' or '..' part")
+        try:
+            self._fs, root = fsspec.core.url_to_fs(inner)
+        except (ImportError, ValueError) as error:
+            raise UsageError(f"cannot use fsspec+{scheme}://: {cleaned(str(error))}") from None
+        self._root = root.rstrip("/")
+        self.url = f"fsspec+{inner}".rstrip("/")
+        memory = scheme == "memory"
+        self.capabilities = Capabilities(
+            shared=not memory,
+            durable=not memory and scheme not in _LOCAL,
+            exclusive_publish=False,
+            whole_files=True,
+            remote=not memory and scheme not in _LOCAL,
+        )
+
+    def _path(self, name: str) -> str:
+        return f"{self._root}/{check_name(name)}"
+
+    def _shown(self, name: str) -> str:
+        return f"{self.url}/{name}"
+
+    def _run(self, action: str, shown: str, call: Callable[[], _T]) -> _T:
+        """What `call` returns, with typed errors, tried again after transient ones."""
+
+        def once() -> _T:
+            with _translated(action, shown):
+                return call()
+
+        return retry(once, settings().storage_timeout)
+
+    # --- files ------------------------------------------------------------------------------------------------
+
+    def upload(self, name: str, size: int, pieces: Pieces) -> None:
+        path = self._path(name)
+        self._run("upload", self._shown(name), lambda: self._write(path, size, pieces()))
+
+    def _write(self, path: str, size: int, pieces: Iterator[memoryview]) -> None:
+        """Write a file and see that it is there; a part of one is removed."""
+        self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+        try:
+            with self._fs.open(path, "wb") as file:
+                for piece in pieces:
+                    _write_fully(file, piece)
+            self._fs.invalidate_cache()
+            found = self._fs.info(path)["size"]
+            if found != size:
+                raise StorageError(f"{self.url}: {found} bytes of {size} arrived at {path}")
+        except BaseException:
+            with contextlib.suppress(Exception):
+                self._fs.rm_file(path)
+            raise
+
+    def open(self, name: str) -> FileReader:
+        return _Reader(self, name, self.stat(name).size)
+
+    def read(self, name: str) -> bytes:
+        path = self._path(name)
+        self.stat(name)  # some file systems take a folder for an empty file
+        return self._run("read", self._shown(name), lambda: bytes(self._fs.cat_file(path)))
+
+    def read_range(self, name: str, start: int, stop: int) -> bytes:
+        """Bytes [start, stop) of a file, fewer at its end."""
+        path = self._path(name)
+        return self._run("read", self._shown(name), lambda: bytes(self._fs.cat_file(path, start, stop)))
+
+    def stat(self, name: str) -> FileStat:
+        path = self._path(name)
+        self._fs.invalidate_cache()
+        info = self._run("look at", self._shown(name), lambda: self._fs.info(path))
+        if info.get("type") != "file":
+            raise FileNotFoundError(2, "no such file", self._shown(name))
+        marks = [f"{mark}={info[mark]}" for mark in _MARKS if info.get(mark) is not None]
+        return FileStat(int(info["size"]), _time(info), ";".join(marks))
+
+    # --- commit -----------------------------------------------------------------------------------------------
+
+    def publish(self, name: str, data: bytes, *, expected: str | None = None) -> None:
+        path, shown = self._path(name), self._shown(name)
+        if expected is not None and self.version(name) != expected:
+            raise StorageConflictError(
+                f"cannot publish {shown}: another save replaced it meanwhile; let one job at a time save to a path"
+            )
+        folder, _, last = path.rpartition("/")
+        temporary = f"{folder}/{_TEMPORARY}{secrets.token_hex(8)}-{last}"
+
+        def put() -> None:
+            self._write(temporary, len(data), iter([memoryview(data)]))
+            self._fs.mv(temporary, path)
+
+        try:
+            self._run("publish", shown, put)
+        finally:
+            with contextlib.suppress(Exception):
+                self._fs.rm_file(temporary)
+        if expected is not None and self.read(name) != data:
+            raise StorageError(f"cannot publish {shown}: its file system did not replace it; use another storage")
+
+    # --- folders ----------------------------------------------------------------------------------------------
+
+    def _listing(self, path: str) -> tuple[list[tuple[str, int]], list[str]]:
+        def call() -> Sequence[dict[str, Any]]:
+            self._fs.invalidate_cache()
+            try:
+                found: Sequence[dict[str, Any]] = self._fs.ls(path, detail=True)
+                return found
+            except (FileNotFoundError, NotADirectoryError):
+                return []
+
+        entries = [(e["name"].rstrip("/"), e) for e in self._run("list", self.url, call)]
+        inside = [(name.rpartition("/")[2], e) for name, e in entries if name != path and _TEMPORARY not in name]
+        files = [(name, int(e["size"])) for name, e in inside if e["type"] == "file"]
+        return files, [name for name, e in inside if e["type"] == "directory"]
+
+    def folders(self) -> list[str]:
+        return sorted(self._listing(self._root)[1])
+
+    def list(self) -> list[tuple[str, int]]:
+        found, folders = self._listing(self._root)
+        for folder in folders:
+            found = found + [(f"{folder}/{name}", size) for name, size in self._listing(f"{self._root}/{folder}")[0]]
+        return sorted(found)
+
+    def delete(self, names: Iterable[str]) -> None:
+        paths = [(self._path(name), self._shown(name), "/" in name) for name in names]
+        for path, shown, _ in paths:
+            self._remove(path, shown)
+        for folder in {path.rpartition("/")[0] for path, _, nested in paths if nested}:
+            with contextlib.suppress(Exception):  # not empty, or not a thing that can be removed
+                self._fs.rmdir(folder)
+
+    def _remove(self, path: str, shown: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            self._run("delete", shown, lambda: self._fs.rm_file(path))
+
+
+class _Reader(FileReader):
+    step_bytes = _READ_BYTES
+
+    def __init__(self, storage: FsspecStorage, name: str, size: int) -> None:
+        self._storage = storage
+        self._name = name
+        self.size = size
+
+    def read_into(self, offset: int, buffers: Sequence[memoryview]) -> int:
+        position = offset
+        for buffer in buffers:
+            target = np.frombuffer(buffer, np.uint8)
+            while len(target) and position < self.size:
+                stop = min(position + len(target), position + _READ_BYTES, self.size)
+                try:
+                    got = np.frombuffer(self._storage.read_range(self._name, position, stop), np.uint8)
+                except FileNotFoundError:
+                    return position - offset  # it was removed meanwhile
+                if not len(got):
+                    return position - offset
+                np.copyto(target[: len(got)], got)
+                target = target[len(got) :]
+                position += len(got)
+        return position - offset
+
+    def close(self) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def _translated(action: str, shown: str) -> Iterator[None]:
+    """Turn what file systems raise, which may be anything, into typed errors."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except FileNotFoundError:
+        raise FileNotFoundError(2, "no such file", shown) from None
+    except Exception as error:
+        reason = cleaned(str(error))[:200] or type(error).__name__
+        what = f"cannot {action} {shown}: {reason}"
+        number = error.errno if isinstance(error, OSError) else None
+        if number in FULL:
+            raise StorageFullError(f"{what}; free space and save again") from error
+        passing = any(_PASSING.search(cls.__name__) for cls in type(error).__mro__[:-2])
+        if number in TRANSIENT or passing:
+            raise StorageUnavailableError(f"{what}; check that the storage can be reached", undecided=True) from error
+        raise StorageError(what) from error
+
+
+def _write_fully(file: Any, piece: memoryview) -> None:
+    while len(piece):
+        done = file.write(piece)
+        piece = piece[len(piece) if done is None else done :]
+
+
+def _time(info: dict[str, Any]) -> float:
+    for key in _TIMES:
+        value = info.get(key)
+        if isinstance(value, int | float):
+            return float(value)
+        if isinstance(value, datetime.datetime):
+            return value.timestamp()
+    return 0.0

@@ -1,0 +1,53 @@
+"""Memory of this machine that outlives the process: `mem://name/...`, files of the memory file system."""
+
+from __future__ import annotations
+
+import os
+import stat
+
+from ..errors import StorageError, UsageError
+from ..settings import settings
+from .base import Capabilities, check_name
+from .local import PosixStorage, translated
+
+__all__ = ["MemoryStorage"]
+
+
+class MemoryStorage(PosixStorage):
+    """`mem://name/...`: a folder under /dev/shm/bytecheckpoint-<user id>, which only this user can enter.
+
+    It lasts until it is removed or the machine restarts, whatever becomes of the process. Processes of the same user on
+    the same machine see the same files; other machines see none of them. The memory file system's limit (half of the
+    memory, as a rule) is its size.
+    """
+
+    capabilities = Capabilities(durable=False)
+
+    def __init__(self, url: str) -> None:
+        name = url.partition("://")[2].rstrip("/")
+        try:
+            check_name(name)
+        except UsageError:
+            raise UsageError(f"{url!r} names no place in memory: write mem://name or mem://name/step_1") from None
+        base = os.path.join(settings().memory_dir, f"bytecheckpoint-{os.geteuid()}")
+        super().__init__(os.path.join(base, *name.split("/")), f"mem://{name}")
+        self._base = base
+        if os.path.lexists(base):
+            self._refuse_foreign()
+
+    def _make_folder(self, folder: str) -> None:
+        with translated(f"create {self._base} for", self.url):
+            try:
+                os.mkdir(self._base, 0o700)
+            except FileExistsError:
+                self._refuse_foreign()
+        super()._make_folder(folder)
+
+    def _refuse_foreign(self) -> None:
+        """Anybody may create folders in /dev/shm: neither read what another user put there nor write for all to see."""
+        found = os.lstat(self._base)
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+            raise StorageError(
+                f"cannot use {self.url}: {self._base} belongs to somebody else or is open to others; remove it or set "
+                f"memory_dir"
+            )

@@ -1,0 +1,108 @@
+"""Clients of object stores, configured from the environment that their own tools use."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from ..errors import UsageError
+
+__all__ = ["SCHEMES", "environment", "make_client"]
+
+#: What the store calls its top-level folders, by scheme.
+SCHEMES = {"s3": "bucket", "gs": "bucket", "az": "container"}
+_PREFIXES = ("AWS_", "AZURE_", "GOOGLE_")
+#: A request whose signature is this old is refused by some stores, and the client does not sign anew.
+_LONGEST_RETRY = 240.0
+#: Time limit of one request, which carries at most some ten megabytes.
+_REQUEST_SECONDS = 120.0
+
+
+def environment() -> dict[str, str]:
+    """The variables that configure object stores."""
+    return {name: value for name, value in os.environ.items() if name.startswith(_PREFIXES)}
+
+
+def make_client(scheme: str, bucket: str, seconds: float, variables: Mapping[str, str], **options: Any) -> Any:
+    """A client of one bucket.
+
+    Args:
+        scheme: "s3", "gs" or "az".
+        bucket: its name.
+        seconds: for how long it tries a request again after transient errors; 0.0: it does not.
+        variables: from `environment`.
+        **options: of the client's class.
+
+    Raises:
+        UsageError: variables that contradict each other, or lack what is needed.
+    """
+    import obstore.store
+
+    limit = min(seconds, _LONGEST_RETRY)
+    retry = {
+        "max_retries": 10_000 if seconds else 0,
+        "retry_timeout": timedelta(seconds=limit),
+        "backoff": {"init_backoff": timedelta(milliseconds=100), "max_backoff": timedelta(seconds=3), "base": 2},
+    }
+    client: dict[str, Any] = {}
+    if not any(name.endswith("_TIMEOUT") for name in variables):
+        client["timeout"] = timedelta(seconds=min(_REQUEST_SECONDS, seconds or _REQUEST_SECONDS))
+    try:
+        if scheme == "s3":
+            options = {**_s3(variables, client), **options}
+            return obstore.store.S3Store(bucket, client_options=client, retry_config=retry, **options)  # type: ignore[arg-type]
+        if scheme == "gs":
+            return obstore.store.GCSStore(bucket, client_options=client, retry_config=retry, **options)  # type: ignore[arg-type]
+        options = {**_azure(variables, client), **options}
+        return obstore.store.AzureStore(bucket, client_options=client, retry_config=retry, **options)  # type: ignore[arg-type]
+    except (obstore.exceptions.BaseError, ValueError) as error:
+        from .object_errors import facts_of
+
+        raise UsageError(f"cannot use {scheme}://{bucket}: {facts_of(error).reason}; see its variables") from None
+
+
+def _s3(variables: Mapping[str, str], client: dict[str, Any]) -> dict[str, Any]:
+    options: dict[str, Any] = {}
+    endpoint = (
+        variables.get("AWS_ENDPOINT_URL_S3") or variables.get("AWS_ENDPOINT_URL") or variables.get("AWS_ENDPOINT")
+    )
+    if endpoint and endpoint.startswith("http://"):
+        client["allow_http"] = True  # whoever writes http means it
+    profile = Path(variables.get("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials")).expanduser()
+    own = ("AWS_ACCESS_KEY_ID", "AWS_SKIP_SIGNATURE", "AWS_WEB_IDENTITY_TOKEN_FILE")
+    files = "AWS_PROFILE" in variables or profile.exists()
+    if files and not any(name in variables for name in own):
+        # The client itself reads no profiles; the AWS SDK does.
+        try:
+            from obstore.auth.boto3 import Boto3CredentialProvider
+        except ImportError:
+            if "AWS_PROFILE" in variables:
+                raise UsageError("AWS_PROFILE is set: profiles need the package boto3 (pip install boto3)") from None
+        else:
+            options["credential_provider"] = Boto3CredentialProvider()
+    return options
+
+
+def _azure(variables: Mapping[str, str], client: dict[str, Any]) -> dict[str, Any]:
+    """The variables of Azure's own tools, which the client knows by other names."""
+    options: dict[str, Any] = {}
+    parts = dict(
+        part.partition("=")[::2] for part in variables.get("AZURE_STORAGE_CONNECTION_STRING", "").split(";") if part
+    )
+    names = {
+        "account_name": ("AccountName", "AZURE_STORAGE_ACCOUNT"),
+        "account_key": ("AccountKey", "AZURE_STORAGE_KEY"),
+        "sas_key": ("SharedAccessSignature", "AZURE_STORAGE_SAS_TOKEN"),
+        "endpoint": ("BlobEndpoint", "AZURE_STORAGE_BLOB_ENDPOINT"),
+    }
+    for option, (part, variable) in names.items():
+        value = parts.get(part) or variables.get(variable)
+        if value:
+            options[option] = value
+    endpoint = options.get("endpoint") or variables.get("AZURE_STORAGE_ENDPOINT") or variables.get("AZURE_ENDPOINT", "")
+    if endpoint.startswith("http://"):
+        client["allow_http"] = True
+    return options

@@ -1,0 +1,139 @@
+"""What an object store's client says, as the typed error that tells a handler what it can do.
+
+The client reports nearly everything as one class with a long text: the request, how often it was tried, the status, the
+server's XML and a dump of its own state. Here the facts are taken out of the text. The rest is left behind: server answers
+can hold keys and signed requests.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from ..errors import StorageError, StorageFullError, StorageUnavailableError
+
+__all__ = ["Facts", "cleaned", "facts_of", "storage_error"]
+
+_STATUS = re.compile(r"status code: (\d{3})(?: ([A-Za-z ]+))?")
+_RETRIES = re.compile(r"after (\d+) retries")
+_ELAPSED = re.compile(r" in ([0-9.]+)(ns|µs|ms|s)\b")
+_CODE = re.compile(r"<Code>([A-Za-z0-9.]+)</Code>")
+_MESSAGE = re.compile(r"<Message>([^<]*)</Message>")
+_KIND = re.compile(r"kind: (Connect|Timeout|Interrupted|Decode|Request|Unknown)\b")
+_SYSTEM = re.compile(r'message: "([^"]{1,100})"|(invalid peer certificate[^"]{0,80}|dns error[^"]{0,80})')
+_CREDENTIALS = re.compile(r"169\.254\.\d+\.\d+|metadata\.google\.internal|login\.microsoftonline|token request|sts\.")
+_QUERY = re.compile(r"\?[^\s\"'<>)]*")
+_USER = re.compile(r"//[^/\s@]+@")
+_UNITS = {"ns": 1e-9, "µs": 1e-6, "ms": 1e-3, "s": 1.0}
+
+_NO_BUCKET = {"NoSuchBucket", "ContainerNotFound", "InvalidBucketName", "InvalidResourceName", "PermanentRedirect"}
+_FULL = {"QuotaExceeded", "XMinioStorageFull", "InsufficientCapacity", "AccountQuotaExceeded", "StorageFull"}
+_WRONG_REGION = "incorrectly configured region"
+#: Statuses that another attempt may cure.
+_TRANSIENT = {408, 425, 429, 500, 502, 503, 504}
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What is known about a failed request.
+
+    Attributes:
+        status: HTTP status, 0 when no answer came.
+        code: the server's word for the error, such as "NoSuchBucket"; "" when it gave none.
+        reason: the error in a few words, free of secrets.
+        retries: how often the client tried again by itself.
+        elapsed: seconds that it spent.
+        credentials: what failed was not the request but the search for credentials for it.
+        transient: another attempt may succeed.
+    """
+
+    status: int
+    code: str
+    reason: str
+    retries: int
+    elapsed: float
+    credentials: bool
+    transient: bool
+
+
+def cleaned(text: str) -> str:
+    """`text` on one line, without the queries and user parts of URLs."""
+    return _USER.sub("//", _QUERY.sub("", " ".join(text.split())))
+
+
+def facts_of(error: BaseException) -> Facts:
+    """Take the facts out of a client's error."""
+    text, _, dump = str(error).partition("\n\nDebug source")
+    found = _STATUS.search(text)
+    status = int(found[1]) if found else 0
+    code = found_code[1] if (found_code := _CODE.search(text)) else ""
+    retries = int(found_retries[1]) if (found_retries := _RETRIES.search(text)) else 0
+    elapsed = float(took[1]) * _UNITS[took[2]] if (took := _ELAPSED.search(text)) else 0.0
+    head = text.partition("status code")[0]
+    return Facts(
+        status=status,
+        code=code,
+        reason=_reason(text, dump, code),
+        retries=retries,
+        elapsed=elapsed,
+        credentials=_CREDENTIALS.search(head) is not None,
+        transient=_is_transient(text, dump, status, code),
+    )
+
+
+def _is_transient(text: str, dump: str, status: int, code: str) -> bool:
+    if code in _FULL:
+        return False
+    if status:
+        return status in _TRANSIENT
+    if "builder error" in text or "invalid peer certificate" in dump:
+        return False
+    return "HTTP error" in text or _KIND.search(dump) is not None
+
+
+def _reason(text: str, dump: str, code: str) -> str:
+    if code:
+        message = found[1].strip() if (found := _MESSAGE.search(text)) else ""
+        return f"{code}: {cleaned(message)[:200]}" if message else code
+    if found := _STATUS.search(text):
+        return f"HTTP status {found[1]} {(found[2] or '').strip()}".strip()
+    if found := _SYSTEM.search(dump):
+        return cleaned(found[1] or found[2])
+    if found := _KIND.search(dump):
+        return {"Connect": "no connection", "Timeout": "no answer in time"}.get(found[1], "the connection broke")
+    return cleaned(text)[:200]
+
+
+def storage_error(error: BaseException, action: str, shown: str, attempts: int = 1) -> Exception:
+    """The typed error for what a client raised.
+
+    Args:
+        error: from the client.
+        action: what was being done, for the message.
+        shown: what it was done to, for the message.
+        attempts: tries so far, without those that the client made by itself.
+
+    Returns:
+        A StorageError, or FileNotFoundError for an object that does not exist.
+    """
+    facts = facts_of(error)
+    tries = attempts + facts.retries
+    what = f"cannot {action} {shown}: {facts.reason}"
+    if facts.credentials:
+        return StorageError(
+            f"cannot {action} {shown}: found no credentials in the environment, and the machine's own service gave none "
+            f"({facts.reason}); set them as the storage's own tools want them"
+        )
+    if facts.code in _NO_BUCKET or _WRONG_REGION in str(error):
+        return StorageError(f"{what}; check the bucket's name, its region and the endpoint")
+    if facts.code in _FULL or facts.status == 507:
+        return StorageFullError(f"{what}; free space or raise the quota, then save again")
+    if isinstance(error, FileNotFoundError):
+        return FileNotFoundError(2, "no such object", shown)
+    if facts.transient:
+        return StorageUnavailableError(
+            f"{what} (attempt {tries}); check that the storage can be reached", undecided=facts.status != 429
+        )
+    if facts.status in (401, 403) or type(error).__name__ in ("PermissionDeniedError", "UnauthenticatedError"):
+        return StorageError(f"{what}; check the credentials and what they are allowed to do")
+    return StorageError(what)

@@ -1,0 +1,214 @@
+"""Object stores: `s3://bucket/...`, `gs://bucket/...`, `az://container/...`, through obstore."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import msgspec
+import numpy as np
+import obstore
+
+from ..errors import StorageError, UsageError
+from .base import FileReader, FileStat, NewFile, check_name
+from .object_bucket import Bucket, bucket_of
+from .object_commit import examine, publish_exclusively
+from .object_config import SCHEMES
+from .object_errors import facts_of
+from .uploading import Pieces, UploadingStorage
+
+__all__ = ["ObjectStorage"]
+
+#: Length of one part of an upload. A file that fits in one is sent by a single request.
+_PART_BYTES = 8 << 20
+_MOST_PARTS = 9_000  # stores take 10,000
+_PARTS_IN_FLIGHT = 8
+#: Longest range of one request.
+_GET_BYTES = 16 << 20
+_LISTINGS = 8
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+
+
+class ObjectStorage(UploadingStorage):
+    """A folder of a bucket: all objects whose keys begin with the path of the URL.
+
+    Args:
+        url: "scheme://bucket/path". The path is taken as it is, without any decoding.
+        bucket: instead of the one that the URL and the environment name.
+    """
+
+    def __init__(self, url: str, bucket: Bucket | None = None) -> None:
+        scheme, name, path = _parse(url)
+        self.url = f"{scheme}://{name}/{path}".rstrip("/")
+        self._prefix = f"{path}/" if path else ""
+        self._bucket = bucket or bucket_of(scheme, name)
+
+    def _key(self, name: str) -> str:
+        return self._prefix + check_name(name)
+
+    def _shown(self, name: str) -> str:
+        return f"{self.url}/{name}"
+
+    # --- files ------------------------------------------------------------------------------------------------
+
+    def admit(self, request: NewFile) -> None:
+        self._bucket.check()
+
+    def upload(self, name: str, size: int, pieces: Pieces) -> None:
+        key = self._key(name)
+        part = max(_PART_BYTES, -(-size // _MOST_PARTS >> 20) + 1 << 20) if size > _PART_BYTES else size
+
+        def send(client: Any) -> None:
+            if size <= part:
+                obstore.put(client, key, b"".join(pieces()), use_multipart=False)
+                return
+            try:
+                obstore.put(
+                    client, key, pieces(), use_multipart=True, chunk_size=part, max_concurrency=_PARTS_IN_FLIGHT
+                )
+            except FileNotFoundError as error:
+                if "<Code>NoSuchUpload</Code>" in str(error):  # an earlier try completed it, and its answer got lost
+                    raise obstore.exceptions.GenericError(f"HTTP error: {error}") from None
+                raise
+
+        try:
+            self._bucket.run("upload", self._shown(name), send)
+        except FileNotFoundError as error:
+            raise StorageError(f"cannot upload {self._shown(name)}: {error}") from None
+
+    def open(self, name: str) -> FileReader:
+        return _Reader(self._bucket, self._key(name), self._shown(name))
+
+    def read(self, name: str) -> bytes:
+        key = self._key(name)
+        return self._bucket.run("read", self._shown(name), lambda client: bytes(obstore.get(client, key).bytes()))
+
+    def stat(self, name: str) -> FileStat:
+        key = self._key(name)
+        found = self._bucket.run("look at", self._shown(name), lambda client: obstore.head(client, key))
+        version = msgspec.json.encode([found["e_tag"], found["version"]]).decode()
+        return FileStat(found["size"], found["last_modified"].timestamp(), version)
+
+    # --- commit -----------------------------------------------------------------------------------------------
+
+    def probe(self) -> None:
+        examine(self._bucket, self._prefix)
+
+    def publish(self, name: str, data: bytes, *, expected: str | None = None) -> None:
+        key, shown = self._key(name), self._shown(name)
+        if expected is None:
+            self._bucket.run("publish", shown, lambda client: obstore.put(client, key, data, use_multipart=False))
+            return
+        examine(self._bucket, self._prefix)
+        publish_exclusively(self._bucket, key, shown, data, expected, self)
+
+    # --- folders ----------------------------------------------------------------------------------------------
+
+    def folders(self) -> list[str]:
+        return sorted(self._listing("")[1])
+
+    def _listing(self, folder: str) -> tuple[list[tuple[str, int]], list[str]]:
+        """Objects (name, size) and folders directly in a folder ("" or "name/")."""
+        prefix = self._prefix + folder
+        found = self._bucket.run(
+            "list", self.url, lambda client: obstore.list_with_delimiter(client, prefix.rstrip("/") or None)
+        )
+        # Consoles make empty objects whose keys end in "/" to stand for folders; they come here as the folder itself.
+        objects = [(o["path"][len(prefix) :], o["size"]) for o in found["objects"] if len(o["path"]) > len(prefix)]
+        folders = [p.rstrip("/")[len(prefix) :] for p in found["common_prefixes"]]
+        return objects, [f for f in folders if f]
+
+    def list(self) -> list[tuple[str, int]]:
+        objects, folders = self._listing("")
+        found = list(objects)
+        with ThreadPoolExecutor(_LISTINGS, thread_name_prefix="bytecheckpoint-list") as pool:
+            for folder, (inner, _) in zip(folders, pool.map(lambda f: self._listing(f + "/"), folders), strict=True):
+                found += [(f"{folder}/{name}", size) for name, size in inner]
+        return sorted(found)
+
+    def delete(self, names: Iterable[str]) -> None:
+        keys = [self._key(name) for name in names]
+        if not keys:
+            return
+        shown = self.url if len(keys) > 1 else f"{self._bucket.name}/{keys[0]}"
+
+        def remove(client: Any) -> None:
+            try:
+                obstore.delete(client, keys)
+            except (FileNotFoundError, obstore.exceptions.BaseError) as error:
+                # Some stores stop at the first absent object, and some know no deletion of several.
+                if not isinstance(error, FileNotFoundError) and facts_of(error).status != 501:
+                    raise
+                _delete_singly(client, keys)
+
+        self._bucket.run("delete from", shown, remove, brief=True)
+
+
+def _delete_singly(client: Any, keys: Sequence[str]) -> None:
+    def one(key: str) -> None:
+        try:
+            obstore.delete(client, key)
+        except FileNotFoundError:
+            pass
+
+    with ThreadPoolExecutor(_LISTINGS, thread_name_prefix="bytecheckpoint-delete") as pool:
+        list(pool.map(one, keys))
+
+
+class _Reader(FileReader):
+    step_bytes = _GET_BYTES
+
+    def __init__(self, bucket: Bucket, key: str, shown: str) -> None:
+        self._bucket = bucket
+        self._key = key
+        self._shown = shown
+        self.size = bucket.run("open", shown, lambda client: obstore.head(client, key))["size"]
+
+    def read_into(self, offset: int, buffers: Sequence[memoryview]) -> int:
+        position = offset
+        for buffer in buffers:
+            target = np.frombuffer(buffer, np.uint8)
+            while len(target) and position < self.size:
+                count = min(len(target), self.size - position, _GET_BYTES)
+                try:
+                    got = self._get(position, count)
+                except FileNotFoundError:
+                    return position - offset  # it was removed meanwhile
+                if not len(got):
+                    return position - offset
+                np.copyto(target[: len(got)], got)
+                target = target[len(got) :]
+                position += len(got)
+        return position - offset
+
+    def _get(self, start: int, count: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+        data = self._bucket.run(
+            "read", self._shown, lambda client: obstore.get_range(client, self._key, start=start, length=count)
+        )
+        return np.frombuffer(data, np.uint8)
+
+    def close(self) -> None:
+        pass
+
+
+def _parse(url: str) -> tuple[str, str, str]:
+    """Scheme, bucket and path of a URL.
+
+    Raises:
+        UsageError: it names no bucket, or holds what could be credentials; the message does not repeat them.
+    """
+    scheme, _, rest = url.partition("://")
+    name, _, path = rest.partition("/")
+    kind = SCHEMES.get(scheme, "bucket")
+    if "@" in name or "?" in rest:
+        raise UsageError(f"a {scheme}:// URL takes no user name and no query: credentials belong in the environment")
+    path = path.strip("/")
+    if not name:
+        raise UsageError(f"{url!r} names no {kind}: write {scheme}://{kind}/folder")
+    if _CONTROL.search(path) or any(part in ("", ".", "..") for part in path.split("/") if path):
+        raise UsageError(
+            f"{url!r} has an empty, '.' or '..' part or a control character: write {scheme}://{kind}/folder"
+        )
+    return scheme, name, path

@@ -1,0 +1,117 @@
+"""From a path or URL to its storage: schemes, the packages they need, and those that other packages add.
+
+A package adds a scheme by an entry point of the group `bytecheckpoint.storages` whose name is the scheme and whose object
+is called with the URL and returns a `Storage`:
+
+    [project.entry-points."bytecheckpoint.storages"]
+    tape = "my_package.tape:TapeStorage"
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+from collections.abc import Callable
+from importlib.metadata import EntryPoint, entry_points
+from typing import NamedTuple
+
+from ..errors import UsageError
+from .base import Storage
+from .local import LocalStorage
+
+__all__ = ["GROUP", "known_schemes", "resolve"]
+
+GROUP = "bytecheckpoint.storages"
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+_FSSPEC = "fsspec+"
+
+
+class _Builtin(NamedTuple):
+    """Where a scheme's backend is, the top-level package that it needs, and the extra that installs it."""
+
+    module: str
+    factory: str
+    needs: str = ""
+    extra: str = ""
+
+
+_BUILTIN = {
+    "mem": _Builtin(".memory", "MemoryStorage"),
+    "s3": _Builtin(".objects", "ObjectStorage", "obstore", "s3"),
+    "gs": _Builtin(".objects", "ObjectStorage", "obstore", "gcs"),
+    "az": _Builtin(".objects", "ObjectStorage", "obstore", "azure"),
+}
+_BUILTIN_FSSPEC = _Builtin(".fsspec_storage", "FsspecStorage", "fsspec", "fsspec")
+
+
+def resolve(path: str | os.PathLike[str]) -> Storage:
+    """The storage that `path` names. A relative path means the directory at the time of this call.
+
+    Raises:
+        UsageError: an empty path, a URL whose scheme has no backend, whose backend is not installed, or that holds
+            credentials.
+    """
+    text = os.fspath(path)
+    if not isinstance(text, str) or not text or "\0" in text:
+        raise UsageError(f"{text!r} is not a checkpoint path: give a folder or a URL")
+    match = _SCHEME.match(text)
+    if match is None:
+        return LocalStorage(text)
+    scheme = match[1].lower()
+    if scheme == "file":
+        return LocalStorage(_file_path(text))
+    url = scheme + text[len(scheme) :]
+    builtin = _BUILTIN_FSSPEC if scheme.startswith(_FSSPEC) else _BUILTIN.get(scheme)
+    if builtin is not None:
+        return _load(builtin, scheme)(url)
+    added = _added().get(scheme)
+    if added is None:
+        raise UsageError(f"no storage backend for {scheme}:// ; known schemes: {', '.join(known_schemes())}")
+    return _call(added, url)
+
+
+def known_schemes() -> list[str]:
+    """All schemes that `resolve` takes, those of other packages last."""
+    return ["file", *_BUILTIN, f"{_FSSPEC}...", *sorted(_added())]
+
+
+def _file_path(url: str) -> str:
+    path = url.partition("://")[2]
+    if path.startswith("localhost/"):
+        path = path[len("localhost") :]
+    if not path:
+        raise UsageError(f"{url!r} is not a checkpoint path: write file:///folder")
+    return path
+
+
+def _added() -> dict[str, EntryPoint]:
+    """Entry points by scheme; none can take the place of a built-in scheme."""
+    taken = {"file", *_BUILTIN}
+    return {e.name.lower(): e for e in entry_points(group=GROUP) if e.name.lower() not in taken}
+
+
+def _load(builtin: _Builtin, scheme: str) -> Callable[[str], Storage]:
+    try:
+        factory: Callable[[str], Storage] = getattr(
+            importlib.import_module(builtin.module, __package__), builtin.factory
+        )
+    except ModuleNotFoundError as error:
+        if not builtin.needs or (error.name or "").partition(".")[0] != builtin.needs:
+            raise
+        raise UsageError(
+            f"{scheme}:// needs the package {builtin.needs}: pip install 'bytecheckpoint[{builtin.extra}]'"
+        ) from None
+    return factory
+
+
+def _call(added: EntryPoint, url: str) -> Storage:
+    where = f"the storage backend {added.value!r} of {added.dist.name if added.dist else 'an unknown package'}"
+    try:
+        factory = added.load()
+    except (ImportError, AttributeError) as error:
+        raise UsageError(f"{where} cannot be imported: {error}") from error
+    storage = factory(url)
+    if not isinstance(storage, Storage):
+        raise UsageError(f"{where} made a {type(storage).__name__}, which is no bytecheckpoint Storage")
+    return storage

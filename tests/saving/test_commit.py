@@ -1,0 +1,121 @@
+"""The commit: two jobs that save to one path, ranks that do not share it, storages that only one process sees."""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+
+import bytecheckpoint
+from bytecheckpoint import StorageConflictError, StorageError, StorageUnavailableError
+from bytecheckpoint.collectives import current
+from bytecheckpoint.collectives.base import Collective
+from bytecheckpoint.collectives.threads import ThreadWorld
+from bytecheckpoint.storage import resolve
+from tests.faults.coded import files_of, load_step, states
+from tests.faults.ranks import attempt, save_all
+from tests.support.faulty_storage import Faults
+
+
+@pytest.fixture(autouse=True)
+def _settings() -> Iterator[None]:
+    bytecheckpoint.configure(writer="thread", timeout=20.0)
+    yield
+    bytecheckpoint.configure(writer="process", timeout=600.0, storage_timeout=180.0)
+
+
+@pytest.fixture
+def faults(monkeypatch: pytest.MonkeyPatch) -> Faults:
+    return Faults().install(monkeypatch)
+
+
+@pytest.mark.parametrize("replacing", [False, True])
+def test_the_second_of_two_jobs_gets_an_error(tmp_path: Path, faults: Faults, replacing: bool) -> None:
+    """It began before the first one's commit, which removes its files: it must not commit after that."""
+    path = tmp_path / "s"
+    if replacing:
+        save_all(ThreadWorld(1), path, 1)
+    gate = threading.Event()
+    late = faults.add("publish", hold=gate)
+    got: list[Any] = []
+    thread = threading.Thread(target=lambda: got.extend(save_all(ThreadWorld(2), path, 2)))
+    thread.start()
+    while not late.hits:
+        gate.wait(0.01)
+    save_all(ThreadWorld(3), path, 3)
+    gate.set()
+    thread.join(30)
+    assert all(type(raised) is StorageConflictError for raised in got), got
+    assert "another save" in str(got[0]) and "metadata.parquet" in str(got[0])
+    assert load_step(path) == 3
+    assert not any("publishing" in name for name in files_of(path))
+    save_all(ThreadWorld(2), path, 4)
+    assert load_step(path) == 4
+
+
+def test_a_save_that_begins_during_anothers_commit_keeps_its_files(tmp_path: Path, faults: Faults) -> None:
+    """What the first job removes after its commit was there before it: the second's files are not among that."""
+    path = tmp_path / "s"
+    save_all(ThreadWorld(1), path, 1)
+    gate = threading.Event()
+    cleaning = faults.add("delete", hold=gate)
+    thread = threading.Thread(target=lambda: save_all(ThreadWorld(1), path, 2))
+    thread.start()
+    while not cleaning.hits:
+        gate.wait(0.01)
+    report = save_all(ThreadWorld(2), path, 3)
+    gate.set()
+    thread.join(30)
+    assert not isinstance(report[0], Exception)
+    assert load_step(path) == 3
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_ranks_that_do_not_share_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asynchronous: bool) -> None:
+    """As when every machine has a disk of its own at the same path: no checkpoint without rank 1's files."""
+    world = ThreadWorld(2)
+
+    def run(collective: Collective) -> Any:
+        handle = attempt(
+            bytecheckpoint.save, "mem://x/step", states(collective.rank, 2, 1), async_checkpoint=asynchronous
+        )
+        return handle if isinstance(handle, Exception) else attempt(handle.result, 30)
+
+    def by_rank(path: Any) -> Any:
+        storage = resolve(tmp_path / str(current().rank))
+        storage.url = str(path)
+        return storage
+
+    monkeypatch.setattr("bytecheckpoint.saving.resolve_storage", by_rank)
+    got = world.run(run, timeout=60)
+    for raised in got:
+        assert type(raised) is StorageError, got
+        assert "rank 0 sees nothing of it" in str(raised) and "all ranks share" in str(raised)
+    assert not (tmp_path / "0" / "metadata.parquet").exists()
+
+
+def test_a_commit_whose_answer_is_lost_for_good_keeps_the_files(tmp_path: Path, faults: Faults) -> None:
+    """The storage may carry it out later, when this job has long been told of the failure."""
+    path = tmp_path / "s"
+    save_all(ThreadWorld(1), path, 1)
+    before = files_of(path)
+    faults.add("publish", StorageUnavailableError("no answer", undecided=True))
+    got = save_all(ThreadWorld(2), path, 2)
+    assert all(type(raised) is StorageUnavailableError for raised in got), got
+    assert load_step(path) == 1
+    assert len(files_of(path)) > len(before)
+    save_all(ThreadWorld(2), path, 3)
+    assert load_step(path) == 3
+
+
+def test_files_that_only_this_process_sees_are_not_left_to_the_writer_process() -> None:
+    bytecheckpoint.configure(writer="process")
+    url = f"fsspec+memory://{uuid.uuid4().hex}/step"
+    bytecheckpoint.save(url, states(step=5), async_checkpoint=True).result(60)
+    assert load_step(url) == 5
+    fsspec.filesystem("memory").store.clear()

@@ -1,0 +1,100 @@
+"""`mem://`: it outlives the process, belongs to one user, and is a storage like any other."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import bytecheckpoint
+from bytecheckpoint import CheckpointNotFoundError, StorageError, StorageFullError, UsageError
+from bytecheckpoint.cli.main import run
+from bytecheckpoint.storage import resolve
+from tests.faults.coded import load_step, states
+
+
+@pytest.fixture
+def name() -> Iterator[str]:
+    name = f"test-{uuid.uuid4().hex}"
+    yield name
+    shutil.rmtree(f"/dev/shm/bytecheckpoint-{os.geteuid()}/{name}", ignore_errors=True)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("writer", ["process", "thread"])
+def test_save_and_load(name: str, asynchronous: bool, writer: str, capsys: pytest.CaptureFixture[str]) -> None:
+    bytecheckpoint.configure(writer=writer)
+    for step in (1, 2):
+        report = bytecheckpoint.save(f"mem://{name}/step", states(step=step), async_checkpoint=asynchronous).result(60)
+        assert report.path == f"mem://{name}/step"
+        assert load_step(f"mem://{name}/step") == step
+    assert run(["verify", f"mem://{name}/step"]) == 0
+    assert run(["ls", f"mem://{name}"]) == 0
+    assert "committed" in capsys.readouterr().out
+    folder = Path(f"/dev/shm/bytecheckpoint-{os.geteuid()}")
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert (folder / name / "step" / "metadata.parquet").exists()
+
+
+def test_it_outlives_the_process(name: str) -> None:
+    program = f"""
+import os, bytecheckpoint
+from tests.faults.coded import states
+bytecheckpoint.save("mem://{name}/step", states(step=5))
+os._exit(9)
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=Path(__file__).parents[2], timeout=100, check=False)
+    assert done.returncode == 9
+    assert load_step(f"mem://{name}/step") == 5
+
+
+def test_nothing_there(name: str) -> None:
+    with pytest.raises(CheckpointNotFoundError, match=f"mem://{name}"):
+        bytecheckpoint.open(f"mem://{name}/step")
+
+
+@pytest.mark.parametrize("url", ["mem://", "mem:///", "mem://..", "mem://a/../b", "mem://a//b", "mem:///etc"])
+def test_places_that_are_none(url: str) -> None:
+    with pytest.raises(UsageError, match="mem://name"):
+        resolve(url)
+
+
+@pytest.mark.parametrize("wrong", ["open", "link"])
+def test_a_folder_that_others_can_reach_is_refused(tmp_path: Path, wrong: str) -> None:
+    folder = tmp_path / f"bytecheckpoint-{os.geteuid()}"
+    if wrong == "open":
+        folder.mkdir()
+        folder.chmod(0o755)
+    else:
+        (tmp_path / "elsewhere").mkdir(mode=0o700)
+        folder.symlink_to(tmp_path / "elsewhere")
+    bytecheckpoint.configure(memory_dir=str(tmp_path))
+    with pytest.raises(StorageError, match="belongs to somebody else or is open to others"):
+        resolve("mem://x")
+
+
+def test_the_memory_dir_reaches_the_writer_process(tmp_path: Path) -> None:
+    bytecheckpoint.configure(memory_dir=str(tmp_path), writer="process")
+    bytecheckpoint.save("mem://x/step", states(step=4), async_checkpoint=True).result(60)
+    assert load_step("mem://x/step") == 4
+    assert (tmp_path / f"bytecheckpoint-{os.geteuid()}" / "x" / "step" / "metadata.parquet").exists()
+
+
+def test_no_room(tmp_path: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("NOT TESTED HERE: mounting a small memory file system takes root")
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)], check=True)
+    try:
+        bytecheckpoint.configure(memory_dir=str(tmp_path))
+        with pytest.raises(StorageFullError, match=r"mem://x/step/.*No space left"):
+            bytecheckpoint.save("mem://x/step", states(step=4, rows=10_000))
+        assert resolve("mem://x/step").list() == []
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)

@@ -1,0 +1,144 @@
+"""URLs: schemes of this package and of others, what is missing, and what must not be in them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import bytecheckpoint
+from bytecheckpoint import UsageError
+from bytecheckpoint.collectives import current
+from bytecheckpoint.saving.saver import saver_of
+from bytecheckpoint.storage import known_schemes, resolve
+from bytecheckpoint.storage.local import LocalStorage
+from tests.faults.coded import load_step, states
+
+_PLUGIN = """
+from bytecheckpoint.storage.local import PosixStorage
+
+class Tape(PosixStorage):
+    def __init__(self, url):
+        super().__init__({root!r} + "/" + url.partition("://")[2], url)
+
+def no_storage(url):
+    return object()
+"""
+
+
+@pytest.fixture
+def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An installed package that adds schemes."""
+    site, root = tmp_path / "site", tmp_path / "tapes"
+    info = site / "tape_backend-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: tape-backend\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(
+        "[bytecheckpoint.storages]\ntape = tape_backend:Tape\nbroken = tape_backend:absent\n"
+        "none = tape_backend:no_storage\ns3 = tape_backend:Tape\n"
+    )
+    (site / "tape_backend.py").write_text(_PLUGIN.format(root=str(root)))
+    monkeypatch.syspath_prepend(site)
+    monkeypatch.delitem(sys.modules, "tape_backend", raising=False)
+    return root
+
+
+def test_paths_and_file_urls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for given in (
+        tmp_path / "a",
+        str(tmp_path / "a"),
+        "a",
+        "./b/../a",
+        f"file://{tmp_path}/a",
+        f"FILE://{tmp_path}/a/",
+    ):
+        storage = resolve(given)
+        assert isinstance(storage, LocalStorage)
+        assert storage.url == str(tmp_path / "a")
+    assert resolve("file://localhost/x/y").url == "/x/y"
+    assert resolve("with:colon").url == str(tmp_path / "with:colon")
+
+
+@pytest.mark.parametrize("path", ["", "a\0b", "file://", b"bytes"])
+def test_what_is_no_path(path: str) -> None:
+    with pytest.raises(UsageError, match="not a checkpoint path"):
+        resolve(path)
+
+
+def test_an_unknown_scheme_lists_the_known_ones() -> None:
+    with pytest.raises(UsageError, match=r"no storage backend for ftp://.*file, mem, s3, gs, az, fsspec\+") as raised:
+        resolve("ftp://user:secret@host/step")
+    assert "secret" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("url", "package", "extra"),
+    [
+        ("s3://bucket/x", "obstore", "s3"),
+        ("gs://bucket/x", "obstore", "gcs"),
+        ("az://container/x", "obstore", "azure"),
+        ("fsspec+memory://x", "fsspec", "fsspec"),
+    ],
+)
+def test_a_missing_package_says_what_to_install(url: str, package: str, extra: str) -> None:
+    program = f"""
+import sys
+sys.modules[{package!r}] = None
+from bytecheckpoint.storage import resolve
+from bytecheckpoint.errors import UsageError
+try:
+    resolve({url!r})
+except UsageError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    assert f"needs the package {package}: pip install 'bytecheckpoint[{extra}]'" in done.stdout
+
+
+def test_a_scheme_of_another_package(plugin: Path) -> None:
+    assert "tape" in known_schemes()
+    storage = resolve("tape://one/step")
+    storage.publish("catalog", b"x")
+    assert (plugin / "one" / "step" / "catalog").read_bytes() == b"x"
+    assert type(resolve("s3://bucket/x")).__name__ == "ObjectStorage", "built-in schemes cannot be taken over"
+
+
+def test_the_writer_process_finds_it_too(plugin: Path) -> None:
+    bytecheckpoint.configure(writer="process")
+    saver_of(current()).helper(bytecheckpoint.settings()).stop()  # one of an earlier test knows not the package
+    bytecheckpoint.save("tape://one/step", states(step=3), async_checkpoint=True).result(60)
+    assert load_step("tape://one/step") == 3
+    assert (plugin / "one" / "step" / "metadata.parquet").exists()
+
+
+@pytest.mark.parametrize(("scheme", "words"), [("broken", "cannot be imported"), ("none", "no bytecheckpoint Storage")])
+@pytest.mark.usefixtures("plugin")
+def test_a_broken_package_is_named(scheme: str, words: str) -> None:
+    with pytest.raises(UsageError, match=f"tape_backend.* of tape-backend .*{words}"):
+        resolve(f"{scheme}://x")
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["s3://key:SECRET@bucket/x", "s3://bucket/x?X-Amz-Signature=SECRET", "az://c/x?sig=SECRET", "gs://u:SECRET@b"],
+)
+def test_credentials_in_a_url_are_refused_and_not_repeated(url: str) -> None:
+    with pytest.raises(UsageError, match="credentials belong in the environment") as raised:
+        resolve(url)
+    assert "SECRET" not in str(raised.value)
+
+
+@pytest.mark.parametrize("url", ["s3://", "s3:///x", "s3://b/x/../y", "s3://b/x//y", "s3://b/./y", "s3://b/x\ny"])
+def test_impossible_paths_in_a_bucket(url: str) -> None:
+    with pytest.raises(UsageError, match="write s3://bucket/folder"):
+        resolve(url)
+
+
+def test_a_whole_bucket_is_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "x")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "y")
+    assert resolve("s3://bucket").url == resolve("S3://bucket/").url == "s3://bucket"
+    assert resolve("s3://bucket/a/b/").url == "s3://bucket/a/b"

@@ -1,0 +1,194 @@
+"""Storages that take whole files: what is remembered, what is spooled, what is left when it fails."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import bytecheckpoint
+from bytecheckpoint import CheckpointError, StorageFullError
+from bytecheckpoint.engine.writing import FilesWriter, FileTask
+from bytecheckpoint.storage import NewFile
+from bytecheckpoint.storage.local import PosixStorage
+from bytecheckpoint.storage.testing import content, write_file
+from bytecheckpoint.storage.uploading import Pieces, UploadingStorage
+
+
+class Uploads(UploadingStorage, PosixStorage):
+    """Keeps what is uploaded, and where its bytes stood in memory."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(str(root), str(root))
+        self.files: dict[str, bytes] = {}
+        self.pieces: list[tuple[int, int]] = []
+        self.error: Exception | None = None
+        self.begun = threading.Event()
+        self.go_on = threading.Event()
+        self.go_on.set()
+
+    def upload(self, name: str, size: int, pieces: Pieces) -> None:
+        data = b""
+        for piece in pieces():
+            self.pieces.append((np.frombuffer(piece, np.uint8).ctypes.data if len(piece) else 0, len(piece)))
+            data += piece
+            self.begun.set()
+            assert self.go_on.wait(20)
+            if self.error is not None:
+                raise self.error
+        assert len(data) == size
+        self.files[name] = data
+
+    def delete(self, names: Any) -> None:
+        for name in names:
+            self.files.pop(name, None)
+
+    def sync(self, names: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def storage(tmp_path: Path) -> Uploads:
+    return Uploads(tmp_path / "step")
+
+
+@pytest.fixture
+def spool(tmp_path: Path) -> Path:
+    folder = tmp_path / "spool"
+    folder.mkdir()
+    bytecheckpoint.configure(spool_dir=str(folder))
+    return folder
+
+
+def test_stable_buffers_are_sent_from_where_they_are(storage: Uploads, spool: Path) -> None:
+    data = content(100_000)
+    write_file(storage, "model/file", data, stable=True)
+    assert storage.files["model/file"] == data.tobytes()
+    low, high = data.ctypes.data, data.ctypes.data + len(data)
+    assert all(low <= at < high for at, length in storage.pieces if length), "a byte was copied"
+
+
+def test_other_buffers_pass_through_a_file_without_a_name(storage: Uploads, spool: Path) -> None:
+    data = content((17 << 20) + 5)
+    writer = storage.create(NewFile("model/file", len(data), stable=False))
+    writer.write_at(4096, [memoryview(data)[4096:]])
+    open_files = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if _is_open(fd)]
+    assert any(name.startswith(str(spool)) and name.endswith("(deleted)") for name in open_files)
+    assert list(spool.iterdir()) == []
+    writer.write_at(0, [memoryview(data)[:4096]])
+    writer.finish(len(data))
+    assert storage.files["model/file"] == data.tobytes()
+    assert max(length for _, length in storage.pieces) <= 8 << 20, "memory stays bounded"
+    assert not any(
+        str(spool) in os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if _is_open(fd)
+    )
+
+
+def _is_open(fd: str) -> bool:
+    return os.path.lexists(f"/proc/self/fd/{fd}")
+
+
+@pytest.mark.parametrize("stable", [True, False])
+def test_bytes_that_lack_are_noticed(storage: Uploads, stable: bool) -> None:
+    writer = storage.create(NewFile("model/file", 100, stable=stable))
+    writer.write_at(0, [memoryview(bytes(40))])
+    writer.write_at(50, [memoryview(bytes(50))])
+    with pytest.raises(AssertionError):
+        writer.finish(100)
+    writer.abort()
+    assert storage.files == {}
+
+
+def test_no_room_for_the_spool(storage: Uploads, spool: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("NOT TESTED HERE: mounting a small file system takes root")
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(spool)], check=True)
+    try:
+        with pytest.raises(StorageFullError, match=rf"the spool of .*model/file in {spool} \(settings.spool_dir\)"):
+            write_file(storage, "model/file", content(3 << 20), stable=False)
+    finally:
+        subprocess.run(["umount", "-l", str(spool)], check=True)
+
+
+def test_no_folder_for_the_spool(storage: Uploads, tmp_path: Path) -> None:
+    bytecheckpoint.configure(spool_dir=str(tmp_path / "absent"))
+    with pytest.raises(bytecheckpoint.StorageError, match=r"settings\.spool_dir"):
+        storage.create(NewFile("model/file", 10))
+
+
+# --- as the engine uses it ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def files_writer(storage: Uploads) -> Iterator[Callable[..., tuple[FilesWriter, np.ndarray[Any, Any]]]]:
+    made: list[FilesWriter] = []
+
+    def make(stable: bool) -> tuple[FilesWriter, np.ndarray[Any, Any]]:
+        data = content(40 << 20)
+        tasks = [FileTask(f"model/{n}", 4096, len(data) // 2, 1 << 20) for n in range(2)]
+        writer = FilesWriter(storage, tasks, direct=True, threads=2, stable=stable)
+        made.append(writer)
+        for file in range(2):
+            for start in range(0, len(data) // 2, 8 << 20):
+                part = data[file * len(data) // 2 :][start : min(start + (8 << 20), len(data) // 2)]
+                writer.submit(writer.write, file, start, [memoryview(part)], memoryview(part))
+        return writer, data
+
+    yield make
+    for writer in made:
+        writer.abort()
+
+
+@pytest.mark.parametrize("stable", [True, False])
+def test_the_header_comes_last_and_stands_first(files_writer: Any, storage: Uploads, stable: bool) -> None:
+    writer, data = files_writer(stable)
+    assert not writer.direct
+    sums = writer.sums()
+    assert [len(s) for s in sums] == [20, 20]
+    assert storage.files == {}, "nothing can be sent before the header is known"
+    writer.finish([b"A" * 4096, b"B" * 4096])
+    half = len(data) // 2
+    assert storage.files == {
+        "model/0": b"A" * 4096 + data[:half].tobytes(),
+        "model/1": b"B" * 4096 + data[half:].tobytes(),
+    }
+
+
+@pytest.mark.parametrize("stable", [True, False])
+def test_an_upload_that_fails_takes_the_other_files_with_it(files_writer: Any, storage: Uploads, stable: bool) -> None:
+    writer, _ = files_writer(stable)
+    writer.sums()
+    storage.error = OSError(errno.EPIPE, "the line is cut")
+    with pytest.raises(OSError, match="the line is cut"):
+        writer.finish([b"A" * 4096, b"B" * 4096])
+    writer.abort()
+    assert storage.files == {}
+
+
+def test_abort_ends_an_upload_that_is_under_way(files_writer: Any, storage: Uploads) -> None:
+    writer, _ = files_writer(True)
+    writer.sums()
+    storage.go_on.clear()
+    failed: list[BaseException] = []
+
+    def finish() -> None:
+        try:
+            writer.finish([b"A" * 4096, b"B" * 4096])
+        except BaseException as error:  # noqa: BLE001  looked at below
+            failed.append(error)
+
+    thread = threading.Thread(target=finish)
+    thread.start()
+    assert storage.begun.wait(20)
+    threading.Timer(0.2, storage.go_on.set).start()
+    writer.abort()
+    thread.join(20)
+    assert isinstance(failed[0], CheckpointError) and "was given up" in str(failed[0])
+    assert storage.files == {}

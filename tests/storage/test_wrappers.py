@@ -1,0 +1,115 @@
+"""Wrappers: what they count, repeat, delay and break."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bytecheckpoint import StorageError, StorageUnavailableError
+from bytecheckpoint.storage import NewFile, Storage, resolve
+from bytecheckpoint.storage.testing import content, read_all, write_file
+from bytecheckpoint.storage.wrappers import DelayedStorage, Fault, FaultyStorage, MeteredStorage, RetryingStorage
+
+
+@pytest.fixture
+def local(tmp_path: Path) -> Storage:
+    return resolve(tmp_path / "step")
+
+
+def test_a_meter_counts_calls_bytes_and_seconds(local: Storage) -> None:
+    storage = MeteredStorage(DelayedStorage(local, 0.01))
+    data = content(10_000)
+    write_file(storage, "model/file", data, piece=2000)
+    read_all(storage, "model/file")
+    meter = storage.meter
+    assert meter.bytes("write") == meter.bytes("read_into") == 10_000
+    assert (meter.calls("create"), meter.calls("write"), meter.calls("finish")) == (1, 6, 1)
+    assert meter.seconds("write") >= 0.06
+    with pytest.raises(FileNotFoundError):
+        storage.read("absent")
+    assert (meter.calls("read"), meter.failures("read"), meter.bytes("read")) == (1, 1, 0)
+    assert meter.calls("publish") == 0 and meter.seconds("publish") == 0.0
+
+
+def test_what_can_be_repeated_is_tried_again(local: Storage) -> None:
+    write_file(local, "model/file", content(100))
+    down = StorageUnavailableError("down")
+    faults = [Fault(operation, down, times=2) for operation in ("open", "read_into", "read", "list", "write", "stat")]
+    storage = RetryingStorage(FaultyStorage(local, faults), 20.0)
+    write_file(storage, "model/other", content(100, 1))
+    assert np.array_equal(read_all(storage, "model/file"), content(100))
+    assert storage.read("model/other") == content(100, 1).tobytes()
+    assert len(storage.list()) == 2
+    assert storage.stat("model/file").size == 100
+    assert [f.hits for f in faults] == [2] * 6
+
+
+def test_the_last_error_names_the_attempts(local: Storage) -> None:
+    storage = RetryingStorage(FaultyStorage(local, [Fault("read", StorageUnavailableError("down"), times=-1)]), 0.5)
+    with pytest.raises(StorageUnavailableError, match=r"down \(\d+ attempts in \d\.\d s\)"):
+        storage.read("metadata.parquet")
+
+
+@pytest.mark.parametrize("operation", ["create", "finish", "publish"])
+def test_what_may_have_happened_is_not_repeated(local: Storage, operation: str) -> None:
+    fault = Fault(operation, StorageUnavailableError("down"), times=-1)
+    storage = RetryingStorage(FaultyStorage(local, [fault]), 20.0)
+
+    def call() -> None:
+        if operation == "publish":
+            storage.publish("catalog", b"x")
+        else:
+            write_file(storage, "model/file", content(10))
+
+    with pytest.raises(StorageUnavailableError):
+        call()
+    assert fault.hits == 1
+
+
+def test_other_errors_are_not_repeated(local: Storage) -> None:
+    fault = Fault("read", StorageError("forbidden"), times=-1)
+    with pytest.raises(StorageError, match="forbidden"):
+        RetryingStorage(FaultyStorage(local, [fault]), 20.0).read("x")
+    assert fault.hits == 1
+
+
+def test_bandwidth(local: Storage) -> None:
+    storage = DelayedStorage(local, 0.0, bandwidth=1e6)
+    begun = time.monotonic()
+    write_file(storage, "model/file", content(400_000), piece=400_000)
+    assert time.monotonic() - begun >= 0.4
+
+
+def test_a_torn_write_leaves_half(local: Storage) -> None:
+    storage = FaultyStorage(local, [Fault("write", StorageError("torn"), partial=True)])
+    writer = storage.create(NewFile("model/file", 100))
+    with pytest.raises(StorageError, match="torn"):
+        writer.write_at(0, [memoryview(content(100))])
+    assert local.list() == [("model/file", 50)]
+    writer.abort()
+    assert local.list() == []
+
+
+def test_an_answer_that_gets_lost(local: Storage) -> None:
+    storage = FaultyStorage(local, [Fault("publish", StorageUnavailableError("reset"), done=True)])
+    with pytest.raises(StorageUnavailableError):
+        storage.publish("catalog", b"x")
+    assert local.read("catalog") == b"x"
+
+
+def test_faults_choose_their_calls(local: Storage) -> None:
+    gate = threading.Event()
+    held = Fault("read", name="held", hold=gate)
+    storage = FaultyStorage(local, [held, Fault("read", StorageError("third"), name="file", skip=2)])
+    for name in ("file", "held"):
+        local.publish(name, b"x")
+    assert storage.read("file") == storage.read("file") == b"x"
+    with pytest.raises(StorageError, match="third"):
+        storage.read("file")
+    assert storage.read("file") == b"x"
+    threading.Timer(0.1, gate.set).start()
+    assert storage.read("held") == b"x" and gate.is_set()
