@@ -12,8 +12,8 @@ from collections.abc import Iterator
 import pytest
 
 from bytecheckpoint.collectives.base import Mailbox
-from bytecheckpoint.collectives.star import Hub, Spoke, local_addresses
-from bytecheckpoint.collectives.wire import Wire
+from bytecheckpoint.collectives.sockets import local_addresses
+from bytecheckpoint.collectives.star import Hub, Spoke, Star
 from bytecheckpoint.errors import CheckpointTimeoutError, PeerLostError
 
 MIB = 1 << 20
@@ -29,7 +29,7 @@ def spoke(rank: int, size: int) -> Spoke:
 
 
 @pytest.fixture
-def star() -> Iterator[tuple[Wire, Wire, Wire]]:
+def star() -> Iterator[tuple[Star, Star, Star]]:
     center, one, two = hub(3), spoke(1, 3), spoke(2, 3)
     # Strangers: one says nothing, one speaks another protocol, one claims to be rank 1 without the secret.
     strangers = [socket.create_connection(("localhost", center.port)) for _ in range(3)]
@@ -48,7 +48,7 @@ def star() -> Iterator[tuple[Wire, Wire, Wire]]:
         stranger.close()
 
 
-def test_mail_goes_between_any_two_ranks(star: tuple[Wire, ...]) -> None:
+def test_mail_goes_between_any_two_ranks(star: tuple[Star, ...]) -> None:
     for source in range(3):
         for to in range(3):
             star[source].send(to, "tag \N{SNOWMAN}", bytes([source, to]) * source * MIB)
@@ -57,7 +57,7 @@ def test_mail_goes_between_any_two_ranks(star: tuple[Wire, ...]) -> None:
         assert got == [bytes([source, to]) * source * MIB for source in range(3)]
 
 
-def test_what_was_sent_before_leaving_arrives(star: tuple[Wire, ...]) -> None:
+def test_what_was_sent_before_leaving_arrives(star: tuple[Star, ...]) -> None:
     """Rank 0 leaves right after sending, and so does rank 2, whose mail has to pass through rank 0."""
     star[2].send(1, "relayed", b"r" * (16 * MIB))
     star[2].leave()
@@ -72,7 +72,7 @@ def test_what_was_sent_before_leaving_arrives(star: tuple[Wire, ...]) -> None:
         star[1].send(0, "more", b"")
 
 
-def test_who_waits_for_a_rank_that_left_is_told(star: tuple[Wire, ...]) -> None:
+def test_who_waits_for_a_rank_that_left_is_told(star: tuple[Star, ...]) -> None:
     star[1].watch(2)
     star[2].leave()
     for rank in (0, 1):

@@ -88,6 +88,27 @@ def test_a_kill_that_is_noticed_ends_waits_at_once() -> None:
     assert time.monotonic() - started < 5
 
 
+@pytest.mark.parametrize("silent", [True, False])
+def test_what_rank_0_waits_for_in_vain_fails_everybody_at_once(silent: bool) -> None:
+    """Only rank 0 hears of rank 2's end; rank 1 waits for rank 0, and must not wait for an hour."""
+    world = ThreadWorld(3)
+    world.kill(2, silent=silent)
+    error = CheckpointTimeoutError if silent else PeerLostError
+
+    def body(c: Collective) -> None:
+        for operation in (lambda **limit: c.all_gather("g", b"", **limit), lambda **limit: c.barrier("b", **limit)):
+            with pytest.raises(error, match="rank 2") as caught:
+                operation(timeout=0.2 if c.rank == 0 else 3600)
+            assert ("failed on rank 0" in str(caught.value)) == (c.rank == 1)
+
+    threads = [threading.Thread(target=body, args=(world.rank(rank),)) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive()
+
+
 def test_run_raises_the_first_error_and_notes_the_others() -> None:
     def body(c: Collective) -> None:
         if c.rank == 1:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -13,6 +14,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -73,7 +75,9 @@ def everything() -> None:
     }
     check_foreground_and_background(c)
     check_large_message(c)
+    check_descriptors(c)
     check_exchange(c)
+    check_refusal(c)
     check_subgroup(c)
     check_fork(c)
     latency = measure_latency(c)
@@ -92,9 +96,10 @@ def everything() -> None:
     assert new is not c and new.world_id != c.world_id
     new.barrier("new", timeout=30)
     c.barrier("old still works", timeout=30)
-    wire = c._wire  # type: ignore[attr-defined]
+    loops = c._loops  # type: ignore[attr-defined]
+    assert len(loops) == 2
     del c
-    assert wire.join(20), "an old world that nobody holds any more must go away"
+    assert all(loop.join(20) for loop in loops), "an old world that nobody holds any more must go away"
     new.barrier("new still works", timeout=30)
 
     # Rank 0 ends at once; an executor's thread is still sending when its main thread is done.
@@ -139,6 +144,32 @@ def check_large_message(c: Collective) -> None:
     assert c.broadcast("small", b"s" if c.rank == 0 else None, timeout=60) == b"s"
 
 
+def check_descriptors(c: Collective) -> None:
+    """Ranks that exchange nothing with others open nothing, and start no thread."""
+
+    def used() -> tuple[int, int]:
+        return len(os.listdir("/proc/self/fd")), threading.active_count()
+
+    before = used()
+    empty = {rank: np.zeros(0, np.uint8) for rank in range(c.world_size)}
+    c.exchange("nothing", empty, {rank: array.copy() for rank, array in empty.items()}, timeout=30)
+    own = np.zeros(5, np.uint8)
+    c.exchange("own", {c.rank: np.arange(5, dtype=np.uint8)}, {c.rank: own}, timeout=30)
+    assert own.tolist() == [0, 1, 2, 3, 4]
+    c.barrier("exchanged nothing", timeout=30)
+    assert used() == before
+    if c.rank == 1:
+        c.exchange("pair", {2: np.ones(3, np.uint8)}, {}, timeout=30)
+    if c.rank == 2:
+        c.exchange("pair", {}, {1: own[:3]}, timeout=30)
+        assert own.tolist() == [1, 1, 1, 3, 4]
+    c.barrier("exchanged in a pair", timeout=30)
+    if c.rank == 0:
+        assert used() == before
+    else:  # selector, wake-up pair, connection, and one listener
+        assert used()[0] <= before[0] + 5 and used()[1] == before[1] + 1
+
+
 def check_exchange(c: Collective, tag: str = "x") -> None:
     sizes = [[5 * MIB, 1, 0], [7, 3, 3 * MIB], [100_001, 0, 2]]
     incoming = {i: np.zeros(sizes[i][c.rank], np.uint8) for i in range(3)}
@@ -147,6 +178,26 @@ def check_exchange(c: Collective, tag: str = "x") -> None:
     c.exchange(tag, outgoing, incoming, timeout=60)
     for i, array in incoming.items():
         assert (array == 10 * i + c.rank).all()
+
+
+def check_refusal(c: Collective) -> None:
+    """What keeps rank 0 from serving a world is told to all ranks of it; then the same group can be tried again."""
+    import torch.distributed as dist
+
+    trio = dist.new_group([0, 1, 2])
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if c.rank == 0:
+        needed = len(os.listdir("/proc/self/fd")) + 10
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, limits[1]))
+        refuse = mock.patch.object(resource, "setrlimit", side_effect=PermissionError)
+    else:
+        refuse = mock.patch.object(resource, "getrlimit")
+    with refuse, pytest.raises(UsageError, match=r"rank 0 of a world of 3 needs .* run `ulimit -n"):
+        current(trio)
+    if c.rank == 0:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert current(trio).all_gather("trio", b"x", timeout=30) == [b"x"] * 3
+    current(trio).close()
 
 
 def check_subgroup(c: Collective) -> None:
@@ -207,6 +258,9 @@ def faults() -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     c = current()
     pids = [int(pid) for pid in c.all_gather("pids", str(os.getpid()).encode(), timeout=30)]
+    # Connections of which the forked child below inherits one end.
+    others = [r for r in range(3) if r != c.rank]
+    c.exchange("all", {r: np.ones(5, np.uint8) for r in others}, {r: np.zeros(5, np.uint8) for r in others}, timeout=30)
     if c.rank == 2:
         time.sleep(600)
     # A child that outlives its parent must not keep the parent's connections alive.
@@ -223,18 +277,23 @@ def faults() -> None:
         c.send(2, "to a hung rank", b"x" * (64 * MIB))  # returns
         with pytest.raises(CheckpointTimeoutError, match="from rank 2 within 1 s"):
             c.exchange("hung", {}, {2: np.zeros(9, np.uint8)}, timeout=1)
-        with pytest.raises(PeerLostError, match="after an earlier one failed"):
-            c.exchange("later", {}, {}, timeout=1)
+        # An exchange that failed is no obstacle to others.
+        c.exchange("later", {1: np.full(9, 7, np.uint8)}, {}, timeout=30)
         threading.Timer(0.5, os.kill, (pids[2], signal.SIGKILL)).start()
         started = time.monotonic()
         with pytest.raises(PeerLostError, match="lost rank 2"):
             c.gather("killed", b"", timeout=60)
+        with pytest.raises(PeerLostError, match="lost rank 2"):
+            c.exchange("with a dead rank", {2: np.zeros(9, np.uint8)}, {}, timeout=60)
         assert time.monotonic() - started < 10
         c.send(2, "to a dead rank", b"x")
         c.send(1, "step", b"")
         time.sleep(600)
     c.recv(0, "step", timeout=30)
     c.send(0, "hung", b"")
+    later = np.zeros(9, np.uint8)
+    c.exchange("later", {}, {0: later}, timeout=30)
+    assert (later == 7).all()
     with pytest.raises(PeerLostError, match="lost rank 2"):
         c.recv(2, "from the dead", timeout=60)
     c.recv(0, "step", timeout=30)
@@ -248,11 +307,15 @@ def faults() -> None:
     # Rank 0 dies: everyone who waits learns of it.
     threading.Timer(0.5, os.kill, (pids[0], signal.SIGKILL)).start()
     started = time.monotonic()
+    with pytest.raises(PeerLostError, match="lost rank 0"):
+        c.exchange("from the dead", {}, {0: np.zeros(9, np.uint8)}, timeout=60)
     with pytest.raises(PeerLostError, match="rank 0 was killed"):
         c.recv(0, "from the dead", timeout=60)
     assert time.monotonic() - started < 10
     with pytest.raises(PeerLostError, match="rank 0 was killed"):
         c.send(0, "to the dead", b"")
+    with pytest.raises(PeerLostError, match="rank 0 was killed"):
+        c.exchange("with the dead", {0: np.zeros(9, np.uint8)}, {}, timeout=60)
 
 
 if __name__ == "__main__":

@@ -7,22 +7,32 @@ threads of a rank can talk at the same time, and a failed operation leaves nothi
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import itertools
+import json
 import secrets
 import socket
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from bytecheckpoint.errors import CheckpointTimeoutError, PeerLostError
+from bytecheckpoint.errors import (
+    CheckpointError,
+    CheckpointTimeoutError,
+    PeerLostError,
+    error_from_report,
+    error_report,
+)
 
-__all__ = ["Collective", "Mailbox", "MailboxCollective", "host_id", "new_world_id"]
+__all__ = ["Collective", "MailObserver", "Mailbox", "MailboxCollective", "host_id", "names_of_ranks", "new_world_id"]
 
 
 def new_world_id() -> str:
@@ -37,17 +47,34 @@ def host_id() -> str:
     return f"{socket.gethostname()}/{boot.read_text().strip() if boot.exists() else ''}"
 
 
-def _names(ranks: Collection[int], limit: int = 16) -> str:
+def names_of_ranks(ranks: Collection[int], limit: int = 16) -> str:
+    """For messages: "rank 3", "ranks 1, 2 and 9 more"."""
     listed = sorted(ranks)
     more = f" and {len(listed) - limit} more" if len(listed) > limit else ""
     return ("rank " if len(listed) == 1 else "ranks ") + ", ".join(map(str, listed[:limit])) + more
+
+
+# First byte of what rank 0 answers.
+_FINE, _FAILED = b"\0", b"\1"
+
+
+def _pack(payloads: list[bytes]) -> bytes:
+    """One message for all of them: a table of lengths, then the payloads."""
+    return np.array([len(payload) for payload in payloads], "<u8").tobytes() + b"".join(payloads)
+
+
+def _unpack(word: bytes, count: int) -> list[bytes]:
+    """What `_pack` has packed, behind the first byte of `word`."""
+    head = 1 + 8 * count
+    ends = (head + np.cumsum(np.frombuffer(word, "<u8", count, 1)).astype(np.int64)).tolist()
+    return [word[start:end] for start, end in zip([head, *ends[:-1]], ends, strict=True)]
 
 
 class Collective(ABC):
     """One rank's view of a world of ranks.
 
     Tags are chosen by the caller and name one message, or one collective operation, each; a world never reuses one.
-    All operations may be called from any thread, several at a time (`exchange`: one at a time).
+    All operations may be called from any thread, several at a time.
 
     Attributes:
         rank: of this process (or thread) in the world.
@@ -110,25 +137,30 @@ class Collective(ABC):
 
     def all_gather(self, tag: str, payload: bytes, *, timeout: float) -> list[bytes]:
         """Every rank's payload, in order of rank, on every rank."""
-        deadline = time.monotonic() + timeout
-        gathered = self.gather(f"{tag}/up", payload, timeout=timeout)
-        # One message back to each rank: a table of lengths, then all the payloads.
-        packed = None
-        if gathered is not None:
-            packed = np.array([len(p) for p in gathered], "<u8").tobytes() + b"".join(gathered)
-        packed = self.broadcast(f"{tag}/down", packed, timeout=max(0.0, deadline - time.monotonic()))
-        if gathered is not None:
-            return gathered
-        head = 8 * self.world_size
-        ends = head + np.cumsum(np.frombuffer(packed, "<u8", self.world_size)).astype(np.int64)
-        starts = [head, *ends[:-1].tolist()]
-        return [packed[start:end] for start, end in zip(starts, ends.tolist(), strict=True)]
+        gathered, shared = self._up_and_down(tag, payload, _pack, timeout)
+        return gathered if gathered is not None else _unpack(shared, self.world_size)
 
     def barrier(self, tag: str, *, timeout: float) -> None:
         """Returns when every rank has called it."""
+        self._up_and_down(tag, b"", lambda _: b"", timeout)
+
+    def _up_and_down(
+        self, tag: str, payload: bytes, join: Callable[[list[bytes]], bytes], timeout: float
+    ) -> tuple[list[bytes] | None, bytes]:
+        """Gather, then broadcast what `join` makes of it; a failure of the first half is everybody's at once."""
         deadline = time.monotonic() + timeout
-        self.gather(f"{tag}/up", b"", timeout=timeout)
-        self.broadcast(f"{tag}/down", b"", timeout=max(0.0, deadline - time.monotonic()))
+        try:
+            gathered = self.gather(f"{tag}/up", payload, timeout=timeout)
+        except CheckpointError as error:
+            if self.rank == 0:
+                with contextlib.suppress(CheckpointError):
+                    self.broadcast(f"{tag}/down", _FAILED + json.dumps(error_report(error)).encode(), timeout=0)
+            raise
+        word = None if gathered is None else _FINE + join(gathered)
+        word = self.broadcast(f"{tag}/down", word, timeout=max(0.0, deadline - time.monotonic()))
+        if word[:1] == _FAILED:
+            raise error_from_report(json.loads(word[1:]), prefix=f"rank {self.rank}: {tag!r} failed on rank 0: ")
+        return gathered, word
 
     def exchange(
         self,
@@ -142,12 +174,13 @@ class Collective(ABC):
 
         Args:
             tag: as everywhere; equal on both sides.
-            outgoing: by destination rank, contiguous 1-D uint8.
+            outgoing: by destination rank, contiguous 1-D uint8; must not change before the call returns.
             incoming: by source rank, contiguous 1-D uint8, of the size that the other side sends.
             timeout: seconds for the whole of it.
 
         Raises:
-            CheckpointTimeoutError, PeerLostError: as `recv`. What `incoming` holds is then undefined.
+            CheckpointTimeoutError, PeerLostError: as `recv`; also what another rank of the exchange failed with. What
+                `incoming` holds is then undefined, but no longer written to. Other exchanges are not affected.
         """
         deadline = time.monotonic() + timeout
         for to, array in outgoing.items():
@@ -158,33 +191,85 @@ class Collective(ABC):
             np.copyto(array, np.frombuffer(payload, np.uint8))
 
 
+class MailObserver(Protocol):
+    """Who takes one kind of mail as it arrives. Called under the mailbox's lock: must only make a note of it."""
+
+    def on_mail(self, source: int, payload: bytes) -> None:
+        """A message under the observed tag."""
+
+    def on_lost(self, source: int, reason: str) -> None:
+        """No more mail will come from `source`."""
+
+    def on_closed(self, reason: str) -> None:
+        """No more mail will come from anybody."""
+
+
+class _Wait:
+    """One thread that waits for messages under one tag."""
+
+    def __init__(self, missing: set[int], lock: threading.Lock) -> None:
+        self.missing = missing
+        self.over = threading.Condition(lock)
+
+
 class Mailbox:
     """Messages that have arrived at one rank, until a thread of it takes them. Thread-safe."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self._mail: dict[str, dict[int, deque[bytes]]] = {}  # by tag, then source
+        self._waits: dict[str, list[_Wait]] = {}  # by tag
+        self._observers: dict[str, MailObserver] = {}  # by tag
         self._lost: dict[int, str] = {}
         self._closed: str | None = None
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
 
     def deposit(self, source: int, tag: str, payload: bytes) -> None:
-        """Put a message in and wake who waits for it."""
-        with self._changed:
+        """Put a message in; who waits for it and for nothing else any more is woken."""
+        with self._lock:
+            if (observer := self._observers.get(tag)) is not None:
+                observer.on_mail(source, payload)
+                return
             self._mail.setdefault(tag, {}).setdefault(source, deque()).append(payload)
-            self._changed.notify_all()
+            for wait in self._waits.get(tag, ()):
+                wait.missing.discard(source)
+                if not wait.missing:
+                    wait.over.notify()
 
     def lose(self, source: int, reason: str) -> None:
         """No more mail will come from `source`: fail waits for it, now and later. Mail that is here stays."""
-        with self._changed:
-            self._lost.setdefault(source, reason)
-            self._changed.notify_all()
+        with self._lock:
+            if source in self._lost:
+                return
+            self._lost[source] = reason
+            for observer in self._observers.values():
+                observer.on_lost(source, reason)
+            for wait in itertools.chain(*self._waits.values()):
+                if source in wait.missing:
+                    wait.over.notify()
 
     def close(self, reason: str) -> None:
         """No more mail will come from anybody. Mail that is here stays."""
-        with self._changed:
-            self._closed = self._closed or reason
-            self._changed.notify_all()
+        with self._lock:
+            if self._closed is not None:
+                return
+            self._closed = reason
+            for observer in self._observers.values():
+                observer.on_closed(reason)
+            for wait in itertools.chain(*self._waits.values()):
+                wait.over.notify()
+
+    def observe(self, tag: str, observer: MailObserver) -> None:
+        """Give all messages under `tag` to `observer`, and tell it of losses: those of the past too."""
+        with self._lock:
+            self._observers[tag] = observer
+            for source, messages in self._mail.pop(tag, {}).items():
+                for message in messages:
+                    observer.on_mail(source, message)
+            for source, reason in self._lost.items():
+                observer.on_lost(source, reason)
+            if self._closed is not None:
+                observer.on_closed(self._closed)
 
     @property
     def closed(self) -> str | None:
@@ -198,22 +283,30 @@ class Mailbox:
     def take(self, sources: Collection[int], tag: str, *, timeout: float) -> list[bytes]:
         """The messages under `tag` from all `sources`, all or none; errors as `Collective.collect`."""
         deadline = time.monotonic() + timeout
-        with self._changed:
+        with self._lock:
             while True:
                 here = self._mail.get(tag, {})
-                # Looking for each source at each wake-up would be quadratic in the number of ranks.
-                if len(here) >= len(sources) and all(source in here for source in sources):
+                missing = {source for source in sources if source not in here}
+                if not missing:
                     return [self._pop(source, tag) for source in sources]
                 if self._lost or self._closed is not None:
-                    self._raise_if_hopeless([source for source in sources if source not in here], tag)
+                    self._raise_if_hopeless(sorted(missing), tag)
                 left = deadline - time.monotonic()
                 if left <= 0:
-                    missing = [source for source in sources if source not in here]
                     raise CheckpointTimeoutError(
-                        f"rank {self.rank}: no message {tag!r} from {_names(missing)} within {timeout:g} s; "
+                        f"rank {self.rank}: no message {tag!r} from {names_of_ranks(missing)} within {timeout:g} s; "
                         "look for a hung rank, or raise the time-out"
                     )
-                self._changed.wait(left)
+                # Woken when nothing is missing, not by each message: that would be quadratic in the number of ranks.
+                wait = _Wait(missing, self._lock)
+                waits = self._waits.setdefault(tag, [])
+                waits.append(wait)
+                try:
+                    wait.over.wait(left)
+                finally:
+                    waits.remove(wait)
+                    if not waits:
+                        del self._waits[tag]
 
     def _pop(self, source: int, tag: str) -> bytes:
         here = self._mail[tag]
@@ -228,11 +321,11 @@ class Mailbox:
         lost = [s for s in missing if s in self._lost]
         if lost:
             raise PeerLostError(
-                f"rank {self.rank}: lost {_names(lost)} while waiting for {tag!r}: {self._lost[lost[0]]}; "
+                f"rank {self.rank}: lost {names_of_ranks(lost)} while waiting for {tag!r}: {self._lost[lost[0]]}; "
                 "restart the job from its last committed checkpoint"
             )
         if self._closed is not None:
-            raise PeerLostError(f"rank {self.rank}: no message {tag!r} from {_names(missing)}: {self._closed}")
+            raise PeerLostError(f"rank {self.rank}: no message {tag!r} from {names_of_ranks(missing)}: {self._closed}")
 
 
 class MailboxCollective(Collective):

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
-from bytecheckpoint.collectives import wire
+from bytecheckpoint.collectives import loop
 from bytecheckpoint.collectives.base import Collective
 from bytecheckpoint.collectives.single import SingleProcess
 from bytecheckpoint.errors import UsageError
@@ -28,14 +28,12 @@ _override: ContextVar[Collective | None] = ContextVar("bytecheckpoint_collective
 class _State:
     """What is remembered per process; made anew in a forked child."""
 
-    def __init__(self, inherited: object = None, parents: tuple[object, ...] = ()) -> None:
+    def __init__(self, inherited: object = None) -> None:
         self.lock = threading.Lock()
         self.single: SingleProcess | None = None
         # Weak keys: a group that was destroyed takes its collective along, unless a background commit still holds it.
         self.by_group: weakref.WeakKeyDictionary[Any, Collective] = weakref.WeakKeyDictionary()
         self.inherited = inherited
-        # Kept for ever: gloo's destructor would wait for threads that do not exist in a forked child.
-        self.parents = parents
 
 
 _state = _State()
@@ -52,8 +50,8 @@ def _default_group() -> Any:
 
 def _after_fork_in_child() -> None:
     global _state  # noqa: PLW0603 (a new process has a new state)
-    wire.release_inherited()
-    _state = _State(_default_group(), (_state, *_state.by_group.values()))
+    loop.release_inherited()
+    _state = _State(_default_group())
 
 
 @contextmanager
@@ -124,4 +122,4 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork_in_child)
 # Executors and ordinary threads have finished before atexit hooks run, and hooks of modules that import this one run
 # before this one: what they still sent is delivered here.
-atexit.register(wire.leave_all)
+atexit.register(loop.leave_all)

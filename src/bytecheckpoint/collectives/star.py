@@ -1,61 +1,94 @@
-"""The two ends of the star of `wire`: rank 0, which relays, and all others."""
+"""Mail between processes: every rank holds one TCP connection to rank 0, which relays (a star).
+
+Plain sockets and one I/O thread per rank, without polling: a message costs one wake-up at each hop, a connection that
+breaks is noticed at once by whoever waits on it, a peer that hangs cannot hang us, and nothing here depends on torch.
+`torch.distributed.TCPStore` was tried first: it refuses values over 8 MiB, its `get`, `check` and even timed `wait`
+never return while its server is stopped, and each timed wait that ends logs two warnings.
+"""
 
 from __future__ import annotations
 
-import errno
-import selectors
 import socket
+import threading
 import time
+from abc import abstractmethod
 from collections.abc import Iterable
 
 from bytecheckpoint.collectives.base import Mailbox
-from bytecheckpoint.collectives.wire import Kind, Link, Wire
+from bytecheckpoint.collectives.loop import Loop
+from bytecheckpoint.collectives.sockets import listen, remote_end, reserve_descriptors
+from bytecheckpoint.collectives.wire import Kind, Link, Payload
 from bytecheckpoint.errors import CheckpointTimeoutError, PeerLostError
 
-__all__ = ["Hub", "Spoke", "local_addresses"]
+__all__ = ["Hub", "Spoke", "Star"]
 
 
-def local_addresses(towards: str | None) -> list[str]:
-    """Addresses that other ranks may reach this machine by, most likely first.
+class Star(Loop):
+    """One rank's end of the star: its mailbox and the thread that fills it.
 
     Args:
-        towards: the job's MASTER_ADDR: the interface that leads there is the one that the job uses.
+        rank: of this process.
+        world_size: number of ranks.
+        mailbox: where mail for this rank goes.
+        secret: what only ranks of this world know.
+        linger: most seconds that leaving waits for mail to be delivered.
     """
-    found: list[str] = []
-    try:
-        for family, kind, _, _, address in socket.getaddrinfo(towards, 9, type=socket.SOCK_DGRAM) if towards else ():
-            with socket.socket(family, kind) as probe:
-                probe.connect(address)  # a datagram socket: picks a route, sends nothing
-                found.append(str(probe.getsockname()[0]))
-    except OSError:
-        pass
-    found.append(socket.gethostname())
-    return list(dict.fromkeys(found))
+
+    def __init__(self, rank: int, world_size: int, mailbox: Mailbox, secret: bytes, linger: float) -> None:
+        super().__init__(rank, world_size, "bytecheckpoint-mail", secret, linger)
+        self.mailbox = mailbox
+        self.ready = threading.Event()  # every rank is connected, or that failed (then the mailbox is closed)
+
+    @abstractmethod
+    def send(self, to: int, tag: str, payload: bytes) -> None:
+        """Post mail."""
+
+    @abstractmethod
+    def watch(self, other: int) -> None:
+        """Make sure that the mailbox learns when rank `other` is gone."""
+
+    @abstractmethod
+    def address_for(self, other: int) -> str:
+        """The address of this machine that rank `other` can best reach."""
+
+    def check_open(self, tag: str) -> None:
+        """Refuse to send under `tag` where that is impossible.
+
+        Raises:
+            PeerLostError: this world was closed, or rank 0 is gone.
+            UsageError: this is a forked child.
+        """
+        self.check_process()
+        reason = self.mailbox.closed or ("this world was closed" if self._leave_asked else None)
+        if reason is not None:
+            raise PeerLostError(f"rank {self.rank}: cannot send {tag!r}: {reason}")
+
+    def _deposit(self, source: int, tag: bytes, payload: Payload) -> None:
+        self.mailbox.deposit(source, tag.decode(), bytes(payload))
+
+    def _on_end(self, reason: str) -> None:
+        self.mailbox.close(reason)
+        self.ready.set()
 
 
-def _listener(backlog: int) -> socket.socket:
-    if socket.has_dualstack_ipv6():
-        try:
-            return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=backlog)
-        except OSError as error:
-            if error.errno not in (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL):
-                raise
-    return socket.create_server(("", 0), backlog=backlog)
+class Hub(Star):
+    """Rank 0's end. Listens on `port` of all interfaces at once when constructed.
 
-
-class Hub(Wire):
-    """Rank 0's end. Listens on `port` of all interfaces at once when constructed."""
+    Raises:
+        UsageError: this process may not open a descriptor per rank.
+    """
 
     def __init__(self, world_size: int, mailbox: Mailbox, secret: bytes, linger: float) -> None:
+        reserve_descriptors(world_size, f"rank 0 of a world of {world_size}")
         super().__init__(0, world_size, mailbox, secret, linger)
-        self._listener = _listener(max(128, world_size))
-        self._listener.setblocking(False)
-        self.port: int = self._listener.getsockname()[1]
+        listener = listen(max(128, world_size))
+        self.port: int = listener.getsockname()[1]
         self._links: dict[int, Link] = {}
         self._gone: dict[int, str] = {}
         self._watchers: dict[int, list[Link]] = {}
+        self._talking = 0  # connected ranks that may still send
         self._hung_up = False
-        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._accept_from(listener)
         self._thread.start()
 
     def wait_ready(self, timeout: float) -> None:
@@ -73,7 +106,7 @@ class Hub(Wire):
             )
 
     def send(self, to: int, tag: str, payload: bytes) -> None:  # noqa: D102 (inherited)
-        self._check_sendable(tag)
+        self.check_open(tag)
         if to == 0:
             self.mailbox.deposit(0, tag, payload)
         else:
@@ -82,27 +115,20 @@ class Hub(Wire):
     def watch(self, other: int) -> None:
         """Nothing to do: rank 0 sees every connection."""
 
-    def _on_stranger(self) -> None:
-        try:
-            sock, _ = self._listener.accept()
-        except OSError:
-            return
-        self._add(Link(sock))
+    def address_for(self, other: int) -> str:  # noqa: D102 (inherited)
+        return self._links[other].local
 
-    def _on_frame(self, link: Link, kind: Kind, source: int, to: int, tag: bytes, payload: bytearray) -> None:
+    def _on_frame(self, link: Link, kind: Kind, source: int, to: int, tag: bytes, payload: Payload) -> None:
         if kind is Kind.HELLO:
             if not self._is_ours(payload) or not 0 < source < self.world_size or source in self._links:
-                self._drop(link)
-                return
+                raise OSError("not a rank of this world")
             link.rank = source
             self._links[source] = link
+            self._talking += 1
             if len(self._links) == self.world_size - 1:
-                self._selector.unregister(self._listener)
-                self._listener.close()
-                for stranger in [link for link in self._open if link.rank < 0]:
-                    self._drop(stranger)
+                self._stop_accepting()
                 for other in self._links.values():
-                    self._post(other, Kind.WELCOME, 0, other.rank, b"", self._secret)
+                    self._post(other, Kind.WELCOME, 0, other.rank, b"", self.secret)
                 self.ready.set()
         elif kind is Kind.MAIL and to == 0:
             self._deposit(link.rank, tag, payload)
@@ -115,11 +141,13 @@ class Hub(Wire):
                 self._watchers.setdefault(to, []).append(link)
         elif kind is Kind.BYE:
             link.said_bye = True
+            self._talking -= 1
             if self._deadline is None:
                 self._report(link.rank, "it has left this world or ended")
 
     def _on_gone(self, link: Link) -> None:
         if link.rank > 0 and not link.said_bye:
+            self._talking -= 1
             self._report(link.rank, "its connection closed without a word: it was killed, crashed or was cut off")
 
     def _report(self, rank: int, how: str) -> None:
@@ -129,25 +157,19 @@ class Hub(Wire):
             self._post(link, Kind.LOST, rank, link.rank, b"", how.encode())
 
     def _on_leave(self) -> None:
-        for link in list(self._open):
-            if link.rank > 0:
-                self._post(link, Kind.CLOSING, 0, link.rank, b"", b"")
-            else:
-                self._drop(link)
+        self._stop_accepting()
+        for link in self._open:
+            self._post(link, Kind.CLOSING, 0, link.rank, b"", b"")
 
     def _on_turn(self) -> None:
         # Hang up only when nobody can send any more: what they had sent is then in our queues or delivered.
-        if self._deadline is not None and not self._hung_up and all(link.said_bye for link in self._open):
+        if self._deadline is not None and not self._hung_up and not self._talking:
             self._hung_up = True
             for link in self._open:
                 self._hang_up(link)
 
-    def _release(self) -> None:
-        super()._release()
-        self._listener.close()
 
-
-class Spoke(Wire):
+class Spoke(Star):
     """The end of any rank but 0."""
 
     def __init__(self, rank: int, world_size: int, mailbox: Mailbox, secret: bytes, linger: float) -> None:
@@ -163,11 +185,10 @@ class Spoke(Wire):
             CheckpointTimeoutError: not every rank joined in time.
         """
         deadline = time.monotonic() + timeout
-        sock = self._dial(list(hosts), port, deadline)
-        self._hub_address = str(sock.getpeername()[0])
+        sock, self.hub_address = self._dial(list(hosts), port, deadline)
         self._link = Link(sock)
         self._add(self._link)
-        self._post(self._link, Kind.HELLO, self.rank, 0, b"", self._secret)
+        self._post(self._link, Kind.HELLO, self.rank, 0, b"", self.secret)
         self._thread.start()
         if not self.ready.wait(max(0.0, deadline - time.monotonic())):
             self.leave()
@@ -175,18 +196,19 @@ class Spoke(Wire):
         if self.mailbox.closed:
             raise PeerLostError(f"rank {self.rank}: rank 0 went away while the ranks were connecting to it")
 
-    def hub_address(self) -> str:
-        """The address at which rank 0 was reached."""
-        return self._hub_address
+    def address_for(self, other: int) -> str:
+        """The address from which rank 0 was reached: where one machine is reachable, the others are too."""
+        return self._link.local
 
-    def _dial(self, hosts: list[str], port: int, deadline: float) -> socket.socket:
+    def _dial(self, hosts: list[str], port: int, deadline: float) -> tuple[socket.socket, str]:
         failure: OSError | None = None
         while True:
             for host in hosts:
                 # A wrong address must not eat the time of the right one.
                 patience = min(5.0, max(0.1, deadline - time.monotonic()))
                 try:
-                    return socket.create_connection((host, port), timeout=patience)
+                    sock = socket.create_connection((host, port), timeout=patience)
+                    return sock, remote_end(sock)
                 except OSError as error:
                     failure = error
             if time.monotonic() + 0.2 > deadline:
@@ -195,7 +217,7 @@ class Spoke(Wire):
             time.sleep(0.2)
 
     def send(self, to: int, tag: str, payload: bytes) -> None:  # noqa: D102 (inherited)
-        self._check_sendable(tag)
+        self.check_open(tag)
         if to == self.rank:
             self.mailbox.deposit(to, tag, payload)
             return
@@ -210,15 +232,15 @@ class Spoke(Wire):
             self._watched.add(other)
             self._post(self._link, Kind.WATCH, self.rank, other, b"", b"")
 
-    def _on_frame(self, link: Link, kind: Kind, source: int, to: int, tag: bytes, payload: bytearray) -> None:
+    def _on_frame(self, link: Link, kind: Kind, source: int, to: int, tag: bytes, payload: Payload) -> None:
         if kind is Kind.MAIL:
             self._deposit(source, tag, payload)
         elif kind is Kind.LOST:
-            self.mailbox.lose(source, payload.decode())
+            self.mailbox.lose(source, bytes(payload).decode())
         elif kind is Kind.CLOSING:
             self._no_more = True
             self._say_bye()
-        elif kind is Kind.WELCOME:
+        elif kind is Kind.WELCOME and self._is_ours(payload):
             link.rank = 0
             self.ready.set()
 

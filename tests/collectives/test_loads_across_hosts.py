@@ -1,0 +1,45 @@
+"""A load whose ranks stand on several machines: bytes that several ranks want go over the data plane."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.worlds import World
+
+MIB = 1 << 20
+
+
+def load_on_two_hosts(path: str, size: int) -> tuple[int, int, list[int]]:
+    """Of one rank: bytes read, bytes received, ranks that it is connected with."""
+    import torch
+    import torch.distributed as dist
+
+    import bytecheckpoint
+    from bytecheckpoint.collectives import current
+
+    rank = dist.get_rank()
+    expected = torch.arange(size // 4, dtype=torch.int32)
+    bytecheckpoint.save(path, {"model": {"w": expected}})
+    collective = current()
+    collective.host = f"host {rank // 2}"
+    filled = torch.zeros_like(expected)
+    report = bytecheckpoint.load(path, {"model": {"w": filled}})
+    assert torch.equal(filled, expected)
+    mesh = collective._mesh  # type: ignore[attr-defined]
+    linked = sorted(peer.rank for peer in mesh._peers.values() if peer.link is not None)
+    return report.bytes_read, report.bytes_received, linked
+
+
+@pytest.mark.parametrize("size", [40 * MIB + 1236])
+def test_replicas_on_two_hosts(size: int, tmp_path: Path) -> None:
+    world = World(4, tmp_path / "world")
+    try:
+        ranks = world.run(load_on_two_hosts, str(tmp_path / "step"), size)
+    finally:
+        world.close()
+    read, received = (sum(rank[i] for rank in ranks) for i in (0, 1))
+    assert size <= read < 1.05 * size, "storage is read once"
+    assert received >= 3 * size, "the others get it from their peers"
+    assert [rank[2] for rank in ranks] == [[2, 3], [2, 3], [0, 1], [0, 1]], "neighbours share memory instead"

@@ -1,0 +1,525 @@
+"""The data plane: worlds of several ranks in this process, and of real processes; this file is also their program."""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from bytecheckpoint.collectives import loop, transfers
+from bytecheckpoint.collectives.base import Mailbox
+from bytecheckpoint.collectives.mesh import Mesh
+from bytecheckpoint.collectives.star import Hub, Spoke, Star
+from bytecheckpoint.errors import CheckpointError, CheckpointTimeoutError, PeerLostError
+
+MIB = 1 << 20
+SECRET = b"s" * 32
+Arrays = Mapping[int, np.ndarray]
+
+
+def content(source: int, to: int, size: int, salt: int = 0) -> np.ndarray:
+    """Every byte depends on its place, on both ranks and on the salt."""
+    words = np.arange(size // 4 + 1, dtype=np.uint32) * np.uint32(2654435761)
+    return (words + np.uint32(source * 7919 + to * 104729 + salt * 15485863)).view(np.uint8)[:size]
+
+
+class World:
+    """A star of `size` ranks in this process, whose meshes begin with their first exchange."""
+
+    def __init__(self, size: int, linger: float = 5.0) -> None:
+        hub = Hub(size, Mailbox(0), SECRET, linger)
+        spokes = [Spoke(rank, size, Mailbox(rank), SECRET, linger) for rank in range(1, size)]
+        with ThreadPoolExecutor(size) as pool:
+            list(pool.map(lambda spoke: spoke.connect(["localhost"], hub.port, 20), spokes))
+        hub.wait_ready(20)
+        self.linger = linger
+        self.stars: list[Star] = [hub, *spokes]
+        self.meshes: dict[int, Mesh] = {}
+        self.pool = ThreadPoolExecutor(4 * size)
+        self._lock = threading.Lock()
+
+    def mesh(self, rank: int) -> Mesh:
+        with self._lock:
+            if rank not in self.meshes:
+                self.meshes[rank] = Mesh(self.stars[rank], self.linger)
+            return self.meshes[rank]
+
+    def exchange(self, rank: int, tag: str, outgoing: Arrays, incoming: Arrays, timeout: float = 30.0) -> None:
+        self.mesh(rank).exchange(tag, outgoing, incoming, timeout=timeout)
+
+    def start(self, *args: object, **kwargs: object) -> Callable[[], None]:
+        """`exchange` on a thread of its own; the function that is returned waits and raises what it raised."""
+        return self.pool.submit(self.exchange, *args, **kwargs).result  # type: ignore[arg-type]
+
+    def pair(self, tag: str, source: int, to: int, size: int) -> None:
+        """One array from one rank to another; it arrives whole."""
+        got = np.zeros(size, np.uint8)
+        sent = self.start(source, tag, {to: content(source, to, size)}, {})
+        self.exchange(to, tag, {}, {source: got})
+        sent()
+        np.testing.assert_array_equal(got, content(source, to, size))
+
+    def close(self) -> None:
+        loops = [*self.meshes.values(), *self.stars]
+        for each in loops:
+            each.leave()
+        assert all(each.join(20) for each in loops)
+        self.pool.shutdown()
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    made = World(3)
+    yield made
+    made.close()
+
+
+def has_more(link: transfers.PeerLink) -> bool:
+    """Whether the next `_refill` begins a piece."""
+    return bool(link._sending or (link._current is not None and link._current.view))
+
+
+@pytest.fixture
+def hold(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hold]:
+    held = Hold(monkeypatch)
+    yield held
+    held.release.set()
+
+
+class Hold:
+    """Makes one rank's data thread stand still while it sends, after some pieces."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.reached, self.release = threading.Event(), threading.Event()
+        self.release.set()
+        self.mesh: Mesh | None = None
+        self.pieces = 0
+        refill = transfers.PeerLink._refill
+
+        def held(link: transfers.PeerLink) -> bool:
+            if self.mesh is not None and threading.current_thread() is self.mesh._thread and has_more(link):
+                self.pieces -= 1
+                if self.pieces < 0:
+                    self.reached.set()
+                    assert self.release.wait(30)
+            return refill(link)
+
+        monkeypatch.setattr(transfers.PeerLink, "_refill", held)
+
+    def __call__(self, mesh: Mesh, pieces: int) -> None:
+        self.mesh, self.pieces = mesh, pieces
+        self.release.clear()
+
+
+# ---- moving bytes ----
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_any_matrix_of_sizes(seed: int) -> None:
+    """sizes[i][j] bytes go from rank i to rank j; 0: nothing, not even a request."""
+    random = np.random.default_rng(seed)
+    world = World(4)
+    sizes = random.choice([0, 1, 3, 4095, 70_001, 4 * MIB, 4 * MIB + 1, 13 * MIB + 5], (4, 4))
+
+    def body(rank: int) -> None:
+        peers = [p for p in range(4) if p != rank]
+        incoming = {p: np.zeros(sizes[p][rank], np.uint8) for p in peers if sizes[p][rank]}
+        outgoing = {p: content(rank, p, sizes[rank][p]) for p in peers if sizes[rank][p]}
+        for array in outgoing.values():
+            array.flags.writeable = False
+        world.exchange(rank, "matrix", outgoing, incoming)
+        for p, array in incoming.items():
+            np.testing.assert_array_equal(array, content(p, rank, sizes[p][rank]))
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(body, range(4)))
+    for one in range(4):
+        for other in range(4):
+            linked = one != other and world.meshes[one]._peer(other).link is not None
+            assert linked == (one != other and bool(sizes[one][other] or sizes[other][one]))
+    world.close()
+
+
+def test_large_arrays_both_ways_at_once(world: World) -> None:
+    """More than any buffer of the system holds, between all pairs, so that who sends first cannot matter."""
+    size = 32 * MIB + 13
+
+    def body(rank: int) -> None:
+        peers = [p for p in range(3) if p != rank]
+        incoming = {p: np.zeros(size, np.uint8) for p in peers}
+        world.exchange(rank, "large", {p: content(rank, p, size) for p in peers}, incoming, timeout=60)
+        for p in peers:
+            np.testing.assert_array_equal(incoming[p], content(p, rank, size))
+
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(body, range(3)))
+
+
+def test_many_tags_from_several_threads_in_different_order(world: World) -> None:
+    """Rank 0 waits for tag 0 while rank 1 has sent all others first: one connection, yet nobody blocks another."""
+    tags = range(12)
+    size = 3 * MIB + 1
+
+    def one(rank: int, tag: int) -> None:
+        peers = [p for p in range(3) if p != rank]
+        incoming = {p: np.zeros(size, np.uint8) for p in peers}
+        outgoing = {p: content(rank, p, size, tag) for p in peers}
+        world.exchange(rank, f"tag {tag} \N{SNOWMAN}", outgoing, incoming, timeout=60)
+        for p in peers:
+            np.testing.assert_array_equal(incoming[p], content(p, rank, size, tag))
+
+    def body(rank: int) -> None:
+        order = list(np.random.default_rng(rank).permutation(tags))
+        with ThreadPoolExecutor(len(tags)) as pool:
+            list(pool.map(lambda tag: one(rank, int(tag)), order))
+
+    for rank in range(3):
+        world.mesh(rank)
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(body, range(3)))
+    assert [sum(link.rank >= 0 for link in world.meshes[rank]._open) for rank in range(3)] == [2, 2, 2]
+
+
+def test_order_of_arrival_does_not_matter(world: World) -> None:
+    """Receiver first, sender first; the rank that listens first, the one that dials first; connected or not."""
+    for number, (first, source, to) in enumerate([(1, 1, 2), (2, 1, 2), (2, 2, 1), (0, 0, 2), (2, 0, 2), (1, 0, 1)]):
+        for again in (False, True):
+            got = np.zeros(999, np.uint8)
+            calls = {source: ({to: content(source, to, 999)}, {}), to: ({}, {source: got})}
+            begun = world.start(first, f"{number} {again}", *calls.pop(first))
+            time.sleep(0.05)
+            [(other, arguments)] = calls.items()
+            world.exchange(other, f"{number} {again}", *arguments)
+            begun()
+            np.testing.assert_array_equal(got, content(source, to, 999))
+
+
+def test_what_was_sent_before_leaving_arrives(world: World) -> None:
+    world.pair("connect", 1, 2, 1)
+    got = np.zeros(24 * MIB, np.uint8)
+    receiving = world.start(2, "last", {}, {1: got})
+    world.exchange(1, "last", {2: content(1, 2, got.size)}, {})
+    world.meshes[1].leave()
+    receiving()
+    np.testing.assert_array_equal(got, content(1, 2, got.size))
+    assert world.meshes[1].join(10)
+
+
+# ---- what fails, fails alone ----
+
+
+def test_nothing_is_written_after_a_timeout(world: World, hold: Hold) -> None:
+    world.pair("connect", 1, 2, 1)
+    hold(world.meshes[1], 3)
+    got, kept = np.zeros(40 * MIB, np.uint8), np.zeros(5, np.uint8)
+    sending = world.start(1, "held", {2: content(1, 2, got.size)}, {})
+    with pytest.raises(CheckpointTimeoutError, match=r"rank 2: exchange 'held': no bytes from rank 1 within 2 s"):
+        world.exchange(2, "held", {}, {1: got}, timeout=2)
+    assert hold.reached.is_set() and got.any()
+    got[:] = 0
+    other = world.start(2, "other", {}, {1: kept})
+    hold.release.set()
+    with pytest.raises(CheckpointTimeoutError, match="rank 1: exchange 'held' was given up by rank 2: rank 2:"):
+        sending()
+    world.exchange(1, "other", {2: np.arange(5, dtype=np.uint8)}, {})
+    other()
+    assert kept.tolist() == [0, 1, 2, 3, 4] and not got.any()
+    world.pair("afterwards", 1, 2, 9 * MIB)
+    world.pair("the other way", 2, 1, 9 * MIB)
+
+
+def test_a_piece_under_way_stays_what_it_was_when_the_sender_gives_up(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last piece has begun when the time is up: the receiver must never get a mixture."""
+    monkeypatch.setattr(transfers, "_PIECE", 128 * MIB)
+    world.pair("connect", 1, 2, 1)
+    size = 96 * MIB  # more than the system buffers
+    array, got = content(1, 2, size), np.zeros(size, np.uint8)
+    receiving = world.start(2, "slow", {}, {1: got}, timeout=60)
+    stuck, release = threading.Event(), threading.Event()
+    time.sleep(0.3)  # rank 2 has asked
+    world.meshes[2]._ask(lambda: (stuck.set(), release.wait(30)))  # type: ignore[arg-type, return-value]
+    assert stuck.wait(10)
+    with pytest.raises(CheckpointTimeoutError, match="rank 2 did not take its bytes"):
+        world.exchange(1, "slow", {2: array}, {}, timeout=0.5)
+    array[:] = 0
+    release.set()
+    receiving()
+    np.testing.assert_array_equal(got, content(1, 2, size))
+    world.pair("afterwards", 1, 2, 9 * MIB)
+
+
+def test_the_first_cause_reaches_everybody_at_once(world: World) -> None:
+    """Rank 2 hangs; rank 0 gives up after a second; rank 1, which waits for rank 0 only, need not wait for an hour."""
+    world.pair("connect", 0, 1, 1)
+    got = np.zeros(9, np.uint8)
+    waiting = world.start(1, "chain", {}, {0: got}, timeout=3600)
+    started = time.monotonic()
+    with pytest.raises(CheckpointTimeoutError, match=r"no bytes from ranks 1, 2, not connected with rank 2 within 1 s"):
+        world.exchange(0, "chain", {}, {1: got, 2: got.copy()}, timeout=1)
+    with pytest.raises(CheckpointTimeoutError, match=r"given up by rank 0: .*no bytes from ranks 1, 2"):
+        waiting()
+    # Also those that begin later.
+    with pytest.raises(CheckpointTimeoutError, match="no bytes from rank 1"):
+        world.exchange(0, "late", {}, {1: got}, timeout=0.1)
+    with pytest.raises(CheckpointTimeoutError, match="given up by rank 0"):
+        world.exchange(1, "late", {0: got}, {}, timeout=3600)
+    assert time.monotonic() - started < 20
+    world.pair("afterwards", 0, 1, 9)
+
+
+def test_sizes_that_differ_are_an_error_on_both_sides(world: World) -> None:
+    receiving = world.start(2, "sizes", {}, {1: np.zeros(8, np.uint8)})
+    message = "rank 1: exchange 'sizes': has 9 bytes for rank 2, which expects 8"
+    with pytest.raises(CheckpointError, match=message):
+        world.exchange(1, "sizes", {2: np.zeros(9, np.uint8)}, {})
+    with pytest.raises(CheckpointError, match=f"rank 2: .* given up by rank 1: {message}"):
+        receiving()
+    world.pair("afterwards", 1, 2, 9)
+
+
+def test_a_connection_that_breaks_is_an_error_and_the_next_exchange_connects_again(world: World, hold: Hold) -> None:
+    for number in range(3):
+        world.pair(f"connect {number}", 1, 2, 1)
+        hold(world.meshes[1], 2)
+        receiving = world.start(2, f"broken {number}", {}, {1: np.zeros(40 * MIB, np.uint8)}, timeout=3600)
+        sending = world.start(1, f"broken {number}", {2: content(1, 2, 40 * MIB)}, {}, timeout=3600)
+        assert hold.reached.wait(30)
+        link = world.meshes[number % 2 + 1]._peer(2 - number % 2).link
+        assert link is not None
+        link.sock.shutdown(socket.SHUT_RDWR)
+        hold.release.set()
+        with pytest.raises(PeerLostError, match="lost rank 1: its connection closed"):
+            receiving()
+        with pytest.raises(PeerLostError, match="lost rank 2: its connection closed"):
+            sending()
+        hold.reached.clear()
+        world.pair(f"again {number}", 2, 1, 9 * MIB)
+
+
+def test_a_rank_that_has_left_is_lost(world: World) -> None:
+    """Whether it was connected or not, and whichever side has to dial."""
+    world.pair("connect", 1, 2, 1)
+    waiting = [
+        world.start(1, "never", {}, {2: np.zeros(9, np.uint8)}, timeout=3600),
+        world.start(0, "never", {2: np.zeros(9, np.uint8)}, {}, timeout=3600),
+    ]
+    time.sleep(0.2)
+    world.meshes[2].leave()
+    world.stars[2].leave()
+    for wait in waiting:
+        with pytest.raises(PeerLostError, match="lost rank 2"):
+            wait()
+    for rank in (0, 1):
+        with pytest.raises(PeerLostError, match="lost rank 2"):
+            world.exchange(rank, "later", {}, {2: np.zeros(9, np.uint8)}, timeout=3600)
+    with pytest.raises(PeerLostError, match="closed"):
+        world.exchange(2, "own", {1: np.zeros(9, np.uint8)}, {}, timeout=3600)
+    world.pair("afterwards", 0, 1, 9)
+
+
+def test_leaving_ends_what_is_under_way(world: World) -> None:
+    waiting = world.start(1, "never", {}, {2: np.zeros(9, np.uint8)}, timeout=3600)
+    time.sleep(0.2)
+    world.meshes[1].leave()
+    with pytest.raises(PeerLostError, match="rank 1: exchange 'never': this world was closed"):
+        waiting()
+
+
+def test_a_rank_that_cannot_be_dialled_is_named_with_the_reason(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("localhost", 0)) as probe:
+        nobody = probe.getsockname()[1]
+    send = world.stars[1].send
+    wrong = json.dumps({"address": "127.0.0.1", "port": nobody}).encode()
+    monkeypatch.setattr(world.stars[1], "send", lambda to, tag, payload: send(to, tag, wrong))
+    inviting = world.start(1, "x", {2: np.zeros(9, np.uint8)}, {}, timeout=2)
+    with pytest.raises(
+        CheckpointTimeoutError,
+        match=rf"not connected with rank 1 \(127\.0\.0\.1 port {nobody}: Connection refused\).* look for .* a firewall",
+    ):
+        world.exchange(2, "x", {}, {1: np.zeros(9, np.uint8)}, timeout=1.5)
+    with pytest.raises(CheckpointTimeoutError, match="rank 2 did not take its bytes, not connected"):
+        inviting()
+
+
+# ---- strangers ----
+
+
+def frame(kind: int, source: int, to: int, tag: bytes, payload: bytes) -> bytes:
+    numbers = [source, to, len(tag)]
+    return (
+        bytes([kind])
+        + b"".join(n.to_bytes(4, "little") for n in numbers)
+        + len(payload).to_bytes(8, "little")
+        + (tag + payload)
+    )
+
+
+def test_strangers_are_shown_out(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "_STRANGER_PATIENCE", 1.0)
+    secret_array = np.full(9, 42, np.uint8)
+    offering = world.start(1, "x", {2: secret_array}, {})
+    while world.mesh(1)._port is None:
+        time.sleep(0.01)
+    want = frame(8, 2, 1, b"x", (0).to_bytes(8, "little") + (9).to_bytes(8, "little"))
+    words = [
+        frame(1, 2, 1, b"", b"w" * 32) + want,  # the wrong secret
+        frame(1, 2, 1, b"", SECRET[:-1]) + want,
+        frame(1, 0, 1, b"", SECRET) + want,  # a lower rank never dials
+        frame(1, 3, 1, b"", SECRET) + want,  # no rank of this world
+        frame(1, 2, 0, b"", SECRET) + want,  # looks for another rank
+        frame(2, 2, 1, b"", SECRET) + want,  # welcomes us, though we have not called
+        want,
+        frame(1, 2, 1, b"", b"x" * MIB),  # would have us read a lot
+        b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        b"",  # says nothing
+    ]
+    strangers = [socket.create_connection(("localhost", world.mesh(1)._port)) for _ in words]
+    for stranger, word in zip(strangers, words, strict=True):
+        stranger.settimeout(10)
+        try:
+            stranger.sendall(word)
+            assert stranger.recv(100) == b"", word[:60]
+        except ConnectionError:
+            pass
+        stranger.close()
+    got = np.zeros(9, np.uint8)
+    world.exchange(2, "x", {}, {1: got})
+    offering()
+    assert (got == secret_array).all()
+    assert len(world.meshes[1]._open) == 1
+
+
+# ---- real processes ----
+
+
+def launch(scenario: str, size: int, timeout: float = 90) -> list[tuple[int, str, str]]:
+    """Run this file once per rank; exit status, stdout and stderr of each."""
+    with socket.create_server(("localhost", 0)) as probe:
+        port = probe.getsockname()[1]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, __file__, scenario, str(rank), str(size), str(port)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(size)
+    ]
+    deadline = time.monotonic() + timeout
+    try:
+        with ThreadPoolExecutor(size) as readers:
+            outputs = list(readers.map(lambda p: p.communicate(timeout=deadline - time.monotonic()), ranks))
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+    return [(p.returncode, *output) for p, output in zip(ranks, outputs, strict=True)]
+
+
+def test_a_rank_killed_in_the_middle_of_an_exchange() -> None:
+    results = launch("killed", 3)
+    assert [status for status, _, _ in results] == [0, 0, -signal.SIGKILL], results
+
+
+def test_a_rank_stopped_in_the_middle_of_an_exchange() -> None:
+    results = launch("stopped", 3)
+    assert [status for status, _, _ in results] == [0, 0, 0], results
+
+
+def signal_self_after(pieces: int, number: signal.Signals) -> None:
+    """This process gets a signal while it hands its next-but-`pieces` piece to the kernel."""
+    refill = transfers.PeerLink._refill
+    left = iter(range(pieces))
+
+    def counted(link: transfers.PeerLink) -> bool:
+        if has_more(link) and next(left, None) is None:
+            transfers.PeerLink._refill = refill  # type: ignore[method-assign]
+            os.kill(os.getpid(), number)
+        return refill(link)
+
+    transfers.PeerLink._refill = counted  # type: ignore[method-assign]
+
+
+def everyone_sends(data: Mesh, tag: str, size: int, timeout: float) -> None:
+    """All pairs exchange `size` bytes both ways."""
+    me = data.rank
+    peers = [p for p in range(3) if p != me]
+    incoming = {p: np.zeros(size, np.uint8) for p in peers}
+    data.exchange(tag, {p: content(me, p, size) for p in peers}, incoming, timeout=timeout)
+    for p in peers:
+        np.testing.assert_array_equal(incoming[p], content(p, me, size))
+
+
+def killed(star: Star, data: Mesh) -> None:
+    everyone_sends(data, "sound", 5 * MIB, 60)
+    if star.rank == 2:
+        signal_self_after(5, signal.SIGKILL)
+    started = time.monotonic()
+    with pytest.raises(PeerLostError, match="lost rank 2"):  # noticed here, or passed on by the other
+        everyone_sends(data, "killed", 64 * MIB, 3600)
+    assert time.monotonic() - started < 30
+    with pytest.raises(PeerLostError, match="lost rank 2"):
+        data.exchange("later", {}, {2: np.zeros(9, np.uint8)}, timeout=3600)
+    got = np.zeros(9 * MIB, np.uint8)
+    data.exchange("alive", {1 - star.rank: content(star.rank, 9, got.size)}, {1 - star.rank: got}, timeout=60)
+    np.testing.assert_array_equal(got, content(1 - star.rank, 9, got.size))
+
+
+def stopped(star: Star, data: Mesh) -> None:
+    everyone_sends(data, "sound", 5 * MIB, 60)
+    if star.rank == 2:
+        star.send(0, "pid", str(os.getpid()).encode())
+        signal_self_after(5, signal.SIGSTOP)
+        with pytest.raises(CheckpointTimeoutError, match=r"was given up by rank [01]"):
+            everyone_sends(data, "stopped", 64 * MIB, 3600)
+    else:
+        started = time.monotonic()
+        with pytest.raises(CheckpointTimeoutError, match=r"rank 2"):
+            everyone_sends(data, "stopped", 64 * MIB, 3)
+        assert time.monotonic() - started < 30
+        got = np.zeros(9 * MIB, np.uint8)
+        data.exchange("alive", {1 - star.rank: content(star.rank, 9, got.size)}, {1 - star.rank: got}, timeout=60)
+        np.testing.assert_array_equal(got, content(1 - star.rank, 9, got.size))
+        if star.rank == 0:
+            os.kill(int(star.mailbox.take([2], "pid", timeout=30)[0]), signal.SIGCONT)
+    everyone_sends(data, "all again", 9 * MIB, 60)
+
+
+def main() -> None:
+    faulthandler.dump_traceback_later(80, exit=True)
+    scenario, rank, size, port = sys.argv[1], *map(int, sys.argv[2:])
+    star: Star
+    if rank == 0:
+        listen = sys.modules["bytecheckpoint.collectives.star"].listen
+        listener = socket.create_server(("localhost", port))
+        listener.setblocking(False)
+        sys.modules["bytecheckpoint.collectives.star"].listen = lambda _: listener
+        star = hub = Hub(size, Mailbox(0), SECRET, 5.0)
+        sys.modules["bytecheckpoint.collectives.star"].listen = listen
+        hub.wait_ready(60)
+    else:
+        star = spoke = Spoke(rank, size, Mailbox(rank), SECRET, 5.0)
+        spoke.connect(["localhost"], port, 60)
+    data = Mesh(star, 5.0)
+    {"killed": killed, "stopped": stopped}[scenario](star, data)
+    data.leave()
+    assert data.join(20)
+    star.leave()
+    assert star.join(20)
+
+
+if __name__ == "__main__":
+    main()
