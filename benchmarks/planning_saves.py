@@ -127,6 +127,7 @@ class Ranks:
     requests: list[bytes] = field(default_factory=list)
     answers: dict[int, bytes] = field(default_factory=dict)
     outcomes: list[Any] = field(default_factory=list)
+    written: dict[str, int] = field(default_factory=dict)
     bytes_in: int = 0
     bytes_out: int = 0
     catalog: bytes = b""
@@ -167,11 +168,12 @@ class Ranks:
         self.watch.switch("coordinator: tell the end")
 
     def list(self) -> list[tuple[str, int]]:
-        """Nothing is here."""
-        return []
+        """The files of all ranks."""
+        return [*self.written.items()]
 
     def delete(self, names: Iterable[str]) -> None:
-        """Nothing is here."""
+        """Nothing old is here."""
+        assert not [*names]
 
     def _record(self, value: Value, file: int = -1, offset: int = 0) -> ValueRecord:
         return ValueRecord(
@@ -211,6 +213,7 @@ class Ranks:
                     random.bytes(8 * header.blocks),
                 )
             )
+        self.written |= {record.name: record.size for record in records}
         values = [self._record(v, *where.get(v.key, (-1, 0))) for v in self.job.values[rank]]
         return encode(Report(_URL, answer.plan, records, values))
 
@@ -220,7 +223,8 @@ def play_save(job: Job) -> tuple[Ranks, list[Line]]:
     ranks = Ranks(job)
     storage: Any = ranks
     collective: Any = ranks
-    task = SaveTask(1, 600.0, storage, _GENERATION, {"created": 0.0, "world_size": len(job.shards)}, {})
+    info = {"created": 0.0, "world_size": len(job.shards)}
+    task = SaveTask(sequence=1, timeout=600.0, storage=storage, generation=_GENERATION, info=info, layout={})
     ranks.watch.switch("coordinator: read requests, plan")
     Coordinator(collective).run(task)
     ranks.watch.switch("")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,10 +13,13 @@ import torch
 
 import bytecheckpoint
 from bytecheckpoint import CheckpointNotFoundError, CorruptCheckpointError
+from bytecheckpoint.collectives import Collective, ThreadWorld
 from bytecheckpoint.interop.compare import compare
 from bytecheckpoint.interop.repair import repair_checkpoint
 from bytecheckpoint.interop.verify import verify_checkpoint
+from bytecheckpoint.planning import save_plan
 from bytecheckpoint.storage import resolve
+from tests.golden.make import FOLDER
 from tests.interop.conftest import save_layout
 
 Copied = Callable[..., Path]
@@ -90,8 +94,6 @@ def test_a_lost_file_keeps_it_from_being_rebuilt(copied: Copied, pattern: str, w
 
 
 def test_a_lost_parameter_of_the_optimizer_is_missed(tmp_path: Path) -> None:
-    from bytecheckpoint.collectives import Collective, ThreadWorld
-
     def save(collective: Collective) -> None:
         stage = torch.nn.ModuleDict({f"l{collective.rank}": torch.nn.Linear(3, 3)})
         states = {"model": stage, "optimizer": torch.optim.SGD(stage.parameters(), lr=0.1)}
@@ -112,6 +114,89 @@ def test_a_reference_to_a_lost_tensor_is_noticed(tmp_path: Path) -> None:
     files_of(tmp_path / "s", "model/rank-*")[0].unlink()
     with pytest.raises(CorruptCheckpointError, match="'a', which the catalog lacks"):
         repair_checkpoint(resolve(tmp_path / "s"))
+
+
+def save_stages(path: Path, ranks: int, silent: tuple[int, ...] = ()) -> None:
+    """Whole tensors that no other rank speaks of, and a value of each rank's own; nothing from `silent` ranks."""
+
+    def save(collective: Collective) -> None:
+        rank = collective.rank
+        stage = {} if rank in silent else {f"l{rank}": torch.nn.Linear(3, 3), f"m{rank}": torch.nn.Linear(3, 3)}
+        states: dict[str, object] = {"model": torch.nn.ModuleDict(stage), "other": torch.nn.ModuleDict(stage)}
+        if rank not in silent:
+            states["extra_states"] = {"rank": rank}
+        bytecheckpoint.save(path, states, timeout=30)
+
+    ThreadWorld(ranks).run(save, timeout=60)
+    (path / "metadata.parquet").unlink()
+
+
+@pytest.mark.parametrize(
+    ("pattern", "why"),
+    [
+        ("model/rank-00001.*", "model/rank-00001 is missing, which other files of rank 1 name"),
+        ("model/rank-00001-p001.*", "model/rank-00001-p001 is missing, which other files of rank 1 name"),
+        ("extra/values-00001.*", "1 of the 5 files that rank 1 wrote are missing, with plain values"),
+        ("*/rank-00002*", "model/rank-00002 is missing, which other files of rank 2 name"),
+    ],
+)
+def test_a_lost_file_of_whole_tensors_is_missed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pattern: str, why: str
+) -> None:
+    monkeypatch.setattr(save_plan, "MAX_ENTRIES_PER_FILE", 2)  # two parts of each state
+    path = tmp_path / "s"
+    save_stages(path, 3)
+    lost = {file: file.read_bytes() for file in files_of(path, pattern)}
+    for file in lost:
+        file.unlink()
+    with pytest.raises(CorruptCheckpointError, match=re.escape(why)):
+        repair_checkpoint(resolve(path))
+    assert repair_checkpoint(resolve(path), force=True).written
+    # With its files back it is whole, and nothing is said to be missing.
+    for file, data in lost.items():
+        file.write_bytes(data)
+    report = repair_checkpoint(resolve(path), force=True)
+    assert [g.problems for g in report.generations] == [()]
+    assert not any("found (" in note or "early" in note for note in report.notes)
+
+
+def test_ranks_without_any_file_are_named(tmp_path: Path) -> None:
+    save_stages(tmp_path / "lost", 3)
+    for file in files_of(tmp_path / "lost", "*/*-00001*"):
+        file.unlink()
+    save_stages(tmp_path / "nothing", 3, silent=(1,))
+    for name in ("lost", "nothing"):  # which nobody can tell apart
+        report = repair_checkpoint(resolve(tmp_path / name))
+        assert report.written
+        (note,) = [note for note in report.notes if "no file of" in note]
+        assert note.startswith("no file of 1 of 3 ranks was found (1): either they had nothing to write")
+
+
+def test_a_value_that_was_written_late_is_no_second_part_of_a_lost_file(tmp_path: Path) -> None:
+    """A rank whose copy was stood for by another's, until they differed, writes a second file without a first."""
+
+    def save(collective: Collective) -> None:
+        extra = {"n": 1}
+        states = {"model": torch.nn.ModuleDict({f"l{collective.rank}": torch.nn.Linear(3, 3)}), "extra_states": extra}
+        for name in ("first", "second"):
+            bytecheckpoint.save(tmp_path / name, states, timeout=30)
+            extra["n"] += collective.rank
+
+    ThreadWorld(2).run(save, timeout=60)
+    path = tmp_path / "second"
+    assert files_of(path, "extra/values-00001-p001.*") and not [*path.glob("extra/values-00001.*")]
+    (path / "metadata.parquet").unlink()
+    assert repair_checkpoint(resolve(path)).written
+    with bytecheckpoint.open(path, rank=1) as checkpoint:
+        assert checkpoint["extra_states/n"] == 2
+
+
+def test_files_of_the_first_version_are_repaired_with_a_warning(tmp_path: Path) -> None:
+    shutil.copytree(FOLDER, tmp_path / "v1")
+    (tmp_path / "v1/metadata.parquet").unlink()
+    report = repair_checkpoint(resolve(tmp_path / "v1"))
+    assert report.written and any("early version" in note for note in report.notes)
+    assert same(FOLDER, tmp_path / "v1")
 
 
 def test_damaged_blocks_are_refused_unless_forced(copied: Copied) -> None:

@@ -21,6 +21,7 @@ from bytecheckpoint.errors import CheckpointError, CorruptCheckpointError, Incom
 from bytecheckpoint.representation import storage_file
 from bytecheckpoint.representation.checksums import block_bytes, block_sums
 from bytecheckpoint.representation.dtypes import dtype_names, itemsize, safetensors_code
+from bytecheckpoint.representation.names import file_stem
 from bytecheckpoint.representation.shards import TensorKey
 from bytecheckpoint.representation.storage_file import (
     HeaderTemplate,
@@ -30,6 +31,7 @@ from bytecheckpoint.representation.storage_file import (
     header_needs,
     parse_header,
 )
+from tests.golden.make import FOLDER
 
 GENERATION, LATER = "0123456789abcdef01234567", "f" * 24
 ANY_TEXT = st.text(st.characters(exclude_categories=()), max_size=30)
@@ -64,7 +66,7 @@ def whole(fqn: str, dtype: str, shape: tuple[int, ...], slot: str = "", **more: 
     return StoredEntry(TensorKey("model", fqn, slot), dtype, shape, (0,) * len(shape), shape, **more)
 
 
-def template(entries: list[StoredEntry], kind: str = "model") -> HeaderTemplate:
+def template(entries: list[StoredEntry], kind: str = "model", siblings: tuple[str, ...] = ()) -> HeaderTemplate:
     length = sum(entry.byte_length for entry in entries)
     return build_header(
         entries,
@@ -74,6 +76,7 @@ def template(entries: list[StoredEntry], kind: str = "model") -> HeaderTemplate:
         generation=GENERATION,
         data_length=length,
         block_bytes=block_bytes(length),
+        siblings=siblings,
     )
 
 
@@ -125,6 +128,20 @@ def test_headers_come_back_and_safetensors_reads_them(entries: list[StoredEntry]
     assert (header.data_offset, header.data_length) == (made.data_offset, made.data_length)
     opened = dict(safetensors.deserialize(text + bytes(made.data_length)))
     assert len(opened) == len(entries) == len(set(entry_names(entries)))
+
+
+def test_a_file_says_which_files_of_its_rank_belong_to_it() -> None:
+    siblings = ("model/rank-00003", "model/rank-00003-p001", "kind-0123456789abcdef/values-00003")
+    made = template(placed([whole("w", "float32", (3,))]), siblings=siblings)
+    sums = np.zeros(made.blocks, np.uint64)
+    for count in (0, 4, 10**8 - 1):
+        header = parse_header(made.render(sums, LATER, count))
+        assert (header.files, header.siblings) == (count, siblings)
+    # Files of the first writers do not say it.
+    (old,) = FOLDER.glob("model/rank-00001.*")
+    assert file_stem(str(old.relative_to(FOLDER))) == "model/rank-00001"
+    header = parse_header(old.read_bytes())
+    assert (header.files, header.siblings) == (0, ())
 
 
 def test_tensors_open_under_their_names(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import xxhash
 
 from .._version import __version__
@@ -19,21 +18,17 @@ from ..errors import (
     CorruptCheckpointError,
     IncompatibleCheckpointError,
 )
-from ..planning.coverage import overlapping
-from ..representation.boxes import BoxTable
-from ..representation.catalog import SHARED, VALUES_SLOT, Catalog, StorageFile
-from ..representation.catalog_check import catalog_problem
+from ..representation.catalog import VALUES_SLOT, Catalog, StorageFile
 from ..representation.catalog_file import encode
-from ..representation.names import CATALOG_NAME, generation_of
-from ..representation.shards import TensorKey
+from ..representation.names import CATALOG_NAME, file_stem, generation_of
 from ..representation.storage_file import StorageHeader, header_needs, parse_header
-from ..representation.stored_entries import StoredEntry
 from ..storage import Storage
+from .rebuild import catalog_of
 from .verify import Finding, Progress, verify_catalog
 
 __all__ = ["GenerationReport", "RepairReport", "repair_checkpoint"]
 
-_PART = re.compile(r"/(rank|values)-([0-9]+)(?:-p([0-9]+))?\.")
+_PART = re.compile(r"/(rank|values)-([0-9]+)(?:-p([0-9]+))?(?=\.|$)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +78,9 @@ def repair_checkpoint(storage: Storage, *, force: bool = False, progress: Progre
 
     Only the files of one save are used, never a mixture: of the saves whose files are complete, the newest. Before
     the catalog is written every byte is verified. Complete means that every tensor that the files speak of is covered
-    exactly once, and that nothing they refer to is missing; a lost file none of whose tensors is spoken of elsewhere
-    cannot be noticed, so the report names the ranks and kinds that were found.
+    exactly once, that nothing they refer to is missing, and that of each rank that left a file all files are there.
+    A rank all of whose files are gone cannot be told from one that had nothing to write, so the report names the ranks
+    of which nothing was found.
 
     Args:
         storage: where the files are.
@@ -154,13 +150,14 @@ class _Generation:
     files: list[StorageFile] = field(default_factory=list)
     headers: list[StorageHeader] = field(default_factory=list)
     unreadable: list[str] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
     nbytes: int = 0
     modified: float = 0.0
     catalog: Catalog | None = None
 
     def report(self, storage: Storage, force: bool) -> GenerationReport:
         """Judge the files, and make the catalog when they are complete."""
-        suspect = [*self.unreadable, *self._lost_parts()]
+        suspect = [*self.unreadable, *self._lost_files()]
         fatal = []
         if self.headers:
             fatal = self._build()
@@ -174,36 +171,34 @@ class _Generation:
         count = len(self.files) + len(self.unreadable)
         return GenerationReport(self.name, count, self.nbytes, self.modified, complete, (*fatal, *suspect))
 
-    def _lost_parts(self) -> list[str]:
-        """Files that must have been there because a later part of the same series is."""
-        series: dict[str, set[int]] = {}
-        for file in self.files:
-            match = _PART.search(file.name)
-            assert match is not None
-            stem = file.name[: match.start()] + f"/{match[1]}-{match[2]}"
-            series.setdefault(stem, set()).add(int(match[3] or 0))
-        return [
-            f"part {part} of {stem} is missing"
-            for stem, parts in sorted(series.items())
-            for part in sorted(set(range(max(parts))) - parts)
-        ]
+    def _lost_files(self) -> list[str]:
+        """Files that must have been there, because others of the same rank say so."""
+        present = {file_stem(name) for name in self.names}
+        stated: dict[int, set[str]] = {}
+        counted: dict[int, int] = {}
+        for file, header in zip(self.files, self.headers, strict=True):
+            stated.setdefault(file.rank, set()).update(header.siblings, _parts_before(file.name))
+            counted[file.rank] = max(counted.get(file.rank, 0), header.files)
+        lost = []
+        for rank, stems in sorted(stated.items()):
+            lost += [f"{stem} is missing, which other files of rank {rank} name" for stem in sorted(stems - present)]
+            own = {stem for stem in present if _rank_of(stem) == rank}
+            if (more := counted[rank] - len(own | stems)) > 0:
+                lost.append(
+                    f"{more} of the {counted[rank]} files that rank {rank} wrote are missing, with plain values"
+                )
+        return lost
 
     def _build(self) -> list[str]:
         """Make the catalog; returns what keeps it from being one."""
         worlds = {h.world_size for h in self.headers}
         if len(worlds) > 1:
             return [f"its files tell of different world sizes ({', '.join(map(str, sorted(worlds)))})"]
-        placed = _placed(self.headers)
-        if isinstance(placed, str):
-            return [placed]
-        catalog = _catalog(self.files, self.headers, placed, self._info())
-        problem = catalog_problem(catalog)
-        if problem is not None:
-            return [problem]
-        gaps = _gaps(catalog)
-        if not gaps:
-            self.catalog = catalog
-        return gaps
+        made = catalog_of(self.files, self.headers, self._info())
+        if isinstance(made, Catalog):
+            self.catalog = made
+            return []
+        return made
 
     def _info(self) -> dict[str, Any]:
         return {
@@ -253,12 +248,41 @@ class _Generation:
             f"{kind}: {_count(catalog, kind)} tensors in files of {len(ranks)} of {world} ranks"
             for kind, ranks in by_kind.items()
         ]
+        silent = sorted(set(range(world)) - {_rank_of(file_stem(name)) for name in self.names})
+        if silent:
+            found.append(
+                f"no file of {len(silent)} of {world} ranks was found ({_listed(silent)}): either they had nothing to "
+                f"write, or all of their files are lost; check the numbers of tensors"
+            )
+        if not all(header.files for header in self.headers):
+            found.append("an early version wrote the files: a lost one none of whose tensors is named leaves no trace")
         return [
             *found,
-            "a lost file none of whose tensors is named elsewhere leaves no trace: check these numbers",
             "layout, framework and user metadata of the save are lost",
             *(f"left out: {problem}" for problem in self.unreadable),
         ]
+
+
+def _rank_of(stem: str) -> int:
+    """The rank in a storage file's name."""
+    match = _PART.search(stem)
+    assert match is not None
+    return int(match[2])
+
+
+def _parts_before(name: str) -> list[str]:
+    """The stems of the earlier parts of the series that a file belongs to."""
+    match = _PART.search(name)
+    assert match is not None
+    if match[3] is None or match[1] == "values":  # a values file that was written late counts from 1, maybe alone
+        return []
+    first = name[: match.end(2)]
+    return [first if part == 0 else f"{first}-p{part:03d}" for part in range(int(match[3]))]
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+    return f"{', '.join(map(str, ranks[:8]))}{more}"
 
 
 def _count(catalog: Catalog, kind: str) -> int:
@@ -275,6 +299,7 @@ def _generations(storage: Storage) -> list[_Generation]:
             continue
         group = found.setdefault(generation, _Generation(generation))
         group.nbytes += size
+        group.names.append(name)
         try:
             group.modified = max(group.modified, storage.stat(name).modified)
             header, header_sum = _read_header(storage, name, size)
@@ -316,86 +341,3 @@ def _read_header(storage: Storage, name: str, size: int) -> tuple[StorageHeader,
             f"{name} has {size} bytes, its header says {header.data_offset + header.data_length}"
         )
     return header, xxhash.xxh3_64_intdigest(data)
-
-
-@dataclass(slots=True)
-class _Placed:
-    """All entries of a save, numbered by tensor."""
-
-    tensors: dict[tuple[TensorKey, int], StoredEntry] = field(default_factory=dict)
-    number: list[int] = field(default_factory=list)
-    file: list[int] = field(default_factory=list)
-    entries: list[StoredEntry] = field(default_factory=list)
-    aliases: dict[str, dict[str, str]] = field(default_factory=dict)
-
-
-def _placed(headers: Sequence[StorageHeader]) -> _Placed | str:
-    """Entries by tensor, or what contradicts itself."""
-    copies: dict[TensorKey, int] = {}
-    for header in headers:
-        for entry in header.entries:
-            if entry.owner != SHARED:
-                copies[entry.key] = copies.get(entry.key, 0) + 1
-    placed = _Placed()
-    numbers: dict[tuple[TensorKey, int], int] = {}
-    for file, header in enumerate(headers):
-        for entry in header.entries:
-            # A header says who wrote a value; that all ranks shared it shows in there being one copy.
-            owner = SHARED if copies.get(entry.key, 0) <= 1 else entry.owner
-            identity = (entry.key, owner)
-            first = placed.tensors.setdefault(identity, entry)
-            if (first.dtype, first.global_shape) != (entry.dtype, entry.global_shape):
-                return f"its files differ about the dtype or shape of {entry.key}"
-            number = numbers.setdefault(identity, len(numbers))
-            placed.number.append(number)
-            placed.file.append(file)
-            placed.entries.append(entry)
-            for alias in entry.aliases:
-                placed.aliases.setdefault(entry.key.kind, {})[alias] = entry.key.fqn
-    return placed
-
-
-def _catalog(
-    files: Sequence[StorageFile], headers: Sequence[StorageHeader], placed: _Placed, info: dict[str, Any]
-) -> Catalog:
-    keys = [key for key, _ in placed.tensors]
-    firsts = list(placed.tensors.values())
-    entries = placed.entries
-    shapes = BoxTable.build(range(len(firsts)), [e.global_shape for e in firsts], [e.global_shape for e in firsts])
-    file = np.array(placed.file, np.int64)
-    data_offset = np.array([f.data_offset for f in files], np.int64)
-    return Catalog.from_columns(
-        kinds=[key.kind for key in keys],
-        fqns=[key.fqn for key in keys],
-        slots=[key.slot for key in keys],
-        dtypes=[e.dtype for e in firsts],
-        shapes=shapes.lengths,
-        ndims=np.array([len(e.global_shape) for e in firsts], np.int64),
-        owner=np.array([owner for _, owner in placed.tensors], np.int32),
-        requires_grad=np.array([e.requires_grad for e in firsts], bool),
-        boxes=BoxTable.build(placed.number, [e.offsets for e in entries], [e.lengths for e in entries]),
-        file=file.astype(np.int32),
-        byte_offset=np.array([e.byte_offset for e in entries], np.int64) + (data_offset[file] if len(file) else 0),
-        byte_length=np.array([e.byte_length for e in entries], np.int64),
-        files=files,
-        sums=[h.sums for h in headers],
-        aliases=placed.aliases,
-        info=info,
-    )
-
-
-def _gaps(catalog: Catalog) -> list[str]:
-    """Tensors that the files do not cover exactly once."""
-    pairs = overlapping(catalog.boxes)
-    if len(pairs):
-        name = catalog.key(int(catalog.boxes.tensor[pairs.left[0]]))
-        return [f"parts of {name} are stored at two places ({len(pairs)} overlaps in all)"]
-    whole = np.prod(catalog.shapes, axis=1, dtype=np.float64)
-    have = np.bincount(catalog.boxes.tensor, catalog.boxes.volumes().astype(np.float64), catalog.count)
-    short = np.flatnonzero(have != whole)
-    if not len(short):
-        return []
-    name = catalog.key(int(short[0]))
-    return [
-        f"{len(short)} tensors are incomplete, such as {name}: {have[short[0]]:.0f} of {whole[short[0]]:.0f} elements"
-    ]

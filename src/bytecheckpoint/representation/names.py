@@ -14,6 +14,7 @@ __all__ = [
     "GENERATION_LENGTH",
     "check_relative",
     "escape",
+    "file_stem",
     "generation_of",
     "is_uri",
     "kind_folder",
@@ -77,6 +78,11 @@ def values_file_name(kind: str, rank: int, generation: str, part: int = 0) -> st
     """Name of the file with the plain values of `kind`, e.g. "optimizer/values-00003.<generation>.safetensors"."""
     suffix = f"-p{part:03d}" if part else ""
     return f"{kind_folder(kind)}/values-{rank:05d}{suffix}.{generation}.safetensors"
+
+
+def file_stem(name: str) -> str:
+    """A storage file's name but for generation and ending, e.g. "model/rank-00003-p001": the same in every save."""
+    return name.rsplit(".", 2)[0]
 
 
 def generation_of(name: str) -> str | None:

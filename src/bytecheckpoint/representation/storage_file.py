@@ -50,6 +50,7 @@ MAX_ENTRIES_PER_FILE: Final = 100_000
 METADATA_PREFIX: Final = "bytecheckpoint."
 ENTRIES_FIELD: Final = METADATA_PREFIX + "entries"
 _SUM_DIGITS = 16
+_COUNT_DIGITS = 8
 
 
 _Natural = Annotated[int, msgspec.Meta(ge=0)]
@@ -81,7 +82,7 @@ class _Row(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class HeaderTemplate:
-    """The header of a storage file, but for what is known late: generation and checksums.
+    """The header of a storage file, but for what is known late: generation, checksums, how many files the rank writes.
 
     A cached plan keeps the template and renders it again for every save.
 
@@ -98,15 +99,17 @@ class HeaderTemplate:
     blocks: int
     _text: bytes = field(repr=False)
     _generation_at: int
+    _files_at: int
     _self_at: int
     _sums_at: int
 
-    def render(self, sums: NDArray[np.uint64], generation: str | None = None) -> bytes:
+    def render(self, sums: NDArray[np.uint64], generation: str | None = None, files: int = 0) -> bytes:
         """The header's bytes.
 
         Args:
             sums: shape [blocks], the sum of each block of the data section.
             generation: 24 hex digits, by default those that the template was built with.
+            files: how many files the rank writes in this save, as far as it knows; 0 when it does not.
 
         Returns:
             Exactly `data_offset` bytes.
@@ -116,6 +119,7 @@ class HeaderTemplate:
         if generation is not None:
             _check_generation(generation)
             text[self._generation_at : self._generation_at + GENERATION_LENGTH] = generation.encode()
+        text[self._files_at : self._files_at + _COUNT_DIGITS] = f"{files:0{_COUNT_DIGITS}}".encode()
         text[self._sums_at : self._sums_at + _SUM_DIGITS * self.blocks] = sums.astype(">u8").tobytes().hex().encode()
         own = xxhash.xxh3_64_hexdigest(text)
         text[self._self_at : self._self_at + _SUM_DIGITS] = own.encode()
@@ -131,6 +135,7 @@ def build_header(
     generation: str,
     data_length: int,
     block_bytes: int,
+    siblings: Sequence[str] = (),
 ) -> HeaderTemplate:
     """The header of the file that holds `entries`, which tile its data section in the order given.
 
@@ -142,6 +147,7 @@ def build_header(
         generation: 24 hex digits.
         data_length: size of the data section in bytes.
         block_bytes: size of a checksum block, from `checksums.block_bytes`.
+        siblings: `names.file_stem` of the files that the same rank writes in the same save, as far as they are known.
 
     Raises:
         UsageError: the header would be longer than safetensors allows.
@@ -171,10 +177,14 @@ def build_header(
     self_at = len(text)
     text += b"0" * _SUM_DIGITS + f'","{METADATA_PREFIX}generation":"'.encode()
     generation_at = len(text)
-    text += f'{generation}","{METADATA_PREFIX}rank":"{rank}","{METADATA_PREFIX}world_size":"{world_size}",'.encode()
+    text += f'{generation}","{METADATA_PREFIX}files":"'.encode()
+    files_at = len(text)
+    text += b"0" * _COUNT_DIGITS
+    text += f'","{METADATA_PREFIX}rank":"{rank}","{METADATA_PREFIX}world_size":"{world_size}",'.encode()
     text += f'"{METADATA_PREFIX}block_bytes":"{block_bytes}","{METADATA_PREFIX}sums":"'.encode()
     sums_at = len(text)
     text += b"0" * (_SUM_DIGITS * blocks) + f'","{METADATA_PREFIX}kind":'.encode() + msgspec.json.encode(escape(kind))
+    text += f',"{METADATA_PREFIX}siblings":'.encode() + msgspec.json.encode(msgspec.json.encode(siblings).decode())
     text += f',"{ENTRIES_FIELD}":'.encode() + msgspec.json.encode(msgspec.json.encode(rows).decode()) + b"}"
     body = msgspec.json.encode(table)
     text += b"," + body[1:] if table else b"}"
@@ -192,6 +202,7 @@ def build_header(
         blocks=blocks,
         _text=bytes(text),
         _generation_at=generation_at,
+        _files_at=files_at,
         _self_at=self_at,
         _sums_at=sums_at,
     )
@@ -220,6 +231,8 @@ class StorageHeader:
         kind, rank, world_size, generation: as the file was written with; "model", 0, 1, "" for a foreign file.
         block_bytes: size of a checksum block; 0 for a foreign file, which has no sums.
         sums: shape [blocks], uint64.
+        files: how many files the rank had to write in this save when the header was written; 0 when it does not say.
+        siblings: `names.file_stem` of those that were known when the file was laid out, this one included.
         foreign: True when the file was not written by this package; each entry is then a whole tensor.
         metadata: `__metadata__` of a foreign file, as it stands; empty for our own.
     """
@@ -233,6 +246,8 @@ class StorageHeader:
     generation: str
     block_bytes: int
     sums: NDArray[np.uint64]
+    files: int
+    siblings: tuple[str, ...]
     foreign: bool
     metadata: Mapping[str, str]
 
@@ -349,6 +364,9 @@ def _parse_own(text: bytes, metadata: dict[str, str], tensors: dict[str, _Tensor
         generation=generation,
         block_bytes=block_bytes,
         sums=np.frombuffer(bytes.fromhex(sums), ">u8").astype(np.uint64),
+        # Both are absent in the files of the first writers.
+        files=_number({METADATA_PREFIX + "files": "0"} | metadata, "files", file),
+        siblings=msgspec.json.decode(metadata.get(METADATA_PREFIX + "siblings", "[]"), type=tuple[str, ...]),
         foreign=False,
         metadata={},
     )
@@ -385,6 +403,8 @@ def _parse_foreign(data_offset: int, metadata: dict[str, str], tensors: dict[str
         generation="",
         block_bytes=0,
         sums=np.zeros(0, np.uint64),
+        files=0,
+        siblings=(),
         foreign=True,
         metadata=metadata,
     )

@@ -13,6 +13,7 @@ from ..engine.staging import ImageFile, KnownTargets, dense, flat_bytes
 from ..planning.save_plan import LocalTable, file_bounds
 from ..representation.catalog import VALUES_SLOT
 from ..representation.checksums import block_bytes
+from ..representation.names import file_stem, storage_file_name, values_file_name
 from ..representation.shards import LiveShard, LiveState, TensorKey
 from ..representation.storage_file import HeaderTemplate, StoredEntry, build_header
 
@@ -128,7 +129,9 @@ def _section(start: int, sizes: Sequence[int], shards: list[int]) -> ImageFile:
     return ImageFile(start, total, shards, np.cumsum(lengths) - lengths, lengths)
 
 
-def _header(entries: Sequence[StoredEntry], kind: str, rank: int, world_size: int, generation: str) -> HeaderTemplate:
+def _header(
+    entries: Sequence[StoredEntry], kind: str, rank: int, world_size: int, generation: str, siblings: Sequence[str]
+) -> HeaderTemplate:
     """The header of a file whose data section `entries` tile."""
     length = entries[-1].byte_offset + entries[-1].byte_length
     return build_header(
@@ -139,6 +142,7 @@ def _header(entries: Sequence[StoredEntry], kind: str, rank: int, world_size: in
         generation=generation,
         data_length=length,
         block_bytes=block_bytes(length),
+        siblings=siblings,
     )
 
 
@@ -156,7 +160,9 @@ def lay_out_rows(
     """
     files: list[PlannedFile] = []
     position = 0
-    for kind, part, first, last in file_bounds([shards[i].key.kind for i in rows]):
+    bounds = file_bounds([shards[i].key.kind for i in rows])
+    stems = [file_stem(storage_file_name(kind, rank, generation, part)) for kind, part, _, _ in bounds]
+    for kind, part, first, last in bounds:
         entries = []
         sizes = []
         offset = 0
@@ -180,13 +186,22 @@ def lay_out_rows(
             sizes.append(size)
             offset += size
         section = _section(position, sizes, list(range(first, last)))
-        files.append(PlannedFile(kind, part, False, _header(entries, kind, rank, world_size, generation), section))
+        header = _header(entries, kind, rank, world_size, generation, stems)
+        files.append(PlannedFile(kind, part, False, header, section))
         position += -(-offset // _ALIGN) * _ALIGN
     return files
 
 
 def lay_out_values(
-    values: Sequence[Value], *, first: int, position: int, part: int, rank: int, world_size: int, generation: str
+    values: Sequence[Value],
+    *,
+    first: int,
+    position: int,
+    part: int,
+    rank: int,
+    world_size: int,
+    generation: str,
+    siblings: Sequence[str] = (),
 ) -> tuple[list[PlannedFile], list[tuple[int, int]], int]:
     """The files of the values that this rank writes in one save.
 
@@ -198,6 +213,7 @@ def lay_out_values(
         rank: of this process.
         world_size: number of ranks.
         generation: of this save.
+        siblings: `names.file_stem` of the rank's other files.
 
     Returns:
         The files; for each value (its file, byte offset in the data section); the end of the image.
@@ -207,6 +223,7 @@ def lay_out_values(
     by_kind: dict[str, list[int]] = {}
     for index, value in enumerate(values):
         by_kind.setdefault(value.key.kind, []).append(index)
+    stems = [*siblings, *(file_stem(values_file_name(kind, rank, generation, part)) for kind in by_kind)]
     for kind, members in by_kind.items():
         members.sort(key=lambda i: (-values[i].data.element_size(), values[i].dtype, i))
         entries = []
@@ -223,6 +240,7 @@ def lay_out_values(
             offset += value.nbytes
         sizes = [values[i].nbytes for i in members]
         section = _section(position, sizes, [first + i for i in members])
-        files.append(PlannedFile(kind, part, True, _header(entries, kind, rank, world_size, generation), section))
+        header = _header(entries, kind, rank, world_size, generation, stems)
+        files.append(PlannedFile(kind, part, True, header, section))
         position += -(-offset // _ALIGN) * _ALIGN
     return files, [places[i] for i in range(len(values))], position

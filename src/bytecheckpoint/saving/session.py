@@ -21,7 +21,7 @@ from ..handles import SaveHandle, SaveReport
 from ..monitoring.collector import collector_paused
 from ..monitoring.phases import Phases
 from ..planning.save_plan import LocalTable, describe
-from ..representation.names import CATALOG_NAME, escape, new_generation, storage_file_name, values_file_name
+from ..representation.names import CATALOG_NAME, escape, file_stem, new_generation, storage_file_name, values_file_name
 from ..representation.shards import LiveState, TensorKey
 from .coordinator import SaveTask
 from .local import LocalPlan, PlannedFile, Value, content_digest, lay_out_rows, lay_out_values, signature, split
@@ -180,6 +180,7 @@ class SaveSession:
             rank=self._collective.rank,
             world_size=self._collective.world_size,
             generation=self._generation,
+            siblings=[file_stem(self._file_name(f)) for f in (*self._files, *files)],
         )
         base = len(self._files) + len(files)
         self._places.update({v.key: (base + f, offset) for v, (f, offset) in zip(values, places, strict=True)})
@@ -281,7 +282,8 @@ class SaveSession:
     def _finish(self, job: SaveJob, sums: list[NDArray[np.uint64]], files: Sequence[PlannedFile]) -> list[FileRecord]:
         self._phases.mark("write")
         self.stage_name = "finish"
-        headers = [f.header.render(s, self._generation) for f, s in zip(files, sums, strict=True)]
+        count = len(self._files)
+        headers = [f.header.render(s, self._generation, count) for f, s in zip(files, sums, strict=True)]
         job.finish(headers)
         records = []
         for file, header, file_sums in zip(files, headers, sums, strict=True):
