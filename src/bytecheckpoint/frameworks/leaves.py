@@ -91,21 +91,13 @@ def add_shards(
             _refuse_type(key, kind)
     if like is None and not is_dtensor(value):
         assert isinstance(value, torch.Tensor)
-        _refuse_form(key, value)
+        if _odd(value):
+            _refuse_form(key, value)
         shape = tuple(value.shape)
-        out.append(
-            LiveShard(
-                key,
-                _NAMES[value.dtype],
-                shape,
-                _ORIGIN[len(shape)],
-                shape,
-                value.detach(),
-                aliases,
-                value.requires_grad,
-                by_content,
-            )
-        )
+        origin = _ORIGIN[len(shape)]
+        grad = value.requires_grad
+        data = value.detach() if grad else value
+        out.append(LiveShard(key, _NAMES[value.dtype], shape, origin, shape, data, aliases, grad, by_content))
         return
     assert isinstance(value, torch.Tensor)
     layout = value if like is None else like
@@ -180,6 +172,18 @@ def _refuse_type(key: TensorKey, kind: type) -> None:
         raise UsageError(f"{key} is {fault}")
 
 
+def _odd(value: torch.Tensor) -> bool:
+    """Whether `value` is anything but elements in memory, one after the other in some order."""
+    return (
+        value.layout is not torch.strided
+        or value.is_meta
+        or value.is_quantized
+        or value.is_nested
+        or value.is_neg()
+        or (value.dtype.is_complex and value.is_conj())
+    )
+
+
 def _refuse_form(key: TensorKey, value: torch.Tensor) -> None:
     if value.layout is not torch.strided:
         raise UsageError(
@@ -198,13 +202,7 @@ def _refuse_form(key: TensorKey, value: torch.Tensor) -> None:
 def is_writable(value: torch.Tensor) -> bool:
     """Whether loaded elements can be written straight into `value`."""
     local = memory_of(value)
-    return (
-        not _type_fault(type(local))
-        and local.layout is torch.strided
-        and not (local.is_meta or local.is_quantized or local.is_nested or local.is_conj() or local.is_neg())
-        and not _is_expanded(local)
-        and not local.is_inference()
-    )
+    return not (_type_fault(type(local)) or _odd(local) or _is_expanded(local) or local.is_inference())
 
 
 def _is_expanded(value: torch.Tensor) -> bool:

@@ -9,6 +9,7 @@ state_dict, and a destination that holds tensors asks for those and no others.
 from __future__ import annotations
 
 import collections
+import operator
 from collections.abc import Callable, MutableMapping
 from typing import Any
 
@@ -28,6 +29,8 @@ from bytecheckpoint.frameworks.leaves import (
     writable,
 )
 from bytecheckpoint.representation.shards import LiveShard, LiveState, TensorKey
+from bytecheckpoint.representation.value_registry import registered_class
+from bytecheckpoint.representation.value_types import NATIVE
 from bytecheckpoint.representation.values import MAX_DEPTH, TensorRef, decode, dotted, encode
 
 __all__ = ["BY_NAME", "Reader", "capture_object", "encoded", "is_stateful", "load_object", "unique"]
@@ -74,7 +77,7 @@ def encoded(kind: str, value: object, shards: list[LiveShard], *, by_content: bo
         add_shards(shards, TensorKey(kind, name), leaf, by_content=by_content and plain)
         return name
 
-    lowered = _lowered(value, (), set(), add, {})
+    lowered = _Lowering(add).lower(value)
     try:
         return encode(lowered, on_tensor=add)
     except UsageError as error:
@@ -89,38 +92,56 @@ def capture_object(kind: str, value: object) -> LiveState:
     return state
 
 
-def _lowered(
-    value: Any,
-    path: tuple[object, ...],
-    open_: set[int],
-    add: Callable[[tuple[object, ...], Any], str],
-    owners: dict[int, Any],
-) -> Any:
-    """`value` with live objects replaced by their state_dict, and declared shards by a reference to them.
+class _Lowering:
+    """One walk over a value that replaces live objects by their state_dict and tensors by references to them.
 
-    `owners` receives id of a live object -> its state_dict.
+    Args:
+        add: called as (path, leaf) for every tensor; returns the name to refer to it by.
+
+    Attributes:
+        owners: id of a live object -> its state_dict.
+        rest: whether the result has anything but dicts, lists, tuples, references and plain scalars; tensors may be
+            inside it still.
     """
-    kind = type(value)
-    if kind in _CONTAINERS:
-        if id(value) in open_:
-            return value  # a cycle, which the encoding refuses by name
-        open_.add(id(value))
-        items = value.items() if kind in _DICTS else enumerate(value)
-        lowered = [(key, item, _lowered(item, (*path, key), open_, add, owners)) for key, item in items]
-        open_.discard(id(value))
-        if all(new is old for _, old, new in lowered):
+
+    def __init__(self, add: Callable[[tuple[object, ...], Any], str]) -> None:
+        self._add = add
+        self._open: set[int] = set()
+        self.owners: dict[int, Any] = {}
+        self.rest = False
+
+    def lower(self, value: Any, path: tuple[object, ...] = ()) -> Any:
+        kind = type(value)
+        if kind in NATIVE:
             return value
-        return kind((key, new) for key, _, new in lowered) if kind in _DICTS else kind(new for _, _, new in lowered)
-    if isinstance(value, torch.Tensor):
+        if kind in _CONTAINERS and id(value) not in self._open and len(self._open) < MAX_DEPTH:
+            return self._container(kind, value, path)
+        if is_leaf(value) and registered_class(kind) is None:
+            return TensorRef(self._add(path, value))
+        if kind not in _CONTAINERS and is_stateful(value) and len(self._open) < MAX_DEPTH:
+            state = self.owners[id(value)] = value.state_dict()
+            return self.lower(state, path)
+        # Also a cycle and what is nested too deeply, which the encoding refuses by name.
+        self.rest = True
         return value
-    if is_leaf(value):
-        return TensorRef(add(path, value))
-    if is_stateful(value) and len(open_) < MAX_DEPTH:
-        state = owners[id(value)] = value.state_dict()
-        return _lowered(state, path, open_, add, owners)
-    return value
+
+    def _container(self, kind: type, value: Any, path: tuple[object, ...]) -> Any:
+        self._open.add(id(value))
+        mapping = kind in _DICTS
+        steps = value if mapping else range(len(value))
+        items = value.values() if mapping else value
+        # Most are plain tensors, by the ten thousand.
+        lowered = [
+            TensorRef(self._add((*path, step), item)) if type(item) in _TENSORS else self.lower(item, (*path, step))
+            for step, item in zip(steps, items, strict=True)
+        ]
+        self._open.discard(id(value))
+        if all(map(operator.is_, lowered, items)):
+            return value
+        return kind(zip(steps, lowered, strict=True)) if mapping else kind(lowered)
 
 
+_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 _DICTS = frozenset({dict, collections.OrderedDict})
 _CONTAINERS = _DICTS | {list, tuple}
 
@@ -297,18 +318,21 @@ def _load_named(kind: str, live: Any, saved: SavedStates, into: Destination) -> 
     """A state_dict-like destination: its tensors say what is wanted, and stay the same objects."""
     taken: dict[str, Any] = {}
 
+    wanted = into.wanted
+
     def want(path: tuple[object, ...], leaf: Any) -> str:
         name = unique(dotted(path) or _ROOT, taken)
         taken[name] = leaf
         found = saved.find(kind, (name,))
         if found is None:
             into.missing.append(str(TensorKey(kind, name)))
-        else:
-            into.claimed.add(found.key)
-            shards: list[LiveShard] = []
-            add_shards(shards, found.key, leaf)
-            into.finish += [step for shard in shards if (step := writable(shard)) is not None]
-            into.wanted += shards
+            return name
+        into.claimed.add(found.key)
+        first = len(wanted)
+        add_shards(wanted, found.key, leaf)
+        for shard in wanted[first:]:
+            if (step := writable(shard)) is not None:
+                into.finish.append(step)
         return name
 
     def stored(name: str) -> object:
@@ -317,11 +341,13 @@ def _load_named(kind: str, live: Any, saved: SavedStates, into: Destination) -> 
             raise CorruptCheckpointError(_LACKS.format(kind=kind, name=name))
         return _STORED
 
-    owners: dict[int, Any] = {}
-    encode(_lowered(live, (), set(), want, owners), on_tensor=want)
+    lowering = _Lowering(want)
+    lowered = lowering.lower(live)
+    if lowering.rest:
+        encode(lowered, on_tensor=want)
     own = saved.tree(kind)
     value = None if own is None else decode(own, on_tensor=stored)
-    into.finish.append(lambda: _install_plain(value, live, owners))
+    into.finish.append(lambda: _install_plain(value, live, lowering.owners))
 
 
 def _install_plain(value: Any, live: Any, owners: dict[int, Any]) -> Any:
@@ -332,8 +358,9 @@ def _install_plain(value: Any, live: Any, owners: dict[int, Any]) -> Any:
         live.load_state_dict(_install_plain(value, owners[id(live)], owners))
     elif isinstance(live, dict):
         new = value if isinstance(value, dict) else {}
-        for key in live:
-            live[key] = _install_plain(new.get(key, live[key]), live[key], owners)
+        for key, old in live.items():
+            if type(old) not in _TENSORS:
+                live[key] = _install_plain(new.get(key, old), old, owners)
         for key, item in new.items():
             if key not in live and not _holds_tensor(item):
                 live[key] = item

@@ -14,6 +14,7 @@ from ..errors import UsageError
 from ..frameworks.registry import resolve as resolve_framework
 from ..handles import LoadReport
 from ..saving import prepare
+from ..saving.saver import saver_of
 from ..settings import settings
 from ..storage import resolve as resolve_storage
 from .session import LoadSession
@@ -83,6 +84,7 @@ def load(
     collective = current(process_group, timeout=force.timeout)
     number = next(_numbers.setdefault(collective, itertools.count(1)))
     session = LoadSession(collective, number, force, overlap=overlap_loading, strict=strict, cast=cast)
+    saver = saver_of(collective)
 
     def find() -> Any:
         if not isinstance(states, MutableMapping) or not states:
@@ -90,7 +92,8 @@ def load(
         storage = resolve_storage(path)
         return storage, resolve_framework(framework, states)
 
-    report = session.run(find, states, names)
-    if prepare_save if prepare_save is not None else "optimizer" in states:
+    report = session.run(find, states, names, ready=lambda: saver.ready(states))
+    wanted = prepare_save if prepare_save is not None else "optimizer" in states
+    if wanted and not session.all_ready:
         prepare(states, framework=framework, names=names, process_group=process_group, timeout=timeout)
     return report

@@ -54,6 +54,7 @@ class _Word(msgspec.Struct, frozen=True):
         claimed: bitmap of the catalog's tensors that it accounts for.
         ranges: what it will read: int64 (file, start, stop) triples as bytes.
         host: ranks with the same one share memory.
+        ready: the next save of these objects needs no preparation here.
     """
 
     error: dict[str, str] = {}
@@ -62,6 +63,7 @@ class _Word(msgspec.Struct, frozen=True):
     claimed: bytes = b""
     ranges: bytes = b""
     host: str = ""
+    ready: bool = False
 
 
 class _ReplacedError(Exception):
@@ -69,7 +71,11 @@ class _ReplacedError(Exception):
 
 
 class LoadSession:
-    """The steps of one load. Ranks meet twice: before the first byte is written, and before values are installed."""
+    """The steps of one load. Ranks meet twice: before the first byte is written, and before values are installed.
+
+    Attributes:
+        all_ready: no rank needs preparation for its next save; known after `run`.
+    """
 
     def __init__(
         self, collective: Collective, number: int, force: Settings, *, overlap: bool, strict: bool, cast: bool
@@ -83,17 +89,20 @@ class LoadSession:
         self._phases = Phases()
         self._attempt = 0
         self._converted: list[str] = []
+        self.all_ready = False
 
     def run(
         self,
         prepare: Callable[[], tuple[Storage, Framework]],
         states: MutableMapping[str, object],
         names: Mapping[Any, Any] | None,
+        *,
+        ready: Callable[[], bool],
     ) -> LoadReport:
-        """Load; see `bytecheckpoint.load`."""
+        """Load; see `bytecheckpoint.load`. `ready` tells whether the next save needs no preparation on this rank."""
         for self._attempt in range(_ATTEMPTS):
             try:
-                return self._run(prepare, states, names)
+                return self._run(prepare, states, names, ready)
             except _ReplacedError:
                 continue
         raise IncompatibleCheckpointError(
@@ -105,6 +114,7 @@ class LoadSession:
         prepare: Callable[[], tuple[Storage, Framework]],
         states: MutableMapping[str, object],
         names: Mapping[Any, Any] | None,
+        ready: Callable[[], bool],
     ) -> LoadReport:
         with contextlib.ExitStack() as stack:
             word = _Word()
@@ -124,7 +134,7 @@ class LoadSession:
                     self._refuse_missing(storage, destination)
                     plan, targets = self._plan(storage, catalog, view, destination.wanted)
                     self._phases.mark("plan")
-                    word = self._first_word(catalog, data, destination, plan)
+                    word = self._first_word(catalog, view, data, destination, plan)
             except BaseException as error:  # noqa: BLE001  told to the other ranks, then raised
                 failure = error
                 word = _failed(error, storage, data)
@@ -138,7 +148,8 @@ class LoadSession:
             except BaseException as error:  # noqa: BLE001  told to the other ranks, then raised
                 failure = error
             self._phases.mark("read")
-            self._meet("done", _failed(failure, storage, data) if failure else _Word(), failure)
+            last = _failed(failure, storage, data) if failure else _Word(ready=ready())
+            self.all_ready = all(w.ready for w in self._meet("done", last, failure))
         destination.apply()
         self._phases.mark("apply")
         notes = list(destination.notes)
@@ -180,8 +191,8 @@ class LoadSession:
         targets: list[Target] = []
         wrong: list[str] = []
         dtypes = {name: getattr(torch, name) for name in catalog.dtype.values}
+        assert (numbers >= 0).all(), "every wanted tensor was found in the checkpoint"
         for shard, number in zip(wanted, numbers.tolist(), strict=True):
-            assert number >= 0, f"{shard.key} is wanted but not in the checkpoint"
             _, dtype, shape = view.saved(number)
             if shape != shard.global_shape:
                 wrong.append(f"{shard.key} has shape {shape} in the checkpoint and {shard.global_shape} here")
@@ -223,10 +234,11 @@ class LoadSession:
 
     # --- agreement --------------------------------------------------------------------------------------------
 
-    def _first_word(self, catalog: Catalog, data: bytes, destination: Destination, plan: ReadPlan) -> _Word:
+    def _first_word(
+        self, catalog: Catalog, view: SavedView, data: bytes, destination: Destination, plan: ReadPlan
+    ) -> _Word:
         claimed = np.zeros(catalog.count, bool)
-        keys = list(destination.claimed)
-        found = catalog.find(keys)
+        found = np.array(view.numbers(list(destination.claimed)), np.int64)
         claimed[found[found >= 0]] = True
         ranges = b""
         if self._overlap and self._collective.world_size > 1:

@@ -27,6 +27,8 @@ _UINT64_MAX = 2**64 - 1
 # What msgspec raises for a native type beyond MessagePack: a large int; a lone surrogate; 4 GiB of bytes.
 _UNFIT = (OverflowError, UnicodeEncodeError, msgspec.EncodeError)
 
+_TENSOR = Code.TENSOR.value
+
 pack: Callable[[object], bytes] = msgspec.msgpack.Encoder().encode
 
 
@@ -97,6 +99,9 @@ class Encoder:
         lowered = []
         self._path.append(None)
         for step, item in zip(steps, items, strict=True) if steps is not None else enumerate(items):
+            if type(item) is TensorRef:
+                lowered.append(self._tensor_ref(item, depth))
+                continue
             self._path[-1] = step
             lowered.append(self.lower(item, depth))
         self._path.pop()
@@ -166,6 +171,9 @@ class Encoder:
         return [msgspec.Raw(item) for item in sorted(packed)]
 
     def _tensor_ref(self, value: TensorRef, depth: int) -> object:
+        # By the ten thousand in a state_dict, hence the shortcut for ordinary names.
+        if value.name.isascii() and len(value.name) < SIZE_LIMIT // 4:
+            return Ext(_TENSOR, pack(value.name))
         return self._ext(Code.TENSOR, self._scalar(value.name))
 
     def _tensor(self, value: torch.Tensor) -> object:

@@ -73,6 +73,7 @@ class Saver:
         self._coordinator = Coordinator(collective)
         self._last: Future[None] | None = None
         self._failed: CheckpointError | None = None
+        self._ready: tuple[object, ...] = ()
         self._calls = threading.Lock()
 
     def helper(self, settings: Settings) -> HelperProcess | None:
@@ -97,6 +98,10 @@ class Saver:
         self.plans[key] = plan
         while len(self.plans) > _KEPT_PLANS:
             self.plans.popitem(last=False)
+
+    def ready(self, states: Mapping[str, object]) -> bool:
+        """Whether a save or `prepare` of these very objects has been here since the last failure."""
+        return self._ready == _identity(states)
 
     def drain(self) -> None:
         """Wait until no earlier save is in flight; its failure is not raised here."""
@@ -154,6 +159,7 @@ class Saver:
                 self._submit(session, handle, session.run_in_background)
                 return handle
             session.plan()
+            self._ready = _identity(checked.states)
             if asynchronous:
                 session.stage(handle)
                 session.blocking = phases.total()
@@ -187,6 +193,7 @@ class Saver:
                     _log.warning("prepare failed, the first save will plan for itself: %s", error)
                     raise
 
+            self._ready = _identity(checked.states)
             self._last = self._worker.submit(run)
             return self._last
 
@@ -217,6 +224,7 @@ class Saver:
                 # The other ranks read where it happened; this one shall too.
                 error.args = (f"rank {self.collective.rank}, {stage}: {error}", *error.args[1:])
         self.plans.clear()
+        self._ready = ()
         if session is not None:
             session.discard()
 
@@ -228,6 +236,14 @@ class Saver:
         if self._helper is not None:
             self._helper.stop()
         self.pool.release()
+
+
+def _identity(states: Mapping[str, object]) -> tuple[object, ...]:
+    """Which objects these are; one that took the place of a dead one at its address only costs the next save a plan."""
+    return tuple(
+        (kind, *map(id, value)) if isinstance(value, list | tuple) else (kind, id(value))
+        for kind, value in states.items()
+    )
 
 
 #: A saver hangs on its collective and ends with it (threads, pool, helper): nothing else may keep either alive.
