@@ -1,18 +1,16 @@
 """Reading once what several ranks want (ByteCheckpoint, section 4.1).
 
-In rounds: every rank reads its next few chunks into a region of shared memory, the ranks meet, and each takes what it
-wants out of all regions. Ranks of other hosts get the bytes over the data plane. The region has two halves, so that
-one meeting per round suffices: who meets in round r has finished copying round r - 1.
+Every rank reads its share of the chunks, where it can straight into its own destination; the others of its machine
+take them from there (`peer_memory`), and those of other machines get one copy per machine over the data plane. It
+goes in rounds: when a round's chunks are read, the ranks meet, and take them while the next round is being read.
 """
 
 from __future__ import annotations
 
-import contextlib
-import mmap
-import os
-import tempfile
+import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 
 import msgspec
 import numpy as np
@@ -20,198 +18,308 @@ import torch
 from numpy.typing import NDArray
 
 from ..collectives import Collective
-from ..errors import CheckpointError, error_from_report, error_report
+from ..errors import CheckpointError, PeerLostError, error_from_report, error_report
 from ..representation.plans import ExchangePlan
 from ..settings import Settings
-from .reading import Delivery, FileSet
+from .peer_memory import Segments, part_of, pull, sees, segments_of
+from .reading import Delivery, FileSet, Landing, scratch
 
-__all__ = ["exchange_ranges"]
+__all__ = ["Exchange"]
 
-_SLOTS = 1
-
-
-class _Region:
-    """Two halves of `_SLOTS` slots each, in a file of the memory file system or of the temporary folder."""
-
-    def __init__(self, path: str | None, nbytes: int) -> None:
-        self.path = path
-        if path is None:
-            memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-            fd, self.path = tempfile.mkstemp(prefix="bytecheckpoint-exchange-", dir=memory)
-            os.ftruncate(fd, nbytes)
-        else:
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        try:
-            self._map = mmap.mmap(fd, nbytes)
-        finally:
-            os.close(fd)
-        self.data = torch.frombuffer(self._map, dtype=torch.uint8)
-
-    def unlink(self) -> None:
-        if self.path is not None:
-            with contextlib.suppress(OSError):
-                os.unlink(self.path)
+#: Chunks that each rank reads in a round.
+_CHUNKS = 4
 
 
-class _Exchange:
-    def __init__(
-        self,
-        collective: Collective,
-        tag: str,
-        plan: ExchangePlan,
-        hosts: Sequence[str],
-        files: FileSet,
-        delivery: Delivery,
-        force: Settings,
-    ) -> None:
-        self._collective = collective
-        self._tag = tag
-        self._plan = plan
-        self._files = files
-        self._delivery = delivery
-        self._force = force
-        self._slot = force.chunk_bytes
-        self._near = [host == hosts[collective.rank] for host in hosts]
-        world = collective.world_size
-        # Item k of its reader stands in round k // _SLOTS.
-        self._by_reader = [np.flatnonzero(plan.reader == r) for r in range(world)]
-        self._rounds = max((-(-len(items) // _SLOTS) for items in self._by_reader), default=0)
-        self._ranges: dict[int, list[int]] = {}
-        for index, item in zip(plan.my_range.tolist(), plan.my_item.tolist(), strict=True):
-            self._ranges.setdefault(item, []).append(index)
-        self._wanting: dict[int, list[int]] = {}
-        for item, rank in plan.pairs.tolist():
-            self._wanting.setdefault(item, []).append(rank)
-        self.received = 0
-        self.read = 0
+class _Word(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank tells the others at the end of a round.
 
-    def run(self) -> None:
-        nbytes = 2 * _SLOTS * self._slot
-        own = _Region(None, nbytes)
-        try:
-            paths = self._meet("open", (own.path or "").encode())
-            regions = {
-                rank: own if rank == self._collective.rank else _Region(path.decode(), nbytes)
-                for rank, path in enumerate(paths)
-                if self._near[rank]
-            }
-            self._meet("opened", b"")
-        finally:
-            own.unlink()
-        with ThreadPoolExecutor(self._force.read_threads, thread_name_prefix="bytecheckpoint-read") as pool:
-            for number in range(self._rounds):
-                self._round(number, regions, own, pool)
+    Attributes:
+        error: its failure, empty when it can go on.
+        blind: it cannot read the memory of all ranks of its machine (told in the first round).
+        held: item -> where its bytes stand in this rank's memory.
+    """
 
-    def _round(self, number: int, regions: dict[int, _Region], own: _Region, pool: ThreadPoolExecutor) -> None:
-        me = self._collective.rank
-        half = number % 2 * _SLOTS
-        failure: BaseException | None = None
-        try:
-            list(pool.map(lambda s: self._fill(own, half + s[0], s[1]), enumerate(self._items(me, number))))
-        except BaseException as error:  # noqa: BLE001  told to the other ranks, then raised
-            failure = error
-        report = msgspec.msgpack.encode(error_report(failure)) if failure else b""
-        try:
-            words = self._meet(f"{number}", report)
-        except CheckpointError:
-            if failure is not None:
-                raise failure from None
-            raise
-        if failure is not None:
-            raise failure
-        for rank, word in enumerate(words):
-            if word:
-                raise error_from_report(msgspec.msgpack.decode(word), prefix=f"rank {rank}: ")
-        far = self._send_far(number, own, half)
-        for rank in range(self._collective.world_size):
-            for slot, item in enumerate(self._items(rank, number)):
-                if item not in self._ranges:
-                    continue
-                if rank in regions:
-                    data = regions[rank].data[(half + slot) * self._slot : (half + slot + 1) * self._slot]
-                else:
-                    data = torch.from_numpy(far[item])
-                start = int(self._plan.start[item])
-                for index in self._ranges[item]:
-                    self._delivery.scatter(index, data, start)
-                if rank != me:
-                    self.received += int(self._plan.stop[item]) - start
-
-    def _items(self, rank: int, number: int) -> list[int]:
-        items: list[int] = self._by_reader[rank][number * _SLOTS : (number + 1) * _SLOTS].tolist()
-        return items
-
-    def _fill(self, own: _Region, slot: int, item: int) -> None:
-        start, stop = int(self._plan.start[item]), int(self._plan.stop[item])
-        data = own.data[slot * self._slot : slot * self._slot + stop - start]
-        self._files.fetch(int(self._plan.file[item]), start, stop, [memoryview(data.numpy())])
-        self.read += stop - start
-
-    def _send_far(self, number: int, own: _Region, half: int) -> dict[int, NDArray[np.uint8]]:
-        """Exchange with ranks of other hosts, which do not see this host's memory."""
-        me = self._collective.rank
-        outgoing: dict[int, list[NDArray[np.uint8]]] = {}
-        incoming: dict[int, list[tuple[int, int]]] = {}
-        for rank in range(self._collective.world_size):
-            for slot, item in enumerate(self._items(rank, number)):
-                size = int(self._plan.stop[item] - self._plan.start[item])
-                if rank == me:
-                    at = (half + slot) * self._slot
-                    for other in self._wanting[item]:
-                        if not self._near[other]:
-                            outgoing.setdefault(other, []).append(own.data[at : at + size].numpy())
-                elif not self._near[rank] and item in self._ranges:
-                    incoming.setdefault(rank, []).append((item, size))
-        if all(self._near):
-            return {}
-        into = {rank: np.empty(sum(s for _, s in parts), np.uint8) for rank, parts in incoming.items()}
-        self._collective.exchange(
-            f"{self._tag}/{number}/far",
-            {rank: np.concatenate(parts) for rank, parts in outgoing.items()},
-            into,
-            timeout=self._force.timeout,
-        )
-        found: dict[int, NDArray[np.uint8]] = {}
-        for rank, parts in incoming.items():
-            at = 0
-            for item, size in parts:
-                # scatter() wants aligned data; a slice of a joint buffer need not be.
-                found[item] = into[rank][at : at + size].copy()
-                at += size
-        return found
-
-    def _meet(self, step: str, word: bytes) -> list[bytes]:
-        return self._collective.all_gather(f"{self._tag}/{step}", word, timeout=self._force.timeout)
+    error: dict[str, str] = {}
+    blind: bool = False
+    held: dict[int, Segments] = {}
 
 
-def exchange_ranges(
-    collective: Collective,
-    tag: str,
-    plan: ExchangePlan,
-    hosts: Sequence[str],
-    files: FileSet,
-    delivery: Delivery,
-    force: Settings,
-) -> tuple[int, int]:
-    """Read this rank's share of the shared items, and deliver those that it wants. All ranks call it.
+@dataclass(slots=True)
+class _Held:
+    """An item in this rank's memory.
+
+    Attributes:
+        buffers: the item's bytes, one after the other.
+        segments: the same as addresses.
+        pooled: the buffer that is to be given back when the others have taken the item.
+        delivered: whether this rank's own destinations have it.
+    """
+
+    buffers: list[memoryview]
+    segments: Segments
+    pooled: torch.Tensor | None = None
+    delivered: bool = True
+
+
+class Exchange:
+    """One rank's part. All ranks construct it and call `run`; keep it until all have returned from theirs.
 
     Args:
         collective: the ranks.
         tag: unique to this exchange.
         plan: equal on all ranks, but for what is "mine" in it.
         hosts: `Collective.host` of every rank.
+        introductions: `peer_memory.introduction` of every rank.
         files: the checkpoint's files.
         delivery: where the bytes go.
-        force: settings.
+        chunk_bytes: longest item.
+        settings: threads and time limit.
 
-    Returns:
-        Bytes read from storage, bytes received from other ranks.
-
-    Raises:
-        CorruptCheckpointError: as `FileSet.fetch`, on every rank.
+    Attributes:
+        read: bytes read from storage.
+        received: bytes that came from other ranks.
     """
-    if not len(plan.file):
-        return 0, 0
-    exchange = _Exchange(collective, tag, plan, hosts, files, delivery, force)
-    exchange.run()
-    return exchange.read, exchange.received
+
+    def __init__(
+        self,
+        collective: Collective,
+        tag: str,
+        plan: ExchangePlan,
+        hosts: Sequence[str],
+        introductions: Sequence[bytes],
+        files: FileSet,
+        delivery: Delivery,
+        *,
+        chunk_bytes: int,
+        settings: Settings,
+    ) -> None:
+        self._collective = collective
+        self._me = collective.rank
+        self._tag = tag
+        self._plan = plan
+        self._files = files
+        self._delivery = delivery
+        self._chunk_bytes = chunk_bytes
+        self._settings = settings
+        self._landing = Landing(delivery, chunk_bytes)
+        self._hosts = list(hosts)
+        self._pids = [sees(i) if h == hosts[self._me] else 0 for h, i in zip(hosts, introductions, strict=True)]
+        world = range(collective.world_size)
+        self._by_reader: list[list[int]] = [np.flatnonzero(plan.reader == r).tolist() for r in world]
+        self._rounds = max((-(-len(items) // _CHUNKS) for items in self._by_reader), default=0)
+        self._ranges: dict[int, list[int]] = {}
+        for index, item in zip(plan.my_range.tolist(), plan.my_item.tolist(), strict=True):
+            self._ranges.setdefault(item, []).append(index)
+        self._wanting: dict[int, list[int]] = {}
+        for item, rank in plan.pairs.tolist():
+            self._wanting.setdefault(item, []).append(rank)
+        # Buffers for two rounds: one being taken by the others, one being read into.
+        self._free = threading.Semaphore(2 * _CHUNKS)
+        self._buffers: list[torch.Tensor] = []
+        self._stopped = threading.Event()
+        self._failure: BaseException | None = None
+        self._held: dict[int, _Held] = {}
+        self._elsewhere: dict[int, tuple[int, Segments]] = {}
+        self.read = 0
+        self.received = 0
+
+    def run(self) -> None:
+        """Read this rank's share of the items, and deliver those that it wants.
+
+        Raises:
+            CorruptCheckpointError: as `FileSet.fetch`, on every rank.
+            PeerLostError, CheckpointTimeoutError: another rank is gone or hangs.
+        """
+        if not self._rounds:
+            return
+        threads = self._settings.read_threads
+        with (
+            ThreadPoolExecutor(threads, thread_name_prefix="bytecheckpoint-read") as readers,
+            ThreadPoolExecutor(threads, thread_name_prefix="bytecheckpoint-take") as takers,
+        ):
+            try:
+                mine = {item: readers.submit(self._read, item) for item in self._by_reader[self._me]}
+                for number in range(self._rounds):
+                    self._round(number, mine, takers)
+                if self._failure is not None:
+                    raise self._failure
+            except BaseException:
+                # Those that wait for a buffer see the flag first.
+                self._stopped.set()
+                self._free.release(len(self._by_reader[self._me]))
+                raise
+
+    # --- one round --------------------------------------------------------------------------------------------
+
+    def _round(self, number: int, mine: dict[int, Future[_Held]], takers: ThreadPoolExecutor) -> None:
+        held: dict[int, _Held] = {}
+        try:
+            for item in self._items(self._me, number):
+                held[item] = mine.pop(item).result()
+                self.read += int(self._plan.stop[item] - self._plan.start[item])
+        except BaseException as error:  # noqa: BLE001  told to the other ranks, then raised
+            self._failure = self._failure or error
+        word = _Word(held={item: h.segments for item, h in held.items()}, blind=not number and self._is_blind())
+        words = self._meet(str(number), word)
+        # Whoever is here has taken what it wanted of the round before.
+        for before in self._held.values():
+            if before.pooled is not None:
+                self._buffers.append(before.pooled)
+                self._free.release()
+        self._held = held
+        self._elsewhere = {item: (rank, at) for rank, w in enumerate(words) for item, at in w.held.items()}
+        if number == 0:
+            self._settle(words)
+        if len(set(self._machines)) > 1:
+            self._across_machines(number)
+        try:
+            self._take_all(number, takers)
+        except BaseException as error:  # noqa: BLE001  told to the other ranks when they meet next, then raised
+            self._failure = error
+
+    def _take_all(self, number: int, takers: ThreadPoolExecutor) -> None:
+        taken = []
+        for reader in range(self._collective.world_size):
+            for item in self._items(reader, number):
+                if item not in self._ranges:
+                    continue
+                if (here := self._held.get(item)) is None:
+                    taken.append(takers.submit(self._take, item, *self._elsewhere[item]))
+                elif not here.delivered:
+                    self._deliver(item, here.buffers[0])
+        for future in taken:
+            self.received += future.result()
+
+    def _items(self, rank: int, number: int) -> list[int]:
+        return self._by_reader[rank][number * _CHUNKS : (number + 1) * _CHUNKS]
+
+    def _read(self, item: int) -> _Held:
+        """Read an item: straight into this rank's destination, else into a buffer and from there."""
+        start, stop = int(self._plan.start[item]), int(self._plan.stop[item])
+        file = int(self._plan.file[item])
+        indexes = self._ranges[item]
+        buffers = None
+        if len(indexes) == 1 and self._bounds(indexes[0]) == (start, stop):
+            buffers = self._delivery.direct_buffers(indexes[0])
+        if buffers is not None and not self._stopped.is_set():
+            self._files.fetch(file, start, stop, buffers)
+            return _Held(buffers, segments_of(buffers))
+        self._free.acquire()
+        if self._stopped.is_set():
+            raise CheckpointError("the exchange was stopped")
+        pooled = self._buffers.pop() if self._buffers else scratch(self._chunk_bytes, self._landing.accelerator)
+        buffers = [memoryview(pooled[: stop - start].numpy())]
+        self._files.fetch(file, start, stop, buffers)
+        self._deliver(item, buffers[0])
+        return _Held(buffers, segments_of(buffers), pooled)
+
+    def _deliver(self, item: int, memory: memoryview) -> None:
+        data = torch.frombuffer(memory, dtype=torch.uint8)
+        for index in self._ranges[item]:
+            self._landing.deliver(index, data, int(self._plan.start[item]))
+
+    def _take(self, item: int, rank: int, segments: Segments) -> int:
+        """Copy an item, or what this rank wants of it, out of the memory of `rank`."""
+        total = 0
+        for index in self._ranges[item]:
+            start, stop = self._bounds(index)
+            there = part_of(segments, start - int(self._plan.start[item]), stop - start)
+            buffers = self._delivery.direct_buffers(index)
+            data = None
+            if buffers is None:
+                data = self._landing.buffer(stop - start)
+                buffers = [memoryview(data.numpy())]
+            try:
+                pull(self._pids[rank], there, segments_of(buffers))
+            except OSError as error:
+                raise PeerLostError(f"rank {self._me}: rank {rank} went away during an exchange: {error}") from error
+            if data is not None:
+                self._landing.deliver(index, data, start)
+            total += stop - start
+        return total
+
+    def _bounds(self, index: int) -> tuple[int, int]:
+        plan = self._delivery.plan
+        return int(plan.start[index]), int(plan.stop[index])
+
+    # --- who sees whom ----------------------------------------------------------------------------------------
+
+    def _is_blind(self) -> bool:
+        here = self._hosts[self._me]
+        return any(host == here and not pid for host, pid in zip(self._hosts, self._pids, strict=True))
+
+    def _settle(self, words: Sequence[_Word]) -> None:
+        """Number the machines; where one rank cannot read the others' memory, each rank is a machine of its own."""
+        blind = {self._hosts[rank] for rank, word in enumerate(words) if word.blind}
+        names = [f"{h}/{rank}" if h in blind else h for rank, h in enumerate(self._hosts)]
+        numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+        self._machines = [numbers[name] for name in names]
+
+    def _receivers(self, item: int, reader: int) -> list[int]:
+        """One rank of each other machine that wants the item; the items of a machine are spread over its ranks."""
+        by_machine: dict[int, list[int]] = {}
+        for rank in self._wanting[item]:
+            by_machine.setdefault(self._machines[rank], []).append(rank)
+        by_machine.pop(self._machines[reader], None)
+        return [ranks[item % len(ranks)] for ranks in by_machine.values()]
+
+    def _across_machines(self, number: int) -> None:
+        outgoing: dict[int, list[NDArray[np.uint8]]] = {}
+        incoming: dict[int, list[tuple[int, int]]] = {}
+        for reader in range(self._collective.world_size):
+            for item in self._items(reader, number):
+                receivers = self._receivers(item, reader)
+                if reader == self._me:
+                    for rank in receivers:
+                        pieces = (np.frombuffer(b, np.uint8) for b in self._held[item].buffers)
+                        outgoing.setdefault(rank, []).extend(pieces)
+                elif self._me in receivers:
+                    size = int(self._plan.stop[item] - self._plan.start[item])
+                    incoming.setdefault(reader, []).append((item, size))
+        into = {rank: np.empty(sum(s for _, s in parts), np.uint8) for rank, parts in incoming.items()}
+        arrived: dict[int, _Held] = {}
+        try:
+            self._collective.exchange(
+                f"{self._tag}/{number}/far",
+                {rank: np.concatenate(parts) for rank, parts in outgoing.items()},
+                into,
+                timeout=self._settings.timeout,
+            )
+        except BaseException as error:  # noqa: BLE001  told to the other ranks, then raised
+            self._failure = error
+        for reader, parts in incoming.items():
+            at = 0
+            for item, size in parts:
+                data = into[reader][at : at + size]
+                # `scatter` wants aligned data.
+                memory = memoryview(data if at % 16 == 0 else data.copy())
+                arrived[item] = _Held([memory], segments_of([memory]), delivered=False)
+                self.received += size
+                at += size
+        words = self._meet(f"{number}/across", _Word(held={i: h.segments for i, h in arrived.items()}))
+        self._held.update(arrived)
+        near = self._machines[self._me]
+        for rank, word in enumerate(words):
+            if self._machines[rank] == near:
+                self._elsewhere.update((item, (rank, at)) for item, at in word.held.items())
+
+    def _meet(self, step: str, word: _Word) -> list[_Word]:
+        """Exchange words; raise this rank's failure, or else the first other rank's."""
+        failure = self._failure
+        if failure is not None:
+            word = _Word(error=error_report(failure))
+        try:
+            got = self._collective.all_gather(
+                f"{self._tag}/{step}", msgspec.msgpack.encode(word), timeout=self._settings.timeout
+            )
+        except CheckpointError:
+            if failure is not None:
+                raise failure from None
+            raise
+        if failure is not None:
+            raise failure
+        words = [msgspec.msgpack.decode(w, type=_Word) for w in got]
+        for rank, other in enumerate(words):
+            if other.error:
+                raise error_from_report(other.error, prefix=f"rank {rank}: ")
+        return words

@@ -18,7 +18,7 @@ from ..storage import FileReader, Storage
 from .buffers import steps, sums_of
 from .staging import copy_all, flat_bytes, movable, views_at
 
-__all__ = ["Delivery", "FileSet", "Target", "read_all"]
+__all__ = ["Delivery", "FileSet", "Landing", "Target", "read_all", "scratch"]
 
 _DIRECT_BYTES = 256 << 10
 _MOST_OPEN = 256
@@ -118,6 +118,17 @@ class FileSet:
                     if value != int(sums[block]):
                         raise self._damaged(file, block)
                     block += 1
+
+    def read(self, file: int, start: int, nbytes: int) -> bytes:
+        """Any few bytes of a file's data section, verified with the blocks that they touch; raises as `fetch` does."""
+        entry = self._catalog.files[file]
+        if not nbytes:
+            return b""
+        low = start // entry.block_bytes * entry.block_bytes
+        high = min(-(-(start + nbytes) // entry.block_bytes) * entry.block_bytes, entry.size - entry.data_offset)
+        data = bytearray(high - low)
+        self.fetch(file, low, high, [memoryview(data)])
+        return bytes(memoryview(data)[start - low : start - low + nbytes])
 
     def _damaged(self, file: int, block: int) -> CorruptCheckpointError:
         entry = self._catalog.files[file]
@@ -285,6 +296,38 @@ def scratch(nbytes: int, accelerator: bool) -> torch.Tensor:
     return buffer[shift : shift + nbytes]
 
 
+class Landing:
+    """Where bytes stand on their way to destinations that storage cannot read into; one for all threads.
+
+    Attributes:
+        accelerator: whether some destination is on one: buffers are then pinned, and each thread has a stream.
+    """
+
+    def __init__(self, delivery: Delivery, chunk_bytes: int) -> None:
+        self._delivery = delivery
+        self._chunk_bytes = chunk_bytes
+        self._local = threading.local()
+        self.accelerator = any(t.data.device.type != "cpu" for t in delivery.targets)
+
+    def buffer(self, nbytes: int) -> torch.Tensor:
+        """This thread's buffer, at most `chunk_bytes` of it; its content is lost at the next call."""
+        if not hasattr(self._local, "scratch"):
+            self._local.scratch = scratch(self._chunk_bytes, self.accelerator)
+        found: torch.Tensor = self._local.scratch[:nbytes]
+        return found
+
+    def deliver(self, index: int, data: torch.Tensor, start: int) -> None:
+        """`Delivery.scatter`; returns when the bytes have arrived."""
+        if not self.accelerator:
+            self._delivery.scatter(index, data, start)
+            return
+        if not hasattr(self._local, "stream"):
+            self._local.stream = torch.Stream()
+        with self._local.stream:
+            self._delivery.scatter(index, data, start)
+        self._local.stream.synchronize()
+
+
 def read_all(files: FileSet, delivery: Delivery, ranges: Sequence[int], *, threads: int, chunk_bytes: int) -> int:
     """Read, verify and deliver some ranges of a plan.
 
@@ -302,8 +345,7 @@ def read_all(files: FileSet, delivery: Delivery, ranges: Sequence[int], *, threa
         CorruptCheckpointError: as `FileSet.fetch`. Destinations may then hold some of the new bytes.
     """
     plan = delivery.plan
-    local = threading.local()
-    accelerator = any(t.data.device.type != "cpu" for t in delivery.targets)
+    landing = Landing(delivery, chunk_bytes)
     stopped = threading.Event()
 
     def one(index: int) -> int:
@@ -315,15 +357,9 @@ def read_all(files: FileSet, delivery: Delivery, ranges: Sequence[int], *, threa
             if buffers is not None:
                 files.fetch(file, start, stop, buffers)
                 return stop - start
-            if not hasattr(local, "scratch"):
-                local.scratch = scratch(chunk_bytes, accelerator)
-                local.stream = torch.Stream() if accelerator else contextlib.nullcontext()
-            data = local.scratch[: stop - start]
+            data = landing.buffer(stop - start)
             files.fetch(file, start, stop, [memoryview(data.numpy())])
-            with local.stream:
-                delivery.scatter(index, data, start)
-            if accelerator:
-                local.stream.synchronize()
+            landing.deliver(index, data, start)
         except BaseException:
             stopped.set()
             raise

@@ -181,6 +181,15 @@ class SavedView:
         return None
 
     def _read(self, tensors: Sequence[int]) -> list[bytes]:
-        whole, read = read_whole(self._files, self._catalog, self.rows, tensors, self._settings)
-        self.bytes_read += read
-        return [t.numpy().tobytes() for t in whole]
+        """Trees; each is one row of bytes."""
+        first = np.searchsorted(self.rows.boxes.tensor, tensors)
+        blobs = []
+        for number, row in zip(tensors, first.tolist(), strict=True):
+            nbytes = int(self._catalog.byte_length[row])
+            if self._catalog.shape(number) != (nbytes,) or self._catalog.dtype[number] != "uint8":
+                raise CorruptCheckpointError(
+                    f"the values of {self._catalog.kind[number]} are not one run of bytes; use another checkpoint"
+                )
+            blobs.append(self._files.read(int(self.rows.file[row]), int(self.rows.start[row]), nbytes))
+            self.bytes_read += nbytes
+        return blobs

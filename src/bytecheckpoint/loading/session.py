@@ -12,7 +12,8 @@ import torch
 import xxhash
 
 from ..collectives import Collective
-from ..engine.exchange import exchange_ranges
+from ..engine.exchange import Exchange
+from ..engine.peer_memory import introduction, readable_by_peers
 from ..engine.reading import Delivery, FileSet, Target, read_all
 from ..errors import (
     CheckpointError,
@@ -42,6 +43,7 @@ __all__ = ["LoadSession"]
 
 _SHOWN = 5
 _ATTEMPTS = 3
+_SMALLEST_READ = 1 << 20
 
 
 class _Word(msgspec.Struct, frozen=True):
@@ -53,7 +55,8 @@ class _Word(msgspec.Struct, frozen=True):
         catalog: digest of the catalog that it read.
         claimed: bitmap of the catalog's tensors that it accounts for.
         ranges: what it will read: int64 (file, start, stop) triples as bytes.
-        host: ranks with the same one share memory.
+        host: ranks with the same one are on one machine.
+        introduction: for `peer_memory.sees`.
         ready: the next save of these objects needs no preparation here.
     """
 
@@ -63,6 +66,7 @@ class _Word(msgspec.Struct, frozen=True):
     claimed: bytes = b""
     ranges: bytes = b""
     host: str = ""
+    introduction: bytes = b""
     ready: bool = False
 
 
@@ -90,6 +94,7 @@ class LoadSession:
         self._attempt = 0
         self._converted: list[str] = []
         self.all_ready = False
+        self._chunk_bytes = force.chunk_bytes
 
     def run(
         self,
@@ -127,6 +132,7 @@ class LoadSession:
                 catalog, data = read_catalog(storage)
                 files = stack.enter_context(FileSet(storage, catalog))
                 self._phases.mark("catalog")
+                self._choose_chunk(catalog)
                 view = SavedView(catalog, files, self._collective.rank, self._settings)
                 with collector_paused():
                     destination = adapter.destination(states, view, strict=self._strict, names=names)
@@ -144,7 +150,14 @@ class LoadSession:
             self._phases.mark("agree")
             read = received = 0
             try:
-                read, received = self._read(files, Delivery(plan, targets), words)
+                delivery = Delivery(plan, targets)
+                # Kept until all ranks are done: they read this rank's memory.
+                exchange, mine = self._exchange(stack, files, delivery, words)
+                if exchange is not None:
+                    exchange.run()
+                    read, received = exchange.read, exchange.received
+                threads = self._settings.read_threads
+                read += read_all(files, delivery, mine, threads=threads, chunk_bytes=self._chunk_bytes)
             except BaseException as error:  # noqa: BLE001  told to the other ranks, then raised
                 failure = error
             self._phases.mark("read")
@@ -206,7 +219,7 @@ class LoadSession:
             raise IncompatibleCheckpointError(f"{storage.url} does not fit: {'; '.join(wrong[:_SHOWN])}{more}")
         boxes = BoxTable.build(numbers.tolist(), [s.offsets for s in wanted], [s.lengths for s in wanted])
         contiguous = np.array([t.contiguous for t in targets], bool)
-        plan = plan_reads(view.rows, boxes, contiguous, self._settings.chunk_bytes)
+        plan = plan_reads(view.rows, boxes, contiguous, self._chunk_bytes)
         self._prove_coverage(storage, catalog, boxes, plan)
         return plan, targets
 
@@ -248,6 +261,7 @@ class LoadSession:
             claimed=np.packbits(claimed).tobytes(),
             ranges=ranges,
             host=self._collective.host,
+            introduction=introduction() if ranges else b"",
         )
 
     def _meet(self, step: str, word: _Word, failure: BaseException | None) -> list[_Word]:
@@ -299,21 +313,37 @@ class LoadSession:
 
     # --- bytes ------------------------------------------------------------------------------------------------
 
-    def _read(self, files: FileSet, delivery: Delivery, words: Sequence[_Word]) -> tuple[int, int]:
-        force = self._settings
-        plan = delivery.plan
-        mine: Sequence[int] = range(len(plan.file))
-        received = 0
-        read = 0
-        if self._overlap and self._collective.world_size > 1:
-            ranges = [np.frombuffer(w.ranges, np.int64).reshape(-1, 3) for w in words]
-            exchange = plan_exchange(ranges, self._collective.rank, force.chunk_bytes)
-            mine = exchange.private.tolist()
-            hosts = [w.host for w in words]
-            tag = f"load/{self._number}.{self._attempt}/exchange"
-            read, received = exchange_ranges(self._collective, tag, exchange, hosts, files, delivery, force)
-        read += read_all(files, delivery, mine, threads=force.read_threads, chunk_bytes=force.chunk_bytes)
-        return read, received
+    def _exchange(
+        self, stack: contextlib.ExitStack, files: FileSet, delivery: Delivery, words: Sequence[_Word]
+    ) -> tuple[Exchange | None, Sequence[int]]:
+        """The exchange of what several ranks want, and the ranges that are left for this rank alone."""
+        if not self._overlap or self._collective.world_size == 1:
+            return None, range(len(delivery.plan.file))
+        ranges = [np.frombuffer(w.ranges, np.int64).reshape(-1, 3) for w in words]
+        plan = plan_exchange(ranges, self._collective.rank, self._chunk_bytes)
+        stack.enter_context(readable_by_peers())
+        exchange = Exchange(
+            self._collective,
+            f"load/{self._number}.{self._attempt}/exchange",
+            plan,
+            [w.host for w in words],
+            [w.introduction for w in words],
+            files,
+            delivery,
+            chunk_bytes=self._chunk_bytes,
+            settings=self._settings,
+        )
+        return exchange, plan.private.tolist()
+
+    def _choose_chunk(self, catalog: Catalog) -> None:
+        """The length of one read: shorter for a small checkpoint, so that every reader of every rank has some."""
+        most = self._settings.chunk_bytes
+        readers = self._collective.world_size * self._settings.read_threads
+        fair = sum(file.size for file in catalog.files) // (2 * readers)
+        least = max((file.block_bytes for file in catalog.files), default=1)
+        while most % 2 == 0 and most > max(fair, _SMALLEST_READ) and (most // 2) % max(least, 1) == 0:
+            most //= 2
+        self._chunk_bytes = most
 
 
 def _failed(error: BaseException, storage: Storage | None, data: bytes) -> _Word:

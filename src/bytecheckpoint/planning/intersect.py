@@ -123,8 +123,9 @@ def _near(left: BoxTable, hulls: _Hulls) -> tuple[Int64s, Int64s]:
     rows: list[Int64s] = []
     codes: list[Int64s] = []
     # One hull more, of no extent, for tensors that nobody wants.
-    lo = np.pad(hulls.lo, ((0, 1), (0, 0)))
-    hi = np.pad(hulls.hi, ((0, 1), (0, 0)))
+    none = np.zeros((1, left.ndim), np.int64)
+    lo = np.concatenate([hulls.lo, none])
+    hi = np.concatenate([hulls.hi, none])
     for begin in range(0, len(left), _ROWS):
         part = slice(begin, begin + _ROWS)
         code = hulls.codes(left.tensor[part])
@@ -158,11 +159,12 @@ class _Index:
     def build(left: BoxTable, rows: Int64s, codes: Int64s, hulls: _Hulls) -> _Index:
         extents = hulls.hi - hulls.lo
         dim = _sweep_dims(left, rows, codes, hulls)
-        sweep = np.take_along_axis(extents, dim[:, None], axis=1)[:, 0]
+        each = np.arange(len(dim))
+        sweep = extents[each, dim]
         base = np.cumsum(sweep) - sweep
         assert float(np.sum(sweep, dtype=np.float64)) < 2.0**62, "extents of all tensors together exceed int64"
         chosen = int(dim[0]) if (dim == dim[0]).all() else dim[codes]
-        lo = np.take_along_axis(hulls.lo, dim[:, None], axis=1)[:, 0]
+        lo = hulls.lo[each, dim]
         starts = left.offsets[rows, chosen] - lo[codes]
         stops = starts + left.lengths[rows, chosen]
         shift = base[codes]

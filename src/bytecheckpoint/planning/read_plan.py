@@ -69,7 +69,9 @@ def plan_reads(stored: StoredRows, wanted: BoxTable, contiguous: Mask, chunk_byt
     """
     width = max(stored.boxes.ndim, wanted.ndim)
     wanted = wanted.widened(width)
-    of_interest = np.flatnonzero(np.isin(stored.boxes.tensor, np.unique(wanted.tensor)))
+    asked = np.zeros(max(stored.boxes.tensor.max(initial=-1), wanted.tensor.max(initial=-1)) + 1, bool)
+    asked[wanted.tensor] = True
+    of_interest = np.flatnonzero(asked[stored.boxes.tensor])
     boxes = stored.boxes.widened(width).take(of_interest)
     hits = intersect(boxes, wanted)
     missing = missing_volume(wanted, hits)
