@@ -7,7 +7,6 @@ goes in rounds: when a round's chunks are read, the ranks meet, and take them wh
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -58,7 +57,7 @@ class _Held:
     buffers: list[memoryview]
     segments: Segments
     pooled: torch.Tensor | None = None
-    delivered: bool = True
+    delivered: bool = False
 
 
 class Exchange:
@@ -113,10 +112,7 @@ class Exchange:
         self._wanting: dict[int, list[int]] = {}
         for item, rank in plan.pairs.tolist():
             self._wanting.setdefault(item, []).append(rank)
-        # Buffers for two rounds: one being taken by the others, one being read into.
-        self._free = threading.Semaphore(2 * _CHUNKS)
-        self._buffers: list[torch.Tensor] = []
-        self._stopped = threading.Event()
+        self._buffers: list[torch.Tensor] = []  # free ones
         self._failure: BaseException | None = None
         self._held: dict[int, _Held] = {}
         self._elsewhere: dict[int, tuple[int, Segments]] = {}
@@ -137,17 +133,20 @@ class Exchange:
             ThreadPoolExecutor(threads, thread_name_prefix="bytecheckpoint-read") as readers,
             ThreadPoolExecutor(threads, thread_name_prefix="bytecheckpoint-take") as takers,
         ):
+            mine: dict[int, Future[_Held]] = {}
             try:
-                mine = {item: readers.submit(self._read, item) for item in self._by_reader[self._me]}
-                for number in range(self._rounds):
-                    self._round(number, mine, takers)
+                for number in range(-1, self._rounds):
+                    # One round ahead: buffers for three rounds are enough, one being read, one whose readers wait for
+                    # the slower ranks, one being taken.
+                    for item in self._items(self._me, number + 1):
+                        mine[item] = readers.submit(self._read, item)
+                    if number >= 0:
+                        self._round(number, mine, takers)
                 if self._failure is not None:
                     raise self._failure
-            except BaseException:
-                # Those that wait for a buffer see the flag first.
-                self._stopped.set()
-                self._free.release(len(self._by_reader[self._me]))
-                raise
+            finally:
+                for future in mine.values():
+                    future.cancel()
 
     # --- one round --------------------------------------------------------------------------------------------
 
@@ -165,7 +164,6 @@ class Exchange:
         for before in self._held.values():
             if before.pooled is not None:
                 self._buffers.append(before.pooled)
-                self._free.release()
         self._held = held
         self._elsewhere = {item: (rank, at) for rank, w in enumerate(words) for item, at in w.held.items()}
         if number == 0:
@@ -201,17 +199,24 @@ class Exchange:
         buffers = None
         if len(indexes) == 1 and self._bounds(indexes[0]) == (start, stop):
             buffers = self._delivery.direct_buffers(indexes[0])
-        if buffers is not None and not self._stopped.is_set():
+        if buffers is not None:
             self._files.fetch(file, start, stop, buffers)
-            return _Held(buffers, segments_of(buffers))
-        self._free.acquire()
-        if self._stopped.is_set():
-            raise CheckpointError("the exchange was stopped")
-        pooled = self._buffers.pop() if self._buffers else scratch(self._chunk_bytes, self._landing.accelerator)
+            return _Held(buffers, segments_of(buffers), delivered=True)
+        try:
+            pooled = self._buffers.pop()
+        except IndexError:
+            pooled = scratch(self._chunk_bytes, self._landing.accelerator)
         buffers = [memoryview(pooled[: stop - start].numpy())]
-        self._files.fetch(file, start, stop, buffers)
-        self._deliver(item, buffers[0])
-        return _Held(buffers, segments_of(buffers), pooled)
+        # Each range is delivered while it is in the processor's cache; others may want what lies between them.
+        done = start
+        for index in [*sorted(indexes), None]:
+            end = stop if index is None else max(self._bounds(index)[1], done)
+            if end > done:
+                self._files.fetch(file, done, end, [buffers[0][done - start : end - start]])
+                done = end
+            if index is not None:
+                self._landing.deliver(index, pooled, start)
+        return _Held(buffers, segments_of(buffers), pooled, delivered=True)
 
     def _deliver(self, item: int, memory: memoryview) -> None:
         data = torch.frombuffer(memory, dtype=torch.uint8)
@@ -293,7 +298,7 @@ class Exchange:
                 data = into[reader][at : at + size]
                 # `scatter` wants aligned data.
                 memory = memoryview(data if at % 16 == 0 else data.copy())
-                arrived[item] = _Held([memory], segments_of([memory]), delivered=False)
+                arrived[item] = _Held([memory], segments_of([memory]))
                 self.received += size
                 at += size
         words = self._meet(f"{number}/across", _Word(held={i: h.segments for i, h in arrived.items()}))

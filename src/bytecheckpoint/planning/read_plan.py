@@ -58,6 +58,11 @@ def stored_rows(catalog: Catalog) -> StoredRows:
     )
 
 
+#: Ranges whose elements are rearranged on their way are no longer than this, so that they are still in the processor's
+#: second-level cache when that happens.
+_REARRANGED = 2 << 20
+
+
 def plan_reads(stored: StoredRows, wanted: BoxTable, contiguous: Mask, chunk_bytes: int) -> ReadPlan:
     """Plan the reads that fill `wanted`.
 
@@ -80,7 +85,8 @@ def plan_reads(stored: StoredRows, wanted: BoxTable, contiguous: Mask, chunk_byt
     rows = of_interest[touched]
     overlaps = overlapping(boxes)
 
-    pieces, base, row = _cut(boxes, stored.start[rows], stored.element[rows], chunk_bytes)
+    piece_bytes = _REARRANGED if chunk_bytes % _REARRANGED == 0 else chunk_bytes
+    pieces, base, row = _cut(boxes, stored.start[rows], stored.element[rows], piece_bytes)
     if len(pieces) == len(boxes):
         found = Intersections(position.reshape(-1), hits.right, hits.offsets, hits.lengths)
     else:
@@ -94,14 +100,14 @@ def plan_reads(stored: StoredRows, wanted: BoxTable, contiguous: Mask, chunk_byt
     copies, file, element = _copies(
         found, pieces.take(pieces_of), base[pieces_of], element, file, wanted, contiguous, chunk_bytes
     )
-    ranges = _ranges(stored, copies, file, element, chunk_bytes)
+    ranges = _ranges(stored, copies, file, element, chunk_bytes, piece_bytes)
     return ReadPlan(
         *ranges, copies=copies, missing=missing, overlaps=rows[np.stack([overlaps.left, overlaps.right], axis=1)]
     )
 
 
 def _cut(boxes: BoxTable, start: Int64s, element: Int64s, chunk_bytes: int) -> tuple[BoxTable, Int64s, Int64s]:
-    """Cut rows at chunk boundaries.
+    """Cut rows at multiples of `chunk_bytes`.
 
     Returns:
         The pieces as boxes, the byte offset of each piece in its file's data section, the row of each piece.
@@ -205,7 +211,7 @@ def _copies(
 
 
 def _ranges(
-    stored: StoredRows, copies: Copies, file: Int64s, element: Int64s, chunk_bytes: int
+    stored: StoredRows, copies: Copies, file: Int64s, element: Int64s, chunk_bytes: int, piece_bytes: int
 ) -> tuple[Int64s, Int64s, Int64s, Int64s]:
     """Block-aligned ranges that cover the copies: (file, start, stop, first copy)."""
     spread = ((copies.lengths - 1) * _strides(copies.source_shape)).sum(axis=1) + 1
@@ -220,6 +226,9 @@ def _ranges(
     new = np.ones(len(file), bool)
     new[1:] = (base[file] + low)[1:] > ends[:-1]
     new[1:] |= (chunk[1:] != chunk[:-1]) | (file[1:] != file[:-1])
+    piece = copies.source // piece_bytes
+    apart = (base[file] + low)[1:] >= ends[:-1]
+    new[1:] |= apart & (piece[1:] != piece[:-1]) & ~(copies.flat[1:] & copies.flat[:-1])
     first = np.flatnonzero(new)
     if not len(first):
         empty = np.zeros(0, np.int64)
