@@ -5,13 +5,14 @@
     bytecheckpoint.load("checkpoints/step_100", {"model": model, "optimizer": optimizer})
     bytecheckpoint.open("checkpoints/step_100")["model/layers.0.weight"][0:16]
 
-The names in `__all__` are the public API. They are imported when first used, so that a process which needs only a
-part (the command line, the helper that writes files) starts quickly.
+The names in `__all__` are the public API. In a process without torch they are imported when first used, so that one
+which needs only a part (the command line, the helper that writes files) starts quickly.
 """
 
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 from ._version import __version__
@@ -93,3 +94,8 @@ if not TYPE_CHECKING:  # a type checker must not take it for leave to ask for an
 
 def __dir__() -> list[str]:
     return sorted(__all__)
+
+
+if "torch" in sys.modules:  # this process trains: its first save must not wait for imports
+    for _name in ("load", "save"):
+        __getattr__(_name)

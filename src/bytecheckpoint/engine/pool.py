@@ -3,6 +3,9 @@
 First use of a page costs ten times what copying into a touched one does, so the pool grows once, ahead of need where
 it can (`StagingPool.reserve` from a background thread), and is kept. It is anonymous shared memory (memfd): the
 helper process that writes files maps the same pages, so no byte is copied between the processes.
+
+A save that comes before the pool is ready goes through a private one instead: its pages are huge, and touched in a
+third of the time, but only this process can write them.
 """
 
 from __future__ import annotations
@@ -46,13 +49,18 @@ def available_memory() -> int:
 class StagingPool:
     """One contiguous buffer of shared memory that can grow while nothing uses it.
 
+    Args:
+        shared: the helper process can map it.
+
     Attributes:
+        shared: as given.
         capacity: bytes now reserved.
         fd: file descriptor of the shared memory, for the helper process; -1 before the first `reserve`.
         generation: counts the growths, so that the helper process knows when to map the memory again.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, shared: bool = True) -> None:
+        self.shared = shared
         self.capacity = 0
         self.fd = -1
         self.generation = 0
@@ -77,13 +85,18 @@ class StagingPool:
 
     def _grow(self, nbytes: int) -> None:
         self._unmap()
-        if self.fd < 0:
+        if self.shared and self.fd < 0:
             self.fd = os.memfd_create("bytecheckpoint-staging", os.MFD_CLOEXEC)
             self._close = weakref.finalize(self, os.close, self.fd)
             self._close.atexit = False
         try:
-            os.ftruncate(self.fd, nbytes)
-            self._map = mmap.mmap(self.fd, nbytes)
+            if self.shared:
+                os.ftruncate(self.fd, nbytes)
+                self._map = mmap.mmap(self.fd, nbytes)
+            else:
+                self._map = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+                with contextlib.suppress(OSError):  # a kernel without huge pages
+                    self._map.madvise(mmap.MADV_HUGEPAGE)
         except OSError as error:
             raise CheckpointError(f"cannot reserve {nbytes} bytes for staging: {error}; set staging_bytes") from error
         self.capacity = nbytes

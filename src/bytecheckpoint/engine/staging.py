@@ -121,6 +121,11 @@ class KnownTargets:
     key: tuple[int, int] = (0, 0)
     views: list[torch.Tensor] = field(default_factory=list)
 
+    def forget(self) -> None:
+        """Let go of the pool's memory."""
+        self.key = (0, 0)
+        self.views = []
+
 
 @dataclass(slots=True)
 class Image:

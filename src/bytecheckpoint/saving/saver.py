@@ -12,6 +12,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from ..collectives import Collective
 from ..engine.helper import HelperProcess
 from ..engine.pool import StagingPool, available_memory
@@ -87,11 +89,27 @@ class Saver:
 
     def reserve(self, nbytes: int, settings: Settings, *, touch: bool = False) -> None:
         """Make the pool fit an image of `nbytes`, or as large as it may be."""
-        limit = settings.staging_bytes or (self.pool.capacity + available_memory()) // 2
+        limit = self._limit(settings)
         if nbytes > limit:
             nbytes = max(limit // settings.chunk_bytes, 2) * settings.chunk_bytes
         if nbytes:
             self.pool.reserve(nbytes, touch=touch)
+
+    def staging_pool(self, nbytes: int, settings: Settings) -> StagingPool:
+        """A pool for an image of `nbytes`: the one that is ready, else one that is quickly made and used once.
+
+        On an accelerator's host pages must be locked, which touches them in any case.
+        """
+        fits = 2 * nbytes <= self._limit(settings)
+        if nbytes > self.pool.capacity and fits and not torch.accelerator.is_available():
+            pool = StagingPool(shared=False)
+            pool.reserve(nbytes, touch=False)
+            return pool
+        self.reserve(nbytes, settings)
+        return self.pool
+
+    def _limit(self, settings: Settings) -> int:
+        return settings.staging_bytes or (self.pool.capacity + available_memory()) // 2
 
     def remember(self, key: bytes, plan: LocalPlan) -> None:
         """Keep a plan for saves that look the same."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,6 +15,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from .._version import __version__
+from ..engine.pool import StagingPool
 from ..engine.save_job import SaveJob
 from ..engine.staging import Image, KnownTargets, dense
 from ..engine.writing import FileTask
@@ -45,6 +48,7 @@ if TYPE_CHECKING:
 
 __all__ = ["SaveSession"]
 
+_log = logging.getLogger("bytecheckpoint")
 #: A rank that writes slower than this is taken for hanging, bytes per second.
 _SLOWEST = 4 << 20
 
@@ -82,6 +86,8 @@ class SaveSession:
         self._names: list[str] = []
         self._written = 0
         self._chunks: list[tuple[int, int, int, int]] = []
+        self._pool: StagingPool | None = None
+        self._image_bytes = 0
         self._files: list[PlannedFile] = []
         self._places: dict[TensorKey, tuple[int, int]] = {}
         self._generation = new_generation(self._collective.world_id, task.sequence)
@@ -232,13 +238,11 @@ class SaveSession:
         self.stage_name = "stage"
         job, image = self._new_job(self._values_to_write(), planned=True)
         settings = self._call.settings
-        self._saver.reserve(image.nbytes, settings)
-        if self._saver.pool.capacity < image.nbytes:
-            self._begin_commit()
-            job.open_backend(self._saver.pool, self._saver.helper(settings))
-            self._chunks = job.stage(self._saver.pool)
-        else:
-            self._chunks = job.stage(self._saver.pool)
+        self._pool = self._saver.staging_pool(image.nbytes, settings)
+        self._image_bytes = image.nbytes
+        if self._pool.capacity < image.nbytes:
+            self._open_backend(job)
+        self._chunks = job.stage(self._pool)
         self._phases.mark("stage")
         # Values that another rank's copy stands for may still have to be written, if the copies prove to differ.
         for value in self._values:
@@ -254,11 +258,41 @@ class SaveSession:
         """The background half of an asynchronous save."""
         self.stage_name = "write"
         job = self._jobs[0]
-        if not job.opened:
-            self._begin_commit()
-            job.open_backend(self._saver.pool, self._saver.helper(self._call.settings))
-        records = self._finish(job, job.write_staged(self._chunks), self._files)
-        self._commit(handle, records)
+        with self._readying():
+            if not job.opened:
+                self._open_backend(job)
+            records = self._finish(job, job.write_staged(self._chunks), self._files)
+            self._commit(handle, records)
+
+    def _open_backend(self, job: SaveJob) -> None:
+        assert self._pool is not None
+        self._begin_commit()
+        job.open_backend(self._pool, self._saver.helper(self._call.settings) if self._pool.shared else None)
+
+    @contextlib.contextmanager
+    def _readying(self) -> Iterator[None]:
+        """Beside the first save, which goes through a pool of its own, make ready what later ones use."""
+        if self._pool is self._saver.pool:
+            yield
+            return
+        thread = threading.Thread(target=self._make_ready, name="bytecheckpoint-ready", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            thread.join()
+            assert self._pool is not None
+            self._pool.release()
+            if self._plan is not None:
+                self._plan.targets.forget()
+
+    def _make_ready(self) -> None:
+        settings = self._call.settings
+        try:
+            self._saver.helper(settings)
+            self._saver.reserve(self._image_bytes, settings, touch=True)
+        except (CheckpointError, OSError) as error:
+            _log.warning("the staging pool could not be made ready, the next save tries again: %s", error)
 
     def run_in_background(self, handle: SaveHandle) -> None:
         """All of an asynchronous save whose caller did not even wait for the copy."""
