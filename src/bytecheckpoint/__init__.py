@@ -96,6 +96,6 @@ def __dir__() -> list[str]:
     return sorted(__all__)
 
 
-if "torch" in sys.modules:  # this process trains: its first save must not wait for imports
+if not TYPE_CHECKING and "torch" in sys.modules:  # this process trains: its first save must not wait for imports
     for _name in ("load", "save"):
         __getattr__(_name)

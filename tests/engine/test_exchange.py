@@ -36,7 +36,7 @@ def step(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def boxes(rank: int, world: int, replicated: bool) -> dict[str, Leaf]:
-    """What a rank wants: everything, or everything of "a", some rows of "b" that overlap its neighbours', columns of "c"."""
+    """What a rank wants: everything, or all of "a", some rows of "b" that overlap its neighbours', columns of "c"."""
     if replicated:
         return {name: Leaf(shape, [((0,) * len(shape), shape)]) for name, shape in SHAPES.items()}
     wide = SHAPES["c"][1] // world
