@@ -108,6 +108,7 @@ def end_by_an_exception(path: Path) -> None:
 
 @scenario
 def end_by_interrupt(path: Path) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job starts with it ignored
     save(path, 2)
     signal.raise_signal(signal.SIGINT)
 
