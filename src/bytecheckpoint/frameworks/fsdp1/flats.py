@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from bytecheckpoint.errors import UsageError
 from bytecheckpoint.frameworks.irregular import Block, Fragment
+from bytecheckpoint.frameworks.leaves import memory_of
 from bytecheckpoint.frameworks.modules import walk
 from bytecheckpoint.representation.shards import TensorKey
 
@@ -145,9 +146,10 @@ class Flat:
         its next forward pass: that memory is the parameter.
         """
         own: torch.Tensor | None = piece.owner._parameters.get(piece.name) if self.originals else None
-        if own is None or not piece.count or _memory(own) == _memory(shard):
+        # From a forward pass to its backward pass a view of the gathered parameters stands there, which is no Parameter.
+        if not isinstance(own, nn.Parameter) or not piece.count or _memory(own) == _memory(shard):
             return shard, piece.first
-        own = own.detach()
+        own = memory_of(own).detach()
         if own.numel() != piece.count or not own.is_contiguous():
             raise UsageError(
                 f"{kind}/{piece.fqn}: FSDP1 holds {piece.count} elements here, but the parameter was replaced by a "
@@ -302,7 +304,7 @@ def _memory_order(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int,
 
 
 def _memory(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+    return memory_of(tensor).untyped_storage().data_ptr()
 
 
 def original_buffer_dtypes(module: nn.Module) -> dict[int, torch.dtype]:

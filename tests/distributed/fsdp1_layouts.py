@@ -1,0 +1,274 @@
+"""Training runs under FSDP1, and the whole of any run's state, gathered by the frameworks' own means."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel,
+    MixedPrecision,
+    ShardingStrategy,
+)
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.distributed.layouts import WORLD_SIZE as NATIVE
+from tests.distributed.layouts import Parallel, Trainer, mesh, tensor_parallel
+from tests.distributed.layouts import build as build_native
+from tests.support.tiny_model import Attention, Block, Experts, Gpt, Mlp, code
+
+Named = Mapping[str, torch.Tensor]
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Fsdp1:
+    """How the model is wrapped.
+
+    Attributes:
+        size: ranks.
+        strategy: of sharding.
+        originals: use_orig_params.
+        units: classes that become units of their own, inside the root unit.
+        tp: tensor parallelism under FSDP1.
+        low: compute in bfloat16 (float32 shards).
+    """
+
+    size: int
+    strategy: str
+    originals: bool
+    units: tuple[type[nn.Module], ...] = ()
+    tp: bool = False
+    low: bool = False
+
+
+FSDP1 = {
+    "full4-orig": Fsdp1(4, "FULL_SHARD", True, (Block,)),
+    "full3-flat": Fsdp1(3, "FULL_SHARD", False, (Block,)),
+    "full2-deep": Fsdp1(2, "FULL_SHARD", True, (Block, Attention, Mlp, Experts)),
+    "full1-flat": Fsdp1(1, "FULL_SHARD", False, (Block,)),
+    "grad2-flat": Fsdp1(2, "SHARD_GRAD_OP", False),
+    "grad3-orig": Fsdp1(3, "SHARD_GRAD_OP", True, (Attention,)),
+    "hybrid4-orig": Fsdp1(4, "HYBRID_SHARD", True, (Block,)),
+    "hybrid4-flat": Fsdp1(4, "_HYBRID_SHARD_ZERO2", False, (Block, Attention)),
+    "none2-orig": Fsdp1(2, "NO_SHARD", True, (Block,)),
+    "none2-flat": Fsdp1(2, "NO_SHARD", False, (Block,)),
+    "tp2-full2-orig": Fsdp1(4, "FULL_SHARD", True, (Block,), tp=True),
+    "tp2-grad2-flat": Fsdp1(4, "SHARD_GRAD_OP", False, (Block,), tp=True),
+    "low2-orig": Fsdp1(2, "FULL_SHARD", True, (Block,), low=True),
+    "low3-flat": Fsdp1(3, "SHARD_GRAD_OP", False, (Block,), low=True),
+}
+WORLD_SIZE: Mapping[str, int] = {**NATIVE, **{name: layout.size for name, layout in FSDP1.items()}}
+
+
+def bare(name: str) -> str:
+    """A name without the wrappers' prefixes."""
+    for wrapper in ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.", "module."):
+        name = name.replace(wrapper, "")
+    return name
+
+
+def wrap(model: nn.Module, layout: Fsdp1, **more: Any) -> nn.Module:
+    """The model under FSDP1; a frozen parameter cannot share a flat one with trained ones, so it stays outside."""
+    options: dict[str, Any] = {
+        "sharding_strategy": ShardingStrategy[layout.strategy],
+        "use_orig_params": layout.originals,
+        "device_id": CPU,
+        "auto_wrap_policy": ModuleWrapPolicy(layout.units) if layout.units else None,
+    }
+    if not layout.originals and isinstance(getattr(model, "temperature", None), nn.Parameter):
+        options["ignored_states"] = [model.temperature]
+    if "HYBRID" in layout.strategy:
+        options["device_mesh"] = mesh(replicate=2, shard=2)
+    if layout.tp:
+        both = mesh(dp=dist.get_world_size() // 2, tp=2)
+        tensor_parallel(model, both["tp"])
+        options["device_mesh"] = both["dp"]
+    if layout.low:
+        options["mixed_precision"] = MixedPrecision(
+            param_dtype=torch.bfloat16, reduce_dtype=torch.float32, buffer_dtype=torch.bfloat16
+        )
+    if dist.get_world_size() == 1:
+        options["sharding_strategy"] = ShardingStrategy.NO_SHARD
+    return FullyShardedDataParallel(model, **(options | more))
+
+
+def parallel(model: nn.Module, layout: Fsdp1) -> Parallel:
+    """In its layout, with its part of the batch."""
+    wrapped = wrap(model, layout)
+    if layout.tp:
+        both = mesh(dp=dist.get_world_size() // 2, tp=2)
+        return Parallel(wrapped, both.get_local_rank("dp"), both.size(0), both.get_group("dp"))
+    return Parallel(wrapped, dist.get_rank(), dist.get_world_size(), dist.group.WORLD)
+
+
+def adamw(parameters: Named, *, groups: int = 1) -> torch.optim.Optimizer:
+    """AdamW; with two groups matrices and the rest have different settings (by name: pieces are flat)."""
+    learning = {n: p for n, p in parameters.items() if p.requires_grad}
+    if groups == 1:
+        return torch.optim.AdamW(learning.values(), lr=3e-3, weight_decay=0.1, foreach=False)
+    vectors = {n for n in learning if n.endswith("bias") or "norm" in n}
+    return torch.optim.AdamW(
+        [
+            {"params": [p for n, p in learning.items() if n not in vectors], "weight_decay": 0.1, "lr": 3e-3},
+            {"params": [p for n, p in learning.items() if n in vectors], "weight_decay": 0.0, "lr": 1e-2},
+        ],
+        foreach=False,
+    )
+
+
+def sgd(parameters: Named) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for p in parameters.values() if p.requires_grad], lr=0.05, momentum=0.9)
+
+
+class FlatTrainer(Trainer):
+    """A training run under FSDP1."""
+
+    @property
+    def bare(self) -> nn.Module:
+        return self.model.module  # type: ignore[no-any-return]
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        return {bare(name): p for name, p in self.model.named_parameters()}
+
+
+def build(
+    name: str,
+    values: Callable[[nn.Module], None],
+    *,
+    tied: bool = False,
+    dtype: torch.dtype = torch.float64,
+    optimizer: Callable[[Named], torch.optim.Optimizer] = adamw,
+    wrapped: Callable[[nn.Module], nn.Module] | None = None,
+) -> Trainer:
+    """A fresh training run in any layout, FSDP1's or native; arguments as for `layouts.build`."""
+    if name not in FSDP1:
+        return build_native(name, values, tied=tied, dtype=dtype, optimizer=optimizer, wrap=wrapped)
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    model: nn.Module = Gpt(tied=tied).to(dtype)
+    values(model)
+    if wrapped is not None:
+        model = wrapped(model)
+    trainer = FlatTrainer(parallel(model, FSDP1[name]), None, None, tied=tied)  # type: ignore[arg-type]
+    trainer.optimizer = optimizer(trainer.parameters())
+    trainer.schedule = torch.optim.lr_scheduler.ExponentialLR(trainer.optimizer, gamma=0.9)
+    trainer.extra = {"step": 0, "nested": {"history": []}}
+    return trainer
+
+
+STEP = 7.0
+
+
+@torch.no_grad()
+def fill_state(trainer: Trainer, *, named_steps: bool = False) -> None:
+    """Give all optimizer state values that follow from the parameters' own."""
+    names = {id(p): n for n, p in trainer.parameters().items()}
+    for number, group in enumerate(trainer.optimizer.param_groups):
+        group["lr"] = 0.5 + number
+        for p in group["params"]:
+            if isinstance(trainer, FlatTrainer) and not p.numel():
+                continue  # not on this rank: FSDP1 gives it no gradient, and AdamW no state
+            like = p.detach().clone()
+            step = float(code(names[id(p)])) if named_steps else STEP
+            trainer.optimizer.state[p] = {
+                "step": torch.tensor(step),
+                "exp_avg": like * 2 + 1,
+                "exp_avg_sq": like * 4 + 3,
+            }
+
+
+def whole(trainer: Trainer) -> dict[str, Any]:
+    """Everything in the run, whole, on every rank, by the keys of `bytecheckpoint.open`; gathered by collectives.
+
+    (FSDP1's own optim_state_dict cannot judge: on CPU it returns exp_avg_sq for exp_avg as well.)
+    """
+    found: dict[str, Any] = {}
+    model = trainer.model
+    root = model.module if isinstance(model, DistributedDataParallel) else model
+    inside = set()
+    for prefix, unit in model.named_modules():
+        if isinstance(unit, FullyShardedDataParallel) and unit._handle is not None:
+            inside |= _flat_whole(found, f"{prefix}." if prefix else "", unit._handle, trainer.optimizer)
+    for name, tensor in (*root.named_parameters(remove_duplicate=False), *root.named_buffers()):
+        if id(tensor) not in inside:
+            found[f"model/{bare(name)}"] = _full(tensor)
+            for slot, value in trainer.optimizer.state.get(tensor, {}).items():
+                found[f"optimizer/state/{bare(name)}/{slot}"] = _full(value)
+    return found
+
+
+def _flat_whole(found: dict[str, Any], prefix: str, handle: Any, optimizer: torch.optim.Optimizer) -> set[int]:
+    """The original parameters of one flat parameter and their state; ids of what it stands for."""
+    flat = handle.flat_param
+    names = [f"{bare(prefix)}{bare(name)}" for name in flat._fqns]
+    shard = flat.detach()
+    assert shard.shape == flat._sharded_size
+    found |= {f"model/{n}": t for n, t in zip(names, _gathered(handle, shard), strict=True)}
+    members = [flat] if flat._params is None else list(flat._params)
+    slots = sorted({slot for p in members for slot in optimizer.state.get(p, {})} - {"step"})
+    everywhere: list[list[str]] = [[] for _ in range(dist.get_world_size(handle.process_group))]
+    dist.all_gather_object(everywhere, slots, group=handle.process_group)
+    steps = torch.zeros(len(names))
+    for i, p in enumerate(members * len(names) if flat._params is None else members):
+        if i < len(names) and p.numel():
+            steps[i] = optimizer.state.get(p, {}).get("step", 0.0)
+    dist.all_reduce(steps, dist.ReduceOp.MAX, group=handle.process_group)
+    found |= {f"optimizer/state/{n}/step": steps[i].clone() for i, n in enumerate(names) if steps[i]}
+    for slot in sorted({slot for of_rank in everywhere for slot in of_rank}):
+        local = torch.zeros_like(shard)
+        for p in members:
+            value = optimizer.state.get(p, {}).get(slot)
+            if value is not None and p.numel():
+                first = (p.data_ptr() - flat.data_ptr()) // p.element_size()
+                local[first : first + p.numel()] = value.flatten()
+        state = zip(names, steps, _gathered(handle, local), strict=True)
+        found |= {f"optimizer/state/{n}/{slot}": t for n, step, t in state if step}
+    for name, _, module_name, *_ in flat._shared_param_infos:
+        alias = bare(f"{prefix}{module_name}.{name}" if module_name else f"{prefix}{name}")
+        found[f"model/{alias}"] = None
+    return {id(flat), *map(id, members)}
+
+
+def _gathered(handle: Any, local: torch.Tensor) -> list[torch.Tensor]:
+    flat = handle.flat_param
+    everything = local
+    if handle.uses_sharded_strategy:
+        everything = local.new_empty(local.numel() * handle.world_size)
+        dist.all_gather_into_tensor(everything, local.contiguous(), group=handle.process_group)
+    out = []
+    at = 0
+    layouts = iter(zip(flat._shapes, flat._strides, flat._param_extensions, strict=True))
+    for numel, padding in zip(flat._numels_with_padding, flat._is_padding_mask, strict=True):
+        if not padding:
+            shape, stride, spec = next(layouts)
+            part = everything[at : at + numel].as_strided(shape, stride)
+            out.append(part.clone() if spec is None else DTensor(part.clone(), spec, requires_grad=False).full_tensor())
+        at += numel
+    return out
+
+
+def _full(value: Any) -> Any:
+    if isinstance(value, DTensor):
+        value = value.full_tensor()
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+
+def settings(trainer: Trainer) -> dict[str, dict[str, Any]]:
+    """The settings of every parameter group, by the names of its parameters (flat ones by their own names)."""
+    names = {id(p): n for n, p in trainer.parameters().items()}
+    return {
+        names[id(p)]: {k: v for k, v in group.items() if k != "params"}
+        for group in trainer.optimizer.param_groups
+        for p in group["params"]
+    }
+
+
+two_groups = partial(adamw, groups=2)
