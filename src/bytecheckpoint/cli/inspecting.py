@@ -11,7 +11,7 @@ import numpy as np
 
 from ..representation.catalog import SHARED, VALUES_SLOT, Catalog
 from .listing import open_catalog, summary
-from .show import as_json, print_json, print_table, shown, size, typed
+from .show import as_json, counted, print_json, print_table, shown, size, typed
 
 __all__ = ["inspect"]
 
@@ -39,10 +39,10 @@ def inspect(path: str, patterns: Sequence[str], *, values: bool, boxes: bool, ra
         print_json(about)
         return 0
     print(shown(storage.url))
-    print(shown(f"saved {about['created']} by {about['world_size']} ranks ({about['framework']})"))
+    print(shown(f"saved {about['created']} by {counted(about['world_size'], 'rank')} ({about['framework']})"))
     for name in ("layout", "versions", "metadata"):
         if about[name]:
-            print(shown(f"{name}: {json_text.dumps(as_json(about[name]), sort_keys=True)}"))
+            print(shown(f"{name}: {_in_words(about[name])}"))
     print()
     _print_tensors(tensors)
     if boxes:
@@ -54,6 +54,22 @@ def inspect(path: str, patterns: Sequence[str], *, values: bool, boxes: bool, ra
     print()
     print_table(["rank>", "files>", "wrote>"], [[str(w["rank"]), str(w["files"]), size(w["bytes"])] for w in writers])
     return 0
+
+
+def _in_words(facts: Any) -> str:
+    """What a save says of itself on one line: the layout kind by kind, other mappings as they are."""
+    kinds = facts.get("kinds") if isinstance(facts, dict) else None
+    if isinstance(kinds, dict) and all(isinstance(about, dict) for about in kinds.values()):
+        return "; ".join(f"{kind} {_layout(about)}" for kind, about in kinds.items())
+    if isinstance(facts, dict) and all(isinstance(value, str | int | float) for value in facts.values()):
+        return ", ".join(f"{name} {value}" for name, value in facts.items())
+    return json_text.dumps(as_json(facts), sort_keys=True)
+
+
+def _layout(about: dict[str, Any]) -> str:
+    layouts = about.get("layouts")
+    tensors = ", ".join(f"{count} {words}" for words, count in layouts.items()) if isinstance(layouts, dict) else ""
+    return f"({about.get('type', '')})" + (f" {tensors}" if tensors else "")
 
 
 def _cut(text: str) -> str:

@@ -13,7 +13,7 @@ from ..errors import CheckpointError, CheckpointNotFoundError
 from ..representation.catalog import VALUES_SLOT, Catalog
 from ..representation.names import CATALOG_NAME, generation_of
 from ..storage import Storage, resolve
-from .show import moment, print_json, print_table, shown, size
+from .show import counted, moment, print_json, print_table, shown, size
 
 __all__ = ["ls", "open_catalog", "summary"]
 
@@ -138,8 +138,8 @@ def _show_one(storage: Storage, catalog: Catalog, json: bool) -> None:
     print(shown(storage.url))
     print(
         shown(
-            f"saved {about['created']} by {about['world_size']} ranks ({about['framework']}), "
-            f"{size(about['bytes'])} in {about['files']} files"
+            f"saved {about['created']} by {counted(about['world_size'], 'rank')} ({about['framework']}), "
+            f"{size(about['bytes'])} in {counted(about['files'], 'file')}"
         )
     )
     print_table(

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-__all__ = ["as_json", "moment", "print_json", "print_table", "progress_bar", "shown", "size", "typed"]
+__all__ = ["as_json", "counted", "moment", "print_json", "print_table", "progress_bar", "shown", "size", "typed"]
 
 _ESCAPES = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
 
@@ -41,6 +41,17 @@ def size(nbytes: int) -> str:
         value /= 1024
         units.pop(0)
     return f"{nbytes} B" if units[0] == "B" else f"{value:.1f} {units[0]}"
+
+
+def counted(count: object, one: str) -> str:
+    """A number of things.
+
+    >>> counted(1, "file"), counted(1200, "file")
+    ('1 file', '1,200 files')
+    """
+    if not isinstance(count, int):
+        return f"{count} {one}s"
+    return f"{count:,} {one}" if count == 1 else f"{count:,} {one}s"
 
 
 def moment(seconds: object) -> str:

@@ -9,7 +9,7 @@ from dataclasses import asdict
 
 from ..errors import UsageError
 from ..storage import resolve
-from .show import print_json, progress_bar, shown, size
+from .show import counted, print_json, progress_bar, shown, size
 
 __all__ = ["diff", "export", "parse_size", "repair", "verify"]
 
@@ -35,10 +35,9 @@ def verify(path: str, *, threads: int, json: bool) -> int:
     for finding in report.findings:
         print(shown(finding.message))
     _notes(report.notes)
-    verdict = "sound" if report.ok else f"{len(report.findings)} findings"
-    print(
-        f"{shown(report.path)}: {report.tensors} tensors, {size(report.bytes_read)} in {report.files} files: {verdict}"
-    )
+    verdict = "sound" if report.ok else counted(len(report.findings), "finding")
+    content = f"{counted(report.tensors, 'tensor')}, {size(report.bytes_read)} in {counted(report.files, 'file')}"
+    print(f"{shown(report.path)}: {content}: {verdict}")
     return int(not report.ok)
 
 
@@ -55,8 +54,10 @@ def diff(a: str, b: str, *, rtol: float, atol: float, json: bool) -> int:
     for difference in report.differences:
         print(shown(difference.message))
     _notes(report.notes)
-    compared = f"{report.tensors} tensors ({size(report.bytes_compared)}) and {report.values} plain values compared"
-    print(f"{compared}: {'equal' if report.equal else f'{len(report.differences)} differences'}")
+    compared = (
+        f"{counted(report.tensors, 'tensor')} ({size(report.bytes_compared)}) and {counted(report.values, 'plain value')}"
+    )
+    print(f"{compared} compared: {'equal' if report.equal else counted(len(report.differences), 'difference')}")
     return int(not report.equal)
 
 
@@ -91,7 +92,8 @@ def export(src: str, dst: str, *, kind: str, dtype: str | None, max_shard_size: 
         return int(bool(report.overflowed))
     _notes(f"{key} is a plain value and was not exported" for key in report.skipped)
     _notes(f"{name} holds values too large for {dtype}: they became infinite" for name in report.overflowed)
-    print(f"{shown(report.path)}: {report.tensors} tensors, {size(report.nbytes)} in {len(report.files)} files")
+    content = f"{counted(report.tensors, 'tensor')}, {size(report.nbytes)} in {counted(len(report.files), 'file')}"
+    print(f"{shown(report.path)}: {content}")
     return int(bool(report.overflowed))
 
 
