@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..errors import CorruptCheckpointError, IncompatibleCheckpointError
@@ -60,93 +60,84 @@ def plain_values(
     """
     if not blobs:
         return {}
-    found: dict[str, Any] = {}
-    used = set(taken)
+    values = _Values(kind, entry, set(taken))
     try:
         if _is_optimizer(decode(blobs[0], on_tensor=TensorRef)):
-            _optimizer_values(kind, blobs, entry, used, found)
+            values.add_optimizer(blobs)
         else:
-            _tree_values(kind, blobs, entry, used, found)
+            values.add_trees(blobs)
     except _MALFORMED as error:
         if isinstance(error, CorruptCheckpointError | IncompatibleCheckpointError):
             raise
         raise CorruptCheckpointError(
             f"the plain values of {kind!r} are malformed ({type(error).__name__}: {error}); use another checkpoint"
         ) from error
-    return found
+    return values.found
 
 
-def _finder(kind: str, entry: Callable[[str, str], Entry | None]) -> Callable[[str, str], Entry]:
-    def find(fqn: str, slot: str) -> Entry:
-        found = entry(fqn, slot)
+class _Values:
+    """The plain values of one kind, gathered under keys that are free."""
+
+    def __init__(self, kind: str, entry: Callable[[str, str], Entry | None], used: set[str]) -> None:
+        self.found: dict[str, Any] = {}
+        self._kind = kind
+        self._entry = entry
+        self._used = used
+
+    def _add(self, key: str, value: object) -> None:
+        self.found[free_name(f"{self._kind}/{key}", self._used)] = value
+
+    def _tensor(self, fqn: str, slot: str) -> Entry:
+        found = self._entry(fqn, slot)
         if found is None:
             raise CorruptCheckpointError(
-                f"the values of {kind!r} refer to tensor {fqn!r}, which the catalog lacks; use another checkpoint"
+                f"the values of {self._kind!r} refer to tensor {fqn!r}, which the catalog lacks; use another checkpoint"
             )
         return found
 
-    return find
+    @staticmethod
+    def _plain(tree: object) -> Iterator[tuple[str, object]]:
+        """The leaves that are no tensors, with their dotted keys."""
+        from .entry import Entry
 
+        return ((dotted(path) or "value", leaf) for path, leaf in leaves(tree) if not isinstance(leaf, Entry))
 
-def _is_entry(value: object) -> bool:
-    from .entry import Entry
+    def add_trees(self, blobs: Sequence[bytes]) -> None:
+        """Trees of any form. A key that an earlier tree has is passed over; one that a tree has twice is not."""
+        seen: set[str] = set()
+        for blob in blobs:
+            own = [*self._plain(decode(blob, on_tensor=lambda name: self._tensor(name, "")))]
+            for key, value in own:
+                if key not in seen:
+                    self._add(key, value)
+            seen.update(key for key, _ in own)
 
-    return isinstance(value, Entry)
+    def add_optimizer(self, blobs: Sequence[bytes]) -> None:
+        """Optimizers' trees: parts of one."""
+        from ..frameworks.optimizers import outline, referenced
 
-
-def _tree_values(
-    kind: str,
-    blobs: Sequence[bytes],
-    entry: Callable[[str, str], Entry | None],
-    used: set[str],
-    found: dict[str, Any],
-) -> None:
-    find = _finder(kind, entry)
-    paths: set[str] = set()
-    for blob in blobs:
-        own: list[tuple[str, Any]] = []
-        for path, value in leaves(decode(blob, on_tensor=lambda name: find(name, ""))):
-            if not _is_entry(value):
-                own.append((f"{kind}/{dotted(path) or 'value'}", value))
-        for key, value in own:
-            if key not in paths:
-                found[free_name(key, used)] = value
-        paths.update(key for key, _ in own)
-
-
-def _optimizer_values(
-    kind: str,
-    blobs: Sequence[bytes],
-    entry: Callable[[str, str], Entry | None],
-    used: set[str],
-    found: dict[str, Any],
-) -> None:
-    from ..frameworks.optimizers import outline, referenced
-
-    find = _finder(kind, entry)
-    trees: list[dict[str, Any]] = []
-    for blob in blobs:
-        tree = decode(blob, on_tensor=lambda name: find(*referenced(name)))
-        if not _is_optimizer(tree):
-            raise CorruptCheckpointError(
-                f"the ranks' values of {kind!r} do not belong together; use another checkpoint"
-            )
-        assert isinstance(tree, dict)
-        trees.append(tree)
-    found[free_name(f"{kind}/param_groups", used)] = [outline(group) for group in _merged_groups(trees)]
-    seen: set[str] = set()
-    for tree in trees:
-        names = tree.get("aliases", {})
-        for fqn, values in tree["state"].items():
-            if fqn in seen:
-                continue
-            seen.add(fqn)
-            for path, value in leaves(values):
-                if not _is_entry(value):
+        trees: list[dict[str, Any]] = []
+        for blob in blobs:
+            tree = decode(blob, on_tensor=lambda name: self._tensor(*referenced(name)))
+            if not _is_optimizer(tree):
+                raise CorruptCheckpointError(
+                    f"the ranks' values of {self._kind!r} do not belong together; use another checkpoint"
+                )
+            assert isinstance(tree, dict)
+            trees.append(tree)
+        self._add("param_groups", [outline(group) for group in _merged_groups(trees)])
+        seen: set[str] = set()
+        for tree in trees:
+            names = tree.get("aliases", {})
+            for fqn, values in tree["state"].items():
+                if fqn in seen:
+                    continue
+                seen.add(fqn)
+                for key, value in self._plain(values):
                     for name in (fqn, *names.get(fqn, ())):
-                        found[free_name(f"{kind}/state/{name}/{dotted(path) or 'value'}", used)] = value
-    if any(trees[0]["globals"]):
-        found[free_name(f"{kind}/globals", used)] = outline(trees[0]["globals"])
+                        self._add(f"state/{name}/{key}", value)
+        if any(trees[0]["globals"]):
+            self._add("globals", outline(trees[0]["globals"]))
 
 
 def _merged_groups(trees: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
