@@ -127,11 +127,16 @@ class Framework(Protocol):
 
 @runtime_checkable
 class ShardedLeaf(Protocol):
-    """A public protocol: anything that can say which boxes of one tensor it holds may stand where a tensor may.
+    """A public protocol: anything that can say which parts of one tensor it holds may stand where a tensor may.
 
     It needs no torch.distributed, so that code with a sharding scheme of its own (or a test that plays several
-    ranks in one process) can save and load by boxes.
+    ranks in one process) can save and load by boxes. A subclass of torch.Tensor may have it too: then its shape is that
+    of the whole tensor, as a DTensor's is, and torch.empty_like makes another one (for optimizer state).
     """
 
-    def __bytecheckpoint_shards__(self) -> Iterable[tuple[Sequence[int], Sequence[int], torch.Tensor]]:
-        """Yield (global shape, offsets, live tensor) for each box held here; the tensor's shape is the box's extent."""
+    def __bytecheckpoint_shards__(self) -> Iterable[tuple[Sequence[int], Sequence[int] | int, torch.Tensor]]:
+        """Yield (global shape, place, live tensor) for each part held here.
+
+        The place is the offsets of a box, one per dimension, whose extent is the tensor's shape; or, for a ragged
+        shard, the row-major number of the first element of a run, which the tensor holds in one dimension.
+        """

@@ -10,11 +10,12 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from bytecheckpoint.errors import IncompatibleCheckpointError, UsageError
 from bytecheckpoint.frameworks.base import ShardedLeaf
-from bytecheckpoint.frameworks.dtensors import is_dtensor
+from bytecheckpoint.frameworks.dtensors import dtensor_type, is_dtensor
 from bytecheckpoint.representation.shards import LiveShard, TensorKey
 
 __all__ = [
     "add_shards",
+    "declares",
     "dtype_name",
     "dtype_named",
     "empty_beside",
@@ -56,8 +57,28 @@ def dtype_named(name: str) -> torch.dtype:
 
 
 def is_leaf(value: object) -> TypeGuard[torch.Tensor | ShardedLeaf]:
-    """Whether `value` is stored as a tensor: a tensor of any type, or an object with `__bytecheckpoint_shards__`."""
-    return isinstance(value, torch.Tensor) or hasattr(type(value), "__bytecheckpoint_shards__")
+    """Whether `value` is stored as a tensor: a tensor of any type, or an object that lists its own boxes."""
+    return isinstance(value, torch.Tensor) or declares(type(value))
+
+
+class _Declaring(dict[type, bool]):
+    def __missing__(self, kind: type) -> bool:
+        found = hasattr(kind, "__bytecheckpoint_shards__")
+        if not found and all(hasattr(kind, name) for name in _TORCH_PROTOCOL):
+            # A DTensor has it too, but says no more by it than by its placements, and is wrong where these interleave.
+            dtensor = dtensor_type()
+            found = dtensor is None or not issubclass(kind, dtensor)
+        self[kind] = found
+        return found
+
+
+_TORCH_PROTOCOL = ("__create_write_items__", "__create_chunk_list__", "__get_tensor_shard__")
+_DECLARING = _Declaring()
+
+
+def declares(kind: type) -> bool:
+    """Whether objects of type `kind` list their own boxes (frameworks/declared.py)."""
+    return _DECLARING[kind]
 
 
 def add_shards(
@@ -74,7 +95,7 @@ def add_shards(
     Args:
         out: receives no shard (outside the mesh, empty piece), one, or several (interleaved pieces).
         key: the tensor's key.
-        value: a plain tensor, a DTensor, or an object with `__bytecheckpoint_shards__`.
+        value: a plain tensor, a DTensor, or anything that lists its own boxes.
         aliases: further names of the same tensor.
         by_content: as in `LiveShard`.
         like: for a plain tensor that is the local part of something distributed: the DTensor whose boxes it has.
@@ -84,8 +105,10 @@ def add_shards(
     """
     kind = type(value)
     if _TYPE_FAULTS.get(kind, "?"):
-        if not isinstance(value, torch.Tensor):
-            _add_declared(out, key, value, aliases, by_content)
+        if declares(kind) or (is_dtensor(value) and declares(type(value._local_tensor))):
+            from bytecheckpoint.frameworks.declared import add_declared
+
+            add_declared(out, key, value, aliases, by_content)
             return
         if not is_dtensor(value):
             _refuse_type(key, kind)
@@ -128,38 +151,20 @@ def memory_of(value: torch.Tensor) -> torch.Tensor:
     return value._local_tensor if is_dtensor(value) else value
 
 
-def _add_declared(
-    out: list[LiveShard], key: TensorKey, leaf: ShardedLeaf, aliases: tuple[str, ...], by_content: bool
-) -> None:
-    for whole, offsets, data in leaf.__bytecheckpoint_shards__():
-        fault = _type_fault(type(data))
-        if fault:
-            raise UsageError(f"{key}: a shard is {fault}")
-        _refuse_form(key, data)
-        shape, start, lengths = tuple(whole), tuple(offsets), tuple(data.shape)
-        inside = len(shape) == len(start) == len(lengths) and all(
-            o >= 0 and o + n <= s for s, o, n in zip(shape, start, lengths, strict=True)
-        )
-        if not inside:
-            raise UsageError(
-                f"{key}: a shard of shape {lengths} at {start} does not lie inside the tensor's shape {shape}"
-            )
-        out.append(
-            LiveShard(
-                key, _NAMES[data.dtype], shape, start, lengths, data.detach(), aliases, data.requires_grad, by_content
-            )
-        )
-
-
 def _type_fault(kind: type) -> str:
     fault = _TYPE_FAULTS.get(kind)
     if fault is None:
-        if issubclass(kind, UninitializedBuffer | UninitializedParameter):
+        if declares(kind):
+            fault = "a tensor that lists its own boxes"
+        elif issubclass(kind, UninitializedBuffer | UninitializedParameter):
             fault = "an uninitialised lazy tensor: run a forward pass first"
         elif getattr(kind, "__torch_dispatch__", None) is not torch.Tensor.__torch_dispatch__:
             # A subclass with a dispatcher of its own need not have memory, or has several tensors inside.
             name = f"{kind.__module__}.{kind.__qualname__}"
-            fault = f"a tensor of type {name}, which is not supported: convert it to a plain tensor"
+            fault = (
+                f"a tensor of type {name}, which is not supported: give the type a __bytecheckpoint_shards__ method "
+                "that lists its boxes, or convert it to a plain tensor"
+            )
         else:
             fault = ""
         _TYPE_FAULTS[kind] = fault
@@ -202,6 +207,8 @@ def _refuse_form(key: TensorKey, value: torch.Tensor) -> None:
 def is_writable(value: torch.Tensor) -> bool:
     """Whether loaded elements can be written straight into `value`."""
     local = memory_of(value)
+    if declares(type(value)) or declares(type(local)):
+        return True
     return not (_type_fault(type(local)) or _odd(local) or _is_expanded(local) or local.is_inference())
 
 
@@ -239,7 +246,13 @@ def writable(shard: LiveShard) -> Callable[[], None] | None:
 
 
 def empty_like_layout(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Uninitialised memory with the shape, device and distribution of `value`, in `dtype`, without gradient."""
+    """Uninitialised memory with the shape, device and distribution of `value`, in `dtype`, without gradient.
+
+    Raises:
+        UsageError: `value` lists its own boxes, and torch.empty_like makes nothing that does.
+    """
+    if declares(type(value)):
+        return _empty_declared(value, dtype)
     local = torch.empty_like(memory_of(value).detach(), dtype=dtype)
     if not is_dtensor(value):
         return local
@@ -251,6 +264,21 @@ def empty_like_layout(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         spec = DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta)
     # DTensor.from_local would derive the same in a hundred microseconds, and there are thousands of these.
     return type(value)(local, spec, requires_grad=False)
+
+
+def _empty_declared(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    kind = type(value)
+    listed: list[LiveShard] = []
+    try:
+        made = torch.empty_like(value.detach(), dtype=dtype)
+        add_shards(listed, TensorKey("", kind.__name__), made)
+    except Exception as error:
+        # Whatever somebody else's type raises: this is what it means.
+        raise UsageError(
+            f"torch.empty_like makes no new {kind.__name__} that lists its boxes ({error}): let the type handle it, or run "
+            "one step before loading, so that the optimizer's state is there"
+        ) from error
+    return made
 
 
 def empty_beside(shape: tuple[int, ...], dtype: torch.dtype, near: torch.Tensor) -> torch.Tensor:

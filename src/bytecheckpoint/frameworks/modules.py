@@ -13,7 +13,7 @@ from torch import nn
 
 from bytecheckpoint.errors import UsageError
 from bytecheckpoint.frameworks.base import Destination, SavedStates
-from bytecheckpoint.frameworks.leaves import add_shards, empty_like_layout, is_leaf, memory_of, writable
+from bytecheckpoint.frameworks.leaves import add_shards, declares, empty_like_layout, is_leaf, memory_of, writable
 from bytecheckpoint.frameworks.objects import Reader, encoded
 from bytecheckpoint.representation.shards import LiveShard, LiveState, TensorKey
 
@@ -292,6 +292,8 @@ def _wrappers() -> list[tuple[type, str, bool]]:
 
 
 def _address(value: torch.Tensor) -> int:
+    if declares(type(value)):
+        return -1
     return memory_of(value).untyped_storage().data_ptr() or -1
 
 

@@ -20,6 +20,7 @@ from bytecheckpoint.frameworks.base import Destination, SavedStates, SavedTensor
 from bytecheckpoint.frameworks.dtensors import is_dtensor
 from bytecheckpoint.frameworks.leaves import (
     add_shards,
+    declares,
     dtype_name,
     dtype_named,
     empty_like_layout,
@@ -73,7 +74,7 @@ def encoded(kind: str, value: object, shards: list[LiveShard], *, by_content: bo
     def add(path: tuple[object, ...], leaf: Any) -> str:
         name = unique(dotted(path) or _ROOT, taken)
         taken[name] = leaf
-        plain = isinstance(leaf, torch.Tensor) and not is_dtensor(leaf)
+        plain = isinstance(leaf, torch.Tensor) and not is_dtensor(leaf) and not declares(type(leaf))
         add_shards(shards, TensorKey(kind, name), leaf, by_content=by_content and plain)
         return name
 
@@ -195,7 +196,7 @@ class Reader:
         """
         if id(value) in self._tensors and is_leaf(live):
             found, empty, _ = self._tensors[id(value)]
-            if not isinstance(live, torch.Tensor):
+            if not isinstance(live, torch.Tensor) or declares(type(live)):
                 self._tensors[id(value)] = (found, empty, live)
             elif _fits(live, found):
                 if in_place:

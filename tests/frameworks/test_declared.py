@@ -1,0 +1,242 @@
+"""Tensors that list their own boxes: by our protocol, ragged ones, and by torch's protocol for checkpointable tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
+
+from bytecheckpoint.errors import UsageError
+from bytecheckpoint.frameworks.leaves import add_shards
+from bytecheckpoint.frameworks.native import NativeFramework
+from bytecheckpoint.representation.shards import LiveShard, TensorKey
+from tests.frameworks.fsdp1_worlds import as_rank
+from tests.frameworks.memory import MemoryCheckpoint, detached
+
+SHAPE = (5, 3)
+WHOLE = torch.arange(15.0).reshape(SHAPE)
+CUTS = (0, 4, 4, 13, 15)  # ranks of a ragged tensor: unequal runs, one of them empty
+
+
+class Ragged(torch.Tensor):
+    """A tensor of shape `SHAPE` of which this rank has one flat run; as veScale's RaggedShard lays tensors out."""
+
+    start: int
+    run: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, start: int, run: torch.Tensor) -> Ragged:
+        made = torch.Tensor._make_wrapper_subclass(cls, SHAPE, dtype=run.dtype, requires_grad=run.requires_grad)
+        made.start, made.run = start, run
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def local(x: Any) -> Any:
+            return x.run if isinstance(x, Ragged) else x
+
+        one = next(a for a in torch.utils._pytree.tree_leaves(args) if isinstance(a, Ragged))
+        args, kwargs = torch.utils._pytree.tree_map(local, (args, kwargs or {}))
+        out = func(*args, **kwargs)
+        if func._schema.name.endswith("_") and not func._schema.name.endswith("__"):
+            return one
+        return type(one)(one.start, out) if isinstance(out, torch.Tensor) and out.shape == one.run.shape else out
+
+    def __bytecheckpoint_shards__(self) -> Iterable[tuple[Sequence[int], int, torch.Tensor]]:
+        return [(SHAPE, self.start, self.run)]
+
+
+def ragged(rank: int, *, zero: bool = False) -> Ragged:
+    run = WHOLE.flatten()[CUTS[rank] : CUTS[rank + 1]].clone()
+    return Ragged(CUTS[rank], torch.zeros_like(run) if zero else run)
+
+
+class RaggedModel(nn.Module):
+    def __init__(self, rank: int, *, zero: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(ragged(rank, zero=zero))
+        self.bias = nn.Parameter(torch.full((2,), 0.0 if zero else 7.0))
+
+
+def states_of(rank: int, *, fresh: bool = False) -> dict[str, Any]:
+    model = RaggedModel(rank, zero=fresh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1.0 if fresh else 0.5, foreach=False)
+    if not fresh:
+        for p in model.parameters():
+            like = p.detach()
+            optimizer.state[p] = {"step": torch.tensor(3.0), "exp_avg": like * 2, "exp_avg_sq": like + 1}
+    return {"model": model, "optimizer": optimizer, "extra_states": {"ema": ragged(rank, zero=fresh)}}
+
+
+def saved_by_ranks() -> MemoryCheckpoint:
+    return MemoryCheckpoint([detached(NativeFramework().capture(states_of(rank))) for rank in range(4)])
+
+
+def test_ragged_tensors_of_all_ranks_make_whole_ones() -> None:
+    saved = saved_by_ranks()
+    assert torch.equal(saved.whole[TensorKey("model", "weight")], WHOLE)
+    assert torch.equal(saved.whole[TensorKey("optimizer", "weight", "exp_avg")], WHOLE * 2)
+    assert torch.equal(saved.whole[TensorKey("extra_states", "ema")], WHOLE)
+    boxes = [s.offsets for s in saved.states[2]["model"].shards if s.key.fqn == "weight"]
+    assert boxes == [(1, 1), (2, 0), (4, 0)]
+    plain = nn.Module()
+    plain.weight, plain.bias = nn.Parameter(torch.zeros(SHAPE)), nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.AdamW(plain.parameters())
+    saved.load({"model": plain, "optimizer": optimizer})
+    assert torch.equal(plain.weight, WHOLE)
+    assert torch.equal(optimizer.state[plain.weight]["exp_avg_sq"], WHOLE + 1)
+
+
+def test_ragged_tensors_load_into_fresh_ones_of_any_rank() -> None:
+    saved = saved_by_ranks()
+    for rank in range(4):
+        states = states_of(rank, fresh=True)
+        saved.load(states)
+        run = WHOLE.flatten()[CUTS[rank] : CUTS[rank + 1]]
+        weight = states["model"].weight
+        assert torch.equal(weight.run, run)
+        state = states["optimizer"].state[weight]
+        assert type(state["exp_avg"]) is Ragged
+        assert torch.equal(state["exp_avg"].run, run * 2)
+        assert state["step"] == 3
+        assert states["optimizer"].param_groups[0]["lr"] == 0.5
+        assert torch.equal(states["extra_states"]["ema"].run, run)
+
+
+class Declared:
+    def __init__(self, *shards: tuple[Sequence[int], Sequence[int] | int, torch.Tensor]) -> None:
+        self.shards = shards
+
+    def __bytecheckpoint_shards__(self) -> Any:
+        return self.shards
+
+
+@pytest.mark.parametrize(
+    ("shard", "match"),
+    [
+        (((4, 4), (3, 0), torch.zeros(2, 4)), r"shape \(2, 4\) at \(3, 0\) does not lie inside"),
+        (((4, 4), (0,), torch.zeros(2, 4)), "does not lie inside"),
+        (((4, 4), 10, torch.zeros(7)), "model/w: 7 elements from number 10"),
+        (((4, 4), 0, torch.zeros(2, 4)), "plain 1-D tensor"),
+        (((5, 3), (0, 0), ragged(0)), "a shard is a Ragged, which is sharded itself"),
+        (((4,), (0,), torch.zeros(4, device="meta")), "meta"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(shard: Any, match: str) -> None:
+    with pytest.raises(UsageError, match=match):
+        NativeFramework().capture({"model": {"w": Declared(shard)}})
+
+
+def test_parts_without_elements_are_not_stored() -> None:
+    (state,) = NativeFramework().capture({"model": {"w": Declared(((4, 4), (0, 0), torch.zeros(0, 4)))}})
+    assert state.shards == []
+    (state,) = NativeFramework().capture({"model": {"w": Declared(((4, 0), (0, 0), torch.zeros(4, 0)))}})
+    assert [s.lengths for s in state.shards] == [(4, 0)]
+
+
+def test_a_type_that_says_nothing_is_refused_with_what_to_do() -> None:
+    class Other(torch.Tensor):
+        __torch_dispatch__ = classmethod(lambda cls, func, types, args=(), kwargs=None: None)  # type: ignore[assignment]
+
+    made = torch.Tensor._make_wrapper_subclass(Other, (2,))
+    with pytest.raises(UsageError, match="Other, which is not supported: give the type a __bytecheckpoint_shards__"):
+        NativeFramework().capture({"model": {"w": made}})
+
+
+class NotLike(Ragged):
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "empty_like" in func._schema.name:
+            raise NotImplementedError("no empty_like here")
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def test_new_state_needs_another_tensor_of_the_type() -> None:
+    saved = saved_by_ranks()
+    model = nn.Module()
+    model.weight, model.bias = nn.Parameter(NotLike(0, torch.zeros(4))), nn.Parameter(torch.zeros(2))
+    with pytest.raises(UsageError, match=r"makes no new NotLike.*no empty_like here"):
+        saved.load({"model": model, "optimizer": torch.optim.AdamW(model.parameters())})
+
+
+# --- torch's own protocol -------------------------------------------------------------------------------------
+
+
+def shards_of(value: Any) -> list[LiveShard]:
+    out: list[LiveShard] = []
+    add_shards(out, TensorKey("model", "w"), value, aliases=("v",))
+    return out
+
+
+def test_torch_shards_wrapper_alone() -> None:
+    one, two = torch.ones(4, 2), torch.full((4, 3), 2.0)
+    found = shards_of(LocalShardsWrapper([one, two], [(0, 0), (0, 2)]))
+    assert [(s.global_shape, s.offsets, s.lengths) for s in found] == [
+        ((4, 5), (0, 0), (4, 2)),
+        ((4, 5), (0, 2), (4, 3)),
+    ]
+    assert found[0].data.data_ptr() == one.data_ptr()
+    assert found[1].aliases == ("v",)
+
+
+def test_a_dtensor_over_a_shards_wrapper() -> None:
+    """Row-wise sharded embedding tables of torchrec: the wrapper says where the local rows stand."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard
+
+    rows = torch.arange(6.0).reshape(2, 3)
+    with as_rank(1, 2):
+        mesh = init_device_mesh("cpu", (2,))
+        wrapper = LocalShardsWrapper([rows], [(2, 0)])
+        table = DTensor.from_local(wrapper, mesh, [Shard(0)], run_check=False, shape=torch.Size((4, 3)), stride=(3, 1))
+        found = shards_of(table)
+    assert [(s.global_shape, s.offsets, s.lengths) for s in found] == [((4, 3), (2, 0), (2, 3))]
+    assert torch.equal(found[0].data, rows)
+    found[0].data.zero_()
+    assert not rows.any()
+
+
+def test_an_object_with_torch_protocol_alone() -> None:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+    from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+    class Table:
+        """Two bands of rows of a table of 6 by 2."""
+
+        def __init__(self) -> None:
+            self.bands = {0: torch.zeros(2, 2), 4: torch.ones(2, 2)}
+
+        def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
+            def item(row: int) -> WriteItem:
+                chunk = ChunkStorageMetadata(torch.Size((row, 0)), torch.Size((2, 2)))
+                data = TensorWriteData(chunk, TensorProperties(), torch.Size((6, 2)))
+                return WriteItem(MetadataIndex(fqn, chunk.offsets), WriteItemType.SHARD, tensor_data=data)
+
+            return [item(row) for row in self.bands]
+
+        def __create_chunk_list__(self) -> list[Any]:
+            raise AssertionError("the write items say the same, and the whole shape too")
+
+        def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+            assert index.offset is not None
+            return self.bands[index.offset[0]]
+
+    one, other = Table(), Table()
+    other.bands = {2: torch.full((2, 2), 5.0)}
+    saved = MemoryCheckpoint([detached(NativeFramework().capture({"model": {"t": t}})) for t in (one, other)])
+    assert saved.whole[TensorKey("model", "t")][:, 0].tolist() == [0, 0, 5, 5, 1, 1]
+    target = Table()
+    target.bands = {2: torch.zeros(2, 2)}
+    saved.load({"model": {"t": target}})
+    assert target.bands[2].tolist() == [[5, 5], [5, 5]]
+
+
+@pytest.mark.parametrize("make", [lambda: torch.zeros(3), lambda: nn.Parameter(torch.zeros(3))])
+def test_plain_tensors_are_not_asked(make: Callable[[], torch.Tensor]) -> None:
+    (shard,) = shards_of(make())
+    assert shard.lengths == (3,)
