@@ -8,7 +8,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ import bytecheckpoint
 from bytecheckpoint.cli.main import run
 from bytecheckpoint.cli.show import as_json, moment, shown, size
 from bytecheckpoint.cli.tools import parse_size
+from tests.support.settings import using
 
 HOSTILE = "evil\x1b[31m\n\u202ename\x00"
 
@@ -47,9 +48,7 @@ def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    before = bytecheckpoint.settings().writer
-    bytecheckpoint.configure(writer="thread")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("root")
     torch.manual_seed(0)
     model = torch.nn.ModuleDict({"a": torch.nn.Linear(4, 4), "b": torch.nn.Linear(4, 4)})
@@ -61,11 +60,11 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             "optimizer": optimizer,
             "extra_states": {"step": step, "nan": float("nan"), HOSTILE: b"\x1b"},
         }
-        bytecheckpoint.save(folder / f"step_{step}", states)
+        with using(writer="thread"):
+            bytecheckpoint.save(folder / f"step_{step}", states)
     (folder / "notes.txt").write_text("not a checkpoint")
     (folder / "empty").mkdir()
-    yield folder
-    bytecheckpoint.configure(writer=before)
+    return folder
 
 
 @pytest.fixture
@@ -148,7 +147,9 @@ def test_inspect(cli: Cli, root: Path) -> None:
     assert re.search(r"^float32 +\[4, 4\] +64 B +1 +0 +model/a.weight = b.weight$", done.out, re.MULTILINE)
     assert re.search(r"^\[0:4, 0:4\] ", done.out, re.MULTILINE)
     assert "optimizer/param_groups" in done.out
-    assert re.search(r"^layout: extra_states \(dict\); model \(ModuleDict\) 3 plain; optimizer \(SGD\)$", done.out, re.MULTILINE), done.out
+    assert re.search(
+        r"^layout: extra_states \(dict\); model \(ModuleDict\) 3 plain; optimizer \(SGD\)$", done.out, re.MULTILINE
+    ), done.out
     assert " by 1 rank (" in done.out
     found = cli("inspect", root / "step_9", "model/*", "--json", "--boxes").json
     assert [t["key"] for t in found["tensors"]] == ["model/a.weight", "model/a.bias", "model/b.bias"]

@@ -12,16 +12,15 @@ import torch
 import bytecheckpoint
 from bytecheckpoint.collectives import Collective, ThreadWorld
 from tests.support.layouts import Leaf, coded, grid_boxes
+from tests.support.settings import using
 
 SHAPE = (48, 40)
 
 
 @pytest.fixture(autouse=True, scope="session")
 def _threads() -> Iterator[None]:
-    before = bytecheckpoint.settings().writer
-    bytecheckpoint.configure(writer="thread")
-    yield
-    bytecheckpoint.configure(writer=before)
+    with using(writer="thread"):
+        yield
 
 
 def _trained() -> tuple[torch.nn.Module, torch.optim.Optimizer]:

@@ -29,16 +29,15 @@ from bytecheckpoint.collectives import Collective, ThreadWorld
 from bytecheckpoint.opening import Checkpoint
 from tests.support.faulty_storage import Faults
 from tests.support.layouts import Leaf, coded, grid_boxes
+from tests.support.settings import using
 
 SHAPE = (7, 9, 5)
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _threads() -> Iterator[None]:
-    before = bytecheckpoint.settings().writer
-    bytecheckpoint.configure(writer="thread")
-    yield
-    bytecheckpoint.configure(writer=before)
+    with using(writer="thread"):
+        yield
 
 
 @pytest.fixture(scope="module")

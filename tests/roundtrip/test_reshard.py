@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 import bytecheckpoint
 from bytecheckpoint.collectives import Collective, ThreadWorld
 from tests.support.layouts import Leaf, coded, grid_boxes
+from tests.support.settings import using
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool, torch.int16]
 
@@ -123,8 +124,7 @@ def test_tensors_of_many_chunks(tmp_path: Any, columns_before: bool, columns_aft
 
 
 def test_a_pool_smaller_than_the_state(tmp_path: Any) -> None:
-    bytecheckpoint.configure(staging_bytes=4 << 20, chunk_bytes=1 << 20)
-    try:
+    with using(staging_bytes=4 << 20, chunk_bytes=1 << 20):
         state = {
             "w": coded((3000, 1111), torch.float32),
             "v": coded((5,), torch.float64),
@@ -141,5 +141,3 @@ def test_a_pool_smaller_than_the_state(tmp_path: Any) -> None:
             into = {name: torch.zeros_like(t) for name, t in state.items()}
             bytecheckpoint.load(tmp_path / "s", {"model": into})
             assert all(torch.equal(into[n], state[n]) for n in state)
-    finally:
-        bytecheckpoint.configure(staging_bytes=0, chunk_bytes=8 << 20)

@@ -20,13 +20,13 @@ from bytecheckpoint.storage import resolve
 from tests.faults.coded import files_of, load_step, states
 from tests.faults.ranks import attempt, save_all
 from tests.support.faulty_storage import Faults
+from tests.support.settings import using
 
 
 @pytest.fixture(autouse=True)
 def _settings() -> Iterator[None]:
-    bytecheckpoint.configure(writer="thread", timeout=20.0)
-    yield
-    bytecheckpoint.configure(writer="process", timeout=600.0, storage_timeout=180.0)
+    with using(writer="thread", timeout=20.0):
+        yield
 
 
 @pytest.fixture

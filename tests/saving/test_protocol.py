@@ -12,13 +12,13 @@ import torch
 import bytecheckpoint
 from bytecheckpoint.collectives import Collective, ThreadWorld
 from tests.support.layouts import Leaf, coded
+from tests.support.settings import using
 
 
 @pytest.fixture(autouse=True)
 def _threads() -> Any:
-    bytecheckpoint.configure(writer="thread")
-    yield
-    bytecheckpoint.configure(writer="process")
+    with using(writer="thread"):
+        yield
 
 
 def rows(rank: int, world: int, salt: int = 0) -> dict[str, Any]:
