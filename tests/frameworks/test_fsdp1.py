@@ -633,6 +633,9 @@ def test_an_optimizer_without_its_module_is_refused() -> None:
             assert registry.resolve("auto", states).name == "fsdp1"
             with pytest.raises(UsageError, match=r"AdamW has a parameter of an FSDP1 module.*put the module beside"):
                 FSDP1Framework().capture(states)
+            # A name does not say which elements these are.
+            with pytest.raises(UsageError, match="put the module beside"):
+                FSDP1Framework().capture(states, names=dict(model.named_parameters()))
 
 
 # --- what state the module is in ------------------------------------------------------------------------------

@@ -1,16 +1,16 @@
 """Optimizers over FSDP1's parameters: their state and settings by original parameter.
 
 An optimizer holds flat parameters (use_orig_params=False), or original ones of which this rank has a run of elements
-(True). Either way a *view* of the optimizer is made, whose parameters are stand-ins for the original ones, whole and
-without memory: names, groups and plain values are then handled as for any optimizer. State that follows the elements
-is cut into fragments where it lies.
+(True). Either way a view of the optimizer is made, whose parameters are stand-ins for the original ones: names, groups
+and plain values are then handled as for any optimizer. State that follows the elements is cut into fragments where it
+lies.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -19,6 +19,7 @@ from bytecheckpoint.errors import UsageError
 from bytecheckpoint.frameworks.fsdp1.flats import Flat, Piece, is_flattened
 from bytecheckpoint.frameworks.irregular import Fragment, fragment_shards
 from bytecheckpoint.frameworks.optimizers import NOT_HYPERPARAMETERS, ParameterNames, capture_optimizers
+from bytecheckpoint.frameworks.views import optimizer_view, stand_in
 from bytecheckpoint.representation.shards import LiveState, TensorKey
 
 __all__ = ["FlatTable", "Member", "Views", "capture_flat_optimizers"]
@@ -26,20 +27,29 @@ __all__ = ["FlatTable", "Member", "Views", "capture_flat_optimizers"]
 
 @dataclass(slots=True)
 class FlatTable:
-    """What stands behind the parameters that an optimizer may hold, by their id."""
+    """What stands behind the parameters that an optimizer may hold, by their id.
+
+    Attributes:
+        whole: flat parameters.
+        pieces: original parameters of which this rank has a run of elements.
+        unsharded: original parameters that are whole on every rank (NO_SHARD).
+    """
 
     whole: dict[int, Flat] = field(default_factory=dict)
     pieces: dict[int, tuple[Flat, Piece]] = field(default_factory=dict)
+    unsharded: set[int] = field(default_factory=set)
 
     @staticmethod
     def build(flats: Sequence[Flat]) -> FlatTable:
-        """The flat parameters of `flats`, and those of their originals of which a rank has only a run."""
+        """From all flat parameters of the modules in the states."""
         table = FlatTable()
         for flat in flats:
             if not flat.originals:
                 table.whole[id(flat.parameter)] = flat
             elif flat.sharded:
-                table.pieces.update((id(p.parameter), (flat, p)) for p in flat.pieces if p.parameter is not None)
+                table.pieces.update((id(p.parameter), (flat, p)) for p in flat.pieces)
+            else:
+                table.unsharded.update(id(p.parameter) for p in flat.pieces)
         return table
 
 
@@ -82,14 +92,6 @@ class Member:
         return self.optimizer.state.get(self.parameter) or {}
 
 
-class _View:
-    """Looks like an optimizer to whoever reads its param_groups and its state."""
-
-    def __init__(self) -> None:
-        self.param_groups: list[dict[str, Any]] = []
-        self.state: dict[Any, Any] = {}
-
-
 class Views:
     """The optimizers of one kind, by original parameters.
 
@@ -125,8 +127,7 @@ class Views:
         self.members: list[Member] = []
         self.optimizers: list[Optimizer] = []
         for optimizer in optimizers:
-            # The name of its class is written into checkpoints.
-            view = cast(Optimizer, type(type(optimizer).__name__, (_View,), {})())
+            view = optimizer_view(type(optimizer).__name__)
             for group in optimizer.param_groups:
                 view.param_groups.append({**group, "params": list(self._expanded(optimizer, view, group["params"]))})
             if live:
@@ -149,7 +150,7 @@ class Views:
             elif (whole := self._table.whole.get(id(parameter))) is not None:
                 named = [piece.named for piece in whole.pieces]
                 yield from self._add(Member(optimizer, view, parameter, whole, whole.pieces), named)
-            elif is_flattened(parameter) and id(parameter) not in self._by_id:
+            elif is_flattened(parameter) and id(parameter) not in self._table.unsharded:
                 raise UsageError(
                     f"{self._kind}: {type(optimizer).__name__} has a parameter of an FSDP1 module (shape "
                     f"{tuple(parameter.shape)}) that is not in the states: put the module beside its optimizer"
@@ -159,13 +160,11 @@ class Views:
 
     def _add(self, member: Member, named: Sequence[tuple[str, tuple[str, ...]]]) -> Iterator[torch.Tensor]:
         self.members.append(member)
-        near = member.flat.parameter.detach()
         for piece, names in zip(member.pieces, named, strict=True):
-            # The shape and device of the whole parameter, and the memory of one element.
-            stand_in = near.new_empty(()).expand(piece.shape)
-            member.stand_ins.append(stand_in)
-            self._by_id[id(stand_in)] = names
-            yield stand_in
+            whole = stand_in(piece.shape, member.flat.parameter)
+            member.stand_ins.append(whole)
+            self._by_id[id(whole)] = names
+            yield whole
 
     def hand_back(self) -> None:
         """Put the settings of the views' groups into the optimizers' own."""
@@ -192,14 +191,14 @@ def capture_flat_optimizers(
             continue
         elementwise, rest = _sorted(kind, member, own)
         for slot, value in elementwise.items():
-            for piece, stand_in in held:
-                fqn, aliases = views.names.by_id[id(stand_in)]
+            for piece, whole in held:
+                fqn, aliases = views.names.by_id[id(whole)]
                 fragment = piece.fragment(TensorKey(kind, fqn, slot), value, member.place(piece))
                 fragment.aliases, fragment.requires_grad = aliases, False
                 fragments.append(fragment)
         if rest:
             state: Any = member.view.state
-            state.update((stand_in, rest) for _, stand_in in held)
+            state.update((whole, rest) for _, whole in held)
     captured = capture_optimizers(kind, views.optimizers, views.names)
     captured.shards += fragment_shards(fragments)
     return captured
