@@ -22,7 +22,7 @@ from ..storage import Storage
 from .helper import HelperProcess
 from .pool import StagingPool
 from .staging import Chunk, Image, chunks_of
-from .writing import FilesWriter, FileTask, aligned_buffer
+from .writing import FilesWriter, FileTask
 
 __all__ = ["SaveJob"]
 
@@ -138,8 +138,16 @@ class SaveJob:
         """Whether the files were created."""
         return self._backend is not None
 
-    def write_through(self) -> list[NDArray[np.uint64]]:
+    def slot_bytes(self) -> int:
+        """What `write_through` needs of a pool."""
+        longest = max((min(f.nbytes, self._settings.chunk_bytes) for f in self._image.files), default=0)
+        return self._settings.write_threads * -(-longest // 4096) * 4096
+
+    def write_through(self, pool: StagingPool) -> list[NDArray[np.uint64]]:
         """Write everything now, from the live tensors.
+
+        Args:
+            pool: at least `slot_bytes` large; what cannot be written from where it is passes through it.
 
         Returns:
             Block sums of each file.
@@ -148,12 +156,12 @@ class SaveJob:
         writer = FilesWriter(
             self._storage, self._tasks, direct=settings.direct_io != "off", threads=settings.write_threads
         )
-        self._backend = _ThreadBackend(writer, StagingPool())
+        self._backend = _ThreadBackend(writer, pool)
         chunks = chunks_of(self._image.files, settings.chunk_bytes)
         slots: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
-        largest = max((c.nbytes for c in chunks), default=0)
-        for _ in range(min(settings.write_threads, len(chunks))):
-            slots.put(torch.from_numpy(aligned_buffer(-(-largest // 4096) * 4096)))
+        size = self.slot_bytes() // settings.write_threads
+        for number in range(settings.write_threads if chunks else 0):
+            slots.put(pool.tensor()[number * size : (number + 1) * size])
         direct = writer.direct
         # Found before the bytes stream through the processor's caches, and push the code for this out of them.
         large = {} if direct else self._image.large()

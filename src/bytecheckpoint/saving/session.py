@@ -229,9 +229,15 @@ class SaveSession:
         self.stage_name = "write"
         self._begin_commit()
         job, _ = self._new_job(self._values_to_write(), planned=True)
-        records = self._finish(job, job.write_through(), self._files)
+        records = self._finish(job, self._write_through(job), self._files)
         handle.staged.set_result(None)
         self._commit(handle, records)
+
+    def _write_through(self, job: SaveJob) -> list[NDArray[np.uint64]]:
+        # Kept from save to save: touching new pages would cost more than copying into them.
+        pool = self._pool or self._saver.pool
+        pool.reserve(job.slot_bytes(), touch=False)
+        return job.write_through(pool)
 
     def stage(self, handle: SaveHandle) -> None:
         """Copy everything, so that the caller may go on."""
@@ -357,7 +363,7 @@ class SaveSession:
             keys = {unescaped(k) for k in outcome.write_values}
             job, _ = self._new_job([v for v in self._values if v.key in keys], planned=False)
             new = self._files[len(records) :]
-            records += self._finish(job, job.write_through(), new)
+            records += self._finish(job, self._write_through(job), new)
             plan.write_values |= keys
             self._report(records)
             self._receive("g", waiting)
