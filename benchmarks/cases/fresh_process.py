@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -89,8 +90,10 @@ def main(arm: str, path: str, nbytes: int) -> dict[str, Any]:
             bytecheckpoint.load(path, {"model": state})
             time.sleep(1 + 2 * nbytes / 2**30)  # a training step or two: the pool is touched in the background
     for number in range(_CALLS):
+        folder = Path(path) / str(number % 2)
+        shutil.rmtree(folder, ignore_errors=True)  # not every peer replaces what is there
         begin = time.perf_counter()
-        wait = peer.save_async(Path(path) / str(number % 2), state)
+        wait = peer.save_async(folder, state)
         blocking.append(time.perf_counter() - begin)
         wait()
     peer.close()

@@ -68,7 +68,12 @@ def _loop(bench: Bench, case: str, arm: str, peer: Peer, state: Tensors, step: C
         step()
         into.append(time.perf_counter() - begin)
 
-    peer.save_async(bench.folder / "interference", state)()
+    bench.clear("interference")
+    try:
+        peer.save_async(bench.folder / "interference", state)()
+    except Exception as error:  # noqa: BLE001  a peer's own; the other arms are worth measuring
+        result.error = f"{type(error).__name__}: {error}".splitlines()[0][:160]
+        return result
     end = time.perf_counter() + bench.options.seconds
     saves = 0
     while time.perf_counter() < end or saves < 2:

@@ -5,13 +5,14 @@
     bytecheckpoint.load("checkpoints/step_100", {"model": model, "optimizer": optimizer})
     bytecheckpoint.open("checkpoints/step_100")["model/layers.0.weight"][0:16]
 
-The names in `__all__` are the public API. In a process without torch they are imported when first used, so that one
-which needs only a part (the command line, the helper that writes files) starts quickly.
+The names in `__all__` are the public API. In the command line and in the helper process that writes files they are
+imported when first used, so that these start quickly, without torch.
 """
 
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -96,6 +97,13 @@ def __dir__() -> list[str]:
     return sorted(__all__)
 
 
-if not TYPE_CHECKING and "torch" in sys.modules:  # this process trains: its first save must not wait for imports
+def _trains() -> bool:
+    """Whether this process may save or load: any but our own programs, which start quickly without torch."""
+    program = os.path.basename(sys.argv[0]) if sys.argv else ""
+    module = sys.orig_argv[sys.orig_argv.index("-m") + 1 :][:1] if "-m" in sys.orig_argv else []
+    return program != __name__ and not any(name.split(".")[0] == __name__ for name in module)
+
+
+if not TYPE_CHECKING and _trains():  # its first save must not wait for imports
     for _name in ("load", "save"):
         __getattr__(_name)

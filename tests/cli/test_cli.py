@@ -320,6 +320,7 @@ def test_a_terminal_that_is_not_utf8(root: Path, monkeypatch: pytest.MonkeyPatch
 
 _LIGHT = """
 import sys
+sys.argv[0] = "/somewhere/bin/bytecheckpoint"
 from bytecheckpoint.cli.main import run
 for line in {lines!r}:
     assert run(line) == 0, line

@@ -105,7 +105,10 @@ def test_addresses_follow_the_route_to_the_master() -> None:
 
 
 def test_importing_collectives_does_not_import_torch() -> None:
-    program = "import sys, bytecheckpoint.collectives as c; c.current(); sys.exit('torch' in sys.modules)"
+    program = (
+        "import sys; sys.argv[0] = 'bytecheckpoint'\n"
+        "import bytecheckpoint.collectives as c; c.current(); sys.exit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", program], timeout=60, check=False).returncode == 0
 
 

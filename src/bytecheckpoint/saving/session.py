@@ -282,11 +282,13 @@ class SaveSession:
             yield
             return
         thread = threading.Thread(target=self._make_ready, name="bytecheckpoint-ready", daemon=True)
-        thread.start()
+        with contextlib.suppress(RuntimeError):  # the interpreter ends: there will be no later saves
+            thread.start()
         try:
             yield
         finally:
-            thread.join()
+            if thread.ident is not None:
+                thread.join()
             assert self._pool is not None
             self._pool.release()
             if self._plan is not None:
