@@ -54,9 +54,7 @@ def diff(a: str, b: str, *, rtol: float, atol: float, json: bool) -> int:
     for difference in report.differences:
         print(shown(difference.message))
     _notes(report.notes)
-    compared = (
-        f"{counted(report.tensors, 'tensor')} ({size(report.bytes_compared)}) and {counted(report.values, 'plain value')}"
-    )
+    compared = f"{counted(report.tensors, 'tensor')} ({size(report.bytes_compared)}) and {counted(report.values, 'plain value')}"
     print(f"{compared} compared: {'equal' if report.equal else counted(len(report.differences), 'difference')}")
     return int(not report.equal)
 

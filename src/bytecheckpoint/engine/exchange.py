@@ -66,8 +66,8 @@ class Exchange:
     Args:
         collective: the ranks.
         tag: unique to this exchange.
-        plan: equal on all ranks, but for what is "mine" in it.
-        hosts: `Collective.host` of every rank.
+        plan: the shared chunks, equal on all ranks, and this rank's part.
+        hosts: a number for each rank, equal for ranks of one machine.
         introductions: `peer_memory.introduction` of every rank.
         files: the checkpoint's files.
         delivery: where the bytes go.
@@ -84,7 +84,7 @@ class Exchange:
         collective: Collective,
         tag: str,
         plan: ExchangePlan,
-        hosts: Sequence[str],
+        hosts: Sequence[int],
         introductions: Sequence[bytes],
         files: FileSet,
         delivery: Delivery,
@@ -95,7 +95,7 @@ class Exchange:
         self._collective = collective
         self._me = collective.rank
         self._tag = tag
-        self._plan = plan
+        self._items = plan.shared
         self._files = files
         self._delivery = delivery
         self._chunk_bytes = chunk_bytes
@@ -104,14 +104,12 @@ class Exchange:
         self._hosts = list(hosts)
         self._pids = [sees(i) if h == hosts[self._me] else 0 for h, i in zip(hosts, introductions, strict=True)]
         world = range(collective.world_size)
-        self._by_reader: list[list[int]] = [np.flatnonzero(plan.reader == r).tolist() for r in world]
+        self._by_reader: list[list[int]] = [np.flatnonzero(plan.shared.reader == r).tolist() for r in world]
         self._rounds = max((-(-len(items) // _CHUNKS) for items in self._by_reader), default=0)
         self._ranges: dict[int, list[int]] = {}
         for index, item in zip(plan.my_range.tolist(), plan.my_item.tolist(), strict=True):
             self._ranges.setdefault(item, []).append(index)
-        self._wanting: dict[int, list[int]] = {}
-        for item, rank in plan.pairs.tolist():
-            self._wanting.setdefault(item, []).append(rank)
+        self._rank_sets = plan.shared.rank_sets()
         self._buffers: list[torch.Tensor] = []  # free ones
         self._failure: BaseException | None = None
         self._held: dict[int, _Held] = {}
@@ -138,7 +136,7 @@ class Exchange:
                 for number in range(-1, self._rounds):
                     # One round ahead: buffers for three rounds are enough, one being read, one whose readers wait for
                     # the slower ranks, one being taken.
-                    for item in self._items(self._me, number + 1):
+                    for item in self._round_of(self._me, number + 1):
                         mine[item] = readers.submit(self._read, item)
                     if number >= 0:
                         self._round(number, mine, takers)
@@ -153,9 +151,9 @@ class Exchange:
     def _round(self, number: int, mine: dict[int, Future[_Held]], takers: ThreadPoolExecutor) -> None:
         held: dict[int, _Held] = {}
         try:
-            for item in self._items(self._me, number):
+            for item in self._round_of(self._me, number):
                 held[item] = mine.pop(item).result()
-                self.read += int(self._plan.stop[item] - self._plan.start[item])
+                self.read += int(self._items.stop[item] - self._items.start[item])
         except BaseException as error:  # noqa: BLE001  told to the other ranks, then raised
             self._failure = self._failure or error
         word = _Word(held={item: h.segments for item, h in held.items()}, blind=not number and self._is_blind())
@@ -178,7 +176,7 @@ class Exchange:
     def _take_all(self, number: int, takers: ThreadPoolExecutor) -> None:
         taken = []
         for reader in range(self._collective.world_size):
-            for item in self._items(reader, number):
+            for item in self._round_of(reader, number):
                 if item not in self._ranges:
                     continue
                 if (here := self._held.get(item)) is None:
@@ -188,13 +186,13 @@ class Exchange:
         for future in taken:
             self.received += future.result()
 
-    def _items(self, rank: int, number: int) -> list[int]:
+    def _round_of(self, rank: int, number: int) -> list[int]:
         return self._by_reader[rank][number * _CHUNKS : (number + 1) * _CHUNKS]
 
     def _read(self, item: int) -> _Held:
         """Read an item: straight into this rank's destination, else into a buffer and from there."""
-        start, stop = int(self._plan.start[item]), int(self._plan.stop[item])
-        file = int(self._plan.file[item])
+        start, stop = int(self._items.start[item]), int(self._items.stop[item])
+        file = int(self._items.file[item])
         indexes = self._ranges[item]
         buffers = None
         if len(indexes) == 1 and self._bounds(indexes[0]) == (start, stop):
@@ -221,14 +219,14 @@ class Exchange:
     def _deliver(self, item: int, memory: memoryview) -> None:
         data = torch.frombuffer(memory, dtype=torch.uint8)
         for index in self._ranges[item]:
-            self._landing.deliver(index, data, int(self._plan.start[item]))
+            self._landing.deliver(index, data, int(self._items.start[item]))
 
     def _take(self, item: int, rank: int, segments: Segments) -> int:
         """Copy an item, or what this rank wants of it, out of the memory of `rank`."""
         total = 0
         for index in self._ranges[item]:
             start, stop = self._bounds(index)
-            there = part_of(segments, start - int(self._plan.start[item]), stop - start)
+            there = part_of(segments, start - int(self._items.start[item]), stop - start)
             buffers = self._delivery.direct_buffers(index)
             data = None
             if buffers is None:
@@ -256,14 +254,14 @@ class Exchange:
     def _settle(self, words: Sequence[_Word]) -> None:
         """Number the machines; where one rank cannot read the others' memory, each rank is a machine of its own."""
         blind = {self._hosts[rank] for rank, word in enumerate(words) if word.blind}
-        names = [f"{h}/{rank}" if h in blind else h for rank, h in enumerate(self._hosts)]
+        names = [(h, rank) if h in blind else (h, -1) for rank, h in enumerate(self._hosts)]
         numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
         self._machines = [numbers[name] for name in names]
 
     def _receivers(self, item: int, reader: int) -> list[int]:
         """One rank of each other machine that wants the item; the items of a machine are spread over its ranks."""
         by_machine: dict[int, list[int]] = {}
-        for rank in self._wanting[item]:
+        for rank in self._rank_sets[int(self._items.wanted_by[item])]:
             by_machine.setdefault(self._machines[rank], []).append(rank)
         by_machine.pop(self._machines[reader], None)
         return [ranks[item % len(ranks)] for ranks in by_machine.values()]
@@ -272,14 +270,14 @@ class Exchange:
         outgoing: dict[int, list[NDArray[np.uint8]]] = {}
         incoming: dict[int, list[tuple[int, int]]] = {}
         for reader in range(self._collective.world_size):
-            for item in self._items(reader, number):
+            for item in self._round_of(reader, number):
                 receivers = self._receivers(item, reader)
                 if reader == self._me:
                     for rank in receivers:
                         pieces = (np.frombuffer(b, np.uint8) for b in self._held[item].buffers)
                         outgoing.setdefault(rank, []).extend(pieces)
                 elif self._me in receivers:
-                    size = int(self._plan.stop[item] - self._plan.start[item])
+                    size = int(self._items.stop[item] - self._items.start[item])
                     incoming.setdefault(reader, []).append((item, size))
         into = {rank: np.empty(sum(s for _, s in parts), np.uint8) for rank, parts in incoming.items()}
         arrived: dict[int, _Held] = {}

@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 import torch
 import xxhash
+from numpy.typing import NDArray
 
 from ..collectives import Collective
 from ..engine.exchange import Exchange
@@ -27,13 +28,13 @@ from ..handles import LoadReport
 from ..monitoring.collector import collector_paused
 from ..monitoring.phases import Phases
 from ..planning.coverage import first_gap
-from ..planning.exchange_plan import plan_exchange
+from ..planning.exchange_plan import part_of_rank, share
 from ..planning.intersect import intersect
 from ..planning.read_plan import plan_reads
 from ..representation.boxes import BoxTable
 from ..representation.catalog import SHARED, VALUES_SLOT, Catalog
 from ..representation.names import CATALOG_NAME
-from ..representation.plans import ReadPlan
+from ..representation.plans import ReadPlan, SharedChunks
 from ..representation.shards import LiveShard
 from ..settings import Settings
 from ..storage import Storage
@@ -67,6 +68,32 @@ class _Word(msgspec.Struct, frozen=True):
     ranges: bytes = b""
     host: str = ""
     introduction: bytes = b""
+    ready: bool = False
+
+
+class _Verdict(msgspec.Struct, frozen=True):
+    """What rank 0 makes of all ranks' words, for all of them: every rank's word at every rank would not scale.
+
+    Attributes:
+        error: the first failure, empty when all ranks can go on.
+        rank: who met it.
+        replaced: some rank saw the checkpoint replaced.
+        differ: the ranks read different catalogs.
+        claimed: bitmap of the catalog's tensors that some rank accounts for.
+        shared: columns of `SharedChunks`.
+        hosts: a number for each rank, equal for ranks of one machine, where something is shared.
+        introductions: each rank's, where something is shared.
+        ready: no rank needs preparation for its next save.
+    """
+
+    error: dict[str, str] = {}
+    rank: int = 0
+    replaced: bool = False
+    differ: bool = False
+    claimed: bytes = b""
+    shared: list[bytes] = []
+    hosts: list[int] = []
+    introductions: list[bytes] = []
     ready: bool = False
 
 
@@ -144,15 +171,15 @@ class LoadSession:
             except BaseException as error:  # noqa: BLE001  told to the other ranks, then raised
                 failure = error
                 word = _failed(error, storage, data)
-            words = self._meet("agree", word, failure)
+            verdict = self._meet("agree", word, failure)
             assert storage is not None
-            unexpected = self._agree(storage, catalog, states, words)
+            unexpected = self._agree(storage, catalog, states, verdict)
             self._phases.mark("agree")
             read = received = 0
             try:
                 delivery = Delivery(plan, targets)
                 # Kept until all ranks are done: they read this rank's memory.
-                exchange, mine = self._exchange(stack, files, delivery, words)
+                exchange, mine = self._exchange(stack, files, delivery, verdict)
                 if exchange is not None:
                     exchange.run()
                     read, received = exchange.read, exchange.received
@@ -162,7 +189,7 @@ class LoadSession:
                 failure = error
             self._phases.mark("read")
             last = _failed(failure, storage, data) if failure else _Word(ready=ready())
-            self.all_ready = all(w.ready for w in self._meet("done", last, failure))
+            self.all_ready = self._meet("done", last, failure).ready
         destination.apply()
         self._phases.mark("apply")
         notes = list(destination.notes)
@@ -255,7 +282,7 @@ class LoadSession:
         claimed[found[found >= 0]] = True
         ranges = b""
         if self._overlap and self._collective.world_size > 1:
-            ranges = np.stack([plan.file, plan.start, plan.stop], axis=1).tobytes()
+            ranges = _columns(plan).tobytes()
         return _Word(
             catalog=xxhash.xxh3_128_digest(data),
             claimed=np.packbits(claimed).tobytes(),
@@ -264,43 +291,69 @@ class LoadSession:
             introduction=introduction() if ranges else b"",
         )
 
-    def _meet(self, step: str, word: _Word, failure: BaseException | None) -> list[_Word]:
-        """Exchange words; raise this rank's failure, or else the first other rank's."""
-        if self._collective.world_size == 1:
-            if word.replaced:
-                raise _ReplacedError from failure
-            if failure is not None:
-                raise failure
-            return [word]
+    def _meet(self, step: str, word: _Word, failure: BaseException | None) -> _Verdict:
+        """Tell rank 0 this rank's word, and hear what it makes of all; raise this rank's failure, or else another's."""
         tag = f"load/{self._number}.{self._attempt}/{step}"
-        try:
-            got = self._collective.all_gather(tag, msgspec.msgpack.encode(word), timeout=self._settings.timeout)
-        except CheckpointError:
-            if failure is not None:
-                raise failure from None
-            raise
-        words = [msgspec.msgpack.decode(w, type=_Word) for w in got]
-        if any(w.replaced for w in words):
+        timeout = self._settings.timeout
+        if self._collective.world_size == 1:
+            verdict = self._decide([word])
+        else:
+            try:
+                words = self._collective.gather(f"{tag}/up", msgspec.msgpack.encode(word), timeout=timeout)
+                answer = None
+                if words is not None:
+                    answer = msgspec.msgpack.encode(
+                        self._decide([msgspec.msgpack.decode(w, type=_Word) for w in words])
+                    )
+                answer = self._collective.broadcast(f"{tag}/down", answer, timeout=timeout)
+            except CheckpointError:
+                if failure is not None:
+                    raise failure from None
+                raise
+            verdict = msgspec.msgpack.decode(answer, type=_Verdict)
+        if verdict.replaced:
             raise _ReplacedError from failure
         if failure is not None:
             raise failure
-        for rank, other in enumerate(words):
-            if other.error:
-                raise error_from_report(other.error, prefix=f"rank {rank}: ")
-        return words
+        if verdict.error:
+            raise error_from_report(verdict.error, prefix=f"rank {verdict.rank}: ")
+        return verdict
 
-    def _agree(self, storage: Storage, catalog: Catalog, states: Collection[str], words: Sequence[_Word]) -> list[str]:
-        """What the checkpoint holds, within the kinds asked for, and no rank wants."""
+    def _decide(self, words: Sequence[_Word]) -> _Verdict:
+        replaced = any(w.replaced for w in words)
+        for rank, word in enumerate(words):
+            if word.error:
+                return _Verdict(error=word.error, rank=rank, replaced=replaced)
         if len({w.catalog for w in words}) > 1:
+            return _Verdict(differ=True)
+        try:
+            claimed = np.bitwise_or.reduce([np.frombuffer(w.claimed, np.uint8) for w in words])
+            ready = all(w.ready for w in words)
+            ranges = [np.frombuffer(w.ranges, np.int64).reshape(-1, 3) for w in words]
+            shared = share(ranges, self._chunk_bytes)
+            if not len(shared):
+                return _Verdict(claimed=claimed.tobytes(), ready=ready)
+            numbers = {host: number for number, host in enumerate(dict.fromkeys(w.host for w in words))}
+            return _Verdict(
+                claimed=claimed.tobytes(),
+                ready=ready,
+                shared=shared.to_columns(),
+                hosts=[numbers[w.host] for w in words],
+                introductions=[w.introduction for w in words],
+            )
+        except Exception as error:  # noqa: BLE001  told to the other ranks, which wait
+            return _Verdict(error=error_report(error))
+
+    def _agree(self, storage: Storage, catalog: Catalog, states: Collection[str], verdict: _Verdict) -> list[str]:
+        """What the checkpoint holds, within the kinds asked for, and no rank wants."""
+        if verdict.differ:
             if self._attempt + 1 < _ATTEMPTS:
                 raise _ReplacedError
             raise IncompatibleCheckpointError(
                 f"ranks see different checkpoints at {storage.url}; it was replaced during the load, or the path is "
                 f"not shared; load again"
             )
-        claimed = np.zeros(catalog.count, bool)
-        for word in words:
-            claimed |= np.unpackbits(np.frombuffer(word.claimed, np.uint8), count=catalog.count).astype(bool)
+        claimed = np.unpackbits(np.frombuffer(verdict.claimed, np.uint8), count=catalog.count).astype(bool)
         asked = np.isin(catalog.kind.codes, catalog.kind.codes_of([k for k in states if k in catalog.kind.values]))
         tree = catalog.slot.codes == catalog.slot.codes_of([VALUES_SLOT])[0]
         left = np.flatnonzero(asked & ~claimed & ~tree & (catalog.owner == SHARED))
@@ -314,26 +367,28 @@ class LoadSession:
     # --- bytes ------------------------------------------------------------------------------------------------
 
     def _exchange(
-        self, stack: contextlib.ExitStack, files: FileSet, delivery: Delivery, words: Sequence[_Word]
+        self, stack: contextlib.ExitStack, files: FileSet, delivery: Delivery, verdict: _Verdict
     ) -> tuple[Exchange | None, Sequence[int]]:
         """The exchange of what several ranks want, and the ranges that are left for this rank alone."""
-        if not self._overlap or self._collective.world_size == 1:
+        shared = SharedChunks.from_columns(verdict.shared)
+        if not len(shared):
             return None, range(len(delivery.plan.file))
-        ranges = [np.frombuffer(w.ranges, np.int64).reshape(-1, 3) for w in words]
-        plan = plan_exchange(ranges, self._collective.rank, self._chunk_bytes)
+        # A rank that does not want to exchange meets the others all the same.
+        ranges = _columns(delivery.plan)
+        plan = part_of_rank(shared, ranges if self._overlap else ranges[:0], self._chunk_bytes)
         stack.enter_context(readable_by_peers())
         exchange = Exchange(
             self._collective,
             f"load/{self._number}.{self._attempt}/exchange",
             plan,
-            [w.host for w in words],
-            [w.introduction for w in words],
+            verdict.hosts,
+            verdict.introductions,
             files,
             delivery,
             chunk_bytes=self._chunk_bytes,
             settings=self._settings,
         )
-        return exchange, plan.private.tolist()
+        return exchange, plan.private.tolist() if self._overlap else range(len(ranges))
 
     def _choose_chunk(self, catalog: Catalog) -> None:
         """The length of one read: shorter for a small checkpoint, so that every reader of every rank has some."""
@@ -344,6 +399,11 @@ class LoadSession:
         while most % 2 == 0 and most > max(fair, _SMALLEST_READ) and (most // 2) % max(least, 1) == 0:
             most //= 2
         self._chunk_bytes = most
+
+
+def _columns(plan: ReadPlan) -> NDArray[np.int64]:
+    """(file, start, stop) of each range."""
+    return np.stack([plan.file, plan.start, plan.stop], axis=1).astype(np.int64, copy=False)
 
 
 def _failed(error: BaseException, storage: Storage | None, data: bytes) -> _Word:

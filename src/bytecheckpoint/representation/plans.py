@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from .boxes import Int64s, Mask
 
-__all__ = ["Copies", "ExchangePlan", "ReadPlan"]
+__all__ = ["Copies", "ExchangePlan", "ReadPlan", "SharedChunks"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,30 +69,56 @@ class ReadPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class ExchangePlan:
-    """Which chunks are read by one rank for several, and what this rank does with them.
+class SharedChunks:
+    """The chunks of a checkpoint that several ranks want, and who reads each: one table for all ranks.
 
     Attributes:
-        private: ranges of this rank's read plan that nobody else wants; it reads them itself.
-        file: file of each shared item, int64 [s].
+        file: file of each chunk, int64 [s].
         start, stop: bytes of the file's data section, block-aligned, [s].
         reader: the rank that reads it, [s].
-        my_range: ranges of this rank's read plan that shared items cover, [m].
-        my_item: the item that covers each of them, [m].
-        pairs: (item, rank) for every rank that wants the item, sorted, [p, 2].
+        wanted_by: which set of ranks wants it, [s].
+        set_ends: where each set ends in `set_ranks`, [k].
+        set_ranks: the ranks of all sets, one set after the other, each ascending.
     """
 
-    private: Int64s
     file: Int64s
     start: Int64s
     stop: Int64s
     reader: Int64s
-    my_range: Int64s
-    my_item: Int64s
-    pairs: Int64s
+    wanted_by: Int64s
+    set_ends: Int64s
+    set_ranks: Int64s
+
+    def __len__(self) -> int:
+        return len(self.file)
+
+    def rank_sets(self) -> list[list[int]]:
+        """The sets, numbered as in `wanted_by`."""
+        return [part.tolist() for part in np.split(self.set_ranks, self.set_ends[:-1])] if len(self.set_ends) else []
+
+    def to_columns(self) -> list[bytes]:
+        """For a message."""
+        return [getattr(self, name).tobytes() for name in self.__slots__]
 
     @staticmethod
-    def nothing(private: Int64s) -> ExchangePlan:
-        """The plan in which every rank reads for itself."""
-        none = np.zeros(0, np.int64)
-        return ExchangePlan(private, none, none, none, none, none, none, none.reshape(0, 2))
+    def from_columns(columns: Sequence[bytes]) -> SharedChunks:
+        """The inverse of `to_columns`; no columns are a table without rows."""
+        arrays = [np.frombuffer(c, np.int64) for c in columns or [b""] * 7]
+        return SharedChunks(*arrays)
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangePlan:
+    """What one rank does with the shared chunks.
+
+    Attributes:
+        shared: the chunks ("items").
+        private: ranges of this rank's read plan that nobody else wants; it reads them itself.
+        my_range: ranges of this rank's read plan that shared items cover, [m].
+        my_item: the item that covers each of them, [m].
+    """
+
+    shared: SharedChunks
+    private: Int64s
+    my_range: Int64s
+    my_item: Int64s

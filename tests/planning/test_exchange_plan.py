@@ -1,0 +1,78 @@
+"""Who reads what several ranks want, against a plain enumeration."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bytecheckpoint.planning import exchange_plan
+from bytecheckpoint.planning.exchange_plan import part_of_rank, share
+from bytecheckpoint.representation.plans import SharedChunks
+
+CHUNK = 8 << 20
+BLOCK = 1 << 20
+
+Range = tuple[int, int, int]
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> list[list[Range]]:
+    """Sorted disjoint ranges of each rank; none crosses the grid."""
+    ranks = []
+    for _ in range(draw(st.integers(1, 5))):
+        blocks = draw(st.sets(st.tuples(st.integers(0, 2), st.integers(0, 31)), max_size=40))
+        ranks.append([(file, b * BLOCK, (b + 1) * BLOCK) for file, b in sorted(blocks)])
+    return ranks
+
+
+def columns(ranges: list[Range]) -> np.ndarray:
+    return np.array(ranges, np.int64).reshape(-1, 3)
+
+
+@given(plans())
+def test_shared_chunks_are_those_that_two_ranks_touch(ranks: list[list[Range]]) -> None:
+    shared = share([columns(r) for r in ranks], CHUNK)
+    shared = SharedChunks.from_columns(shared.to_columns())
+    touched: dict[tuple[int, int], dict[int, list[Range]]] = defaultdict(lambda: defaultdict(list))
+    for rank, ranges in enumerate(ranks):
+        for one in ranges:
+            touched[one[0], one[1] // CHUNK][rank].append(one)
+    expected = {key: by_rank for key, by_rank in sorted(touched.items()) if len(by_rank) > 1}
+    ends = {
+        key: (min(r[1] for p in by.values() for r in p), max(r[2] for p in by.values() for r in p))
+        for key, by in expected.items()
+    }
+    if sum(stop - start for start, stop in ends.values()) < exchange_plan._WORTHWHILE:
+        assert not len(shared)
+        expected = {}
+    else:
+        assert list(zip(shared.file.tolist(), (shared.start // CHUNK).tolist(), strict=True)) == list(expected)
+        assert list(zip(shared.start.tolist(), shared.stop.tolist(), strict=True)) == list(ends.values())
+        sets = shared.rank_sets()
+        assert len({tuple(s) for s in sets}) == len(sets)
+        for number, by_rank in enumerate(expected.values()):
+            assert sets[int(shared.wanted_by[number])] == sorted(by_rank)
+            assert int(shared.reader[number]) in by_rank
+    items = {key: number for number, key in enumerate(expected)}
+    for rank, ranges in enumerate(ranks):
+        part = part_of_rank(shared, columns(ranges), CHUNK)
+        want = {i: items[r[0], r[1] // CHUNK] for i, r in enumerate(ranges) if (r[0], r[1] // CHUNK) in items}
+        assert dict(zip(part.my_range.tolist(), part.my_item.tolist(), strict=True)) == want, rank
+        assert part.private.tolist() == [i for i in range(len(ranges)) if i not in want]
+
+
+def test_replicas_share_the_reading_evenly() -> None:
+    everything = columns([(0, n * CHUNK, (n + 1) * CHUNK) for n in range(64)])
+    shared = share([everything] * 8, CHUNK)
+    assert np.bincount(shared.reader).tolist() == [8] * 8
+    assert shared.rank_sets() == [list(range(8))]
+
+
+def test_a_thousand_replicas_are_planned_in_seconds_and_told_in_little() -> None:
+    everything = columns([(0, n * CHUNK, (n + 1) * CHUNK) for n in range(200)])
+    shared = share([everything] * 1000, CHUNK)
+    assert len(shared) == 200
+    assert sum(map(len, shared.to_columns())) < 20_000
