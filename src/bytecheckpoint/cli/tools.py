@@ -54,7 +54,8 @@ def diff(a: str, b: str, *, rtol: float, atol: float, json: bool) -> int:
     for difference in report.differences:
         print(shown(difference.message))
     _notes(report.notes)
-    compared = f"{counted(report.tensors, 'tensor')} ({size(report.bytes_compared)}) and {counted(report.values, 'plain value')}"
+    tensors = f"{counted(report.tensors, 'tensor')} ({size(report.bytes_compared)})"
+    compared = f"{tensors} and {counted(report.values, 'plain value')}"
     print(f"{compared} compared: {'equal' if report.equal else counted(len(report.differences), 'difference')}")
     return int(not report.equal)
 
