@@ -104,6 +104,7 @@ def test_nothing_gives_nothing_but_a_tensor_without_elements_is_kept() -> None:
     buffer = torch.zeros(0, dtype=torch.bfloat16)
     fragments = [
         Fragment(TensorKey("model", "away"), (2, 3), 0, buffer),
+        Fragment(TensorKey("model", "elsewhere"), (2, 3), 9, buffer, 9, 0),
         Fragment(TensorKey("model", "empty"), (2, 0, 3), 0, buffer),
     ]
     (shard,) = fragment_shards(fragments)

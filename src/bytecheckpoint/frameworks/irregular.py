@@ -100,6 +100,7 @@ def fragment_shards(fragments: Sequence[Fragment]) -> list[LiveShard]:
     size = np.array([b.size for b in buffers], np.int64)
     count = np.array([f.count for f in fragments], np.int64)
     count = np.where(count < 0, size - first, count)
+    start[count == 0] = first[count == 0] = 0  # nothing is nowhere
     wrong = (first < 0) | (count < 0) | (first + count > size) | (start < 0) | (start + count > shapes.prod(axis=1))
     if wrong.any():
         row = int(np.flatnonzero(wrong)[0])
