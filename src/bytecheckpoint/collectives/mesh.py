@@ -28,7 +28,7 @@ from bytecheckpoint.collectives.base import names_of_ranks
 from bytecheckpoint.collectives.loop import Loop
 from bytecheckpoint.collectives.sockets import is_loopback, listen, reserve_descriptors
 from bytecheckpoint.collectives.star import Spoke, Star
-from bytecheckpoint.collectives.transfers import Job, Peer, PeerLink, Transfer, take
+from bytecheckpoint.collectives.transfers import Job, Peer, PeerLink, Report, Transfer, remember, take
 from bytecheckpoint.collectives.wire import Kind, Link, Payload
 from bytecheckpoint.errors import (
     CheckpointError,
@@ -42,7 +42,6 @@ __all__ = ["Mesh"]
 
 _ADDRESS = "bytecheckpoint/direct"  # tag of the mail that says where a rank listens
 _REDIAL = 0.5  # seconds after a connection could not be made
-_REMEMBERED = 64  # failures of one peer that are kept for exchanges which start later here
 _WANT = struct.Struct("<QQ")  # number of the request, bytes expected
 _GONE = "its connection closed: it was killed, crashed, was cut off or left this world"
 
@@ -120,6 +119,7 @@ class Mesh(Loop):
         self._jobs.add(job)
         peers = [self._peer(rank) for rank in sorted({transfer.peer for transfer in job.left})]
         for peer in peers:
+            peer.given_up.pop(job.tag, None)
             if (report := peer.failed.pop(job.tag, None)) is not None:
                 self._fail_with(job, peer, report)
                 return
@@ -159,8 +159,8 @@ class Mesh(Loop):
         if job.over.is_set():
             return
         sources, targets = job.missing(outgoing=False), job.missing(outgoing=True)
-        parts = [f"no bytes from {names_of_ranks(sources)}"] if sources else []
-        parts += [f"{names_of_ranks(targets)} did not take its bytes"] if targets else []
+        parts = [f"not all bytes came from {names_of_ranks(sources)}"] if sources else []
+        parts += [f"not all bytes went to {names_of_ranks(targets)}"] if targets else []
         unlinked = [peer for rank in sorted(sources | targets) if (peer := self._peer(rank)).link is None]
         for peer in unlinked[:1]:
             trouble = f" ({peer.trouble})" if peer.trouble else ""
@@ -173,26 +173,27 @@ class Mesh(Loop):
             ),
         )
 
-    def _fail(self, job: Job, error: CheckpointError, report: dict[str, str] | None = None) -> None:
+    def _fail(self, job: Job, error: CheckpointError, report: Report | None = None) -> None:
         """Give up `job` here, and tell the ranks that it waits for."""
         if job.over.is_set():
             return
-        message = json.dumps(report or error_report(error)).encode()
+        report = report or error_report(error)
         for transfer in job.left:
-            peer = self._peer(transfer.peer)
-            peer.waiting.discard(transfer)
-            if transfer in peer.offers.get(job.tag, ()):
-                peer.offers[job.tag].remove(transfer)
-                if not peer.offers[job.tag]:
-                    del peer.offers[job.tag]
-            elif peer.link is not None:
-                peer.link.forget(transfer)
+            self._peer(transfer.peer).withdraw(transfer)
         for rank in {transfer.peer for transfer in job.left}:
-            if (link := self._peer(rank).link) is not None:
-                self._post(link, Kind.FAILED, self.rank, rank, job.tag.encode(), message)
+            peer = self._peer(rank)
+            remember(peer.given_up, job.tag, report)
+            self._tell(peer)
         job.end(error)
 
-    def _fail_with(self, job: Job, peer: Peer, report: dict[str, str]) -> None:
+    def _tell(self, peer: Peer) -> None:
+        """Let it know what was given up here, as soon as there is a connection."""
+        if peer.link is not None:
+            for tag, report in peer.untold.items():
+                self._post(peer.link, Kind.FAILED, self.rank, peer.rank, tag.encode(), json.dumps(report).encode())
+                peer.given_up[tag] = None
+
+    def _fail_with(self, job: Job, peer: Peer, report: Report) -> None:
         """`peer` has given up: so do we. What is passed on is the first cause."""
         prefix = f"rank {self.rank}: exchange {job.tag!r} was given up by rank {peer.rank}: "
         self._fail(job, error_from_report(report, prefix=prefix), report)
@@ -219,7 +220,7 @@ class Mesh(Loop):
 
     def _reach(self, peer: Peer) -> None:
         """Do what is our part for a connection, if one is needed."""
-        if peer.link is not None or not peer.needed or self._deadline is not None:
+        if peer.link is not None or self._deadline is not None or not (peer.busy or peer.untold):
             return
         if (reason := self._lost.get(peer.rank, self._no_mail)) is not None:
             self._lose(peer, reason)
@@ -259,14 +260,25 @@ class Mesh(Loop):
 
     def _learn_of_loss(self, rank: int, reason: str) -> None:
         self._lost[rank] = reason
-        if (peer := self._peers.get(rank)) is not None and peer.link is None:
+        if (peer := self._peers.get(rank)) is None:
+            return
+        if peer.link is None:
             self._lose(peer, reason)
+        else:
+            # What it has sent may still be under way, and then the connection ends by itself: unless its machine is gone.
+            self._after(self.linger, partial(self._cut, peer, peer.link))
 
     def _learn_of_silence(self, reason: str) -> None:
         self._no_mail = reason
+        self._learn_of_loss(0, reason)
         for peer in list(self._peers.values()):
             if peer.link is None:
                 self._lose(peer, reason)
+
+    def _cut(self, peer: Peer, link: PeerLink) -> None:
+        if peer.link is link:
+            self._drop(link)
+            self._on_gone(link)
 
     def _dial(self, peer: Peer, host: str, port: int) -> None:
         sock: socket.socket | None = None
@@ -299,7 +311,8 @@ class Mesh(Loop):
         peer.dialling = None
         assert peer.address is not None
         peer.trouble = f"{peer.address[0]} port {peer.address[1]}: {trouble}"
-        self._after(_REDIAL, partial(self._reach, peer))
+        if peer.busy:
+            self._after(_REDIAL, partial(self._reach, peer))
 
     def _link_of(self, sock: socket.socket) -> PeerLink:
         return PeerLink(sock)
@@ -311,6 +324,7 @@ class Mesh(Loop):
         peer.link, peer.dialling, peer.trouble = link, None, ""
         if old is not None:
             self._lose(peer, "its connection broke and was made anew")
+        self._tell(peer)
         waiting = list(peer.waiting)
         peer.waiting.clear()
         for transfer in waiting:
@@ -345,15 +359,13 @@ class Mesh(Loop):
             return
         raise OSError("not a rank of this world")
 
-    def _on_failed(self, peer: Peer, link: PeerLink, tag: str, report: dict[str, str]) -> None:
+    def _on_failed(self, peer: Peer, link: PeerLink, tag: str, report: Report) -> None:
         link.wanted.pop(tag, None)
         jobs = [job for job in self._with(peer) if job.tag == tag]
         for job in jobs:
             self._fail_with(job, peer, report)
         if not jobs:
-            while len(peer.failed) >= _REMEMBERED:
-                del peer.failed[next(iter(peer.failed))]
-            peer.failed[tag] = report
+            peer.hear(tag, report)
 
     def _on_gone(self, link: Link) -> None:
         assert isinstance(link, PeerLink)
@@ -362,6 +374,7 @@ class Mesh(Loop):
             if peer.link is link:
                 peer.link = None
                 self._lose(peer, self._lost.get(peer.rank, _GONE))
+                self._reach(peer)  # it may live, and wait for an exchange that was given up here
         elif link.dialled is not None:
             self._retry(self._peer(link.dialled), "the connection closed before the ranks had greeted each other")
 

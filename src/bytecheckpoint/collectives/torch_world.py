@@ -113,6 +113,7 @@ class TorchCollective(MailboxCollective):
         self._wire.check_open(tag)
         for array in (*outgoing.values(), *incoming.values()):
             assert array.dtype == np.uint8 and array.ndim == 1 and array.flags.c_contiguous
+        assert all(array.flags.writeable for array in incoming.values())
         if (own := incoming.get(self.rank)) is not None:
             np.copyto(own, outgoing[self.rank])
         outgoing, incoming = (

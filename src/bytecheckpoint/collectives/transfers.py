@@ -15,10 +15,14 @@ from numpy.typing import NDArray
 from bytecheckpoint.collectives.wire import Kind, Link, Payload, header
 from bytecheckpoint.errors import CheckpointError
 
-__all__ = ["Job", "Peer", "PeerLink", "Transfer", "take"]
+__all__ = ["Job", "Peer", "PeerLink", "Report", "Transfer", "remember", "take"]
 
-Item = TypeVar("Item")
+T = TypeVar("T")
 
+Report = dict[str, str]
+"""Of an error, as `error_report` makes it."""
+
+_REMEMBERED = 64  # failed exchanges with one peer: more than can be under way between two ranks
 _PIECE = 4 << 20  # bytes per DATA frame: what an exchange that starts may have to wait for
 _NUMBER = struct.Struct("<Q")
 
@@ -171,7 +175,8 @@ class Peer:
         trouble: why the last attempt to make one failed.
         offers: outgoing that were not asked for yet, by tag.
         waiting: incoming to be asked for once there is a connection.
-        failed: reports of exchanges that it gave up before they began here, by tag.
+        failed: by tag, reports of exchanges that it gave up before they began here.
+        given_up: by tag, reports of exchanges that were given up here before it has said the same; None: it was told.
     """
 
     def __init__(self, rank: int) -> None:
@@ -183,15 +188,46 @@ class Peer:
         self.trouble = ""
         self.offers: dict[str, deque[Transfer]] = {}
         self.waiting: set[Transfer] = set()
-        self.failed: dict[str, dict[str, str]] = {}
+        self.failed: dict[str, Report] = {}
+        self.given_up: dict[str, Report | None] = {}
 
     @property
-    def needed(self) -> bool:
-        """Whether anything waits for a connection."""
+    def busy(self) -> bool:
+        """Whether transfers wait for a connection."""
         return bool(self.offers or self.waiting)
 
+    @property
+    def untold(self) -> dict[str, Report]:
+        """Of `given_up`, what the other does not know."""
+        return {tag: report for tag, report in self.given_up.items() if report is not None}
 
-def take(queues: dict[str, deque[Item]], tag: str) -> Item | None:
+    def hear(self, tag: str, report: Report) -> None:
+        """It has given up `tag`, which does not run here: before it begins, or after it was given up here too."""
+        if tag in self.given_up:
+            del self.given_up[tag]
+        else:
+            remember(self.failed, tag, report)
+
+    def withdraw(self, transfer: Transfer) -> None:
+        """Move no more of it: its memory is neither read nor written once this returns."""
+        self.waiting.discard(transfer)
+        tag = transfer.job.tag
+        if transfer in self.offers.get(tag, ()):
+            self.offers[tag].remove(transfer)
+            if not self.offers[tag]:
+                del self.offers[tag]
+        elif self.link is not None:
+            self.link.forget(transfer)
+
+
+def remember(reports: dict[str, T], tag: str, report: T) -> None:
+    """Keep the latest few."""
+    while len(reports) >= _REMEMBERED:
+        del reports[next(iter(reports))]
+    reports[tag] = report
+
+
+def take(queues: dict[str, deque[T]], tag: str) -> T | None:
     """The first of what waits under `tag`, removed."""
     if (queue := queues.get(tag)) is None:
         return None

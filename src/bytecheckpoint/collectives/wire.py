@@ -66,7 +66,7 @@ class Link:
         self.rank = -1  # unknown until it has said HELLO
         self.said_bye = False
         self.hang_up = False  # shut down for writing once everything is sent
-        self.dead = False
+        self.dead = False  # nothing can be sent any more
         self._out: deque[memoryview] = deque()
         self._lock = threading.Lock()
         self._header = bytearray(_HEADER.size)
@@ -93,13 +93,14 @@ class Link:
 
     def _flush(self) -> bool:
         refills = 0
-        while self._out or self._refill():
+        while not self.dead and (self._out or self._refill()):
             try:
                 sent = self.sock.sendmsg(itertools.islice(self._out, 16))
             except (BlockingIOError, InterruptedError):
                 return False
             except OSError:
                 # The reading side sees the broken connection too, and reports it.
+                self.dead = True
                 self._out.clear()
                 return True
             while sent:
