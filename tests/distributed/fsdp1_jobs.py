@@ -20,6 +20,7 @@ from bytecheckpoint.frameworks.fsdp1.adapter import FSDP1Framework
 from tests.distributed.fsdp1_layouts import (
     FSDP1,
     FlatTrainer,
+    adagrad,
     build,
     fill_state,
     settings,
@@ -33,7 +34,12 @@ from tests.distributed.model_jobs import checkpointed_blocks, compiled_blocks, s
 from tests.support.tiny_model import Gpt, batch
 
 BEFORE, AFTER = 3, 5
-OPTIMIZERS: dict[str, dict[str, Any]] = {"adamw": {}, "two": {"optimizer": two_groups}, "sgd": {"optimizer": sgd}}
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "adamw": {},
+    "two": {"optimizer": two_groups},
+    "sgd": {"optimizer": sgd},
+    "adagrad": {"optimizer": adagrad},
+}
 
 
 def expected() -> dict[str, Any]:
@@ -367,6 +373,18 @@ def hybrid_with_groups(path: str) -> list[str]:
     if not size <= written < 1.2 * size + 100_000:
         wrong.append(f"{written} bytes written of {size}")
     return wrong
+
+
+def into_another_dtype(source: str, layout: str, path: str) -> list[str]:
+    """float64 into float32: refused by name, unless a cast is asked for."""
+    bytecheckpoint.save(path, {"model": build(source, coordinates).model})
+    fresh = build(layout, other, dtype=torch.float32)
+    with pytest.raises(bytecheckpoint.IncompatibleCheckpointError, match=r"is float64 .* and float32 here"):
+        bytecheckpoint.load(path, {"model": fresh.model})
+    report = bytecheckpoint.load(path, {"model": fresh.model}, cast=True)
+    want = {k: v.float() if v.is_floating_point() else v for k, v in expected().items() if k.startswith("model/")}
+    got = {k: v for k, v in whole(fresh).items() if k.startswith("model/")}
+    return differences(want, got) + ([] if report.cast else ["no cast is reported"])
 
 
 def module_with_rare_parts(path: str) -> list[str]:

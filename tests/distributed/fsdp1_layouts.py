@@ -128,6 +128,11 @@ def sgd(parameters: Named) -> torch.optim.Optimizer:
     return torch.optim.SGD([p for p in parameters.values() if p.requires_grad], lr=0.05, momentum=0.9)
 
 
+def adagrad(parameters: Named) -> torch.optim.Optimizer:
+    """Makes all its state at once, also for parameters that a rank has no element of."""
+    return torch.optim.Adagrad([p for p in parameters.values() if p.requires_grad], lr=0.02)
+
+
 class FlatTrainer(Trainer):
     """A training run under FSDP1."""
 

@@ -93,6 +93,7 @@ def test_the_layouts_train_alike(flat_matrix: Matrix, layout: str) -> None:
     ("optimizer", "names"),
     [
         ("sgd", ["full3-flat", "full4-orig", "one", "fsdp3"]),
+        ("adagrad", ["full3-flat", "full4-orig", "one", "fsdp3"]),
         ("two", ["full2-deep", "grad3-orig", "one", "ddp2"]),
     ],
 )
@@ -203,6 +204,11 @@ def test_prepared_and_repeated_saves(worlds: Worlds, layout: str, tmp_path: Path
 
 def test_hybrid_sharding_by_groups_writes_everything_once(worlds: Worlds, tmp_path: Path) -> None:
     assert worlds.run(4, jobs.hybrid_with_groups, str(tmp_path / "step")) == [[]] * 4
+
+
+@pytest.mark.parametrize(("source", "layout"), [("full3-flat", "grad3-orig"), ("grad3-orig", "full3-flat")])
+def test_another_dtype(worlds: Worlds, source: str, layout: str, tmp_path: Path) -> None:
+    assert worlds.run(3, jobs.into_another_dtype, source, layout, str(tmp_path / "step")) == [[]] * 3
 
 
 def test_extra_states_beside_flat_parameters(worlds: Worlds, tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from bytecheckpoint.representation.boxes import Int64s
 from bytecheckpoint.representation.decompose import flat_ranges_to_boxes
 from bytecheckpoint.representation.shards import LiveShard, TensorKey
 
-__all__ = ["Block", "Fragment", "fragment_shards"]
+__all__ = ["WHOLE", "Block", "Fragment", "fragment_shards"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,8 @@ class Block:
     order: tuple[int, ...] | None = None
 
 
-_WHOLE = Block()
+WHOLE = Block()
+"""All of the tensor, row-major: the block of fragments that say nothing else. (It is recognised; an equal one is not.)"""
 
 
 @dataclass(slots=True)
@@ -67,7 +68,7 @@ class Fragment:
     data: torch.Tensor
     first: int = 0
     count: int = -1
-    block: Block = _WHOLE
+    block: Block = WHOLE
     aliases: tuple[str, ...] = ()
     requires_grad: bool = False
 
@@ -126,7 +127,7 @@ def fragment_shards(fragments: Sequence[Fragment]) -> list[LiveShard]:
         if ndim < len(lengths):
             corner, lengths, steps = corner[:ndim], lengths[:ndim], steps[:ndim]
         block = fragment.block
-        if block is not _WHOLE:
+        if block is not WHOLE:
             if block.order is not None:
                 # Entry k of the columns is dimension order[k] of the tensor.
                 back = sorted(range(ndim), key=block.order.__getitem__)
@@ -174,7 +175,7 @@ def _buffers(fragments: Sequence[Fragment]) -> list[_Buffer]:
 
 def _shapes(fragments: Sequence[Fragment]) -> Int64s:
     """Extents of the blocks in memory order, padded with ones on the right."""
-    extents = [f.global_shape if f.block is _WHOLE else _in_memory_order(f) for f in fragments]
+    extents = [f.global_shape if f.block is WHOLE else _in_memory_order(f) for f in fragments]
     width = max(1, *map(len, extents))
     return np.array([(*e, *(1,) * (width - len(e))) for e in extents], np.int64)
 

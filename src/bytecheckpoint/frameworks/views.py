@@ -31,5 +31,11 @@ def optimizer_view(class_name: str) -> Optimizer:
 
 
 def stand_in(shape: tuple[int, ...], near: torch.Tensor) -> torch.Tensor:
-    """A tensor of the whole parameter's shape and of the device and dtype of `near`, with the memory of one element."""
-    return near.detach().new_empty(()).expand(shape)
+    """A tensor of the whole parameter's shape and of the device and dtype of `near`, with the memory of one element.
+
+    Args:
+        shape: of the whole parameter.
+        near: a tensor there; one without dimensions and gradient is used itself.
+    """
+    one = near.detach().new_empty(()) if near.ndim or near.requires_grad else near
+    return one.expand(shape)

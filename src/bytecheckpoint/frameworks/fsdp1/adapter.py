@@ -8,12 +8,14 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from bytecheckpoint.frameworks.base import Destination, SavedStates
+from bytecheckpoint.errors import UsageError
+from bytecheckpoint.frameworks.base import Destination, Names, SavedStates
 from bytecheckpoint.frameworks.fsdp1.flats import find_fsdp1
 from bytecheckpoint.frameworks.fsdp1.modules import capture_flat_modules, load_flat_modules, scan_flat_modules
 from bytecheckpoint.frameworks.fsdp1.optimizers import FlatTable, capture_flat_optimizers
 from bytecheckpoint.frameworks.fsdp1.restore import load_flat_optimizers
 from bytecheckpoint.frameworks.native import NativeFramework, Scan, layout_in_words
+from bytecheckpoint.frameworks.optimizers import as_optimizers
 from bytecheckpoint.representation.shards import LiveState
 
 __all__ = ["FSDP1Framework"]
@@ -31,6 +33,18 @@ class FSDP1Framework(NativeFramework):
     def matches(self, states: Mapping[str, object]) -> bool:
         """Whether a module in `states` is, or contains, an FSDP1 unit, or an optimizer holds parameters of one."""
         return bool(find_fsdp1(states))
+
+    def _scan(self, states: Mapping[str, object], names: Names | None) -> Scan:
+        scan = super()._scan(states, names)
+        for kind, value in states.items():
+            if kind in scan.modules or as_optimizers(kind, value) is not None:
+                continue
+            if where := find_fsdp1({kind: value}):
+                raise UsageError(
+                    f"{where} belongs to FSDP1 and stands inside a container, where it would be gathered: give modules and "
+                    "optimizers names of their own in the states"
+                )
+        return scan
 
     def _scan_modules(self, kind: str, modules: Sequence[nn.Module]) -> Any:
         return scan_flat_modules(kind, modules)

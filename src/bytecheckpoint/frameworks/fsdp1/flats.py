@@ -8,7 +8,8 @@ what a rank has. This is the only module that reads FSDP1's private attributes (
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -18,14 +19,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from bytecheckpoint.errors import UsageError
-from bytecheckpoint.frameworks.irregular import Block, Fragment
+from bytecheckpoint.frameworks.irregular import WHOLE, Block, Fragment
 from bytecheckpoint.frameworks.leaves import memory_of
-from bytecheckpoint.frameworks.modules import walk
 from bytecheckpoint.representation.shards import TensorKey
 
 __all__ = ["Flat", "Piece", "find_fsdp1", "is_flattened", "is_fsdp1", "original_buffer_dtypes", "read_flats"]
 
-_WHOLE = Block()
 _NO_ELEMENTS = (0, 0, 0)
 
 
@@ -184,14 +183,30 @@ def find_fsdp1(states: Mapping[str, object]) -> str:
     if unit is None:
         return ""
     for kind, value in states.items():
-        items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else (value,)
-        for item in items:
+        for item in _items(value):
             if isinstance(item, nn.Module) and _contains(item, unit):
                 name = next(name for name, module in item.named_modules() if isinstance(module, unit))
                 return f"{kind}: module {name!r}" if name else kind
             if isinstance(item, Optimizer) and any(any(map(is_flattened, g["params"])) for g in item.param_groups):
                 return f"{kind}: a parameter of {type(item).__name__}"
     return ""
+
+
+def _items(value: object) -> Iterator[nn.Module | Optimizer]:
+    """The modules and optimizers in nested dicts, lists and tuples."""
+    pending: list[Any] = [value]
+    seen: set[int] = set()
+    while pending:
+        item = pending.pop()
+        if isinstance(item, nn.Module | Optimizer):
+            yield item
+        elif type(item) in _CONTAINERS and id(item) not in seen:
+            seen.add(id(item))
+            inside = item.values() if isinstance(item, dict) else item
+            pending.extend(x for x in inside if type(x) in _CONTAINERS or isinstance(x, nn.Module | Optimizer))
+
+
+_CONTAINERS = frozenset({dict, OrderedDict, list, tuple})
 
 
 def _contains(root: nn.Module, unit: type) -> bool:
@@ -226,15 +241,19 @@ def _fsdp1() -> type | None:
     return kind if isinstance(kind, type) else None
 
 
-def read_flats(kind: str, module: nn.Module) -> list[Flat]:
-    """All flat parameters inside `module`.
+def read_flats(kind: str, walked: Sequence[tuple[str, str, nn.Module]]) -> list[Flat]:
+    """All flat parameters inside a module.
+
+    Args:
+        kind: name of the state.
+        walked: what `walk` gives of the module.
 
     Raises:
         UsageError: a parameter was flattened in a form that is not known; names it.
     """
     places: dict[int, list[str]] = {}
     units: dict[int, tuple[Any, str]] = {}
-    for _, bare, owner in walk(module):
+    for _, bare, owner in walked:
         places.setdefault(id(owner), []).append(bare)
         if is_fsdp1(owner) and owner._handle is not None:
             units.setdefault(id(owner._handle), (owner, bare))
@@ -275,7 +294,7 @@ def _block(
     local = tuple(shape)
     order = None if contiguous or not prod(local) else _memory_order(local, tuple(stride))
     if extension is None:
-        return local, _WHOLE if order is None else Block(order=order)
+        return local, WHOLE if order is None else Block(order=order)
     if not hasattr(extension, "placements"):
         raise UsageError(
             f"{where} was flattened through an extension of type {type(extension).__name__}, which is not supported: "
@@ -307,10 +326,9 @@ def _memory(tensor: torch.Tensor) -> int:
     return memory_of(tensor).untyped_storage().data_ptr()
 
 
-def original_buffer_dtypes(module: nn.Module) -> dict[int, torch.dtype]:
+def original_buffer_dtypes(units: Iterable[Any]) -> dict[int, torch.dtype]:
     """id of a buffer -> its dtype before FSDP1's mixed precision cast it, for those that were cast."""
     found: dict[int, torch.dtype] = {}
-    units: list[Any] = [m for m in module.modules() if is_fsdp1(m)]
     for unit in units:
         low = unit.mixed_precision.buffer_dtype
         if low is None:

@@ -68,11 +68,12 @@ def scan_flat_modules(kind: str, modules: Sequence[nn.Module]) -> FlatScan:
     buffers: list[_CastBuffer] = []
 
     def entries(module: nn.Module) -> dict[str, Any]:
-        if not any(map(is_fsdp1, module.modules())):
+        walked = list(walk(module))
+        if not any(is_fsdp1(owner) for _, _, owner in walked):
             return dict(module.state_dict(keep_vars=True))
-        own = read_flats(kind, module)
+        own = read_flats(kind, walked)
         flats.extend(own)
-        return _entries(module, own, buffers)
+        return _entries(walked, own, buffers)
 
     rest = scan_modules(kind, modules, entries)
     parameters = dict(rest.parameters)
@@ -83,8 +84,10 @@ def scan_flat_modules(kind: str, modules: Sequence[nn.Module]) -> FlatScan:
     return scan
 
 
-def _entries(module: nn.Module, flats: Sequence[Flat], buffers: list[_CastBuffer]) -> dict[str, Any]:
-    """What a state_dict of `module` would hold beside the flattened parameters.
+def _entries(
+    walked: Sequence[tuple[str, str, nn.Module]], flats: Sequence[Flat], buffers: list[_CastBuffer]
+) -> dict[str, Any]:
+    """What a state_dict of the module would hold beside the flattened parameters.
 
     Hooks on state_dict are not run: FSDP1's own hooks are among them, and gather.
     """
@@ -94,10 +97,10 @@ def _entries(module: nn.Module, flats: Sequence[Flat], buffers: list[_CastBuffer
         shared: Any = flat.parameter
         inside.update((id(info.module), info.param_name) for info in shared._shared_param_infos)
     originals = {id(piece.parameter): piece for piece in pieces if piece.parameter is not None}
-    dtypes = original_buffer_dtypes(module)
+    dtypes = original_buffer_dtypes(owner for _, _, owner in walked if is_fsdp1(owner))
     cast: dict[int, _CastBuffer] = {}
     found: dict[str, Any] = {}
-    for prefix, bare, owner in walk(module):
+    for prefix, bare, owner in walked:
         own: dict[str, Any] = {}
         owner._save_to_state_dict(own, prefix, True)
         for key, value in own.items():

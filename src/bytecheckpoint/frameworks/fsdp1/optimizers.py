@@ -124,6 +124,7 @@ class Views:
         self._real = list(optimizers)
         self._table = table
         self._by_id = dict(names.by_id)
+        self._near: dict[int, torch.Tensor] = {}
         self.members: list[Member] = []
         self.optimizers: list[Optimizer] = []
         for optimizer in optimizers:
@@ -160,8 +161,11 @@ class Views:
 
     def _add(self, member: Member, named: Sequence[tuple[str, tuple[str, ...]]]) -> Iterator[torch.Tensor]:
         self.members.append(member)
+        near = self._near.get(id(member.flat))
+        if near is None:
+            near = self._near[id(member.flat)] = stand_in((), member.flat.parameter)
         for piece, names in zip(member.pieces, named, strict=True):
-            whole = stand_in(piece.shape, member.flat.parameter)
+            whole = stand_in(piece.shape, near)
             member.stand_ins.append(whole)
             self._by_id[id(whole)] = names
             yield whole

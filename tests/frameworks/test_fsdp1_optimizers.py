@@ -1,0 +1,280 @@
+"""FSDP1: state and settings of optimizers by original parameter, and what one flat parameter cannot take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import ShardingStrategy
+
+from bytecheckpoint.errors import IncompatibleCheckpointError, UsageError
+from bytecheckpoint.frameworks import registry
+from bytecheckpoint.frameworks.fsdp1.adapter import FSDP1Framework
+from bytecheckpoint.representation.shards import TensorKey
+from bytecheckpoint.representation.values import decode
+from tests.frameworks.fsdp1_models import Odd, States, adam_states, coordinates, fresh_states, odd, plain, wrapped
+from tests.frameworks.fsdp1_worlds import as_rank, differences, fill, load, save, unit
+from tests.frameworks.memory import save as save_plain
+
+
+def test_steps_are_those_of_the_ranks_that_have_elements() -> None:
+    """FSDP1 gives a rank no gradient for a parameter that it has no element of: what step it shows is an old one."""
+
+    def states() -> States:
+        made = adam_states(unit(coordinates(nn.Linear(4, 3)), use_orig_params=True))
+        for p in made["model"].parameters():
+            made["optimizer"].state[p]["step"] = torch.tensor(5.0 if p.numel() else 1.0)
+            made["optimizer"].state[p].setdefault("exp_avg", torch.zeros(0))
+        return made
+
+    saved = save(states, 3)
+    assert saved.whole[TensorKey("optimizer", "bias", "step")] == 5
+    with as_rank(0, 3):
+        made = adam_states(unit(nn.Linear(4, 3), use_orig_params=True))
+        assert made["model"].bias.numel() == 0
+        fill(made, saved)
+        assert made["model"].bias not in made["optimizer"].state
+
+
+def test_plain_values_go_by_original_parameter() -> None:
+    def states(value: int) -> States:
+        made = adam_states(wrapped("f", False))
+        for state in made["optimizer"].state.values():
+            state["step"] = value
+            state["history"] = [value, {"mean": 0.5}]
+        return made
+
+    saved = save(partial(states, 3), 3)
+    tree: Any = decode(saved.trees("optimizer")[0], on_tensor=lambda name: None)
+    assert tree["state"]["first.weight"] == {"step": 3, "history": [3, {"mean": 0.5}]}
+    with as_rank(2, 3):
+        made = states(0)
+        fill(made, saved, 2)
+        for state in made["optimizer"].state.values():
+            assert state["step"] == 3
+            assert state["history"] == [3, {"mean": 0.5}]
+            assert set(state) == {"step", "history", "exp_avg", "exp_avg_sq"}
+
+
+def test_settings_go_by_original_parameter_and_back() -> None:
+    def states(lr: float) -> States:
+        model = wrapped("f", False)
+        inner, outer = model.module.first.parameters(), [p for n, p in model.named_parameters() if "first" not in n]
+        return {
+            "model": model,
+            "optimizer": torch.optim.SGD(
+                [{"params": list(inner), "lr": lr}, {"params": outer, "lr": lr * 10}], momentum=lr / 2
+            ),
+        }
+
+    saved = save(partial(states, 0.25), 2)
+    tree: Any = decode(saved.trees("optimizer")[0], on_tensor=lambda name: None)
+    assert [sorted(g["params"])[0] for g in tree["groups"]] == ["first.bias", "cube"]
+    assert [(g["lr"], g["momentum"]) for g in tree["groups"]] == [(0.25, 0.125), (2.5, 0.125)]
+    with as_rank(1, 2):
+        made = states(8.0)
+        fill(made, saved, 1)
+        assert [(g["lr"], g["momentum"]) for g in made["optimizer"].param_groups] == [(0.25, 0.125), (2.5, 0.125)]
+        assert made["optimizer"].param_groups[0]["params"][0] is made["model"].module.first._handle.flat_param
+
+
+def test_a_flat_parameter_has_one_step() -> None:
+    model = odd()
+    states = adam_states(model)
+    states["optimizer"].state[model.last.weight]["step"] = torch.tensor(3.0)
+    saved = save_plain(states)
+    message = (
+        r"'the root'.*step differs.*5\.0 for 'cube', 'first.weight', 'first.bias' and 6 more; 3\.0 for 'last.weight'"
+    )
+    with as_rank(0, 4):
+        made = adam_states(wrapped("", False))
+        before = {key: value.clone() for key, value in next(iter(made["optimizer"].state.values())).items()}
+        with pytest.raises(IncompatibleCheckpointError, match=message):
+            fill(made, saved)
+        assert made["optimizer"].state[next(iter(made["model"].parameters()))]["step"] == before["step"]
+    # The parameter in a unit of its own, or original parameters, take it.
+    for how in (("l", False), ("", True)):
+        if how[1]:
+            assert differences(saved, load(lambda how=how: fresh_states(wrapped(*how)), 4, saved)) == []
+    expected = pytest.raises(IncompatibleCheckpointError, match=r"3\.0 for 'last.weight'; 5\.0 for 'last.bias'")
+    with as_rank(0, 2), expected:
+        fill(fresh_states(wrapped("l", False)), saved)
+
+
+def test_a_flat_parameter_has_one_set_of_settings() -> None:
+    model = odd()
+    last = list(model.last.parameters())
+    rest = [p for p in model.parameters() if all(p is not q for q in last)]
+    groups = [{"params": rest, "lr": 0.25}, {"params": last, "lr": 0.75}]
+    saved = save_plain({"model": model, "optimizer": torch.optim.AdamW(groups)})
+    with as_rank(0, 2):
+        with pytest.raises(
+            IncompatibleCheckpointError, match=r"'lr' differs.*0\.25 for 'cube', 0\.75 for 'last.weight'"
+        ):
+            fill(fresh_states(wrapped("", False)), saved)
+        made = fresh_states(wrapped("l", False))
+        params = list(made["model"].parameters())
+        made["optimizer"] = torch.optim.AdamW([{"params": [p]} for p in params])
+        fill(made, saved)
+        assert [g["lr"] for g in made["optimizer"].param_groups] == [0.25, 0.75]
+
+
+def test_a_flat_parameter_has_one_sort_of_state() -> None:
+    model = odd()
+    states = adam_states(model)
+    del states["optimizer"].state[model.cube]
+    expected = pytest.raises(IncompatibleCheckpointError, match=r"state differs.*\{\} for 'cube'.*exp_avg")
+    with as_rank(0, 2), expected:
+        fill(fresh_states(wrapped("", False)), save_plain(states))
+    missing = load(lambda: fresh_states(wrapped("", True)), 2, save_plain(states))
+    assert differences(save_plain(states), missing) == []
+
+
+def test_without_any_state_the_live_one_is_dropped() -> None:
+    saved = save_plain(fresh_states(odd()))
+    for originals in (True, False):
+        with as_rank(0, 2):
+            made = adam_states(wrapped("", originals))
+            fill(made, saved)
+            assert not made["optimizer"].state
+
+
+def test_state_keeps_the_dtype_that_it_was_saved_with() -> None:
+    assert plain().whole[TensorKey("optimizer", "cube", "exp_avg_sq")].dtype == torch.float32
+
+    def low(originals: bool) -> States:
+        model = odd().bfloat16()
+        return fresh_states(wrapped("f", originals, model=model))
+
+    states = adam_states(odd().bfloat16())
+    saved = save_plain(states)
+    for originals in (True, False):
+        again = load(partial(low, originals), 3, saved)
+        assert again.whole[TensorKey("optimizer", "cube", "exp_avg_sq")].dtype == torch.float32
+        assert differences(saved, again) == []
+
+
+def test_live_state_is_filled_in_place_and_the_padding_is_harmless() -> None:
+    with as_rank(1, 4):
+        made = adam_states(wrapped("", False))
+        (flat,) = made["model"].parameters()
+        old = made["optimizer"].state[flat]["exp_avg"]
+        fill(made, plain(), 1)
+        assert made["optimizer"].state[flat]["exp_avg"] is old
+    with as_rank(3, 4):
+        made = fresh_states(wrapped("", False))
+        (flat,) = made["model"].parameters()
+        fill(made, plain(), 3)
+        padding = made["model"]._handle.flat_param._shard_numel_padded
+        assert padding
+        assert made["optimizer"].state[flat]["exp_avg"][-padding:].tolist() == [0.0] * padding
+
+
+def factored(params: Any) -> torch.optim.Optimizer:
+    optimizer = torch.optim.SGD(params)
+    for p in optimizer.param_groups[0]["params"]:
+        optimizer.state[p] = {"row_var": torch.zeros(2, 1)}
+    return optimizer
+
+
+def nested(params: Any) -> torch.optim.Optimizer:
+    optimizer = torch.optim.SGD(params)
+    for p in optimizer.param_groups[0]["params"]:
+        optimizer.state[p] = {"history": [torch.zeros_like(p)]}
+    return optimizer
+
+
+@pytest.mark.parametrize("originals", [True, False])
+@pytest.mark.parametrize(
+    ("optimizer", "match"),
+    [(factored, r"row_var is a tensor of shape \(2, 1\)"), (nested, "history is a tensor in a list")],
+)
+def test_state_that_does_not_follow_the_elements_is_refused(
+    optimizer: Callable[[Any], torch.optim.Optimizer], match: str, originals: bool
+) -> None:
+    with as_rank(0, 2):
+        model = unit(nn.Linear(4, 6), use_orig_params=originals)
+        with pytest.raises(UsageError, match=f"optimizer/state/weight/{match}"):
+            FSDP1Framework().capture({"model": model, "optimizer": optimizer(model.parameters())})
+
+
+def test_factored_state_does_not_load_into_flat_parameters_but_does_without_sharding() -> None:
+    model = coordinates(nn.Linear(4, 6))
+    optimizer = torch.optim.Adafactor(model.parameters())
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    saved = save_plain({"model": model, "optimizer": optimizer})
+    for originals in (True, False):
+        with as_rank(0, 2):
+            made = unit(nn.Linear(4, 6), use_orig_params=originals)
+            states: States = {"model": made, "optimizer": torch.optim.Adafactor(made.parameters())}
+            with pytest.raises(IncompatibleCheckpointError, match=r"weight/row_var has shape \(6, 1\)"):
+                fill(states, saved)
+
+    def unsharded() -> States:
+        made = unit(nn.Linear(4, 6), use_orig_params=True, sharding_strategy=ShardingStrategy.NO_SHARD)
+        return {"model": made, "optimizer": torch.optim.Adafactor(made.parameters())}
+
+    assert differences(saved, load(unsharded, 2, saved)) == []
+
+
+def test_a_container_of_tensors_does_not_load_into_flat_parameters() -> None:
+    model = nn.Linear(4, 6)
+    saved = save_plain({"model": model, "optimizer": nested(model.parameters())})
+    with as_rank(0, 2):
+        made = unit(nn.Linear(4, 6), use_orig_params=True)
+        with pytest.raises(IncompatibleCheckpointError, match="stands in a container"):
+            fill({"model": made, "optimizer": torch.optim.SGD(made.parameters())}, saved)
+
+
+def test_parameters_that_the_checkpoint_lacks() -> None:
+    model = odd()
+    states = adam_states(nn.ModuleDict({"odd": model}))
+    saved = save_plain(states)
+    for originals in (True, False):
+        with as_rank(0, 2):
+            grown = nn.ModuleDict({"odd": Odd(), "new": nn.Linear(2, 2)})
+            made = adam_states(unit(grown, use_orig_params=originals), step=1.0)
+            destination = FSDP1Framework().destination(made, saved, strict=False)
+            assert "model/new.weight" in destination.missing
+            assert "optimizer/param_groups/new.weight" in destination.missing
+            saved.fill(destination)
+            destination.apply()
+            if not originals:
+                assert any("new.bias" in note for note in destination.notes)
+            held = [p for p in made["model"].parameters() if p.numel()]
+            assert made["optimizer"].state[held[0]]["step"] == 5
+
+
+def test_an_optimizer_without_its_module_is_refused() -> None:
+    with as_rank(0, 2):
+        for originals in (True, False):
+            model = unit(nn.Linear(4, 6), use_orig_params=originals)
+            states: States = {"optimizer": torch.optim.AdamW(model.parameters())}
+            assert registry.resolve("auto", states).name == "fsdp1"
+            with pytest.raises(UsageError, match=r"AdamW has a parameter of an FSDP1 module.*put the module beside"):
+                FSDP1Framework().capture(states)
+            # A name does not say which elements these are.
+            with pytest.raises(UsageError, match="put the module beside"):
+                FSDP1Framework().capture(states, names=dict(model.named_parameters()))
+
+
+def test_inside_a_container_it_is_refused() -> None:
+    with as_rank(0, 2):
+        model = unit(nn.Linear(4, 6), use_orig_params=True)
+        optimizer = torch.optim.SGD(model.parameters())
+        for states in ({"all": {"net": model}}, {"model": model, "trainer": {"a": [optimizer]}}):
+            assert registry.resolve("auto", states).name == "fsdp1"
+            with pytest.raises(UsageError, match=r"^(all|trainer).*inside a container.*names of their own"):
+                FSDP1Framework().capture(states)
+
+
+def test_a_container_that_holds_itself_is_somebody_elses_problem() -> None:
+    cycle: list[Any] = []
+    cycle.append({"again": cycle})
+    assert registry.resolve("auto", {"extra": cycle}).name == "native"
