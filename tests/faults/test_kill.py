@@ -46,7 +46,9 @@ def judge(facts: list[dict[str, Any]]) -> None:
         where = f"kill {number}: {fact}"
         assert fact["survivors_ended"], f"a survivor hangs. {where}"
         assert fact["started"], where
-        assert fact["seconds"] < (3 * 8.0 if fact["steady"] else 45.0), f"survivors waited too long. {where}"
+        # "gloo": the rank died while torch's own group was still connecting, which has time limits of its own.
+        patience = 24.0 if fact["steady"] else 100.0 if "gloo" in fact["errors"] else 45.0
+        assert fact["seconds"] < patience, f"survivors waited too long. {where}"
         assert fact["found"] is not None, f"the checkpoint cannot be loaded. {where}"
         # A save may have been committed without anybody living to tell; never more than one.
         last = fact["committed"] or before
