@@ -34,7 +34,11 @@ test: venv lint types imports ## ruff, mypy, import-linter, and the tests but sl
 	$(PY) -m pytest
 
 test-all: venv lint types imports ## the same, with the slow tests
-	$(PY) -m pytest -m "not soak"
+	$(PY) -m pytest -m "not soak and not server"
+
+test-servers: venv ## the storages against real servers, which are installed first (SERVERS_DIR); a missing one is a failure
+	./scripts/install-servers.sh
+	BYTECHECKPOINT_REQUIRE_SERVERS=1 $(PY) -m pytest -m server
 
 # What a change of Python can break; the many parallel layouts are tested on one Python only.
 test-oldest: ## a part of the tests on Python 3.11, the oldest that is supported (environment: .venv-oldest)

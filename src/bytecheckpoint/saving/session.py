@@ -206,8 +206,8 @@ class SaveSession:
         """Before the first byte is written: see what the commit will replace, and whether it can."""
         if self._collective.rank == 0:
             storage = self._call.storage
-            storage.probe()
             self.task.replaces = storage.version(CATALOG_NAME)
+            storage.probe(CATALOG_NAME, self.task.replaces)
 
     def _file_name(self, file: PlannedFile) -> str:
         name = values_file_name if file.values else storage_file_name

@@ -195,8 +195,11 @@ class Storage(ABC):
     def sync(self, names: Iterable[str]) -> None:
         """Make the names of finished files durable (directory entries)."""
 
-    def probe(self) -> None:
-        """Refuse now what would fail at the end of a save: called once when a save begins, by the rank that commits."""
+    def probe(self, name: str, expected: str) -> None:
+        """Refuse now a `publish` with the same arguments that would fail at the end of a save, if that can be told.
+
+        Called once, by the rank that commits, before anything is written.
+        """
 
 
 def check_name(name: str) -> str:

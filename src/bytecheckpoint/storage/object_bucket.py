@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import obstore
@@ -13,7 +15,7 @@ import obstore
 from ..errors import StorageError, StorageUnavailableError
 from ..settings import settings
 from .object_config import environment, make_client
-from .object_errors import facts_of, storage_error
+from .object_errors import facts_of, no_credentials, storage_error
 from .retrying import Attempts
 
 __all__ = ["Bucket", "bucket_of"]
@@ -22,6 +24,7 @@ _T = TypeVar("_T")
 #: After an operation that failed to the end of its time limit, cleaning up does not wait for as long again.
 _TIRED_SECONDS = 120.0
 _TIRED_LIMIT = 5.0
+_DELETIONS = 8
 #: Refusals of a listing by servers that know who asks: writing may be allowed all the same.
 _MAY_STILL_WRITE = {"AccessDenied", "AuthorizationPermissionMismatch"}
 
@@ -34,6 +37,7 @@ class Bucket:
         client: obstore's.
         seconds: for how long operations are tried again after transient errors.
         single: a client of the same bucket that tries everything once, by default the same.
+        deleting: makes a client that deletes one object at a time, for stores that know no bulk deletion.
         known: nothing has to be found out about the configuration.
 
     Attributes:
@@ -41,13 +45,23 @@ class Bucket:
         lock: held by who finds something out.
     """
 
-    def __init__(self, name: str, client: Any, seconds: float, single: Any = None, *, known: bool = False) -> None:
+    def __init__(
+        self,
+        name: str,
+        client: Any,
+        seconds: float,
+        single: Any = None,
+        deleting: Callable[[], Any] | None = None,
+        *,
+        known: bool = False,
+    ) -> None:
         self.name = name
         self.seconds = seconds
         self.commits: Any = None
         self.lock = threading.Lock()
         self._client = client
         self._single = client if single is None else single
+        self._deleting = deleting
         self._known = known
         self._failed_at = -_TIRED_SECONDS
         self._checking = threading.Lock()
@@ -71,17 +85,22 @@ class Bucket:
             obstore.list_with_delimiter(self._single, "bytecheckpoint-no-such-folder")
         except (obstore.exceptions.BaseError, OSError) as error:
             facts = facts_of(error)
-            if facts.code not in _MAY_STILL_WRITE and (facts.credentials or not facts.transient):
+            if facts.credentials:
+                raise no_credentials("use", self.name, facts) from None
+            if facts.code not in _MAY_STILL_WRITE and not facts.transient:
                 found = storage_error(error, "use", self.name)
                 raise found if isinstance(found, StorageError) else StorageError(str(found)) from None
 
-    def run(self, action: str, shown: str, call: Callable[[Any], _T], *, brief: bool = False) -> _T:
+    def run(
+        self, action: str, shown: str, call: Callable[[Any], _T], *, patient: bool = False, brief: bool = False
+    ) -> _T:
         """What `call(client)` returns, tried again after transient errors.
 
         Args:
             action: what is being done, for messages.
             shown: what it is done to, for messages.
             call: one try. Errors that are not the client's pass through.
+            patient: the client itself tries each of its requests again, because `call` consists of many.
             brief: give up soon if the bucket was out of reach a moment ago.
 
         Raises:
@@ -89,9 +108,9 @@ class Bucket:
             obstore.exceptions.AlreadyExistsError, PreconditionError: of a conditional put.
         """
         self.check()
-        client, seconds = self._client, self.seconds
-        if brief and time.monotonic() - self._failed_at < _TIRED_SECONDS:
-            client, seconds = self._single, _TIRED_LIMIT
+        client = self._client if patient else self._single
+        tired = brief and time.monotonic() - self._failed_at < _TIRED_SECONDS
+        seconds = _TIRED_LIMIT if tired else self.seconds
         attempts: Attempts | None = None
         tries = 0
         while True:
@@ -112,6 +131,34 @@ class Bucket:
                 if not attempts.pause():
                     self._failed_at = time.monotonic()
                     raise found from None
+
+    def delete(self, keys: Sequence[str], shown: str) -> None:
+        """Remove objects; absent ones are fine.
+
+        Args:
+            keys: of the objects.
+            shown: their folder, for messages.
+        """
+        by_one: list[Any] = []
+
+        def one(key: str) -> None:
+            with contextlib.suppress(FileNotFoundError):
+                obstore.delete(by_one[0], key)
+
+        def remove(client: Any) -> None:
+            try:
+                obstore.delete(client, keys)
+            except (FileNotFoundError, obstore.exceptions.BaseError) as error:
+                # Some stores stop at the first absent object, and some know no deletion of several.
+                missing = isinstance(error, FileNotFoundError)
+                if not missing and (facts_of(error).status != 501 or self._deleting is None):
+                    raise
+                by_one[:] = [client if missing or self._deleting is None else self._deleting()]
+                with ThreadPoolExecutor(_DELETIONS, thread_name_prefix="bytecheckpoint-delete") as pool:
+                    list(pool.map(one, keys))
+
+        if keys:
+            self.run("delete from", shown, remove, brief=True)
 
 
 #: The process in which the client's threads run.
@@ -136,12 +183,21 @@ _buckets_lock = threading.Lock()
 def bucket_of(scheme: str, name: str) -> Bucket:
     """The bucket, the same one for all who ask while the environment stays as it is."""
     variables, seconds = environment(), settings().storage_timeout
-    key = (scheme, name, seconds, hash(tuple(sorted(variables.items()))))
+    who = hash(tuple(sorted(variables.items())))
+    key = (scheme, name, seconds, who)
     with _buckets_lock:
         if key not in _buckets:
-            client = make_client(scheme, name, seconds, variables)
-            single = make_client(scheme, name, 0.0, variables)
-            _buckets[key] = Bucket(f"{scheme}://{name}", client, seconds, single)
+            like = next((b for k, b in _buckets.items() if k[:2] == key[:2] and k[3] == who), None)
+            client = make_client(scheme, name, seconds, variables, patient=True)
+            single = make_client(scheme, name, seconds, variables)
+            _buckets[key] = Bucket(
+                f"{scheme}://{name}",
+                client,
+                seconds,
+                single,
+                lambda: make_client(scheme, name, seconds, variables, disable_bulk_delete=True),
+            )
+            _buckets[key].commits = like.commits if like else None
         return _buckets[key]
 
 

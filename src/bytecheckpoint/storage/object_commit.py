@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,8 @@ __all__ = ["Commits", "examine", "publish_exclusively"]
 _log = logging.getLogger("bytecheckpoint")
 _RACES = 3
 _RACERS = 12
+_PROBE = ".bytecheckpoint-probe-"
+_ABANDONED_SECONDS = 3600.0
 _REFUSED = (obstore.exceptions.AlreadyExistsError, obstore.exceptions.PreconditionError)
 
 
@@ -46,12 +49,14 @@ class Commits:
     replace: bool
 
 
-def examine(bucket: Bucket, prefix: str) -> None:
-    """Find out what a bucket can do, unless that is known or does not matter.
+def examine(bucket: Bucket, prefix: str, shown: str, expected: str) -> None:
+    """Find out what a bucket can do, unless that is known or does not matter, and whether that is enough.
 
     Args:
         bucket: the bucket.
         prefix: of the folder where a few small objects are made and removed again.
+        shown: address of the object that is to be published.
+        expected: version of it that is to be replaced, "" for none.
 
     Raises:
         StorageError: its conditional puts cannot be relied upon.
@@ -67,26 +72,35 @@ def examine(bucket: Bucket, prefix: str) -> None:
             f"save to one path could destroy each other's checkpoint; use another store, or settings.commit='plain' if "
             f"you make sure that one job at a time saves to a path"
         )
+    if expected and not bucket.commits.replace:
+        raise StorageError(
+            f"cannot replace {shown}: {bucket.name} refuses puts under the condition that the object is still the same "
+            f"(If-Match), as Ceph does; save each step to a path of its own, or set settings.commit='plain' if you make "
+            f"sure that one job at a time saves to a path"
+        )
 
 
 def _try_out(bucket: Bucket, prefix: str) -> Commits:
-    name = f"{prefix}.bytecheckpoint-probe-{secrets.token_hex(8)}"
+    _remove_abandoned(bucket, prefix)
+    name = f"{prefix}{_PROBE}{secrets.token_hex(8)}"
     keys = [f"{name}-{race}" for race in range(_RACES)]
     try:
         create = all(_race(bucket, key) == 1 for key in keys)
         return Commits(create, create and _replaces(bucket, keys[0]))
     finally:
-        for key in keys:
-            _remove(bucket, key)
+        try:
+            bucket.delete(keys, bucket.name)
+        except StorageError as error:
+            _log.warning("probe objects were left behind: %s", error)
 
 
-def _remove(bucket: Bucket, key: str) -> None:
-    try:
-        bucket.run("delete", f"{bucket.name}/{key}", lambda client: obstore.delete(client, key), brief=True)
-    except FileNotFoundError:
-        pass
-    except StorageError as error:
-        _log.warning("a probe object was left behind: %s", error)
+def _remove_abandoned(bucket: Bucket, prefix: str) -> None:
+    """Remove what probes left that were killed on the way."""
+    folder = prefix.rstrip("/") or None
+    found = bucket.run("list", bucket.name, lambda client: obstore.list_with_delimiter(client, folder))
+    old = time.time() - _ABANDONED_SECONDS
+    probes = [o for o in found["objects"] if o["path"].startswith(prefix + _PROBE)]
+    bucket.delete([o["path"] for o in probes if o["last_modified"].timestamp() < old], bucket.name)
 
 
 def _put(bucket: Bucket, key: str, data: bytes, mode: Any) -> bool:
@@ -156,12 +170,6 @@ def publish_exclusively(bucket: Bucket, key: str, shown: str, data: bytes, expec
         if storage.version(name) != expected:
             raise _conflict(shown)
         mode = "overwrite"
-    elif expected and not bucket.commits.replace:
-        raise StorageError(
-            f"cannot replace {shown}: {bucket.name} refuses puts under the condition that the object is still the same "
-            f"(If-Match), as Ceph does; save each step to a path of its own, or set settings.commit='plain' if you make "
-            f"sure that one job at a time saves to a path"
-        )
 
     def put(client: Any) -> None:
         obstore.put(client, key, data, mode=mode, use_multipart=False)

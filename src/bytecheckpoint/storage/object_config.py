@@ -26,14 +26,17 @@ def environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name.startswith(_PREFIXES)}
 
 
-def make_client(scheme: str, bucket: str, seconds: float, variables: Mapping[str, str], **options: Any) -> Any:
+def make_client(
+    scheme: str, bucket: str, seconds: float, variables: Mapping[str, str], *, patient: bool = False, **options: Any
+) -> Any:
     """A client of one bucket.
 
     Args:
         scheme: "s3", "gs" or "az".
         bucket: its name.
-        seconds: for how long it tries a request again after transient errors; 0.0: it does not.
+        seconds: for how long an operation may be tried.
         variables: from `environment`.
+        patient: it tries each request again after transient errors, for as long.
         **options: of the client's class.
 
     Raises:
@@ -41,15 +44,14 @@ def make_client(scheme: str, bucket: str, seconds: float, variables: Mapping[str
     """
     import obstore.store
 
-    limit = min(seconds, _LONGEST_RETRY)
     retry = {
-        "max_retries": 10_000 if seconds else 0,
-        "retry_timeout": timedelta(seconds=limit),
+        "max_retries": 10_000 if patient else 0,
+        "retry_timeout": timedelta(seconds=min(seconds, _LONGEST_RETRY)),
         "backoff": {"init_backoff": timedelta(milliseconds=100), "max_backoff": timedelta(seconds=3), "base": 2},
     }
     client: dict[str, Any] = {}
     if not any(name.endswith("_TIMEOUT") for name in variables):
-        client["timeout"] = timedelta(seconds=min(_REQUEST_SECONDS, seconds or _REQUEST_SECONDS))
+        client["timeout"] = timedelta(seconds=min(_REQUEST_SECONDS, seconds))
     try:
         if scheme == "s3":
             options = {**_s3(variables, client), **options}

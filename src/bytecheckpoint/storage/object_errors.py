@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from ..errors import StorageError, StorageFullError, StorageUnavailableError
 
-__all__ = ["Facts", "cleaned", "facts_of", "storage_error"]
+__all__ = ["Facts", "cleaned", "facts_of", "no_credentials", "storage_error"]
 
 _STATUS = re.compile(r"status code: (\d{3})(?: ([A-Za-z ]+))?")
 _RETRIES = re.compile(r"after (\d+) retries")
@@ -21,13 +21,17 @@ _CODE = re.compile(r"<Code>([A-Za-z0-9.]+)</Code>")
 _MESSAGE = re.compile(r"<Message>([^<]*)</Message>")
 _KIND = re.compile(r"kind: (Connect|Timeout|Interrupted|Decode|Request|Unknown)\b")
 _SYSTEM = re.compile(r'message: "([^"]{1,100})"|(invalid peer certificate[^"]{0,80}|dns error[^"]{0,80})')
-_CREDENTIALS = re.compile(r"169\.254\.\d+\.\d+|metadata\.google\.internal|login\.microsoftonline|token request|sts\.")
+_CREDENTIALS = re.compile(
+    r"//169\.254\.|//metadata\.google\.internal|//login\.microsoftonline|//sts\.|token request|/latest/api/token|"
+    r"/latest/meta-data|/computeMetadata/|/metadata/identity|/oauth2/"
+)
 _QUERY = re.compile(r"\?[^\s\"'<>)]*")
 _USER = re.compile(r"//[^/\s@]+@")
 _UNITS = {"ns": 1e-9, "µs": 1e-6, "ms": 1e-3, "s": 1.0}
 
 _NO_BUCKET = {"NoSuchBucket", "ContainerNotFound", "InvalidBucketName", "InvalidResourceName", "PermanentRedirect"}
 _FULL = {"QuotaExceeded", "XMinioStorageFull", "InsufficientCapacity", "AccountQuotaExceeded", "StorageFull"}
+_NOT_ACCEPTED = {"InvalidToken", "ExpiredToken", "TokenRefreshRequired", "RequestTimeTooSkewed", "AuthenticationFailed"}
 _WRONG_REGION = "incorrectly configured region"
 #: Statuses that another attempt may cure.
 _TRANSIENT = {408, 425, 429, 500, 502, 503, 504}
@@ -104,6 +108,14 @@ def _reason(text: str, dump: str, code: str) -> str:
     return cleaned(text)[:200]
 
 
+def no_credentials(action: str, shown: str, facts: Facts) -> StorageError:
+    """The error for an environment without credentials."""
+    return StorageError(
+        f"cannot {action} {shown}: found no credentials in the environment, and the machine's own service gave none "
+        f"({facts.reason}); set them as the storage's own tools want them"
+    )
+
+
 def storage_error(error: BaseException, action: str, shown: str, attempts: int = 1) -> Exception:
     """The typed error for what a client raised.
 
@@ -119,11 +131,8 @@ def storage_error(error: BaseException, action: str, shown: str, attempts: int =
     facts = facts_of(error)
     tries = attempts + facts.retries
     what = f"cannot {action} {shown}: {facts.reason}"
-    if facts.credentials:
-        return StorageError(
-            f"cannot {action} {shown}: found no credentials in the environment, and the machine's own service gave none "
-            f"({facts.reason}); set them as the storage's own tools want them"
-        )
+    if facts.credentials and not facts.transient:
+        return no_credentials(action, shown, facts)
     if facts.code in _NO_BUCKET or _WRONG_REGION in str(error):
         return StorageError(f"{what}; check the bucket's name, its region and the endpoint")
     if facts.code in _FULL or facts.status == 507:
@@ -134,6 +143,6 @@ def storage_error(error: BaseException, action: str, shown: str, attempts: int =
         return StorageUnavailableError(
             f"{what} (attempt {tries}); check that the storage can be reached", undecided=facts.status != 429
         )
-    if facts.status in (401, 403) or type(error).__name__ in ("PermissionDeniedError", "UnauthenticatedError"):
+    if facts.status in (401, 403) or facts.code in _NOT_ACCEPTED:
         return StorageError(f"{what}; check the credentials and what they are allowed to do")
     return StorageError(what)

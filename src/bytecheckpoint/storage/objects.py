@@ -16,7 +16,6 @@ from .base import FileReader, FileStat, NewFile, check_name
 from .object_bucket import Bucket, bucket_of
 from .object_commit import examine, publish_exclusively
 from .object_config import SCHEMES
-from .object_errors import facts_of
 from .uploading import Pieces, UploadingStorage
 
 __all__ = ["ObjectStorage"]
@@ -74,7 +73,7 @@ class ObjectStorage(UploadingStorage):
                 raise
 
         try:
-            self._bucket.run("upload", self._shown(name), send)
+            self._bucket.run("upload", self._shown(name), send, patient=True)
         except FileNotFoundError as error:
             raise StorageError(f"cannot upload {self._shown(name)}: {error}") from None
 
@@ -93,15 +92,15 @@ class ObjectStorage(UploadingStorage):
 
     # --- commit -----------------------------------------------------------------------------------------------
 
-    def probe(self) -> None:
-        examine(self._bucket, self._prefix)
+    def probe(self, name: str, expected: str) -> None:
+        examine(self._bucket, self._prefix, self._shown(name), expected)
 
     def publish(self, name: str, data: bytes, *, expected: str | None = None) -> None:
         key, shown = self._key(name), self._shown(name)
         if expected is None:
             self._bucket.run("publish", shown, lambda client: obstore.put(client, key, data, use_multipart=False))
             return
-        examine(self._bucket, self._prefix)
+        examine(self._bucket, self._prefix, shown, expected)
         publish_exclusively(self._bucket, key, shown, data, expected, self)
 
     # --- folders ----------------------------------------------------------------------------------------------
@@ -129,32 +128,7 @@ class ObjectStorage(UploadingStorage):
         return sorted(found)
 
     def delete(self, names: Iterable[str]) -> None:
-        keys = [self._key(name) for name in names]
-        if not keys:
-            return
-        shown = self.url if len(keys) > 1 else f"{self._bucket.name}/{keys[0]}"
-
-        def remove(client: Any) -> None:
-            try:
-                obstore.delete(client, keys)
-            except (FileNotFoundError, obstore.exceptions.BaseError) as error:
-                # Some stores stop at the first absent object, and some know no deletion of several.
-                if not isinstance(error, FileNotFoundError) and facts_of(error).status != 501:
-                    raise
-                _delete_singly(client, keys)
-
-        self._bucket.run("delete from", shown, remove, brief=True)
-
-
-def _delete_singly(client: Any, keys: Sequence[str]) -> None:
-    def one(key: str) -> None:
-        try:
-            obstore.delete(client, key)
-        except FileNotFoundError:
-            pass
-
-    with ThreadPoolExecutor(_LISTINGS, thread_name_prefix="bytecheckpoint-delete") as pool:
-        list(pool.map(one, keys))
+        self._bucket.delete([self._key(name) for name in names], self.url)
 
 
 class _Reader(FileReader):

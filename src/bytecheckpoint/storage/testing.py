@@ -334,7 +334,7 @@ class StorageTests:
     # --- commit -----------------------------------------------------------------------------------------------
 
     def test_publish(self, storage: Storage) -> None:
-        storage.probe()
+        storage.probe("catalog", "")
         storage.publish("catalog", b"first")
         first = storage.version("catalog")
         assert first and self.again(storage).version("catalog") == first

@@ -95,8 +95,8 @@ class WrappedStorage(Storage):
         names = list(names)
         self.around(Call("sync", " ".join(names)), lambda: self.inner.sync(names))
 
-    def probe(self) -> None:
-        self.around(Call("probe"), self.inner.probe)
+    def probe(self, name: str, expected: str) -> None:
+        self.around(Call("probe", name), lambda: self.inner.probe(name, expected))
 
 
 class _WrappedWriter(FileWriter):

@@ -1,0 +1,89 @@
+#!/usr/bin/env bash
+# Installs the servers and tools that the storage tests run against (`make test-servers`), each in the version named here.
+#
+#   install-servers.sh [NAME...]   all by default: versitygw minio s3proxy azurite toxiproxy
+#
+#   SERVERS_DIR  where (default: ~/.cache/bytecheckpoint-servers). What is there in the right version stays as it is.
+#
+# Needs go, npm and mvn with a JDK, and the registries that they are set up for. Nothing is installed outside SERVERS_DIR.
+set -euo pipefail
+
+DIR=${SERVERS_DIR:-${XDG_CACHE_HOME:-$HOME/.cache}/bytecheckpoint-servers}
+VERSITYGW=github.com/versity/versitygw/cmd/versitygw@v1.8.0
+MINIO=github.com/minio/minio@v0.0.0-20260212201848-7aac2a2c5b7c # AGPL: a tool for tests, not a part of the package
+TOXIPROXY=github.com/Shopify/toxiproxy/v2/cmd/server@v2.5.0
+S3PROXY=org.gaul:s3proxy:2.9.0
+AZURITE=azurite@3.35.0
+
+say() { echo "install-servers: $*" >&2; }
+
+need() {
+    command -v "$1" >/dev/null || {
+        say "$2 needs $1, which is not on PATH"
+        exit 1
+    }
+}
+
+# fresh NAME VERSION: true, with an empty folder $DIR/NAME, when it is not there in this version.
+fresh() {
+    [[ -f $DIR/$1/.version && $(<"$DIR/$1/.version") == "$2" ]] && return 1
+    say "installing $1 ($2)"
+    rm -rf "${DIR:?}/$1"
+    mkdir -p "$DIR/$1"
+}
+
+done_with() { echo "$2" >"$DIR/$1/.version"; }
+
+# go_tool NAME PACKAGE: builds PACKAGE into $DIR/NAME/NAME. Go's caches, which are large, are removed again.
+go_tool() {
+    fresh "$1" "$2" || return 0
+    need go "$1"
+    local work
+    work=$(mktemp -d "$DIR/build-XXXXXX")
+    GOPATH=$work/path GOCACHE=$work/cache GOBIN=$work/bin GOFLAGS="-buildvcs=false -modcacherw" go install "$2"
+    mv "$work"/bin/* "$DIR/$1/$1"
+    rm -rf "$work"
+    done_with "$1" "$2"
+}
+
+versitygw() { go_tool versitygw "$VERSITYGW"; }
+minio() { go_tool minio "$MINIO"; }
+toxiproxy() { go_tool toxiproxy "$TOXIPROXY"; }
+
+s3proxy() {
+    fresh s3proxy "$S3PROXY" || return 0
+    need mvn s3proxy
+    need java s3proxy
+    local group artifact version
+    IFS=: read -r group artifact version <<<"$S3PROXY"
+    cat >"$DIR/s3proxy/pom.xml" <<XML
+<project><modelVersion>4.0.0</modelVersion><groupId>tests</groupId><artifactId>s3proxy</artifactId><version>1</version>
+<dependencies><dependency>
+<groupId>$group</groupId><artifactId>$artifact</artifactId><version>$version</version>
+</dependency></dependencies></project>
+XML
+    (cd "$DIR/s3proxy" && mvn -q dependency:copy-dependencies -DincludeScope=runtime -DoutputDirectory=lib)
+    done_with s3proxy "$S3PROXY"
+}
+
+azurite() {
+    fresh azurite "$AZURITE" || return 0
+    need npm azurite
+    need node azurite
+    (cd "$DIR/azurite" && npm install --no-save --no-audit --no-fund --loglevel=error "$AZURITE")
+    done_with azurite "$AZURITE"
+}
+
+mkdir -p "$DIR"
+names=("$@")
+[[ ${#names[@]} -gt 0 ]] || names=(versitygw minio s3proxy azurite toxiproxy)
+for name in "${names[@]}"; do
+    case $name in
+    versitygw | minio | s3proxy | azurite | toxiproxy) "$name" ;;
+    *)
+        say "no server is called $name: versitygw, minio, s3proxy, azurite, toxiproxy"
+        exit 1
+        ;;
+    esac
+done
+say "all there in $DIR"

@@ -1,0 +1,153 @@
+"""A proxy that stands before a server and meddles with chosen requests: answers get lost, refusals are made up.
+
+Requests and answers pass through unchanged otherwise, so signatures stay good.
+"""
+
+from __future__ import annotations
+
+import http.client
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+__all__ = ["Meddler", "Request", "Rule", "meddler"]
+
+
+@dataclass(frozen=True)
+class Request:
+    """A request that passes.
+
+    Attributes:
+        method: "PUT", ...
+        path: with its query.
+        headers: names in lower case.
+    """
+
+    method: str
+    path: str
+    headers: dict[str, str]
+
+
+@dataclass
+class Rule:
+    """What to do with some requests.
+
+    Attributes:
+        fits: which ones.
+        status: answer with this status and do not ask the server; 0: ask it.
+        body: of such an answer.
+        lose: the server gets the request, the client gets no answer: the connection breaks.
+        times: how many requests it hits; -1: all.
+        hits: how many it has hit.
+    """
+
+    fits: Callable[[Request], bool]
+    status: int = 0
+    body: bytes = b""
+    lose: bool = False
+    times: int = 1
+    hits: int = 0
+
+
+class Meddler:
+    """The proxy.
+
+    Attributes:
+        endpoint: where clients reach it.
+        rules: in force; the first that fits applies.
+        requests: all that have passed.
+    """
+
+    def __init__(self, target: str) -> None:
+        self._target = target.split("://")[1].split("/", maxsplit=1)[0]
+        self.rules: list[Rule] = []
+        self.requests: list[Request] = []
+        self._lock = threading.Lock()
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def handle_one_request(self) -> None:
+                self.raw_requestline = self.rfile.readline(65537)
+                if not self.raw_requestline or not self.parse_request():
+                    self.close_connection = True
+                    return
+                outer._serve(self)
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        self.endpoint = target.replace(self._target, f"127.0.0.1:{self._server.server_port}")
+        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop serving."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    def _rule(self, request: Request) -> Rule | None:
+        self.requests.append(request)
+        for rule in self.rules:
+            if rule.times and rule.fits(request):
+                with self._lock:
+                    if not rule.times:
+                        continue
+                    rule.times -= 1
+                    rule.hits += 1
+                return rule
+        return None
+
+    def _serve(self, client: BaseHTTPRequestHandler) -> None:
+        headers = {name.lower(): value for name, value in client.headers.items()}
+        if headers.get("expect", "").lower() == "100-continue":
+            client.send_response_only(100)
+            client.end_headers()
+        body = client.rfile.read(int(headers.get("content-length", 0)))
+        rule = self._rule(Request(client.command, client.path, headers))
+        if rule is not None and rule.status:
+            client.send_response_only(rule.status)
+            client.send_header("content-length", str(len(rule.body)))
+            client.end_headers()
+            client.wfile.write(rule.body)
+            return
+        upstream = http.client.HTTPConnection(self._target, timeout=60)
+        try:
+            upstream.putrequest(client.command, client.path, skip_host=True, skip_accept_encoding=True)
+            for name, value in client.headers.items():
+                upstream.putheader(name, value)
+            upstream.endheaders(body)
+            answer = upstream.getresponse()
+            data = answer.read()
+        except OSError:
+            client.close_connection = True
+            return
+        finally:
+            upstream.close()
+        if rule is not None and rule.lose:
+            client.close_connection = True
+            return
+        client.send_response_only(answer.status, answer.reason)
+        for name, value in answer.getheaders():
+            if name.lower() not in ("transfer-encoding", "connection", "content-length"):
+                client.send_header(name, value)
+        length = answer.getheader("content-length") if client.command == "HEAD" else str(len(data))
+        client.send_header("content-length", length or "0")
+        client.end_headers()
+        client.wfile.write(data)
+
+
+@contextmanager
+def meddler(target: str) -> Iterator[Meddler]:
+    """A proxy before `target` ("http://127.0.0.1:port")."""
+    made = Meddler(target)
+    try:
+        yield made
+    finally:
+        made.close()

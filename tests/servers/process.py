@@ -1,0 +1,117 @@
+"""A server as a child process: start, wait until it answers, stop, kill, start again at the same address."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+__all__ = ["Server", "folder_of", "free_port"]
+
+#: Runs the command given; ends it when the test run ends, however that happens: then the pipe at descriptor 0 closes.
+_LEASH = 'exec 3<&0; "$0" "$@" </dev/null & pid=$!; { read -r _ <&3; kill -9 $pid; } & wait $pid'
+# Servers answer on this machine: no proxy stands between.
+_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+def folder_of(name: str) -> Path:
+    """Where scripts/install-servers.sh has put a server. Skips the test where it has not, or fails it if it should have."""
+    default = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "bytecheckpoint-servers"
+    folder = Path(os.environ.get("SERVERS_DIR") or default) / name
+    if not (folder / ".version").exists():
+        reason = f"{name} is not installed in {folder.parent}: run scripts/install-servers.sh {name}"
+        if os.environ.get("BYTECHECKPOINT_REQUIRE_SERVERS"):
+            pytest.fail(reason)
+        pytest.skip(f"NOT TESTED HERE: {reason}")
+    return folder
+
+
+def free_port() -> int:
+    """A TCP port of the loopback interface that nobody listens on."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port: int = sock.getsockname()[1]
+        return port
+
+
+class Server:
+    """One server.
+
+    Args:
+        command: what to run.
+        url: where it answers; "http://127.0.0.1:port/path", any HTTP status counts.
+        log: file for its output.
+        env: variables, besides those of this process.
+        cwd: its working directory.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        url: str,
+        log: Path,
+        *,
+        env: Mapping[str, str] | None = None,
+        cwd: Path | None = None,
+    ) -> None:
+        self._command = list(command)
+        self._url = url
+        self._log = log
+        self._env = {**os.environ, **(env or {})}
+        self._cwd = cwd
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self, timeout: float = 120.0) -> Server:
+        """Start it and wait until it answers."""
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(
+                ["sh", "-c", _LEASH, *self._command], stdin=subprocess.PIPE, stdout=log, stderr=log, env=self._env,
+                cwd=self._cwd, start_new_session=True,
+            )  # fmt: skip
+        deadline = time.monotonic() + timeout
+        while not self._answers():
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                self.stop()
+                raise RuntimeError(f"{self._command} did not start: {self._log.read_text(errors='replace')[-2000:]}")
+            time.sleep(0.05)
+        return self
+
+    def _answers(self) -> bool:
+        try:
+            _opener.open(self._url, timeout=5).close()
+        except urllib.error.HTTPError:
+            return True
+        except (OSError, ValueError):
+            return False
+        return True
+
+    def stop(self) -> None:
+        """Ask it to end, and wait for that."""
+        self._end(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """kill -9."""
+        self._end(signal.SIGKILL)
+
+    def _end(self, how: signal.Signals) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        assert process.stdin is not None
+        for signum in (signal.SIGCONT, how, signal.SIGKILL):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signum)
+            if signum == how:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(20)
+        process.wait()
+        process.stdin.close()

@@ -1,0 +1,54 @@
+"""Toxiproxy: TCP connections that are slow, cut, or lead nowhere."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from .process import Server, folder_of, free_port
+
+__all__ = ["Toxiproxy"]
+
+_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+class Toxiproxy:
+    """One proxy before one server.
+
+    Attributes:
+        endpoint: "http://127.0.0.1:port", where the server seems to be.
+    """
+
+    def __init__(self, folder: Path, target: str) -> None:
+        program = folder_of("toxiproxy") / "toxiproxy"
+        port, listen = free_port(), f"127.0.0.1:{free_port()}"
+        self._api = f"http://127.0.0.1:{port}"
+        command = [str(program), "-host", "127.0.0.1", "-port", str(port)]
+        self._server = Server(command, f"{self._api}/version", folder / "toxiproxy.log").start()
+        self.endpoint = f"http://{listen}"
+        upstream = target.split("://")[1].split("/", maxsplit=1)[0]
+        self._call("POST", "/proxies", {"name": "p", "listen": listen, "upstream": upstream, "enabled": True})
+
+    def _call(self, method: str, path: str, record: dict[str, Any] | None = None) -> None:
+        data = json.dumps(record).encode() if record is not None else None
+        request = urllib.request.Request(self._api + path, data=data, method=method)
+        _opener.open(request, timeout=10).close()
+
+    def add(self, kind: str, *, stream: str = "upstream", **attributes: int) -> None:
+        """A toxic: "latency" (latency=ms), "bandwidth" (rate=KB/s), "timeout" (timeout=0), "limit_data" (bytes=n), ..."""
+        record = {"name": kind, "type": kind, "stream": stream, "attributes": attributes}
+        self._call("POST", "/proxies/p/toxics", record)
+
+    def remove(self, kind: str) -> None:
+        """Take a toxic away."""
+        self._call("DELETE", f"/proxies/p/toxics/{kind}")
+
+    def enable(self, enabled: bool) -> None:
+        """Refuse connections, or take them again."""
+        self._call("POST", "/proxies/p", {"enabled": enabled})
+
+    def stop(self) -> None:
+        """End it."""
+        self._server.stop()

@@ -1,0 +1,357 @@
+"""Whole saves and loads on real object stores and in memory: every mode, every layout, servers that die on the way."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import threading
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import bytecheckpoint
+from bytecheckpoint import CheckpointNotFoundError, StorageError, StorageFullError, StorageUnavailableError
+from bytecheckpoint.cli.main import run
+from bytecheckpoint.collectives.base import Collective
+from bytecheckpoint.collectives.threads import ThreadWorld
+from bytecheckpoint.representation.names import generation_of
+from bytecheckpoint.storage import resolve
+from tests.faults.coded import load_step, states, step_of, whole
+from tests.faults.ranks import attempt
+from tests.servers.azure import AzureServer, azurite
+from tests.servers.meddler import Meddler, Rule, meddler
+from tests.servers.s3 import S3Server, versitygw
+from tests.servers.toxiproxy import Toxiproxy
+from tests.storage.conftest import use
+
+pytestmark = [pytest.mark.server, pytest.mark.timeout(300)]
+
+#: Three tensors of 6.4 MB: files of several parts, several times a small staging pool.
+ROWS = 20_000
+MODES: dict[str, dict[str, Any]] = {
+    "sync": {},
+    "async": {"async_checkpoint": True},
+    "background": {"async_checkpoint": True, "staging": "background"},
+}
+
+
+def save(path: str, step: int, world: int = 1, rows: int = ROWS, **options: Any) -> list[Any]:
+    """Save from `world` ranks; per rank the report or the exception."""
+
+    def one(collective: Collective) -> Any:
+        handle = bytecheckpoint.save(path, states(collective.rank, world, step, rows), **options)
+        return handle.result(120)
+
+    return ThreadWorld(world).run(lambda collective: attempt(one, collective), timeout=200)
+
+
+def succeeded(got: list[Any]) -> None:
+    for report in got:
+        if isinstance(report, Exception):
+            raise report
+
+
+def load(path: str, world: int, rows: int = ROWS) -> set[int]:
+    """The steps that the ranks of another layout load."""
+
+    def one(collective: Collective) -> int:
+        mine = states(collective.rank, world, rows=rows)
+        bytecheckpoint.load(path, mine)
+        return step_of(mine)
+
+    return set(ThreadWorld(world).run(one, timeout=200))
+
+
+@pytest.fixture(scope="session")
+def az_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AzureServer]:
+    server = azurite(tmp_path_factory.mktemp("azurite"))
+    server.make_container("container")
+    yield server
+    server.server.stop()
+
+
+@pytest.fixture(params=["s3", "az", "mem"])
+def root(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A place for checkpoints, by URL."""
+    name = uuid.uuid4().hex
+    if request.param == "s3":
+        yield f"s3://{request.getfixturevalue('bucket')}/{name}"
+    elif request.param == "az":
+        use(monkeypatch, request.getfixturevalue("az_server").environment())
+        yield f"az://container/{name}"
+    else:
+        yield f"mem://test-{name}"
+        shutil.rmtree(f"/dev/shm/bytecheckpoint-{os.geteuid()}/test-{name}", ignore_errors=True)
+
+
+@pytest.mark.parametrize("pool", ["whole", "ring"])
+@pytest.mark.parametrize("writer", ["process", "thread"])
+@pytest.mark.parametrize("mode", MODES)
+def test_save_replace_and_load_at_another_layout(root: str, mode: str, writer: str, pool: str) -> None:
+    if mode == "sync" and (writer, pool) != ("process", "whole"):
+        pytest.skip("a synchronous save uses neither")
+    bytecheckpoint.configure(writer=writer, chunk_bytes=1 << 20, staging_bytes=4 << 20 if pool == "ring" else 0)
+    path = f"{root}/step"
+    succeeded(save(path, 1, world=2, **MODES[mode]))
+    assert load(path, 3) == {1}
+    before = {name for name, _ in resolve(path).list()}
+    succeeded(save(path, 2, world=2, **MODES[mode]))
+    assert load(path, 1) == {2}
+    after = {name for name, _ in resolve(path).list()}
+    assert before & after == {"metadata.parquet"} and len(before) == len(after), "old files are gone"
+    assert run(["verify", path]) == 0
+    with bytecheckpoint.open(path) as checkpoint:
+        rows = checkpoint["model/w"][ROWS // 2 - 3 : ROWS // 2 + 3]
+        assert torch.equal(rows, whole(2, 0, ROWS)[ROWS // 2 - 3 : ROWS // 2 + 3])
+
+
+def test_the_command_line_takes_urls(root: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for step in (1, 2):
+        succeeded(save(f"{root}/step_{step}", step, rows=24))
+    assert run(["ls", root]) == 0
+    listed = capsys.readouterr().out
+    assert "step_1" in listed and "step_2" in listed and listed.count("committed") == 2
+    assert run(["ls", f"{root}/step_1"]) == 0
+    assert run(["inspect", f"{root}/step_1", "model/*"]) == 0
+    assert "model/w" in capsys.readouterr().out
+    assert run(["diff", f"{root}/step_1", f"{root}/step_1"]) == 0
+    assert run(["diff", f"{root}/step_1", f"{root}/step_2"]) == 1
+    assert run(["export", f"{root}/step_1", str(tmp_path / "hf")]) == 0
+    assert (tmp_path / "hf" / "model.safetensors").exists()
+    resolve(f"{root}/step_2").delete(["metadata.parquet"])
+    assert run(["ls", f"{root}/step_2"]) == 2
+    assert run(["repair", f"{root}/step_2"]) == 0
+    assert run(["verify", f"{root}/step_2"]) == 0
+    assert load_step(f"{root}/step_2") == 2
+    assert run(["ls", f"{root}/absent"]) == 2
+
+
+def test_a_damaged_object_is_found(root: str, capsys: pytest.CaptureFixture[str]) -> None:
+    succeeded(save(f"{root}/step", 1, rows=24))
+    storage = resolve(f"{root}/step")
+    (name,) = [n for n, _ in storage.list() if n.startswith("model/rank")]
+    data = bytearray(storage.read(name))
+    data[5000] ^= 1
+    storage.publish(name, bytes(data))
+    with pytest.raises(bytecheckpoint.CorruptCheckpointError, match="checksum mismatch"):
+        load_step(f"{root}/step")
+    assert run(["verify", f"{root}/step"]) == 1
+    storage.publish(name, bytes(data[:-1]))
+    with pytest.raises(bytecheckpoint.CorruptCheckpointError, match="the catalog says"):
+        load_step(f"{root}/step")
+    storage.delete([name])
+    with pytest.raises(bytecheckpoint.CorruptCheckpointError, match="missing"):
+        load_step(f"{root}/step")
+
+
+def test_a_load_asks_for_every_byte_once(s3: S3Server, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = f"s3://{bucket}/step"
+    succeeded(save(path, 1, world=2))
+    with meddler(s3.endpoint) as between:
+        use(monkeypatch, s3.environment(between.endpoint))
+        assert load(path, 4) == {1}
+        gets = [r for r in between.requests if r.method == "GET" and "/rank-" in r.path]
+        between.requests.clear()
+        assert load(path, 1) == {1}
+        files = [name for name, _ in resolve(path).list()]
+        assert len([r for r in between.requests if r.method == "GET"]) < 3 * len(files), "few large requests"
+    ranges = sorted((r.path, *map(int, r.headers["range"].removeprefix("bytes=").split("-"))) for r in gets)
+    for (file, _, last), (other, first, _) in itertools.pairwise(ranges):
+        assert other != file or first > last, "bytes were read twice"
+    total = sum(last + 1 - first for _, first, last in ranges)
+    sizes = sum(size for name, size in resolve(path).list() if "/rank-" in name)
+    assert 0.99 * sizes < total <= sizes
+
+
+# --- servers that die -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def mortal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
+    """A server of the test's own, with a bucket "bucket"."""
+    server = versitygw(tmp_path)
+    server.make_bucket("bucket")
+    use(monkeypatch, server.environment())
+    yield server
+    server.server.stop()
+
+
+@pytest.fixture
+def between(mortal: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Meddler]:
+    with meddler(mortal.endpoint) as made:
+        use(monkeypatch, mortal.environment(made.endpoint))
+        yield made
+
+
+def kill_at(between: Meddler, server: S3Server, word: str, *, again_after: float | None) -> Rule:
+    """Kill the server as soon as a request whose method and path hold `word` comes; start it again later, or never."""
+
+    def fits(request: Any) -> bool:
+        if word not in f"{request.method} {request.path}":
+            return False
+        server.server.kill()
+        if again_after is not None:
+            threading.Timer(again_after, server.server.start).start()
+        return True
+
+    rule = Rule(fits)
+    between.rules.append(rule)
+    return rule
+
+
+@pytest.mark.parametrize(
+    "moment",
+    ["HEAD", "partNumber=2", "POST /bucket/step/model", "/optimizer/rank", "PUT /bucket/step/metadata", "delete"],
+)
+@pytest.mark.parametrize("mode", MODES)
+def test_a_server_killed_during_a_save_and_started_again(
+    mortal: S3Server, between: Meddler, mode: str, moment: str
+) -> None:
+    succeeded(save("s3://bucket/step", 1))
+    rule = kill_at(between, mortal, moment, again_after=1.5)
+    succeeded(save("s3://bucket/step", 2, **MODES[mode]))
+    assert rule.hits == 1
+    assert load("s3://bucket/step", 2) == {2}
+    assert run(["verify", "s3://bucket/step"]) == 0
+
+
+@pytest.mark.parametrize("moment", ["HEAD", "PUT /bucket/step/model/rank-00001", "PUT /bucket/step/metadata"])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_server_killed_during_a_save_that_stays_away(
+    mortal: S3Server, between: Meddler, mode: str, moment: str
+) -> None:
+    succeeded(save("s3://bucket/step", 1, world=2))
+    bytecheckpoint.configure(storage_timeout=3.0)
+    kill_at(between, mortal, moment, again_after=None)
+    got = save("s3://bucket/step", 2, world=2, **MODES[mode])
+    for raised in got:
+        assert type(raised) is StorageUnavailableError, got
+        assert "s3://bucket" in str(raised) and "attempt" in str(raised)
+    mortal.server.start()
+    bytecheckpoint.configure(storage_timeout=180.0)
+    assert load("s3://bucket/step", 3) == {1}
+    assert run(["verify", "s3://bucket/step"]) == 0
+    succeeded(save("s3://bucket/step", 3, world=2))
+    assert load("s3://bucket/step", 1) == {3}
+    named = {file.name for file in bytecheckpoint.open("s3://bucket/step")._catalog.files}
+    present = {name for name, _ in resolve("s3://bucket/step").list() if generation_of(name)}
+    assert present == named, "what was left is cleaned up"
+
+
+def test_a_server_killed_during_a_load_and_started_again(mortal: S3Server, between: Meddler) -> None:
+    succeeded(save("s3://bucket/step", 1, world=2))
+    rule = kill_at(between, mortal, "GET /bucket/step/model/rank-00001", again_after=1.5)
+    assert load("s3://bucket/step", 3) == {1}
+    assert rule.hits == 1
+
+
+def test_a_server_killed_during_a_load_that_stays_away(mortal: S3Server, between: Meddler) -> None:
+    succeeded(save("s3://bucket/step", 1, world=2))
+    bytecheckpoint.configure(storage_timeout=3.0)
+    kill_at(between, mortal, "GET /bucket/step/model/rank-00001", again_after=None)
+    with pytest.raises(StorageUnavailableError, match=r"cannot read s3://bucket/step/model/rank-00001.*attempt \d+"):
+        load_step("s3://bucket/step", rows=ROWS)
+
+
+def test_a_load_that_meets_a_replacement_starts_again(mortal: S3Server, between: Meddler) -> None:
+    """There is no open file that keeps the old objects alive."""
+    succeeded(save("s3://bucket/step", 1))
+    done: list[Any] = []
+
+    def replace(request: Any) -> bool:
+        if request.method == "GET" and "/model/rank" in request.path and not done:
+            done.append(True)
+            done.extend(save("s3://bucket/step", 2))
+        return False
+
+    between.rules.append(Rule(replace))
+    assert load_step("s3://bucket/step", rows=ROWS) == 2
+    succeeded(done[1:])
+
+
+def test_a_full_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("NOT TESTED HERE: mounting a small file system takes root")
+    os.system(f"mount -t tmpfs -o size=30m tmpfs {tmp_path}")
+    try:
+        server = versitygw(tmp_path)
+        server.make_bucket("bucket")
+        use(monkeypatch, server.environment())
+        bytecheckpoint.configure(storage_timeout=5.0)
+        succeeded(save("s3://bucket/step", 1, rows=1000))
+        (raised,) = save("s3://bucket/step", 2, rows=4 * ROWS)
+        assert isinstance(raised, StorageError) and "s3://bucket/step" in str(raised)
+        assert isinstance(raised, StorageFullError | StorageUnavailableError)
+        assert load_step("s3://bucket/step", rows=1000) == 1
+        server.server.stop()
+    finally:
+        os.system(f"umount -l {tmp_path}")
+
+
+# --- slow and broken lines --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def line(mortal: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Toxiproxy]:
+    proxy = Toxiproxy(tmp_path, mortal.endpoint)
+    use(monkeypatch, mortal.environment(proxy.endpoint))
+    yield proxy
+    proxy.stop()
+
+
+@pytest.mark.parametrize(
+    ("kind", "stream", "attributes"),
+    [
+        ("latency", "downstream", {"latency": 100}),
+        ("bandwidth", "upstream", {"rate": 20_000}),
+        ("slicer", "downstream", {"average_size": 1000, "delay": 10}),
+    ],
+)
+def test_a_slow_line(line: Toxiproxy, kind: str, stream: str, attributes: dict[str, int]) -> None:
+    line.add(kind, stream=stream, **attributes)
+    succeeded(save("s3://bucket/step", 1, rows=5000, async_checkpoint=True))
+    assert load_step("s3://bucket/step", rows=5000) == 1
+
+
+@pytest.mark.parametrize("direction", ["save", "load"])
+@pytest.mark.parametrize(
+    ("kind", "stream", "attributes"),
+    [
+        ("reset_peer", "downstream", {"timeout": 50}),
+        ("limit_data", "upstream", {"bytes": 300}),
+        ("limit_data", "downstream", {"bytes": 1000}),
+    ],
+)
+def test_a_line_that_breaks_for_a_while(
+    line: Toxiproxy, kind: str, stream: str, attributes: dict[str, int], direction: str
+) -> None:
+    succeeded(save("s3://bucket/step", 1))
+    line.add(kind, stream=stream, **attributes)
+    threading.Timer(1.5, line.remove, [kind]).start()
+    if direction == "save":
+        succeeded(save("s3://bucket/step", 2))
+    assert load_step("s3://bucket/step", rows=ROWS) == (2 if direction == "save" else 1)
+
+
+def test_a_line_that_swallows_everything(line: Toxiproxy, monkeypatch: pytest.MonkeyPatch) -> None:
+    succeeded(save("s3://bucket/step", 1, rows=24))
+    line.add("timeout", timeout=0)
+    bytecheckpoint.configure(storage_timeout=4.0)
+    with pytest.raises(StorageUnavailableError, match=r"s3://bucket/step.*no answer in time.*attempt"):
+        load_step("s3://bucket/step")
+    (raised,) = save("s3://bucket/step", 2, rows=24)
+    assert isinstance(raised, StorageUnavailableError)
+    line.remove("timeout")
+    assert load_step("s3://bucket/step") == 1
+
+
+def test_nothing_there(root: str) -> None:
+    with pytest.raises(CheckpointNotFoundError, match=root):
+        load_step(f"{root}/step")
+    assert np.shape(resolve(root).list()) == (0,)
