@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import shutil
 import threading
+import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +24,7 @@ from bytecheckpoint.collectives.base import Collective
 from bytecheckpoint.collectives.threads import ThreadWorld
 from bytecheckpoint.representation.names import generation_of
 from bytecheckpoint.storage import resolve
+from bytecheckpoint.storage.testing import content, write_file
 from tests.faults.coded import load_step, states, step_of, whole
 from tests.faults.ranks import attempt
 from tests.servers.azure import AzureServer, azurite
@@ -317,6 +320,24 @@ def test_a_slow_line(line: Toxiproxy, kind: str, stream: str, attributes: dict[s
     line.add(kind, stream=stream, **attributes)
     succeeded(save("s3://bucket/step", 1, rows=5000, async_checkpoint=True))
     assert load_step("s3://bucket/step", rows=5000) == 1
+
+
+def test_a_long_range_goes_over_several_connections(line: Toxiproxy) -> None:
+    """Where every connection is limited, as on real stores, a file is read several times as fast as over one."""
+    storage = resolve("s3://bucket/step")
+    data = content(32 << 20)
+    write_file(storage, "model/file", data)
+    line.add("bandwidth", stream="downstream", rate=10_000)
+    out = np.zeros(len(data), np.uint8)
+    seconds = []
+    with contextlib.closing(storage.open("model/file")) as reader:
+        for half, step in ((0, 4 << 20), (16 << 20, 16 << 20)):
+            begun = time.monotonic()
+            for start in range(half, half + (16 << 20), step):
+                reader.read_into(start, [memoryview(out)[start : start + step]])
+            seconds.append(time.monotonic() - begun)
+    assert np.array_equal(out, data)
+    assert seconds[0] > 2.5 * seconds[1], seconds
 
 
 @pytest.mark.parametrize("direction", ["save", "load"])

@@ -231,7 +231,7 @@ def test_reads_ask_for_ranges_only(meddled: Storage, between: Meddler) -> None:
     reader = meddled.open("model/file")
     out = np.zeros(1000, np.uint8)
     reader.read_into(5 << 20, [memoryview(out)[:400], memoryview(out)[400:]])
-    assert [r.headers.get("range") for r in between.requests if r.method == "GET"] == [
+    assert sorted(r.headers["range"] for r in between.requests if r.method == "GET") == [
         f"bytes={5 << 20}-{(5 << 20) + 399}", f"bytes={(5 << 20) + 400}-{(5 << 20) + 999}",
     ]  # fmt: skip
     assert np.array_equal(out, LARGE[5 << 20 : (5 << 20) + 1000])

@@ -227,7 +227,7 @@ class _Reader(FileReader):
 
 @contextlib.contextmanager
 def _translated(action: str, shown: str) -> Iterator[None]:
-    """Turn what file systems raise, which may be anything, into typed errors."""
+    """Turn what file systems raise, which may be anything and hold secrets, into typed errors."""
     try:
         yield
     except CheckpointError:
@@ -239,11 +239,11 @@ def _translated(action: str, shown: str) -> Iterator[None]:
         what = f"cannot {action} {shown}: {reason}"
         number = error.errno if isinstance(error, OSError) else None
         if number in FULL:
-            raise StorageFullError(f"{what}; free space and save again") from error
+            raise StorageFullError(f"{what}; free space and save again") from None
         passing = any(_PASSING.search(cls.__name__) for cls in type(error).__mro__[:-2])
         if number in TRANSIENT or passing:
-            raise StorageUnavailableError(f"{what}; check that the storage can be reached", undecided=True) from error
-        raise StorageError(what) from error
+            raise StorageUnavailableError(f"{what}; check that the storage can be reached", undecided=True) from None
+        raise StorageError(what) from None
 
 
 def _write_fully(file: Any, piece: memoryview) -> None:

@@ -25,6 +25,7 @@ _T = TypeVar("_T")
 _TIRED_SECONDS = 120.0
 _TIRED_LIMIT = 5.0
 _DELETIONS = 8
+_READERS = 16
 #: Refusals of a listing by servers that know who asks: writing may be allowed all the same.
 _MAY_STILL_WRITE = {"AccessDenied", "AuthorizationPermissionMismatch"}
 
@@ -43,6 +44,7 @@ class Bucket:
     Attributes:
         commits: what `object_commit` found out about conditional puts; None: nothing yet.
         lock: held by who finds something out.
+        readers: threads for the parts of long ranges.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class Bucket:
         self.seconds = seconds
         self.commits: Any = None
         self.lock = threading.Lock()
+        self.readers = ThreadPoolExecutor(_READERS, thread_name_prefix="bytecheckpoint-get")
         self._client = client
         self._single = client if single is None else single
         self._deleting = deleting

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import obstore
+from numpy.typing import NDArray
 
 from ..errors import StorageError, UsageError
 from .base import FileReader, FileStat, NewFile, check_name
@@ -24,8 +25,9 @@ __all__ = ["ObjectStorage"]
 _PART_BYTES = 8 << 20
 _MOST_PARTS = 9_000  # stores take 10,000
 _PARTS_IN_FLIGHT = 8
-#: Longest range of one request.
-_GET_BYTES = 16 << 20
+#: Longest range of one request, and how many of them one call of a reader makes at once.
+_GET_BYTES = 4 << 20
+_GETS_AT_ONCE = 4
 _LISTINGS = 8
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
@@ -132,7 +134,7 @@ class ObjectStorage(UploadingStorage):
 
 
 class _Reader(FileReader):
-    step_bytes = _GET_BYTES
+    step_bytes = _GET_BYTES * _GETS_AT_ONCE
 
     def __init__(self, bucket: Bucket, key: str, shown: str) -> None:
         self._bucket = bucket
@@ -142,22 +144,38 @@ class _Reader(FileReader):
 
     def read_into(self, offset: int, buffers: Sequence[memoryview]) -> int:
         position = offset
+        pieces: list[tuple[int, NDArray[np.uint8]]] = []
         for buffer in buffers:
-            target = np.frombuffer(buffer, np.uint8)
-            while len(target) and position < self.size:
-                count = min(len(target), self.size - position, _GET_BYTES)
-                try:
-                    got = self._get(position, count)
-                except FileNotFoundError:
-                    return position - offset  # it was removed meanwhile
-                if not len(got):
-                    return position - offset
-                np.copyto(target[: len(got)], got)
-                target = target[len(got) :]
-                position += len(got)
-        return position - offset
+            target = np.frombuffer(buffer, np.uint8)[: max(self.size - position, 0)]
+            pieces += [
+                (position + start, target[start : start + _GET_BYTES]) for start in range(0, len(target), _GET_BYTES)
+            ]
+            position += len(target)
+        # One connection carries only so much: a long range goes over several.
+        got = list(self._bucket.readers.map(self._get, pieces)) if len(pieces) > 1 else [self._get(p) for p in pieces]
+        total = 0
+        for (_, target), count in zip(pieces, got, strict=True):
+            total += count
+            if count < len(target):
+                break
+        return total
 
-    def _get(self, start: int, count: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+    def _get(self, piece: tuple[int, NDArray[np.uint8]]) -> int:
+        """Fill one piece; the bytes read, fewer when the object was removed or cut meanwhile."""
+        start, target = piece
+        done = 0
+        while done < len(target):
+            try:
+                data = self._request(start + done, len(target) - done)
+            except FileNotFoundError:
+                break
+            if not len(data):
+                break
+            np.copyto(target[done : done + len(data)], data)
+            done += len(data)
+        return done
+
+    def _request(self, start: int, count: int) -> NDArray[np.uint8]:
         data = self._bucket.run(
             "read", self._shown, lambda client: obstore.get_range(client, self._key, start=start, length=count)
         )

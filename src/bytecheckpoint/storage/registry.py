@@ -13,12 +13,14 @@ import importlib
 import os
 import re
 from collections.abc import Callable
-from importlib.metadata import EntryPoint, entry_points
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..errors import UsageError
 from .base import Storage
 from .local import LocalStorage
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 __all__ = ["GROUP", "known_schemes", "resolve"]
 
@@ -87,6 +89,8 @@ def _file_path(url: str) -> str:
 
 def _added() -> dict[str, EntryPoint]:
     """Entry points by scheme; none can take the place of a built-in scheme."""
+    from importlib.metadata import entry_points  # slow to import, and seldom needed
+
     taken = {"file", *_BUILTIN}
     return {e.name.lower(): e for e in entry_points(group=GROUP) if e.name.lower() not in taken}
 

@@ -1,0 +1,151 @@
+"""fsspec: whole saves and loads, and file systems that fail, lose bytes, or do not do what they say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import fsspec
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+
+import bytecheckpoint
+from bytecheckpoint import StorageConflictError, StorageError, StorageUnavailableError, UsageError
+from bytecheckpoint.cli.main import run
+from bytecheckpoint.storage import resolve
+from bytecheckpoint.storage.testing import content, read_all, write_file
+from tests.faults.coded import load_step, states
+
+
+class Flaky(MemoryFileSystem):
+    """Memory that misbehaves."""
+
+    protocol = "flaky"
+    store: ClassVar[dict[str, Any]] = {}
+    pseudo_dirs: ClassVar[list[str]] = [""]
+    cachable = False
+    failing: ClassVar[dict[str, list[Exception]]] = {}
+    lossy: ClassVar[set[str]] = set()
+
+    def _fail(self, call: str) -> None:
+        if self.failing.get(call):
+            raise self.failing[call].pop()
+
+    def _open(self, path: str, mode: str = "rb", **options: Any) -> Any:
+        self._fail("open")
+        return super()._open(path, mode, **options)
+
+    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **options: Any) -> Any:
+        self._fail("cat_file")
+        data = super().cat_file(path, start, end, **options)
+        return data[: max(len(data) // 2, 1)] if "short" in self.lossy else data
+
+    def info(self, path: str, **options: Any) -> Any:
+        self._fail("info")
+        found = super().info(path, **options)
+        if "size" in self.lossy and found["type"] == "file":
+            found = found | {"size": found["size"] - 1}
+        return found
+
+    def mv(self, path1: str, path2: str, **options: Any) -> None:
+        self._fail("mv")
+        if "mv" not in self.lossy:
+            super().mv(path1, path2, **options)
+
+
+@pytest.fixture
+def flaky() -> Iterator[type[Flaky]]:
+    fsspec.register_implementation("flaky", Flaky, clobber=True)
+    yield Flaky
+    Flaky.store.clear()
+    Flaky.pseudo_dirs[:] = [""]
+    Flaky.failing.clear()
+    Flaky.lossy.clear()
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("writer", ["process", "thread"])
+@pytest.mark.parametrize("scheme", ["file", "memory"])
+def test_save_replace_and_load(tmp_path: Path, scheme: str, writer: str, asynchronous: bool) -> None:
+    bytecheckpoint.configure(writer=writer)
+    root = f"fsspec+{scheme}://{tmp_path}"
+    for step in (1, 2):
+        bytecheckpoint.save(f"{root}/step", states(step=step), async_checkpoint=asynchronous).result(60)
+        assert load_step(f"{root}/step") == step
+    assert run(["verify", f"{root}/step"]) == 0
+    assert run(["ls", root]) == 0
+    fsspec.filesystem("memory").store.clear()
+
+
+@pytest.mark.parametrize("url", ["fsspec+sftp://user:SECRET@host/x", "fsspec+s3://b/x?key=SECRET"])
+def test_a_password_in_a_url_is_refused_and_not_repeated(url: str) -> None:
+    with pytest.raises(UsageError, match="takes no password and no query") as raised:
+        resolve(url)
+    assert "SECRET" not in str(raised.value)
+
+
+def test_file_systems_that_are_not_there() -> None:
+    with pytest.raises(UsageError, match=r"fsspec\+nosuch://: Protocol not known: nosuch"):
+        resolve("fsspec+nosuch://x")
+    with pytest.raises(UsageError, match=r"'\.\.' part"):
+        resolve("fsspec+memory://x/../y")
+
+
+@pytest.mark.parametrize(
+    "error", [ConnectionResetError("reset"), TimeoutError("slow"), OSError(5, "Input/output error")]
+)
+@pytest.mark.parametrize("call", ["open", "cat_file", "info", "mv"])
+def test_transient_errors_are_tried_again(flaky: type[Flaky], call: str, error: Exception) -> None:
+    flaky.failing[call] = [error, error]
+    bytecheckpoint.save("fsspec+flaky://x/step", states(step=3))
+    assert load_step("fsspec+flaky://x/step") == 3
+    assert flaky.failing[call] == []
+
+
+def test_errors_that_stay(flaky: type[Flaky]) -> None:
+    bytecheckpoint.configure(storage_timeout=0.5)
+    storage = resolve("fsspec+flaky://x/step")
+    storage.publish("catalog", b"x")
+    flaky.failing["cat_file"] = [ConnectionResetError("https://u:SECRET@host/?k=SECRET")] * 100
+    with pytest.raises(
+        StorageUnavailableError, match=r"cannot read fsspec\+flaky://x/step/catalog: .*\d attempts"
+    ) as raised:
+        storage.read("catalog")
+    assert "SECRET" not in str(raised.value)
+    flaky.failing["cat_file"] = [PermissionError(13, "Permission denied")]
+    with pytest.raises(StorageError, match="Permission denied"):
+        storage.read("catalog")
+
+
+def test_bytes_that_do_not_arrive_are_noticed(flaky: type[Flaky]) -> None:
+    bytecheckpoint.save("fsspec+flaky://x/step", states(step=1))
+    flaky.lossy.add("size")
+    with pytest.raises(StorageError, match=r"fsspec\+flaky://x/step: \d+ bytes of \d+ arrived"):
+        bytecheckpoint.save("fsspec+flaky://x/step", states(step=2))
+    flaky.lossy.clear()
+    assert load_step("fsspec+flaky://x/step") == 1
+
+
+def test_a_file_system_that_does_not_replace(flaky: type[Flaky]) -> None:
+    bytecheckpoint.save("fsspec+flaky://x/step", states(step=1))
+    flaky.lossy.add("mv")
+    with pytest.raises(StorageError, match="did not replace it"):
+        bytecheckpoint.save("fsspec+flaky://x/step", states(step=2))
+    flaky.lossy.clear()
+    assert load_step("fsspec+flaky://x/step") == 1
+
+
+def test_short_reads_are_continued(flaky: type[Flaky]) -> None:
+    storage = resolve("fsspec+flaky://x/step")
+    write_file(storage, "model/file", content(10_000))
+    flaky.lossy.add("short")
+    assert (read_all(storage, "model/file") == content(10_000)).all()
+
+
+def test_another_writer(flaky: type[Flaky]) -> None:
+    storage = resolve("fsspec+flaky://x/step")
+    storage.publish("catalog", b"first", expected="")
+    with pytest.raises(StorageConflictError):
+        storage.publish("catalog", b"other", expected="")
+    assert storage.list() == [("catalog", 5)]
