@@ -387,6 +387,7 @@ def test_unknown_dtypes_are_incompatible(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_writing_and_reading_starts_no_threads_and_imports_neither_torch_nor_pandas() -> None:
     program = """
 import os, sys
+sys.argv[0] = "bytecheckpoint"  # as in our own programs
 import bytecheckpoint.representation.catalog_file as cf, bytecheckpoint.representation.storage_file
 from bytecheckpoint.representation.catalog import Catalog, StorageFile
 from bytecheckpoint.representation.boxes import BoxTable
