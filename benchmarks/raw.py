@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import mmap
 import os
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 __all__ = ["Raw"]
@@ -68,6 +70,14 @@ class Raw:
     def copy(self) -> None:
         """memcpy into touched memory."""
         np.copyto(self._other, self.buffer)
+
+    def copy_of(self, tensors: Sequence[torch.Tensor]) -> None:
+        """memcpy of each tensor (of this rank's part of it): one long copy uses stores that short ones do not."""
+        at = 0
+        for tensor in tensors:
+            data = getattr(tensor, "_local_tensor", tensor).view(-1).view(torch.uint8).numpy()
+            np.copyto(self._other[at : at + len(data)], data)
+            at += len(data)
 
     def _each(self, one: object, threads: int) -> None:
         starts = range(0, self.nbytes, _CHUNK)

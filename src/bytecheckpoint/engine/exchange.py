@@ -26,7 +26,7 @@ from .reading import Delivery, FileSet, Landing, scratch
 __all__ = ["Exchange"]
 
 #: Chunks that each rank reads in a round.
-_CHUNKS = 4
+_CHUNKS = 2
 
 
 class _Word(msgspec.Struct, frozen=True, array_like=True):
