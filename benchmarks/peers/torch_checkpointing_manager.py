@@ -53,7 +53,7 @@ class TorchCheckpointing(Peer):
 
     def save_async(self, path: Path, state: Tensors) -> Callable[[], object]:
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        if 2 * len(state) > limit:
+        if 3 * len(state) > limit:
             raise RuntimeError(f"takes a file descriptor per CPU tensor: {len(state)} tensors, ulimit -n is {limit}")
         return self._manager("async").save(str(path), {"model": state}).result  # type: ignore[no-any-return]
 
