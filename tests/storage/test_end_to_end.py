@@ -6,6 +6,8 @@ import contextlib
 import itertools
 import os
 import shutil
+import subprocess
+import sys
 import threading
 import time
 import uuid
@@ -93,12 +95,14 @@ def root(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
         shutil.rmtree(f"/dev/shm/bytecheckpoint-{os.geteuid()}/test-{name}", ignore_errors=True)
 
 
-@pytest.mark.parametrize("pool", ["whole", "ring"])
-@pytest.mark.parametrize("writer", ["process", "thread"])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("mode", "writer", "pool"),
+    [
+        ("sync", "process", "whole"),
+        *((m, w, p) for m in ("async", "background") for w in ("process", "thread") for p in ("whole", "ring")),
+    ],
+)
 def test_save_replace_and_load_at_another_layout(root: str, mode: str, writer: str, pool: str) -> None:
-    if mode == "sync" and (writer, pool) != ("process", "whole"):
-        pytest.skip("a synchronous save uses neither")
     bytecheckpoint.configure(writer=writer, chunk_bytes=1 << 20, staging_bytes=4 << 20 if pool == "ring" else 0)
     path = f"{root}/step"
     succeeded(save(path, 1, world=2, **MODES[mode]))
@@ -370,6 +374,29 @@ def test_a_line_that_swallows_everything(line: Toxiproxy, monkeypatch: pytest.Mo
     assert isinstance(raised, StorageUnavailableError)
     line.remove("timeout")
     assert load_step("s3://bucket/step") == 1
+
+
+_SAVE_AND_LEAVE = """
+import sys
+import bytecheckpoint
+from tests.faults.coded import states
+
+path, writer, staging = sys.argv[1:]
+bytecheckpoint.configure(writer=writer)
+for step in (1, 2):
+    bytecheckpoint.save(f"{path}/{step}", states(step=step, rows=20_000), async_checkpoint=True, staging=staging)
+"""
+
+
+@pytest.mark.parametrize("staging", ["blocking", "background"])
+@pytest.mark.parametrize("writer", ["process", "thread"])
+def test_saves_in_flight_finish_when_the_program_ends(root: str, writer: str, staging: str) -> None:
+    command = [sys.executable, "-c", _SAVE_AND_LEAVE, root, writer, staging]
+    done = subprocess.run(
+        command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=200, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert {load_step(f"{root}/{step}", rows=ROWS) - step for step in (1, 2)} == {0}
 
 
 def test_nothing_there(root: str) -> None:

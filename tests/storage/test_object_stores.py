@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import multiprocessing
 import os
 import re
@@ -96,6 +97,16 @@ def test_the_probe_runs_once_and_leaves_nothing(between: Meddler, bucket: str) -
     assert len(probes) == 3, "three races, for the first step only"
     everything = resolve(f"s3://{bucket}").folders(), resolve(f"s3://{bucket}/runs").list()
     assert everything == (["runs"], [(f"{step}/metadata.parquet", 1) for step in range(3)])
+
+
+def test_a_save_from_inside_an_event_loop(bucket: str) -> None:
+    """As in a notebook."""
+
+    async def main() -> None:
+        bytecheckpoint.save(f"s3://{bucket}/step", states(step=1))
+
+    asyncio.run(main())
+    assert load_step(f"s3://{bucket}/step") == 1
 
 
 def test_a_store_that_cannot_replace_conditionally(between: Meddler, bucket: str) -> None:

@@ -234,7 +234,7 @@ def _translated(action: str, shown: str) -> Iterator[None]:
         raise
     except FileNotFoundError:
         raise FileNotFoundError(2, "no such file", shown) from None
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001  a typed one takes its place
         reason = cleaned(str(error))[:200] or type(error).__name__
         what = f"cannot {action} {shown}: {reason}"
         number = error.errno if isinstance(error, OSError) else None

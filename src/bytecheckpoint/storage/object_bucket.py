@@ -7,7 +7,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import obstore
@@ -16,6 +15,7 @@ from ..errors import StorageError, StorageUnavailableError
 from ..settings import settings
 from .object_config import environment, make_client
 from .object_errors import facts_of, no_credentials, storage_error
+from .parallel import at_the_same_time
 from .retrying import Attempts
 
 __all__ = ["Bucket", "bucket_of"]
@@ -25,7 +25,6 @@ _T = TypeVar("_T")
 _TIRED_SECONDS = 120.0
 _TIRED_LIMIT = 5.0
 _DELETIONS = 8
-_READERS = 16
 #: Refusals of a listing by servers that know who asks: writing may be allowed all the same.
 _MAY_STILL_WRITE = {"AccessDenied", "AuthorizationPermissionMismatch"}
 
@@ -44,7 +43,6 @@ class Bucket:
     Attributes:
         commits: what `object_commit` found out about conditional puts; None: nothing yet.
         lock: held by who finds something out.
-        readers: threads for the parts of long ranges.
     """
 
     def __init__(
@@ -61,7 +59,6 @@ class Bucket:
         self.seconds = seconds
         self.commits: Any = None
         self.lock = threading.Lock()
-        self.readers = ThreadPoolExecutor(_READERS, thread_name_prefix="bytecheckpoint-get")
         self._client = client
         self._single = client if single is None else single
         self._deleting = deleting
@@ -157,8 +154,7 @@ class Bucket:
                 if not missing and (facts_of(error).status != 501 or self._deleting is None):
                     raise
                 by_one[:] = [client if missing or self._deleting is None else self._deleting()]
-                with ThreadPoolExecutor(_DELETIONS, thread_name_prefix="bytecheckpoint-delete") as pool:
-                    list(pool.map(one, keys))
+                at_the_same_time(one, keys, _DELETIONS, "bytecheckpoint-delete")
 
         if keys:
             self.run("delete from", shown, remove, brief=True)

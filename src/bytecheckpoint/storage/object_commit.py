@@ -8,13 +8,14 @@ tried out, once per process and bucket, before the first save writes anything.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import secrets
-import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 import obstore
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Commits", "examine", "publish_exclusively"]
 
+_T = TypeVar("_T")
 _log = logging.getLogger("bytecheckpoint")
 _RACES = 3
 _RACERS = 12
@@ -83,10 +85,17 @@ def examine(bucket: Bucket, prefix: str, shown: str, expected: str) -> None:
 def _try_out(bucket: Bucket, prefix: str) -> Commits:
     _remove_abandoned(bucket, prefix)
     name = f"{prefix}{_PROBE}{secrets.token_hex(8)}"
-    keys = [f"{name}-{race}" for race in range(_RACES)]
+    keys: list[str] = []
+
+    def race(client: Any) -> int:
+        # A new object for every try: one whose answer got lost may be there already.
+        keys.append(f"{name}-{len(keys)}")
+        return _winners(client, keys[-1])
+
     try:
-        create = all(_race(bucket, key) == 1 for key in keys)
-        return Commits(create, create and _replaces(bucket, keys[0]))
+        shown = f"{bucket.name}/{name}"
+        create = all(bucket.run("try conditional puts on", shown, race) == 1 for _ in range(_RACES))
+        return Commits(create, create and _replaces(bucket, keys[-1]))
     finally:
         try:
             bucket.delete(keys, bucket.name)
@@ -116,21 +125,32 @@ def _put(bucket: Bucket, key: str, data: bytes, mode: Any) -> bool:
     return True
 
 
-def _race(bucket: Bucket, key: str) -> int:
-    """How many of several writers were told that they created the same object."""
-    start = threading.Barrier(_RACERS)
+def _winners(client: Any, key: str) -> int:
+    """How many of several writers are told that they created the same object."""
 
-    def one(number: int) -> bool:
-        start.wait()
-        return _put(bucket, key, f"writer {number}".encode(), "create")
+    async def race() -> list[Any]:
+        puts = [
+            obstore.put_async(client, key, f"writer {number}".encode(), mode="create", use_multipart=False)
+            for number in range(_RACERS)
+        ]
+        return await asyncio.gather(*puts, return_exceptions=True)
 
-    with ThreadPoolExecutor(_RACERS, thread_name_prefix="bytecheckpoint-probe") as pool:
-        winners = sum(pool.map(one, range(_RACERS)))
-    if winners == 0:
-        # A writer whose answer was lost may have met its own object.
-        found = bucket.run("read", f"{bucket.name}/{key}", lambda client: obstore.head(client, key))
-        return int(found["size"] > 0)
-    return winners
+    # The client's own threads do it: at the end of the interpreter Python makes no more of its own.
+    answers = _without_loop(lambda: asyncio.run(race()))
+    for answer in answers:
+        if isinstance(answer, BaseException) and not isinstance(answer, _REFUSED):
+            raise answer
+    return sum(not isinstance(answer, BaseException) for answer in answers)
+
+
+def _without_loop(call: Callable[[], _T]) -> _T:
+    """Run `call` in a thread without an event loop; the caller's has one in a notebook."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return call()
+    with ThreadPoolExecutor(1, thread_name_prefix="bytecheckpoint-probe") as pool:
+        return pool.submit(call).result()
 
 
 def _replaces(bucket: Bucket, key: str) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
@@ -17,6 +16,7 @@ from .base import FileReader, FileStat, NewFile, check_name
 from .object_bucket import Bucket, bucket_of
 from .object_commit import examine, publish_exclusively
 from .object_config import SCHEMES
+from .parallel import at_the_same_time
 from .uploading import Pieces, UploadingStorage
 
 __all__ = ["ObjectStorage"]
@@ -124,9 +124,9 @@ class ObjectStorage(UploadingStorage):
     def list(self) -> list[tuple[str, int]]:
         objects, folders = self._listing("")
         found = list(objects)
-        with ThreadPoolExecutor(_LISTINGS, thread_name_prefix="bytecheckpoint-list") as pool:
-            for folder, (inner, _) in zip(folders, pool.map(lambda f: self._listing(f + "/"), folders), strict=True):
-                found += [(f"{folder}/{name}", size) for name, size in inner]
+        inside = at_the_same_time(lambda f: self._listing(f + "/"), folders, _LISTINGS, "bytecheckpoint-list")
+        for folder, (inner, _) in zip(folders, inside, strict=True):
+            found += [(f"{folder}/{name}", size) for name, size in inner]
         return sorted(found)
 
     def delete(self, names: Iterable[str]) -> None:
@@ -152,7 +152,7 @@ class _Reader(FileReader):
             ]
             position += len(target)
         # One connection carries only so much: a long range goes over several.
-        got = list(self._bucket.readers.map(self._get, pieces)) if len(pieces) > 1 else [self._get(p) for p in pieces]
+        got = at_the_same_time(self._get, pieces, _GETS_AT_ONCE, "bytecheckpoint-get")
         total = 0
         for (_, target), count in zip(pieces, got, strict=True):
             total += count

@@ -1,0 +1,62 @@
+"""Several requests at the same time, also while the interpreter ends and makes no threads any more."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+__all__ = ["at_the_same_time"]
+
+_A = TypeVar("_A")
+_R = TypeVar("_R")
+
+
+def at_the_same_time(function: Callable[[_A], _R], items: Iterable[_A], threads: int, name: str) -> list[_R]:
+    """`function` of every item, in the items' order.
+
+    The calling thread takes part. An executor would not do: it refuses work once the interpreter ends, which is when a
+    save in flight must be finished.
+
+    Args:
+        function: called from several threads.
+        items: one call each.
+        threads: calls at the same time.
+        name: first part of the threads' names.
+
+    Raises:
+        BaseException: the first that a call raised, when all calls that were begun have ended; others do not begin.
+    """
+    calls = list(items)
+    results: dict[int, _R] = {}
+    errors: list[BaseException] = []
+    waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
+    for number in range(len(calls)):
+        waiting.put(number)
+
+    def work() -> None:
+        while not errors:
+            try:
+                number = waiting.get_nowait()
+            except queue.Empty:
+                return
+            try:
+                results[number] = function(calls[number])
+            except BaseException as error:  # noqa: BLE001  raised below
+                errors.append(error)
+
+    helpers: list[threading.Thread] = []
+    for number in range(min(threads, len(calls)) - 1):
+        helper = threading.Thread(target=work, name=f"{name}_{number}", daemon=True)
+        try:
+            helper.start()
+        except RuntimeError:  # the interpreter ends: the calling thread does it alone
+            break
+        helpers.append(helper)
+    work()
+    for helper in helpers:
+        helper.join()
+    if errors:
+        raise errors[0]
+    return [results[number] for number in range(len(calls))]
