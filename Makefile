@@ -8,7 +8,7 @@ export OMP_NUM_THREADS ?= 1
 export VENV
 
 .DEFAULT_GOAL := help
-.PHONY: help venv lint types imports format test test-all test-oldest soak demo demo-short bench bench-short docs lock clean
+.PHONY: help venv lint types imports format test test-all test-servers test-oldest test-frameworks soak demo demo-short bench bench-short docs lock clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */\1\t/' | awk -F'\t' '{printf "  %-12s %s\n", $$1, $$2}'
@@ -45,6 +45,17 @@ test-oldest: ## a part of the tests on Python 3.11, the oldest that is supported
 	VENV=.venv-oldest PYTHON=3.11 EXTRAS=cli,dev ./scripts/bootstrap.sh
 	.venv-oldest/bin/python -m pytest tests/representation tests/planning tests/opening tests/interop tests/cli \
 		tests/roundtrip tests/saving tests/golden
+
+# Real training frameworks, at the versions of constraints-frameworks.txt. DeepSpeed compiles a helper, once; a lock that a
+# killed compilation has left behind would be waited for without end.
+EXTENSIONS := $(CURDIR)/.venv-frameworks/torch_extensions
+test-frameworks: ## DeepSpeed and Megatron-Core, real installs, in processes over gloo (environment: .venv-frameworks)
+	VENV=.venv-frameworks PYTHON=3.12 EXTRAS=cli,dev PINNED=constraints-frameworks.txt ./scripts/bootstrap.sh
+	find $(EXTENSIONS) -name lock -delete 2>/dev/null || true
+	PATH="$(CURDIR)/.venv-frameworks/bin:$$PATH" TORCH_EXTENSIONS_DIR=$(EXTENSIONS) DS_ACCELERATOR=cpu .venv-frameworks/bin/python \
+		-c "from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder; ShareMemCommBuilder().load(verbose=False)"
+	PATH="$(CURDIR)/.venv-frameworks/bin:$$PATH" TORCH_EXTENSIONS_DIR=$(EXTENSIONS) BYTECHECKPOINT_REQUIRE_FRAMEWORKS=1 \
+		.venv-frameworks/bin/python -m pytest tests/frameworks/deepspeed
 
 soak: venv ## the long runs that look for growth; SOAK_SHORT=1 for a few minutes of them
 	$(PY) -m pytest -m soak --timeout=0 -o faulthandler_timeout=0

@@ -5,6 +5,7 @@
 #   PYTHON  the interpreter to build it from: a path, or a version such as 3.11, which is looked for on PATH and in pyenv
 #           (default: the first of 3.12, 3.13, 3.11 that runs).
 #   EXTRAS  which extras of pyproject.toml to install (default: all).
+#   PINNED  a file of pinned requirements to install as well (default: none).
 #   UV      the uv to use (default: the one on PATH, else one is installed with pip under .cache/).
 #
 # Needs nothing but Python and an index to install from. Running it again does nothing, quickly, until pyproject.toml or
@@ -15,6 +16,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 VENV=${VENV:-.venv}
 EXTRAS=${EXTRAS:-cli,dev,docs,bench,demo}
+PINNED=${PINNED:-}
 export UV_PYTHON_DOWNLOADS=never
 export UV_HTTP_TIMEOUT=${UV_HTTP_TIMEOUT:-300} # torch is a large wheel
 
@@ -75,7 +77,7 @@ find_uv() {
 
 # What the environment depends on. The path counts because the install is editable.
 fingerprint() {
-    { cat pyproject.toml constraints.txt && echo "$EXTRAS $PWD"; } | cksum
+    { cat pyproject.toml constraints.txt ${PINNED:+"$PINNED"} && echo "$EXTRAS $PWD"; } | cksum
 }
 
 stamp=$VENV/.bytecheckpoint-stamp
@@ -92,6 +94,6 @@ if ! "$VENV/bin/python" -c '' 2>/dev/null; then
     "$uv" venv --quiet --python "$python" $([[ -f $VENV/pyvenv.cfg ]] && echo --clear) "$VENV"
 fi
 "$uv" pip install --quiet --python "$VENV/bin/python" \
-    --constraint constraints.txt --build-constraint constraints.txt --editable ".[$EXTRAS]"
+    --constraint constraints.txt --build-constraint constraints.txt --editable ".[$EXTRAS]" ${PINNED:+-r "$PINNED"}
 echo "$wanted" >"$stamp"
 echo "bootstrap: $VENV is ready"
