@@ -108,7 +108,8 @@ class MemoryCheckpoint:
             source = self.content.get((self._origin(), shard.key)) if shard.by_content else None
             if source is None:
                 source = self.whole[shard.key]
-            fits = tuple(source.shape) == shard.global_shape and source.dtype == shard.data.dtype
+            fits = tuple(source.shape) == shard.global_shape
+            fits &= source.dtype == shard.data.dtype or shard.converts
             if not fits:
                 raise IncompatibleCheckpointError(f"{shard.key} does not fit")
             box = tuple(slice(o, o + n) for o, n in zip(shard.offsets, shard.lengths, strict=True))

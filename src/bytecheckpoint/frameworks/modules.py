@@ -13,7 +13,16 @@ from torch import nn
 
 from bytecheckpoint.errors import UsageError
 from bytecheckpoint.frameworks.base import Destination, SavedStates
-from bytecheckpoint.frameworks.leaves import add_shards, declares, empty_like_layout, is_leaf, memory_of, writable
+from bytecheckpoint.frameworks.leaves import (
+    add_shards,
+    declares,
+    dtype_name,
+    empty_like_layout,
+    is_leaf,
+    memory_of,
+    writable,
+)
+from bytecheckpoint.frameworks.masters import precise
 from bytecheckpoint.frameworks.objects import Reader, encoded
 from bytecheckpoint.representation.shards import LiveShard, LiveState, TensorKey
 
@@ -162,6 +171,7 @@ def load_modules(kind: str, scan: ModuleScan, saved: SavedStates, into: Destinat
             if (other := saved.find(kind, (alias,))) is not None:
                 into.claimed.add(other.key)
         target = tensor.value
+        found = precise(saved, found, (tensor.fqn, *tensor.aliases), dtype_name(target.dtype))
         if tensor.copy_of is not None:
             target = empty_like_layout(tensor.value, tensor.value.dtype)
             arrived.append((*tensor.copy_of, target))

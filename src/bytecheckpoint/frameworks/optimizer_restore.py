@@ -24,6 +24,7 @@ from bytecheckpoint.frameworks.leaves import (
     is_writable,
     memory_of,
 )
+from bytecheckpoint.frameworks.masters import is_foreign_master
 from bytecheckpoint.frameworks.optimizers import (
     NOT_HYPERPARAMETERS,
     Group,
@@ -74,8 +75,9 @@ def load_optimizers(
     stateless: list[str] = []
     for index, live in enumerate(groups):
         found = trees.groups_of(live.names)
-        for fqn, source in zip((fqn for fqn, _ in live.names), found, strict=True):
-            if source is None:
+        for parameter, (fqn, _), source in zip(live.params, live.names, found, strict=True):
+            # ZeRO's groups have only parameters that are trained; one that is not has no use for settings.
+            if source is None and parameter.requires_grad:
                 into.missing.append(f"{kind}/param_groups/{fqn}")
         settings = _settings(kind, index, live, found, into, strict=strict)
         if settings:
@@ -106,6 +108,8 @@ class SavedTrees:
         self.values: dict[str, dict[Any, Any]] = {}
         self.canonical: dict[str, str] = {}
         self.globals: list[dict[Any, Any]] = []
+        # Names of the types of all optimizers.
+        self.types: set[str] = set()
         # Memory for tensors inside containers: saved (FQN, slot) -> tensor, for the parameters that are here.
         self.nested: dict[tuple[str, str], torch.Tensor] = {}
         self._kind = kind
@@ -121,6 +125,7 @@ class SavedTrees:
                 raise IncompatibleCheckpointError(
                     f"{kind} was saved from plain values, not from an optimizer: load it into a dict"
                 )
+            self.types.update(tree["optimizers"])
             for fqn, aliases in tree["aliases"].items():
                 self.canonical.update(dict.fromkeys(aliases, fqn))
             if references:
@@ -216,6 +221,9 @@ class ParameterState:
         used: set[int] = set()
         for found in saved.slots(self._kind, names):
             slot = found.key.slot
+            if is_foreign_master(slot, live, self._optimizer, trees.types):
+                into.claimed.add(found.key)
+                continue
             target = trees.nested.get((found.key.fqn, slot))
             if target is None:
                 target = live.get(slot)

@@ -30,12 +30,13 @@ def optimizer_view(class_name: str) -> Optimizer:
     return cast(Optimizer, type(class_name, (_View,), {})())
 
 
-def stand_in(shape: tuple[int, ...], near: torch.Tensor) -> torch.Tensor:
+def stand_in(shape: tuple[int, ...], near: torch.Tensor, *, requires_grad: bool = True) -> torch.Tensor:
     """A tensor of the whole parameter's shape and of the device and dtype of `near`, with the memory of one element.
 
     Args:
         shape: of the whole parameter.
         near: a tensor there; one without dimensions and gradient is used itself.
+        requires_grad: whether the parameter is trained.
     """
     one = near.detach().new_empty(()) if near.ndim or near.requires_grad else near
-    return one.expand(shape)
+    return one.expand(shape).requires_grad_(requires_grad)

@@ -236,9 +236,9 @@ class LoadSession:
             _, dtype, shape = view.saved(number)
             if shape != shard.global_shape:
                 wrong.append(f"{shard.key} has shape {shape} in the checkpoint and {shard.global_shape} here")
-            elif dtype != shard.dtype and not self._cast:
+            elif dtype != shard.dtype and not (self._cast or shard.converts):
                 wrong.append(f"{shard.key} is {dtype} in the checkpoint and {shard.dtype} here (cast=True converts)")
-            elif dtype != shard.dtype:
+            elif dtype != shard.dtype and not shard.converts:
                 self._converted.append(str(shard.key))
             targets.append(Target(shard.data, dtypes[dtype]))
         if wrong:

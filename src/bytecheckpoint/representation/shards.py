@@ -45,6 +45,8 @@ class LiveShard:
         requires_grad: as the whole tensor has it.
         by_content: True for values that may differ between ranks under one key (extra states): copies on other
             ranks are the same only when their bytes are. False: (key, box) identifies the content.
+        converts: for a load: elements of another dtype are converted, also where the caller did not ask for a cast (a
+            parameter of which the exact value goes elsewhere too).
     """
 
     key: TensorKey
@@ -56,6 +58,7 @@ class LiveShard:
     aliases: tuple[str, ...] = ()
     requires_grad: bool = False
     by_content: bool = False
+    converts: bool = False
 
 
 @dataclass(slots=True)

@@ -20,7 +20,8 @@ from bytecheckpoint.frameworks.fsdp1.flats import (
     read_flats,
 )
 from bytecheckpoint.frameworks.irregular import Fragment, fragment_shards
-from bytecheckpoint.frameworks.leaves import add_shards
+from bytecheckpoint.frameworks.leaves import add_shards, dtype_name
+from bytecheckpoint.frameworks.masters import precise
 from bytecheckpoint.frameworks.modules import ModuleScan, capture_modules, load_modules, scan_modules, walk
 from bytecheckpoint.representation.shards import LiveState, TensorKey
 
@@ -156,6 +157,7 @@ def load_flat_modules(kind: str, scan: FlatScan, saved: SavedStates, into: Desti
         for piece in flat.pieces:
             found = _claimed(kind, piece.named, saved, into)
             if found is not None and (piece.held or 0 in piece.shape):
+                found = precise(saved, found, (piece.fqn, *piece.aliases), dtype_name(target.dtype))
                 fragments.append(piece.fragment(found.key, target, piece.first))
         into.finish.append(flat.refresh)
     into.wanted += fragment_shards(fragments)

@@ -163,9 +163,9 @@ class Views:
         self.members.append(member)
         near = self._near.get(id(member.flat))
         if near is None:
-            near = self._near[id(member.flat)] = stand_in((), member.flat.parameter)
+            near = self._near[id(member.flat)] = stand_in((), member.flat.parameter, requires_grad=False)
         for piece, names in zip(member.pieces, named, strict=True):
-            whole = stand_in(piece.shape, near)
+            whole = stand_in(piece.shape, near, requires_grad=piece.requires_grad)
             member.stand_ins.append(whole)
             self._by_id[id(whole)] = names
             yield whole

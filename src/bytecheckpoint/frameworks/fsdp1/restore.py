@@ -16,6 +16,7 @@ from bytecheckpoint.frameworks.fsdp1.flats import Piece
 from bytecheckpoint.frameworks.fsdp1.optimizers import FlatTable, Member, Views
 from bytecheckpoint.frameworks.irregular import Fragment, fragment_shards
 from bytecheckpoint.frameworks.leaves import add_shards, dtype_name, dtype_named, is_writable
+from bytecheckpoint.frameworks.masters import is_foreign_master
 from bytecheckpoint.frameworks.optimizer_restore import (
     ParameterRestore,
     ParameterState,
@@ -191,6 +192,8 @@ class _PartLoad:
         for found in saved.slots(kind, names):
             slot = found.key.slot
             into.claimed.add(found.key)
+            if is_foreign_master(slot, load.member.state(), load.member.optimizer, trees.types):
+                continue
             if (found.key.fqn, slot) in trees.nested:
                 raise self._unfit(found, "stands in a container")
             self.slots[slot] = found.dtype
