@@ -11,6 +11,8 @@ import torch
 
 import bytecheckpoint
 from bytecheckpoint.collectives import Collective, ThreadWorld
+from bytecheckpoint.interop.verify import verify_checkpoint
+from bytecheckpoint.storage import resolve
 from tests.support.layouts import Leaf, coded
 from tests.support.settings import using
 
@@ -96,6 +98,48 @@ def test_plans_that_do_not_belong_together_fail_the_save_and_not_the_next(tmp_pa
     assert not (tmp_path / "c" / "metadata.parquet").exists()
     assert [p for p in (tmp_path / "c").rglob("*") if p.is_file()] == []
     assert (tmp_path / "d" / "metadata.parquet").exists()
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_plan_that_only_the_ranks_remember_is_still_good(tmp_path: Path, asynchronous: bool) -> None:
+    """Rank 0 forgets plans by age, ranks by use; many prepares of another state age the first plan."""
+
+    def run(collective: Collective) -> bool:
+        states = {"model": rows(collective.rank, 3), "extra_states": {"own": collective.rank}}
+        bytecheckpoint.save(tmp_path / "a", states, timeout=20)
+        for _ in range(20):
+            bytecheckpoint.prepare({"model": {"other": torch.ones(3)}}).result(30)
+        handle = bytecheckpoint.save(tmp_path / "b", states, async_checkpoint=asynchronous, timeout=20)
+        return handle.result(30).plan_cached
+
+    assert ThreadWorld(3).run(run, timeout=60) == [True, True, True]
+    checkpoint = bytecheckpoint.open(tmp_path / "b")
+    assert torch.equal(checkpoint["model/part"][...], coded((12, 8), torch.float32))
+    assert checkpoint.catalog.info["layout"] == bytecheckpoint.open(tmp_path / "a").catalog.info["layout"]
+    assert verify_checkpoint(resolve(tmp_path / "b")).ok
+
+
+def test_ranks_whose_states_change_back_and_forth_keep_their_plans(tmp_path: Path) -> None:
+    """Ranks 1 and 2 gain and lose a tensor of their own at different steps: their plans come from different saves."""
+
+    def run(collective: Collective) -> list[bool]:
+        cached = []
+        for step, extra in enumerate([(), (1,), (2,), (1, 2), (), (1, 2)]):
+            model = rows(collective.rank, 3, step)
+            if collective.rank in extra:
+                model[f"late{collective.rank}"] = coded((7,), torch.float64, step)
+            cached.append(bytecheckpoint.save(tmp_path / str(step), {"model": model}, timeout=20).result().plan_cached)
+        return cached
+
+    cached = ThreadWorld(3).run(run, timeout=60)
+    assert [row[3:] for row in cached] == [[True] * 3] * 3
+    for step, extra in enumerate([(), (1,), (2,), (1, 2), (), (1, 2)]):
+        checkpoint = bytecheckpoint.open(tmp_path / str(step))
+        assert verify_checkpoint(resolve(tmp_path / str(step))).ok
+        assert torch.equal(checkpoint["model/part"][...], coded((12, 8), torch.float32, step))
+        assert {k for k in checkpoint if "late" in k} == {f"model/late{rank}" for rank in extra}
+        for rank in extra:
+            assert torch.equal(checkpoint[f"model/late{rank}"][...], coded((7,), torch.float64, step))
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

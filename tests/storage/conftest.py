@@ -17,14 +17,13 @@ from tests.servers.s3 import S3Server, versitygw
 
 @pytest.fixture(autouse=True)
 def fresh_settings() -> Iterator[None]:
-    """Every test begins with the defaults, with no plan of an earlier one and no failure waiting to be raised."""
+    """Every test begins with the defaults and no failure waiting to be raised."""
     before = bytecheckpoint.settings()
     yield
     bytecheckpoint.configure(**dataclasses.asdict(before))
     saver = saver_of(current())
     saver.drain()
     saver._failed = None
-    saver.plans.clear()
 
 
 @pytest.fixture(scope="session")

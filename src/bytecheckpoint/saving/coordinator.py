@@ -28,7 +28,7 @@ from ..planning.save_plan import LocalTable, SavePlan, all_rows, plan_save
 from ..representation.names import CATALOG_NAME, generation_of
 from ..storage import Storage
 from .commit import build_catalog, encode_catalog
-from .messages import Answer, Failure, Outcome, Report, Request, ValueRecord, decode, encode, tag
+from .messages import Answer, Description, Failure, Outcome, Report, Request, ValueRecord, decode, encode, tag
 
 __all__ = ["Coordinator", "SaveTask"]
 
@@ -36,6 +36,11 @@ _log = logging.getLogger("bytecheckpoint")
 _KEPT_PLANS = 16
 #: A rank that writes slower than this is taken for hanging, bytes per second.
 _SLOWEST = 4 << 20
+
+_MIXED_PLANS = (
+    "ranks follow different save plans: their states changed in ways that do not belong together, or some rank left "
+    "out a save; the next save plans anew"
+)
 
 Key = tuple[str, str, str]
 
@@ -51,7 +56,7 @@ class SaveTask:
         replaces: version of the catalog that was there when rank 0 began to write, "" for none.
         generation: of the new files.
         info: what the catalog says about the save as a whole.
-        layout: how the objects are distributed; set when rank 0 asks for a plan, kept with the plan.
+        layout: how the objects are distributed; rank 0 finds it when it asks for a plan, and keeps it with the plan.
     """
 
     sequence: int
@@ -69,7 +74,6 @@ class _KnownPlan:
     plan: SavePlan
     tables: list[LocalTable]
     expected: list[str]  # the plan name that each rank reports when it follows this plan
-    layout: dict[str, Any] | None
 
 
 class _Failed(Exception):
@@ -131,7 +135,7 @@ class Coordinator:
         waits.update(dict.fromkeys(requests, "b"))
         self._raise_first(first, waits)
         reports: dict[int, Report] = {r: m for r, m in first.items() if isinstance(m, Report)}
-        known, answers = self._plan(task, requests, reports)
+        known, answers = self._plan(task, requests, reports, waits)
         for rank, answer in answers.items():
             self._tell(task, rank, "b", answer)
             waits[rank] = "f"
@@ -143,7 +147,7 @@ class Coordinator:
         self._check(reports, known)
         self._complete_values(task, reports, waits)
         assert task.storage is not None
-        catalog = build_catalog(known.plan, reports, task.generation, {**task.info, "layout": known.layout})
+        catalog = build_catalog(known.plan, reports, task.generation, {**task.info, "layout": task.layout})
         # Looked for before the commit: what appears later belongs to a save that begins later.
         stale = self._stale(task.storage, {f.name: f.size for f in catalog.files})
         self._publish(task, encode_catalog(catalog))
@@ -177,43 +181,60 @@ class Coordinator:
         return most / _SLOWEST
 
     def _plan(
-        self, task: SaveTask, requests: dict[int, Request], reports: dict[int, Report]
+        self, task: SaveTask, requests: dict[int, Request], reports: dict[int, Report], waits: dict[int, str]
     ) -> tuple[_KnownPlan, dict[int, Answer]]:
         """The plan that this save follows, and the answers to the ranks that asked for one."""
-        old: _KnownPlan | None = None
-        if reports:
-            names = {r.plan for r in reports.values()}
-            old = next((k for k in reversed(self._plans.values()) if k.name in names), None) or next(
-                (k for k in reversed(self._plans.values()) if names & set(k.expected)), None
-            )
-            if old is None or any(old.expected[rank] != r.plan for rank, r in reports.items()):
-                raise IncompatibleCheckpointError(
-                    f"ranks follow different save plans ({len(names)} of them): their states changed in ways that do "
-                    f"not belong together, or some rank left out a save; the next save plans anew"
-                )
-            # Ranks keep the plans that they used last, so this side must too.
+        old = self._known(reports) if reports else None
+        if old is not None:
+            # Ranks keep the plans that they used last, so this side does too.
             self._plans.move_to_end(old.name)
             if not requests:
                 return old, {}
-        world = self._collective.world_size
         urls = {m.url for m in requests.values()} | {m.url for m in reports.values()}
         if len(urls) > 1:
             raise UsageError(f"ranks save to different paths: {', '.join(sorted(urls)[:3])}; give all the same path")
-        tables = [requests[r].table if r in requests else old.tables[r] for r in range(world)]  # type: ignore[union-attr]
-        fixed = {r: old.plan.locals_of(r) for r in reports} if old is not None else {}
-        plan = plan_save(tables, fixed)
+        tables = {rank: request.table for rank, request in requests.items()}
+        if old is not None:
+            tables |= {rank: old.tables[rank] for rank in reports}
+            fixed = {rank: old.plan.locals_of(rank) for rank in reports}
+        else:
+            told = self._described(task, reports, waits)
+            tables |= {rank: description.table for rank, description in told.items()}
+            fixed = {rank: np.frombuffer(description.rows, np.int64) for rank, description in told.items()}
+        ordered = [tables[rank] for rank in range(self._collective.world_size)]
+        plan = _plan_around(ordered, fixed)
         name = f"{self._collective.world_id}-{task.sequence}"
-        expected = [name if r in requests else old.expected[r] for r in range(world)]  # type: ignore[union-attr]
-        known = _KnownPlan(name, plan, tables, expected, task.layout if 0 in requests or old is None else old.layout)
+        expected = [reports[rank].plan if rank in reports else name for rank in range(len(ordered))]
+        known = _KnownPlan(name, plan, ordered, expected)
         self._plans[name] = known
         while len(self._plans) > _KEPT_PLANS:
             self._plans.popitem(last=False)
         values = _writers({r: q.values for r, q in requests.items()}, whole_world=not reports)
-        differences = _differences(requests, tables)
+        differences = _differences(requests, ordered)
         answers = {
             rank: Answer(name, plan.locals_of(rank).tobytes(), sorted(values[rank]), differences) for rank in requests
         }
         return known, answers
+
+    def _known(self, reports: Mapping[int, Report]) -> _KnownPlan | None:
+        """The plan to which all that was reported belongs, if it is remembered."""
+        return next(
+            (
+                k
+                for k in reversed(self._plans.values())
+                if all(k.expected[rank] == m.plan for rank, m in reports.items())
+            ),
+            None,
+        )
+
+    def _described(self, task: SaveTask, ranks: Collection[int], waits: dict[int, str]) -> dict[int, Description]:
+        """Ask ranks that have written by plans that are not remembered what they hold, and what they wrote."""
+        for rank in ranks:
+            self._tell(task, rank, waits[rank], Outcome(describe=True))
+            waits[rank] = "h"
+        told = self._collect(task, ranks, "d", 0.0) if ranks else {}
+        self._raise_first(told, waits)
+        return told
 
     @staticmethod
     def _check(reports: Mapping[int, Report], known: _KnownPlan) -> None:
@@ -230,7 +251,7 @@ class Coordinator:
         if not lacking:
             return
         for rank, keys in lacking.items():
-            self._tell(task, rank, "f", Outcome(write_values=sorted(keys)))
+            self._tell(task, rank, waits[rank], Outcome(write_values=sorted(keys)))
             waits[rank] = "g"
         more = self._collect(task, lacking, "e", 0.0)
         self._raise_first(more, waits)
@@ -264,6 +285,24 @@ class Coordinator:
             storage.delete(stale)
         except Exception as error:  # noqa: BLE001  the save is committed: nothing may report its failure any more
             _log.warning("%s: old files could not be removed: %s", storage.url, error)
+
+
+def _plan_around(tables: Sequence[LocalTable], fixed: Mapping[int, NDArray[np.int64]]) -> SavePlan:
+    """A plan in which the ranks in `fixed` have written the rows given, and the others write the rest.
+
+    Raises:
+        IncompatibleCheckpointError: that cannot be: the written files hold a shard twice, or lack one.
+    """
+    try:
+        plan = plan_save(tables, fixed)
+    except IncompatibleCheckpointError as error:
+        if len(fixed) < len(tables):
+            raise
+        raise IncompatibleCheckpointError(f"{_MIXED_PLANS}: {error}") from error
+    # Offsets in files are reckoned from the rows of a plan, so what was written must be what the plan says.
+    if any(not np.array_equal(plan.locals_of(rank), rows) for rank, rows in fixed.items()):
+        raise IncompatibleCheckpointError(_MIXED_PLANS)
+    return plan
 
 
 def _refuse_unseen(storage: Storage, name: str, size: int) -> None:

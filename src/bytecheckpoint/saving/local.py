@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -76,6 +77,8 @@ class LocalPlan:
         files: the files, with places in the image.
         write_values: keys of the values that it writes; others are written by another rank.
         known_values: keys that the plan says anything about; a value that it does not know is written.
+        table: the shards that the plan was made for.
+        layout: how the objects are distributed, on rank 0.
     """
 
     name: str
@@ -83,6 +86,8 @@ class LocalPlan:
     files: list[PlannedFile]
     write_values: set[TensorKey]
     known_values: set[TensorKey]
+    table: LocalTable
+    layout: dict[str, Any] | None = None
     targets: KnownTargets = field(default_factory=KnownTargets)
 
 

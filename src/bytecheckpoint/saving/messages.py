@@ -13,6 +13,7 @@ from ..representation.shards import TensorKey
 
 __all__ = [
     "Answer",
+    "Description",
     "Failure",
     "FileRecord",
     "Outcome",
@@ -141,18 +142,32 @@ class Report(msgspec.Struct, frozen=True, tag="report"):
     values: list[ValueRecord]
 
 
-class Outcome(msgspec.Struct, frozen=True, tag="outcome"):
-    """Last message of the coordinator.
+class Description(msgspec.Struct, frozen=True, tag="description"):
+    """What a rank holds and what of it this save has written, told where the coordinator does not know the plan.
 
     Attributes:
+        table: its shards.
+        rows: int64 indexes of the shards that it wrote, in file order, as bytes.
+    """
+
+    table: LocalTable
+    rows: bytes
+
+
+class Outcome(msgspec.Struct, frozen=True, tag="outcome"):
+    """Last message of the coordinator, or a question before it.
+
+    Attributes:
+        describe: not the end yet: the rank is to send a `Description`, and goes on waiting.
         write_values: not the end yet: keys of values that the rank must still write, because they no longer equal
             the copy that was to stand for them; the rank reports once more.
     """
 
+    describe: bool = False
     write_values: list[tuple[str, str, str]] = []
 
 
-_Message = Request | Answer | Report | Outcome | Failure
+_Message = Request | Answer | Report | Description | Outcome | Failure
 _decoder = msgspec.msgpack.Decoder(_Message)
 
 

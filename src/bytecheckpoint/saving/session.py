@@ -30,6 +30,7 @@ from .coordinator import SaveTask
 from .local import LocalPlan, PlannedFile, Value, content_digest, lay_out_rows, lay_out_values, signature, split
 from .messages import (
     Answer,
+    Description,
     Failure,
     FileRecord,
     Outcome,
@@ -125,6 +126,7 @@ class SaveSession:
         if cached is not None and not self._call.check_replicas and not dry:
             self._saver.plans.move_to_end(key)
             self._plan, self._cached = cached, True
+            self.task.layout = cached.layout
             self._phases.mark("plan")
             return
         digests = b""
@@ -150,7 +152,8 @@ class SaveSession:
             )
         known = {v.key for v in self._values}
         write = {unescaped(k) for k in answer.values}
-        self._plan = LocalPlan(answer.plan, rows, files, write, known, KnownTargets(len(files)))
+        layout = self.task.layout
+        self._plan = LocalPlan(answer.plan, rows, files, write, known, table, layout, KnownTargets(len(files)))
         self._differences = tuple(answer.differences)
         self._saver.remember(key, self._plan)
         self._phases.mark("plan")
@@ -360,6 +363,12 @@ class SaveSession:
         waiting = 2 * self._timeout + 4 * self._written / _SLOWEST
         outcome = self._receive("f", waiting)
         assert isinstance(outcome, Outcome)
+        if outcome.describe:
+            self.next_report = "d"
+            self._send(Description(plan.table, np.array(plan.rows, np.int64).tobytes()))
+            self.next_report = ""
+            outcome = self._receive("h", waiting)
+            assert isinstance(outcome, Outcome)
         if outcome.write_values:
             self.next_report = "e"
             keys = {unescaped(k) for k in outcome.write_values}
