@@ -12,8 +12,7 @@ from bytecheckpoint.errors import UsageError
 from bytecheckpoint.frameworks.base import Destination, Names, SavedStates
 from bytecheckpoint.frameworks.fsdp1.flats import find_fsdp1
 from bytecheckpoint.frameworks.fsdp1.modules import capture_flat_modules, load_flat_modules, scan_flat_modules
-from bytecheckpoint.frameworks.fsdp1.optimizers import FlatTable, capture_flat_optimizers
-from bytecheckpoint.frameworks.fsdp1.restore import load_flat_optimizers
+from bytecheckpoint.frameworks.fsdp1.optimizers import FlatTable, capture_flat_optimizers, load_flat_optimizers
 from bytecheckpoint.frameworks.native import NativeFramework, Scan, layout_in_words
 from bytecheckpoint.frameworks.optimizers import as_optimizers
 from bytecheckpoint.representation.shards import LiveState

@@ -19,9 +19,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from bytecheckpoint.errors import UsageError
-from bytecheckpoint.frameworks.irregular import WHOLE, Block, Fragment
+from bytecheckpoint.frameworks.flat_optimizers import Part
+from bytecheckpoint.frameworks.irregular import WHOLE, Block
 from bytecheckpoint.frameworks.leaves import memory_of
-from bytecheckpoint.representation.shards import TensorKey
 
 __all__ = ["Flat", "Piece", "find_fsdp1", "is_flattened", "is_fsdp1", "original_buffer_dtypes", "read_flats"]
 
@@ -29,47 +29,18 @@ _NO_ELEMENTS = (0, 0, 0)
 
 
 @dataclass(slots=True)
-class Piece:
-    """One original parameter of a flat one.
+class Piece(Part):
+    """One original parameter of a flat one; `held` where this rank's shard covers it.
 
     Attributes:
-        fqn: its name in the bare model.
-        aliases: further names (shared parameters).
-        shape: of the whole parameter.
-        start: number of the first element that is here, in the memory order of `block`.
-        first: its place in the shard.
-        count: number of elements here.
-        held: whether this rank's shard covers it.
-        block: what was flattened: a transposed parameter, a tensor-parallel part.
-        requires_grad: whether it is trained.
         parameter: the parameter itself under use_orig_params=True, else None.
         owner: the module that has it.
         name: its name there.
     """
 
-    fqn: str
-    aliases: list[str]
-    shape: tuple[int, ...]
-    start: int
-    first: int
-    count: int
-    held: bool
-    block: Block
-    requires_grad: bool
     parameter: torch.Tensor | None
     owner: nn.Module
     name: str
-
-    @property
-    def named(self) -> tuple[str, tuple[str, ...]]:
-        """(FQN, aliases)."""
-        return self.fqn, tuple(self.aliases)
-
-    def fragment(self, key: TensorKey, data: torch.Tensor, first: int) -> Fragment:
-        """The run of elements of `key` that stands in `data` from place `first`."""
-        return Fragment(
-            key, self.shape, self.start, data, first, self.count, self.block, tuple(self.aliases), self.requires_grad
-        )
 
 
 @dataclass(slots=True)

@@ -8,21 +8,22 @@ lies.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from bytecheckpoint.errors import UsageError
+from bytecheckpoint.frameworks.base import Destination, SavedStates
+from bytecheckpoint.frameworks.flat_optimizers import Member, Words, capture_members
+from bytecheckpoint.frameworks.flat_restore import load_members
 from bytecheckpoint.frameworks.fsdp1.flats import Flat, Piece, is_flattened
-from bytecheckpoint.frameworks.irregular import Fragment, fragment_shards
-from bytecheckpoint.frameworks.optimizers import NOT_HYPERPARAMETERS, ParameterNames, capture_optimizers
+from bytecheckpoint.frameworks.optimizers import NOT_HYPERPARAMETERS, ParameterNames
 from bytecheckpoint.frameworks.views import optimizer_view, stand_in
-from bytecheckpoint.representation.shards import LiveState, TensorKey
+from bytecheckpoint.representation.shards import LiveState
 
-__all__ = ["FlatTable", "Member", "Views", "capture_flat_optimizers"]
+__all__ = ["FlatTable", "capture_flat_optimizers", "load_flat_optimizers"]
 
 
 @dataclass(slots=True)
@@ -53,43 +54,12 @@ class FlatTable:
         return table
 
 
-@dataclass(slots=True)
-class Member:
-    """One parameter of an optimizer that FSDP1 has flattened.
-
-    Attributes:
-        optimizer: the live one.
-        view: of it.
-        parameter: as the optimizer has it.
-        flat: the flat parameter behind it.
-        pieces: the original parameters that it stands for: all of a flat one, or one.
-        stand_ins: for each piece the parameter of the view.
-    """
-
-    optimizer: Optimizer
-    view: Optimizer
-    parameter: torch.Tensor
-    flat: Flat
-    pieces: list[Piece]
-    stand_ins: list[torch.Tensor] = field(default_factory=list)
-
-    @property
-    def whole(self) -> bool:
-        """Whether `parameter` is a flat one."""
-        return not self.flat.originals
-
-    @property
-    def local_shape(self) -> tuple[int, ...]:
-        """Shape of state that has one value per element."""
-        return tuple(self.flat.shard_shape) if self.whole else (self.pieces[0].count,)
-
-    def place(self, piece: Piece) -> int:
-        """Where the elements of `piece` begin in such state."""
-        return piece.first if self.whole else 0
-
-    def state(self) -> Mapping[Any, Any]:
-        """The live state; empty where there is none."""
-        return self.optimizer.state.get(self.parameter) or {}
+_WORDS = Words(
+    framework="FSDP1",
+    unsplit="use an optimizer with one value per element, or fully_shard (FSDP2)",
+    unfit="load it into fully_shard (FSDP2), DDP or NO_SHARD with use_orig_params=True",
+    joined="wrap the module with use_orig_params=True",
+)
 
 
 class Views:
@@ -147,10 +117,10 @@ class Views:
             if one is not None:
                 flat, piece = one
                 named = [self._by_id.get(id(parameter), piece.named)]
-                yield from self._add(Member(optimizer, view, parameter, flat, [piece]), named)
+                yield from self._add(optimizer, view, parameter, flat, [piece], named)
             elif (whole := self._table.whole.get(id(parameter))) is not None:
                 named = [piece.named for piece in whole.pieces]
-                yield from self._add(Member(optimizer, view, parameter, whole, whole.pieces), named)
+                yield from self._add(optimizer, view, parameter, whole, whole.pieces, named)
             elif is_flattened(parameter) and id(parameter) not in self._table.unsharded:
                 raise UsageError(
                     f"{self._kind}: {type(optimizer).__name__} has a parameter of an FSDP1 module (shape "
@@ -159,12 +129,31 @@ class Views:
             else:
                 yield parameter
 
-    def _add(self, member: Member, named: Sequence[tuple[str, tuple[str, ...]]]) -> Iterator[torch.Tensor]:
+    def _add(
+        self,
+        optimizer: Optimizer,
+        view: Optimizer,
+        parameter: torch.Tensor,
+        flat: Flat,
+        pieces: Sequence[Piece],
+        named: Sequence[tuple[str, tuple[str, ...]]],
+    ) -> Iterator[torch.Tensor]:
+        joined = not flat.originals
+        member = Member(
+            optimizer=optimizer,
+            view=view,
+            parameter=parameter,
+            parts=pieces,
+            joined=joined,
+            local_shape=tuple(flat.shard_shape) if joined else (pieces[0].count,),
+            where=f"the flat parameter of {flat.where or 'the root'!r}",
+            words=_WORDS,
+        )
         self.members.append(member)
-        near = self._near.get(id(member.flat))
+        near = self._near.get(id(flat))
         if near is None:
-            near = self._near[id(member.flat)] = stand_in((), member.flat.parameter, requires_grad=False)
-        for piece, names in zip(member.pieces, named, strict=True):
+            near = self._near[id(flat)] = stand_in((), flat.parameter, requires_grad=False)
+        for piece, names in zip(pieces, named, strict=True):
             whole = stand_in(piece.shape, near, requires_grad=piece.requires_grad)
             member.stand_ins.append(whole)
             self._by_id[id(whole)] = names
@@ -186,58 +175,20 @@ def capture_flat_optimizers(
         UsageError: state of a flattened parameter is neither one value per element nor one value; names it.
     """
     views = Views(kind, optimizers, names, table, live=False)
-    fragments: list[Fragment] = []
-    for member in views.members:
-        own = member.state()
-        # A rank that holds no element of a parameter does not step it: what state it has is not the parameter's.
-        held = [(p, s) for p, s in zip(member.pieces, member.stand_ins, strict=True) if p.held]
-        if not own or not held:
-            continue
-        elementwise, rest = _sorted(kind, member, own)
-        for slot, value in elementwise.items():
-            for piece, whole in held:
-                fqn, aliases = views.names.by_id[id(whole)]
-                fragment = piece.fragment(TensorKey(kind, fqn, slot), value, member.place(piece))
-                fragment.aliases, fragment.requires_grad = aliases, False
-                fragments.append(fragment)
-        if rest:
-            state: Any = member.view.state
-            state.update((whole, rest) for _, whole in held)
-    captured = capture_optimizers(kind, views.optimizers, views.names)
-    captured.shards += fragment_shards(fragments)
-    return captured
+    return capture_members(kind, views.optimizers, views.names, views.members)
 
 
-def _sorted(kind: str, member: Member, own: Mapping[Any, Any]) -> tuple[dict[str, torch.Tensor], dict[Any, Any]]:
-    """State with one value per element by slot; and single values."""
-    elementwise: dict[str, torch.Tensor] = {}
-    rest: dict[Any, Any] = {}
-    local = member.local_shape
-    for slot, value in own.items():
-        if isinstance(value, torch.Tensor) and type(slot) is str and slot:
-            if tuple(value.shape) == local:
-                elementwise[slot] = value
-                continue
-            if value.numel() == 1:
-                rest[slot] = value
-                continue
-            form = f"of shape {tuple(value.shape)}"
-        elif _holds_tensor(value):
-            form = f"in a {type(value).__name__}"
-        else:
-            rest[slot] = value
-            continue
-        raise UsageError(
-            f"{kind}/state/{member.pieces[0].fqn}/{slot} is a tensor {form}, and FSDP1 keeps the parameter as a flat run "
-            f"of shape {local}: state that does not follow its elements cannot be split by parameter; use an optimizer "
-            "with one value per element, or fully_shard (FSDP2)"
-        )
-    return elementwise, rest
-
-
-def _holds_tensor(value: Any) -> bool:
-    if isinstance(value, torch.Tensor):
-        return True
-    if isinstance(value, dict):
-        return any(map(_holds_tensor, value.values()))
-    return isinstance(value, list | tuple) and any(map(_holds_tensor, value))
+def load_flat_optimizers(
+    kind: str,
+    optimizers: Sequence[Optimizer],
+    names: ParameterNames,
+    table: FlatTable,
+    saved: SavedStates,
+    into: Destination,
+    *,
+    strict: bool,
+) -> None:
+    """Plan the load of one kind; see `load_members` for what is raised."""
+    views = Views(kind, optimizers, names, table, live=True)
+    load_members(kind, views.optimizers, views.names, views.members, saved, into, strict=strict)
+    into.finish.append(views.hand_back)
