@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Installs the servers and tools that the storage tests run against (`make test-servers`), each in the version named here.
 #
-#   install-servers.sh [NAME...]   all by default: versitygw minio s3proxy azurite toxiproxy
+#   install-servers.sh [NAME...]   all by default: versitygw minio s3proxy azurite toxiproxy hadoop
 #
 #   SERVERS_DIR  where (default: ~/.cache/bytecheckpoint-servers). What is there in the right version stays as it is.
 #
@@ -14,6 +14,7 @@ MINIO=github.com/minio/minio@v0.0.0-20260212201848-7aac2a2c5b7c # AGPL: a tool f
 TOXIPROXY=github.com/Shopify/toxiproxy/v2/cmd/server@v2.5.0
 S3PROXY=org.gaul:s3proxy:2.9.0
 AZURITE=azurite@3.35.0
+HADOOP=3.4.2
 
 say() { echo "install-servers: $*" >&2; }
 
@@ -50,20 +51,30 @@ versitygw() { go_tool versitygw "$VERSITYGW"; }
 minio() { go_tool minio "$MINIO"; }
 toxiproxy() { go_tool toxiproxy "$TOXIPROXY"; }
 
-s3proxy() {
-    fresh s3proxy "$S3PROXY" || return 0
-    need mvn s3proxy
-    need java s3proxy
-    local group artifact version
-    IFS=: read -r group artifact version <<<"$S3PROXY"
-    cat >"$DIR/s3proxy/pom.xml" <<XML
-<project><modelVersion>4.0.0</modelVersion><groupId>tests</groupId><artifactId>s3proxy</artifactId><version>1</version>
-<dependencies><dependency>
-<groupId>$group</groupId><artifactId>$artifact</artifactId><version>$version</version>
-</dependency></dependencies></project>
-XML
-    (cd "$DIR/s3proxy" && mvn -q dependency:copy-dependencies -DincludeScope=runtime -DoutputDirectory=lib)
-    done_with s3proxy "$S3PROXY"
+# maven NAME VERSION GROUP:ARTIFACT:VERSION...: puts Java libraries, with all that they need, into $DIR/NAME/lib.
+maven() {
+    fresh "$1" "$2" || return 0
+    need mvn "$1"
+    need java "$1"
+    local name=$1 wanted=$2 library group artifact version
+    {
+        echo "<project><modelVersion>4.0.0</modelVersion><groupId>tests</groupId><artifactId>$name</artifactId>"
+        echo "<version>1</version><dependencies>"
+        for library in "${@:3}"; do
+            IFS=: read -r group artifact version <<<"$library"
+            echo "<dependency><groupId>$group</groupId><artifactId>$artifact</artifactId><version>$version</version></dependency>"
+        done
+        echo "</dependencies></project>"
+    } >"$DIR/$name/pom.xml"
+    (cd "$DIR/$name" && mvn -q dependency:copy-dependencies -DincludeScope=runtime -DoutputDirectory=lib)
+    done_with "$name" "$wanted"
+}
+
+s3proxy() { maven s3proxy "$S3PROXY" "$S3PROXY"; }
+
+hadoop() {
+    local of=org.apache.hadoop
+    maven hadoop "$HADOOP" "$of:hadoop-hdfs:$HADOOP" "$of:hadoop-common:$HADOOP" "$of:hadoop-hdfs-client:$HADOOP"
 }
 
 azurite() {
@@ -76,12 +87,12 @@ azurite() {
 
 mkdir -p "$DIR"
 names=("$@")
-[[ ${#names[@]} -gt 0 ]] || names=(versitygw minio s3proxy azurite toxiproxy)
+[[ ${#names[@]} -gt 0 ]] || names=(versitygw minio s3proxy azurite toxiproxy hadoop)
 for name in "${names[@]}"; do
     case $name in
-    versitygw | minio | s3proxy | azurite | toxiproxy) "$name" ;;
+    versitygw | minio | s3proxy | azurite | toxiproxy | hadoop) "$name" ;;
     *)
-        say "no server is called $name: versitygw, minio, s3proxy, azurite, toxiproxy"
+        say "no server is called $name: versitygw, minio, s3proxy, azurite, toxiproxy, hadoop"
         exit 1
         ;;
     esac

@@ -6,12 +6,14 @@ import dataclasses
 import os
 import uuid
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 import bytecheckpoint
 from bytecheckpoint.collectives import current
 from bytecheckpoint.saving.saver import saver_of
+from tests.servers.hdfs import Hdfs
 from tests.servers.s3 import S3Server, versitygw
 
 
@@ -49,9 +51,26 @@ def bucket(s3: S3Server) -> str:
     return name
 
 
+@pytest.fixture(scope="session")
+def hdfs_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hdfs]:
+    """A NameNode and two DataNodes for all tests of the run."""
+    cluster = Hdfs(tmp_path_factory.mktemp("hdfs"))
+    try:
+        yield cluster.start()
+    finally:
+        cluster.stop()
+
+
+@pytest.fixture
+def hdfs(hdfs_cluster: Hdfs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hdfs:
+    """The cluster, with the environment pointing to it as hdfs://demo_0."""
+    use(monkeypatch, hdfs_cluster.configuration(tmp_path / "hadoop"))
+    return hdfs_cluster
+
+
 def use(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]) -> None:
     """Let clients, those of child processes too, find a server."""
-    for name in [n for n in os.environ if n.startswith(("AWS_", "AZURE_", "GOOGLE_"))]:
+    for name in [n for n in os.environ if n.startswith(("AWS_", "AZURE_", "GOOGLE_", "HADOOP_"))]:
         monkeypatch.delenv(name)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)

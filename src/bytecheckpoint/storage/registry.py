@@ -43,6 +43,7 @@ _BUILTIN = {
     "s3": _Builtin(".objects", "ObjectStorage", "obstore", "s3"),
     "gs": _Builtin(".objects", "ObjectStorage", "obstore", "gcs"),
     "az": _Builtin(".objects", "ObjectStorage", "obstore", "azure"),
+    "hdfs": _Builtin(".hdfs", "HdfsStorage", "hdfs_native", "hdfs"),
 }
 _BUILTIN_FSSPEC = _Builtin(".fsspec_storage", "FsspecStorage", "fsspec", "fsspec")
 

@@ -13,7 +13,8 @@ import os
 import tempfile
 import threading
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 from ..errors import CheckpointError, StorageError
 from ..settings import settings
@@ -26,9 +27,17 @@ __all__ = ["Pieces", "UploadingStorage"]
 _SPOOL_STEP = 8 << 20
 _EVERYTHING = 1 << 62
 
-#: Makes an iterator over the bytes of a file, from the first to the last. It can be asked for more than once, and raises
-#: a CheckpointError, which the upload must let through, when the file is not wanted any more.
-Pieces = Callable[[], Iterator[memoryview]]
+
+class Pieces(Protocol):
+    """Makes an iterator over the bytes of a file, or of a range of it, in order.
+
+    It can be asked for more than once, and from several threads. It raises a CheckpointError, which the upload must let
+    through, when the file is not wanted any more.
+    """
+
+    def __call__(self, start: int = 0, stop: int = _EVERYTHING) -> Iterator[memoryview]:
+        """The bytes from `start` to before `stop`, or to the file's end."""
+        ...
 
 
 class UploadingStorage(Storage):
@@ -62,14 +71,14 @@ class _Uploading(FileWriter):
         self._stopped = threading.Event()
         self._sent = False
 
-    def _pieces(self) -> Iterator[memoryview]:
+    def _pieces(self, start: int, stop: int) -> Iterator[memoryview]:
         raise NotImplementedError
 
     def _release(self) -> None:
         raise NotImplementedError
 
-    def _until_stopped(self) -> Iterator[memoryview]:
-        for piece in self._pieces():
+    def _until_stopped(self, start: int = 0, stop: int = _EVERYTHING) -> Iterator[memoryview]:
+        for piece in self._pieces(start, stop):
             if self._stopped.is_set():
                 raise CheckpointError(f"the upload of {self._storage.url}/{self._name} was given up")
             yield piece
@@ -111,9 +120,13 @@ class _Remembering(_Uploading):
         assert position == size, f"{self._name} has {position} bytes, not {size}"
         self._upload(size)
 
-    def _pieces(self) -> Iterator[memoryview]:
-        for _, buffers in self._runs:
-            yield from buffers
+    def _pieces(self, start: int, stop: int) -> Iterator[memoryview]:
+        for position, buffers in self._runs:
+            for buffer in buffers:
+                piece = buffer[max(start - position, 0) : max(stop - position, 0)]
+                position += len(buffer)
+                if len(piece):
+                    yield piece
 
     def _release(self) -> None:
         self._runs = []
@@ -146,11 +159,12 @@ class _Spooling(_Uploading):
         self._size = size
         self._upload(size)
 
-    def _pieces(self) -> Iterator[memoryview]:
-        for start in range(0, self._size, _SPOOL_STEP):
+    def _pieces(self, start: int, stop: int) -> Iterator[memoryview]:
+        stop = min(stop, self._size)
+        for at in range(start, stop, _SPOOL_STEP):
             with translated("read", self._shown):
-                piece = os.pread(self._file.fileno(), min(_SPOOL_STEP, self._size - start), start)
-            assert len(piece) == min(_SPOOL_STEP, self._size - start)
+                piece = os.pread(self._file.fileno(), min(_SPOOL_STEP, stop - at), at)
+            assert len(piece) == min(_SPOOL_STEP, stop - at)
             yield memoryview(piece)
 
     def _release(self) -> None:

@@ -1,0 +1,164 @@
+"""Which NameNodes an hdfs:// URL means, by the usual Hadoop configuration, and what the client is told besides.
+
+`$HADOOP_CONF_DIR` (or `$HADOOP_HOME/etc/hadoop`) holds core-site.xml and hdfs-site.xml. The client reads them itself; here
+they are read for what it cannot say (whom to send a concat) and for what it does not know (name services with one
+NameNode, the default port).
+"""
+
+from __future__ import annotations
+
+import getpass
+import os
+import re
+from dataclasses import dataclass
+from xml.etree import ElementTree
+
+from ..errors import UsageError
+
+__all__ = ["Address", "Target", "parse_url", "target_of"]
+
+_DEFAULT_PORT = 8020
+_FILES = ("core-site.xml", "hdfs-site.xml")
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+_VARIABLES = (
+    "HADOOP_CONF_DIR", "HADOOP_HOME", "HADOOP_USER_NAME", "HADOOP_PROXY_USER", "HADOOP_TOKEN_FILE_LOCATION", "KRB5CCNAME",
+)  # fmt: skip
+
+#: Host and port of a NameNode.
+Address = tuple[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A file system and how to speak with it. Equal targets can share one client.
+
+    Attributes:
+        authority: its name in URLs, "demo_0" or "host:port".
+        namenodes: where its NameNodes listen.
+        options: configuration of the client, over that of the files.
+        user: who the NameNode is told we are; "" where Kerberos says that.
+        environment: what else the client takes from the environment.
+    """
+
+    authority: str
+    namenodes: tuple[Address, ...]
+    options: tuple[tuple[str, str], ...]
+    user: str
+    environment: tuple[tuple[str, str], ...]
+
+    @property
+    def secure(self) -> bool:
+        """Whether the cluster authenticates by Kerberos or tokens."""
+        return not self.user
+
+
+def parse_url(url: str) -> tuple[str, str]:
+    """Authority and path of an hdfs:// URL; the path begins with "/" and does not end with one, but for the root.
+
+    Raises:
+        UsageError: it is no place in HDFS.
+    """
+    authority, _, rest = url.partition("://")[2].partition("/")
+    path = rest.strip("/")
+    if "@" in authority:
+        raise UsageError("an hdfs:// URL takes no user name: set HADOOP_USER_NAME, or use Kerberos")
+    if _CONTROL.search(authority + path) or any(
+        part in ("", ".", "..") or ":" in part for part in path.split("/") if path
+    ):
+        raise UsageError(
+            f"{url!r} has an empty, '.' or '..' part, a colon or a control character: write hdfs://cluster/folder"
+        )
+    if not authority:
+        default = _configuration().get("fs.defaultFS", "")
+        if not default.startswith("hdfs://"):
+            raise UsageError(
+                f"{url!r} names no cluster, and {_where()} sets no fs.defaultFS of HDFS: write hdfs://cluster/folder"
+            )
+        authority = default.partition("://")[2].partition("/")[0]
+    return authority, f"/{path}"
+
+
+def target_of(authority: str) -> Target:
+    """What the environment and the configuration say about a cluster, now.
+
+    Raises:
+        UsageError: they are broken.
+    """
+    found = _configuration()
+    options = {
+        # One round through the NameNodes; the patience is here, where it knows what it waits for.
+        "dfs.client.failover.max.attempts": "0",
+        "dfs.client.failover.sleep.base.millis": "100",
+        "dfs.client.failover.sleep.max.millis": "1000",
+    }
+    for name, value in (
+        # How long a DataNode may say nothing. Another one, or another block, is quicker than the default minute.
+        ("dfs.client.socket-timeout", "20000"),
+        # A write goes on with the DataNodes that are left, as long as there is one.
+        ("dfs.client.block.write.replace-datanode-on-failure.best-effort", "true"),
+    ):
+        if name not in found:
+            options[name] = value
+    namenodes = _namenodes(authority, found, options)
+    options["dfs.client.failover.max.attempts"] = str(len(namenodes) - 1)
+    secure = found.get("hadoop.security.authentication", "simple") != "simple"
+    user = "" if secure else os.environ.get("HADOOP_USER_NAME") or getpass.getuser()
+    environment = tuple((name, os.environ[name]) for name in _VARIABLES if name in os.environ)
+    return Target(authority, namenodes, tuple(sorted(options.items())), user, environment)
+
+
+def _namenodes(authority: str, found: dict[str, str], options: dict[str, str]) -> tuple[Address, ...]:
+    """Addresses of the NameNodes; adds to the options what the client needs to find them."""
+    if ":" in authority:
+        return (_address(authority, authority),)
+    names = [name.strip() for name in found.get(f"dfs.ha.namenodes.{authority}", "").split(",") if name.strip()]
+    addresses = [found.get(f"dfs.namenode.rpc-address.{authority}.{name}", "") for name in names]
+    if names and all(addresses):
+        return tuple(_address(authority, address) for address in addresses)
+    if names:
+        raise UsageError(
+            f"{_where()} names the NameNodes {', '.join(names)} of {authority}, but not all their addresses"
+        )
+    # A name service with one NameNode, or a plain host name.
+    only = found.get(f"dfs.namenode.rpc-address.{authority}", authority)
+    address = _address(authority, only)
+    options[f"dfs.ha.namenodes.{authority}"] = "only"
+    options[f"dfs.namenode.rpc-address.{authority}.only"] = f"{address[0]}:{address[1]}"
+    return (address,)
+
+
+def _address(authority: str, text: str) -> Address:
+    host, colon, port = text.strip().rpartition(":") if ":" in text else (text.strip(), "", "")
+    if not host or (colon and not port.isdigit()):
+        raise UsageError(f"{text!r} is no address of a NameNode of {authority}: write host:port")
+    return host, int(port) if colon else _DEFAULT_PORT
+
+
+def _folder() -> str:
+    if folder := os.environ.get("HADOOP_CONF_DIR"):
+        return folder
+    home = os.environ.get("HADOOP_HOME")
+    return os.path.join(home, "etc", "hadoop") if home else ""
+
+
+def _where() -> str:
+    return f"the configuration in {_folder()}" if _folder() else "the configuration (HADOOP_CONF_DIR is not set)"
+
+
+def _configuration() -> dict[str, str]:
+    """Properties of the files, the later over the earlier."""
+    found: dict[str, str] = {}
+    folder = _folder()
+    for name in _FILES if folder else ():
+        path = os.path.join(folder, name)
+        try:
+            root = ElementTree.parse(path).getroot()
+        except FileNotFoundError:
+            continue
+        except (OSError, ElementTree.ParseError) as error:
+            raise UsageError(f"cannot read the Hadoop configuration {path}: {error}") from None
+        for entry in root.iter("property"):
+            key, value = entry.findtext("name"), entry.findtext("value")
+            if key and value is not None:
+                found[key.strip()] = value.strip()
+    return found

@@ -1,0 +1,191 @@
+"""HDFS: a NameNode and DataNodes of Hadoop, on this machine, each of which can be killed and started again."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import time
+import urllib.request
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from xml.sax.saxutils import escape
+
+from .process import Server, folder_of, free_port
+
+__all__ = ["USER", "Hdfs", "write_configuration"]
+
+#: Whoever starts the NameNode may do everything in it.
+USER = "superuser"
+_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+_JAVA = ["java", "--add-opens", "java.base/java.lang=ALL-UNNAMED", "--add-opens", "java.base/java.util=ALL-UNNAMED"]
+_LOGGING = """log4j.rootLogger=INFO, A
+log4j.appender.A=org.apache.log4j.ConsoleAppender
+log4j.appender.A.layout=org.apache.log4j.PatternLayout
+log4j.appender.A.layout.ConversionPattern=%d %p %c{1}: %m%n
+"""
+
+
+def write_configuration(folder: Path, core: Mapping[str, str], hdfs: Mapping[str, str]) -> Path:
+    """Write core-site.xml and hdfs-site.xml, as HADOOP_CONF_DIR has them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, properties in (("core-site.xml", core), ("hdfs-site.xml", hdfs)):
+        lines = (
+            f"<property><name>{escape(key)}</name><value>{escape(value)}</value></property>\n"
+            for key, value in properties.items()
+        )
+        (folder / name).write_text(f"<configuration>\n{''.join(lines)}</configuration>\n")
+    return folder
+
+
+class Hdfs:
+    """A running cluster.
+
+    Args:
+        folder: for everything it writes.
+        datanodes: how many.
+        data: folder for the DataNodes' blocks, if not in `folder`.
+
+    Attributes:
+        port: of the NameNode's RPC.
+        namenode: its process.
+        datanodes: their processes.
+        ports: where the DataNodes take data.
+    """
+
+    def __init__(self, folder: Path, datanodes: int = 2, data: Path | None = None, **properties: str) -> None:
+        self._folder = folder
+        self._libraries = folder_of("hadoop") / "lib"
+        self.port, self._http = free_port(), free_port()
+        self._conf = self._configure(datanodes, properties)
+        subprocess.run(
+            [*self._java("namenode.NameNode", 256), "-format", "-nonInteractive"], check=True, timeout=300,
+            capture_output=True, env=self._environment(),
+        )  # fmt: skip
+        self.namenode = self._server(
+            self._java("namenode.NameNode", 512), f"http://127.0.0.1:{self._http}/jmx?qry=x", "nn"
+        )
+        self.datanodes: list[Server] = []
+        self.ports: list[int] = []
+        for number in range(datanodes):
+            taken, http, ipc = free_port(), free_port(), free_port()
+            blocks = (data or folder) / f"dn{number}"
+            command = [
+                *self._java("datanode.DataNode", 256), "-D", f"dfs.datanode.data.dir={blocks}",
+                "-D", f"dfs.datanode.address=127.0.0.1:{taken}", "-D", f"dfs.datanode.http.address=127.0.0.1:{http}",
+                "-D", f"dfs.datanode.ipc.address=127.0.0.1:{ipc}", "-D", "dfs.datanode.hostname=127.0.0.2",
+            ]  # fmt: skip
+            self.ports.append(taken)
+            self.datanodes.append(self._server(command, f"http://127.0.0.1:{http}/jmx?qry=x", f"dn{number}"))
+
+    def _configure(self, datanodes: int, properties: Mapping[str, str]) -> Path:
+        conf = self._folder / "conf"
+        for name in ("hdfs", "datanode"):  # both programs look for them
+            (conf / "webapps" / name).mkdir(parents=True)
+        (conf / "log4j.properties").write_text(_LOGGING)
+        (conf / "hadoop-metrics2.properties").write_text("*.periodMillis=100\n")  # counters are up to date
+        core = {"fs.defaultFS": f"hdfs://127.0.0.1:{self.port}", "hadoop.tmp.dir": str(self._folder / "tmp")}
+        hdfs = {
+            "dfs.replication": str(min(datanodes, 2)),
+            "dfs.namenode.name.dir": str(self._folder / "nn"),
+            "dfs.namenode.http-address": f"127.0.0.1:{self._http}",
+            "dfs.namenode.rpc-bind-host": "127.0.0.1",
+            "dfs.namenode.fs-limits.min-block-size": "1048576",
+            "dfs.namenode.safemode.extension": "0",
+            "dfs.heartbeat.interval": "1",
+            # A dead DataNode stays in the NameNode's good books for minutes, as in any cluster.
+            "dfs.namenode.heartbeat.recheck-interval": "300000",
+            **properties,
+        }
+        return write_configuration(conf, core, hdfs)
+
+    def _java(self, main: str, megabytes: int) -> list[str]:
+        classpath = f"{self._conf}:{self._libraries}/*"
+        return [*_JAVA, f"-Xmx{megabytes}m", "-cp", classpath, f"org.apache.hadoop.hdfs.server.{main}"]
+
+    @staticmethod
+    def _environment() -> dict[str, str]:
+        return {**os.environ, "HADOOP_USER_NAME": USER}
+
+    def _server(self, command: list[str], url: str, name: str) -> Server:
+        return Server(command, url, self._folder / f"{name}.log", env={"HADOOP_USER_NAME": USER})
+
+    def start(self) -> Hdfs:
+        """Start everything and wait until files can be written."""
+        self.namenode.start()
+        for datanode in self.datanodes:
+            datanode.start()
+        self.wait(len(self.datanodes))
+        return self
+
+    def stop(self) -> None:
+        """End everything."""
+        for server in (*self.datanodes, self.namenode):
+            server.kill()
+
+    def restart_namenode(self) -> None:
+        """Start the NameNode again, which was killed. It is in safe mode at first."""
+        self.namenode.start()
+
+    def wait(self, datanodes: int, timeout: float = 120.0) -> None:
+        """Wait until the NameNode has heard from so many DataNodes and has left safe mode."""
+        deadline = time.monotonic() + timeout
+        while True:
+            try:
+                live = self.bean("NameNode", "FSNamesystemState")["NumLiveDataNodes"]
+                if live >= datanodes and not self.bean("NameNode", "NameNodeInfo")["Safemode"]:
+                    return
+            except (OSError, LookupError, ValueError):
+                pass
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"the cluster did not become ready: {(self._folder / 'nn.log').read_text()[-2000:]}")
+            time.sleep(0.1)
+
+    def bean(self, service: str, name: str) -> dict[str, Any]:
+        """What the NameNode tells about itself under a name."""
+        url = f"http://127.0.0.1:{self._http}/jmx?qry=Hadoop:service={service},name={name}"
+        with _opener.open(url, timeout=10) as answer:
+            found: dict[str, Any] = json.load(answer)["beans"][0]
+            return found
+
+    def operations(self) -> dict[str, int]:
+        """How often each operation of the NameNode was asked for since it started."""
+        time.sleep(0.7)  # counters are published every 0.1 s, and cached a little
+        found = self.bean("NameNode", f"RpcDetailedActivityForPort{self.port}")
+        ends = "NumOps"
+        return {key[: -len(ends)]: value for key, value in found.items() if key.endswith(ends) and value}
+
+    def configuration(self, folder: Path, *, namenode: str = "", **properties: str) -> dict[str, str]:
+        """The variables with which clients find it: as "demo_0", by the configuration in a new folder.
+
+        Args:
+            folder: to be made.
+            namenode: address in place of its own: of something that stands before it.
+            **properties: more of them, with "__" for "." and "_" for "-".
+        """
+        more = {key.replace("__", ".").replace("_", "-"): value for key, value in properties.items()}
+        address = namenode or f"127.0.0.1:{self.port}"
+        hdfs = {"dfs.nameservices": "demo_0", "dfs.namenode.rpc-address.demo_0": address}
+        conf = write_configuration(folder, {"fs.defaultFS": "hdfs://demo_0"}, {**hdfs, **more})
+        return {"HADOOP_CONF_DIR": str(conf), "HADOOP_USER_NAME": USER}
+
+    def shell(self, *arguments: str, variables: Mapping[str, str] | None = None) -> str:
+        """`hdfs dfs ARGUMENTS`, Hadoop's own client; its output."""
+        conf = (variables or {}).get("HADOOP_CONF_DIR", str(self._conf))
+        command = [
+            *_JAVA,
+            "-cp",
+            f"{conf}:{self._conf}:{self._libraries}/*",
+            "org.apache.hadoop.fs.FsShell",
+            *arguments,
+        ]
+        done = subprocess.run(
+            command,
+            check=True,
+            timeout=600,
+            capture_output=True,
+            text=True,
+            env={**self._environment(), **(variables or {})},
+        )
+        return done.stdout

@@ -1,0 +1,128 @@
+"""A proxy that stands before a NameNode and meddles with chosen operations: it tells of them, and loses their answers."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+__all__ = ["Event", "RpcMeddler", "rpc_meddler"]
+
+
+@dataclass
+class Event:
+    """What happens when an operation passes.
+
+    Attributes:
+        method: name of the operation, "create", "addBlock", "complete", "concat", "rename2", "getBlockLocations", ...
+        before: called before the NameNode gets the request.
+        lose: the NameNode gets the request, the client gets no answer: the connection breaks.
+        skip: how many go through first.
+        times: how many are then hit; -1: all.
+        hits: how many were hit.
+    """
+
+    method: str
+    before: Callable[[], object] | None = None
+    lose: bool = False
+    skip: int = 0
+    times: int = 1
+    hits: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    def meets(self, data: bytes) -> bool:
+        """Whether it hits this request, which it counts."""
+        # Field 1 of the request's header: the name and its length.
+        if bytes([0x0A, len(self.method)]) + self.method.encode() not in data:
+            return False
+        with self._lock:
+            if self.skip > 0:
+                self.skip -= 1
+                return False
+            if not self.times:
+                return False
+            self.times -= 1
+            self.hits += 1
+            return True
+
+
+class RpcMeddler:
+    """The proxy.
+
+    Attributes:
+        address: "127.0.0.1:port", where the NameNode seems to be.
+        events: in force.
+    """
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self.events: list[Event] = []
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def close(self) -> None:
+        """Take no more connections."""
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                client, _ = self._listener.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._serve, args=(client,), daemon=True).start()
+
+    def _serve(self, client: socket.socket) -> None:
+        try:
+            server = socket.create_connection(("127.0.0.1", self._port), 10)
+        except OSError:
+            client.close()
+            return
+        for end in (client, server):
+            end.settimeout(None)
+            end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        lost = threading.Event()
+        threading.Thread(target=self._answers, args=(server, client, lost), daemon=True).start()
+        with contextlib.suppress(OSError):
+            while data := client.recv(1 << 20):
+                hit = [event for event in self.events if event.meets(data)]
+                for event in hit:
+                    if event.before is not None:
+                        event.before()
+                if any(event.lose for event in hit):
+                    lost.set()
+                    server.sendall(data)
+                    time.sleep(0.5)  # it is carried out meanwhile
+                    break
+                server.sendall(data)
+        for end in (client, server):
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+            end.close()
+
+    @staticmethod
+    def _answers(server: socket.socket, client: socket.socket, lost: threading.Event) -> None:
+        with contextlib.suppress(OSError):
+            while data := server.recv(1 << 20):
+                if lost.is_set():
+                    return
+                client.sendall(data)
+        with contextlib.suppress(OSError):
+            client.shutdown(socket.SHUT_RDWR)
+
+
+@contextmanager
+def rpc_meddler(port: int) -> Iterator[RpcMeddler]:
+    """A proxy before the NameNode that listens on a port of this machine."""
+    made = RpcMeddler(port)
+    try:
+        yield made
+    finally:
+        made.close()
