@@ -61,7 +61,7 @@ class NativeFramework:
             for kind, value in states.items():
                 if kind in scan.modules:
                     out.append(self._capture_modules(kind, scan))
-                elif (optimizers := as_optimizers(kind, value)) is not None:
+                elif (optimizers := self._as_optimizers(kind, value)) is not None:
                     out.append(self._capture_optimizers(kind, optimizers, scan))
                 else:
                     out.append(capture_object(kind, value))
@@ -82,7 +82,7 @@ class NativeFramework:
             for kind, value in states.items():
                 if kind in scan.modules:
                     self._load_modules(kind, scan, saved, into)
-                elif (optimizers := as_optimizers(kind, value)) is not None:
+                elif (optimizers := self._as_optimizers(kind, value)) is not None:
                     self._load_optimizers(kind, optimizers, scan, saved, into, strict=strict)
                 else:
                     load_object(kind, states, saved, into)
@@ -111,6 +111,10 @@ class NativeFramework:
         # A parameter that two states hold goes by its name in "model".
         ordered = sorted(found, key=lambda kind: kind != "model")
         return Scan(found, ParameterNames.build([found[kind].parameters for kind in ordered], names))
+
+    def _as_optimizers(self, kind: str, value: object) -> Sequence[Any] | None:
+        """`value` as a list of optimizers, or None when it is something else."""
+        return as_optimizers(kind, value)
 
     def _scan_modules(self, kind: str, modules: Sequence[nn.Module]) -> Any:
         """What stands in one kind; has `parameters` as `ModuleScan` does."""

@@ -1,0 +1,1 @@
+"""DeepSpeed: engines, ZeRO of all stages, pipelines and mixtures of experts."""
