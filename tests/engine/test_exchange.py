@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -84,11 +86,35 @@ def test_a_process_is_known_by_its_secret() -> None:
 
 
 def test_parts_of_segments() -> None:
-    segments = [(100, 10), (500, 5), (900, 20)]
-    assert peer_memory.part_of(segments, 0, 35) == segments
-    assert peer_memory.part_of(segments, 8, 9) == [(108, 2), (500, 5), (900, 2)]
-    assert peer_memory.part_of(segments, 15, 20) == [(900, 20)]
-    assert peer_memory.part_of(segments, 10, 0) == []
+    run = peer_memory.segments([(100, 10), (500, 5), (900, 20)])
+
+    def parts(*wanted: tuple[int, int]) -> list[list[int]]:
+        starts, lengths = np.array(wanted, np.int64).reshape(-1, 2).T
+        found: list[list[int]] = peer_memory.parts_of(run, starts, lengths).tolist()
+        return found
+
+    assert parts((0, 35)) == run.tolist()
+    assert parts((8, 9)) == [[108, 2], [500, 5], [900, 2]]
+    assert parts((15, 20)) == [[900, 20]]
+    assert parts((15, 20), (9, 1), (9, 2)) == [[900, 20], [109, 1], [109, 1], [500, 1]]
+    assert parts() == []
+
+
+def test_memory_is_pulled_in_pieces_of_any_number_and_size() -> None:
+    """More pieces than one call takes, cut differently on both sides."""
+    rng = np.random.default_rng(7)
+    there = rng.integers(0, 255, 1 << 20, dtype=np.uint8)
+    here = np.zeros(1 << 20, np.uint8)
+    ends = np.sort(rng.choice(np.arange(1, 1 << 20), 5000, replace=False))
+    starts, stops = ends[:-1:2], ends[1::2]
+    at = rng.permutation(len(starts))
+    total = int((stops - starts).sum())
+    remote = np.column_stack((there.ctypes.data + starts[at], (stops - starts)[at]))
+    cuts = np.concatenate(([0], np.sort(rng.choice(np.arange(1, total), 3000, replace=False)), [total]))
+    local = np.column_stack((here.ctypes.data + cuts[:-1], np.diff(cuts)))
+    peer_memory.pull(os.getpid(), remote, local)
+    assert np.array_equal(here[:total], np.concatenate([there[starts[i] : stops[i]] for i in at]))
+    assert not here[total:].any()
 
 
 @pytest.mark.parametrize("hosts", [["m"] * 3, ["m", "m", "n"]], ids=["one machine", "two machines"])

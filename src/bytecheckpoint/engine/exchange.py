@@ -20,7 +20,7 @@ from ..collectives import Collective
 from ..errors import CheckpointError, PeerLostError, error_from_report, error_report
 from ..representation.plans import ExchangePlan
 from ..settings import Settings
-from .peer_memory import Segments, part_of, pull, sees, segments_of
+from .peer_memory import Segments, parts_of, pull, sees, segments_of
 from .reading import Delivery, FileSet, Landing, scratch
 
 __all__ = ["Exchange"]
@@ -40,7 +40,7 @@ class _Word(msgspec.Struct, frozen=True, array_like=True):
 
     error: dict[str, str] = {}
     blind: bool = False
-    held: dict[int, Segments] = {}
+    held: dict[int, bytes] = {}  # int64 rows of Segments
 
 
 @dataclass(slots=True)
@@ -113,7 +113,7 @@ class Exchange:
         self._buffers: list[torch.Tensor] = []  # free ones
         self._failure: BaseException | None = None
         self._held: dict[int, _Held] = {}
-        self._elsewhere: dict[int, tuple[int, Segments]] = {}
+        self._elsewhere: dict[int, tuple[int, bytes]] = {}
         self.read = 0
         self.received = 0
 
@@ -156,7 +156,9 @@ class Exchange:
                 self.read += int(self._items.stop[item] - self._items.start[item])
         except BaseException as error:  # noqa: BLE001  told to the other ranks, then raised
             self._failure = self._failure or error
-        word = _Word(held={item: h.segments for item, h in held.items()}, blind=not number and self._is_blind())
+        word = _Word(
+            held={item: h.segments.tobytes() for item, h in held.items()}, blind=not number and self._is_blind()
+        )
         words = self._meet(str(number), word)
         # Whoever is here has taken what it wanted of the round before.
         for before in self._held.values():
@@ -221,24 +223,26 @@ class Exchange:
         for index in self._ranges[item]:
             self._landing.deliver(index, data, int(self._items.start[item]))
 
-    def _take(self, item: int, rank: int, segments: Segments) -> int:
-        """Copy an item, or what this rank wants of it, out of the memory of `rank`."""
+    def _take(self, item: int, rank: int, segments: bytes) -> int:
+        """Copy what this rank wants of an item out of the memory of `rank`, straight to its destinations if that pays."""
+        held = np.frombuffer(segments, np.int64).reshape(-1, 2)
+        first = int(self._items.start[item])
         total = 0
         for index in self._ranges[item]:
             start, stop = self._bounds(index)
-            there = part_of(segments, start - int(self._items.start[item]), stop - start)
-            buffers = self._delivery.direct_buffers(index)
-            data = None
-            if buffers is None:
-                data = self._landing.buffer(stop - start)
-                buffers = [memoryview(data.numpy())]
+            runs = self._delivery.runs(index)
             try:
-                pull(self._pids[rank], there, segments_of(buffers))
+                if runs is not None:
+                    pull(self._pids[rank], parts_of(held, runs.source - first, runs.pieces[:, 1]), runs.pieces)
+                    total += int(runs.pieces[:, 1].sum())
+                else:
+                    data = self._landing.buffer(stop - start)
+                    whole = parts_of(held, np.array([start - first]), np.array([stop - start]))
+                    pull(self._pids[rank], whole, segments_of([memoryview(data.numpy())]))
+                    self._landing.deliver(index, data, start)
+                    total += stop - start
             except OSError as error:
                 raise PeerLostError(f"rank {self._me}: rank {rank} went away during an exchange: {error}") from error
-            if data is not None:
-                self._landing.deliver(index, data, start)
-            total += stop - start
         return total
 
     def _bounds(self, index: int) -> tuple[int, int]:
@@ -299,7 +303,7 @@ class Exchange:
                 arrived[item] = _Held([memory], segments_of([memory]))
                 self.received += size
                 at += size
-        words = self._meet(f"{number}/across", _Word(held={i: h.segments for i, h in arrived.items()}))
+        words = self._meet(f"{number}/across", _Word(held={i: h.segments.tobytes() for i, h in arrived.items()}))
         self._held.update(arrived)
         near = self._machines[self._me]
         for rank, word in enumerate(words):

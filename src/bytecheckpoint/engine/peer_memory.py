@@ -16,21 +16,17 @@ import threading
 from collections.abc import Iterator, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
-__all__ = ["Segments", "introduction", "part_of", "pull", "readable_by_peers", "sees", "segments_of"]
+__all__ = ["Segments", "introduction", "parts_of", "pull", "readable_by_peers", "sees", "segments", "segments_of"]
 
-#: Pieces of memory that stand for one run of bytes: (address, length) each.
-Segments = list[tuple[int, int]]
+#: Pieces of memory that stand for one run of bytes: rows (address, length), int64 [n, 2].
+Segments = NDArray[np.int64]
 
 _INTRODUCTION = struct.Struct("<QQ16s")
-_MOST = 512  # pieces per call; the kernel takes 1024
+_MOST = 1024  # pieces that the kernel takes in one call
 _PR_SET_PTRACER = 0x59616D61
 _ANYONE = ctypes.c_ulong(-1)
-
-
-class _Piece(ctypes.Structure):
-    _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
-
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _readv = getattr(_libc, "process_vm_readv", None)
@@ -38,9 +34,9 @@ if _readv is not None:
     _readv.restype = ctypes.c_ssize_t
     _readv.argtypes = (
         ctypes.c_int,
-        ctypes.POINTER(_Piece),
+        ctypes.c_void_p,  # iovec[]: two machine words each, as rows of Segments are
         ctypes.c_ulong,
-        ctypes.POINTER(_Piece),
+        ctypes.c_void_p,
         ctypes.c_ulong,
         ctypes.c_ulong,
     )
@@ -64,7 +60,7 @@ def sees(other: bytes) -> int:
     pid, address, secret = _INTRODUCTION.unpack(other)
     found = ctypes.create_string_buffer(16)
     try:
-        pull(pid, [(address, 16)], [(ctypes.addressof(found), 16)])
+        pull(pid, segments([(address, 16)]), segments([(ctypes.addressof(found), 16)]))
     except OSError:
         return 0
     return int(pid) if found.raw == secret else 0
@@ -97,24 +93,47 @@ def _allow(whom: ctypes.c_ulong) -> None:
         _libc.prctl(_PR_SET_PTRACER, whom, 0, 0, 0)
 
 
+def segments(pieces: Sequence[tuple[int, int]]) -> Segments:
+    """`Segments` of (address, length) pairs."""
+    return np.array(pieces, np.int64).reshape(-1, 2)
+
+
 def segments_of(buffers: Sequence[memoryview]) -> Segments:
     """Where `buffers` stand; somebody must keep them alive."""
     arrays = [np.frombuffer(buffer, np.uint8) for buffer in buffers if len(buffer)]
-    return [(array.ctypes.data, array.nbytes) for array in arrays]
+    return segments([(array.ctypes.data, array.nbytes) for array in arrays])
 
 
-def part_of(segments: Segments, start: int, nbytes: int) -> Segments:
-    """Bytes [start, start + nbytes) of the run."""
-    part: Segments = []
-    for address, length in segments:
-        if start < length and nbytes > 0:
-            taken = min(length - start, nbytes)
-            part.append((address + start, taken))
-            nbytes -= taken
-            start = 0
-        else:
-            start = max(start - length, 0)
-    return part
+def parts_of(run: Segments, starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> Segments:
+    """Some parts of a run of bytes, one after the other.
+
+    Args:
+        run: where the run stands.
+        starts: first byte of each part in the run, [n].
+        lengths: of each part, positive, [n].
+    """
+    if len(run) == 1:
+        return np.column_stack((run[0, 0] + starts, lengths))
+    ends = np.cumsum(run[:, 1])
+    begins = ends - run[:, 1]
+    first = np.searchsorted(ends, starts, side="right")
+    last = np.searchsorted(ends, starts + lengths, side="left")
+    count = last - first + 1
+    part = np.repeat(np.arange(len(starts)), count)
+    piece = first[part] + np.arange(len(part)) - np.repeat(np.cumsum(count) - count, count)
+    low = np.maximum(begins[piece], starts[part])
+    high = np.minimum(ends[piece], (starts + lengths)[part])
+    return np.column_stack((run[piece, 0] + low - begins[piece], high - low))
+
+
+def _joined(pieces: Segments) -> Segments:
+    """The same with neighbours in memory made one."""
+    new = np.ones(len(pieces), bool)
+    new[1:] = pieces[1:, 0] != pieces[:-1, 0] + pieces[:-1, 1]
+    begin = np.flatnonzero(new)
+    if len(begin) == len(pieces):
+        return pieces
+    return np.column_stack((pieces[begin, 0], np.add.reduceat(pieces[:, 1], begin)))
 
 
 def pull(pid: int, remote: Segments, local: Segments) -> None:
@@ -125,21 +144,21 @@ def pull(pid: int, remote: Segments, local: Segments) -> None:
     """
     if _readv is None:
         raise OSError(38, "this system has no process_vm_readv")
-    left = sum(length for _, length in local)
-    while left:
-        there, here = remote[:_MOST], local[:_MOST]
-        done = _readv(
-            pid,
-            (_Piece * len(here))(*(_Piece(a, n) for a, n in here)),
-            len(here),
-            (_Piece * len(there))(*(_Piece(a, n) for a, n in there)),
-            len(there),
-            0,
-        )
+    remote, local = (np.ascontiguousarray(_joined(pieces), np.int64) for pieces in (remote, local))
+    while len(local):
+        there, here = min(len(remote), _MOST), min(len(local), _MOST)
+        done = _readv(pid, local.ctypes.data, here, remote.ctypes.data, there, 0)
         if done <= 0:
             code = ctypes.get_errno()
             raise OSError(code, os.strerror(code))
-        left -= done
-        if left:
-            remote = part_of(remote, done, left)
-            local = part_of(local, done, left)
+        remote, local = _after(remote, done), _after(local, done)
+
+
+def _after(pieces: Segments, nbytes: int) -> Segments:
+    """What follows the first `nbytes` of the run."""
+    ends = np.cumsum(pieces[:, 1])
+    left = pieces[int(np.searchsorted(ends, nbytes, side="right")) :].copy()
+    if len(left):
+        taken = nbytes - (ends[-1] - left[:, 1].sum())
+        left[0] += taken, -taken
+    return left

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
@@ -12,18 +13,21 @@ import numpy as np
 import torch
 
 from ..errors import CorruptCheckpointError
+from ..representation.boxes import Int64s
 from ..representation.catalog import Catalog
 from ..representation.plans import ReadPlan
 from ..storage import FileReader, Storage
 from .buffers import steps, sums_of
 from .staging import copy_all, flat_bytes, movable, views_at
 
-__all__ = ["Delivery", "FileSet", "Landing", "Target", "read_all", "scratch"]
+__all__ = ["Delivery", "FileSet", "Landing", "Runs", "Target", "read_all", "scratch"]
 
 _DIRECT_BYTES = 256 << 10
 _MOST_OPEN = 256
 #: Ranges with more copies than this keep the interpreter busy; two threads at it would only take turns at its lock.
 _MANY = 64
+#: Runs of memory shorter than this are quicker copied together and put in their places then.
+_SHORT_RUN = 1 << 10
 
 
 class FileSet:
@@ -170,6 +174,19 @@ class Target:
         return self.contiguous and self.data.device.type == "cpu" and self.data.dtype == self.dtype
 
 
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """Bytes of a file as runs of memory that they go to.
+
+    Attributes:
+        source: where each run begins in the file's data section, int64 [n].
+        pieces: its address and its length in bytes, int64 [n, 2].
+    """
+
+    source: Int64s
+    pieces: Int64s
+
+
 class Delivery:
     """Takes the bytes of a plan's ranges to the destinations.
 
@@ -226,6 +243,38 @@ class Delivery:
             buffers.append(memoryview(bytearray(stop - position)))
         return buffers
 
+    def runs(self, index: int) -> Runs | None:
+        """The memory that range `index` goes to, or None where it must be converted or is in many small pieces."""
+        parts: list[tuple[Int64s, Int64s, int]] = []
+        total = count = 0
+        for copy in range(self._first[index], self._first[index + 1]):
+            target = self.targets[self._wanted[copy]]
+            data = target.data
+            if data.device.type != "cpu" or data.dtype != target.dtype or data.is_conj() or data.is_neg():
+                return None
+            if self._flat[copy]:
+                begin = np.array([self._target[copy]], np.int64)
+                source, length = np.zeros(1, np.int64), self._elements[copy]
+            else:
+                source, begin, length = self._runs_of_box(copy, data)
+            size = target.dtype.itemsize
+            parts.append((self._source[copy] + source * size, data.data_ptr() + begin * size, length * size))
+            total += self._nbytes[copy]
+            count += len(source)
+            if total < count * _SHORT_RUN:
+                return None
+        lengths = np.concatenate([np.full(len(source), length, np.int64) for source, _, length in parts])
+        addresses = np.concatenate([address for _, address, _ in parts])
+        return Runs(np.concatenate([source for source, _, _ in parts]), np.column_stack((addresses, lengths)))
+
+    def _runs_of_box(self, copy: int, target: torch.Tensor) -> tuple[Int64s, Int64s, int]:
+        """Runs of elements that are one in the file and in `target`: first ones in both, and their length."""
+        copies = self.plan.copies
+        lengths = tuple(copies.lengths[copy].tolist()[: target.ndim])
+        source, target_at, run = _box_runs(lengths, _row_major(copies.source_shape[copy].tolist()), target.stride())
+        offsets = copies.target_offsets[copy].tolist()
+        return source, target_at + sum(o * s for o, s in zip(offsets, target.stride(), strict=False)), run
+
     def scatter(self, index: int, data: torch.Tensor, start: int) -> None:
         """Deliver range `index` out of `data`.
 
@@ -276,9 +325,7 @@ class Delivery:
         ndim = target.data.ndim
         shape = copies.source_shape[copy].tolist()
         lengths = copies.lengths[copy].tolist()[:ndim]
-        strides = [1] * len(shape)
-        for dim in range(len(shape) - 2, -1, -1):
-            strides[dim] = strides[dim + 1] * shape[dim + 1]
+        strides = _row_major(shape)
         size = target.dtype.itemsize
         # The view may reach past the bytes that are there: only elements that the copy names are touched.
         typed = data[at % size : data.numel() - (data.numel() - at % size) % size].view(target.dtype)
@@ -287,6 +334,40 @@ class Delivery:
         for dim, (begin, length) in enumerate(zip(copies.target_offsets[copy].tolist(), lengths, strict=False)):
             into = into.narrow(dim, begin, length)
         return source, into
+
+
+def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a contiguous tensor, in elements."""
+    strides = [1] * len(shape)
+    for dim in range(len(shape) - 2, -1, -1):
+        strides[dim] = strides[dim + 1] * shape[dim + 1]
+    return tuple(strides)
+
+
+@functools.lru_cache(maxsize=64)  # the ranges of a tensor, and the layers of a model, look alike
+def _box_runs(
+    lengths: tuple[int, ...], strides: tuple[int, ...], target_strides: tuple[int, ...]
+) -> tuple[Int64s, Int64s, int]:
+    """Runs of elements of a box that are one run in two places.
+
+    Args:
+        lengths: of the box.
+        strides: of its elements in one place; may have more dimensions.
+        target_strides: in the other place.
+
+    Returns:
+        The first element of each run in both places, counted from the box's first; their length.
+    """
+    run, dims = 1, len(lengths)
+    while dims and (lengths[dims - 1] == 1 or strides[dims - 1] == target_strides[dims - 1] == run):
+        dims -= 1
+        run *= lengths[dims]
+    source = target = np.zeros(1, np.int64)
+    for length, step, target_step in zip(lengths[:dims], strides, target_strides, strict=False):
+        numbers = np.arange(length, dtype=np.int64)
+        source = np.add.outer(source, numbers * step).reshape(-1)
+        target = np.add.outer(target, numbers * target_step).reshape(-1)
+    return source, target, run
 
 
 def scratch(nbytes: int, accelerator: bool) -> torch.Tensor:

@@ -58,9 +58,11 @@ def stored_rows(catalog: Catalog) -> StoredRows:
     )
 
 
-#: Ranges whose elements are rearranged on their way are no longer than this, so that they are still in the processor's
-#: second-level cache when that happens.
+#: Ranges whose elements are rearranged one by one are no longer than this, so that they are still in the processor's
+#: second-level cache when that happens,
 _REARRANGED = 2 << 20
+#: while those that go in runs of this many bytes or more may be as long as any: there it is calls that cost.
+_LONG_RUN = 1 << 10
 
 
 def plan_reads(stored: StoredRows, wanted: BoxTable, contiguous: Mask, chunk_bytes: int) -> ReadPlan:
@@ -85,29 +87,43 @@ def plan_reads(stored: StoredRows, wanted: BoxTable, contiguous: Mask, chunk_byt
     rows = of_interest[touched]
     overlaps = overlapping(boxes)
 
-    piece_bytes = _REARRANGED if chunk_bytes % _REARRANGED == 0 else chunk_bytes
+    found = Intersections(position.reshape(-1), hits.right, hits.offsets, hits.lengths)
+    piece_bytes = np.full(len(boxes), chunk_bytes, np.int64)
+    if chunk_bytes % _REARRANGED == 0:
+        piece_bytes[found.left[_in_short_runs(found, boxes, wanted, contiguous, stored.element[rows])]] = _REARRANGED
     pieces, base, row = _cut(boxes, stored.start[rows], stored.element[rows], piece_bytes)
-    if len(pieces) == len(boxes):
-        found = Intersections(position.reshape(-1), hits.right, hits.offsets, hits.lengths)
-    else:
+    if len(pieces) != len(boxes):
         found = intersect(pieces, wanted)
+    piece_bytes = piece_bytes[row]
     source_row = rows[row]
     found, pieces_of = _split_gaps(
         found, pieces, stored.element[source_row], stored.block_bytes[stored.file[source_row]]
     )
     element = stored.element[source_row][pieces_of]
     file = stored.file[source_row][pieces_of]
-    copies, file, element = _copies(
-        found, pieces.take(pieces_of), base[pieces_of], element, file, wanted, contiguous, chunk_bytes
+    copies, file, element, pieces_of = _copies(
+        found, pieces.take(pieces_of), base[pieces_of], element, file, wanted, contiguous, chunk_bytes, pieces_of
     )
-    ranges = _ranges(stored, copies, file, element, chunk_bytes, piece_bytes)
+    ranges = _ranges(stored, copies, file, element, chunk_bytes, piece_bytes[pieces_of])
     return ReadPlan(
         *ranges, copies=copies, missing=missing, overlaps=rows[np.stack([overlaps.left, overlaps.right], axis=1)]
     )
 
 
-def _cut(boxes: BoxTable, start: Int64s, element: Int64s, chunk_bytes: int) -> tuple[BoxTable, Int64s, Int64s]:
-    """Cut rows at multiples of `chunk_bytes`.
+def _in_short_runs(
+    found: Intersections, boxes: BoxTable, wanted: BoxTable, contiguous: Mask, element: Int64s
+) -> Int64s:
+    """The intersections that do not go from file to memory in long runs."""
+    lengths = found.lengths
+    whole = (lengths == boxes.lengths[found.left]) & (lengths == wanted.lengths[found.right])
+    inner = np.ones_like(whole)
+    inner[:, :-1] = np.logical_and.accumulate(whole[:, :0:-1], axis=1)[:, ::-1]
+    run = np.prod(np.where(inner, lengths, 1), axis=1) * element[found.left]
+    return np.flatnonzero(~contiguous[found.right] | (run < _LONG_RUN))
+
+
+def _cut(boxes: BoxTable, start: Int64s, element: Int64s, chunk_bytes: Int64s) -> tuple[BoxTable, Int64s, Int64s]:
+    """Cut rows at multiples of `chunk_bytes`, which each row has its own of.
 
     Returns:
         The pieces as boxes, the byte offset of each piece in its file's data section, the row of each piece.
@@ -119,8 +135,8 @@ def _cut(boxes: BoxTable, start: Int64s, element: Int64s, chunk_bytes: int) -> t
         return boxes, start, np.arange(len(boxes))
     row = np.repeat(np.arange(len(boxes)), count)
     chunk = first[row] + np.arange(len(row)) - np.repeat(np.cumsum(count) - count, count)
-    low = np.maximum(chunk * chunk_bytes - start[row], 0) // element[row]
-    high = np.minimum((chunk + 1) * chunk_bytes - start[row], nbytes[row]) // element[row]
+    low = np.maximum(chunk * chunk_bytes[row] - start[row], 0) // element[row]
+    high = np.minimum((chunk + 1) * chunk_bytes[row] - start[row], nbytes[row]) // element[row]
     flat = flat_ranges_to_boxes(boxes.lengths[row], low, high)
     row = row[flat.source]
     pieces = BoxTable(boxes.tensor[row], boxes.offsets[row] + flat.offsets, flat.lengths)
@@ -178,8 +194,9 @@ def _copies(
     wanted: BoxTable,
     contiguous: Mask,
     chunk_bytes: int,
-) -> tuple[Copies, Int64s, Int64s]:
-    """Copies in file order, with neighbours that continue each other merged; the file and element size of each."""
+    pieces_of: Int64s,
+) -> tuple[Copies, Int64s, Int64s, Int64s]:
+    """Copies in file order, with neighbours that continue each other merged; file, element size and piece of each."""
     inside = found.offsets - pieces.offsets
     target_shape = wanted.lengths[found.right]
     target_offsets = found.offsets - wanted.offsets[found.right]
@@ -207,11 +224,11 @@ def _copies(
     merged = Copies(
         right[heads], source[heads], total, flat[heads], target[heads], shape[heads], offsets[heads], lengths[heads]
     )
-    return merged, file[heads], element[heads]
+    return merged, file[heads], element[heads], pieces_of[order][heads]
 
 
 def _ranges(
-    stored: StoredRows, copies: Copies, file: Int64s, element: Int64s, chunk_bytes: int, piece_bytes: int
+    stored: StoredRows, copies: Copies, file: Int64s, element: Int64s, chunk_bytes: int, piece_bytes: Int64s
 ) -> tuple[Int64s, Int64s, Int64s, Int64s]:
     """Block-aligned ranges that cover the copies: (file, start, stop, first copy)."""
     spread = ((copies.lengths - 1) * _strides(copies.source_shape)).sum(axis=1) + 1
