@@ -80,11 +80,16 @@ class SaveHandle:
     Attributes:
         path: where the checkpoint goes.
         staged: done when the caller may change its state again: a full copy exists.
-        committed: done, with the `SaveReport`, when the checkpoint is durable and visible.
+        restorable: done when a load from `path` finds the checkpoint, whatever becomes of this process. For `tier+...`
+            paths it is then in the memory of `tier_replicas` + 1 machines and not yet in the durable storage; for all
+            others this comes with `committed`.
+        committed: done, with the `SaveReport`, when the checkpoint is durable and visible: for `tier+...` paths, in
+            the durable storage.
     """
 
     path: str
     staged: Future[None] = field(default_factory=Future)
+    restorable: Future[None] = field(default_factory=Future)
     committed: Future[SaveReport] = field(default_factory=Future)
 
     def done(self) -> bool:
@@ -109,6 +114,6 @@ class SaveHandle:
             raise CheckpointTimeoutError(f"the save to {self.path} is still running after {timeout:g} s") from error
 
     def _fail(self, error: BaseException) -> None:
-        for future in (self.staged, self.committed):
+        for future in (self.staged, self.restorable, self.committed):
             if not future.done():
                 future.set_exception(error)

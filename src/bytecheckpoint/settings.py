@@ -32,6 +32,10 @@ class Settings:
         spool_dir: where bytes wait that an object store can take only later (synchronous saves, and staging pools
             smaller than the state); by default the system's folder for temporary files.
         memory_dir: a memory file system, for `mem://`.
+        tier_hot: where `tier+...` paths keep their hot copies on each machine: mem://name, or a folder of a local disk.
+        tier_replicas: other machines that hold a copy of each machine's hot files.
+        tier_keep: hot steps of a run that each machine keeps when they have been flushed.
+        tier_waiting: hot steps that may wait for their flush; a save that would make one more waits.
     """
 
     staging_bytes: int = 0
@@ -45,6 +49,10 @@ class Settings:
     commit: str = "exclusive"
     spool_dir: str = ""
     memory_dir: str = "/dev/shm"
+    tier_hot: str = "mem://tier"
+    tier_replicas: int = 1
+    tier_keep: int = 1
+    tier_waiting: int = 2
 
     def __post_init__(self) -> None:
         """Refuse values that would fail later, far from their cause."""
@@ -56,6 +64,8 @@ class Settings:
             raise UsageError(f"settings.chunk_bytes is {self.chunk_bytes}: use a positive multiple of 1 MiB")
         if min(self.write_threads, self.read_threads) < 1 or self.staging_bytes < 0:
             raise UsageError("settings: thread counts must be at least 1 and staging_bytes at least 0")
+        if self.tier_replicas < 0 or self.tier_keep < 0 or self.tier_waiting < 1 or not self.tier_hot:
+            raise UsageError("settings: tier_replicas and tier_keep are at least 0, tier_waiting 1, tier_hot not empty")
         for name in ("timeout", "storage_timeout"):
             if getattr(self, name) <= 0:
                 raise UsageError(f"settings.{name} is {getattr(self, name)}: use a positive number of seconds")

@@ -123,3 +123,35 @@ def repair(
     from .tools import repair
 
     return partial(repair, path, force=force, json=json)
+
+
+@app.command()
+def flush(
+    path: Annotated[
+        str,
+        typer.Argument(metavar="PATH", help="A step, or a folder of them, with or without tier+.", show_default=False),
+    ],
+    replicas: Annotated[
+        bool, typer.Option("--replicas", help="Also the files of other machines that this one keeps: if they are lost.")
+    ] = False,
+    json: Json = False,
+) -> Job:
+    """Copy steps that a job left in this machine's memory (`tier+...`) to their durable storage."""
+    from .tiering import flush
+
+    return partial(flush, path, replicas=replicas, json=json)
+
+
+@app.command()
+def cooldown(
+    root: Annotated[str, typer.Argument(metavar="ROOT", help="A folder of steps.", show_default=False)],
+    cold: Annotated[str, typer.Argument(metavar="COLD", help="Where older steps go.", show_default=False)],
+    older_than: Annotated[str, typer.Option(help="Age from which on a step is moved: 30m, 12h, 7d, 2w.")] = "7d",
+    keep: Annotated[int, typer.Option(min=1, help="That many of the newest steps stay in any case.")] = 1,
+    apply: Annotated[bool, typer.Option("--apply", help="Do it; otherwise it is only shown.")] = False,
+    json: Json = False,
+) -> Job:
+    """Move older steps to a cold storage; their paths go on working. Shows what it would do, unless --apply is given."""
+    from .tiering import cooldown
+
+    return partial(cooldown, root, cold, older_than=older_than, keep=keep, apply=apply, json=json)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
+import logging
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
@@ -12,16 +14,17 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ..errors import CorruptCheckpointError
+from ..errors import CorruptCheckpointError, StorageError
 from ..representation.boxes import Int64s
 from ..representation.catalog import Catalog
 from ..representation.plans import ReadPlan
-from ..storage import FileReader, Storage
+from ..storage import FileReader, Storage, open_named
 from .buffers import steps, sums_of
 from .staging import copy_all, flat_bytes, movable, views_at
 
 __all__ = ["Delivery", "FileSet", "Landing", "Runs", "Target", "read_all", "scratch"]
 
+_log = logging.getLogger("bytecheckpoint")
 _DIRECT_BYTES = 256 << 10
 _MOST_OPEN = 256
 #: Ranges with more copies than this keep the interpreter busy; two threads at it would only take turns at its lock.
@@ -75,13 +78,13 @@ class FileSet:
             if reader is None:
                 entry = self._catalog.files[file]
                 try:
-                    reader = self._storage.open(entry.name)
+                    reader = open_named(self._storage, entry.name)
                 except FileNotFoundError:
                     raise CorruptCheckpointError(
                         f"{self._storage.url}: the storage file {entry.name} is missing; use another checkpoint",
                         file=entry.name,
                     ) from None
-                if reader.size != entry.size:
+                if not reader.fits(entry.size):
                     reader.close()
                     raise CorruptCheckpointError(
                         f"{self._storage.url}: {entry.name} has {reader.size} bytes, the catalog says {entry.size}; "
@@ -104,24 +107,38 @@ class FileSet:
         Raises:
             CorruptCheckpointError: a checksum differs, or the file is missing, cut or extended.
         """
+        with self._lease(file) as reader:
+            failed: CorruptCheckpointError | StorageError | None = None
+            for copy in itertools.chain([reader], reader.others()):
+                try:
+                    self._fetch(copy, file, start, stop, buffers)
+                except (CorruptCheckpointError, StorageError) as error:
+                    failed = failed or error
+                else:
+                    if failed is not None:
+                        _log.warning("%s; another copy was read instead", failed)
+                    return
+        assert failed is not None
+        raise failed
+
+    def _fetch(self, reader: FileReader, file: int, start: int, stop: int, buffers: Sequence[memoryview]) -> None:
         entry = self._catalog.files[file]
         sums = self._catalog.sums(file)
         block = start // entry.block_bytes
-        with self._lease(file) as reader:
-            step = max(reader.step_bytes // entry.block_bytes, 1) * entry.block_bytes
-            for position, part in steps(stop - start, step, buffers):
-                at = entry.data_offset + start + position
-                got = reader.read_into(at, part)
-                if got != min(step, stop - start - position):
-                    raise CorruptCheckpointError(
-                        f"{self._storage.url}: {entry.name} ends after {at + got} bytes; it "
-                        f"was cut while it was being read; use another checkpoint",
-                        file=entry.name,
-                    )
-                for value in sums_of(part, entry.block_bytes):
-                    if value != int(sums[block]):
-                        raise self._damaged(file, block)
-                    block += 1
+        step = max(reader.step_bytes // entry.block_bytes, 1) * entry.block_bytes
+        for position, part in steps(stop - start, step, buffers):
+            at = entry.data_offset + start + position
+            got = reader.read_into(at, part)
+            if got != min(step, stop - start - position):
+                raise CorruptCheckpointError(
+                    f"{self._storage.url}: {entry.name} ends after {at + got} bytes; it "
+                    f"was cut while it was being read; use another checkpoint",
+                    file=entry.name,
+                )
+            for value in sums_of(part, entry.block_bytes):
+                if value != int(sums[block]):
+                    raise self._damaged(file, block)
+                block += 1
 
     def read(self, file: int, start: int, nbytes: int) -> bytes:
         """Any few bytes of a file's data section, verified with the blocks that they touch; raises as `fetch` does."""

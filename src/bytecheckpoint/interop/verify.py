@@ -19,7 +19,7 @@ from ..representation.checksums import block_sums
 from ..representation.names import CATALOG_NAME, escape, generation_of
 from ..representation.storage_file import StorageHeader, parse_header
 from ..settings import settings
-from ..storage import FileReader, Storage
+from ..storage import FileReader, Storage, open_named
 
 __all__ = ["Finding", "VerifyReport", "verify_catalog", "verify_checkpoint"]
 
@@ -172,7 +172,7 @@ class _Check:
         """Open a file and check its size and header."""
         file = self._catalog.files[number]
         try:
-            reader = self._storage.open(file.name)
+            reader = open_named(self._storage, file.name)
         except FileNotFoundError:
             self._report(number, "missing", f"{file.name} is missing", 0, file.size)
             return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import weakref
@@ -17,6 +18,8 @@ from ..saving import prepare
 from ..saving.saver import saver_of
 from ..settings import settings
 from ..storage import resolve as resolve_storage
+from ..storage.tier import TierStorage
+from ..tiers.restoring import meet
 from .session import LoadSession
 
 if TYPE_CHECKING:
@@ -86,13 +89,19 @@ def load(
     session = LoadSession(collective, number, force, overlap=overlap_loading, strict=strict, cast=cast)
     saver = saver_of(collective)
 
+    attempts = itertools.count()
+
     def find() -> Any:
+        storage = resolve_storage(path)
+        if isinstance(storage, TierStorage) and collective.world_size > 1:
+            # The ranks talk here, so nothing that may fail on one of them alone comes before it.
+            storage = meet(storage, collective, f"load/{number}.{next(attempts)}/tier", force, memory)
         if not isinstance(states, MutableMapping) or not states:
             raise UsageError("states must be a non-empty dict of name -> object, such as {'model': model}")
-        storage = resolve_storage(path)
         return storage, resolve_framework(framework, states)
 
-    report = session.run(find, states, names, ready=lambda: saver.ready(states))
+    with contextlib.ExitStack() as memory:
+        report = session.run(find, states, names, ready=lambda: saver.ready(states))
     wanted = prepare_save if prepare_save is not None else "optimizer" in states
     if wanted and not session.all_ready:
         prepare(states, framework=framework, names=names, process_group=process_group, timeout=timeout)

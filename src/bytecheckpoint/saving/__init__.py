@@ -16,6 +16,7 @@ from ..frameworks.registry import resolve as resolve_framework
 from ..handles import SaveHandle
 from ..settings import Settings, settings
 from ..storage import resolve as resolve_storage
+from ..storage.tier import HotSide, TierStorage
 from .saver import SaveCall, saver_of
 
 if TYPE_CHECKING:
@@ -55,7 +56,8 @@ def save(
         timeout: seconds that one step may wait for the other ranks; default `settings().timeout`.
 
     Returns:
-        A handle; after a synchronous save it is done.
+        A handle; after a synchronous save it is done (to a `tier+...` path: `handle.restorable` is, and the copy to the
+        durable storage goes on in the background).
 
     Raises:
         UsageError: wrong arguments, or something that cannot be represented, by name; nothing was written.
@@ -138,6 +140,8 @@ def _call(
     except (TypeError, ValueError) as error:
         raise UsageError(f"metadata must be plain JSON: {error}") from None
     storage = resolve_storage(path)
+    if isinstance(storage, TierStorage):
+        storage = HotSide(storage.url)
     adapter = resolve_framework(framework, states)
     return SaveCall(storage, adapter, dict(states), names, check_replicas, force, dict(metadata or {}))
 

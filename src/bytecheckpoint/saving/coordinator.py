@@ -275,7 +275,7 @@ class Coordinator:
             _log.warning("%s: old files could not be removed: %s", storage.url, error)
             return []
         for name, size in named.items():
-            if present.get(name) != size:
+            if present.get(name) != size and not storage.capabilities.machine_only:
                 _refuse_unseen(storage, name, size)
         return [name for name in present if generation_of(name) is not None and name not in named]
 

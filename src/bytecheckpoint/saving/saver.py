@@ -19,10 +19,12 @@ from ..engine.helper import HelperProcess
 from ..engine.pool import StagingPool, available_memory
 from ..errors import CheckpointError, UsageError
 from ..frameworks.base import Framework
-from ..handles import SaveHandle
+from ..handles import SaveHandle, SaveReport
 from ..monitoring.phases import Phases
 from ..settings import Settings
 from ..storage import Storage
+from ..storage.tier import TierStorage
+from ..tiers.flusher import Flusher
 from .coordinator import Coordinator, SaveTask
 from .local import LocalPlan
 from .messages import Failure, encode, tag
@@ -77,6 +79,7 @@ class Saver:
         self._failed: CheckpointError | None = None
         self._ready: tuple[object, ...] = ()
         self._calls = threading.Lock()
+        self.flusher = Flusher(collective)
 
     def helper(self, settings: Settings) -> HelperProcess | None:
         """The writer process, started when it is wanted and not running."""
@@ -152,13 +155,36 @@ class Saver:
             asynchronous: return when staged.
             background: return before that.
         """
+        phases = Phases()
+        handle = SaveHandle(path)
+        self.flusher.expect(handle, settings)
         with self._calls:
-            return self._save(call, settings, SaveHandle(path), asynchronous, background)
+            self._save(call, settings, handle, phases, asynchronous, background)
+        if not asynchronous and (error := handle.restorable.exception()) is not None:
+            self._failed = None  # it is raised here
+            raise error
+        return handle
+
+    def committed(self, call: SaveCall, handle: SaveHandle, report: SaveReport, number: int) -> None:
+        """The checkpoint stands under its path: tell the caller, or take it further where that is only a first tier."""
+        if isinstance(call.storage, TierStorage):
+            self.flusher.take(number, call.storage, handle, report, call.settings, self._keep_failure)
+            return
+        handle.restorable.set_result(None)
+        handle.committed.set_result(report)
+
+    def _keep_failure(self, failure: CheckpointError) -> None:
+        self._failed = failure
 
     def _save(
-        self, call: Any, settings: Settings, handle: SaveHandle, asynchronous: bool, background: bool
+        self,
+        call: Any,
+        settings: Settings,
+        handle: SaveHandle,
+        phases: Phases,
+        asynchronous: bool,
+        background: bool,
     ) -> SaveHandle:
-        phases = Phases()
         task = self._number(settings)
         session: SaveSession | None = None
         try:
@@ -249,6 +275,7 @@ class Saver:
     def close(self) -> None:
         """End the helper process and give the staging memory back, after the saves in flight."""
         self.drain()
+        self.flusher.drain()
         self._worker.shutdown()
         self._coordinator_thread.shutdown()
         if self._helper is not None:
@@ -278,6 +305,7 @@ def _forget_after_fork() -> None:
 def _finish_all() -> None:
     for saver in list(_savers):
         saver.drain()
+        saver.flusher.drain()
 
 
 os.register_at_fork(after_in_child=_forget_after_fork)

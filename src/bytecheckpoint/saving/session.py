@@ -391,7 +391,7 @@ class SaveSession:
             replica_differences=self._differences,
         )
         self._jobs.clear()
-        handle.committed.set_result(report)
+        self._saver.committed(self._call, handle, report, self.task.sequence)
 
     def _report(self, records: list[FileRecord]) -> None:
         assert self._plan is not None

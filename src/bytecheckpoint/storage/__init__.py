@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .base import Capabilities, FileReader, FileStat, FileWriter, NewFile, Storage
-from .registry import known_schemes, resolve
+from .registry import known_schemes, open_named, resolve
 
 __all__ = [
     "Capabilities",
@@ -13,5 +13,6 @@ __all__ = [
     "NewFile",
     "Storage",
     "known_schemes",
+    "open_named",
     "resolve",
 ]

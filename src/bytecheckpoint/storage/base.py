@@ -8,7 +8,7 @@ called from several threads at once.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ..errors import UsageError
@@ -40,6 +40,7 @@ class Capabilities:
         exclusive_publish: `publish` with `expected` is one atomic step. Otherwise it compares first and publishes then.
         whole_files: a file is sent when it is complete; buffers that are not stable pass through a local spool file.
         remote: every call is a request over a network: few large ones are better than many small ones.
+        machine_only: processes of other machines see other files under the same URL, and that is as it should be.
     """
 
     shared: bool = True
@@ -47,6 +48,7 @@ class Capabilities:
     exclusive_publish: bool = True
     whole_files: bool = False
     remote: bool = False
+    machine_only: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +130,14 @@ class FileReader(ABC):
     @abstractmethod
     def close(self) -> None:
         """Release the file."""
+
+    def fits(self, size: int) -> bool:
+        """Whether the file has `size` bytes. Where there are several copies, those of another length are left out."""
+        return self.size == size
+
+    def others(self) -> Iterator[FileReader]:
+        """Further copies of the same file, for bytes that prove wrong. They are closed with this reader."""
+        return iter(())
 
 
 class Storage(ABC):

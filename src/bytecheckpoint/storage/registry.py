@@ -15,14 +15,15 @@ import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
-from ..errors import UsageError
-from .base import Storage
+from ..errors import StorageError, UsageError
+from ..representation.names import generation_of, is_uri
+from .base import FileReader, Storage
 from .local import LocalStorage
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
-__all__ = ["GROUP", "known_schemes", "resolve"]
+__all__ = ["GROUP", "known_schemes", "open_named", "resolve"]
 
 GROUP = "bytecheckpoint.storages"
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
@@ -46,6 +47,8 @@ _BUILTIN = {
     "hdfs": _Builtin(".hdfs", "HdfsStorage", "hdfs_native", "hdfs"),
 }
 _BUILTIN_FSSPEC = _Builtin(".fsspec_storage", "FsspecStorage", "fsspec", "fsspec")
+_TIER = "tier+"
+_BUILTIN_TIER = _Builtin(".tier", "TierStorage")
 
 
 def resolve(path: str | os.PathLike[str]) -> Storage:
@@ -60,12 +63,17 @@ def resolve(path: str | os.PathLike[str]) -> Storage:
         raise UsageError(f"{text!r} is not a checkpoint path: give a folder or a URL")
     match = _SCHEME.match(text)
     if match is None:
+        if text.lower().startswith(_TIER):
+            raise UsageError(f"{text!r}: a tier stands before a URL: write {_TIER}file:///folder or {_TIER}s3://...")
         return LocalStorage(text)
     scheme = match[1].lower()
     if scheme == "file":
         return LocalStorage(_file_path(text))
     url = scheme + text[len(scheme) :]
-    builtin = _BUILTIN_FSSPEC if scheme.startswith(_FSSPEC) else _BUILTIN.get(scheme)
+    builtin = _BUILTIN.get(scheme)
+    for prefix, wrapping in ((_FSSPEC, _BUILTIN_FSSPEC), (_TIER, _BUILTIN_TIER)):
+        if scheme.startswith(prefix):
+            builtin = wrapping
     if builtin is not None:
         return _load(builtin, scheme)(url)
     added = _added().get(scheme)
@@ -74,9 +82,24 @@ def resolve(path: str | os.PathLike[str]) -> Storage:
     return _call(added, url)
 
 
+def open_named(storage: Storage, name: str) -> FileReader:
+    """Open a file by its name in the catalog of the checkpoint in `storage`: inside the folder, or elsewhere by a URI.
+
+    Raises:
+        FileNotFoundError: it is not there.
+        StorageError: a URI that does not name a storage file: a catalog shall not make its readers open anything else.
+    """
+    if not is_uri(name):
+        return storage.open(name)
+    folder, *inside = name.rsplit("/", 2)
+    if len(inside) < 2 or generation_of("/".join(inside)) is None:
+        raise StorageError(f"{storage.url}: the catalog names {name[:200]!r}, which is no storage file")
+    return resolve(folder).open("/".join(inside))
+
+
 def known_schemes() -> list[str]:
     """All schemes that `resolve` takes, those of other packages last."""
-    return ["file", *_BUILTIN, f"{_FSSPEC}...", *sorted(_added())]
+    return ["file", *_BUILTIN, f"{_FSSPEC}...", f"{_TIER}...", *sorted(_added())]
 
 
 def _file_path(url: str) -> str:

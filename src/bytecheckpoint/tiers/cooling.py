@@ -1,0 +1,250 @@
+"""Cool-down: older steps move to a cheaper storage, and their paths go on working (ByteCheckpoint, section 5.1).
+
+A step that was moved keeps its catalog where it was; the table of files then names the cold files by URI. The cold copy
+has a catalog too, so it is a checkpoint of its own. A kill at any moment leaves the step loadable at its path: either
+the hot files are still named and there, or the cold ones were verified before. The next run goes on where it ended.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from ..engine.catalogs import read_catalog
+from ..errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    StorageConflictError,
+    StorageError,
+    StorageUnavailableError,
+    UsageError,
+)
+from ..representation.catalog import Catalog
+from ..representation.catalog_file import encode
+from ..representation.names import CATALOG_NAME, generation_of, is_uri
+from ..settings import settings
+from ..storage import Storage, resolve
+from ..storage.parallel import at_the_same_time
+from ..storage.tier import TierStorage
+from .copying import commit, copy_unless_there, own_files, sound
+
+__all__ = ["CoolStep", "cool", "plan_cooldown"]
+
+_log = logging.getLogger("bytecheckpoint")
+_NUMBER = re.compile(r"([0-9]+)")
+
+
+@dataclass(frozen=True, slots=True)
+class CoolStep:
+    """One step of a run, and what is to become (or became) of it.
+
+    Attributes:
+        name: of the folder.
+        path: where it is, and stays loadable.
+        target: where its files go, or are.
+        action: "move"; "finish" (its files were moved, and remains are to be removed); "keep" (too young, or one of the
+            newest); "cold" (it is there already); "skip" (cannot be moved).
+        reason: why.
+        created: when it was saved, seconds since 1970.
+        files: number of files that are to be moved or removed.
+        nbytes: their size.
+        done: whether the action was carried out.
+        error: why it failed.
+    """
+
+    name: str
+    path: str
+    target: str
+    action: str
+    reason: str
+    created: float = 0.0
+    files: int = 0
+    nbytes: int = 0
+    done: bool = False
+    error: str = ""
+
+
+def _natural(name: str) -> list[tuple[int, int, str]]:
+    """A key that sorts step_9 before step_10."""
+    return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in _NUMBER.split(name)]
+
+
+def _uri(storage: Storage, name: str) -> str:
+    """What any catalog may call a file of `storage`."""
+    return f"{storage.url}/{name}" if "://" in storage.url else f"file://{storage.url}/{name}"
+
+
+def _created(storage: Storage, catalog: Catalog) -> float:
+    created = catalog.info.get("created")
+    if isinstance(created, int | float) and not isinstance(created, bool):
+        return float(created)
+    return storage.stat(CATALOG_NAME).modified
+
+
+def _moved(catalog: Catalog) -> list[str]:
+    """The names that the files of the catalog had before they were moved."""
+    return ["/".join(file.name.rsplit("/", 2)[1:]) for file in catalog.files if is_uri(file.name)]
+
+
+def plan_cooldown(
+    root: str, cold: str, *, older_than: float, keep: int = 1, now: float | None = None
+) -> list[CoolStep]:
+    """Look which steps of a run are to be moved. Nothing is changed.
+
+    Args:
+        root: folder of the steps.
+        cold: folder where older ones go; any scheme.
+        older_than: seconds since its save from which on a step is moved.
+        keep: that many of the newest steps stay in any case; at least 1.
+        now: seconds since 1970.
+
+    Returns:
+        What is to become of each step, oldest first.
+
+    Raises:
+        UsageError: the folders are the same, or one lies in the other.
+        CheckpointNotFoundError: there are no checkpoints.
+        StorageError: `root` cannot be read.
+    """
+    hot_root, cold_root = resolve(root), resolve(cold)
+    if isinstance(hot_root, TierStorage) or isinstance(cold_root, TierStorage):
+        raise UsageError("cooldown moves files between storages that last: leave tier+ out of both paths")
+    first, second = f"{hot_root.url}/", f"{cold_root.url}/"
+    if first.startswith(second) or second.startswith(first):
+        raise UsageError(f"cooldown from {hot_root.url} to {cold_root.url}: neither may lie in the other")
+    if keep < 1 or older_than < 0:
+        raise UsageError("cooldown never moves the newest step (keep is at least 1), and ages are not negative")
+    now = time.time() if now is None else now
+    found: list[tuple[Storage, str, Catalog]] = []
+    steps: list[CoolStep] = []
+    for name in sorted(hot_root.folders(), key=_natural):
+        step = resolve(f"{hot_root.url}/{name}")
+        target = f"{cold_root.url}/{name}"
+        try:
+            found.append((step, name, read_catalog(step)[0]))
+        except CheckpointNotFoundError:
+            continue
+        except CheckpointError as error:
+            steps.append(CoolStep(name, step.url, target, "skip", str(error)))
+    if not found and not steps:
+        raise CheckpointNotFoundError(f"{hot_root.url} holds no checkpoints; give the folder that has the steps in it")
+    created = {name: _created(step, catalog) for step, name, catalog in found}
+    by_age = sorted(created, key=lambda name: (created[name], _natural(name)))
+    newest = {*by_age[-keep:], *sorted(created, key=_natural)[-keep:]}
+    uses = {file.name: name for _, name, catalog in found for file in catalog.files if is_uri(file.name)}
+
+    def judge(step: Storage, name: str, catalog: Catalog) -> tuple[str, str, list[int]]:
+        """The action, its reason, and the sizes of the files that it moves or removes."""
+        own = [catalog.files[number] for number in own_files(catalog)]
+        if not own and catalog.files:
+            moved = set(_moved(catalog))
+            remains = [size for file, size in step.list() if file in moved]
+            return ("finish", "its files were moved, and are still here", remains) if remains else ("cold", "moved", [])
+        if name in newest:
+            return "keep", "one of the newest", []
+        if now - created[name] < older_than:
+            return "keep", "too young", []
+        user = next((user for file in own if (user := uses.get(_uri(step, file.name), name)) != name), None)
+        if user is not None:
+            return "skip", f"{user} uses its files", []
+        if not all(file.block_bytes for file in own):
+            return "skip", "a file has no checksums, so a copy cannot be proved", []
+        return "move", "older than the threshold", [file.size for file in own]
+
+    for step, name, catalog in found:
+        action, reason, sizes = judge(step, name, catalog)
+        steps.append(
+            CoolStep(name, step.url, f"{cold_root.url}/{name}", action, reason, created[name], len(sizes), sum(sizes))
+        )
+    return sorted(steps, key=lambda step: (step.created, _natural(step.name)))
+
+
+def cool(step: CoolStep, progress: Callable[[int], None] = lambda _: None) -> CoolStep:
+    """Carry out what was planned for one step.
+
+    Copies its files, reads the copies back, has the path's catalog name them, and then removes the hot files.
+
+    Args:
+        step: planned by `plan_cooldown`; other actions than "move" and "finish" do nothing.
+        progress: told the bytes of each file that was moved.
+
+    Returns:
+        The step, with `done` or `error` set. Errors are not raised: the other steps can go on.
+    """
+    try:
+        if step.action == "move":
+            _move(resolve(step.path), resolve(step.target), progress)
+        elif step.action == "finish":
+            _remove_moved(resolve(step.path))
+        else:
+            return step
+    except CheckpointError as error:
+        return replace(step, error=str(error))
+    return replace(step, done=True)
+
+
+def _move(hot: Storage, cold: Storage, progress: Callable[[int], None]) -> None:
+    version = hot.version(CATALOG_NAME)
+    catalog, data = read_catalog(hot)
+    own = own_files(catalog)
+    try:
+        if cold.read(CATALOG_NAME) != data:
+            raise StorageConflictError(f"{cold.url} holds another checkpoint: choose another cold folder, or remove it")
+    except FileNotFoundError:
+        cold.probe(CATALOG_NAME, "")
+    hot.probe(CATALOG_NAME, version)
+    there = dict(cold.list())
+
+    def one(number: int) -> None:
+        file = catalog.files[number]
+        copied = copy_unless_there(hot, cold, catalog, number, there.get(file.name))
+        # What was just written is read back: the hot file goes only when the cold one is proved.
+        if copied and not sound(cold, catalog, number):
+            raise CorruptCheckpointError(
+                f"{cold.url}/{file.name} does not read back as it was written; check that storage", file=file.name
+            )
+        progress(file.size)
+
+    try:
+        at_the_same_time(one, own, settings().write_threads, "bytecheckpoint-cool")
+    except FileNotFoundError as error:
+        raise CorruptCheckpointError(f"{hot.url} lacks {error.filename}, so it cannot be moved") from error
+    commit(cold, catalog, data, "")
+    chosen = set(own)
+    files = [
+        replace(file, name=_uri(cold, file.name)) if number in chosen else file
+        for number, file in enumerate(catalog.files)
+    ]
+    remapped = encode(catalog.with_files(files, catalog.file_sums, {**catalog.info, "moved_to": cold.url}))
+    try:
+        hot.publish(CATALOG_NAME, remapped, expected=version)
+    except StorageUnavailableError:
+        if hot.read(CATALOG_NAME) != remapped:  # the answer got lost, or the catalog did
+            raise
+    try:
+        hot.delete([catalog.files[number].name for number in own])
+    except StorageError as error:  # it is moved; the next run removes what is left
+        _log.warning("%s: moved files could not be removed: %s", hot.url, error)
+
+
+def _remove_moved(hot: Storage) -> None:
+    """Remove hot files whose cold copies the catalog names, if those are there."""
+    catalog, _ = read_catalog(hot)
+    present = {name for name, _ in hot.list()}
+    for file in catalog.files:
+        if not is_uri(file.name):
+            continue
+        folder, kind, base = file.name.rsplit("/", 2)
+        name = f"{kind}/{base}"
+        if name in present and generation_of(name) is not None:
+            try:
+                size = resolve(folder).stat(name).size
+            except FileNotFoundError:
+                size = -1
+            if size != file.size:
+                raise CorruptCheckpointError(f"{file.name} is not there with its {file.size} bytes", file=file.name)
+            hot.delete([name])

@@ -1,0 +1,103 @@
+"""What the ranks of worlds with several machines do: each machine is a name and a memory of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+import bytecheckpoint
+from bytecheckpoint.collectives import Collective, current
+from bytecheckpoint.saving.saver import saver_of
+from bytecheckpoint.storage.local import LocalStorage
+from tests.faults.coded import states, step_of
+
+
+def settle(memory: str, machines: list[int], **options: Any) -> Collective:
+    """Put this rank on machine number `machines[rank]`, whose memory is `memory`/<number>."""
+    collective = current()
+    machine = machines[collective.rank]
+    collective.host = f"machine {machine}"
+    bytecheckpoint.configure(tier_hot=f"mem://{memory}/{machine}", timeout=20.0, **options)
+    return collective
+
+
+def hold_back(gate: Path) -> None:
+    """Let nothing be written to local folders (not to memory) before the file `gate` exists."""
+    real = LocalStorage.create
+
+    def create(storage: LocalStorage, request: Any) -> Any:
+        deadline = time.monotonic() + 60
+        while not gate.exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        return real(storage, request)
+
+    LocalStorage.create = create  # type: ignore[method-assign]
+
+
+def save(
+    path: str, memory: str, machines: list[int], step: int, gate: str = "", rows: int = 24, **options: Any
+) -> dict[str, Any]:
+    """Save; with a gate, only until the step is restorable."""
+    collective = settle(memory, machines, **options)
+    if gate:
+        hold_back(Path(gate))
+    handle = bytecheckpoint.save(
+        path, states(collective.rank, collective.world_size, step, rows), async_checkpoint=True
+    )
+    if gate:
+        handle.restorable.result(60)
+        return {"committed": handle.committed.done()}
+    report = handle.result(60)
+    saver_of(collective).flusher.drain()
+    return {"committed": True, "phases": dict(report.phases)}
+
+
+def save_and_fail(path: str, memory: str, machines: list[int], step: int) -> str:
+    """The error of the flush."""
+    collective = settle(memory, machines)
+    handle = bytecheckpoint.save(path, states(collective.rank, collective.world_size, step))
+    error = handle.committed.exception(60)
+    return f"{type(error).__name__}: {error}"
+
+
+def save_and_die(path: str, memory: str, machines: list[int], step: int, files: int) -> None:
+    """Save, and have every rank killed with SIGKILL while it writes its file number `files` to the durable storage."""
+    collective = settle(memory, machines)
+    begun: list[str] = []
+    real = LocalStorage.create
+
+    def create(storage: LocalStorage, request: Any) -> Any:
+        writer = real(storage, request)
+        begun.append(request.name)
+        if len(begun) == files:
+            writer.write_at(4096, [memoryview(b"half of it")])
+            os.kill(os.getpid(), signal.SIGKILL)
+        return writer
+
+    LocalStorage.create = create  # type: ignore[method-assign]
+    bytecheckpoint.save(path, states(collective.rank, collective.world_size, step), async_checkpoint=True).result(60)
+
+
+def load(path: str, memory: str, machines: list[int], rows: int = 24) -> tuple[int, int]:
+    """The step, and the bytes read."""
+    collective = settle(memory, machines)
+    mine = states(collective.rank, collective.world_size, rows=rows)
+    report = bytecheckpoint.load(path, mine)
+    dist.barrier()
+    return step_of(mine), report.bytes_read
+
+
+def load_and_fail(path: str, memory: str, machines: list[int]) -> str:
+    """The error of a load."""
+    collective = settle(memory, machines)
+    try:
+        bytecheckpoint.load(path, states(collective.rank, collective.world_size))
+    except bytecheckpoint.CheckpointError as error:
+        return f"{type(error).__name__}: {error}"
+    return "none"

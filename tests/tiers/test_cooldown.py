@@ -1,0 +1,291 @@
+"""Cool-down: older steps move to a cold storage, their paths go on working, and no kill loses anything."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+
+import bytecheckpoint
+from bytecheckpoint import CheckpointNotFoundError, UsageError
+from bytecheckpoint.cli.main import run as command
+from bytecheckpoint.storage import Storage, resolve
+from bytecheckpoint.storage.local import LocalStorage
+from bytecheckpoint.tiers.cooling import cool, plan_cooldown
+from tests.faults.coded import files_of, load_step, states
+
+DAY = 86400.0
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Steps 1 to 4."""
+    for step in range(1, 5):
+        bytecheckpoint.save(tmp_path / "run" / f"step_{step}", states(step=step))
+    return tmp_path / "run"
+
+
+def move_all(root: str | Path, cold: str | Path, **options: Any) -> list[Any]:
+    plan = plan_cooldown(str(root), str(cold), **{"older_than": 1.0, "now": time.time() + 10, **options})
+    done = [cool(step) for step in plan]
+    assert not any(step.error for step in done), done
+    return done
+
+
+def actions(plan: list[Any]) -> list[str]:
+    return [step.action for step in plan]
+
+
+def test_paths_go_on_working(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cold = tmp_path / "cold"
+    done = move_all(root, cold)
+    assert actions(done) == ["move", "move", "move", "keep"]
+    assert [step.done for step in done] == [True, True, True, False]
+    for step in range(1, 5):
+        path = root / f"step_{step}"
+        assert load_step(path) == step
+        assert files_of(path) == (["metadata.parquet"] if step < 4 else files_of(root / "step_4"))
+        assert command(["verify", str(path)]) == 0
+        assert command(["inspect", str(path)]) == 0
+        with bytecheckpoint.open(path) as checkpoint:
+            assert checkpoint["extra_states/step"] == step
+    for step in range(1, 4):
+        assert load_step(cold / f"step_{step}") == step, "the cold copy is a checkpoint of its own"
+        assert command(["diff", str(root / f"step_{step}"), str(cold / f"step_{step}")]) == 0
+    capsys.readouterr()
+    assert command(["ls", "--json", str(root)]) == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert [step["state"] for step in listed["checkpoints"]] == ["committed"] * 4
+    assert len({step["bytes"] for step in listed["checkpoints"]}) == 1, "bytes are those of the checkpoint"
+    assert actions(move_all(root, cold)) == ["cold", "cold", "cold", "keep"]
+
+
+def test_a_cold_step_can_be_replaced(root: Path, tmp_path: Path) -> None:
+    move_all(root, tmp_path / "cold")
+    bytecheckpoint.save(root / "step_1", states(step=10))
+    assert load_step(root / "step_1") == 10
+    assert load_step(tmp_path / "cold" / "step_1") == 1
+
+
+def test_what_stays(root: Path, tmp_path: Path) -> None:
+    cold = str(tmp_path / "cold")
+    now = time.time()
+    plan = plan_cooldown(str(root), cold, older_than=7 * DAY, now=now)
+    assert actions(plan) == ["keep"] * 4 and [step.reason for step in plan] == ["too young"] * 3 + ["one of the newest"]
+    plan = plan_cooldown(str(root), cold, older_than=7 * DAY, now=now + 8 * DAY)
+    assert actions(plan) == ["move"] * 3 + ["keep"]
+    plan = plan_cooldown(str(root), cold, older_than=0, keep=3, now=now + DAY)
+    assert actions(plan) == ["move", "keep", "keep", "keep"]
+    # Neither the last to be saved nor the one of the highest number moves.
+    bytecheckpoint.save(root / "step_2", states(step=2))
+    plan = plan_cooldown(str(root), cold, older_than=0, now=now + DAY)
+    assert {step.name: step.action for step in plan} == {
+        "step_1": "move", "step_2": "keep", "step_3": "move", "step_4": "keep",
+    }  # fmt: skip
+    assert not Path(cold).exists(), "planning changes nothing"
+
+
+def test_damaged_and_unfinished_steps_stay(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (root / "step_1" / "metadata.parquet").write_bytes(b"nonsense")
+    (root / "step_2" / "metadata.parquet").unlink()
+    file = next((root / "step_3" / "model").iterdir())
+    data = bytearray(file.read_bytes())
+    data[-5] ^= 1
+    file.write_bytes(data)
+    bytecheckpoint.save(root / "step_5", states(step=5))
+    before = {step: files_of(root / step) for step in os.listdir(root)}
+    args = ["cooldown", str(root), str(tmp_path / "cold"), "--older-than", "0s", "--apply", "--json"]
+    assert command(args) == 1
+    report = json.loads(capsys.readouterr().out)
+    by_name = {step["name"]: step for step in report["steps"]}
+    assert set(by_name) == {"step_1", "step_3", "step_4", "step_5"}
+    assert by_name["step_1"]["action"] == "skip"
+    assert not by_name["step_3"]["done"] and "checksum mismatch" in by_name["step_3"]["error"]
+    assert by_name["step_4"]["done"] and by_name["step_5"]["action"] == "keep"
+    after = {step: files_of(root / step) for step in os.listdir(root)}
+    assert after == {**before, "step_4": ["metadata.parquet"]}
+    with pytest.raises(CheckpointNotFoundError):
+        load_step(tmp_path / "cold" / "step_3")
+
+
+def test_files_that_another_step_uses_stay(root: Path, tmp_path: Path) -> None:
+    """A step that names files of another by URI, as cooled ones do, keeps those where they are."""
+    first, second = tmp_path / "a", tmp_path / "b"
+    shutil.copytree(root / "step_1", first / "step_1")
+    bytecheckpoint.save(first / "step_9", states(step=9))
+    bytecheckpoint.save(first / "step_10", states(step=10))
+    move_all(first, second, keep=1)
+    # step_1 of `first` now names files of `second`; within `second` another run's view of them is planned:
+    shutil.copytree(first / "step_1", second / "view")
+    bytecheckpoint.save(second / "step_99", states(step=99))
+    plan = plan_cooldown(str(second), str(tmp_path / "c"), older_than=0, now=time.time() + DAY)
+    named = {step.name: (step.action, step.reason) for step in plan}
+    assert named["step_1"] == ("skip", "view uses its files")
+    assert named["step_9"][0] == "move"
+    assert named["view"][0] == "cold"
+
+
+def test_the_cold_folder_holds_something_else(root: Path, tmp_path: Path) -> None:
+    bytecheckpoint.save(tmp_path / "cold" / "step_1", states(step=77))
+    plan = plan_cooldown(str(root), str(tmp_path / "cold"), older_than=0, now=time.time() + DAY)
+    done = [cool(step) for step in plan]
+    assert "holds another checkpoint" in done[0].error and not done[0].done
+    assert done[1].done and done[2].done
+    assert load_step(root / "step_1") == 1 and load_step(tmp_path / "cold" / "step_1") == 77
+
+
+def test_a_step_that_is_replaced_meanwhile(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = LocalStorage.publish
+
+    def publish(storage: LocalStorage, name: str, data: bytes, *, expected: str | None = None) -> None:
+        if storage.url == str(root / "step_1") and not replaced:
+            replaced.append(True)
+            bytecheckpoint.save(root / "step_1", states(step=50))
+        real(storage, name, data, expected=expected)
+
+    replaced: list[bool] = []
+    plan = plan_cooldown(str(root), str(tmp_path / "cold"), older_than=0, now=time.time() + DAY)
+    monkeypatch.setattr(LocalStorage, "publish", publish)
+    done = cool(plan[0])
+    assert "another save" in done.error
+    assert load_step(root / "step_1") == 50
+
+
+@pytest.mark.parametrize(
+    ("root", "cold"),
+    [("{0}/run", "{0}/run"), ("{0}/run", "{0}/run/cold"), ("{0}/run", "{0}"), ("tier+file://{0}/run", "{0}/c")],
+)
+def test_folders_that_do_not_go_together(tmp_path: Path, root: str, cold: str) -> None:
+    bytecheckpoint.save(tmp_path / "run" / "1", states(step=1))
+    with pytest.raises(UsageError):
+        plan_cooldown(root.format(tmp_path), cold.format(tmp_path), older_than=0)
+
+
+@pytest.fixture
+def memory() -> Iterator[str]:
+    name = f"test-{uuid.uuid4().hex}"
+    yield f"mem://{name}"
+    shutil.rmtree(f"/dev/shm/bytecheckpoint-{os.geteuid()}/{name}", ignore_errors=True)
+
+
+@pytest.mark.parametrize(("hot", "cold"), [("mem", "file"), ("file", "mem"), ("mem", "fsspec"), ("fsspec", "file")])
+def test_any_scheme_to_any_other(tmp_path: Path, memory: str, hot: str, cold: str) -> None:
+    name = uuid.uuid4().hex
+    roots = {"mem": memory, "file": f"file://{tmp_path}/x y", "fsspec": f"fsspec+memory://{name}"}
+    root = roots[hot]
+    for step in (1, 2):
+        bytecheckpoint.save(f"{root}/{step}", states(step=step))
+    move_all(root, f"{roots[cold]}/cold")
+    storage = resolve(f"{root}/1")
+    assert [file for file, _ in storage.list()] == ["metadata.parquet"]
+    for step in (1, 2):
+        assert load_step(f"{root}/{step}") == step
+        assert command(["verify", f"{root}/{step}"]) == 0
+    fsspec.filesystem("memory").store.clear()
+
+
+_KILLED = """
+import os, sys
+sys.argv[0] = "bytecheckpoint"  # starts without torch
+from bytecheckpoint.storage import local
+from bytecheckpoint.tiers.cooling import cool, plan_cooldown
+
+root, cold, last = sys.argv[1], sys.argv[2], int(sys.argv[3])
+calls = 0
+
+def counted(owner, name):
+    real = getattr(owner, name)
+    def call(*args, **options):
+        global calls
+        calls += 1
+        if calls == last:
+            os._exit(9)
+        return real(*args, **options)
+    setattr(owner, name, call)
+
+for owner, names in ((local.LocalStorage, ("create", "publish", "delete", "sync", "list")),
+                     (local._Writer, ("write_at", "finish")), (os, ("fsync", "replace", "unlink"))):
+    for name in names:
+        counted(owner, name)
+for step in plan_cooldown(root, cold, older_than=0, keep=1):
+    assert not cool(step).error
+print(calls)
+"""
+
+
+def killed_at(root: Path, cold: Path, call: int) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "BYTECHECKPOINT_WRITE_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, "-c", _KILLED, str(root), str(cold), str(call)],
+        capture_output=True, text=True, timeout=60, check=False, env=environment,
+    )  # fmt: skip
+
+
+def test_killed_at_any_moment(tmp_path: Path) -> None:
+    original, root, cold = tmp_path / "original", tmp_path / "run", tmp_path / "cold"
+    for step in (1, 2):
+        bytecheckpoint.save(original / str(step), states(step=step))
+    shutil.copytree(original, root)
+    done = killed_at(root, cold, 10**6)
+    assert done.returncode == 0, done.stderr
+    calls = int(done.stdout)
+    assert calls > 25
+    stride = max(calls // 14, 1)
+    moments = sorted({*range(1, calls + 1, stride), *range(calls - 8, calls + 1)})
+    for moment in moments:
+        shutil.rmtree(root)
+        shutil.rmtree(cold, ignore_errors=True)
+        shutil.copytree(original, root)
+        done = killed_at(root, cold, moment)
+        assert done.returncode == 9, (moment, done.stderr)
+        for step in (1, 2):
+            assert load_step(root / str(step)) == step, f"killed at call {moment} of {calls}"
+        if (cold / "1" / "metadata.parquet").exists():
+            assert load_step(cold / "1") == 1
+        move_all(root, cold)
+        assert files_of(root / "1") == ["metadata.parquet"]
+        assert load_step(root / "1") == 1 and load_step(cold / "1") == 1
+
+
+def test_the_command_line(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cold = str(tmp_path / "cold")
+    assert command(["cooldown", str(root), cold, "--older-than", "0"]) == 0
+    assert "3 steps would be moved" in capsys.readouterr().out
+    assert not os.path.exists(cold)
+    assert command(["cooldown", str(root), cold]) == 0
+    assert "0 steps would be moved" in capsys.readouterr().out
+    assert command(["cooldown", str(root), cold, "--older-than", "0", "--keep", "2", "--apply"]) == 0
+    assert "2 steps moved" in capsys.readouterr().out
+    assert load_step(root / "step_1") == 1
+    assert command(["cooldown", str(root), cold, "--older-than", "soon"]) == 2
+    assert command(["cooldown", str(tmp_path / "nothing"), cold]) == 2
+    assert command(["cooldown", str(root), cold, "--keep", "0"]) == 2
+
+
+def test_a_catalog_opens_storage_files_only(root: Path, tmp_path: Path) -> None:
+    """A catalog that names anything else by URI is refused: readers must not be led to arbitrary files."""
+    from dataclasses import replace
+
+    from bytecheckpoint.engine.catalogs import read_catalog
+    from bytecheckpoint.representation.catalog_file import encode
+
+    storage: Storage = resolve(root / "step_1")
+    catalog, _ = read_catalog(storage)
+    secret = tmp_path / "secret"
+    secret.write_text("x" * 100_000)
+    for name in (f"file://{secret}", "file:///etc/passwd", "nothing://x/y/z", f"file://{tmp_path}/model/../secret"):
+        files = [replace(catalog.files[0], name=name), *catalog.files[1:]]
+        storage.publish("metadata.parquet", encode(catalog.with_files(files, catalog.file_sums)))
+        with pytest.raises(bytecheckpoint.StorageError, match="no storage file"):
+            load_step(root / "step_1")
+        assert command(["verify", str(root / "step_1")]) == 1

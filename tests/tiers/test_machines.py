@@ -1,0 +1,216 @@
+"""Tiers of several machines: copies in each other's memory, machines that are lost, other world sizes, killed jobs."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import bytecheckpoint
+from bytecheckpoint.cli.main import run as command
+from bytecheckpoint.storage import resolve
+from bytecheckpoint.storage.tier import TierStorage
+from tests.faults.coded import load_step
+from tests.support.worlds import World
+from tests.tiers import machines as jobs
+
+pytestmark = pytest.mark.timeout(240)
+
+Start = Callable[[int], World]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts a world of so many ranks."""
+    worlds: list[World] = []
+    numbers = itertools.count()
+
+    def make(size: int) -> World:
+        worlds.append(World(size, tmp_path / f"world-{next(numbers)}"))
+        return worlds[-1]
+
+    yield make
+    for world in worlds:
+        if world.usable:
+            world.close()
+        else:
+            world.kill()
+
+
+@pytest.fixture
+def memory(hot: Path) -> str:
+    return hot.name
+
+
+def step_in(memory: str, machine: int, path: str) -> Path:
+    """The folder of a step in a machine's memory."""
+    bytecheckpoint.configure(tier_hot=f"mem://{memory}/{machine}")
+    storage = resolve(path)
+    assert isinstance(storage, TierStorage)
+    return Path(storage.hot.root)
+
+
+def lose(hot: Path, machine: int) -> None:
+    shutil.rmtree(hot / str(machine))
+
+
+def ranks_in(folder: Path) -> set[int]:
+    return {int(file.name.split("-")[1][:5]) for file in (folder / "model").iterdir()}
+
+
+def durable(path: str) -> Path:
+    return Path(path.removeprefix("tier+file://"))
+
+
+def test_partners_hold_copies(start: Start, run: str, memory: str, tmp_path: Path) -> None:
+    path, gate = f"{run}/1", tmp_path / "gate"
+    world = start(5)
+    got = world.run(jobs.save, path, memory, [0, 0, 1, 1, 2], 1, str(gate))
+    assert not any(rank["committed"] for rank in got)
+    assert ranks_in(step_in(memory, 0, path)) == {0, 1, 4}
+    assert ranks_in(step_in(memory, 1, path)) == {0, 1, 2, 3}
+    assert ranks_in(step_in(memory, 2, path)) == {2, 3, 4}
+    for machine in range(3):
+        assert (step_in(memory, machine, path) / "metadata.parquet").exists()
+    gate.touch()
+    world.run(jobs.save, f"{run}/2", memory, [0, 0, 1, 1, 2], 2)
+    for step in (1, 2):
+        assert load_step(durable(run) / str(step)) == step
+    # Flushed steps go, but for the newest.
+    for machine in range(3):
+        assert [p.name for p in step_in(memory, machine, path).parent.iterdir()] == ["2"]
+
+
+@pytest.mark.parametrize("replicas", [0, 2])
+def test_the_number_of_copies(start: Start, run: str, memory: str, replicas: int) -> None:
+    path = f"{run}/1"
+    start(3).run(jobs.save, path, memory, [0, 1, 2], 1, tier_replicas=replicas)
+    for machine in range(3):
+        expected = {0, 1, 2} if replicas else {machine}
+        assert ranks_in(step_in(memory, machine, path)) == expected
+    assert load_step(durable(path)) == 1
+
+
+@pytest.mark.parametrize(
+    ("lost", "new"), [(0, [0, 1]), (1, [0, 1]), (0, [0, 0, 1]), (0, [0, 1, 2, 2]), (1, [0, 1, 2, 2]), (0, [2, 3])]
+)
+def test_a_lost_machine_loses_nothing(
+    start: Start, run: str, memory: str, hot: Path, tmp_path: Path, lost: int, new: list[int]
+) -> None:
+    """The durable storage has nothing yet, and the ranks that load may be others, on machines that are new."""
+    path = f"{run}/1"
+    world = start(4)
+    world.run(jobs.save, path, memory, [0, 0, 1, 1], 1, str(tmp_path / "never"), rows=4000)
+    world.kill()
+    lose(hot, lost)
+    assert not durable(path).joinpath("metadata.parquet").exists()
+    if new == [2, 3]:  # the machine that is left serves no rank: nobody can reach its memory
+        assert all(
+            word.startswith("CheckpointNotFoundError") for word in start(2).run(jobs.load_and_fail, path, memory, new)
+        )
+        return
+    got = start(len(new)).run(jobs.load, path, memory, new, rows=4000)
+    assert {step for step, _ in got} == {1}
+
+
+def test_without_copies_a_lost_machine_is_lost(start: Start, run: str, memory: str, hot: Path, tmp_path: Path) -> None:
+    """... and the durable step before it is what a load finds."""
+    path = f"{run}/s"
+    world = start(2)
+    world.run(jobs.save, path, memory, [0, 1], 1, tier_replicas=0)
+    world.run(jobs.save, path, memory, [0, 1], 2, str(tmp_path / "never"), tier_replicas=0)
+    world.kill()
+    assert {step for step, _ in start(2).run(jobs.load, path, memory, [0, 1])} == {2}
+    lose(hot, 1)
+    assert {step for step, _ in start(3).run(jobs.load, path, memory, [0, 1, 1])} == {1}
+
+
+@pytest.mark.parametrize("machine", [0, 1])
+def test_a_damaged_copy_is_read_from_another_machine(
+    start: Start, run: str, memory: str, tmp_path: Path, machine: int
+) -> None:
+    path = f"{run}/1"
+    world = start(2)
+    world.run(jobs.save, path, memory, [0, 1], 1, str(tmp_path / "never"))
+    world.kill()
+    for file in (step_in(memory, machine, path) / "model").iterdir():
+        data = bytearray(file.read_bytes())
+        data[-100] ^= 1
+        file.write_bytes(data)
+    assert {step for step, _ in start(2).run(jobs.load, path, memory, [0, 1])} == {1}
+
+
+def test_a_damaged_copy_is_flushed_from_another_machine(start: Start, run: str, memory: str, tmp_path: Path) -> None:
+    path, gate = f"{run}/1", tmp_path / "gate"
+    world = start(2)
+    world.run(jobs.save, path, memory, [0, 1], 1, str(gate))
+    file = next((step_in(memory, 1, path) / "model").glob("rank-00001*"))
+    data = bytearray(file.read_bytes())
+    data[-100] ^= 1
+    file.write_bytes(data)
+    gate.touch()
+    world.run(jobs.save, f"{run}/2", memory, [0, 1], 2)
+    assert load_step(durable(path)) == 1
+    assert command(["verify", str(durable(path))]) == 0
+
+
+@pytest.mark.parametrize("files", [1, 2, 3])
+def test_a_job_that_is_killed_in_the_middle_of_a_flush(
+    start: Start, run: str, memory: str, hot: Path, files: int
+) -> None:
+    path = f"{run}/2"
+    world = start(2)
+    world.run(jobs.save, f"{run}/1", memory, [0, 1], 1)
+    outcomes = world.start(jobs.save_and_die, path, memory, [0, 1], 2, files).outcomes()
+    assert all("died with exit code -9" in text for ok, text in outcomes if not ok) and not all(
+        ok for ok, _ in outcomes
+    )
+    assert not (durable(path) / "metadata.parquet").exists()
+    assert {step for step, _ in start(3).run(jobs.load, path, memory, [0, 1, 1])} == {2}
+    if files == 1:  # the next job flushes it beside its own first step
+        start(2).run(jobs.save, f"{run}/3", memory, [0, 1], 3)
+        assert load_step(durable(run) / "3") == 3
+    elif files == 2:  # by hand, on each machine; the last one commits
+        codes = []
+        for machine in (0, 1):
+            bytecheckpoint.configure(tier_hot=f"mem://{memory}/{machine}")
+            codes.append(command(["flush", run]))
+        assert codes == [1, 0]
+    else:  # one machine is lost, the other flushes what it keeps for it
+        lose(hot, 0)
+        bytecheckpoint.configure(tier_hot=f"mem://{memory}/1")
+        assert command(["flush", path]) == 1
+        assert command(["flush", path, "--replicas"]) == 0
+    assert load_step(durable(path)) == 2
+    assert command(["verify", str(durable(path))]) == 0
+    assert command(["ls", str(durable(run))]) == 0
+
+
+def test_a_flush_that_fails_on_one_rank_fails_on_all(start: Start, run: str, memory: str) -> None:
+    path = f"{run}/1"
+    durable(path).mkdir(parents=True)
+    (durable(path) / "model").write_text("a file where a folder should be")
+    for error in start(3).run(jobs.save_and_fail, path, memory, [0, 1, 1], 1):
+        assert error.startswith("StorageError") and "flush of tier+file" in error
+    assert not (durable(path) / "metadata.parquet").exists()
+
+
+def test_steps_that_were_replaced_elsewhere_are_not_flushed(
+    start: Start, run: str, memory: str, tmp_path: Path
+) -> None:
+    path = f"{run}/1"
+    world = start(2)
+    world.run(jobs.save, path, memory, [0, 1], 1, str(tmp_path / "never"))
+    world.kill()
+    from tests.faults.coded import states
+
+    bytecheckpoint.save(durable(path), states(step=7))
+    assert {step for step, _ in start(2).run(jobs.load, path, memory, [0, 1])} == {7}
+    bytecheckpoint.configure(tier_hot=f"mem://{memory}/0")
+    assert command(["flush", path]) == 1
+    assert load_step(durable(path)) == 7
+    assert os.path.exists(step_in(memory, 0, path))

@@ -1,0 +1,363 @@
+"""`tier+URL`: saves are in memory first and in the durable storage soon; loads take the nearest sound copy."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import bytecheckpoint
+from bytecheckpoint import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    StorageConflictError,
+    StorageFullError,
+    StorageUnavailableError,
+    UsageError,
+)
+from bytecheckpoint.cli.main import run as command
+from bytecheckpoint.collectives.base import Collective
+from bytecheckpoint.collectives.threads import ThreadWorld
+from bytecheckpoint.storage import Storage, resolve
+from bytecheckpoint.storage.local import LocalStorage
+from bytecheckpoint.storage.testing import StorageTests
+from bytecheckpoint.storage.tier import TierStorage
+from tests.faults.coded import files_of, load_step, states, step_of
+
+MODES: dict[str, dict[str, Any]] = {
+    "sync": {},
+    "async": {"async_checkpoint": True},
+    "background": {"async_checkpoint": True, "staging": "background"},
+}
+
+
+class TestConformance(StorageTests):
+    @pytest.fixture
+    def storage(self, run: str) -> Storage:
+        return resolve(f"{run}/step")
+
+
+def folder_of(path: str) -> Path:
+    return Path(path.removeprefix("tier+file://"))
+
+
+def hot_of(path: str) -> Path:
+    storage = resolve(path)
+    assert isinstance(storage, TierStorage)
+    return Path(storage.hot.root)
+
+
+class Gate:
+    """Holds, or fails, what is written to local folders (not to memory)."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.open = threading.Event()
+        self.error: Exception | None = None
+        self.met = threading.Event()
+        real_create, real_publish = LocalStorage.create, LocalStorage.publish
+
+        def create(storage: LocalStorage, request: Any) -> Any:
+            self.pass_()
+            return real_create(storage, request)
+
+        def publish(storage: LocalStorage, *args: Any, **options: Any) -> None:
+            self.pass_()
+            real_publish(storage, *args, **options)
+
+        monkeypatch.setattr(LocalStorage, "create", create)
+        monkeypatch.setattr(LocalStorage, "publish", publish)
+
+    def pass_(self) -> None:
+        self.met.set()
+        assert self.open.wait(60)
+        if self.error is not None:
+            raise self.error
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Any:
+    gate = Gate(monkeypatch)
+    yield gate
+    gate.error = None
+    gate.open.set()
+
+
+@pytest.mark.parametrize("writer", ["process", "thread"])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_save_is_restorable_first_and_durable_later(run: str, gate: Gate, mode: str, writer: str) -> None:
+    bytecheckpoint.configure(writer=writer)
+    handle = bytecheckpoint.save(f"{run}/1", states(step=1), **MODES[mode])
+    handle.restorable.result(60)
+    assert gate.met.wait(60)
+    assert not handle.committed.done() and not handle.done()
+    assert not (folder_of(run) / "1" / "metadata.parquet").exists()
+    assert load_step(f"{run}/1") == 1, "from memory"
+    with pytest.raises(CheckpointNotFoundError):
+        load_step(folder_of(run) / "1")
+    gate.open.set()
+    report = handle.result(60)
+    assert report.path == f"{run}/1" and report.phases["flush"] > 0
+    assert load_step(folder_of(run) / "1") == 1, "a checkpoint like any other"
+    assert load_step(f"{run}/1") == 1
+    assert command(["verify", str(folder_of(run) / "1")]) == 0
+    assert command(["verify", f"{run}/1"]) == 0
+
+
+def test_other_paths_are_restorable_when_they_are_committed(tmp_path: Path) -> None:
+    for options in MODES.values():
+        handle = bytecheckpoint.save(tmp_path / "step", states(step=1), **options)
+        handle.result(60)
+        assert handle.restorable.done()
+
+
+def test_memory_is_read_before_the_durable_storage(run: str) -> None:
+    bytecheckpoint.save(f"{run}/1", states(step=1)).result(60)
+    for file in (folder_of(run) / "1" / "model").iterdir():
+        file.write_bytes(b"damaged")
+    assert load_step(f"{run}/1") == 1
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "extend", "remove", "catalog", "memory"])
+def test_a_damaged_hot_copy_falls_through(run: str, damage: str, caplog: pytest.LogCaptureFixture) -> None:
+    bytecheckpoint.save(f"{run}/1", states(step=1)).result(60)
+    hot = hot_of(f"{run}/1")
+    file = next((hot / "model").glob("rank-*"))
+    data = bytearray(file.read_bytes())
+    if damage == "flip":
+        data[-100] ^= 1
+        file.write_bytes(data)
+    elif damage == "cut":
+        file.write_bytes(data[:-50])
+    elif damage == "extend":
+        file.write_bytes(data + b"x")
+    elif damage == "remove":
+        file.unlink()
+    elif damage == "catalog":
+        (hot / "metadata.parquet").write_bytes(b"nonsense" * 50)
+    else:
+        for folder, _, names in os.walk(hot):
+            for name in names:
+                os.unlink(os.path.join(folder, name))
+    assert load_step(f"{run}/1") == 1
+    with bytecheckpoint.open(f"{run}/1") as checkpoint:
+        assert checkpoint["model/w"][...].sum() > 0
+    if damage == "flip":
+        assert "checksum mismatch" in caplog.text and "another copy" in caplog.text
+
+
+def test_both_copies_damaged(run: str) -> None:
+    bytecheckpoint.save(f"{run}/1", states(step=1)).result(60)
+    for root in (hot_of(f"{run}/1"), folder_of(run) / "1"):
+        file = next((root / "model").glob("rank-*"))
+        data = bytearray(file.read_bytes())
+        data[-100] ^= 1
+        file.write_bytes(data)
+    with pytest.raises(CorruptCheckpointError, match="checksum mismatch"):
+        load_step(f"{run}/1")
+
+
+def test_a_damaged_hot_copy_is_not_flushed(run: str, gate: Gate) -> None:
+    handle = bytecheckpoint.save(f"{run}/1", states(step=1))
+    file = next((hot_of(f"{run}/1") / "optimizer").glob("rank-*"))
+    data = bytearray(file.read_bytes())
+    data[-100] ^= 1
+    file.write_bytes(data)
+    gate.open.set()
+    with pytest.raises(CorruptCheckpointError, match="no machine has a sound copy"):
+        handle.result(60)
+    assert not (folder_of(run) / "1" / "metadata.parquet").exists()
+
+
+# --- failures ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_failed_flush_is_raised_at_the_next_save_and_made_up_for(run: str, gate: Gate) -> None:
+    gate.error = StorageFullError("cannot write here: No space left on device; free space")
+    gate.open.set()
+    handle = bytecheckpoint.save(f"{run}/1", states(step=1), async_checkpoint=True)
+    with pytest.raises(StorageFullError, match=r"rank 0, flush of tier\+file.*No space left"):
+        handle.result(60)
+    assert handle.restorable.result() is None
+    with pytest.raises(StorageFullError, match="earlier asynchronous save failed"):
+        bytecheckpoint.save(f"{run}/2", states(step=2))
+    assert load_step(f"{run}/1") == 1
+    gate.error = None
+    bytecheckpoint.save(f"{run}/2", states(step=2)).result(60)
+    with pytest.raises(CheckpointNotFoundError):
+        load_step(folder_of(run) / "1")
+    assert command(["flush", run]) == 0
+    assert load_step(folder_of(run) / "1") == 1
+    assert load_step(folder_of(run) / "2") == 2
+
+
+def test_the_durable_storage_is_away(tmp_path: Path, run: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    away = {"version": True}
+
+    def stat(storage: LocalStorage, name: str, real: Any = LocalStorage.stat) -> Any:
+        if away["version"]:
+            raise StorageUnavailableError(f"cannot look at {storage.url}: Transport endpoint is not connected")
+        return real(storage, name)
+
+    def listing(storage: LocalStorage, real: Any = LocalStorage.list) -> Any:
+        if away["version"]:
+            raise StorageUnavailableError(f"cannot list {storage.url}: Transport endpoint is not connected")
+        return real(storage)
+
+    monkeypatch.setattr(LocalStorage, "stat", stat)
+    monkeypatch.setattr(LocalStorage, "list", listing)
+    handle = bytecheckpoint.save(f"{run}/1", states(step=1), async_checkpoint=True)
+    handle.restorable.result(60)
+    with pytest.raises(StorageUnavailableError, match="not connected"):
+        handle.result(60)
+    assert load_step(f"{run}/1") == 1, "the hot copy needs no durable one"
+    away["version"] = False
+    assert command(["flush", run]) == 0
+    assert load_step(folder_of(run) / "1") == 1
+
+
+def test_waiting_steps_are_bounded(run: str, gate: Gate) -> None:
+    bytecheckpoint.configure(tier_waiting=2)
+    handles = [bytecheckpoint.save(f"{run}/{step}", states(step=step), async_checkpoint=True) for step in (1, 2)]
+    for handle in handles:
+        handle.restorable.result(60) if handle is handles[0] else None
+    third: list[Any] = []
+    thread = threading.Thread(
+        target=lambda: third.append(bytecheckpoint.save(f"{run}/3", states(step=3), async_checkpoint=True))
+    )
+    thread.start()
+    thread.join(0.7)
+    assert thread.is_alive(), "a third unflushed step must wait"
+    gate.open.set()
+    thread.join(60)
+    report = third[0].result(60)
+    assert report.phases["wait"] > 0.5 and report.blocking_seconds > 0.5
+    for step in (1, 2, 3):
+        assert load_step(folder_of(run) / str(step)) == step
+
+
+def test_a_path_is_replaced_only_after_its_flush(run: str, gate: Gate) -> None:
+    bytecheckpoint.save(f"{run}/s", states(step=1), async_checkpoint=True)
+    assert gate.met.wait(60)
+    thread = threading.Thread(target=lambda: bytecheckpoint.save(f"{run}/s", states(step=2), async_checkpoint=True))
+    thread.start()
+    thread.join(0.5)
+    assert thread.is_alive()
+    gate.open.set()
+    thread.join(60)
+    for step in (3, 4):
+        bytecheckpoint.save(f"{run}/s", states(step=step)).result(60)
+        assert load_step(f"{run}/s") == step
+        assert load_step(folder_of(run) / "s") == step
+        assert len(files_of(folder_of(run) / "s")) == 6
+
+
+@pytest.mark.parametrize("keep", [0, 1, 3])
+def test_memory_is_bounded(run: str, keep: int) -> None:
+    bytecheckpoint.configure(tier_keep=keep)
+    for step in range(1, 6):
+        handle = bytecheckpoint.save(f"{run}/{step}", states(step=step))
+    handle.result(60)
+    deadline = time.monotonic() + 20
+    wanted = [str(step) for step in range(6 - keep, 6)]
+    while sorted(p.name for p in hot_of(f"{run}/1").parent.iterdir()) != wanted:
+        assert time.monotonic() < deadline, list(hot_of(f"{run}/1").parent.iterdir())
+        time.sleep(0.02)
+    for step in range(1, 6):
+        assert load_step(f"{run}/{step}") == step
+
+
+def test_a_checkpoint_that_was_replaced_without_the_tier_counts(run: str) -> None:
+    bytecheckpoint.save(f"{run}/s", states(step=1)).result(60)
+    bytecheckpoint.save(folder_of(run) / "s", states(step=2))
+    assert load_step(f"{run}/s") == 2
+    bytecheckpoint.save(f"{run}/s", states(step=3)).result(60)
+    assert load_step(f"{run}/s") == 3 and load_step(folder_of(run) / "s") == 3
+
+
+@pytest.mark.parametrize("replacing", [False, True])
+def test_a_flush_does_not_overwrite_what_another_job_saved_meanwhile(run: str, gate: Gate, replacing: bool) -> None:
+    gate.open.set()
+    other = folder_of(run) / "other"
+    bytecheckpoint.save(other, states(step=9))
+    if replacing:
+        bytecheckpoint.save(folder_of(run) / "s", states(step=1))
+    gate.open.clear()
+    gate.met.clear()
+    handle = bytecheckpoint.save(f"{run}/s", states(step=2), async_checkpoint=True)
+    handle.restorable.result(60)
+    assert gate.met.wait(60)
+    shutil.copytree(other, folder_of(run) / "s", dirs_exist_ok=True)
+    gate.open.set()
+    with pytest.raises(StorageConflictError, match="another save"):
+        handle.result(60)
+    assert load_step(folder_of(run) / "s") == 9
+    assert load_step(f"{run}/s") == 9, "the hot copy is void"
+    with pytest.raises(StorageConflictError, match="earlier"):
+        bytecheckpoint.save(f"{run}/s", states(step=3))
+    bytecheckpoint.save(f"{run}/s", states(step=3)).result(60)
+    assert load_step(folder_of(run) / "s") == 3
+    assert len(files_of(folder_of(run) / "s")) == 6
+
+
+# --- several ranks on one machine, other world sizes ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("ranks", "others"), [(3, 2), (2, 4), (4, 1)])
+def test_another_world_size(run: str, ranks: int, others: int, mode: str) -> None:
+    def save(collective: Collective) -> None:
+        handle = bytecheckpoint.save(f"{run}/1", states(collective.rank, ranks, 1), **MODES[mode])
+        handle.result(60)
+
+    def load(collective: Collective) -> int:
+        mine = states(collective.rank, others)
+        bytecheckpoint.load(f"{run}/1", mine)
+        return step_of(mine)
+
+    ThreadWorld(ranks).run(save, timeout=90)
+    assert set(ThreadWorld(others).run(load, timeout=60)) == {1}
+    assert load_step(folder_of(run) / "1") == 1
+    for file in (folder_of(run) / "1" / "model").iterdir():
+        file.unlink()
+    assert set(ThreadWorld(others).run(load, timeout=60)) == {1}, "memory alone"
+
+
+# --- the command line ----------------------------------------------------------------------------------------------
+
+
+def test_ls_inspect_and_open(run: str, gate: Gate, capsys: pytest.CaptureFixture[str]) -> None:
+    bytecheckpoint.save(f"{run}/1", states(step=1))
+    assert command(["ls", run]) == 0
+    out = capsys.readouterr().out
+    assert "committed" in out and " 1 " in f" {out} ".replace("\n", " ")
+    assert command(["inspect", f"{run}/1"]) == 0
+    with bytecheckpoint.open(f"{run}/1") as checkpoint:
+        assert checkpoint["extra_states/step"] == 1
+    gate.open.set()
+
+
+@pytest.mark.parametrize("path", ["tier+/mnt/x", "tier+mem", "tier+tier+file:///x/y", "tier+nothing://x"])
+def test_paths_that_are_none(path: str) -> None:
+    with pytest.raises(UsageError):
+        resolve(path)
+
+
+def test_the_hot_tier_must_be_near(tmp_path: Path) -> None:
+    bytecheckpoint.configure(tier_hot="fsspec+memory://x")
+    with pytest.raises(UsageError, match="tier_hot"):
+        resolve(f"tier+file://{tmp_path}")
+    bytecheckpoint.configure(tier_hot=str(tmp_path / "nvme"))
+    bytecheckpoint.save(f"tier+file://{tmp_path}/durable/1", states(step=1)).result(60)
+    assert (tmp_path / "nvme" / "file").is_dir()
+    assert load_step(tmp_path / "durable" / "1") == 1
+
+
+def test_errors_name_the_tier(run: str) -> None:
+    with pytest.raises(CheckpointError, match=r"tier\+file"):
+        load_step(f"{run}/nothing")
