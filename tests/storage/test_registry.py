@@ -69,7 +69,9 @@ def test_what_is_no_path(path: str) -> None:
 
 
 def test_an_unknown_scheme_lists_the_known_ones() -> None:
-    with pytest.raises(UsageError, match=r"no storage backend for ftp://.*file, mem, s3, gs, az, hdfs, fsspec\+") as raised:
+    with pytest.raises(
+        UsageError, match=r"no storage backend for ftp://.*file, mem, s3, gs, az, hdfs, fsspec\+"
+    ) as raised:
         resolve("ftp://user:secret@host/step")
     assert "secret" not in str(raised.value)
 

@@ -283,16 +283,22 @@ def _settings(
     groups = list(sources.values())
     first, first_fqn = groups[0]
     settings = {key: value for key, value in first.items() if key not in NOT_HYPERPARAMETERS}
+    differing = []
     for group, fqn in groups[1:]:
         for key in dict.fromkeys((*first, *group)):
             if key in NOT_HYPERPARAMETERS or _same(first, group, key):
                 continue
-            shown = f"{_shown(first, key)} for {first_fqn!r}, {_shown(group, key)} for {fqn!r}"
-            message = f"{kind}: group {index} joins parameters whose {key!r} differs in the checkpoint: {shown}"
-            if strict:
-                raise IncompatibleCheckpointError(f"{message}: split the group as it was, or load with strict=False")
-            into.notes.append(f"{message}; the value here was kept")
+            differing.append(f"{key!r} is {_shown(first, key)} for {first_fqn!r}, {_shown(group, key)} for {fqn!r}")
             settings.pop(key, None)
+    if differing:
+        more = f" and {len(differing) - 8} more" if len(differing) > 8 else ""
+        message = (
+            f"{kind}: group {index} joins parameters whose settings differ in the checkpoint: "
+            f"{'; '.join(differing[:8])}{more}"
+        )
+        if strict:
+            raise IncompatibleCheckpointError(f"{message}: split the group as it was, or load with strict=False")
+        into.notes.append(f"{message}; the values here were kept")
     kept = [key for key in live.group if key not in NOT_HYPERPARAMETERS and not any(key in g for g, _ in groups)]
     if kept:
         into.notes.append(

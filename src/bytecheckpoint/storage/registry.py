@@ -58,9 +58,9 @@ def resolve(path: str | os.PathLike[str]) -> Storage:
         UsageError: an empty path, a URL whose scheme has no backend, whose backend is not installed, or that holds
             credentials.
     """
-    text = os.fspath(path)
+    text = os.fspath(path) if isinstance(path, str | os.PathLike) else None
     if not isinstance(text, str) or not text or "\0" in text:
-        raise UsageError(f"{text!r} is not a checkpoint path: give a folder or a URL")
+        raise UsageError(f"{path!r} is not a checkpoint path: give a folder or a URL")
     match = _SCHEME.match(text)
     if match is None:
         if text.lower().startswith(_TIER):
