@@ -1,0 +1,90 @@
+"""Megatron-Core on processors, for tests only: what asks for a CUDA device gets the CPU.
+
+One function mode answers for every call of torch (devices, `Tensor.cuda`, the type strings that Megatron compares); the few
+functions of torch.cuda that are called directly are replaced. Nothing of Megatron's own arithmetic changes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+CPU = torch.device("cpu")
+_state = threading.local()
+
+
+def _is_cuda(device: object) -> bool:
+    return getattr(device, "type", str(device).partition(":")[0]) == "cuda"
+
+
+class OnCpu(TorchFunctionMode):
+    """Every device is the CPU, and its tensors pass for CUDA tensors where Megatron looks at their type."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            return str(func(*args)).replace("torch.", "torch.cuda.", 1)
+        if func is torch.Tensor.record_stream:
+            return None
+        if _is_cuda(kwargs.get("device")):
+            kwargs["device"] = CPU
+        if func is torch.Tensor.to and len(args) > 1 and _is_cuda(args[1]):
+            args = (args[0], CPU, *args[2:])
+        return func(*args, **kwargs)
+
+
+class _Nothing:
+    """A stream, an event: everything can be done with it, and nothing happens."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_, **__: self
+
+
+def use_cpu() -> None:
+    """Prepare this process, once. Nothing may have imported Megatron before."""
+    if getattr(_state, "mode", None) is not None:
+        return
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    import megatron.core.models.gpt  # before the replacements: decorators of torch look at what they find
+
+    cuda: Any = torch.cuda
+    cuda.current_device = lambda: CPU
+    cuda.device_count = lambda: 1
+    for name in ("synchronize", "set_device", "empty_cache"):
+        setattr(cuda, name, lambda *_, **__: None)
+    cuda.Stream = cuda.Event = cuda.current_stream = cuda.default_stream = _Nothing
+    cuda.stream = lambda *_: contextlib.nullcontext()
+    cuda.get_rng_state = lambda *_: torch.get_rng_state()
+    cuda.set_rng_state = lambda state, *_: torch.set_rng_state(state)
+    cuda.manual_seed = torch.manual_seed
+    random = sys.modules["megatron.core.tensor_parallel.random"]
+    random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+    dispatcher = sys.modules.get("megatron.core.transformer.moe.token_dispatcher")
+    if dispatcher is not None:
+        dispatcher.maybe_move_tensor_to_cpu = _counts  # it leaves tensors alone that are there already
+    sys.modules["megatron.core.transformer.torch_norm"].WrappedTorchNorm.__new__ = _norm
+    del megatron
+    _state.mode = OnCpu()
+    _state.mode.__enter__()
+
+
+def _norm(cls: Any, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> Any:
+    """Without Apex, Megatron has no norm that knows of sequence parallelism; a mark on the weight is all that it takes."""
+    made = torch.nn.RMSNorm(hidden_size, eps)
+    made.weight.sequence_parallel = config.sequence_parallel
+    return made
+
+
+def _counts(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor

@@ -1,0 +1,198 @@
+"""What ranks run in the tests of this folder. Each returns plain data."""
+
+from __future__ import annotations
+
+import traceback
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import bytecheckpoint
+from tests.frameworks.megatron.worlds import Layout, Trainer, build_chunks, code, fill, plain_losses, prepare
+
+BEFORE, AFTER = 3, 5
+
+
+def wrong(report: Any) -> list[str]:
+    """What a load should not have to say."""
+    return [f"{name}: {found}" for name in ("missing", "unexpected", "cast") if (found := getattr(report, name))]
+
+
+def start(layout: Layout, path: str) -> None:
+    """A checkpoint from which all layouts start, in one process."""
+    states = Trainer(layout).states()
+    bytecheckpoint.save(path, states)
+
+
+def train_and_save(layout: Layout, source: str, path: str) -> list[float]:
+    """From the start; the losses of the steps after the save, which goes on beside them."""
+    trainer = Trainer(layout, seed=4, lr=0.5)
+    assert not wrong(bytecheckpoint.load(source, trainer.states(), framework="megatron"))
+    trainer.loaded()
+    trainer.train(BEFORE)
+    handle = bytecheckpoint.save(path, trainer.states(), framework="megatron", async_checkpoint=True)
+    losses = trainer.train(AFTER)
+    handle.result(120)
+    return losses
+
+
+def resume(layout: Layout, source: str, path: str | None = None, *, used: bool = False) -> dict[str, Any]:
+    """Load, save the same again, and go on.
+
+    Args:
+        layout: of this world.
+        source: the checkpoint.
+        path: where to save what was loaded.
+        used: train a step before, so that there is state to overwrite.
+    """
+    trainer = Trainer(layout, seed=2, lr=0.5)
+    if used:
+        trainer.train(1)
+    problems = wrong(bytecheckpoint.load(source, trainer.states(), framework="megatron"))
+    trainer.loaded()
+    if path is not None:
+        bytecheckpoint.save(path, trainer.states())
+    problems += [f"step {trainer.step}"] if trainer.step != BEFORE else []
+    return {"problems": problems, "losses": trainer.train(AFTER)}
+
+
+def resume_all(layout: Layout, sources: dict[str, str], folder: str) -> dict[str, Any]:
+    """`resume` from several checkpoints."""
+    found: dict[str, Any] = {}
+    for number, (name, source) in enumerate(sources.items()):
+        try:
+            found[name] = resume(layout, source, f"{folder}/{name}", used=number % 2 == 1)
+        except Exception:
+            found[name] = {"problems": [traceback.format_exc()], "losses": []}
+            if dist.is_initialized() and dist.get_world_size() > 1:
+                raise
+    return found
+
+
+def resume_plain(layout: Layout, source: str) -> dict[str, Any]:
+    """Go on from a checkpoint of a plain module, which has no scheduler of Megatron's."""
+    trainer = Trainer(layout, seed=2)
+    states = {kind: value for kind, value in trainer.states().items() if kind != "scheduler"}
+    problems = wrong(bytecheckpoint.load(source, states))
+    trainer.loaded()
+    trainer.scheduler.num_steps = trainer.step
+    trainer.scheduler.step(0)
+    return {"problems": problems, "losses": trainer.train(AFTER)}
+
+
+# --- as a plain module -----------------------------------------------------------------------------------------------
+
+
+def plain(layout: Layout, seed: int = 1, lr: float = 0.01) -> tuple[Any, Any, Any]:
+    """(model, optimizer, schedule) of torch: the module of Megatron is an ordinary one here."""
+    prepare(layout)
+    (model,) = build_chunks(layout)
+    fill(model, seed)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [p for p in trained if p.ndim > 1], "lr": lr, "weight_decay": 0.1},
+            {"params": [p for p in trained if p.ndim == 1], "lr": lr / 2, "weight_decay": 0.0},
+        ]
+    )
+    # As OptimizerParamScheduler has it: linear for two steps from nothing, then a cosine to nothing at step 20.
+    number = [0]
+
+    def schedule() -> None:
+        from math import cos, pi
+
+        number[0] += 1
+        n = number[0]
+        scale = n / 2 if n <= 2 else 0.5 * (cos(pi * (n - 2) / 18) + 1)
+        for group, top in zip(optimizer.param_groups, (lr, lr / 2), strict=True):
+            group["lr"] = top * scale
+
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    return model, optimizer, (schedule, number)
+
+
+def plain_train_and_save(layout: Layout, path: str) -> list[float]:
+    model, optimizer, (schedule, _) = plain(layout)
+    plain_losses(model, optimizer, schedule, 0, BEFORE)
+    extra = {"step": BEFORE}
+    states = {"model": model, "optimizer": optimizer, "extra_states": extra}
+    bytecheckpoint.save(path, states, framework="torch")
+    return plain_losses(model, optimizer, schedule, BEFORE, AFTER)
+
+
+def plain_resume(layout: Layout, source: str) -> dict[str, Any]:
+    model, optimizer, (schedule, number) = plain(layout, seed=2)
+    extra = {"step": 0}
+    states = {"model": model, "optimizer": optimizer, "extra_states": extra}
+    problems = wrong(bytecheckpoint.load(source, states, framework="torch", strict=True))
+    number[0] = extra["step"]
+    slots = {slot for state in optimizer.state.values() for slot in state}
+    problems += [f"slots {slots}"] if slots != {"step", "exp_avg", "exp_avg_sq"} else []
+    return {"problems": problems, "losses": plain_losses(model, optimizer, schedule, BEFORE, AFTER)}
+
+
+# --- by coordinates --------------------------------------------------------------------------------------------------
+
+
+def save_coordinates(layout: Layout, path: str) -> None:
+    """Every element of every tensor says which it is; in one process, where all parameters are whole."""
+    assert layout.world == 1
+    trainer = Trainer(layout)
+    trainer.train(1)
+    named = {id(p): name for chunk in trainer.bare for name, p in chunk.named_parameters()}
+    with torch.no_grad():
+        for chunk in trainer.bare:
+            for name, parameter in chunk.named_parameters():
+                parameter.copy_(code(5, name, parameter.shape))
+        for optimizer in trainer.optimizer.chained_optimizers:
+            for name, main, state in _stepped(optimizer, named):
+                if main is not None:
+                    main.copy_(code(5, f"{name}/master", main.shape))
+                for slot in ("exp_avg", "exp_avg_sq"):
+                    state[slot].copy_(code(5, f"{name}/{slot}", state[slot].shape))
+                state["step"].fill_(step_of(name))
+    bytecheckpoint.save(path, trainer.states())
+
+
+def step_of(name: str) -> float:
+    """A step of each parameter's own."""
+    return float(10 + sum(name.encode()) % 50)
+
+
+def _stepped(optimizer: Any, named: dict[int, str]) -> list[tuple[str, torch.Tensor | None, dict[str, Any]]]:
+    """(name, master weight, state) of what one optimizer steps, by Megatron's own tables."""
+    inner = optimizer.optimizer
+    found: list[tuple[str, torch.Tensor | None, dict[str, Any]]] = []
+    if hasattr(optimizer, "model_param_group_index_map"):
+        for parameter, (group, place) in optimizer.model_param_group_index_map.items():
+            tensor = inner.param_groups[group]["params"][place]
+            master = None if parameter.dtype == torch.float32 else tensor
+            found.append((named[id(parameter)], master, inner.state[tensor]))
+        return found
+    pairs: dict[int, Any] = {}
+    for low, high in zip(
+        getattr(optimizer, "float16_groups", ()), getattr(optimizer, "fp32_from_float16_groups", ()), strict=True
+    ):
+        pairs.update((id(main), parameter) for parameter, main in zip(low, high, strict=True))
+    for group in inner.param_groups:
+        for tensor in group["params"]:
+            parameter = pairs.get(id(tensor), tensor)
+            master = tensor if id(tensor) in pairs else None
+            found.append((named[id(parameter)], master, inner.state[tensor]))
+    return found
+
+
+def pass_on(layout: Layout, sources: dict[str, str], folder: str) -> dict[str, list[str]]:
+    """Load and save again, several checkpoints; what went wrong."""
+    found: dict[str, list[str]] = {}
+    for name, source in sources.items():
+        trainer = Trainer(layout, seed=3)
+        trainer.train(1)
+        found[name] = wrong(bytecheckpoint.load(source, trainer.states()))
+        steps = [id(s["step"]) for o in trainer.optimizer.chained_optimizers for s in o.optimizer.state.values()]
+        if len(set(steps)) != len(steps):
+            found[name].append("parameters share a step")
+        bytecheckpoint.save(f"{folder}/{name}", trainer.states())
+    return found
