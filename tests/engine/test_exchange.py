@@ -13,7 +13,7 @@ import torch
 import bytecheckpoint
 from bytecheckpoint.collectives import Collective, ThreadWorld
 from bytecheckpoint.engine import peer_memory
-from bytecheckpoint.engine.reading import FileSet
+from bytecheckpoint.engine.file_set import FileSet
 from bytecheckpoint.errors import CheckpointError, CorruptCheckpointError
 from tests.support.layouts import Leaf, coded
 

@@ -345,7 +345,7 @@ def test_threads_and_a_forked_child(grid: str) -> None:
 
 
 def test_descriptors_stay_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bytecheckpoint.engine.reading._MOST_OPEN", 3)
+    monkeypatch.setattr("bytecheckpoint.engine.file_set._MOST_OPEN", 3)
     full = coded((16, 4), torch.int64)
 
     def save(collective: Collective) -> None:

@@ -20,8 +20,9 @@ from ..collectives import Collective
 from ..errors import CheckpointError, PeerLostError, error_from_report, error_report
 from ..representation.plans import ExchangePlan
 from ..settings import Settings
+from .file_set import FileSet
 from .peer_memory import Segments, parts_of, pull, sees, segments_of
-from .reading import Delivery, FileSet, Landing, scratch
+from .reading import Delivery, Landing, scratch
 
 __all__ = ["Exchange"]
 

@@ -1,171 +1,28 @@
-"""Reading ranges, verifying every block in the same pass, and delivering bytes to their destination tensors."""
+"""Reading the ranges of a plan, and delivering their bytes to the destination tensors."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import itertools
-import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from ..errors import CorruptCheckpointError, StorageError
 from ..representation.boxes import Int64s
-from ..representation.catalog import Catalog
 from ..representation.plans import ReadPlan
-from ..storage import FileReader, Storage, open_named
-from .buffers import steps, sums_of
+from .file_set import FileSet
 from .staging import copy_all, flat_bytes, movable, views_at
 
-__all__ = ["Delivery", "FileSet", "Landing", "Runs", "Target", "read_all", "scratch"]
+__all__ = ["Delivery", "Landing", "Runs", "Target", "read_all", "scratch"]
 
-_log = logging.getLogger("bytecheckpoint")
 _DIRECT_BYTES = 256 << 10
-_MOST_OPEN = 256
 #: Ranges with more copies than this keep the interpreter busy; two threads at it would only take turns at its lock.
 _MANY = 64
 #: Runs of memory shorter than this are quicker copied together and put in their places then.
 _SHORT_RUN = 1 << 10
-
-
-class FileSet:
-    """The open storage files of one checkpoint, with their checksums.
-
-    Several threads may use it. Use as a context manager, or `close` it.
-    """
-
-    def __init__(self, storage: Storage, catalog: Catalog) -> None:
-        self._storage = storage
-        self._catalog = catalog
-        self._readers: dict[int, FileReader] = {}  # the most recently used last
-        self._users: dict[int, int] = {}
-        self._lock = threading.Lock()
-
-    def __enter__(self) -> FileSet:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close all files."""
-        with self._lock:
-            for reader in self._readers.values():
-                reader.close()
-            self._readers.clear()
-
-    @contextlib.contextmanager
-    def _lease(self, file: int) -> Iterator[FileReader]:
-        """An open file; those not in use are closed beyond `_MOST_OPEN`, since descriptors are few."""
-        reader = self._open(file)
-        try:
-            yield reader
-        finally:
-            with self._lock:
-                self._users[file] -= 1
-                idle = [f for f in self._readers if not self._users[f]] if len(self._readers) > _MOST_OPEN else []
-                for other in idle[: len(self._readers) - _MOST_OPEN]:
-                    self._readers.pop(other).close()
-
-    def _open(self, file: int) -> FileReader:
-        with self._lock:
-            reader = self._readers.pop(file, None)
-            if reader is None:
-                entry = self._catalog.files[file]
-                try:
-                    reader = open_named(self._storage, entry.name)
-                except FileNotFoundError:
-                    raise CorruptCheckpointError(
-                        f"{self._storage.url}: the storage file {entry.name} is missing; use another checkpoint",
-                        file=entry.name,
-                    ) from None
-                if not reader.fits(entry.size):
-                    reader.close()
-                    raise CorruptCheckpointError(
-                        f"{self._storage.url}: {entry.name} has {reader.size} bytes, the catalog says {entry.size}; "
-                        f"the file was cut, extended or replaced; use another checkpoint",
-                        file=entry.name,
-                    )
-            self._readers[file] = reader
-            self._users[file] = self._users.get(file, 0) + 1
-            return reader
-
-    def fetch(self, file: int, start: int, stop: int, buffers: Sequence[memoryview]) -> None:
-        """Read bytes [start, stop) of a file's data section into `buffers` and verify them.
-
-        Args:
-            file: index of the file in the catalog.
-            start: a block's first byte.
-            stop: a block's end, or the data section's.
-            buffers: memory of `stop - start` bytes in all, contents arbitrary.
-
-        Raises:
-            CorruptCheckpointError: a checksum differs, or the file is missing, cut or extended.
-        """
-        with self._lease(file) as reader:
-            failed: CorruptCheckpointError | StorageError | None = None
-            for copy in itertools.chain([reader], reader.others()):
-                try:
-                    self._fetch(copy, file, start, stop, buffers)
-                except (CorruptCheckpointError, StorageError) as error:
-                    failed = failed or error
-                else:
-                    if failed is not None:
-                        _log.warning("%s; another copy was read instead", failed)
-                    return
-        assert failed is not None
-        raise failed
-
-    def _fetch(self, reader: FileReader, file: int, start: int, stop: int, buffers: Sequence[memoryview]) -> None:
-        entry = self._catalog.files[file]
-        sums = self._catalog.sums(file)
-        block = start // entry.block_bytes
-        step = max(reader.step_bytes // entry.block_bytes, 1) * entry.block_bytes
-        for position, part in steps(stop - start, step, buffers):
-            at = entry.data_offset + start + position
-            got = reader.read_into(at, part)
-            if got != min(step, stop - start - position):
-                raise CorruptCheckpointError(
-                    f"{self._storage.url}: {entry.name} ends after {at + got} bytes; it "
-                    f"was cut while it was being read; use another checkpoint",
-                    file=entry.name,
-                )
-            for value in sums_of(part, entry.block_bytes):
-                if value != int(sums[block]):
-                    raise self._damaged(file, block)
-                block += 1
-
-    def read(self, file: int, start: int, nbytes: int) -> bytes:
-        """Any few bytes of a file's data section, verified with the blocks that they touch; raises as `fetch` does."""
-        entry = self._catalog.files[file]
-        if not nbytes:
-            return b""
-        low = start // entry.block_bytes * entry.block_bytes
-        high = min(-(-(start + nbytes) // entry.block_bytes) * entry.block_bytes, entry.size - entry.data_offset)
-        data = bytearray(high - low)
-        self.fetch(file, low, high, [memoryview(data)])
-        return bytes(memoryview(data)[start - low : start - low + nbytes])
-
-    def _damaged(self, file: int, block: int) -> CorruptCheckpointError:
-        entry = self._catalog.files[file]
-        low = entry.data_offset + block * entry.block_bytes
-        high = min(low + entry.block_bytes, entry.size)
-        catalog = self._catalog
-        rows = (catalog.file == file) & (catalog.byte_offset < high) & (catalog.byte_offset + catalog.byte_length > low)
-        tensors = tuple(str(catalog.key(int(t))) for t in np.unique(catalog.boxes.tensor[rows]))
-        named = ", ".join(tensors[:3]) + (f" and {len(tensors) - 3} more" if len(tensors) > 3 else "")
-        return CorruptCheckpointError(
-            f"{self._storage.url}: checksum mismatch in {entry.name}, block {block} (bytes {low} to {high}), which "
-            f"holds {named}; use another checkpoint",
-            file=entry.name,
-            block=block,
-            tensors=tensors,
-        )
 
 
 @dataclass(frozen=True, slots=True)

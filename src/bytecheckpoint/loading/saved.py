@@ -8,7 +8,8 @@ import numpy as np
 import torch
 
 from ..engine.catalogs import read_catalog
-from ..engine.reading import Delivery, FileSet, Target, read_all
+from ..engine.file_set import FileSet
+from ..engine.reading import Delivery, Target, read_all
 from ..errors import CorruptCheckpointError
 from ..frameworks.base import SavedTensor
 from ..planning.read_plan import StoredRows, plan_reads, stored_rows

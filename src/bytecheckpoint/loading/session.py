@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 
 from ..collectives import Collective
 from ..engine.exchange import Exchange
+from ..engine.file_set import FileSet
 from ..engine.peer_memory import introduction, readable_by_peers
-from ..engine.reading import Delivery, FileSet, Target, read_all
+from ..engine.reading import Delivery, Target, read_all
 from ..errors import (
     CheckpointError,
     CorruptCheckpointError,

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..engine.reading import Delivery, FileSet, Target, read_all
+from ..engine.file_set import FileSet
+from ..engine.reading import Delivery, Target, read_all
 from ..engine.staging import movable
 from ..errors import CheckpointError, CorruptCheckpointError, IncompatibleCheckpointError, UsageError
 from ..planning.read_plan import StoredRows, plan_reads, stored_rows
