@@ -55,7 +55,7 @@ test-frameworks: ## DeepSpeed and Megatron-Core, real installs, in processes ove
 	PATH="$(CURDIR)/.venv-frameworks/bin:$$PATH" TORCH_EXTENSIONS_DIR=$(EXTENSIONS) DS_ACCELERATOR=cpu .venv-frameworks/bin/python \
 		-c "from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder; ShareMemCommBuilder().load(verbose=False)"
 	PATH="$(CURDIR)/.venv-frameworks/bin:$$PATH" TORCH_EXTENSIONS_DIR=$(EXTENSIONS) BYTECHECKPOINT_REQUIRE_FRAMEWORKS=1 \
-		.venv-frameworks/bin/python -m pytest tests/frameworks/deepspeed
+		.venv-frameworks/bin/python -m pytest tests/frameworks/deepspeed tests/frameworks/megatron
 
 soak: venv ## the long runs that look for growth; SOAK_SHORT=1 for a few minutes of them
 	$(PY) -m pytest -m soak --timeout=0 -o faulthandler_timeout=0

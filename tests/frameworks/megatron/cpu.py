@@ -73,6 +73,10 @@ def use_cpu() -> None:
     dispatcher = sys.modules.get("megatron.core.transformer.moe.token_dispatcher")
     if dispatcher is not None:
         dispatcher.maybe_move_tensor_to_cpu = _counts  # it leaves tensors alone that are there already
+    utilities: Any = sys.modules["megatron.core.transformer.moe.moe_utils"]
+    utilities.te_general_gemm = getattr(
+        utilities, "te_general_gemm", None
+    )  # 0.16 forgets it without Transformer Engine
     sys.modules["megatron.core.transformer.torch_norm"].WrappedTorchNorm.__new__ = _norm
     del megatron
     _state.mode = OnCpu()

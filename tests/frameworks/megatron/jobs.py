@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import bytecheckpoint
-from tests.frameworks.megatron.worlds import Layout, Trainer, build_chunks, code, fill, plain_losses, prepare
+from tests.frameworks.megatron.worlds import Layout, Trainer, code, plain, plain_losses
 
 BEFORE, AFTER = 3, 5
 
@@ -17,6 +17,27 @@ BEFORE, AFTER = 3, 5
 def wrong(report: Any) -> list[str]:
     """What a load should not have to say."""
     return [f"{name}: {found}" for name in ("missing", "unexpected", "cast") if (found := getattr(report, name))]
+
+
+def tensors(path: Any) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint."""
+    with bytecheckpoint.open(path) as saved:
+        entries = {key: saved[key] for key in saved.keys()}  # noqa: SIM118 - not a dict
+        return {key: entry[...] for key, entry in entries.items() if isinstance(entry, bytecheckpoint.Entry)}
+
+
+def unlike(first: Any, second: Any) -> list[str]:
+    """Keys under which two checkpoints hold different tensors, or only one has any."""
+    one, other = tensors(first), tensors(second)
+    assert len(one) > 50
+    return [
+        key
+        for key in sorted(one.keys() | other.keys())
+        if key not in one
+        or key not in other
+        or one[key].dtype != other[key].dtype
+        or not torch.equal(one[key], other[key])
+    ]
 
 
 def start(layout: Layout, path: str) -> None:
@@ -84,35 +105,6 @@ def resume_plain(layout: Layout, source: str) -> dict[str, Any]:
 # --- as a plain module -----------------------------------------------------------------------------------------------
 
 
-def plain(layout: Layout, seed: int = 1, lr: float = 0.01) -> tuple[Any, Any, Any]:
-    """(model, optimizer, schedule) of torch: the module of Megatron is an ordinary one here."""
-    prepare(layout)
-    (model,) = build_chunks(layout)
-    fill(model, seed)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(
-        [
-            {"params": [p for p in trained if p.ndim > 1], "lr": lr, "weight_decay": 0.1},
-            {"params": [p for p in trained if p.ndim == 1], "lr": lr / 2, "weight_decay": 0.0},
-        ]
-    )
-    # As OptimizerParamScheduler has it: linear for two steps from nothing, then a cosine to nothing at step 20.
-    number = [0]
-
-    def schedule() -> None:
-        from math import cos, pi
-
-        number[0] += 1
-        n = number[0]
-        scale = n / 2 if n <= 2 else 0.5 * (cos(pi * (n - 2) / 18) + 1)
-        for group, top in zip(optimizer.param_groups, (lr, lr / 2), strict=True):
-            group["lr"] = top * scale
-
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
-    return model, optimizer, (schedule, number)
-
-
 def plain_train_and_save(layout: Layout, path: str) -> list[float]:
     model, optimizer, (schedule, _) = plain(layout)
     plain_losses(model, optimizer, schedule, 0, BEFORE)
@@ -147,7 +139,7 @@ def save_coordinates(layout: Layout, path: str) -> None:
             for name, parameter in chunk.named_parameters():
                 parameter.copy_(code(5, name, parameter.shape))
         for optimizer in trainer.optimizer.chained_optimizers:
-            for name, main, state in _stepped(optimizer, named):
+            for name, main, state in stepped(optimizer, named):
                 if main is not None:
                     main.copy_(code(5, f"{name}/master", main.shape))
                 for slot in ("exp_avg", "exp_avg_sq"):
@@ -161,7 +153,7 @@ def step_of(name: str) -> float:
     return float(10 + sum(name.encode()) % 50)
 
 
-def _stepped(optimizer: Any, named: dict[int, str]) -> list[tuple[str, torch.Tensor | None, dict[str, Any]]]:
+def stepped(optimizer: Any, named: dict[int, str]) -> list[tuple[str, torch.Tensor | None, dict[str, Any]]]:
     """(name, master weight, state) of what one optimizer steps, by Megatron's own tables."""
     inner = optimizer.optimizer
     found: list[tuple[str, torch.Tensor | None, dict[str, Any]]] = []

@@ -75,6 +75,7 @@ class Family:
 @pytest.fixture(scope="module")
 def family(request: pytest.FixtureRequest, worlds: Worlds, tmp_path_factory: pytest.TempPathFactory) -> Family:
     name = request.param
+    worlds.close()  # of the groups that Megatron forgets some threads stay: not more than one family's
     made = Family(name, tmp_path_factory.mktemp(name))
     one = FAMILIES[name][0]
     start = str(made.folder / "start")
@@ -139,26 +140,25 @@ def test_coordinates(worlds: Worlds, name: str, tmp_path: Path) -> None:
 def expect_coordinates(path: str, *, half: bool) -> None:
     """Every element of a checkpoint has the value that says where it stands."""
     seen = set()
-    with bytecheckpoint.open(path) as found:
-        for key in found.keys():  # noqa: SIM118 - not a dict
-            kind, _, name = key.partition("/")
-            if kind == "model" and not name.endswith("_extra_state"):
-                parameter, slot, want = name, "", code(5, canonical(name), found[key].shape)
-                want = want.bfloat16() if half else want
-            elif kind == "optimizer" and name.startswith("state/"):
-                parameter, slot = name.removeprefix("state/").rsplit("/", 1)
-                if slot == "step":
-                    want = torch.tensor(jobs.step_of(canonical(parameter)))
-                else:
-                    want = code(5, f"{canonical(parameter)}/{slot}", found[key].shape)
+    for key, found in jobs.tensors(path).items():
+        kind, _, name = key.partition("/")
+        if kind == "model":
+            parameter, slot, want = name, "", code(5, canonical(name), found.shape)
+            want = want.bfloat16() if half else want
+        elif kind == "optimizer":
+            parameter, slot = name.removeprefix("state/").rsplit("/", 1)
+            if slot == "step":
+                want = torch.tensor(jobs.step_of(canonical(parameter)))
             else:
-                continue
-            seen.add((parameter, slot))
-            assert found[key].dtype == want.dtype, key
-            assert torch.equal(found[key], want), key
+                want = code(5, f"{canonical(parameter)}/{slot}", found.shape)
+        else:
+            continue
+        seen.add((parameter, slot))
+        assert found.dtype == want.dtype, key
+        assert torch.equal(found, want), key
     slots = {"", "step", "exp_avg", "exp_avg_sq"} | ({"master"} if half else set())
     frozen = "embedding.position_embeddings.weight"
-    assert {p for p, s in seen if s == ""} - {frozen} == {p for p, s in seen if s == "exp_avg_sq"}
+    assert (frozen, "") in seen
     for parameter in {p for p, _ in seen} - {frozen}:
         assert {s for p, s in seen if p == parameter} == slots
     assert len(seen) > 100
@@ -173,12 +173,8 @@ def canonical(name: str) -> str:
 
 def same(first: str, second: str) -> None:
     """Two checkpoints hold the same tensors, bit by bit, and the same settings of each parameter."""
+    assert jobs.unlike(first, second) == []
     with bytecheckpoint.open(first) as one, bytecheckpoint.open(second) as other:
-        assert set(one.keys()) == set(other.keys())
-        for key in one.keys():  # noqa: SIM118 - not a dict
-            here, there = one[key], other[key]
-            if isinstance(here, torch.Tensor):
-                assert torch.equal(here, there), key
         assert settings_of(one) == settings_of(other)
 
 

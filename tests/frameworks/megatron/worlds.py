@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from math import cos, pi
 from typing import Any
 
 import torch
@@ -13,6 +15,8 @@ import torch.distributed as dist
 from tests.frameworks.megatron.cpu import use_cpu
 
 VOCABULARY, LENGTH, SEQUENCES = 32, 8, 4
+# What the process groups of this process are for.
+_groups: list[int] = []
 
 
 @dataclass(frozen=True)
@@ -57,15 +61,23 @@ def prepare(layout: Layout) -> None:
 
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    if parallel_state.is_initialized():
-        parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(
-        layout.tp,
-        layout.pp,
-        layout.vpp if layout.vpp > 1 else None,
-        expert_model_parallel_size=layout.ep,
-        expert_tensor_parallel_size=layout.etp or None,
-    )
+    groups = (layout.tp, layout.pp, layout.vpp, layout.ep, layout.etp, layout.dp)
+    if list(groups) != _groups:
+        if parallel_state.is_initialized():
+            parallel_state.destroy_model_parallel()
+        # Megatron forgets its groups without ending them, and each has threads.
+        for group in list(dist.distributed_c10d._world.pg_map):
+            if group is not dist.group.WORLD:
+                dist.destroy_process_group(group)
+        gc.collect()
+        parallel_state.initialize_model_parallel(
+            layout.tp,
+            layout.pp,
+            layout.vpp if layout.vpp > 1 else None,
+            expert_model_parallel_size=layout.ep,
+            expert_tensor_parallel_size=layout.etp or None,
+        )
+        _groups[:] = groups
     model_parallel_cuda_manual_seed(7, force_reset_rng=True)
 
 
@@ -322,9 +334,34 @@ def fill(chunk: Any, seed: int) -> None:
     """Weights that do not depend on this rank's part only where the rank has all; loading makes them right."""
     with torch.no_grad():
         for name, parameter in chunk.named_parameters():
+            if name == "output_layer.weight" and chunk.share_embeddings_and_output_weights:
+                name = "embedding.word_embeddings.weight"  # the last stage's copy of it
             value = code(seed, name, parameter.shape) * 0.4
             parameter.copy_(value + 1 if "norm" in name else value)
 
 
-def variant(layout: Layout, **changes: Any) -> Layout:
-    return replace(layout, **changes)
+def plain(layout: Layout, seed: int = 1, lr: float = 0.01) -> tuple[Any, Any, Any]:
+    """(model, optimizer, schedule) of torch: the module of Megatron is an ordinary one here."""
+    prepare(layout)
+    (model,) = build_chunks(layout)
+    fill(model, seed)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [p for p in trained if p.ndim > 1], "lr": lr, "weight_decay": 0.1},
+            {"params": [p for p in trained if p.ndim == 1], "lr": lr / 2, "weight_decay": 0.0},
+        ]
+    )
+    # As OptimizerParamScheduler has it: linear for two steps from nothing, then a cosine to nothing at step 20.
+    number = [0]
+
+    def schedule() -> None:
+        number[0] += 1
+        n = number[0]
+        scale = n / 2 if n <= 2 else 0.5 * (cos(pi * (n - 2) / 18) + 1)
+        for group, top in zip(optimizer.param_groups, (lr, lr / 2), strict=True):
+            group["lr"] = top * scale
+
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    return model, optimizer, (schedule, number)

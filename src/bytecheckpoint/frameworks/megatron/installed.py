@@ -134,7 +134,7 @@ def _model_parallel() -> bool:
         groups.get_expert_model_parallel_world_size,
         groups.get_expert_tensor_parallel_world_size,
     )
-    return any(size() > 1 for size in sizes)
+    return any((size() or 1) > 1 for size in sizes)
 
 
 def _items(value: object) -> Iterator[object]:

@@ -16,7 +16,7 @@ from bytecheckpoint.frameworks.base import Destination, SavedStates
 from bytecheckpoint.frameworks.leaves import dtype_name, memory_of, writable
 from bytecheckpoint.frameworks.masters import precise
 from bytecheckpoint.frameworks.megatron.installed import is_megatron_module, megatron_class, unwrapped
-from bytecheckpoint.frameworks.megatron.layouts import Layout, fitted, names_of, piece_of, pieces_of_factory
+from bytecheckpoint.frameworks.megatron.layouts import Boxes, Layout, fitted, names_of, piece_of, pieces_of_factory
 from bytecheckpoint.frameworks.objects import Reader, encoded
 from bytecheckpoint.representation.shards import LiveState, TensorKey
 
@@ -214,22 +214,25 @@ def _refuse_equal_names(kind: str, scan: MegatronScan) -> None:
 def capture_megatron_modules(kind: str, scan: MegatronScan) -> LiveState:
     """The shards and values of a scanned kind."""
     state = LiveState(kind, merged=True)
+    trained, frozen = Boxes(), Boxes()
     for layout in scan.layouts:
+        if layout.copy:
+            continue  # another stage holds it, and may cut it elsewhere
         tensor = layout.tensor
+        boxes = trained if tensor.requires_grad else frozen
         runs = scan.gathered_late.get(id(tensor))
-        if runs is not None and layout.copy:
-            continue  # another stage holds it, and cuts it elsewhere
-        first_shard = len(state.shards)
         for piece in layout.pieces:
             key = piece.key(kind)
             if runs is None:
-                state.shards += layout.shards(piece, key, tensor)
+                boxes.add(piece, key, tensor)
                 continue
             flat = tensor.detach().view(-1)
             for first, count in runs:
-                state.shards += layout.shards(piece, key, flat[first : first + count], first)
-        for shard in state.shards[first_shard:]:
-            shard.requires_grad = tensor.requires_grad
+                boxes.add(piece, key, flat[first : first + count], first)
+    state.shards += trained.shards()
+    for shard in state.shards:
+        shard.requires_grad = True
+    state.shards += frozen.shards()
     if scan.values:
         values = {name: _stored(entry.value) for name, entry in scan.values.items()}
         state.tree = encoded(kind, values, state.shards)
@@ -264,7 +267,7 @@ def load_megatron_modules(
                 if (other := saved.find(kind, (name,))) is not None:
                     into.claimed.add(other.key)
             found = precise(saved, found, piece.names, dtype_name(target.dtype), masters)
-            shards = layout.shards(piece, found.key, target)
+            shards = [piece.shard(found.key, target)]
             if piece.resizes:
                 shards = fitted(shards, found.global_shape)
             for shard in shards:

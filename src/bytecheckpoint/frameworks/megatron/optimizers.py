@@ -18,10 +18,10 @@ from torch.optim import Optimizer
 from bytecheckpoint.errors import UsageError
 from bytecheckpoint.frameworks.masters import MASTER
 from bytecheckpoint.frameworks.megatron.installed import is_megatron_optimizer, megatron_class
-from bytecheckpoint.frameworks.megatron.layouts import Layout
+from bytecheckpoint.frameworks.megatron.layouts import Boxes, Layout
 from bytecheckpoint.frameworks.optimizers import ParameterNames, capture_optimizers, inline
 from bytecheckpoint.frameworks.views import optimizer_view, stand_in
-from bytecheckpoint.representation.shards import LiveShard, LiveState
+from bytecheckpoint.representation.shards import LiveState
 
 __all__ = ["Member", "Stepped", "View", "as_megatron_optimizers", "capture_megatron_optimizers", "stepped_by"]
 
@@ -78,12 +78,10 @@ class Member:
     layout: Layout
     whole: torch.Tensor
 
-    def shards(self, slot: str, kind: str, data: torch.Tensor) -> list[LiveShard]:
-        """The boxes of state that follows the elements."""
-        out: list[LiveShard] = []
+    def add(self, boxes: Boxes, kind: str, slot: str, data: torch.Tensor) -> None:
+        """Add state that follows the elements."""
         for piece in self.layout.pieces:
-            out += self.layout.shards(piece, piece.key(kind, slot), data, self.stepped.start)
-        return out
+            boxes.add(piece, piece.key(kind, slot), data, self.stepped.start)
 
 
 def as_megatron_optimizers(kind: str, value: object) -> list[Any] | None:
@@ -257,16 +255,16 @@ def capture_megatron_optimizers(
     """
     view = View(kind, optimizers, names, layouts, copies=False)
     view.show_scaler()
-    shards: list[LiveShard] = []
+    boxes = Boxes()
     for member in view.members:
         stepped = member.stepped
         if stepped.master:
-            shards += member.shards(MASTER, kind, stepped.tensor)
+            member.add(boxes, kind, MASTER, stepped.tensor)
         rest: dict[Any, Any] = {}
         own = stepped.state()
         for slot, value in own.items():
             if isinstance(value, torch.Tensor) and value.shape == stepped.tensor.shape and type(slot) is str and slot:
-                shards += member.shards(slot, kind, value)
+                member.add(boxes, kind, slot, value)
             elif isinstance(value, torch.Tensor) and value.numel() != 1:
                 raise UsageError(
                     f"{kind}/state/{member.layout.names[0]}/{slot} is a tensor of shape {tuple(value.shape)}, and what the "
@@ -281,7 +279,7 @@ def capture_megatron_optimizers(
             state: dict[Any, Any] = view.optimizer.state
             state[member.whole] = rest
     captured = capture_optimizers(kind, [view.optimizer], view.names)
-    for shard in shards:
+    for shard in (shards := boxes.shards()):
         shard.requires_grad = False
     captured.shards += shards
     return captured

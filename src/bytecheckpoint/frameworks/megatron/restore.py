@@ -12,7 +12,7 @@ from bytecheckpoint.errors import IncompatibleCheckpointError
 from bytecheckpoint.frameworks.base import Destination, SavedStates, SavedTensor
 from bytecheckpoint.frameworks.leaves import add_shards, dtype_named, is_writable
 from bytecheckpoint.frameworks.masters import MASTER
-from bytecheckpoint.frameworks.megatron.layouts import Layout, Piece, fitted
+from bytecheckpoint.frameworks.megatron.layouts import Boxes, Layout, Piece, fitted
 from bytecheckpoint.frameworks.megatron.optimizers import Member, View
 from bytecheckpoint.frameworks.optimizer_restore import ParameterRestore, SavedTrees, fresh_state, load_optimizers
 from bytecheckpoint.frameworks.optimizers import ParameterNames
@@ -53,9 +53,13 @@ def load_megatron_optimizers(
         optimizer: Optimizer, parameter: torch.Tensor, name: tuple[str, tuple[str, ...]], on_device: bool
     ) -> ParameterRestore:
         member = members[id(parameter)]
-        return _MemberLoad(kind, member, name, on_device, models[id(member.stepped.parameter)])
+        return _MemberLoad(kind, member, name, on_device, models[id(member.stepped.parameter)], boxes)
 
+    boxes = Boxes()
     load_optimizers(kind, [view.optimizer], view.names, saved, into, strict=strict, restorer=restorer)
+    for shard in (shards := boxes.shards()):
+        shard.converts = True
+    into.wanted += shards
     into.finish.append(view.hand_back)
 
 
@@ -63,7 +67,13 @@ class _MemberLoad:
     """The state of one parameter (`ParameterRestore`)."""
 
     def __init__(
-        self, kind: str, member: Member, name: tuple[str, tuple[str, ...]], on_device: bool, model: str
+        self,
+        kind: str,
+        member: Member,
+        name: tuple[str, tuple[str, ...]],
+        on_device: bool,
+        model: str,
+        boxes: Boxes,
     ) -> None:
         self._kind = kind
         self._layout = member.layout
@@ -71,6 +81,7 @@ class _MemberLoad:
         self._names = (name[0], *name[1])
         self._on_device = on_device
         self._model = model
+        self._boxes = boxes
         self._memory: dict[str, torch.Tensor] = {}
         self._scalars: dict[str, torch.Tensor] = {}
         self._values: dict[Any, Any] = {}
@@ -123,10 +134,12 @@ class _MemberLoad:
 
     def _want(self, found: SavedTensor, slot: str, piece: Piece, into: Destination) -> None:
         target = self._target(found, slot, piece)
-        shards = self._layout.shards(piece, found.key, target, self._stepped.start)
-        if piece.resizes:
-            shards = fitted(shards, found.global_shape)
-        for shard in shards:
+        if found.global_shape == piece.global_shape or not piece.resizes:
+            self._boxes.add(piece, found.key, target, self._stepped.start)
+            return
+        other = Boxes()
+        other.add(piece, found.key, target, self._stepped.start)
+        for shard in (shards := fitted(other.shards(), found.global_shape)):
             shard.converts = True
         into.wanted += shards
 
