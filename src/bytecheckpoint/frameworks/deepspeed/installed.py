@@ -118,11 +118,13 @@ def inside(value: object) -> Iterator[object]:
 
 
 def check_version() -> None:
-    """See that DeepSpeed is one whose objects are understood.
+    """See that DeepSpeed is one whose objects are understood; where it is not imported, there are none.
 
     Raises:
         UsageError: it is older or newer.
     """
+    if "deepspeed" not in sys.modules:
+        return
     version = str(getattr(sys.modules.get("deepspeed"), "__version__", "unknown"))
     numbers = re.match(r"(\d+)\.(\d+)", version)
     if numbers is None or not _TESTED <= (int(numbers[1]), int(numbers[2])) < _NEWER:

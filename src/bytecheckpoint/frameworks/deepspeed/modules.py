@@ -14,10 +14,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from bytecheckpoint.errors import UsageError
 from bytecheckpoint.frameworks.base import Destination, SavedStates, SavedTensor
 from bytecheckpoint.frameworks.deepspeed.experts import number_experts
 from bytecheckpoint.frameworks.deepspeed.partitions import (
     Run,
+    agrees,
     forget_copies,
     gathered,
     is_sharded,
@@ -124,12 +126,17 @@ def load_zero_modules(
         runs: id of a parameter -> its master weights, where the parameter itself does not tell.
 
     Raises:
-        UsageError: a shard is not in memory; names it.
+        UsageError: a shard is not in memory, or the engine is needed to tell the master weights; names it.
     """
     whole: list[Any] = []
     weights: list[tuple[_Weight, Run]] = []
     for tensor in scan.rest.tensors:
-        run = runs.get(id(tensor.value)) or master_run(tensor.value)
+        run = runs.get(id(tensor.value))
+        if run is None and (run := master_run(tensor.value)) is not None and not agrees(tensor.value, run):
+            raise UsageError(
+                f"{kind}/{tensor.fqn}: what this parameter leads to are not its master weights (gradients go round robin, "
+                "or the weights were changed by hand): pass the engine instead of its module"
+            )
         if run is None:
             whole.append(tensor)
         else:

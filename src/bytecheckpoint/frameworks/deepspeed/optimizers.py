@@ -19,6 +19,7 @@ from bytecheckpoint.frameworks.deepspeed.partitions import (
     Flat,
     Run,
     is_replica,
+    link_state,
     shape_of,
     unflattened,
     zero_flats,
@@ -47,13 +48,8 @@ _BOOKKEEPING = frozenset({"step", "moe"})
 class _ZeroMember(Member):
     """A flat tensor of ZeRO.
 
-    Attributes:
-        data: the tensor with its parameters' runs.
-        wrapper: DeepSpeed's optimizer.
+    ZeRO steps a parameter that has no gradient too, with a gradient of zeros.
     """
-
-    data: Flat
-    wrapper: Any
 
     def state(self) -> Mapping[Any, Any]:
         """The live state, in the form of torch's optimizers: DeepSpeed's own count steps in plain numbers."""
@@ -68,9 +64,6 @@ class _ZeroMember(Member):
         if isinstance(step, torch.Tensor) and _counts_in_numbers(self.optimizer):
             state = {**state, "step": int(step)}
         Member.install(self, state)
-        # DeepSpeed keeps views of the state by parameter; they are made anew when they are next needed.
-        if hasattr(self.wrapper, "_hp_optimizer_states_linked"):
-            self.wrapper._hp_optimizer_states_linked = False
 
     def leaves(self, slot: str, saved_types: set[str]) -> bool:
         """Master weights are filled with the weights, by `load_zero_modules`."""
@@ -78,7 +71,7 @@ class _ZeroMember(Member):
 
     @property
     def steps_stateless(self) -> bool:
-        """ZeRO steps a parameter that has no gradient with a gradient of zeros."""
+        """True: what had no state goes on from zeros."""
         return True
 
 
@@ -169,8 +162,6 @@ class WrappedOptimizer:
                 local_shape=tuple(flat.data.shape),
                 where=f"flat tensor {number} (param group {flat.group})",
                 words=_WORDS,
-                data=flat,
-                wrapper=self.wrapper,
             )
             near = stand_in((), flat.data, requires_grad=False)
             for part in parts:
@@ -192,9 +183,10 @@ class WrappedOptimizer:
         return ParameterNames({id(high): self._named(low) for low, high in self._pairs()})
 
     def hand_back(self, view: Optimizer) -> None:
-        """Put the settings of the view's groups into the optimizer's own."""
+        """Put the settings of the view's groups into the optimizer's own, after its state has been installed."""
         for own, group in zip(self.base.param_groups, view.param_groups, strict=True):
             own.update(_settings(group))
+        link_state(self.wrapper, self.flats)
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:

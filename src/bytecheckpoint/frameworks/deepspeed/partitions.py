@@ -8,9 +8,9 @@ the only module that reads the attributes behind that.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -23,10 +23,12 @@ from bytecheckpoint.frameworks.deepspeed.installed import loaded
 __all__ = [
     "Flat",
     "Run",
+    "agrees",
     "forget_copies",
     "gathered",
     "is_replica",
     "is_sharded",
+    "link_state",
     "master_run",
     "optimizer_behind",
     "shape_of",
@@ -122,7 +124,10 @@ def forget_copies(parameter: Any) -> None:
 
 
 def master_run(parameter: Any) -> Run | None:
-    """The master weights of `parameter` that this rank steps, or None where ZeRO keeps none of it."""
+    """The master weights of `parameter` that this rank steps, or None where ZeRO keeps none of it.
+
+    As the parameter itself tells; see `agrees`.
+    """
     known = vars(parameter)
     if is_sharded(parameter):
         wrapper = known.get("_z3_optimizer")
@@ -136,6 +141,16 @@ def master_run(parameter: Any) -> Run | None:
     if mapping is None:
         return None
     return Run(mapping.hp_fragment.detach(), mapping.lp_fragment_address.start, 0, mapping.lp_fragment_address.numel)
+
+
+def agrees(parameter: torch.Tensor, run: Run) -> bool:
+    """Whether `run` are the master weights of `parameter`, of which this rank has all elements.
+
+    They are linked wrongly in some settings (round-robin gradients), and then have other values.
+    """
+    low = parameter.detach().reshape(-1)[run.start : run.start + run.count]
+    high = run.data[run.first : run.first + run.count].to(low.dtype)
+    return torch.allclose(high, low, rtol=0, atol=0, equal_nan=True)
 
 
 def optimizer_behind(parameter: torch.Tensor) -> Any:
@@ -154,37 +169,64 @@ def zero_flats(wrapper: Any) -> list[Flat]:
     base: Optimizer = wrapper.optimizer
     if hasattr(wrapper, "fp32_partitioned_groups_flat"):
         return list(_sub_groups(wrapper))
-    groups: Sequence[Sequence[Any]]
+    groups: Sequence[Sequence[torch.Tensor]]
     flats: Sequence[torch.Tensor]
+    divided: Sequence[Any] | None = None  # by groups of ranks; None: whole on every rank
+    places: Sequence[Mapping[int, int]] | None = None
     if hasattr(wrapper, "single_partition_of_fp32_groups"):
         groups, flats = wrapper.bit16_groups, wrapper.single_partition_of_fp32_groups
-    elif hasattr(wrapper, "fp32_groups_flat_partition"):
-        groups, flats = wrapper.bf16_groups, wrapper.fp32_groups_flat_partition
-    else:
-        return [
-            Flat(flat, _group_of(base, flat), list(_whole(flat, group)))
-            for flat, group in zip(wrapper.fp32_groups_flat, wrapper.fp16_groups, strict=True)
+        divided = wrapper.real_dp_process_group
+        # `_hp_mapping` is wrong in some settings: it takes the parameters to be strung together in their own order.
+        places = [
+            {id(p): int(place) for p, place in zip(strung, offsets, strict=True)}
+            for strung, offsets in zip(wrapper.round_robin_bit16_groups, wrapper.round_robin_bit16_offsets, strict=True)
         ]
+    elif hasattr(wrapper, "fp32_groups_flat_partition"):
+        groups, flats, divided = wrapper.bf16_groups, wrapper.fp32_groups_flat_partition, wrapper.real_dp_process_group
+    else:
+        groups, flats = wrapper.fp16_groups, wrapper.fp32_groups_flat
     return [
-        Flat(flat, _group_of(base, flat), [(p, _mapped(flat, p)) for p in group])
-        for flat, group in zip(flats, groups, strict=True)
+        Flat(
+            flat,
+            _group_of(base, flat),
+            _strung(
+                flat,
+                group,
+                _in_order(group) if places is None else places[number],
+                0 if divided is None else dist.get_rank(divided[number]) * flat.numel(),
+            ),
+        )
+        for number, (flat, group) in enumerate(zip(flats, groups, strict=True))
     ]
 
 
-def _mapped(flat: torch.Tensor, parameter: Any) -> Run:
-    mapping = parameter._hp_mapping
-    if mapping is None:
-        return Run(flat, 0, 0, 0)
-    own, there = mapping.lp_fragment_address, mapping.hp_fragment_address
-    return Run(flat, int(own.start), int(there.start), int(own.numel))
+def _in_order(group: Sequence[torch.Tensor]) -> dict[int, int]:
+    """id of each parameter -> its place when all are strung together."""
+    ends = accumulate(p.numel() for p in group)
+    return {id(p): end - p.numel() for p, end in zip(group, ends, strict=True)}
 
 
-def _whole(flat: torch.Tensor, group: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, Run]]:
-    first = 0
+def _strung(
+    flat: torch.Tensor, group: Sequence[torch.Tensor], places: Mapping[int, int], begin: int
+) -> list[tuple[torch.Tensor, Run]]:
+    """What `flat`, which begins at `begin` of all parameters strung together, has of each."""
+    runs = []
     for parameter in group:
-        count = prod(parameter.shape)
-        yield parameter, Run(flat, 0, first, count)
-        first += count
+        place = places[id(parameter)]
+        low, high = max(place, begin), min(place + parameter.numel(), begin + flat.numel())
+        runs.append((parameter, Run(flat, low - place, low - begin, high - low) if low < high else Run(flat, 0, 0, 0)))
+    return runs
+
+
+def link_state(wrapper: Any, flats: Sequence[Flat]) -> None:
+    """After optimizer state was replaced: let each parameter know its part of the new tensors (stages 1 and 2).
+
+    What DeepSpeed does after the first step, and will do then where there is no state yet.
+    """
+    if hasattr(wrapper, "_lazy_init_hp_params_optimizer_state"):
+        wrapper._hp_optimizer_states_linked = False
+        if all(wrapper.optimizer.state.get(flat.data) for flat in flats):
+            wrapper._lazy_init_hp_params_optimizer_state()
 
 
 def _sub_groups(wrapper: Any) -> Iterator[Flat]:

@@ -1,0 +1,293 @@
+"""Training runs under DeepSpeed, and the whole of any run's state, gathered by DeepSpeed's own means."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache, partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.support.tiny_model import SEQUENCES, Gpt, batch, initialise, loss_of
+
+Values = Callable[[nn.Module], None]
+
+trained: Values = partial(initialise, seed=1)
+other: Values = partial(initialise, seed=2)
+
+
+@dataclass(frozen=True)
+class Zero:
+    """How an engine is configured.
+
+    Attributes:
+        size: ranks.
+        stage: of ZeRO.
+        low: "bf16" or "fp16"; "": float32.
+        init: build the model divided (deepspeed.zero.Init).
+        more: further settings of ZeRO.
+        root: further settings.
+    """
+
+    size: int
+    stage: int
+    low: str = ""
+    init: bool = False
+    more: tuple[tuple[str, Any], ...] = ()
+    root: tuple[tuple[str, Any], ...] = ()
+
+
+_SUB = (("sub_group_size", 300), ("stage3_param_persistence_threshold", 0))
+_PERSIST = (("stage3_param_persistence_threshold", 60),)
+_ROBIN = (("round_robin_gradients", True),)
+_FP32_GRADS = (("data_types", {"grad_accum_dtype": "fp32"}),)
+
+ENGINES = {
+    "z0x2": Zero(2, 0),
+    "z1x3": Zero(3, 1),
+    "z2x2": Zero(2, 2),
+    "z2x4": Zero(4, 2, more=_ROBIN),
+    "z3x2": Zero(2, 3, more=_PERSIST),
+    "z3x3": Zero(3, 3, more=_SUB),
+    "z3x1": Zero(1, 3, more=_PERSIST),
+    "b0x2": Zero(2, 0, "bf16"),
+    "b1x2": Zero(2, 1, "bf16"),
+    "b1x3-own": Zero(3, 1, "bf16", root=_FP32_GRADS),  # BF16_Optimizer
+    "b1x2-own": Zero(2, 1, "bf16", root=_FP32_GRADS),
+    "b2x2": Zero(2, 2, "bf16"),
+    "b2x3": Zero(3, 2, "bf16"),
+    "b2x1": Zero(1, 2, "bf16"),
+    "b2x4": Zero(4, 2, "bf16", more=_ROBIN),
+    "b2x2-aligned": Zero(2, 2, "bf16", more=(("parameter_alignment", True),)),
+    "b3x2": Zero(2, 3, "bf16", init=True, more=_PERSIST),
+    "b3x3": Zero(3, 3, "bf16", more=_SUB),
+    "b3x4": Zero(4, 3, "bf16", more=_PERSIST),
+    "h2x2": Zero(2, 2, "fp16"),
+    "h3x2": Zero(2, 3, "fp16", more=_PERSIST),
+    "h3x3": Zero(3, 3, "fp16", more=_SUB),
+    "h0x2": Zero(2, 0, "fp16"),
+    "b2x2-cpu": Zero(2, 2, "bf16", more=(("offload_optimizer", {"device": "cpu"}),)),
+    "b3x2-cpu": Zero(
+        2, 3, "bf16", more=(("offload_optimizer", {"device": "cpu"}), ("offload_param", {"device": "cpu"}))
+    ),
+}
+
+
+@cache
+def start() -> None:
+    """Have DeepSpeed use this process's group."""
+    os.environ.update(LOCAL_RANK="0", LOCAL_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(os.getppid()))
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    import deepspeed
+
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
+
+
+def configuration(zero: Zero, **more: Any) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": SEQUENCES // zero.size,
+        "gradient_accumulation_steps": 1,
+        "steps_per_print": 10**9,
+        "gradient_clipping": 0.0,
+        "zero_optimization": {
+            "stage": zero.stage,
+            "reduce_bucket_size": 2000,
+            "allgather_bucket_size": 2000,
+            "stage3_prefetch_bucket_size": 500,
+            **dict(zero.more),
+        },
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        **dict(zero.root),
+    }
+    if zero.low:
+        found[zero.low] = {"enabled": True}
+    if zero.low == "fp16":
+        found["fp16"].update(initial_scale_power=8, loss_scale_window=2)
+    return found | more
+
+
+Named = dict[str, torch.Tensor]
+
+
+def adamw(parameters: Named) -> torch.optim.Optimizer:
+    """Two groups with settings of their own; the frozen parameter is in one of them."""
+    matrices, vectors = _halves(parameters)
+    return torch.optim.AdamW(
+        [
+            {"params": matrices, "weight_decay": 0.1, "lr": 3e-3},
+            {"params": vectors, "weight_decay": 0.0, "lr": 1e-2},
+        ],
+        foreach=False,
+    )
+
+
+def sgd(parameters: Named) -> torch.optim.Optimizer:
+    matrices, vectors = _halves(parameters)
+    return torch.optim.SGD(
+        [{"params": matrices, "momentum": 0.9, "lr": 0.05}, {"params": vectors, "momentum": 0.8, "lr": 0.1}]
+    )
+
+
+def _halves(parameters: Named) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    # By name: under zero.Init all parameters have one dimension.
+    vectors = {n for n in parameters if n.endswith("bias") or "norm" in n or n == "temperature"}
+    return [p for n, p in parameters.items() if n not in vectors], [p for n, p in parameters.items() if n in vectors]
+
+
+OPTIMIZERS: dict[str, Callable[[Named], torch.optim.Optimizer]] = {"adamw": adamw, "sgd": sgd}
+
+
+@dataclass
+class EngineTrainer:
+    """A training run of an engine."""
+
+    engine: Any
+    client: dict[str, Any] = field(default_factory=lambda: {"step": 0})
+
+    def states(self) -> dict[str, Any]:
+        return {"model": self.engine, "client": self.client}
+
+    def step(self) -> float:
+        """One training step; the loss of the whole batch."""
+        rank, size = dist.get_rank(), dist.get_world_size()
+        inputs, targets = (t.chunk(size)[rank] for t in batch(self.client["step"]))
+        loss = loss_of(self.engine(inputs).float(), targets)
+        self.engine.backward(loss)
+        self.engine.step()
+        self.client["step"] += 1
+        mean = loss.detach().clone().double()
+        dist.all_reduce(mean)
+        return float(mean) / size
+
+    def train(self, steps: int) -> list[float]:
+        return [self.step() for _ in range(steps)]
+
+
+def build(
+    name: str,
+    values: Values,
+    make: str | Callable[[Named], torch.optim.Optimizer] | None = "adamw",
+    *,
+    tied: bool = True,
+    **more: Any,
+) -> EngineTrainer:
+    """A fresh run of the engine `name`; `more` goes into its configuration. Without `make` that makes the optimizer."""
+    start()
+    import deepspeed
+
+    zero = ENGINES[name]
+    settings = configuration(zero, **more)
+    if zero.init:
+        with deepspeed.zero.Init(config_dict_or_path=settings):
+            model = Gpt(tied=tied)
+        with deepspeed.zero.GatheredParameters(list(model.parameters()), modifier_rank=0):
+            values(model)
+    else:
+        model = Gpt(tied=tied)
+        values(model)
+    # DeepSpeed leaves buffers alone.
+    low = {"bf16": torch.bfloat16, "fp16": torch.float16, "": torch.float32}[zero.low]
+    model.positions = model.positions.to(low)
+    made: Any = None
+    schedule: Any = None
+    if make is not None:
+        make = OPTIMIZERS[make] if isinstance(make, str) else make
+        made = make(dict(model.named_parameters()))
+        schedule = torch.optim.lr_scheduler.ExponentialLR(made, gamma=0.9)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=made, lr_scheduler=schedule, config=settings)
+    return EngineTrainer(engine)
+
+
+def whole(engine: Any) -> dict[str, Any]:
+    """Weights, master weights and state of all parameters, and buffers, by the keys of `bytecheckpoint.open`.
+
+    A collective: DeepSpeed gathers. Under the first name of tied weights only.
+    """
+    import deepspeed
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+    found: dict[str, Any] = {f"model/{n}": b.clone() for n, b in engine.module.named_buffers()}
+    wrapper = engine.optimizer
+    base = getattr(wrapper, "optimizer", wrapper)
+    if hasattr(wrapper, "_lazy_init_hp_params_optimizer_state"):
+        # DeepSpeed does this after the step of the first group, when the others have no state yet.
+        wrapper._hp_optimizer_states_linked = False
+        if engine.zero_round_robin_gradients():
+            _link_round_robin(wrapper)
+        wrapper._lazy_init_hp_params_optimizer_state()
+    for name, p in engine.module.named_parameters():
+        with deepspeed.zero.GatheredParameters([p]):
+            found[f"model/{name}"] = p.detach().clone()
+        if not p.requires_grad or base is None:
+            continue
+        if type(wrapper).__name__ in ("FP16_UnfusedOptimizer", "FP16_Optimizer") or base is wrapper:
+            found |= _undivided(name, p, wrapper, base)
+            continue
+        master = safe_get_full_fp32_param(p).clone()
+        if master.dtype != p.dtype:
+            found[f"optimizer/state/{name}/master"] = master.reshape(found[f"model/{name}"].shape)
+        for slot in _slots(base):
+            value = safe_get_full_optimizer_state(p, slot)
+            found[f"optimizer/state/{name}/{slot}"] = value.clone().reshape(found[f"model/{name}"].shape)
+        found |= _steps(name, base)
+    return found
+
+
+def _link_round_robin(wrapper: Any) -> None:
+    """As DeepSpeed does with parameter_alignment: without it, it takes the parameters to be in their own order."""
+    from deepspeed.utils import link_hp_params
+
+    for i, flat in enumerate(wrapper.single_partition_of_fp32_groups):
+        strung = zip(wrapper.round_robin_bit16_groups[i], wrapper.round_robin_bit16_offsets[i], strict=True)
+        places = {id(p): place for p, place in strung}
+        link_hp_params(
+            lp_param_list=wrapper.bit16_groups[i],
+            flat_hp_partition=flat,
+            gradient_dict=wrapper.averaged_gradients,
+            offload_gradient_dict=wrapper.offload_gradient_dict,
+            use_offload=wrapper.cpu_offload,
+            param_group_index=i,
+            partition_start=dist.get_rank(wrapper.real_dp_process_group[i]) * flat.numel(),
+            partition_size=flat.numel(),
+            dp_group=wrapper.real_dp_process_group[i],
+            param_offsets=[places[id(p)] for p in wrapper.bit16_groups[i]],
+        )
+
+
+def _undivided(name: str, p: torch.Tensor, wrapper: Any, base: Any) -> dict[str, Any]:
+    """Without ZeRO every rank has everything, in place of the parameter a copy in full precision."""
+    key, found = p, {}
+    if base is not wrapper:
+        lows = [x for group in wrapper.fp16_groups for x in group]
+        highs = [x for group in wrapper.fp32_groups for x in group]
+        (key,) = (high for low, high in zip(lows, highs, strict=True) if low is p)
+        found[f"optimizer/state/{name}/master"] = key.detach().clone()
+    for slot, value in base.state[key].items():
+        found[f"optimizer/state/{name}/{slot}"] = value.clone()
+    return found
+
+
+def _slots(base: Any) -> list[str]:
+    """Names of the state that follows the elements."""
+    return sorted(
+        {slot for s in base.state.values() for slot, v in s.items() if isinstance(v, torch.Tensor) and v.ndim}
+    )
+
+
+def _steps(name: str, base: Any) -> dict[str, Any]:
+    steps = {float(s["step"]) for s in base.state.values() if "step" in s}
+    return {f"optimizer/state/{name}/step": torch.tensor(step) for step in steps}
+
+
+def settings(engine: Any) -> list[dict[str, Any]]:
+    """Of each param group; they are in the order of the optimizer that was passed."""
+    base = getattr(engine.optimizer, "optimizer", engine.optimizer)
+    return [{k: v for k, v in group.items() if k != "params"} for group in base.param_groups]
