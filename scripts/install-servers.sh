@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
 # Installs the servers and tools that the storage tests run against (`make test-servers`), each in the version named here.
 #
-#   install-servers.sh [NAME...]   all by default: versitygw minio s3proxy azurite toxiproxy hadoop
+#   install-servers.sh [NAME...]   all by default: versitygw minio s3proxy azurite toxiproxy hadoop mfusepy glusterfs
 #
 #   SERVERS_DIR  where (default: ~/.cache/bytecheckpoint-servers). What is there in the right version stays as it is.
 #
-# Needs go, npm and mvn with a JDK, and the registries that they are set up for. Nothing is installed outside SERVERS_DIR.
+# Needs go, npm and mvn with a JDK, and the registries that they are set up for. Nothing is installed outside SERVERS_DIR,
+# but for GlusterFS and FUSE's library: Debian packages, which take root. Where that cannot be, their tests are skipped.
 set -euo pipefail
 
 DIR=${SERVERS_DIR:-${XDG_CACHE_HOME:-$HOME/.cache}/bytecheckpoint-servers}
@@ -15,6 +16,7 @@ TOXIPROXY=github.com/Shopify/toxiproxy/v2/cmd/server@v2.5.0
 S3PROXY=org.gaul:s3proxy:2.9.0
 AZURITE=azurite@3.35.0
 HADOOP=3.4.2
+MFUSEPY=mfusepy==3.1.1
 
 say() { echo "install-servers: $*" >&2; }
 
@@ -85,14 +87,37 @@ azurite() {
     done_with azurite "$AZURITE"
 }
 
+mfusepy() {
+    fresh mfusepy "$MFUSEPY" || return 0
+    if command -v "${UV:-uv}" >/dev/null; then
+        "${UV:-uv}" pip install --quiet --python "${VENV:-.venv}/bin/python" --target "$DIR/mfusepy" "$MFUSEPY"
+    else
+        need python3 mfusepy
+        python3 -m pip install --quiet --target "$DIR/mfusepy" "$MFUSEPY"
+    fi
+    done_with mfusepy "$MFUSEPY"
+}
+
+glusterfs() {
+    command -v glusterfs >/dev/null && command -v glusterfsd >/dev/null && command -v fusermount3 >/dev/null && return 0
+    if [[ $EUID -ne 0 || ! -e /dev/fuse ]] || ! command -v apt-get >/dev/null; then
+        say "SKIPPED: glusterfs, which takes root, /dev/fuse and apt-get; its tests will be skipped, and say so"
+        return 0
+    fi
+    say "installing glusterfs and fuse3 (Debian packages)"
+    apt-get update -qq
+    DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
+        glusterfs-server glusterfs-client fuse3 >/dev/null
+}
+
 mkdir -p "$DIR"
 names=("$@")
-[[ ${#names[@]} -gt 0 ]] || names=(versitygw minio s3proxy azurite toxiproxy hadoop)
+[[ ${#names[@]} -gt 0 ]] || names=(versitygw minio s3proxy azurite toxiproxy hadoop mfusepy glusterfs)
 for name in "${names[@]}"; do
     case $name in
-    versitygw | minio | s3proxy | azurite | toxiproxy | hadoop) "$name" ;;
+    versitygw | minio | s3proxy | azurite | toxiproxy | hadoop | mfusepy | glusterfs) "$name" ;;
     *)
-        say "no server is called $name: versitygw, minio, s3proxy, azurite, toxiproxy, hadoop"
+        say "no server is called $name: versitygw, minio, s3proxy, azurite, toxiproxy, hadoop, mfusepy, glusterfs"
         exit 1
         ;;
     esac

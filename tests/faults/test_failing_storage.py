@@ -136,7 +136,7 @@ def test_a_publish_that_fails_after_the_catalog_stands(tmp_path: Path, faults: F
     """As when the directory's fsync fails after the rename: files that a visible catalog names must stay."""
     world, path = ThreadWorld(2), tmp_path / "s"
     save_all(world, path, 1)
-    inner = bytecheckpoint.storage.local._fsync_directory
+    inner = bytecheckpoint.storage.local.fsync_directory
     calls: list[str] = []
 
     def fsync(folder: str) -> None:
@@ -147,7 +147,7 @@ def test_a_publish_that_fails_after_the_catalog_stands(tmp_path: Path, faults: F
 
     catalog = (path / "metadata.parquet").read_bytes()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("bytecheckpoint.storage.local._fsync_directory", fsync)
+        patch.setattr("bytecheckpoint.storage.local.fsync_directory", fsync)
         got = save_all(world, path, 2, **MODES[mode])
     assert calls
     assert all(type(raised) is StorageUnavailableError for raised in got), got

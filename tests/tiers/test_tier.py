@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -361,3 +363,25 @@ def test_the_hot_tier_must_be_near(tmp_path: Path) -> None:
 def test_errors_name_the_tier(run: str) -> None:
     with pytest.raises(CheckpointError, match=r"tier\+file"):
         load_step(f"{run}/nothing")
+
+
+_SAVE_AND_LEAVE = """
+import sys
+import bytecheckpoint
+from tests.faults.coded import states
+
+run, hot = sys.argv[1:]
+bytecheckpoint.configure(tier_hot=hot)
+for step in (1, 2, 3):
+    bytecheckpoint.save(f"{run}/{step}", states(step=step), async_checkpoint=True)
+"""
+
+
+def test_flushes_finish_when_the_program_ends(run: str, tmp_path: Path) -> None:
+    command_line = [sys.executable, "-c", _SAVE_AND_LEAVE, run, str(tmp_path / "hot")]
+    done = subprocess.run(
+        command_line, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=110, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    for step in (1, 2, 3):
+        assert load_step(folder_of(run) / str(step)) == step

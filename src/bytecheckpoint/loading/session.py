@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from typing import Any
 
@@ -45,6 +46,7 @@ __all__ = ["LoadSession"]
 
 _SHOWN = 5
 _ATTEMPTS = 3
+_PAUSES = (0.0, 1.0, 0.0)
 _SMALLEST_READ = 1 << 20
 
 
@@ -137,7 +139,8 @@ class LoadSession:
             try:
                 return self._run(prepare, states, names, ready)
             except _ReplacedError:
-                continue
+                # Where ranks see different things, caches of a network file system may need a moment.
+                time.sleep(_PAUSES[self._attempt])
         raise IncompatibleCheckpointError(
             f"the checkpoint was replaced {_ATTEMPTS} times while it was being loaded; load one that is not being saved"
         )

@@ -4,57 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
-import secrets
-import stat
-import time
-from collections.abc import Iterable, Iterator, Sequence
+import threading
+from collections.abc import Iterable, Sequence
 
-from ..errors import StorageConflictError, StorageError, StorageFullError, StorageUnavailableError
 from .base import FileReader, FileStat, FileWriter, NewFile, Storage, check_name
+from .posix_files import FULL, TRANSIENT, fresh, fresh_stat, fsync_directory, open_file, translated, version_of
+from .posix_publish import publish
 
-__all__ = ["LocalStorage", "PosixStorage", "translated", "write_fully"]
+__all__ = ["FULL", "TRANSIENT", "LocalStorage", "PosixStorage", "translated", "write_fully"]
 
 _ALIGN = 4096
 _IOV = 512
-FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-TRANSIENT = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.EHOSTDOWN, errno.ENXIO, errno.ENODEV}
-_TEMPORARY = ".publishing-"
-#: Longest wait for another publisher of the same folder.
-_LOCK_SECONDS = 30.0
-#: Where folders cannot be locked, a temporary file of this age is nobody's any more.
-_ABANDONED_SECONDS = 600.0
-
-
-@contextlib.contextmanager
-def translated(action: str, path: str, *, may_be_absent: bool = False) -> Iterator[None]:
-    """Turn an OSError into the typed error that tells a handler what it can do.
-
-    Args:
-        action: what is being done, for the message.
-        path: what it is done to, for the message.
-        may_be_absent: a missing file is a FileNotFoundError.
-    """
-    try:
-        yield
-    except OSError as error:
-        if may_be_absent and isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError):
-            raise FileNotFoundError(error.errno, error.strerror, path) from error  # no such *file*, in any case
-        reason = error.strerror or str(error)
-        if error.errno in FULL:
-            raise StorageFullError(f"cannot {action} {path}: {reason}; free space and save again") from error
-        if error.errno in TRANSIENT:
-            raise StorageUnavailableError(f"cannot {action} {path}: {reason}; check the device or mount") from error
-        raise StorageError(f"cannot {action} {path}: {reason}") from error
-
-
-def _fsync_directory(path: str) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _advance(buffers: list[memoryview], done: int) -> list[memoryview]:
@@ -123,27 +84,46 @@ class _Writer(FileWriter):
 
 class _Reader(FileReader):
     def __init__(self, path: str, shown: str) -> None:
+        self._path = path
         self._shown = shown
+        self._lock = threading.Lock()
         with translated("open", shown, may_be_absent=True):
-            self._fd, found = _open_file(path)
+            self._fd, found = open_file(path)
             self.size = found.st_size
+        self._outdated: list[int] = []
 
     def read_into(self, offset: int, buffers: Sequence[memoryview]) -> int:
         left = [b for b in buffers if len(b)]
         total = 0
         with translated("read", self._shown):
             while left:
-                done = os.preadv(self._fd, left[:_IOV], offset + total)
+                done = self._read(left[:_IOV], offset + total)
                 if done == 0:
                     break
                 total += done
                 left = _advance(left, done)
         return total
 
+    def _read(self, buffers: list[memoryview], offset: int) -> int:
+        fd = self._fd
+        try:
+            return os.preadv(fd, buffers, offset)
+        except OSError as error:
+            if error.errno != errno.ESTALE:
+                raise
+        # The server was restarted, or lost track of this open file: its name leads to it still, if it exists.
+        with self._lock:
+            if self._fd == fd:
+                self._outdated.append(fd)  # others may be reading from it
+                self._fd, _ = open_file(self._path)
+            fd = self._fd
+        return os.preadv(fd, buffers, offset)
+
     def close(self) -> None:
         if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+            for fd in (*self._outdated, self._fd):
+                os.close(fd)
+            self._fd, self._outdated = -1, []
 
 
 class PosixStorage(Storage):
@@ -178,37 +158,27 @@ class PosixStorage(Storage):
 
     def read(self, name: str) -> bytes:
         path = self._path(name)
-        with translated("read", self._shown(name), may_be_absent=True), open(path, "rb") as file:
-            return file.read()
+
+        def whole() -> bytes:
+            with open(path, "rb") as file:
+                return file.read()
+
+        with translated("read", self._shown(name), may_be_absent=True):
+            return fresh(path, whole)
 
     def stat(self, name: str) -> FileStat:
         path = self._path(name)
         with translated("look at", self._shown(name), may_be_absent=True):
-            found = _fresh_stat(path)
-        return FileStat(found.st_size, found.st_mtime, _version(found))
+            found = fresh_stat(path)
+        return FileStat(found.st_size, found.st_mtime, version_of(found))
 
     def publish(self, name: str, data: bytes, *, expected: str | None = None) -> None:
         path, shown = self._path(name), self._shown(name)
         folder = os.path.dirname(path)
-        temporary = os.path.join(folder, f"{_TEMPORARY}{secrets.token_hex(8)}")
         with translated("publish", shown):
             self._make_folder(folder)
-            with _locked(folder, shown) as locked:
-                # Under the lock nobody else publishes here: what killed publishers left behind can go.
-                _remove_abandoned(folder, 0.0 if locked else _ABANDONED_SECONDS)
-                try:
-                    with open(temporary, "xb") as file:
-                        file.write(data)
-                        file.flush()
-                        os.fsync(file.fileno())
-                    if expected is not None and _present(path) != expected:
-                        raise _conflict(shown)
-                    _install(temporary, path, shown, once=expected == "" and not locked)
-                except (OSError, StorageError):
-                    with contextlib.suppress(OSError):
-                        os.unlink(temporary)
-                    raise
-            _fsync_directory(folder)
+            publish(path, shown, data, expected)
+            fsync_directory(folder)
 
     def _make_folder(self, folder: str) -> None:
         """Create `folder` with durable names for all new parents: a commit must not sit in a directory that is lost."""
@@ -219,7 +189,7 @@ class PosixStorage(Storage):
         for path in reversed(missing):
             with contextlib.suppress(FileExistsError):
                 os.mkdir(path)
-            _fsync_directory(os.path.dirname(path))
+            fsync_directory(os.path.dirname(path))
 
     def folders(self) -> list[str]:
         with translated("list", self.url):
@@ -261,7 +231,7 @@ class PosixStorage(Storage):
         folders = {os.path.dirname(self._path(name)) for name in names}
         with translated("sync", self.url):
             for folder in sorted(folders | {self.root}):
-                _fsync_directory(folder)
+                fsync_directory(folder)
 
 
 class LocalStorage(PosixStorage):
@@ -270,84 +240,3 @@ class LocalStorage(PosixStorage):
     def __init__(self, path: str) -> None:
         root = os.path.abspath(path)
         super().__init__(root, root)
-
-
-def _fresh_stat(path: str) -> os.stat_result:
-    """What is known about a regular file; network file systems bring their caches up to date at an open."""
-    fd, found = _open_file(path)
-    os.close(fd)
-    return found
-
-
-def _open_file(path: str) -> tuple[int, os.stat_result]:
-    """Open a regular file for reading; anything else counts as absent."""
-    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    found = os.fstat(fd)
-    if not stat.S_ISREG(found.st_mode):
-        os.close(fd)
-        raise FileNotFoundError(errno.ENOENT, "not a file", path)
-    return fd, found
-
-
-def _version(found: os.stat_result) -> str:
-    return f"{found.st_ino}-{found.st_size}-{found.st_mtime_ns}"
-
-
-def _present(path: str) -> str:
-    try:
-        return _version(_fresh_stat(path))
-    except FileNotFoundError:
-        return ""
-
-
-def _conflict(shown: str) -> StorageConflictError:
-    return StorageConflictError(
-        f"cannot publish {shown}: another save replaced it meanwhile; let one job at a time save to a path"
-    )
-
-
-@contextlib.contextmanager
-def _locked(folder: str, shown: str) -> Iterator[bool]:
-    """Let one publisher at a time into a folder; yields False where folders cannot be locked."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        deadline = time.monotonic() + _LOCK_SECONDS
-        locked = False
-        while not locked:
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                locked = True
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise StorageUnavailableError(
-                        f"cannot publish {shown}: another process has held its folder's lock for {_LOCK_SECONDS:g} s"
-                    ) from None
-                time.sleep(0.01)
-            except OSError:
-                break
-        yield locked
-    finally:
-        os.close(fd)
-
-
-def _remove_abandoned(folder: str, age: float) -> None:
-    """Remove temporary files at least `age` seconds old."""
-    with contextlib.suppress(OSError):
-        for entry in os.scandir(folder):
-            if entry.name.startswith(_TEMPORARY) and entry.stat().st_mtime <= time.time() - age:
-                os.unlink(entry.path)
-
-
-def _install(temporary: str, path: str, shown: str, *, once: bool) -> None:
-    """Give a temporary file its name; `once`: only if nothing has it, which a link can do without a lock."""
-    if once:
-        try:
-            os.link(temporary, path)
-        except FileExistsError:
-            raise _conflict(shown) from None
-        except OSError:
-            pass  # a file system without links
-        else:
-            os.unlink(temporary)
-            return
-    os.replace(temporary, path)

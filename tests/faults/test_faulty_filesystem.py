@@ -1,0 +1,283 @@
+"""A file system that fails on command, and a disk that is slow: FUSE and a throttled loop device, which take root."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import bytecheckpoint
+from bytecheckpoint import (
+    CorruptCheckpointError,
+    StorageError,
+    StorageFullError,
+    StorageUnavailableError,
+)
+from bytecheckpoint.cli.main import run as command
+from bytecheckpoint.collectives.threads import ThreadWorld
+from bytecheckpoint.handles import SaveReport
+from bytecheckpoint.tiers.cooling import cool, plan_cooldown
+from tests.faults.coded import files_of, load_step, states
+from tests.faults.ranks import save_all
+from tests.servers.faultfs import FaultFs
+from tests.servers.process import folder_of
+
+pytestmark = [pytest.mark.server, pytest.mark.timeout(200)]
+
+MODES: dict[str, dict[str, Any]] = {
+    "sync": {},
+    "async": {"async_checkpoint": True},
+    "background": {"async_checkpoint": True, "staging": "background"},
+}
+CLASSES = {
+    errno.ENOSPC: StorageFullError,
+    errno.EDQUOT: StorageFullError,
+    errno.EIO: StorageUnavailableError,
+    errno.EACCES: StorageError,
+    errno.EROFS: StorageError,
+}
+
+
+@pytest.fixture(scope="module")
+def mounted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultFs]:
+    if os.geteuid() != 0 or not os.path.exists("/dev/fuse"):
+        pytest.skip("NOT TESTED HERE: needs root and FUSE (/dev/fuse)")
+    fs = FaultFs(tmp_path_factory.mktemp("faultfs"), folder_of("mfusepy"))
+    yield fs
+    fs.stop()
+
+
+@pytest.fixture
+def fs(mounted: FaultFs) -> Iterator[FaultFs]:
+    yield mounted
+    mounted.clear()
+
+
+@pytest.fixture
+def path(fs: FaultFs, request: pytest.FixtureRequest) -> Path:
+    """A checkpoint of step 1, saved by two ranks."""
+    path = fs.mount / re.sub(r"\W+", "-", request.node.name) / "s"
+    assert all(isinstance(report, SaveReport) for report in save_all(ThreadWorld(2), path, 1))
+    return path
+
+
+def is_whole(path: Path, step: int, files: int) -> None:
+    assert load_step(path) == step
+    assert command(["verify", str(path)]) == 0
+    assert len(files_of(path)) == files
+
+
+@pytest.mark.parametrize("writer", ["process", "thread"])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("op", "code", "options"),
+    [
+        ("create", errno.EACCES, {"path": "/model/"}),
+        ("create", errno.EROFS, {}),
+        ("write", errno.ENOSPC, {"after_bytes": 20_000}),
+        ("write", errno.EDQUOT, {}),
+        ("write", errno.EIO, {"path": "optimizer/rank-00001"}),
+        ("fsync", errno.EIO, {"path": "/model/"}),
+        ("fsync", errno.EIO, {"path": ".publishing"}),
+        ("rename", errno.EIO, {}),
+        ("truncate", errno.EIO, {}),
+    ],
+)
+def test_a_save_meets_an_error(
+    fs: FaultFs, path: Path, op: str, code: int, options: dict[str, Any], mode: str, writer: str
+) -> None:
+    """It fails on both ranks with the class and the place; what was there stays whole; the next save works."""
+    if mode == "sync" and writer == "process":
+        return  # the same as with threads
+    bytecheckpoint.configure(writer=writer)
+    before = len(files_of(path))
+    world = ThreadWorld(2)
+    fs.rule(op, code, **options)
+    got = save_all(world, path, 2, **MODES[mode])
+    fs.clear()
+    for raised in got:
+        assert type(raised) is CLASSES[code], raised
+        assert os.strerror(code) in str(raised) and "/s" in str(raised) and "rank " in str(raised)
+    is_whole(path, 1, before)
+    if mode != "sync":
+        assert all("earlier asynchronous save" in str(raised) for raised in save_all(world, path, 3))
+    assert all(isinstance(report, SaveReport) for report in save_all(world, path, 4, **MODES[mode]))
+    is_whole(path, 4, before)
+
+
+@pytest.mark.parametrize("op", ["fsyncdir", "unlink", "rmdir"])
+def test_what_fails_after_the_commit(fs: FaultFs, path: Path, op: str) -> None:
+    """Old files that cannot be removed fail nothing; a name that may not last fails the save, and loses nothing."""
+    fs.rule(op, errno.EIO, path="/s" if op == "fsyncdir" else "")
+    got = save_all(ThreadWorld(2), path, 2)
+    fs.clear()
+    assert load_step(path) in ((1, 2) if op == "fsyncdir" else (2,))
+    assert all(isinstance(g, SaveReport) for g in got) or op == "fsyncdir"
+    assert all(isinstance(report, SaveReport) for report in save_all(ThreadWorld(2), path, 3))
+    is_whole(path, 3, len(files_of(path)))
+
+
+@pytest.mark.parametrize(
+    ("op", "code", "error", "words"),
+    [
+        ("read", errno.EIO, StorageUnavailableError, r"cannot read .*/s/.*Input/output error"),
+        ("open", errno.EACCES, StorageError, r"cannot (open|read) .*/s/.*Permission denied"),
+        ("read", 0, CorruptCheckpointError, r"checksum mismatch in (model|optimizer|extra)"),
+    ],
+)
+def test_a_load_meets_an_error(fs: FaultFs, path: Path, op: str, code: int, error: type[Exception], words: str) -> None:
+    fs.rule(op, code, path="rank-", **({} if code else {"flip": True}))
+    with pytest.raises(error, match=words):
+        load_step(path)
+    fs.clear()
+    assert load_step(path) == 1
+
+
+def test_a_stale_handle_is_opened_again(fs: FaultFs, path: Path) -> None:
+    fs.rule("open", errno.ESTALE, times=2)
+    assert load_step(path) == 1
+    fs.rule("read", errno.ESTALE, times=1, path="rank-")
+    assert load_step(path) == 1
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_slow_file_system_is_waited_for(fs: FaultFs, path: Path, mode: str) -> None:
+    fs.rule("*", delay=0.005)
+    assert all(isinstance(report, SaveReport) for report in save_all(ThreadWorld(2), path, 2, **MODES[mode]))
+    assert load_step(path) == 2
+
+
+def test_a_hanging_file_system_ends_an_asynchronous_save_in_time(fs: FaultFs, path: Path) -> None:
+    bytecheckpoint.configure(writer="process", timeout=1.0)
+    begun = time.monotonic()
+    fs.rule("write", delay=8.0, times=1)
+    handle = bytecheckpoint.save(path, states(step=2), async_checkpoint=True)
+    assert handle.staged.done() and time.monotonic() - begun < 2, "the caller does not wait for the storage"
+    with pytest.raises(bytecheckpoint.CheckpointError):
+        handle.result(60)
+    fs.clear()
+    assert load_step(path) in (1, 2)
+
+
+# --- tiers and cool-down on it ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("op", ["create", "write", "fsync", "rename", "link"])
+def test_a_flush_meets_an_error(fs: FaultFs, tmp_path: Path, request: pytest.FixtureRequest, op: str) -> None:
+    bytecheckpoint.configure(tier_hot=str(tmp_path / "hot"))
+    run = fs.mount / re.sub(r"\W+", "-", request.node.name)
+    run.mkdir()
+    tier = f"tier+file://{run}"
+    fs.rule(op, errno.EIO)
+    handle = bytecheckpoint.save(f"{tier}/1", states(step=1), async_checkpoint=True)
+    handle.restorable.result(60)
+    if op in ("rename", "link"):  # of which one is enough for a new name
+        handle.committed.exception(60)
+    else:
+        with pytest.raises(StorageUnavailableError, match=r"flush of tier\+file.*Input/output error"):
+            handle.result(60)
+        with pytest.raises(StorageUnavailableError, match="earlier"):
+            bytecheckpoint.save(f"{tier}/2", states(step=2))
+    assert load_step(f"{tier}/1") == 1
+    fs.clear()
+    assert command(["flush", tier]) == 0
+    is_whole(run / "1", 1, 6)
+
+
+@pytest.mark.parametrize(
+    ("op", "options"), [("write", {"after_bytes": 9000}), ("fsync", {}), ("link", {}), ("read", {"flip": True})]
+)
+def test_a_cooldown_meets_an_error(
+    fs: FaultFs, tmp_path: Path, request: pytest.FixtureRequest, op: str, options: dict[str, Any]
+) -> None:
+    """... in the cold storage: the step stays where it is, and can be moved when that works again."""
+    cold = fs.mount / re.sub(r"\W+", "-", request.node.name)
+    for step in (1, 2):
+        bytecheckpoint.save(tmp_path / "run" / str(step), states(step=step))
+    before = files_of(tmp_path / "run")
+    (plan, _) = plan_cooldown(str(tmp_path / "run"), str(cold), older_than=0)
+    code = errno.ENOSPC if op == "write" else errno.EIO
+    if op == "link":
+        fs.rule("*", code, path=".publishing")
+    else:
+        fs.rule(op, 0 if "flip" in options else code, **options)
+    done = cool(plan)
+    fs.clear()
+    assert done.error and not done.done
+    assert files_of(tmp_path / "run") == before
+    assert load_step(tmp_path / "run" / "1") == 1
+    assert cool(plan).done
+    assert load_step(tmp_path / "run" / "1") == 1
+    assert files_of(tmp_path / "run" / "1") == ["metadata.parquet"]
+
+
+# --- a slow disk ----------------------------------------------------------------------------------------------------
+
+_SAVE = """
+import json, os, sys
+import bytecheckpoint
+from tests.faults.coded import states, load_step
+path, tasks = sys.argv[1:]
+state = states(step=1, rows=20_000)
+bytecheckpoint.prepare(state).result()
+with open(tasks, "w") as file:
+    file.write(str(os.getpid()))
+bytecheckpoint.configure(writer="thread")
+report = bytecheckpoint.save(path, state, async_checkpoint=True).result(120)
+print(json.dumps({"blocking": report.blocking_seconds, "total": report.total_seconds, "bytes": report.bytes_written}))
+"""
+
+
+@pytest.fixture
+def slow_disk(tmp_path: Path) -> Iterator[tuple[Path, Path]]:
+    """An ext4 that takes 10 MiB a second from the processes of a control group: the mount, and the group's list."""
+
+    def run(*words: str) -> str:
+        return subprocess.run(words, check=True, capture_output=True, text=True, timeout=60).stdout
+
+    point, image = tmp_path / "disk", tmp_path / "disk.img"
+    point.mkdir()
+    group: Path | None = None
+    try:
+        hierarchy = run("findmnt", "-nt", "cgroup", "-O", "blkio", "-o", "TARGET").split()[0]
+        with image.open("wb") as file:
+            file.truncate(200 << 20)
+        run("mkfs.ext4", "-q", "-m", "0", str(image))
+        run("mount", "-o", "loop", str(image), str(point))
+        device = run("losetup", "-j", str(image)).partition(":")[0]
+        number = run("lsblk", "-no", "MAJ:MIN", device).strip()
+        group = Path(hierarchy) / f"bytecheckpoint-{os.getpid()}"
+        group.mkdir()
+        (group / "blkio.throttle.write_bps_device").write_text(f"{number} {10 << 20}")
+    except (OSError, subprocess.CalledProcessError, IndexError) as error:
+        if os.path.ismount(point):
+            run("umount", str(point))
+        if group is not None and group.exists():
+            group.rmdir()
+        pytest.skip(f"NOT TESTED HERE: needs root, loop devices and a blkio control group (version 1): {error}")
+    yield point, group / "cgroup.procs"
+    run("umount", str(point))
+    group.rmdir()
+
+
+def test_blocking_time_does_not_grow_on_a_slow_disk(slow_disk: tuple[Path, Path]) -> None:
+    point, tasks = slow_disk
+    done = subprocess.run(
+        [sys.executable, "-c", _SAVE, str(point / "s"), str(tasks)],
+        cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=180, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    facts = json.loads(done.stdout)
+    assert facts["bytes"] > 15 << 20
+    assert facts["total"] > 1.2, f"the disk is not slow: {facts}"
+    assert facts["blocking"] < facts["total"] / 3, facts
+    assert load_step(point / "s", rows=20_000) == 1

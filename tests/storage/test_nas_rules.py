@@ -1,0 +1,104 @@
+"""What local storage does when a network file system's caches are out of date: tried here with calls that lie.
+
+tests/storage/test_nas.py has two mounts of a real one.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bytecheckpoint import StorageUnavailableError
+from bytecheckpoint.storage import posix_files, resolve
+from bytecheckpoint.storage.testing import content, read_all, write_file
+
+Liar = Callable[..., list[int]]
+
+
+@pytest.fixture
+def lying(monkeypatch: pytest.MonkeyPatch) -> Liar:
+    """Lets a function of os fail some times with an errno, for some path; the list has what is left to fail."""
+    monkeypatch.setattr(posix_files, "_STALE_PAUSES", (0.0, 0.01, 0.01, 0.01))
+
+    def lie(name: str, code: int, times: int, wanted: Callable[..., bool] = lambda *_: True) -> list[int]:
+        left = [times]
+        real = getattr(os, name)
+        lock = threading.Lock()
+
+        def call(*args: Any, **options: Any) -> Any:
+            with lock:
+                hit = left[0] > 0 and wanted(*args)
+                left[0] -= hit
+            if hit:
+                raise OSError(code, os.strerror(code))
+            return real(*args, **options)
+
+        monkeypatch.setattr(os, name, call)
+        return left
+
+    return lie
+
+
+def ends_with(name: str) -> Callable[..., bool]:
+    return lambda path, *_: str(path).endswith(name)
+
+
+@pytest.mark.parametrize("code", [errno.ESTALE, errno.ENOENT])
+def test_a_name_that_the_cache_knows_wrongly_is_opened_again(tmp_path: Path, lying: Liar, code: int) -> None:
+    storage = resolve(tmp_path)
+    data = content(5000)
+    write_file(storage, "model/file", data)
+    left = lying("open", code, 3, ends_with("model/file"))
+    assert np.array_equal(read_all(storage, "model/file"), data)
+    assert left == [0]
+    left[0] = 3
+    assert storage.stat("model/file").size == 5000
+    assert left == [0]
+
+
+def test_a_cache_that_never_learns_is_an_error(tmp_path: Path, lying: Liar) -> None:
+    storage = resolve(tmp_path)
+    write_file(storage, "model/file", content(50))
+    lying("open", errno.ESTALE, 100, ends_with("model/file"))
+    with pytest.raises(StorageUnavailableError, match="Stale file handle"):
+        storage.open("model/file")
+
+
+def test_what_is_not_there_is_told_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(posix_files, "_STALE_PAUSES", (1000.0,))
+    storage = resolve(tmp_path / "step")
+    for name in ("model/file", "other"):
+        for call in (storage.open, storage.read, storage.stat):
+            with pytest.raises(FileNotFoundError):
+                call("metadata.parquet")
+        write_file(storage, name, content(5))
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_an_open_file_that_becomes_stale_is_reopened(tmp_path: Path, lying: Liar, threads: int) -> None:
+    storage = resolve(tmp_path)
+    data = content(1 << 20)
+    write_file(storage, "model/file", data)
+    reader = storage.open("model/file")
+    stale = reader._fd  # type: ignore[attr-defined]
+    lying("preadv", errno.ESTALE, 1000, lambda fd, *_: fd == stale)
+    out = np.zeros(len(data), np.uint8)
+    step = len(data) // 16
+
+    def one(start: int) -> int:
+        return reader.read_into(start, [memoryview(out)[start : start + step]])
+
+    with ThreadPoolExecutor(threads) as pool:
+        assert sum(pool.map(one, range(0, len(data), step))) == len(data)
+    assert np.array_equal(out, data)
+    before = len(os.listdir("/proc/self/fd"))
+    reader.close()
+    assert len(os.listdir("/proc/self/fd")) == before - 2, "both descriptors are closed"
