@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
 
+import hdfs_native
+
 from .process import Server, folder_of, free_port
 
 __all__ = ["USER", "Hdfs", "write_configuration"]
@@ -68,15 +70,18 @@ class Hdfs:
         )
         self.datanodes: list[Server] = []
         self.ports: list[int] = []
+        self._data = data or folder
+        self._datanode_http: list[int] = []
         for number in range(datanodes):
             taken, http, ipc = free_port(), free_port(), free_port()
-            blocks = (data or folder) / f"dn{number}"
+            blocks = self._data / f"dn{number}"
             command = [
                 *self._java("datanode.DataNode", 256), "-D", f"dfs.datanode.data.dir={blocks}",
                 "-D", f"dfs.datanode.address=127.0.0.1:{taken}", "-D", f"dfs.datanode.http.address=127.0.0.1:{http}",
                 "-D", f"dfs.datanode.ipc.address=127.0.0.1:{ipc}", "-D", "dfs.datanode.hostname=127.0.0.2",
             ]  # fmt: skip
             self.ports.append(taken)
+            self._datanode_http.append(http)
             self.datanodes.append(self._server(command, f"http://127.0.0.1:{http}/jmx?qry=x", f"dn{number}"))
 
     def _configure(self, datanodes: int, properties: Mapping[str, str]) -> Path:
@@ -149,6 +154,25 @@ class Hdfs:
             found: dict[str, Any] = json.load(answer)["beans"][0]
             return found
 
+    def bytes_read(self) -> int:
+        """Bytes that the DataNodes have sent since they started."""
+        time.sleep(0.7)
+        return sum(self._counter(http, "BytesRead") for http in self._datanode_http)
+
+    @staticmethod
+    def _counter(http: int, name: str) -> int:
+        url = f"http://127.0.0.1:{http}/jmx?qry=Hadoop:service=DataNode,name=DataNodeActivity-*"
+        with _opener.open(url, timeout=10) as answer:
+            return sum(int(bean[name]) for bean in json.load(answer)["beans"])
+
+    def blocks(self, datanode: int) -> list[Path]:
+        """The files in which a DataNode has its blocks."""
+        return [p for p in (self._data / f"dn{datanode}").rglob("blk_*") if p.suffix != ".meta"]
+
+    def client(self) -> Any:
+        """A client of its own, that goes through nothing that stands between."""
+        return hdfs_native.Client(f"hdfs://127.0.0.1:{self.port}")
+
     def operations(self) -> dict[str, int]:
         """How often each operation of the NameNode was asked for since it started."""
         time.sleep(0.7)  # counters are published every 0.1 s, and cached a little
@@ -170,22 +194,8 @@ class Hdfs:
         conf = write_configuration(folder, {"fs.defaultFS": "hdfs://demo_0"}, {**hdfs, **more})
         return {"HADOOP_CONF_DIR": str(conf), "HADOOP_USER_NAME": USER}
 
-    def shell(self, *arguments: str, variables: Mapping[str, str] | None = None) -> str:
+    def shell(self, *arguments: str) -> str:
         """`hdfs dfs ARGUMENTS`, Hadoop's own client; its output."""
-        conf = (variables or {}).get("HADOOP_CONF_DIR", str(self._conf))
-        command = [
-            *_JAVA,
-            "-cp",
-            f"{conf}:{self._conf}:{self._libraries}/*",
-            "org.apache.hadoop.fs.FsShell",
-            *arguments,
-        ]
-        done = subprocess.run(
-            command,
-            check=True,
-            timeout=600,
-            capture_output=True,
-            text=True,
-            env={**self._environment(), **(variables or {})},
-        )
+        command = [*_JAVA, "-cp", f"{self._conf}:{self._libraries}/*", "org.apache.hadoop.fs.FsShell", *arguments]
+        done = subprocess.run(command, check=True, timeout=600, capture_output=True, text=True, env=self._environment())
         return done.stdout

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -36,11 +37,15 @@ def folder_of(name: str) -> Path:
 
 
 def free_port() -> int:
-    """A TCP port of the loopback interface that nobody listens on."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
-        return port
+    """A TCP port of the loopback interface that nobody listens on.
+
+    None of those that the system gives to outgoing connections: a server that is started again finds it free.
+    """
+    while True:
+        port = random.SystemRandom().randrange(10_000, 32_000)
+        with socket.socket() as sock, contextlib.suppress(OSError):
+            sock.bind(("127.0.0.1", port))
+            return port
 
 
 class Server:
@@ -69,6 +74,17 @@ class Server:
         self._env = {**os.environ, **(env or {})}
         self._cwd = cwd
         self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def process(self) -> subprocess.Popen[bytes]:
+        """The running server; its children are in a group of its own."""
+        assert self._process is not None
+        return self._process
+
+    @property
+    def running(self) -> bool:
+        """Whether it was started and neither stopped nor killed."""
+        return self._process is not None
 
     def start(self, timeout: float = 120.0) -> Server:
         """Start it and wait until it answers."""

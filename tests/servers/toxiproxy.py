@@ -17,13 +17,18 @@ _opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 class Toxiproxy:
     """One proxy before one server.
 
+    Args:
+        folder: for its log.
+        target: "http://127.0.0.1:port" of the server.
+        listen: where to listen, by default at a free port of 127.0.0.1.
+
     Attributes:
         endpoint: "http://127.0.0.1:port", where the server seems to be.
     """
 
-    def __init__(self, folder: Path, target: str) -> None:
+    def __init__(self, folder: Path, target: str, listen: str = "") -> None:
         program = folder_of("toxiproxy") / "toxiproxy"
-        port, listen = free_port(), f"127.0.0.1:{free_port()}"
+        port, listen = free_port(), listen or f"127.0.0.1:{free_port()}"
         self._api = f"http://127.0.0.1:{port}"
         command = [str(program), "-host", "127.0.0.1", "-port", str(port)]
         self._server = Server(command, f"{self._api}/version", folder / "toxiproxy.log").start()

@@ -1,4 +1,4 @@
-"""Whole saves and loads on real object stores and in memory: every mode, every layout, servers that die on the way."""
+"""Whole saves and loads on object stores, HDFS and in memory: every mode, every layout, servers that die on the way."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def az_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AzureServer]
     server.server.stop()
 
 
-@pytest.fixture(params=["s3", "az", "mem"])
+@pytest.fixture(params=["s3", "az", "hdfs", "mem"])
 def root(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A place for checkpoints, by URL."""
     name = uuid.uuid4().hex
@@ -90,6 +90,9 @@ def root(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     elif request.param == "az":
         use(monkeypatch, request.getfixturevalue("az_server").environment())
         yield f"az://container/{name}"
+    elif request.param == "hdfs":
+        request.getfixturevalue("hdfs")
+        yield f"hdfs://demo_0/{name}"
     else:
         yield f"mem://test-{name}"
         shutil.rmtree(f"/dev/shm/bytecheckpoint-{os.geteuid()}/test-{name}", ignore_errors=True)

@@ -118,11 +118,9 @@ class HdfsStorage(UploadingStorage):
             # It was renamed by somebody: by an earlier try whose answer got lost, or it was taken away from this writer.
             if self._content(name) != data:
                 raise _conflict(shown)
-        except FileExistsError:
-            raise _conflict(shown) from None
-        except StorageConflictError:
+        except (FileExistsError, StorageConflictError):
             self._discard(temporary, shown)
-            raise
+            raise _conflict(shown) from None
 
     def _write(self, path: str, data: bytes, shown: str) -> None:
         """Write a small file under a name of its own."""
@@ -164,7 +162,6 @@ class HdfsStorage(UploadingStorage):
             except FileExistsError:
                 pass
             if self.version(name) != expected:
-                self._discard(temporary, shown)
                 raise _conflict(shown)
             mark = self.version(claim[len(self._root) + 1 :])
             if mark != seen:

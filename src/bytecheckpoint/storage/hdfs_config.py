@@ -114,6 +114,7 @@ def _namenodes(authority: str, found: dict[str, str], options: dict[str, str]) -
     names = [name.strip() for name in found.get(f"dfs.ha.namenodes.{authority}", "").split(",") if name.strip()]
     addresses = [found.get(f"dfs.namenode.rpc-address.{authority}.{name}", "") for name in names]
     if names and all(addresses):
+        options[f"dfs.ha.namenodes.{authority}"] = ",".join(names)  # the client takes blanks for parts of the names
         return tuple(_address(authority, address) for address in addresses)
     if names:
         raise UsageError(

@@ -16,7 +16,7 @@ from .hdfs_rpc import RemoteError
 
 __all__ = ["Facts", "absent", "facts_of", "storage_error"]
 
-_DUMP = re.compile(r"^(\w+)\((.*)\)$", re.DOTALL)
+_DUMP = re.compile(r"^(\w+)(?:\((.*)\))?$", re.DOTALL)
 _REMOTE = re.compile(r'^"([\w.$]*)", "(.*)"?$', re.DOTALL)
 _LINE_END = re.compile(r"\\n|\n|\\t|\t")
 _NO_ROOM = "could only be written to 0 of"
@@ -75,7 +75,7 @@ def facts_of(error: BaseException) -> Facts:
         reason = error.strerror or text
         return Facts("IOError", re.sub(r" \(os error \d+\)", "", _short(reason)), transient=True, answered=False)
     found = _DUMP.match(text)
-    kind, inner = (found[1], found[2]) if found else (type(error).__name__, text)
+    kind, inner = (found[1], found[2] or "") if found else (type(error).__name__, text)
     if kind in ("RPCError", "FatalRPCError") and (remote := _REMOTE.match(inner)):
         return _remote(remote[1].rpartition(".")[2], remote[2])
     if kind == "IsADirectoryError":
@@ -84,7 +84,7 @@ def facts_of(error: BaseException) -> Facts:
     if kind == "IOError":
         return Facts(kind, _short(inner), transient=True, answered=False)
     if kind in _PERMISSION_DUMPS:
-        return Facts("AccessControlException", f"{kind}: {_short(inner)}")
+        return Facts("AccessControlException", f"{kind}: {_short(inner)}".removesuffix(": "))
     return Facts(kind, _short(inner) or kind, transient=kind in _TRANSIENT_DUMPS)
 
 

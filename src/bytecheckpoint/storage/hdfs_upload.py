@@ -103,7 +103,7 @@ class Upload:
 
     def _in_parts(self) -> bool:
         """Whether the file could be sent in parts."""
-        length = min(max(-(-self._size // _PARTS >> 20) + 1 << 20, _LEAST_PART), _MOST_PART)
+        length = min(max(-(-self._size // (_PARTS << 20)) << 20, _LEAST_PART), _MOST_PART)
         if self._size <= length or not self._cluster.joins:
             return False
         starts = range(0, self._size, length)
@@ -166,14 +166,23 @@ class Upload:
             if replication:
                 self._call(lambda: self._cluster.client.set_replication(path, replication))
 
-        self._cluster.run(self._action, self._shown, once, self._contact, writes=True, limited=False)
+        try:
+            self._cluster.run(self._action, self._shown, once, self._contact, writes=True, limited=False)
+        except FileExistsError:
+            raise StorageError(f"cannot {self._action} {self._shown}: another writer has it open") from None
+        except FileNotFoundError:
+            raise StorageError(
+                f"cannot {self._action} {self._shown}: a part of the path is a file, or somebody has removed it"
+            ) from None
 
     def _create(self, path: str, whole: bool) -> Any:
         # A sub-file is one block: it needs one chain of DataNodes, and never waits for the block before.
         block = self._block or (None if whole and self._size > _MOST_PART else _MOST_PART)
         options = hdfs_native.WriteOptions(block_size=block, overwrite=True, create_parent=True)
         self._begun[path] = None
-        writer = self._call(lambda: self._cluster.client.create(path, options))
+        # Not `client.create`: what that returns asks the NameNode for up to 16 s to complete a file that was given up,
+        # in whatever thread happens to collect the garbage.
+        writer = self._call(lambda: self._cluster.client.inner.create(path, options))
         self._contact.made()
         return writer
 

@@ -1,0 +1,261 @@
+"""Where the storages are measured, and the clients and tools that they are measured against."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import subprocess
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import hdfs_native
+import numpy as np
+import obstore
+import obstore.store
+from numpy.typing import NDArray
+
+from tests.servers.hdfs import Hdfs
+from tests.servers.s3 import versitygw
+from tests.servers.toxiproxy import Toxiproxy
+
+__all__ = ["PLACES", "Peer", "Place"]
+
+#: Limit of one connection to a DataNode, KB/s: as a busy network or disk sets it.
+_LIMIT = 20_000
+_numbers = itertools.count()
+
+
+class Peer(ABC):
+    """Another way to move the same bytes.
+
+    Attributes:
+        name: in the table.
+    """
+
+    name: str
+
+    @abstractmethod
+    def target(self) -> str:
+        """A name that nothing has."""
+
+    @abstractmethod
+    def write(self, target: str, data: Any) -> None:
+        """Put bytes there, durably."""
+
+    @abstractmethod
+    def read(self, target: str, out: NDArray[np.uint8]) -> None:
+        """Get them."""
+
+    @abstractmethod
+    def remove(self, target: str) -> None:
+        """Take them away."""
+
+    def write_many(self, targets: Sequence[str], parts: Sequence[Any]) -> None:
+        """Put several, one after the other."""
+        for target, part in zip(targets, parts, strict=True):
+            self.write(target, part)
+
+
+@dataclass
+class Place:
+    """A storage to be measured.
+
+    Attributes:
+        name: in the table.
+        root: URL below which everything goes.
+        peers: what it is measured against.
+    """
+
+    name: str
+    root: str
+    peers: list[Peer] = field(default_factory=list)
+
+    def fresh(self) -> str:
+        """URL of a folder that is not there."""
+        return f"{self.root}/{next(_numbers)}"
+
+
+# --- HDFS -------------------------------------------------------------------------------------------------------------
+
+
+class HdfsStream(Peer):
+    """The client library as its manual has it: one stream."""
+
+    name = "hdfs-native, one stream"
+
+    def __init__(self) -> None:
+        self._client: Any = hdfs_native.Client()
+
+    def target(self) -> str:
+        return f"/peer/{next(_numbers)}"
+
+    def write(self, target: str, data: Any) -> None:
+        with self._client.create(target, hdfs_native.WriteOptions(overwrite=True)) as file:
+            for start in range(0, len(data), 1 << 20):
+                file.write(memoryview(data)[start : start + (1 << 20)])
+
+    def read(self, target: str, out: NDArray[np.uint8]) -> None:
+        at = 0
+        for piece in self._client.read(target).read_range_stream(0, len(out)):
+            out[at : at + len(piece)] = np.frombuffer(piece, np.uint8)
+            at += len(piece)
+
+    def remove(self, target: str) -> None:
+        self._client.delete(target)
+
+
+class HdfsShell(Peer):
+    """Hadoop's own command, from and to memory. The start of its Java machine is part of it."""
+
+    name = "hdfs dfs -put, -get"
+
+    def __init__(self, cluster: Hdfs, options: dict[str, str], folder: Path) -> None:
+        self._cluster, self._folder = cluster, folder
+        self._options = [word for key, value in options.items() for word in ("-D", f"{key}={value}")]
+
+    def target(self) -> str:
+        return f"/peer/{next(_numbers)}"
+
+    def _local(self, target: str) -> Path:
+        return self._folder / target.rpartition("/")[2]
+
+    def _run(self, *arguments: str) -> None:
+        self._cluster.shell(*self._options, *arguments)
+
+    def write(self, target: str, data: Any) -> None:
+        self.write_many([target], [data])
+
+    def write_many(self, targets: Sequence[str], parts: Sequence[Any]) -> None:
+        local = [self._local(target) for target in targets]
+        for path, part in zip(local, parts, strict=True):
+            if not path.exists():
+                path.write_bytes(part)
+        folder = targets[0].rpartition("/")[0]
+        # The files get the names that they have here.
+        self._run("-put", "-f", *(["-t", "16"] if len(local) > 1 else []), *map(str, local), folder)
+
+    def read(self, target: str, out: NDArray[np.uint8]) -> None:
+        self._run("-get", "-f", target, str(self._local(target)) + ".got")
+
+    def remove(self, target: str) -> None:
+        hdfs_native.Client().delete(target)
+
+
+@contextmanager
+def _hdfs(folder: Path, *, limited: bool) -> Iterator[Place]:
+    local = Path("/dev/shm") / folder.name
+    local.mkdir()
+    cluster = Hdfs(folder / "hdfs", 2)
+    with ExitStack() as stack:
+        stack.callback(shutil.rmtree, local, ignore_errors=True)
+        stack.callback(cluster.stop)
+        cluster.start()
+        cluster.client().mkdirs("/peer", create_parent=True)
+        more = {"dfs.client.use.datanode.hostname": "true"} if limited else {}
+        variables = cluster.configuration(folder / "hadoop", **more)
+        os.environ.update(variables)
+        if limited:
+            for port in cluster.ports:
+                (folder / str(port)).mkdir()
+                proxy = Toxiproxy(folder / str(port), f"http://127.0.0.1:{port}", listen=f"127.0.0.2:{port}")
+                stack.callback(proxy.stop)
+                for stream in ("upstream", "downstream"):
+                    proxy.add("bandwidth", stream=stream, rate=_LIMIT)
+        name = f"hdfs, each connection limited to {_LIMIT // 1000} MB/s" if limited else "hdfs"
+        yield Place(name, "hdfs://demo_0/bench", [HdfsStream(), HdfsShell(cluster, more, local)])
+
+
+# --- object stores ----------------------------------------------------------------------------------------------------
+
+
+class Obstore(Peer):
+    """The client library with its own defaults."""
+
+    name = "obstore"
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+
+    def target(self) -> str:
+        return f"peer/{next(_numbers)}"
+
+    def write(self, target: str, data: Any) -> None:
+        obstore.put(self._store, target, memoryview(data).tobytes())
+
+    def read(self, target: str, out: NDArray[np.uint8]) -> None:
+        at = 0
+        for piece in obstore.get(self._store, target).stream():
+            out[at : at + len(piece)] = np.frombuffer(piece, np.uint8)
+            at += len(piece)
+
+    def remove(self, target: str) -> None:
+        obstore.delete(self._store, target)
+
+
+@contextmanager
+def _s3(folder: Path) -> Iterator[Place]:
+    server = versitygw(folder)
+    try:
+        server.make_bucket("bucket")
+        os.environ.update(server.environment())
+        store = obstore.store.S3Store("bucket", client_options={"allow_http": True})
+        yield Place("s3 (versitygw)", "s3://bucket/bench", [Obstore(store)])
+    finally:
+        server.server.stop()
+
+
+# --- local disk -------------------------------------------------------------------------------------------------------
+
+
+class Dd(Peer):
+    """dd, from and to memory, with fsync."""
+
+    name = "dd"
+
+    def __init__(self, folder: Path, memory: Path) -> None:
+        self._folder, self._memory = folder, memory
+
+    def target(self) -> str:
+        return str(self._folder / f"peer-{next(_numbers)}")
+
+    def _source(self, target: str) -> Path:
+        return self._memory / Path(target).name
+
+    def write(self, target: str, data: Any) -> None:
+        source = self._source(target)
+        if not source.exists():
+            source.write_bytes(data)
+        self._dd(str(source), target, "conv=fsync")
+
+    def read(self, target: str, out: NDArray[np.uint8]) -> None:
+        self._dd(target, "/dev/null")
+
+    @staticmethod
+    def _dd(source: str, target: str, *more: str) -> None:
+        subprocess.run(["dd", f"if={source}", f"of={target}", "bs=8M", *more], check=True, capture_output=True)
+
+    def remove(self, target: str) -> None:
+        Path(target).unlink()
+
+
+@contextmanager
+def _local(folder: Path) -> Iterator[Place]:
+    memory = Path("/dev/shm") / folder.name
+    memory.mkdir()
+    try:
+        yield Place("local", str(folder / "data"), [Dd(folder, memory)])
+    finally:
+        shutil.rmtree(memory, ignore_errors=True)
+
+
+PLACES: dict[str, Callable[[Path], AbstractContextManager[Place]]] = {
+    "hdfs": lambda folder: _hdfs(folder, limited=False),
+    "hdfs-limited": lambda folder: _hdfs(folder, limited=True),
+    "s3": _s3,
+    "local": _local,
+}

@@ -1,0 +1,369 @@
+"""Whole saves and loads on an HDFS whose servers die, hang, restart or fill up on the way."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import bytecheckpoint
+from bytecheckpoint import StorageError, StorageFullError, StorageUnavailableError
+from bytecheckpoint.cli.main import run
+from bytecheckpoint.representation.names import generation_of
+from bytecheckpoint.storage import hdfs_upload, resolve
+from bytecheckpoint.storage.testing import content, read_all, write_file
+from tests.faults.coded import load_step
+from tests.servers.hdfs import Hdfs
+from tests.servers.rpc_meddler import Event, RpcMeddler, rpc_meddler
+from tests.servers.toxiproxy import Toxiproxy
+from tests.storage.conftest import use
+from tests.storage.test_end_to_end import MODES, ROWS, load, save, succeeded
+
+pytestmark = [pytest.mark.server, pytest.mark.timeout(300)]
+
+
+@pytest.fixture
+def mortal(hdfs: Hdfs) -> Iterator[Hdfs]:
+    """The cluster of the run; whatever a test has killed runs again afterwards."""
+    yield hdfs
+    for server in (hdfs.namenode, *hdfs.datanodes):
+        if not server.running:
+            server.start()
+    hdfs.wait(len(hdfs.datanodes))
+
+
+@pytest.fixture
+def between(mortal: Hdfs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RpcMeddler]:
+    with rpc_meddler(mortal.port) as made:
+        use(monkeypatch, mortal.configuration(tmp_path / "between", namenode=made.address))
+        yield made
+
+
+@pytest.fixture
+def path(mortal: Hdfs) -> str:
+    return f"hdfs://demo_0/faults/{uuid.uuid4().hex}/step"
+
+
+def kill_at(hdfs: Hdfs, method: str, *, skip: int = 0, again_after: float | None) -> Event:
+    """Kill the NameNode as soon as an operation is asked for; start it again later, or never."""
+
+    def kill() -> None:
+        hdfs.namenode.kill()
+        if again_after is not None:
+            threading.Timer(again_after, hdfs.restart_namenode).start()
+
+    return Event(method, before=kill, skip=skip)
+
+
+def complete(path: str) -> None:
+    """The checkpoint verifies, and nothing else is in its folder but what its catalog names."""
+    assert run(["verify", path]) == 0
+    named = {file.name for file in bytecheckpoint.open(path)._catalog.files}
+    assert {name for name, _ in resolve(path).list() if generation_of(name)} == named
+
+
+# --- the NameNode -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("mode", "method", "skip", "world"),
+    [
+        ("sync", "create", 1, 1),
+        ("async", "addBlock", 2, 1),
+        ("background", "complete", 1, 2),
+        ("sync", "concat", 0, 2),
+        ("async", "rename2", 0, 2),
+        ("background", "rename2", 1, 2),
+        ("sync", "delete", 0, 2),
+    ],
+)
+def test_a_namenode_killed_during_a_save_and_started_again(
+    mortal: Hdfs,
+    between: RpcMeddler,
+    path: str,
+    mode: str,
+    method: str,
+    skip: int,
+    world: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bytecheckpoint.configure(writer="thread")
+    monkeypatch.setattr(hdfs_upload, "_LEAST_PART", 2 << 20)
+    succeeded(save(path, 1, world=world))
+    event = kill_at(mortal, method, skip=skip, again_after=1.0)
+    between.events.append(event)
+    succeeded(save(path, 2, world=world, **MODES[mode]))
+    assert event.hits == 1
+    assert load(path, 3) == {2}
+    complete(path)
+
+
+def test_the_writer_process_waits_for_a_namenode_too(mortal: Hdfs, between: RpcMeddler, path: str) -> None:
+    succeeded(save(path, 1, async_checkpoint=True))
+    event = kill_at(mortal, "addBlock", skip=1, again_after=1.0)
+    between.events.append(event)
+    succeeded(save(path, 2, async_checkpoint=True))
+    assert event.hits == 1
+    assert load(path, 1) == {2}
+
+
+@pytest.mark.parametrize(("mode", "method"), [("sync", "complete"), ("async", "create"), ("background", "rename2")])
+def test_a_namenode_killed_during_a_save_that_stays_away(
+    mortal: Hdfs, between: RpcMeddler, path: str, mode: str, method: str
+) -> None:
+    succeeded(save(path, 1, world=2))
+    bytecheckpoint.configure(storage_timeout=3.0)
+    event = kill_at(mortal, method, again_after=None)
+    between.events.append(event)
+    begun = time.monotonic()
+    got = save(path, 2, world=2, **MODES[mode])
+    assert time.monotonic() - begun < 60
+    for raised in got:
+        assert type(raised) is StorageUnavailableError, got
+        assert "hdfs://demo_0/" in str(raised) and "attempt" in str(raised)
+    mortal.restart_namenode()
+    mortal.wait(2)
+    bytecheckpoint.configure(storage_timeout=180.0)
+    assert load(path, 3) == {1}
+    assert run(["verify", path]) == 0
+    succeeded(save(path, 3, world=2))
+    assert load(path, 1) == {3}
+    complete(path)
+
+
+@pytest.mark.parametrize("stays_away", [False, True])
+def test_a_namenode_killed_during_a_load(mortal: Hdfs, between: RpcMeddler, path: str, stays_away: bool) -> None:
+    succeeded(save(path, 1, world=2))
+    between.events.append(kill_at(mortal, "getBlockLocations", skip=2, again_after=None if stays_away else 1.0))
+    if not stays_away:
+        assert load(path, 3) == {1}
+        return
+    bytecheckpoint.configure(storage_timeout=3.0)
+    with pytest.raises(StorageUnavailableError, match=rf"cannot \w+ {path}/.*attempt \d+"):
+        load_step(path, rows=ROWS)
+
+
+def test_a_restarted_namenode_is_waited_for(mortal: Hdfs, path: str) -> None:
+    """In safe mode it answers, and refuses to write; then it knows no DataNode, and then no places of blocks."""
+    succeeded(save(path, 1))
+    for datanode in mortal.datanodes:
+        datanode.kill()
+    mortal.namenode.kill()
+    mortal.restart_namenode()
+    assert mortal.bean("NameNode", "NameNodeInfo")["Safemode"]
+    timers = [threading.Timer(3.0 + number, datanode.start) for number, datanode in enumerate(mortal.datanodes)]
+    for timer in timers:
+        timer.start()
+    succeeded(save(path, 2))
+    assert load(path, 2) == {2}
+    for timer in timers:
+        timer.join()
+
+
+# --- DataNodes --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("writer", ["process", "thread"])
+def test_a_datanode_that_is_dead_before_a_save(mortal: Hdfs, path: str, writer: str) -> None:
+    """The NameNode goes on naming it for ten minutes, and the client cannot tell it not to."""
+    bytecheckpoint.configure(writer=writer)
+    succeeded(save(path, 1, world=2))
+    mortal.datanodes[1].kill()
+    begun = time.monotonic()
+    succeeded(save(path, 2, world=2, async_checkpoint=writer == "process"))
+    assert load(path, 3) == {2}
+    assert time.monotonic() - begun < 90
+    complete(path)
+    mortal.datanodes[1].start()
+    mortal.wait(2)
+    # What could have one copy only gets its second.
+    client, root = mortal.client(), path.removeprefix("hdfs://demo_0")
+    files = [entry for entry in client.list_status(root, True) if not entry.isdir]
+    assert files and {entry.replication for entry in files} == {2}
+
+
+def test_a_datanode_killed_in_the_middle_of_a_save(mortal: Hdfs, between: RpcMeddler, path: str) -> None:
+    succeeded(save(path, 1, world=2))
+    event = Event("addBlock", before=mortal.datanodes[0].kill, skip=3)
+    between.events.append(event)
+    succeeded(save(path, 2, world=2))
+    assert event.hits == 1
+    assert load(path, 1) == {2}
+    complete(path)
+
+
+def test_a_datanode_killed_in_the_middle_of_a_file(mortal: Hdfs, path: str) -> None:
+    """While its blocks are on their way."""
+    storage = resolve(path)
+    data = content(200 << 20)
+    threading.Timer(0.7, mortal.datanodes[0].kill).start()
+    write_file(storage, "model/file", data, piece=8 << 20)
+    assert np.array_equal(read_all(resolve(path), "model/file"), data)
+
+
+def test_a_datanode_killed_in_the_middle_of_a_load(mortal: Hdfs, between: RpcMeddler, path: str) -> None:
+    succeeded(save(path, 1, world=2))
+    between.events.append(Event("getBlockLocations", before=mortal.datanodes[1].kill, skip=2))
+    assert load(path, 3) == {1}
+
+
+def test_all_datanodes_die_and_come_back(mortal: Hdfs, between: RpcMeddler, path: str) -> None:
+    succeeded(save(path, 1))
+
+    def kill() -> None:
+        for datanode in mortal.datanodes:
+            datanode.kill()
+            threading.Timer(3.0, datanode.start).start()
+
+    between.events.append(Event("addBlock", before=kill, skip=1))
+    succeeded(save(path, 2))
+    between.events.append(Event("getBlockLocations", before=kill, skip=1))
+    assert load(path, 2) == {2}
+
+
+def test_a_full_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("NOT TESTED HERE: mounting a small file system takes root")
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=48m", "tmpfs", disk], check=True)
+    cluster = Hdfs(tmp_path / "cluster", 1, disk)
+    try:
+        use(monkeypatch, cluster.start().configuration(tmp_path / "hadoop"))
+        bytecheckpoint.configure(storage_timeout=5.0)
+        succeeded(save("hdfs://demo_0/step", 1, rows=1000))
+        (raised,) = save("hdfs://demo_0/step", 2, rows=5 * ROWS)
+        assert isinstance(raised, StorageFullError | StorageUnavailableError), repr(raised)
+        assert "cannot upload hdfs://demo_0/step/" in str(raised) and "attempt" in str(raised)
+        assert load_step("hdfs://demo_0/step", rows=1000) == 1
+    finally:
+        cluster.stop()
+        subprocess.run(["umount", "-l", disk], check=True)
+
+
+# --- writers that are killed ------------------------------------------------------------------------------------------
+
+_SAVE = """
+import sys
+import bytecheckpoint
+from bytecheckpoint.storage import hdfs_upload
+from tests.faults.coded import states
+
+hdfs_upload._LEAST_PART = 2 << 20
+bytecheckpoint.configure(writer="thread")
+bytecheckpoint.save(sys.argv[1], states(step=2, rows=20_000))
+"""
+
+
+@pytest.mark.parametrize(
+    ("method", "skip"), [("create", 3), ("complete", 2), ("concat", 0), ("rename2", 0), ("rename2", 1)]
+)
+def test_a_writer_that_is_killed(mortal: Hdfs, between: RpcMeddler, path: str, method: str, skip: int) -> None:
+    """kill -9 at any moment: the checkpoint before is whole, and the next save clears away what was left."""
+    succeeded(save(path, 1))
+    child: list[subprocess.Popen[bytes]] = []
+    killed = threading.Event()
+
+    def kill() -> None:
+        child[0].send_signal(signal.SIGKILL)
+        child[0].wait(30)
+        killed.set()
+
+    between.events.append(Event(method, before=kill, skip=skip))
+    child.append(subprocess.Popen([sys.executable, "-c", _SAVE, path], cwd=Path(__file__).parents[2]))
+    assert killed.wait(120)
+    between.events.clear()
+    assert load(path, 2) <= {1, 2}, "the last operation may still have been carried out"
+    assert run(["verify", path]) == 0
+    succeeded(save(path, 3))
+    assert load(path, 1) == {3}
+    complete(path)
+    client = mortal.client()
+    names = [
+        e.path.rpartition("/")[2] for e in client.list_status(path.removeprefix("hdfs://demo_0"), True) if not e.isdir
+    ]
+    assert not [name for name in names if name.startswith(".bytecheckpoint-part")], "sub-files of the killed writer"
+
+
+# --- slow lines -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def lines(mortal: Hdfs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Toxiproxy]]:
+    """Proxies before the DataNodes, on the address by which clients know their hosts."""
+    made = []
+    for number, port in enumerate(mortal.ports):
+        folder = tmp_path / f"line{number}"
+        folder.mkdir()
+        made.append(Toxiproxy(folder, f"http://127.0.0.1:{port}", listen=f"127.0.0.2:{port}"))
+    use(monkeypatch, mortal.configuration(tmp_path / "lines", **{"dfs.client.use.datanode.hostname": "true"}))
+    yield made
+    for proxy in made:
+        proxy.stop()
+
+
+def test_a_range_goes_over_several_connections(lines: list[Toxiproxy], path: str) -> None:
+    """Where every connection is limited, a file is read several times as fast as over one."""
+    storage = resolve(path)
+    data = content(32 << 20)
+    write_file(storage, "model/file", data)
+    for proxy in lines:
+        proxy.add("bandwidth", stream="downstream", rate=10_000)
+    out = np.zeros(len(data), np.uint8)
+    seconds = []
+    with contextlib.closing(storage.open("model/file")) as reader:
+        for half, step in ((0, 2 << 20), (16 << 20, 16 << 20)):
+            begun = time.monotonic()
+            for start in range(half, half + (16 << 20), step):
+                reader.read_into(start, [memoryview(out)[start : start + step]])
+            seconds.append(time.monotonic() - begun)
+    assert np.array_equal(out, data)
+    assert seconds[0] > 3 * seconds[1], seconds
+
+
+def test_sub_files_go_over_several_connections(
+    lines: list[Toxiproxy], path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = resolve(path)
+    data = content(32 << 20)
+    for proxy in lines:
+        proxy.add("bandwidth", stream="upstream", rate=8_000)
+    seconds = []
+    for name, least in (("model/one", 64 << 20), ("model/parts", 4 << 20)):
+        monkeypatch.setattr(hdfs_upload, "_LEAST_PART", least)
+        begun = time.monotonic()
+        write_file(storage, name, data)
+        seconds.append(time.monotonic() - begun)
+        assert np.array_equal(read_all(storage, name), data)
+    assert seconds[0] > 2 * seconds[1], seconds
+
+
+@pytest.mark.parametrize("kind", ["reset_peer", "limit_data"])
+def test_lines_that_break_for_a_while(lines: list[Toxiproxy], path: str, kind: str) -> None:
+    succeeded(save(path, 1))
+    for proxy in lines:
+        proxy.add(kind, stream="upstream", **({"timeout": 50} if kind == "reset_peer" else {"bytes": 100_000}))
+        threading.Timer(2.0, proxy.remove, [kind]).start()
+    succeeded(save(path, 2))
+    assert load(path, 1) == {2}
+
+
+def test_a_line_that_swallows_everything(lines: list[Toxiproxy], path: str) -> None:
+    """A DataNode whose machine is gone without a word: the other copy is read."""
+    succeeded(save(path, 1))
+    lines[0].add("timeout", stream="upstream", timeout=0)
+    begun = time.monotonic()
+    assert load_step(path, rows=ROWS) == 1
+    assert time.monotonic() - begun < 120
+    with contextlib.suppress(StorageError):
+        lines[0].remove("timeout")

@@ -1,0 +1,185 @@
+"""What of HDFS needs no server: how URLs and the Hadoop configuration are read, and what errors say."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from bytecheckpoint import StorageError, StorageFullError, StorageUnavailableError, UsageError
+from bytecheckpoint.storage.hdfs_cluster import bounded
+from bytecheckpoint.storage.hdfs_config import parse_url, target_of
+from bytecheckpoint.storage.hdfs_errors import facts_of, storage_error
+from bytecheckpoint.storage.hdfs_rpc import RemoteError, concat
+from tests.servers.hdfs import write_configuration
+
+
+@pytest.fixture
+def conf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name in ("HADOOP_HOME", "HADOOP_USER_NAME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HADOOP_CONF_DIR", str(tmp_path))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "hdfs://user@host/x",
+        "hdfs://a/x/../y",
+        "hdfs://a/./x",
+        "hdfs://a/x//y",
+        "hdfs://a/x:y",
+        "hdfs://a/x\ny",
+        "hdfs:///x",
+    ],
+)
+def test_what_is_no_place_in_hdfs(conf: Path, url: str) -> None:
+    with pytest.raises(UsageError, match="hdfs://"):
+        parse_url(url)
+
+
+def test_urls(conf: Path) -> None:
+    assert parse_url("hdfs://demo_0/checkpoints/") == ("demo_0", "/checkpoints")
+    assert parse_url("hdfs://host:9000/a b/%41?#") == ("host:9000", "/a b/%41?#")
+    assert parse_url("hdfs://host") == ("host", "/")
+    write_configuration(conf, {"fs.defaultFS": "hdfs://main/ignored"}, {})
+    assert parse_url("hdfs:///runs") == ("main", "/runs")
+
+
+def test_where_namenodes_are(conf: Path) -> None:
+    assert target_of("host:9000").namenodes == (("host", 9000),)
+    assert target_of("host").namenodes == (("host", 8020),)
+    hdfs = {
+        "dfs.namenode.rpc-address.single": "one:8021",
+        "dfs.ha.namenodes.pair": " a , b ",
+        "dfs.namenode.rpc-address.pair.a": "first:1",
+        "dfs.namenode.rpc-address.pair.b": "second",
+        "dfs.ha.namenodes.half": "a,b",
+        "dfs.namenode.rpc-address.half.a": "first:1",
+        "dfs.client.socket-timeout": "5000",
+    }
+    write_configuration(conf, {}, hdfs)
+    assert target_of("single").namenodes == (("one", 8021),)
+    pair = target_of("pair")
+    assert pair.namenodes == (("first", 1), ("second", 8020))
+    assert dict(pair.options)["dfs.ha.namenodes.pair"] == "a,b"
+    assert dict(pair.options)["dfs.client.failover.max.attempts"] == "1", "every NameNode is asked once"
+    assert "dfs.client.socket-timeout" not in dict(pair.options), "what is configured stays"
+    with pytest.raises(UsageError, match="not all their addresses"):
+        target_of("half")
+    with pytest.raises(UsageError, match="no address of a NameNode"):
+        target_of("host:port")
+
+
+def test_who_one_is(conf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HADOOP_USER_NAME", "alice")
+    assert target_of("host").user == "alice" and not target_of("host").secure
+    write_configuration(conf, {"hadoop.security.authentication": "kerberos"}, {})
+    assert target_of("host").secure
+
+
+def test_a_broken_configuration(conf: Path) -> None:
+    (conf / "core-site.xml").write_text("<configuration><property>")
+    with pytest.raises(UsageError, match=r"cannot read the Hadoop configuration .*core-site\.xml"):
+        target_of("host")
+
+
+_TRACE = r"\n\tat org.apache.hadoop.hdfs.server.namenode.FSNamesystem.x(FSNamesystem.java:1)"
+
+
+@pytest.mark.parametrize(
+    ("raised", "kind", "says"),
+    [
+        (
+            OSError("Connection refused (os error 111)"),
+            StorageUnavailableError,
+            "Connection refused (attempt 3); check",
+        ),
+        (TimeoutError("no answer in 3 s"), StorageUnavailableError, "no answer in 3 s (attempt 3)"),
+        (
+            RuntimeError(
+                f'RPCError("org.apache.hadoop.hdfs.server.namenode.SafeModeException", "Cannot create{_TRACE}")'
+            ),
+            StorageUnavailableError,
+            "SafeModeException: Cannot create (attempt 3)",
+        ),
+        (
+            RuntimeError(
+                f'RPCError("org.apache.hadoop.security.AccessControlException", "Permission denied: user=a{_TRACE}")'
+            ),
+            StorageError,
+            "AccessControlException: Permission denied: user=a (attempt 3); check who you are",
+        ),
+        (RemoteError("org.apache.x.DSQuotaExceededException", "over\n\tat x"), StorageFullError, "raise the quota"),
+        (
+            RuntimeError(
+                'RPCError("java.io.IOException", "File /x could only be written to 0 of the 1 minReplication nodes. '
+                f'There are 2 datanode(s) running and 2 node(s) are excluded{_TRACE}")'
+            ),
+            StorageFullError,
+            "no DataNode has room",
+        ),
+        (
+            RuntimeError(
+                'RPCError("java.io.IOException", "File /x could only be written to 0 of the 1 minReplication nodes. '
+                f'There are 0 datanode(s) running and 0 node(s) are excluded{_TRACE}")'
+            ),
+            StorageUnavailableError,
+            "0 datanode(s) running",
+        ),
+        (
+            RuntimeError(
+                'DataTransferError("All DataNodes failed: [DatanodeInfoProto { id: DatanodeIdProto { secret }")'
+            ),
+            StorageUnavailableError,
+            "All DataNodes failed (attempt 3)",
+        ),
+        (RuntimeError("NoSASLMechanism"), StorageError, "NoSASLMechanism (attempt 3); check who"),
+        (FileNotFoundError("/x"), FileNotFoundError, "hdfs://c/x"),
+        (
+            RuntimeError('RPCError("org.apache.hadoop.fs.ParentNotDirectoryException", "/t/a (is not a directory)")'),
+            FileNotFoundError,
+            "hdfs://c/x",
+        ),
+    ],
+)
+def test_what_errors_say(raised: Exception, kind: type[Exception], says: str) -> None:
+    found = storage_error(facts_of(raised), "upload", "hdfs://c/x", 3, [("host", 1)])
+    assert type(found) is kind
+    text = str(found)
+    assert says in text and "hdfs://c/x" in text
+    assert "\\n" not in text and "java:" not in text and "secret" not in text
+    assert kind is FileNotFoundError or text.startswith("cannot upload hdfs://c/x: ")
+
+
+def test_a_call_that_takes_too_long_is_left_alone() -> None:
+    released = threading.Event()
+    begun = time.monotonic()
+    with pytest.raises(TimeoutError, match=r"no answer in 0\.2 s"):
+        bounded(lambda: released.wait(30), 0.2)
+    assert time.monotonic() - begun < 10
+    assert bounded(lambda: 7, 10) == 7, "other calls go on"
+    released.set()
+    with pytest.raises(ValueError, match="inside"):
+        bounded(lambda: int("inside"), 10)
+
+
+def test_a_peer_that_is_no_namenode() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = listener.getsockname()[:2]
+
+        def answer() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(1 << 16)
+                connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with pytest.raises((RemoteError, OSError)):
+            concat([address], "root", "/a", ["/b"], b"0" * 16, timeout=5)
+        thread.join(10)
