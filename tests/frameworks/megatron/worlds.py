@@ -41,6 +41,7 @@ class Layout:
     vocabulary: int = VOCABULARY
     frozen: bool = True
     fp16: bool = False
+    optimizer: str = "adam"
 
     @property
     def world(self) -> int:
@@ -191,7 +192,8 @@ class Trainer:
         self.chunks = [DistributedDataParallel(config, parallel, chunk, disable_bucketing=False) for chunk in inner]
         self.optimizer = get_megatron_optimizer(
             OptimizerConfig(
-                optimizer="adam",
+                optimizer=layout.optimizer,
+                sgd_momentum=0.9,
                 lr=lr,
                 weight_decay=0.1,
                 clip_grad=1.0,

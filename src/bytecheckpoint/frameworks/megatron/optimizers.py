@@ -205,6 +205,7 @@ class View:
         self.members: list[Member] = []
         self._groups: list[tuple[dict[str, Any], dict[str, Any]]] = []
         by_id = dict(names.by_id)
+        near: dict[Any, torch.Tensor] = {}
         for stepped in stepped_by(kind, optimizers):
             groups: dict[int, dict[str, Any]] = {}
             for item in stepped:
@@ -224,7 +225,10 @@ class View:
                     shown["params"] = []
                     self.optimizer.param_groups.append(shown)
                     self._groups.append((item.group, shown))
-                whole = stand_in(tuple(layout.tensor.shape), item.tensor)
+                form = item.tensor.dtype, item.tensor.device
+                if form not in near:
+                    near[form] = item.tensor.detach().new_empty(())
+                whole = stand_in(tuple(layout.tensor.shape), near[form])
                 groups[id(item.group)]["params"].append(whole)
                 by_id[id(whole)] = by_id[id(item.parameter)]
                 self.members.append(Member(item, layout, whole))
