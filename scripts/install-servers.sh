@@ -99,7 +99,7 @@ mfusepy() {
 }
 
 glusterfs() {
-    command -v glusterfs >/dev/null && command -v glusterfsd >/dev/null && command -v fusermount3 >/dev/null && return 0
+    type -P glusterfs >/dev/null && type -P glusterfsd >/dev/null && type -P fusermount3 >/dev/null && return 0
     if [[ $EUID -ne 0 || ! -e /dev/fuse ]] || ! command -v apt-get >/dev/null; then
         say "SKIPPED: glusterfs, which takes root, /dev/fuse and apt-get; its tests will be skipped, and say so"
         return 0

@@ -44,6 +44,7 @@ def places(nas: Gluster, request: pytest.FixtureRequest) -> list[Path]:
     return [mount / name for mount in nas.mounts]
 
 
+@pytest.mark.parametrize("nas", ["strict", "stale"], indirect=True, scope="module")
 class TestConformance(StorageTests):
     """What one mount writes the other reads."""
 

@@ -214,7 +214,8 @@ class Flusher:
         """After each step; what fails here fails no save."""
         try:
             run = job.storage.url.rpartition("/")[0]
-            if run not in self._recovered:
+            # Not after a failure: then other ranks may be gone, and those that are there would wait for them.
+            if run not in self._recovered and job.handle.committed.exception() is None:
                 self._recovered.add(run)
                 self._recover(job)
             if self._machines is not None and self._machines.leads(self._collective.rank):
