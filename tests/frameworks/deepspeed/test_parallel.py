@@ -31,7 +31,7 @@ def test_pipelines(worlds: Worlds, zero: int, low: bool, tmp_path: Path) -> None
                 assert loaded[0]["losses"] == saved[0]["losses"]
 
 
-@pytest.mark.parametrize(("zero", "low"), [(1, False), (2, True), (2, False)])
+@pytest.mark.parametrize(("zero", "low"), [(1, False), (2, True), (2, False), (0, False)])
 def test_mixtures_of_experts(worlds: Worlds, zero: int, low: bool, tmp_path: Path) -> None:
     chosen = [(2, 2), (2, 1), (4, 2), (1, 1)]  # (ranks, of which share the experts)
     for ranks, sharing in chosen:

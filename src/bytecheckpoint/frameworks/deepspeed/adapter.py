@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -135,7 +136,10 @@ class DeepSpeedFramework(NativeFramework):
             load_wrapped(scan.wrapped[kind], saved, into, strict=strict)
         else:
             _refuse_flat(kind, optimizers, scan)
+            experts = [(g, g["name"]) for o in optimizers for g in o.param_groups if g.get("moe") and "name" in g]
             super()._load_optimizers(kind, optimizers, scan, saved, into, strict=strict)
+            # The name of a group of experts says which ranks share it here.
+            into.finish += [partial(group.update, {"moe": True, "name": name}) for group, name in experts]
 
     def _layouts(self, kind: str, scan: Scan) -> Iterable[str]:
         modules: ZeroModules = scan.modules[kind]

@@ -69,7 +69,7 @@ def is_wrapper(value: object) -> bool:
 
 def steps_nothing(value: object) -> bool:
     """Whether `value` stands where an engine has no optimizer."""
-    return value is None or _is(value, *_WITHOUT_STEPS)
+    return value is None or _is(value, *_WITHOUT_STEPS) or _is(getattr(value, "optimizer", None), *_WITHOUT_STEPS)
 
 
 def is_of_deepspeed(module: nn.Module) -> bool:
