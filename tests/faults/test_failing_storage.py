@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import threading
 import time
 from pathlib import Path
@@ -277,7 +278,8 @@ def test_a_rank_that_hangs_or_dies_is_named_in_time(
     took = time.monotonic() - begun
     for rank in {0, 1, 2} - {victim}:
         assert type(got[rank]) in (PeerLostError, CheckpointTimeoutError), got[rank]
-        assert f"rank {victim}" in str(got[rank]), got[rank]
+        # Others may be late too on a busy machine.
+        assert re.search(rf"ranks? ([\d, ]*\b)?{victim}\b", str(got[rank])), got[rank]
     assert took < 15, f"survivors needed {took:.1f} s"
     assert load_step(path) == 1
     # A new world, as a restarted job is.
