@@ -9,6 +9,7 @@ from benchmarks.bench import Bench
 from benchmarks.cases.ddp import ddp_load
 from benchmarks.cases.fresh_process import first_calls
 from benchmarks.cases.interference import interference
+from benchmarks.cases.irregular import irregular
 from benchmarks.cases.planning_scale import planning
 from benchmarks.cases.reshard import reshard
 from benchmarks.cases.roundtrip import roundtrip
@@ -41,5 +42,6 @@ CASES: dict[str, Case] = {
     "slice": Case(slices),
     "reshard": Case(reshard, (1, 2, 4)),
     "ddp": Case(ddp_load, (2, 4)),
+    "irregular": Case(irregular, (2, 4)),
     "planning": Case(planning),
 }

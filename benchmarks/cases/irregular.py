@@ -1,0 +1,125 @@
+"""Irregular optimizer state (flat parameters of FSDP1): ours against all-gather and copy, as DCP saves it.
+
+ByteCheckpoint, section 4.4 and Table 7. What goes over the network is counted at the loopback device, so it counts
+whatever library sends it; a checkpoint's own messages (plan and commit) are in it too.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import (
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    StateDictType,
+)
+
+import bytecheckpoint
+from benchmarks.bench import Bench
+from benchmarks.measure import Arm
+
+__all__ = ["irregular"]
+
+_WIDTH = 1000  # no power of two: flat shards end in the middle of rows
+
+
+def _trained(nbytes: int) -> tuple[FSDP, torch.optim.Optimizer, int]:
+    """A model under FSDP1 with its AdamW after one step, and the bytes of both over all ranks."""
+    layer = 4 * (_WIDTH * _WIDTH + _WIDTH)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))  # with it, FSDP's sharded state dicts hold DTensors
+    model = nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH) for _ in range(max(nbytes // (3 * layer), 2))))
+    for number, inner in enumerate(model):
+        model[number] = FSDP(inner, device_mesh=mesh, use_orig_params=True, device_id=torch.device("cpu"))
+    whole = FSDP(model, device_mesh=mesh, use_orig_params=True, device_id=torch.device("cpu"))
+    optimizer = torch.optim.AdamW(whole.parameters(), lr=1e-3)
+    whole(torch.rand(2, _WIDTH)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return whole, optimizer, 3 * layer * len(model)
+
+
+def _sent() -> int:
+    """Bytes that the machine has sent to itself."""
+    for line in Path("/proc/net/dev").read_text().splitlines():
+        name, _, fields = line.partition(":")
+        if name.strip() == "lo":
+            return int(fields.split()[8])
+    return 0
+
+
+def _gathered(model: FSDP, optimizer: torch.optim.Optimizer, sharded: bool, folder: Path) -> Callable[[], object]:
+    """DCP's way: state dicts, for which flat state is gathered from all ranks."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if sharded:
+            FSDP.set_state_dict_type(
+                model,
+                StateDictType.SHARDED_STATE_DICT,
+                ShardedStateDictConfig(offload_to_cpu=True),
+                ShardedOptimStateDictConfig(offload_to_cpu=True),
+            )
+        else:
+            FSDP.set_state_dict_type(model, StateDictType.FULL_STATE_DICT)
+        state: dict[str, Any] = {"model": model.state_dict(), "optimizer": FSDP.optim_state_dict(model, optimizer)}
+        future: Any = dcp.async_save(state, checkpoint_id=str(folder))
+    end: Callable[[], object] = future.result
+    return end
+
+
+class _Contender:
+    """Begins a save, and waits for its end outside of what is measured."""
+
+    def __init__(self, bench: Bench, name: str, begin: Callable[[Path], Callable[[], object]]) -> None:
+        self._bench = bench
+        self._begin = begin
+        self._folder = bench.folder / name
+        self._wait: Callable[[], object] | None = None
+        self._since = (0.0, 0)
+        self.ends: list[dict[str, float]] = []
+        self.arm = Arm(name, self._run, lambda: bench.clear(name), self._end)
+
+    def _run(self) -> None:
+        self._since = time.perf_counter(), _sent()
+        self._wait = self._begin(self._folder)
+
+    def _end(self) -> None:
+        world = self._bench.world
+        if self._wait is not None:
+            self._wait()
+        seconds = time.perf_counter() - self._since[0]
+        world.barrier()
+        network = _sent() - self._since[1]
+        self.ends.append({"end_to_end": world.max(seconds), "network_bytes": world.max(float(network))})
+        self._wait = None
+
+
+def irregular(bench: Bench) -> None:
+    """`wall` is the blocking time; extra: seconds to the end, bytes over the network by all ranks together."""
+    model, optimizer, nbytes = _trained(bench.options.nbytes)
+
+    def ours(folder: Path) -> Callable[[], object]:
+        states = {"model": model, "optimizer": optimizer}
+        return bytecheckpoint.save(folder, states, async_checkpoint=True).result
+
+    contenders = [_Contender(bench, "bytecheckpoint", ours)]
+    if any(peer.name == "DCP" for peer in bench.peers):
+        contenders += [
+            _Contender(bench, "DCP, sharded state dicts", partial(_gathered, model, optimizer, True)),
+            _Contender(bench, "DCP, full state dicts", partial(_gathered, model, optimizer, False)),
+        ]
+    results = bench.measure("irregular state (FSDP1): blocking", nbytes, [c.arm for c in contenders])
+    for result, contender in zip(results, contenders, strict=True):
+        for key in ("end_to_end", "network_bytes"):
+            result.extra[key] = [end[key] for end in contender.ends[1:]]  # the first round does not count
+    bench.clear_all()
