@@ -219,16 +219,23 @@ def test_a_datanode_killed_in_the_middle_of_a_load(mortal: Hdfs, between: RpcMed
 
 def test_all_datanodes_die_and_come_back(mortal: Hdfs, between: RpcMeddler, path: str) -> None:
     succeeded(save(path, 1))
+    timers: list[threading.Timer] = []
 
     def kill() -> None:
         for datanode in mortal.datanodes:
             datanode.kill()
-            threading.Timer(3.0, datanode.start).start()
+            timers.append(threading.Timer(1.0, datanode.start))
+            timers[-1].start()
 
     between.events.append(Event("addBlock", before=kill, skip=1))
     succeeded(save(path, 2))
+    for timer in timers:
+        timer.join()
+    mortal.wait(2)
     between.events.append(Event("getBlockLocations", before=kill, skip=1))
     assert load(path, 2) == {2}
+    for timer in timers:
+        timer.join()
 
 
 def test_a_full_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
