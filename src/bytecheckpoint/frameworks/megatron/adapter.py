@@ -33,7 +33,7 @@ from bytecheckpoint.frameworks.megatron.optimizers import (
 )
 from bytecheckpoint.frameworks.megatron.restore import load_megatron_optimizers
 from bytecheckpoint.frameworks.native import NativeFramework, Scan
-from bytecheckpoint.frameworks.optimizers import as_optimizers
+from bytecheckpoint.frameworks.optimizers import ParameterNames, as_optimizers
 from bytecheckpoint.representation.shards import LiveState
 
 __all__ = ["MegatronFramework"]
@@ -77,11 +77,14 @@ class MegatronFramework(NativeFramework):
         if find_megatron(states):
             check_version()
         plain = super()._scan(states, names)
-        scan = _Scan(plain.modules, plain.names)
-        for kind, found in scan.modules.items():
+        by_id = dict(plain.names.by_id)
+        scan = _Scan(plain.modules, ParameterNames(by_id))
+        # A parameter that two states hold goes by its name in "model".
+        for kind, found in sorted(scan.modules.items(), key=lambda item: item[0] == "model"):
             if isinstance(found, MegatronScan):
                 scan.layouts.update(found.by_id)
                 scan.models.update(dict.fromkeys(found.by_id, kind))
+                by_id.update(found.parameters)  # their boxes have these names, whatever `names` says
         for kind, value in states.items():
             if kind in scan.modules:
                 continue

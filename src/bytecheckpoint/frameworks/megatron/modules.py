@@ -45,8 +45,7 @@ class MegatronScan:
         layouts: each tensor once.
         values: name -> what is not a tensor (extra states).
         copies: id of a layout -> a tensor that `sharded_state_dict()` made itself.
-        parameters: id of a parameter -> (FQN, aliases).
-        by_id: id of a parameter -> its layout.
+        by_id: id of a parameter or buffer -> its layout.
         gathered_late: id of a parameter -> the runs of its elements (first, number) that this rank has up to date, of those
             that the next forward pass gathers (overlap_param_gather).
     """
@@ -54,9 +53,13 @@ class MegatronScan:
     layouts: list[Layout] = field(default_factory=list)
     values: dict[str, _Entry] = field(default_factory=dict)
     copies: dict[int, _Entry] = field(default_factory=dict)
-    parameters: dict[int, tuple[str, tuple[str, ...]]] = field(default_factory=dict)
     by_id: dict[int, Layout] = field(default_factory=dict)
     gathered_late: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
+
+    @property
+    def parameters(self) -> dict[int, tuple[str, tuple[str, ...]]]:
+        """Id of a parameter or buffer -> (FQN, aliases)."""
+        return {number: (layout.names[0], layout.names[1:]) for number, layout in self.by_id.items()}
 
 
 def scan_megatron_modules(kind: str, modules: Sequence[nn.Module]) -> MegatronScan:
@@ -116,7 +119,6 @@ def _scan_chunk(kind: str, scan: MegatronScan, model: Any, wrappers: Sequence[nn
             if own.shape == data.shape:
                 layout.tensor = own
             scan.by_id[id(own)] = layout
-            scan.parameters[id(own)] = (layout.names[0], layout.names[1:])
         elif data.untyped_storage().data_ptr() not in storages:
             scan.copies[id(layout)] = _Entry(data, model, state_key)
         scan.layouts.append(layout)
