@@ -26,13 +26,17 @@ class TorchRun:
         self.trainer: Trainer = build_torch(
             name, values, tied=True, dtype=torch.float32, optimizer=lambda named: OPTIMIZERS[optimizer](dict(named))
         )
+        self.client = {"step": 0}
 
     def states(self) -> dict[str, Any]:
         t = self.trainer
-        return {"model": t.model, "optimizer": t.optimizer, "client": t.extra}
+        return {"model": t.model, "optimizer": t.optimizer, "client": self.client}
 
     def train(self, steps: int) -> list[float]:
-        return self.trainer.train(steps)
+        self.trainer.extra["step"] = self.client["step"]
+        losses = self.trainer.train(steps)
+        self.client["step"] += steps
+        return losses
 
 
 def run_of(name: str, values: Any, optimizer: str) -> Any:
