@@ -20,13 +20,13 @@ import obstore.store
 from numpy.typing import NDArray
 
 from tests.servers.hdfs import Hdfs
+from tests.servers.limiter import Limiter
 from tests.servers.s3 import versitygw
-from tests.servers.toxiproxy import Toxiproxy
 
 __all__ = ["PLACES", "Peer", "Place"]
 
-#: Limit of one connection to a DataNode, KB/s: as a busy network or disk sets it.
-_LIMIT = 20_000
+#: Limit of one connection to a DataNode, bytes per second: as a busy network or disk sets it.
+_LIMIT = 20 << 20
 _numbers = itertools.count()
 
 
@@ -161,12 +161,10 @@ def _hdfs(folder: Path, *, limited: bool) -> Iterator[Place]:
         os.environ.update(variables)
         if limited:
             for port in cluster.ports:
-                (folder / str(port)).mkdir()
-                proxy = Toxiproxy(folder / str(port), f"http://127.0.0.1:{port}", listen=f"127.0.0.2:{port}")
+                proxy = Limiter(("127.0.0.2", port), ("127.0.0.1", port))
                 stack.callback(proxy.stop)
-                for stream in ("upstream", "downstream"):
-                    proxy.add("bandwidth", stream=stream, rate=_LIMIT)
-        name = f"hdfs, each connection limited to {_LIMIT // 1000} MB/s" if limited else "hdfs"
+                proxy.up = proxy.down = float(_LIMIT)
+        name = f"hdfs, each connection limited to {_LIMIT >> 20} MiB/s" if limited else "hdfs"
         yield Place(name, "hdfs://demo_0/bench", [HdfsStream(), HdfsShell(cluster, more, local)])
 
 
