@@ -244,7 +244,9 @@ def test_a_full_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     disk = tmp_path / "disk"
     disk.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=300m", "tmpfs", disk], check=True)
-    cluster = Hdfs(tmp_path / "cluster", 1, disk)
+    # By default a DataNode keeps a gibibyte free.
+    spare = "dfs.datanode.round-robin-volume-choosing-policy.additional-available-space"
+    cluster = Hdfs(tmp_path / "cluster", 1, disk, **{spare: "0", "dfs.blocksize": "16777216"})
     try:
         use(monkeypatch, cluster.start().configuration(tmp_path / "hadoop"))
         bytecheckpoint.configure(storage_timeout=5.0)

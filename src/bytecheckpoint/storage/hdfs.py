@@ -41,7 +41,7 @@ _CLAIM = ".bytecheckpoint-replacing-"
 #: A claim this old belongs to nobody any more, and a temporary file this old neither.
 _CLAIM_SECONDS = 30.0
 _ABANDONED_SECONDS = 3600.0
-_BLOCK = 128 << 20
+_BLOCK = 16 << 20
 
 
 class HdfsStorage(UploadingStorage):

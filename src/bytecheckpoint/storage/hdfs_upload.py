@@ -35,6 +35,7 @@ _log = logging.getLogger("bytecheckpoint")
 _LEAST_PART = 16 << 20
 _MOST_PART = 128 << 20
 _PARTS = 8
+_LEAST_BLOCK = 16 << 20
 _PARTS_IN_FLIGHT = 8
 #: Bytes of one call of the client, which copies them.
 _STEP = 1 << 20
@@ -89,6 +90,7 @@ class Upload:
         self._size = size
         self._pieces = pieces
         self._block = block
+        self._length = size  # of what is written as one stream
         self._action = action
         self._begun: dict[str, None] = {}
 
@@ -103,8 +105,9 @@ class Upload:
 
     def _in_parts(self) -> bool:
         """Whether the file could be sent in parts."""
-        length = min(max(-(-self._size // (_PARTS << 20)) << 20, _LEAST_PART), _MOST_PART)
+        self._length = length = min(max(-(-self._size // (_PARTS << 20)) << 20, _LEAST_PART), _MOST_PART)
         if self._size <= length or not self._cluster.joins:
+            self._length = self._size
             return False
         starts = range(0, self._size, length)
         paths = [self._path, *(part_name(self._path, number) for number in range(1, len(starts)))]
@@ -136,6 +139,7 @@ class Upload:
                 raise
             _log.warning("files of %s are sent as single streams, which is slower: %s", self._shown, error)
             self._cluster.joins = False
+            self._length = self._size
             for path in paths:
                 self._remove(path)
             self._begun.clear()
@@ -176,8 +180,10 @@ class Upload:
             ) from None
 
     def _create(self, path: str, whole: bool) -> Any:
-        # A sub-file is one block: it needs one chain of DataNodes, and never waits for the block before.
-        block = self._block or (None if whole and self._size > _MOST_PART else _MOST_PART)
+        # A sub-file is one block: it needs one chain of DataNodes, and never waits for the block before. A block that is
+        # longer than the file would be room that the NameNode looks for in vain on DataNodes that are nearly full.
+        fitting = max(-(-self._length >> 20) << 20, _LEAST_BLOCK)
+        block = self._block or (None if whole and self._size > _MOST_PART else fitting)
         options = hdfs_native.WriteOptions(block_size=block, overwrite=True, create_parent=True)
         self._begun[path] = None
         # Not `client.create`: what that returns asks the NameNode for up to 16 s to complete a file that was given up,
