@@ -142,6 +142,27 @@ def test_ranks_whose_states_change_back_and_forth_keep_their_plans(tmp_path: Pat
             assert torch.equal(checkpoint[f"model/late{rank}"][...], coded((7,), torch.float64, step))
 
 
+def test_a_replica_that_its_writer_has_no_more_fails_one_save(tmp_path: Path) -> None:
+    """The other holder followed its plan, by which it did not write it; what is live may have changed since."""
+
+    def run(collective: Collective) -> str:
+        own = {f"own{collective.rank}": torch.ones(4000 if collective.rank == 0 else 4)}
+        before = {"model": {"a": torch.ones(512), **own}}
+        after = before if collective.rank == 0 else {"model": {"b": torch.ones(512), **own}}
+        bytecheckpoint.save(tmp_path / "1", before, timeout=20)
+        message = ""
+        try:
+            bytecheckpoint.save(tmp_path / "2", after, timeout=20)
+        except bytecheckpoint.IncompatibleCheckpointError as error:
+            message = str(error)
+        bytecheckpoint.save(tmp_path / "3", after, timeout=20)
+        return message
+
+    messages = ThreadWorld(2).run(run, timeout=60)
+    assert all("the next save plans anew" in m and "model/a" in m for m in messages), messages
+    assert sorted(bytecheckpoint.open(tmp_path / "3")) == ["model/a", "model/b", "model/own0", "model/own1"]
+
+
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_values_that_begin_to_differ_are_stored_per_rank(tmp_path: Path, asynchronous: bool) -> None:
     """The plan assumes that one copy stands for all; the digests of a later save say otherwise."""

@@ -296,8 +296,10 @@ def _plan_around(tables: Sequence[LocalTable], fixed: Mapping[int, NDArray[np.in
     try:
         plan = plan_save(tables, fixed)
     except IncompatibleCheckpointError as error:
-        if len(fixed) < len(tables):
+        if not fixed:
             raise
+        if len(fixed) < len(tables):
+            plan_save(tables)  # raises the same where it is the states that do not belong together, not the plans
         raise IncompatibleCheckpointError(f"{_MIXED_PLANS}: {error}") from error
     # Offsets in files are reckoned from the rows of a plan, so what was written must be what the plan says.
     if any(not np.array_equal(plan.locals_of(rank), rows) for rank, rows in fixed.items()):
