@@ -88,8 +88,8 @@ class HdfsStream(Peer):
 
     name = "hdfs-native, one stream"
 
-    def __init__(self) -> None:
-        self._client: Any = hdfs_native.Client()
+    def __init__(self, cluster: Hdfs, options: dict[str, str]) -> None:
+        self._client: Any = hdfs_native.Client(f"hdfs://127.0.0.1:{cluster.port}", options)
 
     def target(self) -> str:
         return f"/peer/{next(_numbers)}"
@@ -143,7 +143,7 @@ class HdfsShell(Peer):
         self._run("-get", "-f", target, str(self._local(target)) + ".got")
 
     def remove(self, target: str) -> None:
-        hdfs_native.Client().delete(target)
+        self._cluster.client().delete(target)
 
 
 @contextmanager
@@ -155,17 +155,17 @@ def _hdfs(folder: Path, *, limited: bool) -> Iterator[Place]:
         stack.callback(shutil.rmtree, local, ignore_errors=True)
         stack.callback(cluster.stop)
         cluster.start()
-        cluster.client().mkdirs("/peer", create_parent=True)
         more = {"dfs.client.use.datanode.hostname": "true"} if limited else {}
         variables = cluster.configuration(folder / "hadoop", **more)
         os.environ.update(variables)
+        cluster.client().mkdirs("/peer", create_parent=True)
         if limited:
             for port in cluster.ports:
                 proxy = Limiter(("127.0.0.2", port), ("127.0.0.1", port))
                 stack.callback(proxy.stop)
                 proxy.up = proxy.down = float(_LIMIT)
         name = f"hdfs, each connection limited to {_LIMIT >> 20} MiB/s" if limited else "hdfs"
-        yield Place(name, "hdfs://demo_0/bench", [HdfsStream(), HdfsShell(cluster, more, local)])
+        yield Place(name, "hdfs://demo_0/bench", [HdfsStream(cluster, more), HdfsShell(cluster, more, local)])
 
 
 # --- object stores ----------------------------------------------------------------------------------------------------

@@ -61,6 +61,8 @@ class Limiter:
         down = asyncio.create_task(self._pump(far_reader, writer, "down"))
         try:
             await asyncio.gather(up, down)
+        except asyncio.CancelledError:
+            pass  # `stop`
         finally:
             for end in (writer, far_writer):
                 end.close()
