@@ -46,14 +46,14 @@ test-oldest: ## a part of the tests on Python 3.11, the oldest that is supported
 	.venv-oldest/bin/python -m pytest tests/representation tests/planning tests/opening tests/interop tests/cli \
 		tests/roundtrip tests/saving tests/golden
 
-# Real training frameworks, at the versions of constraints-frameworks.txt. DeepSpeed compiles a helper, once; a lock that a
+# Real training frameworks, at the versions of constraints-frameworks.txt. DeepSpeed compiles helpers, once; a lock that a
 # killed compilation has left behind would be waited for without end.
 EXTENSIONS := $(CURDIR)/.venv-frameworks/torch_extensions
 test-frameworks: ## DeepSpeed and Megatron-Core, real installs, in processes over gloo (environment: .venv-frameworks)
 	VENV=.venv-frameworks PYTHON=3.12 EXTRAS=cli,dev PINNED=constraints-frameworks.txt ./scripts/bootstrap.sh
 	find $(EXTENSIONS) -name lock -delete 2>/dev/null || true
 	PATH="$(CURDIR)/.venv-frameworks/bin:$$PATH" TORCH_EXTENSIONS_DIR=$(EXTENSIONS) DS_ACCELERATOR=cpu .venv-frameworks/bin/python \
-		-c "from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder; ShareMemCommBuilder().load(verbose=False)"
+		-c "from deepspeed.ops.op_builder import cpu; [b().load(verbose=False) for b in (cpu.ShareMemCommBuilder, cpu.FusedAdamBuilder, cpu.CPUAdamBuilder)]"
 	PATH="$(CURDIR)/.venv-frameworks/bin:$$PATH" TORCH_EXTENSIONS_DIR=$(EXTENSIONS) BYTECHECKPOINT_REQUIRE_FRAMEWORKS=1 \
 		.venv-frameworks/bin/python -m pytest tests/frameworks/deepspeed tests/frameworks/megatron
 

@@ -27,7 +27,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def worlds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worlds]:
     os.environ["DS_ACCELERATOR"] = "cpu"
-    # Equal results wherever in memory the operands lie: losses are compared bit for bit.
+    # Results depend less on where in memory the operands lie: losses are compared bit for bit.
     os.environ["MKL_CBWR"] = "COMPATIBLE"
     made = Worlds(tmp_path_factory.mktemp("worlds"))
     yield made
