@@ -113,7 +113,7 @@ def test_a_flat_parameter_has_one_set_of_settings() -> None:
     saved = save_plain({"model": model, "optimizer": torch.optim.AdamW(groups)})
     with as_rank(0, 2):
         with pytest.raises(
-            IncompatibleCheckpointError, match=r"'lr' differs.*0\.25 for 'cube', 0\.75 for 'last.weight'"
+            IncompatibleCheckpointError, match=r"settings differ.*'lr' is 0\.25 for 'cube', 0\.75 for 'last.weight'"
         ):
             fill(fresh_states(wrapped("", False)), saved)
         made = fresh_states(wrapped("l", False))
