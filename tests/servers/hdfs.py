@@ -150,9 +150,15 @@ class Hdfs:
     def bean(self, service: str, name: str) -> dict[str, Any]:
         """What the NameNode tells about itself under a name."""
         url = f"http://127.0.0.1:{self._http}/jmx?qry=Hadoop:service={service},name={name}"
-        with _opener.open(url, timeout=10) as answer:
-            found: dict[str, Any] = json.load(answer)["beans"][0]
-            return found
+        deadline = time.monotonic() + 60
+        while True:
+            with _opener.open(url, timeout=10) as answer:
+                beans: list[dict[str, Any]] = json.load(answer)["beans"]
+            if beans:
+                return beans[0]
+            if time.monotonic() > deadline:
+                raise LookupError(f"the NameNode has no {name}")
+            time.sleep(0.1)  # its server answers before everything in it is registered
 
     def bytes_read(self) -> int:
         """Bytes that the DataNodes have sent since they started."""
