@@ -8,10 +8,10 @@ export OMP_NUM_THREADS ?= 1
 export VENV
 
 .DEFAULT_GOAL := help
-.PHONY: help venv lint types imports format test test-all test-servers test-oldest test-frameworks soak demo demo-short bench bench-short docs lock clean
+.PHONY: help venv lint types imports format test test-all test-servers test-oldest test-frameworks test-frameworks-short soak demo demo-short bench bench-short docs lock clean
 
 help: ## list the targets
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */\1\t/' | awk -F'\t' '{printf "  %-12s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */\1\t/' | awk -F'\t' '{printf "  %-21s %s\n", $$1, $$2}'
 
 venv: ## make or update the environment ($VENV, default .venv)
 	@./scripts/bootstrap.sh
@@ -46,16 +46,26 @@ test-oldest: ## a part of the tests on Python 3.11, the oldest that is supported
 	.venv-oldest/bin/python -m pytest tests/representation tests/planning tests/opening tests/interop tests/cli \
 		tests/roundtrip tests/saving tests/golden
 
-# Real training frameworks, at the versions of constraints-frameworks.txt. DeepSpeed compiles helpers, once; a lock that a
-# killed compilation has left behind would be waited for without end.
-EXTENSIONS := $(CURDIR)/.venv-frameworks/torch_extensions
-test-frameworks: ## DeepSpeed and Megatron-Core, real installs, in processes over gloo (environment: .venv-frameworks)
+# Real training frameworks, at the versions of constraints-frameworks.txt, in processes over gloo. DeepSpeed compiles helpers,
+# once; a lock that a killed compilation has left behind would be waited for without end.
+FRAMEWORKS := $(CURDIR)/.venv-frameworks
+EXTENSIONS := $(FRAMEWORKS)/torch_extensions
+WITH_FRAMEWORKS := PATH="$(FRAMEWORKS)/bin:$$PATH" TORCH_EXTENSIONS_DIR=$(EXTENSIONS) DS_ACCELERATOR=cpu \
+	BYTECHECKPOINT_REQUIRE_FRAMEWORKS=1 $(FRAMEWORKS)/bin/python
+define frameworks # $(1): the helpers of DeepSpeed that are wanted
 	VENV=.venv-frameworks PYTHON=3.12 EXTRAS=cli,dev PINNED=constraints-frameworks.txt ./scripts/bootstrap.sh
 	find $(EXTENSIONS) -name lock -delete 2>/dev/null || true
-	PATH="$(CURDIR)/.venv-frameworks/bin:$$PATH" TORCH_EXTENSIONS_DIR=$(EXTENSIONS) DS_ACCELERATOR=cpu .venv-frameworks/bin/python \
-		-c "from deepspeed.ops.op_builder import cpu; [b().load(verbose=False) for b in (cpu.ShareMemCommBuilder, cpu.FusedAdamBuilder, cpu.CPUAdamBuilder)]"
-	PATH="$(CURDIR)/.venv-frameworks/bin:$$PATH" TORCH_EXTENSIONS_DIR=$(EXTENSIONS) BYTECHECKPOINT_REQUIRE_FRAMEWORKS=1 \
-		.venv-frameworks/bin/python -m pytest tests/frameworks/deepspeed tests/frameworks/megatron
+	$(WITH_FRAMEWORKS) -c "from deepspeed.ops.op_builder import cpu; [getattr(cpu, b)().load(verbose=False) for b in '$(1)'.split()]"
+endef
+
+test-frameworks: ## DeepSpeed and Megatron-Core, real installs, and the interchange matrix (environment: .venv-frameworks)
+	$(call frameworks,ShareMemCommBuilder FusedAdamBuilder CPUAdamBuilder)
+	$(WITH_FRAMEWORKS) -m pytest tests/frameworks/deepspeed tests/frameworks/megatron tests/frameworks/interchange
+
+SHORT_OPTIONS ?=
+test-frameworks-short: ## the part of the interchange matrix that CI runs: every framework saves and loads (.venv-frameworks)
+	$(call frameworks,ShareMemCommBuilder)
+	$(WITH_FRAMEWORKS) -m pytest tests/frameworks/interchange -m short $(SHORT_OPTIONS)
 
 soak: venv ## the long runs that look for growth; SOAK_SHORT=1 for a few minutes of them
 	$(PY) -m pytest -m soak --timeout=0 -o faulthandler_timeout=0

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.distributed.layouts import WORLD_SIZE as NATIVE
 from tests.distributed.layouts import Parallel, Trainer, mesh, tensor_parallel
 from tests.distributed.layouts import build as build_native
-from tests.support.tiny_model import Attention, Block, Experts, Gpt, Mlp, code
+from tests.support.tiny_model import Attention, Block, Experts, Gpt, MixtureOfExperts, Mlp, code
 
 Named = Mapping[str, torch.Tensor]
 CPU = torch.device("cpu")
@@ -62,6 +62,9 @@ FSDP1 = {
     "none2-flat": Fsdp1(2, "NO_SHARD", False, (Block,)),
     "tp2-full2-orig": Fsdp1(4, "FULL_SHARD", True, (Block,), tp=True),
     "tp2-grad2-flat": Fsdp1(4, "SHARD_GRAD_OP", False, (Block,), tp=True),
+    # Units whose parameters are of one group where groups go by module (tests/frameworks/interchange).
+    "full3-units": Fsdp1(3, "FULL_SHARD", False, (Attention, Mlp, MixtureOfExperts)),
+    "hybrid4-units": Fsdp1(4, "HYBRID_SHARD", False, (Attention, Mlp, MixtureOfExperts)),
     "low2-orig": Fsdp1(2, "FULL_SHARD", True, (Block,), low=True),
     "low3-flat": Fsdp1(3, "SHARD_GRAD_OP", False, (Block,), low=True),
 }

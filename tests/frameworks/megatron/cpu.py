@@ -60,6 +60,7 @@ def use_cpu() -> None:
     cuda: Any = torch.cuda
     cuda.current_device = lambda: CPU
     cuda.device_count = lambda: 1
+    cuda.is_available = lambda: False  # DeepSpeed has it ask for the number of devices
     for name in ("synchronize", "set_device", "empty_cache"):
         setattr(cuda, name, lambda *_, **__: None)
     cuda.Stream = cuda.Event = cuda.current_stream = cuda.default_stream = _Nothing

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import traceback
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 import bytecheckpoint
-from tests.frameworks.megatron.worlds import Layout, Trainer, code, plain, plain_losses
+from tests.frameworks.megatron.worlds import Layout, Trainer, code
 
 BEFORE, AFTER = 3, 5
 
@@ -56,73 +54,6 @@ def train_and_save(layout: Layout, source: str, path: str) -> list[float]:
     losses = trainer.train(AFTER)
     handle.result(120)
     return losses
-
-
-def resume(layout: Layout, source: str, path: str | None = None, *, used: bool = False) -> dict[str, Any]:
-    """Load, save the same again, and go on.
-
-    Args:
-        layout: of this world.
-        source: the checkpoint.
-        path: where to save what was loaded.
-        used: train a step before, so that there is state to overwrite.
-    """
-    trainer = Trainer(layout, seed=2, lr=0.5)
-    if used:
-        trainer.train(1)
-    problems = wrong(bytecheckpoint.load(source, trainer.states(), framework="megatron"))
-    trainer.loaded()
-    if path is not None:
-        bytecheckpoint.save(path, trainer.states())
-    problems += [f"step {trainer.step}"] if trainer.step != BEFORE else []
-    return {"problems": problems, "losses": trainer.train(AFTER)}
-
-
-def resume_all(layout: Layout, sources: dict[str, str], folder: str) -> dict[str, Any]:
-    """`resume` from several checkpoints."""
-    found: dict[str, Any] = {}
-    for number, (name, source) in enumerate(sources.items()):
-        try:
-            found[name] = resume(layout, source, f"{folder}/{name}", used=number % 2 == 1)
-        except Exception:
-            found[name] = {"problems": [traceback.format_exc()], "losses": []}
-            if dist.is_initialized() and dist.get_world_size() > 1:
-                raise
-    return found
-
-
-def resume_plain(layout: Layout, source: str) -> dict[str, Any]:
-    """Go on from a checkpoint of a plain module, which has no scheduler of Megatron's."""
-    trainer = Trainer(layout, seed=2)
-    states = {kind: value for kind, value in trainer.states().items() if kind != "scheduler"}
-    problems = wrong(bytecheckpoint.load(source, states))
-    trainer.loaded()
-    trainer.scheduler.num_steps = trainer.step
-    trainer.scheduler.step(0)
-    return {"problems": problems, "losses": trainer.train(AFTER)}
-
-
-# --- as a plain module -----------------------------------------------------------------------------------------------
-
-
-def plain_train_and_save(layout: Layout, path: str) -> list[float]:
-    model, optimizer, (schedule, _) = plain(layout)
-    plain_losses(model, optimizer, schedule, 0, BEFORE)
-    extra = {"step": BEFORE}
-    states = {"model": model, "optimizer": optimizer, "extra_states": extra}
-    bytecheckpoint.save(path, states, framework="torch")
-    return plain_losses(model, optimizer, schedule, BEFORE, AFTER)
-
-
-def plain_resume(layout: Layout, source: str) -> dict[str, Any]:
-    model, optimizer, (schedule, number) = plain(layout, seed=2)
-    extra = {"step": 0}
-    states = {"model": model, "optimizer": optimizer, "extra_states": extra}
-    problems = wrong(bytecheckpoint.load(source, states, framework="torch", strict=True))
-    number[0] = extra["step"]
-    slots = {slot for state in optimizer.state.values() for slot in state}
-    problems += [f"slots {slots}"] if slots != {"step", "exp_avg", "exp_avg_sq"} else []
-    return {"problems": problems, "losses": plain_losses(model, optimizer, schedule, BEFORE, AFTER)}
 
 
 # --- by coordinates --------------------------------------------------------------------------------------------------

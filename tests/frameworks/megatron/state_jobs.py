@@ -122,7 +122,7 @@ def masters_from(layout: Layout, source: str) -> list[str]:
 
 def save_plain(layout: Layout, path: str, dtype: torch.dtype, *, optimizer: bool = True) -> None:
     """A plain module of that dtype, trained by torch."""
-    model, adam, _ = plain(layout)
+    model, adam = plain(layout)
     model.to(dtype)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter) if parameter.requires_grad else None
@@ -133,7 +133,7 @@ def save_plain(layout: Layout, path: str, dtype: torch.dtype, *, optimizer: bool
 
 def load_full(layout: Layout, source: str) -> list[str]:
     """A plain module in full precision takes its weights from the master weights, and keeps none."""
-    model, adam, _ = plain(layout, seed=2)
+    model, adam = plain(layout, seed=2)
     problems = wrong(bytecheckpoint.load(source, {"model": model, "optimizer": adam}, framework="torch"))
     for name, parameter in model.named_parameters():
         slot = "/master" if parameter.requires_grad else ""

@@ -121,21 +121,6 @@ def test_other_models(worlds: Worlds, layout: Layout, tmp_path: Path) -> None:
     assert jobs.unlike(first, tmp_path / "second") == []
 
 
-@pytest.mark.parametrize("half", [False, True])
-def test_momentum(worlds: Worlds, half: bool, tmp_path: Path) -> None:
-    """SGD, which Megatron's distributed optimizer does not take."""
-    first = Layout(tp=2, bf16=half, optimizer="sgd", distributed=False)
-    start, source = str(tmp_path / "start"), str(tmp_path / "source")
-    worlds.run(1, jobs.start, Layout(bf16=half, optimizer="sgd", distributed=False), start)
-    want = worlds.run(2, jobs.train_and_save, first, start, source)[0]
-    assert any(key.endswith("/momentum_buffer") for key in jobs.tensors(source))
-    for layout in (first, Layout(dp=2, bf16=half, optimizer="sgd", distributed=False)):
-        for found in worlds.run(2, jobs.resume_all, layout, {"again": source}, str(tmp_path)):
-            assert found["again"]["problems"] == []
-            assert found["again"]["losses"] == pytest.approx(want, abs=5e-3 if half else 3e-6)
-        assert jobs.unlike(source, tmp_path / "again") == []
-
-
 @pytest.mark.parametrize("distributed", [True, False])
 def test_the_loss_scaler(worlds: Worlds, distributed: bool, tmp_path: Path) -> None:
     layout = Layout(fp16=True, dp=2, distributed=distributed)

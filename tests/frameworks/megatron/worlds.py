@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import cos, pi
 from typing import Any
@@ -14,9 +14,11 @@ import torch.distributed as dist
 
 from tests.frameworks.megatron.cpu import use_cpu
 
-VOCABULARY, LENGTH, SEQUENCES = 32, 8, 4
-# What the process groups of this process are for.
-_groups: list[int] = []
+VOCABULARY, LENGTH, SEQUENCES, MICROBATCH = 32, 8, 12, 3
+RATE = 0.01
+# What Megatron's process groups of this process are for, and the groups.
+_extents: list[int] = []
+_groups: list[Any] = []
 
 
 @dataclass(frozen=True)
@@ -62,15 +64,16 @@ def prepare(layout: Layout) -> None:
 
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    groups = (layout.tp, layout.pp, layout.vpp, layout.ep, layout.etp, layout.dp)
-    if list(groups) != _groups:
+    extents = [layout.tp, layout.pp, layout.vpp, layout.ep, layout.etp, layout.dp]
+    if extents != _extents:
         if parallel_state.is_initialized():
             parallel_state.destroy_model_parallel()
         # Megatron forgets its groups without ending them, and each has threads.
-        for group in list(dist.distributed_c10d._world.pg_map):
-            if group is not dist.group.WORLD:
+        for group in _groups:
+            if group in dist.distributed_c10d._world.pg_map:
                 dist.destroy_process_group(group)
         gc.collect()
+        others = set(dist.distributed_c10d._world.pg_map)
         parallel_state.initialize_model_parallel(
             layout.tp,
             layout.pp,
@@ -78,7 +81,8 @@ def prepare(layout: Layout) -> None:
             expert_model_parallel_size=layout.ep,
             expert_tensor_parallel_size=layout.etp or None,
         )
-        _groups[:] = groups
+        _groups[:] = [group for group in dist.distributed_c10d._world.pg_map if group not in others]
+        _extents[:] = extents
     model_parallel_cuda_manual_seed(7, force_reset_rng=True)
 
 
@@ -168,7 +172,7 @@ class Trainer:
         scheduler: Megatron's, of learning rate and weight decay.
     """
 
-    def __init__(self, layout: Layout, seed: int = 1, *, lr: float = 0.01) -> None:
+    def __init__(self, layout: Layout, seed: int = 1, *, lr: float = RATE) -> None:
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
         from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -266,9 +270,9 @@ class Trainer:
                 if len(self.chunks) > 1
                 else _batches(self.step, mine),
                 model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
-                num_microbatches=len(mine),
+                num_microbatches=len(mine) // MICROBATCH,
                 seq_length=LENGTH,
-                micro_batch_size=1,
+                micro_batch_size=MICROBATCH,
                 forward_only=False,
             )
             self.optimizer.step()
@@ -295,8 +299,8 @@ def tokens(step: int) -> torch.Tensor:
 
 def _batches(step: int, mine: range) -> Iterator[torch.Tensor]:
     data = tokens(step)
-    for row in mine:
-        yield data[row : row + 1]
+    for row in mine[::MICROBATCH]:
+        yield data[row : row + MICROBATCH]
 
 
 def _forward(batches: Iterator[torch.Tensor], model: Any) -> Any:
@@ -304,24 +308,6 @@ def _forward(batches: Iterator[torch.Tensor], model: Any) -> Any:
     places = torch.arange(LENGTH)[None]
     out = model(batch[:, :-1].contiguous(), places, None, labels=batch[:, 1:].contiguous())
     return out, lambda losses: (losses.float().mean(), {"loss": losses.detach().float().mean()})
-
-
-def plain_losses(model: Any, optimizer: Any, schedule: Callable[[], None], first: int, steps: int) -> list[float]:
-    """The same training as a plain module with an optimizer of torch; gradients are clipped as Megatron does."""
-    losses = []
-    for step in range(first, first + steps):
-        optimizer.zero_grad()
-        total = 0.0
-        for batch in _batches(step, range(SEQUENCES)):
-            out = model(batch[:, :-1].contiguous(), torch.arange(LENGTH)[None], None, labels=batch[:, 1:].contiguous())
-            loss = out.float().mean() / SEQUENCES
-            loss.backward()
-            total += loss.item()
-        torch.nn.utils.clip_grad_norm_([p for p in model.parameters() if p.requires_grad], 1.0)
-        optimizer.step()
-        schedule()
-        losses.append(total)
-    return losses
 
 
 def code(seed: int, name: str, shape: Sequence[int]) -> torch.Tensor:
@@ -342,28 +328,24 @@ def fill(chunk: Any, seed: int) -> None:
             parameter.copy_(value + 1 if "norm" in name else value)
 
 
-def plain(layout: Layout, seed: int = 1, lr: float = 0.01) -> tuple[Any, Any, Any]:
-    """(model, optimizer, schedule) of torch: the module of Megatron is an ordinary one here."""
+def plain(layout: Layout, seed: int = 1) -> tuple[Any, torch.optim.AdamW]:
+    """(model, optimizer) of torch: the module of Megatron is an ordinary one here."""
     prepare(layout)
     (model,) = build_chunks(layout)
     fill(model, seed)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(
-        [
-            {"params": [p for p in trained if p.ndim > 1], "lr": lr, "weight_decay": 0.1},
-            {"params": [p for p in trained if p.ndim == 1], "lr": lr / 2, "weight_decay": 0.0},
-        ]
-    )
-    # As OptimizerParamScheduler has it: linear for two steps from nothing, then a cosine to nothing at step 20.
-    number = [0]
+    return model, torch.optim.AdamW(groups_of(dict(model.named_parameters())))
 
-    def schedule() -> None:
-        number[0] += 1
-        n = number[0]
-        scale = n / 2 if n <= 2 else 0.5 * (cos(pi * (n - 2) / 18) + 1)
-        for group, top in zip(optimizer.param_groups, (lr, lr / 2), strict=True):
-            group["lr"] = top * scale
 
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
-    return model, optimizer, (schedule, number)
+def groups_of(parameters: Mapping[str, Any], lr: float = RATE) -> list[dict[str, Any]]:
+    """The param groups of Megatron's own optimizers here, of what is trained: matrices, and norms and biases."""
+    trained = {n: p for n, p in parameters.items() if p.requires_grad}
+    vectors = {n for n in trained if "norm" in n or n.endswith(".bias")}
+    return [
+        {"params": [p for n, p in trained.items() if n not in vectors], "lr": lr, "weight_decay": 0.1},
+        {"params": [p for n, p in trained.items() if n in vectors], "lr": lr / 2, "weight_decay": 0.0},
+    ]
+
+
+def scale_at(step: int) -> float:
+    """What Megatron's scheduler makes of the learning rate: linear for two steps from nothing, then a cosine to step 20."""
+    return step / 2 if step <= 2 else 0.5 * (cos(pi * (step - 2) / 18) + 1)

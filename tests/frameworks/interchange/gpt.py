@@ -1,0 +1,201 @@
+"""Runs of Megatron-Core's GPTModel: as an ordinary module under torch and DeepSpeed, and in Megatron's own layouts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.distributed import fsdp1_layouts
+from tests.distributed.layouts import mesh
+from tests.frameworks.deepspeed import engines
+from tests.frameworks.deepspeed.engines import ENGINES
+from tests.frameworks.interchange.runs import Settings, named_groups, setting, settings_of, settings_of_engine
+from tests.frameworks.megatron import worlds as megatron
+from tests.frameworks.megatron.whole import groups as megatron_groups
+from tests.frameworks.megatron.whole import whole as megatron_whole
+from tests.frameworks.megatron.worlds import LENGTH, Layout
+
+_SEED = 2
+_CLIP = 1.0  # largest norm of the gradients, as Megatron's optimizers have it here
+
+
+def one_process(model: nn.Module) -> nn.Module:
+    return model
+
+
+def ddp(model: nn.Module) -> nn.Module:
+    return DistributedDataParallel(model)
+
+
+def fsdp1(model: nn.Module, strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD) -> nn.Module:
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    return FullyShardedDataParallel(
+        model,
+        sharding_strategy=strategy,
+        auto_wrap_policy=ModuleWrapPolicy({TransformerLayer}),
+        use_orig_params=True,
+        device_id=torch.device("cpu"),
+    )
+
+
+def fsdp1_grad(model: nn.Module) -> nn.Module:
+    return fsdp1(model, ShardingStrategy.SHARD_GRAD_OP)
+
+
+def fsdp2(model: nn.Module) -> nn.Module:
+    over = mesh(dp=dist.get_world_size())
+    for layer in model.decoder.layers:  # type: ignore[operator, union-attr]
+        fully_shard(layer, mesh=over)
+    return fully_shard(model, mesh=over)
+
+
+WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "plain": one_process,
+    "ddp": ddp,
+    "fsdp1": fsdp1,
+    "fsdp1-grad": fsdp1_grad,
+    "fsdp2": fsdp2,
+}
+
+
+def whole_model(layout: Layout) -> Any:
+    """All of the model in this process, whose world is data-parallel."""
+    size = dist.get_world_size() if dist.is_initialized() else 1
+    layout = replace(layout, dp=size)
+    megatron.prepare(layout)
+    (model,) = megatron.build_chunks(layout)
+    megatron.fill(model, _SEED)
+    return model
+
+
+def optimizer_of(layout: Layout, parameters: Mapping[str, Any]) -> torch.optim.Optimizer:
+    groups = megatron.groups_of(parameters, lr=0.0)
+    if layout.optimizer == "sgd":
+        return torch.optim.SGD(groups, lr=0.0, momentum=0.9, foreach=False)
+    return torch.optim.AdamW(groups, foreach=False)
+
+
+def set_rates(optimizer: Any, step: int) -> None:
+    """What Megatron's scheduler does, in the optimizer's or an engine's groups: the second has half of the rate."""
+    for group, top in zip(optimizer.param_groups, (megatron.RATE, megatron.RATE / 2), strict=True):
+        group["lr"] = top * megatron.scale_at(step)
+
+
+def local_batch(step: int) -> tuple[torch.Tensor, torch.Tensor, None, torch.Tensor]:
+    """What a data-parallel rank passes to the model, the labels last."""
+    rows = megatron.tokens(step).chunk(dist.get_world_size())[dist.get_rank()]
+    return rows[:, :-1].contiguous(), torch.arange(LENGTH)[None], None, rows[:, 1:].contiguous()
+
+
+def mean_over_ranks(loss: torch.Tensor) -> float:
+    total = loss.detach().double().clone()
+    dist.all_reduce(total)
+    return float(total) / dist.get_world_size()
+
+
+class TorchRun:
+    """An ordinary module, in one process or under DDP, FSDP1 or FSDP2, with an optimizer of torch."""
+
+    def __init__(self, how: str, layout: Layout) -> None:
+        self.model = WRAPPERS[how](whole_model(layout))
+        named = {fsdp1_layouts.bare(name): p for name, p in self.model.named_parameters()}
+        self.optimizer = optimizer_of(layout, named)
+        self.extra: dict[str, Any] = {"step": 0}
+
+    def states(self) -> dict[str, Any]:
+        return {"model": self.model, "optimizer": self.optimizer, "extra_states": self.extra}
+
+    def loaded(self, kinds: Collection[str]) -> None:
+        pass
+
+    def train(self, steps: int) -> list[float]:
+        losses = []
+        for _ in range(steps):
+            *inputs, labels = local_batch(self.extra["step"])
+            self.optimizer.zero_grad()
+            loss = self.model(*inputs, labels=labels).float().mean()
+            loss.backward()
+            if isinstance(self.model, FullyShardedDataParallel):
+                self.model.clip_grad_norm_(_CLIP)
+            else:
+                nn.utils.clip_grad_norm_([p for p in self.model.parameters() if p.requires_grad], _CLIP)
+            self.optimizer.step()
+            self.extra["step"] += 1
+            set_rates(self.optimizer, self.extra["step"])
+            losses.append(mean_over_ranks(loss))
+        return losses
+
+    def whole(self) -> dict[str, Any]:
+        return fsdp1_layouts.whole(self)  # type: ignore[arg-type]
+
+    def settings(self) -> Settings:
+        return settings_of(self.model, self.optimizer)
+
+
+class EngineRun:
+    """An ordinary module under ZeRO."""
+
+    def __init__(self, engine: str, layout: Layout) -> None:
+        model = whole_model(layout)
+        engines.start()
+        import deepspeed
+
+        configuration = engines.configuration(ENGINES[engine], gradient_clipping=_CLIP)
+        parameters = dict(model.named_parameters())
+        made = optimizer_of(layout, parameters)
+        self._named = named_groups(parameters, made)
+        self.engine, *_ = deepspeed.initialize(model=model, optimizer=made, config=configuration)
+        self.extra: dict[str, Any] = {"step": 0}
+
+    def states(self) -> dict[str, Any]:
+        return {"model": self.engine, "extra_states": self.extra}
+
+    def loaded(self, kinds: Collection[str]) -> None:
+        pass
+
+    def train(self, steps: int) -> list[float]:
+        losses = []
+        for _ in range(steps):
+            *inputs, labels = local_batch(self.extra["step"])
+            loss = self.engine(*inputs, labels=labels).float().mean()
+            self.engine.backward(loss)
+            self.engine.step()
+            self.extra["step"] += 1
+            set_rates(self.engine.optimizer, self.extra["step"])
+            losses.append(mean_over_ranks(loss))
+        return losses
+
+    def whole(self) -> dict[str, Any]:
+        return engines.whole(self.engine)
+
+    def settings(self) -> Settings:
+        return settings_of_engine(self.engine, self._named)
+
+
+class MegatronRun(megatron.Trainer):
+    """Megatron's own training, in any layout."""
+
+    def __init__(self, layout: Layout) -> None:
+        super().__init__(layout, _SEED)
+
+    def loaded(self, kinds: Collection[str]) -> None:  # type: ignore[override]
+        super().loaded()
+        if "scheduler" not in kinds:
+            # Other frameworks' programs have none of Megatron's: the step tells where it is.
+            self.scheduler.num_steps = self.step
+            self.scheduler.step(0)
+
+    def whole(self) -> dict[str, Any]:
+        return megatron_whole(self)
+
+    def settings(self) -> Settings:
+        return {name: setting(group) for name, group in megatron_groups(self)}

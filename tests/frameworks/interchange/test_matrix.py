@@ -1,0 +1,119 @@
+"""Every layout of every framework loads what every other one saved: bit for bit, and by the losses of the next steps."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.frameworks.interchange import jobs
+from tests.frameworks.interchange.families import FAMILIES, PART, Family
+from tests.frameworks.interchange.runs import Member
+from tests.support.worlds import Worlds
+
+# The first test that asks for a destination pays for all of its sources.
+pytestmark = pytest.mark.timeout(600)
+
+
+def pairs() -> list[Any]:
+    """Every ordered pair, those of one destination one after the other."""
+    found = []
+    for family in FAMILIES.values():
+        part = PART.get(family.name, set())
+        for destination in family.members:
+            for source in family.members:
+                marks = [pytest.mark.short] if {source.name, destination.name} <= part else []
+                name = f"{family.name}-{source.name}-to-{destination.name}"
+                found.append(pytest.param(family.name, source.name, destination.name, id=name, marks=marks))
+    return found
+
+
+class Matrix:
+    """What has been run so far for one family: one run per layout saves, one loads all that is asked of it.
+
+    Args:
+        family: whose.
+        worlds: where it is run.
+        folder: of the checkpoints.
+        wanted: destination -> the sources that are to be tested.
+    """
+
+    def __init__(self, family: Family, worlds: Worlds, folder: Path, wanted: dict[str, list[str]]) -> None:
+        self.family = family
+        self._worlds = worlds
+        self._folder = folder
+        self._wanted = wanted
+        self.saved = cache(self._saved)
+        self.loaded = cache(self._loaded)
+
+    def _saved(self, name: str) -> list[dict[str, Any]]:
+        first = self.family.members[0].name
+        if name != first:
+            self.saved(first)
+        start = None if name == first else str(self._folder / f"{first}.start")
+        member = self.family.member(name)
+        return self._run(member, jobs.save, member, start, str(self._folder / name))
+
+    def _loaded(self, name: str) -> list[dict[str, dict[str, Any]]]:
+        sources = [self.family.member(source) for source in self._wanted[name]]
+        for source in sources:
+            self.saved(source.name)
+        member = self.family.member(name)
+        return self._run(member, jobs.load_all, member, sources, str(self._folder))
+
+    def _run(self, member: Member, *job: Any) -> list[Any]:
+        return self._worlds.run(member.size, *job, timeout=500)
+
+
+class Matrices:
+    """The matrix of one family at a time."""
+
+    def __init__(self, session: pytest.Session, worlds: Worlds, folder: Path) -> None:
+        self._session = session
+        self._worlds = worlds
+        self._folder = folder
+        self._last: Matrix | None = None
+
+    def of(self, name: str) -> Matrix:
+        if self._last is None or self._last.family.name != name:
+            self._worlds.close()  # what another family's processes have patched or kept is gone
+            folder = self._folder / name
+            folder.mkdir()
+            self._last = Matrix(FAMILIES[name], self._worlds, folder, self._wanted(name))
+        return self._last
+
+    def _wanted(self, name: str) -> dict[str, list[str]]:
+        """Destination -> sources, of the tests that were chosen."""
+        wanted: dict[str, list[str]] = {}
+        for item in self._session.items:
+            if isinstance(item, pytest.Function) and item.originalname == "test_interchange":
+                chosen = item.callspec.params
+                if chosen["family"] == name:
+                    wanted.setdefault(chosen["destination"], []).append(chosen["source"])
+        return wanted
+
+
+@pytest.fixture(scope="session")
+def matrices(request: pytest.FixtureRequest, worlds: Worlds, tmp_path_factory: pytest.TempPathFactory) -> Matrices:
+    return Matrices(request.session, worlds, tmp_path_factory.mktemp("interchange"))
+
+
+@pytest.mark.parametrize(("family", "source", "destination"), pairs())
+def test_interchange(matrices: Matrices, family: str, source: str, destination: str) -> None:
+    matrix = matrices.of(family)
+    ranks = matrix.loaded(destination)
+    for rank, result in enumerate(ranks):
+        assert not result[source]["problems"], f"rank {rank}: {result[source]['problems'][:5]}"
+        assert result[source]["losses"] == ranks[0][source]["losses"]
+    uninterrupted = matrix.saved(source)[0]["after"]
+    assert len(uninterrupted) == jobs.AFTER
+    assert ranks[0][source]["losses"] == pytest.approx(uninterrupted, abs=matrix.family.tolerance, rel=0)
+    if source == destination:
+        assert ranks[0][source]["losses"] == uninterrupted, "the same layout goes on bit for bit"
+    alike = matrix.family.alike
+    if alike is not None:
+        reference = matrix.saved(matrix.family.members[0].name)[0]
+        assert matrix.saved(source)[0]["before"] == pytest.approx(reference["before"], abs=alike, rel=0)
+        assert uninterrupted == pytest.approx(reference["after"], abs=alike, rel=0)
