@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -73,6 +74,41 @@ def test_every_save_is_seen_at_once_by_the_other_machine(places: list[Path]) -> 
         bytecheckpoint.save(here / "s", states(step=step))
         assert load_step(there / "s") == step
         assert command(["verify", str(there / "s")]) == 0
+
+
+_OVERWRITE = """
+import sys, time
+import bytecheckpoint
+from tests.faults.coded import states
+
+path, steps = sys.argv[1], int(sys.argv[2])
+for step in range(2, steps + 1):
+    bytecheckpoint.save(path, states(step=step), async_checkpoint=bool(step % 2)).result(60)
+    time.sleep(0.01 * (step % 7))
+"""
+
+
+def test_a_reader_sees_the_old_or_the_new_one_while_the_other_machine_overwrites(places: list[Path]) -> None:
+    """Every load finds all of one step, later loads never an earlier one, and what cannot be had is a typed error."""
+    here, there = places
+    steps = 60
+    bytecheckpoint.save(here / "s", states(step=1))
+    writer = subprocess.Popen(
+        [sys.executable, "-c", _OVERWRITE, str(here / "s"), str(steps)], cwd=Path(__file__).parents[2]
+    )
+    seen, failed = [], []
+    while writer.poll() is None:
+        got = attempt(load_step, there / "s", prepare_save=False)  # fails by itself where two steps are mixed
+        if isinstance(got, int):
+            seen.append(got)
+        else:
+            assert isinstance(got, bytecheckpoint.CheckpointError), repr(got)
+            failed.append(got)
+    assert writer.returncode == 0
+    assert load_step(there / "s") == load_step(here / "s") == steps
+    assert seen == sorted(seen) and len(set(seen)) > 1
+    assert len(failed) <= len(seen) / 4, failed
+    assert len(files_of(here / "s")) == 6
 
 
 def test_machines_take_turns_in_replacing_a_checkpoint(places: list[Path]) -> None:

@@ -6,14 +6,17 @@ import contextlib
 import errno
 import os
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
 
+from ..errors import StorageError
 from .base import FileReader, FileStat, FileWriter, NewFile, Storage, check_name
-from .posix_files import FULL, TRANSIENT, fresh, fresh_stat, fsync_directory, open_file, translated, version_of
+from .posix_files import FULL, TRANSIENT, fresh_stat, fsync_directory, open_file, translated, version_of
 from .posix_publish import publish
 
 __all__ = ["FULL", "TRANSIENT", "LocalStorage", "PosixStorage", "translated", "write_fully"]
 
+_T = TypeVar("_T")
 _ALIGN = 4096
 _IOV = 512
 
@@ -32,6 +35,8 @@ def write_fully(fd: int, offset: int, buffers: Sequence[memoryview]) -> None:
     left = [b for b in buffers if len(b)]
     while left:
         done = os.pwritev(fd, left[:_IOV], offset)
+        if done == 0:  # no error, and no end either
+            raise OSError(errno.EIO, f"the file system took no byte of {sum(map(len, left))}")
         offset += done
         left = _advance(left, done)
 
@@ -71,14 +76,18 @@ class _Writer(FileWriter):
                 os.ftruncate(self._fd, size)
                 os.fsync(self._fd)
             finally:
-                os.close(self._fd)
-                self._fd = -1
+                self._close()
+
+    def _close(self) -> None:
+        # Forgotten first: a close that fails has closed, and the number may be another file's by now.
+        fd, self._fd = self._fd, -1
+        os.close(fd)
 
     def abort(self) -> None:
+        if self._fd >= 0:
+            with contextlib.suppress(OSError):
+                self._close()
         with contextlib.suppress(OSError):
-            if self._fd >= 0:
-                os.close(self._fd)
-                self._fd = -1
             os.unlink(self._path)
 
 
@@ -126,6 +135,28 @@ class _Reader(FileReader):
             self._fd, self._outdated = -1, []
 
 
+def _sizes(entries: Iterable[os.DirEntry[str]]) -> Iterator[tuple[str, int]]:
+    """(name, size) of the files among them; those that are removed meanwhile were never there."""
+    for entry in entries:
+        with contextlib.suppress(FileNotFoundError):
+            if entry.is_file():
+                yield entry.name, entry.stat().st_size
+
+
+def _unless_emptied(function: Callable[[], _T]) -> _T:
+    """`function()`, which makes a folder and something in it; again when the folder is gone in between.
+
+    Whoever removes a folder's last file removes the folder, since no storage shows empty ones.
+    """
+    for _ in range(3):
+        try:
+            return function()
+        except StorageError as error:
+            if not isinstance(error.__cause__, FileNotFoundError):
+                raise
+    return function()
+
+
 class PosixStorage(Storage):
     """A folder of a POSIX file system.
 
@@ -147,24 +178,24 @@ class PosixStorage(Storage):
     def create(self, request: NewFile) -> FileWriter:
         path, shown = self._path(request.name), self._shown(request.name)
         folder = os.path.dirname(path)
-        with translated("create the folder of", shown):
-            self._make_folder(folder)
-            # tmpfs, overlay and network file systems have anonymous device numbers: nothing to bypass there.
-            direct = request.direct and os.major(os.stat(folder).st_dev) != 0
-        return _Writer(path, shown, request.size, direct)
+
+        def create() -> FileWriter:
+            with translated("create the folder of", shown):
+                self._make_folder(folder)
+                # tmpfs, overlay and network file systems have anonymous device numbers: nothing to bypass there.
+                direct = request.direct and os.major(os.stat(folder).st_dev) != 0
+            return _Writer(path, shown, request.size, direct)
+
+        return _unless_emptied(create)
 
     def open(self, name: str) -> FileReader:
         return _Reader(self._path(name), self._shown(name))
 
     def read(self, name: str) -> bytes:
-        path = self._path(name)
-
-        def whole() -> bytes:
-            with open(path, "rb") as file:
-                return file.read()
-
         with translated("read", self._shown(name), may_be_absent=True):
-            return fresh(path, whole)
+            fd, _ = open_file(self._path(name))
+            with os.fdopen(fd, "rb") as file:
+                return file.read()
 
     def stat(self, name: str) -> FileStat:
         path = self._path(name)
@@ -175,10 +206,14 @@ class PosixStorage(Storage):
     def publish(self, name: str, data: bytes, *, expected: str | None = None) -> None:
         path, shown = self._path(name), self._shown(name)
         folder = os.path.dirname(path)
-        with translated("publish", shown):
-            self._make_folder(folder)
-            publish(path, shown, data, expected)
-            fsync_directory(folder)
+
+        def publish_it() -> None:
+            with translated("publish", shown):
+                self._make_folder(folder)
+                publish(path, shown, data, expected)
+                fsync_directory(folder)
+
+        _unless_emptied(publish_it)
 
     def _make_folder(self, folder: str) -> None:
         """Create `folder` with durable names for all new parents: a commit must not sit in a directory that is lost."""
@@ -190,6 +225,13 @@ class PosixStorage(Storage):
             with contextlib.suppress(FileExistsError):
                 os.mkdir(path)
             fsync_directory(os.path.dirname(path))
+
+    def open_lock(self, name: str) -> int:
+        """A descriptor of a file of the folder, made where it is missing, for processes of this machine to lock."""
+        path = self._path(name)
+        with translated("create", self._shown(name)):
+            self._make_folder(os.path.dirname(path))
+            return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
     def folders(self) -> list[str]:
         with translated("list", self.url):
@@ -207,19 +249,22 @@ class PosixStorage(Storage):
                 return []
             for entry in entries:
                 if entry.is_dir(follow_symlinks=False):
-                    with contextlib.suppress(FileNotFoundError):
-                        for inner in os.scandir(entry.path):
-                            if inner.is_file():
-                                found.append((f"{entry.name}/{inner.name}", inner.stat().st_size))
-                elif entry.is_file():
-                    found.append((entry.name, entry.stat().st_size))
+                    inside = []
+                    with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+                        inside = list(os.scandir(entry.path))
+                    found += [(f"{entry.name}/{name}", size) for name, size in _sizes(inside)]
+                else:
+                    found += _sizes([entry])
         return sorted(found)
 
     def delete(self, names: Iterable[str]) -> None:
         folders = set()
         for name in names:
             path = self._path(name)
-            with translated("delete", self._shown(name)), contextlib.suppress(FileNotFoundError):
+            with (
+                translated("delete", self._shown(name)),
+                contextlib.suppress(FileNotFoundError, NotADirectoryError),
+            ):
                 os.unlink(path)
             if "/" in name:
                 folders.add(os.path.dirname(path))

@@ -68,7 +68,11 @@ def fresh(path: str, function: Callable[[], _T]) -> _T:
             if error.errno != errno.ESTALE:
                 raise
         time.sleep(pause)
-    return function()
+    try:
+        return function()
+    except OSError as error:
+        tries = f"{error.strerror} (attempt {len(_STALE_PAUSES) + 1})"
+        raise type(error)(error.errno, tries, *([error.filename] if error.filename else [])) from error
 
 
 def _listed(path: str) -> bool:
@@ -80,10 +84,17 @@ def _listed(path: str) -> bool:
 
 
 def fsync_directory(path: str) -> None:
-    """Make the names in a folder durable."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    """Make the names in a folder durable, as far as the file system has a way to do so."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except PermissionError:
+        return  # it may be entered and written and not be listed: such a folder cannot be opened, so not synced
     try:
         os.fsync(fd)
+    except OSError as error:
+        # Folders cannot be synced there: FAT, some FUSE and network file systems.
+        if error.errno not in (errno.EINVAL, errno.EBADF, errno.EOPNOTSUPP):
+            raise
     finally:
         os.close(fd)
 

@@ -18,6 +18,8 @@ __all__ = ["publish"]
 _TEMPORARY = ".publishing-"
 #: Longest wait for another publisher of the same folder.
 _LOCK_SECONDS = 30.0
+#: What file systems without links say.
+_NO_LINKS = {errno.EPERM, errno.EACCES, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EINVAL}
 #: Where files cannot be locked, a temporary file of this age is nobody's any more.
 _ABANDONED_SECONDS = 600.0
 
@@ -190,10 +192,10 @@ def _install(temporary: str, path: str, shown: str, *, once: bool) -> None:
             # A network file system may carry out a request twice, when its first answer is lost.
             if not os.path.samefile(temporary, path):
                 raise _conflict(shown) from None
-        except FileNotFoundError:
-            raise
-        except OSError:
-            os.replace(temporary, path)  # a file system without links
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            os.replace(temporary, path)
             return
         os.unlink(temporary)
         return
