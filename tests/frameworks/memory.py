@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, MutableMapping, Sequence
+from collections.abc import Collection, Iterator, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -97,6 +97,10 @@ class MemoryCheckpoint:
     def trees(self, kind: str) -> list[bytes]:
         found = [s[kind].tree for s in self.states if kind in s]
         return list(dict.fromkeys(t for t in found if t is not None))
+
+    def trees_about(self, kind: str, names: Collection[str]) -> Iterator[bytes]:
+        own = self.tree(kind)
+        yield from ([] if own is None else [own]) + [t for t in self.trees(kind) if t != own]
 
     def shape_of(self, kind: str, fqn: str) -> SavedTensor | None:
         key = TensorKey(kind, fqn)

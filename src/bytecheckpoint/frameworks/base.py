@@ -6,7 +6,7 @@ for a `Destination`: the memory to fill, and a function that installs everything
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -54,6 +54,13 @@ class SavedStates(Protocol):
 
     def trees(self, kind: str) -> list[bytes]:
         """All distinct trees of `kind` (ranks of a pipeline hold different ones)."""
+
+    def trees_about(self, kind: str, names: Collection[str]) -> Iterator[bytes]:
+        """The distinct trees of `kind`, each read when it is asked for.
+
+        First the one that this rank itself saved, as far as one can tell, then those of the ranks that wrote tensors of
+        `names`, then the others: whoever stops when everything is found has read hardly more than what speaks of it.
+        """
 
     def shape_of(self, kind: str, fqn: str) -> SavedTensor | None:
         """The tensor behind a by-content leaf, chosen for this rank by the rule of `tree`.

@@ -162,7 +162,7 @@ def capture_members(
         if rest:
             state: Any = member.view.state
             state.update((whole, rest) for _, whole in held)
-    captured = capture_optimizers(kind, views, names)
+    captured = capture_optimizers(kind, views, names, complete=False)
     captured.shards += fragment_shards(fragments)
     return captured
 

@@ -196,13 +196,12 @@ def _load_copies(arrived: list[tuple[_Chunk, str, torch.Tensor]]) -> None:
 def _load_values(kind: str, scan: ModuleScan, saved: SavedStates, into: Destination) -> None:
     reader = Reader(kind, saved, into)
     found: dict[str, Any] = {}
-    own = saved.tree(kind)
-    for blob in ([own] if own is not None else []) + [t for t in saved.trees(kind) if t != own]:
-        if scan.values.keys() <= found.keys():
-            break
+    for blob in saved.trees_about(kind, [name for t in scan.tensors for name in (t.fqn, *t.aliases)]):
         tree = reader.read(blob)
         if isinstance(tree, dict):
             found = {**tree, **found}
+        if scan.values.keys() <= found.keys():
+            break
     reader.want()
     for fqn in scan.values:
         if fqn in found:

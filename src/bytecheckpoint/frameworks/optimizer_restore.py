@@ -101,7 +101,11 @@ def load_optimizers(
 
 
 class SavedTrees:
-    """The trees of all ranks as one: settings and plain state by parameter name, this rank's own tree first."""
+    """The trees of all ranks as one: settings and plain state by parameter name, this rank's own tree first.
+
+    Trees that say that they are complete are read until every live parameter is found: those of other pipeline stages, or
+    of ranks that stepped other parameters, are left alone.
+    """
 
     def __init__(self, kind: str, saved: SavedStates, live: Sequence[Group]) -> None:
         self.groups: dict[str, dict[str, Any]] = {}
@@ -116,12 +120,11 @@ class SavedTrees:
         self._saved = saved
         self._live = live
         self._by_saved_name: dict[str, torch.Tensor] | None = None
-        own = saved.tree(kind)
-        blobs = ([own] if own is not None else []) + [t for t in saved.trees(kind) if t != own]
-        for position, blob in enumerate(blobs):
+        lacking = [name for group in live for name in group.names]
+        for position, blob in enumerate(saved.trees_about(kind, [n for fqn, more in lacking for n in (fqn, *more)])):
             references: list[str] = []
             tree: Any = decode(blob, on_tensor=partial(_noted, references))
-            if not isinstance(tree, dict) or tree.keys() != _TREE_KEYS:
+            if not isinstance(tree, dict) or tree.keys() - {"complete"} != _TREE_KEYS:
                 raise IncompatibleCheckpointError(
                     f"{kind} was saved from plain values, not from an optimizer: load it into a dict"
                 )
@@ -138,6 +141,11 @@ class SavedTrees:
                 self.values.setdefault(fqn, values)
             if position == 0:
                 self.globals = tree["globals"]
+            if tree.get("complete", False):
+                found = self.groups_of(lacking)
+                lacking = [name for name, group in zip(lacking, found, strict=True) if group is None]
+                if not lacking:
+                    break
 
     def _memory(self, name: str) -> torch.Tensor | None:
         fqn, slot = referenced(name)

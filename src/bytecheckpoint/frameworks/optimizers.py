@@ -1,7 +1,9 @@
 """Optimizers: state by parameter name, hyperparameters by parameter name, several optimizers as one namespace.
 
 A kind's tree is {"groups": [{"params": [FQN, ...], hyperparameter: value, ...}, ...],
-"state": {FQN: {slot: value}}, "aliases": {FQN: [further names]}, "globals": [...], "optimizers": [type names]}.
+"state": {FQN: {slot: value}}, "aliases": {FQN: [further names]}, "globals": [...], "optimizers": [type names]}, and
+"complete": true where all that belongs to a parameter of these groups stands in this very tree, so that nobody has to look
+for more of it in those of other ranks.
 "state" has only what is not a plain tensor directly in a parameter's state: numbers, None, and nested containers, in
 which a tensor is a reference to the slot that holds it. Tensors among the hyperparameters (a learning rate that a
 compiled step reads) are small and stand in the tree itself.
@@ -130,8 +132,18 @@ def named_groups(kind: str, optimizers: Sequence[Optimizer], names: ParameterNam
     return out
 
 
-def capture_optimizers(kind: str, optimizers: Sequence[Optimizer], names: ParameterNames) -> LiveState:
-    """The shards and values of all optimizers of one kind."""
+def capture_optimizers(
+    kind: str, optimizers: Sequence[Optimizer], names: ParameterNames, *, complete: bool = True
+) -> LiveState:
+    """The shards and values of all optimizers of one kind.
+
+    Args:
+        kind: name of the state.
+        optimizers: all of the kind.
+        names: of their parameters.
+        complete: each parameter in a group has its state on this rank, if it has any; False: groups name parameters whose
+            state other ranks have.
+    """
     state = LiveState(kind, merged=True)
     shards = state.shards
     groups = named_groups(kind, optimizers, names)
@@ -166,6 +178,7 @@ def capture_optimizers(kind: str, optimizers: Sequence[Optimizer], names: Parame
             for o in optimizers
         ],
         "optimizers": [type(o).__name__ for o in optimizers],
+        **({"complete": True} if complete else {}),
     }
 
     def add(path: tuple[object, ...], tensor: torch.Tensor) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ from ..engine.reading import Delivery, Target, read_all
 from ..errors import CorruptCheckpointError
 from ..frameworks.base import SavedTensor
 from ..planning.read_plan import StoredRows, plan_reads, stored_rows
-from ..representation.boxes import BoxTable
+from ..representation.boxes import BoxTable, Int64s
 from ..representation.catalog import SHARED, VALUES_SLOT, Catalog
 from ..representation.shards import TensorKey
 from ..settings import Settings
@@ -169,10 +169,42 @@ class SavedView:
     def trees(self, kind: str) -> list[bytes]:  # noqa: D102 (protocol)
         known = self._trees.get(kind)
         if known is None:
-            of_kind = self._catalog.of_kind(kind)
-            indexes = [i for i in of_kind.tolist() if self._catalog.slot[i] == VALUES_SLOT]
-            known = self._trees[kind] = list(dict.fromkeys(self._read(indexes)))
+            known = self._trees[kind] = list(dict.fromkeys(self._read(self._tree_numbers(kind).tolist())))
         return known
+
+    def _tree_numbers(self, kind: str) -> Int64s:
+        """The tensors that are trees of `kind`, by owner."""
+        of_kind = self._catalog.of_kind(kind)
+        found = of_kind[self._catalog.slot.codes[of_kind] == self._catalog.slot.code_of(VALUES_SLOT)]
+        ordered: Int64s = found[np.argsort(self._catalog.owner[found], kind="stable")]
+        return ordered
+
+    def trees_about(self, kind: str, names: Collection[str]) -> Iterator[bytes]:  # noqa: D102 (protocol)
+        numbers = self._tree_numbers(kind)
+        if not len(numbers):
+            return
+        # One copy stands for all that are equal, and the lowest of their ranks wrote it.
+        owners = self._catalog.owner[numbers]
+        own = self._rank if self._rank <= max(f.rank for f in self._catalog.files) else 0
+        first = max(int(np.searchsorted(owners, own, "right")) - 1, 0)
+        yield from self._read([int(numbers[first])])
+        if len(numbers) == 1:
+            return
+        near = np.maximum(np.searchsorted(owners, self._writers(kind, names), "right") - 1, 0)
+        order = np.argsort(-np.bincount(near, minlength=len(numbers)), kind="stable")
+        for place in order[order != first].tolist():
+            yield from self._read([int(numbers[place])])
+
+    def _writers(self, kind: str, names: Collection[str]) -> Int64s:
+        """The rank that wrote it, for each stored box of the tensors of `names`."""
+        catalog = self._catalog
+        aliases = catalog.aliases.get(kind, {})
+        codes = catalog.fqn.codes_of([n for name in names for n in (name, aliases.get(name, name))])
+        of_kind = catalog.of_kind(kind)
+        wanted = np.zeros(catalog.count, np.bool_)
+        wanted[of_kind] = np.isin(catalog.fqn.codes[of_kind], codes) & (catalog.owner[of_kind] == SHARED)
+        rows = wanted[self.rows.boxes.tensor]
+        return np.array([f.rank for f in catalog.files], np.int64)[self.rows.file[rows]]
 
     def shape_of(self, kind: str, fqn: str) -> SavedTensor | None:  # noqa: D102 (protocol)
         for owner in (self._rank, SHARED, 0):

@@ -48,6 +48,7 @@ class MegatronScan:
         by_id: id of a parameter or buffer -> its layout.
         gathered_late: id of a parameter -> the runs of its elements (first, number) that this rank has up to date, of those
             that the next forward pass gathers (overlap_param_gather).
+        gathering: gathers that have begun and that nobody has waited for.
     """
 
     layouts: list[Layout] = field(default_factory=list)
@@ -55,6 +56,7 @@ class MegatronScan:
     copies: dict[int, _Entry] = field(default_factory=dict)
     by_id: dict[int, Layout] = field(default_factory=dict)
     gathered_late: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
+    gathering: list[Any] = field(default_factory=list)
 
     @property
     def parameters(self) -> dict[int, tuple[str, tuple[str, ...]]]:
@@ -126,6 +128,14 @@ def _scan_chunk(kind: str, scan: MegatronScan, model: Any, wrappers: Sequence[nn
     for wrapper in wrappers:
         if getattr(wrapper, "remove_forward_pre_hook_handles", None):
             _add_runs(scan.gathered_late, wrapper)
+            scan.gathering += _gathering(wrapper)
+
+
+def _gathering(wrapper: Any) -> Iterator[Any]:
+    """What waits for the gathers of parameters that have begun."""
+    for group in (*wrapper.bucket_groups, *wrapper.expert_parallel_bucket_groups):
+        if group.param_gather_handle is not None:
+            yield group.param_gather_handle
 
 
 def _add_runs(found: dict[int, list[tuple[int, int]]], wrapper: Any) -> None:
@@ -254,6 +264,8 @@ def load_megatron_modules(
         masters: the kind that holds master weights of these modules; None: nothing says so.
         stepped: ids of parameters of which an optimizer here has master weights, so that theirs are exact.
     """
+    for handle in scan.gathering:
+        handle.wait()  # else it would write old values over those that are loaded
     arrived: list[tuple[_Entry, Callable[[], Any]]] = []
     for layout in scan.layouts:
         tensor = layout.tensor
@@ -306,13 +318,13 @@ def _values(
         return
     reader = Reader(kind, saved, into)
     found: dict[str, Any] = {}
-    own = saved.tree(kind)
-    for blob in ([own] if own is not None else []) + [t for t in saved.trees(kind) if t != own]:
-        if wanted.keys() <= found.keys():
-            break
+    # A value lies with the tensors of its layer.
+    for blob in saved.trees_about(kind, [name for layout in scan.layouts for name in layout.names]):
         tree = reader.read(blob)
         if isinstance(tree, dict):
             found = {**tree, **found}
+        if wanted.keys() <= found.keys():
+            break
     reader.want()
     for name, entry in wanted.items():
         if name in found:
