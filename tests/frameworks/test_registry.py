@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -44,6 +47,58 @@ def test_registered_adapters_come_first_under_auto(monkeypatch: pytest.MonkeyPat
     for taken in ("mine", "auto", "megatron", "torch", "fsdp1"):
         with pytest.raises(UsageError, match="in use"):
             registry.register(taken, Mine)
+
+
+_PLUGIN = """
+from bytecheckpoint.frameworks.native import NativeFramework
+
+class Mine(NativeFramework):
+    name = "announced"
+
+    def matches(self, states):
+        return "special" in states
+
+def no_framework():
+    return object()
+"""
+
+
+@pytest.fixture
+def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """An installed package that announces adapters."""
+    info = tmp_path / "my_adapters-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: my-adapters\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(
+        "[bytecheckpoint.frameworks]\nbroken = my_adapters:absent\nnone = my_adapters:no_framework\n"
+        "announced = my_adapters:Mine\nmegatron = my_adapters:Mine\nauto = my_adapters:Mine\n"
+    )
+    (tmp_path / "my_adapters.py").write_text(_PLUGIN)
+    monkeypatch.syspath_prepend(tmp_path)
+    registry._announced.cache_clear()
+    registry._warn_once.cache_clear()
+    yield
+    sys.modules.pop("my_adapters", None)
+    registry._announced.cache_clear()
+
+
+@pytest.mark.usefixtures("plugin")
+def test_packages_announce_adapters(caplog: pytest.LogCaptureFixture) -> None:
+    assert registry.known()[-3:] == ["broken", "none", "announced"]
+    assert registry.resolve("announced", {}).name == "announced"
+    assert registry.resolve("megatron", {}).name == "megatron"
+    assert registry.resolve("auto", {"special": 1}).name == "announced"
+    assert registry.resolve("auto", {"model": {}}).name == "native"
+    # Said once, and no reason to end a save of somebody else's states.
+    said = [r.getMessage() for r in caplog.records]
+    assert len(said) == 2
+    assert "'my_adapters:absent' of my-adapters cannot be imported" in said[0]
+    assert "made an object of type object, which is no bytecheckpoint Framework" in said[1]
+    for name, match in (("broken", "cannot be imported"), ("none", "is no bytecheckpoint Framework")):
+        with pytest.raises(UsageError, match=match):
+            registry.resolve(name, {})
+    with pytest.raises(UsageError, match="in use"):
+        registry.register("announced", NativeFramework)
 
 
 def test_a_layout_can_be_described() -> None:

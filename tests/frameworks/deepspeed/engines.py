@@ -75,6 +75,8 @@ ENGINES = {
     "b3x2-cpu": Zero(
         2, 3, "bf16", more=(("offload_optimizer", {"device": "cpu"}), ("offload_param", {"device": "cpu"}))
     ),
+    "b3x2-part": Zero(2, 3, "bf16", more=(("offload_optimizer", {"device": "cpu", "ratio": 0.5}), *_SUB)),
+    "b3x4-hpz": Zero(4, 3, "bf16", more=(("zero_hpz_partition_size", 2), *_SUB)),
 }
 
 
@@ -101,6 +103,9 @@ def configuration(zero: Zero, **more: Any) -> dict[str, Any]:
             "reduce_bucket_size": 2000,
             "allgather_bucket_size": 2000,
             "stage3_prefetch_bucket_size": 500,
+            # Else the first engine of stage 3 replaces torch.nn.functional.linear, for whatever its process runs after it,
+            # by one that rounds otherwise.
+            "memory_efficient_linear": False,
             **dict(zero.more),
         },
         "zero_allow_untested_optimizer": True,
