@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -125,11 +126,44 @@ class Declared:
         (((4, 4), 0, torch.zeros(2, 4)), "plain 1-D tensor"),
         (((5, 3), (0, 0), ragged(0)), "a shard is a Ragged, which is sharded itself"),
         (((4,), (0,), torch.zeros(4, device="meta")), "meta"),
+        (((4, 4), (0, 0), [[1.0] * 4]), r"Declared does not list its parts as \(global shape.*list is no tensor"),
+        (((4, 4), (0, 0)), "does not list its parts.*not enough values"),
+        (((4, 4), (0.5, 0), torch.zeros(1, 4)), "does not list its parts.*float"),
+        (((4.0, 4), (0, 0), torch.zeros(1, 4)), "does not list its parts.*float"),
+        (((4, 4), None, torch.zeros(1, 4)), "does not list its parts.*NoneType"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(shard: Any, match: str) -> None:
     with pytest.raises(UsageError, match=match):
         NativeFramework().capture({"model": {"w": Declared(shard)}})
+
+
+def test_an_object_that_lists_nothing_iterable_is_refused() -> None:
+    leaf = Declared()
+    leaf.shards = None  # type: ignore[assignment]
+    with pytest.raises(UsageError, match=r"model/w: Declared does not list its parts.*NoneType"):
+        NativeFramework().capture({"model": {"w": leaf}})
+
+
+def test_parts_that_contradict_each_other_are_refused() -> None:
+    one = ((4, 4), (0, 0), torch.zeros(2, 4))
+    for two, match in (
+        (((5, 4), (2, 0), torch.zeros(3, 4)), r"shape \(4, 4\) and dtype float32, and of shape \(5, 4\)"),
+        (((4, 4), (2, 0), torch.zeros(2, 4, dtype=torch.int32)), "dtype int32"),
+        (((4, 4), (0, 0), torch.ones(2, 4)), r"the box of shape \(2, 4\) at \(0, 0\) twice"),
+        (((4, 4), 0, torch.ones(8)), "twice"),
+    ):
+        with pytest.raises(UsageError, match=match):
+            NativeFramework().capture({"model": {"w": Declared(one, two)}})
+
+
+def test_numbers_may_be_of_other_libraries() -> None:
+    shape, place = torch.Size((4, 4)), torch.tensor([1, 0])
+    (box,) = shards_of(Declared((np.array([4, 4]), place, torch.ones(2, 4))))
+    (run,) = shards_of(Declared((shape, np.int64(4), torch.ones(8))))
+    for shard in (box, run):
+        assert (shard.global_shape, shard.offsets, shard.lengths) == ((4, 4), (1, 0), (2, 4))
+        assert all(type(n) is int for part in (shard.global_shape, shard.offsets, shard.lengths) for n in part)
 
 
 def test_parts_without_elements_are_not_stored() -> None:

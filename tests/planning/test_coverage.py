@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bytecheckpoint.planning import intersect as module
-from bytecheckpoint.planning.coverage import first_gap, missing_volume, overlapping
+from bytecheckpoint.planning.coverage import first_gap, missing_volume, not_tiled, overlapping
 from bytecheckpoint.planning.intersect import intersect
 from bytecheckpoint.representation.boxes import BoxTable
 
@@ -100,3 +100,46 @@ def test_a_partition_meets_itself_nowhere_and_is_not_searched() -> None:
     found = overlapping(table)
     assert 7 in {*found.left.tolist(), *found.right.tolist()}
     assert (found.left < found.right).all()
+
+
+def tiles(draw: st.DrawFn, lo: list[int], hi: list[int]) -> list[tuple[list[int], list[int]]]:
+    """Boxes that tile [lo, hi), by cutting it at random."""
+    wide = [k for k, (a, b) in enumerate(zip(lo, hi, strict=True)) if b - a > 1]
+    if not wide or not draw(st.integers(0, 3)):
+        return [(lo, [b - a for a, b in zip(lo, hi, strict=True)])]
+    k = draw(st.sampled_from(wide))
+    cut = draw(st.integers(lo[k] + 1, hi[k] - 1))
+    below, above = [*hi], [*lo]
+    below[k] = above[k] = cut
+    return tiles(draw, lo, below) + tiles(draw, above, hi)
+
+
+@st.composite
+def nearly_tiled(draw: st.DrawFn) -> tuple[list[list[int]], list[int], list[tuple[list[int], list[int]]]]:
+    """(shapes, tensor of each box, boxes): tilings, of which some boxes were moved, doubled, or left out."""
+    shapes, tensor, found = [], [], []
+    for number in range(draw(st.integers(1, 3))):
+        shapes.append([draw(st.integers(0, n)) for n in SHAPE])
+        for offsets, lengths in tiles(draw, [0, 0, 0], shapes[-1]):
+            moved = draw(st.sampled_from([True] + [False] * 5))
+            if moved:
+                offsets = [draw(st.integers(0, s - n)) for s, n in zip(shapes[-1], lengths, strict=True)]
+            for _ in range(draw(st.sampled_from([1] * 8 + [0, 2]))):
+                tensor.append(number)
+                found.append((offsets, lengths))
+    order = draw(st.permutations(range(len(found))))
+    return shapes, [tensor[i] for i in order], [found[i] for i in order]
+
+
+@settings(deadline=None, max_examples=200)
+@given(nearly_tiled())
+def test_tilings_are_told_from_what_only_has_their_volume(
+    drawn: tuple[list[list[int]], list[int], list[tuple[list[int], list[int]]]],
+) -> None:
+    shapes, tensor, found = drawn
+    table = BoxTable.build(tensor, [b[0] for b in found], [b[1] for b in found], 3)
+    taken = [np.zeros(shape, np.int64) for shape in shapes]
+    for number, o, n in zip(tensor, table.offsets, table.lengths, strict=True):
+        fill(taken[number], o, n)
+    expected = [i for i, mask in enumerate(taken) if (mask != 1).any()]
+    assert not_tiled(np.array(shapes, np.int64), table).tolist() == expected

@@ -7,7 +7,8 @@ checkpointable tensors (torch/distributed/_checkpointable.py: `__create_write_it
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from operator import index
 from typing import Any
 
 import torch
@@ -25,20 +26,21 @@ def add_declared(out: list[LiveShard], key: TensorKey, leaf: Any, aliases: tuple
     """Append the boxes that `leaf` lists to `out`.
 
     Raises:
-        UsageError: a box or a flat range does not lie inside the tensor, or its memory is not a plain tensor.
+        UsageError: what is listed is no tensor with a shape and a place; a box or a flat range does not lie inside the
+            tensor, or is listed twice; its memory is not a plain tensor; or parts differ in shape of the whole, or dtype.
     """
-    listed = (
-        leaf.__bytecheckpoint_shards__() if hasattr(type(leaf), "__bytecheckpoint_shards__") else _chunks(key, leaf)
-    )
-    for whole, place, data in listed:
-        shape = tuple(whole)
+    own = hasattr(type(leaf), "__bytecheckpoint_shards__")
+    listed = leaf.__bytecheckpoint_shards__() if own else _chunks(key, leaf)
+    seen: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
+    known: tuple[tuple[int, ...], str] | None = None
+    for shape, place, data in _checked(key, leaf, listed):
         if is_dtensor(data) or declares(type(data)):
             raise UsageError(f"{key}: a shard is a {type(data).__name__}, which is sharded itself: list plain tensors")
         plain: list[LiveShard] = []
         if isinstance(place, int):
             plain += fragment_shards([Fragment(key, shape, place, data)])
         else:
-            start, lengths = tuple(place), tuple(data.shape)
+            start, lengths = place, tuple(data.shape)
             inside = len(shape) == len(start) == len(lengths) and all(
                 o >= 0 and o + n <= s for s, o, n in zip(shape, start, lengths, strict=True)
             )
@@ -52,7 +54,35 @@ def add_declared(out: list[LiveShard], key: TensorKey, leaf: Any, aliases: tuple
             plain[0].global_shape, plain[0].offsets = shape, start
         for shard in plain:
             shard.aliases, shard.by_content, shard.requires_grad = aliases, by_content, data.requires_grad
+            box = (shard.offsets, shard.lengths)
+            if box in seen:
+                raise UsageError(f"{key}: {type(leaf).__name__} lists the box of shape {box[1]} at {box[0]} twice")
+            seen.add(box)
+            known = known or (shape, shard.dtype)
+            if known != (shape, shard.dtype):
+                raise UsageError(
+                    f"{key}: {type(leaf).__name__} lists parts of a tensor of shape {known[0]} and dtype {known[1]}, and "
+                    f"of shape {shape} and dtype {shard.dtype}: one tensor has one shape and one dtype"
+                )
         out += plain
+
+
+def _checked(
+    key: TensorKey, leaf: Any, listed: Iterable[Any]
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...] | int, torch.Tensor]]:
+    """What `leaf` lists, with plain numbers; NumPy's and torch's are taken too."""
+    try:
+        for item in listed:
+            whole, place, data = item
+            if not isinstance(data, torch.Tensor):
+                raise TypeError(f"{type(data).__name__} is no tensor")
+            number = hasattr(type(place), "__index__") and not getattr(place, "ndim", 0)
+            yield tuple(map(index, whole)), index(place) if number else tuple(map(index, place)), data
+    except (TypeError, ValueError) as error:
+        raise UsageError(
+            f"{key}: {type(leaf).__name__} does not list its parts as (global shape, offsets or number of the first "
+            f"element, tensor): {error}"
+        ) from error
 
 
 def _chunks(key: TensorKey, leaf: Any) -> Iterator[tuple[Sequence[int], Sequence[int], torch.Tensor]]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from bytecheckpoint.planning.intersect import Intersections, intersect
 from bytecheckpoint.representation.boxes import BoxTable, Int64s
 
-__all__ = ["first_gap", "missing_volume", "overlapping"]
+__all__ = ["first_gap", "missing_volume", "not_tiled", "overlapping"]
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -32,6 +33,40 @@ def missing_volume(wanted: BoxTable, found: Intersections) -> Int64s:
     bounds = np.searchsorted(found.right, np.arange(len(wanted) + 1))
     covered: Int64s = sums[bounds[1:]] - sums[bounds[:-1]]
     return wanted.volumes() - covered
+
+
+def not_tiled(shapes: Int64s, boxes: BoxTable) -> Int64s:
+    """The tensors whose boxes do not fill them exactly once each element, ascending.
+
+    Linear, without sorting: every coordinate of a dimension has a random weight, an element the product of its
+    coordinates' weights, a box the sum of its elements'. Boxes that tile a tensor weigh as much as it; others do by a
+    chance of about 2 ** -55 (they would have to be a root of a polynomial in the weights).
+
+    Args:
+        shapes: shape [t, d]: of each tensor, padded with 1.
+        boxes: `boxes.tensor` numbers `shapes`; every box lies inside its tensor.
+    """
+    weight = np.ones(len(boxes), np.uint64)
+    whole = np.ones(len(shapes), np.uint64)
+    for k in range(boxes.ndim):
+        origin = _upto(np.zeros(1, np.int64), k)
+        weight *= _upto(boxes.offsets[:, k] + boxes.lengths[:, k], k) - _upto(boxes.offsets[:, k], k)
+        whole *= _upto(shapes[:, k], k) - origin
+    found = np.zeros(len(shapes), np.uint64)
+    np.add.at(found, boxes.tensor, weight)
+    return np.flatnonzero(found != whole)
+
+
+def _upto(coordinate: Int64s, dim: int) -> NDArray[np.uint64]:
+    """Sum of the weights of all coordinates below, but for a constant: a random number (splitmix64), modulo 2 ** 64."""
+    x = coordinate.astype(np.uint64)
+    x += np.uint64(dim << 56)
+    x *= np.uint64(0x9E3779B97F4A7C15)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        x ^= x >> np.uint64(shift)
+        x *= np.uint64(factor)
+    x ^= x >> np.uint64(31)
+    return x
 
 
 def first_gap(

@@ -21,6 +21,7 @@ from ..representation.names import escape
 from ..representation.shards import LiveShard, TensorKey
 from ..representation.storage_file import MAX_ENTRIES_PER_FILE
 from .balance import assign
+from .coverage import first_gap, not_tiled
 from .replicas import group_equal
 
 __all__ = ["LocalTable", "SavePlan", "TensorRecord", "all_rows", "describe", "file_bounds", "plan_save"]
@@ -157,7 +158,7 @@ def plan_save(tables: Sequence[LocalTable], fixed: Mapping[int, Int64s] | None =
     volume = boxes.volumes()
     nbytes = volume * element[tensor]
     written = _written(group, row_rank, row_local, nbytes, len(tables), fixed or {})
-    _check_cover(tensors, shapes, tensor[written], volume[written])
+    _check_cover(tensors, shapes, ndims, boxes.take(written), volume[written])
 
     kinds = sorted({t.kind for t in tensors})
     kind_code = np.array([kinds.index(t.kind) for t in tensors], np.int64)
@@ -313,18 +314,28 @@ def _shapes_of(
     return shapes, ndims
 
 
-def _check_cover(tensors: list[TensorRecord], shapes: Int64s, tensor: Int64s, volume: Int64s) -> None:
-    """The written boxes must fill each tensor: a hole would only show at the load, when the data is gone."""
+def _check_cover(tensors: list[TensorRecord], shapes: Int64s, ndims: Int64s, boxes: BoxTable, volume: Int64s) -> None:
+    """The written boxes must tile each tensor: a hole or an overlap would only show at the load, when the data is gone."""
     filled = np.zeros(len(tensors), np.int64)
-    np.add.at(filled, tensor, volume)
-    wrong = np.flatnonzero(filled != np.prod(shapes, axis=1))
+    np.add.at(filled, boxes.tensor, volume)
+    total = np.prod(shapes, axis=1)
+    wrong = np.flatnonzero(filled != total)
     if len(wrong):
         first = int(wrong[0])
-        total = int(np.prod(shapes[first]))
-        what = "overlap without being equal" if filled[first] > total else "leave a hole"
+        what = "overlap without being equal" if filled[first] > total[first] else "leave a hole"
         raise IncompatibleCheckpointError(
             f"the shards of {tensors[first].key} on all ranks {what}: {int(filled[first])} elements for a tensor of "
-            f"{total}; {len(wrong)} tensors are affected"
+            f"{int(total[first])}; {len(wrong)} tensors are affected"
+        )
+    untiled = not_tiled(shapes, boxes)
+    if len(untiled):
+        first = int(untiled[0])
+        mine, ndim = boxes.tensor == first, int(ndims[first])
+        shape = shapes[first, :ndim]
+        gap = first_gap(np.zeros_like(shape), shape, boxes.offsets[mine, :ndim], boxes.lengths[mine, :ndim])
+        raise IncompatibleCheckpointError(
+            f"the shards of {tensors[first].key} on all ranks overlap without being equal and leave a hole elsewhere: the "
+            f"first hole (offsets, lengths) is {gap}; {len(untiled)} tensors are affected"
         )
 
 
