@@ -50,8 +50,16 @@ class DeepSpeedFramework(NativeFramework):
         return bool(find_deepspeed(states))
 
     def capture(self, states: Mapping[str, object], *, names: Names | None = None) -> list[LiveState]:
-        """This rank's shards and values: one `LiveState` per name in `states`, and those that an engine stands for."""
-        return super().capture(unfold(states), names=names)
+        """This rank's shards and values: one `LiveState` per name in `states`, and those that an engine stands for.
+
+        Raises:
+            UsageError: as in `Framework.capture`; or gradients are being accumulated.
+        """
+        unfolded = unfold(states)
+        for kind, value in unfolded.items():
+            if isinstance(value, Progress):
+                value.check_between_steps(kind, saves=True)
+        return super().capture(unfolded, names=names)
 
     def destination(
         self,
@@ -66,7 +74,7 @@ class DeepSpeedFramework(NativeFramework):
         notes: list[str] = []
         for kind, value in list(unfolded.items()):
             if isinstance(value, Progress):
-                value.check_between_steps(kind)
+                value.check_between_steps(kind, saves=False)
                 if kind not in saved.kinds():
                     del unfolded[kind]
                     notes.append(

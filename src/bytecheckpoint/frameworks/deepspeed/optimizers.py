@@ -154,7 +154,7 @@ class WrappedOptimizer:
         for number, flat in enumerate(self.flats):
             parts = [self.part(parameter, run) for parameter, run in flat.runs]
             member = _ZeroMember(
-                optimizer=self.base,
+                optimizer=flat.optimizer,
                 view=view,
                 parameter=flat.data,
                 parts=parts,

@@ -61,11 +61,13 @@ class Flat:
 
     Attributes:
         data: the tensor itself: the optimizer's key.
+        optimizer: what steps it; with partial offload some sub-groups have another one than the rest.
         group: number of its param group there.
         runs: the parameters behind it, and what it has of each.
     """
 
     data: torch.Tensor
+    optimizer: Optimizer
     group: int
     runs: list[tuple[torch.Tensor, Run]]
 
@@ -188,6 +190,7 @@ def zero_flats(wrapper: Any) -> list[Flat]:
     return [
         Flat(
             flat,
+            base,
             _group_of(base, flat),
             _strung(
                 flat,
@@ -225,11 +228,12 @@ def link_state(wrapper: Any, flats: Sequence[Flat]) -> None:
     """
     if hasattr(wrapper, "_lazy_init_hp_params_optimizer_state"):
         wrapper._hp_optimizer_states_linked = False
-        if all(wrapper.optimizer.state.get(flat.data) for flat in flats):
+        if all(flat.optimizer.state.get(flat.data) for flat in flats):
             wrapper._lazy_init_hp_params_optimizer_state()
 
 
 def _sub_groups(wrapper: Any) -> Iterator[Flat]:
+    devices = getattr(wrapper, "subgroup_to_device", {})
     for number, (flat, group) in enumerate(zip(wrapper.fp32_partitioned_groups_flat, wrapper.fp16_groups, strict=True)):
         first, runs = 0, []
         for parameter in group:
@@ -237,7 +241,9 @@ def _sub_groups(wrapper: Any) -> Iterator[Flat]:
             start, _, count = _stretch(parameter, size)
             runs.append((parameter, Run(flat, start, first if count else 0, count)))
             first += size
-        yield Flat(flat, int(wrapper.sub_group_to_group_id[number]), runs)
+        # Offloaded but for a share of the sub-groups, which torch's AdamW steps on the accelerator.
+        optimizer = wrapper.optimizer if devices.get(number, "cpu") == "cpu" else wrapper.backup_optimizer
+        yield Flat(flat, optimizer, int(wrapper.sub_group_to_group_id[number]), runs)
 
 
 def _group_of(base: Optimizer, flat: torch.Tensor) -> int:

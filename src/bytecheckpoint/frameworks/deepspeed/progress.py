@@ -40,10 +40,7 @@ class Progress:
             found.update((name, int(getattr(self.engine, name))) for name in _COUNTERS)
         for name, scaler in self._scalers():
             found[name] = {key: vars(scaler)[key] for key in _SCALE if key in vars(scaler)}
-        if (autocast := getattr(self.wrapper, "torch_autocast_gradscaler", None)) is not None:
-            found["grad_scaler"] = autocast.state_dict()
-        if self.scheduler is not None:
-            found["lr_scheduler"] = self.scheduler.state_dict()
+        found.update((name, part.state_dict()) for name, part in self._parts())
         return found
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -56,11 +53,23 @@ class Progress:
             for key, value in state.get(name, {}).items():
                 if key in vars(scaler):
                     setattr(scaler, key, value)
-        autocast = getattr(self.wrapper, "torch_autocast_gradscaler", None)
-        if autocast is not None and state.get("grad_scaler"):
-            autocast.load_state_dict(state["grad_scaler"])
-        if self.scheduler is not None and state.get("lr_scheduler") is not None:
-            self.scheduler.load_state_dict(state["lr_scheduler"])
+        for name, part in self._parts():
+            if state.get(name):
+                part.load_state_dict(state[name])
+
+    def _parts(self) -> Iterator[tuple[str, Any]]:
+        """What keeps a state_dict of its own beside the optimizer: (name, object)."""
+        engine = self.engine
+        # Without ZeRO the engine itself has torch's scaler, with it the optimizer.
+        for owner, name in ((self.wrapper, "torch_autocast_gradscaler"), (engine, "torch_autocast_z0_gradscaler")):
+            if (autocast := getattr(owner, name, None)) is not None:
+                yield "grad_scaler", autocast
+        if self.scheduler is not None:
+            yield "lr_scheduler", self.scheduler
+        if engine is not None and engine.random_ltd_enabled():
+            yield "random_ltd", engine.random_ltd_scheduler
+        if engine is not None and engine.training_dataloader is not None and engine.curriculum_learning_enabled():
+            yield "data_sampler", engine.training_dataloader.data_sampler
 
     def _scalers(self) -> Iterator[tuple[str, Any]]:
         """The dynamic loss scale, if there is one; a static one is configuration."""
@@ -69,18 +78,29 @@ class Progress:
             if getattr(scaler, flag, False):
                 yield "loss_scale", scaler
 
-    def check_between_steps(self, kind: str) -> None:
-        """See that no gradients are being accumulated, which a load would leave as they are.
+    def check_between_steps(self, kind: str, *, saves: bool) -> None:
+        """See that no gradients are being accumulated: a save would lack them, a load would leave them as they are.
 
         Raises:
             UsageError: some micro-batches of a step are done, and others are not.
         """
-        engine = self.engine
-        if engine is None or getattr(engine, "pipeline_parallelism", False):
-            return
-        done = engine.micro_steps % engine.gradient_accumulation_steps()
+        done = "" if self.engine is None else _accumulated(self.engine)
         if done:
-            raise UsageError(
-                f"{kind}: the engine has accumulated the gradients of {done} of {engine.gradient_accumulation_steps()} "
-                "micro-batches, which would be applied to what is loaded: load between steps"
-            )
+            lost = "a checkpoint does not hold: save" if saves else "would be applied to what is loaded: load"
+            raise UsageError(f"{kind}: the engine has accumulated the gradients of {done}, which {lost} between steps")
+
+
+def _accumulated(engine: Any) -> str:
+    """The micro-batches of a step that is not complete, in words; "" between steps."""
+    if getattr(engine, "pipeline_parallelism", False):
+        return ""  # train_batch does whole steps
+    steps = engine.gradient_accumulation_steps()
+    if not engine.managed_gradient_accumulation():
+        # Whoever calls step() says that a step is complete.
+        count = engine._unmanaged_backward_count
+        return f"{count} micro-batches" if count else ""
+    if engine._is_gradient_accumulation_boundary is not None:
+        # set_gradient_accumulation_boundary: step() may come once for all micro-batches, and does not count them.
+        return "" if engine._is_gradient_accumulation_boundary else f"some of {steps} micro-batches"
+    count = engine.micro_steps % steps
+    return f"{count} of {steps} micro-batches" if count else ""

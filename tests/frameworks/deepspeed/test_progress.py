@@ -1,0 +1,40 @@
+"""What an engine keeps beside weights and optimizer state, when it may be saved, and rarer forms of ZeRO."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.frameworks.deepspeed import progress_jobs as jobs
+from tests.support.worlds import Worlds
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.mark.parametrize("name", ["z1x3", "b2x2", "b3x2"])
+def test_within_an_accumulation_nothing_is_saved_or_loaded(worlds: Worlds, name: str, tmp_path: Path) -> None:
+    size = int(name[-1])
+    assert worlds.run(size, jobs.accumulation, name, str(tmp_path)) == [[]] * size
+
+
+@pytest.mark.parametrize("name", ["z0x2", "z2x2", "z3x2"])
+def test_the_scaler_of_torch_autocast(worlds: Worlds, name: str, tmp_path: Path) -> None:
+    for saved, loaded, after, resumed in worlds.run(2, jobs.autocast, name, str(tmp_path)):
+        assert saved["scale"] == 512 and saved["_growth_tracker"] == 7
+        assert loaded == saved
+        assert resumed == after
+
+
+def test_random_layer_token_dropping_and_curricula(worlds: Worlds, tmp_path: Path) -> None:
+    for found in worlds.run(2, jobs.data_efficiency, str(tmp_path)):
+        for one, two in found:
+            assert one == two
+
+
+def test_optimizers_of_a_partial_offload(worlds: Worlds, tmp_path: Path) -> None:
+    assert worlds.run(2, jobs.partial_offload, str(tmp_path)) == [[], []]
+
+
+def test_hierarchical_partitions(worlds: Worlds, tmp_path: Path) -> None:
+    assert worlds.run(4, jobs.hierarchical, str(tmp_path)) == [[]] * 4
