@@ -117,31 +117,30 @@ def fragment_shards(fragments: Sequence[Fragment]) -> list[LiveShard]:
     origin = np.array([b.offset for b in buffers], np.int64)[boxes.source]
     places = origin + (boxes.flat_start - start[boxes.source] + first[boxes.source]) * stride
     strides = _row_major(boxes.lengths) * stride[:, None]
-    columns = (boxes.source, boxes.offsets, boxes.lengths, strides, places)
+    corners, extents, steps = (
+        _rows(column, boxes.source, fragments) for column in (boxes.offsets, boxes.lengths, strides)
+    )
     out: list[LiveShard] = []
-    for source, corner, lengths, steps, place in zip(*(c.tolist() for c in columns), strict=True):
-        fragment = fragments[source]
-        _, dtype, *_ = buffers[source]
-        shape = fragment.global_shape
-        ndim = len(shape)
-        if ndim < len(lengths):
-            corner, lengths, steps = corner[:ndim], lengths[:ndim], steps[:ndim]
+    for source, corner, lengths, step, place in zip(
+        boxes.source.tolist(), corners, extents, steps, places.tolist(), strict=True
+    ):
+        fragment, buffer = fragments[source], buffers[source]
         block = fragment.block
         if block is not WHOLE:
             if block.order is not None:
                 # Entry k of the columns is dimension order[k] of the tensor.
-                back = sorted(range(ndim), key=block.order.__getitem__)
-                corner, lengths, steps = ([column[k] for k in back] for column in (corner, lengths, steps))
+                back = sorted(range(len(corner)), key=block.order.__getitem__)
+                corner, lengths, step = (tuple(column[k] for k in back) for column in (corner, lengths, step))
             if block.offsets is not None:
-                corner = [o + b for o, b in zip(corner, block.offsets, strict=True)]
-        data = buffers[source].data.as_strided(lengths, steps, place)
+                corner = tuple(o + b for o, b in zip(corner, block.offsets, strict=True))
+        data = buffer.data.as_strided(lengths, step, place)
         out.append(
             LiveShard(
                 fragment.key,
-                dtype,
-                shape,
-                tuple(corner),
-                tuple(lengths),
+                buffer.dtype,
+                fragment.global_shape,
+                corner,
+                lengths,
                 data,
                 fragment.aliases,
                 fragment.requires_grad,
@@ -150,6 +149,21 @@ def fragment_shards(fragments: Sequence[Fragment]) -> list[LiveShard]:
     for row in np.flatnonzero(shapes.prod(axis=1) == 0).tolist():
         if 0 in fragments[row].global_shape:
             out.append(_nothing(fragments[row], buffers[row]))
+    return out
+
+
+def _rows(column: Int64s, source: Int64s, fragments: Sequence[Fragment]) -> list[tuple[int, ...]]:
+    """The rows of a column of boxes as tuples, each as long as its fragment's tensor has dimensions."""
+    ndims = np.array([len(f.global_shape) for f in fragments], np.int64)[source]
+    out: list[tuple[int, ...]] = [()] * len(source)
+    for ndim in np.unique(ndims[ndims > 0]).tolist():
+        rows = np.flatnonzero(ndims == ndim)
+        # Columns to lists, and lists to tuples, without a step of Python for each row.
+        made = zip(*column[rows, :ndim].T.tolist(), strict=True)
+        if len(rows) == len(out):
+            return list(made)
+        for row, values in zip(rows.tolist(), made, strict=True):
+            out[row] = values
     return out
 
 
