@@ -5,12 +5,14 @@ Requests and answers pass through unchanged otherwise, so signatures stay good.
 
 from __future__ import annotations
 
+import contextlib
 import http.client
+import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -41,6 +43,8 @@ class Rule:
         status: answer with this status and do not ask the server; 0: ask it.
         body: of such an answer.
         lose: the server gets the request, the client gets no answer: the connection breaks.
+        cut: bytes of the server's answer after which the connection breaks; -1: none.
+        headers: of the answer, names in lower case: further ones of a made-up answer, in place of the server's own ones.
         times: how many requests it hits; -1: all.
         hits: how many it has hit.
     """
@@ -49,6 +53,8 @@ class Rule:
     status: int = 0
     body: bytes = b""
     lose: bool = False
+    cut: int = -1
+    headers: dict[str, str] = field(default_factory=dict)
     times: int = 1
     hits: int = 0
 
@@ -67,10 +73,20 @@ class Meddler:
         self.rules: list[Rule] = []
         self.requests: list[Request] = []
         self._lock = threading.Lock()
+        self._open: set[socket.socket] = set()
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
+
+            def setup(self) -> None:
+                super().setup()
+                outer._open.add(self.connection)
+
+            def finish(self) -> None:
+                outer._open.discard(self.connection)
+                with contextlib.suppress(OSError):
+                    super().finish()
 
             def handle_one_request(self) -> None:
                 self.raw_requestline = self.rfile.readline(65537)
@@ -94,9 +110,12 @@ class Meddler:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop serving."""
+        """Stop serving, and end the connections that clients keep for later."""
         self._server.shutdown()
         self._server.server_close()
+        for connection in list(self._open):
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
         self._thread.join()
 
     def _rule(self, request: Request) -> Rule | None:
@@ -120,7 +139,8 @@ class Meddler:
         rule = self._rule(Request(client.command, client.path, headers))
         if rule is not None and rule.status:
             client.send_response_only(rule.status)
-            client.send_header("content-length", str(len(rule.body)))
+            for name, value in {"content-length": str(len(rule.body)), **rule.headers}.items():
+                client.send_header(name, value)
             client.end_headers()
             client.wfile.write(rule.body)
             return
@@ -141,12 +161,17 @@ class Meddler:
             client.close_connection = True
             return
         client.send_response_only(answer.status, answer.reason)
+        other = rule.headers if rule is not None else {}
         for name, value in answer.getheaders():
             if name.lower() not in ("transfer-encoding", "connection", "content-length"):
-                client.send_header(name, value)
+                client.send_header(name, other.get(name.lower(), value))
         length = answer.getheader("content-length") if client.command == "HEAD" else str(len(data))
         client.send_header("content-length", length or "0")
         client.end_headers()
+        if rule is not None and rule.cut >= 0:
+            client.wfile.write(data[: rule.cut])
+            client.close_connection = True
+            return
         client.wfile.write(data)
 
 

@@ -61,14 +61,16 @@ class RpcMeddler:
     def __init__(self, port: int) -> None:
         self._port = port
         self.events: list[Event] = []
+        self._open: list[socket.socket] = []
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
         threading.Thread(target=self._accept, daemon=True).start()
 
     def close(self) -> None:
-        """Take no more connections."""
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
+        """Take no more connections, and end those that clients keep for later."""
+        for each in (self._listener, *self._open):
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
         self._listener.close()
 
     def _accept(self) -> None:
@@ -77,6 +79,7 @@ class RpcMeddler:
                 client, _ = self._listener.accept()
             except OSError:
                 return
+            self._open.append(client)
             threading.Thread(target=self._serve, args=(client,), daemon=True).start()
 
     def _serve(self, client: socket.socket) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shutil
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 import bytecheckpoint
 from bytecheckpoint.collectives import current
 from bytecheckpoint.saving.saver import saver_of
+from tests.servers.azure import AzureServer, azurite
 from tests.servers.hdfs import Hdfs
 from tests.servers.s3 import S3Server, versitygw
 
@@ -68,13 +70,47 @@ def hdfs(hdfs_cluster: Hdfs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     return hdfs_cluster
 
 
+@pytest.fixture(scope="session")
+def az_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AzureServer]:
+    """An Azurite for all tests of the run, with a container "container"."""
+    server = azurite(tmp_path_factory.mktemp("azurite"))
+    server.make_container("container")
+    yield server
+    server.server.stop()
+
+
+@pytest.fixture(params=["s3", "az", "hdfs", "mem"])
+def root(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
+    """A place for checkpoints, by URL."""
+    yield from _place(request, monkeypatch, tmp_path)
+
+
+@pytest.fixture(params=["s3", "az", "hdfs", "mem", "file", "fsspec"])
+def anywhere(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
+    """The same, on every kind of storage."""
+    yield from _place(request, monkeypatch, tmp_path)
+
+
+def _place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, folder: Path) -> Iterator[str]:
+    name = uuid.uuid4().hex
+    if request.param == "s3":
+        yield f"s3://{request.getfixturevalue('bucket')}/{name}"
+    elif request.param == "az":
+        use(monkeypatch, request.getfixturevalue("az_server").environment())
+        yield f"az://container/{name}"
+    elif request.param == "hdfs":
+        request.getfixturevalue("hdfs")
+        yield f"hdfs://demo_0/{name}"
+    elif request.param == "mem":
+        yield f"mem://test-{name}"
+        shutil.rmtree(f"/dev/shm/bytecheckpoint-{os.geteuid()}/test-{name}", ignore_errors=True)
+    else:
+        yield f"{'fsspec+' if request.param == 'fsspec' else ''}file://{folder}/place"
+
+
 def use(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]) -> None:
     """Let clients, those of child processes too, find a server."""
     for name in [n for n in os.environ if n.startswith(("AWS_", "AZURE_", "GOOGLE_", "HADOOP_"))]:
         monkeypatch.delenv(name)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    # The writer process has the environment of its start.
-    saver = saver_of(current())
-    if saver._helper is not None:
-        saver._helper.stop()

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
-import shutil
 import subprocess
 import sys
 import threading
-import time
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,10 +22,8 @@ from bytecheckpoint.collectives.base import Collective
 from bytecheckpoint.collectives.threads import ThreadWorld
 from bytecheckpoint.representation.names import generation_of
 from bytecheckpoint.storage import resolve
-from bytecheckpoint.storage.testing import content, write_file
 from tests.faults.coded import load_step, states, step_of, whole
 from tests.faults.ranks import attempt
-from tests.servers.azure import AzureServer, azurite
 from tests.servers.meddler import Meddler, Rule, meddler
 from tests.servers.s3 import S3Server, versitygw
 from tests.servers.toxiproxy import Toxiproxy
@@ -71,31 +65,6 @@ def load(path: str, world: int, rows: int = ROWS) -> set[int]:
         return step_of(mine)
 
     return set(ThreadWorld(world).run(one, timeout=200))
-
-
-@pytest.fixture(scope="session")
-def az_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AzureServer]:
-    server = azurite(tmp_path_factory.mktemp("azurite"))
-    server.make_container("container")
-    yield server
-    server.server.stop()
-
-
-@pytest.fixture(params=["s3", "az", "hdfs", "mem"])
-def root(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A place for checkpoints, by URL."""
-    name = uuid.uuid4().hex
-    if request.param == "s3":
-        yield f"s3://{request.getfixturevalue('bucket')}/{name}"
-    elif request.param == "az":
-        use(monkeypatch, request.getfixturevalue("az_server").environment())
-        yield f"az://container/{name}"
-    elif request.param == "hdfs":
-        request.getfixturevalue("hdfs")
-        yield f"hdfs://demo_0/{name}"
-    else:
-        yield f"mem://test-{name}"
-        shutil.rmtree(f"/dev/shm/bytecheckpoint-{os.geteuid()}/test-{name}", ignore_errors=True)
 
 
 @pytest.mark.parametrize(
@@ -327,24 +296,6 @@ def test_a_slow_line(line: Toxiproxy, kind: str, stream: str, attributes: dict[s
     line.add(kind, stream=stream, **attributes)
     succeeded(save("s3://bucket/step", 1, rows=5000, async_checkpoint=True))
     assert load_step("s3://bucket/step", rows=5000) == 1
-
-
-def test_a_long_range_goes_over_several_connections(line: Toxiproxy) -> None:
-    """Where every connection is limited, as on real stores, a file is read several times as fast as over one."""
-    storage = resolve("s3://bucket/step")
-    data = content(32 << 20)
-    write_file(storage, "model/file", data)
-    line.add("bandwidth", stream="downstream", rate=10_000)
-    out = np.zeros(len(data), np.uint8)
-    seconds = []
-    with contextlib.closing(storage.open("model/file")) as reader:
-        for half, step in ((0, 4 << 20), (16 << 20, 16 << 20)):
-            begun = time.monotonic()
-            for start in range(half, half + (16 << 20), step):
-                reader.read_into(start, [memoryview(out)[start : start + step]])
-            seconds.append(time.monotonic() - begun)
-    assert np.array_equal(out, data)
-    assert seconds[0] > 2.5 * seconds[1], seconds
 
 
 @pytest.mark.parametrize("direction", ["save", "load"])

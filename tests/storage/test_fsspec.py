@@ -149,3 +149,42 @@ def test_another_writer(flaky: type[Flaky]) -> None:
     with pytest.raises(StorageConflictError):
         storage.publish("catalog", b"other", expected="")
     assert storage.list() == [("catalog", 5)]
+
+
+@pytest.mark.parametrize("scheme", ["memory", "file"])
+def test_a_path_that_looks_like_a_pattern(tmp_path: Path, scheme: str) -> None:
+    root = f"fsspec+{scheme}://{tmp_path}"
+    for step in (1, 2):
+        bytecheckpoint.save(f"{root}/[ab]*{{1}}/step", states(step=step))
+        bytecheckpoint.save(f"{root}/a/step", states(step=10 + step))
+    assert load_step(f"{root}/[ab]*{{1}}/step") == 2
+    assert load_step(f"{root}/a/step") == 12
+    fsspec.filesystem("memory").store.clear()
+
+
+class Unreachable(MemoryFileSystem):
+    """It connects when it is made, as sftp does."""
+
+    protocol = "unreachable"
+    cachable = False
+    error: ClassVar[Exception] = OSError()
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        raise self.error
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (ConnectionRefusedError(111, "Connection refused"), StorageUnavailableError),
+        (PermissionError(13, "Authentication failed for https://u:SECRET@host/?k=SECRET"), StorageError),
+        (FileNotFoundError(2, "no such host"), StorageError),
+        (RuntimeError("odd"), StorageError),
+    ],
+)
+def test_a_file_system_that_cannot_be_reached(error: Exception, kind: type[Exception]) -> None:
+    fsspec.register_implementation("unreachable", Unreachable, clobber=True)
+    Unreachable.error = error
+    with pytest.raises(kind, match=r"cannot use fsspec\+unreachable://host/x: ") as raised:
+        resolve("fsspec+unreachable://host/x")
+    assert type(raised.value) is kind and "SECRET" not in str(raised.value)

@@ -268,29 +268,62 @@ def test_abandoned_files_go_with_a_later_save(storage: HdfsStorage, monkeypatch:
 # --- the paper's example, and how clusters are found ------------------------------------------------------------------
 
 
+class Loader:
+    """A dataloader that knows where it is, as torchdata's StatefulDataLoader does."""
+
+    def __init__(self) -> None:
+        self.position = 0
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        while True:
+            self.position += 1
+            yield torch.full((8,), float(self.position))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.position = state["position"]
+
+
 @pytest.mark.parametrize("framework", ["megatron", "fsdp"])
 def test_figure_6_of_the_paper(hdfs: Hdfs, framework: str) -> None:
+    """Its two calls as they are written, and training that goes on with equal losses."""
     if framework == "megatron":
         pytest.importorskip("megatron.core", reason="NOT TESTED HERE: Megatron-Core is not installed")
 
-    def make(value: float) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    def make(value: float) -> tuple[torch.nn.Module, torch.optim.Optimizer, Loader]:
         model = torch.nn.Linear(8, 8)
         torch.nn.init.constant_(model.weight, value)
-        optimizer = torch.optim.AdamW(model.parameters())
-        model(torch.ones(8)).sum().backward()
-        optimizer.step()
-        return model, optimizer
+        return model, torch.optim.AdamW(model.parameters()), Loader()
 
-    path = "hdfs://demo_0/checkpoints"
-    model, optimizer = make(1.0)
-    ckpt_states = {"model": model, "optimizer": optimizer, "extra_states": {"step": 100}}
-    bytecheckpoint.save(path, ckpt_states, framework=framework, async_checkpoint=True).result(60)
-    other, other_optimizer = make(2.0)
-    ckpt_states = {"model": other, "optimizer": other_optimizer, "extra_states": {}}
-    bytecheckpoint.load(path, ckpt_states, framework=framework, overlap_loading=True)
-    assert torch.equal(other.weight, model.weight)
+    def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, dataloader: Loader) -> list[float]:
+        losses = []
+        for batch, _ in zip(dataloader, range(3), strict=False):
+            loss = model(batch).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses
+
+    model, optimizer, dataloader = make(1.0)
+    train(model, optimizer, dataloader)
+    extra_states: dict[str, Any] = {"step": 100}
+    ckpt_states = {"model": model, "optimizer": optimizer, "dataloader": dataloader, "extra_states": extra_states}
+    handle = bytecheckpoint.save("hdfs://demo_0/checkpoints", ckpt_states, framework=framework, async_checkpoint=True)
+    expected = train(model, optimizer, dataloader)
+    handle.result(60)
+
+    model, optimizer, dataloader = make(2.0)
+    train(model, optimizer, dataloader)
+    extra_states = {}
+    ckpt_states = {"model": model, "optimizer": optimizer, "dataloader": dataloader, "extra_states": extra_states}
+    bytecheckpoint.load("hdfs://demo_0/checkpoints", ckpt_states, framework=framework, overlap_loading=True)
     assert ckpt_states["extra_states"] == {"step": 100}
-    resolve(path).delete(name for name, _ in resolve(path).list())
+    assert train(model, optimizer, dataloader) == expected
+    storage = resolve("hdfs://demo_0/checkpoints")
+    storage.delete([name for name, _ in storage.list()])
 
 
 @pytest.mark.parametrize("form", ["host:port", "default", "high availability", "HADOOP_HOME"])

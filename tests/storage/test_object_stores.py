@@ -16,6 +16,8 @@ import pytest
 
 import bytecheckpoint
 from bytecheckpoint import CheckpointError, StorageConflictError, StorageError, StorageUnavailableError
+from bytecheckpoint.collectives import current
+from bytecheckpoint.saving.saver import saver_of
 from bytecheckpoint.storage import NewFile, Storage, resolve
 from bytecheckpoint.storage.testing import content, read_all, write_file
 from bytecheckpoint.storage.uploading import UploadingStorage
@@ -180,6 +182,27 @@ def test_a_completion_whose_answer_gets_lost(meddled: Storage, between: Meddler)
     assert np.array_equal(read_all(meddled, "model/large"), LARGE)
 
 
+@pytest.mark.parametrize("answer", ["done", "no such upload"])
+@pytest.mark.parametrize("carried_out", [False, True])
+def test_a_completion_that_is_answered_wrongly(
+    meddled: Storage, between: Meddler, answer: str, carried_out: bool
+) -> None:
+    """As servers do that were killed while they carried it out."""
+    done = "<CompleteMultipartUploadResult><ETag>&quot;x&quot;</ETag></CompleteMultipartUploadResult>"
+    body = done if answer == "done" else "<Error><Code>NoSuchUpload</Code></Error>"
+    status = 200 if answer == "done" else 404
+
+    def completes(request: Request) -> bool:
+        return request.method == "POST" and "uploadId" in request.path
+
+    wrong = Rule(completes, status=status, body=body.encode(), times=1)
+    # The rule that comes first is the one that applies.
+    between.rules += [Rule(completes, lose=True, times=1), wrong] if carried_out else [wrong]
+    write_file(meddled, "model/large", LARGE)
+    assert wrong.hits == 1
+    assert np.array_equal(read_all(meddled, "model/large"), LARGE)
+
+
 def test_an_upload_that_fails_leaves_nothing(storage: Storage, s3: S3Server, bucket: str) -> None:
     assert isinstance(storage, UploadingStorage)
 
@@ -207,7 +230,7 @@ def test_an_upload_that_is_refused_half_way_leaves_nothing(
 
     between.rules.append(Rule(refused, status=403, body=denied, times=-1))
     with pytest.raises(
-        StorageError, match=r"cannot upload s3://.*/model/file: AccessDenied: no; check the credentials"
+        StorageError, match=r"cannot upload s3://.*/model/file: AccessDenied: no \(attempt 1\); check the credentials"
     ):
         write_file(meddled, "model/file", LARGE)
     assert meddled.list() == []
@@ -302,7 +325,9 @@ def test_wrong_bucket(s3: S3Server) -> None:
     for call in (lambda: bytecheckpoint.save("s3://no-such-bucket/step", states(step=1)),
                  lambda: load_step("s3://no-such-bucket/step")):  # fmt: skip
         begun = time.monotonic()
-        with pytest.raises(StorageError, match=r"s3://no-such-bucket: NoSuchBucket: .*check the bucket's name"):
+        with pytest.raises(
+            StorageError, match=r"s3://no-such-bucket/step/\S+: NoSuchBucket: .*attempt 1.*check the bucket's"
+        ):
             call()
         assert time.monotonic() - begun < 5
 
@@ -312,7 +337,7 @@ def test_wrong_credentials(s3: S3Server, bucket: str, monkeypatch: pytest.Monkey
     use(monkeypatch, variables)
     begun = time.monotonic()
     for asynchronous in (False, True):
-        with pytest.raises(StorageError, match=rf"s3://{bucket}: \w+: .*check the credentials") as raised:
+        with pytest.raises(StorageError, match=rf"s3://{bucket}/step/\S+: \w+: .*check the credentials") as raised:
             bytecheckpoint.save(f"s3://{bucket}/step", states(step=1), async_checkpoint=asynchronous).result(60)
         text = str(raised.value)
         assert not any(
@@ -381,3 +406,25 @@ def test_the_environment_may_change(storage: Storage, s3: S3Server, monkeypatch:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
     assert resolve(storage.url).read("x") == b"content"
     assert os.environ["AWS_SECRET_ACCESS_KEY"] == SECRET
+
+
+def test_the_writer_process_follows_the_environment(
+    bucket: str, s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Credentials that are set, changed and taken away after it has started are those that the next save uses."""
+    for name in s3.environment():
+        monkeypatch.delenv(name)
+    bytecheckpoint.save(tmp_path / "step", states(step=1), async_checkpoint=True).result(60)
+    use(monkeypatch, s3.environment())
+    path = f"s3://{bucket}/step"
+    bytecheckpoint.save(path, states(step=1), async_checkpoint=True).result(60)
+    helper = saver_of(current())._helper
+    assert helper is not None
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "WRONG")
+    with pytest.raises(StorageError, match="check the credentials"):
+        bytecheckpoint.save(path, states(step=2), async_checkpoint=True).result(60)
+    saver_of(current())._failed = None
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+    bytecheckpoint.save(path, states(step=3), async_checkpoint=True).result(60)
+    assert load_step(path) == 3
+    assert saver_of(current())._helper is helper, "it is the same process"

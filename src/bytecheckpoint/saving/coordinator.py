@@ -19,6 +19,7 @@ from ..collectives import Collective
 from ..errors import (
     CheckpointError,
     IncompatibleCheckpointError,
+    StorageConflictError,
     StorageError,
     StorageUnavailableError,
     UsageError,
@@ -28,7 +29,19 @@ from ..planning.save_plan import LocalTable, SavePlan, all_rows, plan_save
 from ..representation.names import CATALOG_NAME, generation_of
 from ..storage import Storage
 from .commit import build_catalog, encode_catalog
-from .messages import Answer, Description, Failure, Outcome, Report, Request, ValueRecord, decode, encode, tag
+from .messages import (
+    MIXED_PLANS,
+    Answer,
+    Description,
+    Failure,
+    Outcome,
+    Report,
+    Request,
+    ValueRecord,
+    decode,
+    encode,
+    tag,
+)
 
 __all__ = ["Coordinator", "SaveTask"]
 
@@ -37,10 +50,6 @@ _KEPT_PLANS = 16
 #: A rank that writes slower than this is taken for hanging, bytes per second.
 _SLOWEST = 4 << 20
 
-_MIXED_PLANS = (
-    "ranks follow different save plans: their states changed in ways that do not belong together, or some rank left "
-    "out a save; the next save plans anew"
-)
 
 Key = tuple[str, str, str]
 
@@ -137,11 +146,11 @@ class Coordinator:
         reports: dict[int, Report] = {r: m for r, m in first.items() if isinstance(m, Report)}
         known, answers = self._plan(task, requests, reports, waits)
         for rank, answer in answers.items():
-            self._tell(task, rank, "b", answer)
-            waits[rank] = "f"
+            self._tell(task, rank, waits[rank], answer)
+            waits[rank] = "f" if rank in requests else "k"
         if requests and all(r.dry for r in requests.values()):
             return
-        later = self._collect(task, requests, "c", self._writing_time(known.plan))
+        later = self._collect(task, answers, "c", self._writing_time(known.plan))
         self._raise_first(later, waits)
         reports.update(later)
         self._check(reports, known)
@@ -149,7 +158,7 @@ class Coordinator:
         assert task.storage is not None
         catalog = build_catalog(known.plan, reports, task.generation, {**task.info, "layout": task.layout})
         # Looked for before the commit: what appears later belongs to a save that begins later.
-        stale = self._stale(task.storage, {f.name: f.size for f in catalog.files})
+        stale = self._stale(task.storage, {f.name: f.size for f in catalog.files}, task.replaces)
         self._publish(task, encode_catalog(catalog))
         self._clean(task.storage, stale)
         for rank in world:
@@ -183,7 +192,7 @@ class Coordinator:
     def _plan(
         self, task: SaveTask, requests: dict[int, Request], reports: dict[int, Report], waits: dict[int, str]
     ) -> tuple[_KnownPlan, dict[int, Answer]]:
-        """The plan that this save follows, and the answers to the ranks that asked for one."""
+        """The plan that this save follows, and the answers to the ranks that asked for one, or have to write anew."""
         old = self._known(reports) if reports else None
         if old is not None:
             # Ranks keep the plans that they used last, so this side does too.
@@ -202,17 +211,21 @@ class Coordinator:
             tables |= {rank: description.table for rank, description in told.items()}
             fixed = {rank: np.frombuffer(description.rows, np.int64) for rank, description in told.items()}
         ordered = [tables[rank] for rank in range(self._collective.world_size)]
-        plan = _plan_around(ordered, fixed)
+        plan, why_anew = _plan_around(ordered, fixed)
         name = f"{self._collective.world_id}-{task.sequence}"
-        expected = [reports[rank].plan if rank in reports else name for rank in range(len(ordered))]
+        asked = {rank: request.values for rank, request in requests.items()}
+        if why_anew:
+            asked |= {rank: report.values for rank, report in reports.items()}
+        expected = [name if rank in asked else reports[rank].plan for rank in range(len(ordered))]
         known = _KnownPlan(name, plan, ordered, expected)
         self._plans[name] = known
         while len(self._plans) > _KEPT_PLANS:
             self._plans.popitem(last=False)
-        values = _writers({r: q.values for r, q in requests.items()}, whole_world=not reports)
+        values = _writers(asked, whole_world=len(asked) == len(ordered))
         differences = _differences(requests, ordered)
         answers = {
-            rank: Answer(name, plan.locals_of(rank).tobytes(), sorted(values[rank]), differences) for rank in requests
+            rank: Answer(name, plan.locals_of(rank).tobytes(), sorted(values[rank]), differences, why_anew)
+            for rank in asked
         }
         return known, answers
 
@@ -259,14 +272,16 @@ class Coordinator:
             reports[rank] = report
 
     @staticmethod
-    def _stale(storage: Storage, named: Mapping[str, int]) -> list[str]:
+    def _stale(storage: Storage, named: Mapping[str, int], replaces: str) -> list[str]:
         """Storage files that the new catalog does not name: the replaced checkpoint's, and those of killed saves.
 
         Args:
             storage: as rank 0 sees it.
             named: the new files and their sizes.
+            replaces: version of the catalog that the new one is to replace.
 
         Raises:
+            StorageConflictError: another save has committed meanwhile, and taken these files for those of a killed one.
             StorageError: a file that a rank has written is not here, or has another size: ranks do not share the path.
         """
         try:
@@ -276,6 +291,11 @@ class Coordinator:
             return []
         for name, size in named.items():
             if present.get(name) != size and not storage.capabilities.machine_only:
+                if storage.version(CATALOG_NAME) != replaces:
+                    raise StorageConflictError(
+                        f"cannot publish {storage.url}/{CATALOG_NAME}: another save replaced it meanwhile; let one job at "
+                        f"a time save to a path"
+                    )
                 _refuse_unseen(storage, name, size)
         return [name for name in present if generation_of(name) is not None and name not in named]
 
@@ -287,24 +307,33 @@ class Coordinator:
             _log.warning("%s: old files could not be removed: %s", storage.url, error)
 
 
-def _plan_around(tables: Sequence[LocalTable], fixed: Mapping[int, NDArray[np.int64]]) -> SavePlan:
+def _plan_around(tables: Sequence[LocalTable], fixed: Mapping[int, NDArray[np.int64]]) -> tuple[SavePlan, str]:
     """A plan in which the ranks in `fixed` have written the rows given, and the others write the rest.
 
+    Returns:
+        The plan, and "". Or else a plan without regard to what was written, and why that does not fit (a rank relied
+        on another one for a shard that this one does not hold any more): then the ranks in `fixed` write anew.
+
     Raises:
-        IncompatibleCheckpointError: that cannot be: the written files hold a shard twice, or lack one.
+        IncompatibleCheckpointError: the states of all ranks do not make whole tensors.
     """
     try:
         plan = plan_save(tables, fixed)
     except IncompatibleCheckpointError as error:
         if not fixed:
             raise
+        why = str(error)
+    else:
+        # Offsets in files are reckoned from the rows of a plan, so what was written must be what the plan says.
+        if all(np.array_equal(plan.locals_of(rank), rows) for rank, rows in fixed.items()):
+            return plan, ""
+        why = "ranks wrote what others have written"
+    try:
+        return plan_save(tables), why
+    except IncompatibleCheckpointError as error:
         if len(fixed) < len(tables):
-            plan_save(tables)  # raises the same where it is the states that do not belong together, not the plans
-        raise IncompatibleCheckpointError(f"{_MIXED_PLANS}: {error}") from error
-    # Offsets in files are reckoned from the rows of a plan, so what was written must be what the plan says.
-    if any(not np.array_equal(plan.locals_of(rank), rows) for rank, rows in fixed.items()):
-        raise IncompatibleCheckpointError(_MIXED_PLANS)
-    return plan
+            raise
+        raise IncompatibleCheckpointError(f"{MIXED_PLANS}: {error}") from error
 
 
 def _refuse_unseen(storage: Storage, name: str, size: int) -> None:

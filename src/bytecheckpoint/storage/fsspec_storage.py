@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import itertools
 import re
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -38,6 +39,8 @@ _T = TypeVar("_T")
 _TEMPORARY = ".publishing-"
 _READ_BYTES = 16 << 20
 _LOCAL = {"file", "local"}
+#: Control characters, and halves of characters, which no encoding has.
+_CONTROL = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")
 #: What file systems say about a file that changes when it is replaced, by any of their names for it.
 _MARKS = (
     "ETag", "etag", "generation", "version_id", "md5", "checksum", "size", "ino", "mtime", "created", "LastModified",
@@ -59,12 +62,13 @@ class FsspecStorage(UploadingStorage):
                 f"environment"
             )
         path = rest.strip("/")
-        if any(part in (".", "..") for part in path.split("/")):
-            raise UsageError(f"{url!r} is not a checkpoint path: it has a '.' or '..' part")
+        if any(part in (".", "..") for part in path.split("/")) or _CONTROL.search(path):
+            raise UsageError(f"{url!r} is not a checkpoint path: it has a '.' or '..' part or a control character")
         try:
-            self._fs, root = fsspec.core.url_to_fs(inner)
-        except (ImportError, ValueError) as error:
-            raise UsageError(f"cannot use fsspec+{scheme}://: {cleaned(str(error))}") from None
+            with _translated("use", f"fsspec+{inner}", 1):  # some connect to their server here
+                self._fs, root = _file_system(inner)
+        except FileNotFoundError:
+            raise StorageError(f"cannot use fsspec+{inner}: no such file or folder (attempt 1)") from None
         self._root = root.rstrip("/")
         self.url = f"fsspec+{inner}".rstrip("/")
         memory = scheme == "memory"
@@ -84,9 +88,10 @@ class FsspecStorage(UploadingStorage):
 
     def _run(self, action: str, shown: str, call: Callable[[], _T]) -> _T:
         """What `call` returns, with typed errors, tried again after transient ones."""
+        tries = itertools.count(1)
 
         def once() -> _T:
-            with _translated(action, shown):
+            with _translated(action, shown, next(tries)):
                 return call()
 
         return retry(once, settings().storage_timeout)
@@ -148,7 +153,7 @@ class FsspecStorage(UploadingStorage):
 
         def put() -> None:
             self._write(temporary, len(data), iter([memoryview(data)]))
-            self._fs.mv(temporary, path)
+            _move(self._fs, temporary, path)
 
         try:
             self._run("publish", shown, put)
@@ -196,6 +201,25 @@ class FsspecStorage(UploadingStorage):
             self._run("delete", shown, lambda: self._fs.rm_file(path))
 
 
+def _file_system(inner: str) -> tuple[Any, str]:
+    """The file system of a URL, and the path in it."""
+    try:
+        found: tuple[Any, str] = fsspec.core.url_to_fs(inner)
+    except (ImportError, ValueError) as error:
+        raise UsageError(f"cannot use fsspec+{inner.partition('://')[0]}://: {cleaned(str(error))}") from None
+    return found
+
+
+def _move(fs: Any, source: str, target: str) -> None:
+    """Rename a file where that is one operation, else copy it and remove it."""
+    if type(fs).mv is fsspec.AbstractFileSystem.mv:
+        # That one takes "[" and "*" for patterns.
+        fs.cp_file(source, target)
+        fs.rm_file(source)
+    else:
+        fs.mv(source, target)
+
+
 class _Reader(FileReader):
     step_bytes = _READ_BYTES
 
@@ -226,7 +250,7 @@ class _Reader(FileReader):
 
 
 @contextlib.contextmanager
-def _translated(action: str, shown: str) -> Iterator[None]:
+def _translated(action: str, shown: str, attempt: int) -> Iterator[None]:
     """Turn what file systems raise, which may be anything and hold secrets, into typed errors."""
     try:
         yield
@@ -239,11 +263,11 @@ def _translated(action: str, shown: str) -> Iterator[None]:
         what = f"cannot {action} {shown}: {reason}"
         number = error.errno if isinstance(error, OSError) else None
         if number in FULL:
-            raise StorageFullError(f"{what}; free space and save again") from None
+            raise StorageFullError(f"{what} (attempt {attempt}); free space and save again") from None
         passing = any(_PASSING.search(cls.__name__) for cls in type(error).__mro__[:-2])
         if number in TRANSIENT or passing:
             raise StorageUnavailableError(f"{what}; check that the storage can be reached", undecided=True) from None
-        raise StorageError(what) from None
+        raise StorageError(f"{what} (attempt {attempt})") from None
 
 
 def _write_fully(file: Any, piece: memoryview) -> None:

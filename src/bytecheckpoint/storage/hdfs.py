@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..errors import StorageConflictError, StorageError
 from .base import FileReader, FileStat, check_name
@@ -26,14 +25,14 @@ from .hdfs_config import parse_url
 from .hdfs_errors import absent
 from .hdfs_upload import PART_MARK, Upload
 from .parallel import at_the_same_time
+from .ranged import Cut, Piece, fill
 from .uploading import Pieces, UploadingStorage
 
 __all__ = ["HdfsStorage"]
 
 _T = TypeVar("_T")
-#: Longest range of one request to a DataNode, and how many of them one call of a reader makes at once.
-_RANGE = 2 << 20
-_RANGES_AT_ONCE = 8
+#: How reads go: every request is a connection to a DataNode of its own.
+_CUT = Cut(parts=4, shortest=1 << 20, longest=2 << 20, threads=8)
 _LISTINGS = 8
 _DELETIONS = 8
 _TEMPORARY = ".bytecheckpoint-publishing-"
@@ -239,7 +238,7 @@ class HdfsStorage(UploadingStorage):
 
 
 class _Reader(FileReader):
-    step_bytes = _RANGE * _RANGES_AT_ONCE
+    step_bytes = 16 << 20
 
     def __init__(self, cluster: Cluster, contact: Contact, path: str, shown: str) -> None:
         self._cluster = cluster
@@ -251,22 +250,9 @@ class _Reader(FileReader):
         self.size = len(self._file)
 
     def read_into(self, offset: int, buffers: Sequence[memoryview]) -> int:
-        position = offset
-        pieces: list[tuple[int, NDArray[np.uint8]]] = []
-        for buffer in buffers:
-            target = np.frombuffer(buffer, np.uint8)[: max(self.size - position, 0)]
-            pieces += [(position + start, target[start : start + _RANGE]) for start in range(0, len(target), _RANGE)]
-            position += len(target)
-        # One chain to one DataNode carries only so much: a long range goes over several.
-        got = at_the_same_time(self._get, pieces, _RANGES_AT_ONCE, "bytecheckpoint-get")
-        total = 0
-        for (_, target), count in zip(pieces, got, strict=True):
-            total += count
-            if count < len(target):
-                break
-        return total
+        return fill(self._get, offset, buffers, self.size, _CUT)
 
-    def _get(self, piece: tuple[int, NDArray[np.uint8]]) -> int:
+    def _get(self, piece: Piece) -> int:
         """Fill one piece; 0 when the file was removed meanwhile."""
         start, target = piece
         failed: Any = None

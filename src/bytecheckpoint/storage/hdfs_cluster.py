@@ -37,6 +37,8 @@ _FIRST_CALL_SECONDS = 20.0
 #: "No room" is believed after so long: a DataNode that has just started is not known to have any.
 _NO_ROOM_SECONDS = 15.0
 _TIRED_SECONDS = 5.0
+#: Clients kept. Each has threads and connections.
+_KEPT = 8
 
 
 class Contact:
@@ -112,7 +114,9 @@ class Cluster:
                 result = bounded(call, self.limit(contact)) if limited else call()
             except (CheckpointError, FileExistsError):
                 raise
-            except Exception as error:  # noqa: BLE001  a typed one takes its place
+            except BaseException as error:
+                if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                    raise  # panics of the client are no ordinary exceptions
                 facts = facts_of(error)
                 if facts.answered:
                     contact.made()
@@ -208,6 +212,7 @@ def bounded(call: Callable[[], _T], seconds: float) -> _T:
 
 #: The process in which the client's threads run.
 _user: int | None = None
+#: The most recently used last.
 _clusters: dict[Target, Cluster] = {}
 _clusters_lock = threading.Lock()
 
@@ -227,9 +232,11 @@ def cluster_of(authority: str) -> Cluster:
     target = target_of(authority)
     _refuse_fork(f"hdfs://{authority}")
     with _clusters_lock:
-        if target not in _clusters:
-            _clusters[target] = Cluster(target)
-        return _clusters[target]
+        cluster = _clusters.pop(target, None) or Cluster(target)
+        _clusters[target] = cluster
+        if len(_clusters) > _KEPT:
+            del _clusters[next(iter(_clusters))]
+        return cluster
 
 
 def _after_fork() -> None:

@@ -19,7 +19,8 @@ __all__ = ["Address", "Target", "parse_url", "target_of"]
 
 _DEFAULT_PORT = 8020
 _FILES = ("core-site.xml", "hdfs-site.xml")
-_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+#: Control characters, and halves of characters, which no encoding has.
+_CONTROL = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")
 _VARIABLES = (
     "HADOOP_CONF_DIR", "HADOOP_HOME", "HADOOP_USER_NAME", "HADOOP_PROXY_USER", "HADOOP_TOKEN_FILE_LOCATION", "KRB5CCNAME",
 )  # fmt: skip

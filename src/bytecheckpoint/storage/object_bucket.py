@@ -6,21 +6,32 @@ import contextlib
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import obstore
 
-from ..errors import StorageError, StorageUnavailableError
+from ..errors import CheckpointError, StorageError, StorageUnavailableError
 from ..settings import settings
 from .object_config import environment, make_client
 from .object_errors import facts_of, no_credentials, storage_error
 from .parallel import at_the_same_time
 from .retrying import Attempts
 
-__all__ = ["Bucket", "bucket_of"]
+__all__ = ["REFUSED", "Bucket", "bucket_of"]
 
 _T = TypeVar("_T")
+#: How the client says that a store refused a conditional put.
+REFUSED = (obstore.exceptions.AlreadyExistsError, obstore.exceptions.PreconditionError)
+#: How long a store is tried that has not answered this process before: a wrong endpoint is told soon, and a server that is
+#: being restarted is waited for.
+_FIRST_SECONDS = 30.0
+#: Bytes per second of one connection that stores on the other side of a network do not reach.
+_NEAR = 150e6
+_RATES = 2
+#: Clients kept. Each has connections; programs that go through many buckets or credentials shall not collect them.
+_KEPT = 16
 #: After an operation that failed to the end of its time limit, cleaning up does not wait for as long again.
 _TIRED_SECONDS = 120.0
 _TIRED_LIMIT = 5.0
@@ -38,11 +49,13 @@ class Bucket:
         seconds: for how long operations are tried again after transient errors.
         single: a client of the same bucket that tries everything once, by default the same.
         deleting: makes a client that deletes one object at a time, for stores that know no bulk deletion.
+        first: a client for the first request, with less patience, by default the same.
         known: nothing has to be found out about the configuration.
 
     Attributes:
         commits: what `object_commit` found out about conditional puts; None: nothing yet.
         lock: held by who finds something out.
+        rates: bytes per second of the last long answers, each over one connection.
     """
 
     def __init__(
@@ -52,6 +65,7 @@ class Bucket:
         seconds: float,
         single: Any = None,
         deleting: Callable[[], Any] | None = None,
+        first: Any = None,
         *,
         known: bool = False,
     ) -> None:
@@ -59,40 +73,75 @@ class Bucket:
         self.seconds = seconds
         self.commits: Any = None
         self.lock = threading.Lock()
+        self.rates: deque[float] = deque(maxlen=_RATES)
         self._client = client
         self._single = client if single is None else single
         self._deleting = deleting
+        self._first = self._single if first is None else first
         self._known = known
         self._failed_at = -_TIRED_SECONDS
+        self._silence: tuple[float, BaseException] | None = None
         self._checking = threading.Lock()
 
-    def check(self) -> None:
-        """Refuse a bucket that is not there and credentials that are not accepted, without the patience of `run`.
+    @property
+    def near(self) -> bool:
+        """Whether one connection carries so much that further ones bring nothing: a store on this machine or beside it."""
+        return max(self.rates.copy(), default=0.0) > _NEAR
 
-        Done once. A store that does not answer at all is left to the operation that follows, which waits for it.
+    def check(self, action: str, shown: str) -> None:
+        """Refuse a bucket that is not there, credentials that are not accepted, and a store that does not answer.
+
+        Done until it has answered once, with less patience than `run` has.
+
+        Args:
+            action: what is to be done, for messages.
+            shown: what it is to be done to, for messages.
 
         Raises:
             StorageError: the bucket cannot be used.
         """
         _refuse_fork(self.name)
-        with self._checking:
-            if not self._known:
-                self._try_out()
-                self._known = True
+        asked = time.monotonic()
+        if not self._known:
+            with self._checking:
+                self._meet(action, shown, asked)
 
-    def _try_out(self) -> None:
-        try:
-            obstore.list_with_delimiter(self._single, "bytecheckpoint-no-such-folder")
-        except (obstore.exceptions.BaseError, OSError) as error:
-            facts = facts_of(error)
-            if facts.credentials:
-                raise no_credentials("use", self.name, facts) from None
-            if facts.code not in _MAY_STILL_WRITE and not facts.transient:
-                found = storage_error(error, "use", self.name)
-                raise found if isinstance(found, StorageError) else StorageError(str(found)) from None
+    def _meet(self, action: str, shown: str, asked: float) -> None:
+        if self._silence is not None and self._silence[0] > asked:
+            # Threads that waited for one which got no answer do not try for as long, one after the other.
+            raise storage_error(self._silence[1], action, shown) from None
+        attempts = Attempts(min(self.seconds, _FIRST_SECONDS))
+        while not self._known:
+            attempts.count += 1
+            try:
+                obstore.list_with_delimiter(self._first, "bytecheckpoint-no-such-folder")
+                self._known = True
+            except BaseException as error:
+                if not _of_client(error):
+                    raise
+                facts = facts_of(error)
+                if facts.credentials:
+                    raise no_credentials(action, shown, facts, attempts.count) from None
+                if facts.code in _MAY_STILL_WRITE or (facts.transient and facts.status):
+                    self._known = True  # it answers: the operation that follows knows how long to wait
+                    return
+                found = storage_error(error, action, shown, attempts.count)
+                if not facts.transient:
+                    raise found if isinstance(found, StorageError) else StorageError(str(found)) from None
+                if not attempts.pause():
+                    self._failed_at = time.monotonic()
+                    self._silence = self._failed_at, error.with_traceback(None)
+                    raise found from None
 
     def run(
-        self, action: str, shown: str, call: Callable[[Any], _T], *, patient: bool = False, brief: bool = False
+        self,
+        action: str,
+        shown: str,
+        call: Callable[[Any], _T],
+        *,
+        patient: bool = False,
+        brief: bool = False,
+        conditional: bool = False,
     ) -> _T:
         """What `call(client)` returns, tried again after transient errors.
 
@@ -102,12 +151,13 @@ class Bucket:
             call: one try. Errors that are not the client's pass through.
             patient: the client itself tries each of its requests again, because `call` consists of many.
             brief: give up soon if the bucket was out of reach a moment ago.
+            conditional: it is a put that the store may rightly refuse.
 
         Raises:
             StorageError: typed; FileNotFoundError: no such object.
             obstore.exceptions.AlreadyExistsError, PreconditionError: of a conditional put.
         """
-        self.check()
+        self.check(action, shown)
         client = self._client if patient else self._single
         tired = brief and time.monotonic() - self._failed_at < _TIRED_SECONDS
         seconds = _TIRED_LIMIT if tired else self.seconds
@@ -117,9 +167,11 @@ class Bucket:
             tries += 1
             try:
                 return call(client)
-            except (obstore.exceptions.AlreadyExistsError, obstore.exceptions.PreconditionError):
+            except CheckpointError:
                 raise
-            except (obstore.exceptions.BaseError, OSError, ValueError) as error:
+            except BaseException as error:
+                if not _of_client(error) or (conditional and isinstance(error, REFUSED)):
+                    raise
                 facts = facts_of(error)
                 found = storage_error(error, action, shown, tries)
                 tries += facts.retries
@@ -175,6 +227,13 @@ def _refuse_fork(name: str) -> None:
         )
 
 
+def _of_client(error: BaseException) -> bool:
+    """Whether the client raised it. Its panics are no ordinary exceptions."""
+    known = (obstore.exceptions.BaseError, OSError, ValueError)
+    return isinstance(error, known) or type(error).__name__ == "PanicException"
+
+
+#: The most recently used last.
 _buckets: dict[tuple[str, str, float, int], Bucket] = {}
 _buckets_lock = threading.Lock()
 
@@ -185,19 +244,24 @@ def bucket_of(scheme: str, name: str) -> Bucket:
     who = hash(tuple(sorted(variables.items())))
     key = (scheme, name, seconds, who)
     with _buckets_lock:
-        if key not in _buckets:
+        bucket = _buckets.pop(key, None)
+        if bucket is None:
             like = next((b for k, b in _buckets.items() if k[:2] == key[:2] and k[3] == who), None)
             client = make_client(scheme, name, seconds, variables, patient=True)
             single = make_client(scheme, name, seconds, variables)
-            _buckets[key] = Bucket(
+            bucket = Bucket(
                 f"{scheme}://{name}",
                 client,
                 seconds,
                 single,
                 lambda: make_client(scheme, name, seconds, variables, disable_bulk_delete=True),
+                make_client(scheme, name, min(seconds, _FIRST_SECONDS), variables),
             )
-            _buckets[key].commits = like.commits if like else None
-        return _buckets[key]
+            bucket.commits = like.commits if like else None
+        _buckets[key] = bucket
+        if len(_buckets) > _KEPT:
+            del _buckets[next(iter(_buckets))]
+        return bucket
 
 
 def _forget_lock() -> None:

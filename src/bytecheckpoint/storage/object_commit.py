@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 import obstore
 
-from ..errors import StorageConflictError, StorageError
+from ..errors import StorageConflictError, StorageError, StorageUnavailableError
 from ..settings import settings
-from .object_bucket import Bucket
+from .object_bucket import REFUSED, Bucket
+from .retrying import Attempts
 
 if TYPE_CHECKING:
     from .base import Storage
@@ -35,7 +36,8 @@ _RACES = 3
 _RACERS = 12
 _PROBE = ".bytecheckpoint-probe-"
 _ABANDONED_SECONDS = 3600.0
-_REFUSED = (obstore.exceptions.AlreadyExistsError, obstore.exceptions.PreconditionError)
+#: How long a put is tried that is refused although nothing has changed.
+_REFUSAL_SECONDS = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +94,15 @@ def _try_out(bucket: Bucket, prefix: str) -> Commits:
         keys.append(f"{name}-{len(keys)}")
         return _winners(client, keys[-1])
 
+    def winners() -> int:
+        for _ in range(_RACES):
+            count = bucket.run("try conditional puts on", f"{bucket.name}/{name}", race)
+            if count:
+                break  # a store may refuse all of them, for now
+        return count
+
     try:
-        shown = f"{bucket.name}/{name}"
-        create = all(bucket.run("try conditional puts on", shown, race) == 1 for _ in range(_RACES))
+        create = all(winners() == 1 for _ in range(_RACES))
         return Commits(create, create and _replaces(bucket, keys[-1]))
     finally:
         try:
@@ -119,8 +127,8 @@ def _put(bucket: Bucket, key: str, data: bytes, mode: Any) -> bool:
         obstore.put(client, key, data, mode=mode, use_multipart=False)
 
     try:
-        bucket.run("try conditional puts on", f"{bucket.name}/{key}", call)
-    except (*_REFUSED, FileNotFoundError):
+        bucket.run("try conditional puts on", f"{bucket.name}/{key}", call, conditional=True)
+    except (*REFUSED, FileNotFoundError):
         return False
     return True
 
@@ -138,7 +146,7 @@ def _winners(client: Any, key: str) -> int:
     # The client's own threads do it: at the end of the interpreter Python makes no more of its own.
     answers = _without_loop(lambda: asyncio.run(race()))
     for answer in answers:
-        if isinstance(answer, BaseException) and not isinstance(answer, _REFUSED):
+        if isinstance(answer, BaseException) and not isinstance(answer, REFUSED):
             raise answer
     return sum(not isinstance(answer, BaseException) for answer in answers)
 
@@ -171,7 +179,8 @@ def publish_exclusively(bucket: Bucket, key: str, shown: str, data: bytes, expec
     """Put `data` under `key` if what is there is what was expected.
 
     A refusal may come from this writer's own put, whose answer was lost: catalogs differ in the name of their save, so
-    equal bytes are one's own.
+    equal bytes are one's own. Or it comes from requests of others that changed nothing in the end (S3's status 409): then
+    the put is tried again.
 
     Args:
         bucket: the bucket.
@@ -183,6 +192,7 @@ def publish_exclusively(bucket: Bucket, key: str, shown: str, data: bytes, expec
 
     Raises:
         StorageConflictError: somebody else's bytes are there.
+        StorageUnavailableError: the store goes on refusing, although nothing has changed.
     """
     name = shown[len(storage.url) + 1 :]
     mode: Any = "create" if not expected else _condition(*msgspec.json.decode(expected))
@@ -194,11 +204,22 @@ def publish_exclusively(bucket: Bucket, key: str, shown: str, data: bytes, expec
     def put(client: Any) -> None:
         obstore.put(client, key, data, mode=mode, use_multipart=False)
 
-    try:
-        bucket.run("publish", shown, put)
-    except (*_REFUSED, FileNotFoundError):
-        if not _holds(storage, name, data):
-            raise _conflict(shown) from None
+    attempts = Attempts(min(bucket.seconds, _REFUSAL_SECONDS))
+    while True:
+        attempts.count += 1
+        try:
+            bucket.run("publish", shown, put, conditional=True)
+            return
+        except (*REFUSED, FileNotFoundError):
+            pass
+        if storage.version(name) != expected:
+            if _holds(storage, name, data):
+                return
+            raise _conflict(shown)
+        if not attempts.pause():
+            raise StorageUnavailableError(
+                f"cannot publish {shown}: its condition is refused, although nothing has changed ({attempts}); save again"
+            )
 
 
 def _holds(storage: Storage, name: str, data: bytes) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -14,16 +15,23 @@ __all__ = ["SCHEMES", "environment", "make_client"]
 
 #: What the store calls its top-level folders, by scheme.
 SCHEMES = {"s3": "bucket", "gs": "bucket", "az": "container"}
-_PREFIXES = ("AWS_", "AZURE_", "GOOGLE_")
+_PREFIXES = {"s3": "AWS_", "gs": "GOOGLE_", "az": "AZURE_"}
+_ENDPOINTS = {
+    "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT", "AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT",
+    "AZURE_STORAGE_BLOB_ENDPOINT",
+}  # fmt: skip
 #: A request whose signature is this old is refused by some stores, and the client does not sign anew.
 _LONGEST_RETRY = 240.0
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+#: Variables that may hold whole documents.
+_DOCUMENTS = {"GOOGLE_SERVICE_ACCOUNT_KEY", "GOOGLE_APPLICATION_CREDENTIALS_JSON"}
 #: Time limit of one request, which carries at most some ten megabytes.
 _REQUEST_SECONDS = 120.0
 
 
 def environment() -> dict[str, str]:
     """The variables that configure object stores."""
-    return {name: value for name, value in os.environ.items() if name.startswith(_PREFIXES)}
+    return {name: value for name, value in os.environ.items() if name.startswith(tuple(_PREFIXES.values()))}
 
 
 def make_client(
@@ -44,6 +52,7 @@ def make_client(
     """
     import obstore.store
 
+    _refuse_broken(scheme, variables)
     retry = {
         "max_retries": 10_000 if patient else 0,
         "retry_timeout": timedelta(seconds=min(seconds, _LONGEST_RETRY)),
@@ -64,6 +73,19 @@ def make_client(
         from .object_errors import facts_of
 
         raise UsageError(f"cannot use {scheme}://{bucket}: {facts_of(error).reason}; see its variables") from None
+
+
+def _refuse_broken(scheme: str, variables: Mapping[str, str]) -> None:
+    """Refuse variables on which the client ends with a panic, without repeating what they hold."""
+    for name, value in variables.items():
+        if not name.startswith(_PREFIXES[scheme]):
+            continue
+        if _CONTROL.search(value) and name not in _DOCUMENTS:
+            raise UsageError(
+                f"cannot use {scheme}://: {name} holds a line break or another control character; set it without that"
+            )
+        if name in _ENDPOINTS and value and not re.match(r"https?://[^/]", value):
+            raise UsageError(f"cannot use {scheme}://: {name} is no URL: write http://host:port or https://host")
 
 
 def _s3(variables: Mapping[str, str], client: dict[str, Any]) -> dict[str, Any]:

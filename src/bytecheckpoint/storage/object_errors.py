@@ -17,7 +17,8 @@ __all__ = ["Facts", "cleaned", "facts_of", "no_credentials", "storage_error"]
 _STATUS = re.compile(r"status code: (\d{3})(?: ([A-Za-z ]+))?")
 _RETRIES = re.compile(r"after (\d+) retries")
 _ELAPSED = re.compile(r" in ([0-9.]+)(ns|µs|ms|s)\b")
-_CODE = re.compile(r"<Code>([A-Za-z0-9.]+)</Code>")
+#: The server's own word, in its answer or, of one object of several, in the client's sentence.
+_CODE = re.compile(r"<Code>([A-Za-z0-9.]+)</Code>|\(code: ([A-Za-z0-9.]+)\)")
 _MESSAGE = re.compile(r"<Message>([^<]*)</Message>")
 _KIND = re.compile(r"kind: (Connect|Timeout|Interrupted|Decode|Request|Unknown)\b")
 _SYSTEM = re.compile(r'message: "([^"]{1,100})"|(invalid peer certificate[^"]{0,80}|dns error[^"]{0,80})')
@@ -33,6 +34,13 @@ _NO_BUCKET = {"NoSuchBucket", "ContainerNotFound", "InvalidBucketName", "Invalid
 _FULL = {"QuotaExceeded", "XMinioStorageFull", "InsufficientCapacity", "AccountQuotaExceeded", "StorageFull"}
 _NOT_ACCEPTED = {"InvalidToken", "ExpiredToken", "TokenRefreshRequired", "RequestTimeTooSkewed", "AuthenticationFailed"}
 _WRONG_REGION = "incorrectly configured region"
+_REGION = {"AuthorizationHeaderMalformed", "IllegalLocationConstraintException", "InvalidRegion"}
+#: Words of answers that another attempt may cure, whatever their status.
+_TRANSIENT_CODES = {
+    "RequestTimeout", "SlowDown", "InternalError", "ServiceUnavailable", "Throttling", "ThrottlingException",
+    "RequestThrottled", "TooManyRequests", "OperationAborted", "ConditionalRequestConflict", "ServerBusy",
+    "OperationTimedOut",
+}  # fmt: skip
 #: Statuses that another attempt may cure.
 _TRANSIENT = {408, 425, 429, 500, 502, 503, 504}
 
@@ -70,7 +78,7 @@ def facts_of(error: BaseException) -> Facts:
     text, _, dump = str(error).partition("\n\nDebug source")
     found = _STATUS.search(text)
     status = int(found[1]) if found else 0
-    code = found_code[1] if (found_code := _CODE.search(text)) else ""
+    code = found_code[1] or found_code[2] if (found_code := _CODE.search(text)) else ""
     retries = int(found_retries[1]) if (found_retries := _RETRIES.search(text)) else 0
     elapsed = float(took[1]) * _UNITS[took[2]] if (took := _ELAPSED.search(text)) else 0.0
     head = text.partition("status code")[0]
@@ -88,6 +96,8 @@ def facts_of(error: BaseException) -> Facts:
 def _is_transient(text: str, dump: str, status: int, code: str) -> bool:
     if code in _FULL:
         return False
+    if code in _TRANSIENT_CODES:
+        return True
     if status:
         return status in _TRANSIENT
     if "builder error" in text or "invalid peer certificate" in dump:
@@ -108,11 +118,11 @@ def _reason(text: str, dump: str, code: str) -> str:
     return cleaned(text)[:200]
 
 
-def no_credentials(action: str, shown: str, facts: Facts) -> StorageError:
+def no_credentials(action: str, shown: str, facts: Facts, attempts: int) -> StorageError:
     """The error for an environment without credentials."""
     return StorageError(
         f"cannot {action} {shown}: found no credentials in the environment, and the machine's own service gave none "
-        f"({facts.reason}); set them as the storage's own tools want them"
+        f"({facts.reason}, attempt {attempts}); set them as the storage's own tools want them"
     )
 
 
@@ -130,19 +140,17 @@ def storage_error(error: BaseException, action: str, shown: str, attempts: int =
     """
     facts = facts_of(error)
     tries = attempts + facts.retries
-    what = f"cannot {action} {shown}: {facts.reason}"
+    what = f"cannot {action} {shown}: {facts.reason} (attempt {tries})"
     if facts.credentials and not facts.transient:
-        return no_credentials(action, shown, facts)
-    if facts.code in _NO_BUCKET or _WRONG_REGION in str(error):
+        return no_credentials(action, shown, facts, tries)
+    if facts.code in _NO_BUCKET | _REGION or _WRONG_REGION in str(error):
         return StorageError(f"{what}; check the bucket's name, its region and the endpoint")
     if facts.code in _FULL or facts.status == 507:
         return StorageFullError(f"{what}; free space or raise the quota, then save again")
     if isinstance(error, FileNotFoundError):
         return FileNotFoundError(2, "no such object", shown)
     if facts.transient:
-        return StorageUnavailableError(
-            f"{what} (attempt {tries}); check that the storage can be reached", undecided=facts.status != 429
-        )
+        return StorageUnavailableError(f"{what}; check that the storage can be reached", undecided=facts.status != 429)
     if facts.status in (401, 403) or facts.code in _NOT_ACCEPTED:
         return StorageError(f"{what}; check the credentials and what they are allowed to do")
     return StorageError(what)

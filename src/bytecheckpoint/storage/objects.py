@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
 import numpy as np
 import obstore
-from numpy.typing import NDArray
 
 from ..errors import StorageError, UsageError
 from .base import FileReader, FileStat, NewFile, check_name
@@ -17,6 +17,7 @@ from .object_bucket import Bucket, bucket_of
 from .object_commit import examine, publish_exclusively
 from .object_config import SCHEMES
 from .parallel import at_the_same_time
+from .ranged import Cut, Piece, fill
 from .uploading import Pieces, UploadingStorage
 
 __all__ = ["ObjectStorage"]
@@ -25,11 +26,16 @@ __all__ = ["ObjectStorage"]
 _PART_BYTES = 8 << 20
 _MOST_PARTS = 9_000  # stores take 10,000
 _PARTS_IN_FLIGHT = 8
-#: Longest range of one request, and how many of them one call of a reader makes at once.
-_GET_BYTES = 4 << 20
-_GETS_AT_ONCE = 4
+#: Pauses before each look for what was uploaded, in seconds.
+_LOOKS = (0.0, 0.2, 1.0)
+#: How reads go where one connection carries only so much, and where it is as fast as the machine.
+_FAR = Cut(parts=4, shortest=1 << 20, longest=4 << 20, threads=4)
+_NEAR = Cut(parts=2, shortest=8 << 20, longest=8 << 20, threads=2)
+#: Bytes of an answer that are taken at a time: small enough to stay in the processor's cache until they are copied.
+_STREAM_BYTES = 1 << 20
 _LISTINGS = 8
-_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+#: Control characters, and halves of characters, which no encoding has.
+_CONTROL = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")
 
 
 class ObjectStorage(UploadingStorage):
@@ -55,7 +61,7 @@ class ObjectStorage(UploadingStorage):
     # --- files ------------------------------------------------------------------------------------------------
 
     def admit(self, request: NewFile) -> None:
-        self._bucket.check()
+        self._bucket.check("upload", self._shown(request.name))
 
     def upload(self, name: str, size: int, pieces: Pieces) -> None:
         key = self._key(name)
@@ -70,9 +76,9 @@ class ObjectStorage(UploadingStorage):
                     client, key, pieces(), use_multipart=True, chunk_size=part, max_concurrency=_PARTS_IN_FLIGHT
                 )
             except FileNotFoundError as error:
-                if "<Code>NoSuchUpload</Code>" in str(error):  # an earlier try completed it, and its answer got lost
-                    raise obstore.exceptions.GenericError(f"HTTP error: {error}") from None
-                raise
+                if "<Code>NoSuchUpload</Code>" not in str(error):
+                    raise
+            _look_for(client, key, size)
 
         try:
             self._bucket.run("upload", self._shown(name), send, patient=True)
@@ -133,8 +139,24 @@ class ObjectStorage(UploadingStorage):
         self._bucket.delete([self._key(name) for name in names], self.url)
 
 
+def _look_for(client: Any, key: str, size: int) -> None:
+    """See that a completed upload has left its object.
+
+    A completion whose answer got lost is asked for again, and servers that were killed in between answer that in any way:
+    that there is no such upload, although they have carried it out, or that it is done, although they have not.
+    """
+    for pause in _LOOKS:
+        time.sleep(pause)
+        try:
+            if obstore.head(client, key)["size"] == size:
+                return
+        except FileNotFoundError:
+            pass
+    raise obstore.exceptions.GenericError("HTTP error: the object is not there after its upload")
+
+
 class _Reader(FileReader):
-    step_bytes = _GET_BYTES * _GETS_AT_ONCE
+    step_bytes = 16 << 20
 
     def __init__(self, bucket: Bucket, key: str, shown: str) -> None:
         self._bucket = bucket
@@ -143,43 +165,34 @@ class _Reader(FileReader):
         self.size = bucket.run("open", shown, lambda client: obstore.head(client, key))["size"]
 
     def read_into(self, offset: int, buffers: Sequence[memoryview]) -> int:
-        position = offset
-        pieces: list[tuple[int, NDArray[np.uint8]]] = []
-        for buffer in buffers:
-            target = np.frombuffer(buffer, np.uint8)[: max(self.size - position, 0)]
-            pieces += [
-                (position + start, target[start : start + _GET_BYTES]) for start in range(0, len(target), _GET_BYTES)
-            ]
-            position += len(target)
-        # One connection carries only so much: a long range goes over several.
-        got = at_the_same_time(self._get, pieces, _GETS_AT_ONCE, "bytecheckpoint-get")
-        total = 0
-        for (_, target), count in zip(pieces, got, strict=True):
-            total += count
-            if count < len(target):
-                break
-        return total
+        return fill(self._get, offset, buffers, self.size, _NEAR if self._bucket.near else _FAR)
 
-    def _get(self, piece: tuple[int, NDArray[np.uint8]]) -> int:
+    def _get(self, piece: Piece) -> int:
         """Fill one piece; the bytes read, fewer when the object was removed or cut meanwhile."""
         start, target = piece
         done = 0
+
+        def request(client: Any) -> None:
+            # What has arrived before a connection broke is not asked for again.
+            nonlocal done
+            rest: Any = {"range": (start + done, start + len(target))}
+            begun, before = time.perf_counter(), done
+            for data in obstore.get(client, self._key, options=rest).stream(min_chunk_size=_STREAM_BYTES):
+                part = np.frombuffer(data, np.uint8)
+                np.copyto(target[done : done + len(part)], part)
+                done += len(part)
+            if done - before >= _STREAM_BYTES:
+                self._bucket.rates.append((done - before) / (time.perf_counter() - begun))
+
         while done < len(target):
+            before = done
             try:
-                data = self._request(start + done, len(target) - done)
+                self._bucket.run("read", self._shown, request)
             except FileNotFoundError:
                 break
-            if not len(data):
+            if done == before:
                 break
-            np.copyto(target[done : done + len(data)], data)
-            done += len(data)
         return done
-
-    def _request(self, start: int, count: int) -> NDArray[np.uint8]:
-        data = self._bucket.run(
-            "read", self._shown, lambda client: obstore.get_range(client, self._key, start=start, length=count)
-        )
-        return np.frombuffer(data, np.uint8)
 
     def close(self) -> None:
         pass

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -78,6 +78,9 @@ class WrappedStorage(Storage):
     def stat(self, name: str) -> FileStat:
         return self.around(Call("stat", name), lambda: self.inner.stat(name))
 
+    def version(self, name: str) -> str:
+        return self.around(Call("version", name), lambda: self.inner.version(name))
+
     def publish(self, name: str, data: bytes, *, expected: str | None = None) -> None:
         self.around(Call("publish", name, len(data)), lambda: self.inner.publish(name, data, expected=expected))
 
@@ -129,6 +132,12 @@ class _WrappedReader(FileReader):
     def read_into(self, offset: int, buffers: Sequence[memoryview]) -> int:
         call = Call("read_into", self._name, sum(map(len, buffers)))
         return self._storage.around(call, lambda: self._inner.read_into(offset, buffers))
+
+    def fits(self, size: int) -> bool:
+        return self._inner.fits(size)
+
+    def others(self) -> Iterator[FileReader]:
+        return (_WrappedReader(self._storage, other, self._name) for other in self._inner.others())
 
     def close(self) -> None:
         self._inner.close()
@@ -197,7 +206,7 @@ class MeteredStorage(WrappedStorage):
 # --- trying again -----------------------------------------------------------------------------------------------------
 
 #: What can be repeated without harm. A file that was created or published may be there, although the answer got lost.
-_REPEATABLE = {"open", "read", "read_into", "stat", "list", "folders", "delete", "sync", "write"}
+_REPEATABLE = {"open", "read", "read_into", "stat", "version", "list", "folders", "delete", "sync", "write"}
 
 
 class RetryingStorage(WrappedStorage):

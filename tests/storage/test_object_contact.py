@@ -1,0 +1,165 @@
+"""Object stores that are not where the environment says, or that do not answer: an error soon, on every thread."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+import bytecheckpoint
+from bytecheckpoint import StorageError, StorageUnavailableError, UsageError
+from bytecheckpoint.storage import object_bucket, resolve
+from tests.faults.coded import load_step, states
+from tests.storage.conftest import use
+
+_VARIABLES = {
+    "s3": {
+        "AWS_ACCESS_KEY_ID": "KEY-MARK",
+        "AWS_SECRET_ACCESS_KEY": "SECRET-MARK",
+        "AWS_REGION": "us-east-1",
+        "AWS_ENDPOINT_URL": "",
+    },
+    "az": {
+        "AZURE_STORAGE_ACCOUNT_NAME": "account",
+        "AZURE_STORAGE_SAS_TOKEN": "sv=2022&sig=SECRET-MARK",
+        "AZURE_STORAGE_ENDPOINT": "",
+    },
+}
+
+
+@pytest.fixture(params=list(_VARIABLES))
+def at(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
+    """Lets an endpoint be the store's; the URL of a checkpoint there."""
+    monkeypatch.setattr(object_bucket, "_FIRST_SECONDS", 1.0)
+
+    def point(endpoint: str) -> str:
+        found = _VARIABLES[request.param]
+        use(monkeypatch, {name: value or endpoint for name, value in found.items()})
+        return f"{request.param}://bucket-1/step"
+
+    return point
+
+
+class Peer:
+    """Something that listens where a store should, and does `serve` with every connection."""
+
+    def __init__(self, serve: Callable[[socket.socket], None]) -> None:
+        self._serve = serve
+        self._listener = socket.create_server(("127.0.0.1", 0), backlog=100)
+        self.endpoint = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        self.connections: list[socket.socket] = []
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                connection, _ = self._listener.accept()
+                self.connections.append(connection)
+                self._serve(connection)
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        for each in (self._listener, *self.connections):
+            each.close()
+
+
+def silent(_: socket.socket) -> None:
+    """It takes connections and says nothing."""
+
+
+def hangs_up(connection: socket.socket) -> None:
+    connection.close()
+
+
+def garbles(connection: socket.socket) -> None:
+    """Another protocol."""
+    with contextlib.suppress(OSError):
+        connection.recv(1 << 16)
+        connection.sendall(b"\x15\x03\x01\x00\x02\x02\x46" * 100)
+        connection.close()
+
+
+@pytest.fixture(params=[silent, hangs_up, garbles])
+def peer(request: pytest.FixtureRequest) -> Iterator[Peer]:
+    made = Peer(request.param)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("endpoint", ["http://127.0.0.1:1", "http://no-such-host.invalid"])
+def test_an_endpoint_where_nobody_is(at: Callable[[str], str], endpoint: str) -> None:
+    """With the ordinary patience of three minutes, which is for stores that have answered once."""
+    path = at(endpoint)
+    begun = time.monotonic()
+    says = r"(Connection refused|dns error).* \(attempt \d+\); check"
+    with pytest.raises(StorageUnavailableError, match=rf"cannot read {path}/metadata\.parquet: {says}") as raised:
+        load_step(path)
+    with pytest.raises(StorageUnavailableError, match=rf"cannot \w+.* {path}\S*: {says}"):
+        bytecheckpoint.save(path, states(step=1))
+    assert time.monotonic() - begun < 20
+    assert "MARK" not in str(raised.value)
+
+
+def test_a_peer_that_is_no_store(at: Callable[[str], str], peer: Peer) -> None:
+    path = at(peer.endpoint)
+    begun = time.monotonic()
+    with pytest.raises(StorageError, match=rf"cannot read {path}/metadata\.parquet: .*\(attempt \d+\)") as raised:
+        load_step(path)
+    with pytest.raises(StorageError, match=path):
+        bytecheckpoint.save(path, states(step=1))
+    assert time.monotonic() - begun < 25
+    assert "MARK" not in str(raised.value)
+
+
+def test_threads_do_not_wait_one_after_the_other(at: Callable[[str], str]) -> None:
+    peer = Peer(silent)
+    path = at(peer.endpoint)
+
+    def one(number: int) -> str:
+        with pytest.raises(StorageUnavailableError) as raised:
+            resolve(path).read(f"file-{number}")
+        return str(raised.value)
+
+    begun = time.monotonic()
+    with ThreadPoolExecutor(16) as pool:
+        said = list(pool.map(one, range(16)))
+    assert time.monotonic() - begun < 10
+    assert all(f"cannot read {path}/file-{number}: " in text for number, text in enumerate(said))
+    peer.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("AWS_SECRET_ACCESS_KEY", "SECRET-MARK\n", "AWS_SECRET_ACCESS_KEY holds a line break"),
+        ("AWS_SESSION_TOKEN", "SECRET-MARK\r\n", "AWS_SESSION_TOKEN holds a line break"),
+        ("AWS_ACCESS_KEY_ID", "\tSECRET-MARK", "AWS_ACCESS_KEY_ID holds a line break or another control character"),
+        ("AWS_ENDPOINT_URL", "user:SECRET-MARK@127.0.0.1:9000", "AWS_ENDPOINT_URL is no URL: write http://host:port"),
+        ("AWS_ENDPOINT_URL", "localhost:9000", "AWS_ENDPOINT_URL is no URL"),
+        ("AWS_ENDPOINT_URL_S3", "ftp://SECRET-MARK/", "AWS_ENDPOINT_URL_S3 is no URL"),
+    ],
+)
+def test_variables_on_which_the_client_panics(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str, says: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A line break at the end of a key, for one, as it comes out of a file."""
+    use(monkeypatch, {**_VARIABLES["s3"], "AWS_ENDPOINT_URL": "http://127.0.0.1:1", name: value})
+    with pytest.raises(UsageError, match=says) as raised:
+        resolve("s3://bucket-1/step")
+    assert "SECRET-MARK" not in str(raised.value) + "".join(capfd.readouterr())
+
+
+def test_only_so_many_clients_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    use(monkeypatch, {**_VARIABLES["s3"], "AWS_ENDPOINT_URL": "http://127.0.0.1:1"})
+    monkeypatch.setattr(object_bucket, "_KEPT", 3)
+    first = object_bucket.bucket_of("s3", "bucket-first")
+    for number in range(10):
+        object_bucket.bucket_of("s3", f"bucket-{number}")
+        assert object_bucket.bucket_of("s3", "bucket-first") is first, "what is in use stays"
+    assert len(object_bucket._buckets) == 3

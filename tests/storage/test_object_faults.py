@@ -1,0 +1,407 @@
+"""Object stores that answer wrongly, in part or not at all: a retry succeeds, or one error says all."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import urllib.parse
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import bytecheckpoint
+from bytecheckpoint import (
+    CheckpointError,
+    CorruptCheckpointError,
+    StorageConflictError,
+    StorageError,
+    StorageUnavailableError,
+)
+from bytecheckpoint.cli.main import run
+from bytecheckpoint.storage import Storage, object_commit, resolve
+from bytecheckpoint.storage.testing import content, read_all, write_file
+from tests.faults.coded import load_step, states
+from tests.servers.meddler import Meddler, Request, Rule, meddler
+from tests.servers.s3 import KEY, SECRET, S3Server
+from tests.storage.conftest import use
+
+pytestmark = [pytest.mark.server, pytest.mark.timeout(200)]
+
+LARGE = content((9 << 20) + 77)
+ROWS = 3000
+
+
+@pytest.fixture
+def between(s3: S3Server, bucket: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Meddler]:
+    """A proxy that can meddle, before the server."""
+    with meddler(s3.endpoint) as made:
+        use(monkeypatch, s3.environment(made.endpoint))
+        yield made
+
+
+@pytest.fixture
+def path(between: Meddler, bucket: str) -> str:
+    return f"s3://{bucket}/runs/step"
+
+
+@pytest.fixture
+def storage(path: str, between: Meddler) -> Storage:
+    made = resolve(path)
+    made.probe("metadata.parquet", "")
+    between.requests.clear()
+    return made
+
+
+def asks(method: str, word: str = "") -> Callable[[Request], bool]:
+    return lambda request: request.method == method and word in request.path
+
+
+def coded(code: str, message: str = "so it is") -> bytes:
+    return f"<Error><Code>{code}</Code><Message>{message}</Message></Error>".encode()
+
+
+def undeleted(code: str) -> bytes:
+    """What a bulk deletion answers, with status 200, when one object could not be deleted."""
+    return (
+        '<?xml version="1.0" encoding="UTF-8"?><DeleteResult xmlns="http://s3.amazonaws.com/doc/2006-03-01/"><Error>'
+        f"<Key>runs/step/model/1</Key><Code>{code}</Code><Message>so it is</Message></Error></DeleteResult>"
+    ).encode()
+
+
+# --- answers that come in part ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cut", [0, 1, 100_000])
+def test_a_body_that_breaks_off_is_asked_for_again(storage: Storage, between: Meddler, cut: int) -> None:
+    write_file(storage, "model/file", LARGE)
+    rule = Rule(asks("GET", "model/file"), cut=cut, times=3)
+    between.rules.append(rule)
+    assert np.array_equal(read_all(storage, "model/file"), LARGE)
+    assert rule.hits == 3
+    rule.times = 2
+    assert storage.read("model/file") == LARGE.tobytes()
+    assert rule.hits == 5
+
+
+def test_a_body_that_always_breaks_off(storage: Storage, between: Meddler, path: str) -> None:
+    bytecheckpoint.configure(storage_timeout=1.5)
+    storage = resolve(path)
+    write_file(storage, "model/file", LARGE)
+    between.rules.append(Rule(asks("GET", "model/file"), cut=1000, times=-1))
+    begun = time.monotonic()
+    with pytest.raises(StorageUnavailableError, match=rf"cannot read {path}/model/file: .* \(attempt \d+\)"):
+        read_all(storage, "model/file")
+    assert time.monotonic() - begun < 10
+
+
+def test_a_store_that_knows_no_ranges(storage: Storage, between: Meddler, path: str) -> None:
+    """Status 200 and the whole object: nothing of it may pass for the range."""
+    write_file(storage, "model/file", LARGE)
+    headers = {"etag": '"x"', "last-modified": "Mon, 02 Jan 2023 10:00:00 GMT"}
+    between.rules.append(Rule(asks("GET", "model/file"), status=200, body=LARGE.tobytes(), headers=headers, times=-1))
+    out = np.zeros(1000, np.uint8)
+    with (
+        contextlib.closing(storage.open("model/file")) as reader,
+        pytest.raises(StorageError, match=rf"cannot read {path}/model/file: .*attempt"),
+    ):
+        reader.read_into(5000, [memoryview(out)])
+
+
+@pytest.mark.parametrize("sent", [999, 1, 1500])
+def test_a_range_of_another_length(storage: Storage, between: Meddler, sent: int) -> None:
+    """Fewer bytes are completed by further requests or refused, more are refused; none is taken for another."""
+    write_file(storage, "model/file", LARGE)
+    headers = {
+        "etag": '"x"', "last-modified": "Mon, 02 Jan 2023 10:00:00 GMT",
+        "content-range": f"bytes 5000-{5000 + sent - 1}/{len(LARGE)}",
+    }  # fmt: skip
+    body = LARGE[5000 : 5000 + sent].tobytes()
+    between.rules.append(Rule(asks("GET", "model/file"), status=206, body=body, headers=headers, times=1))
+    out = np.zeros(1000, np.uint8)
+    with contextlib.closing(storage.open("model/file")) as reader:
+        got = 0
+        with contextlib.suppress(StorageError):
+            got = reader.read_into(5000, [memoryview(out)])
+    assert got in (0, 1000)
+    assert np.array_equal(out[:got], LARGE[5000 : 5000 + got])
+
+
+def test_an_object_that_goes_between_the_list_and_the_read(storage: Storage, between: Meddler, path: str) -> None:
+    bytecheckpoint.save(path, states(step=1))
+    between.rules.append(Rule(asks("HEAD", "model/rank"), status=404, times=-1))
+    with pytest.raises(CorruptCheckpointError, match=rf"{path}: the storage file model/rank.* is missing"):
+        load_step(path)
+
+
+def test_an_object_that_is_replaced_while_it_is_read(storage: Storage, between: Meddler, path: str) -> None:
+    """Nobody replaces a storage file; if somebody does, its sums tell."""
+    bytecheckpoint.save(path, states(step=1, rows=ROWS))
+    (name,) = [name for name, _ in resolve(path).list() if name.startswith("model/rank")]
+    good = storage.read(name)
+
+    def replace(request: Request) -> bool:
+        if request.method == "GET" and "model/rank" in request.path and storage.read is not None:
+            between.rules.clear()
+            storage.publish(name, good[::-1])
+        return False
+
+    between.rules.append(Rule(replace))
+    with pytest.raises(CorruptCheckpointError, match="checksum mismatch"):
+        load_step(path, rows=ROWS)
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize(
+    ("method", "word", "says"),
+    [
+        (
+            "PUT",
+            "model/rank",
+            r"cannot upload {path}/model/rank-\S+: AccessDenied: so it is \(attempt 1\); check the cred",
+        ),
+        (
+            "PUT",
+            "metadata",
+            r"cannot publish {path}/metadata\.parquet: AccessDenied: so it is \(attempt 1\); check the c",
+        ),
+        (
+            "PUT",
+            "probe",
+            r"cannot try conditional puts on {root}/\S+: AccessDenied: so it is \(attempt 1\); check the c",
+        ),
+        ("GET", "list-type", r"cannot list {root}\S*: AccessDenied: so it is \(attempt 1\); check the credentials"),
+        (
+            "HEAD",
+            "metadata",
+            r"cannot look at {path}/metadata\.parquet: HTTP status 403 Forbidden \(attempt 1\); check",
+        ),
+    ],
+)
+def test_permission_denied(
+    storage: Storage, between: Meddler, path: str, method: str, word: str, says: str, mode: str
+) -> None:
+    bytecheckpoint.configure(writer="thread")
+    bytecheckpoint.save(path, states(step=1))
+    files = storage.list()
+    resolve(path)._bucket.commits = None  # type: ignore[attr-defined]
+    between.rules.append(Rule(asks(method, word), status=403, body=coded("AccessDenied"), times=-1))
+    with pytest.raises(StorageError, match=says.format(path=path, root=path.removesuffix("/runs/step"))) as raised:
+        bytecheckpoint.save(path, states(step=2), async_checkpoint=mode == "async").result(60)
+    assert type(raised.value) is StorageError
+    bytecheckpoint.saving.saver.saver_of(bytecheckpoint.collectives.current())._failed = None
+    between.rules.clear()
+    assert load_step(path) == 1
+    assert run(["verify", path]) == 0
+    assert storage.list() == files, "what the failed save has sent is removed"
+    bytecheckpoint.save(path, states(step=3))
+    assert load_step(path) == 3
+
+
+@pytest.mark.parametrize(("status", "code"), [(400, "ExpiredToken"), (403, "AccessDenied"), (400, "InvalidToken")])
+def test_credentials_that_expire(storage: Storage, between: Meddler, path: str, status: int, code: str) -> None:
+    bytecheckpoint.save(path, states(step=1))
+    between.rules.append(Rule(lambda r: r.method != "HEAD", status=status, body=coded(code), times=-1))
+    says = rf"{path}\S*: {code}: so it is \(attempt 1\); check the credentials and what they are allowed to do"
+    begun = time.monotonic()
+    with pytest.raises(StorageError, match=rf"cannot read {says}"):
+        load_step(path)
+    with pytest.raises(StorageError, match=says.replace(path, path.removesuffix("/runs/step"))):
+        bytecheckpoint.save(path, states(step=2))
+    assert time.monotonic() - begun < 10
+    between.rules.clear()
+    assert load_step(path) == 1
+
+
+def test_a_wrong_region(s3: S3Server, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_REGION", "eu-nowhere-1")
+    begun = time.monotonic()
+    with pytest.raises(StorageError, match=rf"cannot read s3://{bucket}/step/metadata\.parquet: .*attempt 1.*region"):
+        load_step(f"s3://{bucket}/step")
+    assert time.monotonic() - begun < 10
+
+
+@pytest.mark.parametrize(
+    ("status", "code"),
+    [
+        (500, "InternalError"), (502, ""), (503, "SlowDown"), (503, "ServiceUnavailable"), (504, ""),
+        (429, "TooManyRequests"), (400, "RequestTimeout"), (409, "OperationAborted"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("size", [100, len(LARGE)])
+def test_a_burst_of_passing_refusals(storage: Storage, between: Meddler, size: int, status: int, code: str) -> None:
+    """Every operation is hit twice in a row, and nobody notices."""
+    data = LARGE[:size]
+    # Without a body, as an answer to HEAD is, nothing tells these two from refusals that stay.
+    methods = ("PUT", "GET", "DELETE", "POST", *(["HEAD"] if status not in (400, 409) else []))
+    body = coded(code) if code else b""
+
+    def again() -> None:
+        between.rules[:] = [Rule(asks(method), status=status, body=body, times=2) for method in methods]
+
+    for call in (
+        lambda: write_file(storage, "model/file", data),
+        lambda: storage.publish("metadata.parquet", b"catalog", expected=""),
+        storage.list,
+        storage.folders,
+        lambda: storage.version("metadata.parquet"),
+        lambda: storage.publish("metadata.parquet", b"catalog 2"),
+    ):
+        again()
+        call()
+    again()
+    assert np.array_equal(read_all(storage, "model/file"), data)
+    assert storage.read("metadata.parquet") == b"catalog 2"
+    again()
+    storage.delete(["model/file", "metadata.parquet"])
+    assert storage.list() == []
+
+
+def test_a_deletion_that_fails_for_some_objects(storage: Storage, between: Meddler, path: str) -> None:
+    """The answer to a bulk deletion is 200 even so."""
+    for number in range(3):
+        write_file(storage, f"model/{number}", content(10))
+    between.rules.append(Rule(asks("POST", "delete"), status=200, body=undeleted("InternalError"), times=2))
+    storage.delete([f"model/{number}" for number in range(3)])
+    assert storage.list() == []
+    write_file(storage, "model/1", content(10))
+    between.rules.append(Rule(asks("POST", "delete"), status=200, body=undeleted("AccessDenied"), times=-1))
+    with pytest.raises(StorageError, match=rf"cannot delete from {path}: .*AccessDenied.*\(attempt 1\)") as raised:
+        storage.delete(["model/1"])
+    assert type(raised.value) is StorageError
+
+
+# --- conditional puts -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("replacing", [False, True])
+@pytest.mark.parametrize("status", [409, 412])
+def test_a_condition_refused_although_nothing_has_changed(
+    storage: Storage, between: Meddler, replacing: bool, status: int
+) -> None:
+    """S3 answers 409 when requests of others were under way, whatever became of them."""
+    if replacing:
+        storage.publish("metadata.parquet", b"old", expected="")
+    version = storage.version("metadata.parquet")
+    rule = Rule(asks("PUT", "metadata"), status=status, body=coded("ConditionalRequestConflict"), times=2)
+    between.rules.append(rule)
+    storage.publish("metadata.parquet", b"new", expected=version)
+    assert rule.hits == 2
+    assert storage.read("metadata.parquet") == b"new"
+
+
+def test_a_condition_refused_for_ever(storage: Storage, between: Meddler, path: str, monkeypatch: Any) -> None:
+    monkeypatch.setattr(object_commit, "_REFUSAL_SECONDS", 1.0)
+    between.rules.append(Rule(asks("PUT", "metadata"), status=412, body=coded("PreconditionFailed"), times=-1))
+    with pytest.raises(
+        StorageUnavailableError, match=rf"cannot publish {path}/metadata\.parquet: .*nothing has changed \(\d+ attempts"
+    ):
+        storage.publish("metadata.parquet", b"new", expected="")
+
+
+def test_a_conflict_after_refusals(storage: Storage, between: Meddler) -> None:
+    """Refused twice for nothing; then another writer was quicker indeed."""
+
+    def refuse(request: Request) -> bool:
+        if request.method != "PUT" or "metadata" not in request.path or "if-none-match" not in request.headers:
+            return False
+        if rule.hits == 1:
+            storage.publish("metadata.parquet", b"theirs")
+        return True
+
+    rule = Rule(refuse, status=409, body=coded("ConditionalRequestConflict"), times=2)
+    between.rules.append(rule)
+    with pytest.raises(StorageConflictError, match="another save"):
+        storage.publish("metadata.parquet", b"ours", expected="")
+    assert storage.read("metadata.parquet") == b"theirs"
+
+
+def test_a_probe_all_of_whose_puts_are_refused_at_first(between: Meddler, path: str) -> None:
+    rule = Rule(asks("PUT", "probe"), status=409, body=coded("ConditionalRequestConflict"), times=12)
+    between.rules.append(rule)
+    bytecheckpoint.save(path, states(step=1))
+    assert rule.hits == 12
+    assert load_step(path) == 1
+
+
+# --- secrets ----------------------------------------------------------------------------------------------------------
+
+
+def test_no_secret_is_shown_anywhere(
+    s3: S3Server, bucket: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capfd: Any
+) -> None:
+    """Neither in errors of all kinds, nor in logs, nor in what objects say of themselves, nor in files."""
+    caplog.set_level(0)
+    said: list[str] = []
+    token = "TOKEN-MARK"
+    with meddler(s3.endpoint) as between:
+        endpoint = between.endpoint.replace("http://", "http://user:USERINFO-MARK@")
+        use(monkeypatch, s3.environment(endpoint))
+        path = f"s3://{bucket}/runs/step"
+        bytecheckpoint.configure(storage_timeout=1.0, writer="thread")
+        bytecheckpoint.save(path, states(step=1))
+        storage = resolve(path)
+        stored = b"".join(storage.read(name) for name, _ in storage.list())
+        assert not any(word.encode() in stored for word in (SECRET, "USERINFO-MARK", KEY))
+        said += [repr(storage), str(storage), storage.url, repr(vars(storage))]
+        monkeypatch.setenv("AWS_SESSION_TOKEN", token)
+        echo = (
+            coded("Odd", f"see http://h/?X-Amz-Security-Token={token}&X-Amz-Signature=SIGNATURE-MARK") + token.encode()
+        )
+        for status, code in (
+            (500, ""),
+            (403, "AccessDenied"),
+            (400, "Odd"),
+            (404, "NoSuchBucket"),
+            (301, ""),
+            (418, ""),
+        ):
+            body = echo.replace(b"Odd", code.encode()) if code else echo
+            between.rules[:] = [Rule(lambda r: True, status=status, body=body, times=-1)]
+            for call in (
+                lambda: resolve(path).read("metadata.parquet"),
+                lambda: resolve(path).list(),
+                lambda: write_file(resolve(path), "model/file", content(10)),
+                lambda: bytecheckpoint.save(path, states(step=2)),
+                lambda: load_step(path),
+            ):
+                try:
+                    call()
+                except (CheckpointError, FileNotFoundError) as error:
+                    said.append(f"{error!r} {error}")
+    said += [caplog.text, *capfd.readouterr()]
+    for word in (SECRET, "USERINFO-MARK", "TOKEN-MARK", "SIGNATURE-MARK"):
+        assert not [text for text in said if word in text], word
+    assert len(said) > 20
+
+
+# --- names and numbers ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "folder", ["a b", "100%", "%2e%2e", "ünï-文", "x#y", "x&y=z+w", "it's", "(1)[2]{3}", "~", "s3:"]
+)
+def test_other_tools_find_the_same_keys(s3: S3Server, bucket: str, folder: str) -> None:
+    resolve(f"s3://{bucket}/{folder}/step").publish("metadata.parquet", b"catalog", expected="")
+    assert s3.request("GET", urllib.parse.quote(f"/{bucket}/{folder}/step/metadata.parquet", safe="/~")) == b"catalog"
+
+
+@pytest.mark.parametrize("path", ["a//b", "a/../b", "./a", "..", "a/b?x", "a\nb", "\udcff", "a/./b"])
+def test_paths_that_are_none(bucket: str, path: str) -> None:
+    with pytest.raises(bytecheckpoint.UsageError, match="s3://"):
+        resolve(f"s3://{bucket}/{path}")
+
+
+def test_foreign_objects_are_no_obstacle(s3: S3Server, bucket: str) -> None:
+    path = f"s3://{bucket}/runs/step"
+    for key in ("runs/step/notes.txt", "runs/step/model/readme%20%25.md", "runs/step/deep/er/x", "runs/stepping/y"):
+        s3.request("PUT", f"/{bucket}/{key}", body=b"x")
+    for step in (1, 2):
+        bytecheckpoint.save(path, states(step=step))
+    assert load_step(path) == 2
+    names = [name for name, _ in resolve(path).list()]
+    assert "notes.txt" in names and "model/readme %.md" in names

@@ -1,0 +1,148 @@
+"""What holds on every storage alike: odd paths, roots, very many files, writers at the same time, bytes read once."""
+
+from __future__ import annotations
+
+import contextlib
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+import bytecheckpoint
+from bytecheckpoint import CheckpointError, StorageConflictError, UsageError, loading
+from bytecheckpoint.cli.main import run
+from bytecheckpoint.collectives.threads import ThreadWorld
+from bytecheckpoint.storage import resolve
+from bytecheckpoint.storage.wrappers import Meter, MeteredStorage
+from tests.faults.coded import load_step, states
+from tests.servers.hdfs import Hdfs
+from tests.storage.test_end_to_end import load, save, succeeded
+
+pytestmark = [pytest.mark.server, pytest.mark.timeout(300)]
+
+ROWS = 3000
+
+
+@pytest.mark.parametrize(
+    "folder",
+    [
+        "a b",
+        "100%",
+        "%2e%2e",
+        "ünï-文",
+        "x#y",
+        "x&y=z+w",
+        "it's",
+        "(1)[2]{3}",
+        "a/b/c",
+        "~",
+        "-",
+        "e\u0301",
+        "*",
+        "l" * 200,
+    ],
+)
+def test_paths_of_odd_characters(anywhere: str, folder: str) -> None:
+    path = f"{anywhere}/{folder}/step"
+    for step in (1, 2):
+        bytecheckpoint.save(path, states(step=step), async_checkpoint=step == 2).result(60)
+        assert load_step(path) == step == load_step(f"{path}/")
+    assert run(["verify", path]) == 0
+    assert resolve(f"{anywhere}/{folder}").folders() == ["step"]
+    assert load_step(resolve(path).url) == 2
+
+
+def test_slashes(anywhere: str) -> None:
+    """Slashes at the end mean nothing; an empty part inside is one place or no place, but never a second one."""
+    path = f"{anywhere}/step"
+    bytecheckpoint.save(f"{path}//", states(step=1))
+    assert load_step(path) == load_step(f"{path}/") == 1
+    found = 1
+    with contextlib.suppress(UsageError):
+        found = load_step(f"{anywhere}//step")
+    assert found == 1
+
+
+def test_the_root_of_a_bucket(bucket: str) -> None:
+    for step, path in enumerate((f"s3://{bucket}", f"s3://{bucket}/"), 1):
+        bytecheckpoint.save(path, states(step=step), async_checkpoint=step == 2).result(60)
+        assert load_step(path) == step
+        assert run(["verify", path]) == 0
+    assert run(["ls", path]) == 0
+
+
+def test_the_root_of_an_hdfs(hdfs: Hdfs) -> None:
+    for step, path in enumerate(("hdfs://demo_0", "hdfs://demo_0/"), 1):
+        bytecheckpoint.save(path, states(step=step), async_checkpoint=step == 2).result(60)
+        assert load_step(path) == step
+        assert run(["verify", path]) == 0
+    with bytecheckpoint.open("hdfs://demo_0") as checkpoint:
+        names = [file.name for file in checkpoint._catalog.files]
+    resolve("hdfs://demo_0").delete(["metadata.parquet", *names])
+
+
+def test_very_many_files(anywhere: str) -> None:
+    """More than one page of a listing and one request of a bulk deletion hold."""
+    storage = resolve(f"{anywhere}/step")
+    remote = not anywhere.startswith(("az", "hdfs"))
+    names = [f"kind-{number % 2}/file-{number:05d}" for number in range(2300 if remote else 1100)]
+    names += [f"only/file-{number:05d}" for number in range(0 if remote else 1050)]
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda name: storage.publish(name, b"x"), names))
+    assert storage.list() == sorted((name, 1) for name in names)
+    storage.delete(names)
+    assert storage.list() == []
+
+
+def test_two_jobs_that_save_to_one_path(anywhere: str) -> None:
+    """Whoever wins, what is there is complete, and the other is told."""
+    path = f"{anywhere}/step"
+
+    def one(step: int) -> Any:
+        try:
+            return ThreadWorld(1).run(
+                lambda _: bytecheckpoint.save(path, states(step=step, rows=ROWS)).result(60), timeout=120
+            )
+        except CheckpointError as error:
+            return error
+
+    if not resolve(path).capabilities.exclusive_publish:
+        pytest.skip("this storage promises less")
+    for number in range(3):
+        steps = (2 * number + 1, 2 * number + 2)
+        with ThreadPoolExecutor(2) as pool:
+            got = list(pool.map(one, steps))
+        failed = [g for g in got if isinstance(g, Exception)]
+        # On HDFS a sub-file may be missed while it is still being written.
+        told = [isinstance(g, StorageConflictError) or "somebody has removed it" in str(g) for g in failed]
+        assert len(failed) <= 1 and all(told), got
+        assert run(["verify", path]) == 0
+        assert load_step(path, rows=ROWS) in steps
+
+
+def test_a_load_reads_no_byte_twice(anywhere: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks of the world together ask for what is stored, once, whatever is sharded or replicated."""
+    path = f"{anywhere}/step"
+    succeeded(save(path, 1, world=2))
+    sizes = sum(size for name, size in resolve(path).list() if "/" in name)
+    for world in (1, 2, 3):
+        meter = Meter()
+        with monkeypatch.context() as patch:
+            patch.setattr(loading, "resolve_storage", lambda url, meter=meter: MeteredStorage(resolve(url), meter))
+            assert load(path, world) == {1}
+        # What is small and wanted by all (plain values) each rank may read for itself.
+        spare = (world - 1) * 64_000
+        assert 0.95 * sizes < meter.bytes("read_into") <= sizes + spare, f"{meter.bytes('read_into')} of {sizes}"
+        assert meter.bytes("write") == 0
+
+
+def test_a_part_of_a_tensor_takes_that_part_of_its_bytes(anywhere: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = f"{anywhere}/step"
+    whole = torch.arange(1 << 22, dtype=torch.float32).reshape(64, -1)
+    bytecheckpoint.save(path, {"model": {"w": whole}})
+    meter = Meter()
+    monkeypatch.setattr("bytecheckpoint.opening.resolve", lambda url: MeteredStorage(resolve(url), meter))
+    with bytecheckpoint.open(path) as checkpoint:
+        assert torch.equal(checkpoint["model/w"][5:6], whole[5:6])
+    assert meter.bytes("read_into") <= 3 << 20
