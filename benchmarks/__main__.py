@@ -124,7 +124,7 @@ def _about(options: Options) -> dict[str, Any]:
     from importlib.metadata import PackageNotFoundError, version
 
     versions = {}
-    for name in ("bytecheckpoint", "torch", "torch-checkpointing", "safetensors", "numpy"):
+    for name in ("bytecheckpoint", "torch", "torch-checkpointing", "safetensors", "megatron-core", "numpy"):
         try:
             versions[name] = version(name)
         except PackageNotFoundError:

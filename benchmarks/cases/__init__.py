@@ -10,6 +10,7 @@ from benchmarks.cases.ddp import ddp_load
 from benchmarks.cases.fresh_process import first_calls
 from benchmarks.cases.interference import interference
 from benchmarks.cases.irregular import irregular
+from benchmarks.cases.megatron import megatron
 from benchmarks.cases.planning_scale import planning
 from benchmarks.cases.reshard import reshard
 from benchmarks.cases.roundtrip import roundtrip
@@ -44,4 +45,6 @@ CASES: dict[str, Case] = {
     "ddp": Case(ddp_load, (2, 4)),
     "irregular": Case(irregular, (2, 4)),
     "planning": Case(planning),
+    # The last: it makes torch take the CPU for a CUDA device.
+    "megatron": Case(megatron, (1, 2, 4)),
 }

@@ -6,9 +6,11 @@ whatever library sends it; a checkpoint's own messages (plan and commit) are in 
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,9 +29,11 @@ from torch.distributed.fsdp import (
 
 import bytecheckpoint
 from benchmarks.bench import Bench
-from benchmarks.measure import Arm
+from benchmarks.measure import Arm, peak_memory
+from bytecheckpoint.collectives import current
+from bytecheckpoint.saving.saver import saver_of
 
-__all__ = ["irregular"]
+__all__ = ["Contender", "irregular", "measured", "pool_bytes"]
 
 _WIDTH = 1000  # no power of two: flat shards end in the middle of rows
 
@@ -77,19 +81,42 @@ def _gathered(model: FSDP, optimizer: torch.optim.Optimizer, sharded: bool, fold
     return end
 
 
-class _Contender:
-    """Begins a save, and waits for its end outside of what is measured."""
+class Contender:
+    """Begins a save, and waits for its end outside of what is measured.
 
-    def __init__(self, bench: Bench, name: str, begin: Callable[[Path], Callable[[], object]]) -> None:
+    Args:
+        bench: the run.
+        name: of the arm.
+        begin: saves into a folder; what it returns waits for the end.
+        kept: bytes of memory that a save leaves mapped for the next one, and that its own rise does not show.
+    """
+
+    def __init__(
+        self,
+        bench: Bench,
+        name: str,
+        begin: Callable[[Path], Callable[[], object]],
+        kept: Callable[[], int] = lambda: 0,
+    ) -> None:
         self._bench = bench
         self._begin = begin
+        self._kept = kept
         self._folder = bench.folder / name
         self._wait: Callable[[], object] | None = None
         self._since = (0.0, 0)
+        self._memory: dict[str, float] = {}
+        self._watch: Any = None
         self.ends: list[dict[str, float]] = []
-        self.arm = Arm(name, self._run, lambda: bench.clear(name), self._end)
+        self.arm = Arm(name, self._run, self._before, self._end)
+
+    def _before(self) -> None:
+        self._bench.clear(self.arm.name)
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)  # else memory of an earlier round hides what this one takes
 
     def _run(self) -> None:
+        self._watch = peak_memory(self._memory)
+        self._watch.__enter__()
         self._since = time.perf_counter(), _sent()
         self._wait = self._begin(self._folder)
 
@@ -98,28 +125,50 @@ class _Contender:
         if self._wait is not None:
             self._wait()
         seconds = time.perf_counter() - self._since[0]
+        self._watch.__exit__(None, None, None)
         world.barrier()
         network = _sent() - self._since[1]
-        self.ends.append({"end_to_end": world.max(seconds), "network_bytes": world.max(float(network))})
+        peak = self._memory["peak_bytes"] + self._kept() if world.rank == 0 else 0.0
+        self.ends.append(
+            {
+                "end_to_end": world.max(seconds),
+                "network_bytes": world.max(float(network)),
+                "rank_0_bytes": world.max(peak),
+            }
+        )
         self._wait = None
 
 
+def pool_bytes() -> int:
+    """Size of this rank's staging pool, which stays from save to save."""
+    return saver_of(current()).pool.capacity
+
+
+def measured(bench: Bench, case: str, nbytes: int, contenders: Sequence[Contender]) -> None:
+    """Measure for how long they block.
+
+    Further figures: seconds to the end, bytes over the network by all ranks together, and by how much the resident memory
+    of rank 0 rose at most.
+    """
+    results = bench.measure(case, nbytes, [c.arm for c in contenders])
+    for result, contender in zip(results, contenders, strict=True):
+        for key in ("end_to_end", "network_bytes", "rank_0_bytes"):
+            result.extra[key] = [end[key] for end in contender.ends[1:]]  # the first round does not count
+    bench.clear_all()
+
+
 def irregular(bench: Bench) -> None:
-    """`wall` is the blocking time; extra: seconds to the end, bytes over the network by all ranks together."""
+    """`wall` is the blocking time; see `measured` for the other figures."""
     model, optimizer, nbytes = _trained(bench.options.nbytes)
 
     def ours(folder: Path) -> Callable[[], object]:
         states = {"model": model, "optimizer": optimizer}
         return bytecheckpoint.save(folder, states, async_checkpoint=True).result
 
-    contenders = [_Contender(bench, "bytecheckpoint", ours)]
+    contenders = [Contender(bench, "bytecheckpoint", ours, pool_bytes)]
     if any(peer.name == "DCP" for peer in bench.peers):
         contenders += [
-            _Contender(bench, "DCP, sharded state dicts", partial(_gathered, model, optimizer, True)),
-            _Contender(bench, "DCP, full state dicts", partial(_gathered, model, optimizer, False)),
+            Contender(bench, "DCP, sharded state dicts", partial(_gathered, model, optimizer, True)),
+            Contender(bench, "DCP, full state dicts", partial(_gathered, model, optimizer, False)),
         ]
-    results = bench.measure("irregular state (FSDP1): blocking", nbytes, [c.arm for c in contenders])
-    for result, contender in zip(results, contenders, strict=True):
-        for key in ("end_to_end", "network_bytes"):
-            result.extra[key] = [end[key] for end in contender.ends[1:]]  # the first round does not count
-    bench.clear_all()
+    measured(bench, "irregular state (FSDP1): blocking", nbytes, contenders)
