@@ -29,6 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import CheckpointError, CheckpointTimeoutError, UsageError, error_from_report, error_report
+from ..representation.names import escape, unescape
 from ..settings import configure
 from ..storage import resolve
 from .writing import FilesWriter, FileTask
@@ -84,6 +85,7 @@ class HelperProcess:
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
+        self._environment = dict(os.environ)
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "bytecheckpoint.engine.helper", str(theirs.fileno())],
@@ -136,6 +138,16 @@ class HelperProcess:
             self.call({"op": "map", "capacity": capacity}, timeout=timeout, fds=[fd])
             self._mapped = generation
 
+    def follow_environment(self, *, timeout: float) -> None:
+        """Let the helper have the variables of now: storages find their servers and credentials by them."""
+        now = dict(os.environ)
+        if now == self._environment:
+            return
+        changed = {escape(name): escape(value) for name, value in now.items() if self._environment.get(name) != value}
+        gone = [escape(name) for name in self._environment.keys() - now.keys()]
+        self.call({"op": "environ", "changed": changed, "gone": gone}, timeout=timeout)
+        self._environment = now
+
     def stop(self) -> None:
         """End the helper; what it was writing stays unfinished."""
         self._channel.sock.close()
@@ -180,6 +192,12 @@ class _Server:
         os.close(fds[0])
         return {}
 
+    def do_environ(self, *, changed: dict[str, str], gone: list[str], fds: list[int]) -> dict[str, Any]:
+        for name in gone:
+            os.environ.pop(unescape(name), None)
+        os.environ.update({unescape(name): unescape(value) for name, value in changed.items()})
+        return {}
+
     def do_open(
         self, *, url: str, tasks: list[dict[str, Any]], settings: dict[str, Any], stable: bool, fds: list[int]
     ) -> dict[str, Any]:
@@ -188,7 +206,7 @@ class _Server:
         force = configure(**settings)
         files = [msgspec.convert(t, FileTask) for t in tasks]
         direct, threads = force.direct_io != "off", force.write_threads
-        self._writer = FilesWriter(resolve(url), files, direct=direct, threads=threads, stable=stable)
+        self._writer = FilesWriter(resolve(unescape(url)), files, direct=direct, threads=threads, stable=stable)
         return {}
 
     def do_write(self, *, chunks: list[tuple[int, int, int, int]], fds: list[int]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ..representation.names import escape
 from ..settings import Settings
 from ..storage import Storage
 from .helper import HelperProcess
@@ -87,9 +88,10 @@ class _HelperBackend:
         self._timeout = settings.timeout + sum(t.data_bytes for t in tasks) / _SLOWEST
         if pool.capacity:
             helper.map_pool(pool.fd, pool.capacity, pool.generation, timeout=self._timeout)
+        helper.follow_environment(timeout=self._timeout)
         self._call(
             "open",
-            url=storage.url,
+            url=escape(storage.url),
             tasks=[msgspec.to_builtins(t) for t in tasks],
             settings=asdict(settings),
             stable=stable,
