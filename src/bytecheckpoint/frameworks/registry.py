@@ -135,7 +135,9 @@ def _made(name: str) -> Framework:
         raise UsageError(f"{where} cannot be imported: {error}") from error
     adapter: Framework = factory()
     if not all(callable(getattr(adapter, method, None)) for method in _METHODS):
-        raise UsageError(f"{where} made an object of type {type(adapter).__name__}, which is no bytecheckpoint Framework")
+        raise UsageError(
+            f"{where} made an object of type {type(adapter).__name__}, which is no bytecheckpoint Framework"
+        )
     return adapter
 
 
