@@ -6,15 +6,21 @@ import concurrent.futures
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from types import MappingProxyType
+from typing import Any
 
 from .errors import CheckpointTimeoutError
 
-__all__ = ["LoadReport", "SaveHandle", "SaveReport"]
+__all__ = ["LoadReport", "SaveHandle", "SaveReport", "pending"]
 
 
-def _nothing() -> Mapping[str, float]:
-    return MappingProxyType({})
+def pending() -> Future[Any]:
+    """A future that nobody can cancel: what it tells of goes on, and would have nowhere to tell its end.
+
+    asyncio cancels what `wrap_future` was given when a `wait_for` runs out of time.
+    """
+    future: Future[Any] = Future()
+    future.set_running_or_notify_cancel()
+    return future
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +42,7 @@ class SaveReport:
     bytes_written: int = 0
     blocking_seconds: float = 0.0
     total_seconds: float = 0.0
-    phases: Mapping[str, float] = field(default_factory=_nothing)
+    phases: Mapping[str, float] = field(default_factory=dict)
     plan_cached: bool = False
     generation: str = ""
     replica_differences: tuple[str, ...] = ()
@@ -65,7 +71,7 @@ class LoadReport:
     bytes_received: int = 0
     blocking_seconds: float = 0.0
     total_seconds: float = 0.0
-    phases: Mapping[str, float] = field(default_factory=_nothing)
+    phases: Mapping[str, float] = field(default_factory=dict)
     plan_cached: bool = False
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
@@ -75,7 +81,7 @@ class LoadReport:
 
 @dataclass(slots=True)
 class SaveHandle:
-    """A save in flight, or done.
+    """A save in flight, or done. Its futures cannot be cancelled.
 
     Attributes:
         path: where the checkpoint goes.
@@ -88,9 +94,9 @@ class SaveHandle:
     """
 
     path: str
-    staged: Future[None] = field(default_factory=Future)
-    restorable: Future[None] = field(default_factory=Future)
-    committed: Future[SaveReport] = field(default_factory=Future)
+    staged: Future[None] = field(default_factory=pending)
+    restorable: Future[None] = field(default_factory=pending)
+    committed: Future[SaveReport] = field(default_factory=pending)
 
     def done(self) -> bool:
         """Whether the save has ended, well or not."""

@@ -11,6 +11,9 @@ from .errors import UsageError
 
 __all__ = ["Settings", "configure", "settings"]
 
+_TAKEN: dict[str, tuple[type, ...]] = {"int": (int,), "float": (float, int), "str": (str,)}
+_LONGEST = 1e9  # seconds; the clocks of locks and sockets end not far from there
+
 
 @dataclass(frozen=True, slots=True)
 class Settings:
@@ -56,6 +59,10 @@ class Settings:
 
     def __post_init__(self) -> None:
         """Refuse values that would fail later, far from their cause."""
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, bool) or not isinstance(value, _TAKEN[str(field.type)]):
+                raise UsageError(f"settings.{field.name} is {value!r}, which is not of type {field.type}")
         if self.writer not in ("process", "thread"):
             raise UsageError(f"settings.writer is {self.writer!r}: use 'process' or 'thread'")
         if self.direct_io not in ("auto", "on", "off"):
@@ -67,8 +74,10 @@ class Settings:
         if self.tier_replicas < 0 or self.tier_keep < 0 or self.tier_waiting < 1 or not self.tier_hot:
             raise UsageError("settings: tier_replicas and tier_keep are at least 0, tier_waiting 1, tier_hot not empty")
         for name in ("timeout", "storage_timeout"):
-            if getattr(self, name) <= 0:
-                raise UsageError(f"settings.{name} is {getattr(self, name)}: use a positive number of seconds")
+            seconds = getattr(self, name)
+            if not 0 < seconds <= _LONGEST:  # also what is no number
+                shown = float(max(-1e300, min(seconds, 1e300)))
+                raise UsageError(f"settings.{name} is {shown:g}: use a positive number of seconds, up to {_LONGEST:g}")
         if self.commit not in ("exclusive", "plain"):
             raise UsageError(f"settings.commit is {self.commit!r}: use 'exclusive' or 'plain'")
 

@@ -289,6 +289,7 @@ def test_version_and_help(cli: Cli) -> None:
         (BrokenPipeError(), 141, ""),
         (RuntimeError("a\nb"), 2, "internal error, RuntimeError: a\\nb"),
         (OSError(5, "input/output"), 2, "internal error"),
+        (OSError(28, "No space left on device"), 2, "cannot write the output: No space left on device"),
     ],
 )
 def test_whatever_happens_is_one_line(
@@ -341,6 +342,15 @@ def test_a_reader_that_goes_away(root: Path) -> None:
         process.stdout.close()
         assert process.stderr.read() == b""
         assert process.wait(60) == 141
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no /dev/full")
+@pytest.mark.parametrize("json", [[], ["--json"]], ids=["table", "json"])
+def test_an_output_without_space(root: Path, json: list[str]) -> None:
+    command = [sys.executable, "-m", "bytecheckpoint.cli.main", "inspect", str(root / "step_9"), *json]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert done.returncode == 2 and one_line(done.stderr) and "cannot write the output" in done.stderr
 
 
 def test_small_things() -> None:

@@ -322,3 +322,22 @@ def test_a_corrupt_checkpoint_is_replaced_by_the_next_save(damaged: Path) -> Non
     assert not [g for g in save_all(world, damaged, 9) if isinstance(g, Exception)]
     assert load_step(damaged) == 9
     assert len(files_of(damaged)) == 9
+
+
+@pytest.mark.parametrize("what", ["fifo", "zeros", "folder", "loop"])
+def test_what_is_no_file_neither_hangs_nor_fills_memory(damaged: Path, what: str) -> None:
+    for name in files_of(damaged):
+        file = damaged / name
+        saved = file.read_bytes()
+        file.unlink()
+        if what == "fifo":
+            os.mkfifo(file)
+        elif what == "folder":
+            file.mkdir()
+        else:
+            file.symlink_to("/dev/zero" if what == "zeros" else file.name)
+        for error in load_ranks(damaged):
+            assert isinstance(error, CheckpointError), (name, error)
+        (file.rmdir if what == "folder" else file.unlink)()
+        file.write_bytes(saved)
+    assert load_step(damaged, rows=ROWS) == 3

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import random
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+import bytecheckpoint
 from bytecheckpoint.errors import UsageError
 from bytecheckpoint.frameworks.native import NativeFramework
 from bytecheckpoint.representation.values import equal
@@ -242,3 +244,17 @@ def test_objects_inside_containers_restore_themselves(kind: str) -> None:
     found = checkpoint.load({kind: live})
     assert not found.missing and live["inner"] == [engine, 1] and live["net"] is net
     assert engine.count == 3 and torch.equal(engine.weight, torch.full((2,), 3.0))
+
+
+def test_an_object_that_does_not_take_its_state(tmp_path: Path) -> None:
+    class Picky:
+        def state_dict(self) -> dict[str, int]:
+            return {"a": 1}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            raise KeyError("b")
+
+    bytecheckpoint.save(tmp_path / "s", {"sampler": Picky()})
+    with pytest.raises(bytecheckpoint.IncompatibleCheckpointError, match="KeyError: 'b'") as failure:
+        bytecheckpoint.load(tmp_path / "s", {"sampler": Picky()})
+    assert isinstance(failure.value.__cause__, KeyError)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,11 @@ def report(a: Path, b: Path, **tolerance: float) -> CompareReport:
 def states(folder: Path, name: str, values: dict[str, Any]) -> Path:
     bytecheckpoint.save(folder / name, {"model": values})
     return folder / name
+
+
+@dataclass
+class _Setting:
+    x: int
 
 
 def test_another_layout_of_the_same_state_is_equal(saved: Path, tmp_path: Path) -> None:
@@ -85,3 +91,15 @@ def test_values_of_their_own(tmp_path: Path, saved: Path) -> None:
     with bytecheckpoint.open(saved) as one, bytecheckpoint.open(tmp_path / "same", rank=1) as two:
         # Seen as another rank: its own values differ from those of rank 0.
         assert {d.key for d in compare(one, two).differences} == {"extra_states/rng", "extra_states/rank"}
+
+
+def test_classes_that_are_not_registered_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bytecheckpoint.register(_Setting, name="compare.Setting")
+    for name, number in (("a", 1), ("b", 1), ("c", 2)):
+        extra = {"one": _Setting(number), "in": [{"x": _Setting(3)}], "epoch": 4}
+        bytecheckpoint.save(tmp_path / name, {"extra_states": extra})
+    monkeypatch.setattr("bytecheckpoint.representation.value_decoder.registered_name", lambda name: None)
+    first, same, other = (bytecheckpoint.open(tmp_path / name) for name in "abc")
+    assert compare(first, same).equal
+    (difference,) = compare(first, other).differences
+    assert (difference.kind, difference.key) == ("value", "extra_states/one")

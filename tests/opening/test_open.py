@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import gc
 import os
 import threading
 from collections.abc import Iterator
@@ -307,14 +309,17 @@ def test_an_unregistered_class_hides_nothing_else(tmp_path: Path, monkeypatch: p
     from bytecheckpoint.representation import value_registry
 
     bytecheckpoint.register(Known, name="opening.Known")
-    bytecheckpoint.save(tmp_path / "s", {"model": {"w": torch.ones(2)}, "extra_states": {"k": Known(4)}})
+    extra = {"k": Known(4), "deep": collections.deque([{"d": Known(5)}]), "epoch": 3}
+    bytecheckpoint.save(tmp_path / "s", {"model": {"w": torch.ones(2)}, "extra_states": extra})
     assert bytecheckpoint.open(tmp_path / "s")["extra_states/k"] == Known(4)
     monkeypatch.setattr("bytecheckpoint.representation.value_decoder.registered_name", lambda name: None)
     assert value_registry.registered_name("opening.Known") is not None
     checkpoint = bytecheckpoint.open(tmp_path / "s")
-    assert set(checkpoint) == {"model/w", "extra_states/value"}
-    with pytest.raises(IncompatibleCheckpointError, match=r"opening\.Known"):
-        checkpoint["extra_states/value"]
+    assert set(checkpoint) == {"model/w", "extra_states/k", "extra_states/deep", "extra_states/epoch"}
+    assert checkpoint["extra_states/epoch"] == 3
+    for key in ("extra_states/k", "extra_states/deep"):
+        with pytest.raises(IncompatibleCheckpointError, match=r"opening\.Known"):
+            checkpoint[key]
 
 
 def test_threads_and_a_forked_child(grid: str) -> None:
@@ -380,3 +385,14 @@ def test_only_checkpoint_errors_from_a_damaged_catalog(grid: str, tmp_path: Path
         (copy / "metadata.parquet").write_bytes(data)
         with pytest.raises(CheckpointError), Checkpoint.__enter__(bytecheckpoint.open(copy)) as checkpoint:
             checkpoint["model/w"][...]
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="the system does not list open descriptors")
+def test_checkpoints_that_nobody_closed_keep_no_files_open(grid: str) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(5):
+        entry = bytecheckpoint.open(grid)["model/w"]
+        assert torch.equal(entry[0:2], entry[...][0:2])  # the entry keeps the files that it needs
+        del entry
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before

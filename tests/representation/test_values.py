@@ -511,3 +511,27 @@ def test_too_many_bytes_are_refused_by_name(value: object, monkeypatch: pytest.M
     monkeypatch.setattr(value_encoder, "SIZE_LIMIT", 1000)
     with pytest.raises(UsageError, match=r"^k(\.|:).*store a tensor"):
         enc({"k": (value,)})
+
+
+def test_empty_arrays_are_writable() -> None:
+    blob = encode(np.zeros((0, 3), np.float32), on_tensor=lambda path, tensor: "")
+    array = decode(blob, on_tensor=lambda name: None)
+    assert isinstance(array, np.ndarray) and array.shape == (0, 3) and array.dtype == np.float32
+    assert array.flags.writeable
+
+
+@pytest.mark.parametrize("wrong", [3, "x", None, lambda: 1], ids=repr)
+def test_only_classes_are_registered(wrong: typing.Any) -> None:
+    with pytest.raises(UsageError, match="takes a class"):
+        register(wrong)
+
+
+@pytest.mark.parametrize("name", [3, "", b"x"])
+def test_names_of_registered_classes_are_text(name: typing.Any) -> None:
+    class Phase(enum.Enum):
+        A = 1
+
+    with pytest.raises(UsageError, match="non-empty str"):
+        register(Phase, name=name)
+    with pytest.raises(UsageError, match="functions"):
+        register(Phase, encode=1, decode=2)  # type: ignore[arg-type]

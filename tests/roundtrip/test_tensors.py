@@ -93,3 +93,40 @@ def test_50_000_small_tensors(tmp_path: Path) -> None:
     state = {f"layer.{i}.w": t for i, t in enumerate(flat.split(8))}
     found = save_and_load(tmp_path / "s", state, "sync")
     assert torch.equal(torch.cat(list(found.values())), flat)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_made_in_inference_mode(tmp_path: Path, dtype: torch.dtype) -> None:
+    source = {"w": torch.randn(600, 600).to(dtype), "b": torch.randn(3).to(dtype), "e": torch.ones(3, 1).to(dtype)}
+    bytecheckpoint.save(tmp_path / "s", {"model": source})
+    module = torch.nn.Module()
+    with torch.inference_mode():
+        for name, tensor in source.items():
+            module.register_buffer(name, torch.zeros_like(tensor))
+    bytecheckpoint.load(tmp_path / "s", {"model": module})
+    for name, tensor in source.items():
+        assert module.get_buffer(name).is_inference()
+        assert torch.equal(module.get_buffer(name), tensor)
+
+
+def test_memory_that_is_gone_is_refused(tmp_path: Path) -> None:
+    whole = torch.ones(8)
+    freed = {"whole": whole, "view": whole[3:]}
+    whole.untyped_storage().resize_(0)
+    for name, tensor in {**freed, "zeros": torch._efficientzerotensor(4)}.items():
+        with pytest.raises(bytecheckpoint.UsageError, match=f"model/{name} has no memory"):
+            bytecheckpoint.save(tmp_path / "s", {"model": {name: tensor}})
+    bytecheckpoint.save(tmp_path / "s", {"model": {"whole": torch.ones(8)}})
+    module = torch.nn.Module()
+    module.register_buffer("whole", whole)
+    with pytest.raises(bytecheckpoint.UsageError, match="model/whole has no memory"):
+        bytecheckpoint.load(tmp_path / "s", {"model": module})
+
+
+def test_a_conversion_that_torch_does_not_know(tmp_path: Path) -> None:
+    packed = torch.arange(4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+    bytecheckpoint.save(tmp_path / "s", {"model": {"a": torch.ones(4), "w": packed}})
+    into = {"a": torch.zeros(4), "w": torch.zeros(4)}
+    with pytest.raises(bytecheckpoint.IncompatibleCheckpointError, match="model/w is float4_e2m1fn_x2"):
+        bytecheckpoint.load(tmp_path / "s", {"model": into}, cast=True)
+    assert not into["a"].any()

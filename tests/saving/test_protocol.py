@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from pathlib import Path
 from typing import Any
@@ -142,25 +143,55 @@ def test_ranks_whose_states_change_back_and_forth_keep_their_plans(tmp_path: Pat
             assert torch.equal(checkpoint[f"model/late{rank}"][...], coded((7,), torch.float64, step))
 
 
-def test_a_replica_that_its_writer_has_no_more_fails_one_save(tmp_path: Path) -> None:
-    """The other holder followed its plan, by which it did not write it; what is live may have changed since."""
+def moved(rank: int, before: bool) -> dict[str, Any]:
+    """Two ranks hold `a`, which rank 1 writes, having less to write; afterwards rank 1 has something else."""
+    name = "a" if before or rank == 0 else "b"
+    model = {name: coded((512,), torch.float32), f"own{rank}": coded((4000 if rank == 0 else 4,), torch.int64, rank)}
+    return {"model": model, "extra_states": {"rank": rank, "same": 1, "before": before}}
+
+
+@pytest.mark.parametrize("remembered", [True, False], ids=["remembered", "described"])
+def test_a_replica_that_its_writer_has_no_more_is_written_by_another_holder(tmp_path: Path, remembered: bool) -> None:
+    """The other holder followed its plan, by which it did not write it, and is told to write anew."""
+
+    def run(collective: Collective) -> list[bool]:
+        rank = collective.rank
+        bytecheckpoint.save(tmp_path / "1", moved(rank, True), timeout=20)
+        for _ in range(0 if remembered else 20):
+            bytecheckpoint.prepare({"model": {"other": torch.ones(3)}}).result(30)
+        saved = [bytecheckpoint.save(tmp_path / name, moved(rank, False), timeout=20).result() for name in ("2", "3")]
+        return [report.plan_cached for report in saved]
+
+    assert ThreadWorld(2).run(run, timeout=60) == [[False, True], [False, True]]
+    for name in ("2", "3"):
+        assert verify_checkpoint(resolve(tmp_path / name)).ok
+        for rank in (0, 1):
+            checkpoint = bytecheckpoint.open(tmp_path / name, rank=rank)
+            assert [checkpoint[f"extra_states/{key}"] for key in ("rank", "same", "before")] == [rank, 1, False]
+            for key, tensor in moved(rank, False)["model"].items():
+                assert torch.equal(checkpoint[f"model/{key}"][...], tensor)
+        files = list((tmp_path / name).rglob("*.safetensors"))
+        assert len(files) == len(bytecheckpoint.open(tmp_path / name).catalog.files)
+
+
+def test_an_asynchronous_save_cannot_write_what_it_has_not_copied(tmp_path: Path) -> None:
+    """Nobody knew that `a` was wanted of rank 0 when its caller went on: one save fails, and says so."""
 
     def run(collective: Collective) -> str:
-        own = {f"own{collective.rank}": torch.ones(4000 if collective.rank == 0 else 4)}
-        before = {"model": {"a": torch.ones(512), **own}}
-        after = before if collective.rank == 0 else {"model": {"b": torch.ones(512), **own}}
-        bytecheckpoint.save(tmp_path / "1", before, timeout=20)
-        message = ""
-        try:
-            bytecheckpoint.save(tmp_path / "2", after, timeout=20)
-        except bytecheckpoint.IncompatibleCheckpointError as error:
-            message = str(error)
-        bytecheckpoint.save(tmp_path / "3", after, timeout=20)
+        rank = collective.rank
+        bytecheckpoint.save(tmp_path / "1", moved(rank, True), timeout=20)
+        handle = bytecheckpoint.save(tmp_path / "2", moved(rank, False), async_checkpoint=True, timeout=20)
+        message = str(handle.committed.exception(60))
+        with contextlib.suppress(bytecheckpoint.CheckpointError):  # the earlier failure is raised once more
+            bytecheckpoint.save(tmp_path / "3", moved(rank, False), timeout=20)
+        bytecheckpoint.save(tmp_path / "4", moved(rank, False), timeout=20)
         return message
 
     messages = ThreadWorld(2).run(run, timeout=60)
     assert all("the next save plans anew" in m and "model/a" in m for m in messages), messages
-    assert sorted(bytecheckpoint.open(tmp_path / "3")) == ["model/a", "model/b", "model/own0", "model/own1"]
+    assert not (tmp_path / "2" / "metadata.parquet").exists()
+    assert [p for p in (tmp_path / "2").rglob("*") if p.is_file()] == []
+    assert "model/a" in bytecheckpoint.open(tmp_path / "4")
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

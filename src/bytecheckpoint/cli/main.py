@@ -6,6 +6,7 @@ usage; 130 interrupted; 141 the reader of the output went away. An error is one 
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -17,17 +18,21 @@ from .show import shown
 
 __all__ = ["main", "run"]
 
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 FINE, FINDINGS, UNUSABLE, INTERRUPTED, PIPE = 0, 1, 2, 130, 141
 
 
 def main() -> None:
     """Entry point of the `bytecheckpoint` command."""
     code = run(sys.argv[1:])
+    lost = code == PIPE
     try:
         sys.stdout.flush()
     except BrokenPipeError:
-        code = PIPE
-    if code == PIPE:
+        code, lost = PIPE, True
+    except OSError as error:
+        code, lost = code if code == UNUSABLE else _fail(_explained(error), UNUSABLE), True
+    if lost:
         # The interpreter flushes once more at its exit, and would complain.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     raise SystemExit(code)
@@ -68,6 +73,8 @@ def _explained(error: Any) -> str:
         return "interrupted"
     if os.environ.get("BYTECHECKPOINT_TRACEBACK"):
         raise error
+    if isinstance(error, OSError) and error.errno in _FULL:  # what storage raises is a CheckpointError
+        return f"cannot write the output: {error.strerror or error}"
     return (
         f"internal error, {type(error).__name__}: {error}; please report it with the traceback that "
         f"BYTECHECKPOINT_TRACEBACK=1 shows"

@@ -100,7 +100,12 @@ def current(process_group: ProcessGroup | None = None, *, timeout: float = 300.0
                 f"this is a forked child (pid {os.getpid()}) of a rank of a distributed job: it cannot save or load "
                 "with the job's ranks; do so in the parent, or start the child with the 'spawn' method"
             )
-        if group is dist.GroupMember.NON_GROUP_MEMBER or dist.get_rank(group) < 0:
+        outside = group is dist.GroupMember.NON_GROUP_MEMBER
+        if not outside and not isinstance(group, dist.ProcessGroup):
+            raise UsageError(
+                f"process_group= is of type {type(group).__name__}: give a torch.distributed process group"
+            )
+        if outside or dist.get_rank(group) < 0:
             raise UsageError(f"rank {dist.get_rank()} is not in the process group that was given")
         if dist.get_world_size(group) == 1:
             return _single(state)

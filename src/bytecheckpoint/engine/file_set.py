@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import logging
 import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 
@@ -25,7 +26,7 @@ _MOST_OPEN = 256
 class FileSet:
     """The open storage files of one checkpoint, with their checksums.
 
-    Several threads may use it. Use as a context manager, or `close` it.
+    Several threads may use it. Use as a context manager, or `close` it; one that nobody holds any more closes itself.
     """
 
     def __init__(self, storage: Storage, catalog: Catalog) -> None:
@@ -34,6 +35,7 @@ class FileSet:
         self._readers: dict[int, Future[FileReader]] = {}  # the most recently used last
         self._users: dict[int, int] = {}
         self._lock = threading.Lock()
+        weakref.finalize(self, _close_all, self._readers).atexit = False
 
     def __enter__(self) -> FileSet:
         return self
@@ -44,9 +46,7 @@ class FileSet:
     def close(self) -> None:
         """Close all files."""
         with self._lock:
-            for opening in self._readers.values():
-                _close(opening)
-            self._readers.clear()
+            _close_all(self._readers)
 
     @contextlib.contextmanager
     def _lease(self, file: int) -> Iterator[FileReader]:
@@ -166,6 +166,12 @@ class FileSet:
             block=block,
             tensors=tensors,
         )
+
+
+def _close_all(readers: dict[int, Future[FileReader]]) -> None:
+    for opening in readers.values():
+        _close(opening)
+    readers.clear()
 
 
 def _close(opening: Future[FileReader]) -> None:

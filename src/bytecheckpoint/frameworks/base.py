@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
+from bytecheckpoint.errors import CheckpointError, IncompatibleCheckpointError
 from bytecheckpoint.representation.shards import LiveShard, LiveState, TensorKey
 
 __all__ = ["Destination", "Framework", "Names", "SavedStates", "SavedTensor", "ShardedLeaf"]
@@ -76,6 +77,7 @@ class Destination:
     Attributes:
         wanted: the boxes to fill. `key` is the checkpoint's key, which may differ from the live name (tied weights);
             `data` is the memory to write into.
+        checks: what `check` runs, in order.
         finish: steps that `apply` runs, in order.
         missing: what the live objects hold and the checkpoint lacks, by the names that `bytecheckpoint.open` shows.
         claimed: every saved key that this rank accounts for. What no rank claims is unexpected.
@@ -83,19 +85,44 @@ class Destination:
     """
 
     wanted: list[LiveShard] = field(default_factory=list)
+    checks: list[Callable[[], None]] = field(default_factory=list)
     finish: list[Callable[[], None]] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     claimed: set[TensorKey] = field(default_factory=set)
     notes: list[str] = field(default_factory=list)
+
+    def check(self) -> None:
+        """See that what has arrived can be installed; a rank that cannot keeps all others from installing theirs.
+
+        Raises:
+            IncompatibleCheckpointError: values that only the bytes tell do not fit.
+        """
+        while self.checks:
+            self.checks.pop(0)()
 
     def apply(self) -> None:
         """Install new state, hyperparameters and values.
 
         To be called once, after all of `wanted` is filled. Until then nothing in the live objects has changed except
         the elements that were written through `wanted`.
+
+        Raises:
+            IncompatibleCheckpointError: an object does not take what was saved of another one; its own exception is
+                the cause.
         """
+        self.check()
         for step in self.finish:
-            step()
+            try:
+                step()
+            except CheckpointError:
+                raise
+            except Exception as error:
+                # From the program's own load_state_dict or set_extra_state.
+                name = type(error).__name__
+                raise IncompatibleCheckpointError(
+                    f"all bytes were loaded, but an object does not take its state as it was saved ({name}: {error}); "
+                    "load it into one of the same kind"
+                ) from error
 
 
 class Framework(Protocol):

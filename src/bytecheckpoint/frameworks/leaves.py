@@ -186,7 +186,13 @@ def _odd(value: torch.Tensor) -> bool:
         or value.is_nested
         or value.is_neg()
         or (value.dtype.is_complex and value.is_conj())
+        or _is_freed(value)
     )
+
+
+def _is_freed(value: torch.Tensor) -> bool:
+    """Whether `value` has elements and no memory: a storage that was resized to nothing, or zeros that are only implied."""
+    return value.numel() > 0 and (value.data_ptr() == 0 or value.untyped_storage().nbytes() == 0)
 
 
 def _refuse_form(key: TensorKey, value: torch.Tensor) -> None:
@@ -202,6 +208,8 @@ def _refuse_form(key: TensorKey, value: torch.Tensor) -> None:
         raise UsageError(f"{key} is a nested tensor, which is not supported: store its values and offsets")
     if value.is_conj() or value.is_neg():
         raise UsageError(f"{key} is a lazy conjugate or negative view: call resolve_conj().resolve_neg() on it first")
+    if _is_freed(value):
+        raise UsageError(f"{key} has no memory behind its {value.numel()} elements (freed storage): fill it first")
 
 
 def is_writable(value: torch.Tensor) -> bool:
@@ -221,12 +229,17 @@ def writable(shard: LiveShard) -> Callable[[], None] | None:
     """Make `shard.data` safe to write element by element.
 
     An expanded tensor shows one element at several coordinates. It gets memory of its own, and the returned step
-    (to run after the bytes came) writes that back.
+    (to run after the bytes came) writes that back. An inference tensor takes no writes outside inference mode, which
+    other threads are not in; an ordinary tensor over the same memory does.
 
     Raises (from the step):
         IncompatibleCheckpointError: the checkpoint holds different values where the live tensor has one element.
     """
     live = shard.data
+    if live.is_inference():
+        alias = torch.empty(0, dtype=live.dtype, device=live.device)
+        live = alias.set_(live.untyped_storage(), live.storage_offset(), live.shape, live.stride())
+        shard.data = live
     if not _is_expanded(live):
         return None
     arrived = torch.empty(live.shape, dtype=live.dtype, device=live.device)

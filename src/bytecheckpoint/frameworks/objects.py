@@ -181,7 +181,7 @@ class Reader:
     def fresh(self, found: SavedTensor) -> torch.Tensor:
         """An empty tensor for `found`."""
         # Untouched memory costs nothing, so a live tensor may still take its place.
-        empty = torch.empty(found.global_shape, dtype=dtype_named(found.dtype))
+        empty = torch.empty(found.global_shape, dtype=dtype_named(found.dtype), device="cpu")
         self._tensors[id(empty)] = (found, empty, empty)
         return empty
 

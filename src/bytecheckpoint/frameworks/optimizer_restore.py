@@ -268,7 +268,7 @@ def fresh_state(found: SavedTensor, parameter: torch.Tensor, *, on_device: bool)
     """Uninitialised memory for a state tensor of `parameter`, distributed as the parameter is where the shape allows it."""
     dtype = dtype_named(found.dtype)
     if found.key.slot.rpartition(".")[2] in _HOST_SLOTS and not found.global_shape and not on_device:
-        return torch.empty((), dtype=dtype)
+        return torch.empty((), dtype=dtype, device="cpu")
     if found.global_shape == tuple(parameter.shape):
         return empty_like_layout(parameter, dtype)
     return empty_beside(found.global_shape, dtype, parameter)
@@ -335,7 +335,7 @@ def _set_group(live: Group, settings: dict[str, Any]) -> None:
         new = outline(value)
         old = live.group.get(key)
         if isinstance(old, torch.Tensor) and type(new) in (float, int):
-            new = torch.tensor(new, dtype=old.dtype).expand(old.shape)
+            new = torch.tensor(new, dtype=old.dtype, device="cpu").expand(old.shape)
         if not isinstance(new, torch.Tensor):
             live.group[key] = new
         elif isinstance(old, torch.Tensor) and old.shape == new.shape:

@@ -264,7 +264,7 @@ def outline(value: Any) -> Any:
     if type(value) is dict:
         if value.keys() == {_TENSOR}:
             dtype, shape, data = value[_TENSOR]
-            made = torch.empty(shape, dtype=dtype_named(dtype))
+            made = torch.empty(shape, dtype=dtype_named(dtype), device="cpu")
             if made.numel():
                 made.view(-1).view(torch.uint8).copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
             return made

@@ -13,6 +13,7 @@ import torch
 from ..engine.staging import movable
 from ..errors import IncompatibleCheckpointError, UsageError
 from ..opening import Checkpoint, Entry
+from ..opening.plain import Unreadable
 from ..representation.values import equal
 
 __all__ = ["CompareReport", "Difference", "compare"]
@@ -158,6 +159,8 @@ class _Comparison:
             return alike and not bool(self._differs(one.reshape(-1), two.reshape(-1)).any())
         if type(one) is not type(two):
             return False
+        if isinstance(one, Unreadable):
+            return one.name == two.name and self._same(one.saved, two.saved)
         if isinstance(one, float) and (self.rtol or self.atol):
             close = abs(one - two) <= self.atol + self.rtol * abs(two)
             return close or one == two or (math.isnan(one) and math.isnan(two))
@@ -254,7 +257,7 @@ def _shown_element(one: torch.Tensor) -> str:
 
 def _value(checkpoint: Checkpoint, key: str) -> Any:
     try:
-        return checkpoint[key]
+        return checkpoint.as_stored(key)
     except IncompatibleCheckpointError as error:
         return error
 

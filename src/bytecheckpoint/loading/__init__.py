@@ -7,16 +7,16 @@ import itertools
 import os
 import weakref
 from collections.abc import Mapping, MutableMapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from ..collectives import Collective, current
-from ..errors import UsageError
 from ..frameworks.registry import resolve as resolve_framework
 from ..handles import LoadReport
 from ..saving import prepare
+from ..saving.arguments import check_flags, check_states, limited
 from ..saving.saver import saver_of
-from ..settings import settings
 from ..storage import resolve as resolve_storage
 from ..storage.tier import TierStorage
 from ..tiers.restoring import meet
@@ -69,7 +69,8 @@ def load(
     Raises:
         CheckpointNotFoundError: no committed checkpoint is there.
         CorruptCheckpointError: bytes differ from what was written; destinations may hold some of the new bytes.
-        IncompatibleCheckpointError: it does not fit; all destinations are as they were.
+        IncompatibleCheckpointError: it does not fit; all destinations are as they were, unless an object refused its
+            state in its own load_state_dict.
         UsageError: wrong arguments.
         StorageError, PeerLostError, CheckpointTimeoutError: as for `save`.
 
@@ -83,7 +84,7 @@ def load(
         >>> torch.equal(model.weight, other.weight)
         True
     """
-    force = settings() if timeout is None else replace(settings(), timeout=timeout)
+    force, wrong = limited(timeout)
     collective = current(process_group, timeout=force.timeout)
     number = next(_numbers.setdefault(collective, itertools.count(1)))
     session = LoadSession(collective, number, force, overlap=overlap_loading, strict=strict, cast=cast)
@@ -96,11 +97,16 @@ def load(
         if isinstance(storage, TierStorage) and collective.world_size > 1:
             # The ranks talk here, so nothing that may fail on one of them alone comes before it.
             storage = meet(storage, collective, f"load/{number}.{next(attempts)}/tier", force, memory)
-        if not isinstance(states, MutableMapping) or not states:
-            raise UsageError("states must be a non-empty dict of name -> object, such as {'model': model}")
+        if wrong is not None:
+            raise wrong
+        check_flags(overlap_loading=overlap_loading, strict=strict, cast=cast)
+        if prepare_save is not None:
+            check_flags(prepare_save=prepare_save)
+        check_states(states, names, filled=MutableMapping)
         return storage, resolve_framework(framework, states)
 
-    with contextlib.ExitStack() as memory:
+    # State that an optimizer gets here must be of use to its next step, which is in no inference mode.
+    with torch.inference_mode(False), contextlib.ExitStack() as memory:
         report = session.run(find, states, names, ready=lambda: saver.ready(states))
     wanted = prepare_save if prepare_save is not None else "optimizer" in states
     if wanted and not session.all_ready:

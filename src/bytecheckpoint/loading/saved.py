@@ -38,7 +38,7 @@ def read_whole(
     """
     shapes = [catalog.shape(i) for i in tensors]
     dtypes = [getattr(torch, catalog.dtype[i]) for i in tensors]
-    out = [torch.empty(s, dtype=d) for s, d in zip(shapes, dtypes, strict=True)]
+    out = [torch.empty(s, dtype=d, device="cpu") for s, d in zip(shapes, dtypes, strict=True)]
     wanted = BoxTable.build(list(tensors), [(0,) * len(s) for s in shapes], shapes)
     plan = plan_reads(rows, wanted, np.ones(len(out), bool), force.chunk_bytes)
     if plan.missing.any():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from typing import Any
@@ -189,6 +190,7 @@ class LoadSession:
                     read, received = exchange.read, exchange.received
                 threads = self._settings.read_threads
                 read += read_all(files, delivery, mine, threads=threads, chunk_bytes=self._chunk_bytes)
+                destination.check()
             except BaseException as error:  # noqa: BLE001  told to the other ranks, then raised
                 failure = error
             self._phases.mark("read")
@@ -243,6 +245,10 @@ class LoadSession:
             elif dtype != shard.dtype and not (self._cast or shard.converts):
                 wrong.append(f"{shard.key} is {dtype} in the checkpoint and {shard.dtype} here (cast=True converts)")
             elif dtype != shard.dtype and not shard.converts:
+                if not _converts(dtypes[dtype], shard.data.dtype):
+                    wrong.append(
+                        f"{shard.key} is {dtype} in the checkpoint, which torch cannot convert to {shard.dtype}"
+                    )
                 self._converted.append(str(shard.key))
             targets.append(Target(shard.data, dtypes[dtype]))
         if wrong:
@@ -403,6 +409,16 @@ class LoadSession:
         while most % 2 == 0 and most > max(fair, _SMALLEST_READ) and (most // 2) % max(least, 1) == 0:
             most //= 2
         self._chunk_bytes = most
+
+
+@functools.cache
+def _converts(saved: torch.dtype, live: torch.dtype) -> bool:
+    """Whether torch copies elements of one dtype into a tensor of the other."""
+    try:
+        torch.empty(1, dtype=live, device="cpu").copy_(torch.empty(1, dtype=saved, device="cpu"))
+    except RuntimeError:  # NotImplementedError is one
+        return False
+    return True
 
 
 def _columns(plan: ReadPlan) -> NDArray[np.int64]:

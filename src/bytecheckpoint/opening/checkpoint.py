@@ -152,6 +152,14 @@ class Checkpoint(Mapping[str, Any]):
                 return copy.deepcopy(value())
         raise MissingKeyError(f"{self.path} has no {key!r}{self._similar(key)}")
 
+    def as_stored(self, key: str) -> Any:
+        """As `[key]`, but with an `Unreadable` in the place of each instance of a class that is not registered here.
+
+        What it returns is not a copy: leave it as it is.
+        """
+        value = self._value(key) if self._number(key) is None else None
+        return self[key] if value is None else value()
+
     def _similar(self, key: object) -> str:
         keys = [k for kind in self._index().values() for k in kind] if self._catalog.count <= _SEARCHED else []
         keys += [k for values in self._plain.values() for k in values]

@@ -129,7 +129,8 @@ class BoxReader:
             )
         plan = self._plan(requests)
         try:
-            out = [torch.empty(r.shape, dtype=dtype) for r, dtype in zip(requests, dtypes, strict=True)]
+            with torch.inference_mode(False):  # the readers' threads, which write into it, are in no such mode
+                out = [torch.empty(r.shape, dtype=t, device="cpu") for r, t in zip(requests, dtypes, strict=True)]
         except RuntimeError as error:
             raise CheckpointError(
                 f"{self.storage.url}: no memory for {sum(sizes)} bytes of {catalog.key(requests[0].tensor)}; read it in "
@@ -249,7 +250,7 @@ class Entry:
         selection = select(self.shape, index, self.key)
         if 0 in selection.counts:
             self._reader.files()
-            return torch.empty(selection.counts, dtype=self.dtype)[selection.shaping]
+            return torch.empty(selection.counts, dtype=self.dtype, device="cpu")[selection.shaping]
         dim = self._split_dim(selection)
         spans = list(selection.spans)
         starts, steps = list(selection.starts), list(selection.steps)

@@ -11,11 +11,33 @@ from ..representation.values import TensorRef, decode, dotted, encode, leaves
 if TYPE_CHECKING:
     from .entry import Entry
 
-__all__ = ["free_name", "is_merged", "plain_values"]
+__all__ = ["Unreadable", "free_name", "is_merged", "plain_values"]
 
 _OPTIMIZER_TREE = {"groups", "state", "globals", "optimizers"}
 # What ill-formed trees of a hostile checkpoint can provoke in code that expects the form.
 _MALFORMED = (KeyError, TypeError, AttributeError, ValueError, IndexError, RuntimeError)
+
+
+class Unreadable:
+    """Stands for an instance of a class that is not registered here: whoever wants a copy of it learns why there is none.
+
+    Attributes:
+        name: what stands for the class in the checkpoint.
+        saved: what its `encode` made of the instance.
+    """
+
+    def __init__(self, name: str, saved: object) -> None:
+        self.name = name
+        self.saved = saved
+
+    def __repr__(self) -> str:
+        return f"<{self.name}: {self.saved!r}>"
+
+    def __deepcopy__(self, memo: object) -> Unreadable:
+        raise IncompatibleCheckpointError(
+            f"the value is, or holds, an instance of {self.name!r}, which is not registered here; call "
+            "bytecheckpoint.register() for its class first"
+        )
 
 
 def free_name(name: str, taken: set[str]) -> str:
@@ -34,7 +56,7 @@ def is_merged(kind: str, blob: bytes) -> bool:
     if kind == "model":
         return True
     try:
-        return _is_optimizer(decode(blob, on_tensor=TensorRef))
+        return _is_optimizer(decode(blob, on_tensor=TensorRef, on_unregistered=Unreadable))
     except IncompatibleCheckpointError:
         return False
 
@@ -62,7 +84,7 @@ def plain_values(
         return {}
     values = _Values(kind, entry, set(taken))
     try:
-        if _is_optimizer(decode(blobs[0], on_tensor=TensorRef)):
+        if _is_optimizer(decode(blobs[0], on_tensor=TensorRef, on_unregistered=Unreadable)):
             values.add_optimizer(blobs)
         else:
             values.add_trees(blobs)
@@ -106,7 +128,8 @@ class _Values:
         """Trees of any form. A key that an earlier tree has is passed over; one that a tree has twice is not."""
         seen: set[str] = set()
         for blob in blobs:
-            own = [*self._plain(decode(blob, on_tensor=lambda name: self._tensor(name, "")))]
+            tree = decode(blob, on_tensor=lambda name: self._tensor(name, ""), on_unregistered=Unreadable)
+            own = [*self._plain(tree)]
             for key, value in own:
                 if key not in seen:
                     self._add(key, value)

@@ -24,10 +24,13 @@ _unpack: Callable[[Any], object] = msgspec.msgpack.Decoder().decode
 class Decoder:
     """One walk over decoded MessagePack, which puts values in the place of extensions."""
 
-    __slots__ = ("_on_tensor",)
+    __slots__ = ("_on_tensor", "_on_unregistered")
 
-    def __init__(self, on_tensor: Callable[[str], object]) -> None:
+    def __init__(
+        self, on_tensor: Callable[[str], object], on_unregistered: Callable[[str, object], object] | None = None
+    ) -> None:
         self._on_tensor = on_tensor
+        self._on_unregistered = on_unregistered
 
     def payload(self, data: bytes | memoryview, depth: int) -> object:
         """The value in the bytes of one MessagePack object."""
@@ -83,6 +86,8 @@ class Decoder:
 
     def _registered(self, name: str, payload: object) -> object:
         entry = registered_name(name)
+        if entry is None and self._on_unregistered is not None:
+            return self._on_unregistered(name, payload)
         if entry is None:
             raise IncompatibleCheckpointError(
                 f"the checkpoint holds an instance of {name!r}, which is not registered here; "

@@ -98,7 +98,7 @@ def load_array(fields: Any) -> np.ndarray[Any, Any]:
     if type(data) is not bytes or dtype.itemsize == 0 or dtype.itemsize * math.prod(dims) != len(data):
         raise ValueError("size of the array")
     # Not np.empty: for an array without elements it would still allocate one, of whatever size the bytes claim.
-    array: np.ndarray[Any, Any] = np.ndarray(dims, dtype, buffer=data)
+    array: np.ndarray[Any, Any] = np.ndarray(dims, dtype, buffer=data or bytearray())
     return array.copy() if data else array
 
 

@@ -72,8 +72,14 @@ def register(
     >>> register(Phase, name="docs.Phase") is Phase
     True
     """
+    if not isinstance(cls, type):
+        raise UsageError(f"register() takes a class, not an instance of {type(cls).__name__}")
     label = _label(cls)
     name = label if name is None else name
+    if not isinstance(name, str) or not name:
+        raise UsageError(f"register({label}): the name must be a non-empty str, not {name!r}")
+    if not (encode is None or callable(encode)) or not (decode is None or callable(decode)):
+        raise UsageError(f"register({label}): encode and decode must be functions")
     if (encode is None) != (decode is None):
         raise UsageError(f"register({label}): give both encode and decode, or neither")
     if issubclass(cls, (torch.Tensor, np.generic, np.ndarray)):

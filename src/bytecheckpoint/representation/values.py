@@ -45,12 +45,19 @@ def encode(value: object, *, on_tensor: Callable[[tuple[object, ...], torch.Tens
     return _HEADER + pack(Encoder(on_tensor).lower(value, 0))
 
 
-def decode(blob: bytes, *, on_tensor: Callable[[str], object]) -> object:
+def decode(
+    blob: bytes,
+    *,
+    on_tensor: Callable[[str], object],
+    on_unregistered: Callable[[str, object], object] | None = None,
+) -> object:
     """The value that `encode` made into `blob`. Runs no code but that of registered classes.
 
     Args:
         blob: result of `encode`; hostile bytes are safe.
         on_tensor: name -> what to put in the tensor's place. Its exceptions pass through.
+        on_unregistered: (name of a class that is not registered here, what was saved of its instance) -> what to put
+            in the instance's place; by default that is an error.
 
     Raises:
         CorruptCheckpointError: `blob` is not an encoded value.
@@ -63,4 +70,4 @@ def decode(blob: bytes, *, on_tensor: Callable[[str], object]) -> object:
         raise IncompatibleCheckpointError(
             f"plain values are in version {blob[1]} of their encoding, this package reads up to {VERSION}; upgrade it"
         )
-    return Decoder(on_tensor).payload(memoryview(blob)[2:], 0)
+    return Decoder(on_tensor, on_unregistered).payload(memoryview(blob)[2:], 0)

@@ -5,18 +5,19 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from concurrent.futures import Future
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import msgspec
+import numpy as np
+import torch
 
 from ..collectives import current
 from ..errors import UsageError
 from ..frameworks.registry import resolve as resolve_framework
 from ..handles import SaveHandle
-from ..settings import Settings, settings
+from ..settings import Settings
 from ..storage import resolve as resolve_storage
 from ..storage.tier import HotSide, TierStorage
+from .arguments import check_flags, check_metadata, check_states, limited
 from .saver import SaveCall, saver_of
 
 if TYPE_CHECKING:
@@ -72,23 +73,28 @@ def save(
         >>> handle.result().bytes_written > 40
         True
     """
-    force = _settings(timeout)
+    force, wrong = limited(timeout)
 
     def check() -> SaveCall:
-        if staging not in ("blocking", "background"):
+        if wrong is not None:
+            raise wrong
+        check_flags(async_checkpoint=async_checkpoint, check_replicas=check_replicas)
+        if not isinstance(staging, str) or staging not in ("blocking", "background"):
             raise UsageError(f"staging={staging!r}: use 'blocking' or 'background'")
         if staging == "background" and not async_checkpoint:
             raise UsageError("staging='background' needs async_checkpoint=True")
         return _call(path, states, framework, names, check_replicas, force, metadata)
 
-    saver = saver_of(current(process_group, timeout=force.timeout))
-    return saver.save(
-        check,
-        force,
-        path=str(path),
-        asynchronous=async_checkpoint,
-        background=async_checkpoint and staging == "background",
-    )
+    # What is no bool at all is refused by `check`, after every rank has taken this call's number.
+    asynchronous = isinstance(async_checkpoint, bool | np.bool_) and bool(async_checkpoint)
+    with torch.inference_mode(False):  # memory that is kept for later saves must not belong to that mode
+        return saver_of(current(process_group, timeout=force.timeout)).save(
+            check,
+            force,
+            path=str(path),
+            asynchronous=asynchronous,
+            background=asynchronous and isinstance(staging, str) and staging == "background",
+        )
 
 
 def prepare(
@@ -113,16 +119,15 @@ def prepare(
     Returns:
         Done when everything is ready; a failure is also logged, and the first save then plans for itself.
     """
-    force = _settings(timeout)
+    force, wrong = limited(timeout)
 
     def check() -> SaveCall:
+        if wrong is not None:
+            raise wrong
         return _call(".", states, framework, names, False, force, None)
 
-    return saver_of(current(process_group, timeout=force.timeout)).prepare(check, force)
-
-
-def _settings(timeout: float | None) -> Settings:
-    return settings() if timeout is None else replace(settings(), timeout=timeout)
+    with torch.inference_mode(False):
+        return saver_of(current(process_group, timeout=force.timeout)).prepare(check, force)
 
 
 def _call(
@@ -134,22 +139,10 @@ def _call(
     force: Settings,
     metadata: Mapping[str, Any] | None,
 ) -> SaveCall:
-    check_states(states)
-    try:
-        msgspec.json.encode(dict(metadata or {}))
-    except (TypeError, ValueError) as error:
-        raise UsageError(f"metadata must be plain JSON: {error}") from None
+    check_states(states, names)
+    check_metadata(metadata)
     storage = resolve_storage(path)
     if isinstance(storage, TierStorage):
         storage = HotSide(storage.url)
     adapter = resolve_framework(framework, states)
     return SaveCall(storage, adapter, dict(states), names, check_replicas, force, dict(metadata or {}))
-
-
-def check_states(states: object) -> None:
-    """Refuse what is no mapping of names to states."""
-    if not isinstance(states, Mapping) or not states:
-        raise UsageError("states must be a non-empty dict of name -> object, such as {'model': model}")
-    for name in states:
-        if not isinstance(name, str) or not name:
-            raise UsageError(f"the name of a state must be a non-empty str, not {name!r}")

@@ -12,6 +12,7 @@ from ..representation.names import escape, unescape
 from ..representation.shards import TensorKey
 
 __all__ = [
+    "MIXED_PLANS",
     "Answer",
     "Description",
     "Failure",
@@ -26,6 +27,11 @@ __all__ = [
     "tag",
     "unescaped",
 ]
+
+MIXED_PLANS = (
+    "ranks follow different save plans: their states changed in ways that do not belong together, or some rank left "
+    "out a save; the next save plans anew"
+)
 
 
 class ValueRecord(msgspec.Struct, frozen=True, array_like=True):
@@ -104,12 +110,14 @@ class Answer(msgspec.Struct, frozen=True, tag="answer"):
         rows: int64 indexes of the shards that the rank writes, in file order, as bytes.
         values: keys of the values that the rank writes.
         differences: with check_replicas, keys of tensors whose copies differ.
+        why_anew: to a rank that has written by a plan of its own: why it must write again.
     """
 
     plan: str
     rows: bytes
     values: list[tuple[str, str, str]]
     differences: list[str] = []
+    why_anew: str = ""
 
 
 class FileRecord(msgspec.Struct, frozen=True, array_like=True):

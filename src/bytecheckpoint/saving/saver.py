@@ -19,7 +19,7 @@ from ..engine.helper import HelperProcess
 from ..engine.pool import StagingPool, available_memory
 from ..errors import CheckpointError, UsageError
 from ..frameworks.base import Framework
-from ..handles import SaveHandle, SaveReport
+from ..handles import SaveHandle, SaveReport, pending
 from ..monitoring.phases import Phases
 from ..settings import Settings
 from ..storage import Storage
@@ -229,17 +229,21 @@ class Saver:
                 self._give_up(task, None, error)
                 raise
 
+            done: Future[None] = pending()
+
             def run() -> None:
                 try:
                     session.prepare()
-                except BaseException as error:
+                except BaseException as error:  # noqa: BLE001  kept for whoever asks
                     self._give_up(task, session, error)
                     _log.warning("prepare failed, the first save will plan for itself: %s", error)
-                    raise
+                    done.set_exception(error)
+                else:
+                    done.set_result(None)
 
             self._ready = _identity(checked.states)
             self._last = self._worker.submit(run)
-            return self._last
+            return done
 
     def _submit(self, session: SaveSession, handle: SaveHandle, work: Any) -> None:
         def run() -> None:

@@ -19,7 +19,7 @@ from ..engine.pool import StagingPool
 from ..engine.save_job import SaveJob
 from ..engine.staging import Image, KnownTargets, dense
 from ..engine.writing import FileTask
-from ..errors import CheckpointError
+from ..errors import CheckpointError, IncompatibleCheckpointError
 from ..handles import SaveHandle, SaveReport
 from ..monitoring.collector import collector_paused
 from ..monitoring.phases import Phases
@@ -29,6 +29,7 @@ from ..representation.shards import LiveState, TensorKey
 from .coordinator import SaveTask
 from .local import LocalPlan, PlannedFile, Value, content_digest, lay_out_rows, lay_out_values, signature, split
 from .messages import (
+    MIXED_PLANS,
     Answer,
     Description,
     Failure,
@@ -80,6 +81,7 @@ class SaveSession:
         self._table: tuple[LocalTable, bytes] | None = None
         self._plan: LocalPlan | None = None
         self._cached = False
+        self._live = True
         self._undecided = False
         self._may_look = True
         self._differences: tuple[str, ...] = ()
@@ -135,12 +137,18 @@ class SaveSession:
         values = [self._record(v) for v in self._values]
         if self._collective.rank == 0 and self._may_look:
             self.task.layout = self._call.framework.describe(self._call.states)
-        self._send(Request(self._call.storage.url, table, values, digests, dry))
+        self._send(Request(escape(self._call.storage.url), table, values, digests, dry))
         self.next_report = ""
         answer = self._receive("b", self._timeout)
         if not dry:
             self.next_report = "c"
         assert isinstance(answer, Answer)
+        self._adopt(answer)
+        self._phases.mark("plan")
+
+    def _adopt(self, answer: Answer) -> None:
+        """Make the coordinator's answer this rank's plan, and remember it."""
+        table, key = self._described()
         rows = np.frombuffer(answer.rows, np.int64).tolist()
         with collector_paused():
             files = lay_out_rows(
@@ -156,7 +164,6 @@ class SaveSession:
         self._plan = LocalPlan(answer.plan, rows, files, write, known, table, layout, KnownTargets(len(files)))
         self._differences = tuple(answer.differences)
         self._saver.remember(key, self._plan)
-        self._phases.mark("plan")
 
     def _row_digests(self) -> bytes:
         sums = np.zeros(len(self._shards), np.uint64)
@@ -259,6 +266,7 @@ class SaveSession:
                 value.data = value.data.clone()
         # The live tensors are not needed any more, and must not be kept alive.
         image.tensors = []
+        self._live = False
         self._shards = []
         self._table = None
         handle.staged.set_result(None)
@@ -362,13 +370,17 @@ class SaveSession:
         # The slowest rank decides how long this takes; its bytes are not known here, ours are a measure.
         waiting = 2 * self._timeout + 4 * self._written / _SLOWEST
         outcome = self._receive("f", waiting)
-        assert isinstance(outcome, Outcome)
-        if outcome.describe:
+        if isinstance(outcome, Outcome) and outcome.describe:
             self.next_report = "d"
             self._send(Description(plan.table, np.array(plan.rows, np.int64).tobytes()))
             self.next_report = ""
             outcome = self._receive("h", waiting)
-            assert isinstance(outcome, Outcome)
+        if isinstance(outcome, Answer):
+            records = self._write_anew(outcome)
+            self._report(records)
+            outcome = self._receive("k", waiting)
+            plan = self._plan
+        assert isinstance(outcome, Outcome)
         if outcome.write_values:
             self.next_report = "e"
             keys = {unescaped(k) for k in outcome.write_values}
@@ -393,11 +405,29 @@ class SaveSession:
         self._jobs.clear()
         self._saver.committed(self._call, handle, report, self.task.sequence)
 
+    def _write_anew(self, answer: Answer) -> list[FileRecord]:
+        """Write by another plan: what the cached one made this rank write does not fit what other ranks hold now.
+
+        Raises:
+            IncompatibleCheckpointError: only what the cached plan wanted was copied, and the caller has gone on since.
+        """
+        self.next_report = "c"
+        if not self._live:
+            raise IncompatibleCheckpointError(f"{MIXED_PLANS}: {answer.why_anew}")
+        for job in self._jobs:
+            job.abort()
+        self._call.storage.delete(self._names)
+        self._jobs, self._names, self._files, self._places, self._written = [], [], [], {}, 0
+        self._cached = False
+        self._adopt(answer)
+        job, _ = self._new_job(self._values_to_write(), planned=True)
+        return self._finish(job, self._write_through(job), self._files)
+
     def _report(self, records: list[FileRecord]) -> None:
         assert self._plan is not None
         values = [self._record(v) for v in self._values]
         self._undecided = True
-        self._send(Report(self._call.storage.url, self._plan.name, records, values))
+        self._send(Report(escape(self._call.storage.url), self._plan.name, records, values))
         self.next_report = ""
 
     def _send(self, message: Any) -> None:
