@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -127,6 +129,84 @@ def test_without_copies_a_lost_machine_is_lost(start: Start, run: str, memory: s
     assert {step for step, _ in start(2).run(jobs.load, path, memory, [0, 1])} == {2}
     lose(hot, 1)
     assert {step for step, _ in start(3).run(jobs.load, path, memory, [0, 1, 1])} == {1}
+
+
+@pytest.mark.parametrize("new", [[0, 1, 2], [2], [0, 0, 1, 2]])
+def test_two_lost_machines(start: Start, run: str, memory: str, hot: Path, tmp_path: Path, new: list[int]) -> None:
+    """With one copy, two neighbours are too many: an older durable step is found, or the error says what is missing."""
+    path, other = f"{run}/s", f"{run}/t"
+    world = start(3)
+    world.run(jobs.save, path, memory, [0, 1, 2], 1)
+    world.run(jobs.save, path, memory, [0, 1, 2], 2, str(tmp_path / "never"))
+    world.kill()
+    world = start(3)
+    world.run(jobs.save, other, memory, [0, 1, 2], 7, str(tmp_path / "never"))
+    world.kill()
+    lose(hot, 0)
+    lose(hot, 1)
+    assert {step for step, _ in start(len(new)).run(jobs.load, path, memory, new)} == {1}
+    for word in start(len(new)).run(jobs.load_and_fail, other, memory, new):
+        assert word.startswith("CheckpointNotFoundError") and other in word
+        assert "files are on " in word and "-00000." in word and "use another step" in word
+
+
+def test_a_partner_without_room(start: Start, run: str, tmp_path: Path) -> None:
+    """The step goes to the durable storage all the same, and is restorable as soon as it is there."""
+    if os.geteuid() != 0:
+        pytest.skip("NOT TESTED HERE: mounting a small file system takes root")
+    small = tmp_path / "small"
+    small.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1500k", "tmpfs", str(small)], check=True)
+    try:
+        for step in (1, 2):
+            got = start(2).run(jobs.save_where, f"{run}/{step}", [str(tmp_path / "roomy"), str(small)], step, 3000)
+            assert got == [True, True], "it is not restorable before"
+            assert load_step(durable(f"{run}/{step}"), rows=3000) == step
+        left = [file for _, _, files in os.walk(small) for file in files]
+        assert not left, "what nobody would find is removed"
+    finally:
+        subprocess.run(["umount", str(small)], check=True)
+
+
+def test_machines_that_flush_at_the_same_time(start: Start, run: str, memory: str, tmp_path: Path) -> None:
+    """By hand, after a job was killed: whichever is the last one commits."""
+    path = f"{run}/1"
+    world = start(3)
+    world.run(jobs.save, path, memory, [0, 1, 2], 1, str(tmp_path / "never"), rows=4000)
+    world.kill()
+    line = [sys.executable, "-m", "bytecheckpoint.cli.main", "flush", path]
+    flushes = [
+        subprocess.Popen(line, env={**os.environ, "BYTECHECKPOINT_TIER_HOT": f"mem://{memory}/{machine}"})
+        for machine in range(3)
+    ]
+    codes = [flush.wait(100) for flush in flushes]
+    assert 0 in codes
+    assert load_step(durable(path), rows=4000) == 1
+    assert command(["verify", str(durable(path))]) == 0
+
+
+def test_what_a_lost_machine_had_flushed_before_counts(
+    start: Start, run: str, memory: str, hot: Path, tmp_path: Path
+) -> None:
+    """Files that are in the durable storage already need no machine any more, unless they are damaged there."""
+    world = start(2)
+    for step in (1, 2):
+        world.run(jobs.save, f"{run}/{step}", memory, [0, 1], step, str(tmp_path / "never"), tier_replicas=0)
+    world.kill()
+    for step in (1, 2):
+        bytecheckpoint.configure(tier_hot=f"mem://{memory}/0")
+        assert command(["flush", f"{run}/{step}"]) == 1, "its half"
+    file = next((durable(f"{run}/2") / "model").iterdir())
+    file.write_bytes(file.read_bytes()[:-9] + b"nonsense!")
+    shutil.copy(step_in(memory, 0, f"{run}/1") / "metadata.parquet", step_in(memory, 1, f"{run}/1"))
+    for step in (1, 2):
+        for name in ("metadata.parquet", *(f.name for f in step_in(memory, 0, f"{run}/{step}").glob("tier-*"))):
+            shutil.copy(step_in(memory, 0, f"{run}/{step}") / name, step_in(memory, 1, f"{run}/{step}"))
+    lose(hot, 0)
+    start(2).run(jobs.save, f"{run}/3", memory, [0, 1], 3)
+    assert load_step(durable(run) / "1") == 1
+    assert not (durable(run) / "2" / "metadata.parquet").exists()
+    assert load_step(durable(run) / "3") == 3
 
 
 @pytest.mark.parametrize("machine", [0, 1])

@@ -24,8 +24,10 @@ from bytecheckpoint import (
     UsageError,
 )
 from bytecheckpoint.cli.main import run as command
+from bytecheckpoint.collectives import current
 from bytecheckpoint.collectives.base import Collective
 from bytecheckpoint.collectives.threads import ThreadWorld
+from bytecheckpoint.saving.saver import saver_of
 from bytecheckpoint.storage import Storage, resolve
 from bytecheckpoint.storage.local import LocalStorage
 from bytecheckpoint.storage.testing import StorageTests
@@ -53,6 +55,15 @@ def hot_of(path: str) -> Path:
     storage = resolve(path)
     assert isinstance(storage, TierStorage)
     return Path(storage.hot.root)
+
+
+def hot_steps(run: str) -> list[str]:
+    return sorted(os.listdir(hot_of(f"{run}/1").parent))
+
+
+def drain() -> None:
+    """Wait for flushes, and what is tidied up after them."""
+    saver_of(current()).flusher.drain()
 
 
 class Gate:
@@ -180,6 +191,7 @@ def test_a_damaged_hot_copy_is_not_flushed(run: str, gate: Gate) -> None:
 
 
 def test_a_failed_flush_is_raised_at_the_next_save_and_made_up_for(run: str, gate: Gate) -> None:
+    """The next flush that succeeds takes the step along."""
     gate.error = StorageFullError("cannot write here: No space left on device; free space")
     gate.open.set()
     handle = bytecheckpoint.save(f"{run}/1", states(step=1), async_checkpoint=True)
@@ -189,13 +201,53 @@ def test_a_failed_flush_is_raised_at_the_next_save_and_made_up_for(run: str, gat
     with pytest.raises(StorageFullError, match="earlier asynchronous save failed"):
         bytecheckpoint.save(f"{run}/2", states(step=2))
     assert load_step(f"{run}/1") == 1
-    gate.error = None
-    bytecheckpoint.save(f"{run}/2", states(step=2)).result(60)
     with pytest.raises(CheckpointNotFoundError):
         load_step(folder_of(run) / "1")
+    gate.error = None
+    bytecheckpoint.save(f"{run}/2", states(step=2)).result(60)
+    drain()
+    for step in (1, 2):
+        assert load_step(folder_of(run) / str(step)) == step
+    assert hot_steps(run) == ["2"], "the older one is not needed any more"
     assert command(["flush", run]) == 0
-    assert load_step(folder_of(run) / "1") == 1
-    assert load_step(folder_of(run) / "2") == 2
+
+
+def test_a_step_that_no_flush_can_take_is_tried_once(run: str, gate: Gate, caplog: pytest.LogCaptureFixture) -> None:
+    gate.open.set()
+    gate.error = StorageUnavailableError("cannot write here: Input/output error")
+    with pytest.raises(StorageUnavailableError):
+        bytecheckpoint.save(f"{run}/1", states(step=1), async_checkpoint=True).result(60)
+    gate.error = None
+    file = next((hot_of(f"{run}/1") / "model").glob("rank-*"))
+    file.write_bytes(file.read_bytes()[:-9] + b"nonsense!")
+    with pytest.raises(StorageUnavailableError, match="earlier"):
+        bytecheckpoint.save(f"{run}/2", states(step=2))
+    for step in (2, 3, 4):
+        bytecheckpoint.save(f"{run}/{step}", states(step=step)).result(60)
+    drain()
+    assert caplog.text.count("which is left in memory, cannot be flushed") == 1
+    assert hot_steps(run) == ["1", "4"], "it is as many steps as may be waiting"
+
+
+def test_steps_that_cannot_be_flushed_do_not_fill_the_memory(run: str, gate: Gate) -> None:
+    gate.open.set()
+    gate.error = StorageUnavailableError("cannot write here: Input/output error")
+    for step in range(1, 7):
+        handle = None
+        while handle is None:
+            try:
+                handle = bytecheckpoint.save(f"{run}/{step}", states(step=step), async_checkpoint=True)
+            except StorageUnavailableError:
+                continue
+        assert isinstance(handle.committed.exception(60), StorageUnavailableError)
+    drain()
+    assert hot_steps(run) == ["5", "6"]
+    gate.error = None
+    with pytest.raises(StorageUnavailableError, match="earlier"):
+        bytecheckpoint.save(f"{run}/7", states(step=7))
+    bytecheckpoint.save(f"{run}/7", states(step=7)).result(60)
+    drain()
+    assert sorted(os.listdir(folder_of(run))) == ["5", "6", "7"]
 
 
 def test_the_durable_storage_is_away(tmp_path: Path, run: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,6 +273,18 @@ def test_the_durable_storage_is_away(tmp_path: Path, run: str, monkeypatch: pyte
     away["version"] = False
     assert command(["flush", run]) == 0
     assert load_step(folder_of(run) / "1") == 1
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_step_is_restorable_although_an_earlier_flush_takes_long(run: str, gate: Gate, mode: str) -> None:
+    """A synchronous save, too, does not wait for the flush of the one before it."""
+    first = bytecheckpoint.save(f"{run}/1", states(step=1), **MODES[mode])
+    assert gate.met.wait(60)
+    second = bytecheckpoint.save(f"{run}/2", states(step=2), **MODES[mode])
+    second.restorable.result(20)
+    assert not first.committed.done() and load_step(f"{run}/2") == 2
+    gate.open.set()
+    assert second.result(60).path == f"{run}/2" and first.done()
 
 
 def test_waiting_steps_are_bounded(run: str, gate: Gate) -> None:
@@ -305,6 +369,88 @@ def test_a_flush_does_not_overwrite_what_another_job_saved_meanwhile(run: str, g
     bytecheckpoint.save(f"{run}/s", states(step=3)).result(60)
     assert load_step(folder_of(run) / "s") == 3
     assert len(files_of(folder_of(run) / "s")) == 6
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_hot_tier_without_room(run: str, tmp_path: Path, mode: str) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("NOT TESTED HERE: mounting a small file system takes root")
+    hot = tmp_path / "hot"
+    hot.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(hot)], check=True)
+    try:
+        bytecheckpoint.configure(tier_hot=str(hot), writer="thread")
+        bytecheckpoint.save(f"{run}/1", states(step=1)).result(60)
+        before = files_of(hot)
+        with pytest.raises(StorageFullError, match=rf"{hot}/.*/run/2/.*No space left on device; free space"):
+            bytecheckpoint.save(f"{run}/2", states(step=2, rows=10_000), **MODES[mode]).result(60)
+        drain()
+        assert files_of(hot) == before and not (folder_of(run) / "2").exists()
+        if mode != "sync":
+            with pytest.raises(StorageFullError, match="earlier"):
+                bytecheckpoint.save(f"{run}/3", states(step=3))
+        bytecheckpoint.save(f"{run}/3", states(step=3), **MODES[mode]).result(60)
+        drain()
+        assert load_step(f"{run}/3") == load_step(folder_of(run) / "3") == 3 and load_step(f"{run}/1") == 1
+        assert hot_steps(run) == ["3"]
+    finally:
+        subprocess.run(["umount", str(hot)], check=True)
+
+
+def test_what_is_left_of_a_hot_step_is_not_taken_for_it(run: str, gate: Gate) -> None:
+    """A hot step that is not whole is none; the message says so, and an older durable one is what a load finds."""
+    bytecheckpoint.save(f"{run}/1", states(step=1))
+    for file in (hot_of(f"{run}/1") / "optimizer").iterdir():
+        file.unlink()
+    with pytest.raises(
+        CheckpointNotFoundError, match=r"tier\+file.* of the step in memory \d files are on other machines"
+    ):
+        load_step(f"{run}/1")
+    assert command(["inspect", f"{run}/1"]) == 2
+    gate.error = StorageUnavailableError("cannot write here")
+    gate.open.set()
+
+
+def test_a_durable_storage_that_does_not_answer_is_not_waited_for(run: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bytecheckpoint.storage.tier._LOAD_PATIENCE", 0.3)
+    monkeypatch.setattr("bytecheckpoint.storage.tier._PATIENCE", 0.3)
+    bytecheckpoint.save(f"{run}/1", states(step=1)).result(60)
+    hang = threading.Event()
+    real = LocalStorage.stat
+
+    def stat(storage: LocalStorage, name: str) -> Any:
+        hang.wait(60)
+        return real(storage, name)
+
+    monkeypatch.setattr(LocalStorage, "stat", stat)
+    begun = time.monotonic()
+    assert load_step(f"{run}/1") == 1
+    handle = bytecheckpoint.save(f"{run}/2", states(step=2), async_checkpoint=True)
+    handle.restorable.result(60)
+    assert time.monotonic() - begun < 20
+    hang.set()
+    handle.result(60)
+
+
+def test_a_step_that_is_removed_leaves_nothing(run: str) -> None:
+    bytecheckpoint.save(f"{run}/1", states(step=1)).result(60)
+    storage = resolve(f"{run}/1")
+    storage.delete([name for name, _ in storage.list()])
+    assert not hot_of(f"{run}/1").exists()
+    assert files_of(folder_of(run) / "1") == []
+
+
+@pytest.mark.parametrize("name", ["run 7 %20", "a:b", "100%41", "ünï-文" * 20, "#x?y=z&", "back\\slash"])
+def test_steps_of_odd_names(run: str, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for step in (1, 2):
+        bytecheckpoint.save(f"{run}/{name}{step}", states(step=step)).result(60)
+    drain()
+    assert resolve(run).folders() == sorted(f"{name}{step}" for step in (1, 2))
+    assert command(["ls", run]) == 0
+    assert capsys.readouterr().out.count("committed") == 2
+    for step in (1, 2):
+        assert load_step(f"{run}/{name}{step}") == step
+    assert len(hot_steps(run)) == 1
 
 
 # --- several ranks on one machine, other world sizes ----------------------------------------------------------------

@@ -13,6 +13,7 @@ from ..errors import CheckpointError, CheckpointNotFoundError
 from ..representation.catalog import VALUES_SLOT, Catalog
 from ..representation.names import CATALOG_NAME, generation_of
 from ..storage import Storage, resolve
+from ..storage.tier import TierStorage
 from .show import counted, moment, print_json, print_table, shown, size
 
 __all__ = ["ls", "open_catalog", "summary"]
@@ -28,7 +29,8 @@ def open_catalog(path: str) -> tuple[Storage, Catalog]:
     try:
         return storage, read_catalog(storage)[0]
     except CheckpointNotFoundError as error:
-        if any(generation_of(name) for name, _ in storage.list()):
+        # A tier's own words say which files of a hot step are missing; and what is hot there is nothing to repair.
+        if not isinstance(storage, TierStorage) and any(generation_of(name) for name, _ in storage.list()):
             raise CheckpointNotFoundError(
                 f"{storage.url} holds storage files without a catalog: a save that did not commit, or a lost "
                 f"{CATALOG_NAME}, which `bytecheckpoint repair` rebuilds"

@@ -70,8 +70,8 @@ def cooldown(root: str, cold: str, *, older_than: str, keep: int, apply: bool, j
 def flush(path: str, *, replicas: bool, json: bool) -> int:
     """Flush what is left in this machine's memory; returns 1 when something is lacking or fails."""
     from ..errors import CheckpointError
-    from ..tiers.flushing import flush as flush_step
-    from ..tiers.flushing import unflushed
+    from ..tiers.machine_flush import flush as flush_step
+    from ..tiers.machine_flush import unflushed
 
     reports = []
     for step in unflushed(path):

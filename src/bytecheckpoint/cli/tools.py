@@ -9,6 +9,7 @@ from dataclasses import asdict
 
 from ..errors import UsageError
 from ..storage import resolve
+from ..storage.tier import TierStorage
 from .show import counted, print_json, progress_bar, shown, size
 
 __all__ = ["diff", "export", "parse_size", "repair", "verify"]
@@ -26,7 +27,9 @@ def verify(path: str, *, threads: int, json: bool) -> int:
     from ..interop.verify import verify_checkpoint
     from .listing import open_catalog
 
-    storage, _ = open_catalog(path)
+    storage = resolve(path)
+    if not isinstance(storage, TierStorage):
+        open_catalog(path)  # says more about what is there instead
     with progress_bar("verifying") as progress:
         report = verify_checkpoint(storage, progress, threads=threads)
     if json:
@@ -37,7 +40,7 @@ def verify(path: str, *, threads: int, json: bool) -> int:
     _notes(report.notes)
     verdict = "sound" if report.ok else counted(len(report.findings), "finding")
     content = f"{counted(report.tensors, 'tensor')}, {size(report.bytes_read)} in {counted(report.files, 'file')}"
-    print(f"{shown(report.path)}: {content}: {verdict}")
+    print(f"{shown(report.path)}: {content}: {verdict}" + (f"; {shown(report.verdict)}" if report.verdict else ""))
     return int(not report.ok)
 
 

@@ -20,6 +20,7 @@ from ..representation.names import CATALOG_NAME, escape, generation_of
 from ..representation.storage_file import StorageHeader, parse_header
 from ..settings import settings
 from ..storage import FileReader, Storage, open_named
+from ..storage.tier import TierStorage
 
 __all__ = ["Finding", "VerifyReport", "verify_catalog", "verify_checkpoint"]
 
@@ -42,6 +43,7 @@ class Finding:
         tensors: keys of the tensors that it touches, at most 20.
         tensor_count: how many tensors it touches.
         message: all this in one line.
+        copy: which copy, where there are several (`tier+...`): "hot" or "durable".
     """
 
     kind: str
@@ -51,6 +53,7 @@ class Finding:
     tensors: tuple[str, ...]
     tensor_count: int
     message: str
+    copy: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +67,8 @@ class VerifyReport:
         tensors: number of tensors, encoded plain values not counted.
         findings: what is wrong; empty for a sound checkpoint.
         notes: what is harmless but worth knowing, such as files that do not belong to the checkpoint.
+        restorable: whether a load would find sound bytes for everything: also with findings, where there is another copy.
+        verdict: that in words, where there are several copies and something is wrong.
     """
 
     path: str
@@ -72,6 +77,8 @@ class VerifyReport:
     tensors: int
     findings: tuple[Finding, ...]
     notes: tuple[str, ...]
+    restorable: bool = True
+    verdict: str = ""
 
     @property
     def ok(self) -> bool:
@@ -95,6 +102,10 @@ def verify_checkpoint(storage: Storage, progress: Progress | None = None, *, thr
         CorruptCheckpointError: the catalog itself is damaged, so that there is nothing to check against.
         IncompatibleCheckpointError: a newer version wrote it.
     """
+    if isinstance(storage, TierStorage):
+        from .verify_tier import verify_tier  # which is made of what is here
+
+        return verify_tier(storage, progress, threads=threads)
     catalog, _ = read_catalog(storage)
     return verify_catalog(storage, catalog, progress, threads=threads)
 
@@ -109,7 +120,8 @@ def verify_catalog(
     finally:
         check.close()
     findings = (*check.findings(), *_coverage(catalog))
-    return VerifyReport(storage.url, len(catalog.files), check.done, catalog.count, findings, _notes(storage, catalog))
+    notes = _notes(storage, catalog)
+    return VerifyReport(storage.url, len(catalog.files), check.done, catalog.count, findings, notes, not findings)
 
 
 def _tensor_count(catalog: Catalog) -> int:

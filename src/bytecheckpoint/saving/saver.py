@@ -24,7 +24,7 @@ from ..monitoring.phases import Phases
 from ..settings import Settings
 from ..storage import Storage
 from ..storage.tier import TierStorage
-from ..tiers.flusher import Flusher
+from ..tiers.background import Flusher
 from .coordinator import Coordinator, SaveTask
 from .local import LocalPlan
 from .messages import Failure, encode, tag

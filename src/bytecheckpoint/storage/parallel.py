@@ -1,4 +1,4 @@
-"""Several requests at the same time, also while the interpreter ends and makes no threads any more."""
+"""Requests at the same time, or with a time limit, also while the interpreter ends and makes no threads any more."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
-__all__ = ["at_the_same_time"]
+from ..errors import StorageUnavailableError
+
+__all__ = ["at_the_same_time", "within"]
 
 _A = TypeVar("_A")
 _R = TypeVar("_R")
@@ -60,3 +62,31 @@ def at_the_same_time(function: Callable[[_A], _R], items: Iterable[_A], threads:
     if errors:
         raise errors[0]
     return [results[number] for number in range(len(calls))]
+
+
+def within(seconds: float, function: Callable[[], _R]) -> _R:
+    """`function()`, unless it takes longer than so many seconds; then it goes on, and nobody hears of it.
+
+    Raises:
+        StorageUnavailableError: it takes longer.
+    """
+    results: list[_R] = []
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            results.append(function())
+        except BaseException as error:  # noqa: BLE001  raised below
+            errors.append(error)
+
+    thread = threading.Thread(target=work, name="bytecheckpoint-ask", daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:  # the interpreter ends
+        return function()
+    thread.join(seconds)
+    if errors:
+        raise errors[0]
+    if not results:
+        raise StorageUnavailableError(f"no answer within {seconds:g} s")
+    return results[0]

@@ -10,60 +10,30 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import re
-import shutil
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TypeVar
-from urllib.parse import quote, unquote
 
 import msgspec
-import xxhash
 
-from ..errors import CheckpointError, StorageError, StorageUnavailableError, UsageError
+from ..errors import CheckpointError, CheckpointNotFoundError, StorageError, StorageUnavailableError, UsageError
 from ..representation.catalog_file import decode
 from ..representation.names import CATALOG_NAME, is_uri
 from ..settings import settings
 from .base import Capabilities, FileReader, FileStat, FileWriter, NewFile, Storage, check_name
+from .copies import AnyCopy
+from .hot_names import HOUSEHOLD, LOCK, UNKNOWN, Record, digest_of, place_of, record_name, unplaced
 from .local import PosixStorage
+from .parallel import within
 
-__all__ = ["LOCK", "PREFIX", "UNKNOWN", "AnyCopy", "HotSide", "Record", "TierStorage", "digest_of"]
+__all__ = ["LOCK", "PREFIX", "UNKNOWN", "HotSide", "Record", "TierStorage", "digest_of", "unplaced"]
 
 PREFIX = "tier+"
-#: The version of a durable catalog at which nobody could look.
-UNKNOWN = "?"
-#: File that flushes of a step hold while they work.
-LOCK = "tier.lock"
-_RECORD = re.compile(r"tier-([0-9a-f]{16})\.json|tier\.lock")
 #: Seconds that a save waits for the durable storage's word about what is there, before it goes on without.
 _PATIENCE = 5.0
+#: The same of a load. It waits longer: without the word it cannot tell whether the hot copy was replaced since.
+_LOAD_PATIENCE = 15.0
 
 _log = logging.getLogger("bytecheckpoint")
-_T = TypeVar("_T")
-
-
-def digest_of(catalog: bytes) -> str:
-    """What a hot step is called in its record."""
-    return xxhash.xxh3_64_hexdigest(catalog)
-
-
-class Record(msgspec.Struct, frozen=True):
-    """What a machine remembers about a step in its hot tier.
-
-    Attributes:
-        url: of the durable checkpoint.
-        replaces: version of the durable catalog when the save began, "" for none, UNKNOWN when it could not be told.
-        saved: when it was committed here, seconds since 1970.
-        ranks: those that saved on this machine; empty when that is not known (yet).
-        flushed: whether the durable storage has it.
-    """
-
-    url: str
-    replaces: str
-    saved: float
-    ranks: list[int] = []
-    flushed: bool = False
 
 
 class TierStorage(Storage):
@@ -89,7 +59,7 @@ class TierStorage(Storage):
         local = isinstance(self.durable, PosixStorage) and "://" not in self.durable.url
         self.url = f"{PREFIX}file://{self.durable.url}" if local else PREFIX + self.durable.url
         root = settings().tier_hot.rstrip("/")
-        hot = resolve(f"{root}/{_place(self.url[len(PREFIX) :])}")
+        hot = resolve(f"{root}/{place_of(self.url[len(PREFIX) :])}")
         if not isinstance(hot, PosixStorage):
             raise UsageError(f"settings.tier_hot is {root!r}: use mem://name or a folder of a local disk")
         self.hot = hot
@@ -99,13 +69,27 @@ class TierStorage(Storage):
     def record(self, catalog: bytes) -> Record | None:
         """What this machine remembers of the hot step with this catalog."""
         try:
-            return msgspec.json.decode(self.hot.read(_record_name(digest_of(catalog))), type=Record)
+            return msgspec.json.decode(self.hot.read(record_name(digest_of(catalog))), type=Record)
         except (FileNotFoundError, StorageError, msgspec.MsgspecError):
             return None
 
     def remember(self, catalog: bytes, record: Record) -> None:
         """Write the record of the hot step with this catalog."""
-        self.hot.publish(_record_name(digest_of(catalog)), msgspec.json.encode(record))
+        self.hot.publish(record_name(digest_of(catalog)), msgspec.json.encode(record))
+
+    def note(self, catalog: bytes, record: Record, ranks: Sequence[int], *, flushed: bool = False) -> None:
+        """Write down what has become known of a hot step since its save. Should there be no room, it goes on without.
+
+        Args:
+            catalog: of the step.
+            record: what was known.
+            ranks: those that saved on this machine.
+            flushed: whether the durable storage has it.
+        """
+        try:
+            self.remember(catalog, msgspec.structs.replace(record, ranks=list(ranks), flushed=flushed))
+        except StorageError as error:
+            _log.warning("%s: %s", self.url, error)
 
     def hot_catalog(self) -> bytes | None:
         """The catalog of the hot step here, None when there is none (or it cannot be read)."""
@@ -125,7 +109,7 @@ class TierStorage(Storage):
             record: its record, where one is left.
         """
         try:
-            present = self.durable.version(CATALOG_NAME)
+            present = within(_LOAD_PATIENCE, lambda: self.durable.version(CATALOG_NAME))
             if not present or (record is not None and present == record.replaces):
                 return True
             durable = self.durable.read(CATALOG_NAME)
@@ -144,26 +128,52 @@ class TierStorage(Storage):
         except (CheckpointError, KeyError, TypeError, ValueError):
             return True
 
-    def complete(self, catalog: bytes) -> bool:
-        """Whether every file of a catalog is here or in the durable storage, by name and size."""
-        if not catalog:
-            return False
+    def lacking(self, catalog: bytes) -> list[str]:
+        """The files of a catalog that are neither here nor in the durable storage, by name and size."""
         try:
             wanted = {f.name: f.size for f in decode(catalog).files if not is_uri(f.name)}
         except CheckpointError:
-            return False
+            return [CATALOG_NAME]
         for tier in (self.hot, self.durable):
-            present = dict(_listed(tier))
-            wanted = {name: size for name, size in wanted.items() if present.get(name) != size}
-            if not wanted:
-                return True
-        return False
+            if wanted:
+                present = dict(_listed(tier))
+                wanted = {name: size for name, size in wanted.items() if present.get(name) != size}
+        return sorted(wanted)
+
+    def durable_catalog(self, lacking: list[str], where: str) -> bytes:
+        """The durable catalog, for want of a hot step that counts.
+
+        Args:
+            lacking: files of a hot step that would count, if they were to be had.
+            where: they were looked for, besides the durable storage.
+
+        Raises:
+            FileNotFoundError: there is none.
+            CheckpointNotFoundError: there is none, and a hot step is not whole.
+        """
+        first = next(iter(lacking), "")
+        what = f"{self.url}: of the step in memory {len(lacking)} files are on {where} (the first: {first})"
+        try:
+            data = self.durable.read(CATALOG_NAME)
+        except FileNotFoundError:
+            if not lacking:
+                raise
+            raise CheckpointNotFoundError(
+                f"{what}, and {self.durable.url} holds no committed checkpoint; load on the machines that saved it, or "
+                "use another step"
+            ) from None
+        if lacking:
+            _log.warning("%s; the durable checkpoint is read instead", what)
+        return data
 
     def _catalog(self) -> bytes:
+        lacking: list[str] = []
         hot = self.hot_catalog()
-        if hot is not None and self.supersedes(hot, self.record(hot)) and self.complete(hot):
-            return hot
-        return self.durable.read(CATALOG_NAME)
+        if hot is not None and self.supersedes(hot, self.record(hot)):
+            lacking = self.lacking(hot)
+            if not lacking:
+                return hot
+        return self.durable_catalog(lacking, "other machines only, if at all")
 
     # --- Storage ----------------------------------------------------------------------------------------------
 
@@ -183,7 +193,7 @@ class TierStorage(Storage):
             return self._catalog()
         try:
             return self.hot.read(name)
-        except FileNotFoundError:
+        except (FileNotFoundError, StorageError):
             return self.durable.read(name)
 
     def stat(self, name: str) -> FileStat:
@@ -192,7 +202,7 @@ class TierStorage(Storage):
             hot = self.hot.stat(name)
         version = UNKNOWN
         try:
-            durable = _soon(lambda: self.durable.stat(name))
+            durable = within(_PATIENCE, lambda: self.durable.stat(name))
             version = durable.version
         except FileNotFoundError:
             version = ""
@@ -213,16 +223,18 @@ class TierStorage(Storage):
             there = there if expected is not None else UNKNOWN
             self.remember(data, Record(self.durable.url, there, time.time()))
         self.hot.publish(name, data, expected=None if expected is None else here)
+        if name == CATALOG_NAME:
+            self.forget_records(but=data)
 
     def folders(self) -> list[str]:
-        return sorted({*self.hot.folders(), *self.durable.folders()})
+        return sorted({*map(unplaced, self.hot.folders()), *self.durable.folders()})
 
     def list(self) -> list[tuple[str, int]]:
         return sorted({**dict(self.durable.list()), **dict(_listed(self.hot))}.items())
 
     def delete(self, names: Iterable[str]) -> None:
         names = list(names)
-        self.hot.delete(names)
+        self.remove(names)
         self.durable.delete(names)
 
     def sync(self, names: Iterable[str]) -> None:
@@ -232,16 +244,44 @@ class TierStorage(Storage):
         _, _, there = expected.partition(" ")
         if there != UNKNOWN:
             try:
-                self.durable.probe(name, there)
+                within(_PATIENCE, lambda: self.durable.probe(name, there))
             except StorageUnavailableError as error:
                 _log.warning("%s: going on without the durable storage: %s", self.url, error)
 
     # --- keeping house ----------------------------------------------------------------------------------------
 
-    def forget(self) -> None:
-        """Remove the hot copy."""
-        self.hot.delete([CATALOG_NAME])  # first: what is left by a kill is no checkpoint
-        shutil.rmtree(self.hot.root, ignore_errors=True)
+    def forget(self, catalog: bytes) -> None:
+        """Remove the hot copy of a step, and nothing that a save may have begun to write in its place.
+
+        Args:
+            catalog: of the step.
+        """
+        if self.hot_catalog() == catalog:
+            self.hot.delete([CATALOG_NAME])  # first: what is left by a kill is no checkpoint
+        self.remove([record_name(digest_of(catalog)), *(f.name for f in decode(catalog).files if not is_uri(f.name))])
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Remove files of the hot copy, and its folder when nothing else is in it."""
+        self.hot.delete(names)
+        self._tidy_up()
+
+    def forget_records(self, *, but: bytes) -> None:
+        """Remove what is remembered of steps that others have replaced here.
+
+        Args:
+            but: the catalog of the step whose record stays.
+        """
+        keep = record_name(digest_of(but))
+        with contextlib.suppress(StorageError):
+            self.hot.delete([name for name, _ in self.hot.list() if name.startswith("tier-") and name != keep])
+
+    def _tidy_up(self) -> None:
+        """Remove the hot folder when nothing but records is left in it."""
+        with contextlib.suppress(StorageError, OSError):
+            names = [name for name, _ in self.hot.list()]
+            if all(HOUSEHOLD.fullmatch(name) for name in names):
+                self.hot.delete(names)
+                os.rmdir(self.hot.root)
 
     def neighbours(self) -> Iterator[tuple[TierStorage, bytes, Record]]:
         """The steps of the same run that this machine has in its hot tier, with catalog and record."""
@@ -252,7 +292,7 @@ class TierStorage(Storage):
             return
         for name in names:
             try:
-                step = TierStorage(f"{parent}/{unquote(name)}")
+                step = TierStorage(f"{parent}/{unplaced(name)}")
             except CheckpointError:
                 continue
             catalog = step.hot_catalog()
@@ -262,133 +302,25 @@ class TierStorage(Storage):
 
 
 class HotSide(TierStorage):
-    """A tier as a save sees it: what it lists and removes is in the hot tier only.
+    """A tier as a save sees it: what it reads, lists and removes is in the hot tier only.
 
     The durable checkpoint that the save replaces is needed until the flush.
     """
+
+    def _catalog(self) -> bytes:
+        return self.hot.read(CATALOG_NAME)
 
     def list(self) -> list[tuple[str, int]]:
         return _listed(self.hot)
 
     def delete(self, names: Iterable[str]) -> None:
-        self.hot.delete(names)
-
-
-class AnyCopy(FileReader):
-    """A file of which there may be several copies; reads from the nearest that answers.
-
-    Args:
-        shown: what it is called in messages.
-        openers: what opens the copies, the nearest first.
-    """
-
-    def __init__(self, shown: str, openers: Sequence[Callable[[], FileReader]]) -> None:
-        self._shown = shown
-        self._left = list(openers)
-        self._copies: list[FileReader] = []
-        self._lock = threading.Lock()
-        self._first = 0
-        first = self._copy(0)
-        if first is None:
-            raise FileNotFoundError(2, "no copy", shown)
-        self.size, self.step_bytes = first.size, first.step_bytes
-
-    def _copy(self, number: int) -> FileReader | None:
-        """Copy `number`, opened when it is first wanted; None when there are not so many."""
-        unavailable: StorageError | None = None
-        with self._lock:
-            while len(self._copies) <= number and self._left:
-                try:
-                    self._copies.append(self._left.pop(0)())
-                except FileNotFoundError:
-                    continue
-                except StorageError as error:
-                    unavailable = error
-            if len(self._copies) > number:
-                return self._copies[number]
-        if unavailable is not None and not self._copies:
-            raise unavailable
-        return None
-
-    def read_into(self, offset: int, buffers: Sequence[memoryview]) -> int:
-        failed: StorageError | None = None
-        number = self._first
-        while (copy := self._copy(number)) is not None:
-            try:
-                return copy.read_into(offset, buffers)
-            except StorageError as error:
-                _log.warning("%s: %s; another copy is read", self._shown, error)
-                failed = failed or error
-            number += 1
-        assert failed is not None
-        raise failed
-
-    def fits(self, size: int) -> bool:
-        while (copy := self._copy(self._first)) is not None:
-            if copy.size == size:
-                self.size, self.step_bytes = copy.size, copy.step_bytes
-                return True
-            _log.warning("%s: a copy has %d bytes instead of %d; another is read", self._shown, copy.size, size)
-            self._first += 1
-        return False
-
-    def others(self) -> Iterator[FileReader]:
-        number = self._first + 1
-        while (copy := self._copy(number)) is not None:
-            if copy.size == self.size:
-                yield copy
-            number += 1
-
-    def close(self) -> None:
-        with self._lock:
-            for copy in self._copies:
-                copy.close()
-            self._copies, self._left = [], []
-
-
-def _place(url: str) -> str:
-    """A relative path for a URL: readable, different for different URLs, with safe names only."""
-    scheme, _, rest = url.partition("://")
-    parts = [quote(part, safe="+=@,~") for part in rest.strip("/").split("/")]
-    return "/".join([scheme.replace("+", "%2B"), *parts])
-
-
-def _record_name(digest: str) -> str:
-    return f"tier-{digest}.json"
+        self.remove(names)
 
 
 def _listed(storage: Storage) -> list[tuple[str, int]]:
     """The files of a tier but for records; nothing when it does not answer."""
     try:
-        return [(name, size) for name, size in storage.list() if not _RECORD.fullmatch(name)]
+        return [(name, size) for name, size in storage.list() if not HOUSEHOLD.fullmatch(name)]
     except StorageUnavailableError as error:
         _log.warning("%s cannot be listed: %s", storage.url, error)
         return []
-
-
-def _soon(function: Callable[[], _T]) -> _T:
-    """`function()`, unless it takes longer than a save should wait.
-
-    Raises:
-        StorageUnavailableError: it does.
-    """
-    results: list[_T] = []
-    errors: list[BaseException] = []
-
-    def work() -> None:
-        try:
-            results.append(function())
-        except BaseException as error:  # noqa: BLE001  raised below
-            errors.append(error)
-
-    thread = threading.Thread(target=work, name="bytecheckpoint-ask", daemon=True)
-    try:
-        thread.start()
-    except RuntimeError:  # the interpreter ends
-        return function()
-    thread.join(_PATIENCE)
-    if errors:
-        raise errors[0]
-    if not results:
-        raise StorageUnavailableError(f"no answer within {_PATIENCE:g} s")
-    return results[0]

@@ -30,6 +30,7 @@ from ..settings import settings
 from ..storage import Storage, resolve
 from ..storage.parallel import at_the_same_time
 from ..storage.tier import TierStorage
+from .claims import claimed, release_dead
 from .copying import commit, copy_unless_there, own_files, sound
 
 __all__ = ["CoolStep", "cool", "plan_cooldown"]
@@ -180,6 +181,7 @@ def cool(step: CoolStep, progress: Callable[[int], None] = lambda _: None) -> Co
             _move(resolve(step.path), resolve(step.target), progress)
         elif step.action == "finish":
             _remove_moved(resolve(step.path))
+            release_dead(resolve(step.target))
         else:
             return step
     except CheckpointError as error:
@@ -188,14 +190,30 @@ def cool(step: CoolStep, progress: Callable[[int], None] = lambda _: None) -> Co
 
 
 def _move(hot: Storage, cold: Storage, progress: Callable[[int], None]) -> None:
-    version = hot.version(CATALOG_NAME)
-    catalog, data = read_catalog(hot)
+    cold.probe(CATALOG_NAME, "")
+    with claimed(cold):
+        version = hot.version(CATALOG_NAME)
+        catalog, data = read_catalog(hot)
+        own = own_files(catalog)
+        if not own:
+            return  # another cooldown has moved it since it was looked at
+        _copy_all(hot, cold, catalog, data, version, progress)
+    try:
+        hot.delete([catalog.files[number].name for number in own])
+    except StorageError as error:  # it is moved; the next run removes what is left
+        _log.warning("%s: moved files could not be removed: %s", hot.url, error)
+
+
+def _copy_all(
+    hot: Storage, cold: Storage, catalog: Catalog, data: bytes, version: str, progress: Callable[[int], None]
+) -> None:
+    """Bring a checkpoint to the cold folder, and have the catalog of its path name the files there."""
     own = own_files(catalog)
     try:
         if cold.read(CATALOG_NAME) != data:
             raise StorageConflictError(f"{cold.url} holds another checkpoint: choose another cold folder, or remove it")
     except FileNotFoundError:
-        cold.probe(CATALOG_NAME, "")
+        pass
     hot.probe(CATALOG_NAME, version)
     there = dict(cold.list())
 
@@ -225,10 +243,6 @@ def _move(hot: Storage, cold: Storage, progress: Callable[[int], None]) -> None:
     except StorageUnavailableError:
         if hot.read(CATALOG_NAME) != remapped:  # the answer got lost, or the catalog did
             raise
-    try:
-        hot.delete([catalog.files[number].name for number in own])
-    except StorageError as error:  # it is moved; the next run removes what is left
-        _log.warning("%s: moved files could not be removed: %s", hot.url, error)
 
 
 def _remove_moved(hot: Storage) -> None:

@@ -98,49 +98,65 @@ def meet(
         return [(digest, found[digest][0]) for digest in order]
 
     proposed = party.agree("look", look, candidates)
+    lacking: list[str] = []
     for number, (digest, holder) in enumerate(proposed):
 
         def send(holder: int = holder) -> bytes:
             return mine or b"" if party.rank == holder else b""
 
-        def judge(words: list[bytes], digest: str = digest, holder: int = holder) -> tuple[bytes, dict[str, list[int]]]:
+        def judge(
+            words: list[bytes], digest: str = digest, holder: int = holder
+        ) -> tuple[bytes, dict[str, list[int]], list[str]]:
             data = words[holder]
-            places = _places(storage, data, lists)
-            good = places is not None and storage.supersedes(data, records.get(digest))
-            return (data, places or {}) if good else (b"", {})
+            if not storage.supersedes(data, records.get(digest)):
+                return b"", {}, []
+            places, nowhere = _places(storage, data, lists)
+            return (b"", {}, nowhere) if nowhere else (data, places, [])
 
-        catalog, places = party.agree(f"catalog-{number}", send, judge)
+        catalog, places, nowhere = party.agree(f"catalog-{number}", send, judge)
         if catalog:
             return _open_memory(party, machines.of, storage, catalog, places, force, stack)
-    return _DurableOnly(storage.url)
+        lacking = lacking or nowhere
+    return _DurableOnly(storage.url, lacking)
 
 
 class _DurableOnly(TierStorage):
-    """The hot copies, if there are any, do not count."""
+    """The hot copies, if there are any, do not count.
+
+    Args:
+        url: of the tier.
+        lacking: files of a hot step that would count, if they were anywhere.
+    """
+
+    def __init__(self, url: str, lacking: list[str]) -> None:
+        super().__init__(url)
+        self._lacking = lacking
 
     def _catalog(self) -> bytes:
-        return self.durable.read(CATALOG_NAME)
+        return self.durable_catalog(self._lacking, "none of these machines")
 
 
-def _places(storage: TierStorage, catalog: bytes, lists: dict[int, dict[str, int]]) -> dict[str, list[int]] | None:
-    """The ranks on whose machines each file is; None when a file is nowhere."""
+def _places(
+    storage: TierStorage, catalog: bytes, lists: dict[int, dict[str, int]]
+) -> tuple[dict[str, list[int]], list[str]]:
+    """The ranks on whose machines each file is, and the files that are nowhere."""
     try:
         files = [file for file in decode(catalog).files if not is_uri(file.name)]
     except CheckpointError as error:
         _log.warning("%s: a hot catalog cannot be read: %s", storage.url, error)
-        return None
+        return {}, [CATALOG_NAME]
     places = {
         file.name: [rank for rank, listed in lists.items() if listed.get(file.name) == file.size] for file in files
     }
     lacking = {file.name: file.size for file in files if not places[file.name]}
     if lacking:
+        present: dict[str, int] = {}
         try:
             present = dict(storage.durable.list())
-        except CheckpointError:
-            return None
-        if any(present.get(name) != size for name, size in lacking.items()):
-            return None
-    return places
+        except CheckpointError as error:
+            _log.warning("%s: %s", storage.url, error)
+        lacking = {name: size for name, size in lacking.items() if present.get(name) != size}
+    return places, sorted(lacking)
 
 
 def _open_memory(

@@ -1,0 +1,331 @@
+"""Tiers in front of real servers, and cool-down to them: S3 that is killed and comes back, HDFS."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import bytecheckpoint
+from bytecheckpoint import CheckpointNotFoundError, StorageUnavailableError
+from bytecheckpoint.cli.main import run as command
+from bytecheckpoint.collectives import current
+from bytecheckpoint.collectives.base import Collective
+from bytecheckpoint.collectives.threads import ThreadWorld
+from bytecheckpoint.saving.saver import saver_of
+from bytecheckpoint.storage import resolve
+from bytecheckpoint.storage.objects import ObjectStorage
+from bytecheckpoint.storage.testing import StorageTests
+from bytecheckpoint.storage.tier import TierStorage
+from bytecheckpoint.tiers.cooling import cool, plan_cooldown
+from tests.faults.coded import files_of, load_step, states, step_of
+from tests.servers.meddler import Rule, meddler
+from tests.servers.s3 import S3Server, versitygw
+from tests.storage.conftest import use
+
+pytestmark = [pytest.mark.server, pytest.mark.timeout(300)]
+
+MODES: dict[str, dict[str, Any]] = {
+    "sync": {},
+    "async": {"async_checkpoint": True},
+    "background": {"async_checkpoint": True, "staging": "background"},
+}
+
+
+@pytest.fixture(autouse=True)
+def hot() -> Iterator[str]:
+    """A hot tier of the test's own."""
+    name = f"test-{uuid.uuid4().hex}"
+    bytecheckpoint.configure(tier_hot=f"mem://{name}")
+    yield name
+    saver = saver_of(current())
+    saver.drain()
+    saver.flusher.drain()
+    saver._failed = None
+    shutil.rmtree(f"/dev/shm/bytecheckpoint-{os.geteuid()}/{name}", ignore_errors=True)
+
+
+@pytest.fixture(params=["s3", "hdfs"])
+def durable(request: pytest.FixtureRequest) -> str:
+    """The URL of a training run in a durable storage."""
+    name = uuid.uuid4().hex
+    if request.param == "s3":
+        return f"s3://{request.getfixturevalue('bucket')}/{name}"
+    request.getfixturevalue("hdfs")
+    return f"hdfs://demo_0/{name}"
+
+
+def forget(path: str) -> None:
+    """Lose the hot copy."""
+    storage = resolve(path)
+    assert isinstance(storage, TierStorage)
+    shutil.rmtree(storage.hot.root)
+
+
+def load_on(path: str, world: int) -> set[int]:
+    """The steps that the ranks of another layout load."""
+
+    def one(collective: Collective) -> int:
+        mine = states(collective.rank, world)
+        bytecheckpoint.load(path, mine)
+        return step_of(mine)
+
+    return set(ThreadWorld(world).run(one, timeout=100))
+
+
+class TestConformance(StorageTests):
+    @pytest.fixture
+    def storage(self, bucket: str) -> TierStorage:
+        storage = resolve(f"tier+s3://{bucket}/runs/step")
+        assert isinstance(storage, TierStorage) and isinstance(storage.durable, ObjectStorage)
+        return storage
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_save_load_and_look(durable: str, mode: str, capsys: pytest.CaptureFixture[str]) -> None:
+    run = f"tier+{durable}"
+
+    def save(collective: Collective, name: str, step: int) -> None:
+        handle = bytecheckpoint.save(f"{run}/{name}", states(collective.rank, 2, step), **MODES[mode])
+        handle.restorable.result(60)
+        assert handle.result(60).phases["flush"] > 0
+
+    world = ThreadWorld(2)
+    for name, step in (("a", 1), ("b", 2), ("a", 3)):  # one is replaced
+        world.run(lambda collective, name=name, step=step: save(collective, name, step), timeout=100)
+    assert load_on(f"{run}/a", 3) == {3} and load_on(f"{durable}/a", 1) == {3}
+    assert len([name for name, _ in resolve(f"{durable}/a").list() if name.startswith("model/rank")]) == 2
+    for path in (f"{run}/a", f"{durable}/a"):
+        assert command(["ls", path]) == command(["inspect", path]) == command(["verify", path]) == 0
+        with bytecheckpoint.open(path) as checkpoint:
+            assert checkpoint["extra_states/step"] == 3
+    capsys.readouterr()
+    assert command(["ls", run]) == 0
+    assert capsys.readouterr().out.count("committed") == 2
+    forget(f"{run}/a")
+    assert load_on(f"{run}/a", 2) == {3} and load_step(f"{run}/b") == 2
+    assert command(["verify", f"{run}/a"]) == 0
+
+
+@pytest.mark.parametrize("damage", ["hot", "durable", "both"])
+def test_damage_to_one_copy_is_read_around_and_named(
+    durable: str, damage: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = f"tier+{durable}/1"
+    bytecheckpoint.save(path, states(step=1)).result(100)
+    tier = resolve(path)
+    assert isinstance(tier, TierStorage)
+    for name, place in (("hot", tier.hot), ("durable", tier.durable)):
+        if damage not in (name, "both"):
+            continue
+        (file,) = [file for file, _ in place.list() if file.startswith("model/rank")]
+        data = bytearray(place.read(file))
+        data[-100] ^= 1
+        place.delete([file])
+        place.publish(file, bytes(data), expected="")
+    code = command(["verify", path])
+    said = capsys.readouterr().out
+    assert code == 1 and (f"the {damage} copy" in said or damage == "both")
+    if damage == "both":
+        assert "not restorable" in said
+        with pytest.raises(bytecheckpoint.CorruptCheckpointError):
+            load_step(path)
+    else:
+        assert "restorable: a load reads" in said and load_step(path) == 1
+
+
+# --- servers that die ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def mortal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
+    """A server of the test's own, with a bucket "bucket"."""
+    server = versitygw(tmp_path)
+    server.make_bucket("bucket")
+    use(monkeypatch, server.environment())
+    monkeypatch.setattr("bytecheckpoint.storage.tier._PATIENCE", 1.0)
+    monkeypatch.setattr("bytecheckpoint.storage.tier._LOAD_PATIENCE", 2.0)
+    yield server
+    server.server.stop()
+
+
+def test_the_store_is_away_during_a_flush_and_comes_back_in_time(
+    mortal: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with meddler(mortal.endpoint) as between:
+        use(monkeypatch, mortal.environment(between.endpoint))
+
+        def dies(request: Any) -> bool:
+            if request.method != "PUT" or "/model/rank" not in request.path:
+                return False
+            mortal.server.kill()
+            threading.Timer(2.0, mortal.server.start).start()
+            return True
+
+        between.rules.append(Rule(dies))
+        handle = bytecheckpoint.save("tier+s3://bucket/run/1", states(step=1), async_checkpoint=True)
+        handle.restorable.result(60)
+        assert load_step("tier+s3://bucket/run/1") == 1, "whatever becomes of the store"
+        handle.result(100)
+    use(monkeypatch, mortal.environment())
+    assert load_step("s3://bucket/run/1") == 1
+    assert command(["verify", "s3://bucket/run/1"]) == 0
+
+
+def test_the_store_is_away_and_comes_back_later(mortal: S3Server) -> None:
+    """Flushes fail and say so; loads and further saves go on; the first flush that works again takes the rest along."""
+    run = "tier+s3://bucket/run"
+    bytecheckpoint.save(f"{run}/1", states(step=1)).result(60)
+    bytecheckpoint.configure(storage_timeout=2.0)
+    mortal.server.kill()
+    begun = time.monotonic()
+    handle = bytecheckpoint.save(f"{run}/2", states(step=2), async_checkpoint=True)
+    handle.restorable.result(30)
+    assert load_step(f"{run}/2") == 2
+    with pytest.raises(StorageUnavailableError, match=r"flush of tier\+s3://bucket/run/2: .*s3://bucket.*attempt"):
+        handle.result(60)
+    assert time.monotonic() - begun < 60
+    with pytest.raises(StorageUnavailableError, match="earlier"):
+        bytecheckpoint.save(f"{run}/3", states(step=3))
+    assert command(["flush", run]) == 1
+    mortal.server.start()
+    bytecheckpoint.configure(storage_timeout=60.0)
+    with pytest.raises(CheckpointNotFoundError):
+        load_step("s3://bucket/run/2")
+    bytecheckpoint.save(f"{run}/3", states(step=3)).result(60)
+    saver_of(current()).flusher.drain()
+    for step in (1, 2, 3):
+        assert load_step(f"s3://bucket/run/{step}") == step
+        assert command(["verify", f"s3://bucket/run/{step}"]) == 0
+
+
+_KILLED = """
+import sys
+import bytecheckpoint
+from tests.faults.coded import states
+
+path, hot = sys.argv[1:]
+bytecheckpoint.configure(tier_hot=hot)
+bytecheckpoint.save(path, states(step=1), async_checkpoint=True).restorable.result(60)
+print("restorable", flush=True)
+sys.stdin.read()
+"""
+
+
+_NEXT = """
+import sys
+import bytecheckpoint
+from tests.faults.coded import states
+
+path, hot = sys.argv[1:]
+bytecheckpoint.configure(tier_hot=hot)
+bytecheckpoint.save(path, states(step=2))  # it is flushed, with what was left, before the program ends
+"""
+
+
+@pytest.mark.parametrize("then", ["flush", "save"])
+@pytest.mark.parametrize("moment", ["/model/rank", "/optimizer/", "metadata.parquet"])
+def test_a_job_killed_between_the_hot_commit_and_the_end_of_its_flush(
+    mortal: S3Server, hot: str, moment: str, then: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loads find the step at once; a flush by hand, or the next job's first save, brings it to the store."""
+    run = "tier+s3://bucket/run"
+    reached, go_on = threading.Event(), threading.Event()
+    with meddler(mortal.endpoint) as between:
+
+        def holds(request: Any) -> bool:
+            if request.method == "PUT" and f"/run/1{moment if moment[0] == '/' else '/' + moment}" in request.path:
+                reached.set()
+                go_on.wait(60)
+                return True
+            return False
+
+        between.rules.append(Rule(holds, status=503))
+        job = subprocess.Popen(
+            [sys.executable, "-c", _KILLED, f"{run}/1", f"mem://{hot}"], cwd=Path(__file__).parents[2],
+            env={**os.environ, **mortal.environment(between.endpoint)}, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            text=True,
+        )  # fmt: skip
+        assert job.stdout is not None
+        assert job.stdout.readline() == "restorable\n"
+        assert reached.wait(60)
+        job.send_signal(signal.SIGKILL)
+        assert job.wait(60) == -signal.SIGKILL
+        go_on.set()
+    with pytest.raises(CheckpointNotFoundError):
+        load_step("s3://bucket/run/1")
+    assert load_on(f"{run}/1", 2) == {1}
+    if then == "flush":
+        assert command(["flush", run]) == 0
+    else:
+        line = [sys.executable, "-c", _NEXT, f"{run}/2", f"mem://{hot}"]
+        subprocess.run(line, cwd=Path(__file__).parents[2], check=True, timeout=100)
+        assert load_step("s3://bucket/run/2") == 2
+    assert load_step("s3://bucket/run/1") == 1
+    assert command(["verify", "s3://bucket/run/1"]) == 0
+
+
+def test_wrong_credentials_are_told_before_anything_is_written(
+    s3: S3Server, bucket: str, hot: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use(monkeypatch, {**s3.environment(), "AWS_SECRET_ACCESS_KEY": "wrong-wrong-wrong"})
+    with pytest.raises(bytecheckpoint.StorageError, match=f"s3://{bucket}/run/1") as caught:
+        bytecheckpoint.save(f"tier+s3://{bucket}/run/1", states(step=1))
+    assert "wrong-wrong" not in str(caught.value)
+    assert files_of(f"/dev/shm/bytecheckpoint-{os.geteuid()}/{hot}") == []
+
+
+# --- cool-down ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("direction", ["to", "from"])
+def test_cooldown_to_and_from_a_server(durable: str, direction: str, tmp_path: Path) -> None:
+    root, cold = (str(tmp_path / "run"), f"{durable}/cold") if direction == "to" else (f"{durable}/run", str(tmp_path))
+    for step in (1, 2, 3):
+        bytecheckpoint.save(f"{root}/{step}", states(step=step))
+    plan = plan_cooldown(root, cold, older_than=0)
+    assert [step.action for step in plan] == ["move", "move", "keep"]
+    assert [cool(step).error for step in plan] == ["", "", ""]
+    assert [name for name, _ in resolve(f"{root}/1").list()] == ["metadata.parquet"]
+    for step in (1, 2, 3):
+        assert load_on(f"{root}/{step}", 2) == {step}
+        assert command(["verify", f"{root}/{step}"]) == 0
+    for step in (1, 2):
+        assert load_step(f"{cold}/{step}") == step
+        assert command(["diff", f"{root}/{step}", f"{cold}/{step}"]) == 0
+        assert {name.split("/")[0] for name, _ in resolve(f"{cold}/{step}").list()} == {
+            "metadata.parquet", "model", "optimizer", "extra",
+        }  # fmt: skip
+    with bytecheckpoint.open(f"{root}/1") as checkpoint:
+        assert checkpoint["extra_states/step"] == 1
+    assert command(["ls", root]) == 0
+    assert command(["export", f"{root}/1", str(tmp_path / "hf")]) == 0
+
+
+def test_the_cold_store_is_away(mortal: S3Server, tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    for step in (1, 2):
+        bytecheckpoint.save(root / str(step), states(step=step))
+    (plan, _) = plan_cooldown(str(root), "s3://bucket/cold", older_than=0)
+    bytecheckpoint.configure(storage_timeout=2.0)
+    mortal.server.kill()
+    assert "s3://bucket" in cool(plan).error and load_step(root / "1") == 1
+    assert len(files_of(root / "1")) == 6
+    mortal.server.start()
+    assert cool(plan).done and load_step(root / "1") == 1
+    mortal.server.kill()
+    with pytest.raises(StorageUnavailableError, match=r"s3://bucket/cold/1/.*attempt"):
+        load_step(root / "1")
+    assert load_step(root / "2") == 2
+    mortal.server.start()
+    assert load_step(root / "1") == 1

@@ -1,0 +1,275 @@
+"""Cool-down beside others: loads and readers of the step that moves, another cool-down, cold storage that goes away."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import bytecheckpoint
+from bytecheckpoint import CheckpointError, CorruptCheckpointError, StorageConflictError, StorageUnavailableError
+from bytecheckpoint.cli.main import run as command
+from bytecheckpoint.storage import local, resolve
+from bytecheckpoint.tiers.claims import CLAIM, claimed
+from bytecheckpoint.tiers.cooling import CoolStep, cool, plan_cooldown
+from tests.faults.coded import files_of, load_step, states
+from tests.faults.ranks import attempt
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Steps 1 to 3."""
+    for step in (1, 2, 3):
+        bytecheckpoint.save(tmp_path / "run" / str(step), states(step=step))
+    return tmp_path / "run"
+
+
+def planned(root: Path, cold: Path | str) -> list[CoolStep]:
+    return [step for step in plan_cooldown(str(root), str(cold), older_than=0) if step.action == "move"]
+
+
+class Pause:
+    """Stops the first call of a method that fits, until it may go on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, fits: Any) -> None:
+        self.reached, self.go_on = threading.Event(), threading.Event()
+        real = getattr(owner, name)
+
+        def call(this: Any, *args: Any, **options: Any) -> Any:
+            if not self.reached.is_set() and fits(this, *args):
+                self.reached.set()
+                assert self.go_on.wait(60)
+            return real(this, *args, **options)
+
+        monkeypatch.setattr(owner, name, call)
+
+
+@pytest.mark.parametrize("moment", ["catalog read", "file opened", "file read"])
+def test_a_step_that_moves_while_it_is_loaded(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    """The load finds the files at their new place, or goes on reading the old ones, and never fails for it."""
+    (plan, *_) = planned(root, tmp_path / "cold")
+    here = str(root / "1")
+    pause = {
+        "catalog read": lambda: Pause(monkeypatch, local.PosixStorage, "open", lambda s, n: s.root == here),
+        "file opened": lambda: Pause(monkeypatch, local._Reader, "read_into", lambda r, *_: here in r._path),
+        "file read": lambda: Pause(
+            monkeypatch, local._Reader, "read_into", lambda r, *_: f"{here}/optimizer" in r._path
+        ),
+    }[moment]()
+    with ThreadPoolExecutor(1) as pool:
+        loading = pool.submit(load_step, root / "1")
+        assert pause.reached.wait(60)
+        assert cool(plan).done
+        assert files_of(root / "1") == ["metadata.parquet"]
+        pause.go_on.set()
+        assert loading.result(60) == 1
+
+
+def test_a_step_that_moves_while_it_is_open(root: Path, tmp_path: Path) -> None:
+    """What was opened before reads what it had, or says that the file is gone; opened again it reads the cold files."""
+    (plan, *_) = planned(root, tmp_path / "cold")
+    with bytecheckpoint.open(root / "1") as checkpoint:
+        before = checkpoint["model/w"][...]
+        assert cool(plan).done
+        got = {key: attempt(lambda key=key: checkpoint[key][...]) for key in ("model/w", "optimizer/momentum")}
+    with bytecheckpoint.open(root / "1") as checkpoint:
+        for key, found in got.items():
+            if isinstance(found, Exception):
+                assert isinstance(found, CorruptCheckpointError) and "is missing" in str(found)
+            else:
+                assert torch.equal(found, checkpoint[key][...])
+        assert torch.equal(checkpoint["model/w"][...], before)
+
+
+def test_a_cooled_step_can_be_exported_and_compared(root: Path, tmp_path: Path) -> None:
+    assert command(["export", str(root / "1"), str(tmp_path / "before")]) == 0
+    assert all(cool(step).done for step in planned(root, tmp_path / "cold"))
+    assert command(["export", str(root / "1"), str(tmp_path / "after")]) == 0
+    assert (tmp_path / "before" / "model.safetensors").read_bytes() == (
+        tmp_path / "after" / "model.safetensors"
+    ).read_bytes()
+    assert command(["inspect", str(root / "1"), "--values", "--boxes"]) == 0
+    assert command(["repair", str(root / "1")]) == 0, "its catalog is sound"
+
+
+# --- two at once --------------------------------------------------------------------------------------------------------
+
+
+def test_a_second_cooldown_leaves_the_step_to_the_first(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cold = tmp_path / "cold"
+    (plan, *_) = planned(root, cold)
+    pause = Pause(monkeypatch, local._Writer, "finish", lambda writer, *_: str(cold) in writer._path)
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(cool, plan)
+        assert pause.reached.wait(60)
+        second = cool(plan)
+        assert not second.done and "being filled by another cooldown" in second.error and CLAIM in second.error
+        pause.go_on.set()
+        assert first.result(60).done
+    assert cool(plan).done, "and nothing is left to do"
+    assert load_step(root / "1") == load_step(cold / "1") == 1
+    assert CLAIM not in files_of(cold / "1")
+
+
+def test_many_cooldowns_at_once(tmp_path: Path) -> None:
+    root, cold = tmp_path / "run", tmp_path / "cold"
+    for step in range(1, 6):
+        bytecheckpoint.save(root / str(step), states(step=step))
+    line = [
+        sys.executable, "-m", "bytecheckpoint.cli.main", "cooldown", str(root), str(cold), "--older-than", "0s",
+        "--apply", "--json",
+    ]  # fmt: skip
+    movers = [subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(4)]
+    reports = []
+    for mover in movers:
+        out, errors = mover.communicate(timeout=100)
+        assert mover.returncode in (0, 1), errors
+        reports.append(json.loads(out))
+    problems = [step["error"] for report in reports for step in report["steps"] if step["error"]]
+    assert all("another cooldown" in text or "another save" in text for text in problems), problems
+    for step in range(1, 6):
+        assert load_step(root / str(step)) == step
+    assert command(["cooldown", str(root), str(cold), "--older-than", "0s", "--apply"]) == 0
+    for step in range(1, 5):
+        assert files_of(root / str(step)) == ["metadata.parquet"]
+        assert load_step(cold / str(step)) == step and command(["verify", str(cold / str(step))]) == 0
+        assert CLAIM not in files_of(cold / str(step))
+
+
+def test_the_claim_of_another_machine_is_respected(root: Path, tmp_path: Path) -> None:
+    (plan, *_) = planned(root, tmp_path / "cold")
+    storage = resolve(plan.target)
+    theirs = {"host": "elsewhere/0", "process": os.getpid(), "started": "1", "since": time.time()}
+    storage.publish(CLAIM, json.dumps(theirs).encode())
+    assert "on elsewhere/0" in cool(plan).error
+    storage.publish(CLAIM, b"nonsense")
+    assert "unknown process" in cool(plan).error
+    storage.delete([CLAIM])
+    assert cool(plan).done
+
+
+def test_a_claim_ends_with_its_work(tmp_path: Path) -> None:
+    storage = resolve(tmp_path)
+
+    def work() -> None:
+        with claimed(storage):
+            assert isinstance(attempt(work), StorageConflictError)
+            raise ZeroDivisionError
+
+    for _ in range(3):
+        assert isinstance(attempt(work), ZeroDivisionError)
+        assert storage.list() == []
+
+
+_KILLED = """
+import os, sys
+from bytecheckpoint.storage import resolve
+from bytecheckpoint.tiers.claims import claimed
+with claimed(resolve(sys.argv[1])):
+    os._exit(9)
+"""
+
+
+def test_the_claim_of_a_killed_process_is_taken_over_by_one(tmp_path: Path) -> None:
+    storage = resolve(tmp_path / "cold")
+    line = [sys.executable, "-c", _KILLED, storage.url]
+    assert subprocess.run(line, timeout=60, check=False).returncode == 9
+    assert [name for name, _ in storage.list()] == [CLAIM]
+    inside, most = itertools.count(), []
+    start = threading.Barrier(6)
+    stay = threading.Event()
+
+    def one(_: int) -> Any:
+        start.wait()
+
+        def work() -> None:
+            with claimed(storage):
+                most.append(next(inside))
+                stay.wait(30)
+
+        found = attempt(work)
+        if found is not None and len(losers) + 1 == 5:
+            stay.set()
+        losers.append(found) if found is not None else None
+        return found
+
+    losers: list[Any] = []
+    with ThreadPoolExecutor(6) as pool:
+        results = list(pool.map(one, range(6)))
+    assert len(most) == 1 and sum(result is None for result in results) == 1
+    assert all(isinstance(found, StorageConflictError) for found in results if found is not None)
+
+
+# --- the cold storage goes away -----------------------------------------------------------------------------------------
+
+
+def test_the_cold_files_are_gone(root: Path, tmp_path: Path) -> None:
+    cold = tmp_path / "cold"
+    assert all(cool(step).done for step in planned(root, cold))
+    shutil.move(cold, tmp_path / "elsewhere")
+    for function in (load_step, lambda path: bytecheckpoint.open(path)["model/w"][...]):
+        with pytest.raises(CorruptCheckpointError, match=rf"file://{cold}/1/\w+/.* is missing"):
+            function(root / "1")
+    assert command(["verify", str(root / "1")]) == 1
+    assert command(["ls", str(root)]) == 0, "the catalogs are still there"
+    assert load_step(root / "3") == 3
+    shutil.move(tmp_path / "elsewhere", cold)
+    assert load_step(root / "1") == 1
+
+
+def test_the_cold_storage_does_not_answer(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cold = tmp_path / "cold"
+    assert all(cool(step).done for step in planned(root, cold))
+    real = os.open
+
+    def broken(path: Any, *args: Any, **options: Any) -> int:
+        if str(path).startswith(f"{cold}/1/"):
+            raise OSError(107, "Transport endpoint is not connected")
+        return real(path, *args, **options)
+
+    monkeypatch.setattr(os, "open", broken)
+    with pytest.raises(StorageUnavailableError, match=rf"cannot open .*{cold}/1/.*not connected"):
+        load_step(root / "1")
+    assert load_step(root / "2") == 2
+
+
+def test_a_cold_step_is_brought_back_by_copying(root: Path, tmp_path: Path) -> None:
+    """As docs/how-to/cool-down.md says: the storage files first, the catalog last."""
+    cold = tmp_path / "cold"
+    assert all(cool(step).done for step in planned(root, cold))
+    for folder in ("model", "optimizer", "extra"):
+        shutil.copytree(cold / "1" / folder, root / "1" / folder)
+        assert load_step(root / "1") == 1
+    shutil.copy(cold / "1" / "metadata.parquet", root / "1" / "new")
+    os.replace(root / "1" / "new", root / "1" / "metadata.parquet")
+    shutil.rmtree(cold / "1")
+    assert load_step(root / "1") == 1
+    (step,) = [step for step in plan_cooldown(str(root), str(cold), older_than=0) if step.name == "1"]
+    assert step.action == "move" and cool(step).done
+    assert load_step(root / "1") == 1
+
+
+def test_a_cold_root_that_cannot_be_written(root: Path, tmp_path: Path) -> None:
+    (tmp_path / "cold").write_text("a file")
+    before = files_of(root)
+    for step in planned(root, tmp_path / "cold"):
+        done = cool(step)
+        assert not done.done and "Not a directory" in done.error and str(tmp_path / "cold") in done.error
+    assert files_of(root) == before
+    with pytest.raises(CheckpointError):
+        plan_cooldown(str(tmp_path / "nothing"), str(tmp_path / "cold"), older_than=0)

@@ -1,0 +1,58 @@
+"""What a long job leaves in memory: as much after two hundred saves as after a few."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import bytecheckpoint
+from bytecheckpoint.collectives import Collective, ThreadWorld, current
+from bytecheckpoint.saving.saver import saver_of
+from tests.faults.coded import load_step, states
+
+SAVES = 200
+
+
+def folders_and_files(root: Path) -> tuple[int, int, int]:
+    """How many there are below a folder, and the bytes in them."""
+    found = [(folder, name) for folder, _, names in os.walk(root) for name in names]
+    return sum(1 for _ in os.walk(root)), len(found), sum(os.stat(os.path.join(*file)).st_size for file in found)
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_two_hundred_saves(run: str, hot: Path) -> None:
+    """In turn to a path of its own and over one and the same path."""
+    seen = {}
+    for step in range(1, SAVES + 1):
+        path = f"{run}/{step}" if step % 2 else f"{run}/latest"
+        bytecheckpoint.save(path, states(step=step), async_checkpoint=bool(step % 3)).result(60)
+        if step in (20, SAVES):
+            saver_of(current()).flusher.drain()
+            seen[step] = (*folders_and_files(hot), threading.active_count(), descriptors())
+    early, late = seen[20], seen[SAVES]
+    assert late[:2] == early[:2], "folders and files in memory"
+    assert abs(late[2] - early[2]) < 10_000, "bytes in memory: the digits of step numbers, and no more"
+    assert late[3] <= early[3] + 2 and late[4] <= early[4] + 4, "threads and descriptors"
+    assert load_step(f"{run}/latest") == SAVES and load_step(f"{run}/{SAVES - 1}") == SAVES - 1
+    assert len(os.listdir(run.removeprefix("tier+file://"))) == SAVES // 2 + 1
+
+
+def test_a_path_is_saved_again_while_older_steps_are_evicted(run: str) -> None:
+    """Eviction in the background never takes what a save has begun to write, on whatever rank."""
+
+    def save(collective: Collective) -> None:
+        for step in range(1, 31):
+            path = f"{run}/{'abc'[step % 3]}"
+            handle = bytecheckpoint.save(path, states(collective.rank, 3, step), async_checkpoint=bool(step % 2))
+            if step % 5 == 0:
+                handle.result(60)
+        handle.result(60)
+
+    bytecheckpoint.configure(tier_keep=0)
+    ThreadWorld(3).run(save, timeout=110)
+    for step in (28, 29, 30):
+        assert load_step(f"{run}/{'abc'[step % 3]}") == step
