@@ -1,0 +1,37 @@
+"""What the ranks of worlds of real processes run on storages that are found by the environment."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import bytecheckpoint
+from tests.distributed.layouts import build
+from tests.distributed.matrix_jobs import other, trained
+
+__all__ = ["job", "replace", "resume"]
+
+
+def job(variables: Mapping[str, str], module: str, name: str, *args: Any) -> Any:
+    """A function of tests.MODULE, with these variables in the environment."""
+    os.environ.update(variables)
+    return getattr(importlib.import_module(f"tests.{module}"), name)(*args)
+
+
+def replace(layout: str, path: str, times: int) -> list[float]:
+    """Train and save to one path again and again, asynchronously and not; the losses of the next steps."""
+    trainer = build(layout, trained)
+    for number in range(times):
+        trainer.train(1)
+        handle = bytecheckpoint.save(path, trainer.states(), async_checkpoint=number % 2 == 0)
+        handle.result(90)
+    return trainer.train(3)
+
+
+def resume(layout: str, path: str) -> list[float]:
+    """Load into another model; the losses of the next steps."""
+    trainer = build(layout, other)
+    bytecheckpoint.load(path, trainer.states())
+    return trainer.train(3)
