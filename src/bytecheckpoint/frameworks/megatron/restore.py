@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,7 +45,8 @@ def load_megatron_optimizers(
         strict: as in `load`.
 
     Raises:
-        IncompatibleCheckpointError: saved state does not follow the elements of its parameter.
+        IncompatibleCheckpointError: saved state does not follow the elements of its parameter. What is planned raises it
+            before anything is installed when an optimizer keeps one step for a group, and saved steps differ there.
     """
     view = View(kind, optimizers, names, layouts, copies=True)
     members = {id(member.whole): member for member in view.members}
@@ -53,14 +55,36 @@ def load_megatron_optimizers(
         optimizer: Optimizer, parameter: torch.Tensor, name: tuple[str, tuple[str, ...]], on_device: bool
     ) -> ParameterRestore:
         member = members[id(parameter)]
-        return _MemberLoad(kind, member, name, on_device, models[id(member.stepped.parameter)], boxes)
+        loads.append(_MemberLoad(kind, member, name, on_device, models[id(member.stepped.parameter)], boxes))
+        return loads[-1]
 
+    loads: list[_MemberLoad] = []
     boxes = Boxes()
     load_optimizers(kind, [view.optimizer], view.names, saved, into, strict=strict, restorer=restorer)
     for shard in (shards := boxes.shards()):
         shard.converts = True
     into.wanted += shards
+    into.finish.insert(0, partial(_one_step_per_group, kind, loads))
     into.finish.append(view.hand_back)
+
+
+def _one_step_per_group(kind: str, loads: Sequence[_MemberLoad]) -> None:
+    """See that optimizers that keep one step for all of a group get one.
+
+    Raises:
+        IncompatibleCheckpointError: the saved steps differ inside a group.
+    """
+    first: dict[int, _MemberLoad] = {}
+    for load in loads:
+        if (step := load.group_step()) is None:
+            continue
+        other = first.setdefault(id(load.stepped.group), load)
+        if (known := other.group_step()) != step:
+            raise IncompatibleCheckpointError(
+                f"{kind}: {type(load.stepped.inner).__name__} keeps one step for all parameters of a group, and the "
+                f"checkpoint has {known} for {other.name!r}, {step} for {load.name!r}: use AdamW of torch, or groups of "
+                "their own"
+            )
 
 
 class _MemberLoad:
@@ -77,7 +101,7 @@ class _MemberLoad:
     ) -> None:
         self._kind = kind
         self._layout = member.layout
-        self._stepped = member.stepped
+        self.stepped = member.stepped
         self._names = (name[0], *name[1])
         self._on_device = on_device
         self._model = model
@@ -99,7 +123,7 @@ class _MemberLoad:
                 for name in names:
                     # Tied here, but stored separately: the other copies are accounted for too.
                     into.claimed.update(other.key for other in saved.slots(kind, (name,)))
-        if self._stepped.master:
+        if self.stepped.master:
             for piece in pieces:
                 if piece in filled.get(MASTER, ()):
                     continue
@@ -118,7 +142,7 @@ class _MemberLoad:
         slot, shape = found.key.slot, found.global_shape
         if (found.key.fqn, slot) in trees.nested:
             raise self._unfit(found, "stands in a container")
-        if slot == MASTER and not self._stepped.master:
+        if slot == MASTER and not self.stepped.master:
             return
         same = shape == piece.global_shape or (piece.resizes and len(shape) == len(piece.global_shape))
         if same and slot != "step":
@@ -128,24 +152,24 @@ class _MemberLoad:
         elif shape.count(1) != len(shape):
             raise self._unfit(found, f"has shape {shape}")
         elif slot not in self._scalars:
-            target = fresh_state(found, self._stepped.tensor.detach(), on_device=self._on_device)
+            target = fresh_state(found, self.stepped.tensor.detach(), on_device=self._on_device)
             self._scalars[slot] = target
             add_shards(into.wanted, found.key, target)
 
     def _want(self, found: SavedTensor, slot: str, piece: Piece, into: Destination) -> None:
         target = self._target(found, slot, piece)
         if found.global_shape == piece.global_shape or not piece.resizes:
-            self._boxes.add(piece, found.key, target, self._stepped.start)
+            self._boxes.add(piece, found.key, target, self.stepped.start)
             return
         other = Boxes()
-        other.add(piece, found.key, target, self._stepped.start)
+        other.add(piece, found.key, target, self.stepped.start)
         for shard in (shards := fitted(other.shards(), found.global_shape)):
             shard.converts = True
         into.wanted += shards
 
     def _target(self, found: SavedTensor, slot: str, piece: Piece) -> torch.Tensor:
         """Memory for this rank's elements: the live tensor where it fits, else a new one."""
-        stepped = self._stepped.tensor.detach()
+        stepped = self.stepped.tensor.detach()
         if slot == MASTER:
             return stepped
         target = self._memory.get(slot)
@@ -153,7 +177,7 @@ class _MemberLoad:
             dtype = dtype_named(found.dtype)
             if dtype.is_floating_point and torch.promote_types(dtype, stepped.dtype) != dtype:
                 dtype = stepped.dtype  # from an optimizer that stepped in lower precision
-            live = self._stepped.state().get(slot)
+            live = self.stepped.state().get(slot)
             fits = (
                 isinstance(live, torch.Tensor)
                 and live.shape == stepped.shape
@@ -174,16 +198,27 @@ class _MemberLoad:
             "here element by element: state that does not follow the elements cannot be loaded"
         )
 
+    @property
+    def name(self) -> str:
+        """The parameter's FQN."""
+        return self._names[0]
+
+    def group_step(self) -> int | None:
+        """The saved step, where the optimizer keeps that in the group. The bytes must be there."""
+        step = self._scalars.get("step", self._values.get("step")) if self.stepped.steps_of_group else None
+        return None if step is None else int(step)
+
     def install(self) -> None:
         """Make the parameter's state exactly what was saved."""
-        inner, tensor = self._stepped.inner, self._stepped.tensor
-        scalars = dict(self._scalars)
-        if self._stepped.steps_of_group and "step" in scalars:
-            self._stepped.group["step"] = int(scalars.pop("step"))
+        inner, tensor = self.stepped.inner, self.stepped.tensor
+        values = {**self._scalars, **self._values}
+        if (step := self.group_step()) is not None:
+            self.stepped.group["step"] = step
+            del values["step"]
         inner.state.pop(tensor, None)
-        if self._memory or scalars or self._values:
-            inner.state[tensor].update({**self._memory, **scalars, **self._values})
+        if self._memory or values:
+            inner.state[tensor].update({**self._memory, **values})
 
     def clear(self) -> None:
         """Leave the parameter without state."""
-        self._stepped.inner.state.pop(self._stepped.tensor, None)
+        self.stepped.inner.state.pop(self.stepped.tensor, None)
