@@ -380,6 +380,7 @@ class SaveSession:
             self._report(records)
             outcome = self._receive("k", waiting)
             plan = self._plan
+            assert plan is not None
         assert isinstance(outcome, Outcome)
         if outcome.write_values:
             self.next_report = "e"
