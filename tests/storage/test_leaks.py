@@ -1,0 +1,125 @@
+"""Programs that run for weeks: no threads, descriptors or memory stay behind, through however many places they go."""
+
+from __future__ import annotations
+
+import gc
+import os
+import shutil
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+import bytecheckpoint
+from bytecheckpoint.storage import hdfs_cluster, object_bucket, resolve
+from tests.faults.coded import load_step, states
+from tests.servers.hdfs import Hdfs
+from tests.servers.s3 import S3Server
+from tests.storage.conftest import use
+
+
+def growth(visit: Callable[[int], None], warm: int = 8, more: int = 20) -> dict[str, float]:
+    """What stays behind after `more` visits, each to another place, once `warm` have been made.
+
+    Returns:
+        Threads of Python, threads of the process, descriptors, and MB of memory.
+    """
+
+    def now() -> dict[str, float]:
+        gc.collect()
+        process = psutil.Process()
+        return {
+            "python threads": threading.active_count(),
+            "threads": process.num_threads(),
+            "descriptors": process.num_fds(),
+            "MB": process.memory_info().rss / 1e6,
+        }
+
+    for number in range(warm):
+        visit(number)
+    before = now()
+    for number in range(warm, warm + more):
+        visit(number)
+    deadline = time.monotonic() + 10
+    while True:
+        after = now()
+        found = {key: after[key] - before[key] for key in before}
+        if max(found["threads"], found["descriptors"]) <= 8 or time.monotonic() > deadline:
+            return found  # threads of clients that were let go need a moment
+        time.sleep(0.2)
+
+
+def nothing(found: dict[str, float]) -> None:
+    assert found["python threads"] <= 4 and found["threads"] <= 8 and found["descriptors"] <= 8, found
+    assert found["MB"] < 40, found
+
+
+def save_and_load(path: str, step: int) -> None:
+    bytecheckpoint.save(path, states(step=step, rows=200))
+    assert load_step(path, rows=200) == step
+    with bytecheckpoint.open(path) as checkpoint:
+        assert "model/w" in checkpoint
+
+
+@pytest.mark.parametrize("scheme", ["", "file://", "fsspec+file://"])
+def test_many_folders(tmp_path: Path, scheme: str) -> None:
+    nothing(growth(lambda number: save_and_load(f"{scheme}{tmp_path}/{number}/step", number + 1)))
+
+
+def test_many_places_in_memory() -> None:
+    name = f"test-{uuid.uuid4().hex}"
+    try:
+        nothing(growth(lambda number: save_and_load(f"mem://{name}/{number}", number + 1)))
+    finally:
+        shutil.rmtree(f"/dev/shm/bytecheckpoint-{os.geteuid()}/{name}", ignore_errors=True)
+
+
+@pytest.mark.server
+@pytest.mark.timeout(300)
+def test_many_buckets(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(object_bucket, "_KEPT", 4)
+
+    def visit(number: int) -> None:
+        name = f"bucket-{uuid.uuid4().hex[:16]}"
+        s3.make_bucket(name)
+        save_and_load(f"s3://{name}/step", number + 1)
+
+    nothing(growth(visit))
+
+
+@pytest.mark.server
+@pytest.mark.timeout(300)
+def test_credentials_that_change(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As they do every hour where they are lent; each time it is another client."""
+    monkeypatch.setattr(object_bucket, "_KEPT", 4)
+
+    def visit(number: int) -> None:
+        monkeypatch.setenv("AWS_TIMEOUT", f"{60 + number}s")
+        save_and_load(f"s3://{bucket}/{number}", number + 1)
+
+    nothing(growth(visit))
+    assert len(object_bucket._buckets) <= 4
+
+
+@pytest.mark.server
+@pytest.mark.timeout(300)
+def test_many_clusters(hdfs: Hdfs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hdfs_cluster, "_KEPT", 2)
+
+    def visit(number: int) -> None:
+        use(monkeypatch, hdfs.configuration(tmp_path / f"hadoop-{number}"))
+        save_and_load(f"hdfs://demo_0/{tmp_path.name}/{number}", number + 1)
+
+    nothing(growth(visit, 4, 8))
+    assert len(hdfs_cluster._clusters) <= 2
+
+
+@pytest.mark.server
+@pytest.mark.timeout(300)
+def test_one_place_many_times(root: str) -> None:
+    nothing(growth(lambda number: save_and_load(f"{root}/step", number + 1), 4, 10))
+    assert len(resolve(f"{root}/step").list()) < 10
