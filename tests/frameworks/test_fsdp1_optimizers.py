@@ -264,6 +264,67 @@ def test_an_optimizer_without_its_module_is_refused() -> None:
                 FSDP1Framework().capture(states, names=dict(model.named_parameters()))
 
 
+def test_an_optimizer_that_was_made_before_the_wrapping() -> None:
+    """It steps the original parameters, which are still there with use_orig_params, and are not without."""
+
+    def states(originals: bool) -> States:
+        model = odd()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+        whole = wrapped("f", originals, model=model)
+        for p in optimizer.param_groups[0]["params"]:
+            if p.numel():
+                optimizer.state[p]["momentum_buffer"] = p.detach().clone() * 2
+        return {"model": whole, "optimizer": optimizer}
+
+    saved = save(partial(states, True), 3)
+    assert torch.equal(
+        saved.whole[TensorKey("optimizer", "cube", "momentum_buffer")], saved.whole[TensorKey("model", "cube")] * 2
+    )
+    with as_rank(0, 3), pytest.raises(UsageError, match="made before FSDP1 wrapped the module without use_orig_params"):
+        FSDP1Framework().capture(states(False))
+
+
+@pytest.mark.parametrize("originals", [True, False])
+@pytest.mark.parametrize("sizes", [(3, 2), (3, 5), (2, 3), (5, 1)])
+def test_values_without_a_tensor_are_found_whichever_ranks_saved_them(sizes: tuple[int, int], originals: bool) -> None:
+    """A rank saves the values of parameters that it has elements of; in another world it is others that want them."""
+
+    def states() -> States:
+        made = adam_states(wrapped("f", originals))
+        for state in made["optimizer"].state.values():
+            state.update(step=3, history=[3, {"mean": 0.5}], momentum_buffer=None)
+        return made
+
+    saved = save(states, sizes[0])
+    wanted = {"step": 3, "history": [3, {"mean": 0.5}], "momentum_buffer": None}
+    for rank in range(sizes[1]):
+        with as_rank(rank, sizes[1]):
+            made = fresh_states(wrapped("f", originals))
+            fill(made, saved, rank)
+            for p in (p for p in made["model"].parameters() if p.numel()):
+                assert {key: made["optimizer"].state[p][key] for key in wanted} == wanted
+    model = odd()
+    optimizer = torch.optim.AdamW(model.parameters())
+    saved.load({"model": model, "optimizer": optimizer})
+    assert [{key: state[key] for key in wanted} for state in optimizer.state.values()] == [wanted] * 10
+
+
+def test_what_differs_inside_a_flat_parameter_is_named() -> None:
+    model = odd()
+    for change, match in (
+        ({"k": 4}, r"values differs.*\{'k': 4\} for 'last.weight'"),
+        ({"exp_avg_sq": None}, "for 'last.weight'"),
+        ({"exp_avg": torch.zeros(1, 7, dtype=torch.float64)}, "'exp_avg': 'float64'.* for 'last.weight'"),
+        ({"max_exp_avg_sq": torch.zeros(1, 7)}, "'max_exp_avg_sq': 'float32'.* for 'last.weight'"),
+    ):
+        states = adam_states(model)
+        states["optimizer"].state[model.last.weight].update(change)
+        saved = save_plain(states)
+        for rank in range(3):
+            with as_rank(rank, 3), pytest.raises(IncompatibleCheckpointError, match=f"'the root'.*{match}"):
+                fill(fresh_states(wrapped("", False)), saved, rank)
+
+
 def test_inside_a_container_it_is_refused() -> None:
     with as_rank(0, 2):
         model = unit(nn.Linear(4, 6), use_orig_params=True)

@@ -54,7 +54,7 @@ def load_members(
     Raises:
         IncompatibleCheckpointError: saved state does not follow the elements of a parameter that is flat here, or
             parameters that are joined here have different state or settings in the checkpoint. Steps that differ are
-            found when their values have arrived, before anything is installed.
+            found when their values have arrived, before any rank installs anything.
     """
     loads = [_MemberLoad(kind, member) for member in members]
     parts = {
@@ -139,8 +139,7 @@ class _MemberLoad:
                 f"{self.kind}: {', '.join(sorted(kept))} keep the state that their flat parameter has here"
             )
         if len(known) > 1 and any(part.scalars for part in known.values()):
-            # Before anything is installed anywhere.
-            into.finish.insert(0, partial(self._check_scalars, known))
+            into.checks.append(partial(self._check_scalars, known))
         into.finish.append(partial(self._install, next(iter(known.values()))))
 
     def _without_stateless(self, known: dict[str, _PartLoad], into: Destination) -> dict[str, _PartLoad]:

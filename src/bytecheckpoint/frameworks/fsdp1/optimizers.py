@@ -126,6 +126,13 @@ class Views:
                     f"{self._kind}: {type(optimizer).__name__} has a parameter of an FSDP1 module (shape "
                     f"{tuple(parameter.shape)}) that is not in the states: put the module beside its optimizer"
                 )
+            elif self._table.whole and id(parameter) not in self._by_id:
+                raise UsageError(
+                    f"{self._kind}: {type(optimizer).__name__} has a parameter (shape {tuple(parameter.shape)}) that no "
+                    "module in the states has: an optimizer that was made before FSDP1 wrapped the module without "
+                    "use_orig_params steps what FSDP1 has replaced; make it from the parameters of the wrapped module, or "
+                    "put its module into the states"
+                )
             else:
                 yield parameter
 

@@ -1,0 +1,61 @@
+"""What only the bytes tell is seen on all ranks before any of them installs something."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import bytecheckpoint
+from bytecheckpoint.collectives import Collective, ThreadWorld
+from bytecheckpoint.errors import CheckpointError, IncompatibleCheckpointError
+from bytecheckpoint.frameworks import registry
+from bytecheckpoint.frameworks.base import Destination
+from bytecheckpoint.frameworks.native import NativeFramework
+from tests.support.settings import using
+
+
+class Picky(NativeFramework):
+    """Rank 1 takes nothing but threes, which it sees when they are there."""
+
+    def destination(self, states: Any, saved: Any, **options: Any) -> Destination:
+        into = super().destination(states, saved, **options)
+
+        def check() -> None:
+            if states["rank"] == 1 and states["model"]["w"].sum() != 3:
+                raise IncompatibleCheckpointError("no threes here")
+
+        into.checks.append(check)
+        return into
+
+
+@pytest.fixture(autouse=True)
+def _picky(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(registry, "_FACTORIES", {**registry._FACTORIES, "picky": Picky})
+    with using(writer="thread"):
+        yield
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_no_rank_installs_what_another_cannot(tmp_path: Path, fits: bool) -> None:
+    saved = torch.ones(3) if fits else torch.zeros(3)
+
+    def save(collective: Collective) -> None:
+        states = {"model": {"w": saved}, "rank": collective.rank, "extra_states": {"step": 7}}
+        bytecheckpoint.save(tmp_path / "step", states, timeout=20)
+
+    def load(collective: Collective) -> tuple[str, Any]:
+        states = {"model": {"w": torch.full((3,), 5.0)}, "rank": collective.rank, "extra_states": {"step": 0}}
+        try:
+            bytecheckpoint.load(tmp_path / "step", states, framework="picky", timeout=20)
+        except CheckpointError as error:
+            return str(error), states["extra_states"]
+        return "", states["extra_states"]
+
+    ThreadWorld(2).run(save, timeout=60)
+    for said, extra in ThreadWorld(2).run(load, timeout=60):
+        assert ("no threes here" in said) == (not fits)
+        assert extra == {"step": 7 if fits else 0}
