@@ -14,6 +14,7 @@ import bytecheckpoint
 from bytecheckpoint.collectives import Collective, current
 from bytecheckpoint.saving.saver import saver_of
 from bytecheckpoint.storage.local import LocalStorage
+from bytecheckpoint.tiers import background
 from tests.faults.coded import states, step_of
 
 
@@ -71,6 +72,33 @@ def save_where(path: str, folders: list[str], step: int, rows: int) -> bool:
     handle.result(60)
     saver_of(collective).flusher.drain()
     return durable
+
+
+def save_with_a_failing_disk(path: str, memory: str, machines: list[int], step: int, machine: int) -> bool:
+    """Save; when the flush begins, nothing can be read from the hot tier of one machine any more."""
+    collective = settle(memory, machines)
+    failing = [False]
+    real_flush, real_read = background.flush_together, os.preadv
+
+    def flush(*args: Any) -> None:
+        failing[0] = machines[collective.rank] == machine
+        try:
+            real_flush(*args)
+        finally:
+            failing[0] = False
+
+    def read(fd: int, buffers: Any, offset: int) -> int:
+        if failing[0] and f"/{memory}/{machine}/" in os.readlink(f"/proc/self/fd/{fd}"):
+            raise OSError(5, "Input/output error")
+        return real_read(fd, buffers, offset)
+
+    background.flush_together, os.preadv = flush, read  # type: ignore[assignment]
+    try:
+        bytecheckpoint.save(path, states(collective.rank, collective.world_size, step)).result(60)
+        saver_of(collective).flusher.drain()
+    finally:
+        background.flush_together, os.preadv = real_flush, real_read  # type: ignore[assignment]
+    return True
 
 
 def save_and_fail(path: str, memory: str, machines: list[int], step: int) -> str:

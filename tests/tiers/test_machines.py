@@ -224,6 +224,12 @@ def test_a_damaged_copy_is_read_from_another_machine(
     assert {step for step, _ in start(2).run(jobs.load, path, memory, [0, 1])} == {1}
 
 
+def test_a_copy_that_cannot_be_read_is_flushed_from_another_machine(start: Start, run: str, memory: str) -> None:
+    start(3).run(jobs.save_with_a_failing_disk, f"{run}/1", memory, [0, 1, 1], 1, 1)
+    assert load_step(durable(f"{run}/1")) == 1
+    assert command(["verify", str(durable(f"{run}/1"))]) == 0
+
+
 def test_a_damaged_copy_is_flushed_from_another_machine(start: Start, run: str, memory: str, tmp_path: Path) -> None:
     path, gate = f"{run}/1", tmp_path / "gate"
     world = start(2)

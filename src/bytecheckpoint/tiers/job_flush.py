@@ -9,11 +9,13 @@ from typing import Any
 
 import msgspec
 
-from ..errors import CorruptCheckpointError
+from ..errors import CorruptCheckpointError, StorageError
+from ..representation.catalog import Catalog
 from ..representation.catalog_file import decode
+from ..storage import Storage
 from ..storage.parallel import at_the_same_time
 from ..storage.tier import Record, TierStorage
-from .copying import commit, copy_unless_there, own_files
+from .copying import commit, copy_unless_there, own_files, sound
 from .hold import expected_version, held
 from .party import Machines, Party
 
@@ -95,7 +97,9 @@ def flush_together(party: Party, machines: Machines, storage: TierStorage, step:
         def one(number: int) -> None:
             try:
                 copy_unless_there(hot, durable, catalog, number, there.get(catalog.files[number].name))
-            except (CorruptCheckpointError, FileNotFoundError) as error:
+            except (CorruptCheckpointError, FileNotFoundError, StorageError) as error:
+                if isinstance(error, StorageError) and _readable(hot, catalog, number):
+                    raise  # it is the durable storage that fails
                 _log.warning("%s: %s; it is taken from another machine, if one has it", storage.url, error)
                 damaged.append(number)
 
@@ -126,3 +130,10 @@ def flush_together(party: Party, machines: Machines, storage: TierStorage, step:
                 break
     if machines.leads(party.rank):
         storage.note(step.catalog, step.record, machines.groups[machines.of[party.rank]], flushed=True)
+
+
+def _readable(storage: Storage, catalog: Catalog, number: int) -> bool:
+    try:
+        return sound(storage, catalog, number)
+    except StorageError:
+        return False
