@@ -80,9 +80,16 @@ ENGINES = {
 }
 
 
-@cache
 def start() -> None:
-    """Have DeepSpeed use this process's group."""
+    """Have DeepSpeed use this process's group, as if no engine had been made in this process."""
+    _initialise()
+    from deepspeed.utils import groups
+
+    groups.mpu = None  # the grid of a pipeline that ran here stays
+
+
+@cache
+def _initialise() -> None:
     os.environ.update(LOCAL_RANK="0", LOCAL_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(os.getppid()))
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
