@@ -224,11 +224,12 @@ def _flat_whole(found: dict[str, Any], prefix: str, handle: Any, optimizer: torc
     slots = sorted({slot for p in members for slot in optimizer.state.get(p, {})} - {"step"})
     everywhere: list[list[str]] = [[] for _ in range(dist.get_world_size(handle.process_group))]
     dist.all_gather_object(everywhere, slots, group=handle.process_group)
-    steps = torch.zeros(len(names))
+    steps, stepped = torch.zeros(len(names)), torch.zeros(len(names))
     for i, p in enumerate(members * len(names) if flat._params is None else members):
-        if i < len(names) and p.numel():
-            steps[i] = optimizer.state.get(p, {}).get("step", 0.0)
+        if i < len(names) and p.numel() and (state := optimizer.state.get(p)):
+            steps[i], stepped[i] = state.get("step", 0.0), 1.0
     dist.all_reduce(steps, dist.ReduceOp.MAX, group=handle.process_group)
+    dist.all_reduce(stepped, dist.ReduceOp.MAX, group=handle.process_group)
     found |= {f"optimizer/state/{n}/step": steps[i].clone() for i, n in enumerate(names) if steps[i]}
     for slot in sorted({slot for of_rank in everywhere for slot in of_rank}):
         local = torch.zeros_like(shard)
@@ -237,8 +238,8 @@ def _flat_whole(found: dict[str, Any], prefix: str, handle: Any, optimizer: torc
             if value is not None and p.numel():
                 first = (p.data_ptr() - flat.data_ptr()) // p.element_size()
                 local[first : first + p.numel()] = value.flatten()
-        state = zip(names, steps, _gathered(handle, local), strict=True)
-        found |= {f"optimizer/state/{n}/{slot}": t for n, step, t in state if step}
+        values = zip(names, stepped, _gathered(handle, local), strict=True)
+        found |= {f"optimizer/state/{n}/{slot}": t for n, has, t in values if has}
     for name, _, module_name, *_ in flat._shared_param_infos:
         alias = bare(f"{prefix}{module_name}.{name}" if module_name else f"{prefix}{name}")
         found[f"model/{alias}"] = None

@@ -74,6 +74,11 @@ def resolve(framework: str, states: Mapping[str, object]) -> Framework:
         raise UsageError(f"unknown framework {framework!r}; known: {', '.join(known())}")
     if framework in _announced():
         return _made(framework)
+    if framework in ("fsdp", "fsdp1") and (where := find_megatron(states, divided=True)):
+        raise UsageError(
+            f"{where} belongs to Megatron-Core, which has split it over the ranks, and framework {framework!r} would take "
+            'its part for the whole: use Megatron\'s own data parallelism and framework="megatron"'
+        )
     if framework != "auto" and framework not in _NATIVE_NAMES:
         return _FACTORIES[framework]()
     if framework == "auto":

@@ -85,8 +85,7 @@ class Member:
         size: ranks.
         make: begins a run on each of them; importable.
         low: the precision of parameters beside float32 main weights; "": float32 alone.
-        framework: what is passed as `framework=`.
-        part: whether the part of the matrix that CI runs has it.
+        framework: what is passed as `framework=` by name; half of the loads say "auto".
     """
 
     name: str
@@ -94,4 +93,3 @@ class Member:
     make: Callable[[], Run]
     low: str = ""
     framework: str = "auto"
-    part: bool = False

@@ -17,7 +17,9 @@ from bytecheckpoint.frameworks.megatron.installed import (
     find_megatron,
     is_megatron_module,
     is_megatron_optimizer,
+    model_parallel,
     schedulers,
+    sharded_by_torch,
 )
 from bytecheckpoint.frameworks.megatron.layouts import Layout
 from bytecheckpoint.frameworks.megatron.modules import (
@@ -70,8 +72,11 @@ class MegatronFramework(NativeFramework):
     name = "megatron"
 
     def matches(self, states: Mapping[str, object]) -> bool:
-        """Whether a module or optimizer of Megatron stands in `states`."""
-        return bool(find_megatron(states))
+        """Whether a module or optimizer of Megatron stands in `states`.
+
+        A whole model that torch shards (FSDP1, `fully_shard`) is an ordinary module to Megatron, and so it is here.
+        """
+        return bool(find_megatron(states)) and (model_parallel() or not sharded_by_torch(states))
 
     def _scan(self, states: Mapping[str, object], names: Names | None) -> _Scan:
         if find_megatron(states):

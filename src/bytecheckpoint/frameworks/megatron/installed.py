@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 
 from bytecheckpoint.errors import UsageError
+from bytecheckpoint.frameworks.dtensors import is_dtensor
 
 __all__ = [
     "check_version",
@@ -21,6 +22,9 @@ __all__ = [
     "is_megatron_module",
     "is_megatron_optimizer",
     "megatron_class",
+    "model_parallel",
+    "schedulers",
+    "sharded_by_torch",
     "unwrapped",
 ]
 
@@ -115,7 +119,7 @@ def find_megatron(states: Mapping[str, object], *, divided: bool = False) -> str
     """
     if _PACKAGE not in sys.modules:
         return ""
-    modules = not divided or _model_parallel()
+    modules = not divided or model_parallel()
     for kind, value in states.items():
         for item in _items(value):
             if is_megatron_optimizer(item) or (modules and is_megatron_module(item)):
@@ -123,7 +127,7 @@ def find_megatron(states: Mapping[str, object], *, divided: bool = False) -> str
     return ""
 
 
-def _model_parallel() -> bool:
+def model_parallel() -> bool:
     """Whether ranks have different parts of a model."""
     groups: Any = sys.modules.get(f"{_PACKAGE}.parallel_state")
     if groups is None or not groups.model_parallel_is_initialized():
@@ -135,6 +139,24 @@ def _model_parallel() -> bool:
         groups.get_expert_tensor_parallel_world_size,
     )
     return any((size() or 1) > 1 for size in sizes)
+
+
+def sharded_by_torch(states: Mapping[str, object]) -> str:
+    """Which part of torch shards the parameters of a module of Megatron in `states`, in words, or "".
+
+    Megatron's own wrappers around parts of torch are Megatron's.
+    """
+    flat = _class("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel")
+    for module in (item for value in states.values() for item in _items(value)):
+        if not isinstance(module, nn.Module) or not is_megatron_module(module):
+            continue
+        if any(isinstance(module, own) for place, name, _ in _SHARDING if (own := _class(place, name)) is not None):
+            continue
+        if flat is not None and any(isinstance(part, flat) for part in module.modules()):
+            return "FSDP1 (FullyShardedDataParallel)"
+        if any(map(is_dtensor, module.parameters())):
+            return "DTensors (fully_shard)"
+    return ""
 
 
 def _items(value: object) -> Iterator[object]:

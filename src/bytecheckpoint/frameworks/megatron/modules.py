@@ -15,7 +15,12 @@ from bytecheckpoint.errors import UsageError
 from bytecheckpoint.frameworks.base import Destination, SavedStates
 from bytecheckpoint.frameworks.leaves import dtype_name, memory_of, writable
 from bytecheckpoint.frameworks.masters import precise
-from bytecheckpoint.frameworks.megatron.installed import is_megatron_module, megatron_class, unwrapped
+from bytecheckpoint.frameworks.megatron.installed import (
+    is_megatron_module,
+    megatron_class,
+    sharded_by_torch,
+    unwrapped,
+)
 from bytecheckpoint.frameworks.megatron.layouts import Boxes, Layout, fitted, names_of, piece_of, pieces_of_factory
 from bytecheckpoint.frameworks.objects import Reader, encoded
 from bytecheckpoint.representation.shards import LiveState, TensorKey
@@ -72,6 +77,11 @@ def scan_megatron_modules(kind: str, modules: Sequence[nn.Module]) -> MegatronSc
             for different tensors.
     """
     scan = MegatronScan()
+    if sharding := sharded_by_torch({kind: list(modules)}):
+        raise UsageError(
+            f"{kind}: a model of Megatron is sharded by {sharding}: use Megatron's DistributedDataParallel and the "
+            'distributed optimizer; or, where Megatron does not split the model, framework="fsdp"'
+        )
     for module in modules:
         model, wrappers = unwrapped(kind, module)
         if not hasattr(model, "sharded_state_dict"):

@@ -1,0 +1,33 @@
+"""framework="auto" where several frameworks have a part in one model."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.frameworks.interchange import auto_jobs as jobs
+from tests.support.worlds import Worlds
+
+pytestmark = [pytest.mark.timeout(600), pytest.mark.short]
+
+
+def test_whoever_shards_the_model_reads_it(worlds: Worlds) -> None:
+    worlds.close()
+    for found in worlds.run(2, jobs.chosen, timeout=300):
+        assert found == {
+            "plain": "megatron",
+            "ddp": "megatron",
+            "fsdp1": "fsdp1",
+            "fsdp1-grad": "fsdp1",
+            "fsdp2": "native",
+            "zero": "deepspeed",
+            "megatron": "megatron",
+        }
+
+
+def test_parts_do_not_pass_for_the_whole(worlds: Worlds) -> None:
+    worlds.close()
+    for found in worlds.run(2, jobs.split, timeout=300):
+        assert found.pop("fsdp1 torch").startswith("model belongs to FSDP1")
+        assert len(found) == 5
+        for said in found.values():
+            assert "Megatron" in said
