@@ -1,0 +1,82 @@
+"""Reads cut into requests: every byte once, into its place, in pieces that suit the connection."""
+
+from __future__ import annotations
+
+import random
+import threading
+
+import numpy as np
+import obstore.store
+import pytest
+
+from bytecheckpoint.storage.object_bucket import Bucket
+from bytecheckpoint.storage.objects import ObjectStorage
+from bytecheckpoint.storage.ranged import Cut, Piece, fill
+from bytecheckpoint.storage.testing import content, write_file
+
+_MIB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "step"),
+    [(1, 1), (_MIB, 1), (4 * _MIB, 1), (4 * _MIB + 1, 2), (8 * _MIB, 2), (16 * _MIB, 4), (64 * _MIB, 4)],
+)
+def test_the_length_of_a_request(nbytes: int, step: int) -> None:
+    assert Cut(parts=4, shortest=_MIB, longest=4 * _MIB, threads=4).step(nbytes) == step * _MIB
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_byte_is_asked_for_once_and_goes_to_its_place(seed: int) -> None:
+    draw = random.Random(seed)
+    data = content(draw.randrange(1, 40_000), seed)
+    offset = draw.randrange(len(data) + 100)
+    lengths = [draw.choice([0, 1, 100, 5000, 20_000]) for _ in range(draw.randrange(1, 6))]
+    buffers = [np.full(length, 0xAA, np.uint8) for length in lengths]
+    # As when somebody cuts the file meanwhile: nothing behind this position can be had any more.
+    end = draw.choice([len(data), draw.randrange(len(data) + 1)])
+    asked = np.zeros(len(data), np.int64)
+    lock = threading.Lock()
+    cut = Cut(parts=3, shortest=512, longest=4096, threads=draw.choice([1, 4]))
+
+    def get(piece: Piece) -> int:
+        start, target = piece
+        assert 0 < len(target) <= 4096
+        with lock:
+            asked[start : start + len(target)] += 1
+        count = min(max(end - start, 0), len(target))
+        target[:count] = data[start : start + count]
+        return count
+
+    total = fill(get, offset, [memoryview(b) for b in buffers], len(data), cut)
+    wanted = max(min(sum(lengths), len(data) - offset), 0)
+    assert (asked[offset : offset + wanted] == 1).all() and asked.sum() == wanted
+    assert total == max(min(wanted, end - offset), 0)
+    got = np.concatenate(buffers)
+    assert np.array_equal(got[:total], data[offset : offset + total])
+    assert (got[wanted:] == 0xAA).all(), "memory for what lies behind the file's end stays as it was"
+
+
+def test_a_store_beside_us_is_asked_for_longer_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And one that becomes slow is asked over several connections again."""
+    bucket = Bucket("memory", obstore.store.MemoryStore(), 1.0)
+    storage = ObjectStorage("s3://bucket/step", bucket)
+    data = content(16 * _MIB)
+    write_file(storage, "model/file", data)
+    reader = storage.open("model/file")
+    out = np.zeros(len(data), np.uint8)
+    asked: list[int] = []
+    real = obstore.get
+
+    def get(client: object, key: str, *, options: dict[str, tuple[int, int]]) -> object:
+        first, stop = options["range"]
+        asked.append(stop - first)
+        return real(client, key, options=options)  # type: ignore[arg-type, call-overload]
+
+    monkeypatch.setattr("bytecheckpoint.storage.objects.obstore.get", get)
+    for rate, length in ((30e6, 2 * _MIB), (900e6, 8 * _MIB), (30e6, 2 * _MIB)):
+        bucket.rates.extend([rate, rate])
+        assert bucket.near == (rate > 1e8)
+        asked.clear()
+        assert reader.read_into(0, [memoryview(out)[: 8 * _MIB]]) == 8 * _MIB
+        assert set(asked) == {length}
+    assert np.array_equal(out[: 8 * _MIB], data[: 8 * _MIB])
