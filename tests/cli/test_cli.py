@@ -203,7 +203,8 @@ def test_verify(cli: Cli, copied: Path) -> None:
     done = cli("verify", copied / "step_9", "--json")
     assert done.code == 1 and not done.err
     found = done.json
-    assert found.keys() == {"ok", "path", "files", "bytes_read", "tensors", "findings", "notes"}
+    named = {"ok", "path", "files", "bytes_read", "tensors", "findings", "notes", "restorable", "verdict"}
+    assert found.keys() == named
     (finding,) = found["findings"]
     assert finding.keys() == {"kind", "file", "block", "blocks", "tensors", "tensor_count", "message"}
     assert (finding["kind"], finding["file"], found["ok"]) == ("block", file, False)
