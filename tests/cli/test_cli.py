@@ -206,7 +206,7 @@ def test_verify(cli: Cli, copied: Path) -> None:
     named = {"ok", "path", "files", "bytes_read", "tensors", "findings", "notes", "restorable", "verdict"}
     assert found.keys() == named
     (finding,) = found["findings"]
-    assert finding.keys() == {"kind", "file", "block", "blocks", "tensors", "tensor_count", "message"}
+    assert finding.keys() == {"kind", "file", "block", "blocks", "tensors", "tensor_count", "message", "copy"}
     assert (finding["kind"], finding["file"], found["ok"]) == ("block", file, False)
 
 
