@@ -31,6 +31,7 @@ from bytecheckpoint.frameworks.megatron.modules import (
 from bytecheckpoint.frameworks.megatron.optimizers import (
     as_megatron_optimizers,
     capture_megatron_optimizers,
+    mastered_by,
     stepped_by,
 )
 from bytecheckpoint.frameworks.megatron.restore import load_megatron_optimizers
@@ -101,12 +102,10 @@ class MegatronFramework(NativeFramework):
                         "optimizers names of their own in the states"
                     )
             elif self._is_ours(optimizers, scan):
+                scan.mastered.update(map(id, mastered_by(kind, optimizers)))
                 for item in (item for items in stepped_by(kind, optimizers) for item in items):
-                    parameter = id(item.parameter)
-                    if item.master:
-                        scan.mastered.add(parameter)
-                    if parameter in scan.models:
-                        scan.masters.setdefault(scan.models[parameter], kind)
+                    if id(item.parameter) in scan.models:
+                        scan.masters.setdefault(scan.models[id(item.parameter)], kind)
         return scan
 
     def destination(

@@ -23,7 +23,15 @@ from bytecheckpoint.frameworks.optimizers import ParameterNames, capture_optimiz
 from bytecheckpoint.frameworks.views import optimizer_view, stand_in
 from bytecheckpoint.representation.shards import LiveState
 
-__all__ = ["Member", "Stepped", "View", "as_megatron_optimizers", "capture_megatron_optimizers", "stepped_by"]
+__all__ = [
+    "Member",
+    "Stepped",
+    "View",
+    "as_megatron_optimizers",
+    "capture_megatron_optimizers",
+    "mastered_by",
+    "stepped_by",
+]
 
 # Settings that say how the parameters are laid out over the ranks.
 _LAYOUT_SETTINGS = frozenset({"params", "param_names", "is_expert_parallel"})
@@ -115,6 +123,16 @@ def stepped_by(kind: str, optimizers: Iterable[Any]) -> list[list[Stepped]]:
         UsageError: an optimizer keeps its state in a form that is not supported.
     """
     return [_stepped(kind, link) for link in _links(kind, optimizers)]
+
+
+def mastered_by(kind: str, optimizers: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """The parameters that have master weights, on whatever rank of a distributed optimizer these are."""
+    for link in _links(kind, optimizers):
+        for item in _stepped(kind, link):
+            if item.master:
+                yield item.parameter
+        for buffer in getattr(link, "buffers", ()):
+            yield from (p for p in buffer.param_index_map if p.dtype != torch.float32)
 
 
 def _stepped(kind: str, link: Any) -> list[Stepped]:
