@@ -47,7 +47,7 @@ SGD = (
     _SGD,
     replace(_SGD, tp=2, sequence=True),
     replace(_SGD, dp=2),
-    replace(_SGD, pp=2, vpp=2),
+    replace(_SGD, pp=2),
     replace(_SGD, tp=2, pp=2),
 )
 SGD_MOE = (replace(_SGD, moe=True, ep=2, dp=2), replace(_SGD, moe=True, ep=4, dp=4))
