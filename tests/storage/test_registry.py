@@ -10,6 +10,7 @@ import pytest
 
 import bytecheckpoint
 from bytecheckpoint import UsageError
+from bytecheckpoint.cli.main import run
 from bytecheckpoint.collectives import current
 from bytecheckpoint.saving.saver import saver_of
 from bytecheckpoint.storage import known_schemes, resolve
@@ -145,3 +146,24 @@ def test_a_whole_bucket_is_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "y")
     assert resolve("s3://bucket").url == resolve("S3://bucket/").url == "s3://bucket"
     assert resolve("s3://bucket/a/b/").url == "s3://bucket/a/b"
+
+
+@pytest.mark.parametrize("url", ["s3://key:SECRET@bucket/x", "az://c/x?sig=SECRET", "tier+s3://key:SECRET@bucket/x"])
+def test_no_secret_of_a_url_is_shown(
+    url: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Neither by the command line nor by a save or load that fails."""
+    caplog.set_level(0)
+    for words in (["ls", url], ["inspect", url], ["verify", url], ["diff", url, url], ["repair", url],
+                  ["export", url, str(tmp_path / "out")]):  # fmt: skip
+        assert run(words) == 2
+    for call in (
+        lambda: bytecheckpoint.save(url, states(step=1)),
+        lambda: bytecheckpoint.save(url, states(step=1), async_checkpoint=True).result(60),
+        lambda: load_step(url),
+        lambda: bytecheckpoint.open(url),
+    ):
+        with pytest.raises(UsageError) as raised:
+            call()
+        assert "SECRET" not in repr(raised.value)
+    assert "SECRET" not in caplog.text + "".join(capfd.readouterr())
