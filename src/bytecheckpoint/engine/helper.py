@@ -30,7 +30,6 @@ from numpy.typing import NDArray
 
 from ..errors import CheckpointError, CheckpointTimeoutError, UsageError, error_from_report, error_report
 from ..representation.names import escape, unescape
-from ..representation.names import unescape
 from ..settings import configure
 from ..storage import resolve
 from .writing import FilesWriter, FileTask
