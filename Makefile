@@ -8,7 +8,7 @@ export OMP_NUM_THREADS ?= 1
 export VENV
 
 .DEFAULT_GOAL := help
-.PHONY: help venv lint types imports format test test-all test-servers test-oldest test-frameworks test-frameworks-short soak demo demo-short bench bench-short docs lock clean
+.PHONY: help venv lint types imports format test test-all test-servers test-oldest test-frameworks test-frameworks-short soak demo demo-short bench bench-short bench-frameworks docs lock clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */\1\t/' | awk -F'\t' '{printf "  %-21s %s\n", $$1, $$2}'
@@ -78,6 +78,10 @@ demo-short: venv ## the same with a smaller model, in under two minutes
 
 bench: venv ## all measurements: table, JSON, chart
 	$(PY) -m benchmarks
+
+bench-frameworks: ## saving Megatron-Core's distributed optimizer, beside its own formats (.venv-frameworks)
+	VENV=.venv-frameworks PYTHON=3.12 EXTRAS=cli,dev,bench PINNED=constraints-frameworks.txt ./scripts/bootstrap.sh
+	$(WITH_FRAMEWORKS) -m benchmarks --only megatron
 
 bench-short: venv ## the same on small states
 	$(PY) -m benchmarks --short

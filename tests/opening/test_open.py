@@ -389,10 +389,11 @@ def test_only_checkpoint_errors_from_a_damaged_catalog(grid: str, tmp_path: Path
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="the system does not list open descriptors")
 def test_checkpoints_that_nobody_closed_keep_no_files_open(grid: str) -> None:
+    gc.collect()  # of what tests before this one left open
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(5):
         entry = bytecheckpoint.open(grid)["model/w"]
         assert torch.equal(entry[0:2], entry[...][0:2])  # the entry keeps the files that it needs
         del entry
     gc.collect()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before

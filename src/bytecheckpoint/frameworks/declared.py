@@ -55,7 +55,7 @@ def add_declared(out: list[LiveShard], key: TensorKey, leaf: Any, aliases: tuple
         for shard in plain:
             shard.aliases, shard.by_content, shard.requires_grad = aliases, by_content, data.requires_grad
             box = (shard.offsets, shard.lengths)
-            if box in seen:
+            if box in seen and 0 not in shard.lengths:  # nothing, twice, is nothing
                 raise UsageError(f"{key}: {type(leaf).__name__} lists the box of shape {box[1]} at {box[0]} twice")
             seen.add(box)
             known = known or (shape, shard.dtype)

@@ -48,6 +48,9 @@ SGD = (
     replace(_SGD, tp=2, sequence=True),
     replace(_SGD, dp=2),
     replace(_SGD, pp=2),
+    # With two stages Megatron takes virtual ones only where communication is overlapped: its messages both ways are between
+    # the same two ranks. As long as there are no more micro-batches than stages none of them pass each other.
+    replace(_SGD, pp=2, vpp=2, dp=2),
     replace(_SGD, tp=2, pp=2),
 )
 SGD_MOE = (replace(_SGD, moe=True, ep=2, dp=2), replace(_SGD, moe=True, ep=4, dp=4))
