@@ -1,7 +1,9 @@
-"""Throughput of the storages: `python -m benchmarks.storage [--short] [--places hdfs hdfs-limited s3 local] [--size MIB]`.
+"""Throughput of the storages: `python -m benchmarks.storage [--short] [--places hdfs hdfs-limited s3 ...] [--size MIB]`.
 
-One file and many, from 1 to 16 threads, each beside the storage's own client or the plain tool in the same run, and what a
-load reads of the bytes that it needs. The servers are those of the tests: scripts/install-servers.sh installs them.
+One file and many, written and read, from 1 to 16 threads, each beside the storage's own client or the plain tool in the
+same run; what a load reads of the bytes that it needs; and what the NameNode is asked for. Places that end in "-limited"
+are behind a proxy that gives every connection so many bytes per second. The servers are those of the tests:
+scripts/install-servers.sh installs them.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import os
 import platform
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -23,6 +25,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from numpy.typing import NDArray
 
 import bytecheckpoint
 from benchmarks.measure import Arm, Extras, Result, World, measure
@@ -62,7 +65,11 @@ class Bench:
         yield from self._measure("write one file", self._write_arms())
         yield from self._measure("read one file", self._read_arms())
         yield from self._measure("write many files", self._many_arms())
+        yield from self._measure("read many files", self._read_many_arms())
         yield from self._measure("load", [Arm("bytecheckpoint", *self._load())])
+        if self._place.operations is not None:
+            arms = self._counted_arms(self._place.operations)
+            yield from measure(World(), "requests per file", self._place.name, 0, arms, 1, warm=True)
 
     def _measure(self, case: str, arms: list[Arm]) -> list[Result]:
         return measure(World(), case, self._place.name, self._data.nbytes, arms, self._rounds)
@@ -137,32 +144,94 @@ class Bench:
 
     # --- many files -------------------------------------------------------------------------------------------
 
-    def _many_arms(self) -> list[Arm]:
+    def _part(self, number: int) -> NDArray[np.uint8]:
         length = self._data.nbytes // _FILES
+        return self._data[number * length : (number + 1) * length]
+
+    def _write_many(self, storage: Storage, threads: int) -> None:
+        def one(number: int) -> None:
+            part = self._part(number)
+            writer = storage.create(NewFile(f"model/{number}", len(part), stable=True))
+            writer.write_at(0, [memoryview(part)])
+            writer.finish(len(part))
+
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(one, range(_FILES)))
+        storage.sync([f"model/{number}" for number in range(_FILES)])
+
+    def _many_arms(self) -> list[Arm]:
         arms = []
         for threads in self._threads:
             url = self._place.fresh()
 
             def run(url: str = url, threads: int = threads) -> None:
-                storage = resolve(url)
-
-                def one(number: int) -> None:
-                    writer = storage.create(NewFile(f"model/{number}", length, stable=True))
-                    writer.write_at(0, [memoryview(self._data)[number * length : (number + 1) * length]])
-                    writer.finish(length)
-
-                with ThreadPoolExecutor(threads) as pool:
-                    list(pool.map(one, range(_FILES)))
-                storage.sync([f"model/{number}" for number in range(_FILES)])
+                self._write_many(resolve(url), threads)
 
             arms.append(Arm(self._name(threads), run, after=lambda url=url: _empty(url)))
         for peer in self._place.peers:
             targets = [peer.target() for _ in range(_FILES)]
 
             def each(peer: Peer = peer, targets: list[str] = targets) -> None:
-                peer.write_many(targets, [self._data[n * length : (n + 1) * length] for n in range(_FILES)])
+                peer.write_many(targets, [self._part(number) for number in range(_FILES)])
 
             arms.append(Arm(peer.name, each, after=lambda peer=peer, targets=targets: [*map(peer.remove, targets)]))
+        return arms
+
+    def _read_many_arms(self) -> list[Arm]:
+        url = self._place.fresh()
+        self._write_many(resolve(url), self._threads[-1])
+        arms = []
+        for threads in self._threads:
+
+            def run(threads: int = threads) -> None:
+                storage = resolve(url)
+
+                def one(number: int) -> None:
+                    length = self._data.nbytes // _FILES
+                    reader = storage.open(f"model/{number}")
+                    reader.read_into(0, [memoryview(self._out)[number * length : (number + 1) * length]])
+                    reader.close()
+
+                with ThreadPoolExecutor(threads) as pool:
+                    list(pool.map(one, range(_FILES)))
+
+            arms.append(Arm(self._name(threads), run, before=self._blank, after=self._check))
+        outs = np.split(self._out, _FILES)
+        for peer in self._place.peers:
+            targets = [peer.target() for _ in range(_FILES)]
+            peer.write_many(targets, [self._part(number) for number in range(_FILES)])
+            arms.append(Arm(peer.name, lambda peer=peer, targets=targets: peer.read_many(targets, outs)))
+        return arms
+
+    # --- what the server is asked for -------------------------------------------------------------------------
+
+    def _counted_arms(self, operations: Callable[[], Mapping[str, int]]) -> list[Arm]:
+        def counted(call: Callable[[], object], files: int) -> Callable[[], Extras]:
+            def run() -> Extras:
+                before = operations()
+                call()
+                after = operations()
+                found = {name: after[name] - before.get(name, 0) for name in after}
+                return {name: count / files for name, count in found.items() if count}
+
+            return run
+
+        url, read = self._place.fresh(), self._place.fresh()
+        self._write(resolve(read), "model/file", 1)
+        reader = Arm("bytecheckpoint, read", counted(lambda: resolve(read).read("model/file"), 1))
+        arms = [
+            Arm("bytecheckpoint, one file", counted(lambda: self._write(resolve(url), "model/file", 4), 1)),
+            Arm(f"bytecheckpoint, {_FILES} files", counted(lambda: self._write_many(resolve(url), 4), _FILES)),
+            reader,
+        ]
+        for arm in arms[:2]:
+            arm.after = lambda: _empty(url)
+        for peer in self._place.peers:
+            target = peer.target()
+            write = counted(lambda peer=peer, target=target: peer.write(target, self._data), 1)
+            arms.append(
+                Arm(f"{peer.name.partition(',')[0]}, one file", write, after=lambda p=peer, t=target: p.remove(t))
+            )
         return arms
 
     # --- a load -----------------------------------------------------------------------------------------------
@@ -204,7 +273,7 @@ def main() -> int:
     parser.add_argument("--short", action="store_true", help="64 MiB, two rounds")
     parser.add_argument("--size", type=int, default=0, help="MiB of the file, or of all files together")
     parser.add_argument("--rounds", type=int, default=0)
-    parser.add_argument("--threads", type=int, nargs="+", default=[1, 4, 16])
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2, 4, 8, 16])
     parser.add_argument("--places", nargs="+", choices=list(PLACES), default=list(PLACES))
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "out")
     arguments = parser.parse_args()

@@ -7,26 +7,31 @@ import os
 import shutil
 import subprocess
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import hdfs_native
 import numpy as np
 import obstore
 import obstore.store
 from numpy.typing import NDArray
 
+from tests.servers.azure import azurite
 from tests.servers.hdfs import Hdfs
 from tests.servers.limiter import Limiter
+from tests.servers.process import free_port
 from tests.servers.s3 import versitygw
 
 __all__ = ["PLACES", "Peer", "Place"]
 
-#: Limit of one connection to a DataNode, bytes per second: as a busy network or disk sets it.
+#: Limit of one connection, bytes per second: as a busy network or disk sets it.
 _LIMIT = 20 << 20
+_MOST_THREADS = 16
 _numbers = itertools.count()
 
 
@@ -56,9 +61,14 @@ class Peer(ABC):
         """Take them away."""
 
     def write_many(self, targets: Sequence[str], parts: Sequence[Any]) -> None:
-        """Put several, one after the other."""
-        for target, part in zip(targets, parts, strict=True):
-            self.write(target, part)
+        """Put several, as many at the same time as our own arms at most."""
+        with ThreadPoolExecutor(_MOST_THREADS) as pool:
+            list(pool.map(self.write, targets, parts))
+
+    def read_many(self, targets: Sequence[str], outs: Sequence[NDArray[np.uint8]]) -> None:
+        """Get several, the same way."""
+        with ThreadPoolExecutor(_MOST_THREADS) as pool:
+            list(pool.map(self.read, targets, outs))
 
 
 @dataclass
@@ -69,11 +79,13 @@ class Place:
         name: in the table.
         root: URL below which everything goes.
         peers: what it is measured against.
+        operations: how often each operation of its server was asked for so far, where it counts them.
     """
 
     name: str
     root: str
     peers: list[Peer] = field(default_factory=list)
+    operations: Callable[[], Mapping[str, int]] | None = None
 
     def fresh(self) -> str:
         """URL of a folder that is not there."""
@@ -142,6 +154,11 @@ class HdfsShell(Peer):
     def read(self, target: str, out: NDArray[np.uint8]) -> None:
         self._run("-get", "-f", target, str(self._local(target)) + ".got")
 
+    def read_many(self, targets: Sequence[str], outs: Sequence[NDArray[np.uint8]]) -> None:
+        folder = self._folder / "got"
+        folder.mkdir(exist_ok=True)
+        self._run("-get", "-f", "-t", str(_MOST_THREADS), *targets, str(folder))
+
     def remove(self, target: str) -> None:
         self._cluster.client().delete(target)
 
@@ -165,7 +182,15 @@ def _hdfs(folder: Path, *, limited: bool) -> Iterator[Place]:
                 stack.callback(proxy.stop)
                 proxy.up = proxy.down = float(_LIMIT)
         name = f"hdfs, each connection limited to {_LIMIT >> 20} MiB/s" if limited else "hdfs"
-        yield Place(name, "hdfs://demo_0/bench", [HdfsStream(cluster, more), HdfsShell(cluster, more, local)])
+        peers: list[Peer] = [HdfsStream(cluster, more), HdfsShell(cluster, more, local)]
+        yield Place(name, "hdfs://demo_0/bench", peers, None if limited else lambda: _asked(cluster))
+
+
+def _asked(cluster: Hdfs) -> dict[str, int]:
+    """Operations that the NameNode did for clients."""
+    servers = ("SendHeartbeat", "Block", "Register", "VersionRequest", "RenewLease")
+    found = cluster.operations()
+    return {name: count for name, count in found.items() if not name.startswith(servers) and "Overall" not in name}
 
 
 # --- object stores ----------------------------------------------------------------------------------------------------
@@ -195,16 +220,83 @@ class Obstore(Peer):
         obstore.delete(self._store, target)
 
 
+class OneStream(Obstore):
+    """The same client, everything over one connection: what a proxy that limits connections makes slow."""
+
+    name = "obstore, one stream"
+
+    def write(self, target: str, data: Any) -> None:
+        obstore.put(self._store, target, memoryview(data).tobytes(), use_multipart=False)
+
+
+def _limited(stack: ExitStack, endpoint: str) -> str:
+    """The endpoint behind a proxy that limits each connection."""
+    address = endpoint.split("://")[1].partition("/")[0]
+    host, port = address.split(":")
+    listen = free_port()
+    proxy = Limiter(("127.0.0.1", listen), (host, int(port)))
+    stack.callback(proxy.stop)
+    proxy.up = proxy.down = float(_LIMIT)
+    return endpoint.replace(address, f"127.0.0.1:{listen}")
+
+
 @contextmanager
-def _s3(folder: Path) -> Iterator[Place]:
-    server = versitygw(folder)
-    try:
+def _s3(folder: Path, *, limited: bool) -> Iterator[Place]:
+    with ExitStack() as stack:
+        server = versitygw(folder)
+        stack.callback(server.server.stop)
         server.make_bucket("bucket")
-        os.environ.update(server.environment())
+        endpoint = _limited(stack, server.endpoint) if limited else server.endpoint
+        os.environ.update(server.environment(endpoint))
         store = obstore.store.S3Store("bucket", client_options={"allow_http": True})
-        yield Place("s3 (versitygw)", "s3://bucket/bench", [Obstore(store)])
+        peers: list[Peer] = [Obstore(store), *([OneStream(store)] if limited else [])]
+        name = f"s3, each connection limited to {_LIMIT >> 20} MiB/s" if limited else "s3 (versitygw)"
+        yield Place(name, "s3://bucket/bench", peers)
+
+
+@contextmanager
+def _az(folder: Path) -> Iterator[Place]:
+    server = azurite(folder)
+    try:
+        server.make_container("bench")
+        variables = server.environment()
+        os.environ.update(variables)
+        store = obstore.store.AzureStore(
+            "bench", endpoint=variables["AZURE_STORAGE_ENDPOINT"], client_options={"allow_http": True}
+        )
+        yield Place("az (Azurite)", "az://bench/bench", [Obstore(store)])
     finally:
         server.server.stop()
+
+
+# --- fsspec -----------------------------------------------------------------------------------------------------------
+
+
+class Fsspec(Peer):
+    """The file system itself, as its manual has it."""
+
+    name = "fsspec"
+
+    def __init__(self, folder: Path) -> None:
+        self._fs: Any = fsspec.filesystem("file")
+        self._folder = folder
+
+    def target(self) -> str:
+        return str(self._folder / f"peer-{next(_numbers)}")
+
+    def write(self, target: str, data: Any) -> None:
+        self._fs.pipe_file(target, memoryview(data).tobytes())
+
+    def read(self, target: str, out: NDArray[np.uint8]) -> None:
+        out[:] = np.frombuffer(self._fs.cat_file(target), np.uint8)
+
+    def remove(self, target: str) -> None:
+        self._fs.rm_file(target)
+
+
+@contextmanager
+def _fsspec(folder: Path) -> Iterator[Place]:
+    yield Place("fsspec (local files)", f"fsspec+file://{folder}/data", [Fsspec(folder)])
 
 
 # --- local disk -------------------------------------------------------------------------------------------------------
@@ -251,9 +343,24 @@ def _local(folder: Path) -> Iterator[Place]:
         shutil.rmtree(memory, ignore_errors=True)
 
 
+@contextmanager
+def _mem(folder: Path) -> Iterator[Place]:
+    memory = Path("/dev/shm") / folder.name
+    (memory / "targets").mkdir(parents=True)
+    try:
+        yield Place("mem", f"mem://{folder.name}", [Dd(memory / "targets", memory)])
+    finally:
+        shutil.rmtree(memory, ignore_errors=True)
+        shutil.rmtree(f"/dev/shm/bytecheckpoint-{os.geteuid()}/{folder.name}", ignore_errors=True)
+
+
 PLACES: dict[str, Callable[[Path], AbstractContextManager[Place]]] = {
     "hdfs": lambda folder: _hdfs(folder, limited=False),
     "hdfs-limited": lambda folder: _hdfs(folder, limited=True),
-    "s3": _s3,
+    "s3": lambda folder: _s3(folder, limited=False),
+    "s3-limited": lambda folder: _s3(folder, limited=True),
+    "az": _az,
+    "fsspec": _fsspec,
     "local": _local,
+    "mem": _mem,
 }
