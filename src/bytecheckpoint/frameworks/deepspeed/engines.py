@@ -17,7 +17,6 @@ from bytecheckpoint.frameworks.deepspeed.installed import (
     check_engine,
     check_optimizer,
     check_version,
-    inside,
     is_engine,
     is_wrapper,
     steps_nothing,
@@ -25,6 +24,7 @@ from bytecheckpoint.frameworks.deepspeed.installed import (
 from bytecheckpoint.frameworks.deepspeed.partitions import optimizer_behind
 from bytecheckpoint.frameworks.deepspeed.progress import Progress, engine_kind
 from bytecheckpoint.frameworks.masters import optimizer_kind
+from bytecheckpoint.frameworks.nested import inside
 
 __all__ = ["unfold"]
 

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from bytecheckpoint.errors import UsageError
+from bytecheckpoint.frameworks.nested import inside
 
 __all__ = [
     "check_engine",
@@ -23,7 +23,6 @@ __all__ = [
     "check_version",
     "find_deepspeed",
     "has_divided",
-    "inside",
     "is_engine",
     "is_of_deepspeed",
     "is_wrapper",
@@ -44,7 +43,6 @@ _WRAPPERS = (
 _WITHOUT_STEPS = (("runtime.zero.parameter_offload", "DeepSpeedZeRoOffload"), ("runtime.utils", "DummyOptim"))
 # Optimizers whose state, or whose way of communicating, is more than elements of the parameters.
 _FOREIGN_STATE = ("deepspeed.runtime.fp16.onebit", "deepspeed.runtime.zero.muon")
-_CONTAINERS = frozenset({dict, OrderedDict, list, tuple})
 
 
 def loaded(place: str, name: str) -> Any:
@@ -102,19 +100,6 @@ def find_deepspeed(states: Mapping[str, object], *, divided: bool = False) -> st
             ):
                 return kind
     return ""
-
-
-def inside(value: object) -> Iterator[object]:
-    """`value`, or what stands in its nested dicts, lists and tuples."""
-    pending: list[Any] = [value]
-    seen: set[int] = set()
-    while pending:
-        item = pending.pop()
-        if type(item) not in _CONTAINERS:
-            yield item
-        elif id(item) not in seen:
-            seen.add(id(item))
-            pending.extend(item.values() if isinstance(item, dict) else item)
 
 
 def check_version() -> None:

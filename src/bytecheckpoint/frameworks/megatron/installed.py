@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import re
 import sys
-from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 
 from bytecheckpoint.errors import UsageError
 from bytecheckpoint.frameworks.dtensors import is_dtensor
+from bytecheckpoint.frameworks.nested import inside
 
 __all__ = [
     "check_version",
@@ -47,7 +47,6 @@ _SHARDING = (
         "TorchFullyShardedDataParallel",
     ),
 )
-_CONTAINERS = frozenset({dict, OrderedDict, list, tuple})
 
 
 def megatron_class(place: str, name: str) -> type | None:
@@ -107,7 +106,7 @@ def is_megatron_optimizer(value: object) -> bool:
 def schedulers(value: object) -> list[Any]:
     """Megatron's schedulers of learning rate and weight decay in nested dicts, lists and tuples."""
     kind = megatron_class("optimizer_param_scheduler", "OptimizerParamScheduler")
-    return [item for item in _items(value) if isinstance(item, kind)] if kind is not None else []
+    return [item for item in inside(value) if isinstance(item, kind)] if kind is not None else []
 
 
 def find_megatron(states: Mapping[str, object], *, divided: bool = False) -> str:
@@ -121,7 +120,7 @@ def find_megatron(states: Mapping[str, object], *, divided: bool = False) -> str
         return ""
     modules = not divided or model_parallel()
     for kind, value in states.items():
-        for item in _items(value):
+        for item in inside(value):
             if is_megatron_optimizer(item) or (modules and is_megatron_module(item)):
                 return f"{kind}: {type(item).__name__}"
     return ""
@@ -147,7 +146,7 @@ def sharded_by_torch(states: Mapping[str, object]) -> str:
     Megatron's own wrappers around parts of torch are Megatron's.
     """
     flat = _class("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel")
-    for module in (item for value in states.values() for item in _items(value)):
+    for module in (item for value in states.values() for item in inside(value)):
         if not isinstance(module, nn.Module) or not is_megatron_module(module):
             continue
         if any(isinstance(module, own) for place, name, _ in _SHARDING if (own := _class(place, name)) is not None):
@@ -157,19 +156,6 @@ def sharded_by_torch(states: Mapping[str, object]) -> str:
         if any(map(is_dtensor, module.parameters())):
             return "DTensors (fully_shard)"
     return ""
-
-
-def _items(value: object) -> Iterator[object]:
-    """What stands in nested dicts, lists and tuples."""
-    pending: list[Any] = [value]
-    seen: set[int] = set()
-    while pending:
-        item = pending.pop()
-        if type(item) not in _CONTAINERS:
-            yield item
-        elif id(item) not in seen:
-            seen.add(id(item))
-            pending.extend(item.values() if isinstance(item, dict) else item)
 
 
 def unwrapped(kind: str, module: nn.Module) -> tuple[nn.Module, list[nn.Module]]:
