@@ -16,6 +16,7 @@ from bytecheckpoint.collectives import current
 from bytecheckpoint.saving.saver import saver_of
 from tests.servers.azure import AzureServer, azurite
 from tests.servers.hdfs import Hdfs
+from tests.servers.meddler import Meddler, meddler
 from tests.servers.s3 import S3Server, versitygw
 
 
@@ -51,6 +52,14 @@ def bucket(s3: S3Server) -> str:
     name = f"bucket-{uuid.uuid4().hex[:16]}"
     s3.make_bucket(name)
     return name
+
+
+@pytest.fixture
+def between(s3: S3Server, bucket: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Meddler]:
+    """A proxy that can meddle, before the S3 server."""
+    with meddler(s3.endpoint) as made:
+        use(monkeypatch, s3.environment(made.endpoint))
+        yield made
 
 
 @pytest.fixture(scope="session")

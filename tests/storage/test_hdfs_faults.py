@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import subprocess
 import sys
@@ -28,6 +27,7 @@ from tests.servers.limiter import Limiter
 from tests.servers.rpc_meddler import Event, RpcMeddler, rpc_meddler
 from tests.storage.conftest import use
 from tests.storage.test_end_to_end import MODES, ROWS, load, save, succeeded
+from tests.support.mounts import small_tmpfs
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(300)]
 
@@ -241,25 +241,21 @@ def test_all_datanodes_die_and_come_back(mortal: Hdfs, between: RpcMeddler, path
 
 
 def test_a_full_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if os.geteuid() != 0:
-        pytest.skip("NOT TESTED HERE: mounting a small file system takes root")
     disk = tmp_path / "disk"
-    disk.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=300m", "tmpfs", disk], check=True)
-    # By default a DataNode keeps a gibibyte free.
-    spare = "dfs.datanode.round-robin-volume-choosing-policy.additional-available-space"
-    cluster = Hdfs(tmp_path / "cluster", 1, disk, **{spare: "0", "dfs.blocksize": "16777216"})
-    try:
-        use(monkeypatch, cluster.start().configuration(tmp_path / "hadoop"))
-        bytecheckpoint.configure(storage_timeout=5.0)
-        succeeded(save("hdfs://demo_0/step", 1, rows=1000))
-        (raised,) = save("hdfs://demo_0/step", 2, rows=20 * ROWS)
-        assert isinstance(raised, StorageFullError | StorageUnavailableError), repr(raised)
-        assert "cannot upload hdfs://demo_0/step/" in str(raised) and "attempt" in str(raised)
-        assert load_step("hdfs://demo_0/step", rows=1000) == 1
-    finally:
-        cluster.stop()
-        subprocess.run(["umount", "-l", disk], check=True)
+    with small_tmpfs(disk, "300m", lazy=True):
+        # By default a DataNode keeps a gibibyte free.
+        spare = "dfs.datanode.round-robin-volume-choosing-policy.additional-available-space"
+        cluster = Hdfs(tmp_path / "cluster", 1, disk, **{spare: "0", "dfs.blocksize": "16777216"})
+        try:
+            use(monkeypatch, cluster.start().configuration(tmp_path / "hadoop"))
+            bytecheckpoint.configure(storage_timeout=5.0)
+            succeeded(save("hdfs://demo_0/step", 1, rows=1000))
+            (raised,) = save("hdfs://demo_0/step", 2, rows=20 * ROWS)
+            assert isinstance(raised, StorageFullError | StorageUnavailableError), repr(raised)
+            assert "cannot upload hdfs://demo_0/step/" in str(raised) and "attempt" in str(raised)
+            assert load_step("hdfs://demo_0/step", rows=1000) == 1
+        finally:
+            cluster.stop()
 
 
 # --- writers that are killed ------------------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ from bytecheckpoint.storage import NewFile, local, posix_files, resolve
 from bytecheckpoint.storage.testing import content, read_all, write_file
 from tests.faults.coded import files_of, load_step, states
 from tests.faults.ranks import attempt, save_all
+from tests.support.mounts import small_tmpfs
 from tests.support.worlds import World
 
 ROOT = os.geteuid() == 0
@@ -503,23 +504,19 @@ def test_one_rank_has_no_space(tmp_path: Path, mode: str) -> None:
     before = files_of(path)
     real = local.PosixStorage.create
     small = tmp_path / "small"
-    small.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4k", "tmpfs", str(small)], check=True)
 
     def create(storage: Any, request: NewFile) -> Any:
         if "rank-00001" in request.name and storage.root == str(path) and small.is_mount():
             return local._Writer(str(small / uuid.uuid4().hex), f"{path}/{request.name}", request.size, False)
         return real(storage, request)
 
-    try:
+    with small_tmpfs(small, "4k"):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(local.PosixStorage, "create", create)
             got = save_all(world, path, 2, **MODES[mode])
         assert all(type(raised) is StorageFullError for raised in got), got
         assert all("No space left on device" in str(raised) and "rank-00001" in str(raised) for raised in got)
         assert os.listdir(small) == [], "nothing is left"
-    finally:
-        subprocess.run(["umount", str(small)], check=True)
     assert files_of(path) == before and load_step(path) == 1
     if mode != "sync":
         assert all("earlier" in str(raised) for raised in save_all(world, path, 3))

@@ -18,6 +18,7 @@ from bytecheckpoint import CheckpointNotFoundError, StorageError, StorageFullErr
 from bytecheckpoint.cli.main import run
 from bytecheckpoint.storage import resolve
 from tests.faults.coded import load_step, states
+from tests.support.mounts import small_tmpfs
 
 
 @pytest.fixture
@@ -88,13 +89,8 @@ def test_the_memory_dir_reaches_the_writer_process(tmp_path: Path) -> None:
 
 
 def test_no_room(tmp_path: Path) -> None:
-    if os.geteuid() != 0:
-        pytest.skip("NOT TESTED HERE: mounting a small memory file system takes root")
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)], check=True)
-    try:
+    with small_tmpfs(tmp_path, "1m"):
         bytecheckpoint.configure(memory_dir=str(tmp_path))
         with pytest.raises(StorageFullError, match=r"mem://x/step/.*No space left"):
             bytecheckpoint.save("mem://x/step", states(step=4, rows=10_000))
         assert resolve("mem://x/step").list() == []
-    finally:
-        subprocess.run(["umount", str(tmp_path)], check=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 import urllib.parse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -31,14 +31,6 @@ pytestmark = [pytest.mark.server, pytest.mark.timeout(200)]
 
 LARGE = content((9 << 20) + 77)
 ROWS = 3000
-
-
-@pytest.fixture
-def between(s3: S3Server, bucket: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Meddler]:
-    """A proxy that can meddle, before the server."""
-    with meddler(s3.endpoint) as made:
-        use(monkeypatch, s3.environment(made.endpoint))
-        yield made
 
 
 @pytest.fixture

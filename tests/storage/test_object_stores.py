@@ -22,7 +22,7 @@ from bytecheckpoint.storage import NewFile, Storage, resolve
 from bytecheckpoint.storage.testing import content, read_all, write_file
 from bytecheckpoint.storage.uploading import UploadingStorage
 from tests.faults.coded import load_step, states
-from tests.servers.meddler import Meddler, Request, Rule, meddler
+from tests.servers.meddler import Meddler, Request, Rule
 from tests.servers.s3 import SECRET, S3Server, s3proxy
 from tests.storage.conftest import use
 
@@ -34,14 +34,6 @@ LARGE = content((20 << 20) + 77)
 @pytest.fixture
 def storage(bucket: str) -> Storage:
     return resolve(f"s3://{bucket}/runs/step")
-
-
-@pytest.fixture
-def between(s3: S3Server, bucket: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Meddler]:
-    """A proxy that can meddle, before the server."""
-    with meddler(s3.endpoint) as made:
-        use(monkeypatch, s3.environment(made.endpoint))
-        yield made
 
 
 @pytest.fixture

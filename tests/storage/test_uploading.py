@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,6 +19,7 @@ from bytecheckpoint.storage import NewFile
 from bytecheckpoint.storage.local import PosixStorage
 from bytecheckpoint.storage.testing import content, write_file
 from bytecheckpoint.storage.uploading import Pieces, UploadingStorage
+from tests.support.mounts import small_tmpfs
 
 
 class Uploads(UploadingStorage, PosixStorage):
@@ -107,14 +107,9 @@ def test_bytes_that_lack_are_noticed(storage: Uploads, stable: bool) -> None:
 
 
 def test_no_room_for_the_spool(storage: Uploads, spool: Path) -> None:
-    if os.geteuid() != 0:
-        pytest.skip("NOT TESTED HERE: mounting a small file system takes root")
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(spool)], check=True)
-    try:
-        with pytest.raises(StorageFullError, match=rf"the spool of .*model/file in {spool} \(settings.spool_dir\)"):
-            write_file(storage, "model/file", content(3 << 20), stable=False)
-    finally:
-        subprocess.run(["umount", "-l", str(spool)], check=True)
+    full = pytest.raises(StorageFullError, match=rf"the spool of .*model/file in {spool} \(settings.spool_dir\)")
+    with small_tmpfs(spool, "1m", lazy=True), full:
+        write_file(storage, "model/file", content(3 << 20), stable=False)
 
 
 def test_no_folder_for_the_spool(storage: Uploads, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from bytecheckpoint.cli.main import run as command
 from bytecheckpoint.storage import resolve
 from bytecheckpoint.storage.tier import TierStorage
 from tests.faults.coded import load_step
+from tests.support.mounts import small_tmpfs
 from tests.support.worlds import World
 from tests.tiers import machines as jobs
 
@@ -152,20 +153,14 @@ def test_two_lost_machines(start: Start, run: str, memory: str, hot: Path, tmp_p
 
 def test_a_partner_without_room(start: Start, run: str, tmp_path: Path) -> None:
     """The step goes to the durable storage all the same, and is restorable as soon as it is there."""
-    if os.geteuid() != 0:
-        pytest.skip("NOT TESTED HERE: mounting a small file system takes root")
     small = tmp_path / "small"
-    small.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1500k", "tmpfs", str(small)], check=True)
-    try:
+    with small_tmpfs(small, "1500k"):
         for step in (1, 2):
             got = start(2).run(jobs.save_where, f"{run}/{step}", [str(tmp_path / "roomy"), str(small)], step, 3000)
             assert got == [True, True], "it is not restorable before"
             assert load_step(durable(f"{run}/{step}"), rows=3000) == step
         left = [file for _, _, files in os.walk(small) for file in files]
         assert not left, "what nobody would find is removed"
-    finally:
-        subprocess.run(["umount", str(small)], check=True)
 
 
 def test_machines_that_flush_at_the_same_time(start: Start, run: str, memory: str, tmp_path: Path) -> None:

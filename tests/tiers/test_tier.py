@@ -33,6 +33,7 @@ from bytecheckpoint.storage.local import LocalStorage
 from bytecheckpoint.storage.testing import StorageTests
 from bytecheckpoint.storage.tier import TierStorage
 from tests.faults.coded import files_of, load_step, states, step_of
+from tests.support.mounts import small_tmpfs
 
 MODES: dict[str, dict[str, Any]] = {
     "sync": {},
@@ -373,12 +374,8 @@ def test_a_flush_does_not_overwrite_what_another_job_saved_meanwhile(run: str, g
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_hot_tier_without_room(run: str, tmp_path: Path, mode: str) -> None:
-    if os.geteuid() != 0:
-        pytest.skip("NOT TESTED HERE: mounting a small file system takes root")
     hot = tmp_path / "hot"
-    hot.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(hot)], check=True)
-    try:
+    with small_tmpfs(hot, "1m"):
         bytecheckpoint.configure(tier_hot=str(hot), writer="thread")
         bytecheckpoint.save(f"{run}/1", states(step=1)).result(60)
         before = files_of(hot)
@@ -393,8 +390,6 @@ def test_a_hot_tier_without_room(run: str, tmp_path: Path, mode: str) -> None:
         drain()
         assert load_step(f"{run}/3") == load_step(folder_of(run) / "3") == 3 and load_step(f"{run}/1") == 1
         assert hot_steps(run) == ["3"]
-    finally:
-        subprocess.run(["umount", str(hot)], check=True)
 
 
 def test_what_is_left_of_a_hot_step_is_not_taken_for_it(run: str, gate: Gate) -> None:

@@ -7,6 +7,7 @@ called from several threads at once.
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from ..representation.names import check_relative, is_uri
 
 __all__ = [
     "STEP_BYTES",
+    "UNENCODABLE",
     "Capabilities",
     "FileReader",
     "FileStat",
@@ -28,6 +30,8 @@ __all__ = [
 #: What a POSIX file system likes to move in one call: small enough that bytes which were hashed just before are still in
 #: the processor's cache, large enough that the call costs little.
 STEP_BYTES = 1 << 20
+#: What the path of a URL may not hold: control characters, and halves of characters, which no encoding has.
+UNENCODABLE = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from ..errors import (
     UsageError,
 )
 from ..settings import settings
-from .base import Capabilities, FileReader, FileStat, check_name
+from .base import UNENCODABLE, Capabilities, FileReader, FileStat, check_name
 from .local import FULL, TRANSIENT
 from .object_errors import cleaned
 from .retrying import retry
@@ -39,8 +39,6 @@ _T = TypeVar("_T")
 _TEMPORARY = ".publishing-"
 _READ_BYTES = 16 << 20
 _LOCAL = {"file", "local"}
-#: Control characters, and halves of characters, which no encoding has.
-_CONTROL = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")
 #: What file systems say about a file that changes when it is replaced, by any of their names for it.
 _MARKS = (
     "ETag", "etag", "generation", "version_id", "md5", "checksum", "size", "ino", "mtime", "created", "LastModified",
@@ -62,7 +60,7 @@ class FsspecStorage(UploadingStorage):
                 f"environment"
             )
         path = rest.strip("/")
-        if any(part in (".", "..") for part in path.split("/")) or _CONTROL.search(path):
+        if any(part in (".", "..") for part in path.split("/")) or UNENCODABLE.search(path):
             raise UsageError(f"{url!r} is not a checkpoint path: it has a '.' or '..' part or a control character")
         try:
             with _translated("use", f"fsspec+{inner}", 1):  # some connect to their server here

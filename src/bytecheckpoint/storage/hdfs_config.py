@@ -9,18 +9,16 @@ from __future__ import annotations
 
 import getpass
 import os
-import re
 from dataclasses import dataclass
 from xml.etree import ElementTree
 
 from ..errors import UsageError
+from .base import UNENCODABLE
 
 __all__ = ["Address", "Target", "parse_url", "target_of"]
 
 _DEFAULT_PORT = 8020
 _FILES = ("core-site.xml", "hdfs-site.xml")
-#: Control characters, and halves of characters, which no encoding has.
-_CONTROL = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")
 _VARIABLES = (
     "HADOOP_CONF_DIR", "HADOOP_HOME", "HADOOP_USER_NAME", "HADOOP_PROXY_USER", "HADOOP_TOKEN_FILE_LOCATION", "KRB5CCNAME",
 )  # fmt: skip
@@ -63,7 +61,7 @@ def parse_url(url: str) -> tuple[str, str]:
     path = rest.strip("/")
     if "@" in authority:
         raise UsageError("an hdfs:// URL takes no user name: set HADOOP_USER_NAME, or use Kerberos")
-    if _CONTROL.search(authority + path) or any(
+    if UNENCODABLE.search(authority + path) or any(
         part in ("", ".", "..") or ":" in part for part in path.split("/") if path
     ):
         raise UsageError(

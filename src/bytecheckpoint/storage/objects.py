@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -12,7 +11,7 @@ import numpy as np
 import obstore
 
 from ..errors import StorageError, UsageError
-from .base import FileReader, FileStat, NewFile, check_name
+from .base import UNENCODABLE, FileReader, FileStat, NewFile, check_name
 from .object_bucket import Bucket, bucket_of
 from .object_commit import examine, publish_exclusively
 from .object_config import SCHEMES
@@ -34,8 +33,6 @@ _NEAR = Cut(parts=2, shortest=8 << 20, longest=8 << 20, threads=2)
 #: Bytes of an answer that are taken at a time: small enough to stay in the processor's cache until they are copied.
 _STREAM_BYTES = 1 << 20
 _LISTINGS = 8
-#: Control characters, and halves of characters, which no encoding has.
-_CONTROL = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")
 
 
 class ObjectStorage(UploadingStorage):
@@ -212,7 +209,7 @@ def _parse(url: str) -> tuple[str, str, str]:
     path = path.strip("/")
     if not name:
         raise UsageError(f"{url!r} names no {kind}: write {scheme}://{kind}/folder")
-    if _CONTROL.search(path) or any(part in ("", ".", "..") for part in path.split("/") if path):
+    if UNENCODABLE.search(path) or any(part in ("", ".", "..") for part in path.split("/") if path):
         raise UsageError(
             f"{url!r} has an empty, '.' or '..' part or a control character: write {scheme}://{kind}/folder"
         )
