@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bytecheckpoint.collectives import Collective, SingleProcess, ThreadWorld, current, use
-from bytecheckpoint.errors import CheckpointTimeoutError, PeerLostError
+from bytecheckpoint.errors import CheckpointError, CheckpointTimeoutError, PeerLostError, UsageError
 
 
 def test_collectives_of_a_thread_world() -> None:
@@ -107,6 +107,27 @@ def test_what_rank_0_waits_for_in_vain_fails_everybody_at_once(silent: bool) -> 
     for thread in threads:
         thread.join(20)
         assert not thread.is_alive()
+
+
+def test_consulting_gives_every_rank_an_answer_of_its_own() -> None:
+    def decide(payloads: list[bytes]) -> list[bytes]:
+        return [b"all: %s, to %d" % (b"".join(payloads), rank) for rank in range(len(payloads))]
+
+    def body(c: Collective) -> bytes:
+        return c.consult("c", b"abc"[c.rank : c.rank + 1], decide, timeout=5)
+
+    assert ThreadWorld(3).run(body, timeout=20) == [b"all: abc, to %d" % rank for rank in range(3)]
+
+
+def test_a_decision_that_fails_fails_everybody_at_once() -> None:
+    def decide(_: list[bytes]) -> list[bytes]:
+        raise UsageError("no such thing")
+
+    def body(c: Collective) -> None:
+        with pytest.raises(CheckpointError, match="no such thing"):
+            c.consult("c", b"", decide, timeout=3600)
+
+    ThreadWorld(3).run(body, timeout=20)
 
 
 def test_run_raises_the_first_error_and_notes_the_others() -> None:

@@ -13,6 +13,7 @@ import torch
 import bytecheckpoint
 from bytecheckpoint.collectives import Collective, ThreadWorld
 from bytecheckpoint.engine import peer_memory
+from bytecheckpoint.engine.exchange import Exchange, _Answer
 from bytecheckpoint.engine.file_set import FileSet
 from bytecheckpoint.errors import CheckpointError, CorruptCheckpointError
 from tests.support.layouts import Leaf, coded
@@ -161,3 +162,20 @@ def test_a_peer_whose_memory_is_gone_fails_the_load_everywhere(step: Path, monke
             load(collective, step, ["m"] * 3, True, False)
 
     ThreadWorld(3).run(run, timeout=25)
+
+
+def test_addresses_go_to_neighbours_only(step: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a rank hears in a round does not grow with the number of machines."""
+    heard: list[tuple[int, _Answer]] = []
+    original = Exchange._meet
+
+    def meet(self: Exchange, name: str, word: Any) -> _Answer:
+        answer = original(self, name, word)
+        heard.append((self._me, answer))
+        return answer
+
+    monkeypatch.setattr(Exchange, "_meet", meet)
+    hosts = MACHINES["two and two"]
+    ThreadWorld(4).run(load, step, hosts, True, False, timeout=60)
+    assert any(answer.held for _, answer in heard)
+    assert all(hosts[rank] == hosts[other] for rank, answer in heard for other in answer.held)

@@ -64,9 +64,9 @@ def _pack(payloads: list[bytes]) -> bytes:
 
 
 def _unpack(word: bytes, count: int) -> list[bytes]:
-    """What `_pack` has packed, behind the first byte of `word`."""
-    head = 1 + 8 * count
-    ends = (head + np.cumsum(np.frombuffer(word, "<u8", count, 1)).astype(np.int64)).tolist()
+    """What `_pack` has packed."""
+    head = 8 * count
+    ends = (head + np.cumsum(np.frombuffer(word, "<u8", count)).astype(np.int64)).tolist()
     return [word[start:end] for start, end in zip([head, *ends[:-1]], ends, strict=True)]
 
 
@@ -137,30 +137,51 @@ class Collective(ABC):
 
     def all_gather(self, tag: str, payload: bytes, *, timeout: float) -> list[bytes]:
         """Every rank's payload, in order of rank, on every rank."""
-        gathered, shared = self._up_and_down(tag, payload, _pack, timeout)
-        return gathered if gathered is not None else _unpack(shared, self.world_size)
+        packed = self.consult(
+            tag, payload, lambda all_payloads: [_pack(all_payloads)] * self.world_size, timeout=timeout
+        )
+        return _unpack(packed, self.world_size)
 
     def barrier(self, tag: str, *, timeout: float) -> None:
         """Returns when every rank has called it."""
-        self._up_and_down(tag, b"", lambda _: b"", timeout)
+        self.consult(tag, b"", lambda _: [b""] * self.world_size, timeout=timeout)
 
-    def _up_and_down(
-        self, tag: str, payload: bytes, join: Callable[[list[bytes]], bytes], timeout: float
-    ) -> tuple[list[bytes] | None, bytes]:
-        """Gather, then broadcast what `join` makes of it; a failure of the first half is everybody's at once."""
+    def consult(
+        self, tag: str, payload: bytes, decide: Callable[[list[bytes]], Sequence[bytes]], *, timeout: float
+    ) -> bytes:
+        """Rank 0 makes an answer for each rank out of the payloads of all.
+
+        Args:
+            tag: as everywhere.
+            payload: this rank's.
+            decide: payloads in order of rank -> answers in order of rank; called on rank 0 only.
+            timeout: seconds for the whole of it.
+
+        Returns:
+            The answer for this rank.
+
+        Raises:
+            CheckpointTimeoutError, PeerLostError: on every rank at once when not every payload came; what `decide`
+                raised, likewise.
+        """
         deadline = time.monotonic() + timeout
+        up, down = f"{tag}/up", f"{tag}/down"
+        answers = None
         try:
-            gathered = self.gather(f"{tag}/up", payload, timeout=timeout)
-        except CheckpointError as error:
+            payloads = self.gather(up, payload, timeout=timeout)
+            if payloads is not None:
+                decided = decide(payloads)
+                shared = {id(answer): _FINE + answer for answer in decided}  # one that all get is copied once
+                answers = [shared[id(answer)] for answer in decided]
+        except Exception as error:
             if self.rank == 0:
                 with contextlib.suppress(CheckpointError):
-                    self.broadcast(f"{tag}/down", _FAILED + json.dumps(error_report(error)).encode(), timeout=0)
+                    self.broadcast(down, _FAILED + json.dumps(error_report(error)).encode(), timeout=0)
             raise
-        word = None if gathered is None else _FINE + join(gathered)
-        word = self.broadcast(f"{tag}/down", word, timeout=max(0.0, deadline - time.monotonic()))
+        word = self.scatter(down, answers, timeout=max(0.0, deadline - time.monotonic()))
         if word[:1] == _FAILED:
             raise error_from_report(json.loads(word[1:]), prefix=f"rank {self.rank}: {tag!r} failed on rank 0: ")
-        return gathered, word
+        return word[1:]
 
     def exchange(
         self,

@@ -44,6 +44,22 @@ class _Word(msgspec.Struct, frozen=True, array_like=True):
     held: dict[int, bytes] = {}  # int64 rows of Segments
 
 
+class _Answer(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank is told at the end of a round: addresses on its own machine only, so no more in a larger world.
+
+    Attributes:
+        error: the first failure, empty when all can go on.
+        rank: who met it.
+        blind: numbers of the hosts that have a blind rank.
+        held: rank of the same machine -> item -> where its bytes stand.
+    """
+
+    error: dict[str, str] = {}
+    rank: int = 0
+    blind: list[int] = []
+    held: dict[int, dict[int, bytes]] = {}
+
+
 @dataclass(slots=True)
 class _Held:
     """An item in this rank's memory.
@@ -113,6 +129,7 @@ class Exchange:
         self._rank_sets = plan.shared.rank_sets()
         self._buffers: list[torch.Tensor] = []  # free ones
         self._failure: BaseException | None = None
+        self._machines: list[int] = []  # known after the first meeting
         self._held: dict[int, _Held] = {}
         self._elsewhere: dict[int, tuple[int, bytes]] = {}
         self.read = 0
@@ -160,15 +177,15 @@ class Exchange:
         word = _Word(
             held={item: h.segments.tobytes() for item, h in held.items()}, blind=not number and self._is_blind()
         )
-        words = self._meet(str(number), word)
+        answer = self._meet(str(number), word)
         # Whoever is here has taken what it wanted of the round before.
         for before in self._held.values():
             if before.pooled is not None:
                 self._buffers.append(before.pooled)
         self._held = held
-        self._elsewhere = {item: (rank, at) for rank, w in enumerate(words) for item, at in w.held.items()}
+        self._elsewhere = {item: (rank, at) for rank, items in answer.held.items() for item, at in items.items()}
         if number == 0:
-            self._settle(words)
+            self._machines = self._without(answer.blind)
         if len(set(self._machines)) > 1:
             self._across_machines(number)
         try:
@@ -256,12 +273,11 @@ class Exchange:
         here = self._hosts[self._me]
         return any(host == here and not pid for host, pid in zip(self._hosts, self._pids, strict=True))
 
-    def _settle(self, words: Sequence[_Word]) -> None:
-        """Number the machines; where one rank cannot read the others' memory, each rank is a machine of its own."""
-        blind = {self._hosts[rank] for rank, word in enumerate(words) if word.blind}
+    def _without(self, blind: Sequence[int]) -> list[int]:
+        """A machine's number for each rank: on a host where one cannot read the others' memory each stands alone."""
         names = [(h, rank) if h in blind else (h, -1) for rank, h in enumerate(self._hosts)]
         numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
-        self._machines = [numbers[name] for name in names]
+        return [numbers[name] for name in names]
 
     def _receivers(self, item: int, reader: int) -> list[int]:
         """One rank of each other machine that wants the item; the items of a machine are spread over its ranks."""
@@ -304,30 +320,40 @@ class Exchange:
                 arrived[item] = _Held([memory], segments_of([memory]))
                 self.received += size
                 at += size
-        words = self._meet(f"{number}/across", _Word(held={i: h.segments.tobytes() for i, h in arrived.items()}))
+        answer = self._meet(f"{number}/across", _Word(held={i: h.segments.tobytes() for i, h in arrived.items()}))
         self._held.update(arrived)
-        near = self._machines[self._me]
-        for rank, word in enumerate(words):
-            if self._machines[rank] == near:
-                self._elsewhere.update((item, (rank, at)) for item, at in word.held.items())
+        for rank, items in answer.held.items():
+            self._elsewhere.update((item, (rank, at)) for item, at in items.items())
 
-    def _meet(self, step: str, word: _Word) -> list[_Word]:
-        """Exchange words; raise this rank's failure, or else the first other rank's."""
+    def _meet(self, step: str, word: _Word) -> _Answer:
+        """Tell rank 0 this rank's word, and hear of its neighbours; raise its own failure, or else another's."""
         failure = self._failure
         if failure is not None:
             word = _Word(error=error_report(failure))
+        tag, timeout = f"{self._tag}/{step}", self._settings.timeout
         try:
-            got = self._collective.all_gather(
-                f"{self._tag}/{step}", msgspec.msgpack.encode(word), timeout=self._settings.timeout
-            )
+            told = self._collective.consult(tag, msgspec.msgpack.encode(word), self._decide, timeout=timeout)
         except CheckpointError:
             if failure is not None:
                 raise failure from None
             raise
         if failure is not None:
             raise failure
-        words = [msgspec.msgpack.decode(w, type=_Word) for w in got]
-        for rank, other in enumerate(words):
-            if other.error:
-                raise error_from_report(other.error, prefix=f"rank {rank}: ")
-        return words
+        answer = msgspec.msgpack.decode(told, type=_Answer)
+        if answer.error:
+            raise error_from_report(answer.error, prefix=f"rank {answer.rank}: ")
+        return answer
+
+    def _decide(self, payloads: Sequence[bytes]) -> list[bytes]:
+        """Rank 0: the answer for each rank."""
+        words = [msgspec.msgpack.decode(payload, type=_Word) for payload in payloads]
+        for rank, word in enumerate(words):
+            if word.error:
+                return [msgspec.msgpack.encode(_Answer(word.error, rank))] * len(words)
+        blind = sorted({self._hosts[rank] for rank, word in enumerate(words) if word.blind})
+        machines = self._machines or self._without(blind)
+        held: dict[int, dict[int, dict[int, bytes]]] = {}
+        for rank, word in enumerate(words):
+            held.setdefault(machines[rank], {})[rank] = word.held
+        answers = {m: msgspec.msgpack.encode(_Answer(blind=blind, held=h)) for m, h in held.items()}
+        return [answers[machine] for machine in machines]

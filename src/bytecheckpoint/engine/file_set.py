@@ -12,9 +12,10 @@ from concurrent.futures import Future
 
 import numpy as np
 
-from ..errors import CorruptCheckpointError, StorageError
+from ..errors import CorruptCheckpointError, StorageError, StorageUnavailableError
 from ..representation.catalog import Catalog
 from ..storage import FileReader, Storage, open_named
+from ..storage.parallel import within
 from .buffers import steps, sums_of
 
 __all__ = ["FileSet"]
@@ -44,9 +45,21 @@ class FileSet:
         self.close()
 
     def close(self) -> None:
-        """Close all files."""
+        """Close all files, but for those that a thread is inside of: it waits for a file system that does not answer."""
         with self._lock:
-            _close_all(self._readers)
+            idle = {file: opening for file, opening in self._readers.items() if not self._users.get(file)}
+            self._readers.clear()
+        with contextlib.suppress(StorageUnavailableError):
+            within(self.limit(), lambda: _close_all(idle))
+
+    @property
+    def url(self) -> str:
+        """Of the checkpoint."""
+        return self._storage.url
+
+    def limit(self) -> float:
+        """Seconds that a read may take."""
+        return self._storage.limit()
 
     @contextlib.contextmanager
     def _lease(self, file: int) -> Iterator[FileReader]:
@@ -148,7 +161,8 @@ class FileSet:
         low = start // entry.block_bytes * entry.block_bytes
         high = min(-(-(start + nbytes) // entry.block_bytes) * entry.block_bytes, entry.size - entry.data_offset)
         data = bytearray(high - low)
-        self.fetch(file, low, high, [memoryview(data)])
+        what = f"cannot read {self._storage.url}"
+        within(self.limit(), lambda: self.fetch(file, low, high, [memoryview(data)]), what)
         return bytes(memoryview(data)[start - low : start - low + nbytes])
 
     def _damaged(self, file: int, block: int) -> CorruptCheckpointError:

@@ -11,6 +11,7 @@ Nothing imported here may import torch: the helper starts in a fraction of a sec
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import signal
@@ -102,7 +103,7 @@ class HelperProcess:
     @property
     def alive(self) -> bool:
         """Whether the helper can still be used from this process."""
-        return self._owner == os.getpid() and self._process.poll() is None
+        return self._owner == os.getpid() and self._channel.sock.fileno() >= 0 and self._process.poll() is None
 
     @property
     def pid(self) -> int:
@@ -156,7 +157,9 @@ class HelperProcess:
                 self._process.wait(5)
             except subprocess.TimeoutExpired:
                 self._process.kill()
-                self._process.wait()
+                # A process inside a call of a file system that hangs dies when that answers.
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._process.wait(5)
 
 
 class _Server:
@@ -218,8 +221,7 @@ class _Server:
         return {"batch": len(self._batches) - 1}
 
     def do_wait(self, *, batch: int, fds: list[int]) -> dict[str, Any]:
-        for future in self._batches[batch]:
-            future.result()
+        self._opened().wait(self._batches[batch])
         return {}
 
     def do_sums(self, *, fds: list[int]) -> dict[str, Any]:

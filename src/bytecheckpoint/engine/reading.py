@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import os
 import threading
-from collections.abc import Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
+from ..errors import StorageUnavailableError
 from ..representation.boxes import Int64s
 from ..representation.plans import ReadPlan
 from .file_set import FileSet
 from .staging import copy_all, flat_bytes, movable, views_at
+from .workers import Workers
 
-__all__ = ["Delivery", "Landing", "Runs", "Target", "read_all", "scratch"]
+__all__ = ["Delivery", "Landing", "Readers", "Runs", "Target", "read_all", "scratch"]
 
+_T = TypeVar("_T")
 _DIRECT_BYTES = 256 << 10
 #: Ranges with more copies than this keep the interpreter busy; two threads at it would only take turns at its lock.
 _MANY = 64
+#: Reads without an answer that nobody waits for any more: they fill the memory of a load that failed when they get one.
+_given_up: list[Future[Any]] = []
 #: Runs of memory shorter than this are quicker copied together and put in their places then.
 _SHORT_RUN = 1 << 10
 
@@ -287,6 +295,66 @@ class Landing:
         self._local.stream.synchronize()
 
 
+class Readers:
+    """Threads that read into memory. Use as a context manager: behind it nobody writes there any more, or it is remembered.
+
+    Args:
+        files: what is read.
+        threads: how many.
+
+    Raises:
+        StorageUnavailableError: a read of an earlier load has no answer yet.
+    """
+
+    def __init__(self, files: FileSet, threads: int) -> None:
+        self._files = files
+        self._futures: list[Future[Any]] = []
+        self._hangs = False
+        for future in list(_given_up):
+            if not wait([future], files.limit()).done:
+                raise StorageUnavailableError(
+                    "a read of an earlier load has had no answer yet, and may still fill memory that this load fills; "
+                    "restart the process"
+                )
+            with contextlib.suppress(ValueError):  # another thread was here
+                _given_up.remove(future)
+        self._workers = Workers(threads, "bytecheckpoint-read")
+
+    def __enter__(self) -> Readers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        # One that hangs has been waited for; the others end with what they are at.
+        if not self._workers.shutdown(cancel=True, seconds=0.0 if self._hangs else self._files.limit()):
+            _given_up.extend(future for future in self._futures if not future.done())
+
+    def submit(self, function: Callable[..., _T], *args: object) -> Future[_T]:
+        """Run `function(*args)`, which calls `FileSet.fetch`, on a thread."""
+        future: Future[_T] = self._workers.submit(function, *args)
+        self._futures.append(future)
+        return future
+
+    def result(self, future: Future[_T]) -> _T:
+        """What it came to.
+
+        Raises:
+            StorageUnavailableError: the file system does not answer.
+        """
+        seconds = self._files.limit()
+        try:
+            return future.result(seconds)
+        except TimeoutError:
+            if future.done():  # it is the future's own
+                raise
+            self._hangs = True
+            raise StorageUnavailableError(
+                f"cannot read {self._files.url}: no answer within {seconds:g} s; check the device or mount"
+            ) from None
+
+
+os.register_at_fork(after_in_child=_given_up.clear)  # the memory that they fill is the parent's
+
+
 def read_all(files: FileSet, delivery: Delivery, ranges: Sequence[int], *, threads: int, chunk_bytes: int) -> int:
     """Read, verify and deliver some ranges of a plan.
 
@@ -302,6 +370,8 @@ def read_all(files: FileSet, delivery: Delivery, ranges: Sequence[int], *, threa
 
     Raises:
         CorruptCheckpointError: as `FileSet.fetch`. Destinations may then hold some of the new bytes.
+        StorageUnavailableError: no answer, now or to the reads of an earlier load, which might still write into memory
+            that this one fills.
     """
     plan = delivery.plan
     landing = Landing(delivery, chunk_bytes)
@@ -324,11 +394,5 @@ def read_all(files: FileSet, delivery: Delivery, ranges: Sequence[int], *, threa
             raise
         return stop - start
 
-    if len(ranges) == 1:
-        return one(ranges[0])
-    with ThreadPoolExecutor(threads, thread_name_prefix="bytecheckpoint-read") as pool:
-        futures = [pool.submit(one, i) for i in ranges]
-        done, _ = wait(futures, return_when=FIRST_EXCEPTION)
-        for future in done:
-            future.result()
-        return sum(f.result() for f in futures)
+    with Readers(files, min(threads, len(ranges))) as readers:
+        return sum(map(readers.result, [readers.submit(one, i) for i in ranges]))

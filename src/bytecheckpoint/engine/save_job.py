@@ -27,8 +27,8 @@ from .writing import FilesWriter, FileTask
 
 __all__ = ["SaveJob"]
 
-#: A write slower than this is taken for a storage that hangs, bytes per second.
-_SLOWEST = 4 << 20
+#: Seconds that the helper gets beyond its own time limits, whose errors name the file.
+_GRACE = 5.0
 
 
 class _Backend(Protocol):
@@ -60,8 +60,7 @@ class _ThreadBackend:
         return len(self._batches) - 1
 
     def wait(self, batch: int) -> None:
-        for future in self._batches[batch]:
-            future.result()
+        self._writer.wait(self._batches[batch])
 
     def sums(self) -> list[NDArray[np.uint64]]:
         return self._writer.sums()
@@ -85,7 +84,7 @@ class _HelperBackend:
     ) -> None:
         self._helper = helper
         # A time limit that grows with the bytes: a large save may take long, a hanging one must end.
-        self._timeout = settings.timeout + sum(t.data_bytes for t in tasks) / _SLOWEST
+        self._timeout = storage.limit(sum(t.data_bytes for t in tasks)) + _GRACE
         if pool.capacity:
             helper.map_pool(pool.fd, pool.capacity, pool.generation, timeout=self._timeout)
         helper.follow_environment(timeout=self._timeout)

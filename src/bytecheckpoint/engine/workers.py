@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
@@ -51,11 +52,15 @@ class Workers:
             _work(item)
         return item[0]
 
-    def shutdown(self, *, cancel: bool = False) -> None:
+    def shutdown(self, *, cancel: bool = False, seconds: float | None = None) -> bool:
         """Wait until all work is done and the threads have ended.
 
         Args:
             cancel: work that has not begun is dropped.
+            seconds: how long to wait; None: until they have.
+
+        Returns:
+            Whether they have ended. Those that have not end with what they do now.
         """
         if cancel:
             try:
@@ -65,9 +70,12 @@ class Workers:
                 pass
         for _ in self._threads:
             self._queue.put(None)
+        end = None if seconds is None else time.monotonic() + seconds
         for thread in self._threads:
-            thread.join()
+            thread.join(None if end is None else max(end - time.monotonic(), 0.0))
+        ended = not any(thread.is_alive() for thread in self._threads)
         self._threads.clear()
+        return ended
 
 
 def _work(item: _Item) -> None:

@@ -6,6 +6,7 @@ imports neither torch nor anything that does.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -15,8 +16,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, StorageUnavailableError
 from ..storage import FileWriter, NewFile, Storage
+from ..storage.parallel import within
 from .buffers import steps, sums_of
 from .workers import Workers
 
@@ -69,6 +71,7 @@ class FilesWriter:
         self._storage = storage
         self._files: list[_OpenFile] = []
         self._failed: BaseException | None = None
+        self._hangs = False
         self._pending: list[Future[None]] = []
         self._lock = threading.Lock()
         try:
@@ -123,6 +126,29 @@ class FilesWriter:
             self._failed = self._failed or error
             raise
 
+    def wait(self, futures: Sequence[Future[None]], nbytes: int = 0) -> None:
+        """Wait for what was submitted, in this order; raises the first failure.
+
+        Args:
+            futures: of `submit`.
+            nbytes: what one of them may have to move, beyond a chunk.
+
+        Raises:
+            StorageUnavailableError: nothing goes on any more.
+        """
+        seconds = self._storage.limit(nbytes)
+        for future in futures:
+            try:
+                future.result(seconds)
+            except TimeoutError:
+                if future.done():  # it is the future's own
+                    raise
+                self._hangs = True
+                self._failed = self._failed or StorageUnavailableError(
+                    f"cannot write {self._storage.url}: no answer within {seconds:g} s; check the device or mount"
+                )
+                raise self._failed from None
+
     def sums(self) -> list[NDArray[np.uint64]]:
         """Wait for all writes; the block sums of each file. Raises the first failure."""
         while True:
@@ -130,8 +156,7 @@ class FilesWriter:
                 pending, self._pending = self._pending, []
             if not pending:
                 break
-            for future in pending:
-                future.result()
+            self.wait(pending)
         if self._failed is not None:
             raise self._failed
         return [f.sums for f in self._files]
@@ -143,8 +168,8 @@ class FilesWriter:
             headers: one per file, exactly `data_offset` bytes long.
         """
         pairs = zip(self._files, headers, strict=True)
-        for future in [self._pool.submit(self._finish_one, entry, header) for entry, header in pairs]:
-            future.result()
+        futures = [self._pool.submit(self._finish_one, entry, header) for entry, header in pairs]
+        self.wait(futures, sum(f.task.data_bytes for f in self._files))
         if self._files:
             self._storage.sync([f.task.name for f in self._files])
         self._pool.shutdown()
@@ -162,8 +187,13 @@ class FilesWriter:
         self._failed = self._failed or CheckpointError("aborted")
         for entry in self._files:
             entry.writer.interrupt()
-        if hasattr(self, "_pool"):
-            self._pool.shutdown(cancel=True)
+        seconds = self._storage.limit()
+        if hasattr(self, "_pool") and not self._pool.shutdown(cancel=True, seconds=0.0 if self._hangs else seconds):
+            return  # what a thread is using cannot be closed; the next save removes it
+        with contextlib.suppress(StorageUnavailableError):
+            within(seconds, self._abort_files)
+
+    def _abort_files(self) -> None:
         for entry in self._files:
             entry.writer.abort()
 

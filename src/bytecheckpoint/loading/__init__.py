@@ -103,6 +103,7 @@ def load(
         if prepare_save is not None:
             check_flags(prepare_save=prepare_save)
         check_states(states, names, filled=MutableMapping)
+        storage.timeout = force.timeout
         return storage, resolve_framework(framework, states)
 
     # State that an optimizer gets here must be of use to its next step, which is in no inference mode.

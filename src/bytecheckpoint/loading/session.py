@@ -309,13 +309,7 @@ class LoadSession:
             verdict = self._decide([word])
         else:
             try:
-                words = self._collective.gather(f"{tag}/up", msgspec.msgpack.encode(word), timeout=timeout)
-                answer = None
-                if words is not None:
-                    answer = msgspec.msgpack.encode(
-                        self._decide([msgspec.msgpack.decode(w, type=_Word) for w in words])
-                    )
-                answer = self._collective.broadcast(f"{tag}/down", answer, timeout=timeout)
+                answer = self._collective.consult(tag, msgspec.msgpack.encode(word), self._answers, timeout=timeout)
             except CheckpointError:
                 if failure is not None:
                     raise failure from None
@@ -329,6 +323,10 @@ class LoadSession:
             raise error_from_report(verdict.error, prefix=f"rank {verdict.rank}: ")
         return verdict
 
+    def _answers(self, words: Sequence[bytes]) -> list[bytes]:
+        verdict = self._decide([msgspec.msgpack.decode(w, type=_Word) for w in words])
+        return [msgspec.msgpack.encode(verdict)] * len(words)
+
     def _decide(self, words: Sequence[_Word]) -> _Verdict:
         replaced = any(w.replaced for w in words)
         for rank, word in enumerate(words):
@@ -336,23 +334,20 @@ class LoadSession:
                 return _Verdict(error=word.error, rank=rank, replaced=replaced)
         if len({w.catalog for w in words}) > 1:
             return _Verdict(differ=True)
-        try:
-            claimed = np.bitwise_or.reduce([np.frombuffer(w.claimed, np.uint8) for w in words])
-            ready = all(w.ready for w in words)
-            ranges = [np.frombuffer(w.ranges, np.int64).reshape(-1, 3) for w in words]
-            shared = share(ranges, self._chunk_bytes)
-            if not len(shared):
-                return _Verdict(claimed=claimed.tobytes(), ready=ready)
-            numbers = {host: number for number, host in enumerate(dict.fromkeys(w.host for w in words))}
-            return _Verdict(
-                claimed=claimed.tobytes(),
-                ready=ready,
-                shared=shared.to_columns(),
-                hosts=[numbers[w.host] for w in words],
-                introductions=[w.introduction for w in words],
-            )
-        except Exception as error:  # noqa: BLE001  told to the other ranks, which wait
-            return _Verdict(error=error_report(error))
+        claimed = np.bitwise_or.reduce([np.frombuffer(w.claimed, np.uint8) for w in words])
+        ready = all(w.ready for w in words)
+        ranges = [np.frombuffer(w.ranges, np.int64).reshape(-1, 3) for w in words]
+        shared = share(ranges, self._chunk_bytes)
+        if not len(shared):
+            return _Verdict(claimed=claimed.tobytes(), ready=ready)
+        numbers = {host: number for number, host in enumerate(dict.fromkeys(w.host for w in words))}
+        return _Verdict(
+            claimed=claimed.tobytes(),
+            ready=ready,
+            shared=shared.to_columns(),
+            hosts=[numbers[w.host] for w in words],
+            introductions=[w.introduction for w in words],
+        )
 
     def _agree(self, storage: Storage, catalog: Catalog, states: Collection[str], verdict: _Verdict) -> list[str]:
         """What the checkpoint holds, within the kinds asked for, and no rank wants."""
