@@ -1,16 +1,22 @@
-"""A proxy that stands before a NameNode and meddles with chosen operations: it tells of them, and loses their answers."""
+"""A proxy that stands before a NameNode and meddles with chosen operations: it tells of them, and loses their answers.
+
+Besides, NameNodes of a pair that are of no use: one that stands by, one that hangs, one whose machine is gone.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-__all__ = ["Event", "RpcMeddler", "rpc_meddler"]
+from bytecheckpoint.storage.hdfs_rpc import _fields, _frame, _number, _receive, _text, _varint
+
+__all__ = ["Event", "RpcMeddler", "gone", "rpc_meddler", "silent", "stands_by"]
 
 
 @dataclass
@@ -129,3 +135,74 @@ def rpc_meddler(port: int) -> Iterator[RpcMeddler]:
         yield made
     finally:
         made.close()
+
+
+# --- NameNodes of no use ----------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _listening(serve: Callable[[socket.socket], None]) -> Iterator[str]:
+    """Its address; `serve` gets every connection, in a thread."""
+    connections: list[socket.socket] = []
+
+    def accept() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                connection, _ = listener.accept()
+                connections.append(connection)
+                threading.Thread(target=serve, args=(connection,), daemon=True).start()
+
+    with socket.create_server(("127.0.0.1", 0), backlog=100) as listener:
+        threading.Thread(target=accept, daemon=True).start()
+        try:
+            yield f"127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            for each in (listener, *connections):
+                with contextlib.suppress(OSError):
+                    each.shutdown(socket.SHUT_RDWR)
+                each.close()
+
+
+def _refuse(connection: socket.socket) -> None:
+    """Answer every call of a connection as a NameNode in standby does."""
+    with contextlib.suppress(OSError):
+        _receive(connection, 7)  # "hrpc" and so on
+        while True:
+            (length,) = struct.unpack(">I", _receive(connection, 4))
+            request = _receive(connection, length)
+            size, start = _varint(request, 0)
+            header = {field.number: field.value for field in _fields(request[start : start + size])}
+            call = header[3]
+            assert isinstance(call, int)
+            if call & 1:  # negative, in this encoding: who connects tells of itself
+                continue
+            answer = (
+                _number(1, call >> 1)
+                + _number(2, 1)
+                + _number(3, 9)
+                + _text(4, "org.apache.hadoop.ipc.StandbyException")
+                + _text(5, "Operation category is not supported in state standby")
+            )
+            connection.sendall(_frame(answer))
+
+
+def stands_by() -> contextlib.AbstractContextManager[str]:
+    """A NameNode in standby; its address."""
+    return _listening(_refuse)
+
+
+def silent() -> contextlib.AbstractContextManager[str]:
+    """A NameNode that hangs: it takes connections and answers nothing."""
+    return _listening(lambda _: None)
+
+
+@contextmanager
+def gone() -> Iterator[str]:
+    """A NameNode whose machine is gone without a word: nobody even refuses connections."""
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as listener, contextlib.ExitStack() as waiting:
+        address = listener.getsockname()
+        for _ in range(3):  # nobody accepts them, and there is no room for more
+            one = waiting.enter_context(socket.socket())
+            one.setblocking(False)
+            one.connect_ex(address)
+        yield f"127.0.0.1:{address[1]}"

@@ -68,11 +68,40 @@ def test_where_namenodes_are(conf: Path) -> None:
     assert pair.namenodes == (("first", 1), ("second", 8020))
     assert dict(pair.options)["dfs.ha.namenodes.pair"] == "a,b"
     assert dict(pair.options)["dfs.client.failover.max.attempts"] == "1", "every NameNode is asked once"
-    assert "dfs.client.socket-timeout" not in dict(pair.options), "what is configured stays"
+    assert dict(pair.options)["dfs.client.socket-timeout"] == "5000", "what is configured stays"
+    turned = pair.turned()
+    assert turned.namenodes == pair.namenodes[::-1] and turned.turned() == pair
+    assert dict(turned.options)["dfs.ha.namenodes.pair"] == "b,a"
     with pytest.raises(UsageError, match="not all their addresses"):
         target_of("half")
     with pytest.raises(UsageError, match="no address of a NameNode"):
         target_of("host:port")
+
+
+def test_variables_and_included_files(conf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Hadoop's own configuration knows them; the client that does the work does not."""
+    monkeypatch.setenv("NAMENODE_PORT", "8021")
+    write_configuration(conf, {"fs.defaultFS": "hdfs://${dfs.nameservices}", "main.host": "${main.prefix}-1"}, {})
+    site = """<configuration xmlns:xi="http://www.w3.org/2001/XInclude">
+        <property><name>dfs.nameservices</name><value>main</value></property>
+        <property><name>dfs.namenode.rpc-address.main</name><value>${main.host}:${env.NAMENODE_PORT}</value></property>
+        <property><name>dfs.client.unknown</name><value>${nobody.knows}</value></property>
+        <xi:include href="more.xml"/>
+    </configuration>"""
+    (conf / "hdfs-site.xml").write_text(site)
+    more = "<configuration><property><name>main.prefix</name><value>name</value></property></configuration>"
+    (conf / "more.xml").write_text(more)
+    assert parse_url("hdfs:///runs") == ("main", "/runs")
+    target = target_of("main")
+    assert target.namenodes == (("name-1", 8021),)
+    options = dict(target.options)
+    assert options["dfs.namenode.rpc-address.main"] == "name-1:8021", "the client is told"
+    assert options["dfs.client.unknown"] == "${nobody.knows}"
+    (conf / "more.xml").write_text(more.replace(">name<", ">other<"))
+    assert target_of("main") != target, "another configuration is another client"
+    (conf / "more.xml").unlink()
+    with pytest.raises(UsageError, match=r"cannot read the Hadoop configuration .*hdfs-site\.xml: .*more\.xml"):
+        target_of("main")
 
 
 def test_who_one_is(conf: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ written (create, a block, complete), one for joining sub-files, one for a file o
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import random
@@ -18,7 +19,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ..errors import StorageConflictError, StorageError
+from ..errors import StorageConflictError, StorageError, StorageUnavailableError
 from .base import FileReader, FileStat, check_name
 from .hdfs_cluster import Cluster, Contact, bounded, cluster_of
 from .hdfs_config import parse_url
@@ -59,6 +60,8 @@ class HdfsStorage(UploadingStorage):
         self._contact = Contact()
         # Sub-files of unfinished files, by the file's name, and abandoned files ("") as `list` has seen them.
         self._left: dict[str, list[str]] = {}
+        # What is in each folder, as `list` has seen it.
+        self._inside: dict[str, set[str]] = {}
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{check_name(name)}"
@@ -117,9 +120,14 @@ class HdfsStorage(UploadingStorage):
             # It was renamed by somebody: by an earlier try whose answer got lost, or it was taken away from this writer.
             if self._content(name) != data:
                 raise _conflict(shown)
-        except (FileExistsError, StorageConflictError):
-            self._discard(temporary, shown)
-            raise _conflict(shown) from None
+        except StorageUnavailableError:
+            raise  # it may be in place all the same, or soon
+        except (FileExistsError, StorageError) as error:
+            with contextlib.suppress(StorageError):
+                self._discard(temporary, shown)
+            if isinstance(error, FileExistsError):
+                raise _conflict(shown) from None
+            raise
 
     def _write(self, path: str, data: bytes, shown: str) -> None:
         """Write a small file under a name of its own."""
@@ -201,6 +209,7 @@ class HdfsStorage(UploadingStorage):
         found += [(folder + "/", inner) for folder, inner in zip(folders, inside, strict=True)]
         sizes: dict[str, int] = {}
         left: defaultdict[str, list[str]] = defaultdict(list)
+        self._inside = {folder[:-1]: {folder + name for name, _, _ in entries} for folder, entries in found if folder}
         for folder, entries in found:
             for name, size, modified in entries:
                 if name.startswith(PART_MARK):
@@ -222,12 +231,14 @@ class HdfsStorage(UploadingStorage):
             check_name(name)
         left = self._left
         more = itertools.chain.from_iterable(left.pop(name, ()) for name in [*wanted, ""])
-        at_the_same_time(self._delete, [*wanted, *more], _DELETIONS, "bytecheckpoint-delete")
+        gone = {*wanted, *more}
+        at_the_same_time(self._delete, sorted(gone), _DELETIONS, "bytecheckpoint-delete")
         for folder in sorted({name.rpartition("/")[0] for name in wanted if "/" in name}):
-            try:
-                self._delete(folder)
-            except StorageError:
-                pass  # it is not empty, as a rule
+            inside = self._inside.get(folder, set())
+            inside -= gone
+            if not inside:
+                with contextlib.suppress(StorageError):
+                    self._delete(folder)  # if there is nothing else in it
 
     def _delete(self, name: str) -> None:
         path = f"{self._root}/{name}"

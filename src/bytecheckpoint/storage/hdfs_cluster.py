@@ -18,7 +18,7 @@ import hdfs_native
 
 from ..errors import CheckpointError, StorageError
 from ..settings import settings
-from .hdfs_config import Target, target_of
+from .hdfs_config import Address, Target, target_of
 from .hdfs_errors import facts_of, storage_error
 from .hdfs_rpc import concat
 from .retrying import Attempts
@@ -26,14 +26,17 @@ from .retrying import Attempts
 __all__ = ["Cluster", "Contact", "bounded", "cluster_of"]
 
 _T = TypeVar("_T")
-#: How long a NameNode is tried that has not answered this save or load before, in seconds: to read, and to write (the
-#: writer of a save may speak with it for the first time while it is being restarted).
+#: How long a NameNode is tried that has not answered this save or load before, in seconds: one that this process has
+#: never heard of, one that it has (it may be restarting), and to write (the writer of a save may speak with it for the
+#: first time while it is being restarted).
 _FIRST_SECONDS = 5.0
+_KNOWN_SECONDS = 15.0
 _FIRST_WRITE_SECONDS = 30.0
 _FRESH_SECONDS = 600.0
-#: Time limit of one call, once the NameNode has answered and before.
+#: Time limit of one call, once the NameNode has answered and before. Several NameNodes share it.
 _CALL_SECONDS = 60.0
 _FIRST_CALL_SECONDS = 20.0
+_LEAST_CALL_SECONDS = 5.0
 #: "No room" is believed after so long: a DataNode that has just started is not known to have any.
 _NO_ROOM_SECONDS = 15.0
 _TIRED_SECONDS = 5.0
@@ -70,12 +73,29 @@ class Cluster:
 
     def __init__(self, target: Target) -> None:
         self._target = target
+        self._lock = threading.Lock()
         self.joins = not target.secure
+        self._known = False
+        self._joined_by: Address | None = None
         self._failed_at = -_FRESH_SECONDS
+        self.client: Any = self._connect()
+
+    def _connect(self) -> Any:
         try:
-            self.client: Any = hdfs_native.Client(f"hdfs://{target.authority}", dict(target.options))
+            return hdfs_native.Client(f"hdfs://{self._target.authority}", dict(self._target.options))
         except (OSError, RuntimeError, ValueError) as error:
-            raise StorageError(f"cannot use hdfs://{target.authority}: {facts_of(error).reason}") from None
+            raise StorageError(f"cannot use hdfs://{self._target.authority}: {facts_of(error).reason}") from None
+
+    def _turn_from(self, client: Any) -> None:
+        """Ask another NameNode first from now on, if there is one.
+
+        Args:
+            client: it waits for one that says nothing, and would ask that one again for ever.
+        """
+        with self._lock:
+            if self.client is client and len(self._target.namenodes) > 1:
+                self._target = self._target.turned()
+                self.client = self._connect()
 
     def run(
         self,
@@ -106,12 +126,15 @@ class Cluster:
         patience = settings().storage_timeout
         tired = brief and time.monotonic() - self._failed_at < _TIRED_SECONDS * 24
         whole = Attempts(min(patience, _TIRED_SECONDS) if tired else patience)
-        first = Attempts(min(patience, _FIRST_WRITE_SECONDS if writes else _FIRST_SECONDS))
+        known = _KNOWN_SECONDS if self._known else _FIRST_SECONDS
+        first = Attempts(min(patience, _FIRST_WRITE_SECONDS if writes else known))
         room = Attempts(min(patience, _NO_ROOM_SECONDS))
         while True:
             whole.count += 1
+            client = self.client
             try:
-                result = bounded(call, self.limit(contact)) if limited else call()
+                limit = min(self.limit(contact), _TIRED_SECONDS if tired else _CALL_SECONDS)
+                result = bounded(call, limit) if limited else call()
             except (CheckpointError, FileExistsError):
                 raise
             except BaseException as error:
@@ -119,24 +142,30 @@ class Cluster:
                     raise  # panics of the client are no ordinary exceptions
                 facts = facts_of(error)
                 if facts.answered:
-                    contact.made()
+                    self._answered(contact)
+                if isinstance(error, TimeoutError):
+                    self._turn_from(client)
                 found = storage_error(facts, action, shown, whole.count, self._target.namenodes, undecided=writes)
                 if not facts.transient:
                     raise found from None
                 left = room if facts.no_room and facts.running != 0 else whole
                 if not contact.fresh:
                     left = first
-                if not left.pause():
+                if not left.pause() and whole.count >= len(self._target.namenodes):
                     self._failed_at = time.monotonic()
                     raise found from None
             else:
-                contact.made()
+                self._answered(contact)
                 return result
 
-    @staticmethod
-    def limit(contact: Contact) -> float:
+    def _answered(self, contact: Contact) -> None:
+        self._known = True
+        contact.made()
+
+    def limit(self, contact: Contact) -> float:
         """Time limit of one call of the NameNode, in seconds."""
         seconds = _CALL_SECONDS if contact.fresh else _FIRST_CALL_SECONDS
+        seconds = max(seconds / len(self._target.namenodes), _LEAST_CALL_SECONDS)
         return min(seconds, max(settings().storage_timeout, 2.0))
 
     def join(self, target: str, sources: Sequence[str], call: bytes) -> None:
@@ -150,8 +179,9 @@ class Cluster:
         Raises:
             RemoteError: the NameNode refuses. OSError: it does not answer.
         """
-        timeout = min(_CALL_SECONDS, max(settings().storage_timeout, 2.0))
-        concat(self._target.namenodes, self._target.user, target, sources, call, timeout=timeout)
+        asked = sorted(self._target.namenodes, key=lambda address: address != self._joined_by)
+        timeout = min(_CALL_SECONDS / len(asked), max(settings().storage_timeout, 2.0))
+        self._joined_by = concat(asked, self._target.user, target, sources, call, timeout=timeout)
 
 
 # --- time limits ------------------------------------------------------------------------------------------------------

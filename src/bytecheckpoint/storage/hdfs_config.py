@@ -2,15 +2,17 @@
 
 `$HADOOP_CONF_DIR` (or `$HADOOP_HOME/etc/hadoop`) holds core-site.xml and hdfs-site.xml. The client reads them itself; here
 they are read for what it cannot say (whom to send a concat) and for what it does not know (name services with one
-NameNode, the default port).
+NameNode, the default port, ${variables}, included files), and it is told all that was found.
 """
 
 from __future__ import annotations
 
 import getpass
 import os
-from dataclasses import dataclass
-from xml.etree import ElementTree
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from xml.etree import ElementInclude, ElementTree
 
 from ..errors import UsageError
 from .base import UNENCODABLE
@@ -19,6 +21,9 @@ __all__ = ["Address", "Target", "parse_url", "target_of"]
 
 _DEFAULT_PORT = 8020
 _FILES = ("core-site.xml", "hdfs-site.xml")
+_VARIABLE = re.compile(r"\$\{([^{}$\s]+)\}")
+#: Variables within variables, as deep as Hadoop goes.
+_DEEPEST = 20
 _VARIABLES = (
     "HADOOP_CONF_DIR", "HADOOP_HOME", "HADOOP_USER_NAME", "HADOOP_PROXY_USER", "HADOOP_TOKEN_FILE_LOCATION", "KRB5CCNAME",
 )  # fmt: skip
@@ -34,7 +39,7 @@ class Target:
     Attributes:
         authority: its name in URLs, "demo_0" or "host:port".
         namenodes: where its NameNodes listen.
-        options: configuration of the client, over that of the files.
+        options: configuration of the client, over what it reads itself.
         user: who the NameNode is told we are; "" where Kerberos says that.
         environment: what else the client takes from the environment.
     """
@@ -49,6 +54,14 @@ class Target:
     def secure(self) -> bool:
         """Whether the cluster authenticates by Kerberos or tokens."""
         return not self.user
+
+    def turned(self) -> Target:
+        """The same file system with its NameNodes in another order: the first one comes last."""
+        options = dict(self.options)
+        names = f"dfs.ha.namenodes.{self.authority}"
+        first, *others = options[names].split(",")
+        options[names] = ",".join([*others, first])
+        return replace(self, namenodes=(*self.namenodes[1:], self.namenodes[0]), options=tuple(sorted(options.items())))
 
 
 def parse_url(url: str) -> tuple[str, str]:
@@ -85,19 +98,15 @@ def target_of(authority: str) -> Target:
     """
     found = _configuration()
     options = {
+        # How long a DataNode may say nothing. Another one, or another block, is quicker than the default minute.
+        "dfs.client.socket-timeout": "20000",
+        # A write goes on with the DataNodes that are left, as long as there is one.
+        "dfs.client.block.write.replace-datanode-on-failure.best-effort": "true",
+        **found,
         # One round through the NameNodes; the patience is here, where it knows what it waits for.
-        "dfs.client.failover.max.attempts": "0",
         "dfs.client.failover.sleep.base.millis": "100",
         "dfs.client.failover.sleep.max.millis": "1000",
     }
-    for name, value in (
-        # How long a DataNode may say nothing. Another one, or another block, is quicker than the default minute.
-        ("dfs.client.socket-timeout", "20000"),
-        # A write goes on with the DataNodes that are left, as long as there is one.
-        ("dfs.client.block.write.replace-datanode-on-failure.best-effort", "true"),
-    ):
-        if name not in found:
-            options[name] = value
     namenodes = _namenodes(authority, found, options)
     options["dfs.client.failover.max.attempts"] = str(len(namenodes) - 1)
     secure = found.get("hadoop.security.authentication", "simple") != "simple"
@@ -146,19 +155,36 @@ def _where() -> str:
 
 
 def _configuration() -> dict[str, str]:
-    """Properties of the files, the later over the earlier."""
+    """Properties of the files, the later over the earlier, with their variables filled in."""
     found: dict[str, str] = {}
     folder = _folder()
     for name in _FILES if folder else ():
         path = os.path.join(folder, name)
         try:
             root = ElementTree.parse(path).getroot()
-        except FileNotFoundError:
-            continue
-        except (OSError, ElementTree.ParseError) as error:
+            ElementInclude.include(root, base_url=path)
+        except FileNotFoundError as error:
+            if error.filename == path:
+                continue
+            raise UsageError(f"cannot read the Hadoop configuration {path}: {error}") from None
+        except (OSError, SyntaxError, ValueError) as error:
             raise UsageError(f"cannot read the Hadoop configuration {path}: {error}") from None
         for entry in root.iter("property"):
             key, value = entry.findtext("name"), entry.findtext("value")
             if key and value is not None:
                 found[key.strip()] = value.strip()
-    return found
+    return {key: _filled_in(value, found) for key, value in found.items()}
+
+
+def _filled_in(text: str, found: Mapping[str, str]) -> str:
+    """`text` with ${name} replaced by that property, and ${env.NAME} by that variable; what is unknown stays as it is."""
+
+    def value(match: re.Match[str]) -> str:
+        name = match[1]
+        return (os.environ if name.startswith("env.") else found).get(name.removeprefix("env."), match[0])
+
+    for _ in range(_DEEPEST):
+        before, text = text, _VARIABLE.sub(value, text)
+        if text == before:
+            break
+    return text

@@ -25,6 +25,8 @@ _CONTEXT_CALL = -3
 _CALL = 0
 _MOST_BYTES = 16 << 20
 _STANDBY = "StandbyException"
+#: A machine that is gone without a word does not even refuse connections.
+_CONNECT_SECONDS = 10.0
 
 
 class RemoteError(Exception):
@@ -48,39 +50,44 @@ class _Field(NamedTuple):
 
 def concat(
     namenodes: Sequence[Address], user: str, target: str, sources: Sequence[str], call: bytes, *, timeout: float
-) -> None:
+) -> Address:
     """Append the blocks of `sources` to `target` and remove the sources: one operation on metadata, atomic.
 
     All must be closed, not empty, and in one folder.
 
     Args:
-        namenodes: asked in this order, until one is not standing by.
+        namenodes: asked in this order, until one answers that is not standing by.
         user: on whose behalf.
         target: absolute path of the file that remains.
         sources: absolute paths.
         call: 16 bytes that name this call, the same in every try of it.
         timeout: seconds for each step of the exchange.
 
+    Returns:
+        The NameNode that did it.
+
     Raises:
         RemoteError: the NameNode refuses.
         OSError: no NameNode answers.
     """
     request = _text(1, target) + b"".join(_text(2, source) for source in sources)
-    for number, address in enumerate(namenodes):
-        last = number == len(namenodes) - 1
+    *others, last = namenodes
+    for address in others:
         try:
             _call(address, user, "concat", request, call, timeout)
-            return
+            return address
         except RemoteError as error:
-            if last or error.kind != _STANDBY:
+            if error.kind != _STANDBY:
                 raise
         except OSError:
-            if last:
-                raise
+            pass
+    _call(last, user, "concat", request, call, timeout)
+    return last
 
 
 def _call(address: Address, user: str, method: str, request: bytes, call: bytes, timeout: float) -> None:
-    with socket.create_connection(address, timeout) as connection:
+    with socket.create_connection(address, min(timeout, _CONNECT_SECONDS)) as connection:
+        connection.settimeout(timeout)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         context = _message(2, _text(1, user)) + _text(3, _PROTOCOL)
         method_header = _text(1, method) + _text(2, _PROTOCOL) + _number(3, 1)

@@ -20,7 +20,7 @@ from typing import Any
 
 import hdfs_native
 
-from ..errors import CheckpointError, StorageError
+from ..errors import CheckpointError, StorageConflictError, StorageError
 from ..settings import settings
 from .hdfs_cluster import Cluster, Contact, bounded
 from .hdfs_errors import facts_of
@@ -144,16 +144,18 @@ class Upload:
                 self._remove(path)
             self._begun.clear()
             return False
+        except FileNotFoundError:
+            raise self._removed() from None
         return True
 
     # --- one stream -------------------------------------------------------------------------------------------
 
     def _put(self, path: str, start: int, stop: int, *, whole: bool) -> None:
         """Write bytes [start, stop) as the file `path`, again and again if need be."""
-        chain_failures = 0
+        chain_failures = removals = 0
 
         def once() -> None:
-            nonlocal chain_failures
+            nonlocal chain_failures, removals
             data = self._steps(start, stop)
             first = next(data, None)  # raises when the file is not wanted any more
             writer = self._create(path, whole)
@@ -165,8 +167,15 @@ class Upload:
             except CheckpointError:
                 raise
             except Exception as error:
-                chain_failures += facts_of(error).transient
-                raise
+                facts = facts_of(error)
+                chain_failures += facts.transient
+                if not facts.absent:
+                    raise
+                # Once it can be this upload itself: a creation that was given up has taken effect late, in its place.
+                removals += 1
+                if removals > 1:
+                    raise self._removed() from None
+                raise InterruptedError("it was removed while it was being written") from None
             if replication:
                 self._call(lambda: self._cluster.client.set_replication(path, replication))
 
@@ -175,9 +184,13 @@ class Upload:
         except FileExistsError:
             raise StorageError(f"cannot {self._action} {self._shown}: another writer has it open") from None
         except FileNotFoundError:
-            raise StorageError(
-                f"cannot {self._action} {self._shown}: a part of the path is a file, or somebody has removed it"
-            ) from None
+            raise StorageError(f"cannot {self._action} {self._shown}: a part of the path is a file") from None
+
+    def _removed(self) -> StorageConflictError:
+        return StorageConflictError(
+            f"cannot {self._action} {self._shown}: somebody removed it while it was being written, as another save to this "
+            f"path does; let one job at a time save to a path"
+        )
 
     def _create(self, path: str, whole: bool) -> Any:
         # A sub-file is one block: it needs one chain of DataNodes, and never waits for the block before. A block that is
