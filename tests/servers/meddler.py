@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-__all__ = ["Meddler", "Request", "Rule", "meddler"]
+__all__ = ["Meddler", "Request", "Rule", "asks", "coded", "meddler"]
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,7 @@ class Rule:
         lose: the server gets the request, the client gets no answer: the connection breaks.
         cut: bytes of the server's answer after which the connection breaks; -1: none.
         headers: of the answer, names in lower case: further ones of a made-up answer, in place of the server's own ones.
+        strip: headers of the request that the server does not get, names in lower case.
         times: how many requests it hits; -1: all.
         hits: how many it has hit.
     """
@@ -55,8 +56,19 @@ class Rule:
     lose: bool = False
     cut: int = -1
     headers: dict[str, str] = field(default_factory=dict)
+    strip: tuple[str, ...] = ()
     times: int = 1
     hits: int = 0
+
+
+def asks(method: str, word: str = "") -> Callable[[Request], bool]:
+    """Fits requests of a method whose path has a word in it."""
+    return lambda request: request.method == method and word in request.path
+
+
+def coded(code: str, message: str = "so it is") -> bytes:
+    """The body of an error of S3."""
+    return f"<Error><Code>{code}</Code><Message>{message}</Message></Error>".encode()
 
 
 class Meddler:
@@ -148,7 +160,8 @@ class Meddler:
         try:
             upstream.putrequest(client.command, client.path, skip_host=True, skip_accept_encoding=True)
             for name, value in client.headers.items():
-                upstream.putheader(name, value)
+                if rule is None or name.lower() not in rule.strip:
+                    upstream.putheader(name, value)
             upstream.endheaders(body)
             answer = upstream.getresponse()
             data = answer.read()

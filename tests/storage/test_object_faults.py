@@ -5,27 +5,22 @@ from __future__ import annotations
 import contextlib
 import time
 import urllib.parse
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
 
 import bytecheckpoint
 from bytecheckpoint import (
-    CheckpointError,
     CorruptCheckpointError,
-    StorageConflictError,
     StorageError,
     StorageUnavailableError,
 )
 from bytecheckpoint.cli.main import run
-from bytecheckpoint.storage import Storage, object_commit, resolve
+from bytecheckpoint.storage import Storage, resolve
 from bytecheckpoint.storage.testing import content, read_all, write_file
 from tests.faults.coded import load_step, states
-from tests.servers.meddler import Meddler, Request, Rule, meddler
-from tests.servers.s3 import KEY, SECRET, S3Server
-from tests.storage.conftest import use
+from tests.servers.meddler import Meddler, Request, Rule, asks, coded
+from tests.servers.s3 import S3Server
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(200)]
 
@@ -44,14 +39,6 @@ def storage(path: str, between: Meddler) -> Storage:
     made.probe("metadata.parquet", "")
     between.requests.clear()
     return made
-
-
-def asks(method: str, word: str = "") -> Callable[[Request], bool]:
-    return lambda request: request.method == method and word in request.path
-
-
-def coded(code: str, message: str = "so it is") -> bytes:
-    return f"<Error><Code>{code}</Code><Message>{message}</Message></Error>".encode()
 
 
 def undeleted(code: str) -> bytes:
@@ -265,110 +252,6 @@ def test_a_deletion_that_fails_for_some_objects(storage: Storage, between: Meddl
     with pytest.raises(StorageError, match=rf"cannot delete from {path}: .*AccessDenied.*\(attempt 1\)") as raised:
         storage.delete(["model/1"])
     assert type(raised.value) is StorageError
-
-
-# --- conditional puts -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("replacing", [False, True])
-@pytest.mark.parametrize("status", [409, 412])
-def test_a_condition_refused_although_nothing_has_changed(
-    storage: Storage, between: Meddler, replacing: bool, status: int
-) -> None:
-    """S3 answers 409 when requests of others were under way, whatever became of them."""
-    if replacing:
-        storage.publish("metadata.parquet", b"old", expected="")
-    version = storage.version("metadata.parquet")
-    rule = Rule(asks("PUT", "metadata"), status=status, body=coded("ConditionalRequestConflict"), times=2)
-    between.rules.append(rule)
-    storage.publish("metadata.parquet", b"new", expected=version)
-    assert rule.hits == 2
-    assert storage.read("metadata.parquet") == b"new"
-
-
-def test_a_condition_refused_for_ever(storage: Storage, between: Meddler, path: str, monkeypatch: Any) -> None:
-    monkeypatch.setattr(object_commit, "_REFUSAL_SECONDS", 1.0)
-    between.rules.append(Rule(asks("PUT", "metadata"), status=412, body=coded("PreconditionFailed"), times=-1))
-    with pytest.raises(
-        StorageUnavailableError, match=rf"cannot publish {path}/metadata\.parquet: .*nothing has changed \(\d+ attempts"
-    ):
-        storage.publish("metadata.parquet", b"new", expected="")
-
-
-def test_a_conflict_after_refusals(storage: Storage, between: Meddler) -> None:
-    """Refused twice for nothing; then another writer was quicker indeed."""
-
-    def refuse(request: Request) -> bool:
-        if request.method != "PUT" or "metadata" not in request.path or "if-none-match" not in request.headers:
-            return False
-        if rule.hits == 1:
-            storage.publish("metadata.parquet", b"theirs")
-        return True
-
-    rule = Rule(refuse, status=409, body=coded("ConditionalRequestConflict"), times=2)
-    between.rules.append(rule)
-    with pytest.raises(StorageConflictError, match="another save"):
-        storage.publish("metadata.parquet", b"ours", expected="")
-    assert storage.read("metadata.parquet") == b"theirs"
-
-
-def test_a_probe_all_of_whose_puts_are_refused_at_first(between: Meddler, path: str) -> None:
-    rule = Rule(asks("PUT", "probe"), status=409, body=coded("ConditionalRequestConflict"), times=12)
-    between.rules.append(rule)
-    bytecheckpoint.save(path, states(step=1))
-    assert rule.hits == 12
-    assert load_step(path) == 1
-
-
-# --- secrets ----------------------------------------------------------------------------------------------------------
-
-
-def test_no_secret_is_shown_anywhere(
-    s3: S3Server, bucket: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capfd: Any
-) -> None:
-    """Neither in errors of all kinds, nor in logs, nor in what objects say of themselves, nor in files."""
-    caplog.set_level(0)
-    said: list[str] = []
-    token = "TOKEN-MARK"
-    with meddler(s3.endpoint) as between:
-        endpoint = between.endpoint.replace("http://", "http://user:USERINFO-MARK@")
-        use(monkeypatch, s3.environment(endpoint))
-        path = f"s3://{bucket}/runs/step"
-        bytecheckpoint.configure(storage_timeout=1.0, writer="thread")
-        bytecheckpoint.save(path, states(step=1))
-        storage = resolve(path)
-        stored = b"".join(storage.read(name) for name, _ in storage.list())
-        assert not any(word.encode() in stored for word in (SECRET, "USERINFO-MARK", KEY))
-        said += [repr(storage), str(storage), storage.url, repr(vars(storage))]
-        monkeypatch.setenv("AWS_SESSION_TOKEN", token)
-        echo = (
-            coded("Odd", f"see http://h/?X-Amz-Security-Token={token}&X-Amz-Signature=SIGNATURE-MARK") + token.encode()
-        )
-        for status, code in (
-            (500, ""),
-            (403, "AccessDenied"),
-            (400, "Odd"),
-            (404, "NoSuchBucket"),
-            (301, ""),
-            (418, ""),
-        ):
-            body = echo.replace(b"Odd", code.encode()) if code else echo
-            between.rules[:] = [Rule(lambda r: True, status=status, body=body, times=-1)]
-            for call in (
-                lambda: resolve(path).read("metadata.parquet"),
-                lambda: resolve(path).list(),
-                lambda: write_file(resolve(path), "model/file", content(10)),
-                lambda: bytecheckpoint.save(path, states(step=2)),
-                lambda: load_step(path),
-            ):
-                try:
-                    call()
-                except (CheckpointError, FileNotFoundError) as error:
-                    said.append(f"{error!r} {error}")
-    said += [caplog.text, *capfd.readouterr()]
-    for word in (SECRET, "USERINFO-MARK", "TOKEN-MARK", "SIGNATURE-MARK"):
-        assert not [text for text in said if word in text], word
-    assert len(said) > 20
 
 
 # --- names and numbers ------------------------------------------------------------------------------------------------

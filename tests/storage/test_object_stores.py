@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
 import multiprocessing
-import os
 import re
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 import bytecheckpoint
-from bytecheckpoint import CheckpointError, StorageConflictError, StorageError, StorageUnavailableError
-from bytecheckpoint.collectives import current
-from bytecheckpoint.saving.saver import saver_of
+from bytecheckpoint import CheckpointError, StorageError, StorageUnavailableError
 from bytecheckpoint.storage import NewFile, Storage, resolve
 from bytecheckpoint.storage.testing import content, read_all, write_file
 from bytecheckpoint.storage.uploading import UploadingStorage
 from tests.faults.coded import load_step, states
 from tests.servers.meddler import Meddler, Request, Rule
-from tests.servers.s3 import SECRET, S3Server, s3proxy
+from tests.servers.s3 import S3Server
 from tests.storage.conftest import use
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(200)]
@@ -42,104 +37,6 @@ def meddled(between: Meddler, bucket: str) -> Storage:
     storage.probe("metadata.parquet", "")
     between.requests.clear()
     return storage
-
-
-def is_put(name: str, *, conditional: bool | None = None) -> Rule:
-    def fits(request: Request) -> bool:
-        given = bool({"if-none-match", "if-match"} & request.headers.keys())
-        return request.method == "PUT" and name in request.path and conditional in (None, given)
-
-    return Rule(fits)
-
-
-# --- commit -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("replacing", [False, True])
-def test_a_put_that_meets_its_own_earlier_write_is_a_success(
-    meddled: Storage, between: Meddler, replacing: bool
-) -> None:
-    if replacing:
-        meddled.publish("metadata.parquet", b"old", expected="")
-    version = meddled.version("metadata.parquet")
-    rule = is_put("metadata.parquet", conditional=True)
-    rule.lose, rule.times = True, 2
-    between.rules.append(rule)
-    meddled.publish("metadata.parquet", b"new", expected=version)
-    assert rule.hits >= 1
-    assert len([r for r in between.requests if r.method == "PUT" and "metadata" in r.path]) > 1, "it was tried again"
-    assert meddled.read("metadata.parquet") == b"new"
-
-
-@pytest.mark.parametrize("replacing", [False, True])
-def test_a_put_that_meets_another_writers_is_a_conflict(meddled: Storage, between: Meddler, replacing: bool) -> None:
-    if replacing:
-        meddled.publish("metadata.parquet", b"old", expected="")
-    version = meddled.version("metadata.parquet")
-    meddled.publish("metadata.parquet", b"theirs")
-    with pytest.raises(StorageConflictError, match=r"cannot publish s3://.*/metadata\.parquet: another save"):
-        meddled.publish("metadata.parquet", b"ours", expected=version)
-    assert meddled.read("metadata.parquet") == b"theirs"
-
-
-def test_the_probe_runs_once_and_leaves_nothing(between: Meddler, bucket: str) -> None:
-    for step in range(3):
-        storage = resolve(f"s3://{bucket}/runs/{step}")
-        storage.probe("metadata.parquet", "")
-        storage.publish("metadata.parquet", b"x", expected="")
-    probes = {r.path.split("?")[0] for r in between.requests if "probe" in r.path}
-    assert len(probes) == 3, "three races, for the first step only"
-    everything = resolve(f"s3://{bucket}").folders(), resolve(f"s3://{bucket}/runs").list()
-    assert everything == (["runs"], [(f"{step}/metadata.parquet", 1) for step in range(3)])
-
-
-def test_a_save_from_inside_an_event_loop(bucket: str) -> None:
-    """As in a notebook."""
-
-    async def main() -> None:
-        bytecheckpoint.save(f"s3://{bucket}/step", states(step=1))
-
-    asyncio.run(main())
-    assert load_step(f"s3://{bucket}/step") == 1
-
-
-def test_a_store_that_cannot_replace_conditionally(between: Meddler, bucket: str) -> None:
-    """Ceph refuses a right If-Match: checkpoints can be created there, each at a path of its own."""
-    between.rules.append(Rule(lambda r: "if-match" in r.headers, status=412, times=-1))
-    path = f"s3://{bucket}/runs/step"
-    bytecheckpoint.save(path, states(step=1))
-    files = resolve(path).list()
-    between.requests.clear()
-    with pytest.raises(StorageError, match=r"cannot replace .* as Ceph does; save each step to a path of its own"):
-        bytecheckpoint.save(path, states(step=2))
-    assert not any(r.method in ("PUT", "POST") for r in between.requests), "it is told before anything is sent"
-    assert load_step(path) == 1
-    assert resolve(path).list() == files
-    bytecheckpoint.configure(commit="plain")
-    bytecheckpoint.save(path, states(step=3))
-    assert load_step(path) == 3
-
-
-@pytest.fixture
-def racy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    server = s3proxy(tmp_path)
-    server.make_bucket("bucket")
-    use(monkeypatch, server.environment())
-    yield "s3://bucket/runs/step"
-    server.server.stop()
-
-
-def test_a_store_with_broken_conditional_puts_is_refused(racy: str) -> None:
-    with pytest.raises(StorageError, match=r"s3://bucket does not honour conditional puts.*settings\.commit='plain'"):
-        bytecheckpoint.save(racy, states(step=1))
-    assert resolve(racy).list() == []
-    bytecheckpoint.configure(commit="plain")
-    counts = set()
-    for step in (2, 3):
-        bytecheckpoint.save(racy, states(step=step), async_checkpoint=step == 3).result(60)
-        assert load_step(racy) == step
-        counts.add(len(resolve(racy).list()))
-    assert len(counts) == 1, "files of the replaced step are gone, without the bulk deletion that this store lacks"
 
 
 # --- uploads ----------------------------------------------------------------------------------------------------------
@@ -324,39 +221,6 @@ def test_wrong_bucket(s3: S3Server) -> None:
         assert time.monotonic() - begun < 5
 
 
-def test_wrong_credentials(s3: S3Server, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    variables = s3.environment() | {"AWS_SECRET_ACCESS_KEY": "WRONG-SECRET", "AWS_SESSION_TOKEN": "TOKEN-SECRET"}
-    use(monkeypatch, variables)
-    begun = time.monotonic()
-    for asynchronous in (False, True):
-        with pytest.raises(StorageError, match=rf"s3://{bucket}/step/\S+: \w+: .*check the credentials") as raised:
-            bytecheckpoint.save(f"s3://{bucket}/step", states(step=1), async_checkpoint=asynchronous).result(60)
-        text = str(raised.value)
-        assert not any(
-            secret in text for secret in ("WRONG-SECRET", "TOKEN-SECRET", SECRET, "Signature=", "StringToSign")
-        )
-        bytecheckpoint.saving.saver.saver_of(bytecheckpoint.collectives.current())._failed = None
-    assert time.monotonic() - begun < 10
-
-
-def test_no_credentials(s3: S3Server, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    use(
-        monkeypatch,
-        {"AWS_ENDPOINT_URL": s3.endpoint, "AWS_METADATA_ENDPOINT": "http://127.0.0.1:1", "HOME": "/nowhere"},
-    )
-    begun = time.monotonic()
-    with pytest.raises(StorageError, match="found no credentials in the environment"):
-        resolve(f"s3://{bucket}/step").read("metadata.parquet")
-    assert time.monotonic() - begun < 10
-
-
-def test_a_profile_needs_boto3(monkeypatch: pytest.MonkeyPatch) -> None:
-    use(monkeypatch, {"AWS_PROFILE": "team"})
-    monkeypatch.setitem(__import__("sys").modules, "boto3", None)
-    with pytest.raises(bytecheckpoint.UsageError, match="pip install boto3"):
-        resolve("s3://bucket/step")
-
-
 def test_objects_that_stand_for_folders(storage: Storage, s3: S3Server, bucket: str) -> None:
     for key in ("runs/", "runs/step/", "runs/step/model/"):
         s3.request("PUT", f"/{bucket}/{key}")
@@ -388,35 +252,3 @@ def test_a_fork_is_refused_and_a_new_process_works(storage: Storage, method: str
         assert "in a fork of a process that has used an object store" in said
     else:
         assert said == b"content"
-
-
-def test_the_environment_may_change(storage: Storage, s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    storage.publish("x", b"content")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "WRONG")
-    with pytest.raises(StorageError, match="check the credentials"):
-        resolve(storage.url).read("x")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
-    assert resolve(storage.url).read("x") == b"content"
-    assert os.environ["AWS_SECRET_ACCESS_KEY"] == SECRET
-
-
-def test_the_writer_process_follows_the_environment(
-    bucket: str, s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Credentials that are set, changed and taken away after it has started are those that the next save uses."""
-    for name in s3.environment():
-        monkeypatch.delenv(name)
-    bytecheckpoint.save(tmp_path / "step", states(step=1), async_checkpoint=True).result(60)
-    use(monkeypatch, s3.environment())
-    path = f"s3://{bucket}/step"
-    bytecheckpoint.save(path, states(step=1), async_checkpoint=True).result(60)
-    helper = saver_of(current())._helper
-    assert helper is not None
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "WRONG")
-    with pytest.raises(StorageError, match="check the credentials"):
-        bytecheckpoint.save(path, states(step=2), async_checkpoint=True).result(60)
-    saver_of(current())._failed = None
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
-    bytecheckpoint.save(path, states(step=3), async_checkpoint=True).result(60)
-    assert load_step(path) == 3
-    assert saver_of(current())._helper is helper, "it is the same process"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import threading
 
@@ -56,8 +57,14 @@ def test_every_byte_is_asked_for_once_and_goes_to_its_place(seed: int) -> None:
     assert (got[wanted:] == 0xAA).all(), "memory for what lies behind the file's end stays as it was"
 
 
-def test_a_store_beside_us_is_asked_for_longer_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And one that becomes slow is asked over several connections again."""
+@pytest.mark.parametrize(
+    ("others", "slow", "fast"), [(0, 4, 8), (1, 4, 16), (3, 4, 16), (7, 8, 16), (15, 16, 16), (100, 16, 16)]
+)
+def test_how_reads_are_cut(monkeypatch: pytest.MonkeyPatch, others: int, slow: int, fast: int) -> None:
+    """Into pieces of so many MiB: a store beside us is asked for longer ones than one whose connections are slow.
+
+    One that becomes slow is asked over several connections again. Reads at the same time share the connections.
+    """
     bucket = Bucket("memory", obstore.store.MemoryStore(), 1.0)
     storage = ObjectStorage("s3://bucket/step", bucket)
     data = content(16 * _MIB)
@@ -73,10 +80,14 @@ def test_a_store_beside_us_is_asked_for_longer_ranges(monkeypatch: pytest.Monkey
         return real(client, key, options=options)  # type: ignore[arg-type, call-overload]
 
     monkeypatch.setattr("bytecheckpoint.storage.objects.obstore.get", get)
-    for rate, length in ((30e6, 2 * _MIB), (900e6, 8 * _MIB), (30e6, 2 * _MIB)):
-        bucket.rates.extend([rate, rate])
-        assert bucket.near == (rate > 1e8)
-        asked.clear()
-        assert reader.read_into(0, [memoryview(out)[: 8 * _MIB]]) == 8 * _MIB
-        assert set(asked) == {length}
-    assert np.array_equal(out[: 8 * _MIB], data[: 8 * _MIB])
+    with contextlib.ExitStack() as reads:
+        for _ in range(others):
+            reads.enter_context(bucket.reading())
+        for rate, length in ((30e6, slow), (900e6, fast), (30e6, slow)):
+            bucket.rates.extend([rate, rate])
+            assert bucket.near == (rate > 1e8)
+            asked.clear()
+            out[:] = 0
+            assert reader.read_into(0, [memoryview(out)]) == len(data)
+            assert set(asked) == {length * _MIB}
+            assert np.array_equal(out, data)

@@ -7,14 +7,14 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import obstore
 
 from ..errors import CheckpointError, StorageError, StorageUnavailableError
 from ..settings import settings
-from .object_config import environment, make_client
+from .object_config import environment, fingerprint, make_client
 from .object_errors import facts_of, no_credentials, storage_error
 from .parallel import at_the_same_time
 from .retrying import Attempts
@@ -82,6 +82,20 @@ class Bucket:
         self._failed_at = -_TIRED_SECONDS
         self._silence: tuple[float, BaseException] | None = None
         self._checking = threading.Lock()
+        self._reads = 0
+        self._counting = threading.Lock()
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[int]:
+        """During a read; the number of those that are under way, this one included."""
+        with self._counting:
+            self._reads += 1
+            reads = self._reads
+        try:
+            yield reads
+        finally:
+            with self._counting:
+                self._reads -= 1
 
     @property
     def near(self) -> bool:
@@ -239,9 +253,9 @@ _buckets_lock = threading.Lock()
 
 
 def bucket_of(scheme: str, name: str) -> Bucket:
-    """The bucket, the same one for all who ask while the environment stays as it is."""
+    """The bucket, the same one for all who ask while the environment and its files of credentials stay as they are."""
     variables, seconds = environment(), settings().storage_timeout
-    who = hash(tuple(sorted(variables.items())))
+    who = fingerprint(variables)
     key = (scheme, name, seconds, who)
     with _buckets_lock:
         bucket = _buckets.pop(key, None)

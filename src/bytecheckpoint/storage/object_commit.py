@@ -23,6 +23,7 @@ import obstore
 from ..errors import StorageConflictError, StorageError, StorageUnavailableError
 from ..settings import settings
 from .object_bucket import REFUSED, Bucket
+from .object_errors import facts_of
 from .retrying import Attempts
 
 if TYPE_CHECKING:
@@ -38,6 +39,8 @@ _PROBE = ".bytecheckpoint-probe-"
 _ABANDONED_SECONDS = 3600.0
 #: How long a put is tried that is refused although nothing has changed.
 _REFUSAL_SECONDS = 30.0
+#: Statuses of stores that do not understand a condition; also of many another error.
+_NOT_UNDERSTOOD = {400, 405, 501}
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,15 +75,15 @@ def examine(bucket: Bucket, prefix: str, shown: str, expected: str) -> None:
             bucket.commits = _try_out(bucket, prefix)
     if not bucket.commits.create:
         raise StorageError(
-            f"{bucket.name} does not honour conditional puts (If-None-Match) of several writers at once, so two jobs that "
-            f"save to one path could destroy each other's checkpoint; use another store, or settings.commit='plain' if "
-            f"you make sure that one job at a time saves to a path"
+            f"cannot publish {shown}: {bucket.name} does not honour conditional puts (If-None-Match) of several writers at "
+            f"once, so two jobs that save to one path could destroy each other's checkpoint; use another store, or "
+            f"settings.commit='plain' if you make sure that one job at a time saves to a path"
         )
     if expected and not bucket.commits.replace:
         raise StorageError(
-            f"cannot replace {shown}: {bucket.name} refuses puts under the condition that the object is still the same "
-            f"(If-Match), as Ceph does; save each step to a path of its own, or set settings.commit='plain' if you make "
-            f"sure that one job at a time saves to a path"
+            f"cannot replace {shown}: {bucket.name} does not honour puts under the condition that the object is still the "
+            f"same (If-Match); save each step to a path of its own, or set settings.commit='plain' if you make sure that "
+            f"one job at a time saves to a path"
         )
 
 
@@ -120,16 +123,31 @@ def _remove_abandoned(bucket: Bucket, prefix: str) -> None:
     bucket.delete([o["path"] for o in probes if o["last_modified"].timestamp() < old], bucket.name)
 
 
-def _put(bucket: Bucket, key: str, data: bytes, mode: Any) -> bool:
-    """Whether a conditional put was taken."""
+def _put(bucket: Bucket, key: str, data: bytes, condition: Any) -> bool:
+    """Whether a put is taken under a condition."""
 
-    def call(client: Any) -> None:
-        obstore.put(client, key, data, mode=mode, use_multipart=False)
+    def call(client: Any) -> bool:
+        try:
+            obstore.put(client, key, data, mode=condition, use_multipart=False)
+        except REFUSED:
+            # It may meet itself: an earlier try was taken, and the answer got lost.
+            return bytes(obstore.get(client, key).bytes()) == data
+        except FileNotFoundError:
+            return False
+        except (obstore.exceptions.BaseError, NotImplementedError) as error:
+            if not _unknown(client, key, error):
+                raise
+            return False
+        return True
 
-    try:
-        bucket.run("try conditional puts on", f"{bucket.name}/{key}", call, conditional=True)
-    except (*REFUSED, FileNotFoundError):
+    return bucket.run("try conditional puts on", f"{bucket.name}/{key}", call)
+
+
+def _unknown(client: Any, key: str, error: BaseException) -> bool:
+    """Whether a put was refused because the store knows no such condition: it takes the same put without one."""
+    if not isinstance(error, NotImplementedError) and facts_of(error).status not in _NOT_UNDERSTOOD:
         return False
+    obstore.put(client, key, b"unconditional", use_multipart=False)
     return True
 
 
@@ -147,6 +165,8 @@ def _winners(client: Any, key: str) -> int:
     answers = _without_loop(lambda: asyncio.run(race()))
     for answer in answers:
         if isinstance(answer, BaseException) and not isinstance(answer, REFUSED):
+            if _unknown(client, key, answer):
+                return 0
             raise answer
     return sum(not isinstance(answer, BaseException) for answer in answers)
 
@@ -165,10 +185,8 @@ def _replaces(bucket: Bucket, key: str) -> bool:
     """Whether If-Match works: right for the object that is there, wrong for one that is not any more."""
     first = bucket.run("look at", f"{bucket.name}/{key}", lambda client: obstore.head(client, key))
     condition = _condition(first["e_tag"], first["version"])
-    try:
-        return _put(bucket, key, b"second", condition) and not _put(bucket, key, b"third", condition)
-    except NotImplementedError:
-        return False
+    # Without anything that could be a condition the store does not tell versions of an object apart.
+    return bool(condition) and _put(bucket, key, b"second", condition) and not _put(bucket, key, b"third", condition)
 
 
 def _condition(e_tag: str | None, version: str | None) -> dict[str, str]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 from ..errors import UsageError
 
-__all__ = ["SCHEMES", "environment", "make_client"]
+__all__ = ["SCHEMES", "environment", "fingerprint", "make_client"]
 
 #: What the store calls its top-level folders, by scheme.
 SCHEMES = {"s3": "bucket", "gs": "bucket", "az": "container"}
@@ -25,6 +25,14 @@ _LONGEST_RETRY = 240.0
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 #: Variables that may hold whole documents.
 _DOCUMENTS = {"GOOGLE_SERVICE_ACCOUNT_KEY", "GOOGLE_APPLICATION_CREDENTIALS_JSON"}
+#: Files that hold credentials and are read once per client, by the variable that names them; where they are by default.
+_CREDENTIAL_FILES = {
+    "AWS_SHARED_CREDENTIALS_FILE": "~/.aws/credentials", "AWS_CONFIG_FILE": "~/.aws/config",
+    "GOOGLE_APPLICATION_CREDENTIALS": "~/.config/gcloud/application_default_credentials.json",
+    "GOOGLE_SERVICE_ACCOUNT": "", "GOOGLE_SERVICE_ACCOUNT_PATH": "",
+}  # fmt: skip
+#: For how long credentials of the AWS SDK are taken as they are: it renews them ten minutes before they end.
+_PROFILE_SECONDS = 600.0
 #: Time limit of one request, which carries at most some ten megabytes.
 _REQUEST_SECONDS = 120.0
 
@@ -32,6 +40,23 @@ _REQUEST_SECONDS = 120.0
 def environment() -> dict[str, str]:
     """The variables that configure object stores."""
     return {name: value for name, value in os.environ.items() if name.startswith(tuple(_PREFIXES.values()))}
+
+
+def fingerprint(variables: Mapping[str, str]) -> int:
+    """A number that changes when the variables do, or the files that they name: clients made before are outdated then."""
+    seen: list[object] = [*sorted(variables.items())]
+    for path in _credential_files(variables):
+        try:
+            found = path.stat()
+        except OSError:
+            continue
+        seen.append((str(path), found.st_mtime_ns, found.st_size, found.st_ino))
+    return hash(tuple(seen))
+
+
+def _credential_files(variables: Mapping[str, str], prefix: str = "") -> list[Path]:
+    named = {name: variables.get(name, default) for name, default in _CREDENTIAL_FILES.items()}
+    return [Path(path).expanduser() for name, path in named.items() if path and name.startswith(prefix)]
 
 
 def make_client(
@@ -95,19 +120,64 @@ def _s3(variables: Mapping[str, str], client: dict[str, Any]) -> dict[str, Any]:
     )
     if endpoint and endpoint.startswith("http://"):
         client["allow_http"] = True  # whoever writes http means it
-    profile = Path(variables.get("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials")).expanduser()
     own = ("AWS_ACCESS_KEY_ID", "AWS_SKIP_SIGNATURE", "AWS_WEB_IDENTITY_TOKEN_FILE")
-    files = "AWS_PROFILE" in variables or profile.exists()
-    if files and not any(name in variables for name in own):
-        # The client itself reads no profiles; the AWS SDK does.
-        try:
-            from obstore.auth.boto3 import Boto3CredentialProvider
-        except ImportError:
-            if "AWS_PROFILE" in variables:
-                raise UsageError("AWS_PROFILE is set: profiles need the package boto3 (pip install boto3)") from None
-        else:
-            options["credential_provider"] = Boto3CredentialProvider()
+    if not any(name in variables for name in own):
+        named = "AWS_PROFILE" in variables
+        if named or any(path.exists() for path in _credential_files(variables, "AWS_")):
+            provider = _Profile.find(named=named)
+            if provider is not None:
+                options["credential_provider"] = provider
     return options
+
+
+class _Profile:
+    """Credentials from where the AWS SDK finds them: the client itself reads no profiles.
+
+    Args:
+        session: of boto3.
+        credentials: what it found.
+
+    Attributes:
+        config: what the client takes over besides.
+    """
+
+    def __init__(self, session: Any, credentials: Any) -> None:
+        self._credentials = credentials
+        self.config = {"region": session.region_name} if session.region_name else {}
+
+    @classmethod
+    def find(cls, *, named: bool) -> _Profile | None:
+        """None where the SDK is not installed or has nothing.
+
+        Args:
+            named: a profile was asked for by its name.
+
+        Raises:
+            UsageError: profiles that it cannot use.
+        """
+        try:
+            import boto3
+            from botocore.exceptions import BotoCoreError
+        except ImportError:
+            if named:
+                raise UsageError("AWS_PROFILE is set: profiles need the package boto3 (pip install boto3)") from None
+            return None
+        try:
+            session = boto3.Session()
+            credentials = session.get_credentials()
+        except BotoCoreError as error:
+            raise UsageError(f"cannot use the AWS profile: {error}; see AWS_PROFILE and the files in ~/.aws") from None
+        return cls(session, credentials) if credentials is not None else None
+
+    def __call__(self) -> dict[str, Any]:
+        """The credentials of now; those that are lent are renewed before they end."""
+        frozen = self._credentials.get_frozen_credentials()
+        return {
+            "access_key_id": frozen.access_key,
+            "secret_access_key": frozen.secret_key,
+            "token": frozen.token,
+            "expires_at": datetime.now(UTC) + timedelta(seconds=_PROFILE_SECONDS),
+        }
 
 
 def _azure(variables: Mapping[str, str], client: dict[str, Any]) -> dict[str, Any]:
@@ -127,6 +197,9 @@ def _azure(variables: Mapping[str, str], client: dict[str, Any]) -> dict[str, An
         if value:
             options[option] = value
     endpoint = options.get("endpoint") or variables.get("AZURE_STORAGE_ENDPOINT") or variables.get("AZURE_ENDPOINT", "")
+    if not endpoint and parts.get("EndpointSuffix") and parts.get("AccountName"):  # national clouds
+        protocol = parts.get("DefaultEndpointsProtocol", "https")
+        endpoint = options["endpoint"] = f"{protocol}://{parts['AccountName']}.blob.{parts['EndpointSuffix']}"
     if endpoint.startswith("http://"):
         client["allow_http"] = True
     return options

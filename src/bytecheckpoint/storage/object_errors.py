@@ -32,7 +32,8 @@ _UNITS = {"ns": 1e-9, "µs": 1e-6, "ms": 1e-3, "s": 1.0}
 
 _NO_BUCKET = {"NoSuchBucket", "ContainerNotFound", "InvalidBucketName", "InvalidResourceName", "PermanentRedirect"}
 _FULL = {"QuotaExceeded", "XMinioStorageFull", "InsufficientCapacity", "AccountQuotaExceeded", "StorageFull"}
-_NOT_ACCEPTED = {"InvalidToken", "ExpiredToken", "TokenRefreshRequired", "RequestTimeTooSkewed", "AuthenticationFailed"}
+_NOT_ACCEPTED = {"InvalidToken", "ExpiredToken", "TokenRefreshRequired", "AuthenticationFailed"}
+_CLOCK = {"RequestTimeTooSkewed", "RequestExpired"}
 _WRONG_REGION = "incorrectly configured region"
 _REGION = {"AuthorizationHeaderMalformed", "IllegalLocationConstraintException", "InvalidRegion"}
 #: Words of answers that another attempt may cure, whatever their status.
@@ -120,9 +121,10 @@ def _reason(text: str, dump: str, code: str) -> str:
 
 def no_credentials(action: str, shown: str, facts: Facts, attempts: int) -> StorageError:
     """The error for an environment without credentials."""
+    files = " (files in ~/.aws are read where boto3 is installed)" if shown.startswith("s3://") else ""
     return StorageError(
         f"cannot {action} {shown}: found no credentials in the environment, and the machine's own service gave none "
-        f"({facts.reason}, attempt {attempts}); set them as the storage's own tools want them"
+        f"({facts.reason}, attempt {attempts}); set them as the storage's own tools want them{files}"
     )
 
 
@@ -151,6 +153,8 @@ def storage_error(error: BaseException, action: str, shown: str, attempts: int =
         return FileNotFoundError(2, "no such object", shown)
     if facts.transient:
         return StorageUnavailableError(f"{what}; check that the storage can be reached", undecided=facts.status != 429)
+    if facts.code in _CLOCK:
+        return StorageError(f"{what}; set the clock of this machine")
     if facts.status in (401, 403) or facts.code in _NOT_ACCEPTED:
         return StorageError(f"{what}; check the credentials and what they are allowed to do")
     return StorageError(what)

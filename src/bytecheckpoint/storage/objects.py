@@ -27,9 +27,12 @@ _MOST_PARTS = 9_000  # stores take 10,000
 _PARTS_IN_FLIGHT = 8
 #: Pauses before each look for what was uploaded, in seconds.
 _LOOKS = (0.0, 0.2, 1.0)
-#: How reads go where one connection carries only so much, and where it is as fast as the machine.
-_FAR = Cut(parts=4, shortest=1 << 20, longest=4 << 20, threads=4)
-_NEAR = Cut(parts=2, shortest=8 << 20, longest=8 << 20, threads=2)
+#: Connections that all reads of a process share where each carries only so much, and where one is as fast as the machine.
+_FAR, _NEAR = 16, 2
+#: Of which one read takes at most so many.
+_MOST_CONNECTIONS = 4
+#: Bytes of one request, but for a file's last one. A request costs processor time on both sides.
+_SHORTEST_FAR, _SHORTEST_NEAR, _LONGEST = 1 << 20, 8 << 20, 16 << 20
 #: Bytes of an answer that are taken at a time: small enough to stay in the processor's cache until they are copied.
 _STREAM_BYTES = 1 << 20
 _LISTINGS = 8
@@ -153,7 +156,7 @@ def _look_for(client: Any, key: str, size: int) -> None:
 
 
 class _Reader(FileReader):
-    step_bytes = 16 << 20
+    step_bytes = _LONGEST
 
     def __init__(self, bucket: Bucket, key: str, shown: str) -> None:
         self._bucket = bucket
@@ -162,7 +165,11 @@ class _Reader(FileReader):
         self.size = bucket.run("open", shown, lambda client: obstore.head(client, key))["size"]
 
     def read_into(self, offset: int, buffers: Sequence[memoryview]) -> int:
-        return fill(self._get, offset, buffers, self.size, _NEAR if self._bucket.near else _FAR)
+        with self._bucket.reading() as reads:
+            near = self._bucket.near
+            parts = min(max((_NEAR if near else _FAR) // reads, 1), _MOST_CONNECTIONS)
+            cut = Cut(parts, _SHORTEST_NEAR if near else _SHORTEST_FAR, _LONGEST, threads=parts)
+            return fill(self._get, offset, buffers, self.size, cut)
 
     def _get(self, piece: Piece) -> int:
         """Fill one piece; the bytes read, fewer when the object was removed or cut meanwhile."""
@@ -204,8 +211,11 @@ def _parse(url: str) -> tuple[str, str, str]:
     scheme, _, rest = url.partition("://")
     name, _, path = rest.partition("/")
     kind = SCHEMES.get(scheme, "bucket")
-    if "@" in name or "?" in rest:
-        raise UsageError(f"a {scheme}:// URL takes no user name and no query: credentials belong in the environment")
+    if "@" in name or ":" in name or "?" in rest:  # what precedes an "@" may hold a "/", as secret keys do
+        raise UsageError(
+            f"a {scheme}:// URL takes no user name, port or query: credentials belong in the environment, and so does the "
+            f"endpoint"
+        )
     path = path.strip("/")
     if not name:
         raise UsageError(f"{url!r} names no {kind}: write {scheme}://{kind}/folder")
