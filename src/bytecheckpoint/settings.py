@@ -27,8 +27,10 @@ class Settings:
             loop keeps the interpreter lock to itself; "thread" writes them from threads of this process.
         write_threads: concurrent writes per rank.
         read_threads: concurrent reads per rank.
-        direct_io: "auto" bypasses the page cache where the file system sits on a block device; "on"; "off".
-        timeout: seconds that a rank waits for the others in one step of a save or load.
+        direct_io: "auto" bypasses the page cache where the file system sits on a block device; "on" also on others that
+            can, such as network file systems; "off".
+        timeout: seconds that a rank waits for the others in one step of a save or load, or for an answer of a file
+            system; where bytes are moved, the time that this takes comes on top.
         storage_timeout: seconds that one operation of a remote storage is tried again after transient errors.
         commit: "exclusive" publishes a checkpoint on an object store by a conditional put, so that of two jobs that
             save to one path one gets an error; "plain" by an ordinary put, for stores that lack conditional ones.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import re
@@ -17,6 +18,7 @@ import pytest
 
 import bytecheckpoint
 from bytecheckpoint import (
+    CheckpointTimeoutError,
     CorruptCheckpointError,
     StorageError,
     StorageFullError,
@@ -26,8 +28,8 @@ from bytecheckpoint.cli.main import run as command
 from bytecheckpoint.collectives.threads import ThreadWorld
 from bytecheckpoint.handles import SaveReport
 from bytecheckpoint.tiers.cooling import cool, plan_cooldown
-from tests.faults.coded import files_of, load_step, states
-from tests.faults.ranks import save_all
+from tests.faults.coded import files_of, load_step, states, step_of
+from tests.faults.ranks import outcomes, save_all
 from tests.servers.faultfs import FaultFs
 from tests.servers.process import folder_of
 
@@ -149,7 +151,8 @@ def test_a_stale_handle_is_opened_again(fs: FaultFs, path: Path) -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_a_slow_file_system_is_waited_for(fs: FaultFs, path: Path, mode: str) -> None:
     fs.rule("*", delay=0.005)
-    assert all(isinstance(report, SaveReport) for report in save_all(ThreadWorld(2), path, 2, **MODES[mode]))
+    got = save_all(ThreadWorld(2), path, 2, **MODES[mode])
+    assert all(isinstance(report, SaveReport) for report in got), got
     assert load_step(path) == 2
 
 
@@ -163,6 +166,106 @@ def test_a_hanging_file_system_ends_an_asynchronous_save_in_time(fs: FaultFs, pa
         handle.result(60)
     fs.clear()
     assert load_step(path) in (1, 2)
+
+
+_TIMEOUT = 0.7
+
+
+@pytest.mark.parametrize(("mode", "writer"), [("sync", "thread"), ("async", "process"), ("background", "thread")])
+@pytest.mark.parametrize(
+    ("op", "place"),
+    [
+        ("getattr", ""),
+        ("create", "rank-00001"),
+        ("write", "rank-00001"),
+        ("fsync", "/model/"),
+        ("fsyncdir", ""),
+        ("readdir", ""),
+        ("write", ".publishing"),
+        ("rename", ""),
+    ],
+)
+def test_a_save_gets_no_answer(fs: FaultFs, path: Path, op: str, place: str, mode: str, writer: str) -> None:
+    """It fails on both ranks in the end; what was there stays whole, and the next save works when answers come again."""
+    bytecheckpoint.configure(writer=writer)
+    before = len(files_of(path))
+    world = ThreadWorld(2)
+    begun = time.monotonic()
+    fs.rule(op, hang=True, path=place)
+    got = save_all(world, path, 2, timeout=_TIMEOUT, **MODES[mode])
+    assert time.monotonic() - begun < 20
+    fs.clear()
+    for raised in got:
+        assert isinstance(raised, StorageUnavailableError | CheckpointTimeoutError), raised
+    assert any(re.search(rf"cannot .* {path}.*no answer within {_TIMEOUT} s", str(raised)) for raised in got), got
+    await_publishers(path)
+    assert load_step(path) in (1, 2)
+    if mode != "sync":
+        assert all("earlier asynchronous save" in str(raised) for raised in save_all(world, path, 3))
+    assert all(isinstance(report, SaveReport) for report in save_all(world, path, 4, **MODES[mode]))
+    is_whole(path, 4, before)
+
+
+def await_publishers(path: Path) -> None:
+    """What had no answer goes on when it has one; what a publisher does last is to let go of the folder's lock."""
+    folder = os.open(path, os.O_RDONLY)
+    fcntl.flock(folder, fcntl.LOCK_EX)
+    os.close(folder)
+
+
+def test_old_files_whose_removal_gets_no_answer_fail_nothing(fs: FaultFs, path: Path) -> None:
+    before = len(files_of(path))
+    fs.rule("unlink", hang=True, path="rank-")
+    assert all(isinstance(report, SaveReport) for report in save_all(ThreadWorld(2), path, 2, timeout=_TIMEOUT))
+    assert load_step(path) == 2
+    fs.clear()
+    assert all(isinstance(report, SaveReport) for report in save_all(ThreadWorld(2), path, 3))
+    is_whole(path, 3, before)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(
+    ("op", "place"), [("getattr", ""), ("open", "metadata"), ("read", "metadata"), ("open", "rank-"), ("read", "rank-")]
+)
+def test_a_load_gets_no_answer(fs: FaultFs, path: Path, op: str, place: str, overlap: bool) -> None:
+    """It fails in the end. Another one does not begin while the answer may still come into the memory that both fill."""
+
+    def load(collective: Any) -> int:
+        loaded = states(collective.rank, 2)
+        bytecheckpoint.load(path, loaded, timeout=_TIMEOUT, overlap_loading=overlap, prepare_save=False)
+        return step_of(loaded)
+
+    fs.rule(op, hang=True, path=place)
+    for _ in range(2):
+        begun = time.monotonic()
+        for raised in outcomes(ThreadWorld(2), load):
+            assert isinstance(raised, StorageUnavailableError | CheckpointTimeoutError), raised
+            assert re.search("no answer|restart the process|did not|within", str(raised)), raised
+        assert time.monotonic() - begun < 20
+    fs.clear()
+    assert outcomes(ThreadWorld(2), load) == [1, 1]
+    assert load_step(path) == 1
+
+
+@pytest.mark.parametrize(("op", "place"), [("open", "metadata"), ("read", "rank-")])
+def test_an_open_checkpoint_gets_no_answer(fs: FaultFs, path: Path, op: str, place: str) -> None:
+    bytecheckpoint.configure(timeout=_TIMEOUT)
+    fs.rule(op, hang=True, path=place)
+    begun = time.monotonic()
+    with pytest.raises(StorageUnavailableError, match=rf"cannot read {path}.*no answer within {_TIMEOUT} s"):
+        bytecheckpoint.open(path)["model/w"][...]
+    assert time.monotonic() - begun < 20
+    fs.clear()
+    with bytecheckpoint.open(path) as checkpoint:
+        assert checkpoint["model/w"][...].shape == (24, 40)
+
+
+@pytest.mark.parametrize("most", [1000, 4097])
+def test_short_writes_of_the_file_system(fs: FaultFs, path: Path, most: int) -> None:
+    fs.rule("write", short=most)
+    for step, mode in ((2, "sync"), (3, "async")):
+        assert all(isinstance(report, SaveReport) for report in save_all(ThreadWorld(2), path, step, **MODES[mode]))
+        assert load_step(path) == step
 
 
 # --- tiers and cool-down on it ------------------------------------------------------------------------------------------

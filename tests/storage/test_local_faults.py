@@ -356,14 +356,34 @@ def test_direct_io_that_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert np.array_equal(read_all(resolve(tmp_path), "model/x"), content(5001))
 
 
+@pytest.mark.parametrize("direct", [False, True])
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
-def test_blocks_that_cannot_be_reserved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fail: Fail, code: int) -> None:
+def test_blocks_that_cannot_be_reserved(tmp_path: Path, fail: Fail, code: int, direct: bool) -> None:
+    """A full disk is told of before the first byte is written."""
     if os.major(os.stat(tmp_path).st_dev) == 0:
-        pytest.skip("NOT TESTED HERE: no direct I/O on this file system")
+        pytest.skip("NOT TESTED HERE: this file system is on no disk")
     fail("posix_fallocate", code)
     with pytest.raises(StorageFullError, match=r"cannot create .*/model/x"):
-        resolve(tmp_path).create(NewFile("model/x", 1 << 20, direct=True))
+        resolve(tmp_path).create(NewFile("model/x", 1 << 20, direct=direct))
     assert files_of(tmp_path) == []
+
+
+@pytest.mark.parametrize(("wanted", "direct"), [("auto", False), ("on", True), ("off", False)])
+def test_direct_io_where_there_is_no_disk(tmp_path: Path, wanted: str, direct: bool) -> None:
+    """Network file systems may take it; a tmpfs does so too."""
+    bytecheckpoint.configure(direct_io=wanted)
+    opened: list[bool] = []
+    real = local._Writer.finish
+    with small_tmpfs(tmp_path / "t", "8m"), pytest.MonkeyPatch.context() as patch:
+        probe = resolve(tmp_path / "t").create(NewFile("model/x", 5001, direct=True))
+        if wanted == "on" and not probe.direct:
+            pytest.skip("NOT TESTED HERE: this kernel's tmpfs takes no direct I/O")
+        probe.abort()
+        patch.setattr(local._Writer, "finish", lambda self, size: (opened.append(self.direct), real(self, size))[1])
+        for mode in MODES.values():
+            bytecheckpoint.save(tmp_path / "t" / "s", states(step=1), **mode).result(60)
+            assert load_step(tmp_path / "t" / "s", prepare_save=False) == 1
+    assert set(opened) == {direct}
 
 
 @pytest.mark.parametrize("code", [errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK])
@@ -507,7 +527,8 @@ def test_one_rank_has_no_space(tmp_path: Path, mode: str) -> None:
 
     def create(storage: Any, request: NewFile) -> Any:
         if "rank-00001" in request.name and storage.root == str(path) and small.is_mount():
-            return local._Writer(str(small / uuid.uuid4().hex), f"{path}/{request.name}", request.size, False)
+            place, shown = str(small / uuid.uuid4().hex), f"{path}/{request.name}"
+            return local._Writer(place, shown, request.size, direct=False, reserve=False)
         return real(storage, request)
 
     with small_tmpfs(small, "4k"):

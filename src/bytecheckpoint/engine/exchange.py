@@ -22,7 +22,7 @@ from ..representation.plans import ExchangePlan
 from ..settings import Settings
 from .file_set import FileSet
 from .peer_memory import Segments, parts_of, pull, sees, segments_of
-from .reading import Delivery, Landing, scratch
+from .reading import Delivery, Landing, Readers, scratch
 
 __all__ = ["Exchange"]
 
@@ -146,31 +146,27 @@ class Exchange:
             return
         threads = self._settings.read_threads
         with (
-            ThreadPoolExecutor(threads, thread_name_prefix="bytecheckpoint-read") as readers,
+            Readers(self._files, threads) as readers,
             ThreadPoolExecutor(threads, thread_name_prefix="bytecheckpoint-take") as takers,
         ):
             mine: dict[int, Future[_Held]] = {}
-            try:
-                for number in range(-1, self._rounds):
-                    # One round ahead: buffers for three rounds are enough, one being read, one whose readers wait for
-                    # the slower ranks, one being taken.
-                    for item in self._round_of(self._me, number + 1):
-                        mine[item] = readers.submit(self._read, item)
-                    if number >= 0:
-                        self._round(number, mine, takers)
-                if self._failure is not None:
-                    raise self._failure
-            finally:
-                for future in mine.values():
-                    future.cancel()
+            for number in range(-1, self._rounds):
+                # One round ahead: buffers for three rounds are enough, one being read, one whose readers wait for
+                # the slower ranks, one being taken.
+                for item in self._round_of(self._me, number + 1):
+                    mine[item] = readers.submit(self._read, item)
+                if number >= 0:
+                    self._round(number, mine, readers, takers)
+            if self._failure is not None:
+                raise self._failure
 
     # --- one round --------------------------------------------------------------------------------------------
 
-    def _round(self, number: int, mine: dict[int, Future[_Held]], takers: ThreadPoolExecutor) -> None:
+    def _round(self, number: int, mine: dict[int, Future[_Held]], readers: Readers, takers: ThreadPoolExecutor) -> None:
         held: dict[int, _Held] = {}
         try:
             for item in self._round_of(self._me, number):
-                held[item] = mine.pop(item).result()
+                held[item] = readers.result(mine.pop(item))
                 self.read += int(self._items.stop[item] - self._items.start[item])
         except BaseException as error:  # noqa: BLE001  told to the other ranks, then raised
             self._failure = self._failure or error

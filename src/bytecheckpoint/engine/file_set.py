@@ -78,6 +78,8 @@ class FileSet:
         finally:
             with self._lock:
                 self._users[file] -= 1
+                if not self._users[file] and self._readers.get(file) is not opening:
+                    _close(opening)  # the set was closed meanwhile
                 idle = [f for f in self._readers if not self._users[f]] if len(self._readers) > _MOST_OPEN else []
                 for other in idle[: len(self._readers) - _MOST_OPEN]:
                     _close(self._readers.pop(other))

@@ -348,7 +348,7 @@ class Readers:
                 raise
             self._hangs = True
             raise StorageUnavailableError(
-                f"cannot read {self._files.url}: no answer within {seconds:g} s; check the device or mount"
+                f"cannot read {self._files.url}: no answer within {round(seconds, 1):g} s; check the device or mount"
             ) from None
 
 

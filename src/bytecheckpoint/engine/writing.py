@@ -69,19 +69,24 @@ class FilesWriter:
         self, storage: Storage, tasks: Sequence[FileTask], *, direct: bool, threads: int, stable: bool = False
     ) -> None:
         self._storage = storage
-        self._files: list[_OpenFile] = []
+        self._created: dict[int, _OpenFile] = {}
         self._failed: BaseException | None = None
         self._hangs = False
         self._pending: list[Future[None]] = []
         self._lock = threading.Lock()
+        self._pool = Workers(threads, "bytecheckpoint-write")
+
+        def create(number: int) -> None:
+            task = tasks[number]
+            request = NewFile(task.name, task.data_offset + task.data_bytes, direct=direct, stable=stable)
+            self._created[number] = _OpenFile(task, storage.create(request))
+
         try:
-            for task in tasks:
-                request = NewFile(task.name, task.data_offset + task.data_bytes, direct=direct, stable=stable)
-                self._files.append(_OpenFile(task, storage.create(request)))
+            self.wait([self._pool.submit(create, number) for number in range(len(tasks))])
         except BaseException:
             self.abort()
             raise
-        self._pool = Workers(threads, "bytecheckpoint-write")
+        self._files = [self._created[number] for number in range(len(tasks))]
 
     @property
     def direct(self) -> bool:
@@ -145,7 +150,7 @@ class FilesWriter:
                     raise
                 self._hangs = True
                 self._failed = self._failed or StorageUnavailableError(
-                    f"cannot write {self._storage.url}: no answer within {seconds:g} s; check the device or mount"
+                    f"cannot write {self._storage.url}: no answer within {round(seconds, 1):g} s; check the device or mount"
                 )
                 raise self._failed from None
 
@@ -175,6 +180,7 @@ class FilesWriter:
         self._pool.shutdown()
         # From here on a catalog may name them: `abort` must not remove them any more.
         self._files.clear()
+        self._created.clear()
 
     @staticmethod
     def _finish_one(entry: _OpenFile, header: bytes) -> None:
@@ -183,18 +189,19 @@ class FilesWriter:
         entry.writer.finish(entry.task.data_offset + entry.task.data_bytes)
 
     def abort(self) -> None:
-        """Stop, and remove every file that was started; never raises."""
-        self._failed = self._failed or CheckpointError("aborted")
-        for entry in self._files:
-            entry.writer.interrupt()
-        seconds = self._storage.limit()
-        if hasattr(self, "_pool") and not self._pool.shutdown(cancel=True, seconds=0.0 if self._hangs else seconds):
-            return  # what a thread is using cannot be closed; the next save removes it
-        with contextlib.suppress(StorageUnavailableError):
-            within(seconds, self._abort_files)
+        """Stop, and remove every file that was started; never raises.
 
-    def _abort_files(self) -> None:
-        for entry in self._files:
+        Where the storage does not answer, that is done when it does.
+        """
+        self._failed = self._failed or CheckpointError("aborted")
+        for entry in list(self._created.values()):
+            entry.writer.interrupt()
+        with contextlib.suppress(StorageUnavailableError):
+            within(0.0 if self._hangs else self._storage.limit(), self._end)
+
+    def _end(self) -> None:
+        self._pool.shutdown(cancel=True)  # no file may be closed while a thread is using it
+        for entry in self._created.values():
             entry.writer.abort()
 
 

@@ -144,5 +144,6 @@ def _call(
     storage = resolve_storage(path)
     if isinstance(storage, TierStorage):
         storage = HotSide(storage.url)
+    storage.timeout = force.timeout
     adapter = resolve_framework(framework, states)
     return SaveCall(storage, adapter, dict(states), names, check_replicas, force, dict(metadata or {}))

@@ -299,7 +299,8 @@ class SaveSession:
             yield
         finally:
             if thread.ident is not None:
-                thread.join()
+                # A new process first closes what this one has open, for which a file system that hangs lets it wait.
+                thread.join(self._timeout)
             assert self._pool is not None
             self._pool.release()
             if self._plan is not None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from ..errors import UsageError
 from ..representation.names import check_relative, is_uri
+from ..settings import settings
 
 __all__ = [
     "STEP_BYTES",
@@ -30,6 +31,8 @@ __all__ = [
 #: What a POSIX file system likes to move in one call: small enough that bytes which were hashed just before are still in
 #: the processor's cache, large enough that the call costs little.
 STEP_BYTES = 1 << 20
+#: What moves fewer bytes in a second than this is taken for hanging.
+_SLOWEST = 4 << 20
 #: What the path of a URL may not hold: control characters, and halves of characters, which no encoding has.
 UNENCODABLE = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")
 
@@ -156,6 +159,12 @@ class Storage(ABC):
     #: anew in another process; it holds no credentials.
     url: str
     capabilities: Capabilities = Capabilities()
+    #: Seconds after which a call that has not returned is an error; None: `settings().timeout`.
+    timeout: float | None = None
+
+    def limit(self, nbytes: int = 0) -> float:
+        """Seconds that a call which moves `nbytes` may take. A mount whose server is gone may never answer."""
+        return (settings().timeout if self.timeout is None else self.timeout) + nbytes / _SLOWEST
 
     @abstractmethod
     def create(self, request: NewFile) -> FileWriter:

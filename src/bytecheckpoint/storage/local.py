@@ -10,8 +10,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 from ..errors import StorageError
+from ..settings import settings
 from .base import FileReader, FileStat, FileWriter, NewFile, Storage, check_name
-from .posix_files import FULL, TRANSIENT, fresh_stat, fsync_directory, open_file, translated, version_of
+from .parallel import within
+from .posix_files import FULL, TRANSIENT, fresh_stat, fsync_directory, fsync_way_to, open_file, translated, version_of
 from .posix_publish import publish
 
 __all__ = ["FULL", "TRANSIENT", "LocalStorage", "PosixStorage", "translated", "write_fully"]
@@ -42,7 +44,7 @@ def write_fully(fd: int, offset: int, buffers: Sequence[memoryview]) -> None:
 
 
 class _Writer(FileWriter):
-    def __init__(self, path: str, shown: str, size: int, direct: bool) -> None:
+    def __init__(self, path: str, shown: str, size: int, *, direct: bool, reserve: bool) -> None:
         self._path = path
         self._shown = shown
         flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
@@ -56,9 +58,9 @@ class _Writer(FileWriter):
                 self.direct = False
                 # Some file systems create the file before they refuse the flag.
                 self._fd = os.open(path, flags & ~os.O_EXCL, 0o666)
-            if self.direct:
-                # Blocks are reserved at once: parallel direct writes then need no exclusive lock for extending the
-                # file, and a full disk shows before the first byte is copied.
+            if reserve:
+                # A full disk shows before the first byte is copied, and parallel direct writes need no exclusive lock
+                # for extending the file.
                 try:
                     os.posix_fallocate(self._fd, 0, max(-(-size // _ALIGN) * _ALIGN, 1))
                 except OSError as error:
@@ -175,6 +177,13 @@ class PosixStorage(Storage):
     def _shown(self, name: str) -> str:
         return f"{self.url.rstrip('/')}/{name}"
 
+    def _answered(self, action: str, shown: str, call: Callable[[], _T], *, undecided: bool = False) -> _T:
+        """`call()`; a file system that does not answer (a mount whose server is gone) is an error in the end.
+
+        Files are created, written, opened and read on threads for which the engine waits with a limit.
+        """
+        return within(self.limit(), call, f"cannot {action} {shown}", undecided=undecided)
+
     def create(self, request: NewFile) -> FileWriter:
         path, shown = self._path(request.name), self._shown(request.name)
         folder = os.path.dirname(path)
@@ -182,9 +191,10 @@ class PosixStorage(Storage):
         def create() -> FileWriter:
             with translated("create the folder of", shown):
                 self._make_folder(folder)
-                # tmpfs, overlay and network file systems have anonymous device numbers: nothing to bypass there.
-                direct = request.direct and os.major(os.stat(folder).st_dev) != 0
-            return _Writer(path, shown, request.size, direct)
+                # tmpfs, overlay and network file systems have anonymous device numbers: as a rule nothing to gain there.
+                disk = os.major(os.stat(folder).st_dev) != 0
+                direct = request.direct and (disk or settings().direct_io == "on")
+            return _Writer(path, shown, request.size, direct=direct, reserve=disk)
 
         return _unless_emptied(create)
 
@@ -192,15 +202,24 @@ class PosixStorage(Storage):
         return _Reader(self._path(name), self._shown(name))
 
     def read(self, name: str) -> bytes:
-        with translated("read", self._shown(name), may_be_absent=True):
-            fd, _ = open_file(self._path(name))
-            with os.fdopen(fd, "rb") as file:
-                return file.read()
+        path, shown = self._path(name), self._shown(name)
+
+        def read() -> bytes:
+            with translated("read", shown, may_be_absent=True):
+                fd, _ = open_file(path)
+                with os.fdopen(fd, "rb") as file:
+                    return file.read()
+
+        return self._answered("read", shown, read)
 
     def stat(self, name: str) -> FileStat:
-        path = self._path(name)
-        with translated("look at", self._shown(name), may_be_absent=True):
-            found = fresh_stat(path)
+        path, shown = self._path(name), self._shown(name)
+
+        def look() -> os.stat_result:
+            with translated("look at", shown, may_be_absent=True):
+                return fresh_stat(path)
+
+        found = self._answered("look at", shown, look)
         return FileStat(found.st_size, found.st_mtime, version_of(found))
 
     def publish(self, name: str, data: bytes, *, expected: str | None = None) -> None:
@@ -213,7 +232,8 @@ class PosixStorage(Storage):
                 publish(path, shown, data, expected)
                 fsync_directory(folder)
 
-        _unless_emptied(publish_it)
+        # What hangs may take effect when it is answered, if nobody has published anything else meanwhile.
+        self._answered("publish", shown, lambda: _unless_emptied(publish_it), undecided=True)
 
     def _make_folder(self, folder: str) -> None:
         """Create `folder` with durable names for all new parents: a commit must not sit in a directory that is lost."""
@@ -228,19 +248,26 @@ class PosixStorage(Storage):
 
     def open_lock(self, name: str) -> int:
         """A descriptor of a file of the folder, made where it is missing, for processes of this machine to lock."""
-        path = self._path(name)
-        with translated("create", self._shown(name)):
-            self._make_folder(os.path.dirname(path))
-            return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        path, shown = self._path(name), self._shown(name)
+
+        def opened() -> int:
+            with translated("create", shown):
+                self._make_folder(os.path.dirname(path))
+                return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+
+        return self._answered("create", shown, opened)
 
     def folders(self) -> list[str]:
-        with translated("list", self.url):
-            try:
-                return sorted(entry.name for entry in os.scandir(self.root) if entry.is_dir())
-            except (FileNotFoundError, NotADirectoryError):
-                return []
+        def folders() -> list[str]:
+            with translated("list", self.url):
+                try:
+                    return sorted(entry.name for entry in os.scandir(self.root) if entry.is_dir())
+                except (FileNotFoundError, NotADirectoryError):
+                    return []
 
-    def list(self) -> list[tuple[str, int]]:
+        return self._answered("list", self.url, folders)
+
+    def _list(self) -> list[tuple[str, int]]:
         found: list[tuple[str, int]] = []
         with translated("list", self.url):
             try:
@@ -257,7 +284,14 @@ class PosixStorage(Storage):
                     found += _sizes([entry])
         return sorted(found)
 
+    def list(self) -> list[tuple[str, int]]:
+        return self._answered("list", self.url, self._list)
+
     def delete(self, names: Iterable[str]) -> None:
+        names = list(names)
+        self._answered("delete files of", self.url, lambda: self._delete(names))
+
+    def _delete(self, names: Iterable[str]) -> None:
         folders = set()
         for name in names:
             path = self._path(name)
@@ -274,9 +308,14 @@ class PosixStorage(Storage):
 
     def sync(self, names: Iterable[str]) -> None:
         folders = {os.path.dirname(self._path(name)) for name in names}
-        with translated("sync", self.url):
-            for folder in sorted(folders | {self.root}):
-                fsync_directory(folder)
+
+        def sync() -> None:
+            with translated("sync", self.url):
+                for folder in sorted(folders | {self.root}):
+                    fsync_directory(folder)
+                fsync_way_to(self.root)
+
+        self._answered("sync", self.url, sync)
 
 
 class LocalStorage(PosixStorage):

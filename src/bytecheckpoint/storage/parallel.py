@@ -64,8 +64,14 @@ def at_the_same_time(function: Callable[[_A], _R], items: Iterable[_A], threads:
     return [results[number] for number in range(len(calls))]
 
 
-def within(seconds: float, function: Callable[[], _R]) -> _R:
+def within(seconds: float, function: Callable[[], _R], what: str = "", *, undecided: bool = False) -> _R:
     """`function()`, unless it takes longer than so many seconds; then it goes on, and nobody hears of it.
+
+    Args:
+        seconds: how long to wait.
+        function: called on a thread of its own.
+        what: what cannot be done then, for the message.
+        undecided: of the error.
 
     Raises:
         StorageUnavailableError: it takes longer.
@@ -88,5 +94,8 @@ def within(seconds: float, function: Callable[[], _R]) -> _R:
     if errors:
         raise errors[0]
     if not results:
-        raise StorageUnavailableError(f"no answer within {seconds:g} s")
+        silent = f"no answer within {seconds:g} s"
+        raise StorageUnavailableError(
+            f"{what}: {silent}; check the device or mount" if what else silent, undecided=undecided
+        )
     return results[0]

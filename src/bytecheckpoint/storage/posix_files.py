@@ -18,6 +18,7 @@ __all__ = [
     "fresh",
     "fresh_stat",
     "fsync_directory",
+    "fsync_way_to",
     "open_file",
     "translated",
     "version_of",
@@ -26,6 +27,8 @@ __all__ = [
 _T = TypeVar("_T")
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 TRANSIENT = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.EHOSTDOWN, errno.ENXIO, errno.ENODEV}
+#: Folders whose names have been synced by `fsync_way_to`.
+_found_durable: set[str] = set()
 #: Seconds between attempts at a name whose file was replaced: caches forget within a few seconds.
 _STALE_PAUSES = (0.0, 0.02, 0.1, 0.3, 0.6, 1.0, 1.5)
 
@@ -97,6 +100,19 @@ def fsync_directory(path: str) -> None:
             raise
     finally:
         os.close(fd)
+
+
+def fsync_way_to(folder: str) -> None:
+    """Make durable the names that lead to a folder: whoever made it may not have done so.
+
+    Its own name each time, since each step has another; those above it once per process.
+    """
+    path = os.path.dirname(folder)
+    fsync_directory(path)
+    while path not in _found_durable and not os.path.ismount(path):
+        fsync_directory(os.path.dirname(path))
+        _found_durable.add(path)
+        path = os.path.dirname(path)
 
 
 def fresh_stat(path: str) -> os.stat_result:
