@@ -74,7 +74,7 @@ class TestObstoreLocal(_InProcess):
     replaces = False
 
     def _bucket(self, tmp_path: Path) -> Bucket:
-        return Bucket("local", obstore.store.LocalStore(tmp_path), 1.0)
+        return Bucket("local", obstore.store.LocalStore(tmp_path, automatic_cleanup=True), 1.0)
 
 
 class TestFsspecMemory(StorageTests):

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import datetime
+import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -36,9 +40,11 @@ class Flaky(MemoryFileSystem):
         self._fail("open")
         return super()._open(path, mode, **options)
 
-    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **options: Any) -> Any:
+    def cat_file(self, path: str, version: str = "", start: int | None = None, end: int | None = None) -> Any:
+        """With an argument before the range, as s3fs has it."""
         self._fail("cat_file")
-        data = super().cat_file(path, start, end, **options)
+        assert version == ""
+        data = super().cat_file(path, start=start, end=end)
         return data[: max(len(data) // 2, 1)] if "short" in self.lossy else data
 
     def info(self, path: str, **options: Any) -> Any:
@@ -47,6 +53,12 @@ class Flaky(MemoryFileSystem):
         if "size" in self.lossy and found["type"] == "file":
             found = found | {"size": found["size"] - 1}
         return found
+
+    def rm_file(self, path: str) -> None:
+        self._fail("rm_file")
+        super()._rm(path)
+
+    _rm = rm_file
 
     def mv(self, path1: str, path2: str, **options: Any) -> None:
         self._fail("mv")
@@ -160,6 +172,120 @@ def test_a_path_that_looks_like_a_pattern(tmp_path: Path, scheme: str) -> None:
     assert load_step(f"{root}/[ab]*{{1}}/step") == 2
     assert load_step(f"{root}/a/step") == 12
     fsspec.filesystem("memory").store.clear()
+
+
+def test_a_file_that_is_not_there_by_any_other_word(flaky: type[Flaky]) -> None:
+    """ftp has numbers for it."""
+    storage = resolve("fsspec+flaky://x/step")
+    storage.publish("catalog", b"x")
+    flaky.failing["rm_file"] = [RuntimeError("550 No such file")]
+    storage.delete(["absent"])
+    flaky.failing["rm_file"] = [RuntimeError("550 Permission denied")]
+    with pytest.raises(StorageError, match=r"cannot delete fsspec\+flaky://x/step/catalog: 550 Permission denied"):
+        storage.delete(["catalog"])
+    storage.delete(["catalog"])
+    assert storage.list() == []
+
+
+@pytest.mark.parametrize("writer", ["process", "thread"])
+def test_a_class_that_only_this_process_knows(flaky: type[Flaky], writer: str) -> None:
+    bytecheckpoint.configure(writer=writer)
+    bytecheckpoint.save("fsspec+flaky://x/step", states(step=3), async_checkpoint=True).result(60)
+    assert load_step("fsspec+flaky://x/step") == 3
+
+
+def test_versions_of_one_second(flaky: type[Flaky], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over sftp and ftp there is nothing but whole seconds."""
+    second = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)
+    monkeypatch.setattr(Flaky, "info", lambda fs, path: MemoryFileSystem.info(fs, path) | {"created": second})
+    storage = resolve("fsspec+flaky://x/step")
+    storage.publish("catalog", b"first", expected="")
+    first = storage.version("catalog")
+    storage.publish("catalog", b"other", expected=first)
+    with pytest.raises(StorageConflictError):
+        storage.publish("catalog", b"third", expected=first)
+    assert storage.read("catalog") == b"other"
+
+
+def test_a_size_that_is_not_told(flaky: type[Flaky], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by web servers that send in chunks."""
+    resolve("fsspec+flaky://x/step").publish("catalog", b"x")
+    monkeypatch.setattr(Flaky, "info", lambda fs, path: MemoryFileSystem.info(fs, path) | {"size": None})
+    with pytest.raises(StorageError, match=r"fsspec\+flaky://x/step/catalog: its file system does not say how long"):
+        resolve("fsspec+flaky://x/step").open("catalog")
+
+
+class OneConnection(Flaky):
+    """One connection, which carries one request at a time, and which can be lost for good: ftp and the like."""
+
+    protocol = "oneconnection"
+    cachable = True
+    made: ClassVar[list[OneConnection]] = []
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.busy = threading.Lock()
+        self.lost = False
+        self.made.append(self)
+
+    def _fail(self, call: str) -> None:
+        if self.lost:
+            raise OSError("Socket is closed")
+        assert self.busy.acquire(blocking=False), "two requests at the same time"
+        time.sleep(0.001)
+        self.busy.release()
+
+
+@pytest.fixture
+def connections(flaky: type[Flaky]) -> Iterator[list[OneConnection]]:
+    assert flaky is not OneConnection
+    fsspec.register_implementation("oneconnection", OneConnection, clobber=True)
+    OneConnection.clear_instance_cache()
+    yield OneConnection.made
+    OneConnection.made.clear()
+
+
+def test_one_request_at_a_time(connections: list[OneConnection]) -> None:
+    storage = resolve("fsspec+oneconnection://x/step")
+    data = content(100_000)
+
+    def one(number: int) -> None:
+        write_file(storage, f"model/{number}", data)
+        assert (read_all(storage, f"model/{number}") == data).all()
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(one, range(16)))
+    resolve("fsspec+oneconnection://x/other").publish("catalog", b"x")
+    assert len(connections) == 1
+
+
+def test_a_connection_that_is_lost_is_made_anew(connections: list[OneConnection]) -> None:
+    bytecheckpoint.save("fsspec+oneconnection://x/step", states(step=1))
+    for step in (2, 3):
+        storage = resolve("fsspec+oneconnection://x/step")
+        for connection in connections:
+            connection.lost = True
+        bytecheckpoint.save(storage, states(step=step))
+        assert load_step(storage) == load_step("fsspec+oneconnection://x/step") == step
+    assert len(connections) == 3
+
+
+def test_folders_made_and_removed_by_others_meanwhile(flaky: type[Flaky], monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks make the same folders at the same moment, and a job that fails removes those that it empties."""
+    storage = resolve("fsspec+flaky://x/step")
+
+    def makedirs(fs: Flaky, path: str, exist_ok: bool = False) -> None:
+        MemoryFileSystem.makedirs(fs, path.rpartition("/")[0], exist_ok=True)
+        if made.append(path) or len(made) > 1:
+            MemoryFileSystem.makedirs(fs, path, exist_ok=True)
+        raise OSError("Failure")
+
+    made: list[str] = []
+    monkeypatch.setattr(Flaky, "makedirs", makedirs)
+    flaky.failing["open"] = [FileNotFoundError(2, "No such file")]
+    write_file(storage, "model/file", content(1000))
+    assert (read_all(storage, "model/file") == content(1000)).all()
+    assert flaky.failing["open"] == [] and len(made) == 3
 
 
 class Unreachable(MemoryFileSystem):

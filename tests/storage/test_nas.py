@@ -50,6 +50,7 @@ class TestConformance(StorageTests):
     """What one mount writes the other reads."""
 
     large_bytes = (3 << 20) + 4097
+    many = 110
 
     @pytest.fixture
     def storage(self, places: list[Path]) -> Storage:

@@ -39,6 +39,7 @@ def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (info / "entry_points.txt").write_text(
         "[bytecheckpoint.storages]\ntape = tape_backend:Tape\nbroken = tape_backend:absent\n"
         "none = tape_backend:no_storage\ns3 = tape_backend:Tape\n"
+        "no_scheme = tape_backend:Tape\ntier+x = tape_backend:Tape\n"
     )
     (site / "tape_backend.py").write_text(_PLUGIN.format(root=str(root)))
     monkeypatch.syspath_prepend(site)
@@ -59,7 +60,7 @@ def test_paths_and_file_urls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         storage = resolve(given)
         assert isinstance(storage, LocalStorage)
         assert storage.url == str(tmp_path / "a")
-    assert resolve("file://localhost/x/y").url == "/x/y"
+    assert resolve("file://localhost/x/y").url == resolve("file:////x//y").url == "/x/y"
     assert resolve("with:colon").url == str(tmp_path / "with:colon")
 
 
@@ -67,6 +68,63 @@ def test_paths_and_file_urls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_what_is_no_path(path: str) -> None:
     with pytest.raises(UsageError, match="not a checkpoint path"):
         resolve(path)
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        (Path("s3://bucket/step"), "s3: is no URL: write s3://"),
+        ("s3:/bucket/step", "s3: is no URL: write s3://"),
+        ("HDFS:demo_0/step", "HDFS: is no URL: write HDFS://"),
+        ("mem:name", "mem: is no URL"),
+        ("file:/folder", "file: is no URL: write file://"),
+        ("fsspec+memory:/x", "fsspec.memory: is no URL"),
+        ("fsspec+simplecache::s3://bucket/x", "fsspec.simplecache: is no URL"),
+        (" s3://bucket/step", "' s3' is no scheme of a URL; known schemes: file, mem, s3"),
+        ("my_store://x", "'my_store' is no scheme of a URL; known schemes: file, mem, s3"),
+        ("://x", "'' is no scheme"),
+        ("file://host/share/step", "write file:///folder"),
+        ("file://relative", "write file:///folder"),
+        ("file://localhost", "write file:///folder"),
+        ("tier+/folder", r"a tier stands before a URL: write tier\+file:///folder"),
+        ("tier+s3:/key:SECRET@bucket", "a tier stands before a URL"),
+        ("s3:key:SECRET@bucket/x", "is no URL"),
+        ("tier+nosuch://x", "no storage backend for nosuch://.*known schemes: file, mem"),
+        ("fsspec+file://relative/step", "write fsspec.file:///folder"),
+        ("fsspec+file:///", "write fsspec.file:///folder"),
+        ("fsspec+memory://", "write fsspec.file:///folder"),
+        ("fsspec+://x", "write fsspec.file:///folder"),
+        ("fsspec+nosuch://x", "Protocol not known: nosuch; it knows .*file.* ftp,"),
+        ("fsspec+oss://bucket/x", "cannot use fsspec.oss://: Install ossfs"),
+        ("fsspec+zip://step::file:///a.zip", "without '::'"),
+        ("fsspec+memory://a//b", "an empty, '.' or '..' part"),
+    ],
+)
+def test_a_broken_url_is_no_folder_of_this_machine(
+    path: str | Path, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match=words) as raised:
+        bytecheckpoint.save(path, states(step=1))
+    assert "SECRET" not in str(raised.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_folders_that_only_look_like_urls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for given in ("./s3:/bucket", "./x://y", "a/b://c", "12:30"):
+        assert resolve(given).url == str(tmp_path / given.replace("//", "/"))
+
+
+def test_a_storage_stands_for_itself(tmp_path: Path) -> None:
+    storage = resolve(tmp_path / "step")
+    assert resolve(storage) is storage
+    handle = bytecheckpoint.save(storage, states(step=3), async_checkpoint=True)
+    handle.result(60)
+    assert handle.path == str(storage) == str(tmp_path / "step")
+    assert load_step(storage) == 3
+    with bytecheckpoint.open(storage) as checkpoint:
+        assert "model/w" in checkpoint
 
 
 def test_an_unknown_scheme_lists_the_known_ones() -> None:
@@ -103,7 +161,7 @@ except UsageError as error:
 
 
 def test_a_scheme_of_another_package(plugin: Path) -> None:
-    assert "tape" in known_schemes()
+    assert [s for s in known_schemes() if s not in ("broken", "none")][-3:] == ["fsspec+...", "tier+...", "tape"]
     storage = resolve("tape://one/step")
     storage.publish("catalog", b"x")
     assert (plugin / "one" / "step" / "catalog").read_bytes() == b"x"
@@ -127,7 +185,13 @@ def test_a_broken_package_is_named(scheme: str, words: str) -> None:
 
 @pytest.mark.parametrize(
     "url",
-    ["s3://key:SECRET@bucket/x", "s3://bucket/x?X-Amz-Signature=SECRET", "az://c/x?sig=SECRET", "gs://u:SECRET@b"],
+    [
+        "s3://key:SECRET@bucket/x",
+        "s3://key:SEC/SECRET@bucket/x",
+        "s3://bucket/x?X-Amz-Signature=SECRET",
+        "az://c/x?sig=SECRET",
+        "gs://u:SECRET@b",
+    ],
 )
 def test_credentials_in_a_url_are_refused_and_not_repeated(url: str) -> None:
     with pytest.raises(UsageError, match="credentials belong in the environment") as raised:

@@ -22,8 +22,9 @@ from ..opening import Checkpoint, Entry
 from ..representation.dtypes import safetensors_code
 from ..representation.names import CATALOG_NAME
 from ..representation.storage_file import MAX_HEADER_BYTES
-from ..storage import NewFile, resolve
+from ..storage import NewFile, Storage, resolve
 from ..storage.local import LocalStorage
+from ..storage.tier import TierStorage
 
 __all__ = ["ExportReport", "export_huggingface"]
 
@@ -93,15 +94,17 @@ def export_huggingface(
 
     One `model.safetensors`, or `model-00001-of-0000N.safetensors` with an index. Tied tensors are written once, under
     the name under which the checkpoint stores them. Tensors are streamed: memory does not grow with the model, nor
-    with its largest tensor. The files appear at `target` when all are complete and durable.
+    with its largest tensor. In a local folder the files appear when all are complete and durable; elsewhere one by one,
+    the index last.
 
     Args:
         source: an open checkpoint.
-        target: folder on a local file system; it must not exist or be empty unless `force` is set.
+        target: folder or URL; it must not exist or be empty unless `force` is set.
         kind: which state.
         dtype: convert floating tensors to this dtype ("bfloat16", torch.bfloat16); None leaves all as they are.
         max_shard_bytes: bytes of tensors per file; a larger tensor has a file of its own.
-        force: replace weights that are there; other files of the folder stay.
+        force: replace weights that are there (elsewhere than in a local folder they are removed first); other files of
+            the folder stay.
         progress: called as (bytes read, bytes in all).
 
     Raises:
@@ -110,7 +113,8 @@ def export_huggingface(
         CorruptCheckpointError: a block is damaged; nothing is left at `target`.
         StorageError: the files cannot be written.
     """
-    folder = _folder(target, force)
+    storage = resolve(target)
+    old = _present(storage, force)
     wanted = _cast_dtype(dtype)
     if max_shard_bytes < 1:
         raise UsageError(f"max_shard_bytes is {max_shard_bytes}: give a positive number of bytes")
@@ -121,44 +125,66 @@ def export_huggingface(
     count = len(shards)
     names = [_SINGLE] if count == 1 else [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
     total = sum(item.nbytes for item in items)
-    temporary = os.path.join(os.path.dirname(folder), f".{os.path.basename(folder)}.exporting-{secrets.token_hex(6)}")
-    job = _Job(source, LocalStorage(temporary), sum(i.read for i in items), progress)
-    with _translated(f"export to {folder}"):
-        try:
-            for name, shard in zip(names, shards, strict=True):
-                job.write(name, shard)
-            files = list(names)
-            if count > 1:
-                files.append(_INDEX)
-                weights = {item.name: name for name, shard in zip(names, shards, strict=True) for item in shard.items}
-                index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weights.items()))}
-                job.storage.publish(_INDEX, json.dumps(index, indent=2).encode() + b"\n")
-            job.storage.sync(files)
-            _install(temporary, folder, files)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
+    job = _Job(source, sum(i.read for i in items), progress)
+    with _translated(f"export to {storage.url}"):
+        if isinstance(storage, LocalStorage):
+            _export_to_folder(job, storage.url, names, shards, total)
+        else:
+            _export_to_storage(job, storage, names, shards, total, old)
+    files = (*names, _INDEX) if count > 1 else tuple(names)
     return ExportReport(
-        folder, tuple(files), len(items), total, sum(i.cast for i in items), tuple(job.overflowed), tuple(skipped)
+        storage.url, files, len(items), total, sum(i.cast for i in items), tuple(job.overflowed), tuple(skipped)
     )
+
+
+def _export_to_folder(job: _Job, folder: str, names: Sequence[str], shards: Sequence[_Shard], total: int) -> None:
+    """All files beside the folder first, then into their place."""
+    temporary = os.path.join(os.path.dirname(folder), f".{os.path.basename(folder)}.exporting-{secrets.token_hex(6)}")
+    try:
+        files = job.write_all(LocalStorage(temporary), names, shards, total)
+        _install(temporary, folder, files)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _export_to_storage(
+    job: _Job, storage: Storage, names: Sequence[str], shards: Sequence[_Shard], total: int, old: Iterable[str]
+) -> None:
+    """No storage but a local folder can show several files at once: old weights go first, the index comes last."""
+    storage.delete(old)
+    try:
+        job.write_all(storage, names, shards, total)
+    except BaseException:
+        with contextlib.suppress(CheckpointError):
+            storage.delete([*names, _INDEX])
+        raise
 
 
 # --- what to write ----------------------------------------------------------------------------------------------------
 
 
-def _folder(target: str | os.PathLike[str], force: bool) -> str:
-    storage = resolve(target)
-    if not isinstance(storage, LocalStorage):
-        raise UsageError(f"export writes to local folders, not to {storage.url}; copy the files there afterwards")
-    folder = storage.url
-    if os.path.lexists(folder) and not os.path.isdir(folder):
-        raise UsageError(f"{folder} is a file: give a folder")
-    with _translated(f"look into {folder}"):
-        present = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
+def _present(storage: Storage, force: bool) -> list[str]:
+    """Names of the weights that are at the target.
+
+    Raises:
+        UsageError: nothing may be exported there.
+    """
+    if isinstance(storage, TierStorage):
+        raise UsageError(f"export writes to the storage itself: give {storage.durable.url}, without the tier")
+    if isinstance(storage, LocalStorage) and os.path.lexists(storage.url) and not os.path.isdir(storage.url):
+        raise UsageError(f"{storage.url} is a file: give a folder")
+    if isinstance(storage, LocalStorage):
+        with _translated(f"look into {storage.url}"):
+            present = sorted(os.listdir(storage.url)) if os.path.isdir(storage.url) else []
+    else:
+        present = sorted({*(name for name, _ in storage.list() if "/" not in name), *storage.folders()})
     if CATALOG_NAME in present:
-        raise UsageError(f"{folder} is a checkpoint: export into another folder")
+        raise UsageError(f"{storage.url} is a checkpoint: export into another folder")
     if present and not force:
-        raise UsageError(f"{folder} is not empty (it holds {present[0]!r}): give a new folder, or force the export")
-    return folder
+        raise UsageError(
+            f"{storage.url} is not empty (it holds {present[0]!r}): give a new folder, or force the export"
+        )
+    return [name for name in present if _WEIGHTS.fullmatch(name)]
 
 
 def _cast_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
@@ -242,20 +268,31 @@ def _header(items: Sequence[_Item]) -> bytes:
 
 
 class _Job:
-    def __init__(self, source: Checkpoint, storage: LocalStorage, total: int, progress: Progress | None) -> None:
+    def __init__(self, source: Checkpoint, total: int, progress: Progress | None) -> None:
         self.source = source
-        self.storage = storage
         self.overflowed: dict[str, None] = {}
         self._total = total
         self._progress = progress
         self._done = 0
 
-    def write(self, name: str, shard: _Shard) -> None:
-        """One file: the header first, then tensors as they are read; the next piece is read while one is written."""
+    def write_all(self, storage: Storage, names: Sequence[str], shards: Sequence[_Shard], total: int) -> list[str]:
+        """Write the files, and an index if there are several; their names."""
+        files = list(names)
+        for name, shard in zip(names, shards, strict=True):
+            self._write(storage, name, shard)
+        if len(names) > 1:
+            files.append(_INDEX)
+            weights = {item.name: name for name, shard in zip(names, shards, strict=True) for item in shard.items}
+            index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weights.items()))}
+            storage.publish(_INDEX, json.dumps(index, indent=2).encode() + b"\n")
+        storage.sync(files)
+        return files
+
+    def _write(self, storage: Storage, name: str, shard: _Shard) -> None:
+        """One file: tensors as they are read, the next piece while one is written; the header last, as storages want."""
         header = _header(shard.items)
-        writer = self.storage.create(NewFile(name, len(header) + shard.nbytes))
+        writer = storage.create(NewFile(name, len(header) + shard.nbytes))
         try:
-            writer.write_at(0, [memoryview(header)])
             with ThreadPoolExecutor(1, thread_name_prefix="bytecheckpoint-export") as pool:
                 last: Future[None] | None = None
                 position = len(header)
@@ -266,6 +303,7 @@ class _Job:
                     position += sum(d.numel() * d.element_size() for d in batch)
                 if last is not None:
                     last.result()
+            writer.write_at(0, [memoryview(header)])
             writer.finish(len(header) + shard.nbytes)
         except BaseException:
             writer.abort()

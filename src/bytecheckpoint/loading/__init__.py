@@ -17,6 +17,7 @@ from ..handles import LoadReport
 from ..saving import prepare
 from ..saving.arguments import check_flags, check_states, limited
 from ..saving.saver import saver_of
+from ..storage import Storage
 from ..storage import resolve as resolve_storage
 from ..storage.tier import TierStorage
 from ..tiers.restoring import meet
@@ -31,7 +32,7 @@ _numbers: weakref.WeakKeyDictionary[Collective, itertools.count[int]] = weakref.
 
 
 def load(
-    path: str | os.PathLike[str],
+    path: str | os.PathLike[str] | Storage,
     states: MutableMapping[str, Any],
     *,
     framework: str = "auto",
@@ -48,7 +49,7 @@ def load(
     Every rank of the process group calls it.
 
     Args:
-        path: folder or URL of the checkpoint.
+        path: folder or URL of the checkpoint, or its storage.
         states: as for `save`; kinds that are not named here are not read.
         framework: as for `save`.
         overlap_loading: bytes that several ranks want are read from storage once and exchanged between them (section

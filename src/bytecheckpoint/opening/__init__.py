@@ -6,7 +6,7 @@ import os
 
 from ..engine.catalogs import read_catalog
 from ..errors import UsageError
-from ..storage import resolve
+from ..storage import Storage, resolve
 from .checkpoint import Checkpoint
 from .entry import Entry
 from .slices import OutOfRangeError
@@ -14,14 +14,14 @@ from .slices import OutOfRangeError
 __all__ = ["Checkpoint", "Entry", "OutOfRangeError", "open"]
 
 
-def open(path: str | os.PathLike[str], *, rank: int | None = None) -> Checkpoint:
+def open(path: str | os.PathLike[str] | Storage, *, rank: int | None = None) -> Checkpoint:
     """Open a checkpoint for reading, whatever layout it was saved from.
 
     Only the catalog is read here. The result is a read-only mapping: `model/<fqn>` and the other keys lead to an
     `Entry` (a tensor, read when it is sliced) or to a plain value.
 
     Args:
-        path: folder or URL of the checkpoint.
+        path: folder or URL of the checkpoint, or its storage.
         rank: where ranks saved different values under one key (random number generators, dataloaders), show those of
             this rank. A key of which it has no copy shows the shared one, else the lowest rank's, as does None.
 

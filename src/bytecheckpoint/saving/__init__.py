@@ -15,6 +15,7 @@ from ..errors import UsageError
 from ..frameworks.registry import resolve as resolve_framework
 from ..handles import SaveHandle
 from ..settings import Settings
+from ..storage import Storage
 from ..storage import resolve as resolve_storage
 from ..storage.tier import HotSide, TierStorage
 from .arguments import check_flags, check_metadata, check_states, limited
@@ -27,7 +28,7 @@ __all__ = ["prepare", "save"]
 
 
 def save(
-    path: str | os.PathLike[str],
+    path: str | os.PathLike[str] | Storage,
     states: Mapping[str, object],
     *,
     framework: str = "auto",
@@ -42,7 +43,7 @@ def save(
     """Save `states` as one checkpoint. Every rank of the process group calls it (ByteCheckpoint, section 3.1).
 
     Args:
-        path: folder or URL of the checkpoint. A checkpoint that is there is replaced atomically.
+        path: folder or URL of the checkpoint, or its storage. A checkpoint that is there is replaced atomically.
         states: name -> module, optimizer, list of them, anything with state_dict/load_state_dict, or nested
             dict/list/tuple of tensors and plain values. "model", "optimizer", "dataloader" and "extra_states" have
             their usual meaning; any other name may be added.
@@ -131,7 +132,7 @@ def prepare(
 
 
 def _call(
-    path: str | os.PathLike[str],
+    path: str | os.PathLike[str] | Storage,
     states: Mapping[str, object],
     framework: str,
     names: Mapping[Any, Any] | None,

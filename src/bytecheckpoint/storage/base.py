@@ -43,18 +43,14 @@ class Capabilities:
 
     Attributes:
         shared: any process that resolves the URL sees the same files. Otherwise the helper process cannot write them.
-        durable: files survive a crash of the machine.
         exclusive_publish: `publish` with `expected` is one atomic step. Otherwise it compares first and publishes then.
         whole_files: a file is sent when it is complete; buffers that are not stable pass through a local spool file.
-        remote: every call is a request over a network: few large ones are better than many small ones.
         machine_only: processes of other machines see other files under the same URL, and that is as it should be.
     """
 
     shared: bool = True
-    durable: bool = True
     exclusive_publish: bool = True
     whole_files: bool = False
-    remote: bool = False
     machine_only: bool = False
 
 
@@ -83,7 +79,8 @@ class FileStat:
     Attributes:
         size: length in bytes.
         modified: when it was last written, seconds since 1970; 0.0 where the storage does not know.
-        version: opaque token that changes when the content does; never empty.
+        version: opaque token, never empty, that changes when the content does, as far as can be told without reading it;
+            `Storage.version` is what can be relied on.
     """
 
     size: int
@@ -162,6 +159,9 @@ class Storage(ABC):
     #: Seconds after which a call that has not returned is an error; None: `settings().timeout`.
     timeout: float | None = None
 
+    def __str__(self) -> str:
+        return self.url
+
     def limit(self, nbytes: int = 0) -> float:
         """Seconds that a call which moves `nbytes` may take. A mount whose server is gone may never answer."""
         return (settings().timeout if self.timeout is None else self.timeout) + nbytes / _SLOWEST
@@ -183,7 +183,7 @@ class Storage(ABC):
         """Size, time and version of a file. Raises FileNotFoundError."""
 
     def version(self, name: str) -> str:
-        """The version of a file, for `publish`; "" when there is none."""
+        """A token that changes when a file's content does, for `publish`; "" when there is no such file."""
         try:
             return self.stat(name).version
         except FileNotFoundError:
@@ -214,6 +214,10 @@ class Storage(ABC):
     @abstractmethod
     def delete(self, names: Iterable[str]) -> None:
         """Remove files (and folders that this empties); absent ones are fine."""
+
+    def nearby(self) -> Storage:
+        """What of this folder is read and changed without asking a storage behind it, which may be away; here: all."""
+        return self
 
     def sync(self, names: Iterable[str]) -> None:
         """Make the names of finished files durable (directory entries)."""

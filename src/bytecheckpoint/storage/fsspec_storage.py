@@ -2,7 +2,8 @@
 
 Nothing is taken for granted that file systems differ in: files are sent whole, what was written is looked at again, and
 a checkpoint is published by writing it beside its place and moving it there, which replaces it at once both where moving
-is a rename and where it is a copy to a new object.
+is a rename and where it is a copy to a new object. Versions are told by the bytes. One thread at a time uses a file system,
+unless it is made for several, and one that has lost its connection is made anew.
 """
 
 from __future__ import annotations
@@ -12,11 +13,14 @@ import datetime
 import itertools
 import re
 import secrets
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import fsspec
 import numpy as np
+import xxhash
+from fsspec.registry import known_implementations
 
 from ..errors import (
     CheckpointError,
@@ -39,13 +43,18 @@ _T = TypeVar("_T")
 _TEMPORARY = ".publishing-"
 _READ_BYTES = 16 << 20
 _LOCAL = {"file", "local"}
+_FOLDER_TRIES = 3
 #: What file systems say about a file that changes when it is replaced, by any of their names for it.
 _MARKS = (
     "ETag", "etag", "generation", "version_id", "md5", "checksum", "size", "ino", "mtime", "created", "LastModified",
     "last_modified", "modified", "updated",
 )  # fmt: skip
 _TIMES = ("mtime", "LastModified", "last_modified", "modified", "updated", "created")
-_PASSING = re.compile(r"Timeout|Connect|Disconnect|Reset|BrokenPipe|Throttl|ServiceUnavailable|EOFError|SSHException")
+#: What errors that pass are called, or say when they have no number.
+_PASSING = re.compile(
+    r"Timeout|Connect|Disconnect|Reset|BrokenPipe|Throttl|ServiceUnavailable|EOFError|SSHException|error_temp"
+)
+_PASSING_WORDS = re.compile(r"(?i)socket is closed|not active|connection (lost|dropped|closed)")
 
 
 class FsspecStorage(UploadingStorage):
@@ -60,22 +69,28 @@ class FsspecStorage(UploadingStorage):
                 f"environment"
             )
         path = rest.strip("/")
-        if any(part in (".", "..") for part in path.split("/")) or UNENCODABLE.search(path):
-            raise UsageError(f"{url!r} is not a checkpoint path: it has a '.' or '..' part or a control character")
+        if not scheme or not path or "::" in rest or (scheme in _LOCAL and not rest.startswith("/")):
+            raise UsageError(
+                f"{url!r} is not a checkpoint path: write fsspec+file:///folder or fsspec+scheme://..., without '::'"
+            )
+        if any(part in ("", ".", "..") for part in path.split("/")) or UNENCODABLE.search(path):
+            raise UsageError(
+                f"{url!r} is not a checkpoint path: it has an empty, '.' or '..' part or a control character"
+            )
+        self.url = f"fsspec+{inner}".rstrip("/")
+        self._inner = inner
+        self._renewing = threading.Lock()
         try:
-            with _translated("use", f"fsspec+{inner}", 1):  # some connect to their server here
+            with _translated("use", self.url, 1):  # some connect to their server here
                 self._fs, root = _file_system(inner)
         except FileNotFoundError:
-            raise StorageError(f"cannot use fsspec+{inner}: no such file or folder (attempt 1)") from None
+            raise StorageError(f"cannot use {self.url}: no such file or folder (attempt 1)") from None
         self._root = root.rstrip("/")
-        self.url = f"fsspec+{inner}".rstrip("/")
-        memory = scheme == "memory"
         self.capabilities = Capabilities(
-            shared=not memory,
-            durable=not memory and scheme not in _LOCAL,
+            # A class that was registered in this process is known to no other.
+            shared=scheme != "memory" and scheme in known_implementations,
             exclusive_publish=False,
             whole_files=True,
-            remote=not memory and scheme not in _LOCAL,
         )
 
     def _path(self, name: str) -> str:
@@ -84,36 +99,50 @@ class FsspecStorage(UploadingStorage):
     def _shown(self, name: str) -> str:
         return f"{self.url}/{name}"
 
-    def _run(self, action: str, shown: str, call: Callable[[], _T]) -> _T:
-        """What `call` returns, with typed errors, tried again after transient ones."""
+    def _run(self, action: str, shown: str, call: Callable[[Any], _T]) -> _T:
+        """What `call` makes of the file system, with typed errors, tried again after transient ones."""
         tries = itertools.count(1)
 
         def once() -> _T:
-            with _translated(action, shown, next(tries)):
-                return call()
+            fs = self._fs
+            try:
+                with _translated(action, shown, next(tries)), _turn(fs):
+                    return call(fs)
+            except StorageUnavailableError:
+                self._renew(fs)
+                raise
 
         return retry(once, settings().storage_timeout)
+
+    def _renew(self, fs: Any) -> None:
+        """Take another file system in the place of `fs`, whose connection may be lost for good."""
+        with self._renewing, contextlib.suppress(Exception):  # the next try will show what is the matter
+            if self._fs is fs:
+                type(fs).clear_instance_cache()
+                self._fs, _ = _file_system(self._inner)
 
     # --- files ------------------------------------------------------------------------------------------------
 
     def upload(self, name: str, size: int, pieces: Pieces) -> None:
         path = self._path(name)
-        self._run("upload", self._shown(name), lambda: self._write(path, size, pieces()))
+        self._run("upload", self._shown(name), lambda fs: self._write(fs, path, size, pieces()))
 
-    def _write(self, path: str, size: int, pieces: Iterator[memoryview]) -> None:
+    def _write(self, fs: Any, path: str, size: int, pieces: Iterator[memoryview]) -> None:
         """Write a file and see that it is there; a part of one is removed."""
-        self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+        _make_folder(fs, path.rpartition("/")[0])
         try:
-            with self._fs.open(path, "wb") as file:
+            with fs.open(path, "wb") as file:
                 for piece in pieces:
                     _write_fully(file, piece)
-            self._fs.invalidate_cache()
-            found = self._fs.info(path)["size"]
+            fs.invalidate_cache()
+            found = fs.info(path)["size"]
             if found != size:
                 raise StorageError(f"{self.url}: {found} bytes of {size} arrived at {path}")
-        except BaseException:
+        except BaseException as error:
             with contextlib.suppress(Exception):
-                self._fs.rm_file(path)
+                fs.rm_file(path)
+            if isinstance(error, FileNotFoundError):  # whoever removes a folder's last file removes the folder
+                raise StorageUnavailableError(f"{self.url}: {path} was removed while it was written") from None
             raise
 
     def open(self, name: str) -> FileReader:
@@ -122,21 +151,35 @@ class FsspecStorage(UploadingStorage):
     def read(self, name: str) -> bytes:
         path = self._path(name)
         self.stat(name)  # some file systems take a folder for an empty file
-        return self._run("read", self._shown(name), lambda: bytes(self._fs.cat_file(path)))
+        return self._run("read", self._shown(name), lambda fs: bytes(fs.cat_file(path)))
 
     def read_range(self, name: str, start: int, stop: int) -> bytes:
         """Bytes [start, stop) of a file, fewer at its end."""
         path = self._path(name)
-        return self._run("read", self._shown(name), lambda: bytes(self._fs.cat_file(path, start, stop)))
+        return self._run("read", self._shown(name), lambda fs: bytes(fs.cat_file(path, start=start, end=stop)))
 
     def stat(self, name: str) -> FileStat:
         path = self._path(name)
-        self._fs.invalidate_cache()
-        info = self._run("look at", self._shown(name), lambda: self._fs.info(path))
+
+        def look(fs: Any) -> dict[str, Any]:
+            fs.invalidate_cache()
+            found: dict[str, Any] = fs.info(path)
+            return found
+
+        info = self._run("look at", self._shown(name), look)
         if info.get("type") != "file":
             raise FileNotFoundError(2, "no such file", self._shown(name))
+        if info.get("size") is None:
+            raise StorageError(f"cannot look at {self._shown(name)}: its file system does not say how long it is")
         marks = [f"{mark}={info[mark]}" for mark in _MARKS if info.get(mark) is not None]
         return FileStat(int(info["size"]), _time(info), ";".join(marks))
+
+    def version(self, name: str) -> str:
+        # What is said of a file may be the same for two of one length that were written in one second.
+        try:
+            return xxhash.xxh3_128_hexdigest(self.read(name))
+        except FileNotFoundError:
+            return ""
 
     # --- commit -----------------------------------------------------------------------------------------------
 
@@ -149,25 +192,27 @@ class FsspecStorage(UploadingStorage):
         folder, _, last = path.rpartition("/")
         temporary = f"{folder}/{_TEMPORARY}{secrets.token_hex(8)}-{last}"
 
-        def put() -> None:
-            self._write(temporary, len(data), iter([memoryview(data)]))
-            _move(self._fs, temporary, path)
+        def put(fs: Any) -> None:
+            self._write(fs, temporary, len(data), iter([memoryview(data)]))
+            _move(fs, temporary, path)
+            fs.invalidate_cache()
+            if fs.exists(temporary):
+                raise StorageError(f"cannot publish {shown}: its file system did not replace it; use another storage")
 
         try:
             self._run("publish", shown, put)
-        finally:
-            with contextlib.suppress(Exception):
+        except BaseException:
+            with contextlib.suppress(Exception), _turn(self._fs):
                 self._fs.rm_file(temporary)
-        if expected is not None and self.read(name) != data:
-            raise StorageError(f"cannot publish {shown}: its file system did not replace it; use another storage")
+            raise
 
     # --- folders ----------------------------------------------------------------------------------------------
 
     def _listing(self, path: str) -> tuple[list[tuple[str, int]], list[str]]:
-        def call() -> Sequence[dict[str, Any]]:
-            self._fs.invalidate_cache()
+        def call(fs: Any) -> Sequence[dict[str, Any]]:
+            fs.invalidate_cache()
             try:
-                found: Sequence[dict[str, Any]] = self._fs.ls(path, detail=True)
+                found: Sequence[dict[str, Any]] = fs.ls(path, detail=True)
                 return found
             except (FileNotFoundError, NotADirectoryError):
                 return []
@@ -191,12 +236,19 @@ class FsspecStorage(UploadingStorage):
         for path, shown, _ in paths:
             self._remove(path, shown)
         for folder in {path.rpartition("/")[0] for path, _, nested in paths if nested}:
-            with contextlib.suppress(Exception):  # not empty, or not a thing that can be removed
+            with contextlib.suppress(Exception), _turn(self._fs):  # not empty, or not a thing that can be removed
                 self._fs.rmdir(folder)
 
     def _remove(self, path: str, shown: str) -> None:
-        with contextlib.suppress(FileNotFoundError):
-            self._run("delete", shown, lambda: self._fs.rm_file(path))
+        def remove(fs: Any) -> None:
+            try:
+                fs.rm_file(path)
+            except Exception:  # not all say that a file is not there as Python does
+                fs.invalidate_cache()
+                if fs.exists(path):
+                    raise
+
+        self._run("delete", shown, remove)
 
 
 def _file_system(inner: str) -> tuple[Any, str]:
@@ -204,8 +256,38 @@ def _file_system(inner: str) -> tuple[Any, str]:
     try:
         found: tuple[Any, str] = fsspec.core.url_to_fs(inner)
     except (ImportError, ValueError) as error:
-        raise UsageError(f"cannot use fsspec+{inner.partition('://')[0]}://: {cleaned(str(error))}") from None
+        scheme = inner.partition("://")[0]
+        known = (
+            ""
+            if scheme in fsspec.available_protocols()
+            else f"; it knows {', '.join(sorted(set(known_implementations)))}"
+        )
+        raise UsageError(f"cannot use fsspec+{scheme}://: {cleaned(str(error))}{known}") from None
     return found
+
+
+@contextlib.contextmanager
+def _turn(fs: Any) -> Iterator[None]:
+    """Have a file system to oneself: those that are not asynchronous inside may hold one connection for one request."""
+    if fs.async_impl:
+        yield
+        return
+    with vars(fs).setdefault("_bytecheckpoint_turn", threading.RLock()):  # it is shared by all storages on it
+        yield
+
+
+def _make_folder(fs: Any, path: str) -> None:
+    """Create a folder with all above it, which other ranks may be doing at the same moment."""
+    for tries_left in reversed(range(_FOLDER_TRIES)):
+        try:
+            fs.makedirs(path, exist_ok=True)
+            return
+        except Exception:
+            fs.invalidate_cache()
+            if fs.isdir(path):
+                return
+            if not tries_left:
+                raise
 
 
 def _move(fs: Any, source: str, target: str) -> None:
@@ -263,7 +345,7 @@ def _translated(action: str, shown: str, attempt: int) -> Iterator[None]:
         if number in FULL:
             raise StorageFullError(f"{what} (attempt {attempt}); free space and save again") from None
         passing = any(_PASSING.search(cls.__name__) for cls in type(error).__mro__[:-2])
-        if number in TRANSIENT or passing:
+        if number in TRANSIENT or passing or (number is None and _PASSING_WORDS.search(str(error))):
             raise StorageUnavailableError(f"{what}; check that the storage can be reached", undecided=True) from None
         raise StorageError(f"{what} (attempt {attempt})") from None
 

@@ -7,7 +7,7 @@ import stat
 
 from ..errors import StorageError, UsageError
 from ..settings import settings
-from .base import Capabilities, check_name
+from .base import check_name
 from .local import PosixStorage, translated
 
 __all__ = ["MemoryStorage"]
@@ -20,8 +20,6 @@ class MemoryStorage(PosixStorage):
     the same machine see the same files; other machines see none of them. The memory file system's limit (half of the
     memory, as a rule) is its size.
     """
-
-    capabilities = Capabilities(durable=False)
 
     def __init__(self, url: str) -> None:
         name = url.partition("://")[2].rstrip("/")

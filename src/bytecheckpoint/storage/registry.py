@@ -51,20 +51,21 @@ _TIER = "tier+"
 _BUILTIN_TIER = _Builtin(".tier", "TierStorage")
 
 
-def resolve(path: str | os.PathLike[str]) -> Storage:
-    """The storage that `path` names. A relative path means the directory at the time of this call.
+def resolve(path: str | os.PathLike[str] | Storage) -> Storage:
+    """The storage that `path` names, or is. A relative path means the directory at the time of this call.
 
     Raises:
         UsageError: an empty path, a URL whose scheme has no backend, whose backend is not installed, or that holds
             credentials.
     """
+    if isinstance(path, Storage):
+        return path
     text = os.fspath(path) if isinstance(path, str | os.PathLike) else None
     if not isinstance(text, str) or not text or "\0" in text:
         raise UsageError(f"{path!r} is not a checkpoint path: give a folder or a URL")
     match = _SCHEME.match(text)
     if match is None:
-        if text.lower().startswith(_TIER):
-            raise UsageError(f"{text!r}: a tier stands before a URL: write {_TIER}file:///folder or {_TIER}s3://...")
+        _refuse_broken_url(text)
         return LocalStorage(text)
     scheme = match[1].lower()
     if scheme == "file":
@@ -102,21 +103,49 @@ def known_schemes() -> list[str]:
     return ["file", *_BUILTIN, f"{_FSSPEC}...", f"{_TIER}...", *sorted(_added())]
 
 
+def _refuse_broken_url(text: str) -> None:
+    """Raise for what was meant for a URL: as a path it would be a folder of this machine, one for each."""
+    head, colon, _ = text.partition(":")
+    word = head.lower()
+    if word.startswith(_TIER):
+        raise UsageError(f"a tier stands before a URL: write {_TIER}file:///folder or {_TIER}s3://...")
+    if colon and (word in ("file", *_BUILTIN) or word.startswith(_FSSPEC) or word in _added()):
+        raise UsageError(
+            f"{head}: is no URL: write {head}://..., with two slashes and as a string, since pathlib takes one of them "
+            f"away (or ./{head}:... for a local folder of that name)"
+        )
+    if re.match(r"[^/]*://", text):
+        raise UsageError(
+            f"{head[:40]!r} is no scheme of a URL; known schemes: {', '.join(known_schemes())} (or write ./{head[:40]}:... "
+            f"for a local folder of that name)"
+        )
+
+
 def _file_path(url: str) -> str:
     path = url.partition("://")[2]
     if path.startswith("localhost/"):
         path = path[len("localhost") :]
-    if not path:
-        raise UsageError(f"{url!r} is not a checkpoint path: write file:///folder")
-    return path
+    if not path.startswith("/"):
+        raise UsageError(
+            "a file:// URL is not a checkpoint path of another machine, nor a relative one: write file:///folder"
+        )
+    return f"/{path.lstrip('/')}"
 
 
 def _added() -> dict[str, EntryPoint]:
     """Entry points by scheme; none can take the place of a built-in scheme."""
     from importlib.metadata import entry_points  # slow to import, and seldom needed
 
-    taken = {"file", *_BUILTIN}
-    return {e.name.lower(): e for e in entry_points(group=GROUP) if e.name.lower() not in taken}
+    found: dict[str, EntryPoint] = {}
+    for entry in entry_points(group=GROUP):
+        scheme = entry.name.lower()
+        if (
+            scheme not in ("file", *_BUILTIN)
+            and not scheme.startswith((_FSSPEC, _TIER))
+            and _SCHEME.match(f"{scheme}://")
+        ):
+            found[scheme] = entry
+    return found
 
 
 def _load(builtin: _Builtin, scheme: str) -> Callable[[str], Storage]:
@@ -124,11 +153,11 @@ def _load(builtin: _Builtin, scheme: str) -> Callable[[str], Storage]:
         factory: Callable[[str], Storage] = getattr(
             importlib.import_module(builtin.module, __package__), builtin.factory
         )
-    except ModuleNotFoundError as error:
+    except ImportError as error:  # missing, too old, or broken
         if not builtin.needs or (error.name or "").partition(".")[0] != builtin.needs:
             raise
         raise UsageError(
-            f"{scheme}:// needs the package {builtin.needs}: pip install 'bytecheckpoint[{builtin.extra}]'"
+            f"{scheme}:// needs the package {builtin.needs}: pip install 'bytecheckpoint[{builtin.extra}]' ({error})"
         ) from None
     return factory
 

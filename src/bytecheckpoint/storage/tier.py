@@ -47,7 +47,7 @@ class TierStorage(Storage):
         durable: where it goes in the end.
     """
 
-    capabilities = Capabilities(durable=False, machine_only=True)
+    capabilities = Capabilities(machine_only=True)
 
     def __init__(self, url: str) -> None:
         from .registry import resolve

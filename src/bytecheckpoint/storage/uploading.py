@@ -43,7 +43,7 @@ class Pieces(Protocol):
 class UploadingStorage(Storage):
     """Base of storages that implement `upload` in the place of `create`."""
 
-    capabilities = Capabilities(whole_files=True, remote=True)
+    capabilities = Capabilities(whole_files=True)
 
     def create(self, request: NewFile) -> FileWriter:
         check_name(request.name)
@@ -106,13 +106,15 @@ class _Remembering(_Uploading):
 
     def __init__(self, storage: UploadingStorage, request: NewFile) -> None:
         super().__init__(storage, request)
+        self._written: dict[int, list[memoryview]] = {}
         self._runs: list[tuple[int, list[memoryview]]] = []
 
     def write_at(self, offset: int, buffers: Sequence[memoryview]) -> None:
-        self._runs.append((offset, list(buffers)))
+        if any(map(len, buffers)):
+            self._written[offset] = list(buffers)  # a write that is repeated takes the place of the one that failed
 
     def finish(self, size: int) -> None:
-        self._runs.sort(key=lambda run: run[0])
+        self._runs = sorted(self._written.items(), key=lambda run: run[0])
         position = 0
         for offset, buffers in self._runs:
             assert offset == position, f"bytes {position} to {offset} of {self._name} were not written"
@@ -129,7 +131,7 @@ class _Remembering(_Uploading):
                     yield piece
 
     def _release(self) -> None:
-        self._runs = []
+        self._written, self._runs = {}, []
 
 
 class _Spooling(_Uploading):
@@ -139,9 +141,8 @@ class _Spooling(_Uploading):
         super().__init__(storage, request)
         self._folder = settings().spool_dir or tempfile.gettempdir()
         self._shown = f"the spool of {storage.url}/{request.name} in {self._folder} (settings.spool_dir)"
-        self._written = 0
+        self._written: dict[int, int] = {}
         self._size = 0
-        self._lock = threading.Lock()
         with translated("create", self._shown):
             # Unlinked as it is made: whatever ends this process, the space comes back.
             self._file = tempfile.TemporaryFile(  # noqa: SIM115  closed by `_release`
@@ -151,11 +152,12 @@ class _Spooling(_Uploading):
     def write_at(self, offset: int, buffers: Sequence[memoryview]) -> None:
         with translated("write", self._shown):
             write_fully(self._file.fileno(), offset, buffers)
-        with self._lock:
-            self._written += sum(map(len, buffers))
+        if any(map(len, buffers)):
+            self._written[offset] = sum(map(len, buffers))  # a write that is repeated counts once
 
     def finish(self, size: int) -> None:
-        assert self._written == size, f"{self._name} has {self._written} bytes, not {size}"
+        written = sum(self._written.values())
+        assert written == size, f"{self._name} has {written} bytes, not {size}"
         self._size = size
         self._upload(size)
 

@@ -7,6 +7,7 @@ storage.meter.bytes("read_into"), storage.meter.seconds("read_into")
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
 from collections import defaultdict
@@ -39,7 +40,7 @@ class Call:
     Attributes:
         operation: the method's name; "write" and "read_into" are those of writers and readers.
         name: the file, several of them separated by spaces, or "".
-        nbytes: bytes that the caller gives or asks for.
+        nbytes: bytes that the caller gives or asks for; 0 for "read", which is told by its answer.
         tear: of a write: writes the first half of the first buffer, for faults that leave that behind.
     """
 
@@ -64,6 +65,23 @@ class WrappedStorage(Storage):
     def around(self, call: Call, do: Callable[[], _T]) -> _T:
         """Carry out one call; `do` does it. Runs on the caller's thread, several at once."""
         return do()
+
+    @property
+    def timeout(self) -> float | None:
+        """As of the inner storage, which is what waits."""
+        return self.inner.timeout
+
+    @timeout.setter
+    def timeout(self, seconds: float | None) -> None:
+        self.inner.timeout = seconds
+
+    def limit(self, nbytes: int = 0) -> float:
+        return self.inner.limit(nbytes)
+
+    def nearby(self) -> Storage:
+        near = copy.copy(self)
+        near.inner = self.inner.nearby()
+        return near
 
     def create(self, request: NewFile) -> FileWriter:
         call = Call("create", request.name, request.size)
@@ -171,7 +189,7 @@ class Meter:
         return self._get(operation, 1)
 
     def bytes(self, operation: str) -> int:
-        """Bytes that calls which succeeded were to move."""
+        """Bytes that calls which succeeded have moved."""
         return self._get(operation, 2)
 
     def seconds(self, operation: str) -> float:
@@ -184,6 +202,13 @@ class Meter:
             return int(self._table[operation][column]) if operation in self._table else 0
 
 
+def _moved(call: Call, result: object) -> int:
+    """The bytes that a call which succeeded has moved: a read may have met the file's end."""
+    if isinstance(result, bytes):
+        return len(result)
+    return result if call.operation == "read_into" and isinstance(result, int) else call.nbytes
+
+
 class MeteredStorage(WrappedStorage):
     """Counts calls, bytes and seconds in `meter`: `storage.meter.bytes("read_into")`."""
 
@@ -193,12 +218,11 @@ class MeteredStorage(WrappedStorage):
 
     def around(self, call: Call, do: Callable[[], _T]) -> _T:
         begun = time.perf_counter()
-        done = False
+        done, nbytes = False, 0
         try:
             result = do()
-            done = True
+            done, nbytes = True, _moved(call, result)
         finally:
-            nbytes = call.nbytes if done else 0
             self.meter.add(call.operation, nbytes, time.perf_counter() - begun, not done)
         return result
 
@@ -229,7 +253,7 @@ class DelayedStorage(WrappedStorage):
     Args:
         inner: the storage that does the work.
         latency: seconds that each call takes longer.
-        bandwidth: bytes per second of each write or read; 0.0: as fast as it goes.
+        bandwidth: bytes per second of each call that moves some; 0.0: as fast as it goes.
     """
 
     def __init__(self, inner: Storage, latency: float, bandwidth: float = 0.0) -> None:
@@ -238,9 +262,12 @@ class DelayedStorage(WrappedStorage):
         self._bandwidth = bandwidth
 
     def around(self, call: Call, do: Callable[[], _T]) -> _T:
-        moved = call.nbytes if call.operation in ("write", "read_into") else 0
-        time.sleep(self._latency + (moved / self._bandwidth if self._bandwidth else 0.0))
-        return do()
+        time.sleep(self._latency)
+        result = do()
+        # Announced by "create" and "finish", moved by "write".
+        moved = 0 if call.operation in ("create", "finish") else _moved(call, result)
+        time.sleep(moved / self._bandwidth if self._bandwidth else 0.0)
+        return result
 
 
 @dataclass
