@@ -20,6 +20,7 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -267,6 +268,31 @@ def _empty(url: str) -> None:
     storage.delete([name for name, _ in storage.list()])
 
 
+def _measure_place(name: str, nbytes: int, rounds: int, threads: list[int]) -> list[Result]:
+    folder = Path(tempfile.mkdtemp(prefix="bench-storage-"))
+    try:
+        with ExitStack() as stack:
+            place = stack.enter_context(PLACES[name](folder))
+            return list(Bench(place, nbytes, rounds, threads).run())
+    except pytest.skip.Exception as reason:
+        print(f"{name}: not measured, {reason}")
+        return []
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _about(nbytes: int) -> dict[str, Any]:
+    packages = ("bytecheckpoint", "hdfs-native", "obstore")
+    return {
+        "versions": {package: version(package) for package in packages},
+        "python": platform.python_version(),
+        "cpus": os.cpu_count(),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30),
+        "state_mib": nbytes >> 20,
+        "load_average": [round(value, 1) for value in os.getloadavg()],
+    }
+
+
 def main() -> int:
     """Measure, print the table, write the JSON."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.storage", description=__doc__)
@@ -281,28 +307,15 @@ def main() -> int:
     rounds = arguments.rounds or (2 if arguments.short else 5)
     results: list[Result] = []
     for name in arguments.places:
-        folder = Path(tempfile.mkdtemp(prefix="bench-storage-"))
-        try:
-            with ExitStack() as stack:
-                place = stack.enter_context(PLACES[name](folder))
-                results += Bench(place, nbytes, rounds, arguments.threads).run()
-        except pytest.skip.Exception as reason:
-            print(f"{name}: not measured, {reason}")
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
-    packages = ("bytecheckpoint", "hdfs-native", "obstore")
-    about = {
-        "versions": {package: version(package) for package in packages},
-        "python": platform.python_version(),
-        "cpus": os.cpu_count(),
-        "memory_gib": round(psutil.virtual_memory().total / 2**30),
-        "state_mib": nbytes >> 20,
-        "load_average": [round(value, 1) for value in os.getloadavg()],
-    }
-    table(results, about)
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    record = {"about": about, "results": [asdict(r) for r in results]}
-    (arguments.out / "storage.json").write_text(json.dumps(record, indent=1))
+        found = _measure_place(name, nbytes, rounds, arguments.threads)
+        results += found
+        about = _about(nbytes)
+        if found:
+            table(found, about)
+        # A place takes minutes: what is known is kept when a later one is interrupted.
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        record = {"about": about, "results": [asdict(r) for r in results]}
+        (arguments.out / "storage.json").write_text(json.dumps(record, indent=1))
     return int(any(r.error for r in results))
 
 

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bytecheckpoint.collectives import Collective, SingleProcess, ThreadWorld, current, use
+from bytecheckpoint.collectives.threads import _ThreadRank
 from bytecheckpoint.errors import CheckpointError, CheckpointTimeoutError, PeerLostError, UsageError
 
 
@@ -128,6 +129,45 @@ def test_a_decision_that_fails_fails_everybody_at_once() -> None:
             c.consult("c", b"", decide, timeout=3600)
 
     ThreadWorld(3).run(body, timeout=20)
+
+
+@pytest.mark.parametrize("size", [9, 10, 30, 75])
+def test_a_long_answer_for_all_is_handed_on_from_rank_to_rank(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = np.random.default_rng(1).bytes(300_000)
+    sent = [0] * size
+    original = _ThreadRank.send
+
+    def send(self: _ThreadRank, to: int, tag: str, payload: bytes) -> None:
+        sent[self.rank] += len(payload)
+        original(self, to, tag, payload)
+
+    monkeypatch.setattr(_ThreadRank, "send", send)
+
+    def body(c: Collective) -> bytes:
+        return c.consult("c", b"", lambda payloads: [answer] * len(payloads), timeout=30)
+
+    assert ThreadWorld(size).run(body, timeout=60) == [answer] * size
+    assert max(sent) < 8 * len(answer) + 20 * size
+
+
+@pytest.mark.parametrize("dead", [1, 11])
+def test_a_rank_that_dies_during_a_relay_is_an_error_in_time(dead: int) -> None:
+    world = ThreadWorld(12)
+    seen: list[int] = []
+
+    def decide(payloads: list[bytes]) -> list[bytes]:
+        world.kill(dead, silent=False)
+        return [bytes(300_000)] * len(payloads)
+
+    def body(c: Collective) -> None:
+        try:
+            c.consult("c", b"", decide, timeout=1)
+        except (CheckpointTimeoutError, PeerLostError):
+            seen.append(c.rank)
+
+    world.run(body, timeout=20)
+    below = range(9, 12) if dead == 1 else [11]
+    assert {dead, *below} <= set(seen)
 
 
 def test_run_raises_the_first_error_and_notes_the_others() -> None:

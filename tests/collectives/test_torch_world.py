@@ -77,6 +77,7 @@ def everything() -> None:
     check_large_message(c)
     check_descriptors(c)
     check_exchange(c)
+    check_relay(c)
     check_refusal(c)
     check_subgroup(c)
     check_fork(c)
@@ -178,6 +179,15 @@ def check_exchange(c: Collective, tag: str = "x") -> None:
     c.exchange(tag, outgoing, incoming, timeout=60)
     for i, array in incoming.items():
         assert (array == 10 * i + c.rank).all()
+
+
+def check_relay(c: Collective) -> None:
+    """As in a larger world: rank 0 hands a long answer to rank 1, and rank 1 to rank 2."""
+    answer = np.random.default_rng(3).bytes(5 * MIB)
+    with mock.patch.multiple("bytecheckpoint.collectives.base", _FAN_OUT=1):
+        for number in range(3):
+            assert c.consult(f"relay {number}", b"", lambda payloads: [answer] * len(payloads), timeout=30) == answer
+    c.barrier("relayed", timeout=30)
 
 
 def check_refusal(c: Collective) -> None:

@@ -54,8 +54,12 @@ def names_of_ranks(ranks: Collection[int], limit: int = 16) -> str:
     return ("rank " if len(listed) == 1 else "ranks ") + ", ".join(map(str, listed[:limit])) + more
 
 
-# First byte of what rank 0 answers.
-_FINE, _FAILED = b"\0", b"\1"
+# First byte of what rank 0 answers: the answer follows, or what failed, or the length of an answer that is relayed.
+_FINE, _FAILED, _RELAYED = b"\0", b"\1", b"\2"
+#: An answer for all ranks that is longer than this is relayed in larger worlds: rank 0 alone would send it to each of them.
+_LONG = 256 << 10
+#: Ranks to which one rank hands on a relayed answer.
+_FAN_OUT = 8
 
 
 def _pack(payloads: list[bytes]) -> bytes:
@@ -166,13 +170,19 @@ class Collective(ABC):
         """
         deadline = time.monotonic() + timeout
         up, down = f"{tag}/up", f"{tag}/down"
-        answers = None
+        answers: list[bytes] | None = None
+        relayed = None
         try:
             payloads = self.gather(up, payload, timeout=timeout)
             if payloads is not None:
                 decided = decide(payloads)
-                shared = {id(answer): _FINE + answer for answer in decided}  # one that all get is copied once
-                answers = [shared[id(answer)] for answer in decided]
+                shared = {id(answer): answer for answer in decided}
+                if len(shared) == 1 and len(decided[0]) > _LONG and self.world_size > _FAN_OUT:
+                    relayed = np.frombuffer(decided[0], np.uint8)
+                    answers = [_RELAYED + relayed.nbytes.to_bytes(8, "little")] * self.world_size
+                else:
+                    words = {number: _FINE + answer for number, answer in shared.items()}
+                    answers = [words[id(answer)] for answer in decided]
         except Exception as error:
             if self.rank == 0:
                 with contextlib.suppress(CheckpointError):
@@ -181,7 +191,23 @@ class Collective(ABC):
         word = self.scatter(down, answers, timeout=max(0.0, deadline - time.monotonic()))
         if word[:1] == _FAILED:
             raise error_from_report(json.loads(word[1:]), prefix=f"rank {self.rank}: {tag!r} failed on rank 0: ")
+        if word[:1] == _RELAYED:
+            data = np.empty(int.from_bytes(word[1:], "little"), np.uint8) if relayed is None else relayed
+            self._relay(tag, data, deadline)
+            return data.tobytes()
         return word[1:]
+
+    def _relay(self, tag: str, data: NDArray[np.uint8], deadline: float) -> None:
+        """Take rank 0's data from the rank above in a tree, and hand it on to those below."""
+        first = self.rank * _FAN_OUT + 1
+        below = range(first, min(first + _FAN_OUT, self.world_size))
+        if self.rank:
+            above = (self.rank - 1) // _FAN_OUT
+            left = max(0.0, deadline - time.monotonic())
+            self.exchange(f"{tag}/from {above}", {}, {above: data}, timeout=left)
+        if below:
+            left = max(0.0, deadline - time.monotonic())
+            self.exchange(f"{tag}/from {self.rank}", dict.fromkeys(below, data), {}, timeout=left)
 
     def exchange(
         self,
