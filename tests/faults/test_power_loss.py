@@ -150,7 +150,7 @@ def test_a_save_that_syncs_too_little_is_found_out(
     for step in (1, 2, 3):
         saved(recorded.mount / "s", step)
         mark(recorded.mount, f"committed-{step}")
-    with pytest.raises((AssertionError, bytecheckpoint.CorruptCheckpointError)):
+    with pytest.raises((AssertionError, bytecheckpoint.CorruptCheckpointError), match="/s"):
         check_steps(recorded, recorded.mount / "s")
 
 
@@ -176,7 +176,7 @@ def test_during_a_cooldown(recorded: Recorded) -> None:
     """The step is at its path all the time."""
     run, cold = recorded.mount / "run", recorded.mount / "cold"
     for step in (1, 2):
-        saved(run / str(step), step)
+        bytecheckpoint.save(run / str(step), states(step=step))
     mark(recorded.mount, "saved")
     (plan, _) = plan_cooldown(str(run), str(cold), older_than=0)
     assert cool(plan).done
@@ -185,4 +185,4 @@ def test_during_a_cooldown(recorded: Recorded) -> None:
         if "saved" in marks:
             assert [found_at(run / str(step)) for step in (1, 2)] == [1, 2], where
             states_seen += 1
-    assert states_seen > 50
+    assert states_seen > 10

@@ -112,8 +112,8 @@ class _Rules:
         found = os.stat(self._path)
         return found.st_ino, found.st_mtime_ns
 
-    def meet(self, op: str, path: str) -> dict[str, Any]:
-        """Wait or raise as the rules say; what else they say."""
+    def meet(self, op: str, path: str | None) -> dict[str, Any]:
+        """Wait or raise as the rules say; what else they say. An open file that was removed has no path."""
         more: dict[str, Any] = {}
         delay, code = 0.0, 0
         with self._lock:
@@ -124,7 +124,7 @@ class _Rules:
                 self._seen, self._written = stamp, 0
                 self._journal = next((rule["journal"] for rule in self._rules if "journal" in rule), "")
             for rule in self._rules:
-                if rule["op"] not in (op, "*") or rule.get("path", "") not in path or rule.get("times", 1) <= 0:
+                if rule["op"] not in (op, "*") or rule.get("path", "") not in (path or "") or rule.get("times", 1) <= 0:
                     continue
                 if self._written < rule.get("after_bytes", 0):
                     continue

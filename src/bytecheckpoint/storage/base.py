@@ -164,7 +164,10 @@ class Storage(ABC):
 
     def limit(self, nbytes: int = 0) -> float:
         """Seconds that a call which moves `nbytes` may take. A mount whose server is gone may never answer."""
-        return (settings().timeout if self.timeout is None else self.timeout) + nbytes / _SLOWEST
+        seconds = settings().timeout if self.timeout is None else self.timeout
+        if self.capabilities.whole_files:
+            seconds += settings().storage_timeout  # such storages try again for so long, and then say what was wrong
+        return seconds + nbytes / _SLOWEST
 
     @abstractmethod
     def create(self, request: NewFile) -> FileWriter:
