@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 import bytecheckpoint
-from bytecheckpoint import CheckpointNotFoundError, StorageUnavailableError
+from bytecheckpoint import CheckpointNotFoundError, StorageConflictError, StorageUnavailableError
 from bytecheckpoint.cli.main import run as command
 from bytecheckpoint.collectives import current
 from bytecheckpoint.collectives.base import Collective
@@ -27,6 +27,8 @@ from bytecheckpoint.storage import resolve
 from bytecheckpoint.storage.objects import ObjectStorage
 from bytecheckpoint.storage.testing import StorageTests
 from bytecheckpoint.storage.tier import TierStorage
+from bytecheckpoint.tiers import claims
+from bytecheckpoint.tiers.claims import CLAIM, Claim, claimed
 from bytecheckpoint.tiers.cooling import cool, plan_cooldown
 from tests.faults.coded import files_of, load_step, states, step_of
 from tests.servers.meddler import Rule, meddler
@@ -43,9 +45,10 @@ MODES: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(autouse=True)
-def hot() -> Iterator[str]:
+def hot(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A hot tier of the test's own."""
     name = f"test-{uuid.uuid4().hex}"
+    monkeypatch.setenv("BYTECHECKPOINT_TIER_HOT", f"mem://{name}")
     bytecheckpoint.configure(tier_hot=f"mem://{name}")
     yield name
     saver = saver_of(current())
@@ -310,6 +313,27 @@ def test_cooldown_to_and_from_a_server(durable: str, direction: str, tmp_path: P
         assert checkpoint["extra_states/step"] == 1
     assert command(["ls", root]) == 0
     assert command(["export", f"{root}/1", str(tmp_path / "hf")]) == 0
+
+
+def test_claims_are_renewed_and_taken_over(durable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(claims, "_RENEWAL", 0.2)
+    monkeypatch.setattr(claims, "_LEASE", 2.0)
+    storage = resolve(f"{durable}/cold/1")
+    lost = Claim(storage)
+    monkeypatch.setattr(claims, "_here", lambda: "here/0")
+    first = storage.read(CLAIM)
+    with pytest.raises(StorageConflictError, match="let it finish"):
+        Claim(storage)
+    lost.check()
+    assert storage.read(CLAIM) != first
+    lost._released.set()  # as if its process had been killed
+    with claimed(storage) as claim:
+        claim.check()
+        with pytest.raises(StorageConflictError, match="not this process's any more"):
+            lost.check()
+        lost.release()
+        claim.check()
+    assert storage.list() == []
 
 
 def test_the_cold_store_is_away(mortal: S3Server, tmp_path: Path) -> None:

@@ -17,10 +17,11 @@ from bytecheckpoint.saving.saver import saver_of
 
 
 @pytest.fixture(autouse=True)
-def hot() -> Iterator[Path]:
-    """The folder of the hot tier; settings as they were and nothing in flight afterwards."""
+def hot(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder of the hot tier, of other processes too; settings as they were and nothing in flight afterwards."""
     before = bytecheckpoint.settings()
     name = f"test-{uuid.uuid4().hex}"
+    monkeypatch.setenv("BYTECHECKPOINT_TIER_HOT", f"mem://{name}")
     bytecheckpoint.configure(tier_hot=f"mem://{name}")
     folder = Path(f"/dev/shm/bytecheckpoint-{os.geteuid()}/{name}")
     yield folder

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
 import shutil
@@ -171,6 +172,27 @@ def test_folders_that_do_not_go_together(tmp_path: Path, root: str, cold: str) -
         plan_cooldown(root.format(tmp_path), cold.format(tmp_path), older_than=0)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"older_than": -1}, {"older_than": "7d"}, {"older_than": float("nan")}, {"older_than": True},
+        {"older_than": None}, {"older_than": datetime.timedelta(days=-1)}, {"older_than": 0, "keep": 0},
+        {"older_than": 0, "keep": 1.5}, {"older_than": 0, "keep": True}, {"older_than": 0, "now": "today"},
+    ],
+)  # fmt: skip
+def test_policies_that_are_none(root: Path, tmp_path: Path, options: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match=r"older_than|keep|now"):
+        plan_cooldown(str(root), str(tmp_path / "cold"), **options)
+
+
+def test_an_age_may_be_a_timedelta(root: Path, tmp_path: Path) -> None:
+    for age, expected in ((7, ["keep"] * 4), (1, ["move"] * 3 + ["keep"])):
+        plan = plan_cooldown(
+            str(root), str(tmp_path / "cold"), older_than=datetime.timedelta(days=age), now=time.time() + 2 * DAY
+        )
+        assert actions(plan) == expected
+
+
 @pytest.fixture
 def memory() -> Iterator[str]:
     name = f"test-{uuid.uuid4().hex}"
@@ -262,6 +284,8 @@ def test_the_command_line(root: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     assert command(["cooldown", str(root), cold, "--older-than", "0"]) == 0
     assert "3 steps would be moved" in capsys.readouterr().out
     assert not os.path.exists(cold)
+    assert command(["cooldown", str(root), cold, "--dry-run", "--older-than", "0"]) == 0
+    assert "3 steps would be moved" in capsys.readouterr().out
     assert command(["cooldown", str(root), cold]) == 0
     assert "0 steps would be moved" in capsys.readouterr().out
     assert command(["cooldown", str(root), cold, "--older-than", "0", "--keep", "2", "--apply"]) == 0

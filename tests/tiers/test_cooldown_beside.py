@@ -21,6 +21,7 @@ import bytecheckpoint
 from bytecheckpoint import CheckpointError, CorruptCheckpointError, StorageConflictError, StorageUnavailableError
 from bytecheckpoint.cli.main import run as command
 from bytecheckpoint.storage import local, resolve
+from bytecheckpoint.tiers import claims
 from bytecheckpoint.tiers.claims import CLAIM, claimed
 from bytecheckpoint.tiers.cooling import CoolStep, cool, plan_cooldown
 from tests.faults.coded import files_of, load_step, states
@@ -118,7 +119,7 @@ def test_a_second_cooldown_leaves_the_step_to_the_first(
         first = pool.submit(cool, plan)
         assert pause.reached.wait(60)
         second = cool(plan)
-        assert not second.done and "being filled by another cooldown" in second.error and CLAIM in second.error
+        assert not second.done and "being filled by another cooldown" in second.error
         pause.go_on.set()
         assert first.result(60).done
     assert cool(plan).done, "and nothing is left to do"
@@ -151,16 +152,114 @@ def test_many_cooldowns_at_once(tmp_path: Path) -> None:
         assert CLAIM not in files_of(cold / str(step))
 
 
-def test_the_claim_of_another_machine_is_respected(root: Path, tmp_path: Path) -> None:
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Claims are renewed often, and taken over soon."""
+    monkeypatch.setattr(claims, "_RENEWAL", 0.05)
+    monkeypatch.setattr(claims, "_LEASE", 1.0)
+
+
+def test_the_claim_of_another_machine_is_respected_while_it_is_renewed(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hasty: None
+) -> None:
     (plan, *_) = planned(root, tmp_path / "cold")
     storage = resolve(plan.target)
-    theirs = {"host": "elsewhere/0", "process": os.getpid(), "started": "1", "since": time.time()}
-    storage.publish(CLAIM, json.dumps(theirs).encode())
-    assert "on elsewhere/0" in cool(plan).error
-    storage.publish(CLAIM, b"nonsense")
-    assert "unknown process" in cool(plan).error
-    storage.delete([CLAIM])
+    with claimed(storage) as theirs:
+        monkeypatch.setattr(claims, "_here", lambda: "here/0")
+        first = storage.read(CLAIM)
+        time.sleep(1.5)
+        assert storage.read(CLAIM) != first
+        theirs.check()
+        error = cool(plan).error
+        assert "another cooldown (process" in error and "let it finish" in error
+        theirs.check()
     assert cool(plan).done
+
+
+@pytest.mark.parametrize("claim", [{"host": "elsewhere/0", "process": 7, "started": "1", "claim": "x"}, "nonsense"])
+def test_a_claim_that_stays_as_it_is_is_taken_over(
+    root: Path, tmp_path: Path, claim: Any, monkeypatch: pytest.MonkeyPatch, hasty: None
+) -> None:
+    """Whoever holds it is on a machine that is gone, as far as anybody can tell."""
+    (plan, *_) = planned(root, tmp_path / "cold")
+    storage = resolve(plan.target)
+    storage.publish(CLAIM, json.dumps(claim).encode())
+    begun = time.monotonic()
+    assert cool(plan).done
+    assert time.monotonic() - begun >= 1.0
+    assert CLAIM not in files_of(tmp_path / "cold" / "1") and load_step(root / "1") == 1
+
+
+def test_a_cooldown_that_has_lost_its_claim_removes_nothing(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hasty: None
+) -> None:
+    """It was stopped for longer than others wait, and finds that out before it moves the step."""
+    cold = tmp_path / "cold"
+    (plan, *_) = planned(root, cold)
+    before = files_of(root)
+    monkeypatch.setattr(claims.Claim, "_keep", lambda claim: None)
+    pause = Pause(monkeypatch, local._Writer, "finish", lambda writer, *_: str(cold) in writer._path)
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(cool, plan)
+        assert pause.reached.wait(60)
+        monkeypatch.setattr(claims, "_here", lambda: "here/0")
+        with claimed(resolve(plan.target)) as second:
+            pause.go_on.set()
+            error = first.result(60).error
+            assert f"{CLAIM} is not this process's any more" in error
+            second.check()
+    assert files_of(root) == before and load_step(root / "1") == 1
+    assert not (cold / "1" / "metadata.parquet").exists()
+    assert cool(plan).done and load_step(root / "1") == load_step(cold / "1") == 1
+
+
+def test_the_claim_of_a_killed_process_that_nobody_has_waited_for(tmp_path: Path) -> None:
+    storage = resolve(tmp_path / "cold")
+    killed = subprocess.Popen([sys.executable, "-c", _KILLED, storage.url])
+    os.waitid(os.P_PID, killed.pid, os.WEXITED | os.WNOWAIT)
+    with claimed(storage):
+        pass
+    assert killed.wait(60) == 9
+
+
+# --- one folder, two names ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("alias", ["link", "link of a step", "scheme"])
+def test_a_cold_folder_that_is_the_hot_one(root: Path, tmp_path: Path, alias: str) -> None:
+    """Its files would be proved to be there, and then be removed as the hot ones."""
+    cold = str(tmp_path / "cold")
+    if alias == "link":
+        os.symlink(root, cold)
+    elif alias == "link of a step":
+        os.mkdir(cold)
+        for step in (1, 2):
+            os.symlink(root / str(step), f"{cold}/{step}")
+    else:
+        cold = f"fsspec+file://{root}"
+    before = files_of(root)
+    for step in planned(root, cold):
+        done = cool(step)
+        assert not done.done and "are the same folder" in done.error
+    assert files_of(root) == before
+    assert [load_step(root / str(step)) for step in (1, 2, 3)] == [1, 2, 3]
+
+
+def test_a_cold_folder_that_has_become_the_hot_one(root: Path, tmp_path: Path) -> None:
+    """Somebody has brought all back with a link in the place of the cold folder: what is left is not a remainder."""
+    cold = tmp_path / "cold"
+    assert all(cool(step).done for step in planned(root, cold))
+    for step in (1, 2):
+        for folder in ("model", "optimizer", "extra"):
+            shutil.move(cold / str(step) / folder, root / str(step) / folder)
+    shutil.rmtree(cold)
+    os.symlink(root, cold)
+    assert load_step(root / "1") == 1
+    steps = [
+        step for step in plan_cooldown(str(root), str(tmp_path / "colder"), older_than=0) if step.action == "finish"
+    ]
+    assert len(steps) == 2 and all("are the same folder" in cool(step).error for step in steps)
+    assert load_step(root / "1") == 1 and load_step(root / "2") == 2
 
 
 def test_a_claim_ends_with_its_work(tmp_path: Path) -> None:

@@ -120,6 +120,20 @@ def test_a_lost_machine_loses_nothing(
     assert {step for step, _ in got} == {1}
 
 
+def test_a_machine_that_is_new_keeps_nothing_of_what_others_had(
+    start: Start, run: str, memory: str, hot: Path, tmp_path: Path
+) -> None:
+    """It takes part in the flush of what a killed job has left, of which it has no files."""
+    world = start(2)
+    world.run(jobs.save, f"{run}/1", memory, [0, 1], 1, str(tmp_path / "never"))
+    world.kill()
+    lose(hot, 1)
+    start(2).run(jobs.save, f"{run}/2", memory, [0, 1], 2)
+    assert load_step(durable(run) / "1") == 1
+    for machine in range(2):
+        assert [p.name for p in step_in(memory, machine, f"{run}/1").parent.iterdir()] == ["2"]
+
+
 def test_without_copies_a_lost_machine_is_lost(start: Start, run: str, memory: str, hot: Path, tmp_path: Path) -> None:
     """... and the durable step before it is what a load finds."""
     path = f"{run}/s"

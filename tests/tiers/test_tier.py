@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -27,11 +28,14 @@ from bytecheckpoint.cli.main import run as command
 from bytecheckpoint.collectives import current
 from bytecheckpoint.collectives.base import Collective
 from bytecheckpoint.collectives.threads import ThreadWorld
+from bytecheckpoint.engine.catalogs import read_catalog
 from bytecheckpoint.saving.saver import saver_of
 from bytecheckpoint.storage import Storage, resolve
 from bytecheckpoint.storage.local import LocalStorage
 from bytecheckpoint.storage.testing import StorageTests
 from bytecheckpoint.storage.tier import TierStorage
+from bytecheckpoint.storage.wrappers import MeteredStorage
+from bytecheckpoint.tiers.housekeeping import Leftovers
 from tests.faults.coded import files_of, load_step, states, step_of
 from tests.support.mounts import small_tmpfs
 
@@ -128,6 +132,13 @@ def test_other_paths_are_restorable_when_they_are_committed(tmp_path: Path) -> N
         handle = bytecheckpoint.save(tmp_path / "step", states(step=1), **options)
         handle.result(60)
         assert handle.restorable.done()
+
+
+def test_a_tier_in_a_wrapper_is_flushed_too(run: str) -> None:
+    storage = MeteredStorage(resolve(f"{run}/1"))
+    bytecheckpoint.save(storage, states(step=1), async_checkpoint=True).result(60)
+    assert load_step(folder_of(run) / "1") == 1
+    assert storage.meter.calls("publish") == 1
 
 
 def test_memory_is_read_before_the_durable_storage(run: str) -> None:
@@ -406,6 +417,44 @@ def test_what_is_left_of_a_hot_step_is_not_taken_for_it(run: str, gate: Gate) ->
     gate.open.set()
 
 
+def test_what_killed_saves_leave_in_memory_is_removed_by_the_next_job(run: str) -> None:
+    bytecheckpoint.save(f"{run}/9", states(step=9)).result(60)
+    drain()
+    steps = hot_of(f"{run}/9").parent
+    old_file = next((steps / "9" / "model").glob("rank-*"))
+    remains = [
+        steps / "folder only" / "model",
+        steps / "publishing" / ".publishing-0123456789abcdef",
+        steps / "uncommitted" / "model" / old_file.name,
+        steps / "9" / "model" / f"{old_file.name.split('.')[0]}.{'0' * 24}.safetensors",  # was replaced
+        steps / "9" / ".publishing-0123456789abcdef",
+    ]
+    for place in remains:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        if place.name == "model":
+            place.mkdir()
+        else:
+            shutil.copy(old_file, place)
+    for folder, _, names in os.walk(steps, topdown=False):
+        for path in (*(os.path.join(folder, name) for name in names), folder):
+            os.utime(path, (1e9, 1e9))
+    (steps / "somebody else's").mkdir()
+    os.utime(steps / "somebody else's", (1e9, 1e9))
+    (steps / "somebody else's" / "notes.txt").write_text("not ours")
+    bytecheckpoint.configure(tier_keep=2)
+    saver_of(current()).flusher._leftovers = Leftovers(time.time())  # as in a new process
+    bytecheckpoint.save(f"{run}/10", states(step=10)).result(60)
+    drain()
+    assert sorted(os.listdir(steps)) == ["10", "9", "somebody else's"]
+    assert not any(place.exists() for place in remains)
+    for step in (9, 10):
+        hot = resolve(f"{run}/{step}").nearby()
+        named = {file.name for file in read_catalog(hot)[0].files}
+        assert {name for name, _ in hot.list()} == {*named, "metadata.parquet"}
+        shutil.rmtree(folder_of(run) / str(step))
+        assert load_step(f"{run}/{step}") == step
+
+
 def test_a_durable_storage_that_does_not_answer_is_not_waited_for(run: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bytecheckpoint.storage.tier._LOAD_PATIENCE", 0.3)
     monkeypatch.setattr("bytecheckpoint.storage.tier._PATIENCE", 0.3)
@@ -482,6 +531,44 @@ def test_ls_inspect_and_open(run: str, gate: Gate, capsys: pytest.CaptureFixture
     assert command(["inspect", f"{run}/1"]) == 0
     with bytecheckpoint.open(f"{run}/1") as checkpoint:
         assert checkpoint["extra_states/step"] == 1
+    gate.open.set()
+
+
+def test_ls_while_the_durable_storage_is_away(
+    run: str, gate: Gate, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What this machine has is listed, and what could not be asked is said."""
+    bytecheckpoint.save(f"{run}/1", states(step=1))
+
+    def away(storage: LocalStorage, *_: Any) -> Any:
+        raise StorageUnavailableError(f"cannot reach {storage.url}: Transport endpoint is not connected")
+
+    for name in ("read", "list", "stat"):
+        monkeypatch.setattr(LocalStorage, name, away)
+    hang = threading.Event()
+    monkeypatch.setattr(LocalStorage, "folders", lambda storage: hang.wait(60))
+    monkeypatch.setattr("bytecheckpoint.cli.listing._PATIENCE", 0.3)
+    capsys.readouterr()
+    assert command(["ls", run]) == 1
+    assert f"{run}: no answer within 0.3 s" in capsys.readouterr().err
+    hang.set()
+    monkeypatch.setattr(LocalStorage, "folders", away)
+    assert command(["ls", run]) == 1
+    said = capsys.readouterr()
+    assert "committed" in said.out
+    assert "only what is near is listed" in said.err
+    assert f"{run}: cannot reach {folder_of(run)}: Transport endpoint" in said.err
+    assert command(["ls", run, "--json"]) == 1
+    listed = json.loads(capsys.readouterr().out)
+    assert [(step["name"], step["state"]) for step in listed["checkpoints"]] == [("1", "committed")]
+    assert "cannot reach" in listed["unreachable"] and listed["path"] == run
+    assert command(["ls", f"{run}/1", "--json"]) == 1, "it is hot, but may have been replaced"
+    listed = json.loads(capsys.readouterr().out)
+    assert listed["state"] == "committed" and "cannot reach" in listed["unreachable"]
+    for path in (f"{run}/nothing", str(folder_of(run))):
+        assert command(["ls", path]) == 2
+        assert "not connected" in capsys.readouterr().err
+    gate.error = StorageUnavailableError("cannot write here")
     gate.open.set()
 
 

@@ -148,7 +148,7 @@ def cooldown(
     cold: Annotated[str, typer.Argument(metavar="COLD", help="Where older steps go.", show_default=False)],
     older_than: Annotated[str, typer.Option(help="Age from which on a step is moved: 30m, 12h, 7d, 2w.")] = "7d",
     keep: Annotated[int, typer.Option(min=1, help="That many of the newest steps stay in any case.")] = 1,
-    apply: Annotated[bool, typer.Option("--apply", help="Do it; otherwise it is only shown.")] = False,
+    apply: Annotated[bool, typer.Option("--apply/--dry-run", help="Do it, or only show what would be done.")] = False,
     json: Json = False,
 ) -> Job:
     """Move older steps to a cold storage; their paths go on working. Shows what it would do, unless --apply is given."""

@@ -9,14 +9,17 @@ from typing import Any
 import numpy as np
 
 from ..engine.catalogs import read_catalog
-from ..errors import CheckpointError, CheckpointNotFoundError
+from ..errors import CheckpointError, CheckpointNotFoundError, StorageUnavailableError
 from ..representation.catalog import VALUES_SLOT, Catalog
 from ..representation.names import CATALOG_NAME, generation_of
 from ..storage import Storage, resolve
-from ..storage.tier import TierStorage
-from .show import counted, moment, print_json, print_table, shown, size
+from ..storage.parallel import within
+from .show import counted, moment, print_json, print_notes, print_table, shown, size
 
-__all__ = ["ls", "open_catalog", "summary"]
+__all__ = ["explained", "ls", "open_catalog", "summary"]
+
+#: Seconds for the first word of a storage behind another; without it only what is near is listed.
+_PATIENCE = 15.0
 
 
 def open_catalog(path: str) -> tuple[Storage, Catalog]:
@@ -29,27 +32,43 @@ def open_catalog(path: str) -> tuple[Storage, Catalog]:
     try:
         return storage, read_catalog(storage)[0]
     except CheckpointNotFoundError as error:
-        # A tier's own words say which files of a hot step are missing; and what is hot there is nothing to repair.
-        if not isinstance(storage, TierStorage) and any(generation_of(name) for name, _ in storage.list()):
-            raise CheckpointNotFoundError(
-                f"{storage.url} holds storage files without a catalog: a save that did not commit, or a lost "
-                f"{CATALOG_NAME}, which `bytecheckpoint repair` rebuilds"
-            ) from error
-        raise
+        raise explained(storage, error) from None
+
+
+def explained(storage: Storage, error: CheckpointNotFoundError) -> CheckpointNotFoundError:
+    """`error`, or what says more about what is there instead of a checkpoint."""
+    # Where machines see different files, those of this one prove nothing.
+    if not storage.capabilities.machine_only and any(generation_of(name) for name, _ in storage.list()):
+        return CheckpointNotFoundError(
+            f"{storage.url} holds storage files without a catalog: a save that did not commit, or a lost "
+            f"{CATALOG_NAME}, which `bytecheckpoint repair` rebuilds"
+        )
+    return error
 
 
 def ls(path: str, *, json: bool) -> int:
-    """List; returns 1 when a checkpoint of a folder is damaged."""
+    """List; returns 1 when a checkpoint of a folder is damaged, or not all could be asked."""
     storage = resolve(path)
+    near, unreachable = storage.nearby(), ""
+    if near is not storage:
+        try:
+            within(_PATIENCE, storage.folders)
+        except StorageUnavailableError as error:
+            unreachable = f"{storage.url}: {error}"
+    looked = near if unreachable else storage
+    damaged = False
     try:
-        catalog = open_catalog(path)[1]
+        catalog, _ = read_catalog(looked)
     except CheckpointNotFoundError as error:
-        steps = _steps(storage)
+        steps = _steps(looked)
         if not steps:
-            raise error from None
-        return _show_steps(storage, steps, json)
-    _show_one(storage, catalog, json)
-    return 0
+            raise StorageUnavailableError(unreachable) if unreachable else explained(storage, error) from None
+        damaged = _show_steps(looked, steps, json, unreachable)
+    else:
+        _show_one(looked, catalog, json, unreachable)
+    if unreachable and not json:
+        print_notes([f"only what is near is listed, since not all can be asked: {unreachable}"])
+    return int(damaged or bool(unreachable))
 
 
 def _natural(name: str) -> list[tuple[int, int, str]]:
@@ -62,6 +81,8 @@ def _steps(storage: Storage) -> list[dict[str, Any]]:
     found = []
     for name in sorted(storage.folders(), key=_natural):
         step = resolve(f"{storage.url}/{name}")
+        if storage.nearby() is storage:  # then that is all that is wanted of the steps, too
+            step = step.nearby()
         try:
             catalog, _ = read_catalog(step)
         except CheckpointNotFoundError:
@@ -69,6 +90,8 @@ def _steps(storage: Storage) -> list[dict[str, Any]]:
             if own:
                 found.append({"name": name, "state": "uncommitted", "bytes": sum(own), "files": len(own)})
             continue
+        except StorageUnavailableError:  # that says nothing about the step, and the others would be waited for, too
+            raise
         except CheckpointError as error:
             found.append({"name": name, "state": "damaged", "error": str(error)})
             continue
@@ -91,11 +114,12 @@ def summary(catalog: Catalog) -> dict[str, Any]:
     }
 
 
-def _show_steps(storage: Storage, steps: list[dict[str, Any]], json: bool) -> int:
-    damaged = any(step["state"] == "damaged" for step in steps)
+def _show_steps(storage: Storage, steps: list[dict[str, Any]], json: bool, unreachable: str) -> bool:
+    """Whether one of them is damaged."""
+    bad = any(step["state"] == "damaged" for step in steps)
     if json:
-        print_json({"path": storage.url, "type": "folder", "checkpoints": steps})
-        return int(damaged)
+        print_json({"path": storage.url, "type": "folder", "checkpoints": steps, "unreachable": unreachable})
+        return bad
     print_table(
         ["name", "state", "created", "size>", "tensors>", "files>", "ranks>", "kinds"],
         [
@@ -112,10 +136,10 @@ def _show_steps(storage: Storage, steps: list[dict[str, Any]], json: bool) -> in
             for step in steps
         ],
     )
-    return int(damaged)
+    return bad
 
 
-def _show_one(storage: Storage, catalog: Catalog, json: bool) -> None:
+def _show_one(storage: Storage, catalog: Catalog, json: bool, unreachable: str) -> None:
     states: list[dict[str, Any]] = []
     values = catalog.slot.codes == catalog.slot.codes_of([VALUES_SLOT])[0]
     kind_of_row = catalog.kind.codes[catalog.boxes.tensor]
@@ -135,7 +159,7 @@ def _show_one(storage: Storage, catalog: Catalog, json: bool) -> None:
         )
     about = {"path": storage.url, "type": "checkpoint", "state": "committed", **summary(catalog), "states": states}
     if json:
-        print_json(about)
+        print_json({**about, "unreachable": unreachable})
         return
     print(shown(storage.url))
     print(

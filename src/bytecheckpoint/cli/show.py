@@ -7,10 +7,21 @@ import datetime
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-__all__ = ["as_json", "counted", "moment", "print_json", "print_table", "progress_bar", "shown", "size", "typed"]
+__all__ = [
+    "as_json",
+    "counted",
+    "moment",
+    "print_json",
+    "print_notes",
+    "print_table",
+    "progress_bar",
+    "shown",
+    "size",
+    "typed",
+]
 
 _ESCAPES = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
 
@@ -75,6 +86,12 @@ def print_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
             for cell, width, title in zip(row, widths, titles, strict=True)
         ]
         print("  ".join(parts).rstrip())
+
+
+def print_notes(notes: Iterable[str]) -> None:
+    """Each on a line of stderr."""
+    for note in notes:
+        print(f"note: {shown(note)}", file=sys.stderr)
 
 
 def as_json(value: Any) -> Any:

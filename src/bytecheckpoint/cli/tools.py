@@ -3,41 +3,34 @@
 from __future__ import annotations
 
 import re
-import sys
-from collections.abc import Iterable
 from dataclasses import asdict
 
-from ..errors import UsageError
+from ..errors import CheckpointNotFoundError, UsageError
 from ..storage import resolve
-from ..storage.tier import TierStorage
-from .show import counted, print_json, progress_bar, shown, size
+from .show import counted, print_json, print_notes, progress_bar, shown, size
 
 __all__ = ["diff", "export", "parse_size", "repair", "verify"]
 
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
 
 
-def _notes(notes: Iterable[str]) -> None:
-    for note in notes:
-        print(f"note: {shown(note)}", file=sys.stderr)
-
-
 def verify(path: str, *, threads: int, json: bool) -> int:
     """Check every byte; returns 1 when something is wrong."""
     from ..interop.verify import verify_checkpoint
-    from .listing import open_catalog
+    from .listing import explained
 
     storage = resolve(path)
-    if not isinstance(storage, TierStorage):
-        open_catalog(path)  # says more about what is there instead
-    with progress_bar("verifying") as progress:
-        report = verify_checkpoint(storage, progress, threads=threads)
+    try:
+        with progress_bar("verifying") as progress:
+            report = verify_checkpoint(storage, progress, threads=threads)
+    except CheckpointNotFoundError as error:
+        raise explained(storage, error) from None
     if json:
         print_json({"ok": report.ok, **asdict(report)})
         return int(not report.ok)
     for finding in report.findings:
         print(shown(finding.message))
-    _notes(report.notes)
+    print_notes(report.notes)
     verdict = "sound" if report.ok else counted(len(report.findings), "finding")
     content = f"{counted(report.tensors, 'tensor')}, {size(report.bytes_read)} in {counted(report.files, 'file')}"
     print(f"{shown(report.path)}: {content}: {verdict}" + (f"; {shown(report.verdict)}" if report.verdict else ""))
@@ -56,7 +49,7 @@ def diff(a: str, b: str, *, rtol: float, atol: float, json: bool) -> int:
             return int(not report.equal)
     for difference in report.differences:
         print(shown(difference.message))
-    _notes(report.notes)
+    print_notes(report.notes)
     tensors = f"{counted(report.tensors, 'tensor')} ({size(report.bytes_compared)})"
     compared = f"{tensors} and {counted(report.values, 'plain value')}"
     print(f"{compared} compared: {'equal' if report.equal else counted(len(report.differences), 'difference')}")
@@ -92,8 +85,8 @@ def export(src: str, dst: str, *, kind: str, dtype: str | None, max_shard_size: 
     if json:
         print_json(asdict(report))
         return int(bool(report.overflowed))
-    _notes(f"{key} is a plain value and was not exported" for key in report.skipped)
-    _notes(f"{name} holds values too large for {dtype}: they became infinite" for name in report.overflowed)
+    print_notes(f"{key} is a plain value and was not exported" for key in report.skipped)
+    print_notes(f"{name} holds values too large for {dtype}: they became infinite" for name in report.overflowed)
     content = f"{counted(report.tensors, 'tensor')}, {size(report.nbytes)} in {counted(len(report.files), 'file')}"
     print(f"{shown(report.path)}: {content}")
     return int(bool(report.overflowed))
@@ -111,7 +104,7 @@ def repair(path: str, *, force: bool, json: bool) -> int:
         return int(bool(report.findings))
     for finding in report.findings:
         print(shown(finding.message))
-    _notes(report.notes)
+    print_notes(report.notes)
     done = f"catalog rebuilt from save {report.generation}" if report.written else "the catalog is sound"
     print(f"{shown(report.path)}: {done}")
     return int(bool(report.findings))

@@ -24,6 +24,7 @@ from ..monitoring.phases import Phases
 from ..settings import Settings
 from ..storage import Storage
 from ..storage.tier import TierStorage
+from ..storage.wrappers import WrappedStorage
 from ..tiers.background import Flusher
 from .coordinator import Coordinator, SaveTask
 from .local import LocalPlan
@@ -167,8 +168,11 @@ class Saver:
 
     def committed(self, call: SaveCall, handle: SaveHandle, report: SaveReport, number: int) -> None:
         """The checkpoint stands under its path: tell the caller, or take it further where that is only a first tier."""
-        if isinstance(call.storage, TierStorage):
-            self.flusher.take(number, call.storage, handle, report, call.settings, self._keep_failure)
+        storage = call.storage
+        while isinstance(storage, WrappedStorage):
+            storage = storage.inner
+        if isinstance(storage, TierStorage):
+            self.flusher.take(number, storage, handle, report, call.settings, self._keep_failure)
             return
         handle.restorable.set_result(None)
         handle.committed.set_result(report)

@@ -14,7 +14,7 @@ UNKNOWN = "?"
 #: File that flushes of a step hold while they work.
 LOCK = "tier.lock"
 #: Names in a hot folder that are not the checkpoint's.
-HOUSEHOLD = re.compile(r"tier-([0-9a-f]{16})\.json|tier\.lock")
+HOUSEHOLD = re.compile(r"tier-([0-9a-f]{16})\.json|tier\.lock|\.publishing-[0-9a-f]+")
 #: What a folder's name cannot hold as it is.
 _UNSAFE = re.compile(r"[%:\\\x00-\x1f\x7f]")
 

@@ -25,7 +25,7 @@ from .hot_names import HOUSEHOLD, LOCK, UNKNOWN, Record, digest_of, place_of, re
 from .local import PosixStorage
 from .parallel import within
 
-__all__ = ["LOCK", "PREFIX", "UNKNOWN", "HotSide", "Record", "TierStorage", "digest_of", "unplaced"]
+__all__ = ["HOUSEHOLD", "LOCK", "PREFIX", "UNKNOWN", "HotSide", "Record", "TierStorage", "digest_of", "unplaced"]
 
 PREFIX = "tier+"
 #: Seconds that a save waits for the durable storage's word about what is there, before it goes on without.
@@ -78,7 +78,9 @@ class TierStorage(Storage):
         self.hot.publish(record_name(digest_of(catalog)), msgspec.json.encode(record))
 
     def note(self, catalog: bytes, record: Record, ranks: Sequence[int], *, flushed: bool = False) -> None:
-        """Write down what has become known of a hot step since its save. Should there be no room, it goes on without.
+        """Write down what has become known of a hot step since its save, if it is here.
+
+        Should there be no room, it goes on without.
 
         Args:
             catalog: of the step.
@@ -86,6 +88,8 @@ class TierStorage(Storage):
             ranks: those that saved on this machine.
             flushed: whether the durable storage has it.
         """
+        if self.hot_catalog() != catalog:
+            return
         try:
             self.remember(catalog, msgspec.structs.replace(record, ranks=list(ranks), flushed=flushed))
         except StorageError as error:
@@ -232,6 +236,9 @@ class TierStorage(Storage):
     def list(self) -> list[tuple[str, int]]:
         return sorted({**dict(self.durable.list()), **dict(_listed(self.hot))}.items())
 
+    def nearby(self) -> Storage:
+        return HotSide(self.url)
+
     def delete(self, names: Iterable[str]) -> None:
         names = list(names)
         self.remove(names)
@@ -263,7 +270,14 @@ class TierStorage(Storage):
     def remove(self, names: Iterable[str]) -> None:
         """Remove files of the hot copy, and its folder when nothing else is in it."""
         self.hot.delete(names)
-        self._tidy_up()
+        self.tidy_up()
+
+    def needed(self) -> set[str]:
+        """The files of the hot folder that its step consists of; none where there is no whole step."""
+        catalog = self.hot_catalog()
+        if catalog is None or self.record(catalog) is None:
+            return set()
+        return {CATALOG_NAME, LOCK, record_name(digest_of(catalog)), *(file.name for file in decode(catalog).files)}
 
     def forget_records(self, *, but: bytes) -> None:
         """Remove what is remembered of steps that others have replaced here.
@@ -275,12 +289,14 @@ class TierStorage(Storage):
         with contextlib.suppress(StorageError):
             self.hot.delete([name for name, _ in self.hot.list() if name.startswith("tier-") and name != keep])
 
-    def _tidy_up(self) -> None:
+    def tidy_up(self) -> None:
         """Remove the hot folder when nothing but records is left in it."""
         with contextlib.suppress(StorageError, OSError):
             names = [name for name, _ in self.hot.list()]
             if all(HOUSEHOLD.fullmatch(name) for name in names):
                 self.hot.delete(names)
+                for folder in self.hot.folders():
+                    os.rmdir(os.path.join(self.hot.root, folder))
                 os.rmdir(self.hot.root)
 
     def neighbours(self) -> Iterator[tuple[TierStorage, bytes, Record]]:
@@ -302,16 +318,23 @@ class TierStorage(Storage):
 
 
 class HotSide(TierStorage):
-    """A tier as a save sees it: what it reads, lists and removes is in the hot tier only.
+    """A tier of which only the hot one is read, listed and changed.
 
-    The durable checkpoint that the save replaces is needed until the flush.
+    So a save sees it, since the durable checkpoint that it replaces is needed until the flush; and whoever wants to know
+    what is here while the durable storage is away.
     """
 
     def _catalog(self) -> bytes:
         return self.hot.read(CATALOG_NAME)
 
+    def folders(self) -> list[str]:
+        return sorted(map(unplaced, self.hot.folders()))
+
     def list(self) -> list[tuple[str, int]]:
         return _listed(self.hot)
+
+    def nearby(self) -> Storage:
+        return self
 
     def delete(self, names: Iterable[str]) -> None:
         self.remove(names)

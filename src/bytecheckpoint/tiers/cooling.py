@@ -7,7 +7,10 @@ the hot files are still named and there, or the cold ones were verified before. 
 
 from __future__ import annotations
 
+import contextlib
+import datetime
 import logging
+import math
 import re
 import time
 from collections.abc import Callable
@@ -30,7 +33,7 @@ from ..settings import settings
 from ..storage import Storage, resolve
 from ..storage.parallel import at_the_same_time
 from ..storage.tier import TierStorage
-from .claims import claimed, release_dead
+from .claims import CLAIM, Claim, claimed
 from .copying import commit, copy_unless_there, own_files, sound
 
 __all__ = ["CoolStep", "cool", "plan_cooldown"]
@@ -74,6 +77,10 @@ def _natural(name: str) -> list[tuple[int, int, str]]:
     return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in _NUMBER.split(name)]
 
 
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
+
+
 def _uri(storage: Storage, name: str) -> str:
     """What any catalog may call a file of `storage`."""
     return f"{storage.url}/{name}" if "://" in storage.url else f"file://{storage.url}/{name}"
@@ -92,14 +99,14 @@ def _moved(catalog: Catalog) -> list[str]:
 
 
 def plan_cooldown(
-    root: str, cold: str, *, older_than: float, keep: int = 1, now: float | None = None
+    root: str, cold: str, *, older_than: float | datetime.timedelta, keep: int = 1, now: float | None = None
 ) -> list[CoolStep]:
     """Look which steps of a run are to be moved. Nothing is changed.
 
     Args:
         root: folder of the steps.
         cold: folder where older ones go; any scheme.
-        older_than: seconds since its save from which on a step is moved.
+        older_than: time since its save from which on a step is moved; a number means seconds.
         keep: that many of the newest steps stay in any case; at least 1.
         now: seconds since 1970.
 
@@ -107,7 +114,7 @@ def plan_cooldown(
         What is to become of each step, oldest first.
 
     Raises:
-        UsageError: the folders are the same, or one lies in the other.
+        UsageError: the folders are the same, or one lies in the other; another argument is wrong.
         CheckpointNotFoundError: there are no checkpoints.
         StorageError: `root` cannot be read.
     """
@@ -117,9 +124,14 @@ def plan_cooldown(
     first, second = f"{hot_root.url}/", f"{cold_root.url}/"
     if first.startswith(second) or second.startswith(first):
         raise UsageError(f"cooldown from {hot_root.url} to {cold_root.url}: neither may lie in the other")
-    if keep < 1 or older_than < 0:
-        raise UsageError("cooldown never moves the newest step (keep is at least 1), and ages are not negative")
+    age = older_than.total_seconds() if isinstance(older_than, datetime.timedelta) else older_than
+    if not _is_number(age) or age < 0:
+        raise UsageError(f"older_than is {older_than!r}: give seconds, or a timedelta, not below 0")
+    if not isinstance(keep, int) or isinstance(keep, bool) or keep < 1:
+        raise UsageError(f"keep is {keep!r}: cooldown never moves the newest step, so it is at least 1")
     now = time.time() if now is None else now
+    if not _is_number(now):
+        raise UsageError(f"now is {now!r}: give seconds since 1970")
     found: list[tuple[Storage, str, Catalog]] = []
     steps: list[CoolStep] = []
     for name in sorted(hot_root.folders(), key=_natural):
@@ -147,7 +159,7 @@ def plan_cooldown(
             return ("finish", "its files were moved, and are still here", remains) if remains else ("cold", "moved", [])
         if name in newest:
             return "keep", "one of the newest", []
-        if now - created[name] < older_than:
+        if now - created[name] < age:
             return "keep", "too young", []
         user = next((user for file in own if (user := uses.get(_uri(step, file.name), name)) != name), None)
         if user is not None:
@@ -181,7 +193,6 @@ def cool(step: CoolStep, progress: Callable[[int], None] = lambda _: None) -> Co
             _move(resolve(step.path), resolve(step.target), progress)
         elif step.action == "finish":
             _remove_moved(resolve(step.path))
-            release_dead(resolve(step.target))
         else:
             return step
     except CheckpointError as error:
@@ -191,13 +202,15 @@ def cool(step: CoolStep, progress: Callable[[int], None] = lambda _: None) -> Co
 
 def _move(hot: Storage, cold: Storage, progress: Callable[[int], None]) -> None:
     cold.probe(CATALOG_NAME, "")
-    with claimed(cold):
+    with claimed(cold) as claim:
+        if claim.seen_in(hot):
+            raise _same(hot, cold)
         version = hot.version(CATALOG_NAME)
         catalog, data = read_catalog(hot)
         own = own_files(catalog)
         if not own:
             return  # another cooldown has moved it since it was looked at
-        _copy_all(hot, cold, catalog, data, version, progress)
+        _copy_all(hot, cold, catalog, data, version, claim, progress)
     try:
         hot.delete([catalog.files[number].name for number in own])
     except StorageError as error:  # it is moved; the next run removes what is left
@@ -205,7 +218,13 @@ def _move(hot: Storage, cold: Storage, progress: Callable[[int], None]) -> None:
 
 
 def _copy_all(
-    hot: Storage, cold: Storage, catalog: Catalog, data: bytes, version: str, progress: Callable[[int], None]
+    hot: Storage,
+    cold: Storage,
+    catalog: Catalog,
+    data: bytes,
+    version: str,
+    claim: Claim,
+    progress: Callable[[int], None],
 ) -> None:
     """Bring a checkpoint to the cold folder, and have the catalog of its path name the files there."""
     own = own_files(catalog)
@@ -219,7 +238,7 @@ def _copy_all(
 
     def one(number: int) -> None:
         file = catalog.files[number]
-        copied = copy_unless_there(hot, cold, catalog, number, there.get(file.name))
+        copied = copy_unless_there(hot, cold, catalog, number, there.get(file.name), claim.check)
         # What was just written is read back: the hot file goes only when the cold one is proved.
         if copied and not sound(cold, catalog, number):
             raise CorruptCheckpointError(
@@ -231,6 +250,7 @@ def _copy_all(
         at_the_same_time(one, own, settings().write_threads, "bytecheckpoint-cool")
     except FileNotFoundError as error:
         raise CorruptCheckpointError(f"{hot.url} lacks {error.filename}, so it cannot be moved") from error
+    claim.check()
     commit(cold, catalog, data, "")
     chosen = set(own)
     files = [
@@ -247,18 +267,29 @@ def _copy_all(
 
 def _remove_moved(hot: Storage) -> None:
     """Remove hot files whose cold copies the catalog names, if those are there."""
-    catalog, _ = read_catalog(hot)
+    catalog, data = read_catalog(hot)
     present = {name for name, _ in hot.list()}
+    moved: dict[str, dict[str, int]] = {}
     for file in catalog.files:
-        if not is_uri(file.name):
-            continue
-        folder, kind, base = file.name.rsplit("/", 2)
-        name = f"{kind}/{base}"
-        if name in present and generation_of(name) is not None:
-            try:
-                size = resolve(folder).stat(name).size
-            except FileNotFoundError:
-                size = -1
-            if size != file.size:
-                raise CorruptCheckpointError(f"{file.name} is not there with its {file.size} bytes", file=file.name)
-            hot.delete([name])
+        if is_uri(file.name):
+            folder, kind, base = file.name.rsplit("/", 2)
+            name = f"{kind}/{base}"
+            if name in present and generation_of(name) is not None:
+                moved.setdefault(folder, {})[name] = file.size
+    for folder, sizes in moved.items():
+        cold = resolve(folder)
+        with contextlib.suppress(FileNotFoundError):
+            if cold.read(CATALOG_NAME) == data:  # the cold copy's own catalog names no URIs
+                raise _same(hot, cold)
+        there = dict(cold.list())
+        # Whoever has left a claim was killed before it could remove the hot files itself.
+        with claimed(cold) if CLAIM in there else contextlib.nullcontext():
+            for name, size in sizes.items():
+                if there.get(name) != size:
+                    raise CorruptCheckpointError(f"{folder}/{name} is not there with its {size} bytes", file=name)
+            hot.delete(sizes)
+
+
+def _same(hot: Storage, cold: Storage) -> UsageError:
+    """Of one folder under two names (links, mounts, two schemes)."""
+    return UsageError(f"{hot.url} and {cold.url} are the same folder: choose another cold folder")

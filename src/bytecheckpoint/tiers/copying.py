@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -132,7 +132,14 @@ def sound(storage: Storage, catalog: Catalog, number: int) -> bool:
     return True
 
 
-def copy_unless_there(source: Storage, target: Storage, catalog: Catalog, number: int, present: int | None) -> int:
+def copy_unless_there(
+    source: Storage,
+    target: Storage,
+    catalog: Catalog,
+    number: int,
+    present: int | None,
+    allowed: Callable[[], None] = lambda: None,
+) -> int:
     """As `copy_file`, unless an earlier attempt has brought the file there already.
 
     Args:
@@ -141,6 +148,7 @@ def copy_unless_there(source: Storage, target: Storage, catalog: Catalog, number
         catalog: names and sums.
         number: of the file.
         present: bytes that `target` lists under the name, None when it lists none.
+        allowed: called before `target` is changed; raises when that must not be.
 
     Returns:
         Bytes that were copied.
@@ -148,6 +156,7 @@ def copy_unless_there(source: Storage, target: Storage, catalog: Catalog, number
     size = catalog.files[number].size
     if present == size and sound(target, catalog, number):
         return 0
+    allowed()
     if present is not None:
         target.delete([catalog.files[number].name])
     copy_file(source, target, catalog, number)

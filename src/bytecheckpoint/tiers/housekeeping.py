@@ -13,7 +13,7 @@ from ..errors import CheckpointError, CheckpointTimeoutError, CorruptCheckpointE
 from ..representation.catalog_file import decode
 from ..representation.names import CATALOG_NAME, generation_of
 from ..settings import Settings
-from ..storage.tier import Record, TierStorage, unplaced
+from ..storage.tier import HOUSEHOLD, Record, TierStorage, unplaced
 from .job_flush import SLOWEST, HotStep, flush_together
 from .party import Machines, Party
 
@@ -85,7 +85,7 @@ class Leftovers:
 
         def look() -> list[tuple[str, float]]:
             if machines.leads(party.rank):
-                self._remove_unfinished(storage, busy)
+                self._remove_remains(storage, busy)
                 for step, catalog, record in storage.neighbours():
                     due = record.saved < self._begun or step.url in self._failed
                     if due and not record.flushed and step.url not in busy:
@@ -131,22 +131,23 @@ class Leftovers:
             _log.info("%s, which was left in memory, is flushed", url)
         return True
 
-    def _remove_unfinished(self, storage: TierStorage, busy: set[str]) -> None:
-        """Remove what saves of killed jobs wrote and did not commit."""
+    def _remove_remains(self, storage: TierStorage, busy: set[str]) -> None:
+        """Remove what saves of killed jobs wrote and did not commit, or replaced and did not remove."""
         run = storage.url.rpartition("/")[0]
         for entry in os.scandir(os.path.dirname(storage.hot.root)):
             with contextlib.suppress(CheckpointError, FileNotFoundError):  # not ours, or gone meanwhile
                 step = TierStorage(f"{run}/{unplaced(entry.name)}")
-                if not entry.is_dir() or step.url == storage.url or step.url in busy or _readable(step):
+                if not entry.is_dir() or step.url == storage.url or step.url in busy:
                     continue
-                ours = [name for name, _ in step.hot.list() if generation_of(name) is not None or name == CATALOG_NAME]
-                if ours and max(step.hot.stat(name).modified for name in ours) < self._begun:
-                    step.remove(ours)
+                needed = step.needed()
+                remains = [name for name, _ in step.hot.list() if name not in needed and _ours(name)]
+                times = [step.hot.stat(name).modified for name in remains]
+                if max(times, default=entry.stat().st_mtime) < self._begun:
+                    step.remove(remains)
 
 
-def _readable(step: TierStorage) -> bool:
-    catalog = step.hot_catalog()
-    return catalog is not None and step.record(catalog) is not None
+def _ours(name: str) -> bool:
+    return generation_of(name) is not None or name == CATALOG_NAME or HOUSEHOLD.fullmatch(name) is not None
 
 
 def evict(
