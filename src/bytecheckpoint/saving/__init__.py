@@ -17,7 +17,6 @@ from ..handles import SaveHandle
 from ..settings import Settings
 from ..storage import Storage
 from ..storage import resolve as resolve_storage
-from ..storage.tier import HotSide, TierStorage
 from .arguments import check_flags, check_metadata, check_states, limited
 from .saver import SaveCall, saver_of
 
@@ -142,9 +141,7 @@ def _call(
 ) -> SaveCall:
     check_states(states, names)
     check_metadata(metadata)
-    storage = resolve_storage(path)
-    if isinstance(storage, TierStorage):
-        storage = HotSide(storage.url)
+    storage = resolve_storage(path).nearby()
     storage.timeout = force.timeout
     adapter = resolve_framework(framework, states)
     return SaveCall(storage, adapter, dict(states), names, check_replicas, force, dict(metadata or {}))
