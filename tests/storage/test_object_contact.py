@@ -143,6 +143,9 @@ def test_threads_do_not_wait_one_after_the_other(at: Callable[[str], str]) -> No
         ("AWS_ENDPOINT_URL", "user:SECRET-MARK@127.0.0.1:9000", "AWS_ENDPOINT_URL is no URL: write http://host:port"),
         ("AWS_ENDPOINT_URL", "localhost:9000", "AWS_ENDPOINT_URL is no URL"),
         ("AWS_ENDPOINT_URL_S3", "ftp://SECRET-MARK/", "AWS_ENDPOINT_URL_S3 is no URL"),
+        ("AWS_ENDPOINT_URL", "http://host:SECRET-MARK", "AWS_ENDPOINT_URL is no URL"),
+        ("AWS_ENDPOINT_URL", "https://host:99999/SECRET-MARK", "AWS_ENDPOINT_URL is no URL"),
+        ("AWS_ENDPOINT_URL", "http://[SECRET-MARK", "AWS_ENDPOINT_URL is no URL"),
     ],
 )
 def test_variables_on_which_the_client_panics(
@@ -153,6 +156,31 @@ def test_variables_on_which_the_client_panics(
     with pytest.raises(UsageError, match=says) as raised:
         resolve("s3://bucket-1/step")
     assert "SECRET-MARK" not in str(raised.value) + "".join(capfd.readouterr())
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (
+            "AccountName=a;AccountKey=a2V5;BlobEndpoint=SECRET-MARK",
+            "BlobEndpoint in AZURE_STORAGE_CONNECTION_STRING is no",
+        ),
+        ("AccountName=a;AccountKey=SECRET-MARK", "Invalid Access Key"),
+        ("SECRET-MARK", "Account must be specified"),
+    ],
+)
+def test_a_broken_connection_string(monkeypatch: pytest.MonkeyPatch, text: str, says: str) -> None:
+    use(monkeypatch, {"AZURE_STORAGE_CONNECTION_STRING": text})
+    with pytest.raises(UsageError, match=rf"cannot use az://.*{says}") as raised:
+        resolve("az://container/step")
+    assert "SECRET-MARK" not in str(raised.value)
+
+
+def test_where_a_connection_string_leads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its suffix, in national clouds."""
+    parts = "DefaultEndpointsProtocol=http;AccountName=name;AccountKey=a2V5;EndpointSuffix=core.example.invalid"
+    use(monkeypatch, {"AZURE_STORAGE_CONNECTION_STRING": parts})
+    assert object_bucket.bucket_of("az", "c")._client.config["endpoint"] == "http://name.blob.core.example.invalid"
 
 
 def test_only_so_many_clients_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:

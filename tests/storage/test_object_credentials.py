@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
+import threading
 import time
 import types
-from datetime import UTC, datetime
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import bytecheckpoint
-from bytecheckpoint import CheckpointError, StorageError, UsageError
+from bytecheckpoint import CheckpointError, StorageError, StorageUnavailableError, UsageError
 from bytecheckpoint.collectives import current
 from bytecheckpoint.saving.saver import saver_of
 from bytecheckpoint.storage import Storage, resolve
@@ -142,9 +146,7 @@ def test_lent_credentials_are_asked_for_again_in_time(sdk: Sdk, file: Path, buck
 
 def test_a_profile_that_is_not_there(sdk: Sdk, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_PROFILE", "other")
-    with pytest.raises(
-        UsageError, match=r"cannot use the AWS profile: The config profile \(other\) could not be found"
-    ):
+    with pytest.raises(UsageError, match=r"cannot use s3://: The config profile \(other\) could not be found"):
         resolve(f"s3://{bucket}/step")
 
 
@@ -167,6 +169,92 @@ def test_a_profile_needs_boto3(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "boto3", None)
     with pytest.raises(UsageError, match="pip install boto3"):
         resolve("s3://bucket/step")
+
+
+# --- the machine's own service ----------------------------------------------------------------------------------------
+
+
+class Metadata(ThreadingHTTPServer):
+    """Lends the server's credentials to whoever asks, as the machines of a cloud do.
+
+    Attributes:
+        seconds: for how long they hold.
+        status: of the answers.
+        asked: how often.
+    """
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Lender)
+        self.seconds = 3600.0
+        self.status = 200
+        self.asked = 0
+        threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
+
+
+class _Lender(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        server = self.server
+        assert isinstance(server, Metadata)
+        server.asked += 1
+        end = datetime.now(UTC) + timedelta(seconds=server.seconds)
+        lent = {
+            "Code": "Success", "AccessKeyId": KEY, "SecretAccessKey": SECRET, "Token": "",
+            "Expiration": f"{end:%Y-%m-%dT%H:%M:%SZ}", "LastUpdated": "2023-01-02T03:04:05Z", "Type": "AWS-HMAC",
+        }  # fmt: skip
+        body = json.dumps(lent).encode() if self.path.endswith("/role") else b"role"
+        self.send_response_only(server.status)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    do_PUT = do_GET
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def metadata(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Metadata]:
+    with Metadata() as made:
+        variables = {
+            "AWS_ENDPOINT_URL": s3.endpoint, "AWS_REGION": "us-east-1",
+            "AWS_METADATA_ENDPOINT": f"http://127.0.0.1:{made.server_port}",
+            "AWS_SHARED_CREDENTIALS_FILE": "/nowhere", "AWS_CONFIG_FILE": "/nowhere",
+        }  # fmt: skip
+        use(monkeypatch, variables)
+        yield made
+        made.shutdown()
+
+
+def test_credentials_that_the_machine_lends(metadata: Metadata, bucket: str) -> None:
+    """Each holds for a second only: it is asked for again in the middle of a save."""
+    metadata.seconds = 1.0
+    for step in (1, 2):
+        bytecheckpoint.save(f"s3://{bucket}/step", states(step=step), async_checkpoint=step == 2).result(60)
+        assert load_step(f"s3://{bucket}/step") == step
+    assert metadata.asked > 10
+
+
+@pytest.mark.parametrize("status", [500, 429])
+def test_a_service_of_credentials_that_fails_for_a_while(metadata: Metadata, bucket: str, status: int) -> None:
+    """As when all ranks of a job ask it at the same time: it is tried again, at the first contact too."""
+    metadata.status, metadata.seconds = status, 1.0
+    threading.Timer(1.5, setattr, [metadata, "status", 200]).start()
+    bytecheckpoint.save(f"s3://{bucket}/step", states(step=1))
+    metadata.status = status
+    threading.Timer(1.5, setattr, [metadata, "status", 200]).start()
+    assert load_step(f"s3://{bucket}/step") == 1
+
+
+def test_a_service_of_credentials_that_goes_on_failing(metadata: Metadata, bucket: str) -> None:
+    bytecheckpoint.configure(storage_timeout=2.0)
+    metadata.status = 503
+    begun = time.monotonic()
+    with pytest.raises(StorageUnavailableError, match=r"service that lends credentials .*503.*, attempt \d+\)"):
+        load_step(f"s3://{bucket}/step")
+    assert 1 < time.monotonic() - begun < 10
 
 
 # --- variables that change ------------------------------------------------------------------------------------------------

@@ -75,6 +75,20 @@ def test_a_body_that_always_breaks_off(storage: Storage, between: Meddler, path:
     assert time.monotonic() - begun < 10
 
 
+def test_a_read_that_makes_headway_is_not_given_up(path: str, between: Meddler) -> None:
+    """However slow the line is: what counts is the time since bytes came last."""
+    bytecheckpoint.configure(storage_timeout=0.5)
+    storage = resolve(path)
+    write_file(storage, "model/file", LARGE)
+    rule = Rule(asks("GET", "model/file"), cut=1_100_000, times=8)
+    between.rules.append(rule)
+    with contextlib.ExitStack() as others:
+        for _ in range(16):  # so it goes as one request
+            others.enter_context(storage._bucket.reading())  # type: ignore[attr-defined]
+        assert np.array_equal(read_all(storage, "model/file"), LARGE)
+    assert rule.hits == 8
+
+
 def test_a_store_that_knows_no_ranges(storage: Storage, between: Meddler, path: str) -> None:
     """Status 200 and the whole object: nothing of it may pass for the range."""
     write_file(storage, "model/file", LARGE)
@@ -280,3 +294,20 @@ def test_foreign_objects_are_no_obstacle(s3: S3Server, bucket: str) -> None:
     assert load_step(path) == 2
     names = [name for name, _ in resolve(path).list()]
     assert "notes.txt" in names and "model/readme %.md" in names
+
+
+def test_a_foreign_object_whose_key_the_client_cannot_read(storage: Storage, between: Meddler, path: str) -> None:
+    """Stores that are no file systems take keys with "//"; what is there can still be loaded."""
+    bytecheckpoint.save(path, states(step=1))
+    listing = (
+        "<ListBucketResult><Name>b</Name><KeyCount>1</KeyCount><IsTruncated>false</IsTruncated>"
+        "<CommonPrefixes><Prefix>runs/step//</Prefix></CommonPrefixes></ListBucketResult>"
+    )
+    between.rules.append(Rule(asks("GET", "list-type"), status=200, body=listing.encode(), times=-1))
+    with pytest.raises(
+        StorageError, match=rf"cannot list {path}: .*\"runs/step//\".*whose key .* cannot read: remove it"
+    ):
+        storage.list()
+    with pytest.raises(StorageError, match="remove it"):
+        bytecheckpoint.save(path, states(step=2))
+    assert load_step(path) == 1

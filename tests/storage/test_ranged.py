@@ -58,7 +58,7 @@ def test_every_byte_is_asked_for_once_and_goes_to_its_place(seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("others", "slow", "fast"), [(0, 4, 8), (1, 4, 16), (3, 4, 16), (7, 8, 16), (15, 16, 16), (100, 16, 16)]
+    ("others", "slow", "fast"), [(0, 8, 16), (1, 8, 32), (3, 8, 32), (7, 16, 32), (15, 16, 32), (100, 16, 32)]
 )
 def test_how_reads_are_cut(monkeypatch: pytest.MonkeyPatch, others: int, slow: int, fast: int) -> None:
     """Into pieces of so many MiB: a store beside us is asked for longer ones than one whose connections are slow.
@@ -67,7 +67,7 @@ def test_how_reads_are_cut(monkeypatch: pytest.MonkeyPatch, others: int, slow: i
     """
     bucket = Bucket("memory", obstore.store.MemoryStore(), 1.0)
     storage = ObjectStorage("s3://bucket/step", bucket)
-    data = content(16 * _MIB)
+    data = content(32 * _MIB)
     write_file(storage, "model/file", data)
     reader = storage.open("model/file")
     out = np.zeros(len(data), np.uint8)

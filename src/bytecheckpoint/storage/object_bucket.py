@@ -134,9 +134,11 @@ class Bucket:
                 if not _of_client(error):
                     raise
                 facts = facts_of(error)
-                if facts.credentials:
+                answered = facts.transient and facts.status
+                if facts.credentials and not answered:
+                    # Most machines have no such service.
                     raise no_credentials(action, shown, facts, attempts.count) from None
-                if facts.code in _MAY_STILL_WRITE or (facts.transient and facts.status):
+                if facts.code in _MAY_STILL_WRITE or (answered and not facts.credentials):
                     self._known = True  # it answers: the operation that follows knows how long to wait
                     return
                 found = storage_error(error, action, shown, attempts.count)
@@ -273,7 +275,7 @@ def bucket_of(scheme: str, name: str) -> Bucket:
             )
             bucket.commits = like.commits if like else None
         _buckets[key] = bucket
-        if len(_buckets) > _KEPT:
+        while len(_buckets) > _KEPT:
             del _buckets[next(iter(_buckets))]
         return bucket
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from ..errors import UsageError
 
@@ -94,6 +95,8 @@ def make_client(
             return obstore.store.GCSStore(bucket, client_options=client, retry_config=retry, **options)  # type: ignore[arg-type]
         options = {**_azure(variables, client), **options}
         return obstore.store.AzureStore(bucket, client_options=client, retry_config=retry, **options)  # type: ignore[arg-type]
+    except UsageError:
+        raise
     except (obstore.exceptions.BaseError, ValueError) as error:
         from .object_errors import facts_of
 
@@ -109,8 +112,18 @@ def _refuse_broken(scheme: str, variables: Mapping[str, str]) -> None:
             raise UsageError(
                 f"cannot use {scheme}://: {name} holds a line break or another control character; set it without that"
             )
-        if name in _ENDPOINTS and value and not re.match(r"https?://[^/]", value):
-            raise UsageError(f"cannot use {scheme}://: {name} is no URL: write http://host:port or https://host")
+        if name in _ENDPOINTS and value:
+            _check_endpoint(scheme, name, value)
+
+
+def _check_endpoint(scheme: str, name: str, value: str) -> None:
+    try:
+        url = urlsplit(value)
+        good = url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0
+    except ValueError:
+        good = False
+    if not good:
+        raise UsageError(f"cannot use {scheme}://: {name} is no URL: write http://host:port or https://host")
 
 
 def _s3(variables: Mapping[str, str], client: dict[str, Any]) -> dict[str, Any]:
@@ -160,13 +173,15 @@ class _Profile:
             from botocore.exceptions import BotoCoreError
         except ImportError:
             if named:
-                raise UsageError("AWS_PROFILE is set: profiles need the package boto3 (pip install boto3)") from None
+                raise UsageError(
+                    "cannot use s3://: AWS_PROFILE is set, and profiles need the package boto3 (pip install boto3)"
+                ) from None
             return None
         try:
             session = boto3.Session()
             credentials = session.get_credentials()
         except BotoCoreError as error:
-            raise UsageError(f"cannot use the AWS profile: {error}; see AWS_PROFILE and the files in ~/.aws") from None
+            raise UsageError(f"cannot use s3://: {error}; see AWS_PROFILE and the files in ~/.aws") from None
         return cls(session, credentials) if credentials is not None else None
 
     def __call__(self) -> dict[str, Any]:
@@ -196,6 +211,8 @@ def _azure(variables: Mapping[str, str], client: dict[str, Any]) -> dict[str, An
         value = parts.get(part) or variables.get(variable)
         if value:
             options[option] = value
+    if parts.get("BlobEndpoint"):
+        _check_endpoint("az", "BlobEndpoint in AZURE_STORAGE_CONNECTION_STRING", parts["BlobEndpoint"])
     endpoint = options.get("endpoint") or variables.get("AZURE_STORAGE_ENDPOINT") or variables.get("AZURE_ENDPOINT", "")
     if not endpoint and parts.get("EndpointSuffix") and parts.get("AccountName"):  # national clouds
         protocol = parts.get("DefaultEndpointsProtocol", "https")

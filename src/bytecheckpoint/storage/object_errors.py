@@ -34,6 +34,7 @@ _NO_BUCKET = {"NoSuchBucket", "ContainerNotFound", "InvalidBucketName", "Invalid
 _FULL = {"QuotaExceeded", "XMinioStorageFull", "InsufficientCapacity", "AccountQuotaExceeded", "StorageFull"}
 _NOT_ACCEPTED = {"InvalidToken", "ExpiredToken", "TokenRefreshRequired", "AuthenticationFailed"}
 _CLOCK = {"RequestTimeTooSkewed", "RequestExpired"}
+_FOREIGN = "Encountered object with invalid path"
 _WRONG_REGION = "incorrectly configured region"
 _REGION = {"AuthorizationHeaderMalformed", "IllegalLocationConstraintException", "InvalidRegion"}
 #: Words of answers that another attempt may cure, whatever their status.
@@ -112,6 +113,8 @@ def _reason(text: str, dump: str, code: str) -> str:
         return f"{code}: {cleaned(message)[:200]}" if message else code
     if found := _STATUS.search(text):
         return f"HTTP status {found[1]} {(found[2] or '').strip()}".strip()
+    if "builder error" in text:
+        return "the request could not be made, as of an address that is none"
     if found := _SYSTEM.search(dump):
         return cleaned(found[1] or found[2])
     if found := _KIND.search(dump):
@@ -143,7 +146,12 @@ def storage_error(error: BaseException, action: str, shown: str, attempts: int =
     facts = facts_of(error)
     tries = attempts + facts.retries
     what = f"cannot {action} {shown}: {facts.reason} (attempt {tries})"
-    if facts.credentials and not facts.transient:
+    if facts.credentials and facts.transient:
+        return StorageUnavailableError(
+            f"cannot {action} {shown}: the service that lends credentials to this machine fails ({facts.reason}, "
+            f"attempt {tries})"
+        )
+    if facts.credentials:
         return no_credentials(action, shown, facts, tries)
     if facts.code in _NO_BUCKET | _REGION or _WRONG_REGION in str(error):
         return StorageError(f"{what}; check the bucket's name, its region and the endpoint")
@@ -153,6 +161,8 @@ def storage_error(error: BaseException, action: str, shown: str, attempts: int =
         return FileNotFoundError(2, "no such object", shown)
     if facts.transient:
         return StorageUnavailableError(f"{what}; check that the storage can be reached", undecided=facts.status != 429)
+    if _FOREIGN in str(error):
+        return StorageError(f"{what}; something else put an object there whose key the client cannot read: remove it")
     if facts.code in _CLOCK:
         return StorageError(f"{what}; set the clock of this machine")
     if facts.status in (401, 403) or facts.code in _NOT_ACCEPTED:

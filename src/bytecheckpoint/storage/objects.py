@@ -31,8 +31,9 @@ _LOOKS = (0.0, 0.2, 1.0)
 _FAR, _NEAR = 16, 2
 #: Of which one read takes at most so many.
 _MOST_CONNECTIONS = 4
-#: Bytes of one request, but for a file's last one. A request costs processor time on both sides.
-_SHORTEST_FAR, _SHORTEST_NEAR, _LONGEST = 1 << 20, 8 << 20, 16 << 20
+#: The shortest and the longest requests of a read, in bytes: each costs processor time on both sides.
+_FAR_BYTES = 1 << 20, 16 << 20
+_NEAR_BYTES = 8 << 20, 64 << 20
 #: Bytes of an answer that are taken at a time: small enough to stay in the processor's cache until they are copied.
 _STREAM_BYTES = 1 << 20
 _LISTINGS = 8
@@ -156,7 +157,7 @@ def _look_for(client: Any, key: str, size: int) -> None:
 
 
 class _Reader(FileReader):
-    step_bytes = _LONGEST
+    step_bytes = 64 << 20
 
     def __init__(self, bucket: Bucket, key: str, shown: str) -> None:
         self._bucket = bucket
@@ -166,10 +167,9 @@ class _Reader(FileReader):
 
     def read_into(self, offset: int, buffers: Sequence[memoryview]) -> int:
         with self._bucket.reading() as reads:
-            near = self._bucket.near
-            parts = min(max((_NEAR if near else _FAR) // reads, 1), _MOST_CONNECTIONS)
-            cut = Cut(parts, _SHORTEST_NEAR if near else _SHORTEST_FAR, _LONGEST, threads=parts)
-            return fill(self._get, offset, buffers, self.size, cut)
+            connections, lengths = (_NEAR, _NEAR_BYTES) if self._bucket.near else (_FAR, _FAR_BYTES)
+            parts = min(max(connections // reads, 1), _MOST_CONNECTIONS)
+            return fill(self._get, offset, buffers, self.size, Cut(parts, *lengths, threads=parts))
 
     def _get(self, piece: Piece) -> int:
         """Fill one piece; the bytes read, fewer when the object was removed or cut meanwhile."""
@@ -181,10 +181,14 @@ class _Reader(FileReader):
             nonlocal done
             rest: Any = {"range": (start + done, start + len(target))}
             begun, before = time.perf_counter(), done
-            for data in obstore.get(client, self._key, options=rest).stream(min_chunk_size=_STREAM_BYTES):
-                part = np.frombuffer(data, np.uint8)
-                np.copyto(target[done : done + len(part)], part)
-                done += len(part)
+            try:
+                for data in obstore.get(client, self._key, options=rest).stream(min_chunk_size=_STREAM_BYTES):
+                    part = np.frombuffer(data, np.uint8)
+                    np.copyto(target[done : done + len(part)], part)
+                    done += len(part)
+            except (obstore.exceptions.BaseError, OSError):
+                if done - before < _STREAM_BYTES:
+                    raise  # else it goes on, if slowly: the time for trying again begins anew
             if done - before >= _STREAM_BYTES:
                 self._bucket.rates.append((done - before) / (time.perf_counter() - begun))
 
