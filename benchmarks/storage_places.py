@@ -167,7 +167,7 @@ class HdfsShell(Peer):
 def _hdfs(folder: Path, *, limited: bool) -> Iterator[Place]:
     local = Path("/dev/shm") / folder.name
     local.mkdir()
-    cluster = Hdfs(folder / "hdfs", 2)
+    cluster = Hdfs(folder / "hdfs", 2, java=())
     with ExitStack() as stack:
         stack.callback(shutil.rmtree, local, ignore_errors=True)
         stack.callback(cluster.stop)

@@ -70,7 +70,7 @@ def test_another_port_of_the_same_cluster(hdfs: Hdfs, monkeypatch: pytest.Monkey
 
 @pytest.mark.server
 @pytest.mark.timeout(200)
-def test_a_file_where_a_folder_should_be(hdfs: Hdfs, tmp_path: Path) -> None:
+def test_a_file_where_a_folder_should_be(hdfs: Hdfs, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = f"hdfs://demo_0/{tmp_path.name}"
     hdfs.client().create(f"/{tmp_path.name}").close()
     with pytest.raises(StorageError, match=rf"{path}/step/\S+: "):
@@ -79,3 +79,4 @@ def test_a_file_where_a_folder_should_be(hdfs: Hdfs, tmp_path: Path) -> None:
         load_step(f"{path}/step")
     with pytest.raises(StorageError, match=rf"{path}/\S+: "):
         bytecheckpoint.save(path, states(step=1))
+    assert "could not be removed" not in caplog.text, "nothing was sent"

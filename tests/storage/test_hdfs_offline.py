@@ -74,8 +74,9 @@ def test_where_namenodes_are(conf: Path) -> None:
     assert dict(turned.options)["dfs.ha.namenodes.pair"] == "b,a"
     with pytest.raises(UsageError, match="not all their addresses"):
         target_of("half")
-    with pytest.raises(UsageError, match="no address of a NameNode"):
-        target_of("host:port")
+    for address in ("host:port", "host:0", "host:65536", ":8020"):
+        with pytest.raises(UsageError, match="no address of a NameNode"):
+            target_of(address)
 
 
 def test_variables_and_included_files(conf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,9 +198,11 @@ def test_a_call_that_takes_too_long_is_left_alone() -> None:
         bounded(lambda: int("inside"), 10)
 
 
-def test_a_peer_that_is_no_namenode() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        address = listener.getsockname()[:2]
+@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])
+def test_a_peer_that_is_no_namenode(host: str) -> None:
+    family = socket.AF_INET6 if "[" in host else socket.AF_INET
+    with socket.create_server((host.strip("[]"), 0), family=family) as listener:
+        (address,) = target_of(f"{host}:{listener.getsockname()[1]}").namenodes
 
         def answer() -> None:
             connection, _ = listener.accept()

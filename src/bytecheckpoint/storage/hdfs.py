@@ -85,9 +85,8 @@ class HdfsStorage(UploadingStorage):
 
         def whole() -> bytes:
             # Opened for every try, read as a whole: what replaces a file has other blocks, and the old ones go.
-            file = bounded(lambda: self._cluster.client.read(path), self._cluster.limit(self._contact))
-            data: bytes = file.read()
-            return data
+            file = bounded(lambda: self._cluster.reader.read(path), self._cluster.limit(self._contact))
+            return self._cluster.read(file.read)
 
         return self._cluster.run("read", self._shown(name), whole, self._contact, limited=False)
 
@@ -257,8 +256,13 @@ class _Reader(FileReader):
         self._path = path
         self._shown = shown
         self._lock = threading.Lock()
-        self._file = cluster.run("open", shown, lambda: cluster.client.read(path), contact)
+        self._opener: Any = None
+        self._file: Any = cluster.run("open", shown, self._open, contact)
         self.size = len(self._file)
+
+    def _open(self) -> Any:
+        self._opener = self._cluster.reader
+        return self._opener.read(self._path)
 
     def read_into(self, offset: int, buffers: Sequence[memoryview]) -> int:
         return fill(self._get, offset, buffers, self.size, _CUT)
@@ -272,8 +276,7 @@ class _Reader(FileReader):
             nonlocal failed
             file = self._fresh(failed)
             try:
-                data: bytes = file.read_range(start, len(target))
-                return data
+                return self._cluster.read(lambda: file.read_range(start, len(target)))
             except Exception:
                 failed = file
                 raise
@@ -286,10 +289,13 @@ class _Reader(FileReader):
         return len(data)
 
     def _fresh(self, failed: Any) -> Any:
-        """The open file; opened again, with the blocks' places of now, if it is the one that has failed."""
+        """The open file; opened again, with the blocks' places of now, if it is the one that has failed.
+
+        So it is when another client should do that now.
+        """
         with self._lock:
-            if self._file is failed:
-                found = bounded(lambda: self._cluster.client.read(self._path), self._cluster.limit(self._contact))
+            if self._file is failed or self._opener is not self._cluster.reader:
+                found = bounded(self._open, self._cluster.limit(self._contact))
                 if len(found) != self.size:
                     raise absent(self._shown)  # another file has its name
                 self._file = found

@@ -7,11 +7,12 @@ waited for (it restarts, or another takes over), one that does not answer in the
 
 from __future__ import annotations
 
+import math
 import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import hdfs_native
@@ -40,6 +41,11 @@ _LEAST_CALL_SECONDS = 5.0
 #: "No room" is believed after so long: a DataNode that has just started is not known to have any.
 _NO_ROOM_SECONDS = 15.0
 _TIRED_SECONDS = 5.0
+#: A read that takes so long has waited for a DataNode that says nothing. For some minutes files are then opened by a client
+#: that waits less for DataNodes.
+_SLOW_SECONDS = 10.0
+_HURRY_SECONDS = 600.0
+_HURRIED = {"dfs.client.socket-timeout": "2000"}
 #: Clients kept. Each has threads and connections.
 _KEPT = 8
 
@@ -67,7 +73,7 @@ class Cluster:
         target: whom it speaks with.
 
     Attributes:
-        client: hdfs_native's. Several threads use it at once.
+        client: hdfs_native's. Several threads use it at once. It is replaced when it is stuck.
         joins: whether sub-files can be joined there, as far as is known.
     """
 
@@ -78,11 +84,13 @@ class Cluster:
         self._known = False
         self._joined_by: Address | None = None
         self._failed_at = -_FRESH_SECONDS
-        self.client: Any = self._connect()
+        self.client: Any = self._connect({})
+        self._hurried: Any = None
+        self._hurried_until = 0.0
 
-    def _connect(self) -> Any:
+    def _connect(self, more: Mapping[str, str]) -> Any:
         try:
-            return hdfs_native.Client(f"hdfs://{self._target.authority}", dict(self._target.options))
+            return hdfs_native.Client(f"hdfs://{self._target.authority}", {**dict(self._target.options), **more})
         except (OSError, RuntimeError, ValueError) as error:
             raise StorageError(f"cannot use hdfs://{self._target.authority}: {facts_of(error).reason}") from None
 
@@ -95,7 +103,31 @@ class Cluster:
         with self._lock:
             if self.client is client and len(self._target.namenodes) > 1:
                 self._target = self._target.turned()
-                self.client = self._connect()
+                self.client = self._connect({})
+                self._hurried = None
+
+    @property
+    def reader(self) -> Any:
+        """The client that opens files now.
+
+        The client forgets which DataNodes say nothing: a range whose first copy is on one costs its patience each time.
+        """
+        hurried = self._hurried
+        return self.client if hurried is None or time.monotonic() > self._hurried_until else hurried
+
+    def read(self, call: Callable[[], bytes]) -> bytes:
+        """What `call()` reads from DataNodes, by a file that `reader` has opened."""
+        begun = time.monotonic()
+        try:
+            data = call()
+        except Exception:
+            self._hurried = None  # perhaps all are only slow
+            raise
+        if time.monotonic() - begun > _SLOW_SECONDS:
+            with self._lock:
+                self._hurried = self._hurried or self._connect(_HURRIED)
+                self._hurried_until = time.monotonic() + _HURRY_SECONDS
+        return data
 
     def run(
         self,
@@ -123,9 +155,9 @@ class Cluster:
             StorageError: typed; FileNotFoundError: no such file.
         """
         _refuse_fork(f"hdfs://{self._target.authority}")
-        patience = settings().storage_timeout
         tired = brief and time.monotonic() - self._failed_at < _TIRED_SECONDS * 24
-        whole = Attempts(min(patience, _TIRED_SECONDS) if tired else patience)
+        patience = min(settings().storage_timeout, _TIRED_SECONDS if tired else math.inf)
+        whole = Attempts(patience)
         known = _KNOWN_SECONDS if self._known else _FIRST_SECONDS
         first = Attempts(min(patience, _FIRST_WRITE_SECONDS if writes else known))
         room = Attempts(min(patience, _NO_ROOM_SECONDS))
@@ -133,7 +165,7 @@ class Cluster:
             whole.count += 1
             client = self.client
             try:
-                limit = min(self.limit(contact), _TIRED_SECONDS if tired else _CALL_SECONDS)
+                limit = min(self.limit(contact), max(patience, 2.0))
                 result = bounded(call, limit) if limited else call()
             except (CheckpointError, FileExistsError):
                 raise
@@ -165,8 +197,8 @@ class Cluster:
     def limit(self, contact: Contact) -> float:
         """Time limit of one call of the NameNode, in seconds."""
         seconds = _CALL_SECONDS if contact.fresh else _FIRST_CALL_SECONDS
-        seconds = max(seconds / len(self._target.namenodes), _LEAST_CALL_SECONDS)
-        return min(seconds, max(settings().storage_timeout, 2.0))
+        share = max(seconds / len(self._target.namenodes), _LEAST_CALL_SECONDS)
+        return min(seconds, share, max(settings().storage_timeout, 2.0))
 
     def join(self, target: str, sources: Sequence[str], call: bytes) -> None:
         """Append closed files to another one of their folder: one try.

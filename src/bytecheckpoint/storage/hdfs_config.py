@@ -138,7 +138,7 @@ def _namenodes(authority: str, found: dict[str, str], options: dict[str, str]) -
 
 def _address(authority: str, text: str) -> Address:
     host, colon, port = text.strip().rpartition(":") if ":" in text else (text.strip(), "", "")
-    if not host or (colon and not port.isdigit()):
+    if not host or (colon and not (port.isdecimal() and 0 < int(port) < 1 << 16)):
         raise UsageError(f"{text!r} is no address of a NameNode of {authority}: write host:port")
     return host, int(port) if colon else _DEFAULT_PORT
 

@@ -86,7 +86,8 @@ def concat(
 
 
 def _call(address: Address, user: str, method: str, request: bytes, call: bytes, timeout: float) -> None:
-    with socket.create_connection(address, min(timeout, _CONNECT_SECONDS)) as connection:
+    host, port = address
+    with socket.create_connection((host.strip("[]"), port), min(timeout, _CONNECT_SECONDS)) as connection:
         connection.settimeout(timeout)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         context = _message(2, _text(1, user)) + _text(3, _PROTOCOL)

@@ -159,11 +159,13 @@ class Upload:
             data = self._steps(start, stop)
             first = next(data, None)  # raises when the file is not wanted any more
             writer = self._create(path, whole)
-            replication = self._on_one_datanode(path) if chain_failures >= _CHAIN_FAILURES else 0
             try:
+                replication = self._on_one_datanode(path) if chain_failures >= _CHAIN_FAILURES else 0
                 for piece in data if first is None else itertools.chain([first], data):
                     self._bounded(functools.partial(writer.write, piece))
                 self._bounded(writer.close)
+                if replication:
+                    self._call(lambda: self._cluster.client.set_replication(path, replication))
             except CheckpointError:
                 raise
             except Exception as error:
@@ -176,8 +178,6 @@ class Upload:
                 if removals > 1:
                     raise self._removed() from None
                 raise InterruptedError("it was removed while it was being written") from None
-            if replication:
-                self._call(lambda: self._cluster.client.set_replication(path, replication))
 
         try:
             self._cluster.run(self._action, self._shown, once, self._contact, writes=True, limited=False)
@@ -232,5 +232,7 @@ class Upload:
             self._cluster.run(
                 "delete", self._shown, lambda: self._cluster.client.delete(path), self._contact, brief=True
             )
-        except (StorageError, OSError) as error:
+        except FileNotFoundError:
+            pass
+        except StorageError as error:
             _log.warning("%s: what was sent could not be removed: %s", self._shown, error)
