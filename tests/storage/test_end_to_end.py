@@ -90,7 +90,8 @@ def test_save_replace_and_load_at_another_layout(root: str, mode: str, writer: s
         assert torch.equal(rows, whole(2, 0, ROWS)[ROWS // 2 - 3 : ROWS // 2 + 3])
 
 
-def test_the_command_line_takes_urls(root: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_line_takes_urls(anywhere: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root = anywhere
     for step in (1, 2):
         succeeded(save(f"{root}/step_{step}", step, rows=24))
     assert run(["ls", root]) == 0
@@ -102,7 +103,17 @@ def test_the_command_line_takes_urls(root: str, tmp_path: Path, capsys: pytest.C
     assert run(["diff", f"{root}/step_1", f"{root}/step_1"]) == 0
     assert run(["diff", f"{root}/step_1", f"{root}/step_2"]) == 1
     assert run(["export", f"{root}/step_1", str(tmp_path / "hf")]) == 0
-    assert (tmp_path / "hf" / "model.safetensors").exists()
+    exported = (tmp_path / "hf" / "model.safetensors").read_bytes()
+    for options, code in (([], 0), ([], 2), (["--force"], 0), (["--force", "--max-shard-size", "7700B"], 0)):
+        assert run(["export", f"{root}/step_1", f"{root}/exported", *options]) == code
+        found = resolve(f"{root}/exported")
+        if "--max-shard-size" not in options:
+            assert found.list() == [("model.safetensors", len(exported))]
+            assert found.read("model.safetensors") == exported
+    assert [name for name, _ in found.list()] == [
+        *(f"model-0000{n}-of-00003.safetensors" for n in (1, 2, 3)), "model.safetensors.index.json"
+    ]  # fmt: skip
+    assert run(["export", f"{root}/step_1", f"{root}/step_2", "--force"]) == 2, "no checkpoint is exported into"
     resolve(f"{root}/step_2").delete(["metadata.parquet"])
     assert run(["ls", f"{root}/step_2"]) == 2
     assert run(["repair", f"{root}/step_2"]) == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 import bytecheckpoint
 from bytecheckpoint import CheckpointError, StorageConflictError, UsageError, loading
 from bytecheckpoint.cli.main import run
+from bytecheckpoint.collectives.base import Collective
 from bytecheckpoint.collectives.threads import ThreadWorld
 from bytecheckpoint.storage import resolve
 from bytecheckpoint.storage.wrappers import Meter, MeteredStorage
@@ -126,7 +128,7 @@ def test_a_load_reads_no_byte_twice(anywhere: str, monkeypatch: pytest.MonkeyPat
     path = f"{anywhere}/step"
     succeeded(save(path, 1, world=2))
     sizes = sum(size for name, size in resolve(path).list() if "/" in name)
-    for world in (1, 2, 3):
+    for world in (1, 2, 3, 4):
         meter = Meter()
         with monkeypatch.context() as patch:
             patch.setattr(loading, "resolve_storage", lambda url, meter=meter: MeteredStorage(resolve(url), meter))
@@ -135,6 +137,53 @@ def test_a_load_reads_no_byte_twice(anywhere: str, monkeypatch: pytest.MonkeyPat
         spare = (world - 1) * 64_000
         assert 0.95 * sizes < meter.bytes("read_into") <= sizes + spare, f"{meter.bytes('read_into')} of {sizes}"
         assert meter.bytes("write") == 0
+
+
+class Box:
+    """A blank box of a tensor, to be loaded."""
+
+    def __init__(self, shape: Sequence[int], offsets: Sequence[int], lengths: Sequence[int]) -> None:
+        self.shape, self.offsets = shape, offsets
+        self.data = torch.full(tuple(lengths), -1.0)
+
+    def __bytecheckpoint_shards__(self) -> Iterable[tuple[Sequence[int], Sequence[int], torch.Tensor]]:
+        yield self.shape, self.offsets, self.data
+
+
+#: Which box of a tensor of this shape a rank wants: offsets and lengths.
+LAYOUTS: dict[str, Callable[[int, int, int, int], tuple[Sequence[int], Sequence[int]]]] = {
+    "replicated": lambda rank, world, rows, columns: ((0, 0), (rows, columns)),
+    "halves, each replicated": lambda rank, world, rows, columns: ((rank % 2 * rows // 2, 0), (rows // 2, columns)),
+    "columns": lambda rank, world, rows, columns: (
+        (0, columns * rank // world),
+        (rows, columns * (rank + 1) // world - columns * rank // world),
+    ),
+}
+
+
+def test_a_load_reads_no_byte_twice_whatever_the_layout(anywhere: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replicas together read what one of them would, and so do ranks whose columns lie between one another's."""
+    path, rows, columns = f"{anywhere}/step", 2000, 600
+    names = [f"layer.{number}" for number in range(6)]
+    whole = torch.arange(rows * columns, dtype=torch.float32).reshape(rows, columns)
+    bytecheckpoint.save(path, {"model": {name: whole + number for number, name in enumerate(names)}})
+    total = sum(size for name, size in resolve(path).list() if name.startswith("model/"))
+    for world in (1, 2, 3, 4):
+        for layout, box_of in LAYOUTS.items():
+            meter = Meter()
+
+            def one(collective: Collective, box_of: Any = box_of, meter: Meter = meter) -> None:
+                offsets, lengths = box_of(collective.rank, collective.world_size, rows, columns)
+                states = {name: Box((rows, columns), offsets, lengths) for name in names}
+                bytecheckpoint.load(MeteredStorage(resolve(path), meter), {"model": states})
+                wanted = whole[offsets[0] : offsets[0] + lengths[0], offsets[1] : offsets[1] + lengths[1]]
+                assert all(torch.equal(states[name].data, wanted + number) for number, name in enumerate(names))
+
+            ThreadWorld(world).run(one, timeout=120)
+            part = 0.5 if world == 1 and layout.startswith("halves") else 1.0
+            spare = 8 << 20 if part < 1 else 0  # whole blocks are read
+            read = meter.bytes("read_into")
+            assert 0.95 * part * total < read <= part * total + spare, f"{layout}, {world} ranks: {read} of {total}"
 
 
 def test_a_part_of_a_tensor_takes_that_part_of_its_bytes(anywhere: str, monkeypatch: pytest.MonkeyPatch) -> None:
