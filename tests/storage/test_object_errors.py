@@ -10,7 +10,7 @@ from bytecheckpoint.storage.object_errors import cleaned, facts_of, storage_erro
 _ANSWER = (
     "Generic S3 error: Error performing PUT https://host/bucket/key?X-Amz-Signature=SECRET in 12.5s, after 3 retries, "
     "max_retries: 10, retry_timeout: 180s  - Server returned non-2xx status code: {status} Words: "
-    "<Error><Code>{code}</Code><Message>say https://u:SECRET@host/x?sig=SECRET</Message><StringToSign>SECRET</StringToSign>"
+    "<Error><Code>{code}</Code><Message>say &#39;https://u:SECRET@host/x&#63;sig=SECRET&#39;</Message><StringToSign>SECRET</StringToSign>"
     "</Error>\n\nDebug source:\nGeneric {{ body: SECRET }}"
 )
 _BROKEN = (
@@ -40,7 +40,7 @@ def test_answers_with_a_code(status: int, code: str, error: type[Exception], wor
     found = storage_error(ValueError(_ANSWER.format(status=status, code=code)), "upload", "s3://bucket/key", 2)
     assert type(found) is error
     text = str(found)
-    assert text.startswith(f"cannot upload s3://bucket/key: {code}: say https://host/x") and words in text
+    assert text.startswith(f"cannot upload s3://bucket/key: {code}: say 'https://host/x") and words in text
     assert "SECRET" not in text and "\n" not in text
 
 

@@ -7,6 +7,7 @@ can hold keys and signed requests.
 
 from __future__ import annotations
 
+import html
 import re
 from dataclasses import dataclass
 
@@ -109,7 +110,7 @@ def _is_transient(text: str, dump: str, status: int, code: str) -> bool:
 
 def _reason(text: str, dump: str, code: str) -> str:
     if code:
-        message = found[1].strip() if (found := _MESSAGE.search(text)) else ""
+        message = html.unescape(found[1]).strip() if (found := _MESSAGE.search(text)) else ""
         return f"{code}: {cleaned(message)[:200]}" if message else code
     if found := _STATUS.search(text):
         return f"HTTP status {found[1]} {(found[2] or '').strip()}".strip()
