@@ -274,7 +274,8 @@ class Landing:
         self._delivery = delivery
         self._chunk_bytes = chunk_bytes
         self._local = threading.local()
-        self.accelerator = any(t.data.device.type != "cpu" for t in delivery.targets)
+        self._device = next((t.data.device for t in delivery.targets if t.data.device.type != "cpu"), None)
+        self.accelerator = self._device is not None
 
     def buffer(self, nbytes: int) -> torch.Tensor:
         """This thread's buffer, at most `chunk_bytes` of it; its content is lost at the next call."""
@@ -289,7 +290,7 @@ class Landing:
             self._delivery.scatter(index, data, start)
             return
         if not hasattr(self._local, "stream"):
-            self._local.stream = torch.Stream()
+            self._local.stream = torch.Stream(self._device)
         with self._local.stream:
             self._delivery.scatter(index, data, start)
         self._local.stream.synchronize()

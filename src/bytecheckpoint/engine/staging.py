@@ -261,7 +261,9 @@ def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     with torch.no_grad():
         if not (all(t.is_cpu for t in targets) and all(s.is_cpu for s in sources)):
             torch._foreach_copy_(targets, sources, non_blocking=True)
-            torch.accelerator.synchronize()
+            # A thread begins with the first device as its own, whichever one the process has chosen.
+            for device in {t.device for t in (*targets, *sources) if not t.is_cpu}:
+                torch.accelerator.synchronize(device)
             return
         large = [
             i
