@@ -13,7 +13,7 @@ from ..errors import CheckpointError, CheckpointTimeoutError, CorruptCheckpointE
 from ..representation.catalog_file import decode
 from ..representation.names import CATALOG_NAME, generation_of
 from ..settings import Settings
-from ..storage.tier import HOUSEHOLD, Record, TierStorage, unplaced
+from ..storage.tier import HOUSEHOLD, LOCK, Record, TierStorage, unplaced
 from .job_flush import SLOWEST, HotStep, flush_together
 from .party import Machines, Party
 
@@ -85,7 +85,6 @@ class Leftovers:
 
         def look() -> list[tuple[str, float]]:
             if machines.leads(party.rank):
-                self._remove_remains(storage, busy)
                 for step, catalog, record in storage.neighbours():
                     due = record.saved < self._begun or step.url in self._failed
                     if due and not record.flushed and step.url not in busy:
@@ -100,11 +99,15 @@ class Leftovers:
                         newest[url] = saved, rank
             return [(url, rank) for url, (_, rank) in sorted(newest.items(), key=lambda item: item[1])]
 
-        done = True
+        again = set()
         for number, (url, holder) in enumerate(party.agree("look", look, choose)):
             inner = Party(party.collective, f"{party.tag}/{number}", party.timeout)
-            done &= self._flush_one(inner, machines, left, url, holder, settings)
-        if done:
+            if not self._flush_one(inner, machines, left, url, holder, settings):
+                again.add(url)
+        if machines.leads(party.rank):
+            # Only now: a machine may have files of a step that was committed on another one, and not yet told here.
+            self._remove_remains(storage, busy | again)
+        if not again:
             self._clean.add(storage.url.rpartition("/")[0])
 
     def _flush_one(
@@ -141,7 +144,7 @@ class Leftovers:
                     continue
                 needed = step.needed()
                 remains = [name for name, _ in step.hot.list() if name not in needed and _ours(name)]
-                times = [step.hot.stat(name).modified for name in remains]
+                times = [step.hot.stat(name).modified for name in remains if name != LOCK]
                 if max(times, default=entry.stat().st_mtime) < self._begun:
                     step.remove(remains)
 
