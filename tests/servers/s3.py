@@ -6,6 +6,8 @@ import datetime
 import hashlib
 import hmac
 import re
+import time
+import urllib.error
 import urllib.request
 from pathlib import Path
 
@@ -68,8 +70,17 @@ class S3Server:
             return data
 
     def make_bucket(self, name: str) -> None:
-        """Create a bucket."""
-        self.request("PUT", f"/{name}")
+        """Create a bucket. A server that has just begun may answer that it is not ready after all."""
+        deadline = time.monotonic() + 20
+        while True:
+            try:
+                self.request("PUT", f"/{name}")
+            except urllib.error.HTTPError as error:
+                if error.code != 503 or time.monotonic() > deadline:
+                    raise
+                time.sleep(0.2)
+            else:
+                return
 
     def uploads(self, bucket: str) -> list[str]:
         """Keys of the multipart uploads that were begun and neither completed nor aborted."""
