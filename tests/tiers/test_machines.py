@@ -134,6 +134,30 @@ def test_a_machine_that_is_new_keeps_nothing_of_what_others_had(
         assert [p.name for p in step_in(memory, machine, f"{run}/1").parent.iterdir()] == ["2"]
 
 
+@pytest.mark.parametrize("away", [False, True])
+def test_a_job_killed_before_other_machines_heard_of_the_commit(
+    start: Start, run: str, memory: str, tmp_path: Path, away: bool
+) -> None:
+    """The files are there without a catalog; loads find the step, and so does the next flush that works."""
+    world = start(2)
+    world.run(jobs.save, f"{run}/1", memory, [0, 1], 1, str(tmp_path / "never"), tier_replicas=0)
+    world.kill()
+    here = step_in(memory, 1, f"{run}/1")
+    for name in ("metadata.parquet", *(file.name for file in here.glob("tier*"))):
+        (here / name).unlink()
+    assert {step for step, _ in start(2).run(jobs.load, f"{run}/1", memory, [0, 1])} == {1}
+    world = start(2)
+    if away:
+        (durable(run) / "1").mkdir(parents=True)
+        (durable(run) / "1" / "model").write_text("a file where a folder should be")
+    world.run(jobs.save, f"{run}/2", memory, [0, 1], 2)
+    if away:
+        (durable(run) / "1" / "model").unlink()
+        world.run(jobs.save, f"{run}/3", memory, [0, 1], 3)
+    assert load_step(durable(run) / "1") == 1
+    assert sorted(p.name for p in here.parent.iterdir()) == ["3" if away else "2"]
+
+
 def test_without_copies_a_lost_machine_is_lost(start: Start, run: str, memory: str, hot: Path, tmp_path: Path) -> None:
     """... and the durable step before it is what a load finds."""
     path = f"{run}/s"
