@@ -279,7 +279,7 @@ def test_other_tools_find_the_same_keys(s3: S3Server, bucket: str, folder: str) 
     assert s3.request("GET", urllib.parse.quote(f"/{bucket}/{folder}/step/metadata.parquet", safe="/~")) == b"catalog"
 
 
-@pytest.mark.parametrize("path", ["a//b", "a/../b", "./a", "..", "a/b?x", "a\nb", "\udcff", "a/./b"])
+@pytest.mark.parametrize("path", ["a//b", "a/../b", "./a", "..", "a/b?x", "a\nb", "\udcff", "a/./b", "a\\b"])
 def test_paths_that_are_none(bucket: str, path: str) -> None:
     with pytest.raises(bytecheckpoint.UsageError, match="s3://"):
         resolve(f"s3://{bucket}/{path}")

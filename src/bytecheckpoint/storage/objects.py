@@ -223,8 +223,9 @@ def _parse(url: str) -> tuple[str, str, str]:
     path = path.strip("/")
     if not name:
         raise UsageError(f"{url!r} names no {kind}: write {scheme}://{kind}/folder")
-    if UNENCODABLE.search(path) or any(part in ("", ".", "..") for part in path.split("/") if path):
+    # Azure takes a backslash for a slash, but in listings.
+    if UNENCODABLE.search(path) or "\\" in path or any(part in ("", ".", "..") for part in path.split("/") if path):
         raise UsageError(
-            f"{url!r} has an empty, '.' or '..' part or a control character: write {scheme}://{kind}/folder"
+            f"{url!r} has an empty, '.' or '..' part, a backslash or a control character: write {scheme}://{kind}/folder"
         )
     return scheme, name, path
