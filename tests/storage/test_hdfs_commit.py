@@ -115,9 +115,17 @@ def test_abandoned_files_go_with_a_later_save(folder: str, monkeypatch: pytest.M
 # --- two jobs that save to one path ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("replacing", [False, True])
-@pytest.mark.parametrize("mode", ["sync", "async"])
-@pytest.mark.parametrize("method", ["addBlock", "concat", "rename2"])
+@pytest.mark.parametrize(
+    ("method", "mode", "replacing"),
+    [
+        ("addBlock", "sync", True),
+        ("addBlock", "async", False),
+        ("concat", "sync", False),
+        ("concat", "async", True),
+        ("rename2", "sync", True),
+        ("rename2", "async", False),
+    ],
+)
 def test_the_slower_of_two_jobs_hears_of_the_other(
     hdfs: Hdfs,
     between: RpcMeddler,

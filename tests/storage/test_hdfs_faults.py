@@ -335,11 +335,11 @@ def test_sub_files_go_over_several_connections(
     limiters: list[Limiter], path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     storage = resolve(path)
-    data = content(32 << 20)
+    data = content(24 << 20)
     for proxy in limiters:
         proxy.up = 4 << 20
     seconds = []
-    for name, least in (("model/one", 64 << 20), ("model/parts", 4 << 20)):
+    for name, least in (("model/one", 64 << 20), ("model/parts", 3 << 20)):
         monkeypatch.setattr(hdfs_upload, "_LEAST_PART", least)
         begun = time.monotonic()
         write_file(storage, name, data)

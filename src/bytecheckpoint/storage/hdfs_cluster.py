@@ -40,7 +40,9 @@ _FIRST_CALL_SECONDS = 20.0
 _LEAST_CALL_SECONDS = 5.0
 #: "No room" is believed after so long: a DataNode that has just started is not known to have any.
 _NO_ROOM_SECONDS = 15.0
-_TIRED_SECONDS = 5.0
+#: How long a call that is not important is tried, when another one was given up so many seconds ago.
+_TIRED_SECONDS = 1.0
+_TIRED_FOR_SECONDS = 120.0
 #: A read that takes so long has waited for a DataNode that says nothing. For some minutes files are then opened by a client
 #: that waits less for DataNodes.
 _SLOW_SECONDS = 10.0
@@ -155,7 +157,7 @@ class Cluster:
             StorageError: typed; FileNotFoundError: no such file.
         """
         _refuse_fork(f"hdfs://{self._target.authority}")
-        tired = brief and time.monotonic() - self._failed_at < _TIRED_SECONDS * 24
+        tired = brief and time.monotonic() - self._failed_at < _TIRED_FOR_SECONDS
         patience = min(settings().storage_timeout, _TIRED_SECONDS if tired else math.inf)
         whole = Attempts(patience)
         known = _KNOWN_SECONDS if self._known else _FIRST_SECONDS
