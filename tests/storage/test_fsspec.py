@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
+from fsspec.utils import infer_storage_options
 
 import bytecheckpoint
 from bytecheckpoint import StorageConflictError, StorageError, StorageUnavailableError, UsageError
@@ -268,6 +269,33 @@ def test_a_connection_that_is_lost_is_made_anew(connections: list[OneConnection]
         bytecheckpoint.save(storage, states(step=step))
         assert load_step(storage) == load_step("fsspec+oneconnection://x/step") == step
     assert len(connections) == 3
+
+
+class Hosted(Flaky):
+    """It parses its URLs as sftp and ftp do, and knows no other options than a host."""
+
+    protocol = "hosted"
+
+    def __init__(self, host: str) -> None:
+        super().__init__()
+        assert host == "somewhere"
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return str(infer_storage_options(path)["path"]).rstrip("/")
+
+    @staticmethod
+    def _get_kwargs_from_urls(path: str) -> dict[str, Any]:
+        found = infer_storage_options(path)
+        return {key: value for key, value in found.items() if key not in ("path", "protocol")}
+
+
+@pytest.mark.parametrize("folder", ["a#b", "#", "a/#/b", "100%#%41"])
+def test_what_looks_like_a_fragment_is_part_of_the_path(flaky: type[Flaky], folder: str) -> None:
+    fsspec.register_implementation("hosted", Hosted, clobber=True)
+    bytecheckpoint.save(f"fsspec+hosted://somewhere/{folder}", states(step=2))
+    assert load_step(f"fsspec+hosted://somewhere/{folder}") == 2
+    assert f"/{folder}/metadata.parquet" in flaky.store
 
 
 def test_folders_made_and_removed_by_others_meanwhile(flaky: type[Flaky], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -245,7 +245,7 @@ class FsspecStorage(UploadingStorage):
                 fs.rm_file(path)
             except Exception:  # not all say that a file is not there as Python does
                 fs.invalidate_cache()
-                if fs.exists(path):
+                if fs.isfile(path):
                     raise
 
         self._run("delete", shown, remove)
@@ -253,8 +253,11 @@ class FsspecStorage(UploadingStorage):
 
 def _file_system(inner: str) -> tuple[Any, str]:
     """The file system of a URL, and the path in it."""
+    # Some take what stands behind a "#" for an option: it is kept from them.
+    plain, mark, _ = inner.partition("#")
+    base = plain[: plain.rindex("/") + 1] if mark else inner
     try:
-        found: tuple[Any, str] = fsspec.core.url_to_fs(inner)
+        fs, root = fsspec.core.url_to_fs(base)
     except (ImportError, ValueError) as error:
         scheme = inner.partition("://")[0]
         known = (
@@ -263,7 +266,7 @@ def _file_system(inner: str) -> tuple[Any, str]:
             else f"; it knows {', '.join(sorted(set(known_implementations)))}"
         )
         raise UsageError(f"cannot use fsspec+{scheme}://: {cleaned(str(error))}{known}") from None
-    return found
+    return fs, f"{root.rstrip('/')}/{inner[len(base) :]}" if mark else root
 
 
 @contextlib.contextmanager

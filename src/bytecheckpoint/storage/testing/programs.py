@@ -12,28 +12,10 @@ import numpy as np
 import pytest
 
 from ..base import NewFile, Storage
-from .support import Suite, content, read_all, write_file
+from .support import FILE_BYTES, TRIALS, Suite, content, read_all, write_file
 
 __all__ = ["ProgramTests"]
 
-#: Argument: the URL. Says what it sees, and on a line of input which of the names it could publish.
-_ANOTHER_PROCESS = """
-import sys
-from bytecheckpoint.errors import StorageConflictError
-from bytecheckpoint.storage import resolve
-from bytecheckpoint.storage.testing import content, read_all
-
-url, number = sys.argv[1:]
-storage = resolve(url)
-print(storage.list() == [("model/file", 10_000)] and (read_all(storage, "model/file") == content(10_000)).all(), flush=True)
-sys.stdin.readline()
-for trial in range(5):
-    try:
-        storage.publish(f"catalog-{trial}", number.encode() * 10_000, expected="")
-        print(trial, flush=True)
-    except StorageConflictError:
-        pass
-"""
 _PROCESSES = 3
 #: Descriptors and threads that a client may add to its pool at any time.
 _SLACK = 8
@@ -62,8 +44,8 @@ class ProgramTests(Suite):
     def test_other_processes(self, storage: Storage) -> None:
         if not storage.capabilities.shared or type(self).again is not Suite.again:
             return  # they see something else under the URL
-        write_file(storage, "model/file", content(10_000))
-        command = [sys.executable, "-c", _ANOTHER_PROCESS, storage.url]
+        write_file(storage, "model/file", content(FILE_BYTES))
+        command = [sys.executable, "-m", f"{__package__}.another", storage.url]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         others = [
             subprocess.Popen(
@@ -85,10 +67,10 @@ class ProgramTests(Suite):
                 other.kill()
                 other.communicate()
         assert [other.returncode for other in others] == [0] * _PROCESSES
-        for trial in range(5):
+        for trial in range(TRIALS):
             winners = [number for number, trials in enumerate(published) if str(trial) in trials]
             assert len(winners) == 1 or (winners and not storage.capabilities.exclusive_publish), published
-            assert storage.read(f"catalog-{trial}") in [str(number).encode() * 10_000 for number in winners]
+            assert storage.read(f"catalog-{trial}") in [str(number).encode() * FILE_BYTES for number in winners]
 
     def test_nothing_stays_open(self, storage: Storage) -> None:
         if not os.path.isdir("/proc/self/fd"):

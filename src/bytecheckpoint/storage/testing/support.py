@@ -15,8 +15,10 @@ from numpy.typing import NDArray
 from ..base import NewFile, Storage
 from ..registry import resolve
 
-__all__ = ["Suite", "all_at_once", "content", "read_all", "write_file"]
+__all__ = ["FILE_BYTES", "TRIALS", "Suite", "all_at_once", "content", "read_all", "write_file"]
 
+#: What a test and another process have agreed on: the length of the file, and how often they race to publish.
+FILE_BYTES, TRIALS = 10_000, 5
 _HEAD = 100
 
 
