@@ -19,6 +19,7 @@ import bytecheckpoint
 from bytecheckpoint import StorageFullError, StorageUnavailableError
 from bytecheckpoint.cli.main import run
 from bytecheckpoint.representation.names import generation_of
+from bytecheckpoint.storage import hdfs as hdfs_module
 from bytecheckpoint.storage import hdfs_upload, resolve
 from bytecheckpoint.storage.testing import content, read_all, write_file
 from tests.faults.coded import load_step
@@ -272,8 +273,11 @@ bytecheckpoint.save(sys.argv[1], states(step=2, rows=20_000))
 @pytest.mark.parametrize(
     ("method", "skip"), [("create", 3), ("complete", 2), ("concat", 0), ("rename2", 0), ("rename2", 1)]
 )
-def test_a_writer_that_is_killed(mortal: Hdfs, between: RpcMeddler, path: str, method: str, skip: int) -> None:
+def test_a_writer_that_is_killed(
+    mortal: Hdfs, between: RpcMeddler, path: str, method: str, skip: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """kill -9 at any moment: the checkpoint before is whole, and the next save clears away what was left."""
+    monkeypatch.setattr(hdfs_module, "_CLAIM_SECONDS", 3.0)  # its claim, which the next save has to wait for
     succeeded(save(path, 1))
     child: list[subprocess.Popen[bytes]] = []
     killed = threading.Event()
