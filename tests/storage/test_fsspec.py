@@ -216,6 +216,15 @@ def test_a_size_that_is_not_told(flaky: type[Flaky], monkeypatch: pytest.MonkeyP
         resolve("fsspec+flaky://x/step").open("catalog")
 
 
+def test_a_listing_that_tells_no_sizes(flaky: type[Flaky], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of web servers."""
+    storage = resolve("fsspec+flaky://x/step")
+    write_file(storage, "model/file", content(1000))
+    full = MemoryFileSystem.ls
+    monkeypatch.setattr(Flaky, "ls", lambda fs, path, detail: [e | {"size": None} for e in full(fs, path, detail=True)])
+    assert storage.list() == [("model/file", 1000)] and storage.folders() == ["model"]
+
+
 class OneConnection(Flaky):
     """One connection, which carries one request at a time, and which can be lost for good: ftp and the like."""
 

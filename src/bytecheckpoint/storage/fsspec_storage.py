@@ -212,8 +212,9 @@ class FsspecStorage(UploadingStorage):
         def call(fs: Any) -> Sequence[dict[str, Any]]:
             fs.invalidate_cache()
             try:
-                found: Sequence[dict[str, Any]] = fs.ls(path, detail=True)
-                return found
+                # Listings of web servers name files and say no more.
+                found = fs.ls(path, detail=True)
+                return [fs.info(e["name"]) if e["type"] == "file" and e["size"] is None else e for e in found]
             except (FileNotFoundError, NotADirectoryError):
                 return []
 
