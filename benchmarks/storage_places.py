@@ -109,7 +109,7 @@ class HdfsStream(Peer):
     def write(self, target: str, data: Any) -> None:
         with self._client.create(target, hdfs_native.WriteOptions(overwrite=True)) as file:
             for start in range(0, len(data), 1 << 20):
-                file.write(memoryview(data)[start : start + (1 << 20)])
+                file.write(bytes(memoryview(data)[start : start + (1 << 20)]))  # of a view it takes each byte by itself
 
     def read(self, target: str, out: NDArray[np.uint8]) -> None:
         at = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import logging
 import threading
@@ -14,6 +15,7 @@ import numpy as np
 
 from ..errors import CorruptCheckpointError, StorageError, StorageUnavailableError
 from ..representation.catalog import Catalog
+from ..representation.names import is_uri
 from ..storage import FileReader, Storage, open_named
 from ..storage.parallel import within
 from .buffers import steps, sums_of
@@ -49,8 +51,16 @@ class FileSet:
         with self._lock:
             idle = {file: opening for file, opening in self._readers.items() if not self._users.get(file)}
             self._readers.clear()
+        if self.in_memory:
+            _close_all(idle)
+            return
         with contextlib.suppress(StorageUnavailableError):
             within(self.limit(), lambda: _close_all(idle))
+
+    @functools.cached_property
+    def in_memory(self) -> bool:
+        """Whether no read waits for a device or a server."""
+        return self._storage.in_memory and not any(is_uri(file.name) for file in self._catalog.files)
 
     @property
     def url(self) -> str:

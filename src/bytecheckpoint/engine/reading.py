@@ -395,5 +395,7 @@ def read_all(files: FileSet, delivery: Delivery, ranges: Sequence[int], *, threa
             raise
         return stop - start
 
+    if len(ranges) == 1 and files.in_memory:
+        return one(ranges[0])
     with Readers(files, min(threads, len(ranges))) as readers:
         return sum(map(readers.result, [readers.submit(one, i) for i in ranges]))

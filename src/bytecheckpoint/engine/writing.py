@@ -82,7 +82,11 @@ class FilesWriter:
             self._created[number] = _OpenFile(task, storage.create(request))
 
         try:
-            self.wait([self._pool.submit(create, number) for number in range(len(tasks))])
+            if storage.in_memory:
+                for number in range(len(tasks)):
+                    create(number)
+            else:
+                self.wait([self._pool.submit(create, number) for number in range(len(tasks))])
         except BaseException:
             self.abort()
             raise

@@ -158,6 +158,9 @@ class Storage(ABC):
     capabilities: Capabilities = Capabilities()
     #: Seconds after which a call that has not returned is an error; None: `settings().timeout`.
     timeout: float | None = None
+    #: Files are in this machine's own memory: no call waits for a device or a server. Only then are calls made without
+    #: another thread that waits for them with a limit, which costs more than they do.
+    in_memory: bool = False
 
     def __str__(self) -> str:
         return self.url

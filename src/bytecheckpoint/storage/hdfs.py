@@ -33,7 +33,7 @@ __all__ = ["HdfsStorage"]
 
 _T = TypeVar("_T")
 #: How reads go: every request is a connection to a DataNode of its own.
-_CUT = Cut(parts=4, shortest=1 << 20, longest=2 << 20, threads=8)
+_CUT = Cut(parts=4, shortest=2 << 20, longest=8 << 20, threads=8)
 _LISTINGS = 8
 _DELETIONS = 8
 _TEMPORARY = ".bytecheckpoint-publishing-"
@@ -86,7 +86,8 @@ class HdfsStorage(UploadingStorage):
         def whole() -> bytes:
             # Opened for every try, read as a whole: what replaces a file has other blocks, and the old ones go.
             file = bounded(lambda: self._cluster.reader.read(path), self._cluster.limit(self._contact))
-            return self._cluster.read(file.read)
+            data: bytes = self._cluster.read(file.read)
+            return data
 
         return self._cluster.run("read", self._shown(name), whole, self._contact, limited=False)
 
@@ -272,21 +273,27 @@ class _Reader(FileReader):
         start, target = piece
         failed: Any = None
 
-        def once() -> bytes:
+        def pour(file: Any) -> int:
+            # Packet by packet: pages for the whole piece would have to be touched first, which costs more than the copy.
+            filled = 0
+            for packet in file.read_range_stream(start, len(target)):
+                target[filled : filled + len(packet)] = np.frombuffer(packet, np.uint8)
+                filled += len(packet)
+            return filled
+
+        def once() -> int:
             nonlocal failed
             file = self._fresh(failed)
             try:
-                return self._cluster.read(lambda: file.read_range(start, len(target)))
+                return self._cluster.read(lambda: pour(file))
             except Exception:
                 failed = file
                 raise
 
         try:
-            data = self._cluster.run("read", self._shown, once, self._contact, limited=False)
+            return self._cluster.run("read", self._shown, once, self._contact, limited=False)
         except FileNotFoundError:
             return 0
-        np.copyto(target[: len(data)], np.frombuffer(data, np.uint8))
-        return len(data)
 
     def _fresh(self, failed: Any) -> Any:
         """The open file; opened again, with the blocks' places of now, if it is the one that has failed.

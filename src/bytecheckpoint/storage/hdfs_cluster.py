@@ -117,11 +117,11 @@ class Cluster:
         hurried = self._hurried
         return self.client if hurried is None or time.monotonic() > self._hurried_until else hurried
 
-    def read(self, call: Callable[[], bytes]) -> bytes:
-        """What `call()` reads from DataNodes, by a file that `reader` has opened."""
+    def read(self, call: Callable[[], _T]) -> _T:
+        """What `call()` returns, which reads from DataNodes by a file that `reader` has opened."""
         begun = time.monotonic()
         try:
-            data = call()
+            result = call()
         except Exception:
             self._hurried = None  # perhaps all are only slow
             raise
@@ -129,7 +129,7 @@ class Cluster:
             with self._lock:
                 self._hurried = self._hurried or self._connect(_HURRIED)
                 self._hurried_until = time.monotonic() + _HURRY_SECONDS
-        return data
+        return result
 
     def run(
         self,

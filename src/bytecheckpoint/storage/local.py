@@ -13,7 +13,17 @@ from ..errors import StorageError
 from ..settings import settings
 from .base import FileReader, FileStat, FileWriter, NewFile, Storage, check_name
 from .parallel import within
-from .posix_files import FULL, TRANSIENT, fresh_stat, fsync_directory, fsync_way_to, open_file, translated, version_of
+from .posix_files import (
+    FULL,
+    TRANSIENT,
+    fresh_stat,
+    fsync_directory,
+    fsync_way_to,
+    lies_in_memory,
+    open_file,
+    translated,
+    version_of,
+)
 from .posix_publish import publish
 
 __all__ = ["FULL", "TRANSIENT", "LocalStorage", "PosixStorage", "translated", "write_fully"]
@@ -170,6 +180,7 @@ class PosixStorage(Storage):
     def __init__(self, root: str, url: str) -> None:
         self.root = root
         self.url = url
+        self.in_memory = lies_in_memory(root)
 
     def _path(self, name: str) -> str:
         return os.path.join(self.root, *check_name(name).split("/"))
@@ -182,6 +193,8 @@ class PosixStorage(Storage):
 
         Files are created, written, opened and read on threads for which the engine waits with a limit.
         """
+        if self.in_memory:
+            return call()
         return within(self.limit(), call, f"cannot {action} {shown}", undecided=undecided)
 
     def create(self, request: NewFile) -> FileWriter:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import os
+import re
 import stat
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +21,7 @@ __all__ = [
     "fresh_stat",
     "fsync_directory",
     "fsync_way_to",
+    "lies_in_memory",
     "open_file",
     "translated",
     "version_of",
@@ -27,6 +30,8 @@ __all__ = [
 _T = TypeVar("_T")
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 TRANSIENT = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.EHOSTDOWN, errno.ENXIO, errno.ENODEV}
+#: How the kernel writes spaces and the like in its list of mounts.
+_ESCAPED = re.compile(r"\\([0-7]{3})")
 #: Folders whose names have been synced by `fsync_way_to`.
 _found_durable: set[str] = set()
 #: Seconds between attempts at a name whose file was replaced: caches forget within a few seconds.
@@ -143,3 +148,35 @@ def open_file(path: str) -> tuple[int, os.stat_result]:
 def version_of(found: os.stat_result) -> str:
     """A token that changes when the file or its content does."""
     return f"{found.st_ino}-{found.st_size}-{found.st_mtime_ns}"
+
+
+def lies_in_memory(path: str) -> bool:
+    """Whether an absolute path is on a tmpfs, as far as can be told without touching any other file system."""
+    parts = path.rstrip("/").split("/")
+    prefixes = ["/".join(parts[:number]) or "/" for number in range(1, len(parts) + 1)]
+    try:
+        mounts = _mounts(int(time.monotonic()))
+        at = max((number for number, prefix in enumerate(prefixes) if prefix in mounts), default=0)
+        if mounts.get(prefixes[at]) != "tmpfs":
+            return False
+        # A link may lead anywhere.
+        return not any(stat.S_ISLNK(os.lstat(prefix).st_mode) for prefix in prefixes[at + 1 :])
+    except FileNotFoundError:
+        return True  # the rest of the way is to be made
+    except OSError:
+        return False
+
+
+@functools.lru_cache(maxsize=1)
+def _mounts(_second: int) -> dict[str, str]:
+    """Types of the mounted file systems by their places; looked up once a second at most."""
+    mounts: dict[str, str] = {}
+    with (
+        contextlib.suppress(OSError),  # without /proc nothing is known to be in memory
+        open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as file,
+    ):
+        for line in file:
+            mount, _, source = line.partition(" - ")
+            point = _ESCAPED.sub(lambda found: chr(int(found[1], 8)), mount.split(" ", 5)[4])
+            mounts[point] = source.partition(" ")[0]  # of several at one place the last is seen
+    return mounts
