@@ -94,10 +94,13 @@ class Party:
             word = _Word(rank=self.rank, data=msgspec.msgpack.encode(work()))
         except BaseException as error:  # noqa: BLE001  told to the others, then raised
             own, word = error, _Word(error=error_report(error), rank=self.rank)
-        up, down = f"{self.tag}/{step}/up", f"{self.tag}/{step}/down"
-        gathered = self.collective.gather(up, msgspec.msgpack.encode(word), timeout=self.timeout)
-        answer = None if gathered is None else msgspec.msgpack.encode(self._verdict(gathered, decide))
-        told = self.collective.broadcast(down, answer, timeout=self.timeout)
+
+        def answers(gathered: list[bytes]) -> list[bytes]:
+            return [msgspec.msgpack.encode(self._verdict(gathered, decide))] * len(gathered)
+
+        told = self.collective.consult(
+            f"{self.tag}/{step}", msgspec.msgpack.encode(word), answers, timeout=self.timeout
+        )
         verdict = msgspec.msgpack.decode(told, type=_Word)
         if own is not None:
             raise own
