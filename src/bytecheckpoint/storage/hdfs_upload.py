@@ -38,7 +38,7 @@ _PARTS = 8
 _LEAST_BLOCK = 16 << 20
 _PARTS_IN_FLIGHT = 8
 #: Bytes of one call of the client. It wants them as `bytes`: out of a view of memory it takes one number after the other,
-#: at 20 s of core time per GiB, under the interpreter's lock.
+#: at some 25 s of core time per GiB, under the interpreter's lock.
 _STEP = 1 << 20
 #: A call of a writer that takes longer hangs: the client itself gives up on a DataNode after one minute, and a close may
 #: wait 16 s for a DataNode's report.
