@@ -14,6 +14,7 @@ import pytest
 import bytecheckpoint
 from bytecheckpoint.collectives import current
 from bytecheckpoint.saving.saver import saver_of
+from bytecheckpoint.storage import Storage, resolve
 from tests.servers.azure import AzureServer, azurite
 from tests.servers.hdfs import Hdfs
 from tests.servers.meddler import Meddler, meddler
@@ -60,6 +61,21 @@ def between(s3: S3Server, bucket: str, monkeypatch: pytest.MonkeyPatch) -> Itera
     with meddler(s3.endpoint) as made:
         use(monkeypatch, s3.environment(made.endpoint))
         yield made
+
+
+@pytest.fixture
+def path(between: Meddler, bucket: str) -> str:
+    """A step behind that proxy; files of tests that want another one have a `path` of their own."""
+    return f"s3://{bucket}/runs/step"
+
+
+@pytest.fixture
+def storage(path: str, between: Meddler) -> Storage:
+    """The storage of `path`, once its bucket has been tried out."""
+    made = resolve(path)
+    made.probe("metadata.parquet", "")
+    between.requests.clear()
+    return made
 
 
 @pytest.fixture(scope="session")

@@ -21,19 +21,6 @@ from tests.storage.conftest import use
 pytestmark = [pytest.mark.server, pytest.mark.timeout(200)]
 
 
-@pytest.fixture
-def path(between: Meddler, bucket: str) -> str:
-    return f"s3://{bucket}/runs/step"
-
-
-@pytest.fixture
-def storage(path: str, between: Meddler) -> Storage:
-    made = resolve(path)
-    made.probe("metadata.parquet", "")
-    between.requests.clear()
-    return made
-
-
 def is_put(name: str, *, conditional: bool | None = None) -> Rule:
     def fits(request: Request) -> bool:
         given = bool({"if-none-match", "if-match"} & request.headers.keys())

@@ -28,19 +28,6 @@ LARGE = content((9 << 20) + 77)
 ROWS = 3000
 
 
-@pytest.fixture
-def path(between: Meddler, bucket: str) -> str:
-    return f"s3://{bucket}/runs/step"
-
-
-@pytest.fixture
-def storage(path: str, between: Meddler) -> Storage:
-    made = resolve(path)
-    made.probe("metadata.parquet", "")
-    between.requests.clear()
-    return made
-
-
 def undeleted(code: str) -> bytes:
     """What a bulk deletion answers, with status 200, when one object could not be deleted."""
     return (

@@ -15,6 +15,7 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TypeGuard
 
 from ..engine.catalogs import read_catalog
 from ..errors import (
@@ -77,7 +78,7 @@ def _natural(name: str) -> list[tuple[int, int, str]]:
     return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in _NUMBER.split(name)]
 
 
-def _is_number(value: object) -> bool:
+def _is_number(value: object) -> TypeGuard[int | float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
 
 
@@ -88,7 +89,7 @@ def _uri(storage: Storage, name: str) -> str:
 
 def _created(storage: Storage, catalog: Catalog) -> float:
     created = catalog.info.get("created")
-    if isinstance(created, int | float) and not isinstance(created, bool):
+    if _is_number(created):
         return float(created)
     return storage.stat(CATALOG_NAME).modified
 
