@@ -264,6 +264,45 @@ def test_an_open_checkpoint_gets_no_answer(fs: FaultFs, path: Path, op: str, pla
         assert checkpoint["model/w"][...].shape == (24, 40)
 
 
+@pytest.mark.parametrize(
+    ("words", "op", "place"),
+    [
+        ("verify {path}", "read", "rank-"),
+        ("verify {path}", "open", "rank-"),
+        ("verify {path}", "readdir", ""),
+        ("repair {path}", "read", "rank-"),
+        ("export {path} {new}", "read", "rank-"),
+        ("export {path} {new}", "write", "exporting"),
+        ("export {path} {new}", "fsync", "exporting"),
+        ("export {path} {new}", "rename", ""),
+        ("export {path} {new}", "readdir", "/new"),
+    ],
+)
+def test_a_command_gets_no_answer(
+    fs: FaultFs, path: Path, words: str, op: str, place: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It says so, and succeeds when answers come again."""
+    bytecheckpoint.configure(timeout=_TIMEOUT)
+    new = path.parent / "new"
+    if op == "readdir" and place:
+        new.mkdir()
+    if words.startswith("repair"):
+        (path / "metadata.parquet").unlink()
+    line = words.format(path=path, new=new).split()
+    fs.rule(op, hang=True, path=place)
+    begun = time.monotonic()
+    code = command(line)
+    assert time.monotonic() - begun < 25
+    told = "".join(capsys.readouterr())
+    assert re.search(r"(cannot|folder).*no answer", told.replace("\n", " ")), told
+    fs.clear()
+    assert code != 0 or op == "readdir"  # that strays cannot be looked for is a note
+    again = [*line, "--force"] if op == "rename" else line  # it may take effect after all
+    assert command(again) == 0, capsys.readouterr()
+    assert load_step(path) == 1
+    assert not [name for name in os.listdir(path.parent) if "exporting" in name]
+
+
 @pytest.mark.parametrize("most", [1000, 4097])
 def test_short_writes_of_the_file_system(fs: FaultFs, path: Path, most: int) -> None:
     fs.rule("write", short=most)
@@ -294,6 +333,28 @@ def test_a_flush_meets_an_error(fs: FaultFs, tmp_path: Path, request: pytest.Fix
     assert load_step(f"{tier}/1") == 1
     fs.clear()
     assert command(["flush", tier]) == 0
+    is_whole(run / "1", 1, 6)
+
+
+@pytest.mark.parametrize("op", ["create", "write", "fsync", "rename", "link", "readdir"])
+def test_a_flush_gets_no_answer(fs: FaultFs, tmp_path: Path, request: pytest.FixtureRequest, op: str) -> None:
+    """It fails in time; another one may be under way when what was given up goes on, and nothing is lost by that."""
+    bytecheckpoint.configure(tier_hot=str(tmp_path / "hot"), timeout=_TIMEOUT)
+    run = fs.mount / re.sub(r"\W+", "-", request.node.name)
+    run.mkdir()
+    tier = f"tier+file://{run}"
+    place = {"link": ".publishing", "rename": ".publishing", "readdir": ""}.get(op, "rank-")
+    begun = time.monotonic()
+    handle = bytecheckpoint.save(f"{tier}/1", states(step=1), async_checkpoint=True)
+    fs.rule("*" if op in ("link", "rename") else op, hang=True, path=place)
+    handle.restorable.result(60)
+    with pytest.raises(StorageUnavailableError, match="no answer"):
+        handle.result(60)
+    assert time.monotonic() - begun < 25
+    assert load_step(f"{tier}/1") == 1
+    fs.clear()
+    if command(["flush", tier]) != 0:  # what was given up has just published, or removed its remains
+        assert command(["flush", tier]) == 0
     is_whole(run / "1", 1, 6)
 
 

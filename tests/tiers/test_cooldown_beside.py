@@ -21,6 +21,7 @@ import bytecheckpoint
 from bytecheckpoint import CheckpointError, CorruptCheckpointError, StorageConflictError, StorageUnavailableError
 from bytecheckpoint.cli.main import run as command
 from bytecheckpoint.storage import local, resolve
+from bytecheckpoint.storage.wrappers import Fault, FaultyStorage
 from bytecheckpoint.tiers import claims
 from bytecheckpoint.tiers.claims import CLAIM, claimed
 from bytecheckpoint.tiers.cooling import CoolStep, cool, plan_cooldown
@@ -260,6 +261,20 @@ def test_a_cold_folder_that_has_become_the_hot_one(root: Path, tmp_path: Path) -
     ]
     assert len(steps) == 2 and all("are the same folder" in cool(step).error for step in steps)
     assert load_step(root / "1") == 1 and load_step(root / "2") == 2
+
+
+def test_a_claim_that_could_not_be_given_back_is_so_when_the_storage_answers_again(tmp_path: Path, hasty: None) -> None:
+    away = Fault("read", StorageUnavailableError("the storage is away"), name=CLAIM, times=0)
+    storage = FaultyStorage(resolve(tmp_path), [away])
+    with claimed(storage):
+        away.times = 5
+    assert isinstance(attempt(lambda: claims.Claim(resolve(tmp_path))), StorageConflictError)
+    deadline = time.monotonic() + 30
+    while storage.list() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    with claimed(storage):
+        assert away.hits == 5
+    assert storage.list() == []
 
 
 def test_a_claim_ends_with_its_work(tmp_path: Path) -> None:

@@ -23,8 +23,11 @@ from ..representation.dtypes import safetensors_code
 from ..representation.names import CATALOG_NAME
 from ..representation.storage_file import MAX_HEADER_BYTES
 from ..storage import NewFile, Storage, resolve
+from ..storage.limited import LimitedStorage, limited
 from ..storage.local import LocalStorage
+from ..storage.parallel import within
 from ..storage.tier import TierStorage
+from ..storage.wrappers import Call
 
 __all__ = ["ExportReport", "export_huggingface"]
 
@@ -114,7 +117,7 @@ def export_huggingface(
         StorageError: the files cannot be written.
     """
     storage = resolve(target)
-    old = _present(storage, force)
+    old = within(storage.limit(), lambda: _present(storage, force), f"cannot look into {storage.url}")
     wanted = _cast_dtype(dtype)
     if max_shard_bytes < 1:
         raise UsageError(f"max_shard_bytes is {max_shard_bytes}: give a positive number of bytes")
@@ -140,11 +143,12 @@ def export_huggingface(
 def _export_to_folder(job: _Job, folder: str, names: Sequence[str], shards: Sequence[_Shard], total: int) -> None:
     """All files beside the folder first, then into their place."""
     temporary = os.path.join(os.path.dirname(folder), f".{os.path.basename(folder)}.exporting-{secrets.token_hex(6)}")
+    storage = LimitedStorage(LocalStorage(temporary))
     try:
-        files = job.write_all(LocalStorage(temporary), names, shards, total)
-        _install(temporary, folder, files)
+        files = job.write_all(storage, names, shards, total)
+        storage.around(Call("install"), lambda: _install(temporary, folder, files))
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        storage.ending(lambda: shutil.rmtree(temporary, ignore_errors=True))
 
 
 def _export_to_storage(
@@ -153,7 +157,7 @@ def _export_to_storage(
     """No storage but a local folder can show several files at once: old weights go first, the index comes last."""
     storage.delete(old)
     try:
-        job.write_all(storage, names, shards, total)
+        job.write_all(limited(storage), names, shards, total)
     except BaseException:
         with contextlib.suppress(CheckpointError):
             storage.delete([*names, _INDEX])

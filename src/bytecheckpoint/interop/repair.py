@@ -23,6 +23,7 @@ from ..representation.catalog_file import encode
 from ..representation.names import CATALOG_NAME, file_stem, generation_of
 from ..representation.storage_file import StorageHeader, header_needs, parse_header
 from ..storage import Storage
+from ..storage.limited import limited
 from .rebuild import catalog_of
 from .verify import Finding, Progress, verify_catalog
 
@@ -322,7 +323,7 @@ def _generations(storage: Storage) -> list[_Generation]:
 
 
 def _read_header(storage: Storage, name: str, size: int) -> tuple[StorageHeader, int]:
-    reader = storage.open(name)
+    reader = limited(storage).open(name)
     try:
         data = bytearray(0)
         needs = header_needs(bytes(data), file=name)

@@ -20,6 +20,7 @@ from ..representation.names import CATALOG_NAME, escape, generation_of
 from ..representation.storage_file import StorageHeader, parse_header
 from ..settings import settings
 from ..storage import FileReader, Storage, open_named
+from ..storage.limited import limited
 from ..storage.tier import TierStorage
 
 __all__ = ["Finding", "VerifyReport", "verify_catalog", "verify_checkpoint"]
@@ -132,7 +133,7 @@ class _Check:
     """The files of one checkpoint being read through, once each, several ranges at a time."""
 
     def __init__(self, storage: Storage, catalog: Catalog, progress: Progress | None) -> None:
-        self._storage = storage
+        self._storage = limited(storage)
         self._catalog = catalog
         self._progress = progress
         self._total = sum(f.size for f in catalog.files)
@@ -230,6 +231,7 @@ class _Check:
             got = reader.read_into(file.data_offset + start, [view])
         except StorageError as error:
             self._report(number, "unreadable", str(error), file.data_offset + start, file.data_offset + stop)
+            self._local.buffer = None  # a read that was given up may fill it later
             got = 0
         else:
             first = start // file.block_bytes

@@ -225,6 +225,10 @@ class Storage(ABC):
         """What of this folder is read and changed without asking a storage behind it, which may be away; here: all."""
         return self
 
+    def elsewhere(self, other: Storage) -> Storage:
+        """Another folder, in which this one's checkpoint has files; a storage around others puts itself around it."""
+        return other
+
     def sync(self, names: Iterable[str]) -> None:
         """Make the names of finished files durable (directory entries)."""
 

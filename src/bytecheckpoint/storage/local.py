@@ -68,6 +68,7 @@ class _Writer(FileWriter):
                 self.direct = False
                 # Some file systems create the file before they refuse the flag.
                 self._fd = os.open(path, flags & ~os.O_EXCL, 0o666)
+            self._identity = _identity(os.fstat(self._fd))
             if reserve:
                 # A full disk shows before the first byte is copied, and parallel direct writes need no exclusive lock
                 # for extending the file.
@@ -99,8 +100,14 @@ class _Writer(FileWriter):
         if self._fd >= 0:
             with contextlib.suppress(OSError):
                 self._close()
+        # On a mount that hung this may come late, when another attempt has written a file of the same name.
         with contextlib.suppress(OSError):
-            os.unlink(self._path)
+            if _identity(os.lstat(self._path)) == self._identity:
+                os.unlink(self._path)
+
+
+def _identity(found: os.stat_result) -> tuple[int, int]:
+    return found.st_dev, found.st_ino
 
 
 class _Reader(FileReader):

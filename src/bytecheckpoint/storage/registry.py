@@ -95,7 +95,7 @@ def open_named(storage: Storage, name: str) -> FileReader:
     folder, *inside = name.rsplit("/", 2)
     if len(inside) < 2 or generation_of("/".join(inside)) is None:
         raise StorageError(f"{storage.url}: the catalog names {name[:200]!r}, which is no storage file")
-    return resolve(folder).open("/".join(inside))
+    return storage.elsewhere(resolve(folder)).open("/".join(inside))
 
 
 def known_schemes() -> list[str]:

@@ -66,6 +66,10 @@ class WrappedStorage(Storage):
         """Carry out one call; `do` does it. Runs on the caller's thread, several at once."""
         return do()
 
+    def ending(self, do: Callable[[], None]) -> None:
+        """Give up a writer, or close a reader."""
+        do()
+
     @property
     def timeout(self) -> float | None:
         """As of the inner storage, which is what waits."""
@@ -79,9 +83,15 @@ class WrappedStorage(Storage):
         return self.inner.limit(nbytes)
 
     def nearby(self) -> Storage:
-        near = copy.copy(self)
-        near.inner = self.inner.nearby()
-        return near
+        return self._around(self.inner.nearby())
+
+    def elsewhere(self, other: Storage) -> Storage:
+        return self._around(self.inner.elsewhere(other))
+
+    def _around(self, inner: Storage) -> Storage:
+        new = copy.copy(self)
+        new.inner, new.url, new.capabilities = inner, inner.url, inner.capabilities
+        return new
 
     def create(self, request: NewFile) -> FileWriter:
         call = Call("create", request.name, request.size)
@@ -139,7 +149,7 @@ class _WrappedWriter(FileWriter):
         self._inner.interrupt()
 
     def abort(self) -> None:
-        self._inner.abort()
+        self._storage.ending(self._inner.abort)
 
 
 class _WrappedReader(FileReader):
@@ -152,13 +162,15 @@ class _WrappedReader(FileReader):
         return self._storage.around(call, lambda: self._inner.read_into(offset, buffers))
 
     def fits(self, size: int) -> bool:
-        return self._inner.fits(size)
+        fits = self._inner.fits(size)
+        self.size, self.step_bytes = self._inner.size, self._inner.step_bytes
+        return fits
 
     def others(self) -> Iterator[FileReader]:
         return (_WrappedReader(self._storage, other, self._name) for other in self._inner.others())
 
     def close(self) -> None:
-        self._inner.close()
+        self._storage.ending(self._inner.close)
 
 
 # --- measuring --------------------------------------------------------------------------------------------------------

@@ -115,14 +115,26 @@ class Claim:
         return _decoded(_read(storage)).claim == self._holder.claim
 
     def release(self) -> None:
-        """Give it back; never raises."""
+        """Give it back; never raises. While the storage is away that is tried again, for this process is no dead holder."""
         self._released.set()
+        if not self._given_back():
+            with contextlib.suppress(RuntimeError):  # the interpreter ends, and the holder with it
+                threading.Thread(target=self._give_back_later, name="bytecheckpoint-claim", daemon=True).start()
+
+    def _given_back(self) -> bool:
+        """Try to give it back; whether nothing is left to be tried."""
         try:
             with self._renewing:
                 if self.seen_in(self.storage):
                     self.storage.delete([CLAIM])
         except CheckpointError as error:
             _log.warning("%s: %s could not be removed: %s", self.storage.url, CLAIM, error)
+            return not isinstance(error, StorageUnavailableError)
+        return True
+
+    def _give_back_later(self) -> None:
+        while not self._given_back():
+            time.sleep(_RENEWAL)
 
     def _publish(self, holder: _Holder, expected: str) -> None:
         data = msgspec.json.encode(holder)

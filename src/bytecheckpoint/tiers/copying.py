@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Iterator
 
@@ -18,6 +19,8 @@ from ..representation.catalog import Catalog
 from ..representation.checksums import block_sum, block_sums
 from ..representation.names import CATALOG_NAME, generation_of, is_uri
 from ..storage import FileReader, NewFile, Storage
+from ..storage.limited import limited
+from ..storage.parallel import within
 from ..storage.uploading import UploadingStorage
 
 __all__ = ["commit", "copy_file", "copy_unless_there", "own_files", "sound"]
@@ -87,14 +90,15 @@ def copy_file(source: Storage, target: Storage, catalog: Catalog, number: int) -
     """
     file = catalog.files[number]
     shown = f"{source.url}/{file.name}"
-    reader = source.open(file.name)
+    reader = limited(source).open(file.name)
     try:
         if not reader.fits(file.size):
             raise CorruptCheckpointError(f"{shown} has {reader.size} bytes instead of {file.size}", file=file.name)
         if isinstance(target, UploadingStorage):
-            target.upload(file.name, file.size, _Verified(reader, shown, catalog, number))
+            upload = functools.partial(target.upload, file.name, file.size, _Verified(reader, shown, catalog, number))
+            within(target.limit(file.size), upload, f"cannot upload {target.url}/{file.name}")
             return
-        writer = target.create(NewFile(file.name, file.size))
+        writer = limited(target).create(NewFile(file.name, file.size))
         try:
             position, header = 0, memoryview(b"")
             for piece in _Verified(reader, shown, catalog, number)():
@@ -117,7 +121,7 @@ def sound(storage: Storage, catalog: Catalog, number: int) -> bool:
     """Whether `storage` has a file of the catalog, with the right bytes: all of them are read."""
     file = catalog.files[number]
     try:
-        reader = storage.open(file.name)
+        reader = limited(storage).open(file.name)
     except FileNotFoundError:
         return False
     try:
