@@ -26,7 +26,7 @@ class Settings:
         writer: "process" writes asynchronous saves from a helper process over shared memory, so that the training
             loop keeps the interpreter lock to itself; "thread" writes them from threads of this process.
         write_threads: concurrent writes per rank.
-        read_threads: concurrent reads per rank.
+        read_threads: concurrent reads per rank; 0: as many as suit the storage, 2 for file systems, 8 across a network.
         direct_io: "auto" bypasses the page cache where the file system sits on a block device; "on" also on others that
             can, such as network file systems; "off".
         timeout: seconds that a rank waits for the others in one step of a save or load, or for an answer of a file
@@ -47,7 +47,7 @@ class Settings:
     chunk_bytes: int = 8 << 20
     writer: str = "process"
     write_threads: int = 2
-    read_threads: int = 2
+    read_threads: int = 0
     direct_io: str = "auto"
     timeout: float = 600.0
     storage_timeout: float = 180.0
@@ -71,8 +71,8 @@ class Settings:
             raise UsageError(f"settings.direct_io is {self.direct_io!r}: use 'auto', 'on' or 'off'")
         if self.chunk_bytes <= 0 or self.chunk_bytes % (1 << 20):
             raise UsageError(f"settings.chunk_bytes is {self.chunk_bytes}: use a positive multiple of 1 MiB")
-        if min(self.write_threads, self.read_threads) < 1 or self.staging_bytes < 0:
-            raise UsageError("settings: thread counts must be at least 1 and staging_bytes at least 0")
+        if self.write_threads < 1 or min(self.read_threads, self.staging_bytes) < 0:
+            raise UsageError("settings: write_threads must be at least 1, read_threads and staging_bytes at least 0")
         if self.tier_replicas < 0 or self.tier_keep < 0 or self.tier_waiting < 1 or not self.tier_hot:
             raise UsageError("settings: tier_replicas and tier_keep are at least 0, tier_waiting 1, tier_hot not empty")
         for name in ("timeout", "storage_timeout"):

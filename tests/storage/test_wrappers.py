@@ -8,16 +8,30 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import pytest
+import torch
 
 import bytecheckpoint
 from bytecheckpoint import StorageError, StorageUnavailableError
 from bytecheckpoint.storage import NewFile, Storage, resolve
+from bytecheckpoint.storage.limited import LimitedStorage
 from bytecheckpoint.storage.testing import content, read_all, write_file
-from bytecheckpoint.storage.wrappers import DelayedStorage, Fault, FaultyStorage, MeteredStorage, RetryingStorage
+from bytecheckpoint.storage.uploading import UploadingStorage
+from bytecheckpoint.storage.wrappers import (
+    Call,
+    DelayedStorage,
+    Fault,
+    FaultyStorage,
+    MeteredStorage,
+    RetryingStorage,
+    WrappedStorage,
+)
 from tests.faults.coded import load_step, states
+
+_T = TypeVar("_T")
 
 
 @pytest.fixture
@@ -164,3 +178,78 @@ def test_faults_choose_their_calls(local: Storage) -> None:
     assert storage.read("file") == b"x"
     threading.Timer(0.1, gate.set).start()
     assert storage.read("held") == b"x" and gate.is_set()
+
+
+class _Crowded(WrappedStorage):
+    """Counts the reads that are under way at the same time."""
+
+    most = now = 0
+
+    def __init__(self, inner: Storage, reads: int) -> None:
+        super().__init__(inner)
+        self._reads, self._lock = reads, threading.Lock()
+
+    @property
+    def reads(self) -> int:
+        return self._reads
+
+    def around(self, call: Call, do: Callable[[], _T]) -> _T:
+        if call.operation != "read_into":
+            return super().around(call, do)
+        with self._lock:
+            self.now += 1
+            self.most = max(self.most, self.now)
+        time.sleep(0.05)
+        try:
+            return do()
+        finally:
+            with self._lock:
+                self.now -= 1
+
+
+@pytest.mark.parametrize(("read_threads", "expected"), [(0, 5), (3, 3)])
+def test_as_many_reads_at_once_as_suit_the_storage(local: Storage, read_threads: int, expected: int) -> None:
+    """... unless the settings say how many."""
+    bytecheckpoint.configure(read_threads=read_threads, chunk_bytes=1 << 20)
+    weights = {"w": torch.arange(4 << 20, dtype=torch.float32)}
+    bytecheckpoint.save(local, {"model": weights})
+    loaded = {"w": torch.zeros(4 << 20)}
+    storage = _Crowded(local, 5)
+    bytecheckpoint.load(storage, {"model": loaded})
+    assert torch.equal(loaded["w"], weights["w"])
+    assert storage.most == expected
+    assert resolve("mem://x").reads < UploadingStorage.reads == MeteredStorage(_Crowded(local, 8)).reads
+
+
+def test_calls_that_do_not_return_are_given_up(local: Storage) -> None:
+    """... and others refused meanwhile, and made again when it has returned."""
+    write_file(local, "model/file", content(1000))
+    held = threading.Event()
+    storage = LimitedStorage(FaultyStorage(local, [Fault("read_into", hold=held)]))
+    storage.timeout = 0.2
+    reader = storage.open("model/file")
+    with pytest.raises(StorageUnavailableError, match=r"cannot read .*/model/file: no answer within 0.2 s"):
+        reader.read_into(0, [memoryview(bytearray(10))])
+    begun = time.monotonic()
+    with pytest.raises(
+        StorageUnavailableError, match=r"cannot look at .*/model/file: an earlier call has had no answer"
+    ):
+        storage.stat("model/file")
+    reader.close()
+    assert time.monotonic() - begun < 0.1
+    held.set()
+    deadline = time.monotonic() + 30
+    while storage._hanging and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert np.array_equal(read_all(storage, "model/file"), content(1000))
+
+
+def test_a_late_abort_leaves_what_another_attempt_has_written(local: Storage) -> None:
+    first = local.create(NewFile("model/file", 10))
+    local.delete(["model/file"])
+    write_file(local, "model/file", content(20))
+    first.abort()
+    assert np.array_equal(read_all(local, "model/file"), content(20))
+    again = local.create(NewFile("model/other", 10))
+    again.abort()
+    assert local.list() == [("model/file", 20)]

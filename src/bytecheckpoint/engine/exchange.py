@@ -144,7 +144,7 @@ class Exchange:
         """
         if not self._rounds:
             return
-        threads = self._settings.read_threads
+        threads = self._files.threads(self._settings.read_threads)
         with (
             Readers(self._files, threads) as readers,
             ThreadPoolExecutor(threads, thread_name_prefix="bytecheckpoint-take") as takers,

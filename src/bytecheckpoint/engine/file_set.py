@@ -13,10 +13,10 @@ from concurrent.futures import Future
 
 import numpy as np
 
-from ..errors import CorruptCheckpointError, StorageError, StorageUnavailableError
+from ..errors import CheckpointError, CorruptCheckpointError, StorageError, StorageUnavailableError
 from ..representation.catalog import Catalog
 from ..representation.names import is_uri
-from ..storage import FileReader, Storage, open_named
+from ..storage import FileReader, Storage, open_named, resolve
 from ..storage.parallel import within
 from .buffers import steps, sums_of
 
@@ -60,7 +60,21 @@ class FileSet:
     @functools.cached_property
     def in_memory(self) -> bool:
         """Whether no read waits for a device or a server."""
-        return self._storage.in_memory and not any(is_uri(file.name) for file in self._catalog.files)
+        return self._storage.in_memory and not self._elsewhere
+
+    @functools.cached_property
+    def _elsewhere(self) -> set[str]:
+        """Other folders that hold files of the checkpoint, as URLs."""
+        return {file.name.rsplit("/", 2)[0] for file in self._catalog.files if is_uri(file.name)}
+
+    def threads(self, wanted: int) -> int:
+        """Reads at the same time: `wanted`, or as many as suit where the files are if that is 0."""
+        if wanted:
+            return wanted
+        storages = [self._storage]
+        with contextlib.suppress(CheckpointError):  # which opening the file tells
+            storages += [self._storage.elsewhere(resolve(folder)) for folder in self._elsewhere]
+        return max(storage.reads for storage in storages)
 
     @property
     def url(self) -> str:

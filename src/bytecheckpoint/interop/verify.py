@@ -96,7 +96,7 @@ def verify_checkpoint(storage: Storage, progress: Progress | None = None, *, thr
     Args:
         storage: where the checkpoint is.
         progress: called as (bytes checked, bytes in all), from one thread at a time.
-        threads: concurrent reads, by default `settings().read_threads`.
+        threads: concurrent reads, by default as for a load.
 
     Raises:
         CheckpointNotFoundError: no committed checkpoint is there.
@@ -117,7 +117,7 @@ def verify_catalog(
     """As `verify_checkpoint`, against a catalog in memory."""
     check = _Check(storage, catalog, progress)
     try:
-        check.run(threads or settings().read_threads)
+        check.run(threads or settings().read_threads or storage.reads)
     finally:
         check.close()
     findings = (*check.findings(), *_coverage(catalog))

@@ -49,6 +49,8 @@ _SHOWN = 5
 _ATTEMPTS = 3
 _PAUSES = (0.0, 1.0, 0.0)
 _SMALLEST_READ = 1 << 20
+#: Readers of one rank that there are enough reads for, where the settings leave their number open.
+_READERS = 2
 
 
 class _Word(msgspec.Struct, frozen=True):
@@ -188,7 +190,7 @@ class LoadSession:
                 if exchange is not None:
                     exchange.run()
                     read, received = exchange.read, exchange.received
-                threads = self._settings.read_threads
+                threads = files.threads(self._settings.read_threads)
                 read += read_all(files, delivery, mine, threads=threads, chunk_bytes=self._chunk_bytes)
                 destination.check()
             except BaseException as error:  # noqa: BLE001  told to the other ranks, then raised
@@ -398,7 +400,7 @@ class LoadSession:
     def _choose_chunk(self, catalog: Catalog) -> None:
         """The length of one read: shorter for a small checkpoint, so that every reader of every rank has some."""
         most = self._settings.chunk_bytes
-        readers = self._collective.world_size * self._settings.read_threads
+        readers = self._collective.world_size * (self._settings.read_threads or _READERS)
         fair = sum(file.size for file in catalog.files) // (2 * readers)
         least = max((file.block_bytes for file in catalog.files), default=1)
         while most % 2 == 0 and most > max(fair, _SMALLEST_READ) and (most // 2) % max(least, 1) == 0:

@@ -161,6 +161,8 @@ class Storage(ABC):
     #: Files are in this machine's own memory: no call waits for a device or a server. Only then are calls made without
     #: another thread that waits for them with a limit, which costs more than they do.
     in_memory: bool = False
+    #: Reads at the same time that suit it, for one process: each should keep a processor, or a connection, busy.
+    reads: int = 2
 
     def __str__(self) -> str:
         return self.url

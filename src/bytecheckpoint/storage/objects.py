@@ -24,7 +24,7 @@ __all__ = ["ObjectStorage"]
 #: Length of one part of an upload. A file that fits in one is sent by a single request.
 _PART_BYTES = 8 << 20
 _MOST_PARTS = 9_000  # stores take 10,000
-_PARTS_IN_FLIGHT = 8
+_PARTS_IN_FLIGHT = 12
 #: Pauses before each look for what was uploaded, in seconds.
 _LOOKS = (0.0, 0.2, 1.0)
 #: Connections that all reads of a process share where each carries only so much, and where one is as fast as the machine.

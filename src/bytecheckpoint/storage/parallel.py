@@ -137,7 +137,7 @@ def within(seconds: float, function: Callable[[], _R], what: str = "", *, undeci
     if errors:
         raise errors[0]
     if not results:
-        silent = f"no answer within {seconds:g} s"
+        silent = f"no answer within {round(seconds, 2):g} s"
         raise StorageUnavailableError(
             f"{what}: {silent}; check the device or mount" if what else silent, undecided=undecided
         )

@@ -63,6 +63,7 @@ class TierStorage(Storage):
         if not isinstance(hot, PosixStorage):
             raise UsageError(f"settings.tier_hot is {root!r}: use mem://name or a folder of a local disk")
         self.hot = hot
+        self.reads = self.durable.reads  # which it is on a machine that has no hot copy
 
     # --- what counts ------------------------------------------------------------------------------------------
 

@@ -44,6 +44,7 @@ class UploadingStorage(Storage):
     """Base of storages that implement `upload` in the place of `create`."""
 
     capabilities = Capabilities(whole_files=True)
+    reads = 8
 
     def create(self, request: NewFile) -> FileWriter:
         check_name(request.name)

@@ -71,6 +71,11 @@ class WrappedStorage(Storage):
         do()
 
     @property
+    def reads(self) -> int:  # type: ignore[override]
+        """As of the inner storage."""
+        return self.inner.reads
+
+    @property
     def timeout(self) -> float | None:
         """As of the inner storage, which is what waits."""
         return self.inner.timeout
