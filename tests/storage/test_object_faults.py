@@ -71,7 +71,7 @@ def test_a_read_that_makes_headway_is_not_given_up(path: str, between: Meddler) 
     between.rules.append(rule)
     with contextlib.ExitStack() as others:
         for _ in range(16):  # so it goes as one request
-            others.enter_context(storage._bucket.reading())  # type: ignore[attr-defined]
+            others.enter_context(storage._bucket.connections.share())  # type: ignore[attr-defined]
         assert np.array_equal(read_all(storage, "model/file"), LARGE)
     assert rule.hits == 8
 

@@ -23,7 +23,7 @@ _MIB = 1 << 20
     [(1, 1), (_MIB, 1), (4 * _MIB, 1), (4 * _MIB + 1, 2), (8 * _MIB, 2), (16 * _MIB, 4), (64 * _MIB, 4)],
 )
 def test_the_length_of_a_request(nbytes: int, step: int) -> None:
-    assert Cut(parts=4, shortest=_MIB, longest=4 * _MIB, threads=4).step(nbytes) == step * _MIB
+    assert Cut(parts=4, shortest=_MIB, longest=4 * _MIB).step(nbytes) == step * _MIB
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -37,7 +37,7 @@ def test_every_byte_is_asked_for_once_and_goes_to_its_place(seed: int) -> None:
     end = draw.choice([len(data), draw.randrange(len(data) + 1)])
     asked = np.zeros(len(data), np.int64)
     lock = threading.Lock()
-    cut = Cut(parts=3, shortest=512, longest=4096, threads=draw.choice([1, 4]))
+    cut = Cut(parts=draw.choice([1, 3]), shortest=512, longest=4096)
 
     def get(piece: Piece) -> int:
         start, target = piece
@@ -58,16 +58,17 @@ def test_every_byte_is_asked_for_once_and_goes_to_its_place(seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("others", "slow", "fast"), [(0, 8, 16), (1, 8, 32), (3, 8, 32), (7, 16, 32), (15, 16, 32), (100, 16, 32)]
-)
-def test_how_reads_are_cut(monkeypatch: pytest.MonkeyPatch, others: int, slow: int, fast: int) -> None:
-    """Into pieces of so many MiB: a store beside us is asked for longer ones than one whose connections are slow.
-
-    One that becomes slow is asked over several connections again. Reads at the same time share the connections.
-    """
+    ("others", "nbytes", "expected"),
+    [
+        (0, 4, [4]), (0, 8, [8]), (0, 10, [5, 5]), (0, 32, [8] * 4), (0, 100, [16] * 6 + [4]),
+        (3, 32, [8] * 4), (7, 32, [16, 16]), (15, 8, [8]), (15, 32, [16, 16]), (100, 32, [16, 16]),
+    ],
+)  # fmt: skip
+def test_how_reads_are_cut(monkeypatch: pytest.MonkeyPatch, others: int, nbytes: int, expected: list[int]) -> None:
+    """Into requests of so many MiB: not too short. Reads at the same time share the connections."""
     bucket = Bucket("memory", obstore.store.MemoryStore(), 1.0)
     storage = ObjectStorage("s3://bucket/step", bucket)
-    data = content(32 * _MIB)
+    data = content(nbytes * _MIB)
     write_file(storage, "model/file", data)
     reader = storage.open("model/file")
     out = np.zeros(len(data), np.uint8)
@@ -76,18 +77,13 @@ def test_how_reads_are_cut(monkeypatch: pytest.MonkeyPatch, others: int, slow: i
 
     def get(client: object, key: str, *, options: dict[str, tuple[int, int]]) -> object:
         first, stop = options["range"]
-        asked.append(stop - first)
+        asked.append((stop - first) // _MIB)
         return real(client, key, options=options)  # type: ignore[arg-type, call-overload]
 
     monkeypatch.setattr("bytecheckpoint.storage.objects.obstore.get", get)
     with contextlib.ExitStack() as reads:
         for _ in range(others):
-            reads.enter_context(bucket.reading())
-        for rate, length in ((30e6, slow), (900e6, fast), (30e6, slow)):
-            bucket.rates.extend([rate, rate])
-            assert bucket.near == (rate > 1e8)
-            asked.clear()
-            out[:] = 0
-            assert reader.read_into(0, [memoryview(out)]) == len(data)
-            assert set(asked) == {length * _MIB}
-            assert np.array_equal(out, data)
+            reads.enter_context(bucket.connections.share())
+        assert reader.read_into(0, [memoryview(out)]) == len(data)
+    assert sorted(asked, reverse=True) == expected
+    assert np.array_equal(out, data)

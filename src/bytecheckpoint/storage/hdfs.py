@@ -32,8 +32,8 @@ from .uploading import Pieces, UploadingStorage
 __all__ = ["HdfsStorage"]
 
 _T = TypeVar("_T")
-#: How reads go: every request is a connection to a DataNode of its own.
-_CUT = Cut(parts=4, shortest=2 << 20, longest=8 << 20, threads=8)
+#: The shortest and the longest requests of a read, in bytes: every one is a connection to a DataNode of its own.
+_REQUEST_BYTES = 2 << 20, 8 << 20
 _LISTINGS = 8
 _DELETIONS = 8
 _TEMPORARY = ".bytecheckpoint-publishing-"
@@ -266,7 +266,8 @@ class _Reader(FileReader):
         return self._opener.read(self._path)
 
     def read_into(self, offset: int, buffers: Sequence[memoryview]) -> int:
-        return fill(self._get, offset, buffers, self.size, _CUT)
+        with self._cluster.connections.share() as parts:
+            return fill(self._get, offset, buffers, self.size, Cut(parts, *_REQUEST_BYTES))
 
     def _get(self, piece: Piece) -> int:
         """Fill one piece; 0 when the file was removed meanwhile."""

@@ -22,6 +22,7 @@ from ..settings import settings
 from .hdfs_config import Address, Target, target_of
 from .hdfs_errors import facts_of, storage_error
 from .hdfs_rpc import concat
+from .ranged import Connections
 from .retrying import Attempts
 
 __all__ = ["Cluster", "Contact", "bounded", "cluster_of"]
@@ -77,12 +78,14 @@ class Cluster:
     Attributes:
         client: hdfs_native's. Several threads use it at once. It is replaced when it is stuck.
         joins: whether sub-files can be joined there, as far as is known.
+        connections: of reads.
     """
 
     def __init__(self, target: Target) -> None:
         self._target = target
         self._lock = threading.Lock()
         self.joins = not target.secure
+        self.connections = Connections()
         self._known = False
         self._joined_by: Address | None = None
         self._failed_at = -_FRESH_SECONDS

@@ -6,8 +6,7 @@ import contextlib
 import os
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import obstore
@@ -17,6 +16,7 @@ from ..settings import settings
 from .object_config import environment, fingerprint, make_client
 from .object_errors import facts_of, no_credentials, storage_error
 from .parallel import at_the_same_time
+from .ranged import Connections
 from .retrying import Attempts
 
 __all__ = ["REFUSED", "Bucket", "bucket_of"]
@@ -27,9 +27,6 @@ REFUSED = (obstore.exceptions.AlreadyExistsError, obstore.exceptions.Preconditio
 #: How long a store is tried that has not answered this process before: a wrong endpoint is told soon, and a server that is
 #: being restarted is waited for.
 _FIRST_SECONDS = 30.0
-#: Bytes per second of one connection that stores on the other side of a network do not reach.
-_NEAR = 150e6
-_RATES = 2
 #: Clients kept. Each has connections; programs that go through many buckets or credentials shall not collect them.
 _KEPT = 16
 #: After an operation that failed to the end of its time limit, cleaning up does not wait for as long again.
@@ -55,7 +52,7 @@ class Bucket:
     Attributes:
         commits: what `object_commit` found out about conditional puts; None: nothing yet.
         lock: held by who finds something out.
-        rates: bytes per second of the last long answers, each over one connection.
+        connections: of reads.
     """
 
     def __init__(
@@ -73,7 +70,6 @@ class Bucket:
         self.seconds = seconds
         self.commits: Any = None
         self.lock = threading.Lock()
-        self.rates: deque[float] = deque(maxlen=_RATES)
         self._client = client
         self._single = client if single is None else single
         self._deleting = deleting
@@ -82,25 +78,7 @@ class Bucket:
         self._failed_at = -_TIRED_SECONDS
         self._silence: tuple[float, BaseException] | None = None
         self._checking = threading.Lock()
-        self._reads = 0
-        self._counting = threading.Lock()
-
-    @contextlib.contextmanager
-    def reading(self) -> Iterator[int]:
-        """During a read; the number of those that are under way, this one included."""
-        with self._counting:
-            self._reads += 1
-            reads = self._reads
-        try:
-            yield reads
-        finally:
-            with self._counting:
-                self._reads -= 1
-
-    @property
-    def near(self) -> bool:
-        """Whether one connection carries so much that further ones bring nothing: a store on this machine or beside it."""
-        return max(self.rates.copy(), default=0.0) > _NEAR
+        self.connections = Connections()
 
     def check(self, action: str, shown: str) -> None:
         """Refuse a bucket that is not there, credentials that are not accepted, and a store that does not answer.

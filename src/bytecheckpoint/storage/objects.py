@@ -27,13 +27,9 @@ _MOST_PARTS = 9_000  # stores take 10,000
 _PARTS_IN_FLIGHT = 12
 #: Pauses before each look for what was uploaded, in seconds.
 _LOOKS = (0.0, 0.2, 1.0)
-#: Connections that all reads of a process share where each carries only so much, and where one is as fast as the machine.
-_FAR, _NEAR = 16, 2
-#: Of which one read takes at most so many.
-_MOST_CONNECTIONS = 4
-#: The shortest and the longest requests of a read, in bytes: each costs processor time on both sides.
-_FAR_BYTES = 1 << 20, 16 << 20
-_NEAR_BYTES = 8 << 20, 64 << 20
+#: The shortest and the longest requests of a read, in bytes: each costs processor time on both sides, and Azure's stores
+#: compute a sum of their own for up to 4 MiB.
+_REQUEST_BYTES = 5 << 20, 16 << 20
 #: Bytes of an answer that are taken at a time: small enough to stay in the processor's cache until they are copied.
 _STREAM_BYTES = 1 << 20
 _LISTINGS = 8
@@ -46,6 +42,8 @@ class ObjectStorage(UploadingStorage):
         url: "scheme://bucket/path". The path is taken as it is, without any decoding.
         bucket: instead of the one that the URL and the environment name.
     """
+
+    reads = 16
 
     def __init__(self, url: str, bucket: Bucket | None = None) -> None:
         scheme, name, path = _parse(url)
@@ -166,10 +164,8 @@ class _Reader(FileReader):
         self.size = bucket.run("open", shown, lambda client: obstore.head(client, key))["size"]
 
     def read_into(self, offset: int, buffers: Sequence[memoryview]) -> int:
-        with self._bucket.reading() as reads:
-            connections, lengths = (_NEAR, _NEAR_BYTES) if self._bucket.near else (_FAR, _FAR_BYTES)
-            parts = min(max(connections // reads, 1), _MOST_CONNECTIONS)
-            return fill(self._get, offset, buffers, self.size, Cut(parts, *lengths, threads=parts))
+        with self._bucket.connections.share() as parts:
+            return fill(self._get, offset, buffers, self.size, Cut(parts, *_REQUEST_BYTES))
 
     def _get(self, piece: Piece) -> int:
         """Fill one piece; the bytes read, fewer when the object was removed or cut meanwhile."""
@@ -180,7 +176,7 @@ class _Reader(FileReader):
             # What has arrived before a connection broke is not asked for again.
             nonlocal done
             rest: Any = {"range": (start + done, start + len(target))}
-            begun, before = time.perf_counter(), done
+            before = done
             try:
                 for data in obstore.get(client, self._key, options=rest).stream(min_chunk_size=_STREAM_BYTES):
                     part = np.frombuffer(data, np.uint8)
@@ -189,8 +185,6 @@ class _Reader(FileReader):
             except (obstore.exceptions.BaseError, OSError):
                 if done - before < _STREAM_BYTES:
                     raise  # else it goes on, if slowly: the time for trying again begins anew
-            if done - before >= _STREAM_BYTES:
-                self._bucket.rates.append((done - before) / (time.perf_counter() - begun))
 
         while done < len(target):
             before = done
