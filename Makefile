@@ -8,7 +8,7 @@ export OMP_NUM_THREADS ?= 1
 export VENV
 
 .DEFAULT_GOAL := help
-.PHONY: help venv lint types imports format test test-all test-servers test-oldest test-frameworks test-frameworks-short soak demo demo-short bench bench-short bench-frameworks docs lock clean
+.PHONY: help venv lint types imports format test test-all test-servers test-oldest test-frameworks test-frameworks-short test-frameworks-servers soak demo demo-short bench bench-short bench-frameworks docs lock clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */\1\t/' | awk -F'\t' '{printf "  %-21s %s\n", $$1, $$2}'
@@ -66,6 +66,12 @@ SHORT_OPTIONS ?=
 test-frameworks-short: ## the part of the interchange matrix that CI runs: every framework saves and loads (.venv-frameworks)
 	$(call frameworks,ShareMemCommBuilder)
 	$(WITH_FRAMEWORKS) -m pytest tests/frameworks/interchange -m short $(SHORT_OPTIONS)
+
+test-frameworks-servers: ## real frameworks on a real HDFS and S3, the paper's Figure 6 with Megatron-Core among it (.venv-frameworks)
+	./scripts/install-servers.sh versitygw hadoop
+	$(call frameworks,ShareMemCommBuilder)
+	BYTECHECKPOINT_REQUIRE_SERVERS=1 $(WITH_FRAMEWORKS) -m pytest -m server tests/storage/test_frameworks.py \
+		tests/storage/test_hdfs.py -k "framework or figure_6"
 
 soak: venv ## the long runs that look for growth; SOAK_SHORT=1 for a few minutes of them
 	$(PY) -m pytest -m soak --timeout=0 -o faulthandler_timeout=0

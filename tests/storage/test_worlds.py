@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -28,10 +27,7 @@ def worlds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worlds]:
 
 
 def run(worlds: Worlds, layout: str, module: str, name: str, *args: Any) -> list[Any]:
-    prefixes = ("HADOOP_", "AWS_", "AZURE_")
-    variables = {key: value for key, value in os.environ.items() if key.startswith(prefixes)}
-    size = WORLD_SIZE[layout]
-    return worlds.run(size, world_jobs.job, variables, module, name, *args, timeout=240)
+    return world_jobs.run(worlds, WORLD_SIZE[layout], module, name, *args)
 
 
 def test_every_layout_loads_every_layout(worlds: Worlds, root: str) -> None:

@@ -10,8 +10,16 @@ from typing import Any
 import bytecheckpoint
 from tests.distributed.layouts import build
 from tests.distributed.matrix_jobs import other, trained
+from tests.support.worlds import Worlds
 
-__all__ = ["job", "replace", "resume"]
+__all__ = ["job", "replace", "resume", "run"]
+
+
+def run(worlds: Worlds, size: int, module: str, name: str, *args: Any) -> list[Any]:
+    """A function of tests.MODULE on `size` ranks, which find the storages that this process finds; what each returned."""
+    prefixes = ("HADOOP_", "AWS_", "AZURE_", "DS_")
+    variables = {key: value for key, value in os.environ.items() if key.startswith(prefixes)}
+    return worlds.run(size, job, variables, module, name, *args, timeout=400)
 
 
 def job(variables: Mapping[str, str], module: str, name: str, *args: Any) -> Any:

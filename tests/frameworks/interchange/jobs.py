@@ -47,13 +47,14 @@ def everywhere(settings: Settings) -> Settings:
     return {name: value for of_rank in found for name, value in of_rank.items()}
 
 
-def save(member: Member, start: str | None, path: str) -> dict[str, Any]:
-    """Train from the start, save while training goes on, and leave the whole of what was saved beside it.
+def save(member: Member, start: str | None, path: str, notes: str) -> dict[str, Any]:
+    """Train from the start, save while training goes on, and note the whole of what was saved.
 
     Args:
         member: the layout.
         start: a checkpoint; None: this is the run that makes it.
         path: where to save.
+        notes: a folder of this machine.
     """
     run = begin(member)
     if start is None:
@@ -65,15 +66,15 @@ def save(member: Member, start: str | None, path: str) -> dict[str, Any]:
     before = run.train(BEFORE - 1)
     expected, settings = run.whole(), everywhere(run.settings())
     if dist.get_rank() == 0:
-        torch.save((expected, settings), f"{path}.pt")
+        torch.save((expected, settings), f"{notes}/{member.name}.pt")
     handle = bytecheckpoint.save(path, run.states(), framework=member.framework, async_checkpoint=True)
     after = run.train(AFTER)
     handle.result(120)
     return {"before": before, "after": after}
 
 
-def load_all(member: Member, sources: Sequence[Member], folder: str) -> dict[str, dict[str, Any]]:
-    """Load what every source saved; per source: what is wrong, and the losses that follow."""
+def load_all(member: Member, sources: Sequence[Member], folder: str, notes: str) -> dict[str, dict[str, Any]]:
+    """Load what every source saved in `folder`; per source: what is wrong, and the losses that follow."""
     found: dict[str, dict[str, Any]] = {}
     run: Run | None = None
     for source in sources:
@@ -85,7 +86,7 @@ def load_all(member: Member, sources: Sequence[Member], folder: str) -> dict[str
             # Buffers and frozen parameters are in the precision of the model.
             framework = "auto" if len(found) % 2 else member.framework
             problems = load(run, framework, path, cast=member.low != source.low)
-            expected, settings = torch.load(f"{path}.pt")
+            expected, settings = torch.load(f"{notes}/{source.name}.pt")
             problems += differences(expected, run.whole())
             for name, got in run.settings().items():
                 if settings.get(name) != got:

@@ -73,14 +73,14 @@ class Matrix:
             self.saved(first)
         start = None if name == first else str(self._folder / f"{first}.start")
         member = self.family.member(name)
-        return self._run(member, jobs.save, member, start, str(self._folder / name))
+        return self._run(member, jobs.save, member, start, str(self._folder / name), str(self._folder))
 
     def _load(self, name: str) -> list[dict[str, dict[str, Any]]]:
         sources = [self.family.member(source) for source in self._wanted[name]]
         for source in sources:
             self.saved(source.name)
         member = self.family.member(name)
-        return self._run(member, jobs.load_all, member, sources, str(self._folder))
+        return self._run(member, jobs.load_all, member, sources, str(self._folder), str(self._folder))
 
     def _run(self, member: Member, *job: Any) -> list[Any]:
         return self._worlds.run(member.size, *job, timeout=500)

@@ -1,0 +1,57 @@
+"""Real training frameworks on real storages: what each saved, every other one loads (`make test-frameworks-servers`)."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.frameworks.interchange.families import FAMILIES
+from tests.storage.world_jobs import run
+from tests.support.worlds import Worlds
+
+_THERE = all(map(importlib.util.find_spec, ("deepspeed", "megatron")))
+pytestmark = [
+    pytest.mark.server,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(
+        not _THERE and not os.environ.get("BYTECHECKPOINT_REQUIRE_FRAMEWORKS"),
+        reason="NOT TESTED HERE: needs DeepSpeed and megatron-core: `make test-frameworks-servers`",
+    ),
+]
+#: Megatron-Core in one process, FSDP1, ZeRO-3, Megatron-Core with tensor and pipeline parallelism.
+MEMBERS = ("plain", "fsdp1-x3", "z3x2", "tp2-pp2-whole")
+MODULE = "frameworks.interchange.jobs"
+
+
+@pytest.fixture(scope="module")
+def worlds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worlds]:
+    made = Worlds(tmp_path_factory.mktemp("worlds"))
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("root", ["hdfs", "s3"], indirect=True)
+def test_every_framework_loads_every_framework(
+    worlds: Worlds, root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in tests/frameworks/interchange, on storages across a network."""
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    family = FAMILIES["dense-adamw"]
+    members = [family.member(name) for name in MEMBERS]
+    after: dict[str, list[float]] = {}
+    for member in members:
+        start = f"{root}/{MEMBERS[0]}.start" if after else None
+        args: tuple[Any, ...] = (member, start, f"{root}/{member.name}", str(tmp_path))
+        after[member.name] = run(worlds, member.size, MODULE, "save", *args)[0]["after"]
+    for member in members:
+        for rank, found in enumerate(
+            run(worlds, member.size, MODULE, "load_all", member, members, root, str(tmp_path))
+        ):
+            for source in MEMBERS:
+                assert not found[source]["problems"], f"rank {rank}, {source}: {found[source]['problems'][:3]}"
+                assert found[source]["losses"] == pytest.approx(after[source], abs=family.tolerance, rel=0)
