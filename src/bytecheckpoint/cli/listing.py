@@ -13,7 +13,7 @@ from ..errors import CheckpointError, CheckpointNotFoundError, StorageUnavailabl
 from ..representation.catalog import VALUES_SLOT, Catalog
 from ..representation.names import CATALOG_NAME, generation_of
 from ..storage import Storage, resolve
-from ..storage.parallel import within
+from ..storage.parallel import at_the_same_time, within
 from .show import counted, moment, print_json, print_notes, print_table, shown, size
 
 __all__ = ["explained", "ls", "open_catalog", "summary"]
@@ -78,25 +78,24 @@ def _natural(name: str) -> list[tuple[int, int, str]]:
 
 def _steps(storage: Storage) -> list[dict[str, Any]]:
     """What stands in the folders of a folder: checkpoints, and files of saves that did not commit."""
-    found = []
-    for name in sorted(storage.folders(), key=_natural):
+    near = storage.nearby() is storage  # then that is all that is wanted of the steps, too
+
+    def look(name: str) -> dict[str, Any] | None:
         step = resolve(f"{storage.url}/{name}")
-        if storage.nearby() is storage:  # then that is all that is wanted of the steps, too
-            step = step.nearby()
+        step = step.nearby() if near else step
         try:
             catalog, _ = read_catalog(step)
         except CheckpointNotFoundError:
             own = [nbytes for file, nbytes in step.list() if generation_of(file)]
-            if own:
-                found.append({"name": name, "state": "uncommitted", "bytes": sum(own), "files": len(own)})
-            continue
+            return {"name": name, "state": "uncommitted", "bytes": sum(own), "files": len(own)} if own else None
         except StorageUnavailableError:  # that says nothing about the step, and the others would be waited for, too
             raise
         except CheckpointError as error:
-            found.append({"name": name, "state": "damaged", "error": str(error)})
-            continue
-        found.append({"name": name, "state": "committed", **summary(catalog)})
-    return found
+            return {"name": name, "state": "damaged", "error": str(error)}
+        return {"name": name, "state": "committed", **summary(catalog)}
+
+    names = sorted(storage.folders(), key=_natural)
+    return [step for step in at_the_same_time(look, names, storage.reads, "bytecheckpoint-ls") if step is not None]
 
 
 def summary(catalog: Catalog) -> dict[str, Any]:
