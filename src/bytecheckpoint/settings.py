@@ -26,7 +26,8 @@ class Settings:
         writer: "process" writes asynchronous saves from a helper process over shared memory, so that the training
             loop keeps the interpreter lock to itself; "thread" writes them from threads of this process.
         write_threads: concurrent writes per rank.
-        read_threads: concurrent reads per rank; 0: as many as suit the storage, 2 for file systems, 8 across a network.
+        read_threads: concurrent reads per rank; 0: as many as suit the storage, 2 for file systems, 8 or 16 across a
+            network.
         direct_io: "auto" bypasses the page cache where the file system sits on a block device; "on" also on others that
             can, such as network file systems; "off".
         timeout: seconds that a rank waits for the others in one step of a save or load, or for an answer of a file

@@ -16,6 +16,8 @@ import torch
 
 import bytecheckpoint
 from bytecheckpoint import StorageError, StorageUnavailableError
+from bytecheckpoint.collectives import Collective
+from bytecheckpoint.collectives.threads import ThreadWorld
 from bytecheckpoint.storage import NewFile, Storage, resolve
 from bytecheckpoint.storage.limited import LimitedStorage
 from bytecheckpoint.storage.testing import content, read_all, write_file
@@ -25,11 +27,13 @@ from bytecheckpoint.storage.wrappers import (
     DelayedStorage,
     Fault,
     FaultyStorage,
+    Meter,
     MeteredStorage,
     RetryingStorage,
     WrappedStorage,
 )
 from tests.faults.coded import load_step, states
+from tests.faults.ranks import outcomes
 
 _T = TypeVar("_T")
 
@@ -219,6 +223,25 @@ def test_as_many_reads_at_once_as_suit_the_storage(local: Storage, read_threads:
     assert torch.equal(loaded["w"], weights["w"])
     assert storage.most == expected
     assert resolve("mem://x").reads < UploadingStorage.reads == MeteredStorage(_Crowded(local, 8)).reads
+
+
+@pytest.mark.parametrize(("reads", "expected"), [(2, range(3, 6)), (8, range(9, 17))])
+def test_as_many_reads_at_once_when_ranks_share_them(local: Storage, reads: int, expected: range) -> None:
+    """Two ranks read every byte once, between them."""
+    bytecheckpoint.configure(chunk_bytes=1 << 20)
+    weights = torch.arange(8 << 20, dtype=torch.float32)
+    bytecheckpoint.save(local, {"model": {"w": weights}})
+    storage = _Crowded(local, reads)
+    meter = Meter()
+
+    def load(collective: Collective) -> bool:
+        loaded = {"w": torch.zeros(8 << 20)}
+        bytecheckpoint.load(MeteredStorage(storage, meter), {"model": loaded}, overlap_loading=True)
+        return torch.equal(loaded["w"], weights)
+
+    assert outcomes(ThreadWorld(2), load) == [True, True]
+    assert storage.most in expected
+    assert weights.nbytes <= meter.bytes("read_into") < weights.nbytes + (1 << 20)
 
 
 def test_calls_that_do_not_return_are_given_up(local: Storage) -> None:

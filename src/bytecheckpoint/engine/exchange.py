@@ -26,9 +26,6 @@ from .reading import Delivery, Landing, Readers, scratch
 
 __all__ = ["Exchange"]
 
-#: Chunks that each rank reads in a round.
-_CHUNKS = 2
-
 
 class _Word(msgspec.Struct, frozen=True, array_like=True):
     """What a rank tells the others at the end of a round.
@@ -89,6 +86,7 @@ class Exchange:
         files: the checkpoint's files.
         delivery: where the bytes go.
         chunk_bytes: longest item.
+        chunks: items that each rank reads in a round, equal on all ranks.
         settings: threads and time limit.
 
     Attributes:
@@ -107,6 +105,7 @@ class Exchange:
         delivery: Delivery,
         *,
         chunk_bytes: int,
+        chunks: int,
         settings: Settings,
     ) -> None:
         self._collective = collective
@@ -116,13 +115,14 @@ class Exchange:
         self._files = files
         self._delivery = delivery
         self._chunk_bytes = chunk_bytes
+        self._chunks = chunks
         self._settings = settings
         self._landing = Landing(delivery, chunk_bytes)
         self._hosts = list(hosts)
         self._pids = [sees(i) if h == hosts[self._me] else 0 for h, i in zip(hosts, introductions, strict=True)]
         world = range(collective.world_size)
         self._by_reader: list[list[int]] = [np.flatnonzero(plan.shared.reader == r).tolist() for r in world]
-        self._rounds = max((-(-len(items) // _CHUNKS) for items in self._by_reader), default=0)
+        self._rounds = max((-(-len(items) // chunks) for items in self._by_reader), default=0)
         self._ranges: dict[int, list[int]] = {}
         for index, item in zip(plan.my_range.tolist(), plan.my_item.tolist(), strict=True):
             self._ranges.setdefault(item, []).append(index)
@@ -203,7 +203,7 @@ class Exchange:
             self.received += future.result()
 
     def _round_of(self, rank: int, number: int) -> list[int]:
-        return self._by_reader[rank][number * _CHUNKS : (number + 1) * _CHUNKS]
+        return self._by_reader[rank][number * self._chunks : (number + 1) * self._chunks]
 
     def _read(self, item: int) -> _Held:
         """Read an item: straight into this rank's destination, else into a buffer and from there."""

@@ -51,6 +51,8 @@ _PAUSES = (0.0, 1.0, 0.0)
 _SMALLEST_READ = 1 << 20
 #: Readers of one rank that there are enough reads for, where the settings leave their number open.
 _READERS = 2
+#: Chunks that each rank reads in a round of an exchange, at least.
+_FEWEST_CHUNKS = 2
 
 
 class _Word(msgspec.Struct, frozen=True):
@@ -89,6 +91,7 @@ class _Verdict(msgspec.Struct, frozen=True):
         shared: columns of `SharedChunks`.
         hosts: a number for each rank, equal for ranks of one machine, where something is shared.
         introductions: each rank's, where something is shared.
+        chunks: how many of the shared chunks each rank reads in a round.
         ready: no rank needs preparation for its next save.
     """
 
@@ -100,6 +103,7 @@ class _Verdict(msgspec.Struct, frozen=True):
     shared: list[bytes] = []
     hosts: list[int] = []
     introductions: list[bytes] = []
+    chunks: int = 0
     ready: bool = False
 
 
@@ -128,6 +132,7 @@ class LoadSession:
         self._converted: list[str] = []
         self.all_ready = False
         self._chunk_bytes = force.chunk_bytes
+        self._chunks = _FEWEST_CHUNKS
 
     def run(
         self,
@@ -167,6 +172,8 @@ class LoadSession:
                 files = stack.enter_context(FileSet(storage, catalog))
                 self._phases.mark("catalog")
                 self._choose_chunk(catalog)
+                # Read while the chunks of the round before are taken.
+                self._chunks = max(files.threads(self._settings.read_threads) // 2, _FEWEST_CHUNKS)
                 view = SavedView(catalog, files, self._collective.rank, self._settings)
                 with collector_paused():
                     destination = adapter.destination(states, view, strict=self._strict, names=names)
@@ -349,6 +356,7 @@ class LoadSession:
             shared=shared.to_columns(),
             hosts=[numbers[w.host] for w in words],
             introductions=[w.introduction for w in words],
+            chunks=self._chunks,
         )
 
     def _agree(self, storage: Storage, catalog: Catalog, states: Collection[str], verdict: _Verdict) -> list[str]:
@@ -393,6 +401,7 @@ class LoadSession:
             files,
             delivery,
             chunk_bytes=self._chunk_bytes,
+            chunks=verdict.chunks,
             settings=self._settings,
         )
         return exchange, plan.private.tolist() if self._overlap else range(len(ranges))
