@@ -21,7 +21,8 @@ class Settings:
 
     Attributes:
         staging_bytes: size of the staging pool in bytes. 0 means: as large as the state while that is at most half of
-            the memory that the machine has free when the pool grows; beyond that, that half, reused in a ring.
+            the memory that the machine has free when the pool grows; beyond that, that half, reused in a ring. Also the
+            most that a synchronous save to a storage across a network keeps in memory.
         chunk_bytes: bytes that one write or read call moves; a multiple of 1 MiB.
         writer: "process" writes asynchronous saves from a helper process over shared memory, so that the training
             loop keeps the interpreter lock to itself; "thread" writes them from threads of this process.
@@ -35,8 +36,8 @@ class Settings:
         storage_timeout: seconds that one operation of a remote storage is tried again after transient errors.
         commit: "exclusive" publishes a checkpoint on an object store by a conditional put, so that of two jobs that
             save to one path one gets an error; "plain" by an ordinary put, for stores that lack conditional ones.
-        spool_dir: where bytes wait that an object store can take only later (synchronous saves, and staging pools
-            smaller than the state); by default the system's folder for temporary files.
+        spool_dir: where bytes wait that an object store can take only later, when memory has no room for them; by
+            default the system's folder for temporary files.
         memory_dir: a memory file system, for `mem://`.
         tier_hot: where `tier+...` paths keep their hot copies on each machine: mem://name, or a folder of a local disk.
         tier_replicas: other machines that hold a copy of each machine's hot files.

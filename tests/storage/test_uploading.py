@@ -11,10 +11,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import bytecheckpoint
 from bytecheckpoint import CheckpointError, StorageFullError
+from bytecheckpoint.collectives import current
 from bytecheckpoint.engine.writing import FilesWriter, FileTask
+from bytecheckpoint.saving.saver import saver_of
 from bytecheckpoint.storage import NewFile
 from bytecheckpoint.storage.local import PosixStorage
 from bytecheckpoint.storage.testing import content, write_file
@@ -187,3 +190,26 @@ def test_abort_ends_an_upload_that_is_under_way(files_writer: Any, storage: Uplo
     thread.join(20)
     assert isinstance(failed[0], CheckpointError) and "was given up" in str(failed[0])
     assert storage.files == {}
+
+
+def test_a_synchronous_save_needs_no_spool_where_memory_has_room(tmp_path: Path) -> None:
+    """... and keeps none of it."""
+    state = {"w": torch.randn(40, 1 << 18), "small": torch.arange(1000), "view": torch.randn(300, 200).T}
+    url = f"fsspec+file://{tmp_path}/run/step"
+    pool = saver_of(current()).pool.capacity
+    bytecheckpoint.configure(spool_dir=str(tmp_path / "absent"), staging_bytes=100 << 20)
+    bytecheckpoint.save(url, {"model": state})
+    assert saver_of(current()).pool.capacity == pool
+    loaded = {key: torch.zeros_like(value) for key, value in state.items()}
+    bytecheckpoint.load(url, {"model": loaded})
+    assert all(torch.equal(loaded[key], state[key]) for key in state)
+
+    bytecheckpoint.configure(staging_bytes=20 << 20)
+    saver_of(current()).pool.release()
+    with pytest.raises(bytecheckpoint.StorageError, match=r"the spool of .*settings\.spool_dir"):
+        bytecheckpoint.save(url, {"model": state})
+    bytecheckpoint.configure(spool_dir=str(tmp_path))
+    state["w"].fill_(3.0)
+    bytecheckpoint.save(url, {"model": state})
+    bytecheckpoint.load(url, {"model": loaded})
+    assert all(torch.equal(loaded[key], state[key]) for key in state)

@@ -112,6 +112,11 @@ class Saver:
         self.reserve(nbytes, settings)
         return self.pool
 
+    def whole_pool(self, nbytes: int, settings: Settings) -> StagingPool | None:
+        """A pool that holds a whole image of `nbytes`, as `staging_pool` gives it; None where it may not be as large."""
+        fits = nbytes <= max(self.pool.capacity, self._limit(settings))
+        return self.staging_pool(nbytes, settings) if fits else None
+
     def _limit(self, settings: Settings) -> int:
         return settings.staging_bytes or (self.pool.capacity + available_memory()) // 2
 

@@ -238,8 +238,16 @@ class SaveSession:
         """A synchronous save from here on."""
         self.stage_name = "write"
         self._begin_commit()
-        job, _ = self._new_job(self._values_to_write(), planned=True)
-        records = self._finish(job, self._write_through(job), self._files)
+        job, image = self._new_job(self._values_to_write(), planned=True)
+        # What is only sent when it is complete waits in memory, if there is room, else in a file.
+        whole = self._call.storage.capabilities.whole_files
+        pool = self._saver.whole_pool(image.nbytes, self._call.settings) if whole else None
+        try:
+            sums = self._write_through(job) if pool is None else job.write_through(pool, keep=True)
+            records = self._finish(job, sums, self._files)
+        finally:
+            if pool is not None and pool is not self._saver.pool:
+                pool.release()
         handle.staged.set_result(None)
         self._commit(handle, records)
 
