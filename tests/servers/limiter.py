@@ -41,11 +41,13 @@ class Limiter:
 
         async def end() -> None:
             self._server.close()
-            # A connection that was accepted just before begins its task only now.
-            while tasks := asyncio.all_tasks() - {asyncio.current_task()}:
-                for task in tasks:
-                    task.cancel()
-                await asyncio.wait(tasks)
+            # A connection that was accepted just before begins its task only now, or in a moment.
+            for _ in range(3):
+                while tasks := asyncio.all_tasks() - {asyncio.current_task()}:
+                    for task in tasks:
+                        task.cancel()
+                    await asyncio.wait(tasks)
+                await asyncio.sleep(0.02)
 
         asyncio.run_coroutine_threadsafe(end(), self._loop).result(10)
         self._loop.call_soon_threadsafe(self._loop.stop)
