@@ -8,7 +8,7 @@ export OMP_NUM_THREADS ?= 1
 export VENV
 
 .DEFAULT_GOAL := help
-.PHONY: help venv lint types imports format test test-all test-servers test-oldest test-frameworks test-frameworks-short test-frameworks-servers soak demo demo-short bench bench-short bench-frameworks docs lock clean
+.PHONY: help venv lint types imports format test test-all test-servers test-oldest test-frameworks test-frameworks-short test-frameworks-servers soak demo demo-short bench bench-short bench-storage bench-storage-short bench-frameworks docs lock clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */\1\t/' | awk -F'\t' '{printf "  %-21s %s\n", $$1, $$2}'
@@ -84,6 +84,14 @@ demo-short: venv ## the same with a smaller model, in under two minutes
 
 bench: venv ## all measurements: table, JSON, chart
 	$(PY) -m benchmarks
+
+bench-storage: venv ## the storages beside their own clients, on servers of this machine
+	./scripts/install-servers.sh versitygw azurite hadoop
+	$(PY) -m benchmarks.storage
+
+bench-storage-short: venv ## the same with small files and few threads
+	./scripts/install-servers.sh versitygw azurite hadoop
+	$(PY) -m benchmarks.storage --short --threads 4 --places hdfs s3 s3-limited az fsspec local mem
 
 bench-frameworks: ## saving Megatron-Core's distributed optimizer, beside its own formats (.venv-frameworks)
 	VENV=.venv-frameworks PYTHON=3.12 EXTRAS=cli,dev,bench PINNED=constraints-frameworks.txt ./scripts/bootstrap.sh
