@@ -21,8 +21,9 @@ class Settings:
 
     Attributes:
         staging_bytes: size of the staging pool in bytes. 0 means: as large as the state while that is at most half of
-            the memory that the machine has free when the pool grows; beyond that, that half, reused in a ring. Also the
-            most that a synchronous save to a storage across a network keeps in memory.
+            the memory that the machine has free when the pool grows, shared by the ranks that its launcher started there
+            (LOCAL_WORLD_SIZE and the like); beyond that, that half, reused in a ring. Also the most that a synchronous
+            save to a storage across a network keeps in memory.
         chunk_bytes: bytes that one write or read call moves; a multiple of 1 MiB.
         writer: "process" writes asynchronous saves from a helper process over shared memory, so that the training
             loop keeps the interpreter lock to itself; "thread" writes them from threads of this process.

@@ -32,7 +32,10 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def available_memory() -> int:
-    """Bytes that this process may still take without pushing others out: the machine's, or its cgroup's if smaller."""
+    """Bytes that this process may still take without pushing others out.
+
+    That is its share of the machine's, or its cgroup's if smaller: the ranks beside it ask at the same time.
+    """
     available = 1 << 62
     with contextlib.suppress(OSError, ValueError), open("/proc/meminfo") as file:
         fields = dict(line.split(":", 1) for line in file)
@@ -43,7 +46,15 @@ def available_memory() -> int:
         open("/sys/fs/cgroup/memory.current") as used,
     ):
         available = min(available, int(limit.read()) - int(used.read()))
-    return max(available, 0)
+    return max(available, 0) // _ranks_here()
+
+
+def _ranks_here() -> int:
+    """Ranks of the job on this machine, as far as its launcher says."""
+    for name in ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE"):
+        with contextlib.suppress(ValueError):
+            return max(int(os.environ.get(name, "")), 1)
+    return 1
 
 
 class StagingPool:
