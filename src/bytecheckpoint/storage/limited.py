@@ -34,7 +34,8 @@ class LimitedStorage(WrappedStorage):
         self._counting = threading.Lock()
 
     def around(self, call: Call, do: Callable[[], _T]) -> _T:
-        where = f"{self.url}/{call.name}" if call.name else self.url
+        one = call.name and " " not in call.name  # and not the names of many files
+        where = f"{self.url}/{call.name}" if one else self.url
         what = f"cannot {_WORDS.get(call.operation, call.operation)} {where}"
         if self._hanging:
             raise StorageUnavailableError(f"{what}: an earlier call has had no answer; check the device or mount")
