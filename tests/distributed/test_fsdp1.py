@@ -93,8 +93,8 @@ def test_the_layouts_train_alike(flat_matrix: Matrix, layout: str) -> None:
     ("optimizer", "names"),
     [
         ("sgd", ["full3-flat", "full4-orig", "one", "fsdp3"]),
-        ("adagrad", ["full3-flat", "full4-orig", "one", "fsdp3"]),
-        ("two", ["full2-deep", "grad3-orig", "one", "ddp2"]),
+        pytest.param("adagrad", ["full3-flat", "full4-orig", "one", "fsdp3"], marks=pytest.mark.slow),
+        pytest.param("two", ["full2-deep", "grad3-orig", "one", "ddp2"], marks=pytest.mark.slow),
     ],
 )
 def test_other_optimizers(flat_matrix: Matrix, optimizer: str, names: list[str]) -> None:
