@@ -19,6 +19,7 @@ from tests.servers.azure import AzureServer, azurite
 from tests.servers.hdfs import Hdfs
 from tests.servers.meddler import Meddler, meddler
 from tests.servers.s3 import S3Server, versitygw
+from tests.support.worlds import Worlds
 
 
 @pytest.fixture(autouse=True)
@@ -30,6 +31,14 @@ def fresh_settings() -> Iterator[None]:
     saver = saver_of(current())
     saver.drain()
     saver._failed = None
+
+
+@pytest.fixture(scope="module")
+def worlds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worlds]:
+    """Processes over gloo for the tests of one file."""
+    made = Worlds(tmp_path_factory.mktemp("worlds"))
+    yield made
+    made.close()
 
 
 @pytest.fixture(scope="session")

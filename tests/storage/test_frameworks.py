@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +25,6 @@ pytestmark = [
 #: Megatron-Core in one process, FSDP1, ZeRO-3, Megatron-Core with tensor and pipeline parallelism.
 MEMBERS = ("plain", "fsdp1-x3", "z3x2", "tp2-pp2-whole")
 MODULE = "frameworks.interchange.jobs"
-
-
-@pytest.fixture(scope="module")
-def worlds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worlds]:
-    made = Worlds(tmp_path_factory.mktemp("worlds"))
-    yield made
-    made.close()
 
 
 @pytest.mark.parametrize("root", ["hdfs", "s3"], indirect=True)

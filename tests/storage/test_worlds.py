@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,13 +16,6 @@ pytestmark = [pytest.mark.server, pytest.mark.timeout(400)]
 
 SAVED = ("ddp2", "fsdp3", "tp2-fsdp2")
 LOADED = ("one", "fsdp2", "tp2-fsdp2")
-
-
-@pytest.fixture(scope="module")
-def worlds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worlds]:
-    made = Worlds(tmp_path_factory.mktemp("worlds"))
-    yield made
-    made.close()
 
 
 def run(worlds: Worlds, layout: str, module: str, name: str, *args: Any) -> list[Any]:

@@ -258,6 +258,7 @@ def test_calls_that_do_not_return_are_given_up(local: Storage) -> None:
         StorageUnavailableError, match=r"cannot look at .*/model/file: an earlier call has had no answer"
     ):
         storage.stat("model/file")
+    assert storage.elsewhere(local).stat("model/file").size == 1000, "another storage does not hang with it"
     reader.close()
     assert time.monotonic() - begun < 0.1
     held.set()

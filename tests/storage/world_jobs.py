@@ -19,7 +19,7 @@ def run(worlds: Worlds, size: int, module: str, name: str, *args: Any) -> list[A
     """A function of tests.MODULE on `size` ranks, which find the storages that this process finds; what each returned."""
     prefixes = ("HADOOP_", "AWS_", "AZURE_", "DS_")
     variables = {key: value for key, value in os.environ.items() if key.startswith(prefixes)}
-    return worlds.run(size, job, variables, module, name, *args, timeout=400)
+    return worlds.run(size, job, variables, module, name, *args, timeout=240)
 
 
 def job(variables: Mapping[str, str], module: str, name: str, *args: Any) -> Any:

@@ -20,10 +20,23 @@ from ..storage import FileReader, Storage, open_named, resolve
 from ..storage.parallel import within
 from .buffers import steps, sums_of
 
-__all__ = ["FileSet"]
+__all__ = ["FileSet", "suiting_reads"]
 
 _log = logging.getLogger("bytecheckpoint")
 _MOST_OPEN = 256
+
+
+def _elsewhere(catalog: Catalog) -> set[str]:
+    """Other folders that hold files of the checkpoint, as URLs."""
+    return {file.name.rsplit("/", 2)[0] for file in catalog.files if is_uri(file.name)}
+
+
+def suiting_reads(storage: Storage, catalog: Catalog) -> int:
+    """How many reads at the same time suit where the files of a checkpoint are."""
+    storages = [storage]
+    with contextlib.suppress(CheckpointError):  # which opening the file tells
+        storages += [storage.elsewhere(resolve(folder)) for folder in _elsewhere(catalog)]
+    return max(storage.reads for storage in storages)
 
 
 class FileSet:
@@ -60,21 +73,15 @@ class FileSet:
     @functools.cached_property
     def in_memory(self) -> bool:
         """Whether no read waits for a device or a server."""
-        return self._storage.in_memory and not self._elsewhere
+        return self._storage.in_memory and not _elsewhere(self._catalog)
 
     @functools.cached_property
-    def _elsewhere(self) -> set[str]:
-        """Other folders that hold files of the checkpoint, as URLs."""
-        return {file.name.rsplit("/", 2)[0] for file in self._catalog.files if is_uri(file.name)}
+    def _reads(self) -> int:
+        return suiting_reads(self._storage, self._catalog)
 
     def threads(self, wanted: int) -> int:
         """Reads at the same time: `wanted`, or as many as suit where the files are if that is 0."""
-        if wanted:
-            return wanted
-        storages = [self._storage]
-        with contextlib.suppress(CheckpointError):  # which opening the file tells
-            storages += [self._storage.elsewhere(resolve(folder)) for folder in self._elsewhere]
-        return max(storage.reads for storage in storages)
+        return wanted or self._reads
 
     @property
     def url(self) -> str:

@@ -363,7 +363,7 @@ def read_all(files: FileSet, delivery: Delivery, ranges: Sequence[int], *, threa
         files: the checkpoint's files.
         delivery: where the bytes go.
         ranges: numbers of the ranges.
-        threads: ranges in flight at the same time.
+        threads: ranges in flight at the same time; 0: as many as suit the files.
         chunk_bytes: longest range.
 
     Returns:
@@ -397,5 +397,5 @@ def read_all(files: FileSet, delivery: Delivery, ranges: Sequence[int], *, threa
 
     if len(ranges) == 1 and files.in_memory:
         return one(ranges[0])
-    with Readers(files, min(threads, len(ranges))) as readers:
+    with Readers(files, min(files.threads(threads), len(ranges))) as readers:
         return sum(map(readers.result, [readers.submit(one, i) for i in ranges]))

@@ -1,8 +1,8 @@
 """The bytes of one save on one rank: from live tensors to durable files.
 
-A synchronous save streams chunk by chunk through a few small buffers, or keeps all of them where the storage can send
-nothing before it has everything. An asynchronous one copies the image into the staging pool, which is all that the caller
-waits for, and writes it from there: by the helper process, or by threads.
+A synchronous save streams chunk by chunk through a few small buffers. An asynchronous one copies the image into the
+staging pool, which is all that the caller waits for, and writes it from there: by the helper process, or by threads. So
+does a synchronous one where the storage can send nothing before it has everything.
 """
 
 from __future__ import annotations
@@ -145,32 +145,21 @@ class SaveJob:
         longest = max((min(f.nbytes, self._settings.chunk_bytes) for f in self._image.files), default=0)
         return self._settings.write_threads * -(-longest // 4096) * 4096
 
-    def write_through(self, pool: StagingPool, *, keep: bool = False) -> list[NDArray[np.uint64]]:
+    def write_through(self, pool: StagingPool) -> list[NDArray[np.uint64]]:
         """Write everything now, from the live tensors.
 
         Args:
             pool: at least `slot_bytes` large; what cannot be written from where it is passes through it.
-            keep: the pool holds the whole image, which stays there until the save ends; the storage takes whole files.
 
         Returns:
             Block sums of each file.
         """
         settings = self._settings
-        direct = settings.direct_io != "off"
-        threads = settings.write_threads
-        writer = FilesWriter(self._storage, self._tasks, direct=direct, threads=threads, stable=keep)
+        writer = FilesWriter(
+            self._storage, self._tasks, direct=settings.direct_io != "off", threads=settings.write_threads
+        )
         self._backend = _ThreadBackend(writer, pool)
         chunks = chunks_of(self._image.files, settings.chunk_bytes)
-        if keep:
-
-            def copy(chunk: Chunk) -> None:
-                at = self._image.files[chunk.file].start + chunk.start
-                slot = pool.tensor()[at : at + chunk.nbytes]
-                writer.write(chunk.file, chunk.start, self._image.fill(chunk, slot, {}))
-
-            for chunk in chunks:
-                writer.submit(copy, chunk)
-            return writer.sums()
         slots: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
         size = self.slot_bytes() // settings.write_threads
         for number in range(settings.write_threads if chunks else 0):

@@ -293,6 +293,7 @@ def _count(catalog: Catalog, kind: str) -> int:
 
 def _generations(storage: Storage) -> list[_Generation]:
     """The saves whose files are in the folder, the newest first."""
+    storage = limited(storage)  # one for all, so that a file system that hangs is waited for once
     found: dict[str, _Generation] = {}
     for name, size in storage.list():
         generation = generation_of(name)
@@ -323,7 +324,7 @@ def _generations(storage: Storage) -> list[_Generation]:
 
 
 def _read_header(storage: Storage, name: str, size: int) -> tuple[StorageHeader, int]:
-    reader = limited(storage).open(name)
+    reader = storage.open(name)
     try:
         data = bytearray(0)
         needs = header_needs(bytes(data), file=name)

@@ -12,6 +12,7 @@ import numpy as np
 import xxhash
 
 from ..engine.catalogs import read_catalog
+from ..engine.file_set import suiting_reads
 from ..errors import CheckpointError, StorageError
 from ..planning.coverage import overlapping
 from ..representation.catalog import VALUES_SLOT, Catalog
@@ -117,7 +118,7 @@ def verify_catalog(
     """As `verify_checkpoint`, against a catalog in memory."""
     check = _Check(storage, catalog, progress)
     try:
-        check.run(threads or settings().read_threads or storage.reads)
+        check.run(threads or settings().read_threads or suiting_reads(storage, catalog))
     finally:
         check.close()
     findings = (*check.findings(), *_coverage(catalog))

@@ -46,8 +46,7 @@ def read_whole(
         raise CorruptCheckpointError(f"the catalog leaves a hole in {name}; use another checkpoint")
     delivery = Delivery(plan, [Target(t, t.dtype) for t in out])
     ranges = range(len(plan.file))
-    threads = files.threads(force.read_threads)
-    return out, read_all(files, delivery, ranges, threads=threads, chunk_bytes=force.chunk_bytes)
+    return out, read_all(files, delivery, ranges, threads=force.read_threads, chunk_bytes=force.chunk_bytes)
 
 
 class SavedView:

@@ -197,7 +197,7 @@ class LoadSession:
                 if exchange is not None:
                     exchange.run()
                     read, received = exchange.read, exchange.received
-                threads = files.threads(self._settings.read_threads)
+                threads = self._settings.read_threads
                 read += read_all(files, delivery, mine, threads=threads, chunk_bytes=self._chunk_bytes)
                 destination.check()
             except BaseException as error:  # noqa: BLE001  told to the other ranks, then raised

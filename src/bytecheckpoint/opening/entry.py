@@ -144,8 +144,7 @@ class BoxReader:
                 for request, data, dtype in zip(requests, out, dtypes, strict=True)
                 for part in request.parts(data)
             ]
-            threads = files.threads(settings().read_threads)
-            read_all(files, Delivery(plan, targets), ranges, threads=threads, chunk_bytes=longest)
+            read_all(files, Delivery(plan, targets), ranges, threads=settings().read_threads, chunk_bytes=longest)
         return out
 
     def _plan(self, requests: Sequence[Request]) -> ReadPlan:

@@ -242,12 +242,14 @@ class SaveSession:
         # What is only sent when it is complete waits in memory, if there is room, else in a file.
         whole = self._call.storage.capabilities.whole_files
         pool = self._saver.whole_pool(image.nbytes, self._call.settings) if whole else None
-        try:
-            sums = self._write_through(job) if pool is None else job.write_through(pool, keep=True)
-            records = self._finish(job, sums, self._files)
-        finally:
-            if pool is not None and pool is not self._saver.pool:
-                pool.release()
+        if pool is None:
+            records = self._finish(job, self._write_through(job), self._files)
+        else:
+            try:
+                job.open_backend(pool, None)
+                records = self._finish(job, job.write_staged(job.stage(pool)), self._files)
+            finally:
+                self._give_back(pool)
         handle.staged.set_result(None)
         self._commit(handle, records)
 
@@ -310,7 +312,12 @@ class SaveSession:
                 # A new process first closes what this one has open, for which a file system that hangs lets it wait.
                 thread.join(self._timeout)
             assert self._pool is not None
-            self._pool.release()
+            self._give_back(self._pool)
+
+    def _give_back(self, pool: StagingPool) -> None:
+        """Free a pool that was made for this save only."""
+        if pool is not self._saver.pool:
+            pool.release()
             if self._plan is not None:
                 self._plan.targets.forget()
 

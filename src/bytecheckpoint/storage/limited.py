@@ -58,6 +58,9 @@ class LimitedStorage(WrappedStorage):
                 self._hanging += given_up
             raise
 
+    def _again_around(self, inner: Storage) -> Storage:
+        return LimitedStorage(inner)  # which does not hang because this one does
+
     def ending(self, do: Callable[[], None]) -> None:
         with contextlib.suppress(StorageUnavailableError):
             within(0.0 if self._hanging else self.limit(), do)

@@ -27,8 +27,8 @@ _MOST_PARTS = 9_000  # stores take 10,000
 _PARTS_IN_FLIGHT = 12
 #: Pauses before each look for what was uploaded, in seconds.
 _LOOKS = (0.0, 0.2, 1.0)
-#: The shortest and the longest requests of a read, in bytes: each costs processor time on both sides, and Azure's stores
-#: compute a sum of their own for up to 4 MiB.
+#: The shortest and the longest requests of a read, in bytes: each costs processor time on both sides, and Azurite
+#: reads up to 4 MiB twice.
 _REQUEST_BYTES = 5 << 20, 16 << 20
 #: Bytes of an answer that are taken at a time: small enough to stay in the processor's cache until they are copied.
 _STREAM_BYTES = 1 << 20

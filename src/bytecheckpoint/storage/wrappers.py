@@ -88,12 +88,13 @@ class WrappedStorage(Storage):
         return self.inner.limit(nbytes)
 
     def nearby(self) -> Storage:
-        return self._around(self.inner.nearby())
+        return self._again_around(self.inner.nearby())
 
     def elsewhere(self, other: Storage) -> Storage:
-        return self._around(self.inner.elsewhere(other))
+        return self._again_around(self.inner.elsewhere(other))
 
-    def _around(self, inner: Storage) -> Storage:
+    def _again_around(self, inner: Storage) -> Storage:
+        """The same wrapper around another storage."""
         new = copy.copy(self)
         new.inner, new.url, new.capabilities = inner, inner.url, inner.capabilities
         return new
