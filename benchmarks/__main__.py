@@ -1,4 +1,4 @@
-"""Everything that is measured: `python -m benchmarks [--short] [--out DIR] [--only CASE ...]`.
+"""All benchmarks: `python -m benchmarks [--short] [--out DIR] [--only CASE ...]`.
 
 Prints a table, and writes results.json and results.png into DIR (default benchmarks/out).
 """
@@ -28,7 +28,7 @@ _HERE = Path(__file__).parent
 
 
 def main() -> int:
-    """Run the worlds one after the other, then report."""
+    """Run the worlds one after the other, then print and write the results."""
     arguments = _parse()
     out: Path = arguments.out
     out.mkdir(parents=True, exist_ok=True)
@@ -54,7 +54,7 @@ def main() -> int:
         )
         results, status = [], 0
         for size in arguments.worlds:
-            found, failed = _world(size, options, arguments.timeout)
+            found, failed = _run_world(size, options, arguments.timeout)
             results += found
             status |= failed
     about = _about(options) | {"seconds": round(time.perf_counter() - begin, 1), "command": " ".join(sys.argv[1:])}
@@ -86,11 +86,11 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--tensors", type=int, default=0, metavar="N", help="number of small tensors")
     parser.add_argument("--rounds", type=int, default=0, metavar="N", help="repetitions of each arm")
     parser.add_argument("--timeout", type=float, default=3600, metavar="S", help="seconds for one world")
-    parser.add_argument("--report", action="store_true", help="only print the results that stand in --out")
+    parser.add_argument("--report", action="store_true", help="only print the results in --out")
     return parser.parse_args()
 
 
-def _world(size: int, options: Options, timeout: float) -> tuple[list[Result], int]:
+def _run_world(size: int, options: Options, timeout: float) -> tuple[list[Result], int]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -106,7 +106,7 @@ def _world(size: int, options: Options, timeout: float) -> tuple[list[Result], i
         end = time.monotonic() + timeout
         status = 0
         while any(r.poll() is None for r in ranks):
-            # When one rank dies, the others would wait for it in vain.
+            # When one rank dies, the others wait for it until their timeouts.
             if time.monotonic() > end or any(r.poll() for r in ranks):
                 time.sleep(1)
                 for rank in ranks:

@@ -1,4 +1,4 @@
-"""What cases are given: sizes, places, the world, and a place to put results."""
+"""The context of a case: its options, its world, the peers, and the results so far."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ __all__ = ["Bench", "Options"]
 
 @dataclass(frozen=True)
 class Options:
-    """Sizes of one run.
+    """The options of one run.
 
     Attributes:
-        nbytes: of the large state, over all ranks.
-        tensors: number of tensors of the state of small ones.
+        nbytes: bytes of the large state, over all ranks.
+        tensors: number of tensors in the state of small tensors.
         rounds: counted repetitions of each arm.
         seconds: how long each part of the interference case runs.
         planning_rows: rows of the catalog in the planning case.
-        places: name -> folder of the file systems.
+        places: name of a file system -> folder on it.
         only: names of the cases to run; empty for all.
         peers: names of the peers to run beside bytecheckpoint; empty for all.
     """
@@ -40,7 +40,7 @@ class Options:
 
 @dataclass
 class Bench:
-    """One world's run over all cases."""
+    """One world's run of all cases."""
 
     options: Options
     world: World
@@ -50,11 +50,11 @@ class Bench:
 
     @property
     def folder(self) -> Path:
-        """Where the case may write."""
+        """The folder that the case may write to."""
         return Path(self.options.places[self.place])
 
     def clear(self, name: str) -> None:
-        """Remove a checkpoint or file; rank 0 does it for all."""
+        """Remove a checkpoint or file; rank 0 does so for all ranks."""
         if self.world.rank == 0:
             path = self.folder / name
             if path.is_file():
@@ -63,7 +63,7 @@ class Bench:
                 shutil.rmtree(path, ignore_errors=True)
 
     def clear_all(self) -> None:
-        """Empty the place."""
+        """Remove everything from the folder."""
         self.world.barrier()
         if self.world.rank == 0:
             for path in self.folder.glob("*"):
@@ -80,7 +80,7 @@ class Bench:
         warm: bool = True,
         place: str | None = None,
     ) -> list[Result]:
-        """Measure the arms in turn and keep the results."""
+        """Measure the arms in turn, and store the results."""
         new = measure(
             self.world,
             case,
@@ -94,7 +94,7 @@ class Bench:
         return new
 
     def add(self, *results: Result) -> None:
-        """Keep results, and say so as the run goes."""
+        """Store results, and print them as progress."""
         self.results += results
         if self.world.rank == 0:
             for r in results:

@@ -1,4 +1,4 @@
-"""How a figure comes about: arms measured in turn (A B C A B C ...), wall time beside core-seconds of the process tree."""
+"""Measurements: arms in turn (A B C A B C ...), wall time and core-seconds of the process tree."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Extras = Mapping[str, float]
 
 
 def core_seconds() -> float:
-    """User and system seconds of this process and of all that it started, the ended ones included."""
+    """Return user and system seconds of this process and all its descendants, ended ones included."""
     total = 0.0
     for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN):
         usage = resource.getrusage(who)
@@ -33,14 +33,14 @@ def core_seconds() -> float:
 
 
 def read_bytes() -> int:
-    """Bytes that this process asked the kernel to read so far (cached or not; mapped files do not count)."""
+    """Return the bytes that this process has read by system calls so far (cached or not; mapped files do not count)."""
     fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return int(fields["rchar"])
 
 
 @contextlib.contextmanager
 def peak_memory(into: dict[str, float]) -> Any:
-    """Puts into `into["peak_bytes"]` by how much resident memory rose at most during the block."""
+    """Store in `into["peak_bytes"]` the largest rise of resident memory during the block."""
 
     def status(name: str) -> int:
         for line in Path("/proc/self/status").read_text().splitlines():
@@ -56,19 +56,19 @@ def peak_memory(into: dict[str, float]) -> Any:
 
 
 def drop_cached(folder: Path) -> None:
-    """Takes the files under `folder` out of the page cache."""
+    """Drop the files under `folder` from the page cache."""
     for path in folder.rglob("*") if folder.is_dir() else [folder]:
         if path.is_file():
             fd = os.open(path, os.O_RDONLY)
             try:
-                os.fsync(fd)  # only clean pages can go
+                os.fsync(fd)  # only clean pages are dropped
                 os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
             finally:
                 os.close(fd)
 
 
 class World:
-    """The ranks that measure together; figures are the slowest rank's wall time and the sum of core-seconds."""
+    """The ranks that measure together. A result is the slowest rank's wall time and the sum of core-seconds."""
 
     def __init__(self, rank: int = 0, size: int = 1) -> None:
         self.rank = rank
@@ -109,10 +109,10 @@ class Arm:
 
     Attributes:
         name: of the peer or of the raw limit.
-        run: what is measured; may return further figures, of which the largest over the ranks is kept (the sum for
-            names that end in "_sum").
-        before: runs before each repetition, unmeasured.
-        after: runs after each repetition, unmeasured.
+        run: what is measured; may return further figures, which are reduced over the ranks to the largest (to the sum
+            for names that end in "_sum").
+        before: called before each repetition, unmeasured.
+        after: called after each repetition, unmeasured.
     """
 
     name: str
@@ -129,13 +129,12 @@ class Result:
         case: what was measured.
         place: "tmpfs", "disk", or "" where no storage is involved.
         world: number of ranks.
-        arm: whose figure it is.
+        arm: name of the contender.
         nbytes: bytes of the state, over all ranks.
         wall: seconds, one per repetition.
         core: core-seconds, one per repetition.
         extra: further figures by name.
-        unit: "s", or what `wall` means instead.
-        error: why there is no figure.
+        error: why the arm failed; empty if it did not.
     """
 
     case: str
@@ -166,7 +165,7 @@ class Result:
 def measure(
     world: World, case: str, place: str, nbytes: int, arms: Sequence[Arm], rounds: int, *, warm: bool = True
 ) -> list[Result]:
-    """Run all arms in turn, `rounds` times; with `warm`, once before that without counting."""
+    """Run all arms in turn, `rounds` times; with `warm`, once more before that, uncounted."""
     results = {arm.name: Result(case, place, world.size, arm.name, nbytes) for arm in arms}
     for number in range(-1 if warm else 0, rounds):
         for arm in arms:

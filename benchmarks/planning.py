@@ -1,8 +1,8 @@
 """Planning at scale: `python -m benchmarks.planning [--rows 30000000]`, one core, no I/O.
 
-Prints seconds for three jobs: many small replicated tensors; a 405B model saved by 8,960 ranks, first the column work
-alone, then the whole save but for the tensors' bytes, with all messages and the catalog; and a fully sharded checkpoint
-of 30 million rows, planned for the save, its catalog encoded and decoded, and planned for loads at other world sizes.
+Prints seconds for three jobs: many small replicated tensors; a 405B model saved by 8,960 ranks (first the columns alone,
+then the whole save, without the tensors' bytes but with all messages and the catalog); and a fully sharded checkpoint of
+30 million rows (the save plan, the catalog encoded and decoded, and plans of loads at other world sizes).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from bytecheckpoint.representation.shards import TensorKey
 
 T = TypeVar("T")
 
-# A 405B model, layer by layer: (rows, columns, dimension that tensor parallelism cuts, -1 for none).
+# One layer of a 405B model: (rows, columns, dimension that tensor parallelism shards, -1 for none).
 _HIDDEN, _FFN, _KV, _VOCABULARY = 16384, 53248, 1024, 128256
 _LAYER = [
     (_HIDDEN, _HIDDEN, 0),
@@ -56,7 +56,7 @@ _STATES = ("master", "exp_avg", "exp_avg_sq")
 
 
 class Rows(NamedTuple):
-    """All shards of a job, rank after rank: row i is held by `rank[i]`, `element[i]` bytes per element."""
+    """All shards of a job, rank after rank: `rank[i]` holds row i, of `element[i]` bytes per element."""
 
     boxes: BoxTable
     rank: Int64s
@@ -72,16 +72,16 @@ class SavePlan(NamedTuple):
 
 
 def dense_405b(tp: int = 8, dp: int = 70, pp: int = 16, layers: int = 126) -> Rows:
-    """Model replicated over `dp`, three optimizer states cut flat over `dp` (ZeRO-1), on tp * dp * pp ranks."""
+    """Return a model replicated over `dp`, with three optimizer states partitioned flat over `dp` (ZeRO-1)."""
     tables: list[BoxTable] = []
     ranks: list[Int64s] = []
     elements: list[Int64s] = []
     per_layer, states = len(_LAYER), len(_STATES)
     tensors = (layers * per_layer + 2) * (states + 1)
     for stage in range(pp):
-        mine = np.arange(layers * stage // pp, layers * (stage + 1) // pp)
-        specs = np.array(_LAYER * len(mine), np.int64)
-        number = (mine[:, None] * per_layer + np.arange(per_layer)).ravel()
+        own_layers = np.arange(layers * stage // pp, layers * (stage + 1) // pp)
+        specs = np.array(_LAYER * len(own_layers), np.int64)
+        number = (own_layers[:, None] * per_layer + np.arange(per_layer)).ravel()
         if stage in (0, pp - 1):  # embedding, head
             specs = np.concatenate([specs, [[_VOCABULARY, _HIDDEN, 0]]])
             number = np.append(number, layers * per_layer + (stage > 0))
@@ -96,18 +96,19 @@ def dense_405b(tp: int = 8, dp: int = 70, pp: int = 16, layers: int = 126) -> Ro
             tables.append(BoxTable(np.tile(number, dp), np.tile(offset, (dp, 1)), np.tile(local, (dp, 1))))
             ranks.append(np.repeat(replicas, len(number)))
             elements.append(np.full(len(ranks[-1]), 2))
-            # One flat buffer of all parameters, cut evenly over the replicas.
+            # One flat buffer of all parameters, partitioned evenly over the replicas.
             ends = np.cumsum(local.prod(axis=1))
             begins = ends - local.prod(axis=1)
             bounds = ends[-1] * np.arange(dp + 1) // dp
             start = np.clip(bounds[:-1, None], begins, ends) - begins
             stop = np.clip(bounds[1:, None], begins, ends) - begins
-            who, what = np.nonzero(start < stop)
-            pieces = flat_ranges_to_boxes(local[what], start[who, what], stop[who, what])
-            tensor = (1 + np.arange(states))[:, None] * (tensors // (states + 1)) + number[what[pieces.source]]
-            own = np.tile(offset[what[pieces.source]] + pieces.offsets, (states, 1))
-            tables.append(BoxTable(tensor.ravel(), own, np.tile(pieces.lengths, (states, 1))))
-            ranks.append(np.tile(replicas[who[pieces.source]], states))
+            replica, parameter = np.nonzero(start < stop)
+            boxes = flat_ranges_to_boxes(local[parameter], start[replica, parameter], stop[replica, parameter])
+            source = parameter[boxes.source]
+            tensor = (1 + np.arange(states))[:, None] * (tensors // (states + 1)) + number[source]
+            corners = np.tile(offset[source] + boxes.offsets, (states, 1))
+            tables.append(BoxTable(tensor.ravel(), corners, np.tile(boxes.lengths, (states, 1))))
+            ranks.append(np.tile(replicas[replica[boxes.source]], states))
             elements.append(np.full(len(ranks[-1]), 4))
     rank = np.concatenate(ranks)
     # As a coordinator gathers them: rank after rank.
@@ -116,7 +117,7 @@ def dense_405b(tp: int = 8, dp: int = 70, pp: int = 16, layers: int = 126) -> Ro
 
 
 def dense_job(rows: Rows, layers: int = 126) -> Job:
-    """The job of `dense_405b`, with names."""
+    """Return the job of `dense_405b`, with tensor names."""
     parameters = [
         (f"layers.{n}.{name}.weight", size) for n in range(layers) for name, size in zip(_NAMES, _LAYER, strict=True)
     ]
@@ -129,7 +130,7 @@ def dense_job(rows: Rows, layers: int = 126) -> Job:
 
 
 def small_replicated(count: int = 50_000, world_size: int = 8) -> Rows:
-    """DDP: `count` tensors of 1 to 4 KiB on every rank."""
+    """Return DDP's rows: `count` tensors of 1 to 4 KiB on every rank."""
     size = np.random.default_rng(0).integers(256, 1025, count)
     tensor = np.tile(np.arange(count), world_size)
     boxes = BoxTable(tensor, np.zeros((len(tensor), 1), np.int64), size[tensor][:, None])
@@ -137,7 +138,7 @@ def small_replicated(count: int = 50_000, world_size: int = 8) -> Rows:
 
 
 def plan_save(rows: Rows, world_size: int) -> SavePlan:
-    """Deduplicates, balances, and puts each writer's boxes in order."""
+    """Deduplicate and balance the rows, and put each writer's boxes in order."""
     group = group_equal(rows.boxes)
     nbytes = np.zeros(int(group.max()) + 1, np.int64)
     nbytes[group] = rows.boxes.volumes() * rows.element
@@ -146,9 +147,9 @@ def plan_save(rows: Rows, world_size: int) -> SavePlan:
 
 
 def fsdp_catalog(tensors: int, shards: int, width: int = 4096, seed: int = 0, by_rank: bool = False) -> BoxTable:
-    """`tensors` matrices, each cut unevenly along dimension 0 into `shards` boxes, sorted by tensor or by rank."""
+    """Return `tensors` matrices, each sharded unevenly along dimension 0 into `shards` boxes, by tensor or by rank."""
     lengths = np.random.default_rng(seed).integers(1, 200, (tensors, shards), dtype=np.int64)
-    # The last shard brings every cut of the same tensor to the same length.
+    # The last shard brings the tensor to its full length.
     lengths[:, -1] = 0
     lengths[:, -1] = 220 * shards - lengths.sum(axis=1)
     starts = np.cumsum(lengths, axis=1) - lengths
@@ -162,7 +163,7 @@ def fsdp_catalog(tensors: int, shards: int, width: int = 4096, seed: int = 0, by
 
 
 def wanted_by(ranks: Int64s, world_size: int, tensors: int, rows: int, width: int = 4096) -> BoxTable:
-    """What `ranks` of `world_size` want of tensors of `rows` rows: even cuts along dimension 0, the last one short."""
+    """Return what `ranks` of `world_size` want of tensors of `rows` rows, sharded evenly along dimension 0."""
     share = -(-rows // world_size)
     start = np.minimum(ranks * share, rows)
     length = np.minimum(start + share, rows) - start
@@ -174,13 +175,13 @@ def wanted_by(ranks: Int64s, world_size: int, tensors: int, rows: int, width: in
 
 
 def report(label: str, wall: float, processor: float) -> None:
-    """Prints seconds of wall and processor time, and the process's peak memory so far."""
+    """Print seconds of wall and processor time, and the process's peak memory so far."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     print(f"{label:<70} {wall:8.3f} s  {processor:8.3f} s cpu  peak {peak:5.2f} GiB", flush=True)
 
 
 def timed(label: str, work: Callable[[], T]) -> T:
-    """Runs and reports `work`."""
+    """Run `work`, and report its time."""
     wall, processor = time.perf_counter(), time.process_time()
     result = work()
     report(label, time.perf_counter() - wall, time.process_time() - processor)
@@ -188,7 +189,7 @@ def timed(label: str, work: Callable[[], T]) -> T:
 
 
 def bench_small() -> None:
-    """Many small replicated tensors."""
+    """Plan a save of many small replicated tensors."""
     rows = small_replicated()
     plan = timed(f"50k small tensors on 8 ranks, {len(rows.rank):,} rows: save plan", lambda: plan_save(rows, 8))
     sizes = np.bincount(rows.boxes.tensor, rows.boxes.volumes() * rows.element).astype(np.int64) // 8
@@ -196,7 +197,7 @@ def bench_small() -> None:
 
 
 def bench_dense() -> None:
-    """A 405B model on 8,960 ranks."""
+    """Plan a save of a 405B model on 8,960 ranks."""
     rows = dense_405b()
     world = int(rows.rank.max()) + 1
     plan = timed(f"405B on {world:,} ranks, {len(rows.rank):,} rows: save plan", lambda: plan_save(rows, world))
@@ -208,39 +209,39 @@ def bench_dense() -> None:
 
 
 def bench_save(job: Job, name: str) -> None:
-    """One save with its messages and its catalog."""
+    """Play one save with its messages and its catalog."""
     world = len(job.shards)
     print(f"{name} saved by {world:,} ranks")
     ranks, lines = play_save(job)
     for line in lines:
         report(f"  {line.label}", line.wall, line.core)
-    own = [line for line in lines if line.label.startswith("coordinator")]
-    report("  coordinator, in all", sum(line.wall for line in own), sum(line.core for line in own))
+    coordinator = [line for line in lines if line.label.startswith("coordinator")]
+    report("  coordinator, in all", sum(line.wall for line in coordinator), sum(line.core for line in coordinator))
     print(f"    to the coordinator {ranks.bytes_in:,} bytes, from it {ranks.bytes_out:,}")
-    again = timed("  one rank: decode the catalog", lambda: decode(ranks.catalog))
-    blocks = sum(map(len, again.file_sums))
+    catalog = timed("  one rank: decode the catalog", lambda: decode(ranks.catalog))
+    blocks = sum(map(len, catalog.file_sums))
     print(
-        f"    {len(ranks.catalog):,} bytes, {8 * blocks:,} of them sums: {again.count:,} tensors, {len(again.boxes):,} "
-        f"boxes, {len(again.files):,} files"
+        f"    {len(ranks.catalog):,} bytes, {8 * blocks:,} of them sums: {catalog.count:,} tensors, {len(catalog.boxes):,} "
+        f"boxes, {len(catalog.files):,} files"
     )
 
 
 def bench_catalog(tensors: int, shards: int, by_rank: bool) -> None:
-    """A fully sharded catalog: grouped for a save, and met with what other world sizes want of it."""
+    """Group a fully sharded catalog for a save, and intersect it with what other world sizes want."""
     catalog = fsdp_catalog(tensors, shards, by_rank=by_rank)
     print(f"catalog of {len(catalog):,} rows, {'rank after rank' if by_rank else 'sorted by tensor'}")
     timed("  group_equal", lambda: group_equal(catalog))
     timed("  overlapping", lambda: overlapping(catalog))
     rows = 220 * shards
-    one = wanted_by(np.array([shards // 3]), shards // 2 + 7, tensors, rows)
-    many = wanted_by(np.arange(1000), 1000, tensors, rows)
-    timed("  intersect with what 1 rank wants, and coverage", lambda: load(catalog, one))
-    found = timed("  intersect with what 1000 ranks want, and coverage", lambda: load(catalog, many))
+    one_rank = wanted_by(np.array([shards // 3]), shards // 2 + 7, tensors, rows)
+    all_ranks = wanted_by(np.arange(1000), 1000, tensors, rows)
+    timed("  intersect with what 1 rank wants, and coverage", lambda: load(catalog, one_rank))
+    found = timed("  intersect with what 1000 ranks want, and coverage", lambda: load(catalog, all_ranks))
     print(f"    {len(found):,} pairs")
 
 
 def bench_file(tensors: int, shards: int) -> None:
-    """The same as a checkpoint: the save plan from all ranks' tables, the catalog's file, and one rank's load plan."""
+    """Plan a fully sharded save from all ranks' tables, encode and decode its catalog, and plan one rank's load."""
     boxes = fsdp_catalog(tensors, shards)
     print(f"checkpoint of {len(boxes):,} rows by {shards:,} ranks")
     plan_fsdp(boxes, tensors, shards)
@@ -249,21 +250,21 @@ def bench_file(tensors: int, shards: int) -> None:
 
 
 def plan_fsdp(boxes: BoxTable, tensors: int, shards: int) -> None:
-    """The save plan; in a function of its own, so that its memory is free afterwards."""
+    """Plan the save, in a function of its own, which frees the memory at its end."""
     tables = fsdp_tables(boxes, tensors, shards)
     plan = timed("  plan the save", lambda: plan_tables(tables))
     assert len(plan.rank) == len(boxes)
 
 
 def load(catalog: BoxTable, wanted: BoxTable) -> Intersections:
-    """Matches `wanted` and proves that nothing is missing."""
+    """Intersect `wanted` with the catalog, and check that nothing is missing."""
     found = intersect(catalog, wanted)
     assert not missing_volume(wanted, found).any()
     return found
 
 
 def main() -> None:
-    """Runs everything."""
+    """Run all three jobs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=30_000_000, help="rows of the fully sharded catalog")
     shards = parser.parse_args().rows // 1000

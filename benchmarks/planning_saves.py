@@ -1,8 +1,7 @@
-"""Whole saves at scale, without moving a byte of tensors: the messages, the plan and the catalog of thousands of ranks.
+"""Whole saves of thousands of ranks, without the tensors' bytes: the messages, the plan and the catalog.
 
 The real coordinator serves ranks that one process plays in turn. Each of them describes real shards (on the meta
-device), encodes its request, lays out its files from the answer and reports; the clock of the coordinator stands still
-meanwhile.
+device), encodes its request, lays out its files from the answer and reports. The coordinator's clock stops meanwhile.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import torch
 
+from bytecheckpoint.engine.save_resources import PlanCache
 from bytecheckpoint.planning.read_plan import plan_reads, stored_rows
 from bytecheckpoint.planning.replicas import group_equal
 from bytecheckpoint.planning.save_plan import LocalTable, describe
@@ -25,9 +25,23 @@ from bytecheckpoint.representation.catalog import VALUES_SLOT, Catalog, StorageF
 from bytecheckpoint.representation.checksums import block_bytes, block_count
 from bytecheckpoint.representation.names import new_generation, storage_file_name, values_file_name
 from bytecheckpoint.representation.shards import LiveShard, TensorKey
-from bytecheckpoint.saving.coordinator import Coordinator, SaveTask
-from bytecheckpoint.saving.local import Value, lay_out_rows, lay_out_values
-from bytecheckpoint.saving.messages import Answer, FileRecord, Report, Request, ValueRecord, decode, encode
+from bytecheckpoint.saving.call import SaveTask
+from bytecheckpoint.saving.coordinator import Coordinator
+from bytecheckpoint.saving.layout import lay_out_rows, lay_out_values
+from bytecheckpoint.saving.messages import (
+    CommitResult,
+    FileRecord,
+    PlanRequest,
+    PlanResponse,
+    SaveStep,
+    ValueRecord,
+    WriteReport,
+    decode,
+    encode,
+    reply_tag,
+)
+from bytecheckpoint.saving.messages import tag as step_tag
+from bytecheckpoint.saving.state import Value
 
 __all__ = ["Job", "Line", "Ranks", "encoded", "fsdp_file", "fsdp_tables", "measure_load", "play_save"]
 
@@ -35,7 +49,7 @@ T = TypeVar("T")
 
 _GENERATION = new_generation("bench", 1)
 _URL = "memory"
-_RNG_BYTES = 5056  # of a CPU random number generator: a value of its own for each rank
+_RNG_BYTES = 5056  # the state of a CPU random number generator, which differs between ranks
 
 
 class Line(NamedTuple):
@@ -47,7 +61,7 @@ class Line(NamedTuple):
 
 
 class Stopwatch:
-    """Wall and processor seconds by label; time goes to the label that was set last, to none when that is ""."""
+    """Adds up wall and processor seconds by label: those of the current label, of none while that is ""."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, list[float]] = {}
@@ -55,7 +69,7 @@ class Stopwatch:
         self._since = (0.0, 0.0)
 
     def switch(self, label: str) -> None:
-        """Time goes to `label` from now on."""
+        """Make `label` the current label."""
         now = time.perf_counter(), time.process_time()
         if self._label:
             total = self.seconds.setdefault(self._label, [0.0, 0.0])
@@ -64,7 +78,7 @@ class Stopwatch:
         self._label, self._since = label, now
 
     def lines(self, labels: Iterable[str]) -> list[Line]:
-        """The steps of those names, in that order."""
+        """Return the steps with these labels, in that order."""
         return [Line(label, *self.seconds[label]) for label in labels]
 
 
@@ -84,7 +98,7 @@ class Job:
     def of_columns(
         boxes: BoxTable, rank: Int64s, tensors: Sequence[tuple[TensorKey, str, tuple[int, ...]]], world_size: int
     ) -> Job:
-        """The job with these rows, rank after rank.
+        """Return the job with these rows, rank after rank.
 
         Args:
             boxes: box of each row.
@@ -108,7 +122,7 @@ def _shard(key: TensorKey, dtype: str, shape: tuple[int, ...], offsets: Int64s, 
 
 
 def _values(rank: int, world_size: int) -> list[Value]:
-    """An optimizer's hyperparameters, the same on 560 ranks after one another, and a random state of its own."""
+    """Return a rank's values: hyperparameters, equal on 560 consecutive ranks, and a random state of its own."""
     group = rank // 560 if world_size > 560 else 0
     found = []
     for kind, number, nbytes, merged in (("optimizer", group, 20_000, True), ("extra_states", rank, _RNG_BYTES, False)):
@@ -120,7 +134,7 @@ def _values(rank: int, world_size: int) -> list[Value]:
 
 @dataclass
 class Ranks:
-    """All ranks of a world, behind the messages of its coordinator (what it uses of `collectives.Collective`)."""
+    """All ranks of a world, as its coordinator sees them: the part of `collectives.Collective` that it uses."""
 
     job: Job
     watch: Stopwatch = field(default_factory=Stopwatch)
@@ -140,14 +154,14 @@ class Ranks:
         return len(self.job.shards)
 
     def collect(self, ranks: Sequence[int], tag: str, *, timeout: float) -> list[bytes]:
-        """The next message of each rank."""
+        """Return the next message of each rank."""
         assert timeout > 0
         self.watch.switch("ranks")
-        if tag.endswith("/a"):
+        if tag == step_tag(1, SaveStep.FIRST):
             messages = [self._request(rank) for rank in ranks]
             after = "coordinator: read requests, plan"
         else:
-            assert tag.endswith("/c"), tag
+            assert tag == step_tag(1, SaveStep.REPORT), tag
             messages = [self._report(rank) for rank in ranks]
             after = "coordinator: read reports, make and encode the catalog"
         self.bytes_in += sum(map(len, messages))
@@ -155,24 +169,24 @@ class Ranks:
         return messages
 
     def send(self, to: int, tag: str, payload: bytes) -> None:
-        """Keep what the coordinator tells a rank."""
+        """Store what the coordinator sends to a rank."""
         self.bytes_out += len(payload)
-        if tag.endswith("/b"):
+        if tag == reply_tag(1, SaveStep.FIRST):
             self.answers[to] = payload
         else:
             self.outcomes.append(decode(payload))
 
     def publish(self, name: str, data: bytes, *_: Any, **__: Any) -> None:
-        """Keep the catalog."""
+        """Store the catalog."""
         self.catalog = data
         self.watch.switch("coordinator: tell the end")
 
     def list(self) -> list[tuple[str, int]]:
-        """The files of all ranks."""
+        """Return the files of all ranks."""
         return [*self.written.items()]
 
     def delete(self, names: Iterable[str]) -> None:
-        """Nothing old is here."""
+        """Check that there is nothing to delete."""
         assert not [*names]
 
     def _record(self, value: Value, file: int = -1, offset: int = 0) -> ValueRecord:
@@ -183,17 +197,17 @@ class Ranks:
     def _request(self, rank: int) -> bytes:
         self.watch.switch("ranks: describe and encode")
         table = describe(self.job.shards[rank])
-        return encode(Request(_URL, table, [self._record(v) for v in self.job.values[rank]]))
+        return encode(PlanRequest(_URL, table, [self._record(v) for v in self.job.values[rank]]))
 
     def _report(self, rank: int) -> bytes:
         self.watch.switch("ranks: lay out files, headers but for sums")
         answer = decode(self.answers.pop(rank))
-        assert isinstance(answer, Answer), answer
+        assert isinstance(answer, PlanResponse), answer
         world = {"rank": rank, "world_size": self.world_size, "generation": _GENERATION}
         rows = np.frombuffer(answer.rows, np.int64).tolist()
         files = lay_out_rows(self.job.shards[rank], rows, **world)
         written = [v for v in self.job.values[rank] if tuple(v.key) in answer.values]
-        more, places, _ = lay_out_values(written, first=len(rows), position=0, part=0, **world)
+        more, places = lay_out_values(written, first=len(rows), position=0, part=0, **world)
         where = {v.key: (len(files) + f, offset) for v, (f, offset) in zip(written, places, strict=True)}
         records = []
         random = np.random.default_rng(rank)
@@ -215,31 +229,31 @@ class Ranks:
             )
         self.written |= {record.name: record.size for record in records}
         values = [self._record(v, *where.get(v.key, (-1, 0))) for v in self.job.values[rank]]
-        return encode(Report(_URL, answer.plan, records, values))
+        return encode(WriteReport(_URL, answer.plan, records, values))
 
 
 def play_save(job: Job) -> tuple[Ranks, list[Line]]:
-    """One save of `job` whose plan is not cached: what it cost the coordinator, and what all ranks together."""
+    """Play one save of `job` whose plan is not cached; return the seconds of the coordinator and of all ranks."""
     ranks = Ranks(job)
     storage: Any = ranks
     collective: Any = ranks
     info = {"created": 0.0, "world_size": len(job.shards)}
     task = SaveTask(sequence=1, timeout=600.0, storage=storage, generation=_GENERATION, info=info, layout={})
     ranks.watch.switch("coordinator: read requests, plan")
-    Coordinator(collective).run(task)
+    Coordinator(collective, PlanCache(1), task).run()
     ranks.watch.switch("")
-    failed = [outcome for outcome in ranks.outcomes if type(outcome).__name__ != "Outcome"]
+    failed = [outcome for outcome in ranks.outcomes if not isinstance(outcome, CommitResult)]
     assert not failed, failed[0]
     steps = [label for label in ranks.watch.seconds if label != "ranks"]
     return ranks, ranks.watch.lines(sorted(steps, key=lambda label: label.startswith("coordinator")))
 
 
 def fsdp_file(boxes: BoxTable, tensors: int, shards: int) -> Catalog:
-    """The catalog of a fully sharded bf16 save: `boxes` sorted by tensor, shard i of every tensor in the file of rank i.
+    """Return the catalog of a fully sharded bf16 save: shard i of every tensor is in the file of rank i.
 
     Args:
-        boxes: of `tensors` matrices, each cut into `shards` boxes.
-        tensors: their number.
+        boxes: sorted by tensor; `shards` boxes of each of `tensors` matrices.
+        tensors: number of matrices.
         shards: number of ranks.
     """
     nbytes = boxes.volumes() * 2
@@ -276,7 +290,7 @@ def fsdp_file(boxes: BoxTable, tensors: int, shards: int) -> Catalog:
 
 
 def fsdp_tables(boxes: BoxTable, tensors: int, shards: int) -> list[LocalTable]:
-    """What the ranks of that job tell of their shards: `boxes` sorted by tensor."""
+    """Return the tables of all ranks of that job."""
     row = np.arange(tensors * shards).reshape(tensors, shards)
     ends = (boxes.offsets + boxes.lengths)[shards - 1 :: shards]
     first = [
@@ -295,7 +309,7 @@ def fsdp_tables(boxes: BoxTable, tensors: int, shards: int) -> list[LocalTable]:
 
 
 def encoded(catalog: Catalog, timed: Callable[[str, Callable[[], Any]], Any]) -> bytes:
-    """The catalog's file; in a function of its own, so that the catalog's memory is free afterwards."""
+    """Encode the catalog, in a function of its own, which frees the catalog's memory at its end."""
     data: bytes = timed("  encode the catalog", lambda: catalog_file.encode(catalog))
     blocks = sum(map(len, catalog.file_sums))
     print(

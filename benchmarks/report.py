@@ -20,8 +20,8 @@ _HEADING = (
 def table(results: Sequence[Result], about: dict[str, Any]) -> None:
     """Print one block per case, place and world: seconds, rates, and ratios to the raw limit and to ours.
 
-    "/raw" is this arm's median over the best raw arm's; "/ours" is this arm's over bytecheckpoint's, so that 2.0 says
-    that we are twice as quick.
+    "/raw" is the arm's median divided by the best raw arm's, "/ours" divided by bytecheckpoint's: 2.0 means that
+    bytecheckpoint is twice as fast.
     """
     versions = ", ".join(f"{k} {v}" for k, v in about["versions"].items())
     print(f"\n{versions}; Python {about['python']}; {about['cpus']} CPUs, {about['memory_gib']} GiB")
@@ -86,7 +86,7 @@ def _extras(result: Result) -> str:
     return ", ".join(parts)
 
 
-#: What the chart shows: (case, place, world, title).
+#: The panels of the chart: (case, place, world, title).
 _PANELS = (
     ("save", "disk", 1, "save, disk, 1 rank"),
     ("save", "tmpfs", 1, "save, tmpfs, 1 rank"),
@@ -101,7 +101,7 @@ _PANELS = (
 
 
 def chart(results: Sequence[Result], path: Path) -> bool:
-    """Write bars of the median seconds, lower is better; False when matplotlib is not installed."""
+    """Write a chart of the median seconds; return False if matplotlib is not installed or there is nothing to show."""
     try:
         import matplotlib as mpl
     except ModuleNotFoundError:

@@ -1,4 +1,4 @@
-"""The states that are saved and loaded: flat dicts of tensors, the same for every peer."""
+"""The states that every peer saves and loads: flat dicts of tensors."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ Tensors = dict[str, torch.Tensor]
 
 
 def _shapes(nbytes: int) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of float32 tensors like those of a decoder, `nbytes` in all or a little less."""
+    """Return names and shapes of float32 tensors like a decoder's, at most `nbytes` in total."""
     hidden = 2048 if nbytes >= 512 << 20 else 512 if nbytes >= 16 << 20 else 64
     shapes: dict[str, tuple[int, ...]] = {}
-    left, layer = nbytes // 4, 0
+    remaining, layer = nbytes // 4, 0
     while True:
         block = {
             f"layers.{layer}.attention.qkv.weight": (3 * hidden, hidden),
@@ -24,30 +24,30 @@ def _shapes(nbytes: int) -> dict[str, tuple[int, ...]]:
             f"layers.{layer}.norm1.weight": (hidden,),
             f"layers.{layer}.norm2.weight": (hidden,),
         }
-        need = sum(int(np.prod(s)) for s in block.values())
-        if need > left and shapes:
+        needed = sum(int(np.prod(s)) for s in block.values())
+        if needed > remaining and shapes:
             return shapes
         shapes |= block
-        left -= need
+        remaining -= needed
         layer += 1
 
 
 def dense(nbytes: int, seed: int = 0) -> Tensors:
-    """About `nbytes` of float32 tensors; equal on all ranks that use the same seed."""
+    """Return about `nbytes` of float32 tensors, equal on all ranks that use the same seed."""
     generator = torch.Generator().manual_seed(seed)
     return {name: torch.rand(shape, generator=generator) for name, shape in _shapes(nbytes).items()}
 
 
 def small(count: int) -> Tensors:
-    """`count` float32 tensors of 1 to 4 KiB."""
+    """Return `count` float32 tensors of 1 to 4 KiB."""
     sizes = np.random.default_rng(0).integers(256, 1025, count).tolist()
     flat = torch.rand(int(sum(sizes)))
-    # Each has memory of its own, as parameters have.
+    # Each has its own memory, as parameters do.
     return {f"blocks.{i // 16}.p{i % 16}": part.clone() for i, part in enumerate(flat.split(sizes))}
 
 
 def sharded(nbytes: int, dim: int = 0) -> Tensors:
-    """`dense` as DTensors, cut along `dim` over all ranks (vectors along 0); random, different on each rank."""
+    """Return random DTensors of the shapes of `dense`, sharded along `dim` over all ranks (vectors along 0)."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard
 
@@ -63,7 +63,7 @@ def sharded(nbytes: int, dim: int = 0) -> Tensors:
 
 
 def fresh(state: Tensors) -> Tensors:
-    """Tensors like those of `state`, all zero, pages touched."""
+    """Return zero tensors like those of `state`, their pages touched."""
     return {name: torch.zeros_like(tensor) for name, tensor in state.items()}
 
 
@@ -72,11 +72,11 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def same(first: Tensors, second: Tensors) -> bool:
-    """Whether this rank's parts are equal."""
+    """Tell whether this rank's parts are equal."""
     return first.keys() == second.keys() and all(torch.equal(_local(first[k]), _local(second[k])) for k in first)
 
 
 def size_of(state: Tensors, *, local: bool = False) -> int:
-    """Bytes of the whole state, or of this rank's part of it."""
+    """Return the bytes of the whole state, or of this rank's part of it."""
     tensors = (_local(t) if local else t for t in state.values())
     return sum(t.numel() * t.element_size() for t in tensors)

@@ -1,9 +1,9 @@
 """Throughput of the storages: `python -m benchmarks.storage [--short] [--places hdfs hdfs-limited s3 ...] [--size MIB]`.
 
-One file and many, written and read, from 1 to 16 threads, each beside the storage's own client or the plain tool in the
-same run; what a load reads of the bytes that it needs; and what the NameNode is asked for. Places that end in "-limited"
-are behind a proxy that gives every connection so many bytes per second. The servers are those of the tests:
-scripts/install-servers.sh installs them.
+Measures writes and reads of one file and of many, by 1 to 16 threads, beside the storage's own client or plain tool in
+the same run; the bytes that a load reads and needs; and the requests to the NameNode. Places that end in "-limited" are
+behind a proxy that limits the bytes per second of each connection. scripts/install-servers.sh installs the servers, which
+the tests use too.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from benchmarks.storage_places import PLACES, Peer, Place
 from bytecheckpoint import loading
 from bytecheckpoint.storage import NewFile, Storage, resolve
 from bytecheckpoint.storage.testing import content
-from bytecheckpoint.storage.wrappers import Meter, MeteredStorage
+from bytecheckpoint.storage.testing.wrappers import Meter, MeteredStorage
 
 __all__ = ["main"]
 
-_PIECE = 8 << 20
+_CHUNK = 8 << 20
 _FILES = 32
 
 
@@ -47,9 +47,9 @@ class Bench:
     """The cases for one place.
 
     Args:
-        place: where.
-        nbytes: of the file, or of all files together.
-        rounds: how often each arm runs.
+        place: the storage.
+        nbytes: bytes of the file, or of all files together.
+        rounds: repetitions of each arm.
         threads: numbers of threads.
     """
 
@@ -62,10 +62,10 @@ class Bench:
         self._number = 0
 
     def run(self) -> Iterator[Result]:
-        """All cases, one after the other."""
+        """Run all cases, one after the other."""
         yield from self._measure("write one file", self._write_arms())
         yield from self._measure("read one file", self._read_arms())
-        yield from self._measure("write many files", self._many_arms())
+        yield from self._measure("write many files", self._write_many_arms())
         yield from self._measure("read many files", self._read_many_arms())
         yield from self._measure("load", [Arm("bytecheckpoint", *self._load())])
         if self._place.operations is not None:
@@ -78,16 +78,16 @@ class Bench:
     # --- one file ---------------------------------------------------------------------------------------------
 
     def _write(self, storage: Storage, name: str, threads: int) -> None:
-        """As the engine does: pieces from several threads, the first bytes last."""
+        """Write a file as the engine does: chunks from several threads, the first bytes last."""
         data = self._data
         writer = storage.create(NewFile(name, len(data), stable=True))
 
-        def one(start: int) -> None:
-            writer.write_at(start, [memoryview(data)[start : start + _PIECE]])
+        def write_chunk(start: int) -> None:
+            writer.write_at(start, [memoryview(data)[start : start + _CHUNK]])
 
         with ThreadPoolExecutor(threads) as pool:
-            list(pool.map(one, range(_PIECE, len(data), _PIECE)))
-        one(0)
+            list(pool.map(write_chunk, range(_CHUNK, len(data), _CHUNK)))
+        write_chunk(0)
         writer.finish(len(data))
         storage.sync([name])
 
@@ -121,13 +121,13 @@ class Bench:
 
             def run(threads: int = threads) -> None:
                 reader = resolve(url).open("model/file")
-                step = max(reader.step_bytes, _PIECE)
+                step = max(reader.preferred_bytes, _CHUNK)
 
-                def one(start: int) -> None:
+                def read_chunk(start: int) -> None:
                     reader.read_into(start, [memoryview(self._out)[start : start + step]])
 
                 with ThreadPoolExecutor(threads) as pool:
-                    list(pool.map(one, range(0, reader.size, step)))
+                    list(pool.map(read_chunk, range(0, reader.size, step)))
                 reader.close()
 
             arms.append(Arm(self._name(threads), run, before=self._blank, after=self._check))
@@ -150,17 +150,17 @@ class Bench:
         return self._data[number * length : (number + 1) * length]
 
     def _write_many(self, storage: Storage, threads: int) -> None:
-        def one(number: int) -> None:
+        def write_file(number: int) -> None:
             part = self._part(number)
             writer = storage.create(NewFile(f"model/{number}", len(part), stable=True))
             writer.write_at(0, [memoryview(part)])
             writer.finish(len(part))
 
         with ThreadPoolExecutor(threads) as pool:
-            list(pool.map(one, range(_FILES)))
+            list(pool.map(write_file, range(_FILES)))
         storage.sync([f"model/{number}" for number in range(_FILES)])
 
-    def _many_arms(self) -> list[Arm]:
+    def _write_many_arms(self) -> list[Arm]:
         arms = []
         for threads in self._threads:
             url = self._place.fresh()
@@ -172,10 +172,10 @@ class Bench:
         for peer in self._place.peers:
             targets = [peer.target() for _ in range(_FILES)]
 
-            def each(peer: Peer = peer, targets: list[str] = targets) -> None:
+            def write(peer: Peer = peer, targets: list[str] = targets) -> None:
                 peer.write_many(targets, [self._part(number) for number in range(_FILES)])
 
-            arms.append(Arm(peer.name, each, after=lambda peer=peer, targets=targets: [*map(peer.remove, targets)]))
+            arms.append(Arm(peer.name, write, after=lambda peer=peer, targets=targets: [*map(peer.remove, targets)]))
         return arms
 
     def _read_many_arms(self) -> list[Arm]:
@@ -187,14 +187,14 @@ class Bench:
             def run(threads: int = threads) -> None:
                 storage = resolve(url)
 
-                def one(number: int) -> None:
+                def read_file(number: int) -> None:
                     length = self._data.nbytes // _FILES
                     reader = storage.open(f"model/{number}")
                     reader.read_into(0, [memoryview(self._out)[number * length : (number + 1) * length]])
                     reader.close()
 
                 with ThreadPoolExecutor(threads) as pool:
-                    list(pool.map(one, range(_FILES)))
+                    list(pool.map(read_file, range(_FILES)))
 
             arms.append(Arm(self._name(threads), run, before=self._blank, after=self._check))
         outs = np.split(self._out, _FILES)
@@ -204,7 +204,7 @@ class Bench:
             arms.append(Arm(peer.name, lambda peer=peer, targets=targets: peer.read_many(targets, outs)))
         return arms
 
-    # --- what the server is asked for -------------------------------------------------------------------------
+    # --- requests to the server -------------------------------------------------------------------------
 
     def _counted_arms(self, operations: Callable[[], Mapping[str, int]]) -> list[Arm]:
         def counted(call: Callable[[], object], files: int) -> Callable[[], Extras]:
@@ -238,7 +238,7 @@ class Bench:
     # --- a load -----------------------------------------------------------------------------------------------
 
     def _load(self) -> tuple[Callable[[], Extras], Callable[[], None]]:
-        """A whole load through a meter: what it asked for, and what the files hold."""
+        """Return a load through a meter, which reports the bytes that it read and those that the files hold."""
         url = self._place.fresh()
         tensor = torch.from_numpy(self._data.view(np.float32).copy()).reshape(64, -1)
         bytecheckpoint.save(url, {"model": {"w": tensor, "b": tensor[0].clone()}})
@@ -312,7 +312,7 @@ def main() -> int:
         about = _about(nbytes)
         if found:
             table(found, about)
-        # A place takes minutes: what is known is kept when a later one is interrupted.
+        # A place takes minutes: the results so far survive the interruption of a later one.
         arguments.out.mkdir(parents=True, exist_ok=True)
         record = {"about": about, "results": [asdict(r) for r in results]}
         (arguments.out / "storage.json").write_text(json.dumps(record, indent=1))

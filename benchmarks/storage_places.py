@@ -1,4 +1,4 @@
-"""Where the storages are measured, and the clients and tools that they are measured against."""
+"""The storages that are measured, and the clients and tools that they are compared with."""
 
 from __future__ import annotations
 
@@ -29,57 +29,57 @@ from tests.servers.s3 import versitygw
 
 __all__ = ["PLACES", "Peer", "Place"]
 
-#: Limit of one connection, bytes per second: as a busy network or disk sets it.
+#: Limit of one connection in bytes per second, as of a busy network or disk.
 _LIMIT = 20 << 20
 _MOST_THREADS = 16
 _numbers = itertools.count()
 
 
 class Peer(ABC):
-    """Another way to move the same bytes.
+    """A client or tool that moves the same bytes.
 
     Attributes:
-        name: in the table.
+        name: its name in the table.
     """
 
     name: str
 
     @abstractmethod
     def target(self) -> str:
-        """A name that nothing has."""
+        """Return an unused name."""
 
     @abstractmethod
     def write(self, target: str, data: Any) -> None:
-        """Put bytes there, durably."""
+        """Write bytes durably."""
 
     @abstractmethod
     def read(self, target: str, out: NDArray[np.uint8]) -> None:
-        """Get them."""
+        """Read the bytes."""
 
     @abstractmethod
     def remove(self, target: str) -> None:
-        """Take them away."""
+        """Remove the file."""
 
     def write_many(self, targets: Sequence[str], parts: Sequence[Any]) -> None:
-        """Put several, as many at the same time as our own arms at most."""
+        """Write several files, as many in parallel as our own arms do at most."""
         with ThreadPoolExecutor(_MOST_THREADS) as pool:
             list(pool.map(self.write, targets, parts))
 
     def read_many(self, targets: Sequence[str], outs: Sequence[NDArray[np.uint8]]) -> None:
-        """Get several, the same way."""
+        """Read several files, in the same way."""
         with ThreadPoolExecutor(_MOST_THREADS) as pool:
             list(pool.map(self.read, targets, outs))
 
 
 @dataclass
 class Place:
-    """A storage to be measured.
+    """A storage to measure.
 
     Attributes:
-        name: in the table.
-        root: URL below which everything goes.
-        peers: what it is measured against.
-        operations: how often each operation of its server was asked for so far, where it counts them.
+        name: its name in the table.
+        root: URL of the folder for everything.
+        peers: the clients and tools that it is compared with.
+        operations: returns the number of requests by operation so far, if its server counts them.
     """
 
     name: str
@@ -88,7 +88,7 @@ class Place:
     operations: Callable[[], Mapping[str, int]] | None = None
 
     def fresh(self) -> str:
-        """URL of a folder that is not there."""
+        """Return the URL of a folder that does not exist."""
         return f"{self.root}/{next(_numbers)}"
 
 
@@ -96,7 +96,7 @@ class Place:
 
 
 class HdfsStream(Peer):
-    """The client library as its manual has it: one stream."""
+    """The client library as its manual shows: one stream."""
 
     name = "hdfs-native, one stream"
 
@@ -109,20 +109,20 @@ class HdfsStream(Peer):
     def write(self, target: str, data: Any) -> None:
         with self._client.create(target, hdfs_native.WriteOptions(overwrite=True)) as file:
             for start in range(0, len(data), 1 << 20):
-                file.write(bytes(memoryview(data)[start : start + (1 << 20)]))  # of a view it takes each byte by itself
+                file.write(bytes(memoryview(data)[start : start + (1 << 20)]))  # it takes each byte of a view by itself
 
     def read(self, target: str, out: NDArray[np.uint8]) -> None:
-        at = 0
+        position = 0
         for piece in self._client.read(target).read_range_stream(0, len(out)):
-            out[at : at + len(piece)] = np.frombuffer(piece, np.uint8)
-            at += len(piece)
+            out[position : position + len(piece)] = np.frombuffer(piece, np.uint8)
+            position += len(piece)
 
     def remove(self, target: str) -> None:
         self._client.delete(target)
 
 
 class HdfsShell(Peer):
-    """Hadoop's own command, from and to memory. The start of its Java machine is part of it."""
+    """Hadoop's command, from and to memory, with the start of its Java machine."""
 
     name = "hdfs dfs -put, -get"
 
@@ -148,7 +148,7 @@ class HdfsShell(Peer):
             if not path.exists():
                 path.write_bytes(part)
         folder = targets[0].rpartition("/")[0]
-        # The files get the names that they have here.
+        # The command keeps the names of the local files.
         self._run("-put", "-f", *(["-t", "16"] if len(local) > 1 else []), *map(str, local), folder)
 
     def read(self, target: str, out: NDArray[np.uint8]) -> None:
@@ -172,8 +172,8 @@ def _hdfs(folder: Path, *, limited: bool) -> Iterator[Place]:
         stack.callback(shutil.rmtree, local, ignore_errors=True)
         stack.callback(cluster.stop)
         cluster.start()
-        more = {"dfs.client.use.datanode.hostname": "true"} if limited else {}
-        variables = cluster.configuration(folder / "hadoop", **more)
+        options = {"dfs.client.use.datanode.hostname": "true"} if limited else {}
+        variables = cluster.configuration(folder / "hadoop", **options)
         os.environ.update(variables)
         cluster.client().mkdirs("/peer", create_parent=True)
         if limited:
@@ -182,22 +182,22 @@ def _hdfs(folder: Path, *, limited: bool) -> Iterator[Place]:
                 stack.callback(proxy.stop)
                 proxy.up = proxy.down = float(_LIMIT)
         name = f"hdfs, each connection limited to {_LIMIT >> 20} MiB/s" if limited else "hdfs"
-        peers: list[Peer] = [HdfsStream(cluster, more), HdfsShell(cluster, more, local)]
-        yield Place(name, "hdfs://demo_0/bench", peers, None if limited else lambda: _asked(cluster))
+        peers: list[Peer] = [HdfsStream(cluster, options), HdfsShell(cluster, options, local)]
+        yield Place(name, "hdfs://demo_0/bench", peers, None if limited else lambda: _client_operations(cluster))
 
 
-def _asked(cluster: Hdfs) -> dict[str, int]:
-    """Operations that the NameNode did for clients."""
-    servers = ("SendHeartbeat", "Block", "Register", "VersionRequest", "RenewLease")
+def _client_operations(cluster: Hdfs) -> dict[str, int]:
+    """Return the number of the NameNode's operations for clients."""
+    for_servers = ("SendHeartbeat", "Block", "Register", "VersionRequest", "RenewLease")
     found = cluster.operations()
-    return {name: count for name, count in found.items() if not name.startswith(servers) and "Overall" not in name}
+    return {name: count for name, count in found.items() if not name.startswith(for_servers) and "Overall" not in name}
 
 
 # --- object stores ----------------------------------------------------------------------------------------------------
 
 
 class Obstore(Peer):
-    """The client library with its own defaults."""
+    """The client library by its defaults."""
 
     name = "obstore"
 
@@ -211,17 +211,17 @@ class Obstore(Peer):
         obstore.put(self._store, target, memoryview(data).tobytes())
 
     def read(self, target: str, out: NDArray[np.uint8]) -> None:
-        at = 0
+        position = 0
         for piece in obstore.get(self._store, target).stream():
-            out[at : at + len(piece)] = np.frombuffer(piece, np.uint8)
-            at += len(piece)
+            out[position : position + len(piece)] = np.frombuffer(piece, np.uint8)
+            position += len(piece)
 
     def remove(self, target: str) -> None:
         obstore.delete(self._store, target)
 
 
 class OneStream(Obstore):
-    """The same client, everything over one connection: what a proxy that limits connections makes slow."""
+    """The same client with everything over one connection, which a limit per connection slows down."""
 
     name = "obstore, one stream"
 
@@ -230,7 +230,7 @@ class OneStream(Obstore):
 
 
 def _limited(stack: ExitStack, endpoint: str) -> str:
-    """The endpoint behind a proxy that limits each connection."""
+    """Return the endpoint of a proxy that limits each connection to `endpoint`."""
     address = endpoint.split("://")[1].partition("/")[0]
     host, port = address.split(":")
     listen = free_port()
@@ -273,7 +273,7 @@ def _az(folder: Path) -> Iterator[Place]:
 
 
 class Fsspec(Peer):
-    """The file system itself, as its manual has it."""
+    """The file system itself, as its manual shows."""
 
     name = "fsspec"
 
@@ -326,8 +326,8 @@ class Dd(Peer):
         self._dd(target, "/dev/null")
 
     @staticmethod
-    def _dd(source: str, target: str, *more: str) -> None:
-        subprocess.run(["dd", f"if={source}", f"of={target}", "bs=8M", *more], check=True, capture_output=True)
+    def _dd(source: str, target: str, *options: str) -> None:
+        subprocess.run(["dd", f"if={source}", f"of={target}", "bs=8M", *options], check=True, capture_output=True)
 
     def remove(self, target: str) -> None:
         Path(target).unlink()

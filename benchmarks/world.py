@@ -18,7 +18,7 @@ __all__ = ["run_cases"]
 
 
 def run_cases(bench: Bench) -> None:
-    """Every case that belongs to this world, in every place that it asks for."""
+    """Run every case that is for worlds of this size, on each of its file systems."""
     from benchmarks.cases import CASES
 
     for name, case in CASES.items():
@@ -58,7 +58,7 @@ def main() -> None:
     failed = False
     try:
         run_cases(bench)
-    except Exception:  # noqa: BLE001  what was measured before is worth keeping
+    except Exception:  # noqa: BLE001  the results so far are still written
         traceback.print_exc()
         failed = True
     if rank == 0:
@@ -68,7 +68,7 @@ def main() -> None:
         sys.stderr.flush()
         import os
 
-        os._exit(1)  # the other ranks may wait in a collective call: do not wait for them
+        os._exit(1)  # without waiting for ranks that are in a collective call
     for peer in bench.peers:
         peer.close()
     if size > 1:

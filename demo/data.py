@@ -1,4 +1,4 @@
-"""The training text, and the batches drawn from it."""
+"""The training text, and batches of it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def standard_library_text() -> Tensor:
-    """The source of Python's standard library, as it is installed here: uint8 [bytes], the same on every call."""
+    """Return the source of the installed Python's standard library: uint8 [bytes], the same on every call."""
     root = Path(sysconfig.get_path("stdlib"))
     files = sorted(root.rglob("*.py"))
     skipped = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}
@@ -20,23 +20,23 @@ def standard_library_text() -> Tensor:
 
 
 class Batches:
-    """An endless stream of batches, whose state is a position in the order of the samples.
+    """An endless stream of batches, whose state is a position in a random order of the samples.
 
-    The order belongs to the *global* batch and every data-parallel rank takes its rows of it, so the state is the
-    same on all ranks and means the same for any number of them.
+    All ranks share the order, and each data-parallel rank takes its rows of every *global* batch. So the state is the
+    same on all ranks, and has the same meaning for any number of them.
 
     Args:
         text: uint8 [bytes].
         length: bytes per sample.
         batch: samples per step, over all ranks together.
-        rank: number of this data-parallel rank.
-        ranks: how many there are; divides `batch`.
-        seed: of the order.
+        rank: this data-parallel rank.
+        ranks: number of data-parallel ranks; divides `batch`.
+        seed: seed of the order.
     """
 
     def __init__(self, text: Tensor, length: int, batch: int, *, rank: int = 0, ranks: int = 1, seed: int = 0) -> None:
         assert batch % ranks == 0, f"{ranks} data-parallel ranks do not divide a batch of {batch}"
-        # One byte more than a sample is long: the targets are the inputs, moved by one.
+        # One byte more than a sample: the targets are the inputs, shifted by one.
         self.samples = text.unfold(0, length + 1, length)
         self.batch, self.rank, self.ranks = batch, rank, ranks
         self.load_state_dict({"seed": seed, "epoch": 0, "position": 0})
@@ -45,7 +45,7 @@ class Batches:
         return self
 
     def __next__(self) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of this rank: int64 [batch / ranks, length] each."""
+        """Return inputs and targets of this rank: int64 [batch / ranks, length] each."""
         if self.position + self.batch > len(self.order):
             self.load_state_dict({"seed": self.seed, "epoch": self.epoch + 1, "position": 0})
         rows = self.order[self.position : self.position + self.batch].chunk(self.ranks)[self.rank]

@@ -1,4 +1,4 @@
-"""The picture of the demo: one loss curve, made by three jobs, over that of the undisturbed run."""
+"""The figure of the demo: the loss curve of three resumed jobs, over that of the uninterrupted run."""
 
 from __future__ import annotations
 
@@ -26,28 +26,28 @@ def draw(reference: Curve, runs: Sequence[Curve], killed_at: int, tolerance: flo
     """Write the figure.
 
     Args:
-        reference: the undisturbed run.
-        runs: the job's runs, each resumed from a checkpoint of the one before it.
+        reference: the uninterrupted run.
+        runs: the job's runs, each resumed from a checkpoint of the one before.
         killed_at: step whose save was killed.
-        tolerance: largest difference of two losses that is allowed.
-        path: of the PNG.
+        tolerance: largest allowed difference of two losses.
+        path: path of the PNG.
     """
     figure, (top, bottom) = plt.subplots(2, 1, sharex=True, figsize=(9, 6), height_ratios=(3, 1), layout="constrained")
     top.plot(*zip(*reference.losses.items(), strict=True), color="0.75", linewidth=6, label="reference, never stopped")
     ends = [r.resumed_from for r in runs[1:]] + [max(runs[-1].losses)]
-    joined: dict[int, float] = {}
+    curve: dict[int, float] = {}
     for run, end, colour in zip(runs, ends, COLOURS, strict=True):
         label = LABELS[run.layout] + (f", {run.ranks} ranks" if run.ranks > 1 else "")
         lost = {step: loss for step, loss in run.losses.items() if step >= end}
-        joined |= {step: loss for step, loss in run.losses.items() if step <= end}
-        # From the step before, so that the curve has no gap where the layout changes.
+        curve |= {step: loss for step, loss in run.losses.items() if step <= end}
+        # From the step before the resume, so that the curve has no gap there.
         steps = range(max(run.resumed_from, 1), end + 1)
-        top.plot(steps, [joined[step] for step in steps], color=colour, label=label)
+        top.plot(steps, [curve[step] for step in steps], color=colour, label=label)
         if len(lost) > 1:
             style = {"color": colour, "linestyle": ":", "linewidth": 3, "zorder": 3}
             top.plot(*zip(*lost.items(), strict=True), **style, label="lost with the killed rank")
-        apart = {s: max(abs(loss - reference.losses[s]), 1e-9) for s, loss in run.losses.items() if s <= end}
-        bottom.plot(*zip(*apart.items(), strict=True), color=colour, marker=".", linestyle="none")
+        differences = {s: max(abs(loss - reference.losses[s]), 1e-9) for s, loss in run.losses.items() if s <= end}
+        bottom.plot(*zip(*differences.items(), strict=True), color=colour, marker=".", linestyle="none")
         if run.resumed_from:
             for axes in (top, bottom):
                 axes.axvline(run.resumed_from, color=colour, linestyle="--", linewidth=1)

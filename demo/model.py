@@ -1,4 +1,4 @@
-"""A small GPT over bytes, and the three ways in which the demo lays it out on ranks."""
+"""A small GPT over bytes, and the three parallel layouts of the demo."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class GPT(nn.Module):
         self.head = nn.Linear(size.width, 256, bias=False)
         for name, parameter in self.named_parameters():
             if parameter.ndim == 2:
-                # What ends a residual branch starts smaller, so that depth does not enlarge the sum (GPT-2).
+                # The last matrix of a residual branch starts smaller, so that depth does not enlarge the sum (GPT-2).
                 ends_branch = name.endswith(("out.weight", "down.weight"))
                 nn.init.normal_(parameter, std=0.02 / (2 * size.layers) ** 0.5 if ends_branch else 0.02)
 
@@ -99,7 +99,7 @@ class GPT(nn.Module):
 
 
 def rotate(x: Tensor) -> Tensor:
-    """Rotary position embedding of [batch, heads, length, width]."""
+    """Apply rotary position embedding to [batch, heads, length, width]."""
     half = x.shape[-1] // 2
     frequency = 10_000.0 ** (-torch.arange(half, device=x.device) / half)
     angle = torch.arange(x.shape[-2], device=x.device)[:, None] * frequency
@@ -108,7 +108,7 @@ def rotate(x: Tensor) -> Tensor:
 
 
 def parallelize(model: GPT, layout: str, world_size: int) -> tuple[int, int]:
-    """Lay `model` out over all ranks, in place.
+    """Distribute `model` over all ranks, in place.
 
     Args:
         model: the same on every rank.
@@ -117,7 +117,7 @@ def parallelize(model: GPT, layout: str, world_size: int) -> tuple[int, int]:
         world_size: number of ranks.
 
     Returns:
-        This rank's place among the data-parallel ranks, and how many there are.
+        This data-parallel rank, and the number of data-parallel ranks.
     """
     if layout == "plain":
         assert world_size == 1, "the plain layout is for one rank"
@@ -134,7 +134,7 @@ def parallelize(model: GPT, layout: str, world_size: int) -> tuple[int, int]:
 
 
 def tensor_parallel(model: GPT, mesh: DeviceMesh) -> None:
-    """Tensor parallelism with sequence-parallel norms: between blocks each rank holds its part of the positions."""
+    """Apply tensor parallelism with sequence-parallel norms: between blocks each rank holds a part of the positions."""
     outer = {
         "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
         "norm": SequenceParallel(),

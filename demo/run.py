@@ -1,9 +1,9 @@
-"""The demo: train, kill a rank in the middle of a save, resume at other layouts, and compare with an undisturbed run.
+"""The demo: train, kill a rank during a save, resume at other layouts, and compare with an uninterrupted run.
 
     python demo/run.py            # some 300 core-seconds: about 3 minutes on 2 idle cores
     python demo/run.py --short    # a smaller model and fewer steps
 
-What is shown, and what is asserted, is told in demo/README.md. The exit status is 0 only if every check holds.
+demo/README.md explains what the demo shows and checks. The exit status is 0 only if every check holds.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ T = TypeVar("T")
 
 HERE = Path(__file__).resolve().parent
 
-#: Largest difference of two losses (nats per byte) that is taken for rounding. All arithmetic is float32 and every
-#: layout adds up in another order, so gradients differ in their last bits, about 1e-7 of their size; training spreads
-#: that out, to about 4e-4 within 60 steps. Whatever a resume can lose (optimizer, schedule, data order) makes a
-#: difference of 3e-2 or more within five steps: the table in demo/README.md.
+#: Largest difference of two losses (nats per byte) that counts as rounding. All arithmetic is float32, and every layout
+#: adds in another order, so gradients differ by about 1e-7 of their size; training amplifies that to about 4e-4 within
+#: 60 steps. Anything that a resume can lose (optimizer, schedule, data order) makes a difference of 3e-2 or more within
+#: five steps: see the table in demo/README.md.
 TOLERANCE = 4e-3
 
 
@@ -52,16 +52,16 @@ SHORT = Scale("1M", batch=8, save_every=6, kill_at=18, switch_at=24, total=36)
 
 
 class DemoError(Exception):
-    """A check failed, or a run did not do what it was started for."""
+    """A check failed, or a run did not do what it should."""
 
 
 class TooLateError(DemoError):
-    """The save was quicker than the kill."""
+    """The save was committed before the kill."""
 
 
 @dataclass
 class Run:
-    """One start of the worker, and what it reported so far."""
+    """One start of the worker, and what it has reported so far."""
 
     name: str
     layout: str
@@ -74,7 +74,7 @@ class Run:
     resumed_from: int = 0
 
     def start(self, scale: Scale, *, save: bool = True) -> subprocess.Popen[bytes]:
-        # Threads that wait must not spin: the core that they would keep busy is another rank's.
+        # Waiting threads must not spin: they would take another rank's core.
         threads = max(1, len(os.sched_getaffinity(0)) // self.ranks)
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.ranks}"]
         command += [str(HERE / "train.py"), f"--layout={self.layout}", f"--size={scale.size}", f"--stop={self.stop}"]
@@ -86,7 +86,7 @@ class Run:
             return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
 
     def read(self) -> None:
-        """Take in what the worker has recorded."""
+        """Read what the worker has recorded."""
         events = [json.loads(line) for line in (self.output / f"{self.name}.jsonl").read_text().splitlines()]
         steps = [e for e in events if e["event"] == "step"]
         self.losses = {e["step"]: e["loss"] for e in steps}
@@ -95,24 +95,24 @@ class Run:
         self.step_seconds = statistics.median(b["time"] - a["time"] for a, b in itertools.pairwise(steps))
 
     def complete(self, scale: Scale, *, save: bool = True) -> None:
-        """Run to the end."""
+        """Run the worker to its end."""
         began = time.monotonic()
         job = self.start(scale, save=save)
-        with ended(job):
+        with terminated_at_end(job):
             job.wait(timeout=900)
         if job.returncode:
-            raise DemoError(f"the run '{self.name}' failed with exit status {job.returncode}:\n{self.last_words()}")
+            raise DemoError(f"the run '{self.name}' failed with exit status {job.returncode}:\n{self.log_tail()}")
         self.read()
         check(max(self.losses) == self.stop, f"the run '{self.name}' ended at step {max(self.losses)}")
         print(f"    {time.monotonic() - began:.0f} s, {self.step_seconds:.2f} s per step")
 
-    def last_words(self) -> str:
+    def log_tail(self) -> str:
         return "\n".join((self.output / f"{self.name}.log").read_text(errors="replace").splitlines()[-60:])
 
 
 @contextlib.contextmanager
-def ended(job: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Leave no job behind, whatever happens inside."""
+def terminated_at_end(job: subprocess.Popen[bytes]) -> Iterator[None]:
+    """Terminate `job` at the end of the block, if it still runs."""
     try:
         yield
     finally:
@@ -127,7 +127,7 @@ def check(holds: bool, otherwise: str) -> None:
 
 
 def process_of_rank(job: subprocess.Popen[bytes], rank: int) -> int:
-    """Process id of one rank: the child of torchrun with that RANK in its environment."""
+    """Return the process id of one rank: the child of torchrun with that RANK in its environment."""
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
@@ -139,16 +139,16 @@ def process_of_rank(job: subprocess.Popen[bytes], rank: int) -> int:
 
 
 def wait_for(job: subprocess.Popen[bytes], run: Run, what: str, condition: Callable[[], T]) -> T:
-    """Poll `condition` until it holds something, as long as the job lives."""
+    """Poll `condition` until it is true, and return its value; fail if the job ends first."""
     while not (found := condition()):
         if job.poll() is not None:
-            raise DemoError(f"the run '{run.name}' ended before {what}:\n{run.last_words()}")
+            raise DemoError(f"the run '{run.name}' ended before {what}:\n{run.log_tail()}")
         time.sleep(0.001)
     return found
 
 
 def unfinished(checkpoint: Path, rank: int) -> list[Path]:
-    """The files of `rank` that are being written: the header of a storage file, its first bytes, is written last."""
+    """Return the files of `rank` that are being written: the first bytes of a storage file are written last."""
     found = []
     for path in checkpoint.glob(f"*/*-{rank:05d}.*.safetensors"):
         with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
@@ -162,7 +162,7 @@ def kill_during_save(run: Run, scale: Scale, rank: int) -> None:
     target = run.output / "checkpoints" / f"step_{scale.kill_at:08d}"
     catalog = target / "metadata.parquet"
     job = run.start(scale)
-    with ended(job):
+    with terminated_at_end(job):
         wait_for(job, run, "its first step", (run.output / f"{run.name}.jsonl").exists)
         victim = process_of_rank(job, rank)
         what = f"the save of step {scale.kill_at} was under way"
@@ -255,7 +255,7 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=HERE.parent / "demo-output", help="replaced by every run")
     args = parser.parse_args()
     sys.stdout.reconfigure(line_buffering=True)  # progress shows through a pipe too
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # by way of `ended`, which leaves no job behind
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unwinds through `terminated_at_end`
     began = time.monotonic()
     shutil.rmtree(args.output, ignore_errors=True)
     args.output.mkdir(parents=True)

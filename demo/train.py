@@ -3,7 +3,7 @@
     python -m torch.distributed.run --standalone --nproc-per-node 2 demo/train.py --layout fsdp2 --stop 40 --total 60
     python -m torch.distributed.run --standalone --nproc-per-node 4 demo/train.py --layout tp2_fsdp2 --stop 60
 
-The second line goes on from the newest step that the first one committed.
+The second command resumes from the newest step that the first one committed.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ import bytecheckpoint
 
 
 def newest_step(root: Path) -> int:
-    """The newest committed step under `root`, 0 when there is none. The catalog's presence is the commit."""
+    """Return the newest committed step under `root`, 0 if there is none. A step with a catalog is committed."""
     return max((int(p.parent.name.removeprefix("step_")) for p in root.glob("step_*/metadata.parquet")), default=0)
 
 
 def make_optimizer(model: GPT, total: int) -> tuple[torch.optim.Optimizer, LambdaLR]:
-    """AdamW, weight decay on the matrices only, and a warm-up that a cosine follows, `total` steps in all."""
+    """Return AdamW with weight decay on matrices only, and a schedule: warm-up, then cosine, `total` steps together."""
     matrices = [p for p in model.parameters() if p.ndim == 2]
     vectors = [p for p in model.parameters() if p.ndim != 2]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
@@ -79,7 +79,7 @@ def train(args: argparse.Namespace) -> None:
         record(args, event="step", step=step, loss=global_mean(loss), time=time.time())
 
         if step == 1 and args.save_every:
-            # The optimizer has its state now: get ready for the saves while training goes on. (A load does so too.)
+            # The optimizer has its state now: prepare for saves while training goes on. (A load does so too.)
             bytecheckpoint.prepare(states)
         if args.save_every and (step % args.save_every == 0 or step == args.stop):
             extra.update(step=step, rng=torch.get_rng_state())
@@ -91,14 +91,14 @@ def train(args: argparse.Namespace) -> None:
 
 
 def global_mean(loss: torch.Tensor) -> float:
-    """The loss over the global batch. Every rank saw as many samples, and tensor-parallel ranks the same ones."""
+    """Return the loss over the global batch. Every rank has as many samples; tensor-parallel ranks have the same ones."""
     total = loss.detach().clone()
     dist.all_reduce(total)
     return total.item() / dist.get_world_size()
 
 
 def record(args: argparse.Namespace, **event: object) -> None:
-    """Append one JSON line to `args.record`; rank 0 speaks for all."""
+    """Append one JSON line to `args.record`, on rank 0 only."""
     if dist.get_rank() == 0:
         with args.record.open("a") as file:
             print(json.dumps(event), file=file)

@@ -1,4 +1,4 @@
-"""The cases. Each is a function of a `Bench`; `CASES` says in which worlds and places it runs."""
+"""The cases. Each is a function of a `Bench`; `CASES` says in which worlds and on which file systems it runs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["CASES", "Case"]
 
 @dataclass(frozen=True)
 class Case:
-    """Where a case runs.
+    """A case, and where it runs.
 
     Attributes:
         run: the case.
@@ -45,6 +45,6 @@ CASES: dict[str, Case] = {
     "ddp": Case(ddp_load, (2, 4)),
     "irregular": Case(irregular, (2, 4)),
     "planning": Case(planning),
-    # The last: it makes torch take the CPU for a CUDA device.
+    # Last, since it makes torch treat the CPU as a CUDA device.
     "megatron": Case(megatron, (1, 2, 4)),
 }

@@ -1,4 +1,4 @@
-"""DDP: every rank wants everything. Seconds, and bytes read from storage by all ranks together."""
+"""DDP: every rank loads everything. Seconds, and bytes that all ranks together read from storage."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["ddp_load"]
 
 
 def ddp_load(bench: Bench) -> None:
-    """`nbytes` counts the state once; extra["read_sum"] is what the ranks read in all."""
+    """Measure loads and saves; `nbytes` counts the state once, extra["read_sum"] is what all ranks read."""
     state = dense(bench.options.nbytes // 2)
     target = fresh(state)
     contenders: list[tuple[str, Peer]] = []
@@ -36,7 +36,7 @@ def ddp_load(bench: Bench) -> None:
         save()
         bench.world.barrier()
         load()
-        assert same(state, target), f"{name} loads something else than it saved"
+        assert same(state, target), f"{name} loads other values than it saved"
         if "False" not in name:
             saves.append(Arm(name, save, lambda n=name: bench.clear(n)))  # type: ignore[misc]
         loads.append(Arm(name, load))

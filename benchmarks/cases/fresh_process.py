@@ -1,4 +1,4 @@
-"""The first asynchronous saves of a process, which no warm measurement shows."""
+"""The first asynchronous saves of a process, which a warm measurement does not show."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _ARMS = (
 
 
 def run_alone(module: str, *arguments: object, timeout: float = 300) -> dict[str, Any]:
-    """What `python -m module arguments... FILE` writes to FILE as JSON."""
+    """Run `python -m module arguments... FILE`, and return the JSON that it writes to FILE."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "figures.json"
         command = [sys.executable, "-m", module, *map(str, arguments), str(out)]
@@ -41,7 +41,7 @@ def run_alone(module: str, *arguments: object, timeout: float = 300) -> dict[str
 
 
 def first_calls(bench: Bench) -> None:
-    """Blocking seconds of the first and the tenth call, each arm in a process of its own."""
+    """Measure the blocking seconds of the first, second and tenth call, each arm in a process of its own."""
     known = {p.name for p in bench.peers} | {"memcpy"}
     for arm in _ARMS:
         if arm.split(" ")[0] not in known:
@@ -62,7 +62,7 @@ def first_calls(bench: Bench) -> None:
 
 
 def main(arm: str, path: str, nbytes: int) -> dict[str, Any]:
-    # What a training program has imported anyway.
+    # A training program has imported this anyway.
     import torch.distributed.tensor  # noqa: F401
 
     from benchmarks.peers import all_peers
@@ -88,10 +88,10 @@ def main(arm: str, path: str, nbytes: int) -> dict[str, Any]:
         else:
             bytecheckpoint.save(path, {"model": state})
             bytecheckpoint.load(path, {"model": state})
-            time.sleep(1 + 2 * nbytes / 2**30)  # a training step or two: the pool is touched in the background
+            time.sleep(1 + 2 * nbytes / 2**30)  # some training steps, during which the pool is touched
     for number in range(_CALLS):
         folder = Path(path) / str(number % 2)
-        shutil.rmtree(folder, ignore_errors=True)  # not every peer replaces what is there
+        shutil.rmtree(folder, ignore_errors=True)  # not every peer replaces an existing checkpoint
         begin = time.perf_counter()
         wait = peer.save_async(folder, state)
         blocking.append(time.perf_counter() - begin)

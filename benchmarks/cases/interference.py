@@ -18,7 +18,7 @@ __all__ = ["interference"]
 
 
 def interpreter_step() -> None:
-    """Some milliseconds of pure Python."""
+    """Run some milliseconds of pure Python."""
     total = 0
     for i in range(60_000):
         total += i & 7
@@ -28,14 +28,14 @@ _MATRIX = torch.rand(384, 384)
 
 
 def torch_step() -> None:
-    """Some milliseconds of kernels of training size, launched from Python."""
+    """Run some milliseconds of torch kernels of training size."""
     x = _MATRIX
     for _ in range(12):
         x = torch.relu(x @ _MATRIX) * 1e-3
 
 
 def interference(bench: Bench) -> None:
-    """`wall` is seconds per step; extra["slowdown"] is its ratio to the steps between saves, in the same loop."""
+    """Measure steps during saves; `wall` is seconds per step, extra["slowdown"] its ratio to the steps between saves."""
     state = dense(bench.options.nbytes)
     for label, step in (("interpreter-bound", interpreter_step), ("torch-bound", torch_step)):
         for arm, peer, writer in _arms(bench):
@@ -71,7 +71,7 @@ def _loop(bench: Bench, case: str, arm: str, peer: Peer, state: Tensors, step: C
     bench.clear("interference")
     try:
         peer.save_async(bench.folder / "interference", state)()
-    except Exception as error:  # noqa: BLE001  a peer's own; the other arms are worth measuring
+    except Exception as error:  # noqa: BLE001  a peer may fail; the other arms are still measured
         result.error = f"{type(error).__name__}: {error}".splitlines()[0][:160]
         return result
     end = time.perf_counter() + bench.options.seconds
@@ -94,7 +94,7 @@ def _loop(bench: Bench, case: str, arm: str, peer: Peer, state: Tensors, step: C
 
 
 class _Background:
-    """Whether a save has ended, asked without a thread of our own."""
+    """Tells whether a save has ended, without a thread of its own."""
 
     def __init__(self, wait: Callable[[], object]) -> None:
         self.wait = wait

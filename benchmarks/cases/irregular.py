@@ -1,7 +1,7 @@
-"""Irregular optimizer state (flat parameters of FSDP1): ours against all-gather and copy, as DCP saves it.
+"""Irregular optimizer state (flat parameters of FSDP1): ours against DCP, which gathers and copies it.
 
-ByteCheckpoint, section 4.4 and Table 7. What goes over the network is counted at the loopback device, so it counts
-whatever library sends it; a checkpoint's own messages (plan and commit) are in it too.
+ByteCheckpoint, section 4.4 and Table 7. Network bytes are counted at the loopback device, so every library's traffic
+counts, and the messages of plan and commit too.
 """
 
 from __future__ import annotations
@@ -31,30 +31,30 @@ import bytecheckpoint
 from benchmarks.bench import Bench
 from benchmarks.measure import Arm, peak_memory
 from bytecheckpoint.collectives import current
-from bytecheckpoint.saving.saver import saver_of
+from bytecheckpoint.world import world_of
 
-__all__ = ["Contender", "irregular", "measured", "pool_bytes"]
+__all__ = ["Contender", "irregular", "measure_contenders", "pool_bytes"]
 
 _WIDTH = 1000  # no power of two: flat shards end in the middle of rows
 
 
 def _trained(nbytes: int) -> tuple[FSDP, torch.optim.Optimizer, int]:
-    """A model under FSDP1 with its AdamW after one step, and the bytes of both over all ranks."""
+    """Return a model under FSDP1, its AdamW after one step, and the bytes of both over all ranks."""
     layer = 4 * (_WIDTH * _WIDTH + _WIDTH)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))  # with it, FSDP's sharded state dicts hold DTensors
     model = nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH) for _ in range(max(nbytes // (3 * layer), 2))))
     for number, inner in enumerate(model):
         model[number] = FSDP(inner, device_mesh=mesh, use_orig_params=True, device_id=torch.device("cpu"))
-    whole = FSDP(model, device_mesh=mesh, use_orig_params=True, device_id=torch.device("cpu"))
-    optimizer = torch.optim.AdamW(whole.parameters(), lr=1e-3)
-    whole(torch.rand(2, _WIDTH)).sum().backward()
+    wrapped = FSDP(model, device_mesh=mesh, use_orig_params=True, device_id=torch.device("cpu"))
+    optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-3)
+    wrapped(torch.rand(2, _WIDTH)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
-    return whole, optimizer, 3 * layer * len(model)
+    return wrapped, optimizer, 3 * layer * len(model)
 
 
-def _sent() -> int:
-    """Bytes that the machine has sent to itself."""
+def _loopback_bytes() -> int:
+    """Return the bytes that the machine has sent to itself."""
     for line in Path("/proc/net/dev").read_text().splitlines():
         name, _, fields = line.partition(":")
         if name.strip() == "lo":
@@ -62,8 +62,8 @@ def _sent() -> int:
     return 0
 
 
-def _gathered(model: FSDP, optimizer: torch.optim.Optimizer, sharded: bool, folder: Path) -> Callable[[], object]:
-    """DCP's way: state dicts, for which flat state is gathered from all ranks."""
+def _save_with_dcp(model: FSDP, optimizer: torch.optim.Optimizer, sharded: bool, folder: Path) -> Callable[[], object]:
+    """Start a save of state dicts by DCP, for which FSDP gathers flat state from all ranks."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         if sharded:
@@ -82,13 +82,13 @@ def _gathered(model: FSDP, optimizer: torch.optim.Optimizer, sharded: bool, fold
 
 
 class Contender:
-    """Begins a save, and waits for its end outside of what is measured.
+    """An arm that starts a save, and waits for its end outside of the measured time.
 
     Args:
         bench: the run.
         name: of the arm.
-        begin: saves into a folder; what it returns waits for the end.
-        kept: bytes of memory that a save leaves mapped for the next one, and that its own rise does not show.
+        begin: starts a save into a folder; returns a function that waits for its end.
+        cached_bytes: returns the memory that stays mapped from save to save, which the rise during a save leaves out.
     """
 
     def __init__(
@@ -96,11 +96,11 @@ class Contender:
         bench: Bench,
         name: str,
         begin: Callable[[Path], Callable[[], object]],
-        kept: Callable[[], int] = lambda: 0,
+        cached_bytes: Callable[[], int] = lambda: 0,
     ) -> None:
         self._bench = bench
         self._begin = begin
-        self._kept = kept
+        self._cached_bytes = cached_bytes
         self._folder = bench.folder / name
         self._wait: Callable[[], object] | None = None
         self._since = (0.0, 0)
@@ -112,12 +112,12 @@ class Contender:
     def _before(self) -> None:
         self._bench.clear(self.arm.name)
         gc.collect()
-        ctypes.CDLL(None).malloc_trim(0)  # else memory of an earlier round hides what this one takes
+        ctypes.CDLL(None).malloc_trim(0)  # or memory of an earlier round would hide what this one takes
 
     def _run(self) -> None:
         self._watch = peak_memory(self._memory)
         self._watch.__enter__()
-        self._since = time.perf_counter(), _sent()
+        self._since = time.perf_counter(), _loopback_bytes()
         self._wait = self._begin(self._folder)
 
     def _end(self) -> None:
@@ -127,8 +127,8 @@ class Contender:
         seconds = time.perf_counter() - self._since[0]
         self._watch.__exit__(None, None, None)
         world.barrier()
-        network = _sent() - self._since[1]
-        peak = self._memory["peak_bytes"] + self._kept() if world.rank == 0 else 0.0
+        network = _loopback_bytes() - self._since[1]
+        peak = self._memory["peak_bytes"] + self._cached_bytes() if world.rank == 0 else 0.0
         self.ends.append(
             {
                 "end_to_end": world.max(seconds),
@@ -141,14 +141,14 @@ class Contender:
 
 def pool_bytes() -> int:
     """Size of this rank's staging pool, which stays from save to save."""
-    return saver_of(current()).pool.capacity
+    return world_of(current()).resources.pool.capacity
 
 
-def measured(bench: Bench, case: str, nbytes: int, contenders: Sequence[Contender]) -> None:
-    """Measure for how long they block.
+def measure_contenders(bench: Bench, case: str, nbytes: int, contenders: Sequence[Contender]) -> None:
+    """Measure the blocking time of each contender's save.
 
-    Further figures: seconds to the end, bytes over the network by all ranks together, and by how much the resident memory
-    of rank 0 rose at most.
+    Further figures: seconds to the end of the save, network bytes of all ranks together, and the largest rise of rank 0's
+    resident memory.
     """
     results = bench.measure(case, nbytes, [c.arm for c in contenders])
     for result, contender in zip(results, contenders, strict=True):
@@ -158,7 +158,7 @@ def measured(bench: Bench, case: str, nbytes: int, contenders: Sequence[Contende
 
 
 def irregular(bench: Bench) -> None:
-    """`wall` is the blocking time; see `measured` for the other figures."""
+    """Measure saves; `wall` is the blocking time; see `measure_contenders` for the other figures."""
     model, optimizer, nbytes = _trained(bench.options.nbytes)
 
     def ours(folder: Path) -> Callable[[], object]:
@@ -168,7 +168,7 @@ def irregular(bench: Bench) -> None:
     contenders = [Contender(bench, "bytecheckpoint", ours, pool_bytes)]
     if any(peer.name == "DCP" for peer in bench.peers):
         contenders += [
-            Contender(bench, "DCP, sharded state dicts", partial(_gathered, model, optimizer, True)),
-            Contender(bench, "DCP, full state dicts", partial(_gathered, model, optimizer, False)),
+            Contender(bench, "DCP, sharded state dicts", partial(_save_with_dcp, model, optimizer, True)),
+            Contender(bench, "DCP, full state dicts", partial(_save_with_dcp, model, optimizer, False)),
         ]
-    measured(bench, "irregular state (FSDP1): blocking", nbytes, contenders)
+    measure_contenders(bench, "irregular state (FSDP1): blocking", nbytes, contenders)

@@ -1,8 +1,8 @@
-"""State of Megatron's distributed optimizer: ours against dist_checkpointing, which gathers it or gives up resharding.
+"""State of Megatron's distributed optimizer: ours against dist_checkpointing.
 
-ByteCheckpoint, section 4.4 and Table 7. `dp_reshardable` is what Megatron's training programs choose by themselves: nothing
-is gathered, and the checkpoint fits no other tensor or pipeline parallelism. `fully_reshardable` fits any, and gathers
-over the data-parallel ranks for it: on all of them, or (memory-efficient) on the first. Ours fits any.
+ByteCheckpoint, section 4.4 and Table 7. `dp_reshardable`, the default of Megatron's training programs, gathers nothing, and
+its checkpoints cannot be loaded at another tensor or pipeline parallelism. `fully_reshardable` can, and gathers over the
+data-parallel ranks for it: on all of them, or (memory-efficient) on the first. Ours reshards without gathering.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ import torch.distributed as dist
 
 import bytecheckpoint
 from benchmarks.bench import Bench
-from benchmarks.cases.irregular import Contender, measured, pool_bytes
+from benchmarks.cases.irregular import Contender, measure_contenders, pool_bytes
 
 __all__ = ["megatron"]
 
 _HIDDEN, _VOCABULARY, _LENGTH = 512, 4096, 64
-_BYTES = 2 + 3 * 4  # of a parameter: bfloat16, and in float32 the master weight and two moments
+_BYTES = 2 + 3 * 4  # per parameter: bfloat16 weight; float32 master weight and two moments
 _MISSING = """\
   NOT MEASURED: megatron. megatron-core is not installed here; `make test-frameworks` makes an environment with it, and
   `.venv-frameworks/bin/python -m benchmarks --only megatron` measures there."""
 
 
 def _trained(nbytes: int) -> tuple[Any, Any, int]:
-    """A wrapped GPT model in bfloat16, with its distributed optimizer after one step, and the bytes of both."""
+    """Return a wrapped GPT model in bfloat16, its distributed optimizer after one step, and the bytes of both."""
     from tests.frameworks.megatron.cpu import use_cpu
 
     use_cpu()
@@ -86,14 +86,15 @@ def _trained(nbytes: int) -> tuple[Any, Any, int]:
     return wrapped, optimizer, _BYTES * sum(p.numel() for p in wrapped.parameters())
 
 
-def _ours(states: dict[str, Any], in_background: bool, folder: Path) -> Callable[[], object]:
+def _save(states: dict[str, Any], in_background: bool, folder: Path) -> Callable[[], object]:
+    """Save by this package; return a function that waits for the end."""
     return bytecheckpoint.save(folder, states, framework="megatron", async_checkpoint=in_background).result
 
 
-def _theirs(
+def _save_with_megatron(
     states: dict[str, Any], metadata: dict[str, Any], in_background: bool, folder: Path
 ) -> Callable[[], object]:
-    """As Megatron's training programs save; in the background by its own forked writer."""
+    """Save as Megatron's training programs do, in the background by its forked writer."""
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 
@@ -113,7 +114,7 @@ def _theirs(
 
 
 def megatron(bench: Bench) -> None:
-    """`wall` is the blocking time, which is the whole time of a synchronous save; see `measured` for the other figures."""
+    """Measure saves; `wall` is the blocking time (of a synchronous save, all of it); see `measure_contenders`."""
     if importlib.util.find_spec("megatron") is None:
         if bench.world.rank == 0:
             print(_MISSING, file=sys.stderr, flush=True)
@@ -121,23 +122,23 @@ def megatron(bench: Bench) -> None:
     model, optimizer, nbytes = _trained(bench.options.nbytes)
     states = {"model": model, "optimizer": optimizer}
     contenders = [
-        Contender(bench, "bytecheckpoint", partial(_ours, states, True), pool_bytes),
-        Contender(bench, "bytecheckpoint, synchronous", partial(_ours, states, False)),
+        Contender(bench, "bytecheckpoint", partial(_save, states, True), pool_bytes),
+        Contender(bench, "bytecheckpoint, synchronous", partial(_save, states, False)),
     ]
     if not bench.options.peers or "Megatron" in bench.options.peers:
-        for form, efficient, shown in (
+        for sharding_type, efficient, display_name in (
             ("fully_reshardable", False, "fully_reshardable"),
             ("fully_reshardable", True, "fully_reshardable, memory-efficient"),
             ("dp_reshardable", False, "dp_reshardable"),
         ):
             metadata = {
-                "distrib_optim_sharding_type": form,
+                "distrib_optim_sharding_type": sharding_type,
                 "distrib_optim_fully_reshardable_mem_efficient": efficient,
                 "chained_optim_avoid_prefix": True,
             }
-            for in_background, how in ((True, ""), (False, ", synchronous")):
+            for in_background, suffix in ((True, ""), (False, ", synchronous")):
                 if in_background or not efficient:
-                    begin = partial(_theirs, states, metadata, in_background)
-                    contenders.append(Contender(bench, shown + how, begin))
+                    begin = partial(_save_with_megatron, states, metadata, in_background)
+                    contenders.append(Contender(bench, display_name + suffix, begin))
     gc.collect()
-    measured(bench, "state of a distributed optimizer (Megatron-Core): blocking", nbytes, contenders)
+    measure_contenders(bench, "state of a distributed optimizer (Megatron-Core): blocking", nbytes, contenders)

@@ -1,4 +1,4 @@
-"""Planning at the scale of thousands of ranks: the program `benchmarks.planning`, its lines as results."""
+"""Planning for thousands of ranks: runs the program `benchmarks.planning`, whose lines become results."""
 
 from __future__ import annotations
 

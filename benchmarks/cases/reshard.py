@@ -1,4 +1,4 @@
-"""Loading at another layout: at another world size, and cut along another dimension."""
+"""Loads at another layout: another world size, and shards along another dimension."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["reshard"]
 
 
 def reshard(bench: Bench) -> None:
-    """Each world loads what it saved itself, the same cut otherwise, and what the world before it saved."""
+    """Measure loads of a world's own checkpoint, at the same layout and at another, and of the smaller world's."""
     world = bench.world.size
     state = dense(bench.options.nbytes) if world == 1 else sharded(bench.options.nbytes)
     peers = [p for p in bench.peers if p.reshards]
@@ -22,7 +22,7 @@ def reshard(bench: Bench) -> None:
         peer.save(bench.folder / f"sharded-{world}" / peer.name, state)
     bench.world.barrier()
     if world == 1:
-        return  # the next world needs these
+        return  # the next world loads these
     columns = fresh(sharded(bench.options.nbytes, 1))
     rows = fresh(state)
     before = world // 2
@@ -33,7 +33,7 @@ def reshard(bench: Bench) -> None:
             Arm(f"{peer.name}, same layout", _load(bench, peer, world, rows)),
             Arm(f"{peer.name}, rows to columns", _load(bench, peer, world, columns)),
         ]
-        if (bench.folder / f"sharded-{before}" / peer.name).exists():  # that world ran too
+        if (bench.folder / f"sharded-{before}" / peer.name).exists():  # if that world ran
             arms.append(Arm(f"{peer.name}, {before} to {world} ranks", _load(bench, peer, before, rows)))
     bench.measure("load at a layout", size_of(state), arms)
     bench.clear(f"sharded-{before}")

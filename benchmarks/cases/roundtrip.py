@@ -59,7 +59,7 @@ def _save(bench: Bench, peers: list[Peer], state: Tensors, raw: Raw) -> None:
 
 
 def _make_durable(bench: Bench, peer: Peer) -> None:
-    """For those who report a save before it would survive a power cut."""
+    """Make the files of a peer durable, if it reports a save before they are."""
     if not peer.durable:
         bench.world.barrier()
         if bench.world.rank == 0:
@@ -72,7 +72,7 @@ def _durable_name(peer: Peer) -> str:
 
 
 def _async(bench: Bench, peers: list[Peer], state: Tensors, raw: Raw) -> None:
-    """`wall` is the blocking time; the end of the save is in extra["end_to_end"]."""
+    """Measure asynchronous saves: first their blocking time, then the time to their end."""
     arms = [
         Arm("memcpy into touched memory", raw.copy),
         Arm("memcpy, tensor by tensor", partial(raw.copy_of, list(state.values()))),
@@ -103,7 +103,7 @@ def _async(bench: Bench, peers: list[Peer], state: Tensors, raw: Raw) -> None:
     ends = []
     for peer in peers:
 
-        def whole(peer: Peer = peer) -> dict[str, float]:
+        def end_to_end(peer: Peer = peer) -> dict[str, float]:
             begin = time.perf_counter()
             end = peer.save_async(bench.folder / peer.name, state)
             blocking = time.perf_counter() - begin
@@ -111,7 +111,7 @@ def _async(bench: Bench, peers: list[Peer], state: Tensors, raw: Raw) -> None:
             _make_durable(bench, peer)
             return {"blocking": blocking}
 
-        ends.append(Arm(_durable_name(peer), whole, lambda p=peer: bench.clear(p.name)))  # type: ignore[misc]
+        ends.append(Arm(_durable_name(peer), end_to_end, lambda p=peer: bench.clear(p.name)))  # type: ignore[misc]
     bench.measure("async save: end to end", size_of(state), ends, warm=False)
     for peer in peers:
         bench.clear(peer.name)
@@ -135,7 +135,7 @@ def _load(bench: Bench, peers: list[Peer], state: Tensors, raw: Raw) -> None:
         for tensor in target.values():
             tensor.zero_()
         peer.load(folder, target)
-        assert same(state, target), f"{peer.name} loads something else than it saved"
+        assert same(state, target), f"{peer.name} loads other values than it saved"
         loads.append((peer.name, folder, lambda p=peer, f=folder: p.load(f, target)))
     arms = [Arm(name, run) for name, _, run in loads]  # type: ignore[arg-type]
     bench.measure("load (page cache)", size_of(state), arms, rounds=2 * bench.options.rounds)
@@ -145,7 +145,7 @@ def _load(bench: Bench, peers: list[Peer], state: Tensors, raw: Raw) -> None:
 
 
 def _memory(bench: Bench, peers: list[Peer], state: Tensors) -> None:
-    """`wall` is of no interest here; extra["peak_bytes"] is how much resident memory rose."""
+    """Measure extra["peak_bytes"], the largest rise of resident memory."""
     target = fresh(state)
     arms = []
     for peer in peers:

@@ -1,4 +1,4 @@
-"""A rank that needs 1/64 of a tensor: how much of it does it read?"""
+"""How much of a tensor a rank reads that needs 1/64 of it."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ __all__ = ["slices"]
 _PARTS = 64
 
 
-class _Part:
-    """Rows of a tensor whose other rows this process does not hold."""
+class _Rows:
+    """A sharded leaf: some rows of a tensor."""
 
     def __init__(self, tensor: torch.Tensor, shape: tuple[int, ...], start: int) -> None:
         self.tensor, self.shape, self.start = tensor, shape, start
@@ -30,7 +30,7 @@ class _Part:
 
 
 def slices(bench: Bench) -> None:
-    """extra["share"] is bytes read over bytes of the tensor; the ideal is 1/64."""
+    """Measure extra["share"]: bytes read divided by bytes of the tensor; the ideal is 1/64."""
     for name in ("bytecheckpoint", "DCP"):
         figures = run_alone("benchmarks.cases.slices", name, str(bench.folder / "slice"), bench.options.nbytes)
         bench.clear("slice")
@@ -49,7 +49,7 @@ def main(name: str, path: str, nbytes: int) -> dict[str, float]:
         import bytecheckpoint
 
         bytecheckpoint.save(path, {"model": {"w": whole}})
-        states = {"model": {"w": _Part(local, tuple(whole.shape), 5 * part)}}
+        states = {"model": {"w": _Rows(local, tuple(whole.shape), 5 * part)}}
         bytecheckpoint.load(path, states)  # the first load of a process imports what it needs
 
         def load() -> None:

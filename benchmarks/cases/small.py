@@ -14,7 +14,7 @@ __all__ = ["small_tensors"]
 
 
 def small_tensors(bench: Bench) -> None:
-    """The smallest of the repetitions counts: extra["us_per_tensor"] is core time."""
+    """Measure saves and loads; extra["us_per_tensor"] is core time, extra["wall_us_per_tensor"] wall time."""
     state = small(bench.options.tensors)
     target = fresh(state)
     saves, loads, blocks = [], [], []
@@ -42,15 +42,15 @@ def small_tensors(bench: Bench) -> None:
             blocks.append(Arm(peer.name, block, clear, wait))  # type: ignore[arg-type]
         peer.save(folder, state)
         peer.load(folder, target)
-        assert same(state, target), f"{peer.name} loads something else than it saved"
+        assert same(state, target), f"{peer.name} loads other values than it saved"
         loads.append(Arm(peer.name, load))
 
     module, optimizer = trained(state)
-    whole = {"model": module, "optimizer": optimizer}
+    states = {"model": module, "optimizer": optimizer}
     path = str(bench.folder / "module")
-    saves.append(Arm("bytecheckpoint module + AdamW (x4)", lambda: _quiet(bytecheckpoint.save(path, whole))))
-    bytecheckpoint.save(path, whole)
-    loads.append(Arm("bytecheckpoint module + AdamW (x4)", lambda: _quiet(bytecheckpoint.load(path, whole))))
+    saves.append(Arm("bytecheckpoint module + AdamW (x4)", lambda: _quiet(bytecheckpoint.save(path, states))))
+    bytecheckpoint.save(path, states)
+    loads.append(Arm("bytecheckpoint module + AdamW (x4)", lambda: _quiet(bytecheckpoint.load(path, states))))
     for name, arms in (("save", saves), ("async blocking", blocks), ("load", loads)):
         if name == "load":
             for peer in bench.peers:
@@ -69,7 +69,7 @@ def _quiet(_: object) -> None:
 
 
 def trained(state: Tensors) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    """A module of these parameters, with an optimizer that has made a step."""
+    """Return a module of these parameters, and an optimizer that has made a step."""
     module = torch.nn.Module()
     for index, tensor in enumerate(state.values()):
         module.register_parameter(f"p{index}", torch.nn.Parameter(tensor.clone()))

@@ -1,4 +1,4 @@
-"""The contenders, one per file, all behind `Peer`."""
+"""The peers: checkpointing libraries behind one interface, one per file."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["Peer", "all_peers"]
 
 
 def all_peers(chosen: Sequence[str] = ()) -> list[Peer]:
-    """One of each that is installed (and among `chosen`, unless that is empty); ours first."""
+    """Return one of each that is installed (and in `chosen`, unless that is empty), ours first."""
     from benchmarks.peers.dcp import DCP
     from benchmarks.peers.ours import Ours
     from benchmarks.peers.safetensors_file import Safetensors

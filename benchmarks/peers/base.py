@@ -1,4 +1,4 @@
-"""What a case asks of a contender."""
+"""The interface of a peer."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ __all__ = ["Peer", "fsync_all"]
 
 
 class Peer:
-    """Saves and loads flat dicts of tensors.
+    """A library that saves and loads flat dicts of tensors.
 
     Attributes:
-        name: for tables.
-        durable: its save makes the files durable by itself; for the others the benchmark calls fsync.
-        asynchronous: has `save_async`.
-        ranks: can save from several ranks.
-        reshards: takes DTensors, and loads them at another layout.
+        name: its name in tables.
+        durable: whether its save makes the files durable; for other peers the benchmark calls fsync.
+        asynchronous: whether it has `save_async`.
+        ranks: whether it can save from several ranks.
+        reshards: whether it saves DTensors, and loads them at another layout.
     """
 
     name: ClassVar[str]
@@ -31,15 +31,15 @@ class Peer:
 
     @classmethod
     def available(cls) -> bool:
-        """Whether it is installed."""
+        """Tell whether the library is installed."""
         return True
 
     def save(self, path: Path, state: Tensors) -> None:
-        """Return when the checkpoint is written (and durable, where `durable`)."""
+        """Save `state`, and return when it is written (and durable, where `durable`)."""
         raise NotImplementedError
 
     def save_async(self, path: Path, state: Tensors) -> Callable[[], object]:
-        """Return when `state` may change again; the result waits for the end."""
+        """Start a save, and return when `state` may change; calling the result waits for the save's end."""
         raise NotImplementedError
 
     def load(self, path: Path, state: Tensors) -> None:
@@ -47,7 +47,7 @@ class Peer:
         raise NotImplementedError
 
     def close(self) -> None:
-        """Give back processes and memory."""
+        """Release processes and memory."""
 
 
 def fsync_all(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint."""
+"""torch.distributed.checkpoint (DCP)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["DCP"]
 
 
 class DCP(Peer):
-    """Defaults: FileSystemWriter with fsync, async_save on a thread."""
+    """DCP by its defaults: FileSystemWriter with fsync, async_save on a thread."""
 
     name = "DCP"
     durable = True

@@ -14,7 +14,7 @@ __all__ = ["Ours"]
 
 
 class Ours(Peer):
-    """Defaults, except for what `options` says."""
+    """bytecheckpoint by its defaults, with `options` for the load."""
 
     name = "bytecheckpoint"
     durable = True

@@ -1,4 +1,4 @@
-"""The safetensors package: one rank, one file, no checks, no resharding."""
+"""The safetensors package: one rank, one file, no checksums, no resharding."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ __all__ = ["TorchCheckpointing"]
 
 
 class TorchCheckpointing(Peer):
-    """Its defaults need a CUDA device and a file system that takes unaligned O_DIRECT: both are switched off."""
+    """torch_checkpointing, without the defaults that need a CUDA device or unaligned O_DIRECT."""
 
     name = "torch_checkpointing"
 
@@ -39,7 +39,8 @@ class TorchCheckpointing(Peer):
             staging = CheckpointStagerConfig(
                 use_pinned_memory=False, use_non_blocking_copy=False, use_async_staging=False
             )
-            process = CheckpointProcessConfig(subprocess_init_timeout_secs=200)  # it imports torch; 30 s may not do
+            # The process imports torch: the default of 30 s may be too short.
+            process = CheckpointProcessConfig(subprocess_init_timeout_secs=200)
             save = (
                 tc.SyncCheckpointSaverConfig()
                 if mode == "sync"

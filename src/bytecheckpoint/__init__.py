@@ -5,24 +5,23 @@
     bytecheckpoint.load("checkpoints/step_100", {"model": model, "optimizer": optimizer})
     bytecheckpoint.open("checkpoints/step_100")["model/layers.0.weight"][0:16]
 
-The names in `__all__` are the public API. In the command line and in the helper process that writes files they are
-imported when first used, so that these start quickly, without torch.
+The names in `__all__` are the public API. They are imported here if torch is imported already, else at their first use:
+the command line and the helper process, which need no torch, start quickly.
 """
 
 from __future__ import annotations
 
 import importlib
-import os
 import sys
 from typing import TYPE_CHECKING, Any
 
-from ._version import __version__
+from bytecheckpoint._version import __version__
 
 # At once, not lazily: importing the module of the same name would otherwise put the module in the function's place.
-from .settings import Settings, configure, settings
+from bytecheckpoint.settings import Settings, configure, settings
 
 if TYPE_CHECKING:
-    from .errors import (
+    from bytecheckpoint.errors import (
         CheckpointError,
         CheckpointNotFoundError,
         CheckpointTimeoutError,
@@ -36,11 +35,11 @@ if TYPE_CHECKING:
         StorageUnavailableError,
         UsageError,
     )
-    from .handles import LoadReport, SaveHandle, SaveReport
-    from .loading import load
-    from .opening import Checkpoint, Entry, open
-    from .representation.values import register
-    from .saving import prepare, save
+    from bytecheckpoint.handles import LoadReport, SaveHandle, SaveReport
+    from bytecheckpoint.loading import load
+    from bytecheckpoint.opening import Checkpoint, Entry, open
+    from bytecheckpoint.representation.values.codec import register
+    from bytecheckpoint.saving import prepare, save
 
 __all__ = [
     "Checkpoint",
@@ -75,7 +74,7 @@ _HOME = {
     **dict.fromkeys((n for n in __all__ if n.endswith("Error")), "errors"),
     **dict.fromkeys(("LoadReport", "SaveHandle", "SaveReport"), "handles"),
     **dict.fromkeys(("Checkpoint", "Entry", "open"), "opening"),
-    "register": "representation.values",
+    "register": "representation.values.registry",
     "load": "loading",
     "prepare": "saving",
     "save": "saving",
@@ -97,13 +96,6 @@ def __dir__() -> list[str]:
     return sorted(__all__)
 
 
-def _trains() -> bool:
-    """Whether this process may save or load: any but our own programs, which start quickly without torch."""
-    program = os.path.basename(sys.argv[0]) if sys.argv else ""
-    module = sys.orig_argv[sys.orig_argv.index("-m") + 1 :][:1] if "-m" in sys.orig_argv else []
-    return program != __name__ and not any(name.split(".")[0] == __name__ for name in module)
-
-
-if not TYPE_CHECKING and _trains():  # its first save must not wait for imports
+if not TYPE_CHECKING and "torch" in sys.modules:  # a program that trains: its first save shall not wait for imports
     for _name in ("load", "save"):
         __getattr__(_name)

@@ -1,4 +1,4 @@
-"""The error tree: one class for each thing that a handler would do differently.
+"""The error tree: one class for each way in which a program handles a failure.
 
 Everything that this package raises on purpose derives from `CheckpointError`. Where Python already has a class for
 the idea (a missing key, a time-out, a wrong argument), the error derives from that one too, so that ordinary
@@ -12,6 +12,7 @@ import json
 __all__ = [
     "CheckpointError",
     "CheckpointNotFoundError",
+    "CheckpointReplacedError",
     "CheckpointTimeoutError",
     "CorruptCheckpointError",
     "IncompatibleCheckpointError",
@@ -22,6 +23,7 @@ __all__ = [
     "StorageFullError",
     "StorageUnavailableError",
     "UsageError",
+    "error_class",
     "error_from_report",
     "error_report",
 ]
@@ -57,6 +59,10 @@ class CorruptCheckpointError(CheckpointError):
         self.tensors = tensors
 
 
+class CheckpointReplacedError(CorruptCheckpointError):
+    """Another save replaced the checkpoint while it was read. Internal: a load starts again on all ranks."""
+
+
 class IncompatibleCheckpointError(CheckpointError):
     """Sound, but it does not fit: shapes, dtypes, missing or unexpected keys, a newer format. Handler: change the call."""
 
@@ -74,7 +80,7 @@ class StorageFullError(StorageError):
 
 
 class StorageUnavailableError(StorageError):
-    """The storage does not answer or answers with transient errors. Handler: retry later.
+    """The storage does not answer, or answers with transient errors. Handler: retry later.
 
     Attributes:
         undecided: the operation may have taken effect all the same, or may yet: its answer was lost.
@@ -107,6 +113,7 @@ _BY_NAME: dict[str, type[CheckpointError]] = {
         CheckpointError,
         CheckpointNotFoundError,
         CorruptCheckpointError,
+        CheckpointReplacedError,
         IncompatibleCheckpointError,
         MissingKeyError,
         StorageError,
@@ -121,7 +128,7 @@ _BY_NAME: dict[str, type[CheckpointError]] = {
 
 
 def error_report(error: BaseException) -> dict[str, str]:
-    """`error` as plain strings that can travel to another rank (never a pickle)."""
+    """Turn `error` into plain strings for another rank (never a pickle)."""
     name = type(error).__name__ if isinstance(error, CheckpointError) else "CheckpointError"
     text = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
     # Names may hold lone surrogates, which no message to another process can.
@@ -131,12 +138,17 @@ def error_report(error: BaseException) -> dict[str, str]:
     return report
 
 
+def error_class(report: dict[str, str]) -> type[CheckpointError]:
+    """Return the class of the error that `report` describes; `CheckpointError` if this version does not know it."""
+    return _BY_NAME.get(report.get("error", ""), CheckpointError)
+
+
 def error_from_report(report: dict[str, str], *, prefix: str = "") -> CheckpointError:
-    """The error that another rank reported, of the same class where it is known here."""
-    cls = _BY_NAME.get(report.get("error", ""), CheckpointError)
+    """Make the error that another rank reported, of the same class if this version knows it."""
+    cls = error_class(report)
     message = prefix + report.get("message", "unknown failure")
-    if cls is CorruptCheckpointError:
-        return CorruptCheckpointError(
+    if issubclass(cls, CorruptCheckpointError):
+        return cls(
             message,
             file=report.get("file", ""),
             block=int(report.get("block", -1)),

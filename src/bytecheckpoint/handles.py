@@ -1,4 +1,4 @@
-"""What a save or load gives back: reports, and the handle of a save that is still running."""
+"""Reports of saves and loads, and the handle of a save that is still running."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from .errors import CheckpointTimeoutError
+from bytecheckpoint.errors import CheckpointTimeoutError
 
 __all__ = ["LoadReport", "SaveHandle", "SaveReport", "pending"]
 
 
 def pending() -> Future[Any]:
-    """A future that nobody can cancel: what it tells of goes on, and would have nowhere to tell its end.
+    """Make a future that nobody can cancel, because the work behind it goes on and must be able to end it.
 
-    asyncio cancels what `wrap_future` was given when a `wait_for` runs out of time.
+    asyncio cancels a wrapped future when a `wait_for` runs out of time.
     """
     future: Future[Any] = Future()
     future.set_running_or_notify_cancel()
@@ -34,7 +34,7 @@ class SaveReport:
         total_seconds: from the call to the commit.
         phases: seconds by phase ("capture", "plan", "wait", "stage", "write", "finish", "commit").
         plan_cached: the plan of an earlier save was used, without any planning communication.
-        generation: what the names of this save's files carry.
+        generation: the part of this save's file names that no other save has.
         replica_differences: with `check_replicas`, the keys of tensors whose copies differ between ranks.
     """
 
@@ -63,7 +63,7 @@ class LoadReport:
         missing: what the program wants and the checkpoint lacks (only with strict=False).
         unexpected: what the checkpoint holds and no rank wants (only with strict=False).
         cast: keys of tensors that were converted to the destination's dtype (only with cast=True).
-        notes: what else a person may want to know, e.g. values that came from rank 0 for want of an own copy.
+        notes: further facts for a person, e.g. values that came from rank 0 because this rank has no copy of its own.
     """
 
     path: str

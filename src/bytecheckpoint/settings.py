@@ -1,18 +1,26 @@
-"""One place for every knob: defaults that need no thought, each with its unit and its reason."""
+"""All settings: defaults that need no thought, each with its unit and its reason."""
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
-from .errors import UsageError
+import msgspec
+from msgspec import Meta
+
+from bytecheckpoint.errors import UsageError
 
 __all__ = ["Settings", "configure", "settings"]
 
-_TAKEN: dict[str, tuple[type, ...]] = {"int": (int,), "float": (float, int), "str": (str,)}
-_LONGEST = 1e9  # seconds; the clocks of locks and sockets end not far from there
+# Clocks of locks and sockets end not far from 1e9 s.
+_Seconds = Annotated[float, Meta(gt=0, le=1e9, description="a positive number of seconds, up to 1e+09")]
+_Count = Annotated[int, Meta(ge=0, description="an integer that is at least 0")]
+_PositiveCount = Annotated[int, Meta(ge=1, description="an integer that is at least 1")]
+_Chunk = Annotated[int, Meta(gt=0, multiple_of=1 << 20, description="a positive multiple of 1 MiB, in bytes")]
+_Text = Annotated[str, Meta(description="a str")]
+_Address = Annotated[str, Meta(min_length=1, description="a str that is not empty")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,82 +30,86 @@ class Settings:
     Attributes:
         staging_bytes: size of the staging pool in bytes. 0 means: as large as the state while that is at most half of
             the memory that the machine has free when the pool grows, shared by the ranks that its launcher started there
-            (LOCAL_WORLD_SIZE and the like); beyond that, that half, reused in a ring. Also the most that a synchronous
-            save to a storage across a network keeps in memory.
+            (LOCAL_WORLD_SIZE and the like). A larger state passes through that half in a ring. Also the most that a
+            synchronous save to a storage across a network keeps in memory.
         chunk_bytes: bytes that one write or read call moves; a multiple of 1 MiB.
         writer: "process" writes asynchronous saves from a helper process over shared memory, so that the training
             loop keeps the interpreter lock to itself; "thread" writes them from threads of this process.
         write_threads: concurrent writes per rank.
         read_threads: concurrent reads per rank; 0: as many as suit the storage, 2 for file systems, 8 or 16 across a
             network.
-        direct_io: "auto" bypasses the page cache where the file system sits on a block device; "on" also on others that
-            can, such as network file systems; "off".
+        direct_io: "auto" bypasses the page cache on file systems of block devices; "on" also on others that can, such
+            as network file systems; "off" never.
         timeout: seconds that a rank waits for the others in one step of a save or load, or for an answer of a file
-            system; where bytes are moved, the time that this takes comes on top.
-        storage_timeout: seconds that one operation of a remote storage is tried again after transient errors.
+            system. The time for moving bytes comes on top.
+        storage_timeout: seconds for which one operation of a remote storage is retried after transient errors.
         commit: "exclusive" publishes a checkpoint on an object store by a conditional put, so that of two jobs that
             save to one path one gets an error; "plain" by an ordinary put, for stores that lack conditional ones.
-        spool_dir: where bytes wait that an object store can take only later, when memory has no room for them; by
-            default the system's folder for temporary files.
+        spool_dir: folder for bytes that an object store takes later and that do not fit in memory; by default the
+            system's folder for temporary files.
         memory_dir: a memory file system, for `mem://`.
-        tier_hot: where `tier+...` paths keep their hot copies on each machine: mem://name, or a folder of a local disk.
+        tier_hot: where `tier+...` paths store their hot copies on each machine: mem://name, or a folder of a local disk.
         tier_replicas: other machines that hold a copy of each machine's hot files.
-        tier_keep: hot steps of a run that each machine keeps when they have been flushed.
+        tier_keep: flushed hot steps of a run that each machine keeps.
         tier_waiting: hot steps that may wait for their flush; a save that would make one more waits.
     """
 
-    staging_bytes: int = 0
-    chunk_bytes: int = 8 << 20
-    writer: str = "process"
-    write_threads: int = 2
-    read_threads: int = 0
-    direct_io: str = "auto"
-    timeout: float = 600.0
-    storage_timeout: float = 180.0
-    commit: str = "exclusive"
-    spool_dir: str = ""
-    memory_dir: str = "/dev/shm"
-    tier_hot: str = "mem://tier"
-    tier_replicas: int = 1
-    tier_keep: int = 1
-    tier_waiting: int = 2
+    staging_bytes: _Count = 0
+    chunk_bytes: _Chunk = 8 << 20
+    writer: Literal["process", "thread"] = "process"
+    write_threads: _PositiveCount = 2
+    read_threads: _Count = 0
+    direct_io: Literal["auto", "on", "off"] = "auto"
+    timeout: _Seconds = 600.0
+    storage_timeout: _Seconds = 180.0
+    commit: Literal["exclusive", "plain"] = "exclusive"
+    spool_dir: _Text = ""
+    memory_dir: _Text = "/dev/shm"
+    tier_hot: _Address = "mem://tier"
+    tier_replicas: _Count = 1
+    tier_keep: _Count = 1
+    tier_waiting: _PositiveCount = 2
 
     def __post_init__(self) -> None:
         """Refuse values that would fail later, far from their cause."""
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, bool) or not isinstance(value, _TAKEN[str(field.type)]):
-                raise UsageError(f"settings.{field.name} is {value!r}, which is not of type {field.type}")
-        if self.writer not in ("process", "thread"):
-            raise UsageError(f"settings.writer is {self.writer!r}: use 'process' or 'thread'")
-        if self.direct_io not in ("auto", "on", "off"):
-            raise UsageError(f"settings.direct_io is {self.direct_io!r}: use 'auto', 'on' or 'off'")
-        if self.chunk_bytes <= 0 or self.chunk_bytes % (1 << 20):
-            raise UsageError(f"settings.chunk_bytes is {self.chunk_bytes}: use a positive multiple of 1 MiB")
-        if self.write_threads < 1 or min(self.read_threads, self.staging_bytes) < 0:
-            raise UsageError("settings: write_threads must be at least 1, read_threads and staging_bytes at least 0")
-        if self.tier_replicas < 0 or self.tier_keep < 0 or self.tier_waiting < 1 or not self.tier_hot:
-            raise UsageError("settings: tier_replicas and tier_keep are at least 0, tier_waiting 1, tier_hot not empty")
-        for name in ("timeout", "storage_timeout"):
-            seconds = getattr(self, name)
-            if not 0 < seconds <= _LONGEST:  # also what is no number
-                shown = float(max(-1e300, min(seconds, 1e300)))
-                raise UsageError(f"settings.{name} is {shown:g}: use a positive number of seconds, up to {_LONGEST:g}")
-        if self.commit not in ("exclusive", "plain"):
-            raise UsageError(f"settings.commit is {self.commit!r}: use 'exclusive' or 'plain'")
+        for name, kind in _kinds().items():
+            value = getattr(self, name)
+            # Subclasses of numbers, such as those of numpy, count as what they are; True and False are no numbers.
+            number = next((base for base in (float, int) if isinstance(value, base)), None)
+            plain = number(value) if number is not None and not isinstance(value, bool) else value
+            try:
+                msgspec.convert(plain, kind)
+            except msgspec.ValidationError:
+                huge = isinstance(value, int) and abs(value) > 1 << 64
+                shown = "a huge number" if huge else repr(value)
+                raise UsageError(f"settings.{name} is {shown}: give {_wanted(kind)}") from None
+
+
+@functools.cache
+def _kinds() -> dict[str, Any]:
+    """Return the type of each setting, with its limits."""
+    return get_type_hints(Settings, include_extras=True)
+
+
+def _wanted(kind: Any) -> str:
+    """Say what a setting of a type takes."""
+    for limits in getattr(kind, "__metadata__", ()):
+        return str(limits.description)
+    return " or ".join(map(repr, get_args(kind)))
 
 
 def _from_environment() -> Settings:
     found: dict[str, Any] = {}
-    parsers: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "str": str}
-    for field in fields(Settings):
-        text = os.environ.get(f"BYTECHECKPOINT_{field.name.upper()}")
+    for name, kind in _kinds().items():
+        variable = f"BYTECHECKPOINT_{name.upper()}"
+        text = os.environ.get(variable)
         if text is None:
             continue
+        number = get_args(kind)[0] in (int, float)
         try:
-            found[field.name] = parsers[str(field.type)](text)
-        except ValueError:
-            raise UsageError(f"BYTECHECKPOINT_{field.name.upper()}={text!r} is not of type {field.type}") from None
+            found[name] = msgspec.convert(text.strip().replace("_", "") if number else text, kind, strict=not number)
+        except msgspec.ValidationError:
+            raise UsageError(f"{variable}={text!r}: give {_wanted(kind)}") from None
     return Settings(**found)
 
 
@@ -105,7 +117,7 @@ _current: Settings | None = None
 
 
 def settings() -> Settings:
-    """The settings in force."""
+    """Return the settings in force."""
     global _current  # noqa: PLW0603  one process-wide value, replaced whole
     if _current is None:
         _current = _from_environment()

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,8 +14,8 @@ from benchmarks.cases import CASES
 from benchmarks.measure import Arm, Result, World, measure
 from benchmarks.peers import Peer, all_peers
 from benchmarks.report import chart, table
+from tests.support.processes import ROOT, environment, python
 
-_ROOT = Path(__file__).parents[2]
 _ABOUT = {"versions": {}, "python": "3", "cpus": 1, "memory_gib": 1, "state_mib": 1, "load_average": 0.0}
 
 
@@ -75,11 +73,12 @@ def test_case_of_one_rank(name: str, place: str, peers: list[Peer], tmp_path: Pa
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_command_runs_the_cases_of_several_ranks(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "benchmarks", "--short", "--size", "1", "--tensors", "40", "--rounds", "1"]
+    command = python("-m", "benchmarks", "--short", "--size", 1, "--tensors", 40, "--rounds", 1)
     command += ["--worlds", "1", "2", "4", "--places", "tmpfs", "--only", "reshard", "ddp", "slice"]
     command += ["--peers", "DCP", "--out", str(tmp_path)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(_ROOT / "src"), str(_ROOT)])}
-    done = subprocess.run(command, env=environment, cwd=_ROOT, capture_output=True, text=True, timeout=580, check=False)
+    done = subprocess.run(
+        command, env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=580, check=False
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     results = [Result(**r) for r in json.loads((tmp_path / "results.json").read_text())["results"]]
     _sane(results)

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 import bytecheckpoint
+from bytecheckpoint.cli.format import as_json, format_size, format_time, printable
 from bytecheckpoint.cli.main import run
-from bytecheckpoint.cli.show import as_json, moment, shown, size
 from bytecheckpoint.cli.tools import parse_size
 from tests.support.settings import using
 
@@ -299,7 +299,7 @@ def test_whatever_happens_is_one_line(
     def fail(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr("bytecheckpoint.cli.listing.resolve", fail)
+    monkeypatch.setattr("bytecheckpoint.cli.ls.resolve", fail)
     done = cli("ls", root)
     assert done.code == code and text in done.err and (one_line(done.err) or not text)
 
@@ -361,7 +361,10 @@ def test_small_things() -> None:
     for wrong in ("", "GB", "-1", "5XB", "0", "1e9"):
         with pytest.raises(bytecheckpoint.UsageError):
             parse_size(wrong)
-    assert [size(n) for n in (0, 1023, 1024, 3 << 40)] == ["0 B", "1023 B", "1.0 KiB", "3.0 TiB"]
-    assert moment(0) == "1970-01-01T00:00:00Z" and moment("x") == moment(1e300) == moment(float("nan")) == ""
-    assert shown("plain ü") == "plain ü" and shown("\ud800\x7f\U000e0001") == "\\ud800\\x7f\\U000e0001"
+    assert [format_size(n) for n in (0, 1023, 1024, 3 << 40)] == ["0 B", "1023 B", "1.0 KiB", "3.0 TiB"]
+    assert (
+        format_time(0) == "1970-01-01T00:00:00Z"
+        and format_time("x") == format_time(1e300) == format_time(float("nan")) == ""
+    )
+    assert printable("plain ü") == "plain ü" and printable("\ud800\x7f\U000e0001") == "\\ud800\\x7f\\U000e0001"
     assert as_json({(1, 2): {3}, "b": [float("inf"), None, 2**70]}) == {"(1, 2)": "{3}", "b": ["inf", None, 2**70]}

@@ -13,10 +13,10 @@ from unittest import mock
 
 import pytest
 
-from bytecheckpoint.collectives import star
-from bytecheckpoint.collectives.base import Mailbox
-from bytecheckpoint.collectives.sockets import listen, reserve_descriptors
-from bytecheckpoint.collectives.star import Hub
+from bytecheckpoint.collectives.inbox import Inbox
+from bytecheckpoint.collectives.transport import star
+from bytecheckpoint.collectives.transport.sockets import listen, reserve_descriptors
+from bytecheckpoint.collectives.transport.star import Hub
 from bytecheckpoint.errors import PeerLostError, UsageError
 
 SECRET = b"s" * 32
@@ -37,8 +37,8 @@ def test_two_thousand_ranks(soft_limit: int) -> None:
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     if hard != resource.RLIM_INFINITY and hard < RANKS + 500:
         pytest.skip(f"needs {RANKS + 500} descriptors, and the hard limit here is {hard}")
-    mailbox = Mailbox(0)
-    hub = Hub(RANKS, mailbox, SECRET, 10.0)
+    inbox = Inbox(0)
+    hub = Hub(RANKS, inbox, SECRET, 10.0)
     assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > RANKS + soft_limit - 1
     seconds: dict[str, float] = {}
     others = subprocess.Popen(
@@ -61,7 +61,7 @@ def test_two_thousand_ranks(soft_limit: int) -> None:
         others.stdin.flush()
         hub.wait_ready(60)
         step("connected")
-        gathered = mailbox.take(range(1, RANKS), "gather", timeout=60)
+        gathered = inbox.take(range(1, RANKS), "gather", timeout=60)
         assert gathered == [b"%d" % rank * 40 for rank in range(1, RANKS)]
         step("gathered")
         for rank in range(1, RANKS):
@@ -69,7 +69,7 @@ def test_two_thousand_ranks(soft_limit: int) -> None:
         step("scattered")
         # The last rank is cut off: whoever waits for it learns that, and nobody else is disturbed.
         with pytest.raises(PeerLostError, match=f"lost rank {RANKS - 1}"):
-            mailbox.take(range(1, RANKS), "never", timeout=60)
+            inbox.take(range(1, RANKS), "never", timeout=60)
         hub.leave()
         assert hub.join(30)
         step("left")
@@ -89,7 +89,7 @@ def test_too_low_a_hard_limit_says_what_to_do(soft_limit: int) -> None:
         with pytest.raises(
             UsageError, match=r"rank 0 of a world of 9000 needs .* hard limit .* is 4096: raise it to 9\d"
         ):
-            Hub(9000, Mailbox(0), SECRET, 1.0)
+            Hub(9000, Inbox(0), SECRET, 1.0)
     assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == soft_limit
 
 
@@ -116,7 +116,7 @@ class Scarce(socket.socket):
 def test_descriptors_that_run_out_while_accepting_delay_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a pause the thread would turn as fast as it can, and with an error the world would be lost."""
     monkeypatch.setattr(star, "listen", lambda backlog: Scarce(fileno=listen(backlog).detach()))
-    hub = Hub(2, Mailbox(0), SECRET, 1.0)
+    hub = Hub(2, Inbox(0), SECRET, 1.0)
     with socket.create_connection(("localhost", hub.port)) as one:
         one.sendall(bytes([1, 1]) + bytes(11) + b"\x20" + bytes(7) + SECRET)
         hub.wait_ready(20)
@@ -130,7 +130,7 @@ def test_descriptors_that_run_out_while_accepting_delay_it(monkeypatch: pytest.M
 
 
 def others() -> None:
-    from bytecheckpoint.collectives.wire import _HEADER, Kind
+    from bytecheckpoint.collectives.transport.wire import _HEADER, Kind
 
     port = int(sys.argv[1])
     reserve_descriptors(RANKS, "the test")
@@ -155,10 +155,10 @@ def others() -> None:
         assert read(sock) == (Kind.WELCOME, b"", SECRET)
     say("connected")
     for rank, sock in socks.items():
-        sock.sendall(frame(Kind.MAIL, rank, b"gather", b"%d" % rank * 40))
+        sock.sendall(frame(Kind.MESSAGE, rank, b"gather", b"%d" % rank * 40))
     say("gathered")
     for rank, sock in socks.items():
-        assert read(sock) == (Kind.MAIL, b"scatter", b"%d" % -rank)
+        assert read(sock) == (Kind.MESSAGE, b"scatter", b"%d" % -rank)
     say("scattered")
     socks.pop(RANKS - 1).close()
     for rank, sock in socks.items():

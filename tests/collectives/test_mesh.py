@@ -18,11 +18,12 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from bytecheckpoint.collectives import loop, transfers
-from bytecheckpoint.collectives.base import Mailbox
-from bytecheckpoint.collectives.mesh import Mesh
-from bytecheckpoint.collectives.star import Hub, Spoke, Star
+from bytecheckpoint.collectives.inbox import Inbox
+from bytecheckpoint.collectives.transport import transfers
+from bytecheckpoint.collectives.transport.mesh import Mesh
+from bytecheckpoint.collectives.transport.star import Hub, Spoke, Star
 from bytecheckpoint.errors import CheckpointError, CheckpointTimeoutError, PeerLostError
+from bytecheckpoint.tuning import tuned
 
 MIB = 1 << 20
 SECRET = b"s" * 32
@@ -35,12 +36,20 @@ def content(source: int, to: int, size: int, salt: int = 0) -> np.ndarray:
     return (words + np.uint32(source * 7919 + to * 104729 + salt * 15485863)).view(np.uint8)[:size]
 
 
+def until(happened: Callable[[], object]) -> None:
+    """Wait until a condition holds."""
+    deadline = time.monotonic() + 30
+    while not happened():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
 class World:
     """A star of `size` ranks in this process, whose meshes begin with their first exchange."""
 
     def __init__(self, size: int, linger: float = 5.0) -> None:
-        hub = Hub(size, Mailbox(0), SECRET, linger)
-        spokes = [Spoke(rank, size, Mailbox(rank), SECRET, linger) for rank in range(1, size)]
+        hub = Hub(size, Inbox(0), SECRET, linger)
+        spokes = [Spoke(rank, size, Inbox(rank), SECRET, linger) for rank in range(1, size)]
         with ThreadPoolExecutor(size) as pool:
             list(pool.map(lambda spoke: spoke.connect(["localhost"], hub.port, 20), spokes))
         hub.wait_ready(20)
@@ -62,6 +71,10 @@ class World:
     def start(self, *args: object, **kwargs: object) -> Callable[[], None]:
         """`exchange` on a thread of its own; the function that is returned waits and raises what it raised."""
         return self.pool.submit(self.exchange, *args, **kwargs).result  # type: ignore[arg-type]
+
+    def until_begun(self, rank: int, tag: str) -> None:
+        """Wait until a rank's exchange is under way."""
+        until(lambda: any(each.tag == tag for each in list(self.mesh(rank)._operations)))
 
     def pair(self, tag: str, source: int, to: int, size: int) -> None:
         """One array from one rank to another; it arrives whole."""
@@ -200,7 +213,7 @@ def test_order_of_arrival_does_not_matter(world: World) -> None:
             got = np.zeros(999, np.uint8)
             calls = {source: ({to: content(source, to, 999)}, {}), to: ({}, {source: got})}
             begun = world.start(first, f"{number} {again}", *calls.pop(first))
-            time.sleep(0.05)
+            world.until_begun(first, f"{number} {again}")
             [(other, arguments)] = calls.items()
             world.exchange(other, f"{number} {again}", *arguments)
             begun()
@@ -234,7 +247,7 @@ def test_nothing_is_written_after_a_timeout(world: World, hold: Hold) -> None:
     got[:] = 0
     other = world.start(2, "other", {}, {1: kept})
     hold.release.set()
-    with contextlib.suppress(CheckpointTimeoutError):  # unless all was on its way before the word came
+    with contextlib.suppress(CheckpointTimeoutError):  # unless all was sent before the report came
         sending()
     world.exchange(1, "other", {2: np.arange(5, dtype=np.uint8)}, {})
     other()
@@ -243,18 +256,24 @@ def test_nothing_is_written_after_a_timeout(world: World, hold: Hold) -> None:
     world.pair("the other way", 2, 1, 9 * MIB)
 
 
-def test_a_piece_under_way_stays_what_it_was_when_the_sender_gives_up(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def one_piece() -> Iterator[None]:
+    """Every array is one piece."""
+    with tuned(data_piece=128 * MIB):
+        yield
+
+
+def test_a_piece_under_way_stays_what_it_was_when_the_sender_gives_up(world: World, one_piece: None) -> None:
     """The last piece has begun when the time is up: the receiver must never get a mixture."""
-    monkeypatch.setattr(transfers, "_PIECE", 128 * MIB)
     world.pair("connect", 1, 2, 1)
     size = 96 * MIB  # more than the system buffers
     array, got = content(1, 2, size), np.zeros(size, np.uint8)
     receiving = world.start(2, "slow", {}, {1: got}, timeout=60)
     stuck, release = threading.Event(), threading.Event()
-    time.sleep(0.3)  # rank 2 has asked
-    world.meshes[2]._ask(lambda: (stuck.set(), release.wait(30)))  # type: ignore[arg-type, return-value]
+    link = world.meshes[1]._peer(2).link
+    assert link is not None
+    until(lambda: "slow" in link.wanted)
+    world.meshes[2]._call_soon(lambda: (stuck.set(), release.wait(30)))  # type: ignore[arg-type, return-value]
     assert stuck.wait(10)
     with pytest.raises(CheckpointTimeoutError, match="not all bytes went to rank 2"):
         world.exchange(1, "slow", {2: array}, {}, timeout=0.5)
@@ -315,12 +334,12 @@ def test_a_connection_that_breaks_is_an_error_and_the_next_exchange_connects_aga
 
 
 @pytest.mark.parametrize("late", [1, 2])
-def test_who_begins_after_the_connection_broke_is_told_too(world: World, late: int) -> None:
+def test_a_rank_that_begins_after_the_connection_broke_fails_too(world: World, late: int) -> None:
     """Of two ranks one has failed with the connection; the other would wait for it for an hour."""
     world.pair("connect", 1, 2, 1)
     early = 3 - late
     waiting = world.start(early, "x", {late: np.ones(9, np.uint8)}, {}, timeout=3600)
-    time.sleep(0.2)
+    world.until_begun(early, "x")
     link = world.meshes[late]._peer(early).link
     assert link is not None
     link.sock.shutdown(socket.SHUT_RDWR)
@@ -333,7 +352,7 @@ def test_who_begins_after_the_connection_broke_is_told_too(world: World, late: i
     world.pair("x", 2, 1, 9)
 
 
-def test_a_failure_before_there_is_a_connection_is_told_when_there_is_one(world: World) -> None:
+def test_a_failure_is_reported_as_soon_as_there_is_a_connection(world: World) -> None:
     for early, late in ((1, 2), (2, 0)):
         with pytest.raises(CheckpointTimeoutError, match=f"not connected with rank {late} within"):
             world.exchange(early, "x", {}, {late: np.zeros(9, np.uint8)}, timeout=0.3)
@@ -349,7 +368,8 @@ def test_a_rank_that_has_left_is_lost(world: World) -> None:
         world.start(1, "never", {}, {2: np.zeros(9, np.uint8)}, timeout=3600),
         world.start(0, "never", {2: np.zeros(9, np.uint8)}, {}, timeout=3600),
     ]
-    time.sleep(0.2)
+    for rank in (0, 1):
+        world.until_begun(rank, "never")
     world.meshes[2].leave()
     world.stars[2].leave()
     for wait in waiting:
@@ -365,7 +385,7 @@ def test_a_rank_that_has_left_is_lost(world: World) -> None:
 
 def test_leaving_ends_what_is_under_way(world: World) -> None:
     waiting = world.start(1, "never", {}, {2: np.zeros(9, np.uint8)}, timeout=3600)
-    time.sleep(0.2)
+    world.until_begun(1, "never")
     world.meshes[1].leave()
     with pytest.raises(PeerLostError, match="rank 1: exchange 'never': this world was closed"):
         waiting()
@@ -388,19 +408,19 @@ def test_a_rank_that_cannot_be_dialled_is_named_with_the_reason(world: World, mo
 
 
 def test_a_machine_that_is_gone_without_a_word(world: World) -> None:
-    """Its connections look alive for as long as nobody answers; the mail knows better."""
+    """Its connections look alive while nobody answers; the messages report the loss."""
     for rank in range(3):
         world.mesh(rank).linger = 0.5
     world.pair("connect", 1, 2, 1)
     world.pair("connect to 0", 0, 1, 1)
     waiting = world.start(1, "gone", {}, {2: np.zeros(9, np.uint8)}, timeout=3600)
-    time.sleep(0.2)
-    world.stars[1].mailbox.lose(2, "its machine lost power")
+    world.until_begun(1, "gone")
+    world.stars[1].inbox.mark_lost(2, "its machine lost power")
     with pytest.raises(PeerLostError, match="lost rank 2: its machine lost power"):
         waiting()
     waiting = world.start(1, "gone too", {}, {0: np.zeros(9, np.uint8)}, timeout=3600)
-    time.sleep(0.2)
-    world.stars[1].mailbox.close("rank 0 lost power")
+    world.until_begun(1, "gone too")
+    world.stars[1].inbox.close("rank 0 lost power")
     with pytest.raises(PeerLostError, match="lost rank 0: rank 0 lost power"):
         waiting()
 
@@ -444,12 +464,12 @@ def test_an_address_that_means_another_machine_elsewhere(world: World) -> None:
     spoke.hub_address = "127.0.0.3"
     world.pair("x", 1, 2, 9)
     assert world.meshes[2]._peer(1).address == ("127.0.0.3", world.meshes[1]._port)
-    world.meshes[2].on_mail(0, json.dumps({"address": "10.11.12.13", "port": 5}).encode())
+    world.meshes[2].on_message(0, json.dumps({"address": "10.11.12.13", "port": 5}).encode())
     world.pair("y", 1, 2, 9)
     assert world.meshes[2]._peer(0).address == ("10.11.12.13", 5)
 
 
-# ---- strangers ----
+# ---- unauthenticated connections ----
 
 
 def frame(kind: int, source: int, to: int, tag: bytes, payload: bytes) -> bytes:
@@ -462,34 +482,33 @@ def frame(kind: int, source: int, to: int, tag: bytes, payload: bytes) -> bytes:
     )
 
 
-def test_strangers_are_shown_out(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "_STRANGER_PATIENCE", 1.0)
+@tuned(handshake_timeout=1.0)
+def test_connections_of_others_are_closed(world: World) -> None:
     secret_array = np.full(9, 42, np.uint8)
     offering = world.start(1, "x", {2: secret_array}, {})
-    while world.mesh(1)._port is None:
-        time.sleep(0.01)
+    until(lambda: world.mesh(1)._port is not None)
     want = frame(8, 2, 1, b"x", (0).to_bytes(8, "little") + (9).to_bytes(8, "little"))
-    words = [
+    greetings = [
         frame(1, 2, 1, b"", b"w" * 32) + want,  # the wrong secret
         frame(1, 2, 1, b"", SECRET[:-1]) + want,
         frame(1, 0, 1, b"", SECRET) + want,  # a lower rank never dials
         frame(1, 3, 1, b"", SECRET) + want,  # no rank of this world
         frame(1, 2, 0, b"", SECRET) + want,  # looks for another rank
-        frame(2, 2, 1, b"", SECRET) + want,  # welcomes us, though we have not called
+        frame(2, 2, 1, b"", SECRET) + want,  # an answer, though nobody has dialled
         want,
         frame(1, 2, 1, b"", b"x" * MIB),  # would have us read a lot
         b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n",
         b"",  # says nothing
     ]
-    strangers = [socket.create_connection(("localhost", world.mesh(1)._port)) for _ in words]
-    for stranger, word in zip(strangers, words, strict=True):
-        stranger.settimeout(10)
+    intruders = [socket.create_connection(("localhost", world.mesh(1)._port)) for _ in greetings]
+    for intruder, greeting in zip(intruders, greetings, strict=True):
+        intruder.settimeout(10)
         try:
-            stranger.sendall(word)
-            assert stranger.recv(100) == b"", word[:60]
+            intruder.sendall(greeting)
+            assert intruder.recv(100) == b"", greeting[:60]
         except ConnectionError:
             pass
-        stranger.close()
+        intruder.close()
     got = np.zeros(9, np.uint8)
     world.exchange(2, "x", {}, {1: got})
     offering()
@@ -589,7 +608,7 @@ def stopped(star: Star, data: Mesh) -> None:
         data.exchange("alive", {1 - star.rank: content(star.rank, 9, got.size)}, {1 - star.rank: got}, timeout=60)
         np.testing.assert_array_equal(got, content(1 - star.rank, 9, got.size))
         if star.rank == 0:
-            os.kill(int(star.mailbox.take([2], "pid", timeout=30)[0]), signal.SIGCONT)
+            os.kill(int(star.inbox.take([2], "pid", timeout=30)[0]), signal.SIGCONT)
     everyone_sends(data, "all again", 9 * MIB, 60)
 
 
@@ -598,15 +617,15 @@ def main() -> None:
     scenario, rank, size, port = sys.argv[1], *map(int, sys.argv[2:])
     star: Star
     if rank == 0:
-        listen = sys.modules["bytecheckpoint.collectives.star"].listen
+        listen = sys.modules["bytecheckpoint.collectives.transport.star"].listen
         listener = socket.create_server(("localhost", port))
         listener.setblocking(False)
-        sys.modules["bytecheckpoint.collectives.star"].listen = lambda _: listener
-        star = hub = Hub(size, Mailbox(0), SECRET, 5.0)
-        sys.modules["bytecheckpoint.collectives.star"].listen = listen
+        sys.modules["bytecheckpoint.collectives.transport.star"].listen = lambda _: listener
+        star = hub = Hub(size, Inbox(0), SECRET, 5.0)
+        sys.modules["bytecheckpoint.collectives.transport.star"].listen = listen
         hub.wait_ready(60)
     else:
-        star = spoke = Spoke(rank, size, Mailbox(rank), SECRET, 5.0)
+        star = spoke = Spoke(rank, size, Inbox(rank), SECRET, 5.0)
         spoke.connect(["localhost"], port, 60)
     data = Mesh(star, 5.0)
     {"killed": killed, "stopped": stopped}[scenario](star, data)

@@ -1,4 +1,4 @@
-"""The mail between processes, with both ends of each connection in this one."""
+"""Messages between processes, with both ends of each connection in this process."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from bytecheckpoint.collectives.base import Mailbox
-from bytecheckpoint.collectives.sockets import local_addresses
-from bytecheckpoint.collectives.star import Hub, Spoke, Star
+from bytecheckpoint.collectives.inbox import Inbox
+from bytecheckpoint.collectives.transport.sockets import local_addresses
+from bytecheckpoint.collectives.transport.star import Hub, Spoke, Star
 from bytecheckpoint.errors import CheckpointTimeoutError, PeerLostError
 
 MIB = 1 << 20
@@ -21,20 +21,20 @@ SECRET = b"s" * 32
 
 
 def hub(size: int, linger: float = 5.0) -> Hub:
-    return Hub(size, Mailbox(0), SECRET, linger)
+    return Hub(size, Inbox(0), SECRET, linger)
 
 
 def spoke(rank: int, size: int) -> Spoke:
-    return Spoke(rank, size, Mailbox(rank), SECRET, 5.0)
+    return Spoke(rank, size, Inbox(rank), SECRET, 5.0)
 
 
 @pytest.fixture
 def star() -> Iterator[tuple[Star, Star, Star]]:
     center, one, two = hub(3), spoke(1, 3), spoke(2, 3)
-    # Strangers: one says nothing, one speaks another protocol, one claims to be rank 1 without the secret.
-    strangers = [socket.create_connection(("localhost", center.port)) for _ in range(3)]
-    strangers[1].sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
-    strangers[2].sendall(b"\x01" + b"\x01\0\0\0" + b"\0" * 8 + b"\x20" + b"\0" * 7 + b"x" * 32)
+    # Unauthenticated: one sends nothing, one speaks another protocol, one claims to be rank 1 without the secret.
+    unauthenticated = [socket.create_connection(("localhost", center.port)) for _ in range(3)]
+    unauthenticated[1].sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    unauthenticated[2].sendall(b"\x01" + b"\x01\0\0\0" + b"\0" * 8 + b"\x20" + b"\0" * 7 + b"x" * 32)
     joining = threading.Thread(target=one.connect, args=(["localhost"], center.port, 10))
     joining.start()
     two.connect(["localhost"], center.port, 10)
@@ -44,43 +44,43 @@ def star() -> Iterator[tuple[Star, Star, Star]]:
     for wire in (center, one, two):
         wire.leave()
     assert all(wire.join(10) for wire in (center, one, two))
-    for stranger in strangers:
-        stranger.close()
+    for connection in unauthenticated:
+        connection.close()
 
 
-def test_mail_goes_between_any_two_ranks(star: tuple[Star, ...]) -> None:
+def test_messages_go_between_any_two_ranks(star: tuple[Star, ...]) -> None:
     for source in range(3):
         for to in range(3):
             star[source].send(to, "tag \N{SNOWMAN}", bytes([source, to]) * source * MIB)
     for to in range(3):
-        got = star[to].mailbox.take(range(3), "tag \N{SNOWMAN}", timeout=20)
+        got = star[to].inbox.take(range(3), "tag \N{SNOWMAN}", timeout=20)
         assert got == [bytes([source, to]) * source * MIB for source in range(3)]
 
 
 def test_what_was_sent_before_leaving_arrives(star: tuple[Star, ...]) -> None:
-    """Rank 0 leaves right after sending, and so does rank 2, whose mail has to pass through rank 0."""
+    """Rank 0 leaves right after sending, and so does rank 2, whose messages pass through rank 0."""
     star[2].send(1, "relayed", b"r" * (16 * MIB))
     star[2].leave()
     star[0].send(1, "last", b"l" * (16 * MIB))
     star[0].leave()
     assert star[0].join(10)
-    assert len(star[1].mailbox.take([2], "relayed", timeout=10)[0]) == 16 * MIB
-    assert len(star[1].mailbox.take([0], "last", timeout=10)[0]) == 16 * MIB
+    assert len(star[1].inbox.take([2], "relayed", timeout=10)[0]) == 16 * MIB
+    assert len(star[1].inbox.take([0], "last", timeout=10)[0]) == 16 * MIB
     with pytest.raises(PeerLostError, match="rank 0 has left"):
-        star[1].mailbox.take([0], "more", timeout=60)
+        star[1].inbox.take([0], "more", timeout=60)
     with pytest.raises(PeerLostError, match="rank 0 has left"):
         star[1].send(0, "more", b"")
 
 
-def test_who_waits_for_a_rank_that_left_is_told(star: tuple[Star, ...]) -> None:
+def test_a_wait_for_a_rank_that_left_fails(star: tuple[Star, ...]) -> None:
     star[1].watch(2)
     star[2].leave()
     for rank in (0, 1):
         with pytest.raises(PeerLostError, match="lost rank 2"):
-            star[rank].mailbox.take([2], "never", timeout=60)
+            star[rank].inbox.take([2], "never", timeout=60)
     star[0].send(2, "to nobody", b"dropped")
     star[1].send(0, "still", b"works")
-    assert star[0].mailbox.take([1], "still", timeout=10) == [b"works"]
+    assert star[0].inbox.take([1], "still", timeout=10) == [b"works"]
 
 
 def test_ranks_that_do_not_connect_are_named() -> None:

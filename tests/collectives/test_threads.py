@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bytecheckpoint.collectives import Collective, SingleProcess, ThreadWorld, current, use
-from bytecheckpoint.collectives.threads import _ThreadRank
+from bytecheckpoint.collectives.testing import _ThreadRank
 from bytecheckpoint.errors import CheckpointError, CheckpointTimeoutError, PeerLostError, UsageError
 
 
@@ -68,7 +68,7 @@ def test_time_out_names_every_missing_rank_and_the_tag() -> None:
     assert world.rank(0).gather("plan", b"", timeout=1) == [b""] * 4
 
 
-def test_a_killed_rank_is_silent_and_hears_nothing() -> None:
+def test_a_killed_rank_sends_and_receives_nothing() -> None:
     world = ThreadWorld(3)
     world.rank(2).send(0, "before", b"kept")
     world.kill(2)
@@ -90,8 +90,8 @@ def test_a_kill_that_is_noticed_ends_waits_at_once() -> None:
 
 
 @pytest.mark.parametrize("silent", [True, False])
-def test_what_rank_0_waits_for_in_vain_fails_everybody_at_once(silent: bool) -> None:
-    """Only rank 0 hears of rank 2's end; rank 1 waits for rank 0, and must not wait for an hour."""
+def test_what_fails_on_rank_0_fails_every_rank_at_once(silent: bool) -> None:
+    """Only rank 0 learns that rank 2 ended; rank 1 waits for rank 0, and must not wait for an hour."""
     world = ThreadWorld(3)
     world.kill(2, silent=silent)
     error = CheckpointTimeoutError if silent else PeerLostError
@@ -110,29 +110,29 @@ def test_what_rank_0_waits_for_in_vain_fails_everybody_at_once(silent: bool) -> 
         assert not thread.is_alive()
 
 
-def test_consulting_gives_every_rank_an_answer_of_its_own() -> None:
+def test_gather_scatter_gives_every_rank_its_own_answer() -> None:
     def decide(payloads: list[bytes]) -> list[bytes]:
         return [b"all: %s, to %d" % (b"".join(payloads), rank) for rank in range(len(payloads))]
 
     def body(c: Collective) -> bytes:
-        return c.consult("c", b"abc"[c.rank : c.rank + 1], decide, timeout=5)
+        return c.gather_scatter("c", b"abc"[c.rank : c.rank + 1], decide, timeout=5)
 
     assert ThreadWorld(3).run(body, timeout=20) == [b"all: abc, to %d" % rank for rank in range(3)]
 
 
-def test_a_decision_that_fails_fails_everybody_at_once() -> None:
+def test_a_decision_that_fails_fails_every_rank_at_once() -> None:
     def decide(_: list[bytes]) -> list[bytes]:
         raise UsageError("no such thing")
 
     def body(c: Collective) -> None:
         with pytest.raises(CheckpointError, match="no such thing"):
-            c.consult("c", b"", decide, timeout=3600)
+            c.gather_scatter("c", b"", decide, timeout=3600)
 
     ThreadWorld(3).run(body, timeout=20)
 
 
 @pytest.mark.parametrize("size", [9, 10, 30, 75])
-def test_a_long_answer_for_all_is_handed_on_from_rank_to_rank(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_answer_for_all_is_relayed_from_rank_to_rank(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     answer = np.random.default_rng(1).bytes(300_000)
     sent = [0] * size
     original = _ThreadRank.send
@@ -144,7 +144,7 @@ def test_a_long_answer_for_all_is_handed_on_from_rank_to_rank(size: int, monkeyp
     monkeypatch.setattr(_ThreadRank, "send", send)
 
     def body(c: Collective) -> bytes:
-        return c.consult("c", b"", lambda payloads: [answer] * len(payloads), timeout=30)
+        return c.gather_scatter("c", b"", lambda payloads: [answer] * len(payloads), timeout=30)
 
     assert ThreadWorld(size).run(body, timeout=60) == [answer] * size
     assert max(sent) < 8 * len(answer) + 20 * size
@@ -161,7 +161,7 @@ def test_a_rank_that_dies_during_a_relay_is_an_error_in_time(dead: int) -> None:
 
     def body(c: Collective) -> None:
         try:
-            c.consult("c", b"", decide, timeout=1)
+            c.gather_scatter("c", b"", decide, timeout=1)
         except (CheckpointTimeoutError, PeerLostError):
             seen.append(c.rank)
 

@@ -21,6 +21,7 @@ import pytest
 
 from bytecheckpoint.collectives import Collective, SingleProcess, current, host_id
 from bytecheckpoint.errors import CheckpointTimeoutError, PeerLostError, UsageError
+from bytecheckpoint.tuning import tuned
 
 MIB = 1 << 20
 
@@ -184,9 +185,10 @@ def check_exchange(c: Collective, tag: str = "x") -> None:
 def check_relay(c: Collective) -> None:
     """As in a larger world: rank 0 hands a long answer to rank 1, and rank 1 to rank 2."""
     answer = np.random.default_rng(3).bytes(5 * MIB)
-    with mock.patch.multiple("bytecheckpoint.collectives.base", _FAN_OUT=1):
+    with tuned(relay_fan_out=1):
         for number in range(3):
-            assert c.consult(f"relay {number}", b"", lambda payloads: [answer] * len(payloads), timeout=30) == answer
+            received = c.gather_scatter(f"relay {number}", b"", lambda payloads: [answer] * len(payloads), timeout=30)
+            assert received == answer
     c.barrier("relayed", timeout=30)
 
 

@@ -1,4 +1,4 @@
-"""Training runs under FSDP1, and the whole of any run's state, gathered by the frameworks' own means."""
+"""Training runs under FSDP1, and the full state of any run, gathered by collectives."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Fsdp1:
-    """How the model is wrapped.
+    """One way to wrap the model.
 
     Attributes:
-        size: ranks.
-        strategy: of sharding.
-        originals: use_orig_params.
+        size: number of ranks.
+        strategy: sharding strategy.
+        use_orig_params: as in FullyShardedDataParallel.
         units: classes that become units of their own, inside the root unit.
         tp: tensor parallelism under FSDP1.
-        low: compute in bfloat16 (float32 shards).
+        mixed_precision: compute in bfloat16 (float32 shards).
     """
 
     size: int
     strategy: str
-    originals: bool
+    use_orig_params: bool
     units: tuple[type[nn.Module], ...] = ()
     tp: bool = False
-    low: bool = False
+    mixed_precision: bool = False
 
 
 FSDP1 = {
@@ -62,31 +62,31 @@ FSDP1 = {
     "none2-flat": Fsdp1(2, "NO_SHARD", False, (Block,)),
     "tp2-full2-orig": Fsdp1(4, "FULL_SHARD", True, (Block,), tp=True),
     "tp2-grad2-flat": Fsdp1(4, "SHARD_GRAD_OP", False, (Block,), tp=True),
-    # Units whose parameters are of one group where groups go by module (tests/frameworks/interchange).
+    # Each unit has parameters of one group only, where groups are made by module (tests/frameworks/interchange).
     "full3-units": Fsdp1(3, "FULL_SHARD", False, (Attention, Mlp, MixtureOfExperts)),
     "hybrid4-units": Fsdp1(4, "HYBRID_SHARD", False, (Attention, Mlp, MixtureOfExperts)),
-    "low2-orig": Fsdp1(2, "FULL_SHARD", True, (Block,), low=True),
-    "low3-flat": Fsdp1(3, "SHARD_GRAD_OP", False, (Block,), low=True),
+    "low2-orig": Fsdp1(2, "FULL_SHARD", True, (Block,), mixed_precision=True),
+    "low3-flat": Fsdp1(3, "SHARD_GRAD_OP", False, (Block,), mixed_precision=True),
 }
 WORLD_SIZE: Mapping[str, int] = {**NATIVE, **{name: layout.size for name, layout in FSDP1.items()}}
 
 
-def bare(name: str) -> str:
-    """A name without the wrappers' prefixes."""
+def bare_name(name: str) -> str:
+    """Remove the prefixes of wrappers from a name."""
     for wrapper in ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.", "module."):
         name = name.replace(wrapper, "")
     return name
 
 
-def wrap(model: nn.Module, layout: Fsdp1, **more: Any) -> nn.Module:
-    """The model under FSDP1; a frozen parameter cannot share a flat one with trained ones, so it stays outside."""
+def fsdp1_model(model: nn.Module, layout: Fsdp1) -> nn.Module:
+    """Wrap the model in FSDP1; a flat parameter cannot join frozen and trained parameters, so the frozen one is ignored."""
     options: dict[str, Any] = {
         "sharding_strategy": ShardingStrategy[layout.strategy],
-        "use_orig_params": layout.originals,
+        "use_orig_params": layout.use_orig_params,
         "device_id": CPU,
         "auto_wrap_policy": ModuleWrapPolicy(layout.units) if layout.units else None,
     }
-    if not layout.originals and isinstance(getattr(model, "temperature", None), nn.Parameter):
+    if not layout.use_orig_params and isinstance(getattr(model, "temperature", None), nn.Parameter):
         options["ignored_states"] = [model.temperature]
     if "HYBRID" in layout.strategy:
         options["device_mesh"] = mesh(replicate=2, shard=2)
@@ -94,18 +94,18 @@ def wrap(model: nn.Module, layout: Fsdp1, **more: Any) -> nn.Module:
         both = mesh(dp=dist.get_world_size() // 2, tp=2)
         tensor_parallel(model, both["tp"])
         options["device_mesh"] = both["dp"]
-    if layout.low:
+    if layout.mixed_precision:
         options["mixed_precision"] = MixedPrecision(
             param_dtype=torch.bfloat16, reduce_dtype=torch.float32, buffer_dtype=torch.bfloat16
         )
     if dist.get_world_size() == 1:
         options["sharding_strategy"] = ShardingStrategy.NO_SHARD
-    return FullyShardedDataParallel(model, **(options | more))
+    return FullyShardedDataParallel(model, **options)
 
 
 def parallel(model: nn.Module, layout: Fsdp1) -> Parallel:
-    """In its layout, with its part of the batch."""
-    wrapped = wrap(model, layout)
+    """Wrap the model, and describe this rank's part of the batch."""
+    wrapped = fsdp1_model(model, layout)
     if layout.tp:
         both = mesh(dp=dist.get_world_size() // 2, tp=2)
         return Parallel(wrapped, both.get_local_rank("dp"), both.size(0), both.get_group("dp"))
@@ -113,7 +113,7 @@ def parallel(model: nn.Module, layout: Fsdp1) -> Parallel:
 
 
 def adamw(parameters: Named, *, groups: int = 1) -> torch.optim.Optimizer:
-    """AdamW; with two groups matrices and the rest have different settings (by name: pieces are flat)."""
+    """Make an AdamW; with two groups, matrices and the rest have different settings (by name, since shards are flat)."""
     learning = {n: p for n, p in parameters.items() if p.requires_grad}
     if groups == 1:
         return torch.optim.AdamW(learning.values(), lr=3e-3, weight_decay=0.1, foreach=False)
@@ -132,7 +132,7 @@ def sgd(parameters: Named) -> torch.optim.Optimizer:
 
 
 def adagrad(parameters: Named) -> torch.optim.Optimizer:
-    """Makes all its state at once, also for parameters that a rank has no element of."""
+    """Make an Adagrad, which has state from the start, also for parameters without elements on this rank."""
     return torch.optim.Adagrad([p for p in parameters.values() if p.requires_grad], lr=0.02)
 
 
@@ -140,11 +140,11 @@ class FlatTrainer(Trainer):
     """A training run under FSDP1."""
 
     @property
-    def bare(self) -> nn.Module:
+    def unwrapped(self) -> nn.Module:
         return self.model.module  # type: ignore[no-any-return]
 
     def parameters(self) -> dict[str, torch.Tensor]:
-        return {bare(name): p for name, p in self.model.named_parameters()}
+        return {bare_name(name): p for name, p in self.model.named_parameters()}
 
 
 def build(
@@ -154,22 +154,19 @@ def build(
     tied: bool = False,
     dtype: torch.dtype = torch.float64,
     optimizer: Callable[[Named], torch.optim.Optimizer] = adamw,
-    wrapped: Callable[[nn.Module], nn.Module] | None = None,
+    wrap: Callable[[nn.Module], nn.Module] | None = None,
 ) -> Trainer:
-    """A fresh training run in any layout, FSDP1's or native; arguments as for `layouts.build`."""
+    """Start a training run in any layout, FSDP1's or native; arguments as for `layouts.build`."""
     if name not in FSDP1:
-        return build_native(name, values, tied=tied, dtype=dtype, optimizer=optimizer, wrap=wrapped)
+        return build_native(name, values, tied=tied, dtype=dtype, optimizer=optimizer, wrap=wrap)
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     model: nn.Module = Gpt(tied=tied).to(dtype)
     values(model)
-    if wrapped is not None:
-        model = wrapped(model)
-    trainer = FlatTrainer(parallel(model, FSDP1[name]), None, None, tied=tied)  # type: ignore[arg-type]
-    trainer.optimizer = optimizer(trainer.parameters())
-    trainer.schedule = torch.optim.lr_scheduler.ExponentialLR(trainer.optimizer, gamma=0.9)
-    trainer.extra = {"step": 0, "nested": {"history": []}}
-    return trainer
+    if wrap is not None:
+        model = wrap(model)
+    extra = {"step": 0, "nested": {"history": []}}
+    return FlatTrainer.start(parallel(model, FSDP1[name]), optimizer, extra, tied=tied)
 
 
 STEP = 7.0
@@ -177,13 +174,13 @@ STEP = 7.0
 
 @torch.no_grad()
 def fill_state(trainer: Trainer, *, named_steps: bool = False) -> None:
-    """Give all optimizer state values that follow from the parameters' own."""
+    """Give all optimizer state values that are computed from the parameters."""
     names = {id(p): n for n, p in trainer.parameters().items()}
     for number, group in enumerate(trainer.optimizer.param_groups):
         group["lr"] = 0.5 + number
         for p in group["params"]:
             if isinstance(trainer, FlatTrainer) and not p.numel():
-                continue  # not on this rank: FSDP1 gives it no gradient, and AdamW no state
+                continue  # FSDP1 gives it no gradient on this rank, and AdamW no state
             like = p.detach().clone()
             step = float(code(names[id(p)])) if named_steps else STEP
             trainer.optimizer.state[p] = {
@@ -193,30 +190,30 @@ def fill_state(trainer: Trainer, *, named_steps: bool = False) -> None:
             }
 
 
-def whole(trainer: Trainer) -> dict[str, Any]:
-    """Everything in the run, whole, on every rank, by the keys of `bytecheckpoint.open`; gathered by collectives.
+def full_state(trainer: Trainer) -> dict[str, Any]:
+    """Gather the full state of the run on every rank, by the keys of `bytecheckpoint.open`.
 
-    (FSDP1's own optim_state_dict cannot judge: on CPU it returns exp_avg_sq for exp_avg as well.)
+    (FSDP1's own optim_state_dict is no reference: on CPU it returns exp_avg_sq for exp_avg too.)
     """
     found: dict[str, Any] = {}
     model = trainer.model
     root = model.module if isinstance(model, DistributedDataParallel) else model
-    inside = set()
+    flattened = set()
     for prefix, unit in model.named_modules():
         if isinstance(unit, FullyShardedDataParallel) and unit._handle is not None:
-            inside |= _flat_whole(found, f"{prefix}." if prefix else "", unit._handle, trainer.optimizer)
+            flattened |= _add_flat(found, f"{prefix}." if prefix else "", unit._handle, trainer.optimizer)
     for name, tensor in (*root.named_parameters(remove_duplicate=False), *root.named_buffers()):
-        if id(tensor) not in inside:
-            found[f"model/{bare(name)}"] = _full(tensor)
+        if id(tensor) not in flattened:
+            found[f"model/{bare_name(name)}"] = _full(tensor)
             for slot, value in trainer.optimizer.state.get(tensor, {}).items():
-                found[f"optimizer/state/{bare(name)}/{slot}"] = _full(value)
+                found[f"optimizer/state/{bare_name(name)}/{slot}"] = _full(value)
     return found
 
 
-def _flat_whole(found: dict[str, Any], prefix: str, handle: Any, optimizer: torch.optim.Optimizer) -> set[int]:
-    """The original parameters of one flat parameter and their state; ids of what it stands for."""
+def _add_flat(found: dict[str, Any], prefix: str, handle: Any, optimizer: torch.optim.Optimizer) -> set[int]:
+    """Gather the original parameters of one flat parameter and their state; return ids of the live parameters."""
     flat = handle.flat_param
-    names = [f"{bare(prefix)}{bare(name)}" for name in flat._fqns]
+    names = [f"{bare_name(prefix)}{bare_name(name)}" for name in flat._fqns]
     shard = flat.detach()
     assert shard.shape == flat._sharded_size
     found |= {f"model/{n}": t for n, t in zip(names, _gathered(handle, shard), strict=True)}
@@ -241,7 +238,7 @@ def _flat_whole(found: dict[str, Any], prefix: str, handle: Any, optimizer: torc
         values = zip(names, stepped, _gathered(handle, local), strict=True)
         found |= {f"optimizer/state/{n}/{slot}": t for n, has, t in values if has}
     for name, _, module_name, *_ in flat._shared_param_infos:
-        alias = bare(f"{prefix}{module_name}.{name}" if module_name else f"{prefix}{name}")
+        alias = bare_name(f"{prefix}{module_name}.{name}" if module_name else f"{prefix}{name}")
         found[f"model/{alias}"] = None
     return {id(flat), *map(id, members)}
 
@@ -271,7 +268,7 @@ def _full(value: Any) -> Any:
 
 
 def settings(trainer: Trainer) -> dict[str, dict[str, Any]]:
-    """The settings of every parameter group, by the names of its parameters (flat ones by their own names)."""
+    """Return the settings of every parameter group, by the names of its parameters (flat ones by their own names)."""
     names = {id(p): n for n, p in trainer.parameters().items()}
     return {
         names[id(p)]: {k: v for k, v in group.items() if k != "params"}

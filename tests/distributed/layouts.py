@@ -1,10 +1,10 @@
-"""The layouts of the matrix: one model, built whole and then distributed the way a user of torch would."""
+"""The layouts of the matrix: one model, built whole and then distributed as a user of torch would."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from tests.support.tiny_model import Gpt, MixtureOfExperts, batch, code, loss_of
 __all__ = ["LAYOUTS", "WORLD_SIZE", "Trainer", "build"]
 
 Values = Callable[[nn.Module], None]
+MakeOptimizer = Callable[[Mapping[str, torch.Tensor]], torch.optim.Optimizer]
 
 
 @dataclass
@@ -29,11 +30,12 @@ class Parallel:
     """A model in its layout.
 
     Attributes:
-        model: what the user would save.
-        dp_rank: which part of the batch this rank works on.
-        dp_size: of how many.
-        dp_group: ranks over which losses are averaged; None: nobody else's.
+        model: the model that the user saves.
+        dp_rank: number of the part of the batch that this rank computes.
+        dp_size: number of parts of the batch.
+        dp_group: ranks over which losses are averaged; None: only this rank.
         pipeline: runs forward and backward of one batch through all stages, and returns the last stage's loss.
+        pp_group: the ranks of the pipeline; None: there is none.
     """
 
     model: nn.Module
@@ -48,7 +50,7 @@ _MESHES: dict[Any, DeviceMesh] = {}
 
 
 def mesh(**extents: int) -> DeviceMesh:
-    """A mesh over the world, made once: worlds are kept for many tests, and each mesh makes groups."""
+    """Return a mesh over the world, made once: many tests share a world, and each mesh makes groups."""
     key = tuple(extents.items())
     if key not in _MESHES:
         _MESHES[key] = init_device_mesh("cpu", tuple(extents.values()), mesh_dim_names=tuple(extents))
@@ -56,7 +58,7 @@ def mesh(**extents: int) -> DeviceMesh:
 
 
 def shard_blocks(model: nn.Module, over: DeviceMesh) -> None:
-    """fully_shard as in every tutorial: each block, then the rest."""
+    """Apply fully_shard to each block, then to the rest."""
     for block in model.blocks.values():  # type: ignore[operator, union-attr]
         fully_shard(block, mesh=over)
     fully_shard(model, mesh=over)
@@ -81,7 +83,7 @@ def hsdp(model: nn.Module) -> Parallel:
 
 
 def tensor_parallel(model: nn.Module, tp: DeviceMesh) -> None:
-    """Attention, MLP, embedding and head; norms, router, experts and buffers stay plain tensors on every rank."""
+    """Parallelise attention, MLP, embedding and head; norms, router, experts and buffers stay plain on every rank."""
     tied = model.head.weight is model.embed.weight
     for block in model.blocks.values():  # type: ignore[operator, union-attr]
         plan: dict[str, Any] = {f"attention.{n}": ColwiseParallel() for n in "qkv"} | {"attention.o": RowwiseParallel()}
@@ -124,7 +126,7 @@ def _pipeline(model: nn.Module, over: DeviceMesh, dp: DeviceMesh | None) -> Para
     index = over.get_local_rank("pp")
 
     def run(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor | None:
-        # A stage infers shapes once and then holds on to them; making it anew for each step costs little here.
+        # A stage caches the shapes of its first batch; a new stage for each step costs little here.
         stage = PipelineStage(model, index, 2, torch.device("cpu"), group=group)
         schedule = ScheduleGPipe(stage, n_microbatches=2, loss_fn=loss_of)
         if index == 0:
@@ -140,22 +142,22 @@ def _pipeline(model: nn.Module, over: DeviceMesh, dp: DeviceMesh | None) -> Para
 
 
 class _TokenExchange:
-    """Every rank of the expert group sees all tokens of the group, and gets the sum over experts of its own back."""
+    """Sends all tokens of the expert group to each of its ranks, and returns the sum over experts to their owners."""
 
     def __init__(self, group: Any) -> None:
         self.group = group
 
     def there(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
         x, gates = (funcol.all_gather_tensor_autograd(t.contiguous(), 0, self.group) for t in tensors)
-        here = gates.shape[-1] // dist.get_world_size(self.group)
-        return [x, gates.narrow(-1, here * dist.get_rank(self.group), here)]
+        local = gates.shape[-1] // dist.get_world_size(self.group)
+        return [x, gates.narrow(-1, local * dist.get_rank(self.group), local)]
 
     def back(self, out: torch.Tensor) -> torch.Tensor:
         return funcol.reduce_scatter_tensor_autograd(out.contiguous(), "sum", 0, self.group)
 
 
 def ep_fsdp(model: nn.Module) -> Parallel:
-    """Experts: Shard(0) over ep, and FSDP over the other dimension; everything else: FSDP over all four ranks."""
+    """Shard experts over ep and, along another dimension, by FSDP; shard everything else by FSDP over all four ranks."""
     both = mesh(edp=2, ep=2)
     for block in model.blocks.values():  # type: ignore[operator, union-attr]
         if not isinstance(block.mlp, MixtureOfExperts):
@@ -165,7 +167,7 @@ def ep_fsdp(model: nn.Module) -> Parallel:
             placed = distribute_tensor(weight.detach(), both["ep"], [Shard(0)], src_data_rank=None)
             experts.register_parameter(name, nn.Parameter(placed))
         block.mlp.exchange = _TokenExchange(both.get_group("ep"))
-        # Two experts per rank: shard another dimension than theirs.
+        # There are two experts per rank, so FSDP shards another dimension.
         fully_shard(experts, mesh=both["edp"], shard_placement_fn=lambda _: Shard(1))
         experts.set_gradient_divide_factor(4.0)
     shard_blocks(model, mesh(dp=4))
@@ -185,16 +187,16 @@ LAYOUTS: dict[str, tuple[int, Callable[[nn.Module], Parallel]]] = {
     "pp2-fsdp2": (4, pp_fsdp),
     "ep2-fsdp2": (4, ep_fsdp),
 }
-#: Beyond the matrix.
-MORE: dict[str, tuple[int, Callable[[nn.Module], Parallel]]] = {
+#: Layouts outside the matrix, for slow tests.
+EXTRA_LAYOUTS: dict[str, tuple[int, Callable[[nn.Module], Parallel]]] = {
     "ddp4": (4, ddp),
     "tp2-fsdp3": (6, tp_fsdp),
 }
-WORLD_SIZE: Mapping[str, int] = {name: size for name, (size, _) in (LAYOUTS | MORE).items()}
+WORLD_SIZE: Mapping[str, int] = {name: size for name, (size, _) in (LAYOUTS | EXTRA_LAYOUTS).items()}
 
 
 def stage_of(name: str) -> tuple[int, int]:
-    """(stage, number of stages) of this rank."""
+    """Return (stage, number of stages) of this rank."""
     size = WORLD_SIZE[name]
     return (dist.get_rank() * 2 // size, 2) if name.startswith("pp") else (0, 1)
 
@@ -205,10 +207,10 @@ class Trainer:
 
     Attributes:
         parallel: the model.
-        optimizer: AdamW unless told otherwise.
-        schedule: of the learning rates.
+        optimizer: its optimizer.
+        schedule: the learning rate schedule.
         extra: step, random state, nested values.
-        tied: embedding and head are one parameter.
+        tied: whether embedding and head are one parameter.
     """
 
     parallel: Parallel
@@ -217,17 +219,27 @@ class Trainer:
     extra: dict[str, Any] = field(default_factory=dict)
     tied: bool = False
 
+    @classmethod
+    def start(
+        cls, parallel: Parallel, optimizer: MakeOptimizer, extra: dict[str, Any] | None = None, *, tied: bool = False
+    ) -> Self:
+        """Start a run of `parallel` with an optimizer made from FQN -> parameter."""
+        trainer = cls(parallel, None, None, extra or {}, tied)  # type: ignore[arg-type]
+        trainer.optimizer = optimizer(trainer.parameters())
+        trainer.schedule = torch.optim.lr_scheduler.ExponentialLR(trainer.optimizer, gamma=0.9)
+        return trainer
+
     @property
     def model(self) -> nn.Module:
         return self.parallel.model
 
     @property
-    def bare(self) -> nn.Module:
-        """Without the DDP wrapper."""
+    def unwrapped(self) -> nn.Module:
+        """The model without the DDP wrapper."""
         return self.model.module if isinstance(self.model, DistributedDataParallel) else self.model
 
     def states(self) -> dict[str, Any]:
-        """What goes into a checkpoint."""
+        """Return the states of a checkpoint."""
         return {
             "model": self.model,
             "optimizer": self.optimizer,
@@ -236,54 +248,54 @@ class Trainer:
         }
 
     def step(self) -> float:
-        """One training step; the loss of the whole batch."""
-        at = self.parallel
-        inputs, targets = (t.chunk(at.dp_size)[at.dp_rank] for t in batch(self.extra["step"]))
+        """Run one training step; return the loss of the whole batch."""
+        parallel = self.parallel
+        inputs, targets = (t.chunk(parallel.dp_size)[parallel.dp_rank] for t in batch(self.extra["step"]))
         self.optimizer.zero_grad()
-        if at.pipeline is not None:
-            loss = at.pipeline(inputs, targets)
+        if parallel.pipeline is not None:
+            loss = parallel.pipeline(inputs, targets)
             self._add_up_tied_gradients()
         else:
-            found = loss_of(self.model(inputs), targets)
-            found.backward()
-            loss = found.detach()
+            loss = loss_of(self.model(inputs), targets)
+            loss.backward()
+            loss = loss.detach()
         self.optimizer.step()
         self.schedule.step()
-        for block in self.bare.blocks.values():  # type: ignore[operator, union-attr]
+        for block in self.unwrapped.blocks.values():  # type: ignore[operator, union-attr]
             block.steps_seen += 1
         self.extra["step"] += 1
         self.extra["nested"]["history"].append(self.extra["step"])
         return self._mean(loss)
 
     def _mean(self, loss: torch.Tensor | None) -> float:
-        at = self.parallel
+        parallel = self.parallel
         value = torch.zeros(()) if loss is None else loss.clone()
         value = value.double()
-        if at.dp_group is not None:
-            dist.all_reduce(value, group=at.dp_group)
-        if at.pp_group is not None:
-            dist.all_reduce(value, group=at.pp_group)
-        return float(value) / at.dp_size
+        if parallel.dp_group is not None:
+            dist.all_reduce(value, group=parallel.dp_group)
+        if parallel.pp_group is not None:
+            dist.all_reduce(value, group=parallel.pp_group)
+        return float(value) / parallel.dp_size
 
     def _add_up_tied_gradients(self) -> None:
-        """Both ends of a pipeline have a copy of the tied weight, which must see both uses."""
+        """Add the gradients of the tied weight's copies at both ends of a pipeline."""
         if not self.tied:
             return
-        weight = (self.bare.embed if hasattr(self.bare, "embed") else self.bare.head).weight
+        weight = (self.unwrapped.embed if hasattr(self.unwrapped, "embed") else self.unwrapped.head).weight
         grad = weight.grad.to_local() if isinstance(weight.grad, DTensor) else weight.grad
         dist.all_reduce(grad, group=self.parallel.pp_group)
 
     def train(self, steps: int) -> list[float]:
-        """The losses of that many steps."""
+        """Run that many steps; return their losses."""
         return [self.step() for _ in range(steps)]
 
     def parameters(self) -> dict[str, torch.Tensor]:
-        """FQN -> parameter, by the bare model's names."""
-        return dict(self.bare.named_parameters())
+        """Return FQN -> parameter, by the bare model's names."""
+        return dict(self.unwrapped.named_parameters())
 
     @torch.no_grad()
     def fill_optimizer(self, dtype: torch.dtype | None = None) -> None:
-        """Give all optimizer state values that follow from the parameters' own, and settings of their own."""
+        """Give all optimizer state values that are computed from the parameters, and each group its own settings."""
         names = {id(p): "embed.weight" if self.tied and n == "head.weight" else n for n, p in self.parameters().items()}
         for number, group in enumerate(self.optimizer.param_groups):
             group["lr"] = 0.5 + number
@@ -296,9 +308,9 @@ class Trainer:
                 }
 
     def snapshot(self) -> dict[str, Any]:
-        """Everything this rank holds, as plain tensors and values of its own."""
+        """Copy all that this rank holds, as plain tensors and values."""
         found: dict[str, Any] = {}
-        for name, tensor in (*self.bare.named_parameters(), *self.bare.named_buffers()):
+        for name, tensor in (*self.unwrapped.named_parameters(), *self.unwrapped.named_buffers()):
             found[f"model/{name}"] = _local(tensor)
         for name, p in self.parameters().items():
             for slot, value in self.optimizer.state.get(p, {}).items():
@@ -317,7 +329,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def adamw(parameters: Mapping[str, torch.Tensor]) -> torch.optim.Optimizer:
-    """Matrices with weight decay, the rest without and at another rate; foreach cannot mix meshes."""
+    """Make an AdamW: matrices with weight decay, the rest without and at another rate; foreach cannot mix meshes."""
     learning = {n: p for n, p in parameters.items() if p.requires_grad}
     groups = [
         {"params": [p for p in learning.values() if p.ndim > 1], "weight_decay": 0.1, "lr": 3e-3},
@@ -332,31 +344,28 @@ def build(
     *,
     tied: bool = False,
     dtype: torch.dtype = torch.float64,
-    optimizer: Callable[[Mapping[str, torch.Tensor]], torch.optim.Optimizer] = adamw,
+    optimizer: MakeOptimizer = adamw,
     wrap: Callable[[nn.Module], nn.Module] | None = None,
 ) -> Trainer:
-    """A fresh training run.
+    """Start a training run.
 
     Args:
-        name: of the layout.
+        name: name of the layout.
         values: sets the whole model's parameters before they are distributed.
-        tied: embedding and head are one parameter.
-        dtype: of parameters.
-        optimizer: made from FQN -> parameter.
-        wrap: what a user does to the bare model first (compile, activation checkpointing).
+        tied: whether embedding and head are one parameter.
+        dtype: dtype of the parameters.
+        optimizer: makes the optimizer from FQN -> parameter.
+        wrap: wraps the bare model first (compile, activation checkpointing).
     """
     model: nn.Module = Gpt(*stage_of(name), tied=tied).to(dtype)
     values(model)
     if wrap is not None:
         model = wrap(model)
-    parallel = (LAYOUTS | MORE)[name][1](model)
-    trainer = Trainer(parallel, None, None, tied=tied)  # type: ignore[arg-type]
-    trainer.optimizer = optimizer(trainer.parameters())
-    trainer.schedule = torch.optim.lr_scheduler.ExponentialLR(trainer.optimizer, gamma=0.9)
+    parallel = (LAYOUTS | EXTRA_LAYOUTS)[name][1](model)
     rank = dist.get_rank() if dist.is_initialized() else 0
-    trainer.extra = {
+    extra = {
         "step": 0,
         "rng": torch.Generator().manual_seed(rank).get_state(),
         "nested": {"history": [], ("a", 1): {"π": float("inf"), "tensor": torch.arange(3.0)}},
     }
-    return trainer
+    return Trainer.start(parallel, optimizer, extra, tied=tied)

@@ -1,9 +1,9 @@
-"""What the ranks of the layout matrix run."""
+"""The jobs that the ranks of the layout matrix run."""
 
 from __future__ import annotations
 
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,41 +16,38 @@ from tests.support.tiny_model import Gpt, fill_by_coordinates, initialise, names
 
 BEFORE, AFTER = 3, 5
 
-coordinates = fill_by_coordinates
-trained = partial(initialise, seed=1)
-other = partial(initialise, seed=2)
+# Initial parameters of a run that saves, and of a run that loads.
+source_values = partial(initialise, seed=1)
+target_values = partial(initialise, seed=2)
 
 
 def save_all(layout: str, folder: str) -> dict[str, Any]:
     """Save a trained state, asynchronously while training goes on, and a state of coordinates."""
-    trainer = build(layout, trained)
+    trainer = build(layout, source_values)
     before = trainer.train(BEFORE)
     handle = bytecheckpoint.save(f"{folder}/trained/{layout}", trainer.states(), async_checkpoint=True)
     after = trainer.train(AFTER)
     report = handle.result(60)
-    filled = build(layout, coordinates)
+    filled = build(layout, fill_by_coordinates)
     filled.fill_optimizer()
     bytecheckpoint.save(f"{folder}/coordinates/{layout}", filled.states())
     return {"before": before, "after": after, "written": report.bytes_written}
 
 
 def load_all(layout: str, sources: Sequence[str], folder: str) -> dict[str, dict[str, Any]]:
-    """Load what every source layout saved; per source: what is wrong ("" if nothing), and the losses that follow."""
-    filled = build(layout, coordinates)
+    """Load what every source layout saved; return problems and the next losses, by source."""
+    filled = build(layout, fill_by_coordinates)
     filled.fill_optimizer()
     expected = filled.snapshot()
     found: dict[str, dict[str, Any]] = {}
     for source in sources:
         losses: list[float] = []
         try:
-            fresh = build(layout, other)
+            fresh = build(layout, target_values)
             report = bytecheckpoint.load(f"{folder}/coordinates/{source}", fresh.states())
-            problems = differences(expected, fresh.snapshot())
-            problems += [
-                f"{name}: {listed}" for name in ("missing", "unexpected", "cast") if (listed := getattr(report, name))
-            ]
-            resumed = build(layout, other)
-            resumed.step()  # so that state, schedule and counters are there already, and wrong
+            problems = differences(expected, fresh.snapshot()) + report_problems(report)
+            resumed = build(layout, target_values)
+            resumed.step()  # so that state, schedule and counters exist already, with other values
             bytecheckpoint.load(f"{folder}/trained/{source}", resumed.states())
             problems += wrong_extra(resumed, source)
             losses = resumed.train(AFTER)
@@ -61,9 +58,9 @@ def load_all(layout: str, sources: Sequence[str], folder: str) -> dict[str, dict
 
 
 def differences(expected: dict[str, Any], got: dict[str, Any]) -> list[str]:
-    """What differs between two snapshots, bit for bit and type for type."""
+    """Return the differences of two snapshots, bit for bit and type for type."""
     wrong = [f"{key} is missing" for key in expected.keys() - got.keys()]
-    wrong += [f"{key} is there" for key in got.keys() - expected.keys()]
+    wrong += [f"{key} is unexpected" for key in got.keys() - expected.keys()]
     for key in expected.keys() & got.keys():
         want, have = expected[key], got[key]
         if isinstance(want, torch.Tensor):
@@ -74,8 +71,13 @@ def differences(expected: dict[str, Any], got: dict[str, Any]) -> list[str]:
     return wrong
 
 
+def report_problems(report: bytecheckpoint.LoadReport) -> list[str]:
+    """Return what a load reports as missing, unexpected or cast."""
+    return [f"{name}: {keys}" for name in ("missing", "unexpected", "cast") if (keys := getattr(report, name))]
+
+
 def wrong_extra(trainer: Trainer, source: str) -> list[str]:
-    """What is wrong with the states beside model and optimizer, after a load of a trained state."""
+    """Return the problems of the states beside model and optimizer, after a load of a trained state."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     owner = rank if rank < WORLD_SIZE[source] else 0
     extra = trainer.extra
@@ -93,9 +95,9 @@ def wrong_extra(trainer: Trainer, source: str) -> list[str]:
 
 
 def whole_state() -> dict[str, torch.Tensor]:
-    """All tensors of the state of coordinates, by the keys of `bytecheckpoint.open`."""
+    """Return all tensors of the state of coordinates, by the keys of `bytecheckpoint.open`."""
     model = Gpt().double()
-    coordinates(model)
+    fill_by_coordinates(model)
     found = {f"model/{name}": tensor.detach() for name, tensor in names_of(model, tied=False)}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
@@ -105,15 +107,12 @@ def whole_state() -> dict[str, torch.Tensor]:
 
 
 def open_all(sources: Sequence[str], folder: str) -> dict[str, list[str]]:
-    """Compare what `open` shows of every layout's state of coordinates with the whole tensors; problems by source."""
+    """Compare every layout's opened state of coordinates with the whole tensors; return problems by source."""
     expected = whole_state()
-    found = {}
-    for source in sources:
-        with bytecheckpoint.open(f"{folder}/coordinates/{source}") as checkpoint:
-            found[source] = [f"{key} is missing" for key in expected if key not in checkpoint]
-            found[source] += [
-                f"{key} differs"
-                for key in expected
-                if key in checkpoint and not torch.equal(checkpoint[key][...], expected[key])
-            ]
-    return found
+    return {source: wrong_entries(f"{folder}/coordinates/{source}", expected) for source in sources}
+
+
+def wrong_entries(path: str, expected: Mapping[str, torch.Tensor]) -> list[str]:
+    """Return the keys of `expected` that an opened checkpoint lacks, or whose tensors differ."""
+    with bytecheckpoint.open(path) as checkpoint:
+        return [k for k, v in expected.items() if k not in checkpoint or not torch.equal(checkpoint[k][...], v)]

@@ -1,4 +1,4 @@
-"""What ranks run in test_models.py: wrappers, tied weights, dtypes, optimizers, in real layouts."""
+"""The jobs that ranks run in test_models.py: wrappers, tied weights, dtypes and optimizers, in real layouts."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from torch.distributed.tensor import DTensor, Partial
 
 import bytecheckpoint
 from tests.distributed.layouts import Parallel, Trainer, adamw, build, mesh
-from tests.distributed.matrix_jobs import differences, other, trained
+from tests.distributed.matrix_jobs import differences, source_values, target_values
 from tests.support.tiny_model import Gpt, fill_by_coordinates, initialise
 
-tied_values = partial(initialise, seed=1, tied=True)
+tied_source_values = partial(initialise, seed=1, tied=True)
 tied_coordinates = partial(fill_by_coordinates, tied=True)
-tied_other = partial(initialise, seed=2, tied=True)
+tied_target_values = partial(initialise, seed=2, tied=True)
 
 
-def same_names(path: str) -> list[str]:
-    """The names in a checkpoint that are not the bare model's, and the other way round."""
+def wrong_names(path: str) -> list[str]:
+    """Return the names that only the checkpoint or only the bare model has."""
     bare = {f"model/{name}" for name in Gpt().state_dict()}
     with bytecheckpoint.open(path) as checkpoint:
         return sorted(bare ^ {key for key in checkpoint if key.startswith("model/")})
 
 
 def checkpointed_blocks(model: nn.Module) -> nn.Module:
-    """Activation checkpointing around each block, as torchtitan does it."""
+    """Wrap each block in activation checkpointing, as torchtitan does."""
     blocks = model.blocks
     assert isinstance(blocks, nn.ModuleDict)
     for name, block in list(blocks.items()):
@@ -41,7 +41,7 @@ def checkpointed_blocks(model: nn.Module) -> nn.Module:
 
 
 def compiled_blocks(model: nn.Module) -> nn.Module:
-    """torch.compile of each block, over activation checkpointing; eager, so that no compiler runs."""
+    """Wrap each block in activation checkpointing and torch.compile; eager, so that no compiler runs."""
     blocks = checkpointed_blocks(model).blocks
     assert isinstance(blocks, nn.ModuleDict)
     for name, block in list(blocks.items()):
@@ -51,37 +51,37 @@ def compiled_blocks(model: nn.Module) -> nn.Module:
 
 def wrapped_names(layout: str, path: str) -> list[str]:
     """Save a wrapped model, load it into a bare one, and back."""
-    wrapped = build(layout, trained, wrap=compiled_blocks)
-    # Optimizer state without a step: wrapped blocks would be traced.
+    wrapped = build(layout, source_values, wrap=compiled_blocks)
+    # State without a training step, which would trace the compiled blocks.
     wrapped.fill_optimizer()
     assert any("_checkpoint_wrapped_module" in name for name, _ in wrapped.model.named_modules())
     assert any("_orig_mod" in name for name, _ in wrapped.model.named_parameters())
     bytecheckpoint.save(path, {"model": wrapped.model, "optimizer": wrapped.optimizer})
-    wrong = same_names(path)
-    bare = build(layout, other)
+    wrong = wrong_names(path)
+    bare = build(layout, target_values)
     bytecheckpoint.load(path, {"model": bare.model, "optimizer": bare.optimizer})
-    plain = {_bare(key): value for key, value in wrapped.snapshot().items()}
-    wrong += differences(plain, bare.snapshot())
-    again = build(layout, other, wrap=compiled_blocks)
+    unwrapped = {_without_wrappers(key): value for key, value in wrapped.snapshot().items()}
+    wrong += differences(unwrapped, bare.snapshot())
+    again = build(layout, target_values, wrap=compiled_blocks)
     bytecheckpoint.load(path, {"model": again.model, "optimizer": again.optimizer})
     return wrong + differences(wrapped.snapshot(), again.snapshot())
 
 
-def _bare(key: str) -> str:
+def _without_wrappers(key: str) -> str:
     return key.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
 
 
 def gathered_after_evaluation(path: str) -> list[str]:
-    """FSDP2 leaves the root's parameters whole after a forward without backward."""
-    expected = build("fsdp3", trained)
-    trainer = build("fsdp3", trained)
+    """Save and load while the root's parameters are gathered, as FSDP2 leaves them after a forward without backward."""
+    expected = build("fsdp3", source_values)
+    trainer = build("fsdp3", source_values)
     trainer.model.eval()
     tokens = torch.zeros(2, 6, dtype=torch.int64)
     with torch.no_grad():
         trainer.model(tokens)
-    assert not isinstance(trainer.bare.norm.weight, DTensor), "still gathered"
+    assert not isinstance(trainer.unwrapped.norm.weight, DTensor), "still gathered"
     bytecheckpoint.save(path, {"model": trainer.model, "optimizer": trainer.optimizer})
-    fresh = build("fsdp3", other)
+    fresh = build("fsdp3", target_values)
     with torch.no_grad():
         fresh.model(tokens)
     bytecheckpoint.load(path, {"model": fresh.model, "optimizer": fresh.optimizer})
@@ -91,7 +91,7 @@ def gathered_after_evaluation(path: str) -> list[str]:
 
 
 def partial_is_refused(path: str) -> str:
-    """The message for a parameter with unreduced values."""
+    """Return the error about a parameter with unreduced values."""
     tensor = DTensor.from_local(torch.ones(4), mesh(dp=2), [Partial()], run_check=False)
     with pytest.raises(bytecheckpoint.UsageError) as caught:
         bytecheckpoint.save(path, {"model": {"inner": {"w": tensor}}})
@@ -99,35 +99,35 @@ def partial_is_refused(path: str) -> str:
 
 
 def save_tied(layout: str, folder: str) -> list[float]:
-    """A tied model's coordinates, and its trained state; the losses that follow."""
+    """Save a tied model's state of coordinates and its trained state; return the next losses."""
     filled = build(layout, tied_coordinates, tied=True)
     filled.fill_optimizer()
     bytecheckpoint.save(f"{folder}/coordinates/{layout}", filled.states())
-    trainer = build(layout, tied_values, tied=True)
+    trainer = build(layout, tied_source_values, tied=True)
     trainer.train(2)
     bytecheckpoint.save(f"{folder}/trained/{layout}", trainer.states())
     return trainer.train(3)
 
 
 def load_tied(layout: str, sources: list[str], folder: str) -> dict[str, tuple[list[str], list[float]]]:
-    """By source: what is wrong by coordinates, and the losses after loading the trained state."""
+    """Load what every source saved; return the problems by coordinates and the next losses, by source."""
     filled = build(layout, tied_coordinates, tied=True)
     filled.fill_optimizer()
     found = {}
     for source in sources:
-        fresh = build(layout, tied_other, tied=True)
+        fresh = build(layout, tied_target_values, tied=True)
         bytecheckpoint.load(f"{folder}/coordinates/{source}", fresh.states())
         wrong = differences(filled.snapshot(), fresh.snapshot())
-        resumed = build(layout, tied_other, tied=True)
+        resumed = build(layout, tied_target_values, tied=True)
         bytecheckpoint.load(f"{folder}/trained/{source}", resumed.states())
-        if hasattr(resumed.bare, "embed") and hasattr(resumed.bare, "head"):
-            assert resumed.bare.embed.weight is resumed.bare.head.weight, "still tied"
+        if hasattr(resumed.unwrapped, "embed") and hasattr(resumed.unwrapped, "head"):
+            assert resumed.unwrapped.embed.weight is resumed.unwrapped.head.weight, "still tied"
         found[source] = (wrong, resumed.train(3))
     return found
 
 
 def open_tied(sources: list[str], folder: str) -> list[str]:
-    """Both names of the tied pair are shown, for the parameter and for its state."""
+    """Open what every source saved: both names of the tied pair show the parameter and its state; return problems."""
     model = Gpt(tied=True).double()
     tied_coordinates(model)
     whole = model.embed.weight.detach()
@@ -141,18 +141,18 @@ def open_tied(sources: list[str], folder: str) -> list[str]:
 
 
 def low_precision(source: str, path: str) -> int:
-    """bf16 parameters with fp32 optimizer state; the size of the model's part in bytes."""
-    filled = build(source, trained, dtype=torch.bfloat16)
+    """Save bf16 parameters with fp32 optimizer state; return the size of the local parameters in bytes."""
+    filled = build(source, source_values, dtype=torch.bfloat16)
     filled.fill_optimizer(torch.float32)
     bytecheckpoint.save(path, {"model": filled.model, "optimizer": filled.optimizer})
     return sum(p.numel() * p.element_size() for p in filled.parameters().values())
 
 
 def load_low_precision(layout: str, path: str) -> list[str]:
-    """The fp32 state stays fp32, and has not been through bf16."""
-    expected = build(layout, trained, dtype=torch.bfloat16)
+    """Load bf16 parameters with fp32 optimizer state, which must never have been bf16; return problems."""
+    expected = build(layout, source_values, dtype=torch.bfloat16)
     expected.fill_optimizer(torch.float32)
-    fresh = build(layout, other, dtype=torch.bfloat16)
+    fresh = build(layout, target_values, dtype=torch.bfloat16)
     bytecheckpoint.load(path, {"model": fresh.model, "optimizer": fresh.optimizer})
     state = [v for s in fresh.optimizer.state.values() for n, v in s.items() if n != "step"]
     assert state
@@ -161,17 +161,11 @@ def load_low_precision(layout: str, path: str) -> list[str]:
 
 
 def virtual_stages(values: Callable[[nn.Module], None]) -> list[Trainer]:
-    """Four stages on two ranks: the first rank has both ends, the second the middle. One optimizer per stage."""
-    chunks = [Gpt(stage, 4).double() for stage in ((0, 3) if dist.get_rank() == 0 else (1,))]
-    for chunk in chunks:
-        values(chunk)
-    trainers = []
-    for chunk in chunks:
-        optimizer = adamw(dict(chunk.named_parameters()))
-        trainers.append(
-            Trainer(Parallel(chunk), optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.9))
-        )
-    return trainers
+    """Start the stages of one rank: rank 0 has both ends, rank 1 the middle; each stage has its own optimizer."""
+    stages = [Gpt(stage, 4).double() for stage in ((0, 3) if dist.get_rank() == 0 else (1,))]
+    for stage in stages:
+        values(stage)
+    return [Trainer.start(Parallel(stage), adamw) for stage in stages]
 
 
 def as_lists(trainers: list[Trainer]) -> dict[str, Any]:
@@ -179,7 +173,7 @@ def as_lists(trainers: list[Trainer]) -> dict[str, Any]:
 
 
 def save_virtual_stages(path: str) -> list[str]:
-    """Save lists of modules and of optimizers, and load them again."""
+    """Save lists of modules and of optimizers, load them again, and return problems."""
     trainers = virtual_stages(fill_by_coordinates)
     for trainer in trainers:
         trainer.fill_optimizer()
@@ -188,12 +182,12 @@ def save_virtual_stages(path: str) -> list[str]:
 
 
 def load_virtual_stages(path: str) -> list[str]:
-    expected, fresh = virtual_stages(fill_by_coordinates), virtual_stages(other)
+    expected, fresh = virtual_stages(fill_by_coordinates), virtual_stages(target_values)
     bytecheckpoint.load(path, as_lists(fresh))
     wrong = []
-    for want, have in zip(expected, fresh, strict=True):
-        want.fill_optimizer()
-        wrong += differences(want.snapshot(), have.snapshot())
+    for source, target in zip(expected, fresh, strict=True):
+        source.fill_optimizer()
+        wrong += differences(source.snapshot(), target.snapshot())
     return wrong
 
 
@@ -204,7 +198,7 @@ def save_coordinates(layout: str, path: str) -> None:
 
 
 def load_coordinates(layout: str, path: str) -> list[str]:
-    expected, fresh = build(layout, fill_by_coordinates), build(layout, other)
+    expected, fresh = build(layout, fill_by_coordinates), build(layout, target_values)
     expected.fill_optimizer()
     bytecheckpoint.load(path, {"model": fresh.model, "optimizer": fresh.optimizer})
     return differences(expected.snapshot(), fresh.snapshot())
@@ -215,24 +209,24 @@ def load_coordinates(layout: str, path: str) -> list[str]:
 Named = Mapping[str, torch.Tensor]
 
 
-def _learning(parameters: Named) -> list[torch.Tensor]:
+def _trained(parameters: Named) -> list[torch.Tensor]:
     return [p for p in parameters.values() if p.requires_grad]
 
 
 def sgd(parameters: Named) -> torch.optim.Optimizer:
-    return torch.optim.SGD(_learning(parameters), lr=0.05, momentum=0.9, nesterov=True, foreach=False)
+    return torch.optim.SGD(_trained(parameters), lr=0.05, momentum=0.9, nesterov=True, foreach=False)
 
 
 def adafactor(parameters: Named) -> torch.optim.Optimizer:
-    return torch.optim.Adafactor(_learning(parameters), lr=0.05, foreach=False)
+    return torch.optim.Adafactor(_trained(parameters), lr=0.05, foreach=False)
 
 
 def lbfgs(parameters: Named) -> torch.optim.Optimizer:
-    return torch.optim.LBFGS(_learning(parameters), lr=0.5, max_iter=2, history_size=3)
+    return torch.optim.LBFGS(_trained(parameters), lr=0.5, max_iter=2, history_size=3)
 
 
 class MuonAndAdamW(torch.optim.Optimizer):
-    """Two optimizers side by side, driven as one by the trainer; saved as a list."""
+    """Muon and AdamW, stepped as one optimizer and saved as a list."""
 
     def __init__(self, parameters: Named) -> None:
         learning = {n: p for n, p in parameters.items() if p.requires_grad}
@@ -246,8 +240,8 @@ class MuonAndAdamW(torch.optim.Optimizer):
         super().__init__(list(learning.values()), {"lr": 1.0})
 
     def step(self, closure: Any = None) -> Any:
-        for one in self.both:
-            one.step()
+        for optimizer in self.both:
+            optimizer.step()
 
 
 OPTIMIZERS: dict[str, Callable[[Named], torch.optim.Optimizer]] = {
@@ -258,8 +252,8 @@ OPTIMIZERS: dict[str, Callable[[Named], torch.optim.Optimizer]] = {
 }
 
 
-class OneStack(nn.Module):
-    """A model whose gradients need no closure around the trainer."""
+class SmallModel(nn.Module):
+    """A model whose steps can run inside a closure of the optimizer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -269,9 +263,9 @@ class OneStack(nn.Module):
         return self.blocks(x)
 
 
-def stack_run(kind: str, layout: str, seed: int) -> tuple[nn.Module, Any, Callable[[int], list[float]]]:
-    """(model, what is saved as optimizer, train) of a small model under the named optimizer."""
-    model = OneStack().double()
+def small_run(kind: str, layout: str, seed: int) -> tuple[nn.Module, Any, Callable[[int], list[float]]]:
+    """Build a small model under the named optimizer; return (model, optimizer to save, train)."""
+    model = SmallModel().double()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for p in model.parameters():
@@ -301,15 +295,15 @@ def stack_run(kind: str, layout: str, seed: int) -> tuple[nn.Module, Any, Callab
 
 
 def save_optimizer(kind: str, layout: str, path: str) -> list[float]:
-    """Three steps, a save, three more; the losses of the latter."""
-    model, optimizer, train = stack_run(kind, layout, 1)
+    """Train three steps, save, and return the losses of three more."""
+    model, optimizer, train = small_run(kind, layout, 1)
     train(3)
     bytecheckpoint.save(path, {"model": model, "optimizer": optimizer})
     return train(3)
 
 
 def load_optimizer(kind: str, layout: str, path: str) -> list[float]:
-    """The losses after loading into a freshly built optimizer."""
-    model, optimizer, train = stack_run(kind, layout, 2)
+    """Load into a new optimizer; return the losses of three steps."""
+    model, optimizer, train = small_run(kind, layout, 2)
     bytecheckpoint.load(path, {"model": model, "optimizer": optimizer})
     return train(3)

@@ -1,4 +1,4 @@
-"""What ranks run in test_peer_faults.py."""
+"""The jobs that ranks run in test_peer_faults.py."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from torch.nn.parallel import DistributedDataParallel
 
 import bytecheckpoint
 from tests.distributed.layouts import build, mesh
-from tests.distributed.matrix_jobs import differences, other, trained
+from tests.distributed.matrix_jobs import differences, source_values, target_values
 
 
 def async_on_cpu(layout: str, path: str) -> list[str]:
-    """A sharded model on CPU saves asynchronously."""
-    trainer = build(layout, trained)
+    """Save a sharded model on CPU asynchronously; return problems of a load."""
+    trainer = build(layout, source_values)
     trainer.train(1)
     expected = trainer.snapshot()
     handle = bytecheckpoint.save(path, trainer.states(), async_checkpoint=True)
     trainer.train(1)
     handle.result(60)
-    fresh = build(layout, other)
+    fresh = build(layout, target_values)
     bytecheckpoint.load(path, fresh.states())
     return differences(expected, fresh.snapshot())
 
 
 def nested_extra_states(path: str) -> list[str]:
-    """Nested extra states go into an empty dict, under FSDP."""
-    trainer = build("fsdp2", trained)
+    """Load nested extra states into an empty dict, under FSDP."""
+    trainer = build("fsdp2", source_values)
     extra = {"a": {"b": [1, (2, {"c": torch.arange(4)})], 3: None}, "rank": dist.get_rank()}
     bytecheckpoint.save(path, {"model": trainer.model, "extra_states": extra})
     found: dict[str, Any] = {}
@@ -41,14 +41,14 @@ def nested_extra_states(path: str) -> list[str]:
 
 
 def without_state(path: str) -> list[str]:
-    """Parameters that had no gradient yet have no optimizer state, before and after; their neighbours have theirs."""
-    source = build("fsdp2", trained)
+    """Save and load an optimizer in which only some parameters have state; return problems."""
+    source = build("fsdp2", source_values)
     for name, parameter in source.parameters().items():
         if "experts" not in name and parameter.requires_grad:
             parameter.grad = torch.ones_like(parameter)
     source.optimizer.step()
     bytecheckpoint.save(path, {"model": source.model, "optimizer": source.optimizer})
-    fresh = build("fsdp2", other)
+    fresh = build("fsdp2", target_values)
     fresh.train(1)  # all parameters have some state, which must go
     report = bytecheckpoint.load(path, {"model": fresh.model, "optimizer": fresh.optimizer})
     assert any("no state" in note for note in report.notes)
@@ -56,27 +56,27 @@ def without_state(path: str) -> list[str]:
 
 
 def everyone_writes(path: str) -> int:
-    """Bytes that this rank writes of a DDP model of 4 MiB."""
+    """Return the bytes that this rank writes of a DDP model of 4 MiB."""
     model = DistributedDataParallel(nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(16))))
     return bytecheckpoint.save(path, {"model": model}).result().bytes_written
 
 
 def a_64th(path: str) -> tuple[int, list[int]]:
-    """(bytes read, local shape) of a rank that wants 1/64 of each tensor of a checkpoint of 64 MiB."""
+    """Load 1/64 of a tensor of 64 MiB; return (bytes read, local shape)."""
     whole = torch.arange(64 * 256 * 1024, dtype=torch.int32).reshape(64, -1)
     if dist.get_rank() == 0:
         group = dist.new_group([0], use_local_synchronization=True)
         bytecheckpoint.save(path, {"model": {"w": whole}}, process_group=group)
     dist.barrier()
     rows = whole[dist.get_rank() : dist.get_rank() + 1]
-    leaf = Rows(whole.shape, dist.get_rank(), torch.zeros_like(rows))
-    report = bytecheckpoint.load(path, {"model": {"w": leaf}}, overlap_loading=False, strict=False)
-    assert torch.equal(leaf.data, rows)
-    return report.bytes_read, list(leaf.data.shape)
+    target = Rows(whole.shape, dist.get_rank(), torch.zeros_like(rows))
+    report = bytecheckpoint.load(path, {"model": {"w": target}}, overlap_loading=False, strict=False)
+    assert torch.equal(target.data, rows)
+    return report.bytes_read, list(target.data.shape)
 
 
 class Rows:
-    """Some rows of a matrix, by the public protocol for sharding schemes of one's own."""
+    """Some rows of a matrix, which lists its own shards."""
 
     def __init__(self, whole: torch.Size, first: int, data: torch.Tensor) -> None:
         self.whole, self.first, self.data = whole, first, data
@@ -86,7 +86,7 @@ class Rows:
 
 
 def a_hole(path: str) -> str:
-    """Shards that leave a hole between them are refused before anything is written; the message."""
+    """Return the error of saving shards with a hole between them, which is raised before anything is written."""
     rank = dist.get_rank()
     rows = torch.full((3, 4), float(rank))
     with pytest.raises(bytecheckpoint.IncompatibleCheckpointError) as caught:
@@ -95,7 +95,7 @@ def a_hole(path: str) -> str:
 
 
 def no_silent_cast(path: str) -> list[str]:
-    """fp32 into fp16 is refused, and converted only when asked for."""
+    """Load fp32 into fp16: refused without `cast=True`; return the error and the cast keys."""
     whole = torch.linspace(0, 1, 12).reshape(6, 2)
     bytecheckpoint.save(path, {"model": {"w": distribute_tensor(whole, mesh(dp=2), [Shard(0)], src_data_rank=None)}})
     target = distribute_tensor(torch.zeros(6, 2).half(), mesh(dp=2), [Shard(0)], src_data_rank=None)
@@ -110,23 +110,23 @@ def no_silent_cast(path: str) -> list[str]:
 
 
 def replicas_that_differ(path: str) -> list[str]:
-    """A replica that has drifted is reported when the caller asks for the comparison."""
+    """Save replicas that differ with `check_replicas=True`; return the reported differences."""
     states = {"model": {"same": torch.ones(5), "drifted": torch.full((5,), float(dist.get_rank()))}}
     return list(bytecheckpoint.save(path, states, check_replicas=True).result().replica_differences)
 
 
 def save_steps(layout: str, path: str) -> None:
-    """A state in which every parameter has a `step` of its own."""
-    filled = build(layout, trained)
+    """Save a state in which every parameter has its own `step`."""
+    filled = build(layout, source_values)
     filled.fill_optimizer()
     bytecheckpoint.save(path, {"model": filled.model, "optimizer": filled.optimizer})
 
 
 def load_steps(layout: str, path: str) -> list[str]:
-    """Every parameter gets its own `step`, in memory of its own, and its own group's settings."""
-    expected = build(layout, trained)
+    """Load a `step` of its own for every parameter, in its own memory, and every group's settings; return problems."""
+    expected = build(layout, source_values)
     expected.fill_optimizer()
-    fresh = build(layout, other)
+    fresh = build(layout, target_values)
     bytecheckpoint.load(path, {"model": fresh.model, "optimizer": fresh.optimizer})
     steps = [state["step"] for state in fresh.optimizer.state.values()]
     assert len({t.data_ptr() for t in steps}) == len(steps), "no two parameters share one step tensor"

@@ -1,4 +1,4 @@
-"""What ranks run in test_saves.py: asynchronous saves, overwriting, plan cache, exchange between readers, groups."""
+"""The jobs that ranks run in test_saves.py: asynchronous saves, overwriting, plan cache, exchange, process groups."""
 
 from __future__ import annotations
 
@@ -15,21 +15,15 @@ from torch.nn.parallel import DistributedDataParallel
 import bytecheckpoint
 from bytecheckpoint.collectives.base import Collective
 from tests.distributed.layouts import build
-from tests.distributed.matrix_jobs import coordinates, differences, other, trained
+from tests.distributed.matrix_jobs import differences, source_values, target_values
+from tests.support.tiny_model import fill_by_coordinates
 
 MIB = 1 << 20
 
 
-def whole_checkpoint(folder: str | Path) -> bool:
-    """Whether the folder holds a catalog and exactly the files that it names."""
-    with bytecheckpoint.open(folder) as checkpoint:
-        assert len(checkpoint) > 0
-    return (Path(folder) / "metadata.parquet").exists()
-
-
 def overwrite_while_training(layout: str, path: str) -> dict[str, Any]:
-    """Several asynchronous saves to one path; the last one wins, and each is a snapshot of its moment."""
-    trainer = build(layout, trained)
+    """Save asynchronously to one path several times; the last save wins, and each is a snapshot of its moment."""
+    trainer = build(layout, source_values)
     handles = []
     for _ in range(4):
         trainer.train(1)
@@ -37,7 +31,7 @@ def overwrite_while_training(layout: str, path: str) -> dict[str, Any]:
         handles.append(bytecheckpoint.save(path, trainer.states(), async_checkpoint=True))
     losses = trainer.train(3)
     reports = [handle.result(60) for handle in handles]
-    fresh = build(layout, other)
+    fresh = build(layout, target_values)
     bytecheckpoint.load(path, fresh.states())
     wrong = differences(expected, fresh.snapshot())
     assert fresh.train(3) == losses
@@ -45,15 +39,15 @@ def overwrite_while_training(layout: str, path: str) -> dict[str, Any]:
 
 
 def background_staging(layout: str, path: str) -> list[str]:
-    """`staging="background"`: the caller waits for `staged` before it mutates, and for nothing else.
+    """Save with `staging="background"`: the caller waits only for `staged` before it changes the state.
 
-    No thread but the caller's may ask a module for its state: FSDP2 puts its shards back then, in the middle of a
-    forward pass if need be.
+    Only the caller's thread may call state_dict of a module: under FSDP2 that reshards the parameters, even in the
+    middle of a forward pass.
     """
-    trainer = build(layout, trained)
+    trainer = build(layout, source_values)
     trainer.train(1)
-    asked: list[str] = []
-    trainer.bare.register_state_dict_pre_hook(lambda *_: asked.append(threading.current_thread().name))
+    threads: list[str] = []
+    trainer.unwrapped.register_state_dict_pre_hook(lambda *_: threads.append(threading.current_thread().name))
     bytecheckpoint.prepare(trainer.states()).result(60)
     expected = trainer.snapshot()
     handle = bytecheckpoint.save(path, trainer.states(), async_checkpoint=True, staging="background")
@@ -62,8 +56,8 @@ def background_staging(layout: str, path: str) -> list[str]:
     assert handle.result(60).plan_cached
     with_other_plan = {"model": trainer.model, "extra_states": trainer.extra}
     bytecheckpoint.save(f"{path}-model", with_other_plan, async_checkpoint=True, staging="background").result(60)
-    assert set(asked) == {threading.main_thread().name}
-    fresh = build(layout, other)
+    assert set(threads) == {threading.main_thread().name}
+    fresh = build(layout, target_values)
     bytecheckpoint.load(path, fresh.states())
     return differences(expected, fresh.snapshot())
 
@@ -72,28 +66,28 @@ class CountedSends:
     """Counts the messages that this rank sends, by step of the save."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from bytecheckpoint.collectives.torch_world import TorchCollective
+        from bytecheckpoint.collectives.process_group import TorchCollective
 
         self.steps: list[str] = []
         send = TorchCollective.send
 
         def counted(this: Collective, to: int, tag: str, payload: bytes) -> None:
-            self.steps.append(tag.split("/")[2])
+            self.steps.append("/".join(tag.split("/")[2:]))
             send(this, to, tag, payload)  # type: ignore[arg-type]
 
         monkeypatch.setattr(TorchCollective, "send", counted)
 
 
 def plan_messages(layout: str, path: str) -> list[list[str]]:
-    """The steps in which this rank sends something, per save."""
-    trainer = build(layout, trained)
+    """Return the steps in which this rank sends a message, or on rank 0 the coordinator's reply too, per save."""
+    trainer = build(layout, source_values)
     trainer.train(1)
     found = []
     for number in range(3):
         with pytest.MonkeyPatch.context() as monkeypatch:
             sends = CountedSends(monkeypatch)
             report = bytecheckpoint.save(f"{path}/{number}", trainer.states()).result()
-            dist.barrier()  # rank 0 tells the others before it returns, on another thread
+            dist.barrier()  # rank 0 sends its last messages on another thread
             found.append(sorted(set(sends.steps)))
         assert report.plan_cached == (number > 0)
         trainer.train(1)
@@ -101,7 +95,7 @@ def plan_messages(layout: str, path: str) -> list[list[str]]:
 
 
 def ranks_that_disagree(path: str) -> list[str]:
-    """One rank changes what it saves between two saves; what it had is not what the others' plan expects."""
+    """Add a tensor on one rank between two saves, so that its tensors do not fit the cached plan."""
     states: dict[str, Any] = {"model": {"a": torch.arange(6.0), "b": torch.arange(3.0)}}
     bytecheckpoint.save(f"{path}/1", states)
     if dist.get_rank() == 1:
@@ -115,7 +109,7 @@ def ranks_that_disagree(path: str) -> list[str]:
 
 
 def large_replicated(path: str, overlap: bool) -> tuple[int, int]:
-    """(bytes read, bytes received) of a DDP model of 16 MiB."""
+    """Save and load a DDP model of 16 MiB; return (bytes read, bytes received)."""
     model = DistributedDataParallel(nn.Linear(2048, 2048, bias=False))
     with torch.no_grad():
         model.module.weight.copy_(torch.arange(2048.0 * 2048).reshape(2048, 2048))
@@ -128,14 +122,14 @@ def large_replicated(path: str, overlap: bool) -> tuple[int, int]:
 
 
 def each_writes_its_part(path: str) -> int:
-    """Bytes that this rank of a DDP job writes, of a state of 16 MiB."""
+    """Return the bytes that this rank of a DDP job writes, of a state of 16 MiB."""
     model = DistributedDataParallel(nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(16))))
     return bytecheckpoint.save(path, {"model": model}).result().bytes_written
 
 
 def ended_group_before_commit(layout: str, path: str) -> list[str]:
-    """`destroy_process_group()` while the save is in flight; the save does not need the group any more."""
-    trainer = build(layout, trained)
+    """Call `destroy_process_group()` during a save, which no longer needs the group."""
+    trainer = build(layout, source_values)
     trainer.train(1)
     states = {**trainer.states(), "ballast": torch.ones(8 * MIB)}
     handle = bytecheckpoint.save(path, states, async_checkpoint=True)
@@ -145,16 +139,16 @@ def ended_group_before_commit(layout: str, path: str) -> list[str]:
 
 
 def subgroups(path: str) -> list[str]:
-    """Two halves of the world save and load by themselves, at the same time."""
+    """Save and load in two halves of the world at the same time."""
     rank = dist.get_rank()
     halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    mine = halves[rank // 2]
+    own_half = halves[rank // 2]
     where = f"{path}/{rank // 2}"
     states = {"model": {"w": torch.full((5,), float(rank // 2))}, "extra_states": {"half": rank // 2, "rank": rank}}
     for _ in range(2):
-        bytecheckpoint.save(where, states, process_group=mine, async_checkpoint=True).result(60)
+        bytecheckpoint.save(where, states, process_group=own_half, async_checkpoint=True).result(60)
     fresh: dict[str, Any] = {"model": {"w": torch.zeros(5)}, "extra_states": {}}
-    bytecheckpoint.load(where, fresh, process_group=mine)
+    bytecheckpoint.load(where, fresh, process_group=own_half)
     wrong = differences(states["model"], fresh["model"]) + differences(states["extra_states"], fresh["extra_states"])
     with pytest.raises(bytecheckpoint.UsageError, match="not in the process group"):
         bytecheckpoint.save(where, states, process_group=halves[1 - rank // 2])
@@ -162,10 +156,10 @@ def subgroups(path: str) -> list[str]:
 
 
 def open_on_every_rank(layout: str, path: str) -> list[str]:
-    """`open` needs no group, also where there is one."""
-    filled = build(layout, coordinates)
+    """Open a checkpoint on every rank: `open` needs no process group."""
+    filled = build(layout, fill_by_coordinates)
     bytecheckpoint.save(path, {"model": filled.model})
-    whole = build("one", coordinates)
+    whole = build("one", fill_by_coordinates)
     with bytecheckpoint.open(path) as checkpoint:
         return [
             name

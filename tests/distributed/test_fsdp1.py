@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import bytecheckpoint
-from bytecheckpoint.interop.compare import compare
-from bytecheckpoint.interop.verify import verify_checkpoint
 from bytecheckpoint.storage import resolve
+from bytecheckpoint.tools.diff import compare
+from bytecheckpoint.tools.verify import verify_checkpoint
 from tests.distributed import fsdp1_jobs as jobs
 from tests.distributed.fsdp1_layouts import FSDP1, WORLD_SIZE
+from tests.support.matrices import TOLERANCE, Matrix, pairs
 from tests.support.worlds import Worlds
 
 pytestmark = pytest.mark.timeout(400)
@@ -22,71 +22,38 @@ NATIVE = ["one", "ddp2", "fsdp3", "tp2-fsdp2"]
 EVERY = [name for name in FSDP1 if not name.startswith("low")]
 #: Both settings of use_orig_params, all strategies, four world sizes and tensor parallelism; the rest is `slow`.
 CHOSEN = ["full4-orig", "full3-flat", "grad2-flat", "hybrid4-flat", "none2-orig", "full1-flat", "tp2-full2-orig"]
-ORIGINAL = [name for name in EVERY if FSDP1[name].originals]
-_TOLERANCE = 1e-9  # of losses about 3.5 in float64; the order of summation differs between layouts
-
-
-class Matrix:
-    """The saves and loads that have been run so far: one run per layout saves, one loads all sources into it."""
-
-    def __init__(self, worlds: Worlds, folder: Path) -> None:
-        self._worlds = worlds
-        self.folder = str(folder)
-        self.saved = cache(self._saved)
-        self.loaded = cache(self._loaded)
-
-    def _saved(self, layout: str, optimizer: str) -> list[dict[str, Any]]:
-        return self._worlds.run(WORLD_SIZE[layout], jobs.save_both, layout, f"{self.folder}/{optimizer}", optimizer)
-
-    def _loaded(self, layout: str, sources: tuple[str, ...], optimizer: str) -> list[dict[str, dict[str, Any]]]:
-        for source in sources:
-            self.saved(source, optimizer)
-        folder = f"{self.folder}/{optimizer}"
-        return self._worlds.run(WORLD_SIZE[layout], jobs.load_both, layout, sources, folder, optimizer, timeout=300)
+ORIGINAL = [name for name in EVERY if FSDP1[name].use_orig_params]
 
 
 @pytest.fixture(scope="session")
 def flat_matrix(worlds: Worlds, tmp_path_factory: pytest.TempPathFactory) -> Matrix:
-    return Matrix(worlds, tmp_path_factory.mktemp("flat_matrix"))
+    return Matrix(worlds, tmp_path_factory.mktemp("flat_matrix"), WORLD_SIZE, jobs.save_both, jobs.load_both)
 
 
-def check(matrix: Matrix, source: str, destination: str, sources: list[str], optimizer: str = "adamw") -> None:
-    ranks = matrix.loaded(destination, tuple(sources), optimizer)
-    for rank, result in enumerate(ranks):
-        assert not result[source]["problems"], f"rank {rank}: {result[source]['problems'][:5]}"
-        assert result[source]["losses"] == ranks[0][source]["losses"]
-    losses = ranks[0][source]["losses"]
-    reference = matrix.saved("one", optimizer)[0]
-    assert losses == pytest.approx(reference["after"], abs=_TOLERANCE, rel=0)
-    if source == destination:
-        assert losses == matrix.saved(source, optimizer)[0]["after"], "the same layout goes on bit for bit"
+def check(matrix: Matrix, source: str, destination: str, sources: Sequence[str], optimizer: str = "adamw") -> None:
+    matrix.check(source, destination, sources, optimizer)
 
 
-@pytest.mark.parametrize("source", [*CHOSEN, *NATIVE])
-@pytest.mark.parametrize("destination", CHOSEN)
-def test_fsdp1_loads_every_layout(flat_matrix: Matrix, source: str, destination: str) -> None:
-    check(flat_matrix, source, destination, [*CHOSEN, *NATIVE])
+@pytest.mark.parametrize(("destination", "source", "batch"), pairs(CHOSEN, [*CHOSEN, *NATIVE]))
+def test_fsdp1_loads_every_layout(flat_matrix: Matrix, source: str, destination: str, batch: tuple[str, ...]) -> None:
+    check(flat_matrix, source, destination, batch)
 
 
-@pytest.mark.parametrize("source", CHOSEN)
-@pytest.mark.parametrize("destination", NATIVE)
-def test_native_layouts_load_fsdp1(flat_matrix: Matrix, source: str, destination: str) -> None:
-    check(flat_matrix, source, destination, CHOSEN)
+@pytest.mark.parametrize(("destination", "source", "batch"), pairs(NATIVE, CHOSEN))
+def test_native_layouts_load_fsdp1(flat_matrix: Matrix, source: str, destination: str, batch: tuple[str, ...]) -> None:
+    check(flat_matrix, source, destination, batch)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("source", [*EVERY, *NATIVE])
 @pytest.mark.parametrize("destination", [*EVERY, *NATIVE])
 def test_all_of_them(flat_matrix: Matrix, source: str, destination: str) -> None:
-    check(flat_matrix, source, destination, [*EVERY, *NATIVE])
+    flat_matrix.check(source, destination, [*EVERY, *NATIVE], "adamw")
 
 
 @pytest.mark.parametrize("layout", CHOSEN)
 def test_the_layouts_train_alike(flat_matrix: Matrix, layout: str) -> None:
-    reference = flat_matrix.saved("one", "adamw")[0]
-    for rank in flat_matrix.saved(layout, "adamw"):
-        assert rank["before"] == pytest.approx(reference["before"], abs=_TOLERANCE, rel=0)
-        assert rank["after"] == pytest.approx(reference["after"], abs=_TOLERANCE, rel=0)
+    flat_matrix.check_training(layout, "adamw")
 
 
 @pytest.mark.parametrize(
@@ -100,20 +67,20 @@ def test_the_layouts_train_alike(flat_matrix: Matrix, layout: str) -> None:
 def test_other_optimizers(flat_matrix: Matrix, optimizer: str, names: list[str]) -> None:
     for destination in names:
         for source in names:
-            check(flat_matrix, source, destination, names, optimizer)
+            flat_matrix.check(source, destination, names, optimizer)
 
 
 def test_open_shows_whole_tensors(flat_matrix: Matrix, worlds: Worlds) -> None:
     for layout in CHOSEN:
         flat_matrix.saved(layout, "adamw")
-    assert worlds.run(1, jobs.open_all, CHOSEN, f"{flat_matrix.folder}/adamw") == [{name: [] for name in CHOSEN}]
+    assert worlds.run(1, jobs.open_all, CHOSEN, flat_matrix.folder("adamw")) == [{name: [] for name in CHOSEN}]
 
 
 def test_verify_and_compare(flat_matrix: Matrix) -> None:
     names = ["one", "full4-orig", "full3-flat"]
     for layout in names:
         flat_matrix.saved(layout, "adamw")
-    paths = [f"{flat_matrix.folder}/adamw/coordinates/{layout}" for layout in names]
+    paths = [f"{flat_matrix.folder('adamw')}/coordinates/{layout}" for layout in names]
     for path in paths:
         report = verify_checkpoint(resolve(path))
         assert report.ok and not report.notes
@@ -122,7 +89,7 @@ def test_verify_and_compare(flat_matrix: Matrix) -> None:
             with bytecheckpoint.open(path) as flat:
                 found = compare(plain, flat)
             assert found.tensors > 50
-            # Extra states are others here; flat parameters come in another order within their group.
+            # The layouts have other extra states, and another order of parameters within a group.
             assert {d.key for d in found.differences if not d.key.startswith("extra_states")} <= {
                 "optimizer/param_groups"
             }
@@ -137,25 +104,25 @@ def test_mixed_precision(worlds: Worlds, layout: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("layout", ["full4-orig", "full3-flat", "hybrid4-flat"])
 def test_nothing_is_communicated_over_process_groups(worlds: Worlds, layout: str, tmp_path: Path) -> None:
     for found in worlds.run(WORLD_SIZE[layout], jobs.communication, layout, str(tmp_path)):
-        assert found.pop("own way"), "the counter counts"
+        assert found.pop("FSDP1's own"), "the recorder records"
         assert found == {"capture": [], "save": [], "async": [], "load": []}
 
 
 @pytest.mark.parametrize("layout", ["full4-orig", "full3-flat", "grad2-flat", "grad3-orig", "low2-orig", "low3-flat"])
 @pytest.mark.parametrize("how", ["evaluation", "evaluation with grad", "train with grad"])
-def test_parameters_that_are_gathered_still(worlds: Worlds, layout: str, how: str, tmp_path: Path) -> None:
+def test_parameters_that_are_still_gathered(worlds: Worlds, layout: str, how: str, tmp_path: Path) -> None:
     size = WORLD_SIZE[layout]
-    assert worlds.run(size, jobs.gathered, layout, how, str(tmp_path / "step")) == [[]] * size
+    assert worlds.run(size, jobs.save_while_gathered, layout, how, str(tmp_path / "step")) == [[]] * size
 
 
 @pytest.mark.parametrize("layout", ["full2-deep", "grad2-flat", "none2-orig", "low2-orig"])
 def test_a_save_after_a_failed_forward_pass(worlds: Worlds, layout: str, tmp_path: Path) -> None:
-    assert worlds.run(2, jobs.after_a_failed_forward, layout, str(tmp_path / "step")) == [[]] * 2
+    assert worlds.run(2, jobs.save_after_failed_forward, layout, str(tmp_path / "step")) == [[]] * 2
 
 
 @pytest.mark.parametrize("layout", ["full2-deep", "grad2-flat"])
 def test_inside_summon_full_params_a_save_is_refused(worlds: Worlds, layout: str, tmp_path: Path) -> None:
-    for message in worlds.run(2, jobs.summoned, layout, str(tmp_path / "step")):
+    for message in worlds.run(2, jobs.save_inside_summon, layout, str(tmp_path / "step")):
         assert "summon_full_params" in message
 
 
@@ -169,14 +136,14 @@ def test_tied_weights(worlds: Worlds, tmp_path: Path) -> None:
     names = ["one", "full4-orig", "full3-flat", "grad2-flat", "fsdp3"]
     folder = str(tmp_path)
     for layout in names:
-        worlds.run(WORLD_SIZE[layout], jobs.tied, layout, folder, [])
+        worlds.run(WORLD_SIZE[layout], jobs.save_and_load_tied, layout, folder, [])
     reference = None
     for layout in names:
-        for found in worlds.run(WORLD_SIZE[layout], jobs.tied, layout, folder, names):
+        for found in worlds.run(WORLD_SIZE[layout], jobs.save_and_load_tied, layout, folder, names):
             reference = reference or found[""]
             assert found[layout] == found[""]
             for source, losses in found.items():
-                assert losses == pytest.approx(reference, abs=_TOLERANCE, rel=0), (source, layout)
+                assert losses == pytest.approx(reference, abs=TOLERANCE, rel=0), (source, layout)
 
 
 @pytest.mark.parametrize(
@@ -188,7 +155,7 @@ def test_steps_and_settings_by_name(worlds: Worlds, source: str, layout: str, tm
 
 
 def test_a_flat_parameter_has_one_step(worlds: Worlds, tmp_path: Path) -> None:
-    for message in worlds.run(3, jobs.with_an_unused_parameter, str(tmp_path / "step"), "grad3-orig", "full3-flat"):
+    for message in worlds.run(3, jobs.load_different_steps, str(tmp_path / "step"), "grad3-orig", "full3-flat"):
         assert "the flat parameter of 'the root'" in message
         assert "4.0 for 'norm.weight'" in message
         assert "1.0 for" in message
@@ -196,26 +163,26 @@ def test_a_flat_parameter_has_one_step(worlds: Worlds, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("layout", ["full4-orig", "full3-flat", "none2-flat"])
 def test_prepared_and_repeated_saves(worlds: Worlds, layout: str, tmp_path: Path) -> None:
-    for found in worlds.run(WORLD_SIZE[layout], jobs.prepared, layout, str(tmp_path / "step")):
+    for found in worlds.run(WORLD_SIZE[layout], jobs.prepare_and_save, layout, str(tmp_path / "step")):
         assert found["wrong"] == []
-        assert found["lists"] == [(), (), ()]
+        assert found["report"] == []
         assert found["cached"] == [True] * 3
 
 
 def test_hybrid_sharding_by_groups_writes_everything_once(worlds: Worlds, tmp_path: Path) -> None:
-    assert worlds.run(4, jobs.hybrid_with_groups, str(tmp_path / "step")) == [[]] * 4
+    assert worlds.run(4, jobs.hybrid_with_process_groups, str(tmp_path / "step")) == [[]] * 4
 
 
 @pytest.mark.parametrize(("source", "layout"), [("full3-flat", "grad3-orig"), ("grad3-orig", "full3-flat")])
 def test_another_dtype(worlds: Worlds, source: str, layout: str, tmp_path: Path) -> None:
-    assert worlds.run(3, jobs.into_another_dtype, source, layout, str(tmp_path / "step")) == [[]] * 3
+    assert worlds.run(3, jobs.load_into_another_dtype, source, layout, str(tmp_path / "step")) == [[]] * 3
 
 
 def test_extra_states_beside_flat_parameters(worlds: Worlds, tmp_path: Path) -> None:
-    assert worlds.run(3, jobs.module_with_rare_parts, str(tmp_path / "step")) == [[]] * 3
+    assert worlds.run(3, jobs.module_with_extra_state, str(tmp_path / "step")) == [[]] * 3
 
 
-def test_the_layout_is_told(worlds: Worlds, tmp_path: Path) -> None:
+def test_the_checkpoint_records_the_layout(worlds: Worlds, tmp_path: Path) -> None:
     worlds.run(4, jobs.save_both, "hybrid4-orig", str(tmp_path))
     with bytecheckpoint.open(tmp_path / "trained" / "hybrid4-orig") as checkpoint:
         text = str(checkpoint.catalog.info)

@@ -19,7 +19,7 @@ def test_wrapped_modules_save_under_the_names_of_the_bare_ones(worlds: Worlds, l
     assert worlds.run(size, jobs.wrapped_names, layout, str(tmp_path / "step")) == [[]] * size
 
 
-def test_a_module_that_is_gathered_after_an_evaluation(worlds: Worlds, tmp_path: Path) -> None:
+def test_a_module_that_is_still_gathered_after_an_evaluation(worlds: Worlds, tmp_path: Path) -> None:
     assert worlds.run(3, jobs.gathered_after_evaluation, str(tmp_path / "step")) == [[]] * 3
 
 
@@ -62,8 +62,8 @@ def test_lists_of_virtual_stages(worlds: Worlds, tmp_path: Path) -> None:
         assert worlds.run(2, jobs.load_virtual_stages, path + layout) == [[]] * 2
 
 
-# (kind, where it is saved, where it goes on, tolerance of the losses after the first step there).
-# torch's Adafactor and LBFGS cannot work on uneven pieces; its Muon computes in bfloat16.
+# (optimizer, layout that saves, layouts that continue, tolerance of the losses after the first step).
+# torch's Adafactor and LBFGS cannot work on uneven shards; its Muon computes in bfloat16.
 @pytest.mark.parametrize(
     ("kind", "source", "others", "tolerance"),
     [
@@ -73,14 +73,14 @@ def test_lists_of_virtual_stages(worlds: Worlds, tmp_path: Path) -> None:
         ("muon-adamw", "fsdp3", ["fsdp2", "one"], 0.02),
     ],
 )
-def test_optimizers_go_on(
+def test_optimizers_continue(
     worlds: Worlds, kind: str, source: str, others: list[str], tolerance: float, tmp_path: Path
 ) -> None:
     path = str(tmp_path / "step")
     size = WORLD_SIZE[source]
     expected = worlds.run(size, jobs.save_optimizer, kind, source, path)
     again = worlds.run(size, jobs.load_optimizer, kind, source, path)
-    assert again == expected, "the same layout goes on bit for bit"
+    assert again == expected, "the same layout continues bit for bit"
     for layout in others:
         for losses in worlds.run(WORLD_SIZE[layout], jobs.load_optimizer, kind, layout, path):
             assert losses[0] == pytest.approx(expected[0][0], abs=1e-9, rel=0), layout

@@ -1,4 +1,4 @@
-"""Faults of other checkpointing systems that need real ranks to show, each by name. docs/comparison has the rest."""
+"""Faults of other checkpointing systems that only real ranks can show, each by name. docs/comparison has the others."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_the_public_bytecheckpoint_lets_ddp_rank_1_write_nothing(worlds: Worlds,
     assert min(written) > 0.45 * sum(written)
 
 
-def test_nobody_notices_replicas_that_have_drifted_apart(worlds: Worlds, tmp_path: Path) -> None:
+def test_no_other_system_notices_replicas_that_differ(worlds: Worlds, tmp_path: Path) -> None:
     for differences in worlds.run(2, jobs.replicas_that_differ, str(tmp_path / "step")):
         assert differences == ["model/drifted"]
 

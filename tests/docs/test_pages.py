@@ -1,4 +1,4 @@
-"""The reference names all that is public, and links between pages lead somewhere."""
+"""The reference has every public name, the index has every page, and links and paths in pages lead somewhere."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ import bytecheckpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted(DOCS.rglob("*.md"))]
+READMES = [ROOT / folder / "README.md" for folder in ("benchmarks", "demo", "tests/gpu")]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *READMES, *sorted(DOCS.rglob("*.md"))]
+SOURCES = ("src", "tests", "benchmarks", "demo", "scripts", "docs")
 
 _FENCED = re.compile(r"^( *)(`{3,}|~{3,}).*?^\1\2 *$", re.DOTALL | re.MULTILINE)
 _CODE = re.compile(r"`[^`]*`")
 _LINK = re.compile(r"\]\(\s*<?([^)\s>]+)>?[^)]*\)")
+_CODE_PATH = re.compile(r"[\w./-]*\w\.(?:py|sh|toml)\b")
 _HEADING = re.compile(r"^#+ +(.+?) *$", re.MULTILINE)
 
 
@@ -88,3 +91,26 @@ def test_links_resolve(page: Path) -> None:
             assert target.is_relative_to(DOCS) and target.is_file(), f"{page.name}: {link} is no page of the site"
         if anchor:
             assert anchor in anchors(target), f"{page.name}: {link}: {target.name} has no such heading"
+
+
+def test_the_index_links_every_page() -> None:
+    links = _LINK.findall(prose(DOCS / "index.md"))
+    linked = {(DOCS / link.partition("#")[0]).resolve() for link in links}
+    pages = {page for page in DOCS.rglob("*.md") if page.parent.name != "decisions" or page.name == "README.md"}
+    missing = pages - linked - {DOCS / "index.md"}
+    assert not missing, f"docs/index.md has no link to {sorted(page.relative_to(DOCS).as_posix() for page in missing)}"
+
+
+@pytest.fixture(scope="module")
+def repository_files() -> list[str]:
+    files = [*ROOT.iterdir(), *(file for folder in SOURCES for file in (ROOT / folder).rglob("*"))]
+    return ["/" + file.relative_to(ROOT).as_posix() for file in files if file.is_file()]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_code_paths_exist(page: Path, repository_files: list[str]) -> None:
+    # A path may start at the root, at src/bytecheckpoint, or at any folder: rooms write their own files short.
+    text = _FENCED.sub("", page.read_text(encoding="utf-8"))
+    for path in (path for code in _CODE.findall(text) for path in _CODE_PATH.findall(code)):
+        found = any(file.endswith("/" + path.removeprefix("./")) for file in repository_files)
+        assert found, f"{page.name}: the repository has no file {path}"

@@ -1,21 +1,25 @@
-"""Loads that read once what several ranks want: who reads, who takes from whom, and what happens when one fails."""
+"""Exchanges: every byte is read once, ranks copy it from each other, and the failure of one rank fails all."""
 
 from __future__ import annotations
 
-import os
+import gc
+import threading
+import time
+import weakref
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 import bytecheckpoint
 from bytecheckpoint.collectives import Collective, ThreadWorld
+from bytecheckpoint.collectives.agreement import Agreement
 from bytecheckpoint.engine import peer_memory
-from bytecheckpoint.engine.exchange import Exchange, _Answer
+from bytecheckpoint.engine.exchange import Exchange
 from bytecheckpoint.engine.file_set import FileSet
 from bytecheckpoint.errors import CheckpointError, CorruptCheckpointError
+from bytecheckpoint.tuning import tuned
 from tests.support.layouts import Leaf, coded
 
 #: 4.5 chunks of a tensor, a tensor whose bytes are no multiple of 16, and one that is cut by columns.
@@ -39,7 +43,7 @@ def step(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def boxes(rank: int, world: int, replicated: bool) -> dict[str, Leaf]:
-    """What a rank wants: everything, or all of "a", some rows of "b" that overlap its neighbours', columns of "c"."""
+    """Boxes that a rank wants: everything, or all of "a", rows of "b" that overlap its neighbours', columns of "c"."""
     if replicated:
         return {name: Leaf(shape, [((0,) * len(shape), shape)]) for name, shape in SHAPES.items()}
     wide = SHAPES["c"][1] // world
@@ -72,50 +76,10 @@ def test_every_byte_is_read_once(step: Path, machines: str, replicated: bool, st
         assert max(r.bytes_read for r in reports) < NBYTES * 0.4
 
 
-def test_memory_that_cannot_be_read_goes_over_the_wire(step: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peer_memory, "_readv", None)
+@tuned(peer_memory=False)
+def test_memory_that_cannot_be_read_is_sent_over_the_network(step: Path) -> None:
     reports = ThreadWorld(3).run(load, step, ["m"] * 3, True, False, timeout=60)
     assert sum(r.bytes_read for r in reports) <= NBYTES * 1.01
-
-
-def test_a_process_is_known_by_its_secret() -> None:
-    words = peer_memory.introduction()
-    assert peer_memory.sees(words) > 0
-    forged = words[:-1] + bytes([words[-1] ^ 1])
-    assert peer_memory.sees(forged) == 0
-    assert peer_memory.sees(b"") == 0
-
-
-def test_parts_of_segments() -> None:
-    run = peer_memory.segments([(100, 10), (500, 5), (900, 20)])
-
-    def parts(*wanted: tuple[int, int]) -> list[list[int]]:
-        starts, lengths = np.array(wanted, np.int64).reshape(-1, 2).T
-        found: list[list[int]] = peer_memory.parts_of(run, starts, lengths).tolist()
-        return found
-
-    assert parts((0, 35)) == run.tolist()
-    assert parts((8, 9)) == [[108, 2], [500, 5], [900, 2]]
-    assert parts((15, 20)) == [[900, 20]]
-    assert parts((15, 20), (9, 1), (9, 2)) == [[900, 20], [109, 1], [109, 1], [500, 1]]
-    assert parts() == []
-
-
-def test_memory_is_pulled_in_pieces_of_any_number_and_size() -> None:
-    """More pieces than one call takes, cut differently on both sides."""
-    rng = np.random.default_rng(7)
-    there = rng.integers(0, 255, 1 << 20, dtype=np.uint8)
-    here = np.zeros(1 << 20, np.uint8)
-    ends = np.sort(rng.choice(np.arange(1, 1 << 20), 5000, replace=False))
-    starts, stops = ends[:-1:2], ends[1::2]
-    at = rng.permutation(len(starts))
-    total = int((stops - starts).sum())
-    remote = np.column_stack((there.ctypes.data + starts[at], (stops - starts)[at]))
-    cuts = np.concatenate(([0], np.sort(rng.choice(np.arange(1, total), 3000, replace=False)), [total]))
-    local = np.column_stack((here.ctypes.data + cuts[:-1], np.diff(cuts)))
-    peer_memory.pull(os.getpid(), remote, local)
-    assert np.array_equal(here[:total], np.concatenate([there[starts[i] : stops[i]] for i in at]))
-    assert not here[total:].any()
 
 
 @pytest.mark.parametrize("hosts", [["m"] * 3, ["m", "m", "n"]], ids=["one machine", "two machines"])
@@ -123,7 +87,7 @@ def test_memory_is_pulled_in_pieces_of_any_number_and_size() -> None:
 def test_a_reader_that_fails_fails_the_load_everywhere(
     step: Path, hosts: list[str], call: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By name and soon, whichever chunk it is."""
+    """At once and with the cause, whichever chunk it is."""
     original, calls = FileSet.fetch, []
 
     def fetch(self: FileSet, file: int, start: int, stop: int, buffers: Any) -> None:
@@ -146,7 +110,7 @@ def test_a_reader_that_fails_fails_the_load_everywhere(
 
 
 def test_a_peer_whose_memory_is_gone_fails_the_load_everywhere(step: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    original, calls = peer_memory.pull, []
+    original, calls = peer_memory.read_peer_memory, []
 
     def broken(pid: int, remote: Any, local: Any) -> None:
         if sum(n for _, n in local) > 1 << 19:
@@ -155,7 +119,7 @@ def test_a_peer_whose_memory_is_gone_fails_the_load_everywhere(step: Path, monke
                 raise OSError(3, "No such process")
         original(pid, remote, local)
 
-    monkeypatch.setattr("bytecheckpoint.engine.exchange.pull", broken)
+    monkeypatch.setattr("bytecheckpoint.engine.exchange_items.read_peer_memory", broken)
 
     def run(collective: Collective) -> None:
         with pytest.raises(CheckpointError, match="went away during an exchange"):
@@ -164,18 +128,48 @@ def test_a_peer_whose_memory_is_gone_fails_the_load_everywhere(step: Path, monke
     ThreadWorld(3).run(run, timeout=25)
 
 
-def test_addresses_go_to_neighbours_only(step: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a rank hears in a round does not grow with the number of machines."""
-    heard: list[tuple[int, _Answer]] = []
-    original = Exchange._meet
+def test_addresses_go_to_ranks_of_the_same_machine_only(step: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The size of a decision does not grow with the number of machines."""
+    received: list[tuple[int, Any]] = []
+    original = Agreement.agree_each
 
-    def meet(self: Exchange, name: str, word: Any) -> _Answer:
-        answer = original(self, name, word)
-        heard.append((self._me, answer))
-        return answer
+    def agree_each(self: Agreement, *args: Any, **types: Any) -> Any:
+        decision = original(self, *args, **types)
+        received.append((self.rank, decision))
+        return decision
 
-    monkeypatch.setattr(Exchange, "_meet", meet)
+    monkeypatch.setattr(Agreement, "agree_each", agree_each)
     hosts = MACHINES["two and two"]
     ThreadWorld(4).run(load, step, hosts, True, False, timeout=60)
-    assert any(answer.held for _, answer in heard)
-    assert all(hosts[rank] == hosts[other] for rank, answer in heard for other in answer.held)
+    rounds = [(rank, decision) for rank, decision in received if hasattr(decision, "segments")]
+    assert any(decision.segments for _, decision in rounds)
+    assert all(hosts[rank] == hosts[other] for rank, decision in rounds for other in decision.segments)
+
+
+def test_a_ranks_memory_stays_until_all_ranks_have_copied(step: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last rank to end its exchange still finds the exchanges of all others, none of them released."""
+    run, release = Exchange.run, Exchange.release
+    begun: list[weakref.ref[Exchange]] = []
+    ended, released, alive = [], [], []
+    others_ended = threading.Semaphore(0)
+
+    def slow_run(self: Exchange) -> None:
+        begun.append(weakref.ref(self))
+        run(self)
+        if self._rank == 2:
+            assert others_ended.acquire(timeout=20) and others_ended.acquire(timeout=20)
+            time.sleep(0.2)  # the others wait for the agreement now
+            gc.collect()
+            alive.append([reference() is not None for reference in begun])
+        ended.append(self._rank)
+        others_ended.release()
+
+    def noted_release(self: Exchange) -> None:
+        released.append(len(ended))
+        release(self)
+
+    monkeypatch.setattr(Exchange, "run", slow_run)
+    monkeypatch.setattr(Exchange, "release", noted_release)
+    ThreadWorld(3).run(load, step, ["m"] * 3, True, True, timeout=60)
+    assert alive == [[True] * 3]
+    assert released == [3] * 3

@@ -1,4 +1,4 @@
-"""States whose every value says which step, tensor and coordinate it belongs to, for one rank of several."""
+"""States of one rank of several, in which every value encodes its step, tensor and coordinate."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ COLUMNS = 40
 
 
 def whole(step: int, tensor: int, rows: int = ROWS) -> torch.Tensor:
-    """Tensor number `tensor` at `step`: float64, shape [rows, COLUMNS], no value occurs twice anywhere."""
+    """Return tensor number `tensor` at `step`: float64, shape [rows, COLUMNS]; no value occurs twice anywhere."""
     numbers = torch.arange(rows * COLUMNS, dtype=torch.float64).reshape(rows, COLUMNS)
     return numbers + 1e6 * tensor + 1e9 * step
 
 
 class Rows:
-    """Some rows of a tensor, one rank's share: an object that declares its boxes itself."""
+    """One rank's rows of a tensor: an object that declares its boxes itself."""
 
     def __init__(self, rank: int, world: int, step: int | None, tensor: int, rows: int = ROWS) -> None:
         bounds = [rows * r // world for r in range(world + 1)]
@@ -39,7 +39,7 @@ class Rows:
 
 
 def states(rank: int = 0, world: int = 1, step: int | None = None, rows: int = ROWS) -> dict[str, Any]:
-    """One rank's states: sharded and replicated tensors in two kinds, shared and own values; None: a blank destination."""
+    """Return one rank's states: sharded and replicated tensors, shared and own values. Step None: a blank destination."""
     blank = step is None
     bias = torch.full((COLUMNS,), -1.0, dtype=torch.float64) if blank else whole(step or 0, 2, 1)[0].clone()
     return {
@@ -54,7 +54,7 @@ def states(rank: int = 0, world: int = 1, step: int | None = None, rows: int = R
 
 
 def step_of(loaded: dict[str, Any]) -> int:
-    """The step that `loaded` holds; fails unless every value in it is exactly that step's."""
+    """Return the step that `loaded` holds; fail unless every value is that step's."""
     step = int(loaded["extra_states"]["step"])
     for name, tensor in (("w", 0), ("v", 1)):
         check_rows(loaded["model"][name], step, tensor)
@@ -65,20 +65,20 @@ def step_of(loaded: dict[str, Any]) -> int:
 
 
 def check_rows(piece: Rows, step: int, tensor: int) -> None:
-    """Fails unless `piece` holds its rows of tensor `tensor` at `step`."""
+    """Fail unless `piece` holds its rows of tensor `tensor` at `step`."""
     wanted = whole(step, tensor, piece.shape[0])[piece.offset : piece.offset + len(piece.data)]
     assert torch.equal(piece.data, wanted), f"tensor {tensor} is not that of step {step}"
 
 
 def load_step(path: str | Path, *, rows: int = ROWS, **options: Any) -> int:
-    """Load the checkpoint at `path` into one process, whatever layout wrote it; the step that it holds."""
+    """Load the checkpoint at `path` into one process, whatever layout wrote it; return its step."""
     loaded = states(rows=rows)
     bytecheckpoint.load(path, loaded, **options)
     return step_of(loaded)
 
 
 def files_of(path: str | Path) -> list[str]:
-    """Every file below `path`, relative, sorted."""
+    """Return every file below `path`, relative and sorted."""
     return sorted(
         os.path.relpath(os.path.join(folder, name), path) for folder, _, names in os.walk(path) for name in names
     )

@@ -1,7 +1,7 @@
-"""What a disk may hold after a loss of power: every state that POSIX allows, from the journal of `servers.faultfs`.
+"""The states of a disk after a loss of power: all that POSIX allows, from the journal of `servers.faultfs`.
 
-Certain is only what was synced: the bytes of a file by its fsync, the names in a folder by the fsync of the folder. Any of
-the changes since then may be on the disk or not, in whatever order they were made. A rename is there or not, whole.
+Only what was synced is certain: the bytes of a file after its fsync, the names in a folder after the folder's. Any later
+change may be on the disk or not, whatever the order of the changes. A rename is atomic.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MARK = "/mark-"
 
 
 def mark(mount: Path, word: str) -> None:
-    """Let the journal of a file system tell that something has happened now."""
+    """Write a mark into the journal of a file system."""
     os.mkdir(f"{mount}{_MARK}{word}")
 
 

@@ -1,4 +1,4 @@
-"""Playing several ranks on threads, and collecting what each of them met."""
+"""Run a function on several ranks, as threads, and collect what each returned or raised."""
 
 from __future__ import annotations
 
@@ -8,16 +8,15 @@ from typing import Any
 
 import bytecheckpoint
 from bytecheckpoint.collectives.base import Collective
-from bytecheckpoint.collectives.threads import ThreadWorld
+from bytecheckpoint.collectives.testing import ThreadWorld
+from bytecheckpoint.handles import SaveReport
 from tests.faults.coded import states
 
-__all__ = ["attempt", "outcomes", "save_all"]
-
-Outcome = Any
+__all__ = ["attempt", "outcomes", "save_all", "succeeded"]
 
 
 def attempt(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """What `function` returns, or the exception that it raises."""
+    """Return what `function` returns, or the exception that it raises."""
     try:
         return function(*args, **options)
     except Exception as error:  # noqa: BLE001  handed to the test
@@ -25,12 +24,12 @@ def attempt(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
 
 
 def outcomes(world: ThreadWorld, function: Callable[[Collective], Any], timeout: float = 60.0) -> list[Any]:
-    """Per rank, what `function(collective)` returned or raised."""
+    """Return for each rank what `function(collective)` returned or raised."""
     return world.run(lambda collective: attempt(function, collective), timeout=timeout)
 
 
 def save_all(world: ThreadWorld, path: Path, step: int, **options: Any) -> list[Any]:
-    """Every rank saves `step` and waits; per rank the report or the exception."""
+    """Let every rank save `step` and wait; return each rank's report or exception."""
 
     def one(collective: Collective) -> Any:
         handle = bytecheckpoint.save(path, states(collective.rank, world.size, step), **options)
@@ -40,3 +39,8 @@ def save_all(world: ThreadWorld, path: Path, step: int, **options: Any) -> list[
             assert handle.staged.done() and handle.committed.done(), "both futures are set, whatever happened"
 
     return outcomes(world, one)
+
+
+def succeeded(got: list[Any]) -> None:
+    """Assert that every rank got a report."""
+    assert all(isinstance(report, SaveReport) for report in got), got

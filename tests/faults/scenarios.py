@@ -1,9 +1,9 @@
-"""A program that plays ends and forks of trainers, each in a process of its own, and tells how they went.
+"""A program that runs scenarios of trainers that end or fork, each in its own process, and prints what happened.
 
     python -m tests.faults.scenarios FOLDER NAME...
 
-Importing torch takes seconds, so this process imports everything, starts no thread, and forks the trainers. A trainer
-ends as any program does: `main` returns or raises, and the interpreter shuts down. One JSON object per scenario.
+This process imports torch once, starts no thread, and forks the trainers. A trainer ends as any program does: `main`
+returns or raises, and the interpreter shuts down. The output is one JSON object for each scenario.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader
 
 import bytecheckpoint
 from bytecheckpoint.collectives import current
-from bytecheckpoint.saving.saver import saver_of
+from bytecheckpoint.world import world_of
 from tests.faults.coded import load_step, states
 
 ROWS = 20_000
@@ -45,8 +45,8 @@ def save(path: Path, step: int, **options: Any) -> Any:
     return bytecheckpoint.save(path, states(step=step, rows=ROWS), async_checkpoint=True, **options)
 
 
-def tell_helper(path: Path) -> None:
-    helper = saver_of(current())._helper
+def note_helper(path: Path) -> None:
+    helper = world_of(current()).resources.running_helper
     (path.parent / "helper").write_text(str(helper.pid if helper else 0))
 
 
@@ -90,7 +90,7 @@ def end_with_three_saves_in_flight(path: Path) -> None:
 @scenario
 def end_with_the_second_save_in_flight(path: Path) -> None:
     save(path, 1).result(LIMIT)
-    tell_helper(path)
+    note_helper(path)
     save(path, 2)
 
 
@@ -116,7 +116,7 @@ def end_by_interrupt(path: Path) -> None:
 @scenario
 def end_by_sigterm(path: Path) -> None:
     save(path, 1).result(LIMIT)
-    tell_helper(path)
+    note_helper(path)
     save(path, 2)
     signal.raise_signal(signal.SIGTERM)
 
@@ -172,7 +172,7 @@ def end_with_a_save_in_an_exit_hook(path: Path) -> None:
 
 
 def child(work: Callable[[], None], *, clean: bool) -> None:
-    """Run `work` in a fork and wait; fails unless it ends well, in time."""
+    """Run `work` in a fork, and wait; fail unless it succeeds in time."""
     pid = os.fork()
     if pid == 0:
         threading.Timer(LIMIT / 2, lambda: os._exit(99)).start()
@@ -272,7 +272,7 @@ def fork_of_dataloader_workers(path: Path) -> None:
 
 
 def play(folder: Path, name: str) -> dict[str, Any]:
-    """One scenario in a process of its own, and what is left of it."""
+    """Run one scenario in its own process; return the facts."""
     (folder / name).mkdir()
     path = folder / name / "s"
     begun = time.monotonic()
@@ -301,7 +301,7 @@ def play(folder: Path, name: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Play the named scenarios."""
+    """Run the named scenarios."""
     folder = Path(sys.argv[1])
     for name in sys.argv[2:]:
         print(json.dumps(play(folder, name)), flush=True)

@@ -20,8 +20,8 @@ from bytecheckpoint import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
 )
-from bytecheckpoint.collectives.threads import ThreadWorld
-from bytecheckpoint.loading.saved import read_catalog
+from bytecheckpoint.collectives.testing import ThreadWorld
+from bytecheckpoint.engine.catalogs import read_catalog
 from bytecheckpoint.representation.catalog import Catalog
 from bytecheckpoint.storage import resolve
 from tests.faults.coded import files_of, load_step, states, step_of
@@ -159,7 +159,7 @@ def test_the_damaged_block_and_only_its_tensors_are_named(tmp_path: Path) -> Non
 
 
 def test_verify_finds_a_flipped_bit_anywhere(damaged: Path) -> None:
-    from bytecheckpoint.interop.verify import verify_checkpoint
+    from bytecheckpoint.tools.verify import verify_checkpoint
 
     assert verify_checkpoint(resolve(damaged)).ok
     for entry in catalog_of(damaged).files:

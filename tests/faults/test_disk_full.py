@@ -13,11 +13,10 @@ import pytest
 
 import bytecheckpoint
 from bytecheckpoint import StorageError, StorageFullError
-from bytecheckpoint.collectives.threads import ThreadWorld
-from bytecheckpoint.handles import SaveReport
+from bytecheckpoint.collectives.testing import ThreadWorld
 from bytecheckpoint.storage import NewFile, resolve
 from tests.faults.coded import files_of, load_step, states
-from tests.faults.ranks import save_all
+from tests.faults.ranks import save_all, succeeded
 
 MODES: dict[str, dict[str, Any]] = {"sync": {}, "async": {"async_checkpoint": True}}
 BIG = 6000  # rows: some 6 MB in all
@@ -62,10 +61,6 @@ def failed(got: list[Any], error: type[Exception]) -> None:
     for rank, raised in enumerate(got):
         assert type(raised) is error, f"rank {rank}: {raised!r}"
         assert "rank " in str(raised) and "\n" not in str(raised)
-
-
-def succeeded(got: list[Any]) -> None:
-    assert all(isinstance(report, SaveReport) for report in got), got
 
 
 def save_big(world: ThreadWorld, path: Path, step: int, **options: Any) -> list[Any]:

@@ -1,39 +1,33 @@
-"""The end of the program with a save in flight: it commits, quietly; nothing hangs, aborts or stays behind."""
+"""A program ends with a save in flight: the save commits without a message, and nothing hangs or stays behind."""
 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import bytecheckpoint
 from tests.faults.coded import files_of, load_step
 from tests.faults.scenarios import ROWS, SCENARIOS
+from tests.support.processes import ROOT, environment, python, running, wait_until
 
-ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.timeout(400)
 
 
 def play(folder: Path, names: list[str]) -> dict[str, dict[str, Any]]:
-    """How each scenario went, in one program that imports torch once."""
-    source = str(Path(bytecheckpoint.__file__).resolve().parents[1])
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([source, str(ROOT)])}
+    """Run the scenarios in one program, which imports torch once; return the facts of each."""
     done = subprocess.run(
-        [sys.executable, "-W", "ignore::DeprecationWarning", "-m", "tests.faults.scenarios", str(folder), *names],
-        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=380, check=False,
+        python("-W", "ignore::DeprecationWarning", "-m", "tests.faults.scenarios", folder, *names),
+        cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=380, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     return {fact["name"]: fact for fact in map(json.loads, done.stdout.splitlines())}
 
 
 ENDS = [name for name in SCENARIOS if name.startswith("end_")]
-#: How a scenario ends where it does not end with 0.
+#: Exit codes other than 0.
 CODES = {"end_by_sys_exit": 3, "end_by_an_exception": 1, "end_by_interrupt": -2, "end_by_sigterm": -15}
 
 
@@ -41,13 +35,6 @@ CODES = {"end_by_sys_exit": 3, "end_by_an_exception": 1, "end_by_interrupt": -2,
 def played(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, dict[str, Any]]]:
     folder = tmp_path_factory.mktemp("ends")
     return folder, play(folder, ENDS)
-
-
-def gone(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
-    except FileNotFoundError:
-        return True
 
 
 @pytest.mark.parametrize("name", ENDS)
@@ -70,7 +57,4 @@ def test_end(name: str, played: tuple[Path, dict[str, dict[str, Any]]]) -> None:
     assert len(files_of(path)) <= 6 or name == "end_by_sigterm"
     if (folder / name / "helper").exists():
         helper = int((folder / name / "helper").read_text())
-        deadline = time.monotonic() + 5
-        while not gone(helper):
-            assert time.monotonic() < deadline, "the writer process stays behind"
-            time.sleep(0.05)
+        assert wait_until(lambda: not running(helper), 5), "the helper process outlives its trainer"

@@ -1,4 +1,4 @@
-"""A file system that fails on command, and a disk that is slow: FUSE and a throttled loop device, which take root."""
+"""A file system that fails by rules (FUSE), and a slow disk (a throttled loop device); both take root."""
 
 from __future__ import annotations
 
@@ -25,21 +25,17 @@ from bytecheckpoint import (
     StorageUnavailableError,
 )
 from bytecheckpoint.cli.main import run as command
-from bytecheckpoint.collectives.threads import ThreadWorld
+from bytecheckpoint.collectives.testing import ThreadWorld
 from bytecheckpoint.handles import SaveReport
-from bytecheckpoint.tiers.cooling import cool, plan_cooldown
+from bytecheckpoint.tiers.cooldown import cool, plan_cooldown
 from tests.faults.coded import files_of, load_step, states, step_of
-from tests.faults.ranks import outcomes, save_all
+from tests.faults.ranks import outcomes, save_all, succeeded
 from tests.servers.faultfs import FaultFs
 from tests.servers.process import folder_of
+from tests.support.modes import MODES
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(200)]
 
-MODES: dict[str, dict[str, Any]] = {
-    "sync": {},
-    "async": {"async_checkpoint": True},
-    "background": {"async_checkpoint": True, "staging": "background"},
-}
 CLASSES = {
     errno.ENOSPC: StorageFullError,
     errno.EDQUOT: StorageFullError,
@@ -68,7 +64,7 @@ def fs(mounted: FaultFs) -> Iterator[FaultFs]:
 def path(fs: FaultFs, request: pytest.FixtureRequest) -> Path:
     """A checkpoint of step 1, saved by two ranks."""
     path = fs.mount / re.sub(r"\W+", "-", request.node.name) / "s"
-    assert all(isinstance(report, SaveReport) for report in save_all(ThreadWorld(2), path, 1))
+    succeeded(save_all(ThreadWorld(2), path, 1))
     return path
 
 
@@ -82,13 +78,13 @@ def is_whole(path: Path, step: int, files: int) -> None:
 @pytest.mark.parametrize(
     ("op", "code", "options"),
     [
-        ("create", errno.EACCES, {"path": "/model/"}),
+        ("create", errno.EACCES, {"name": "/model/"}),
         ("create", errno.EROFS, {}),
         ("write", errno.ENOSPC, {"after_bytes": 20_000}),
         ("write", errno.EDQUOT, {}),
-        ("write", errno.EIO, {"path": "optimizer/rank-00001"}),
-        ("fsync", errno.EIO, {"path": "/model/"}),
-        ("fsync", errno.EIO, {"path": ".publishing"}),
+        ("write", errno.EIO, {"name": "optimizer/rank-00001"}),
+        ("fsync", errno.EIO, {"name": "/model/"}),
+        ("fsync", errno.EIO, {"name": ".publishing"}),
         ("rename", errno.EIO, {}),
         ("truncate", errno.EIO, {}),
     ],
@@ -96,7 +92,7 @@ def is_whole(path: Path, step: int, files: int) -> None:
 def test_a_save_meets_an_error(
     fs: FaultFs, path: Path, op: str, code: int, options: dict[str, Any], mode: str, writer: str
 ) -> None:
-    """It fails on both ranks with the class and the place; what was there stays whole; the next save works."""
+    """The save fails on both ranks with the class and the place; the old step stays whole; the next save works."""
     bytecheckpoint.configure(writer=writer)
     before = len(files_of(path))
     world = ThreadWorld(2)
@@ -109,19 +105,19 @@ def test_a_save_meets_an_error(
     is_whole(path, 1, before)
     if mode != "sync":
         assert all("earlier asynchronous save" in str(raised) for raised in save_all(world, path, 3))
-    assert all(isinstance(report, SaveReport) for report in save_all(world, path, 4, **MODES[mode]))
+    succeeded(save_all(world, path, 4, **MODES[mode]))
     is_whole(path, 4, before)
 
 
 @pytest.mark.parametrize("op", ["fsyncdir", "unlink", "rmdir"])
 def test_what_fails_after_the_commit(fs: FaultFs, path: Path, op: str) -> None:
     """Old files that cannot be removed fail nothing; a name that may not last fails the save, and loses nothing."""
-    fs.rule(op, errno.EIO, path="/s" if op == "fsyncdir" else "")
+    fs.rule(op, errno.EIO, name="/s" if op == "fsyncdir" else "")
     got = save_all(ThreadWorld(2), path, 2)
     fs.clear()
     assert load_step(path) in ((1, 2) if op == "fsyncdir" else (2,))
     assert all(isinstance(g, SaveReport) for g in got) or op == "fsyncdir"
-    assert all(isinstance(report, SaveReport) for report in save_all(ThreadWorld(2), path, 3))
+    succeeded(save_all(ThreadWorld(2), path, 3))
     is_whole(path, 3, len(files_of(path)))
 
 
@@ -134,7 +130,7 @@ def test_what_fails_after_the_commit(fs: FaultFs, path: Path, op: str) -> None:
     ],
 )
 def test_a_load_meets_an_error(fs: FaultFs, path: Path, op: str, code: int, error: type[Exception], words: str) -> None:
-    fs.rule(op, code, path="rank-", **({} if code else {"flip": True}))
+    fs.rule(op, code, name="rank-", **({} if code else {"flip": True}))
     with pytest.raises(error, match=words):
         load_step(path)
     fs.clear()
@@ -144,7 +140,7 @@ def test_a_load_meets_an_error(fs: FaultFs, path: Path, op: str, code: int, erro
 def test_a_stale_handle_is_opened_again(fs: FaultFs, path: Path) -> None:
     fs.rule("open", errno.ESTALE, times=2)
     assert load_step(path) == 1
-    fs.rule("read", errno.ESTALE, times=1, path="rank-")
+    fs.rule("read", errno.ESTALE, times=1, name="rank-")
     assert load_step(path) == 1
 
 
@@ -152,7 +148,7 @@ def test_a_stale_handle_is_opened_again(fs: FaultFs, path: Path) -> None:
 def test_a_slow_file_system_is_waited_for(fs: FaultFs, path: Path, mode: str) -> None:
     fs.rule("*", delay=0.005)
     got = save_all(ThreadWorld(2), path, 2, **MODES[mode])
-    assert all(isinstance(report, SaveReport) for report in got), got
+    succeeded(got)
     assert load_step(path) == 2
 
 
@@ -188,17 +184,17 @@ _TIMEOUT = 1.5
     ],
 )
 def test_a_save_gets_no_answer(fs: FaultFs, path: Path, op: str, place: str, mode: str) -> None:
-    """It fails on both ranks in the end; what was there stays whole, and the next save works when answers come again."""
+    """The save fails on both ranks; the old step stays whole, and the next save works once answers come again."""
     bytecheckpoint.configure(writer="process" if mode == "async" else "thread")
     before = len(files_of(path))
     world = ThreadWorld(2)
     begun = time.monotonic()
-    fs.rule(op, hang=True, path=place)
+    fs.rule(op, hang=True, name=place)
     got = save_all(world, path, 2, timeout=_TIMEOUT, **MODES[mode])
     assert time.monotonic() - begun < 25
     fs.clear()
     for raised in got:
-        # A rank may be tired of waiting for one that waits for the file system.
+        # A rank may stop waiting for a rank that waits for the file system.
         words = rf"cannot .* {path}.*no answer within {_TIMEOUT} s|no message .* within"
         assert isinstance(raised, StorageUnavailableError | CheckpointTimeoutError), raised
         assert re.search(words, str(raised)), raised
@@ -206,12 +202,12 @@ def test_a_save_gets_no_answer(fs: FaultFs, path: Path, op: str, place: str, mod
     assert load_step(path) in (1, 2)
     if mode != "sync":
         assert all("earlier asynchronous save" in str(raised) for raised in save_all(world, path, 3))
-    assert all(isinstance(report, SaveReport) for report in save_all(world, path, 4, **MODES[mode]))
+    succeeded(save_all(world, path, 4, **MODES[mode]))
     is_whole(path, 4, before)
 
 
 def await_publishers(path: Path) -> None:
-    """What had no answer goes on when it has one; what a publisher does last is to let go of the folder's lock."""
+    """Wait for publishers that go on once they have an answer: the last thing they do is to release the folder's lock."""
     folder = os.open(path, os.O_RDONLY)
     fcntl.flock(folder, fcntl.LOCK_EX)
     os.close(folder)
@@ -219,11 +215,11 @@ def await_publishers(path: Path) -> None:
 
 def test_old_files_whose_removal_gets_no_answer_fail_nothing(fs: FaultFs, path: Path) -> None:
     before = len(files_of(path))
-    fs.rule("unlink", hang=True, path="rank-")
-    assert all(isinstance(report, SaveReport) for report in save_all(ThreadWorld(2), path, 2, timeout=_TIMEOUT))
+    fs.rule("unlink", hang=True, name="rank-")
+    succeeded(save_all(ThreadWorld(2), path, 2, timeout=_TIMEOUT))
     assert load_step(path) == 2
     fs.clear()
-    assert all(isinstance(report, SaveReport) for report in save_all(ThreadWorld(2), path, 3))
+    succeeded(save_all(ThreadWorld(2), path, 3))
     is_whole(path, 3, before)
 
 
@@ -232,14 +228,14 @@ def test_old_files_whose_removal_gets_no_answer_fail_nothing(fs: FaultFs, path: 
     ("op", "place"), [("getattr", ""), ("open", "metadata"), ("read", "metadata"), ("open", "rank-"), ("read", "rank-")]
 )
 def test_a_load_gets_no_answer(fs: FaultFs, path: Path, op: str, place: str, overlap: bool) -> None:
-    """It fails in the end. Another one does not begin while the answer may still come into the memory that both fill."""
+    """The load fails. Another one does not begin while an answer may still fill the memory of both."""
 
     def load(collective: Any) -> int:
         loaded = states(collective.rank, 2)
         bytecheckpoint.load(path, loaded, timeout=_TIMEOUT, overlap_loading=overlap, prepare_save=False)
         return step_of(loaded)
 
-    fs.rule(op, hang=True, path=place)
+    fs.rule(op, hang=True, name=place)
     for _ in range(2):
         begun = time.monotonic()
         for raised in outcomes(ThreadWorld(2), load):
@@ -254,7 +250,7 @@ def test_a_load_gets_no_answer(fs: FaultFs, path: Path, op: str, place: str, ove
 @pytest.mark.parametrize(("op", "place"), [("open", "metadata"), ("read", "rank-")])
 def test_an_open_checkpoint_gets_no_answer(fs: FaultFs, path: Path, op: str, place: str) -> None:
     bytecheckpoint.configure(timeout=_TIMEOUT)
-    fs.rule(op, hang=True, path=place)
+    fs.rule(op, hang=True, name=place)
     begun = time.monotonic()
     with pytest.raises(StorageUnavailableError, match=rf"cannot read {path}.*no answer within {_TIMEOUT} s"):
         bytecheckpoint.open(path)["model/w"][...]
@@ -281,7 +277,7 @@ def test_an_open_checkpoint_gets_no_answer(fs: FaultFs, path: Path, op: str, pla
 def test_a_command_gets_no_answer(
     fs: FaultFs, path: Path, words: str, op: str, place: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It says so, and succeeds when answers come again."""
+    """The command says so, and succeeds once answers come again."""
     bytecheckpoint.configure(timeout=_TIMEOUT)
     new = path.parent / "new"
     if op == "readdir" and place:
@@ -289,12 +285,12 @@ def test_a_command_gets_no_answer(
     if words.startswith("repair"):
         (path / "metadata.parquet").unlink()
     line = words.format(path=path, new=new).split()
-    fs.rule(op, hang=True, path=place)
+    fs.rule(op, hang=True, name=place)
     begun = time.monotonic()
     code = command(line)
     assert time.monotonic() - begun < 25
-    told = "".join(capsys.readouterr())
-    assert re.search(r"(cannot|folder).*no answer", told.replace("\n", " ")), told
+    output = "".join(capsys.readouterr())
+    assert re.search(r"(cannot|folder).*no answer", output.replace("\n", " ")), output
     fs.clear()
     assert code != 0 or op == "readdir"  # that strays cannot be looked for is a note
     again = [*line, "--force"] if op == "rename" else line  # it may take effect after all
@@ -307,7 +303,7 @@ def test_a_command_gets_no_answer(
 def test_short_writes_of_the_file_system(fs: FaultFs, path: Path, most: int) -> None:
     fs.rule("write", short=most)
     for step, mode in ((2, "sync"), (3, "async")):
-        assert all(isinstance(report, SaveReport) for report in save_all(ThreadWorld(2), path, step, **MODES[mode]))
+        succeeded(save_all(ThreadWorld(2), path, step, **MODES[mode]))
         assert load_step(path) == step
 
 
@@ -338,7 +334,7 @@ def test_a_flush_meets_an_error(fs: FaultFs, tmp_path: Path, request: pytest.Fix
 
 @pytest.mark.parametrize("op", ["create", "write", "fsync", "rename", "link", "readdir"])
 def test_a_flush_gets_no_answer(fs: FaultFs, tmp_path: Path, request: pytest.FixtureRequest, op: str) -> None:
-    """It fails in time; another one may be under way when what was given up goes on, and nothing is lost by that."""
+    """The flush fails in time. An abandoned one may go on beside the next one, and nothing is lost by that."""
     bytecheckpoint.configure(tier_hot=str(tmp_path / "hot"), timeout=_TIMEOUT)
     run = fs.mount / re.sub(r"\W+", "-", request.node.name)
     run.mkdir()
@@ -346,7 +342,7 @@ def test_a_flush_gets_no_answer(fs: FaultFs, tmp_path: Path, request: pytest.Fix
     place = {"link": ".publishing", "rename": ".publishing", "readdir": ""}.get(op, "rank-")
     begun = time.monotonic()
     handle = bytecheckpoint.save(f"{tier}/1", states(step=1), async_checkpoint=True)
-    fs.rule("*" if op in ("link", "rename") else op, hang=True, path=place)
+    fs.rule("*" if op in ("link", "rename") else op, hang=True, name=place)
     handle.restorable.result(60)
     with pytest.raises(StorageUnavailableError, match="no answer"):
         handle.result(60)
@@ -360,7 +356,7 @@ def test_a_flush_gets_no_answer(fs: FaultFs, tmp_path: Path, request: pytest.Fix
 
 @pytest.mark.parametrize(
     ("op", "options"),
-    [("write", {"after_bytes": 9000}), ("fsync", {}), ("link", {}), ("read", {"flip": True, "path": "rank-"})],
+    [("write", {"after_bytes": 9000}), ("fsync", {}), ("link", {}), ("read", {"flip": True, "name": "rank-"})],
 )
 def test_a_cooldown_meets_an_error(
     fs: FaultFs, tmp_path: Path, request: pytest.FixtureRequest, op: str, options: dict[str, Any]
@@ -373,7 +369,7 @@ def test_a_cooldown_meets_an_error(
     (plan, _) = plan_cooldown(str(tmp_path / "run"), str(cold), older_than=0)
     code = errno.ENOSPC if op == "write" else errno.EIO
     if op == "link":
-        fs.rule("*", code, path=".publishing")
+        fs.rule("*", code, name=".publishing")
     else:
         fs.rule(op, 0 if "flip" in options else code, **options)
     done = cool(plan)

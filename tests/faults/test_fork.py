@@ -1,4 +1,4 @@
-"""After a fork, use works or raises; it never hangs, and the parent's saves are not disturbed."""
+"""After a fork the package works or raises; it never hangs, and the parent's saves go on."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import bytecheckpoint
 from bytecheckpoint import CorruptCheckpointError, IncompatibleCheckpointError
-from bytecheckpoint.loading.saved import read_catalog
+from bytecheckpoint.engine.catalogs import read_catalog
 from bytecheckpoint.representation import catalog_file
 from bytecheckpoint.representation.boxes import BoxTable
 from bytecheckpoint.representation.catalog import Catalog, StorageFile

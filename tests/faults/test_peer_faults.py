@@ -22,8 +22,8 @@ from bytecheckpoint import (
     IncompatibleCheckpointError,
 )
 from bytecheckpoint.collectives.base import Collective
-from bytecheckpoint.collectives.threads import ThreadWorld
-from bytecheckpoint.loading.saved import read_catalog
+from bytecheckpoint.collectives.testing import ThreadWorld
+from bytecheckpoint.engine.catalogs import read_catalog
 from bytecheckpoint.storage import resolve
 from tests.faults.coded import files_of, load_step, states, step_of
 from tests.faults.ranks import outcomes, save_all

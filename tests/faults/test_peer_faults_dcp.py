@@ -25,8 +25,8 @@ from bytecheckpoint import (
     UsageError,
 )
 from bytecheckpoint.collectives.base import Collective
-from bytecheckpoint.collectives.threads import ThreadWorld
-from bytecheckpoint.loading.saved import read_catalog
+from bytecheckpoint.collectives.testing import ThreadWorld
+from bytecheckpoint.engine.catalogs import read_catalog
 from bytecheckpoint.representation.catalog_file import encode
 from bytecheckpoint.representation.shards import TensorKey
 from bytecheckpoint.storage import resolve
@@ -152,14 +152,14 @@ def test_dcp_a_failed_overwrite_mixes_two_steps(tmp_path: Path, faults: Faults) 
 
 def test_dcp_async_save_restages_from_scratch(tmp_path: Path) -> None:
     from bytecheckpoint.collectives import current
-    from bytecheckpoint.saving.saver import saver_of
+    from bytecheckpoint.world import world_of
 
     bytecheckpoint.configure(writer="thread")
     plans, pools = [], []
     for step in range(1, 5):
         handle = bytecheckpoint.save(tmp_path / "s", states(step=step), async_checkpoint=True)
         plans.append(handle.result(20).plan_cached)
-        pool = saver_of(current()).pool
+        pool = world_of(current()).resources.pool
         pools.append((pool.generation, pool.tensor().data_ptr()))
     assert plans[1:] == [True, True, True]
     assert len(set(pools[1:])) == 1, "the pool's pages are touched once"

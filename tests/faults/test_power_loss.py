@@ -17,15 +17,14 @@ from typing import Any
 import pytest
 
 import bytecheckpoint
-from bytecheckpoint.collectives.threads import ThreadWorld
-from bytecheckpoint.handles import SaveReport
+from bytecheckpoint.collectives.testing import ThreadWorld
 from bytecheckpoint.representation.catalog_file import decode
 from bytecheckpoint.representation.names import CATALOG_NAME
-from bytecheckpoint.tiers.cooling import cool, plan_cooldown
+from bytecheckpoint.tiers.cooldown import cool, plan_cooldown
 from tests.faults import power_loss
 from tests.faults.coded import load_step, states
 from tests.faults.power_loss import Disk, Tree, mark
-from tests.faults.ranks import save_all
+from tests.faults.ranks import save_all, succeeded
 from tests.servers.faultfs import FaultFs
 from tests.servers.process import folder_of
 
@@ -33,7 +32,7 @@ pytestmark = [pytest.mark.server, pytest.mark.timeout(300)]
 
 
 class Recorded:
-    """A file system with a journal; when the program is over, the place where the states of the disk are made real."""
+    """A file system with a journal; after the program, the folder in which the states of the disk are rebuilt."""
 
     def __init__(self, folder: Path) -> None:
         self._fs = FaultFs(folder, folder_of("mfusepy"))
@@ -44,9 +43,9 @@ class Recorded:
         self._fs.stop()
 
     def after_losses(self) -> Iterator[tuple[str, list[str]]]:
-        """Every state once for each list of marks: where the journal ended, and the marks.
+        """Yield every state once for each list of marks: where the journal ended, and the marks.
 
-        States that differ only in what no load looks at are one: it looks at catalogs, and at the files that they name.
+        States count as equal if they differ only in files that no load reads: neither catalogs nor named by one.
         """
         seen = power_loss.read(self._fs.back)
         self.stop()
@@ -80,7 +79,7 @@ def named_by(catalog: bytes) -> frozenset[str]:
 
 
 def seen_by_loads(tree: Tree) -> Tree:
-    """What can make a difference to a load."""
+    """Return the files that a load may read."""
     names = {CATALOG_NAME}.union(*(named_by(data) for path, data in tree.items() if data and is_catalog(path)))
     return {path: data for path, data in tree.items() if os.path.basename(path) in names}
 
@@ -99,7 +98,7 @@ def recorded(tmp_path: Path) -> Iterator[Recorded]:
 
 
 def found_at(path: Path | str) -> int:
-    """The step at `path`, 0 for none; fails if it is anything else than whole."""
+    """Return the step at `path`, 0 for none; fail on anything but a whole step."""
     try:
         return load_step(path, prepare_save=False)
     except bytecheckpoint.CheckpointNotFoundError:
@@ -107,7 +106,7 @@ def found_at(path: Path | str) -> int:
 
 
 def check_steps(recorded: Recorded, path: Path) -> None:
-    """Whenever the power failed: the last step that was told committed, or the one that was being saved."""
+    """Whenever the power failed, the checkpoint is the last committed step or the one that was being saved."""
     found = set()
     for where, marks in recorded.after_losses():
         committed = len(marks)
@@ -119,7 +118,7 @@ def check_steps(recorded: Recorded, path: Path) -> None:
 
 def saved(path: Path, step: int, **options: Any) -> None:
     got = save_all(ThreadWorld(2), path, step, **options)
-    assert all(isinstance(report, SaveReport) for report in got), got
+    succeeded(got)
 
 
 def test_during_saves(recorded: Recorded) -> None:
@@ -139,7 +138,7 @@ def test_during_saves(recorded: Recorded) -> None:
 def test_a_save_that_syncs_too_little_is_found_out(
     recorded: Recorded, monkeypatch: pytest.MonkeyPatch, unsynced: str
 ) -> None:
-    """What this file tests by would see it."""
+    """A save without these syncs fails the checks of this file."""
     real = os.fsync
 
     def fsync(fd: int) -> None:

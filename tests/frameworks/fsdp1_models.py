@@ -1,4 +1,4 @@
-"""A model of odd sizes under FSDP1, and the states that tests save and load."""
+"""A model of uneven sizes under FSDP1, and the states that tests save and load."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ States = MutableMapping[str, Any]
 
 @torch.no_grad()
 def coordinates(module: nn.Module) -> nn.Module:
-    """Every element says which element of which parameter it is."""
+    """Give every element a value that tells its tensor and its place."""
     for number, (_, tensor) in enumerate([*module.named_parameters(), *module.named_buffers()], 1):
         tensor.copy_(torch.arange(tensor.numel()).reshape(tensor.shape) + 1000 * number)
     return module
 
 
-class Odd(nn.Module):
-    """Sizes that no world divides; more parameters than a small world has elements for."""
+class UnevenModel(nn.Module):
+    """A model with sizes that no world divides, and parameters with fewer elements than a world has ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,16 +37,18 @@ class Odd(nn.Module):
         self.register_buffer("scratch", torch.zeros(2), persistent=False)
 
 
-def odd() -> Odd:
-    model = coordinates(Odd())
-    assert isinstance(model, Odd)
+def uneven_model() -> UnevenModel:
+    model = coordinates(UnevenModel())
+    assert isinstance(model, UnevenModel)
     return model
 
 
-def wrapped(units: str, originals: bool, strategy: str = "FULL_SHARD", model: Odd | None = None) -> nn.Module:
-    """Odd under FSDP1; `units` has a letter for each inner unit: first, middle, its Conv2d, last."""
-    model = model or odd()
-    options: dict[str, Any] = {"use_orig_params": originals, "sharding_strategy": ShardingStrategy[strategy]}
+def wrapped(
+    units: str, use_orig_params: bool, strategy: str = "FULL_SHARD", model: UnevenModel | None = None
+) -> nn.Module:
+    """Wrap the model in FSDP1; `units` has a letter for each inner unit: first, middle, its Conv2d, last."""
+    model = model or uneven_model()
+    options: dict[str, Any] = {"use_orig_params": use_orig_params, "sharding_strategy": ShardingStrategy[strategy]}
     if "c" in units:
         model.middle[1] = unit(model.middle[1], **options)
     for letter, name in (("f", "first"), ("m", "middle"), ("l", "last")):
@@ -55,8 +57,8 @@ def wrapped(units: str, originals: bool, strategy: str = "FULL_SHARD", model: Od
     return unit(model, **options)
 
 
-def adam_states(model: nn.Module, *, step: float = 5.0, lr: float = 0.5) -> States:
-    """The model with an AdamW whose state follows from the parameters, as training would leave it."""
+def trained_states(model: nn.Module, *, step: float = 5.0, lr: float = 0.5) -> States:
+    """Return the model with an AdamW whose state is computed from the parameters."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.25)
     for p in model.parameters():
         if p.numel():
@@ -66,12 +68,12 @@ def adam_states(model: nn.Module, *, step: float = 5.0, lr: float = 0.5) -> Stat
 
 
 def fresh_states(model: nn.Module) -> States:
-    """The model zeroed, with an AdamW that has no state yet."""
+    """Return the model, zeroed, with an AdamW that has no state yet."""
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
             tensor.zero_()
     return {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
 
 
-def plain() -> MemoryCheckpoint:
-    return save_plain(adam_states(odd()))
+def unsharded_checkpoint() -> MemoryCheckpoint:
+    return save_plain(trained_states(uneven_model()))

@@ -1,6 +1,6 @@
-"""FSDP1 worlds in one process: each rank in its turn, over a process group that does not communicate.
+"""FSDP1 worlds in one process: one rank after the other, over a process group that does not communicate.
 
-Construction, captures and loads need no communication, so every rank's share is the real one.
+Construction, captures and loads need no communication, so every rank's shards are the real ones.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 
 @contextmanager
 def as_rank(rank: int, size: int) -> Iterator[None]:
-    """The process group of one rank, which does nothing."""
+    """Make the process group of one rank; it does nothing."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     try:
         yield
@@ -34,12 +34,12 @@ def as_rank(rank: int, size: int) -> Iterator[None]:
 
 
 def unit(module: nn.Module, **options: Any) -> FullyShardedDataParallel:
-    """`module` as an FSDP1 unit on the CPU."""
+    """Wrap `module` as an FSDP1 unit on the CPU."""
     return FullyShardedDataParallel(module, **({"device_id": CPU} | options))
 
 
 def save(build: Build, size: int) -> MemoryCheckpoint:
-    """What all ranks of a world of `size` save of the states that `build` makes on each."""
+    """Save the states that `build` makes on each rank of a world of `size`."""
     ranks = []
     for rank in range(size):
         with as_rank(rank, size):
@@ -68,7 +68,7 @@ def fill(states: MutableMapping[str, Any], saved: MemoryCheckpoint, rank: int = 
 
 
 def differences(want: MemoryCheckpoint, got: MemoryCheckpoint) -> list[str]:
-    """Keys that only one has, or whose tensors differ."""
+    """Return the keys that only one checkpoint has, or whose tensors differ."""
     wrong = sorted(map(str, want.whole.keys() ^ got.whole.keys()))
     for key in want.whole.keys() & got.whole.keys():
         a, b = want.whole[key], got.whole[key]

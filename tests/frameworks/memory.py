@@ -1,4 +1,4 @@
-"""A checkpoint in memory: enough of saving and loading to test adapters without planning, engine or storage."""
+"""A checkpoint in memory, to test adapters without planning, engine and storage."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from bytecheckpoint.representation.shards import LiveShard, LiveState, TensorKey
 
 
 def detached(states: list[LiveState]) -> list[LiveState]:
-    """A copy that later changes of the live objects do not touch, as bytes in a file would be."""
+    """Copy the shards, so that later changes of the live objects do not change them."""
     for state in states:
         for shard in state.shards:
             shard.data = shard.data.clone(memory_format=torch.contiguous_format)
@@ -22,7 +22,7 @@ def detached(states: list[LiveState]) -> list[LiveState]:
 
 
 class MemoryCheckpoint:
-    """What the ranks of one save captured, as `SavedStates` of the rank `rank`."""
+    """The captures of all ranks of one save, as the `SavedStates` of rank `rank`."""
 
     def __init__(self, ranks: Sequence[list[LiveState]], rank: int = 0) -> None:
         self.rank = rank
@@ -37,7 +37,7 @@ class MemoryCheckpoint:
                 for shard in state.shards:
                     self._store(number, shard)
         for key, mask in self.filled.items():
-            assert bool(mask.all()), f"nobody holds all of {key}"
+            assert bool(mask.all()), f"the ranks do not hold all of {key}"
 
     def _store(self, number: int, shard: LiveShard) -> None:
         key = shard.key
@@ -88,10 +88,10 @@ class MemoryCheckpoint:
         return [k for k in self.dtypes if k.kind == kind]
 
     def tree(self, kind: str) -> bytes | None:
-        own = self.states[self._origin()].get(kind)
+        own = self.states[self._source_rank()].get(kind)
         return own.tree if own is not None else None
 
-    def _origin(self) -> int:
+    def _source_rank(self) -> int:
         return self.rank if self.rank < len(self.states) else 0
 
     def trees(self, kind: str) -> list[bytes]:
@@ -102,14 +102,14 @@ class MemoryCheckpoint:
         own = self.tree(kind)
         yield from ([] if own is None else [own]) + [t for t in self.trees(kind) if t != own]
 
-    def shape_of(self, kind: str, fqn: str) -> SavedTensor | None:
+    def find_by_content(self, kind: str, fqn: str) -> SavedTensor | None:
         key = TensorKey(kind, fqn)
-        tensor = self.content.get((self._origin(), key))
+        tensor = self.content.get((self._source_rank(), key))
         return None if tensor is None else SavedTensor(key, str(tensor.dtype)[6:], tuple(tensor.shape))
 
     def fill(self, destination: Destination) -> None:
         for shard in destination.wanted:
-            source = self.content.get((self._origin(), shard.key)) if shard.by_content else None
+            source = self.content.get((self._source_rank(), shard.key)) if shard.by_content else None
             if source is None:
                 source = self.whole[shard.key]
             fits = tuple(source.shape) == shard.global_shape
@@ -127,10 +127,10 @@ class MemoryCheckpoint:
 
 
 def save(states: MutableMapping[str, Any], **options: Any) -> MemoryCheckpoint:
-    """What one process saves."""
+    """Save in one process."""
     return MemoryCheckpoint([detached(NativeFramework().capture(states, **options))])
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor, so that nan equals itself and dtypes matter."""
+    """Return the bytes of a tensor, so that nan equals nan and dtypes matter."""
     return tensor.detach().contiguous().view(-1).view(torch.uint8)

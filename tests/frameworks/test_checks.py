@@ -1,4 +1,4 @@
-"""What only the bytes tell is seen on all ranks before any of them installs something."""
+"""All ranks check the loaded values before any of them installs something."""
 
 from __future__ import annotations
 
@@ -19,28 +19,29 @@ from tests.support.settings import using
 
 
 class Picky(NativeFramework):
-    """Rank 1 takes nothing but threes, which it sees when they are there."""
+    """Rank 1 accepts only a tensor whose sum is 3, which it can check only after the bytes have arrived."""
 
     def destination(self, states: Any, saved: Any, **options: Any) -> Destination:
         into = super().destination(states, saved, **options)
 
         def check() -> None:
             if states["rank"] == 1 and states["model"]["w"].sum() != 3:
-                raise IncompatibleCheckpointError("no threes here")
+                raise IncompatibleCheckpointError("the sum is not 3")
 
         into.checks.append(check)
         return into
 
 
 @pytest.fixture(autouse=True)
-def _picky(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(registry, "_FACTORIES", {**registry._FACTORIES, "picky": Picky})
+def _picky() -> Iterator[None]:
+    registry.register("picky", Picky)
     with using(writer="thread"):
         yield
+    registry.unregister("picky")
 
 
 @pytest.mark.parametrize("fits", [True, False])
-def test_no_rank_installs_what_another_cannot(tmp_path: Path, fits: bool) -> None:
+def test_no_rank_installs_what_another_rank_rejects(tmp_path: Path, fits: bool) -> None:
     saved = torch.ones(3) if fits else torch.zeros(3)
 
     def save(collective: Collective) -> None:
@@ -56,6 +57,6 @@ def test_no_rank_installs_what_another_cannot(tmp_path: Path, fits: bool) -> Non
         return "", states["extra_states"]
 
     ThreadWorld(2).run(save, timeout=60)
-    for said, extra in ThreadWorld(2).run(load, timeout=60):
-        assert ("no threes here" in said) == (not fits)
+    for message, extra in ThreadWorld(2).run(load, timeout=60):
+        assert ("the sum is not 3" in message) == (not fits)
         assert extra == {"step": 7 if fits else 0}

@@ -1,4 +1,4 @@
-"""Tensors that list their own boxes: by our protocol, ragged ones, and by torch's protocol for checkpointable tensors."""
+"""Tensors that list their own shards: by this package's protocol, ragged ones, and by torch's checkpointable protocol."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 
 from bytecheckpoint.errors import UsageError
-from bytecheckpoint.frameworks.leaves import add_shards
 from bytecheckpoint.frameworks.native import NativeFramework
+from bytecheckpoint.frameworks.tensors.discovery import add_shards
 from bytecheckpoint.representation.shards import LiveShard, TensorKey
 from tests.frameworks.fsdp1_worlds import as_rank
 from tests.frameworks.memory import MemoryCheckpoint, detached
 
 SHAPE = (5, 3)
 WHOLE = torch.arange(15.0).reshape(SHAPE)
-CUTS = (0, 4, 4, 13, 15)  # ranks of a ragged tensor: unequal runs, one of them empty
+CUTS = (0, 4, 4, 13, 15)  # unequal flat ranges of four ranks, one of them empty
 
 
 class Ragged(torch.Tensor):
-    """A tensor of shape `SHAPE` of which this rank has one flat run; as veScale's RaggedShard lays tensors out."""
+    """A tensor of shape `SHAPE` of which this rank has one flat range, as under veScale's RaggedShard."""
 
     start: int
     run: torch.Tensor
@@ -78,7 +78,7 @@ def saved_by_ranks() -> MemoryCheckpoint:
     return MemoryCheckpoint([detached(NativeFramework().capture(states_of(rank))) for rank in range(4)])
 
 
-def test_ragged_tensors_of_all_ranks_make_whole_ones() -> None:
+def test_ragged_tensors_of_all_ranks_make_whole_tensors() -> None:
     saved = saved_by_ranks()
     assert torch.equal(saved.whole[TensorKey("model", "weight")], WHOLE)
     assert torch.equal(saved.whole[TensorKey("optimizer", "weight", "exp_avg")], WHOLE * 2)
@@ -133,16 +133,16 @@ class Declared:
         (((4, 4), None, torch.zeros(1, 4)), "does not list its parts.*NoneType"),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(shard: Any, match: str) -> None:
+def test_invalid_shards_are_refused_by_name(shard: Any, match: str) -> None:
     with pytest.raises(UsageError, match=match):
         NativeFramework().capture({"model": {"w": Declared(shard)}})
 
 
-def test_an_object_that_lists_nothing_iterable_is_refused() -> None:
-    leaf = Declared()
-    leaf.shards = None  # type: ignore[assignment]
+def test_a_list_of_shards_must_be_iterable() -> None:
+    declared = Declared()
+    declared.shards = None  # type: ignore[assignment]
     with pytest.raises(UsageError, match=r"model/w: Declared does not list its parts.*NoneType"):
-        NativeFramework().capture({"model": {"w": leaf}})
+        NativeFramework().capture({"model": {"w": declared}})
 
 
 def test_parts_that_contradict_each_other_are_refused() -> None:
@@ -157,7 +157,7 @@ def test_parts_that_contradict_each_other_are_refused() -> None:
             NativeFramework().capture({"model": {"w": Declared(one, two)}})
 
 
-def test_numbers_may_be_of_other_libraries() -> None:
+def test_numbers_of_numpy_and_torch_are_accepted() -> None:
     shape, place = torch.Size((4, 4)), torch.tensor([1, 0])
     (box,) = shards_of(Declared((np.array([4, 4]), place, torch.ones(2, 4))))
     (run,) = shards_of(Declared((shape, np.int64(4), torch.ones(8))))
@@ -173,7 +173,7 @@ def test_parts_without_elements_are_not_stored() -> None:
     assert [s.lengths for s in state.shards] == [(4, 0)]
 
 
-def test_a_type_that_says_nothing_is_refused_with_what_to_do() -> None:
+def test_unknown_tensor_types_are_refused_with_advice() -> None:
     class Other(torch.Tensor):
         __torch_dispatch__ = classmethod(lambda cls, func, types, args=(), kwargs=None: None)  # type: ignore[assignment]
 
@@ -182,7 +182,7 @@ def test_a_type_that_says_nothing_is_refused_with_what_to_do() -> None:
         NativeFramework().capture({"model": {"w": made}})
 
 
-class NotLike(Ragged):
+class WithoutEmptyLike(Ragged):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if "empty_like" in func._schema.name:
@@ -193,8 +193,8 @@ class NotLike(Ragged):
 def test_new_state_needs_another_tensor_of_the_type() -> None:
     saved = saved_by_ranks()
     model = nn.Module()
-    model.weight, model.bias = nn.Parameter(NotLike(0, torch.zeros(4))), nn.Parameter(torch.zeros(2))
-    with pytest.raises(UsageError, match=r"makes no new NotLike.*no empty_like here"):
+    model.weight, model.bias = nn.Parameter(WithoutEmptyLike(0, torch.zeros(4))), nn.Parameter(torch.zeros(2))
+    with pytest.raises(UsageError, match=r"makes no new WithoutEmptyLike.*no empty_like here"):
         saved.load({"model": model, "optimizer": torch.optim.AdamW(model.parameters())})
 
 
@@ -219,7 +219,7 @@ def test_torch_shards_wrapper_alone() -> None:
 
 
 def test_a_dtensor_over_a_shards_wrapper() -> None:
-    """Row-wise sharded embedding tables of torchrec: the wrapper says where the local rows stand."""
+    """Row-wise sharded embedding tables of torchrec: the wrapper lists the local rows."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard
 
@@ -271,6 +271,6 @@ def test_an_object_with_torch_protocol_alone() -> None:
 
 
 @pytest.mark.parametrize("make", [lambda: torch.zeros(3), lambda: nn.Parameter(torch.zeros(3))])
-def test_plain_tensors_are_not_asked(make: Callable[[], torch.Tensor]) -> None:
+def test_plain_tensors_are_one_shard(make: Callable[[], torch.Tensor]) -> None:
     (shard,) = shards_of(make())
     assert shard.lengths == (3,)

@@ -1,4 +1,4 @@
-"""What ranks list together: whole tensors are saved, whoever holds nothing; anything else is refused before a write."""
+"""Shards that all ranks list: they must make whole tensors, or the save is refused before it writes anything."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def run(first: int, stop: int) -> Any:
     return SHAPE, first, WHOLE.flatten()[first:stop].clone()
 
 
-#: What each of two ranks lists, and what the save says.
+#: The shards that each of two ranks lists, and the error of the save.
 REFUSED: dict[str, tuple[list[list[Any]], str]] = {
     "hole": ([[rows(0, 2)], [rows(2, 3)]], "leave a hole: 12 elements for a tensor of 16"),
     "overlap": ([[rows(0, 3)], [rows(2, 4)]], "overlap without being equal: 20 elements"),
@@ -55,7 +55,7 @@ REFUSED: dict[str, tuple[list[list[Any]], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_is_no_whole_is_refused_on_every_rank(case: str, tmp_path: Path) -> None:
+def test_shards_with_holes_or_overlaps_are_refused_on_every_rank(case: str, tmp_path: Path) -> None:
     listed, match = REFUSED[case]
 
     def save(collective: Collective) -> None:
@@ -76,7 +76,7 @@ def test_what_is_no_whole_is_refused_on_every_rank(case: str, tmp_path: Path) ->
         [[rows(0, 2)], [rows(0, 2)], [run(8, 16)]],
     ],
 )
-def test_ranks_may_hold_nothing_and_the_same(listed: list[list[Any]], tmp_path: Path) -> None:
+def test_ranks_may_hold_no_shards_or_equal_ones(listed: list[list[Any]], tmp_path: Path) -> None:
     def save(collective: Collective) -> None:
         bytecheckpoint.save(tmp_path / "step", {"model": {"w": Listed(*listed[collective.rank])}}, timeout=20)
 

@@ -1,4 +1,4 @@
-"""FSDP1: state and settings of optimizers by original parameter, and what one flat parameter cannot take."""
+"""FSDP1: state and settings of optimizers by original parameter, and state that a flat parameter cannot hold."""
 
 from __future__ import annotations
 
@@ -15,52 +15,61 @@ from bytecheckpoint.errors import IncompatibleCheckpointError, UsageError
 from bytecheckpoint.frameworks import registry
 from bytecheckpoint.frameworks.fsdp1.adapter import FSDP1Framework
 from bytecheckpoint.representation.shards import TensorKey
-from bytecheckpoint.representation.values import decode
-from tests.frameworks.fsdp1_models import Odd, States, adam_states, coordinates, fresh_states, odd, plain, wrapped
+from bytecheckpoint.representation.values.codec import decode
+from tests.frameworks.fsdp1_models import (
+    States,
+    UnevenModel,
+    coordinates,
+    fresh_states,
+    trained_states,
+    uneven_model,
+    unsharded_checkpoint,
+    wrapped,
+)
 from tests.frameworks.fsdp1_worlds import as_rank, differences, fill, load, save, unit
 from tests.frameworks.memory import save as save_plain
 
 
-def test_steps_are_those_of_the_ranks_that_have_elements() -> None:
-    """FSDP1 gives a rank no gradient for a parameter that it has no element of: what step it shows is an old one."""
+def test_saved_steps_come_from_ranks_with_elements() -> None:
+    """A rank without elements of a parameter gets no gradient for it from FSDP1, so its step is out of date."""
 
     def states() -> States:
-        made = adam_states(unit(coordinates(nn.Linear(4, 3)), use_orig_params=True))
-        for p in made["model"].parameters():
-            made["optimizer"].state[p]["step"] = torch.tensor(5.0 if p.numel() else 1.0)
-            made["optimizer"].state[p].setdefault("exp_avg", torch.zeros(0))
-        return made
+        live = trained_states(unit(coordinates(nn.Linear(4, 3)), use_orig_params=True))
+        for p in live["model"].parameters():
+            live["optimizer"].state[p]["step"] = torch.tensor(5.0 if p.numel() else 1.0)
+            live["optimizer"].state[p].setdefault("exp_avg", torch.zeros(0))
+        return live
 
     saved = save(states, 3)
     assert saved.whole[TensorKey("optimizer", "bias", "step")] == 5
     with as_rank(0, 3):
-        made = adam_states(unit(nn.Linear(4, 3), use_orig_params=True))
-        assert made["model"].bias.numel() == 0
-        fill(made, saved)
-        assert made["model"].bias not in made["optimizer"].state
+        live = trained_states(unit(nn.Linear(4, 3), use_orig_params=True))
+        assert live["model"].bias.numel() == 0
+        fill(live, saved)
+        assert live["model"].bias not in live["optimizer"].state
 
 
-def test_plain_values_go_by_original_parameter() -> None:
+def test_plain_values_are_saved_by_original_parameter() -> None:
     def states(value: int) -> States:
-        made = adam_states(wrapped("f", False))
-        for state in made["optimizer"].state.values():
+        live = trained_states(wrapped("f", False))
+        for state in live["optimizer"].state.values():
             state["step"] = value
             state["history"] = [value, {"mean": 0.5}]
-        return made
+        return live
 
     saved = save(partial(states, 3), 3)
     tree: Any = decode(saved.trees("optimizer")[0], on_tensor=lambda name: None)
     assert tree["state"]["first.weight"] == {"step": 3, "history": [3, {"mean": 0.5}]}
     with as_rank(2, 3):
-        made = states(0)
-        fill(made, saved, 2)
-        for state in made["optimizer"].state.values():
+        live = states(0)
+        fill(live, saved, 2)
+        for state in live["optimizer"].state.values():
             assert state["step"] == 3
             assert state["history"] == [3, {"mean": 0.5}]
             assert set(state) == {"step", "history", "exp_avg", "exp_avg_sq"}
 
 
-def test_settings_go_by_original_parameter_and_back() -> None:
+def test_settings_are_saved_by_original_parameter() -> None:
     def states(lr: float) -> States:
         model = wrapped("f", False)
         inner, outer = model.module.first.parameters(), [p for n, p in model.named_parameters() if "first" not in n]
@@ -76,27 +85,27 @@ def test_settings_go_by_original_parameter_and_back() -> None:
     assert [sorted(g["params"])[0] for g in tree["groups"]] == ["first.bias", "cube"]
     assert [(g["lr"], g["momentum"]) for g in tree["groups"]] == [(0.25, 0.125), (2.5, 0.125)]
     with as_rank(1, 2):
-        made = states(8.0)
-        fill(made, saved, 1)
-        assert [(g["lr"], g["momentum"]) for g in made["optimizer"].param_groups] == [(0.25, 0.125), (2.5, 0.125)]
-        assert made["optimizer"].param_groups[0]["params"][0] is made["model"].module.first._handle.flat_param
+        live = states(8.0)
+        fill(live, saved, 1)
+        assert [(g["lr"], g["momentum"]) for g in live["optimizer"].param_groups] == [(0.25, 0.125), (2.5, 0.125)]
+        assert live["optimizer"].param_groups[0]["params"][0] is live["model"].module.first._handle.flat_param
 
 
 def test_a_flat_parameter_has_one_step() -> None:
-    model = odd()
-    states = adam_states(model)
+    model = uneven_model()
+    states = trained_states(model)
     states["optimizer"].state[model.last.weight]["step"] = torch.tensor(3.0)
     saved = save_plain(states)
     message = (
         r"'the root'.*step differs.*5\.0 for 'cube', 'first.weight', 'first.bias' and 6 more; 3\.0 for 'last.weight'"
     )
     with as_rank(0, 4):
-        made = adam_states(wrapped("", False))
-        before = {key: value.clone() for key, value in next(iter(made["optimizer"].state.values())).items()}
+        live = trained_states(wrapped("", False))
+        before = {key: value.clone() for key, value in next(iter(live["optimizer"].state.values())).items()}
         with pytest.raises(IncompatibleCheckpointError, match=message):
-            fill(made, saved)
-        assert made["optimizer"].state[next(iter(made["model"].parameters()))]["step"] == before["step"]
-    # The parameter in a unit of its own, or original parameters, take it.
+            fill(live, saved)
+        assert live["optimizer"].state[next(iter(live["model"].parameters()))]["step"] == before["step"]
+    # Units of their own for the differing parameters, or use_orig_params=True, can load it.
     for how in (("l", False), ("", True)):
         if how[1]:
             assert differences(saved, load(lambda how=how: fresh_states(wrapped(*how)), 4, saved)) == []
@@ -106,7 +115,7 @@ def test_a_flat_parameter_has_one_step() -> None:
 
 
 def test_a_flat_parameter_has_one_set_of_settings() -> None:
-    model = odd()
+    model = uneven_model()
     last = list(model.last.parameters())
     rest = [p for p in model.parameters() if all(p is not q for q in last)]
     groups = [{"params": rest, "lr": 0.25}, {"params": last, "lr": 0.75}]
@@ -116,16 +125,16 @@ def test_a_flat_parameter_has_one_set_of_settings() -> None:
             IncompatibleCheckpointError, match=r"settings differ.*'lr' is 0\.25 for 'cube', 0\.75 for 'last.weight'"
         ):
             fill(fresh_states(wrapped("", False)), saved)
-        made = fresh_states(wrapped("l", False))
-        params = list(made["model"].parameters())
-        made["optimizer"] = torch.optim.AdamW([{"params": [p]} for p in params])
-        fill(made, saved)
-        assert [g["lr"] for g in made["optimizer"].param_groups] == [0.25, 0.75]
+        live = fresh_states(wrapped("l", False))
+        params = list(live["model"].parameters())
+        live["optimizer"] = torch.optim.AdamW([{"params": [p]} for p in params])
+        fill(live, saved)
+        assert [g["lr"] for g in live["optimizer"].param_groups] == [0.25, 0.75]
 
 
-def test_a_flat_parameter_has_one_sort_of_state() -> None:
-    model = odd()
-    states = adam_states(model)
+def test_a_flat_parameter_has_the_same_state_for_all_its_parameters() -> None:
+    model = uneven_model()
+    states = trained_states(model)
     del states["optimizer"].state[model.cube]
     expected = pytest.raises(IncompatibleCheckpointError, match=r"state differs.*\{\} for 'cube'.*exp_avg")
     with as_rank(0, 2), expected:
@@ -134,44 +143,44 @@ def test_a_flat_parameter_has_one_sort_of_state() -> None:
     assert differences(save_plain(states), missing) == []
 
 
-def test_without_any_state_the_live_one_is_dropped() -> None:
-    saved = save_plain(fresh_states(odd()))
-    for originals in (True, False):
+def test_a_checkpoint_without_state_clears_the_live_state() -> None:
+    saved = save_plain(fresh_states(uneven_model()))
+    for use_orig_params in (True, False):
         with as_rank(0, 2):
-            made = adam_states(wrapped("", originals))
-            fill(made, saved)
-            assert not made["optimizer"].state
+            live = trained_states(wrapped("", use_orig_params))
+            fill(live, saved)
+            assert not live["optimizer"].state
 
 
 def test_state_keeps_the_dtype_that_it_was_saved_with() -> None:
-    assert plain().whole[TensorKey("optimizer", "cube", "exp_avg_sq")].dtype == torch.float32
+    assert unsharded_checkpoint().whole[TensorKey("optimizer", "cube", "exp_avg_sq")].dtype == torch.float32
 
-    def low(originals: bool) -> States:
-        model = odd().bfloat16()
-        return fresh_states(wrapped("f", originals, model=model))
+    def low(use_orig_params: bool) -> States:
+        model = uneven_model().bfloat16()
+        return fresh_states(wrapped("f", use_orig_params, model=model))
 
-    states = adam_states(odd().bfloat16())
+    states = trained_states(uneven_model().bfloat16())
     saved = save_plain(states)
-    for originals in (True, False):
-        again = load(partial(low, originals), 3, saved)
+    for use_orig_params in (True, False):
+        again = load(partial(low, use_orig_params), 3, saved)
         assert again.whole[TensorKey("optimizer", "cube", "exp_avg_sq")].dtype == torch.float32
         assert differences(saved, again) == []
 
 
 def test_live_state_is_filled_in_place_and_the_padding_is_harmless() -> None:
     with as_rank(1, 4):
-        made = adam_states(wrapped("", False))
-        (flat,) = made["model"].parameters()
-        old = made["optimizer"].state[flat]["exp_avg"]
-        fill(made, plain(), 1)
-        assert made["optimizer"].state[flat]["exp_avg"] is old
+        live = trained_states(wrapped("", False))
+        (flat,) = live["model"].parameters()
+        old = live["optimizer"].state[flat]["exp_avg"]
+        fill(live, unsharded_checkpoint(), 1)
+        assert live["optimizer"].state[flat]["exp_avg"] is old
     with as_rank(3, 4):
-        made = fresh_states(wrapped("", False))
-        (flat,) = made["model"].parameters()
-        fill(made, plain(), 3)
-        padding = made["model"]._handle.flat_param._shard_numel_padded
+        live = fresh_states(wrapped("", False))
+        (flat,) = live["model"].parameters()
+        fill(live, unsharded_checkpoint(), 3)
+        padding = live["model"]._handle.flat_param._shard_numel_padded
         assert padding
-        assert made["optimizer"].state[flat]["exp_avg"][-padding:].tolist() == [0.0] * padding
+        assert live["optimizer"].state[flat]["exp_avg"][-padding:].tolist() == [0.0] * padding
 
 
 def factored(params: Any) -> torch.optim.Optimizer:
@@ -188,37 +197,37 @@ def nested(params: Any) -> torch.optim.Optimizer:
     return optimizer
 
 
-@pytest.mark.parametrize("originals", [True, False])
+@pytest.mark.parametrize("use_orig_params", [True, False])
 @pytest.mark.parametrize(
     ("optimizer", "match"),
     [(factored, r"row_var is a tensor of shape \(2, 1\)"), (nested, "history is a tensor in a list")],
 )
-def test_state_that_does_not_follow_the_elements_is_refused(
-    optimizer: Callable[[Any], torch.optim.Optimizer], match: str, originals: bool
+def test_state_without_one_value_per_element_is_refused(
+    optimizer: Callable[[Any], torch.optim.Optimizer], match: str, use_orig_params: bool
 ) -> None:
     with as_rank(0, 2):
-        model = unit(nn.Linear(4, 6), use_orig_params=originals)
+        model = unit(nn.Linear(4, 6), use_orig_params=use_orig_params)
         with pytest.raises(UsageError, match=f"optimizer/state/weight/{match}"):
             FSDP1Framework().capture({"model": model, "optimizer": optimizer(model.parameters())})
 
 
-def test_factored_state_does_not_load_into_flat_parameters_but_does_without_sharding() -> None:
+def test_factored_state_loads_without_sharding_but_not_into_flat_parameters() -> None:
     model = coordinates(nn.Linear(4, 6))
     optimizer = torch.optim.Adafactor(model.parameters())
     for p in model.parameters():
         p.grad = torch.ones_like(p)
     optimizer.step()
     saved = save_plain({"model": model, "optimizer": optimizer})
-    for originals in (True, False):
+    for use_orig_params in (True, False):
         with as_rank(0, 2):
-            made = unit(nn.Linear(4, 6), use_orig_params=originals)
-            states: States = {"model": made, "optimizer": torch.optim.Adafactor(made.parameters())}
+            live = unit(nn.Linear(4, 6), use_orig_params=use_orig_params)
+            states: States = {"model": live, "optimizer": torch.optim.Adafactor(live.parameters())}
             with pytest.raises(IncompatibleCheckpointError, match=r"weight/row_var has shape \(6, 1\)"):
                 fill(states, saved)
 
     def unsharded() -> States:
-        made = unit(nn.Linear(4, 6), use_orig_params=True, sharding_strategy=ShardingStrategy.NO_SHARD)
-        return {"model": made, "optimizer": torch.optim.Adafactor(made.parameters())}
+        live = unit(nn.Linear(4, 6), use_orig_params=True, sharding_strategy=ShardingStrategy.NO_SHARD)
+        return {"model": live, "optimizer": torch.optim.Adafactor(live.parameters())}
 
     assert differences(saved, load(unsharded, 2, saved)) == []
 
@@ -227,50 +236,50 @@ def test_a_container_of_tensors_does_not_load_into_flat_parameters() -> None:
     model = nn.Linear(4, 6)
     saved = save_plain({"model": model, "optimizer": nested(model.parameters())})
     with as_rank(0, 2):
-        made = unit(nn.Linear(4, 6), use_orig_params=True)
+        live = unit(nn.Linear(4, 6), use_orig_params=True)
         with pytest.raises(IncompatibleCheckpointError, match="stands in a container"):
-            fill({"model": made, "optimizer": torch.optim.SGD(made.parameters())}, saved)
+            fill({"model": live, "optimizer": torch.optim.SGD(live.parameters())}, saved)
 
 
 def test_parameters_that_the_checkpoint_lacks() -> None:
-    model = odd()
-    states = adam_states(nn.ModuleDict({"odd": model}))
+    model = uneven_model()
+    states = trained_states(nn.ModuleDict({"odd": model}))
     saved = save_plain(states)
-    for originals in (True, False):
+    for use_orig_params in (True, False):
         with as_rank(0, 2):
-            grown = nn.ModuleDict({"odd": Odd(), "new": nn.Linear(2, 2)})
-            made = adam_states(unit(grown, use_orig_params=originals), step=1.0)
-            destination = FSDP1Framework().destination(made, saved, strict=False)
+            grown = nn.ModuleDict({"odd": UnevenModel(), "new": nn.Linear(2, 2)})
+            live = trained_states(unit(grown, use_orig_params=use_orig_params), step=1.0)
+            destination = FSDP1Framework().destination(live, saved, strict=False)
             assert "model/new.weight" in destination.missing
             assert "optimizer/param_groups/new.weight" in destination.missing
             saved.fill(destination)
             destination.apply()
-            if not originals:
+            if not use_orig_params:
                 assert any("new.bias" in note for note in destination.notes)
-            held = [p for p in made["model"].parameters() if p.numel()]
-            assert made["optimizer"].state[held[0]]["step"] == 5
+            held = [p for p in live["model"].parameters() if p.numel()]
+            assert live["optimizer"].state[held[0]]["step"] == 5
 
 
 def test_an_optimizer_without_its_module_is_refused() -> None:
     with as_rank(0, 2):
-        for originals in (True, False):
-            model = unit(nn.Linear(4, 6), use_orig_params=originals)
+        for use_orig_params in (True, False):
+            model = unit(nn.Linear(4, 6), use_orig_params=use_orig_params)
             states: States = {"optimizer": torch.optim.AdamW(model.parameters())}
             assert registry.resolve("auto", states).name == "fsdp1"
             with pytest.raises(UsageError, match=r"AdamW has a parameter of an FSDP1 module.*put the module beside"):
                 FSDP1Framework().capture(states)
-            # A name does not say which elements these are.
+            # names= does not tell which elements the parameter holds.
             with pytest.raises(UsageError, match="put the module beside"):
                 FSDP1Framework().capture(states, names=dict(model.named_parameters()))
 
 
 def test_an_optimizer_that_was_made_before_the_wrapping() -> None:
-    """It steps the original parameters, which are still there with use_orig_params, and are not without."""
+    """It steps the original parameters, which exist only with use_orig_params=True."""
 
-    def states(originals: bool) -> States:
-        model = odd()
+    def states(use_orig_params: bool) -> States:
+        model = uneven_model()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
-        whole = wrapped("f", originals, model=model)
+        whole = wrapped("f", use_orig_params, model=model)
         for p in optimizer.param_groups[0]["params"]:
             if p.numel():
                 optimizer.state[p]["momentum_buffer"] = p.detach().clone() * 2
@@ -284,40 +293,40 @@ def test_an_optimizer_that_was_made_before_the_wrapping() -> None:
         FSDP1Framework().capture(states(False))
 
 
-@pytest.mark.parametrize("originals", [True, False])
+@pytest.mark.parametrize("use_orig_params", [True, False])
 @pytest.mark.parametrize("sizes", [(3, 2), (3, 5), (2, 3), (5, 1)])
-def test_values_without_a_tensor_are_found_whichever_ranks_saved_them(sizes: tuple[int, int], originals: bool) -> None:
-    """A rank saves the values of parameters that it has elements of; in another world it is others that want them."""
+def test_plain_values_are_found_whichever_ranks_saved_them(sizes: tuple[int, int], use_orig_params: bool) -> None:
+    """A rank saves the values of its own parameters; in another world, other ranks need them."""
 
     def states() -> States:
-        made = adam_states(wrapped("f", originals))
-        for state in made["optimizer"].state.values():
+        live = trained_states(wrapped("f", use_orig_params))
+        for state in live["optimizer"].state.values():
             state.update(step=3, history=[3, {"mean": 0.5}], momentum_buffer=None)
-        return made
+        return live
 
     saved = save(states, sizes[0])
     wanted = {"step": 3, "history": [3, {"mean": 0.5}], "momentum_buffer": None}
     for rank in range(sizes[1]):
         with as_rank(rank, sizes[1]):
-            made = fresh_states(wrapped("f", originals))
-            fill(made, saved, rank)
-            for p in (p for p in made["model"].parameters() if p.numel()):
-                assert {key: made["optimizer"].state[p][key] for key in wanted} == wanted
-    model = odd()
+            live = fresh_states(wrapped("f", use_orig_params))
+            fill(live, saved, rank)
+            for p in (p for p in live["model"].parameters() if p.numel()):
+                assert {key: live["optimizer"].state[p][key] for key in wanted} == wanted
+    model = uneven_model()
     optimizer = torch.optim.AdamW(model.parameters())
     saved.load({"model": model, "optimizer": optimizer})
     assert [{key: state[key] for key in wanted} for state in optimizer.state.values()] == [wanted] * 10
 
 
-def test_what_differs_inside_a_flat_parameter_is_named() -> None:
-    model = odd()
+def test_errors_name_what_differs_inside_a_flat_parameter() -> None:
+    model = uneven_model()
     for change, match in (
         ({"k": 4}, r"values differs.*\{'k': 4\} for 'last.weight'"),
         ({"exp_avg_sq": None}, "for 'last.weight'"),
         ({"exp_avg": torch.zeros(1, 7, dtype=torch.float64)}, "'exp_avg': 'float64'.* for 'last.weight'"),
         ({"max_exp_avg_sq": torch.zeros(1, 7)}, "'max_exp_avg_sq': 'float32'.* for 'last.weight'"),
     ):
-        states = adam_states(model)
+        states = trained_states(model)
         states["optimizer"].state[model.last.weight].update(change)
         saved = save_plain(states)
         for rank in range(3):

@@ -1,4 +1,4 @@
-"""Modules: names without wrappers, tied weights, hooks, odd tensors."""
+"""Modules: names without wrappers, tied weights, hooks, unusual tensors."""
 
 from __future__ import annotations
 
@@ -64,12 +64,12 @@ def test_a_plain_module_round_trips_in_place() -> None:
         lambda m: nn.Sequential(checkpoint_wrapper(torch.compile(checkpoint_wrapper(m[0]))), *m[1:]),
     ],
 )
-def test_wrappers_leave_no_trace_in_names(wrap: Any) -> None:
+def test_names_do_not_contain_wrappers(wrap: Any) -> None:
     (state,) = capture(model=wrap(model()))
     assert names(state) == BARE
 
 
-def test_a_module_that_is_really_called_module_keeps_its_name() -> None:
+def test_a_submodule_called_module_keeps_its_name() -> None:
     outer = nn.Module()
     outer.module = nn.Linear(1, 1)
     outer._orig_mod = nn.Linear(1, 1)
@@ -77,7 +77,7 @@ def test_a_module_that_is_really_called_module_keeps_its_name() -> None:
     assert names(state) == ["module.weight", "module.bias", "_orig_mod.weight", "_orig_mod.bias"]
 
 
-def test_names_with_dots_only_in_wrappers_are_cut() -> None:
+def test_only_prefixes_of_wrappers_are_removed() -> None:
     wrapped = nn.ModuleDict({"a": checkpoint_wrapper(nn.ModuleDict({"module": nn.DataParallel(nn.Linear(1, 1))}))})
     (state,) = capture(model=wrapped)
     assert names(state) == ["a.module.weight", "a.module.bias"]
@@ -101,22 +101,22 @@ def test_tied_and_untied_models_load_from_each_other() -> None:
     source, head_only = build(True), nn.ModuleDict({"head": nn.Linear(3, 4, bias=False)})
     checkpoint = save({"model": source})
     found = checkpoint.load({"model": head_only})
-    assert not found.missing and found.claimed == set(checkpoint.keys("model"))
+    assert not found.missing and found.recognized == set(checkpoint.keys("model"))
     assert torch.equal(head_only["head"].weight, source["embed"].weight)
 
     stages = [nn.ModuleDict({"embed": nn.Embedding(4, 3)}), nn.ModuleDict({"head": nn.Linear(3, 4, bias=False)})]
     apart = MemoryCheckpoint([detached(capture(model=stage)) for stage in stages])
     target = build(True)
     found = apart.load({"model": target})
-    assert not found.missing and found.claimed == set(apart.keys("model"))
+    assert not found.missing and found.recognized == set(apart.keys("model"))
     assert target["head"].weight is target["embed"].weight
     assert torch.equal(target["embed"].weight, stages[0]["embed"].weight)
 
 
-def test_a_list_of_chunks_is_one_namespace() -> None:
+def test_a_list_of_modules_is_one_namespace() -> None:
     whole = model()
-    chunks = [nn.ModuleDict({"0": whole[0]}), nn.ModuleDict({"1": whole[1], "2": whole[2]})]
-    (state,) = capture(model=chunks)
+    stages = [nn.ModuleDict({"0": whole[0]}), nn.ModuleDict({"1": whole[1], "2": whole[2]})]
+    (state,) = capture(model=stages)
     assert names(state) == BARE
     with pytest.raises(UsageError, match="model/weight"):
         capture(model=[nn.Linear(1, 1), nn.Linear(1, 1)])
@@ -150,12 +150,12 @@ def test_extra_states_round_trip(extra: Any) -> None:
         assert target[0].extra == extra
 
 
-def test_an_extra_state_that_is_not_there_is_missing() -> None:
+def test_an_unsaved_extra_state_is_missing() -> None:
     found = save({"model": nn.Linear(2, 2)}).load({"model": WithExtra(1)})
     assert found.missing == ["model/_extra_state"]
 
 
-def test_entries_that_a_hook_makes_go_back_through_load_state_dict() -> None:
+def test_entries_made_by_a_hook_are_loaded_through_load_state_dict() -> None:
     class Fused(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -189,7 +189,7 @@ class Subclass(torch.Tensor):
 
 def holder(tensor: torch.Tensor) -> nn.Module:
     module = nn.Module()
-    module.register_buffer("odd", tensor)
+    module.register_buffer("buffer", tensor)
     return nn.Sequential(module)
 
 
@@ -206,7 +206,7 @@ def holder(tensor: torch.Tensor) -> nn.Module:
 def test_tensors_without_plain_bytes_are_refused_by_name(tensor: torch.Tensor, what: str) -> None:
     with pytest.raises(UsageError, match=what) as error:
         capture(model=holder(tensor))
-    assert "model/0.odd" in str(error.value) and "\n" not in str(error.value)
+    assert "model/0.buffer" in str(error.value) and "\n" not in str(error.value)
 
 
 def test_lazy_parameters_are_refused() -> None:
@@ -216,7 +216,7 @@ def test_lazy_parameters_are_refused() -> None:
 
 def test_a_subclass_without_a_dispatcher_is_plain() -> None:
     (state,) = capture(model=holder(torch.arange(3.0).as_subclass(Subclass)))
-    assert names(state) == ["0.odd"]
+    assert names(state) == ["0.buffer"]
 
 
 def test_views_of_any_stride_load_in_place() -> None:
@@ -227,7 +227,7 @@ def test_views_of_any_stride_load_in_place() -> None:
     assert torch.equal(base.t()[1:4, ::2], torch.arange(6.0).reshape(3, 2))
 
 
-def test_expanded_buffers_load_when_the_values_allow_it() -> None:
+def test_expanded_buffers_load_where_their_values_are_equal() -> None:
     live = torch.zeros(1, 3).expand(4, 3)
     save({"model": holder(torch.arange(3.0).expand(4, 3))}).load({"model": holder(live)})
     assert torch.equal(live, torch.arange(3.0).expand(4, 3))
@@ -243,7 +243,7 @@ def test_empty_and_scalar_tensors() -> None:
     assert [(s.global_shape, s.offsets, s.lengths) for s in state.shards] == [((0, 3), (0, 0), (0, 3)), ((), (), ())]
 
 
-def test_a_rank_without_a_stage_has_nothing() -> None:
+def test_a_rank_without_a_stage_has_no_shards() -> None:
     states = capture(model=[], optimizer=[], extra=[])
     assert [s.shards for s in states] == [[], [], []]
     checkpoint = MemoryCheckpoint([detached(capture(model=model(), optimizer=[], extra=[]))])

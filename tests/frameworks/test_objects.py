@@ -18,7 +18,7 @@ from torch import nn
 import bytecheckpoint
 from bytecheckpoint.errors import UsageError
 from bytecheckpoint.frameworks.native import NativeFramework
-from bytecheckpoint.representation.values import equal
+from bytecheckpoint.representation.values.codec import equal
 from tests.frameworks.memory import MemoryCheckpoint, detached, save
 
 
@@ -42,7 +42,7 @@ def state() -> dict[str, Any]:
 @pytest.mark.parametrize(
     "before", [{}, {"step": 1, "gone": torch.ones(3), "nested": {"list": [], "x": 1}}, {"nested": 3}]
 )
-def test_a_dict_ends_up_holding_exactly_what_was_saved(before: dict[str, Any]) -> None:
+def test_a_loaded_dict_equals_the_saved_one(before: dict[str, Any]) -> None:
     source, states = state(), {"extra_states": before}
     found = save({"extra_states": source}).load(states)
     assert states["extra_states"] is before
@@ -71,7 +71,7 @@ def test_tensors_that_do_not_fit_are_replaced() -> None:
         assert torch.equal(live["t"], torch.arange(3)) and live["t"] is not other
 
 
-def test_one_live_tensor_at_two_places_becomes_two() -> None:
+def test_a_live_tensor_at_two_places_receives_one_value_only() -> None:
     shared = torch.zeros(2)
     live = {"a": shared, "b": shared, "c": [1], "d": [1]}
     live["d"] = live["c"]
@@ -80,7 +80,7 @@ def test_one_live_tensor_at_two_places_becomes_two() -> None:
     assert equal(live, source)
 
 
-def test_dotted_names_that_collide() -> None:
+def test_equal_dotted_names_are_numbered() -> None:
     source = {"a": {"b": torch.ones(1)}, "a.b": torch.zeros(2)}
     checkpoint = save({"extra_states": source})
     assert {k.fqn for k in checkpoint.keys("extra_states")} == {"a.b", "a.b#2"}
@@ -122,22 +122,22 @@ plain = st.recursive(
 
 
 @given(st.dictionaries(st.text(max_size=3), plain, max_size=4), st.dictionaries(st.text(max_size=3), plain, max_size=4))
-def test_any_dict_over_any_dict(source: dict[str, Any], live: dict[str, Any]) -> None:
+def test_any_dict_loads_into_any_dict(source: dict[str, Any], live: dict[str, Any]) -> None:
     save({"extra_states": source}).load({"extra_states": live})
     assert equal(live, source)
 
 
-def test_ranks_keep_their_own_and_new_ranks_get_the_first() -> None:
+def test_ranks_load_their_own_values_and_new_ranks_load_rank_0s() -> None:
     ranks = [detached(NativeFramework().capture({"rng": {"seed": r, "t": torch.tensor([r])}})) for r in range(2)]
     for rank, expected in ((0, 0), (1, 1), (5, 0)):
         live: dict[str, Any] = {}
         checkpoint = MemoryCheckpoint(ranks, rank)
         found = checkpoint.load({"rng": live})
         assert equal(live, {"seed": expected, "t": torch.tensor([expected])})
-        assert found.claimed == set(checkpoint.keys("rng"))
+        assert found.recognized == set(checkpoint.keys("rng"))
 
 
-def test_schedulers_are_states_of_their_own_or_inside_a_dict() -> None:
+def test_schedulers_load_alone_or_inside_a_dict() -> None:
     net = nn.Linear(2, 2)
 
     def scheduler() -> Any:
@@ -155,11 +155,11 @@ def test_schedulers_are_states_of_their_own_or_inside_a_dict() -> None:
     assert equal(inside.state_dict(), source.state_dict())
 
 
-def test_a_state_that_the_checkpoint_lacks_is_missing() -> None:
+def test_an_unsaved_state_is_missing() -> None:
     assert save({"a": 1}).load({"b": {}}).missing == ["b"]
 
 
-def test_model_as_a_state_dict() -> None:
+def test_a_model_loads_as_a_state_dict() -> None:
     net, other = nn.Linear(2, 3), nn.Linear(2, 3)
     save({"model": net}).load({"model": other.state_dict()})
     assert torch.equal(net.weight, other.weight)
@@ -170,10 +170,10 @@ def test_model_as_a_state_dict() -> None:
     save({"model": net}).load({"model": empty})
     assert equal(empty, {k: v.detach().clone() for k, v in net.state_dict().items()})
     found = save({"model": net}).load({"model": {"weight": torch.zeros(3, 2), "new": torch.zeros(1)}})
-    assert found.missing == ["model/new"] and {k.fqn for k in found.claimed} == {"weight"}
+    assert found.missing == ["model/new"] and {k.fqn for k in found.recognized} == {"weight"}
 
 
-def test_a_nested_model_dict_takes_plain_values_and_keeps_its_tensors() -> None:
+def test_a_nested_model_dict_loads_plain_values_and_keeps_its_tensors() -> None:
     source = {"net": {"w": torch.arange(3.0)}, "config": {"width": 3, "sizes": [1, 2]}, "version": 2}
     live = {"net": {"w": torch.zeros(3)}, "config": {"width": 1}, "version": 0}
     tensor = live["net"]["w"]
@@ -218,13 +218,13 @@ def test_declared_shards_are_resharded() -> None:
 
 
 @pytest.mark.parametrize("make", [lambda: (x := [], x.append(x))[0], lambda: iter([1]), lambda: {"f": lambda: 0}])
-def test_what_cannot_be_stored_is_refused(make: Any) -> None:
+def test_values_that_cannot_be_stored_are_refused(make: Any) -> None:
     with pytest.raises(UsageError):
         NativeFramework().capture({"extra_states": {"bad": make()}})
 
 
 class Engine:
-    """Saves copies, so that only load_state_dict can restore it."""
+    """An object whose state_dict holds copies, so that only load_state_dict can restore it."""
 
     def __init__(self, fill: float) -> None:
         self.weight, self.count = torch.full((2,), fill), int(fill)
@@ -246,7 +246,7 @@ def test_objects_inside_containers_restore_themselves(kind: str) -> None:
     assert engine.count == 3 and torch.equal(engine.weight, torch.full((2,), 3.0))
 
 
-def test_an_object_that_does_not_take_its_state(tmp_path: Path) -> None:
+def test_an_object_that_rejects_its_state(tmp_path: Path) -> None:
     class Picky:
         def state_dict(self) -> dict[str, int]:
             return {"a": 1}

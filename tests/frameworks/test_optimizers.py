@@ -12,7 +12,7 @@ from torch import nn
 
 from bytecheckpoint.errors import IncompatibleCheckpointError, UsageError
 from bytecheckpoint.frameworks.native import NativeFramework
-from bytecheckpoint.representation.values import equal
+from bytecheckpoint.representation.values.codec import equal
 from tests.frameworks.memory import MemoryCheckpoint, bits, detached, save
 
 
@@ -61,7 +61,7 @@ MAKERS: dict[str, Any] = {
 
 @pytest.mark.parametrize("maker", MAKERS.values(), ids=MAKERS)
 @pytest.mark.parametrize("stepped", [False, True], ids=["fresh", "used"])
-def test_training_goes_on_exactly(maker: Any, stepped: bool) -> None:
+def test_training_continues_exactly(maker: Any, stepped: bool) -> None:
     net, other = model(), model()
     one, two = maker(net.parameters()), maker(other.parameters())
     step(net, one)
@@ -70,7 +70,7 @@ def test_training_goes_on_exactly(maker: Any, stepped: bool) -> None:
     checkpoint = save({"model": net, "optimizer": one})
     found = checkpoint.load({"model": other, "optimizer": two})
     assert not found.missing
-    assert found.claimed == {*checkpoint.keys("model"), *checkpoint.keys("optimizer")}
+    assert found.recognized == {*checkpoint.keys("model"), *checkpoint.keys("optimizer")}
     assert_same_state(one, two, net, other)
     assert step(net, one, seed=5, count=5) == step(other, two, seed=5, count=5)
     for p, q in zip(net.parameters(), other.parameters(), strict=True):
@@ -224,7 +224,7 @@ def test_tensor_hyperparameters_stay_the_same_object() -> None:
     assert torch.equal(plain.param_groups[0]["lr"], torch.tensor(0.125))
 
 
-def test_a_new_parameter_is_missing() -> None:
+def test_an_unsaved_parameter_is_missing() -> None:
     net, other = nn.Linear(2, 2, bias=False), nn.Linear(2, 2)
     one, two = torch.optim.SGD(net.parameters()), torch.optim.SGD(other.parameters())
     found = save({"model": net, "optimizer": one}).load({"model": other, "optimizer": two})
@@ -249,7 +249,7 @@ def test_explicit_names(direction: bool) -> None:
     assert_same_state(one, two, net, other)
 
 
-def test_tied_weights_carry_their_state_under_every_name() -> None:
+def test_state_of_tied_weights_is_found_by_every_name() -> None:
     tied = nn.ModuleDict({"embed": nn.Linear(3, 4, bias=False), "head": nn.Linear(3, 4, bias=False)})
     tied["head"].weight = tied["embed"].weight
     one = torch.optim.Adam(tied.parameters(), lr=0.5)

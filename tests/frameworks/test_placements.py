@@ -1,4 +1,4 @@
-"""Boxes of DTensors against a brute-force index simulation, without processes (test_world.py has the real thing)."""
+"""Boxes of DTensors, compared with a brute-force index simulation without processes (test_world.py uses real DTensors)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from bytecheckpoint.errors import UsageError
-from bytecheckpoint.frameworks.placements import LocalBox, local_boxes
+from bytecheckpoint.frameworks.tensors.placements import LocalBox, local_boxes
 
 
 def chunk(tensor: torch.Tensor, parts: int, index: int, dim: int) -> torch.Tensor:
@@ -22,7 +22,7 @@ def chunk(tensor: torch.Tensor, parts: int, index: int, dim: int) -> torch.Tenso
 
 
 def distributed(whole: torch.Tensor, mesh: tuple[int, ...], at: tuple[int, ...], placements: Any) -> torch.Tensor:
-    """Left to right, as distribute_tensor does it."""
+    """Cut the local tensor left to right, as distribute_tensor does."""
     for parts, index, placement in zip(mesh, at, placements, strict=True):
         if isinstance(placement, _StridedShard):
             factor = int(placement.split_factor)
@@ -36,14 +36,14 @@ def distributed(whole: torch.Tensor, mesh: tuple[int, ...], at: tuple[int, ...],
 def fully_sharded(
     whole: torch.Tensor, mesh: tuple[int, ...], at: tuple[int, ...], dims: tuple[int, ...]
 ) -> torch.Tensor:
-    """Right to left, as fully_shard over tensor parallelism does it."""
+    """Cut the local tensor right to left, as fully_shard over tensor parallelism does."""
     for parts, index, dim in reversed(list(zip(mesh, at, dims, strict=True))):
         whole = chunk(whole, parts, index, dim)
     return whole
 
 
 def rebuilt(boxes: tuple[LocalBox, ...], whole: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """The local tensor as the boxes describe it; every element exactly once."""
+    """Rebuild the local tensor from the boxes, which must cover every element exactly once."""
     out = torch.full_like(local, -1)
     for offsets, lengths, slices in boxes:
         box = tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))
@@ -82,8 +82,8 @@ def test_left_to_right_layouts_match_a_brute_force_simulation(layout: Any) -> No
         made = rebuilt(boxes, whole, local)
         if torch.equal(made, local):
             continue
-        # The same placements also describe a right-to-left split. Where a rank cannot tell the two apart, it takes
-        # that one, because it is the one that exists in practice.
+        # The same placements also describe a right-to-left split. Where a rank cannot tell the two apart, it assumes
+        # right to left, which is the layout that exists in practice.
         assert any(isinstance(p, _StridedShard) for p in placements)
         assert len(boxes) == 1
 
@@ -114,7 +114,7 @@ def test_a_zero_dimensional_and_an_unsharded_tensor_are_one_box() -> None:
     assert local_boxes((2,), (1,), (Replicate(),), (3, 2), (3, 2)) == (LocalBox((0, 0), (3, 2), None),)
 
 
-def test_an_empty_piece_is_no_box() -> None:
+def test_an_empty_part_has_no_box() -> None:
     assert local_boxes((4,), (3,), (Shard(0),), (5, 2), (0, 2)) == ()
 
 
@@ -123,7 +123,7 @@ def test_partial_placements_are_refused() -> None:
         local_boxes((2,), (0,), (Partial(),), (4,), (4,))
 
 
-def test_a_local_tensor_that_torch_would_not_have_made_is_refused() -> None:
+def test_a_local_tensor_that_torch_would_not_make_is_refused() -> None:
     with pytest.raises(UsageError, match="chunking"):
         local_boxes((2,), (0,), (Shard(0),), (5,), (4,))
 

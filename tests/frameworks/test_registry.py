@@ -1,4 +1,4 @@
-"""Names of frameworks, and what none of them takes."""
+"""Names of frameworks: built in, registered, and added by the entry points of installed packages."""
 
 from __future__ import annotations
 
@@ -31,29 +31,43 @@ def test_an_unknown_name_lists_the_known() -> None:
         registry.resolve("tensorflow", {})
 
 
-def test_registered_adapters_come_first_under_auto(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Mine(NativeFramework):
-        name = "mine"
+class Special(NativeFramework):
+    name = "special"
 
-        def matches(self, states: Any) -> bool:
-            return "special" in states
+    def matches(self, states: Any) -> bool:
+        return "special" in states
 
-    monkeypatch.setattr(registry, "_FACTORIES", dict(registry._FACTORIES))
-    registry.register("mine", Mine)
-    assert registry.resolve("mine", {}).name == "mine"
-    assert registry.resolve("auto", {"special": 1}).name == "mine"
+
+@pytest.fixture
+def special() -> Iterator[None]:
+    """The adapter `Special`, registered."""
+    registry.register("special", Special)
+    yield
+    registry.unregister("special")
+
+
+@pytest.mark.usefixtures("special")
+def test_registered_adapters_come_first_under_auto() -> None:
+    assert registry.resolve("special", {}).name == "special"
+    assert registry.resolve("auto", {"special": 1}).name == "special"
     assert registry.resolve("auto", {"model": {}}).name == "native"
-    assert "mine" in registry.known()
-    for taken in ("mine", "auto", "megatron", "torch", "fsdp1"):
+    assert "special" in registry.known()
+    for taken in ("special", "auto", "megatron", "torch", "fsdp1"):
         with pytest.raises(UsageError, match="in use"):
-            registry.register(taken, Mine)
+            registry.register(taken, Special)
+
+
+def test_only_registered_adapters_can_be_removed() -> None:
+    for name in ("auto", "megatron", "special"):
+        with pytest.raises(UsageError, match="was not registered"):
+            registry.unregister(name)
 
 
 _PLUGIN = """
 from bytecheckpoint.frameworks.native import NativeFramework
 
-class Mine(NativeFramework):
-    name = "announced"
+class Plugin(NativeFramework):
+    name = "plugin"
 
     def matches(self, states):
         return "special" in states
@@ -65,40 +79,40 @@ def no_framework():
 
 @pytest.fixture
 def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """An installed package that announces adapters."""
+    """An installed package whose entry points name adapters."""
     info = tmp_path / "my_adapters-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: my-adapters\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(
         "[bytecheckpoint.frameworks]\nbroken = my_adapters:absent\nnone = my_adapters:no_framework\n"
-        "announced = my_adapters:Mine\nmegatron = my_adapters:Mine\nauto = my_adapters:Mine\n"
+        "plugin = my_adapters:Plugin\nmegatron = my_adapters:Plugin\nauto = my_adapters:Plugin\n"
     )
     (tmp_path / "my_adapters.py").write_text(_PLUGIN)
     monkeypatch.syspath_prepend(tmp_path)
-    registry._announced.cache_clear()
+    registry._entry_points.cache_clear()
     registry._warn_once.cache_clear()
     yield
     sys.modules.pop("my_adapters", None)
-    registry._announced.cache_clear()
+    registry._entry_points.cache_clear()
 
 
 @pytest.mark.usefixtures("plugin")
-def test_packages_announce_adapters(caplog: pytest.LogCaptureFixture) -> None:
-    assert registry.known()[-3:] == ["broken", "none", "announced"]
-    assert registry.resolve("announced", {}).name == "announced"
+def test_packages_add_adapters_by_entry_points(caplog: pytest.LogCaptureFixture) -> None:
+    assert registry.known()[-3:] == ["broken", "none", "plugin"]
+    assert registry.resolve("plugin", {}).name == "plugin"
     assert registry.resolve("megatron", {}).name == "megatron"
-    assert registry.resolve("auto", {"special": 1}).name == "announced"
+    assert registry.resolve("auto", {"special": 1}).name == "plugin"
     assert registry.resolve("auto", {"model": {}}).name == "native"
-    # Said once, and no reason to end a save of somebody else's states.
-    said = [r.getMessage() for r in caplog.records]
-    assert len(said) == 2
-    assert "'my_adapters:absent' of my-adapters cannot be imported" in said[0]
-    assert "made an object of type object, which is no bytecheckpoint Framework" in said[1]
+    # Each broken adapter is logged once, and ends no save of other states.
+    messages = [r.getMessage() for r in caplog.records]
+    assert len(messages) == 2
+    assert "'my_adapters:absent' of my-adapters cannot be imported" in messages[0]
+    assert "made an object of type object, which is no bytecheckpoint Framework" in messages[1]
     for name, match in (("broken", "cannot be imported"), ("none", "is no bytecheckpoint Framework")):
         with pytest.raises(UsageError, match=match):
             registry.resolve(name, {})
     with pytest.raises(UsageError, match="in use"):
-        registry.register("announced", NativeFramework)
+        registry.register("plugin", NativeFramework)
 
 
 def test_a_layout_can_be_described() -> None:

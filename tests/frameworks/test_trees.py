@@ -1,4 +1,4 @@
-"""A load reads the trees of plain values that speak of its own parameters, however many ranks saved."""
+"""A load reads only the trees that mention its own parameters, however many ranks saved."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 
 import bytecheckpoint
 from bytecheckpoint.collectives.base import Collective
-from bytecheckpoint.collectives.threads import ThreadWorld
+from bytecheckpoint.collectives.testing import ThreadWorld
 from bytecheckpoint.loading.saved import SavedView
 
 LAYERS = 12
@@ -34,7 +34,7 @@ class Layer(nn.Linear):
 
 
 def stage(layers: Sequence[int], value: float = 0.0) -> dict[str, Any]:
-    """A pipeline stage that has these layers, and its optimizer; a learning rate for each layer."""
+    """Build a pipeline stage of these layers, and its optimizer with a learning rate for each layer."""
     model = nn.ModuleDict({f"layer{n}": Layer() for n in layers})
     optimizer = torch.optim.Adam([{"params": list(model[f"layer{n}"].parameters()), "lr": 0.5} for n in layers])
     if value:
@@ -48,14 +48,14 @@ def stage(layers: Sequence[int], value: float = 0.0) -> dict[str, Any]:
     return {"model": model, "optimizer": optimizer}
 
 
-def part(rank: int, world: int) -> list[int]:
-    """The layers of a stage."""
+def layers_of(rank: int, world: int) -> list[int]:
+    """Return the layers of a stage."""
     return list(range(rank * LAYERS // world, (rank + 1) * LAYERS // world))
 
 
 @pytest.fixture
 def trees(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """How many trees each thread has read."""
+    """Count the trees that each thread reads."""
     found: dict[str, int] = {}
     read: Callable[..., Any] = SavedView._read
 
@@ -70,21 +70,21 @@ def trees(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 
 @pytest.mark.parametrize(
     ("loading", "most"),
-    # Its own and those of the stages that it has parts of, of the optimizer and of the model.
+    # Trees of the model and of the optimizer: its own, and those of the stages whose layers it has.
     [(6, 2), (3, 6), (4, 6), (12, 4), (1, 12)],
 )
 def test_trees_of_other_stages_are_not_read(tmp_path: Path, trees: dict[str, int], loading: int, most: int) -> None:
     path = tmp_path / "step"
 
     def save(collective: Collective) -> None:
-        bytecheckpoint.save(path, stage(part(collective.rank, 6), 1.0))
+        bytecheckpoint.save(path, stage(layers_of(collective.rank, 6), 1.0))
 
     def load(collective: Collective) -> tuple[str, list[str]]:
-        mine = part(collective.rank, loading)
-        states = stage(mine)
+        layers = layers_of(collective.rank, loading)
+        states = stage(layers)
         report = bytecheckpoint.load(path, states)
         problems = [*report.missing, *report.unexpected, *report.notes]
-        for n, group in zip(mine, states["optimizer"].param_groups, strict=True):
+        for n, group in zip(layers, states["optimizer"].param_groups, strict=True):
             if group["lr"] != (n + 1) / 64:
                 problems.append(f"lr of {n}: {group['lr']}")
             if states["model"][f"layer{n}"].calls != n:
@@ -100,9 +100,9 @@ def test_trees_of_other_stages_are_not_read(tmp_path: Path, trees: dict[str, int
         assert 2 <= trees[name] <= most
 
 
-def test_a_parameter_that_no_tree_knows_is_reported_as_ever(tmp_path: Path, trees: dict[str, int]) -> None:
+def test_a_parameter_in_no_tree_is_reported_as_missing(tmp_path: Path, trees: dict[str, int]) -> None:
     path = tmp_path / "step"
-    ThreadWorld(3).run(lambda c: bytecheckpoint.save(path, stage(part(c.rank, 3), 1.0)))
+    ThreadWorld(3).run(lambda c: bytecheckpoint.save(path, stage(layers_of(c.rank, 3), 1.0)))
     states = stage([0, 1, 99])
     report = bytecheckpoint.load(path, states, strict=False)
     assert "optimizer/param_groups/layer99.weight" in report.missing

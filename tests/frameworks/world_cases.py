@@ -1,14 +1,10 @@
-"""What every rank of the real world of test_world.py runs. Each case is a function of no arguments that raises."""
+"""The cases that every rank of the world of test_world.py runs: functions without arguments that raise when they fail."""
 
 from __future__ import annotations
 
 import copy
-import time
-import traceback
 from collections.abc import Callable
-from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from bytecheckpoint.errors import UsageError
 from bytecheckpoint.frameworks.native import NativeFramework
 from bytecheckpoint.representation.shards import LiveShard
-from bytecheckpoint.representation.values import equal
+from bytecheckpoint.representation.values.codec import equal
 from tests.frameworks.memory import MemoryCheckpoint, detached
 
 WORLD = 6
@@ -46,7 +42,7 @@ def mesh(shape: tuple[int, ...], names: tuple[str, ...] = ()) -> DeviceMesh:
 
 
 def checkpoint(states: dict[str, Any]) -> MemoryCheckpoint:
-    """A save by all ranks: each gets all that all have captured."""
+    """Save on all ranks: every rank gets the captures of all."""
     gathered: list[Any] = [None] * WORLD
     dist.all_gather_object(gathered, detached(NativeFramework().capture(states)))
     return MemoryCheckpoint(gathered, dist.get_rank())
@@ -161,7 +157,7 @@ def a_module_still_gathered_after_an_evaluation_forward() -> None:
 
 
 @case
-def ranks_outside_the_mesh_hold_nothing() -> None:
+def ranks_outside_the_mesh_have_no_shards() -> None:
     part = DeviceMesh("cpu", [0, 1, 2, 3])
     whole = arange(5, 2)
     tensor = distribute_tensor(whole, part, [Shard(0)])
@@ -178,7 +174,7 @@ def partial_tensors_are_refused_by_name() -> None:
 
 
 class LocalState(torch.optim.Optimizer):
-    """Makes its state from local tensors, as some custom optimizers do."""
+    """An optimizer that makes its state from local tensors, as some custom optimizers do."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.1})
@@ -211,7 +207,7 @@ def state_made_from_local_tensors() -> None:
 
 
 class Factored(torch.optim.Optimizer):
-    """State of another shape than the parameter's, updated in place."""
+    """An optimizer whose state has another shape than the parameter, updated in place."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.1})
@@ -304,7 +300,7 @@ LAYOUTS: dict[str, Layout] = {f.__name__: f for f in (one_process, ddp, fsdp, hs
 
 
 def fill_by_coordinates(net: Any, optimizer: Any) -> None:
-    """Give every state tensor values that say where they belong, in fp32 beside whatever the parameter is."""
+    """Give every state tensor values that are computed from its parameter."""
     for one in optimizer if isinstance(optimizer, list) else [optimizer]:
         for group in one.param_groups:
             group["lr"] = 0.375
@@ -368,7 +364,7 @@ def training_continues_on_a_fresh_optimizer() -> None:
 
 
 @case
-def distributed_leaves_in_extra_states() -> None:
+def dtensors_in_extra_states() -> None:
     whole = arange(7, 2)
     tensor = distribute_tensor(whole, mesh((6,)), [Shard(0)], src_data_rank=None)
     saved = checkpoint({"extra_states": {"average": tensor, "rank": dist.get_rank()}})
@@ -381,24 +377,6 @@ def distributed_leaves_in_extra_states() -> None:
     assert live["average"] is target and torch.equal(target.full_tensor(), whole)
 
 
-def run(rank: int, folder: str) -> None:
-    """Entry of one rank: runs all cases, and leaves what failed in `folder`."""
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/rendezvous",
-        rank=rank,
-        world_size=WORLD,
-        timeout=timedelta(seconds=60),
-    )
-    report = Path(folder, f"rank{rank}.txt")
-    try:
-        for name, function in CASES.items():
-            start = time.perf_counter()
-            function()
-            with report.open("a") as out:
-                out.write(f"{name} {time.perf_counter() - start:.1f}s\n")
-    except BaseException:  # noqa: BLE001 - reported by the test
-        Path(folder, f"rank{rank}.error").write_text(traceback.format_exc())
-    finally:
-        dist.destroy_process_group()
+def run(name: str) -> None:
+    """Run one case on this rank."""
+    CASES[name]()

@@ -8,7 +8,7 @@ import torch
 
 import bytecheckpoint
 from bytecheckpoint.collectives import Collective, ThreadWorld
-from bytecheckpoint.representation.values import equal
+from bytecheckpoint.representation.values.codec import equal
 from tests.golden.make import EVERY_DTYPE, FOLDER, SHAPES, VALUES, WORLD, full, odd, states
 
 

@@ -29,6 +29,7 @@ from bytecheckpoint import (
 )
 from bytecheckpoint.collectives import Collective, ThreadWorld
 from bytecheckpoint.opening import Checkpoint
+from bytecheckpoint.tuning import tuned
 from tests.support.faulty_storage import Faults
 from tests.support.layouts import Leaf, coded, grid_boxes
 from tests.support.settings import using
@@ -100,7 +101,7 @@ def test_an_entry_describes_its_tensor(grid: str) -> None:
     assert torch.equal(torch.stack(list(entry)), entry[...])
 
 
-def test_pieces_are_runs_in_order(grid: str) -> None:
+def test_chunks_are_runs_in_order(grid: str) -> None:
     full = coded(SHAPE, torch.int64)
     with bytecheckpoint.open(grid) as checkpoint:
         pieces = list(checkpoint["model/w"].chunks(max_bytes=100))
@@ -108,7 +109,7 @@ def test_pieces_are_runs_in_order(grid: str) -> None:
     assert torch.equal(torch.cat([piece.reshape(-1) for _, piece in pieces]), full.reshape(-1))
 
 
-def test_all_names_of_tied_tensors_and_optimizer_state(trained: tuple[str, Any, Any]) -> None:
+def test_every_name_of_a_tied_tensor_is_a_key(trained: tuple[str, Any, Any]) -> None:
     path, model, optimizer = trained
     with bytecheckpoint.open(path) as checkpoint:
         for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -135,7 +136,7 @@ def test_param_groups_and_plain_values(trained: tuple[str, Any, Any]) -> None:
     assert torch.equal(checkpoint["extra_states/t"][1:3], torch.tensor([1, 2]))
 
 
-def test_it_is_a_mapping(trained: tuple[str, Any, Any]) -> None:
+def test_a_checkpoint_is_a_mapping(trained: tuple[str, Any, Any]) -> None:
     path, *_ = trained
     with bytecheckpoint.open(path) as checkpoint:
         keys = list(checkpoint)
@@ -150,7 +151,7 @@ def test_it_is_a_mapping(trained: tuple[str, Any, Any]) -> None:
             checkpoint.info["world_size"] = 2  # type: ignore[index]
 
 
-def test_a_missing_key_says_what_is_near(trained: tuple[str, Any, Any]) -> None:
+def test_the_error_for_a_missing_key_names_a_similar_key(trained: tuple[str, Any, Any]) -> None:
     with pytest.raises(KeyError, match=r"did you mean 'model/emb\.weight'") as caught:
         bytecheckpoint.open(trained[0])["model/emb.weigth"]
     assert isinstance(caught.value, MissingKeyError)
@@ -173,7 +174,7 @@ def test_values_that_differ_between_ranks(grid: str) -> None:
             bytecheckpoint.open(grid, rank=rank)  # type: ignore[arg-type]
 
 
-def test_stages_of_a_pipeline_are_one(tmp_path: Path) -> None:
+def test_param_groups_of_pipeline_stages_are_merged(tmp_path: Path) -> None:
     def save(collective: Collective) -> None:
         stage = torch.nn.ModuleDict({f"layer{collective.rank}": torch.nn.Linear(3, 3)})
         groups = [{"params": [p], "lr": 0.1 * (i + 1)} for i, p in enumerate(stage.parameters())]
@@ -202,7 +203,7 @@ def test_plain_and_nested_optimizer_state(tmp_path: Path) -> None:
     assert checkpoint["optimizer/state/weight/m"].shape == (2, 2)
 
 
-def test_equal_keys_are_told_apart(tmp_path: Path) -> None:
+def test_equal_keys_are_numbered(tmp_path: Path) -> None:
     states = {
         "x": {"a": {"b": torch.ones(1)}, "a.b": torch.zeros(2)},
         "y": {"a": {"b": 1}, "a.b": 2},
@@ -288,7 +289,7 @@ def test_damage_is_found_in_what_is_read_and_only_there(tmp_path: Path) -> None:
         bytecheckpoint.open(tmp_path / "s")["model/w"][0]
 
 
-def test_not_there_closed_and_not_registered(tmp_path: Path, grid: str) -> None:
+def test_missing_and_closed_checkpoints_raise(tmp_path: Path, grid: str) -> None:
     with pytest.raises(CheckpointNotFoundError):
         bytecheckpoint.open(tmp_path)
     checkpoint = bytecheckpoint.open(grid)
@@ -305,15 +306,12 @@ class Known:
     x: int = 1
 
 
-def test_an_unregistered_class_hides_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from bytecheckpoint.representation import value_registry
-
+def test_an_unregistered_class_hides_nothing_else(tmp_path: Path) -> None:
     bytecheckpoint.register(Known, name="opening.Known")
     extra = {"k": Known(4), "deep": collections.deque([{"d": Known(5)}]), "epoch": 3}
     bytecheckpoint.save(tmp_path / "s", {"model": {"w": torch.ones(2)}, "extra_states": extra})
     assert bytecheckpoint.open(tmp_path / "s")["extra_states/k"] == Known(4)
-    monkeypatch.setattr("bytecheckpoint.representation.value_decoder.registered_name", lambda name: None)
-    assert value_registry.registered_name("opening.Known") is not None
+    bytecheckpoint.register(Known, name="opening.Renamed")  # the name in the checkpoint is then unknown
     checkpoint = bytecheckpoint.open(tmp_path / "s")
     assert set(checkpoint) == {"model/w", "extra_states/k", "extra_states/deep", "extra_states/epoch"}
     assert checkpoint["extra_states/epoch"] == 3
@@ -349,8 +347,8 @@ def test_threads_and_a_forked_child(grid: str) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
-def test_descriptors_stay_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bytecheckpoint.engine.file_set._MOST_OPEN", 3)
+@tuned(open_files=3)
+def test_descriptors_stay_few(tmp_path: Path) -> None:
     full = coded((16, 4), torch.int64)
 
     def save(collective: Collective) -> None:
@@ -363,7 +361,7 @@ def test_descriptors_stay_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         assert len(checkpoint._reader.files()._readers) <= 3
 
 
-def test_many_small_tensors_stream_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_small_tensors_stream_together(tmp_path: Path) -> None:
     tensors = {f"t{i}": torch.full((i % 5,), i) for i in range(500)}
     bytecheckpoint.save(tmp_path / "s", {"model": tensors})
     with bytecheckpoint.open(tmp_path / "s") as checkpoint:
@@ -388,7 +386,7 @@ def test_only_checkpoint_errors_from_a_damaged_catalog(grid: str, tmp_path: Path
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="the system does not list open descriptors")
-def test_checkpoints_that_nobody_closed_keep_no_files_open(grid: str) -> None:
+def test_unclosed_checkpoints_keep_no_files_open(grid: str) -> None:
     gc.collect()  # of what tests before this one left open
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(5):

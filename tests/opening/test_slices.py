@@ -46,7 +46,7 @@ def test_selects_what_torch_selects(case: tuple[tuple[int, ...], Any]) -> None:
 @pytest.mark.parametrize(
     "index", [[0, 1], True, "a", 1.5, torch.tensor([0]), slice(None, None, -1), slice(0.5), slice(None, None, 0)]
 )
-def test_what_is_no_basic_index_is_refused(index: Any) -> None:
+def test_other_indices_are_refused(index: Any) -> None:
     with pytest.raises(UsageError, match=r"^x: "):
         select((3, 4), index, "x")
 

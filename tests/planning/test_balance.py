@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from bytecheckpoint.planning import balance
 from bytecheckpoint.planning.balance import assign
+from bytecheckpoint.tuning import tuned
 
 
 def rows(held: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
@@ -59,8 +60,7 @@ def test_every_writer_holds_what_it_writes(held: list[list[int]], data: st.DataO
     sizes = st.sampled_from([0, 0, 1, 2, 3, 10**4, 2**45])
     nbytes = data.draw(st.lists(sizes, min_size=len(held), max_size=len(held)))
     group, rank = rows(held)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(balance, "_SMALL", data.draw(st.sampled_from([0, 1, 64])))
+    with pytest.MonkeyPatch.context() as patch, tuned(small_group_part=data.draw(st.sampled_from([0, 1, 64]))):
         # The first hash is weak: different sets collide, and only the exact check tells them apart.
         strong = balance._scrambled
         patch.setattr(balance, "_scrambled", lambda x, seed: strong(x, seed) if seed else x.astype(np.uint64))
@@ -73,9 +73,9 @@ def test_every_writer_holds_what_it_writes(held: list[list[int]], data: st.DataO
     st.lists(st.integers(0, 50), max_size=60),
     st.lists(st.integers(0, 400), min_size=1, max_size=6),
 )
-def test_pouring_ends_within_one_item_of_the_common_level(sizes: list[int], start: list[int]) -> None:
+def test_loads_end_within_one_item_of_the_common_level(sizes: list[int], start: list[int]) -> None:
     size, load = np.array(sizes, np.int64), np.array(start, np.int64)
-    final = load + loads(balance._poured(size, load), size, len(load))
+    final = load + loads(balance._spread_evenly(size, load), size, len(load))
     level = next(x for x in range(max(start) + sum(sizes) + 1) if np.maximum(x - load, 0).sum() >= size.sum())
     largest = size.max(initial=0)
     assert (np.abs(final - np.maximum(load, level)) <= largest + 1).all()
@@ -109,6 +109,6 @@ def test_nothing_to_assign() -> None:
     assert assign(none, none, none, 4).tolist() == []
 
 
-def test_a_group_that_nobody_holds_is_refused() -> None:
+def test_a_group_without_holder_is_refused() -> None:
     with pytest.raises(AssertionError):
         assign(np.array([0]), np.array([0]), np.array([1, 1]), 1)

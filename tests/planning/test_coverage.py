@@ -91,11 +91,11 @@ def test_a_gap_among_many_shards_is_found_without_visiting_all() -> None:
     assert overlapping(BoxTable(np.zeros(count - 1, np.int64), starts, np.full_like(starts, 3))).left.tolist() == []
 
 
-def test_a_partition_meets_itself_nowhere_and_is_not_searched() -> None:
+def test_a_partition_has_no_overlaps_and_is_not_searched() -> None:
     starts = np.random.default_rng(0).permutation(1000)[:, None] * 5
     table = BoxTable(np.arange(1000) % 3, starts, np.full_like(starts, 5))
     hulls = module._hulls(table, np.arange(1000))
-    assert len(module._Index.build(table, *module._near(table, hulls), hulls).crowded()) == 0
+    assert len(module._Index.build(table, *module._filtered(table, hulls), hulls).crowded()) == 0
     table.lengths[7] += 1000
     found = overlapping(table)
     assert 7 in {*found.left.tolist(), *found.right.tolist()}
@@ -133,7 +133,7 @@ def nearly_tiled(draw: st.DrawFn) -> tuple[list[list[int]], list[int], list[tupl
 
 @settings(deadline=None, max_examples=200)
 @given(nearly_tiled())
-def test_tilings_are_told_from_what_only_has_their_volume(
+def test_not_tiled_finds_boxes_that_only_have_the_right_volume(
     drawn: tuple[list[list[int]], list[int], list[tuple[list[int], list[int]]]],
 ) -> None:
     shapes, tensor, found = drawn

@@ -1,4 +1,4 @@
-"""Who reads what several ranks want, against a plain enumeration."""
+"""Shared reads compared with a plain enumeration."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bytecheckpoint.planning import exchange_plan
-from bytecheckpoint.planning.exchange_plan import part_of_rank, share
+from bytecheckpoint.planning.exchange_plan import exchange_plan_of_rank, plan_shared_reads
 from bytecheckpoint.representation.plans import SharedChunks
+from bytecheckpoint.tuning import tuning
 
 CHUNK = 8 << 20
 BLOCK = 1 << 20
@@ -34,7 +34,7 @@ def columns(ranges: list[Range]) -> np.ndarray:
 
 @given(plans())
 def test_shared_chunks_are_those_that_two_ranks_touch(ranks: list[list[Range]]) -> None:
-    shared = share([columns(r) for r in ranks], CHUNK)
+    shared = plan_shared_reads([columns(r) for r in ranks], CHUNK)
     shared = SharedChunks.from_columns(shared.to_columns())
     touched: dict[tuple[int, int], dict[int, list[Range]]] = defaultdict(lambda: defaultdict(list))
     for rank, ranges in enumerate(ranks):
@@ -45,7 +45,7 @@ def test_shared_chunks_are_those_that_two_ranks_touch(ranks: list[list[Range]]) 
         key: (min(r[1] for p in by.values() for r in p), max(r[2] for p in by.values() for r in p))
         for key, by in expected.items()
     }
-    if sum(stop - start for start, stop in ends.values()) < exchange_plan._WORTHWHILE:
+    if sum(stop - start for start, stop in ends.values()) < tuning().min_exchange_bytes:
         assert not len(shared)
         expected = {}
     else:
@@ -58,21 +58,21 @@ def test_shared_chunks_are_those_that_two_ranks_touch(ranks: list[list[Range]]) 
             assert int(shared.reader[number]) in by_rank
     items = {key: number for number, key in enumerate(expected)}
     for rank, ranges in enumerate(ranks):
-        part = part_of_rank(shared, columns(ranges), CHUNK)
+        part = exchange_plan_of_rank(shared, columns(ranges), CHUNK)
         want = {i: items[r[0], r[1] // CHUNK] for i, r in enumerate(ranges) if (r[0], r[1] // CHUNK) in items}
-        assert dict(zip(part.my_range.tolist(), part.my_item.tolist(), strict=True)) == want, rank
+        assert dict(zip(part.covered_ranges.tolist(), part.covering_chunks.tolist(), strict=True)) == want, rank
         assert part.private.tolist() == [i for i in range(len(ranges)) if i not in want]
 
 
 def test_replicas_share_the_reading_evenly() -> None:
     everything = columns([(0, n * CHUNK, (n + 1) * CHUNK) for n in range(64)])
-    shared = share([everything] * 8, CHUNK)
+    shared = plan_shared_reads([everything] * 8, CHUNK)
     assert np.bincount(shared.reader).tolist() == [8] * 8
     assert shared.rank_sets() == [list(range(8))]
 
 
-def test_a_thousand_replicas_are_planned_in_seconds_and_told_in_little() -> None:
+def test_the_plan_of_a_thousand_replicas_takes_seconds_and_few_bytes() -> None:
     everything = columns([(0, n * CHUNK, (n + 1) * CHUNK) for n in range(200)])
-    shared = share([everything] * 1000, CHUNK)
+    shared = plan_shared_reads([everything] * 1000, CHUNK)
     assert len(shared) == 200
     assert sum(map(len, shared.to_columns())) < 20_000

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from bytecheckpoint.planning import intersect as module
 from bytecheckpoint.planning.intersect import Intersections, intersect
 from bytecheckpoint.representation.boxes import BoxTable
+from bytecheckpoint.tuning import tuned
 
 Row = tuple[int, list[int], list[int]]
 
@@ -53,9 +54,8 @@ def test_equals_brute_force(data: st.DataObject) -> None:
     tensors = data.draw(st.dictionaries(numbers, st.integers(0, 3), min_size=1, max_size=4))
     scale = data.draw(st.sampled_from([1, 3, 2**37]))
     left, right = table(data.draw(rows(tensors, scale))), table(data.draw(rows(tensors, scale)))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_BATCH", data.draw(st.sampled_from([1, 3, 1 << 18])))
-        patch.setattr(module, "_ROWS", data.draw(st.sampled_from([2, 1 << 20])))
+    pairs, rows_at_once = data.draw(st.sampled_from([1, 3, 1 << 18])), data.draw(st.sampled_from([2, 1 << 20]))
+    with tuned(intersect_pairs=pairs, intersect_rows=rows_at_once):
         found = intersect(left, right)
         upper = intersect(left, left, ascending=True)
     assert listed(found) == brute(left, right)
@@ -80,7 +80,7 @@ def candidates(left: BoxTable, right: BoxTable) -> int:
     """How many pairs the sweep looks at."""
     wanted = np.arange(len(right))
     hulls = module._hulls(right, wanted)
-    first, last = module._Index.build(left, *module._near(left, hulls), hulls).windows(right, wanted)
+    first, last = module._Index.build(left, *module._filtered(left, hulls), hulls).windows(right, wanted)
     return int((last - first).sum())
 
 

@@ -24,7 +24,7 @@ def test_numbers_equal_sorted_distinct_rows(dims: int, data: st.DataObject) -> N
     assert result.dtype == np.int64
 
 
-def test_leaves_its_argument_alone() -> None:
+def test_the_argument_is_not_changed() -> None:
     table = BoxTable.build([3, 1, 3], [[0], [0], [0]], [[2], [2], [2]])
     assert group_equal(table).tolist() == [1, 0, 1]
     assert table.tensor.tolist() == [3, 1, 3]

@@ -54,7 +54,7 @@ def test_a_small_fsdp_catalog_serves_other_world_sizes(by_rank: bool) -> None:
     assert found.volumes().sum() == catalog.volumes().sum()
 
 
-def test_a_small_405b_job_commits_the_catalog_that_its_columns_foretell() -> None:
+def test_a_small_405b_job_commits_the_planned_catalog() -> None:
     tp, dp, pp, layers = 2, 5, 2, 4
     world = tp * dp * pp
     rows = bench.dense_405b(tp, dp, pp, layers)

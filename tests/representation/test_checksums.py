@@ -40,7 +40,7 @@ def test_sums_are_those_of_the_slices(data: bytes, size: int) -> None:
 
 
 @given(st.lists(st.binary(max_size=50), max_size=5))
-def test_a_sum_in_pieces_is_the_sum_of_the_whole(pieces: list[bytes]) -> None:
+def test_the_running_sum_equals_the_sum_of_the_whole(pieces: list[bytes]) -> None:
     running = RunningSum()
     running.update(b"of the block before")
     running.reset()

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from bytecheckpoint.errors import UsageError
 from bytecheckpoint.representation.names import (
     CATALOG_NAME,
-    check_relative,
+    check_file_name,
     escape,
     generation_of,
     is_uri,
@@ -75,11 +75,11 @@ def test_file_names() -> None:
 
 
 @given(ANY_TEXT, st.integers(0, 10**7), st.integers(0, 5000), st.integers(0, 10**9))
-def test_own_names_tell_their_generation(kind: str, rank: int, part: int, sequence: int) -> None:
+def test_generated_names_hold_their_generation(kind: str, rank: int, part: int, sequence: int) -> None:
     generation = new_generation(kind, sequence)
     assert generation_of(storage_file_name(kind, rank, generation, part)) == generation
     assert generation_of(values_file_name(kind, rank, generation, part)) == generation
-    assert check_relative(storage_file_name(kind, rank, generation, part))
+    assert check_file_name(storage_file_name(kind, rank, generation, part))
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_other_names_have_no_generation(name: str) -> None:
     assert generation_of(name) is None
 
 
-def test_generations_follow_from_world_and_sequence_alone() -> None:
+def test_generations_depend_only_on_world_and_sequence() -> None:
     made = {new_generation(world, sequence) for world in ("a", "b", "1", "") for sequence in range(50)}
     assert len(made) == 200
     assert all(re.fullmatch(r"[0-9a-f]{24}", generation) for generation in made)
@@ -134,16 +134,16 @@ def test_generations_follow_from_world_and_sequence_alone() -> None:
 )
 def test_names_that_leave_the_checkpoint_are_refused(name: str) -> None:
     with pytest.raises(UsageError, match="does not stay inside"):
-        check_relative(name)
+        check_file_name(name)
 
 
 def test_relative_names_and_uris_are_accepted() -> None:
     for name in ("a", "model/x.safetensors", "..a/b..", "s3://bucket/step_1/model/x.safetensors", "hdfs://n/a"):
-        assert check_relative(name) == name
+        assert check_file_name(name) == name
     assert is_uri("s3://bucket/x") and not is_uri("model/x") and not is_uri("C:/x")
 
 
 @given(ANY_TEXT | st.text("\ufdd0\ud800a0", max_size=12))
-def test_escaped_text_is_valid_and_comes_back(text: str) -> None:
+def test_escaped_text_is_valid_and_can_be_unescaped(text: str) -> None:
     escape(text).encode()
     assert unescape(escape(text)) == text

@@ -18,19 +18,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bytecheckpoint.errors import CheckpointError, CorruptCheckpointError, IncompatibleCheckpointError, UsageError
-from bytecheckpoint.representation import storage_file
 from bytecheckpoint.representation.checksums import block_bytes, block_sums
 from bytecheckpoint.representation.dtypes import dtype_names, itemsize, safetensors_code
+from bytecheckpoint.representation.header_reader import header_bytes_needed, parse_header
+from bytecheckpoint.representation.header_writer import HeaderTemplate, build_header
 from bytecheckpoint.representation.names import file_stem
 from bytecheckpoint.representation.shards import TensorKey
-from bytecheckpoint.representation.storage_file import (
-    HeaderTemplate,
-    StoredEntry,
-    build_header,
-    entry_names,
-    header_needs,
-    parse_header,
-)
+from bytecheckpoint.representation.storage_file import StoredEntry, safetensors_keys
 from tests.golden.make import FOLDER
 
 GENERATION, LATER = "0123456789abcdef01234567", "f" * 24
@@ -62,11 +56,13 @@ def placed(entries: list[StoredEntry]) -> list[StoredEntry]:
     return result
 
 
-def whole(fqn: str, dtype: str, shape: tuple[int, ...], slot: str = "", **more: Any) -> StoredEntry:
-    return StoredEntry(TensorKey("model", fqn, slot), dtype, shape, (0,) * len(shape), shape, **more)
+def whole(fqn: str, dtype: str, shape: tuple[int, ...], slot: str = "", **fields: Any) -> StoredEntry:
+    return StoredEntry(TensorKey("model", fqn, slot), dtype, shape, (0,) * len(shape), shape, **fields)
 
 
-def template(entries: list[StoredEntry], kind: str = "model", siblings: tuple[str, ...] = ()) -> HeaderTemplate:
+def template(
+    entries: list[StoredEntry], kind: str = "model", siblings: tuple[str, ...] = (), **options: int
+) -> HeaderTemplate:
     length = sum(entry.byte_length for entry in entries)
     return build_header(
         entries,
@@ -77,6 +73,7 @@ def template(entries: list[StoredEntry], kind: str = "model", siblings: tuple[st
         data_length=length,
         block_bytes=block_bytes(length),
         siblings=siblings,
+        **options,
     )
 
 
@@ -115,22 +112,25 @@ def entry_lists(draw: st.DrawFn) -> list[StoredEntry]:
 
 @settings(deadline=None, max_examples=150)
 @given(entry_lists(), ANY_TEXT)
-def test_headers_come_back_and_safetensors_reads_them(entries: list[StoredEntry], kind: str) -> None:
+def test_headers_round_trip_and_safetensors_reads_them(entries: list[StoredEntry], kind: str) -> None:
     made = template(entries, kind)
     sums = np.arange(made.blocks, dtype=np.uint64) + np.uint64(2**63)
     text = made.render(sums, LATER)
     assert len(text) == made.data_offset and made.data_offset % 4096 == 0
-    assert header_needs(text[:8]) == header_needs(text) == made.data_offset and header_needs(text[:7]) == 8
+    assert (
+        header_bytes_needed(text[:8]) == header_bytes_needed(text) == made.data_offset
+        and header_bytes_needed(text[:7]) == 8
+    )
     header = parse_header(text + b"data")
     assert list(header.entries) == entries and not header.foreign
     assert (header.kind, header.rank, header.world_size, header.generation) == (kind, 3, 8, LATER)
     assert header.block_bytes == made.block_bytes and header.sums.tolist() == sums.tolist()
     assert (header.data_offset, header.data_length) == (made.data_offset, made.data_length)
     opened = dict(safetensors.deserialize(text + bytes(made.data_length)))
-    assert len(opened) == len(entries) == len(set(entry_names(entries)))
+    assert len(opened) == len(entries) == len(set(safetensors_keys(entries)))
 
 
-def test_a_file_says_which_files_of_its_rank_belong_to_it() -> None:
+def test_a_header_lists_the_files_of_its_rank() -> None:
     siblings = ("model/rank-00003", "model/rank-00003-p001", "kind-0123456789abcdef/values-00003")
     made = template(placed([whole("w", "float32", (3,))]), siblings=siblings)
     sums = np.zeros(made.blocks, np.uint64)
@@ -199,7 +199,7 @@ def test_rendering_again_changes_only_what_it_should() -> None:
         made.render(sums[:-1])
 
 
-def test_files_of_others_are_whole_tensors_of_a_model() -> None:
+def test_foreign_files_hold_whole_tensors_of_the_kind_model() -> None:
     tensors = {
         "b": torch.arange(6, dtype=torch.bfloat16).reshape(2, 3),
         "c": torch.ones(2, dtype=torch.complex64),
@@ -288,10 +288,9 @@ def test_headers_that_contradict_themselves_are_corrupt() -> None:
         parse_header(resealed(text, b"float32", b"float99"))
 
 
-def test_headers_longer_than_safetensors_allows_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storage_file, "MAX_HEADER_BYTES", 5000)
+def test_headers_longer_than_safetensors_allows_are_refused() -> None:
     with pytest.raises(UsageError, match="spread the tensors"):
-        template(placed([whole("n" * 5000, "uint8", (1,))]))
+        template(placed([whole("n" * 5000, "uint8", (1,))]), max_header_bytes=5000)
 
 
 def test_fifty_thousand_entries_take_a_fraction_of_a_second() -> None:

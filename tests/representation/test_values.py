@@ -29,18 +29,18 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from bytecheckpoint.errors import CorruptCheckpointError, IncompatibleCheckpointError, UsageError
-from bytecheckpoint.representation import value_encoder
-from bytecheckpoint.representation.value_types import Code
-from bytecheckpoint.representation.values import (
+from bytecheckpoint.representation.values.codec import (
     MAX_DEPTH,
     TensorRef,
     decode,
-    dotted,
     encode,
     equal,
-    leaves,
+    key_of_path,
+    leaves_with_paths,
     register,
 )
+from bytecheckpoint.representation.values.types import Code
+from bytecheckpoint.tuning import tuned
 
 
 class Colour(enum.Enum):
@@ -136,7 +136,7 @@ def test_round_trip_with_exact_types(value: object) -> None:
     assert equal(dec(enc(nested)), nested)
 
 
-def test_equal_tells_the_examples_apart() -> None:
+def test_different_examples_are_not_equal() -> None:
     for i, a in enumerate(EXAMPLES):
         for j, b in enumerate(EXAMPLES):
             if i != j:
@@ -218,8 +218,8 @@ def test_random_bytes_raise_only_our_errors(tail: bytes) -> None:
             pass
 
 
-def ext(code: int, payload: object) -> bytes:
-    return b"\xc1\x01" + msgspec.msgpack.encode(msgspec.msgpack.Ext(code, msgspec.msgpack.encode(payload)))
+def ext(code: int, content: object) -> bytes:
+    return b"\xc1\x01" + msgspec.msgpack.encode(msgspec.msgpack.Ext(code, msgspec.msgpack.encode(content)))
 
 
 def nested_exts(depth: int) -> bytes:
@@ -347,13 +347,13 @@ def test_deepest_allowed_value_of_each_container_round_trips() -> None:
             enc([value])
 
 
-def test_tensors_leave_names_and_paths() -> None:
+def test_tensors_are_replaced_by_names() -> None:
     t, p = torch.ones(2), torch.nn.Parameter(torch.zeros(1))
     seen: list[tuple[tuple[object, ...], torch.Tensor]] = []
 
     def on_tensor(path: tuple[object, ...], tensor: torch.Tensor) -> str:
         seen.append((path, tensor))
-        return dotted(path)
+        return key_of_path(path)
 
     value = {
         "a": [t, {"x": t}], 0: (p, 2**80), "ns": argparse.Namespace(w=t), "o": Opaque(3), "\ud800": {"\ud801": t},
@@ -369,7 +369,7 @@ def test_tensors_leave_names_and_paths() -> None:
     assert back["a"] == [TensorRef("a.0"), {"x": TensorRef("a.1.x")}] and back[0] == (TensorRef("0.0"), 2**80)
     assert back["ns"].w == TensorRef("ns.w") and back["od"][1, 2] == TensorRef("od.(1, 2)") and back["o"].n == 3
     del back["o"], value["o"]
-    assert encode(back, on_tensor=no_tensor) == encode(value, on_tensor=lambda path, _: dotted(path))
+    assert encode(back, on_tensor=no_tensor) == encode(value, on_tensor=lambda path, _: key_of_path(path))
     assert decode(blob, on_tensor=str.upper)["a"][0] == "A.0"  # type: ignore[index]
 
     def missing(name: str) -> object:
@@ -412,7 +412,7 @@ def test_same_value_same_bytes() -> None:
     assert enc(dirty) == enc(clean)
 
 
-def test_arrays_come_back_writable_and_their_own() -> None:
+def test_decoded_arrays_are_writable_and_own_their_memory() -> None:
     array = dec(enc(np.arange(4)))
     array[0] = 7
     assert array.flags.owndata and array.flags.writeable
@@ -455,7 +455,7 @@ def test_registered_class_rules() -> None:
         dec(ext(61, ["tests.Config", {"lr": 1.0, "gone": 1}]))
     with pytest.raises(IncompatibleCheckpointError, match=r"tests\.Colour"):
         dec(ext(61, ["tests.Colour", "GREEN"]))
-    with pytest.raises(UsageError, match="stands for"):
+    with pytest.raises(UsageError, match="already belongs to"):
         register(SubDict, name="tests.Colour", encode=dict, decode=SubDict)
     with pytest.raises(UsageError, match="encode and decode"):
         register(SubDict)
@@ -476,17 +476,17 @@ def test_registered_class_rules() -> None:
     assert dec(enc(original)).derived == 9.0
 
 
-def test_leaves_and_dotted() -> None:
+def test_leaves_and_keys_of_paths() -> None:
     value = {"a": [1, {}, (2, ())], 3: {"x": {4}}, "o": collections.OrderedDict(z=None), "n": np.zeros(1)}
-    found = list(leaves(value))
+    found = list(leaves_with_paths(value))
     assert [path for path, _ in found] == [
         ("a", 0), ("a", 1), ("a", 2, 0), ("a", 2, 1), (3, "x"), ("o", "z"), ("n",),
     ]  # fmt: skip
-    assert found[4][1] == {4} and list(leaves(5)) == [((), 5)] and list(leaves([])) == [((), [])]
-    assert dotted((3, "x.y", (1, "a"), None)) == "3.x.y.(1, 'a').None" and dotted(()) == ""
-    assert dotted((10**5000,)).startswith("0x") and dotted(((10**5000,),)) == "<tuple>"
+    assert found[4][1] == {4} and list(leaves_with_paths(5)) == [((), 5)] and list(leaves_with_paths([])) == [((), [])]
+    assert key_of_path((3, "x.y", (1, "a"), None)) == "3.x.y.(1, 'a').None" and key_of_path(()) == ""
+    assert key_of_path((10**5000,)).startswith("0x") and key_of_path(((10**5000,),)) == "<tuple>"
     with pytest.raises(UsageError, match="cycle"):
-        list(leaves(CYCLE))
+        list(leaves_with_paths(CYCLE))
 
 
 def test_equal_looks_at_types_signs_and_tensors() -> None:
@@ -499,17 +499,16 @@ def test_equal_looks_at_types_signs_and_tensors() -> None:
     assert not equal(collections.OrderedDict(a=1, b=2), collections.OrderedDict(b=2, a=1))
 
 
-def test_every_code_stands_in_the_specification() -> None:
+def test_the_specification_lists_every_code() -> None:
     text = (pathlib.Path(__file__).parents[2] / "docs" / "format-values.md").read_text()
     rows = [line.split("|")[1] for line in text.splitlines() if line.startswith("| ") and line[2].isdigit()]
     assert sorted(int(code) for row in rows for code in row.split(",")) == sorted(Code)
 
 
 @pytest.mark.parametrize("value", ["é" * 600, b"x" * 1000, [b"x" * 1000], np.zeros(1000), {1: "é" * 600}], ids=type)
-def test_too_many_bytes_are_refused_by_name(value: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    # The real limit is 4 GiB; msgspec refuses native values itself there, which the fast path leaves to the slow one.
-    monkeypatch.setattr(value_encoder, "SIZE_LIMIT", 1000)
-    with pytest.raises(UsageError, match=r"^k(\.|:).*store a tensor"):
+def test_too_many_bytes_are_refused_by_name(value: object) -> None:
+    # The real limit is 4 GiB, where msgspec itself refuses native values and the slow path words the error.
+    with tuned(max_value_bytes=1000), pytest.raises(UsageError, match=r"^k(\.|:).*store a tensor"):
         enc({"k": (value,)})
 
 
@@ -520,7 +519,7 @@ def test_empty_arrays_are_writable() -> None:
     assert array.flags.writeable
 
 
-@pytest.mark.parametrize("wrong", [3, "x", None, lambda: 1], ids=repr)
+@pytest.mark.parametrize("wrong", [3, "x", None, lambda: 1], ids=["int", "str", "None", "function"])
 def test_only_classes_are_registered(wrong: typing.Any) -> None:
     with pytest.raises(UsageError, match="takes a class"):
         register(wrong)

@@ -17,6 +17,7 @@ import torch
 import bytecheckpoint
 from bytecheckpoint import UsageError
 from bytecheckpoint.collectives import SingleProcess, use
+from bytecheckpoint.world import world_of
 from tests.support.settings import undisturbed
 
 Call = Callable[..., object]
@@ -134,10 +135,8 @@ def test_a_wait_in_asyncio_may_run_out_of_time(tmp_path: Path) -> None:
 
     async def wait() -> None:
         with use(SingleProcess()) as collective:
-            from bytecheckpoint.saving.saver import saver_of
-
-            saver_of(collective)._worker.submit(hold.wait)  # the background half comes after it
-            handle = bytecheckpoint.save(tmp_path / "s", state, async_checkpoint=True)
+            world_of(collective).saves.submit(lambda: bool(hold.wait(30)) and None)  # the save comes after it
+            handle = bytecheckpoint.save(tmp_path / "s", state, async_checkpoint=True, staging="background")
             with pytest.raises(asyncio.TimeoutError):
                 await asyncio.wait_for(asyncio.wrap_future(handle.committed), 0.01)
             hold.set()
@@ -169,7 +168,9 @@ def trained(seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
 
 
 @pytest.mark.parametrize(
-    "around", [torch.inference_mode, torch.no_grad, lambda: torch.device("meta"), default_device], ids=str
+    "around",
+    [torch.inference_mode, torch.no_grad, lambda: torch.device("meta"), default_device],
+    ids=["inference_mode", "no_grad", "meta", "default_device"],
 )
 def test_modes_and_default_devices_change_nothing(tmp_path: Path, around: Any) -> None:
     model, optimizer = trained(0)

@@ -15,7 +15,8 @@ import bytecheckpoint
 from bytecheckpoint import StorageConflictError, StorageError, StorageUnavailableError
 from bytecheckpoint.collectives import current
 from bytecheckpoint.collectives.base import Collective
-from bytecheckpoint.collectives.threads import ThreadWorld
+from bytecheckpoint.collectives.testing import ThreadWorld
+from bytecheckpoint.saving.commit import may_have_committed, stale_files
 from bytecheckpoint.storage import resolve
 from tests.faults.coded import files_of, load_step, states
 from tests.faults.ranks import attempt, save_all
@@ -119,3 +120,40 @@ def test_files_that_only_this_process_sees_are_not_left_to_the_writer_process() 
     bytecheckpoint.save(url, states(step=5), async_checkpoint=True).result(60)
     assert load_step(url) == 5
     fsspec.filesystem("memory").store.clear()
+
+
+# --- the parts of a commit ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def committed(tmp_path: Path) -> Any:
+    save_all(ThreadWorld(1), tmp_path / "s", 1)
+    return resolve(tmp_path / "s")
+
+
+def test_stale_files_are_those_that_the_new_catalog_does_not_name(committed: Any) -> None:
+    files = {name: size for name, size in committed.list() if name != "metadata.parquet"}
+    first = next(iter(files))
+    version = committed.version("metadata.parquet")
+    assert stale_files(committed, files, version) == []
+    assert stale_files(committed, {first: files[first]}, version) == [name for name in files if name != first]
+
+
+def test_a_file_that_rank_0_does_not_see_stops_the_commit(committed: Any) -> None:
+    name = next(name for name, _ in committed.list() if name != "metadata.parquet")
+    version = committed.version("metadata.parquet")
+    with pytest.raises(StorageError, match=r"rank 0 sees .* bytes of it"):
+        stale_files(committed, {name: 1}, version)
+    with pytest.raises(StorageError, match="rank 0 sees nothing of it"):
+        stale_files(committed, {"model/other": 1}, version)
+    with pytest.raises(StorageConflictError, match="another save replaced it"):
+        stale_files(committed, {"model/other": 1}, "another version")
+
+
+def test_whether_a_failed_publish_took_effect(committed: Any) -> None:
+    catalog = committed.read("metadata.parquet")
+    assert may_have_committed(committed, catalog, StorageError("fsync"))
+    assert not may_have_committed(committed, b"another catalog", StorageError("fsync"))
+    assert may_have_committed(committed, b"another catalog", StorageUnavailableError("no answer", undecided=True))
+    committed.delete(["metadata.parquet"])
+    assert not may_have_committed(committed, catalog, StorageError("fsync"))

@@ -12,9 +12,9 @@ import torch
 
 import bytecheckpoint
 from bytecheckpoint.collectives import SingleProcess, use
+from bytecheckpoint.engine import save_resources
 from bytecheckpoint.engine.pool import StagingPool
-from bytecheckpoint.saving import saver as saver_module
-from bytecheckpoint.saving.saver import saver_of
+from bytecheckpoint.world import world_of
 from tests.support.layouts import coded
 
 
@@ -27,7 +27,7 @@ def pools(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
             super().__init__(shared=shared)
             made.append(weakref.ref(self) if not shared else self)
 
-    monkeypatch.setattr(saver_module, "StagingPool", Recorded)
+    monkeypatch.setattr(save_resources, "StagingPool", Recorded)
     return made
 
 
@@ -46,14 +46,14 @@ def test_the_quick_pool_is_used_once(tmp_path: Path, pools: list[Any], fails: bo
                 handle.result(60)
         else:
             handle.result(60)
-        saver = saver_of(collective)
-        saver.drain()
+        world = world_of(collective)
+        world.saves.drain()
         quick = [p for p in pools if isinstance(p, weakref.ref)]
         assert len(quick) == 1
         del handle
         gc.collect()
         assert (left := quick[0]()) is None or not left.capacity, "the memory of the first save is still held"
-        assert saver.pool.capacity >= 700 * 1024 * 4, "the next save would have to touch its pages"
+        assert world.resources.pool.capacity >= 700 * 1024 * 4, "the next save would have to touch its pages"
         if fails:
             with pytest.raises(bytecheckpoint.CheckpointError, match="earlier"):
                 bytecheckpoint.save(tmp_path / "x", {"model": state})
@@ -63,4 +63,4 @@ def test_the_quick_pool_is_used_once(tmp_path: Path, pools: list[Any], fails: bo
         into = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
         bytecheckpoint.load(tmp_path / "second", {"model": into})
         assert all(torch.equal(into[name], state[name]) for name in state)
-        saver.close()
+        world.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,9 @@ import torch
 
 import bytecheckpoint
 from bytecheckpoint.collectives import Collective, ThreadWorld
-from bytecheckpoint.interop.verify import verify_checkpoint
+from bytecheckpoint.saving.messages import SaveStep, reply_tag, tag
 from bytecheckpoint.storage import resolve
+from bytecheckpoint.tools.verify import verify_checkpoint
 from tests.support.layouts import Leaf, coded
 from tests.support.settings import using
 
@@ -38,9 +40,9 @@ def test_the_second_save_sends_nothing_before_its_report(tmp_path: Path) -> None
     def run(collective: Collective) -> list[bytecheckpoint.SaveReport]:
         original = collective.send
 
-        def send(to: int, tag: str, payload: bytes) -> None:
-            sent.append((collective.rank, tag))
-            original(to, tag, payload)
+        def send(to: int, name: str, payload: bytes) -> None:
+            sent.append((collective.rank, name))
+            original(to, name, payload)
 
         collective.send = send  # type: ignore[method-assign]
         reports = []
@@ -52,9 +54,9 @@ def test_the_second_save_sends_nothing_before_its_report(tmp_path: Path) -> None
 
     for reports in world.run(run, timeout=60):
         assert [r.plan_cached for r in reports] == [False, True, True]
-    later = [tag.split("/")[-1] for _, tag in sent if not tag.startswith("save/1/")]
-    # One report from each rank and one outcome to each rank, for each of the two saves.
-    assert sorted(later) == ["a"] * 6 + ["f"] * 6
+    later = [name for _, name in sent if not name.startswith("save/1/")]
+    # One report from each rank and one result to each rank, for each of the two saves.
+    assert Counter(later) == {name(save, SaveStep.FIRST): 3 for save in (2, 3) for name in (tag, reply_tag)}
 
 
 def test_a_rank_with_new_state_is_planned_around_the_others(tmp_path: Path) -> None:

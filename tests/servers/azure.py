@@ -9,12 +9,12 @@ import hmac
 import urllib.request
 from pathlib import Path
 
-from .process import Server, folder_of, free_port
+from tests.servers.process import Server, folder_of, free_port
 
 __all__ = ["ACCOUNT", "AzureServer", "azurite"]
 
 ACCOUNT = "devstoreaccount1"
-#: Azurite's own key, the same everywhere and printed in its manual: no secret.
+#: Azurite's well-known key from its manual: no secret.
 _KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
 _opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
@@ -32,7 +32,7 @@ class AzureServer:
         self.endpoint = endpoint
 
     def environment(self) -> dict[str, str]:
-        """The variables with which clients find it."""
+        """Return the variables with which clients find the server."""
         return {
             "AZURE_STORAGE_ACCOUNT_NAME": ACCOUNT,
             "AZURE_STORAGE_ACCOUNT_KEY": _KEY,
@@ -40,7 +40,7 @@ class AzureServer:
         }
 
     def make_container(self, name: str) -> None:
-        """Create a container, by one signed request."""
+        """Create a container with one signed request."""
         date = datetime.datetime.now(datetime.UTC).strftime("%a, %d %b %Y %H:%M:%S GMT")
         text = f"PUT{chr(10) * 12}x-ms-date:{date}\nx-ms-version:2021-08-06\n/{ACCOUNT}/{ACCOUNT}/{name}\nrestype:container"
         signature = base64.b64encode(hmac.new(base64.b64decode(_KEY), text.encode(), hashlib.sha256).digest()).decode()
@@ -55,7 +55,7 @@ class AzureServer:
 
 
 def azurite(folder: Path) -> AzureServer:
-    """Azurite over a folder."""
+    """Start Azurite over a folder."""
     program = folder_of("azurite") / "node_modules" / "azurite" / "dist" / "src" / "blob" / "main.js"
     port = free_port()
     command = [

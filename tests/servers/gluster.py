@@ -1,6 +1,6 @@
-"""A network file system for real: GlusterFS, one server ("brick") and two FUSE mounts, as two machines would have them.
+"""GlusterFS, a network file system: one server ("brick"), and two FUSE mounts in place of two machines.
 
-Three sorts of mounts, by how much they believe their caches:
+The mounts cache in three ways:
 
 - "strict": attributes and names are asked for each time: close-to-open consistency, as NFS promises it
 - "default": as GlusterFS comes: names are fresh, and content that was rewritten in place is seen late
@@ -112,18 +112,18 @@ class Gluster:
         )
 
     def start_server(self) -> None:
-        """Start the server, again after `kill_server`."""
+        """Start the server; also after `kill_server`."""
         self._brick = self._start(["glusterfsd", "-N", "-f", "brick.vol", "-l", "log/brick.log"])
 
     def kill_server(self) -> None:
-        """kill -9."""
+        """End the server with SIGKILL."""
         assert self._brick is not None
         self._brick.kill()
         self._brick.wait()
 
     @contextlib.contextmanager
     def paused(self):  # type: ignore[no-untyped-def]  # a context manager
-        """The server does not answer."""
+        """Let the server answer nothing inside the block."""
         assert self._brick is not None
         self._brick.send_signal(signal.SIGSTOP)
         try:
@@ -132,7 +132,7 @@ class Gluster:
             self._brick.send_signal(signal.SIGCONT)
 
     def stop(self) -> None:
-        """End everything."""
+        """Unmount, and end all processes."""
         for mount in self.mounts:
             if os.path.ismount(mount):
                 subprocess.run(["umount", "-l", str(mount)], check=False, timeout=30)

@@ -1,4 +1,4 @@
-"""HDFS: a NameNode and DataNodes of Hadoop, on this machine, each of which can be killed and started again."""
+"""HDFS: a NameNode and DataNodes of Hadoop on this machine; each can be killed and started again."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from xml.sax.saxutils import escape
 
 import hdfs_native
 
-from .process import Server, folder_of, free_port
+from tests.servers.process import Server, folder_of, free_port
 
 __all__ = ["USER", "Hdfs", "write_configuration"]
 
-#: Whoever starts the NameNode may do everything in it.
+#: The user who starts the NameNode is its superuser.
 USER = "superuser"
 _opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 _JAVA = ["java", "--add-opens", "java.base/java.lang=ALL-UNNAMED", "--add-opens", "java.base/java.util=ALL-UNNAMED"]
-#: Java machines that start in half the time, and are slower later.
+#: Options with which Java starts in half the time, and runs slower later.
 _QUICK = ("-XX:TieredStopAtLevel=1", "-XX:+UseSerialGC")
 _LOGGING = """log4j.rootLogger=INFO, A
 log4j.appender.A=org.apache.log4j.ConsoleAppender
@@ -113,7 +113,7 @@ class Hdfs:
             "dfs.namenode.fs-limits.min-block-size": "1048576",
             "dfs.namenode.safemode.extension": "0",
             "dfs.heartbeat.interval": "1",
-            # A dead DataNode stays in the NameNode's good books for minutes, as in any cluster.
+            # The NameNode counts a dead DataNode as alive for minutes, as in any cluster.
             "dfs.namenode.heartbeat.recheck-interval": "300000",
             **properties,
         }
@@ -131,7 +131,7 @@ class Hdfs:
         return Server(command, url, self._folder / f"{name}.log", env={"HADOOP_USER_NAME": USER})
 
     def start(self) -> Hdfs:
-        """Start everything that does not run, and wait until files can be written."""
+        """Start every server that does not run, and wait until files can be written."""
         servers = [server for server in (self.namenode, *self.datanodes) if not server.running]
         with ThreadPoolExecutor() as pool:
             list(pool.map(Server.start, servers))
@@ -139,16 +139,16 @@ class Hdfs:
         return self
 
     def stop(self) -> None:
-        """End everything."""
+        """End all servers."""
         for server in (*self.datanodes, self.namenode):
             server.kill()
 
     def restart_namenode(self) -> None:
-        """Start the NameNode again, which was killed. It is in safe mode at first."""
+        """Start the killed NameNode again. It is in safe mode at first."""
         self.namenode.start()
 
     def wait(self, datanodes: int, timeout: float = 120.0) -> None:
-        """Wait until the NameNode has heard from so many DataNodes and has left safe mode."""
+        """Wait until so many DataNodes have registered and the NameNode has left safe mode."""
         deadline = time.monotonic() + timeout
         while True:
             try:
@@ -162,7 +162,7 @@ class Hdfs:
             time.sleep(0.1)
 
     def bean(self, service: str, name: str) -> dict[str, Any]:
-        """What the NameNode tells about itself under a name."""
+        """Return a record of the NameNode's monitoring interface."""
         url = f"http://127.0.0.1:{self._http}/jmx?qry=Hadoop:service={service},name={name}"
         deadline = time.monotonic() + 60
         while True:
@@ -175,7 +175,7 @@ class Hdfs:
             time.sleep(0.1)  # its server answers before everything in it is registered
 
     def bytes_read(self) -> int:
-        """Bytes that the DataNodes have sent since they started."""
+        """Return the bytes that the DataNodes have sent since they started."""
         time.sleep(0.7)
         return sum(self._counter(http, "BytesRead") for http in self._datanode_http)
 
@@ -186,36 +186,36 @@ class Hdfs:
             return sum(int(bean[name]) for bean in json.load(answer)["beans"])
 
     def blocks(self, datanode: int) -> list[Path]:
-        """The files in which a DataNode has its blocks."""
+        """Return the files of a DataNode's blocks."""
         return [p for p in (self._data / f"dn{datanode}").rglob("blk_*") if p.suffix != ".meta"]
 
     def client(self) -> Any:
-        """A client of its own, that goes through nothing that stands between."""
+        """Return a client that goes past every proxy."""
         return hdfs_native.Client(f"hdfs://127.0.0.1:{self.port}")
 
     def operations(self) -> dict[str, int]:
-        """How often each operation of the NameNode was asked for since it started."""
+        """Return how often each operation of the NameNode was called since it started."""
         time.sleep(0.7)  # counters are published every 0.1 s, and cached a little
         found = self.bean("NameNode", f"RpcDetailedActivityForPort{self.port}")
         ends = "NumOps"
         return {key[: -len(ends)]: value for key, value in found.items() if key.endswith(ends) and value}
 
     def configuration(self, folder: Path, *, namenode: str = "", **properties: str) -> dict[str, str]:
-        """The variables with which clients find it: as "demo_0", by the configuration in a new folder.
+        """Return the variables with which clients find the cluster as "demo_0", by a configuration in a new folder.
 
         Args:
-            folder: to be made.
-            namenode: address in place of its own: of something that stands before it.
-            **properties: more of them, with "__" for "." and "_" for "-".
+            folder: for the files; new.
+            namenode: address of a proxy in place of the NameNode's own.
+            **properties: further properties, with "__" for "." and "_" for "-".
         """
-        more = {key.replace("__", ".").replace("_", "-"): value for key, value in properties.items()}
+        further = {key.replace("__", ".").replace("_", "-"): value for key, value in properties.items()}
         address = namenode or f"127.0.0.1:{self.port}"
         hdfs = {"dfs.nameservices": "demo_0", "dfs.namenode.rpc-address.demo_0": address}
-        conf = write_configuration(folder, {"fs.defaultFS": "hdfs://demo_0"}, {**hdfs, **more})
+        conf = write_configuration(folder, {"fs.defaultFS": "hdfs://demo_0"}, {**hdfs, **further})
         return {"HADOOP_CONF_DIR": str(conf), "HADOOP_USER_NAME": USER}
 
     def shell(self, *arguments: str) -> str:
-        """`hdfs dfs ARGUMENTS`, Hadoop's own client; its output."""
+        """Run `hdfs dfs ARGUMENTS`, Hadoop's own client; return its output."""
         command = [
             *self._options,
             "-cp",

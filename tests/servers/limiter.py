@@ -22,7 +22,7 @@ class Limiter:
         up: bytes per second from the client to the server, for each connection; 0.0: as fast as it goes.
         down: the other way.
         cut: bytes from the client after which a connection breaks; 0: never.
-        swallow: what comes from the client is kept.
+        swallow: the server gets nothing of what the client sends.
     """
 
     def __init__(self, listen: tuple[str, int], target: tuple[str, int]) -> None:
@@ -37,7 +37,7 @@ class Limiter:
         self._server = asyncio.run_coroutine_threadsafe(serving, self._loop).result(10)
 
     def stop(self) -> None:
-        """Take no more connections, and end those that are there."""
+        """Take no more connections, and end the open ones."""
 
         async def end() -> None:
             self._server.close()

@@ -18,14 +18,14 @@ import pytest
 
 __all__ = ["Server", "folder_of", "free_port"]
 
-#: Runs the command given; ends it when the test run ends, however that happens: then the pipe at descriptor 0 closes.
+#: Runs a command, and ends it when the test run ends in any way: the pipe at descriptor 0 closes then.
 _LEASH = 'exec 3<&0; "$0" "$@" </dev/null & pid=$!; { read -r _ <&3; kill -9 $pid; } & wait $pid'
-# Servers answer on this machine: no proxy stands between.
+# Requests to servers of this machine go past the proxy of the environment.
 _opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 def folder_of(name: str) -> Path:
-    """Where scripts/install-servers.sh has put a server. Skips the test where it has not, or fails it if it should have."""
+    """Return the folder of an installed server; without it, skip the test, or fail it if servers are required."""
     default = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "bytecheckpoint-servers"
     folder = Path(os.environ.get("SERVERS_DIR") or default) / name
     if not (folder / ".version").exists():
@@ -37,9 +37,9 @@ def folder_of(name: str) -> Path:
 
 
 def free_port() -> int:
-    """A TCP port of the loopback interface that nobody listens on.
+    """Return a free TCP port of the loopback interface.
 
-    None of those that the system gives to outgoing connections: a server that is started again finds it free.
+    It is outside the range of outgoing connections, so that a server that is started again finds it free.
     """
     while True:
         port = random.SystemRandom().randrange(10_000, 32_000)
@@ -53,7 +53,7 @@ class Server:
 
     Args:
         command: what to run.
-        url: where it answers; "http://127.0.0.1:port/path", any HTTP status counts.
+        url: "http://127.0.0.1:port/path"; the server is ready once this has any HTTP status.
         log: file for its output.
         env: variables, besides those of this process.
         cwd: its working directory.
@@ -87,7 +87,7 @@ class Server:
         return self._process is not None
 
     def start(self, timeout: float = 120.0) -> Server:
-        """Start it and wait until it answers."""
+        """Start the server, and wait until it answers."""
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
                 ["sh", "-c", _LEASH, *self._command], stdin=subprocess.PIPE, stdout=log, stderr=log, env=self._env,
@@ -111,11 +111,11 @@ class Server:
         return True
 
     def stop(self) -> None:
-        """Ask it to end, and wait for that."""
+        """Ask the server to end, and wait until it has ended."""
         self._end(signal.SIGTERM)
 
     def kill(self) -> None:
-        """kill -9."""
+        """End the server with SIGKILL."""
         self._end(signal.SIGKILL)
 
     def _end(self, how: signal.Signals) -> None:

@@ -1,4 +1,4 @@
-"""S3 servers, and the few requests that the storage itself never makes."""
+"""S3 servers, and requests to them that the package never makes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
-from .process import Server, folder_of, free_port
+from tests.servers.process import Server, folder_of, free_port
 
 __all__ = ["KEY", "SECRET", "S3Server", "minio", "s3proxy", "versitygw"]
 
@@ -34,7 +34,7 @@ class S3Server:
         self.endpoint = endpoint
 
     def environment(self, endpoint: str = "") -> dict[str, str]:
-        """The variables with which clients find it."""
+        """Return the variables with which clients find the server."""
         return {
             "AWS_ACCESS_KEY_ID": KEY,
             "AWS_SECRET_ACCESS_KEY": SECRET,
@@ -43,7 +43,7 @@ class S3Server:
         }
 
     def request(self, method: str, path: str, query: str = "", body: bytes = b"") -> bytes:
-        """One signed request (AWS signature, version 4); the answer's body."""
+        """Send one signed request (AWS signature, version 4); return the answer's body."""
         now = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%SZ")
         host, digest = self.endpoint.split("://")[1], hashlib.sha256(body).hexdigest()
         names = "host;x-amz-content-sha256;x-amz-date"
@@ -70,7 +70,7 @@ class S3Server:
             return data
 
     def make_bucket(self, name: str) -> None:
-        """Create a bucket. A server that has just begun may answer that it is not ready after all."""
+        """Create a bucket. A server that has just started may answer that it is not ready."""
         deadline = time.monotonic() + 20
         while True:
             try:
@@ -83,12 +83,12 @@ class S3Server:
                 return
 
     def uploads(self, bucket: str) -> list[str]:
-        """Keys of the multipart uploads that were begun and neither completed nor aborted."""
+        """Return the keys of multipart uploads that were neither completed nor aborted."""
         return re.findall(r"<Key>([^<]*)</Key>", self.request("GET", f"/{bucket}", "uploads=").decode())
 
 
 def versitygw(folder: Path) -> S3Server:
-    """versitygw over a folder: exact conditional puts, ready in a fraction of a second."""
+    """Start versitygw over a folder: its conditional puts are exact, and it is ready at once."""
     program = folder_of("versitygw") / "versitygw"
     data = folder / "data"
     data.mkdir()
@@ -103,7 +103,7 @@ def versitygw(folder: Path) -> S3Server:
 
 
 def minio(folder: Path) -> S3Server:
-    """MinIO: a second implementation."""
+    """Start MinIO, a second implementation."""
     program = folder_of("minio") / "minio"
     address = f"127.0.0.1:{free_port()}"
     server = Server(
@@ -118,7 +118,7 @@ def minio(folder: Path) -> S3Server:
 
 
 def s3proxy(folder: Path) -> S3Server:
-    """s3proxy over a folder: a store whose conditional puts have several winners."""
+    """Start s3proxy over a folder: several of its conditional puts may succeed."""
     libraries = folder_of("s3proxy") / "lib"
     (folder / "data").mkdir()
     endpoint = f"http://127.0.0.1:{free_port()}"

@@ -1,4 +1,4 @@
-"""Toxiproxy: TCP connections that are slow, cut, or lead nowhere."""
+"""Toxiproxy: TCP connections that are slow, cut or refused."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from .process import Server, folder_of, free_port
+from tests.servers.process import Server, folder_of, free_port
 
 __all__ = ["Toxiproxy"]
 
@@ -23,7 +23,7 @@ class Toxiproxy:
         listen: where to listen, by default at a free port of 127.0.0.1.
 
     Attributes:
-        endpoint: "http://127.0.0.1:port", where the server seems to be.
+        endpoint: "http://127.0.0.1:port", where clients reach the server.
     """
 
     def __init__(self, folder: Path, target: str, listen: str = "") -> None:
@@ -42,18 +42,18 @@ class Toxiproxy:
         _opener.open(request, timeout=10).close()
 
     def add(self, kind: str, *, stream: str = "upstream", **attributes: int) -> None:
-        """A toxic: "latency" (latency=ms), "bandwidth" (rate=KB/s), "timeout" (timeout=0), "limit_data" (bytes=n), ..."""
+        """Add a toxic: "latency" (latency=ms), "bandwidth" (rate=KB/s), "timeout" (timeout=0), "limit_data" (bytes=n)."""
         record = {"name": kind, "type": kind, "stream": stream, "attributes": attributes}
         self._call("POST", "/proxies/p/toxics", record)
 
     def remove(self, kind: str) -> None:
-        """Take a toxic away."""
+        """Remove a toxic."""
         self._call("DELETE", f"/proxies/p/toxics/{kind}")
 
     def enable(self, enabled: bool) -> None:
-        """Refuse connections, or take them again."""
+        """Accept connections, or refuse them."""
         self._call("POST", "/proxies/p", {"enabled": enabled})
 
     def stop(self) -> None:
-        """End it."""
+        """End the proxy."""
         self._server.stop()

@@ -17,7 +17,7 @@ import torch
 
 import bytecheckpoint
 from bytecheckpoint.collectives.base import Collective
-from bytecheckpoint.collectives.threads import ThreadWorld
+from bytecheckpoint.collectives.testing import ThreadWorld
 from tests.faults.coded import files_of, load_step, states, step_of
 
 pytestmark = pytest.mark.soak
@@ -56,7 +56,7 @@ def varying(step: int, rank: int = 0, world: int = 1) -> dict[str, Any]:
 
 def check_growth(first: dict[str, int], last: dict[str, int], allowance: int) -> None:
     for name, before in first.items():
-        # A thread that has just been told to end may still be counted.
+        # A thread that is about to end may still be counted.
         allowed = allowance if "resident" in name else 1 if "threads" in name else 0
         assert last[name] <= before + allowed, f"{name}: {before} -> {last[name]}"
 

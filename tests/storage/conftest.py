@@ -13,11 +13,11 @@ import pytest
 
 import bytecheckpoint
 from bytecheckpoint.collectives import current
-from bytecheckpoint.saving.saver import saver_of
 from bytecheckpoint.storage import Storage, resolve
+from bytecheckpoint.world import world_of
 from tests.servers.azure import AzureServer, azurite
+from tests.servers.fault_proxy import FaultProxy, fault_proxy
 from tests.servers.hdfs import Hdfs
-from tests.servers.meddler import Meddler, meddler
 from tests.servers.s3 import S3Server, versitygw
 from tests.support.worlds import Worlds
 
@@ -28,9 +28,9 @@ def fresh_settings() -> Iterator[None]:
     before = bytecheckpoint.settings()
     yield
     bytecheckpoint.configure(**dataclasses.asdict(before))
-    saver = saver_of(current())
-    saver.drain()
-    saver._failed = None
+    world = world_of(current())
+    world.saves.drain()
+    world.saves.forget_failure()
 
 
 @pytest.fixture(scope="module")
@@ -65,24 +65,24 @@ def bucket(s3: S3Server) -> str:
 
 
 @pytest.fixture
-def between(s3: S3Server, bucket: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Meddler]:
+def between(s3: S3Server, bucket: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultProxy]:
     """A proxy that can meddle, before the S3 server."""
-    with meddler(s3.endpoint) as made:
+    with fault_proxy(s3.endpoint) as made:
         use(monkeypatch, s3.environment(made.endpoint))
         yield made
 
 
 @pytest.fixture
-def path(between: Meddler, bucket: str) -> str:
+def path(between: FaultProxy, bucket: str) -> str:
     """A step behind that proxy; files of tests that want another one have a `path` of their own."""
     return f"s3://{bucket}/runs/step"
 
 
 @pytest.fixture
-def storage(path: str, between: Meddler) -> Storage:
+def storage(path: str, between: FaultProxy) -> Storage:
     """The storage of `path`, once its bucket has been tried out."""
     made = resolve(path)
-    made.probe("metadata.parquet", "")
+    made.check_publish("metadata.parquet", "")
     between.requests.clear()
     return made
 

@@ -13,16 +13,20 @@ import obstore.store
 import pytest
 
 from bytecheckpoint.storage import Storage, resolve
-from bytecheckpoint.storage.object_bucket import Bucket
-from bytecheckpoint.storage.objects import ObjectStorage
-from bytecheckpoint.storage.testing import StorageTests
-from bytecheckpoint.storage.wrappers import DelayedStorage, MeteredStorage, RetryingStorage
+from bytecheckpoint.storage.objects.bucket import Bucket
+from bytecheckpoint.storage.objects.storage import ObjectStorage
+from bytecheckpoint.storage.testing import FolderAccess, RawAccess, StorageTests
+from bytecheckpoint.storage.testing.wrappers import DelayedStorage, MeteredStorage, RetryingStorage
+from tests.storage.raw_access import FsspecMemoryAccess, ObstoreAccess
 
 
 class TestLocal(StorageTests):
     @pytest.fixture
     def storage(self, tmp_path: Path) -> Storage:
         return resolve(tmp_path / "new" / "step")
+
+    def raw_access(self, storage: Storage) -> RawAccess:
+        return FolderAccess(Path(storage.url))
 
 
 class TestLocalByUrl(StorageTests):
@@ -31,12 +35,19 @@ class TestLocalByUrl(StorageTests):
         return resolve(f"file://{tmp_path}/step")
 
 
+def _memory(name: str) -> Path:
+    return Path(f"/dev/shm/bytecheckpoint-{os.geteuid()}", name)
+
+
 class TestMemory(StorageTests):
     @pytest.fixture
     def storage(self) -> Iterator[Storage]:
         name = f"test-{uuid.uuid4().hex}"
         yield resolve(f"mem://{name}/step")
-        shutil.rmtree(f"/dev/shm/bytecheckpoint-{os.geteuid()}/{name}", ignore_errors=True)
+        shutil.rmtree(_memory(name), ignore_errors=True)
+
+    def raw_access(self, storage: Storage) -> RawAccess:
+        return FolderAccess(_memory(storage.url.removeprefix("mem://")))
 
 
 class TestWrapped(StorageTests):
@@ -45,6 +56,9 @@ class TestWrapped(StorageTests):
     @pytest.fixture
     def storage(self, tmp_path: Path) -> Storage:
         return MeteredStorage(RetryingStorage(DelayedStorage(resolve(tmp_path / "step"), 0.0), 1.0))
+
+    def raw_access(self, storage: Storage) -> RawAccess:
+        return FolderAccess(Path(storage.url))
 
 
 class _InProcess(StorageTests):
@@ -67,14 +81,22 @@ class _InProcess(StorageTests):
 
 class TestObstoreMemory(_InProcess):
     def _bucket(self, tmp_path: Path) -> Bucket:
-        return Bucket("memory", obstore.store.MemoryStore(), 1.0)
+        self._client = obstore.store.MemoryStore()
+        return Bucket("memory", self._client, 1.0)
+
+    def raw_access(self, storage: Storage) -> RawAccess:
+        return ObstoreAccess(self._client, "runs/step")
 
 
 class TestObstoreLocal(_InProcess):
     replaces = False
 
     def _bucket(self, tmp_path: Path) -> Bucket:
+        self._folder = tmp_path / "runs" / "step"
         return Bucket("local", obstore.store.LocalStore(tmp_path, automatic_cleanup=True), 1.0)
+
+    def raw_access(self, storage: Storage) -> RawAccess:
+        return FolderAccess(self._folder)
 
 
 class TestFsspecMemory(StorageTests):
@@ -84,8 +106,14 @@ class TestFsspecMemory(StorageTests):
         yield resolve(f"fsspec+memory://{name}/step")
         fsspec.filesystem("memory").store.clear()
 
+    def raw_access(self, storage: Storage) -> RawAccess:
+        return FsspecMemoryAccess(storage.url.partition("://")[2])
+
 
 class TestFsspecLocal(StorageTests):
     @pytest.fixture
     def storage(self, tmp_path: Path) -> Storage:
         return resolve(f"fsspec+file://{tmp_path}/step")
+
+    def raw_access(self, storage: Storage) -> RawAccess:
+        return FolderAccess(Path(storage.url.partition("://")[2]))

@@ -51,7 +51,7 @@ def seconds(call: Callable[[], object]) -> float:
 
 def test_an_upload_is_twice_as_fast_as_one_stream(limiter: Limiter, single: obstore.store.S3Store, bucket: str) -> None:
     storage = resolve(f"s3://{bucket}/step")
-    storage.probe("metadata.parquet", "")
+    storage.check_publish("metadata.parquet", "")
     limiter.up = _RATE
     ours = seconds(lambda: write_file(storage, "model/file", DATA))
     alone = seconds(lambda: obstore.put(single, "alone", DATA.tobytes(), use_multipart=False))

@@ -19,25 +19,21 @@ import bytecheckpoint
 from bytecheckpoint import CheckpointNotFoundError, StorageError, StorageFullError, StorageUnavailableError
 from bytecheckpoint.cli.main import run
 from bytecheckpoint.collectives.base import Collective
-from bytecheckpoint.collectives.threads import ThreadWorld
+from bytecheckpoint.collectives.testing import ThreadWorld
 from bytecheckpoint.representation.names import generation_of
 from bytecheckpoint.storage import resolve
 from tests.faults.coded import load_step, states, step_of, whole
 from tests.faults.ranks import attempt
-from tests.servers.meddler import Meddler, Rule, meddler
+from tests.servers.fault_proxy import FaultProxy, HttpFault, fault_proxy
 from tests.servers.s3 import S3Server, versitygw
 from tests.servers.toxiproxy import Toxiproxy
 from tests.storage.conftest import use
+from tests.support.modes import MODES
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(300)]
 
 #: Three tensors of 6.4 MB: files of several parts, several times a small staging pool.
 ROWS = 20_000
-MODES: dict[str, dict[str, Any]] = {
-    "sync": {},
-    "async": {"async_checkpoint": True},
-    "background": {"async_checkpoint": True, "staging": "background"},
-}
 
 
 def save(path: str, step: int, world: int = 1, rows: int = ROWS, **options: Any) -> list[Any]:
@@ -143,7 +139,7 @@ def test_a_damaged_object_is_found(root: str, capsys: pytest.CaptureFixture[str]
 def test_a_load_asks_for_every_byte_once(s3: S3Server, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
     path = f"s3://{bucket}/step"
     succeeded(save(path, 1, world=2))
-    with meddler(s3.endpoint) as between:
+    with fault_proxy(s3.endpoint) as between:
         use(monkeypatch, s3.environment(between.endpoint))
         assert load(path, 4) == {1}
         gets = [r for r in between.requests if r.method == "GET" and "/rank-" in r.path]
@@ -175,13 +171,13 @@ def mortal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server
 
 
 @pytest.fixture
-def between(mortal: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Meddler]:
-    with meddler(mortal.endpoint) as made:
+def between(mortal: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultProxy]:
+    with fault_proxy(mortal.endpoint) as made:
         use(monkeypatch, mortal.environment(made.endpoint))
         yield made
 
 
-def kill_at(between: Meddler, server: S3Server, word: str, *, again_after: float | None) -> Rule:
+def kill_at(between: FaultProxy, server: S3Server, word: str, *, again_after: float | None) -> HttpFault:
     """Kill the server as soon as a request whose method and path hold `word` comes; start it again later, or never."""
 
     def fits(request: Any) -> bool:
@@ -192,7 +188,7 @@ def kill_at(between: Meddler, server: S3Server, word: str, *, again_after: float
             threading.Timer(again_after, server.server.start).start()
         return True
 
-    rule = Rule(fits)
+    rule = HttpFault(fits)
     between.rules.append(rule)
     return rule
 
@@ -203,7 +199,7 @@ def kill_at(between: Meddler, server: S3Server, word: str, *, again_after: float
 )
 @pytest.mark.parametrize("mode", MODES)
 def test_a_server_killed_during_a_save_and_started_again(
-    mortal: S3Server, between: Meddler, mode: str, moment: str
+    mortal: S3Server, between: FaultProxy, mode: str, moment: str
 ) -> None:
     succeeded(save("s3://bucket/step", 1))
     rule = kill_at(between, mortal, moment, again_after=1.5)
@@ -216,7 +212,7 @@ def test_a_server_killed_during_a_save_and_started_again(
 @pytest.mark.parametrize("moment", ["HEAD", "PUT /bucket/step/model/rank-00001", "PUT /bucket/step/metadata"])
 @pytest.mark.parametrize("mode", MODES)
 def test_a_server_killed_during_a_save_that_stays_away(
-    mortal: S3Server, between: Meddler, mode: str, moment: str
+    mortal: S3Server, between: FaultProxy, mode: str, moment: str
 ) -> None:
     succeeded(save("s3://bucket/step", 1, world=2))
     bytecheckpoint.configure(storage_timeout=3.0)
@@ -236,14 +232,14 @@ def test_a_server_killed_during_a_save_that_stays_away(
     assert present == named, "what was left is cleaned up"
 
 
-def test_a_server_killed_during_a_load_and_started_again(mortal: S3Server, between: Meddler) -> None:
+def test_a_server_killed_during_a_load_and_started_again(mortal: S3Server, between: FaultProxy) -> None:
     succeeded(save("s3://bucket/step", 1, world=2))
     rule = kill_at(between, mortal, "GET /bucket/step/model/rank-00001", again_after=1.5)
     assert load("s3://bucket/step", 3) == {1}
     assert rule.hits == 1
 
 
-def test_a_server_killed_during_a_load_that_stays_away(mortal: S3Server, between: Meddler) -> None:
+def test_a_server_killed_during_a_load_that_stays_away(mortal: S3Server, between: FaultProxy) -> None:
     succeeded(save("s3://bucket/step", 1, world=2))
     bytecheckpoint.configure(storage_timeout=3.0)
     kill_at(between, mortal, "GET /bucket/step/model/rank-00001", again_after=None)
@@ -251,7 +247,7 @@ def test_a_server_killed_during_a_load_that_stays_away(mortal: S3Server, between
         load_step("s3://bucket/step", rows=ROWS)
 
 
-def test_a_load_that_meets_a_replacement_starts_again(mortal: S3Server, between: Meddler) -> None:
+def test_a_load_that_meets_a_replacement_starts_again(mortal: S3Server, between: FaultProxy) -> None:
     """There is no open file that keeps the old objects alive."""
     succeeded(save("s3://bucket/step", 1))
     done: list[Any] = []
@@ -262,7 +258,7 @@ def test_a_load_that_meets_a_replacement_starts_again(mortal: S3Server, between:
             done.extend(save("s3://bucket/step", 2))
         return False
 
-    between.rules.append(Rule(replace))
+    between.rules.append(HttpFault(replace))
     assert load_step("s3://bucket/step", rows=ROWS) == 2
     succeeded(done[1:])
 

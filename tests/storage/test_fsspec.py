@@ -208,7 +208,7 @@ def test_versions_of_one_second(flaky: type[Flaky], monkeypatch: pytest.MonkeyPa
     assert storage.read("catalog") == b"other"
 
 
-def test_a_size_that_is_not_told(flaky: type[Flaky], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_without_a_size(flaky: type[Flaky], monkeypatch: pytest.MonkeyPatch) -> None:
     """As by web servers that send in chunks."""
     resolve("fsspec+flaky://x/step").publish("catalog", b"x")
     monkeypatch.setattr(Flaky, "info", lambda fs, path: MemoryFileSystem.info(fs, path) | {"size": None})

@@ -1,13 +1,8 @@
-"""HDFS against a real NameNode and two DataNodes: the conformance suite, what it costs, how it commits, what is refused."""
+"""HDFS with a real NameNode and two DataNodes: the conformance suite, its operations, sub-files, configurations."""
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import re
-import signal
-import threading
-import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -19,15 +14,16 @@ import pytest
 import torch
 
 import bytecheckpoint
-from bytecheckpoint import StorageError, StorageFullError, StorageUnavailableError
-from bytecheckpoint.storage import Storage, hdfs_upload, resolve
-from bytecheckpoint.storage.hdfs import HdfsStorage
-from bytecheckpoint.storage.hdfs_rpc import _call, _number, _text
-from bytecheckpoint.storage.testing import StorageTests, content, read_all, write_file
+from bytecheckpoint.storage import Storage, resolve
+from bytecheckpoint.storage.hdfs.rpc import RemoteError
+from bytecheckpoint.storage.hdfs.storage import HdfsStorage
+from bytecheckpoint.storage.testing import RawAccess, StorageTests, content, read_all, write_file
+from bytecheckpoint.tuning import tuned
 from tests.faults.coded import load_step, states
-from tests.servers.hdfs import USER, Hdfs
-from tests.servers.rpc_meddler import Event, RpcMeddler, rpc_meddler
+from tests.servers.hdfs import Hdfs
+from tests.servers.rpc_fault_proxy import FaultRule, RpcFaultProxy, rpc_fault_proxy
 from tests.storage.conftest import use
+from tests.storage.raw_access import HdfsAccess
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(300)]
 
@@ -41,12 +37,17 @@ class TestHdfs(StorageTests):
 
     @pytest.fixture
     def storage(self, hdfs: Hdfs) -> Storage:
+        self._client = hdfs.client()
         return resolve(f"hdfs://demo_0/runs/{uuid.uuid4().hex}/step")
+
+    def raw_access(self, storage: Storage) -> RawAccess:
+        return HdfsAccess(self._client, storage.url.removeprefix("hdfs://demo_0"))
 
 
 @pytest.fixture
-def short_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hdfs_upload, "_LEAST_PART", 1 << 20)
+def short_parts() -> Iterator[None]:
+    with tuned(hdfs_part_bytes=1 << 20):
+        yield
 
 
 @pytest.fixture
@@ -62,9 +63,9 @@ def storage(folder: str) -> HdfsStorage:
 
 
 @pytest.fixture
-def between(hdfs: Hdfs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RpcMeddler]:
+def between(hdfs: Hdfs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RpcFaultProxy]:
     """A proxy before the NameNode, which everything of the test goes through."""
-    with rpc_meddler(hdfs.port) as made:
+    with rpc_fault_proxy(hdfs.port) as made:
         use(monkeypatch, hdfs.configuration(tmp_path / "between", namenode=made.address))
         yield made
 
@@ -178,7 +179,7 @@ def test_sub_files_that_are_left_are_seen_and_removed(hdfs: Hdfs, storage: HdfsS
 
 
 def test_a_cluster_that_cannot_join(
-    between: RpcMeddler, storage: HdfsStorage, short_parts: None, monkeypatch: Any
+    between: RpcFaultProxy, storage: HdfsStorage, short_parts: None, monkeypatch: Any
 ) -> None:
     """An encryption zone, for one: files are sent as single streams there, and that is found out once."""
     storage = resolve(storage.url)  # type: ignore[assignment]
@@ -186,7 +187,7 @@ def test_a_cluster_that_cannot_join(
 
     def refuse(target: str, *_: Any) -> None:
         joined.append(target)
-        raise hdfs_upload.RemoteError("IOException", "concat can not be called for files in encryption zone.")
+        raise RemoteError("IOException", "concat can not be called for files in encryption zone.")
 
     monkeypatch.setattr(storage._cluster, "join", refuse)
     for name in ("model/first", "model/second"):
@@ -197,11 +198,11 @@ def test_a_cluster_that_cannot_join(
 
 
 @pytest.mark.parametrize("method", ["create", "addBlock", "complete", "concat", "delete"])
-def test_an_answer_that_gets_lost(between: RpcMeddler, folder: str, method: str, short_parts: None) -> None:
+def test_an_answer_that_gets_lost(between: RpcFaultProxy, folder: str, method: str, short_parts: None) -> None:
     storage = resolve(f"{folder}/step")
     write_file(storage, "model/small", content(10))
-    event = Event(method, lose=True)
-    between.events.append(event)
+    event = FaultRule(method, lose=True)
+    between.rules.append(event)
     write_file(storage, "model/large", LARGE)
     storage.delete(["model/small"])
     assert event.hits == 1
@@ -303,137 +304,3 @@ def test_ways_to_name_a_cluster(hdfs: Hdfs, tmp_path: Path, form: str, monkeypat
     storage.publish(CATALOG, b"x", expected="")
     assert np.array_equal(read_all(resolve(storage.url), "model/large"), LARGE)
     assert storage.url == (f"hdfs://demo_0/{name}/step" if form != "host:port" else url)
-
-
-# --- what goes wrong --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_dead_namenode_is_an_error_in_seconds(
-    hdfs: Hdfs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
-) -> None:
-    """The client alone takes 182 s."""
-    use(monkeypatch, hdfs.configuration(tmp_path / "dead", namenode="127.0.0.1:1"))
-    begun = time.monotonic()
-    with pytest.raises(StorageUnavailableError) as raised:
-        bytecheckpoint.save("hdfs://demo_0/dead/step", states(step=1), async_checkpoint=asynchronous).result(60)
-    bytecheckpoint.saving.saver.saver_of(bytecheckpoint.collectives.current())._failed = None
-    text = str(raised.value)
-    assert re.search(
-        r"cannot \w+.* hdfs://demo_0/dead/step/\S+: Connection refused \(attempt \d+\); .*127\.0\.0\.1:1", text
-    ), text
-    if not asynchronous:
-        with pytest.raises(StorageUnavailableError, match=r"cannot read hdfs://demo_0/dead/step/metadata\.parquet"):
-            load_step("hdfs://demo_0/dead/step")
-    assert time.monotonic() - begun < 20
-
-
-def test_a_namenode_that_hangs(hdfs: Hdfs, folder: str) -> None:
-    """It takes connections and answers nothing: the client alone waits for ever."""
-    bytecheckpoint.save(f"{folder}/step", states(step=1))
-    bytecheckpoint.configure(storage_timeout=3.0)
-    process = hdfs.namenode.process
-    os.killpg(process.pid, signal.SIGSTOP)
-    try:
-        begun = time.monotonic()
-        with pytest.raises(
-            StorageUnavailableError, match=rf"{folder}/step/metadata.parquet: no answer in 3 s \(attempt"
-        ):
-            load_step(f"{folder}/step")
-        with pytest.raises(StorageUnavailableError, match="no answer"):
-            bytecheckpoint.save(f"{folder}/step", states(step=2))
-        assert time.monotonic() - begun < 30
-    finally:
-        os.killpg(process.pid, signal.SIGCONT)
-    bytecheckpoint.configure(storage_timeout=180.0)
-    assert load_step(f"{folder}/step") == 1
-
-
-def test_a_namenode_that_hangs_for_a_while(hdfs: Hdfs, folder: str) -> None:
-    process = hdfs.namenode.process
-    os.killpg(process.pid, signal.SIGSTOP)
-    threading.Timer(3.0, os.killpg, [process.pid, signal.SIGCONT]).start()
-    bytecheckpoint.save(f"{folder}/step", states(step=1))
-    assert load_step(f"{folder}/step") == 1
-
-
-def test_permission_denied(hdfs: Hdfs, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    bytecheckpoint.save(f"{folder}/step", states(step=1))
-    client = hdfs.client()
-    client.set_permission(folder.removeprefix("hdfs://demo_0"), 0o755)
-    use(monkeypatch, {"HADOOP_CONF_DIR": os.environ["HADOOP_CONF_DIR"], "HADOOP_USER_NAME": "alice"})
-    assert load_step(f"{folder}/step") == 1
-    begun = time.monotonic()
-    denied = (
-        rf"cannot \w+ {folder}/step.*: AccessControlException: Permission denied: user=alice.*\(attempt 1\); check who"
-    )
-    with pytest.raises(StorageError, match=denied) as raised:
-        bytecheckpoint.save(f"{folder}/step", states(step=2))
-    assert "\tat " not in str(raised.value) and "\\n" not in str(raised.value)
-    with pytest.raises(StorageError, match=r"Permission denied: user=alice"):
-        bytecheckpoint.save(f"{folder}/new", states(step=2), async_checkpoint=True).result(60)
-    bytecheckpoint.saving.saver.saver_of(bytecheckpoint.collectives.current())._failed = None
-    client.set_permission(f"{folder.removeprefix('hdfs://demo_0')}/step", 0o700)
-    with pytest.raises(
-        StorageError, match=r"cannot read .*metadata\.parquet: AccessControlException: Permission denied"
-    ):
-        load_step(f"{folder}/step")
-    assert time.monotonic() - begun < 20
-
-
-@pytest.mark.parametrize("what", ["names", "space"])
-def test_a_quota(hdfs: Hdfs, folder: str, what: str) -> None:
-    bytecheckpoint.save(f"{folder}/step", states(step=1))
-    path = folder.removeprefix("hdfs://demo_0")
-    limits = (10, (1 << 63) - 1) if what == "names" else ((1 << 63) - 1, 3 << 20)
-    request = _text(1, path) + _number(2, limits[0]) + _number(3, limits[1])
-    _call(("127.0.0.1", hdfs.port), USER, "setQuota", request, os.urandom(16), 10)
-    with pytest.raises(StorageFullError, match=rf"cannot \w+.* {folder}/.*QuotaExceeded.*raise the quota"):
-        bytecheckpoint.save(f"{folder}/step", states(step=2, rows=10_000))
-    assert load_step(f"{folder}/step") == 1
-
-
-def test_a_damaged_block_is_read_from_its_other_copy(hdfs: Hdfs, folder: str) -> None:
-    """HDFS has checksums of its own; a copy that is bad is passed over."""
-    path = f"{folder}/step"
-    bytecheckpoint.save(path, states(step=1, rows=1000))
-    (name,) = [name for name, _ in resolve(path).list() if name.startswith("model/rank")]
-    data = resolve(path).read(name)
-    damaged = 0
-    for block in hdfs.blocks(0):
-        if block.stat().st_size == len(data) and block.read_bytes() == data:
-            block.write_bytes(b"\0" * len(data))
-            damaged += 1
-    assert damaged == 1
-    assert load_step(path, rows=1000) == 1
-
-
-def test_a_folder_is_no_file(storage: HdfsStorage) -> None:
-    write_file(storage, "model/file", content(10))
-    for name in ("model", "model/file/below"):
-        for call in (storage.open, storage.read, storage.stat):
-            with pytest.raises(FileNotFoundError):
-                call(name)
-    with pytest.raises(StorageError, match=r"cannot upload|no such file"):
-        write_file(storage, "model/file/below", content(10))
-
-
-def _read_in_child(url: str, pipe: Any) -> None:
-    try:
-        pipe.send(resolve(url).read("x"))
-    except StorageError as error:
-        pipe.send(str(error))
-
-
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-@pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_a_fork_is_refused_and_a_new_process_works(storage: HdfsStorage, method: str) -> None:
-    storage.publish("x", b"content")
-    context = multiprocessing.get_context(method)
-    ours, theirs = context.Pipe()
-    child = context.Process(target=_read_in_child, args=(storage.url, theirs))
-    child.start()
-    assert ours.poll(60)
-    said = ours.recv()
-    child.join(20)
-    assert "in a fork of a process that has used HDFS" in said if method == "fork" else said == b"content"

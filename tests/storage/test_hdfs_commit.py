@@ -1,4 +1,4 @@
-"""How files of HDFS are committed: renames, claims, jobs that save to one path, writers that were killed half way."""
+"""Commits on HDFS: renames, locks, jobs that save to one path, writers that are killed."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import pytest
 
 import bytecheckpoint
 from bytecheckpoint import StorageConflictError, StorageError
-from bytecheckpoint.storage import Storage, hdfs_upload, resolve
-from bytecheckpoint.storage import hdfs as hdfs_module
-from bytecheckpoint.storage.hdfs import HdfsStorage
+from bytecheckpoint.storage import Storage, resolve
+from bytecheckpoint.storage.hdfs.storage import HdfsStorage
 from bytecheckpoint.storage.testing import content, read_all, write_file
+from bytecheckpoint.tuning import tuned
 from tests.faults.coded import load_step, states
 from tests.servers.hdfs import Hdfs
-from tests.servers.rpc_meddler import Event, RpcMeddler, rpc_meddler
+from tests.servers.rpc_fault_proxy import FaultRule, RpcFaultProxy, rpc_fault_proxy
 from tests.storage.conftest import use
 from tests.storage.test_end_to_end import MODES, ROWS, save, succeeded
 
@@ -35,9 +35,9 @@ def folder(hdfs: Hdfs) -> str:
 
 
 @pytest.fixture
-def between(hdfs: Hdfs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RpcMeddler]:
+def between(hdfs: Hdfs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RpcFaultProxy]:
     """A proxy before the NameNode, which everything of the test goes through."""
-    with rpc_meddler(hdfs.port) as made:
+    with rpc_fault_proxy(hdfs.port) as made:
         use(monkeypatch, hdfs.configuration(tmp_path / "between", namenode=made.address))
         yield made
 
@@ -54,12 +54,12 @@ def hdfs_files(storage: Storage) -> list[Any]:
 
 
 @pytest.mark.parametrize(("expected", "skip"), [("new", 0), ("replaced", 0), ("replaced", 1), ("any", 0)])
-def test_a_rename_whose_answer_gets_lost(between: RpcMeddler, folder: str, expected: str, skip: int) -> None:
+def test_a_rename_whose_answer_gets_lost(between: RpcFaultProxy, folder: str, expected: str, skip: int) -> None:
     storage = resolve(f"{folder}/step")
     if expected != "new":
         storage.publish(CATALOG, b"before")
-    event = Event("rename2", lose=True, skip=skip)
-    between.events.append(event)
+    event = FaultRule("rename2", lose=True, skip=skip)
+    between.rules.append(event)
     storage.publish(CATALOG, b"mine", expected=None if expected == "any" else storage.version(CATALOG))
     assert event.hits == 1
     assert resolve(storage.url).read(CATALOG) == b"mine"
@@ -67,30 +67,28 @@ def test_a_rename_whose_answer_gets_lost(between: RpcMeddler, folder: str, expec
 
 
 @pytest.mark.parametrize("replacing", [False, True])
-def test_another_publisher_in_between(hdfs: Hdfs, between: RpcMeddler, folder: str, replacing: bool) -> None:
+def test_another_publisher_in_between(hdfs: Hdfs, between: RpcFaultProxy, folder: str, replacing: bool) -> None:
     """Another job commits between this one's look and its rename."""
     ours, theirs = resolve(f"{folder}/step"), resolve(past(hdfs, f"{folder}/step"))
     if replacing:
         ours.publish(CATALOG, b"before")
     version = ours.version(CATALOG)
-    event = Event("rename2", before=lambda: theirs.publish(CATALOG, b"theirs", expected=version))
-    between.events.append(event)
+    event = FaultRule("rename2", before=lambda: theirs.publish(CATALOG, b"theirs", expected=version))
+    between.rules.append(event)
     with pytest.raises(StorageConflictError, match=r"cannot publish hdfs://demo_0/.*another save"):
         ours.publish(CATALOG, b"ours", expected=version)
     assert ours.read(CATALOG) == b"theirs"
     assert len(hdfs_files(ours)) == 1
 
 
-def test_a_publisher_that_was_killed_half_way_is_no_obstacle(
-    hdfs: Hdfs, between: RpcMeddler, folder: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its claim stands for a while and is then taken away; if it was only slow, it finds that and has a conflict."""
-    monkeypatch.setattr(hdfs_module, "_CLAIM_SECONDS", 1.0)
+@tuned(hdfs_lock_expiry=1.0)
+def test_a_publisher_that_was_killed_half_way_is_no_obstacle(hdfs: Hdfs, between: RpcFaultProxy, folder: str) -> None:
+    """Its lock expires and is removed; a publisher that was only slow then gets a conflict."""
     slow, quick = resolve(f"{folder}/step"), resolve(past(hdfs, f"{folder}/step"))
     slow.publish(CATALOG, b"before")
     version = slow.version(CATALOG)
-    event = Event("rename2", skip=1, before=lambda: quick.publish(CATALOG, b"quick", expected=version))
-    between.events.append(event)
+    event = FaultRule("rename2", skip=1, before=lambda: quick.publish(CATALOG, b"quick", expected=version))
+    between.rules.append(event)
     with pytest.raises(StorageConflictError):
         slow.publish(CATALOG, b"slow", expected=version)
     assert event.hits == 1
@@ -106,8 +104,8 @@ def test_abandoned_files_go_with_a_later_save(folder: str, monkeypatch: pytest.M
         client.create(storage._path(name)).close()
     bytecheckpoint.save(storage.url, states(step=1))
     assert sum(".bytecheckpoint" in entry.path for entry in hdfs_files(storage)) == 2, "they may be in use"
-    monkeypatch.setattr(hdfs_module, "_ABANDONED_SECONDS", -1.0)
-    bytecheckpoint.save(storage.url, states(step=2))
+    with tuned(hdfs_abandoned=-1.0):
+        bytecheckpoint.save(storage.url, states(step=2))
     assert not any(".bytecheckpoint" in entry.path for entry in hdfs_files(storage))
     assert load_step(storage.url) == 2
 
@@ -126,23 +124,24 @@ def test_abandoned_files_go_with_a_later_save(folder: str, monkeypatch: pytest.M
         ("rename2", "async", False),
     ],
 )
+@tuned(hdfs_part_bytes=2 << 20)
 def test_the_slower_of_two_jobs_hears_of_the_other(
     hdfs: Hdfs,
-    between: RpcMeddler,
+    between: RpcFaultProxy,
     folder: str,
     mode: str,
     method: str,
     replacing: bool,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Whatever it is doing when the other one commits, which takes its files for those of a killed save."""
     bytecheckpoint.configure(writer="thread")
-    monkeypatch.setattr(hdfs_upload, "_LEAST_PART", 2 << 20)
     path = f"{folder}/step"
     if replacing:
         succeeded(save(past(hdfs, path), 1))
-    event = Event(method, before=lambda: succeeded(save(past(hdfs, path), 2)), skip=1 if method == "addBlock" else 0)
-    between.events.append(event)
+    event = FaultRule(
+        method, before=lambda: succeeded(save(past(hdfs, path), 2)), skip=1 if method == "addBlock" else 0
+    )
+    between.rules.append(event)
     (raised,) = save(path, 3, **MODES[mode])
     assert event.hits == 1
     assert type(raised) is StorageConflictError, repr(raised)
@@ -153,15 +152,13 @@ def test_the_slower_of_two_jobs_hears_of_the_other(
     assert present == {CATALOG, *named}, "nothing of the slower one is left"
 
 
-def test_a_file_that_is_removed_once_is_written_again(
-    hdfs: Hdfs, between: RpcMeddler, folder: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A creation that was given up and takes effect late removes what has taken its place."""
-    monkeypatch.setattr(hdfs_upload, "_LEAST_PART", 1 << 20)
+@tuned(hdfs_part_bytes=1 << 20)
+def test_a_file_that_is_removed_once_is_written_again(hdfs: Hdfs, between: RpcFaultProxy, folder: str) -> None:
+    """A creation that timed out and takes effect late removes the file that replaced it."""
     storage, client = resolve(f"{folder}/step"), hdfs.client()
     path = f"{folder}/step/model/file".removeprefix("hdfs://demo_0")
-    event = Event("complete", before=lambda: client.delete(path))
-    between.events.append(event)
+    event = FaultRule("complete", before=lambda: client.delete(path))
+    between.rules.append(event)
     write_file(storage, "model/file", LARGE)
     assert event.hits == 1
     assert np.array_equal(read_all(storage, "model/file"), LARGE)

@@ -10,7 +10,8 @@ import pytest
 
 import bytecheckpoint
 from bytecheckpoint import StorageError, StorageUnavailableError
-from bytecheckpoint.storage import hdfs_cluster, resolve
+from bytecheckpoint.storage import resolve
+from bytecheckpoint.tuning import tuned
 from tests.faults.coded import load_step, states
 from tests.servers.hdfs import Hdfs, write_configuration
 from tests.storage.conftest import use
@@ -18,10 +19,9 @@ from tests.storage.test_object_contact import Peer, garbles, hangs_up, silent
 
 
 @pytest.fixture(autouse=True)
-def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hdfs_cluster, "_FIRST_SECONDS", 2.0)
-    monkeypatch.setattr(hdfs_cluster, "_FIRST_WRITE_SECONDS", 2.0)
-    monkeypatch.setattr(hdfs_cluster, "_FIRST_CALL_SECONDS", 2.0)
+def short_timeouts() -> Iterator[None]:
+    with tuned(hdfs_first_contact=2.0, hdfs_first_write=2.0, hdfs_first_call=2.0):
+        yield
 
 
 def refused(path: str, says: str = "") -> None:
@@ -36,7 +36,7 @@ def refused(path: str, says: str = "") -> None:
         with pytest.raises(StorageError, match=rf"cannot [\w ]+ {path}\S*: .*{says}.*\(attempt \d+\)") as raised:
             call()
         assert "\n" not in str(raised.value)
-        bytecheckpoint.saving.saver.saver_of(bytecheckpoint.collectives.current())._failed = None
+        bytecheckpoint.world.world_of(bytecheckpoint.collectives.current()).saves.forget_failure()
     assert time.monotonic() - begun < 60
 
 

@@ -19,13 +19,13 @@ import bytecheckpoint
 from bytecheckpoint import StorageFullError, StorageUnavailableError
 from bytecheckpoint.cli.main import run
 from bytecheckpoint.representation.names import generation_of
-from bytecheckpoint.storage import hdfs as hdfs_module
-from bytecheckpoint.storage import hdfs_upload, resolve
+from bytecheckpoint.storage import resolve
 from bytecheckpoint.storage.testing import content, read_all, write_file
+from bytecheckpoint.tuning import tuned
 from tests.faults.coded import load_step
 from tests.servers.hdfs import Hdfs
 from tests.servers.limiter import Limiter
-from tests.servers.rpc_meddler import Event, RpcMeddler, rpc_meddler
+from tests.servers.rpc_fault_proxy import FaultRule, RpcFaultProxy, rpc_fault_proxy
 from tests.storage.conftest import use
 from tests.storage.test_end_to_end import MODES, ROWS, load, save, succeeded
 from tests.support.mounts import small_tmpfs
@@ -41,8 +41,8 @@ def mortal(hdfs: Hdfs) -> Iterator[Hdfs]:
 
 
 @pytest.fixture
-def between(mortal: Hdfs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RpcMeddler]:
-    with rpc_meddler(mortal.port) as made:
+def between(mortal: Hdfs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RpcFaultProxy]:
+    with rpc_fault_proxy(mortal.port) as made:
         use(monkeypatch, mortal.configuration(tmp_path / "between", namenode=made.address))
         yield made
 
@@ -52,7 +52,7 @@ def path(mortal: Hdfs) -> str:
     return f"hdfs://demo_0/faults/{uuid.uuid4().hex}/step"
 
 
-def kill_at(hdfs: Hdfs, method: str, *, skip: int = 0, again_after: float | None) -> Event:
+def kill_at(hdfs: Hdfs, method: str, *, skip: int = 0, again_after: float | None) -> FaultRule:
     """Kill the NameNode as soon as an operation is asked for; start it again later, or never."""
 
     def kill() -> None:
@@ -60,7 +60,7 @@ def kill_at(hdfs: Hdfs, method: str, *, skip: int = 0, again_after: float | None
         if again_after is not None:
             threading.Timer(again_after, hdfs.restart_namenode).start()
 
-    return Event(method, before=kill, skip=skip)
+    return FaultRule(method, before=kill, skip=skip)
 
 
 def complete(path: str) -> None:
@@ -85,31 +85,30 @@ def complete(path: str) -> None:
         ("sync", "delete", 0, 2),
     ],
 )
+@tuned(hdfs_part_bytes=2 << 20)
 def test_a_namenode_killed_during_a_save_and_started_again(
     mortal: Hdfs,
-    between: RpcMeddler,
+    between: RpcFaultProxy,
     path: str,
     mode: str,
     method: str,
     skip: int,
     world: int,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     bytecheckpoint.configure(writer="thread")
-    monkeypatch.setattr(hdfs_upload, "_LEAST_PART", 2 << 20)
     succeeded(save(path, 1, world=world))
     event = kill_at(mortal, method, skip=skip, again_after=1.0)
-    between.events.append(event)
+    between.rules.append(event)
     succeeded(save(path, 2, world=world, **MODES[mode]))
     assert event.hits == 1
     assert load(path, 3) == {2}
     complete(path)
 
 
-def test_the_writer_process_waits_for_a_namenode_too(mortal: Hdfs, between: RpcMeddler, path: str) -> None:
+def test_the_writer_process_waits_for_a_namenode_too(mortal: Hdfs, between: RpcFaultProxy, path: str) -> None:
     succeeded(save(path, 1, async_checkpoint=True))
     event = kill_at(mortal, "addBlock", skip=1, again_after=1.0)
-    between.events.append(event)
+    between.rules.append(event)
     succeeded(save(path, 2, async_checkpoint=True))
     assert event.hits == 1
     assert load(path, 1) == {2}
@@ -117,12 +116,12 @@ def test_the_writer_process_waits_for_a_namenode_too(mortal: Hdfs, between: RpcM
 
 @pytest.mark.parametrize(("mode", "method"), [("sync", "complete"), ("async", "create"), ("background", "rename2")])
 def test_a_namenode_killed_during_a_save_that_stays_away(
-    mortal: Hdfs, between: RpcMeddler, path: str, mode: str, method: str
+    mortal: Hdfs, between: RpcFaultProxy, path: str, mode: str, method: str
 ) -> None:
     succeeded(save(path, 1, world=2))
     bytecheckpoint.configure(storage_timeout=3.0)
     event = kill_at(mortal, method, again_after=None)
-    between.events.append(event)
+    between.rules.append(event)
     begun = time.monotonic()
     got = save(path, 2, world=2, **MODES[mode])
     assert time.monotonic() - begun < 60
@@ -140,11 +139,11 @@ def test_a_namenode_killed_during_a_save_that_stays_away(
 
 
 @pytest.mark.parametrize("stays_away", [False, True])
-def test_a_namenode_killed_during_a_load(mortal: Hdfs, between: RpcMeddler, path: str, stays_away: bool) -> None:
+def test_a_namenode_killed_during_a_load(mortal: Hdfs, between: RpcFaultProxy, path: str, stays_away: bool) -> None:
     succeeded(save(path, 1, world=2))
     # With three ranks only after each has had an answer, for its catalog: a NameNode that never answered is not waited for.
     skip = 2 if stays_away else 4
-    between.events.append(kill_at(mortal, "getBlockLocations", skip=skip, again_after=None if stays_away else 1.0))
+    between.rules.append(kill_at(mortal, "getBlockLocations", skip=skip, again_after=None if stays_away else 1.0))
     if not stays_away:
         assert load(path, 3) == {1}
         return
@@ -192,10 +191,10 @@ def test_a_datanode_that_is_dead_before_a_save(mortal: Hdfs, path: str, writer: 
     assert files and {entry.replication for entry in files} == {2}
 
 
-def test_a_datanode_killed_in_the_middle_of_a_save(mortal: Hdfs, between: RpcMeddler, path: str) -> None:
+def test_a_datanode_killed_in_the_middle_of_a_save(mortal: Hdfs, between: RpcFaultProxy, path: str) -> None:
     succeeded(save(path, 1, world=2))
-    event = Event("addBlock", before=mortal.datanodes[0].kill, skip=3)
-    between.events.append(event)
+    event = FaultRule("addBlock", before=mortal.datanodes[0].kill, skip=3)
+    between.rules.append(event)
     succeeded(save(path, 2, world=2))
     assert event.hits == 1
     assert load(path, 1) == {2}
@@ -211,13 +210,13 @@ def test_a_datanode_killed_in_the_middle_of_a_file(mortal: Hdfs, path: str) -> N
     assert np.array_equal(read_all(resolve(path), "model/file"), data)
 
 
-def test_a_datanode_killed_in_the_middle_of_a_load(mortal: Hdfs, between: RpcMeddler, path: str) -> None:
+def test_a_datanode_killed_in_the_middle_of_a_load(mortal: Hdfs, between: RpcFaultProxy, path: str) -> None:
     succeeded(save(path, 1, world=2))
-    between.events.append(Event("getBlockLocations", before=mortal.datanodes[1].kill, skip=2))
+    between.rules.append(FaultRule("getBlockLocations", before=mortal.datanodes[1].kill, skip=2))
     assert load(path, 3) == {1}
 
 
-def test_all_datanodes_die_and_come_back(mortal: Hdfs, between: RpcMeddler, path: str) -> None:
+def test_all_datanodes_die_and_come_back(mortal: Hdfs, between: RpcFaultProxy, path: str) -> None:
     succeeded(save(path, 1))
     timers: list[threading.Timer] = []
 
@@ -227,12 +226,12 @@ def test_all_datanodes_die_and_come_back(mortal: Hdfs, between: RpcMeddler, path
             timers.append(threading.Timer(1.0, datanode.start))
             timers[-1].start()
 
-    between.events.append(Event("addBlock", before=kill, skip=1))
+    between.rules.append(FaultRule("addBlock", before=kill, skip=1))
     succeeded(save(path, 2))
     for timer in timers:
         timer.join()
     mortal.wait(2)
-    between.events.append(Event("getBlockLocations", before=kill, skip=1))
+    between.rules.append(FaultRule("getBlockLocations", before=kill, skip=1))
     assert load(path, 2) == {2}
     for timer in timers:
         timer.join()
@@ -261,23 +260,21 @@ def test_a_full_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 _SAVE = """
 import sys
 import bytecheckpoint
-from bytecheckpoint.storage import hdfs_upload
+from bytecheckpoint.tuning import tuned
 from tests.faults.coded import states
 
-hdfs_upload._LEAST_PART = 2 << 20
 bytecheckpoint.configure(writer="thread")
-bytecheckpoint.save(sys.argv[1], states(step=2, rows=20_000))
+with tuned(hdfs_part_bytes=2 << 20):
+    bytecheckpoint.save(sys.argv[1], states(step=2, rows=20_000))
 """
 
 
 @pytest.mark.parametrize(
     ("method", "skip"), [("create", 3), ("complete", 2), ("concat", 0), ("rename2", 0), ("rename2", 1)]
 )
-def test_a_writer_that_is_killed(
-    mortal: Hdfs, between: RpcMeddler, path: str, method: str, skip: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@tuned(hdfs_lock_expiry=3.0)  # the next save waits for the lock of the killed one
+def test_a_writer_that_is_killed(mortal: Hdfs, between: RpcFaultProxy, path: str, method: str, skip: int) -> None:
     """kill -9 at any moment: the checkpoint before is whole, and the next save clears away what was left."""
-    monkeypatch.setattr(hdfs_module, "_CLAIM_SECONDS", 3.0)  # its claim, which the next save has to wait for
     succeeded(save(path, 1))
     child: list[subprocess.Popen[bytes]] = []
     killed = threading.Event()
@@ -287,10 +284,10 @@ def test_a_writer_that_is_killed(
         child[0].wait(30)
         killed.set()
 
-    between.events.append(Event(method, before=kill, skip=skip))
+    between.rules.append(FaultRule(method, before=kill, skip=skip))
     child.append(subprocess.Popen([sys.executable, "-c", _SAVE, path], cwd=Path(__file__).parents[2]))
     assert killed.wait(120)
-    between.events.clear()
+    between.rules.clear()
     assert load(path, 2) <= {1, 2}, "the last operation may still have been carried out"
     assert run(["verify", path]) == 0
     succeeded(save(path, 3))
@@ -335,18 +332,16 @@ def test_a_range_goes_over_several_connections(limiters: list[Limiter], path: st
     assert seconds[0] > 3 * seconds[1], seconds
 
 
-def test_sub_files_go_over_several_connections(
-    limiters: list[Limiter], path: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sub_files_go_over_several_connections(limiters: list[Limiter], path: str) -> None:
     storage = resolve(path)
     data = content(24 << 20)
     for proxy in limiters:
         proxy.up = 4 << 20
     seconds = []
-    for name, least in (("model/one", 64 << 20), ("model/parts", 3 << 20)):
-        monkeypatch.setattr(hdfs_upload, "_LEAST_PART", least)
+    for name, part_bytes in (("model/one", 64 << 20), ("model/parts", 3 << 20)):
         begun = time.monotonic()
-        write_file(storage, name, data)
+        with tuned(hdfs_part_bytes=part_bytes):
+            write_file(storage, name, data)
         seconds.append(time.monotonic() - begun)
         assert np.array_equal(read_all(storage, name), data)
     assert seconds[0] > 2 * seconds[1], seconds

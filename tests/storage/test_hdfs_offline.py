@@ -1,4 +1,4 @@
-"""What of HDFS needs no server: how URLs and the Hadoop configuration are read, and what errors say."""
+"""HDFS without a server: URLs, the Hadoop configuration, error messages, timeouts."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from bytecheckpoint import StorageError, StorageFullError, StorageUnavailableError, UsageError
-from bytecheckpoint.storage.hdfs_cluster import bounded
-from bytecheckpoint.storage.hdfs_config import parse_url, target_of
-from bytecheckpoint.storage.hdfs_errors import facts_of, storage_error
-from bytecheckpoint.storage.hdfs_rpc import RemoteError, concat
+from bytecheckpoint.storage.hdfs.cluster import call_client
+from bytecheckpoint.storage.hdfs.config import parse_url, target_of
+from bytecheckpoint.storage.hdfs.errors import facts_of, storage_error
+from bytecheckpoint.storage.hdfs.rpc import RemoteError, concat
 from tests.servers.hdfs import write_configuration
 
 
@@ -69,9 +69,9 @@ def test_where_namenodes_are(conf: Path) -> None:
     assert dict(pair.options)["dfs.ha.namenodes.pair"] == "a,b"
     assert dict(pair.options)["dfs.client.failover.max.attempts"] == "1", "every NameNode is asked once"
     assert dict(pair.options)["dfs.client.socket-timeout"] == "5000", "what is configured stays"
-    turned = pair.turned()
-    assert turned.namenodes == pair.namenodes[::-1] and turned.turned() == pair
-    assert dict(turned.options)["dfs.ha.namenodes.pair"] == "b,a"
+    rotated = pair.rotated()
+    assert rotated.namenodes == pair.namenodes[::-1] and rotated.rotated() == pair
+    assert dict(rotated.options)["dfs.ha.namenodes.pair"] == "b,a"
     with pytest.raises(UsageError, match="not all their addresses"):
         target_of("half")
     for address in ("host:port", "host:0", "host:65536", ":8020"):
@@ -96,7 +96,7 @@ def test_variables_and_included_files(conf: Path, monkeypatch: pytest.MonkeyPatc
     target = target_of("main")
     assert target.namenodes == (("name-1", 8021),)
     options = dict(target.options)
-    assert options["dfs.namenode.rpc-address.main"] == "name-1:8021", "the client is told"
+    assert options["dfs.namenode.rpc-address.main"] == "name-1:8021", "passed on to the client"
     assert options["dfs.client.unknown"] == "${nobody.knows}"
     (conf / "more.xml").write_text(more.replace(">name<", ">other<"))
     assert target_of("main") != target, "another configuration is another client"
@@ -190,12 +190,12 @@ def test_a_call_that_takes_too_long_is_left_alone() -> None:
     released = threading.Event()
     begun = time.monotonic()
     with pytest.raises(TimeoutError, match=r"no answer in 0\.2 s"):
-        bounded(lambda: released.wait(30), 0.2)
+        call_client(lambda: released.wait(30), 0.2)
     assert time.monotonic() - begun < 10
-    assert bounded(lambda: 7, 10) == 7, "other calls go on"
+    assert call_client(lambda: 7, 10) == 7, "other calls go on"
     released.set()
     with pytest.raises(ValueError, match="inside"):
-        bounded(lambda: int("inside"), 10)
+        call_client(lambda: int("inside"), 10)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -12,11 +13,12 @@ import pytest
 
 import bytecheckpoint
 from bytecheckpoint import StorageUnavailableError
-from bytecheckpoint.storage import hdfs_cluster, hdfs_upload, resolve
+from bytecheckpoint.storage import resolve
 from bytecheckpoint.storage.testing import content, read_all, write_file
+from bytecheckpoint.tuning import tuned
 from tests.faults.coded import load_step, states
 from tests.servers.hdfs import USER, Hdfs, write_configuration
-from tests.servers.rpc_meddler import Event, gone, rpc_meddler, silent, stands_by
+from tests.servers.rpc_fault_proxy import FaultRule, gone, rpc_fault_proxy, silent, stands_by
 from tests.storage.conftest import use
 
 pytestmark = pytest.mark.timeout(300)
@@ -30,12 +32,12 @@ OF_NO_USE = {"dead": dead, "standby": stands_by, "hanging": silent, "gone": gone
 
 
 @pytest.fixture(autouse=True)
-def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("_FIRST_SECONDS", "_KNOWN_SECONDS", "_FIRST_WRITE_SECONDS"):
-        monkeypatch.setattr(hdfs_cluster, name, 2.0)
-    monkeypatch.setattr(hdfs_cluster, "_FIRST_CALL_SECONDS", 4.0)
-    monkeypatch.setattr(hdfs_cluster, "_CALL_SECONDS", 8.0)
-    monkeypatch.setattr(hdfs_cluster, "_LEAST_CALL_SECONDS", 1.0)
+def short_timeouts() -> Iterator[None]:
+    with (
+        tuned(hdfs_first_contact=2.0, hdfs_known_contact=2.0, hdfs_first_write=2.0),
+        tuned(hdfs_first_call=4.0, hdfs_call=8.0, hdfs_shortest_call=1.0),
+    ):
+        yield
 
 
 def pair(folder: Path, first: str, second: str) -> dict[str, str]:
@@ -58,9 +60,8 @@ def pair(folder: Path, first: str, second: str) -> dict[str, str]:
 def test_one_of_two_is_of_no_use(
     hdfs: Hdfs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, turn: bool
 ) -> None:
-    bytecheckpoint.configure(writer="thread")  # a process of its own would have its own patience
-    monkeypatch.setattr(hdfs_upload, "_LEAST_PART", 1 << 20)
-    with OF_NO_USE[kind]() as other:
+    bytecheckpoint.configure(writer="thread")  # a process of its own would have the default timeouts
+    with tuned(hdfs_part_bytes=1 << 20), OF_NO_USE[kind]() as other:
         addresses = [other, f"127.0.0.1:{hdfs.port}"]
         use(monkeypatch, pair(tmp_path / "pair", *(addresses[::-1] if turn else addresses)))
         begun = time.monotonic()
@@ -77,13 +78,13 @@ def test_one_of_two_is_of_no_use(
 @pytest.mark.server
 def test_a_namenode_that_hangs_on_the_way_is_left(hdfs: Hdfs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its connection stays open, so the client would wait on it for ever; the other one has taken over."""
-    with rpc_meddler(hdfs.port) as first:
+    with rpc_fault_proxy(hdfs.port) as first:
         use(monkeypatch, pair(tmp_path / "pair", first.address, f"127.0.0.1:{hdfs.port}"))
-        hang = Event("addBlock", before=lambda: time.sleep(60), skip=1, times=-1)
-        first.events.append(hang)
+        hang = FaultRule("addBlock", before=lambda: time.sleep(60), skip=1, times=-1)
+        first.rules.append(hang)
         path = f"hdfs://demo_0/{tmp_path.name}/step"
-        monkeypatch.setattr(hdfs_upload, "_STALL_SECONDS", 4.0)
-        bytecheckpoint.save(path, states(step=1))
+        with tuned(hdfs_write_stall=4.0):
+            bytecheckpoint.save(path, states(step=1))
         assert hang.hits
         assert load_step(path) == 1
 
@@ -91,9 +92,8 @@ def test_a_namenode_that_hangs_on_the_way_is_left(hdfs: Hdfs, tmp_path: Path, mo
 @pytest.mark.parametrize("kind", OF_NO_USE)
 def test_both_are_of_no_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     bytecheckpoint.configure(storage_timeout=2.0)  # one that stands by has answered: the other may take over
-    monkeypatch.setattr(hdfs_cluster, "_FIRST_CALL_SECONDS", 2.0)
-    monkeypatch.setattr(hdfs_cluster, "_FIRST_SECONDS", 1.0)
-    with OF_NO_USE[kind]() as first, OF_NO_USE[kind]() as second:
+    short = tuned(hdfs_first_call=2.0, hdfs_first_contact=1.0)
+    with short, OF_NO_USE[kind]() as first, OF_NO_USE[kind]() as second:
         use(monkeypatch, pair(tmp_path / "pair", first, second))
         begun = time.monotonic()
         for call in (

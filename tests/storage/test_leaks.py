@@ -15,7 +15,10 @@ import psutil
 import pytest
 
 import bytecheckpoint
-from bytecheckpoint.storage import hdfs_cluster, object_bucket, resolve
+from bytecheckpoint.storage import resolve
+from bytecheckpoint.storage.hdfs.cluster import _clusters
+from bytecheckpoint.storage.objects.bucket import _buckets
+from bytecheckpoint.tuning import tuned
 from tests.faults.coded import load_step, states
 from tests.servers.hdfs import Hdfs
 from tests.servers.s3 import S3Server
@@ -44,7 +47,7 @@ def growth(visit: Callable[[int], None], warm: int = 8, more: int = 20) -> dict[
     before = now()
     for number in range(warm, warm + more):
         visit(number)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while True:
         after = now()
         found = {key: after[key] - before[key] for key in before}
@@ -80,8 +83,8 @@ def test_many_places_in_memory() -> None:
 
 @pytest.mark.server
 @pytest.mark.timeout(300)
-def test_many_buckets(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(object_bucket, "_KEPT", 4)
+@tuned(object_clients=4)
+def test_many_buckets(s3: S3Server) -> None:
 
     def visit(number: int) -> None:
         name = f"bucket-{uuid.uuid4().hex[:16]}"
@@ -93,29 +96,29 @@ def test_many_buckets(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.server
 @pytest.mark.timeout(300)
+@tuned(object_clients=4)
 def test_credentials_that_change(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As they do every hour where they are lent; each time it is another client."""
-    monkeypatch.setattr(object_bucket, "_KEPT", 4)
 
     def visit(number: int) -> None:
         monkeypatch.setenv("AWS_TIMEOUT", f"{60 + number}s")
         save_and_load(f"s3://{bucket}/{number}", number + 1)
 
     nothing(growth(visit))
-    assert len(object_bucket._buckets) <= 4
+    assert len(_buckets) <= 4
 
 
 @pytest.mark.server
 @pytest.mark.timeout(300)
+@tuned(hdfs_clients=2)
 def test_many_clusters(hdfs: Hdfs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hdfs_cluster, "_KEPT", 2)
 
     def visit(number: int) -> None:
         use(monkeypatch, hdfs.configuration(tmp_path / f"hadoop-{number}"))
         save_and_load(f"hdfs://demo_0/{tmp_path.name}/{number}", number + 1)
 
     nothing(growth(visit, 4, 8))
-    assert len(hdfs_cluster._clusters) <= 2
+    assert len(_clusters) <= 2
 
 
 @pytest.mark.server

@@ -1,17 +1,14 @@
-"""Local paths that are odd, file systems that answer oddly, files of several users: calls that fail, real small mounts."""
+"""Local file systems that answer oddly or fail: by calls that are made to fail, and by real small mounts."""
 
 from __future__ import annotations
 
 import errno
 import os
 import shutil
-import stat
-import subprocess
-import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,208 +17,17 @@ import pytest
 
 import bytecheckpoint
 from bytecheckpoint import StorageError, StorageFullError, StorageUnavailableError
-from bytecheckpoint.cli.main import run as command
-from bytecheckpoint.collectives.threads import ThreadWorld
-from bytecheckpoint.handles import SaveReport
-from bytecheckpoint.storage import NewFile, local, posix_files, resolve
+from bytecheckpoint.collectives.testing import ThreadWorld
+from bytecheckpoint.storage import NewFile, resolve
+from bytecheckpoint.storage.posix import storage as local
 from bytecheckpoint.storage.testing import content, read_all, write_file
+from bytecheckpoint.tuning import tuned
 from tests.faults.coded import files_of, load_step, states
-from tests.faults.ranks import attempt, save_all
+from tests.faults.ranks import attempt, save_all, succeeded
+from tests.support.modes import MODES
 from tests.support.mounts import small_tmpfs
-from tests.support.worlds import World
 
 ROOT = os.geteuid() == 0
-MODES: dict[str, dict[str, Any]] = {
-    "sync": {},
-    "async": {"async_checkpoint": True},
-    "background": {"async_checkpoint": True, "staging": "background"},
-}
-
-
-def succeeded(got: list[Any]) -> None:
-    assert all(isinstance(report, SaveReport) for report in got), got
-
-
-# --- paths ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("writer", ["process", "thread"])
-def test_a_relative_path_means_the_directory_of_the_call(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, writer: str
-) -> None:
-    bytecheckpoint.configure(writer=writer)
-    (tmp_path / "elsewhere").mkdir()
-    monkeypatch.chdir(tmp_path)
-    handle = bytecheckpoint.save("run/step", states(step=1), **MODES[mode])
-    os.chdir(tmp_path / "elsewhere")
-    handle.result(60)
-    assert os.listdir() == []
-    assert load_step(tmp_path / "run" / "step") == 1
-    os.chdir(tmp_path)
-    assert load_step("run/step") == 1 and load_step("./run/../run//step/") == 1
-
-
-def test_symbolic_links(tmp_path: Path) -> None:
-    (tmp_path / "disk").mkdir()
-    (tmp_path / "run").symlink_to("disk")
-    for step in (1, 2):
-        bytecheckpoint.save(tmp_path / "run" / "s", states(step=step))
-        assert load_step(tmp_path / "disk" / "s") == step
-        assert len(files_of(tmp_path / "disk" / "s")) == 6
-    (tmp_path / "disk" / "latest").symlink_to("s")
-    assert load_step(tmp_path / "run" / "latest") == 2
-    bytecheckpoint.save(tmp_path / "run" / "latest", states(step=3))
-    assert load_step(tmp_path / "disk" / "s") == 3 and (tmp_path / "disk" / "latest").is_symlink()
-    (tmp_path / "dangling").symlink_to("nowhere/at/all")
-    with pytest.raises(StorageError, match=rf"{tmp_path}/dangling"):
-        bytecheckpoint.save(tmp_path / "dangling", states(step=1))
-    with pytest.raises(bytecheckpoint.CheckpointNotFoundError):
-        load_step(tmp_path / "dangling")
-
-
-@pytest.mark.parametrize("place", ["step", "step/inside", "step/inside/further"])
-def test_a_path_that_leads_through_a_file(tmp_path: Path, place: str) -> None:
-    (tmp_path / "step").write_text("precious")
-    for options in MODES.values():
-        got = attempt(
-            lambda options=options: bytecheckpoint.save(tmp_path / place, states(step=1), **options).result(60)
-        )
-        assert type(got) is StorageError and str(tmp_path / place) in str(got) and "Not a directory" in str(got)
-        attempt(bytecheckpoint.save, tmp_path / "other", states(step=1))  # raises the earlier one
-    with pytest.raises(bytecheckpoint.CheckpointNotFoundError):
-        load_step(tmp_path / place)
-    assert command(["ls", str(tmp_path / place)]) == 2
-    assert (tmp_path / "step").read_text() == "precious"
-
-
-def test_a_file_where_a_kind_is_to_go(tmp_path: Path) -> None:
-    (tmp_path / "s").mkdir()
-    (tmp_path / "s" / "model").write_text("precious")
-    for raised in save_all(ThreadWorld(2), tmp_path / "s", 1):
-        assert type(raised) is StorageError and "/s/model" in str(raised)
-    assert files_of(tmp_path / "s") == ["model"]
-
-
-def test_long_names(tmp_path: Path) -> None:
-    longest = "n" * 255
-    bytecheckpoint.save(tmp_path / longest, states(step=1))
-    assert load_step(tmp_path / longest) == 1
-    deep = tmp_path.joinpath(*["d" * 200] * 15)
-    bytecheckpoint.save(deep, states(step=2))
-    assert load_step(deep) == 2
-    for path in (tmp_path / ("n" * 256), tmp_path.joinpath(*["d" * 200] * 25)):
-        for call in (lambda path=path: bytecheckpoint.save(path, states(step=1)), lambda path=path: load_step(path)):
-            with pytest.raises(StorageError, match="File name too long"):
-                call()
-    shutil.rmtree(tmp_path / ("d" * 200))
-
-
-def test_a_long_name_of_a_state(tmp_path: Path) -> None:
-    kind = "k" * 300 + "/../x"
-    bytecheckpoint.save(tmp_path / "s", {kind: {"a": 1}})
-    loaded: dict[str, Any] = {kind: {}}
-    bytecheckpoint.load(tmp_path / "s", loaded)
-    assert loaded[kind] == {"a": 1}
-
-
-# --- files that other things share ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("flags", [["-al"], ["-a", "--reflink=auto"], ["-as"]])
-def test_copies_that_share_their_bytes_stay_as_they_are(tmp_path: Path, flags: list[str]) -> None:
-    """Nothing is rewritten in place, so a copy by hard links is a backup."""
-    path, copy = tmp_path / "s", tmp_path / "copy"
-    bytecheckpoint.save(path, states(step=1))
-    subprocess.run(["cp", *flags, str(path), str(copy)], check=True)
-    assert load_step(copy) == 1 and command(["verify", str(copy)]) == 0
-    for step in (2, 3):
-        bytecheckpoint.save(path, states(step=step))
-        assert load_step(path) == step
-    if "-as" not in flags:  # symbolic links share names, which is another thing
-        assert load_step(copy) == 1 and command(["verify", str(copy)]) == 0
-    bytecheckpoint.save(copy, states(step=4))
-    assert load_step(copy) == 4 and load_step(path) == 3
-
-
-def act(user: int, mask: int, root: str, what: str, name: str, memory: str) -> str:
-    """What another user meets, in a process of its own."""
-    bytecheckpoint.configure(memory_dir=memory)
-    os.setgroups([])
-    os.setgid(2000)
-    os.setuid(user)
-    os.umask(mask)
-    storage = resolve(root)
-
-    def work() -> Any:
-        if what == "read":
-            return storage.read(name)
-        if what == "delete":
-            return storage.delete([name])
-        if what == "replace":
-            storage.publish("metadata.parquet", name.encode(), expected=storage.version("metadata.parquet"))
-        write_file(storage, f"model/{name}", content(5000))
-        return storage.list() if what == "list" else None
-
-    return repr(attempt(work))
-
-
-def open_up(path: Path) -> None:
-    """Let other users reach a folder of the test's."""
-    for folder in [path, *path.parents]:
-        if os.stat(folder).st_uid == os.geteuid() and len(folder.parts) > 2:
-            folder.chmod(0o777)
-
-
-@pytest.fixture
-def as_user(tmp_path: Path) -> Callable[..., str]:
-    """Calls `act`."""
-    if not ROOT:
-        pytest.skip("NOT TESTED HERE: other users take root")
-
-    def call(user: int, what: str, root: Path | str, name: str = "", *, mask: int = 0o022) -> str:
-        world = World(1, tmp_path / f"world-{uuid.uuid4().hex}")
-        try:
-            (said,) = world.run(act, user, mask, str(root), what, name, bytecheckpoint.settings().memory_dir)
-        finally:
-            world.kill()
-        return str(said)
-
-    return call
-
-
-def test_files_of_several_users(tmp_path: Path, as_user: Callable[..., str]) -> None:
-    """A team's folder (group-writable): one replaces what the other saved; without permission the error names it."""
-    step = tmp_path / "run" / "s"
-    step.parent.mkdir()
-    open_up(step.parent)
-    for name, user in (("a", 2001), ("b", 2002), ("c", 2001)):
-        assert as_user(user, "replace", step, name, mask=0o002) == "None"
-        assert resolve(step).read("metadata.parquet") == name.encode()
-    found = {file: os.stat(step / file) for file in files_of(step)}
-    assert {file: (facts.st_uid, stat.S_IMODE(facts.st_mode)) for file, facts in found.items()} == {
-        "metadata.parquet": (2001, 0o664), "model/a": (2001, 0o664), "model/b": (2002, 0o664), "model/c": (2001, 0o664),
-    }  # fmt: skip
-    assert as_user(2002, "delete", step, "model/a") == "None"
-    os.chmod(step / "model", 0o755)
-    os.chmod(step, 0o755)
-    said = as_user(2002, "replace", step, "d")
-    assert said.startswith("StorageError") and "Permission denied" in said and f"{step}/metadata.parquet" in said
-    assert as_user(2002, "read", step, "metadata.parquet") == "b'c'", "reading is allowed"
-    os.chmod(step / "metadata.parquet", 0o600)
-    said = as_user(2002, "read", step, "metadata.parquet")
-    assert said.startswith("StorageError") and "Permission denied" in said
-    assert files_of(step) == ["metadata.parquet", "model/b", "model/c"], "nothing is left of what was refused"
-
-
-def test_a_folder_that_can_be_written_and_not_listed(tmp_path: Path, as_user: Callable[..., str]) -> None:
-    """Its parent cannot be opened to be synced, which fails nothing."""
-    parent = tmp_path / "drop"
-    parent.mkdir()
-    open_up(parent)
-    parent.chmod(0o733)
-    assert as_user(2001, "write", parent / "s", "x") == "None"
-    assert np.array_equal(read_all(resolve(parent / "s"), "model/x"), content(5000))
 
 
 # --- file systems that answer oddly -----------------------------------------------------------------------------------
@@ -359,7 +165,7 @@ def test_direct_io_that_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("direct", [False, True])
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
 def test_blocks_that_cannot_be_reserved(tmp_path: Path, fail: Fail, code: int, direct: bool) -> None:
-    """A full disk is told of before the first byte is written."""
+    """A full disk is an error before the first byte is written."""
     if os.major(os.stat(tmp_path).st_dev) == 0:
         pytest.skip("NOT TESTED HERE: this file system is on no disk")
     fail("posix_fallocate", code)
@@ -408,15 +214,15 @@ def test_file_systems_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     def flock(*_: Any) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr("bytecheckpoint.storage.posix_publish.fcntl.flock", flock)
+    monkeypatch.setattr("bytecheckpoint.storage.posix.publish.fcntl.flock", flock)
     for step in (1, 2, 3):
         bytecheckpoint.save(tmp_path / "s", states(step=step))
         assert load_step(tmp_path / "s") == step
     assert len(files_of(tmp_path / "s")) == 6
 
 
-def test_a_stale_name_tells_how_often_it_was_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fail: Fail) -> None:
-    monkeypatch.setattr(posix_files, "_STALE_PAUSES", (0.0, 0.01))
+@tuned(stale_pauses=(0.0, 0.01))
+def test_a_stale_name_tells_how_often_it_was_tried(tmp_path: Path, fail: Fail) -> None:
     bytecheckpoint.save(tmp_path / "s", states(step=1))
     fail("open", errno.ESTALE, lambda path, *_: "rank-" in str(path))
     with pytest.raises(StorageUnavailableError, match=rf"cannot open {tmp_path}/s/.*Stale file handle \(attempt 3\)"):
@@ -543,77 +349,3 @@ def test_one_rank_has_no_space(tmp_path: Path, mode: str) -> None:
         assert all("earlier" in str(raised) for raised in save_all(world, path, 3))
     succeeded(save_all(world, path, 4, **MODES[mode]))
     assert load_step(path) == 4
-
-
-# --- memory -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def memory() -> Iterator[str]:
-    name = f"test-{uuid.uuid4().hex}"
-    yield f"mem://{name}"
-    shutil.rmtree(f"/dev/shm/bytecheckpoint-{os.geteuid()}/{name}", ignore_errors=True)
-
-
-_CRASH = """
-import os, sys
-import bytecheckpoint
-from bytecheckpoint.storage import local
-from tests.faults.coded import states
-real = local._Writer.finish
-def finish(writer, size):
-    if "optimizer" in writer._path:
-        os._exit(9)
-    real(writer, size)
-local._Writer.finish = finish
-bytecheckpoint.configure(writer="thread")
-bytecheckpoint.save(sys.argv[1], states(step=2))
-"""
-
-
-@pytest.mark.parametrize("first", [False, True])
-def test_what_a_crashed_saver_left_in_memory_goes_with_the_next_save(memory: str, first: bool) -> None:
-    path = f"{memory}/s"
-    if not first:
-        bytecheckpoint.save(path, states(step=1))
-    done = subprocess.run([sys.executable, "-c", _CRASH, path], cwd=Path(__file__).parents[2], timeout=100, check=False)
-    assert done.returncode == 9
-    left = len(resolve(path).list())
-    assert left > (0 if first else 6)
-    if first:
-        with pytest.raises(bytecheckpoint.CheckpointNotFoundError):
-            load_step(path)
-    else:
-        assert load_step(path) == 1
-    bytecheckpoint.save(path, states(step=3))
-    assert load_step(path) == 3
-    assert len(resolve(path).list()) == 6
-
-
-@pytest.mark.parametrize("name", ["with space", "ünï-文", "100%41", "a+b&c=d,e;f", "~", "#x?y", "-rf", "x" * 200])
-def test_odd_names_in_memory(memory: str, name: str) -> None:
-    path = f"{memory}/{name}/{name}"
-    bytecheckpoint.save(path, states(step=1), async_checkpoint=True).result(60)
-    assert load_step(path) == 1 and load_step(f"{path}/") == 1
-    assert resolve(f"{memory}/{name}").folders() == [name]
-    assert command(["verify", path]) == 0
-
-
-def test_users_have_memory_of_their_own(tmp_path: Path, as_user: Callable[..., str]) -> None:
-    """The same name is another place for another user, who can neither see nor take over the first one's."""
-    shared = tmp_path / "shm"
-    shared.mkdir()
-    open_up(shared)
-    bytecheckpoint.configure(memory_dir=str(shared))
-    write_file(resolve("mem://run/s"), "model/x", content(100))
-    said = as_user(2001, "list", "mem://run/s", "y")
-    assert said == "[('model/y', 5000)]"
-    assert resolve("mem://run/s").list() == [("model/x", 100)]
-    said = as_user(2001, "read", shared / "bytecheckpoint-0" / "run" / "s", "model/x")
-    assert said.startswith("StorageError") and "Permission denied" in said
-    # A folder that another user made under this user's name is not used.
-    shutil.rmtree(shared / "bytecheckpoint-0")
-    (shared / "bytecheckpoint-0").mkdir(mode=0o700)
-    os.chown(shared / "bytecheckpoint-0", 2001, 2000)
-    with pytest.raises(StorageError, match=r"mem://run/s.*belongs to somebody else"):
-        resolve("mem://run/s")

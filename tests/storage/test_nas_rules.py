@@ -8,7 +8,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,16 +17,16 @@ import numpy as np
 import pytest
 
 from bytecheckpoint import StorageUnavailableError
-from bytecheckpoint.storage import posix_files, resolve
+from bytecheckpoint.storage import resolve
 from bytecheckpoint.storage.testing import content, read_all, write_file
+from bytecheckpoint.tuning import tuned
 
 Liar = Callable[..., list[int]]
 
 
 @pytest.fixture
-def lying(monkeypatch: pytest.MonkeyPatch) -> Liar:
+def lying(monkeypatch: pytest.MonkeyPatch) -> Iterator[Liar]:
     """Lets a function of os fail some times with an errno, for some path; the list has what is left to fail."""
-    monkeypatch.setattr(posix_files, "_STALE_PAUSES", (0.0, 0.01, 0.01, 0.01))
 
     def lie(name: str, code: int, times: int, wanted: Callable[..., bool] = lambda *_: True) -> list[int]:
         left = [times]
@@ -44,7 +44,8 @@ def lying(monkeypatch: pytest.MonkeyPatch) -> Liar:
         monkeypatch.setattr(os, name, call)
         return left
 
-    return lie
+    with tuned(stale_pauses=(0.0, 0.01, 0.01, 0.01)):
+        yield lie
 
 
 def ends_with(name: str) -> Callable[..., bool]:
@@ -72,8 +73,8 @@ def test_a_cache_that_never_learns_is_an_error(tmp_path: Path, lying: Liar) -> N
         storage.open("model/file")
 
 
-def test_what_is_not_there_is_told_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(posix_files, "_STALE_PAUSES", (1000.0,))
+@tuned(stale_pauses=(1000.0,))
+def test_a_missing_file_is_reported_at_once(tmp_path: Path) -> None:
     storage = resolve(tmp_path / "step")
     for name in ("model/file", "other"):
         for call in (storage.open, storage.read, storage.stat):

@@ -6,27 +6,27 @@ import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import bytecheckpoint
 from bytecheckpoint import StorageConflictError, StorageError, StorageUnavailableError
-from bytecheckpoint.storage import Storage, object_commit, resolve
+from bytecheckpoint.storage import Storage, resolve
+from bytecheckpoint.tuning import tuned
 from tests.faults.coded import load_step, states
-from tests.servers.meddler import Meddler, Request, Rule, asks, coded
+from tests.servers.fault_proxy import FaultProxy, HttpFault, Request, asks, s3_error
 from tests.servers.s3 import S3Server, s3proxy
 from tests.storage.conftest import use
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(200)]
 
 
-def is_put(name: str, *, conditional: bool | None = None) -> Rule:
+def is_put(name: str, *, conditional: bool | None = None) -> HttpFault:
     def fits(request: Request) -> bool:
         given = bool({"if-none-match", "if-match"} & request.headers.keys())
         return request.method == "PUT" and name in request.path and conditional in (None, given)
 
-    return Rule(fits)
+    return HttpFault(fits)
 
 
 # --- commit -----------------------------------------------------------------------------------------------------------
@@ -34,7 +34,7 @@ def is_put(name: str, *, conditional: bool | None = None) -> Rule:
 
 @pytest.mark.parametrize("replacing", [False, True])
 def test_a_put_that_meets_its_own_earlier_write_is_a_success(
-    storage: Storage, between: Meddler, replacing: bool
+    storage: Storage, between: FaultProxy, replacing: bool
 ) -> None:
     if replacing:
         storage.publish("metadata.parquet", b"old", expected="")
@@ -49,7 +49,7 @@ def test_a_put_that_meets_its_own_earlier_write_is_a_success(
 
 
 @pytest.mark.parametrize("replacing", [False, True])
-def test_a_put_that_meets_another_writers_is_a_conflict(storage: Storage, between: Meddler, replacing: bool) -> None:
+def test_a_put_that_meets_another_writers_is_a_conflict(storage: Storage, between: FaultProxy, replacing: bool) -> None:
     if replacing:
         storage.publish("metadata.parquet", b"old", expected="")
     version = storage.version("metadata.parquet")
@@ -59,10 +59,10 @@ def test_a_put_that_meets_another_writers_is_a_conflict(storage: Storage, betwee
     assert storage.read("metadata.parquet") == b"theirs"
 
 
-def test_the_probe_runs_once_and_leaves_nothing(between: Meddler, bucket: str) -> None:
+def test_the_probe_runs_once_and_leaves_nothing(between: FaultProxy, bucket: str) -> None:
     for step in range(3):
         storage = resolve(f"s3://{bucket}/runs/{step}")
-        storage.probe("metadata.parquet", "")
+        storage.check_publish("metadata.parquet", "")
         storage.publish("metadata.parquet", b"x", expected="")
     probes = {r.path.split("?")[0] for r in between.requests if "probe" in r.path}
     assert len(probes) == 3, "three races, for the first step only"
@@ -80,16 +80,16 @@ def test_a_save_from_inside_an_event_loop(bucket: str) -> None:
     assert load_step(f"s3://{bucket}/step") == 1
 
 
-def test_a_store_that_cannot_replace_conditionally(between: Meddler, bucket: str) -> None:
+def test_a_store_that_cannot_replace_conditionally(between: FaultProxy, bucket: str) -> None:
     """Ceph refuses a right If-Match: checkpoints can be created there, each at a path of its own."""
-    between.rules.append(Rule(lambda r: "if-match" in r.headers, status=412, times=-1))
+    between.rules.append(HttpFault(lambda r: "if-match" in r.headers, status=412, times=-1))
     path = f"s3://{bucket}/runs/step"
     bytecheckpoint.save(path, states(step=1))
     files = resolve(path).list()
     between.requests.clear()
     with pytest.raises(StorageError, match=r"cannot replace .* \(If-Match\); save each step to a path of its own"):
         bytecheckpoint.save(path, states(step=2))
-    assert not any(r.method in ("PUT", "POST") for r in between.requests), "it is told before anything is sent"
+    assert not any(r.method in ("PUT", "POST") for r in between.requests), "the error comes before anything is sent"
     assert load_step(path) == 1
     assert resolve(path).list() == files
     bytecheckpoint.configure(commit="plain")
@@ -98,7 +98,7 @@ def test_a_store_that_cannot_replace_conditionally(between: Meddler, bucket: str
 
 
 @pytest.fixture
-def unsigned(s3: S3Server, bucket: str, between: Meddler, monkeypatch: pytest.MonkeyPatch) -> None:
+def unsigned(s3: S3Server, bucket: str, between: FaultProxy, monkeypatch: pytest.MonkeyPatch) -> None:
     """Everybody may do everything, so headers can be taken out of requests on their way."""
     resources = [f"arn:aws:s3:::{bucket}", f"arn:aws:s3:::{bucket}/*"]
     allowed = {"Effect": "Allow", "Principal": "*", "Action": "s3:*", "Resource": resources}
@@ -108,16 +108,16 @@ def unsigned(s3: S3Server, bucket: str, between: Meddler, monkeypatch: pytest.Mo
 
 
 @pytest.mark.usefixtures("unsigned")
-def test_a_store_that_ignores_the_condition_of_a_creation(between: Meddler, path: str) -> None:
-    between.rules.append(Rule(lambda r: "if-none-match" in r.headers, strip=("if-none-match",), times=-1))
+def test_a_store_that_ignores_the_condition_of_a_creation(between: FaultProxy, path: str) -> None:
+    between.rules.append(HttpFault(lambda r: "if-none-match" in r.headers, strip=("if-none-match",), times=-1))
     with pytest.raises(StorageError, match=r"does not honour conditional puts.*settings\.commit='plain'"):
         bytecheckpoint.save(path, states(step=1))
-    assert not any("/rank" in request.path for request in between.requests), "it is told before anything is sent"
+    assert not any("/rank" in request.path for request in between.requests), "the error comes before anything is sent"
 
 
 @pytest.mark.usefixtures("unsigned")
-def test_a_store_that_ignores_the_condition_of_a_replacement(between: Meddler, path: str) -> None:
-    between.rules.append(Rule(lambda r: "if-match" in r.headers, strip=("if-match",), times=-1))
+def test_a_store_that_ignores_the_condition_of_a_replacement(between: FaultProxy, path: str) -> None:
+    between.rules.append(HttpFault(lambda r: "if-match" in r.headers, strip=("if-match",), times=-1))
     bytecheckpoint.save(path, states(step=1))
     with pytest.raises(StorageError, match=r"cannot replace .*\(If-Match\); save each step to a path of its own"):
         bytecheckpoint.save(path, states(step=2))
@@ -125,8 +125,8 @@ def test_a_store_that_ignores_the_condition_of_a_replacement(between: Meddler, p
 
 
 @pytest.mark.parametrize("tag", ["", '""'])
-def test_a_store_that_does_not_tell_versions_apart(between: Meddler, path: str, tag: str) -> None:
-    between.rules.append(Rule(lambda r: r.method in ("HEAD", "PUT"), headers={"etag": tag}, times=-1))
+def test_a_store_that_does_not_tell_versions_apart(between: FaultProxy, path: str, tag: str) -> None:
+    between.rules.append(HttpFault(lambda r: r.method in ("HEAD", "PUT"), headers={"etag": tag}, times=-1))
     bytecheckpoint.save(path, states(step=1))
     with pytest.raises(StorageError, match=r"cannot replace .* \(If-Match\); save each step to a path of its own"):
         bytecheckpoint.save(path, states(step=2))
@@ -138,10 +138,10 @@ UNKNOWN = [(501, "NotImplemented"), (400, "InvalidArgument"), (400, ""), (405, "
 
 
 @pytest.mark.parametrize(("status", "code"), UNKNOWN)
-def test_a_store_that_knows_no_conditions(between: Meddler, path: str, status: int, code: str) -> None:
-    body = coded(code) if code else b""
+def test_a_store_that_knows_no_conditions(between: FaultProxy, path: str, status: int, code: str) -> None:
+    body = s3_error(code) if code else b""
     between.rules.append(
-        Rule(lambda r: bool({"if-none-match", "if-match"} & {*r.headers}), status=status, body=body, times=-1)
+        HttpFault(lambda r: bool({"if-none-match", "if-match"} & {*r.headers}), status=status, body=body, times=-1)
     )
     says = rf"cannot publish {path}/metadata\.parquet: \S+ does not honour conditional puts.*settings\.commit='plain'"
     with pytest.raises(StorageError, match=says):
@@ -154,9 +154,11 @@ def test_a_store_that_knows_no_conditions(between: Meddler, path: str, status: i
 
 
 @pytest.mark.parametrize(("status", "code"), UNKNOWN)
-def test_a_store_that_knows_no_condition_of_a_replacement(between: Meddler, path: str, status: int, code: str) -> None:
-    body = coded(code) if code else b""
-    between.rules.append(Rule(lambda r: "if-match" in r.headers, status=status, body=body, times=-1))
+def test_a_store_that_knows_no_condition_of_a_replacement(
+    between: FaultProxy, path: str, status: int, code: str
+) -> None:
+    body = s3_error(code) if code else b""
+    between.rules.append(HttpFault(lambda r: "if-match" in r.headers, status=status, body=body, times=-1))
     bytecheckpoint.save(path, states(step=1))
     with pytest.raises(StorageError, match=r"cannot replace .* \(If-Match\); save each step to a path of its own"):
         bytecheckpoint.save(path, states(step=2))
@@ -164,9 +166,11 @@ def test_a_store_that_knows_no_condition_of_a_replacement(between: Meddler, path
 
 
 @pytest.mark.parametrize(("status", "code"), [(400, "ExpiredToken"), (403, "AccessDenied"), (501, "NotImplemented")])
-def test_what_keeps_the_probe_from_its_puts_is_no_verdict(between: Meddler, path: str, status: int, code: str) -> None:
+def test_what_keeps_the_probe_from_its_puts_is_no_verdict(
+    between: FaultProxy, path: str, status: int, code: str
+) -> None:
     """The store refuses whatever is put, not the condition."""
-    between.rules.append(Rule(asks("PUT"), status=status, body=coded(code), times=-1))
+    between.rules.append(HttpFault(asks("PUT"), status=status, body=s3_error(code), times=-1))
     with pytest.raises(StorageError, match=rf"cannot try conditional puts on s3://\S+: {code}: so it is"):
         bytecheckpoint.save(path, states(step=1))
     between.rules.clear()
@@ -175,10 +179,10 @@ def test_what_keeps_the_probe_from_its_puts_is_no_verdict(between: Meddler, path
         assert load_step(path) == step
 
 
-def test_a_probe_whose_answers_get_lost(between: Meddler, path: str) -> None:
+def test_a_probe_whose_answers_get_lost(between: FaultProxy, path: str) -> None:
     """What was carried out and is asked for again is refused; that is no fault of the store."""
     lost = [
-        Rule(lambda r, header=header: "probe" in r.path and header in r.headers, lose=True, times=1)
+        HttpFault(lambda r, header=header: "probe" in r.path and header in r.headers, lose=True, times=1)
         for header in ("if-match", "if-none-match")
     ]
     between.rules += lost
@@ -216,29 +220,29 @@ def test_a_store_with_broken_conditional_puts_is_refused(racy: str) -> None:
 @pytest.mark.parametrize("replacing", [False, True])
 @pytest.mark.parametrize("status", [409, 412])
 def test_a_condition_refused_although_nothing_has_changed(
-    storage: Storage, between: Meddler, replacing: bool, status: int
+    storage: Storage, between: FaultProxy, replacing: bool, status: int
 ) -> None:
     """S3 answers 409 when requests of others were under way, whatever became of them."""
     if replacing:
         storage.publish("metadata.parquet", b"old", expected="")
     version = storage.version("metadata.parquet")
-    rule = Rule(asks("PUT", "metadata"), status=status, body=coded("ConditionalRequestConflict"), times=2)
+    rule = HttpFault(asks("PUT", "metadata"), status=status, body=s3_error("ConditionalRequestConflict"), times=2)
     between.rules.append(rule)
     storage.publish("metadata.parquet", b"new", expected=version)
     assert rule.hits == 2
     assert storage.read("metadata.parquet") == b"new"
 
 
-def test_a_condition_refused_for_ever(storage: Storage, between: Meddler, path: str, monkeypatch: Any) -> None:
-    monkeypatch.setattr(object_commit, "_REFUSAL_SECONDS", 1.0)
-    between.rules.append(Rule(asks("PUT", "metadata"), status=412, body=coded("PreconditionFailed"), times=-1))
+@tuned(object_conflict_retry=1.0)
+def test_a_condition_refused_for_ever(storage: Storage, between: FaultProxy, path: str) -> None:
+    between.rules.append(HttpFault(asks("PUT", "metadata"), status=412, body=s3_error("PreconditionFailed"), times=-1))
     with pytest.raises(
         StorageUnavailableError, match=rf"cannot publish {path}/metadata\.parquet: .*nothing has changed \(\d+ attempts"
     ):
         storage.publish("metadata.parquet", b"new", expected="")
 
 
-def test_a_conflict_after_refusals(storage: Storage, between: Meddler) -> None:
+def test_a_conflict_after_refusals(storage: Storage, between: FaultProxy) -> None:
     """Refused twice for nothing; then another writer was quicker indeed."""
 
     def refuse(request: Request) -> bool:
@@ -248,15 +252,15 @@ def test_a_conflict_after_refusals(storage: Storage, between: Meddler) -> None:
             storage.publish("metadata.parquet", b"theirs")
         return True
 
-    rule = Rule(refuse, status=409, body=coded("ConditionalRequestConflict"), times=2)
+    rule = HttpFault(refuse, status=409, body=s3_error("ConditionalRequestConflict"), times=2)
     between.rules.append(rule)
     with pytest.raises(StorageConflictError, match="another save"):
         storage.publish("metadata.parquet", b"ours", expected="")
     assert storage.read("metadata.parquet") == b"theirs"
 
 
-def test_a_probe_all_of_whose_puts_are_refused_at_first(between: Meddler, path: str) -> None:
-    rule = Rule(asks("PUT", "probe"), status=409, body=coded("ConditionalRequestConflict"), times=12)
+def test_a_probe_all_of_whose_puts_are_refused_at_first(between: FaultProxy, path: str) -> None:
+    rule = HttpFault(asks("PUT", "probe"), status=409, body=s3_error("ConditionalRequestConflict"), times=12)
     between.rules.append(rule)
     bytecheckpoint.save(path, states(step=1))
     assert rule.hits == 12

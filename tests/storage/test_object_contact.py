@@ -13,7 +13,9 @@ import pytest
 
 import bytecheckpoint
 from bytecheckpoint import StorageError, StorageUnavailableError, UsageError
-from bytecheckpoint.storage import object_bucket, resolve
+from bytecheckpoint.storage import resolve
+from bytecheckpoint.storage.objects.bucket import _buckets, bucket_of
+from bytecheckpoint.tuning import tuned
 from tests.faults.coded import load_step, states
 from tests.storage.conftest import use
 
@@ -33,16 +35,16 @@ _VARIABLES = {
 
 
 @pytest.fixture(params=list(_VARIABLES))
-def at(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
+def at(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], str]]:
     """Lets an endpoint be the store's; the URL of a checkpoint there."""
-    monkeypatch.setattr(object_bucket, "_FIRST_SECONDS", 1.0)
 
     def point(endpoint: str) -> str:
         found = _VARIABLES[request.param]
         use(monkeypatch, {name: value or endpoint for name, value in found.items()})
         return f"{request.param}://bucket-1/step"
 
-    return point
+    with tuned(object_first_contact=1.0):
+        yield point
 
 
 class Peer:
@@ -94,7 +96,7 @@ def peer(request: pytest.FixtureRequest) -> Iterator[Peer]:
 
 @pytest.mark.parametrize("endpoint", ["http://127.0.0.1:1", "http://no-such-host.invalid"])
 def test_an_endpoint_where_nobody_is(at: Callable[[str], str], endpoint: str) -> None:
-    """With the ordinary patience of three minutes, which is for stores that have answered once."""
+    """The default timeout of three minutes is for stores that have answered once."""
     path = at(endpoint)
     begun = time.monotonic()
     says = r"(Connection refused|dns error).* \(attempt \d+\); check"
@@ -180,14 +182,14 @@ def test_where_a_connection_string_leads(monkeypatch: pytest.MonkeyPatch) -> Non
     """By its suffix, in national clouds."""
     parts = "DefaultEndpointsProtocol=http;AccountName=name;AccountKey=a2V5;EndpointSuffix=core.example.invalid"
     use(monkeypatch, {"AZURE_STORAGE_CONNECTION_STRING": parts})
-    assert object_bucket.bucket_of("az", "c")._client.config["endpoint"] == "http://name.blob.core.example.invalid"
+    assert bucket_of("az", "c")._client.config["endpoint"] == "http://name.blob.core.example.invalid"
 
 
+@tuned(object_clients=3)
 def test_only_so_many_clients_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     use(monkeypatch, {**_VARIABLES["s3"], "AWS_ENDPOINT_URL": "http://127.0.0.1:1"})
-    monkeypatch.setattr(object_bucket, "_KEPT", 3)
-    first = object_bucket.bucket_of("s3", "bucket-first")
+    first = bucket_of("s3", "bucket-first")
     for number in range(10):
-        object_bucket.bucket_of("s3", f"bucket-{number}")
-        assert object_bucket.bucket_of("s3", "bucket-first") is first, "what is in use stays"
-    assert len(object_bucket._buckets) == 3
+        bucket_of("s3", f"bucket-{number}")
+        assert bucket_of("s3", "bucket-first") is first, "what is in use stays"
+    assert len(_buckets) == 3

@@ -19,12 +19,12 @@ import pytest
 import bytecheckpoint
 from bytecheckpoint import CheckpointError, StorageError, StorageUnavailableError, UsageError
 from bytecheckpoint.collectives import current
-from bytecheckpoint.saving.saver import saver_of
 from bytecheckpoint.storage import Storage, resolve
-from bytecheckpoint.storage.object_config import _Profile
+from bytecheckpoint.storage.objects.config import _Profile
 from bytecheckpoint.storage.testing import content, write_file
+from bytecheckpoint.world import world_of
 from tests.faults.coded import load_step, states
-from tests.servers.meddler import Rule, coded, meddler
+from tests.servers.fault_proxy import HttpFault, fault_proxy, s3_error
 from tests.servers.s3 import KEY, SECRET, S3Server
 from tests.storage.conftest import use
 
@@ -47,7 +47,7 @@ def test_wrong_credentials(s3: S3Server, bucket: str, monkeypatch: pytest.Monkey
         assert not any(
             secret in text for secret in ("WRONG-SECRET", "TOKEN-SECRET", SECRET, "Signature=", "StringToSign")
         )
-        saver_of(current())._failed = None
+        world_of(current()).saves.forget_failure()
     assert time.monotonic() - begun < 10
 
 
@@ -125,7 +125,7 @@ def test_credentials_of_a_profile(sdk: Sdk, bucket: str, monkeypatch: pytest.Mon
 
 
 def test_a_file_of_credentials_that_changes(sdk: Sdk, file: Path, bucket: str) -> None:
-    """Somebody else writes it anew, every hour or so; nothing here is told."""
+    """Another program rewrites the file every hour or so, without notice."""
     bytecheckpoint.save(f"s3://{bucket}/step", states(step=1))
     good = file.read_text()
     file.write_text(good.replace(SECRET, "WRONG-SECRET"))
@@ -280,16 +280,16 @@ def test_the_writer_process_follows_the_environment(
     use(monkeypatch, s3.environment())
     path = f"s3://{bucket}/step"
     bytecheckpoint.save(path, states(step=1), async_checkpoint=True).result(60)
-    helper = saver_of(current())._helper
+    helper = world_of(current()).resources.running_helper
     assert helper is not None
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "WRONG")
     with pytest.raises(StorageError, match="check the credentials"):
         bytecheckpoint.save(path, states(step=2), async_checkpoint=True).result(60)
-    saver_of(current())._failed = None
+    world_of(current()).saves.forget_failure()
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
     bytecheckpoint.save(path, states(step=3), async_checkpoint=True).result(60)
     assert load_step(path) == 3
-    assert saver_of(current())._helper is helper, "it is the same process"
+    assert world_of(current()).resources.running_helper is helper, "it is the same process"
 
 
 # --- secrets ----------------------------------------------------------------------------------------------------------
@@ -302,7 +302,7 @@ def test_no_secret_is_shown_anywhere(
     caplog.set_level(0)
     said: list[str] = []
     token = "TOKEN-MARK"
-    with meddler(s3.endpoint) as between:
+    with fault_proxy(s3.endpoint) as between:
         endpoint = between.endpoint.replace("http://", "http://user:USERINFO-MARK@")
         use(monkeypatch, s3.environment(endpoint))
         path = f"s3://{bucket}/runs/step"
@@ -314,7 +314,8 @@ def test_no_secret_is_shown_anywhere(
         said += [repr(storage), str(storage), storage.url, repr(vars(storage))]
         monkeypatch.setenv("AWS_SESSION_TOKEN", token)
         echo = (
-            coded("Odd", f"see http://h/?X-Amz-Security-Token={token}&X-Amz-Signature=SIGNATURE-MARK") + token.encode()
+            s3_error("Odd", f"see http://h/?X-Amz-Security-Token={token}&X-Amz-Signature=SIGNATURE-MARK")
+            + token.encode()
         )
         for status, code in (
             (500, ""),
@@ -325,7 +326,7 @@ def test_no_secret_is_shown_anywhere(
             (418, ""),
         ):
             body = echo.replace(b"Odd", code.encode()) if code else echo
-            between.rules[:] = [Rule(lambda r: True, status=status, body=body, times=-1)]
+            between.rules[:] = [HttpFault(lambda r: True, status=status, body=body, times=-1)]
             for call in (
                 lambda: resolve(path).read("metadata.parquet"),
                 lambda: resolve(path).list(),

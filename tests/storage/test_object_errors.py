@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bytecheckpoint import StorageError, StorageFullError, StorageUnavailableError
-from bytecheckpoint.storage.object_errors import cleaned, facts_of, storage_error
+from bytecheckpoint.storage.objects.errors import cleaned, facts_of, storage_error
 
 _ANSWER = (
     "Generic S3 error: Error performing PUT https://host/bucket/key?X-Amz-Signature=SECRET in 12.5s, after 3 retries, "

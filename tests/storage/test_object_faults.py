@@ -1,4 +1,4 @@
-"""Object stores that answer wrongly, in part or not at all: a retry succeeds, or one error says all."""
+"""Object stores that answer wrongly, partially or not at all: a retry succeeds, or one error says all."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from bytecheckpoint.cli.main import run
 from bytecheckpoint.storage import Storage, resolve
 from bytecheckpoint.storage.testing import content, read_all, write_file
 from tests.faults.coded import load_step, states
-from tests.servers.meddler import Meddler, Request, Rule, asks, coded
+from tests.servers.fault_proxy import FaultProxy, HttpFault, Request, asks, s3_error
 from tests.servers.s3 import S3Server
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(200)]
@@ -40,9 +40,9 @@ def undeleted(code: str) -> bytes:
 
 
 @pytest.mark.parametrize("cut", [0, 1, 100_000])
-def test_a_body_that_breaks_off_is_asked_for_again(storage: Storage, between: Meddler, cut: int) -> None:
+def test_a_body_that_breaks_off_is_asked_for_again(storage: Storage, between: FaultProxy, cut: int) -> None:
     write_file(storage, "model/file", LARGE)
-    rule = Rule(asks("GET", "model/file"), cut=cut, times=3)
+    rule = HttpFault(asks("GET", "model/file"), cut=cut, times=3)
     between.rules.append(rule)
     assert np.array_equal(read_all(storage, "model/file"), LARGE)
     assert rule.hits == 3
@@ -51,23 +51,23 @@ def test_a_body_that_breaks_off_is_asked_for_again(storage: Storage, between: Me
     assert rule.hits == 5
 
 
-def test_a_body_that_always_breaks_off(storage: Storage, between: Meddler, path: str) -> None:
+def test_a_body_that_always_breaks_off(storage: Storage, between: FaultProxy, path: str) -> None:
     bytecheckpoint.configure(storage_timeout=1.5)
     storage = resolve(path)
     write_file(storage, "model/file", LARGE)
-    between.rules.append(Rule(asks("GET", "model/file"), cut=1000, times=-1))
+    between.rules.append(HttpFault(asks("GET", "model/file"), cut=1000, times=-1))
     begun = time.monotonic()
     with pytest.raises(StorageUnavailableError, match=rf"cannot read {path}/model/file: .* \(attempt \d+\)"):
         read_all(storage, "model/file")
     assert time.monotonic() - begun < 10
 
 
-def test_a_read_that_makes_headway_is_not_given_up(path: str, between: Meddler) -> None:
+def test_a_read_that_makes_headway_is_not_given_up(path: str, between: FaultProxy) -> None:
     """However slow the line is: what counts is the time since bytes came last."""
     bytecheckpoint.configure(storage_timeout=0.5)
     storage = resolve(path)
     write_file(storage, "model/file", LARGE)
-    rule = Rule(asks("GET", "model/file"), cut=1_100_000, times=8)
+    rule = HttpFault(asks("GET", "model/file"), cut=1_100_000, times=8)
     between.rules.append(rule)
     with contextlib.ExitStack() as others:
         for _ in range(16):  # so it goes as one request
@@ -76,11 +76,13 @@ def test_a_read_that_makes_headway_is_not_given_up(path: str, between: Meddler) 
     assert rule.hits == 8
 
 
-def test_a_store_that_knows_no_ranges(storage: Storage, between: Meddler, path: str) -> None:
+def test_a_store_that_knows_no_ranges(storage: Storage, between: FaultProxy, path: str) -> None:
     """Status 200 and the whole object: nothing of it may pass for the range."""
     write_file(storage, "model/file", LARGE)
     headers = {"etag": '"x"', "last-modified": "Mon, 02 Jan 2023 10:00:00 GMT"}
-    between.rules.append(Rule(asks("GET", "model/file"), status=200, body=LARGE.tobytes(), headers=headers, times=-1))
+    between.rules.append(
+        HttpFault(asks("GET", "model/file"), status=200, body=LARGE.tobytes(), headers=headers, times=-1)
+    )
     out = np.zeros(1000, np.uint8)
     with (
         contextlib.closing(storage.open("model/file")) as reader,
@@ -90,7 +92,7 @@ def test_a_store_that_knows_no_ranges(storage: Storage, between: Meddler, path: 
 
 
 @pytest.mark.parametrize("sent", [999, 1, 1500])
-def test_a_range_of_another_length(storage: Storage, between: Meddler, sent: int) -> None:
+def test_a_range_of_another_length(storage: Storage, between: FaultProxy, sent: int) -> None:
     """Fewer bytes are completed by further requests or refused, more are refused; none is taken for another."""
     write_file(storage, "model/file", LARGE)
     headers = {
@@ -98,7 +100,7 @@ def test_a_range_of_another_length(storage: Storage, between: Meddler, sent: int
         "content-range": f"bytes 5000-{5000 + sent - 1}/{len(LARGE)}",
     }  # fmt: skip
     body = LARGE[5000 : 5000 + sent].tobytes()
-    between.rules.append(Rule(asks("GET", "model/file"), status=206, body=body, headers=headers, times=1))
+    between.rules.append(HttpFault(asks("GET", "model/file"), status=206, body=body, headers=headers, times=1))
     out = np.zeros(1000, np.uint8)
     with contextlib.closing(storage.open("model/file")) as reader:
         got = 0
@@ -108,14 +110,14 @@ def test_a_range_of_another_length(storage: Storage, between: Meddler, sent: int
     assert np.array_equal(out[:got], LARGE[5000 : 5000 + got])
 
 
-def test_an_object_that_goes_between_the_list_and_the_read(storage: Storage, between: Meddler, path: str) -> None:
+def test_an_object_that_goes_between_the_list_and_the_read(storage: Storage, between: FaultProxy, path: str) -> None:
     bytecheckpoint.save(path, states(step=1))
-    between.rules.append(Rule(asks("HEAD", "model/rank"), status=404, times=-1))
+    between.rules.append(HttpFault(asks("HEAD", "model/rank"), status=404, times=-1))
     with pytest.raises(CorruptCheckpointError, match=rf"{path}: the storage file model/rank.* is missing"):
         load_step(path)
 
 
-def test_an_object_that_is_replaced_while_it_is_read(storage: Storage, between: Meddler, path: str) -> None:
+def test_an_object_that_is_replaced_while_it_is_read(storage: Storage, between: FaultProxy, path: str) -> None:
     """Nobody replaces a storage file; if somebody does, its sums tell."""
     bytecheckpoint.save(path, states(step=1, rows=ROWS))
     (name,) = [name for name, _ in resolve(path).list() if name.startswith("model/rank")]
@@ -127,7 +129,7 @@ def test_an_object_that_is_replaced_while_it_is_read(storage: Storage, between: 
             storage.publish(name, good[::-1])
         return False
 
-    between.rules.append(Rule(replace))
+    between.rules.append(HttpFault(replace))
     with pytest.raises(CorruptCheckpointError, match="checksum mismatch"):
         load_step(path, rows=ROWS)
 
@@ -163,17 +165,17 @@ def test_an_object_that_is_replaced_while_it_is_read(storage: Storage, between: 
     ],
 )
 def test_permission_denied(
-    storage: Storage, between: Meddler, path: str, method: str, word: str, says: str, mode: str
+    storage: Storage, between: FaultProxy, path: str, method: str, word: str, says: str, mode: str
 ) -> None:
     bytecheckpoint.configure(writer="thread")
     bytecheckpoint.save(path, states(step=1))
     files = storage.list()
     resolve(path)._bucket.commits = None  # type: ignore[attr-defined]
-    between.rules.append(Rule(asks(method, word), status=403, body=coded("AccessDenied"), times=-1))
+    between.rules.append(HttpFault(asks(method, word), status=403, body=s3_error("AccessDenied"), times=-1))
     with pytest.raises(StorageError, match=says.format(path=path, root=path.removesuffix("/runs/step"))) as raised:
         bytecheckpoint.save(path, states(step=2), async_checkpoint=mode == "async").result(60)
     assert type(raised.value) is StorageError
-    bytecheckpoint.saving.saver.saver_of(bytecheckpoint.collectives.current())._failed = None
+    bytecheckpoint.world.world_of(bytecheckpoint.collectives.current()).saves.forget_failure()
     between.rules.clear()
     assert load_step(path) == 1
     assert run(["verify", path]) == 0
@@ -183,9 +185,9 @@ def test_permission_denied(
 
 
 @pytest.mark.parametrize(("status", "code"), [(400, "ExpiredToken"), (403, "AccessDenied"), (400, "InvalidToken")])
-def test_credentials_that_expire(storage: Storage, between: Meddler, path: str, status: int, code: str) -> None:
+def test_credentials_that_expire(storage: Storage, between: FaultProxy, path: str, status: int, code: str) -> None:
     bytecheckpoint.save(path, states(step=1))
-    between.rules.append(Rule(lambda r: r.method != "HEAD", status=status, body=coded(code), times=-1))
+    between.rules.append(HttpFault(lambda r: r.method != "HEAD", status=status, body=s3_error(code), times=-1))
     says = rf"{path}\S*: {code}: so it is \(attempt 1\); check the credentials and what they are allowed to do"
     begun = time.monotonic()
     with pytest.raises(StorageError, match=rf"cannot read {says}"):
@@ -213,15 +215,15 @@ def test_a_wrong_region(s3: S3Server, bucket: str, monkeypatch: pytest.MonkeyPat
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("size", [100, len(LARGE)])
-def test_a_burst_of_passing_refusals(storage: Storage, between: Meddler, size: int, status: int, code: str) -> None:
+def test_a_burst_of_passing_refusals(storage: Storage, between: FaultProxy, size: int, status: int, code: str) -> None:
     """Every operation is hit twice in a row, and nobody notices."""
     data = LARGE[:size]
     # Without a body, as an answer to HEAD is, nothing tells these two from refusals that stay.
     methods = ("PUT", "GET", "DELETE", "POST", *(["HEAD"] if status not in (400, 409) else []))
-    body = coded(code) if code else b""
+    body = s3_error(code) if code else b""
 
     def again() -> None:
-        between.rules[:] = [Rule(asks(method), status=status, body=body, times=2) for method in methods]
+        between.rules[:] = [HttpFault(asks(method), status=status, body=body, times=2) for method in methods]
 
     for call in (
         lambda: write_file(storage, "model/file", data),
@@ -241,15 +243,15 @@ def test_a_burst_of_passing_refusals(storage: Storage, between: Meddler, size: i
     assert storage.list() == []
 
 
-def test_a_deletion_that_fails_for_some_objects(storage: Storage, between: Meddler, path: str) -> None:
+def test_a_deletion_that_fails_for_some_objects(storage: Storage, between: FaultProxy, path: str) -> None:
     """The answer to a bulk deletion is 200 even so."""
     for number in range(3):
         write_file(storage, f"model/{number}", content(10))
-    between.rules.append(Rule(asks("POST", "delete"), status=200, body=undeleted("InternalError"), times=2))
+    between.rules.append(HttpFault(asks("POST", "delete"), status=200, body=undeleted("InternalError"), times=2))
     storage.delete([f"model/{number}" for number in range(3)])
     assert storage.list() == []
     write_file(storage, "model/1", content(10))
-    between.rules.append(Rule(asks("POST", "delete"), status=200, body=undeleted("AccessDenied"), times=-1))
+    between.rules.append(HttpFault(asks("POST", "delete"), status=200, body=undeleted("AccessDenied"), times=-1))
     with pytest.raises(StorageError, match=rf"cannot delete from {path}: .*AccessDenied.*\(attempt 1\)") as raised:
         storage.delete(["model/1"])
     assert type(raised.value) is StorageError
@@ -283,14 +285,14 @@ def test_foreign_objects_are_no_obstacle(s3: S3Server, bucket: str) -> None:
     assert "notes.txt" in names and "model/readme %.md" in names
 
 
-def test_a_foreign_object_whose_key_the_client_cannot_read(storage: Storage, between: Meddler, path: str) -> None:
+def test_a_foreign_object_whose_key_the_client_cannot_read(storage: Storage, between: FaultProxy, path: str) -> None:
     """Stores that are no file systems take keys with "//"; what is there can still be loaded."""
     bytecheckpoint.save(path, states(step=1))
     listing = (
         "<ListBucketResult><Name>b</Name><KeyCount>1</KeyCount><IsTruncated>false</IsTruncated>"
         "<CommonPrefixes><Prefix>runs/step//</Prefix></CommonPrefixes></ListBucketResult>"
     )
-    between.rules.append(Rule(asks("GET", "list-type"), status=200, body=listing.encode(), times=-1))
+    between.rules.append(HttpFault(asks("GET", "list-type"), status=200, body=listing.encode(), times=-1))
     with pytest.raises(
         StorageError, match=rf"cannot list {path}: .*\"runs/step//\".*whose key .* cannot read: remove it"
     ):

@@ -1,4 +1,4 @@
-"""Calls with a time limit: on other threads, which are kept for a while."""
+"""Calls with a timeout, which run on reusable threads."""
 
 from __future__ import annotations
 
@@ -13,43 +13,44 @@ from pathlib import Path
 import pytest
 
 from bytecheckpoint.errors import StorageUnavailableError, UsageError
-from bytecheckpoint.storage import parallel, resolve
-from bytecheckpoint.storage.parallel import within
-from bytecheckpoint.storage.posix_files import _mounts, lies_in_memory
+from bytecheckpoint.storage import resolve
+from bytecheckpoint.storage.posix.files import _mounts, is_in_memory
+from bytecheckpoint.storage.threads import call_with_timeout
+from bytecheckpoint.tuning import tuned
 from tests.support.mounts import small_tmpfs
 
 
-def askers() -> int:
-    return sum(thread.name == "bytecheckpoint-ask" for thread in threading.enumerate())
+def call_threads() -> int:
+    return sum(thread.name == "bytecheckpoint-call" for thread in threading.enumerate())
 
 
 def test_results_and_errors() -> None:
     def refuse() -> None:
         raise UsageError("no")
 
-    assert within(5, lambda: None) is None
-    assert within(5, threading.get_ident) != threading.get_ident()
+    assert call_with_timeout(5, lambda: None) is None
+    assert call_with_timeout(5, threading.get_ident) != threading.get_ident()
     with pytest.raises(UsageError, match="no"):
-        within(5, refuse)
+        call_with_timeout(5, refuse)
     with pytest.raises(StorageUnavailableError, match=r"^cannot read x: no answer within 0.05 s"):
-        within(0.05, lambda: time.sleep(0.5), "cannot read x")
+        call_with_timeout(0.05, lambda: time.sleep(0.5), "cannot read x")
 
 
 def test_a_call_within_a_call() -> None:
-    assert within(5, lambda: within(5, lambda: within(5, lambda: 3))) == 3
+    assert call_with_timeout(5, lambda: call_with_timeout(5, lambda: call_with_timeout(5, lambda: 3))) == 3
 
 
-def test_threads_are_used_again_and_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parallel, "_IDLE_SECONDS", 0.2)
+@tuned(idle_call_thread=0.2)
+def test_threads_are_reused_and_end() -> None:
     with ThreadPoolExecutor(8) as pool:
-        assert list(pool.map(lambda n: within(5, lambda: n), range(500))) == list(range(500))
-    idents = {within(5, threading.get_ident) for _ in range(50)}
+        assert list(pool.map(lambda n: call_with_timeout(5, lambda: n), range(500))) == list(range(500))
+    idents = {call_with_timeout(5, threading.get_ident) for _ in range(50)}
     assert len(idents) == 1
-    deadline = time.monotonic() + 15  # threads of earlier tests have their own patience
-    while askers() and time.monotonic() < deadline:
+    deadline = time.monotonic() + 15  # threads of earlier tests have the default idle time
+    while call_threads() and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert askers() == 0
-    assert within(5, lambda: 1) == 1
+    assert call_threads() == 0
+    assert call_with_timeout(5, lambda: 1) == 1
 
 
 def test_a_thread_that_hangs_is_not_given_another_call() -> None:
@@ -60,27 +61,27 @@ def test_a_thread_that_hangs_is_not_given_another_call() -> None:
         go_on.wait(30)
 
     with pytest.raises(StorageUnavailableError):
-        within(0.1, hang)
+        call_with_timeout(0.1, hang)
     assert hung.is_set()
-    assert [within(5, lambda n=n: n) for n in range(10)] == list(range(10))  # type: ignore[misc]
+    assert [call_with_timeout(5, lambda n=n: n) for n in range(10)] == list(range(10))  # type: ignore[misc]
     go_on.set()
 
 
 def test_at_the_end_of_a_program_and_after_a_fork() -> None:
     program = """
 import atexit, os
-from bytecheckpoint.storage.parallel import within
-assert within(5, lambda: 1) == 1
+from bytecheckpoint.storage.threads import call_with_timeout
+assert call_with_timeout(5, lambda: 1) == 1
 child = os.fork()
-assert within(5, lambda: 2) == 2
+assert call_with_timeout(5, lambda: 2) == 2
 if child:
     assert os.waitpid(child, 0)[1] == 0
     class Last:
-        def __del__(self, within=within, write=os.write):
-            assert within(60, lambda: 3) == 3
+        def __del__(self, write=os.write):
+            assert call_with_timeout(60, lambda: 3) == 3
             write(1, b"last")
     last = Last()
-    atexit.register(lambda: print("exit", within(5, lambda: 4), flush=True))
+    atexit.register(lambda: print("exit", call_with_timeout(5, lambda: 4), flush=True))
 else:
     os._exit(0)
 """
@@ -89,15 +90,15 @@ else:
     assert done.stdout.split() == ["exit", "4", "last"], done.stderr
 
 
-def test_what_lies_in_memory(tmp_path: Path) -> None:
+def test_what_is_in_memory(tmp_path: Path) -> None:
     with small_tmpfs(tmp_path / "a b", "1m"):
         inside = tmp_path / "a b"
         _mounts.cache_clear()  # looked up once a second
-        assert lies_in_memory(str(inside / "step" / "model"))
+        assert is_in_memory(str(inside / "step" / "model"))
         assert resolve(str(inside / "step")).in_memory
         (inside / "link").symlink_to(tmp_path)
-        assert not lies_in_memory(str(inside / "link" / "step"))
+        assert not is_in_memory(str(inside / "link" / "step"))
     _mounts.cache_clear()
-    assert lies_in_memory(str(inside)) == lies_in_memory(str(tmp_path))
-    assert not lies_in_memory("/proc/self")
+    assert is_in_memory(str(inside)) == is_in_memory(str(tmp_path))
+    assert not is_in_memory("/proc/self")
     assert resolve(f"mem://test-{os.getpid()}/x").in_memory

@@ -14,9 +14,9 @@ import bytecheckpoint
 from bytecheckpoint import CheckpointError, StorageConflictError, UsageError, loading
 from bytecheckpoint.cli.main import run
 from bytecheckpoint.collectives.base import Collective
-from bytecheckpoint.collectives.threads import ThreadWorld
+from bytecheckpoint.collectives.testing import ThreadWorld
 from bytecheckpoint.storage import resolve
-from bytecheckpoint.storage.wrappers import Meter, MeteredStorage
+from bytecheckpoint.storage.testing.wrappers import Meter, MeteredStorage
 from tests.faults.coded import load_step, states
 from tests.servers.hdfs import Hdfs
 from tests.storage.test_end_to_end import load, save, succeeded
@@ -98,7 +98,7 @@ def test_very_many_files(anywhere: str) -> None:
 
 
 def test_two_jobs_that_save_to_one_path(anywhere: str) -> None:
-    """Whoever wins, what is there is complete, and the other is told."""
+    """Whoever wins, the checkpoint is complete, and the other save raises."""
     path = f"{anywhere}/step"
 
     def one(step: int) -> Any:
@@ -117,8 +117,8 @@ def test_two_jobs_that_save_to_one_path(anywhere: str) -> None:
             got = list(pool.map(one, steps))
         failed = [g for g in got if isinstance(g, Exception)]
         # On HDFS a sub-file may be missed while it is still being written.
-        told = [isinstance(g, StorageConflictError) or "somebody has removed it" in str(g) for g in failed]
-        assert len(failed) <= 1 and all(told), got
+        raised_conflicts = [isinstance(g, StorageConflictError) or "somebody has removed it" in str(g) for g in failed]
+        assert len(failed) <= 1 and all(raised_conflicts), got
         assert run(["verify", path]) == 0
         assert load_step(path, rows=ROWS) in steps
 

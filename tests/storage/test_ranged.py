@@ -10,9 +10,9 @@ import numpy as np
 import obstore.store
 import pytest
 
-from bytecheckpoint.storage.object_bucket import Bucket
-from bytecheckpoint.storage.objects import ObjectStorage
-from bytecheckpoint.storage.ranged import Cut, Piece, fill
+from bytecheckpoint.storage.objects.bucket import Bucket
+from bytecheckpoint.storage.objects.storage import ObjectStorage
+from bytecheckpoint.storage.ranged import RangeRequest, RequestSizes, read_in_parallel
 from bytecheckpoint.storage.testing import content, write_file
 
 _MIB = 1 << 20
@@ -23,7 +23,7 @@ _MIB = 1 << 20
     [(1, 1), (_MIB, 1), (4 * _MIB, 1), (4 * _MIB + 1, 2), (8 * _MIB, 2), (16 * _MIB, 4), (64 * _MIB, 4)],
 )
 def test_the_length_of_a_request(nbytes: int, step: int) -> None:
-    assert Cut(parts=4, shortest=_MIB, longest=4 * _MIB).step(nbytes) == step * _MIB
+    assert RequestSizes(parallel=4, shortest=_MIB, longest=4 * _MIB).step(nbytes) == step * _MIB
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -37,9 +37,9 @@ def test_every_byte_is_asked_for_once_and_goes_to_its_place(seed: int) -> None:
     end = draw.choice([len(data), draw.randrange(len(data) + 1)])
     asked = np.zeros(len(data), np.int64)
     lock = threading.Lock()
-    cut = Cut(parts=draw.choice([1, 3]), shortest=512, longest=4096)
+    cut = RequestSizes(parallel=draw.choice([1, 3]), shortest=512, longest=4096)
 
-    def get(piece: Piece) -> int:
+    def get(piece: RangeRequest) -> int:
         start, target = piece
         assert 0 < len(target) <= 4096
         with lock:
@@ -48,7 +48,7 @@ def test_every_byte_is_asked_for_once_and_goes_to_its_place(seed: int) -> None:
         target[:count] = data[start : start + count]
         return count
 
-    total = fill(get, offset, [memoryview(b) for b in buffers], len(data), cut)
+    total = read_in_parallel(get, offset, [memoryview(b) for b in buffers], len(data), cut)
     wanted = max(min(sum(lengths), len(data) - offset), 0)
     assert (asked[offset : offset + wanted] == 1).all() and asked.sum() == wanted
     assert total == max(min(wanted, end - offset), 0)
@@ -80,7 +80,7 @@ def test_how_reads_are_cut(monkeypatch: pytest.MonkeyPatch, others: int, nbytes:
         asked.append((stop - first) // _MIB)
         return real(client, key, options=options)  # type: ignore[arg-type, call-overload]
 
-    monkeypatch.setattr("bytecheckpoint.storage.objects.obstore.get", get)
+    monkeypatch.setattr("bytecheckpoint.storage.objects.storage.obstore.get", get)
     with contextlib.ExitStack() as reads:
         for _ in range(others):
             reads.enter_context(bucket.connections.share())

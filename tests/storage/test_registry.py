@@ -12,13 +12,13 @@ import bytecheckpoint
 from bytecheckpoint import UsageError
 from bytecheckpoint.cli.main import run
 from bytecheckpoint.collectives import current
-from bytecheckpoint.saving.saver import saver_of
 from bytecheckpoint.storage import known_schemes, resolve
-from bytecheckpoint.storage.local import LocalStorage
+from bytecheckpoint.storage.posix.storage import LocalStorage
+from bytecheckpoint.world import world_of
 from tests.faults.coded import load_step, states
 
 _PLUGIN = """
-from bytecheckpoint.storage.local import PosixStorage
+from bytecheckpoint.storage.posix.storage import PosixStorage
 
 class Tape(PosixStorage):
     def __init__(self, url):
@@ -174,7 +174,7 @@ def test_a_scheme_of_another_package(plugin: Path) -> None:
 
 def test_the_writer_process_finds_it_too(plugin: Path) -> None:
     bytecheckpoint.configure(writer="process")
-    saver_of(current()).helper(bytecheckpoint.settings()).stop()  # one of an earlier test knows not the package
+    world_of(current()).resources.helper().stop()  # an earlier test's process does not know the package
     bytecheckpoint.save("tape://one/step", states(step=3), async_checkpoint=True).result(60)
     assert load_step("tape://one/step") == 3
     assert (plugin / "one" / "step" / "metadata.parquet").exists()

@@ -8,12 +8,14 @@ import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import obstore.store
 import pytest
 
 from bytecheckpoint.storage import Storage, resolve
-from bytecheckpoint.storage.testing import StorageTests
+from bytecheckpoint.storage.testing import RawAccess, StorageTests
 from tests.servers.azure import AzureServer, azurite
 from tests.servers.s3 import S3Server, minio, versitygw
+from tests.storage.raw_access import ObstoreAccess
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(300)]
 
@@ -36,6 +38,10 @@ class _OnS3(StorageTests):
         for name, value in server.environment().items():
             monkeypatch.setenv(name, value)
         return resolve(f"s3://bucket/runs/{uuid.uuid4().hex}/step")
+
+    def raw_access(self, storage: Storage) -> RawAccess:
+        client = obstore.store.S3Store("bucket", client_options={"allow_http": True})
+        return ObstoreAccess(client, storage.url.removeprefix("s3://bucket/"))
 
 
 class TestVersityGateway(_OnS3):

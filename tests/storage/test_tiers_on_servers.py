@@ -21,27 +21,23 @@ from bytecheckpoint import CheckpointNotFoundError, StorageConflictError, Storag
 from bytecheckpoint.cli.main import run as command
 from bytecheckpoint.collectives import current
 from bytecheckpoint.collectives.base import Collective
-from bytecheckpoint.collectives.threads import ThreadWorld
-from bytecheckpoint.saving.saver import saver_of
+from bytecheckpoint.collectives.testing import ThreadWorld
 from bytecheckpoint.storage import resolve
-from bytecheckpoint.storage.objects import ObjectStorage
+from bytecheckpoint.storage.objects.storage import ObjectStorage
 from bytecheckpoint.storage.testing import StorageTests
-from bytecheckpoint.storage.tier import TierStorage
-from bytecheckpoint.tiers import claims
-from bytecheckpoint.tiers.claims import CLAIM, Claim, claimed
-from bytecheckpoint.tiers.cooling import cool, plan_cooldown
+from bytecheckpoint.tiers import lease as leases
+from bytecheckpoint.tiers.cooldown import cool, plan_cooldown
+from bytecheckpoint.tiers.lease import LEASE_FILE, Lease, leased
+from bytecheckpoint.tiers.storage import TierStorage
+from bytecheckpoint.tuning import tuned
+from bytecheckpoint.world import world_of
 from tests.faults.coded import files_of, load_step, states, step_of
-from tests.servers.meddler import Rule, meddler
+from tests.servers.fault_proxy import HttpFault, fault_proxy
 from tests.servers.s3 import S3Server, versitygw
 from tests.storage.conftest import use
+from tests.support.modes import MODES
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(300)]
-
-MODES: dict[str, dict[str, Any]] = {
-    "sync": {},
-    "async": {"async_checkpoint": True},
-    "background": {"async_checkpoint": True, "staging": "background"},
-}
 
 
 @pytest.fixture(autouse=True)
@@ -51,10 +47,10 @@ def hot(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setenv("BYTECHECKPOINT_TIER_HOT", f"mem://{name}")
     bytecheckpoint.configure(tier_hot=f"mem://{name}")
     yield name
-    saver = saver_of(current())
-    saver.drain()
-    saver.flusher.drain()
-    saver._failed = None
+    world = world_of(current())
+    world.saves.drain()
+    world.flusher.drain()
+    world.saves.forget_failure()
     shutil.rmtree(f"/dev/shm/bytecheckpoint-{os.geteuid()}/{name}", ignore_errors=True)
 
 
@@ -156,16 +152,15 @@ def mortal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server
     server = versitygw(tmp_path)
     server.make_bucket("bucket")
     use(monkeypatch, server.environment())
-    monkeypatch.setattr("bytecheckpoint.storage.tier._PATIENCE", 1.0)
-    monkeypatch.setattr("bytecheckpoint.storage.tier._LOAD_PATIENCE", 2.0)
-    yield server
+    with tuned(tier_save_timeout=1.0, tier_load_timeout=2.0):
+        yield server
     server.server.stop()
 
 
 def test_the_store_is_away_during_a_flush_and_comes_back_in_time(
     mortal: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with meddler(mortal.endpoint) as between:
+    with fault_proxy(mortal.endpoint) as between:
         use(monkeypatch, mortal.environment(between.endpoint))
 
         def dies(request: Any) -> bool:
@@ -175,7 +170,7 @@ def test_the_store_is_away_during_a_flush_and_comes_back_in_time(
             threading.Timer(2.0, mortal.server.start).start()
             return True
 
-        between.rules.append(Rule(dies))
+        between.rules.append(HttpFault(dies))
         handle = bytecheckpoint.save("tier+s3://bucket/run/1", states(step=1), async_checkpoint=True)
         handle.restorable.result(60)
         assert load_step("tier+s3://bucket/run/1") == 1, "whatever becomes of the store"
@@ -206,7 +201,7 @@ def test_the_store_is_away_and_comes_back_later(mortal: S3Server) -> None:
     with pytest.raises(CheckpointNotFoundError):
         load_step("s3://bucket/run/2")
     bytecheckpoint.save(f"{run}/3", states(step=3)).result(60)
-    saver_of(current()).flusher.drain()
+    world_of(current()).flusher.drain()
     for step in (1, 2, 3):
         assert load_step(f"s3://bucket/run/{step}") == step
         assert command(["verify", f"s3://bucket/run/{step}"]) == 0
@@ -244,7 +239,7 @@ def test_a_job_killed_between_the_hot_commit_and_the_end_of_its_flush(
     """Loads find the step at once; a flush by hand, or the next job's first save, brings it to the store."""
     run = "tier+s3://bucket/run"
     reached, go_on = threading.Event(), threading.Event()
-    with meddler(mortal.endpoint) as between:
+    with fault_proxy(mortal.endpoint) as between:
 
         def holds(request: Any) -> bool:
             if request.method == "PUT" and f"/run/1{moment if moment[0] == '/' else '/' + moment}" in request.path:
@@ -253,7 +248,7 @@ def test_a_job_killed_between_the_hot_commit_and_the_end_of_its_flush(
                 return True
             return False
 
-        between.rules.append(Rule(holds, status=503))
+        between.rules.append(HttpFault(holds, status=503))
         job = subprocess.Popen(
             [sys.executable, "-c", _KILLED, f"{run}/1", f"mem://{hot}"], cwd=Path(__file__).parents[2],
             env={**os.environ, **mortal.environment(between.endpoint)}, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
@@ -315,24 +310,23 @@ def test_cooldown_to_and_from_a_server(durable: str, direction: str, tmp_path: P
     assert command(["export", f"{root}/1", str(tmp_path / "hf")]) == 0
 
 
-def test_claims_are_renewed_and_taken_over(durable: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(claims, "_RENEWAL", 0.2)
-    monkeypatch.setattr(claims, "_LEASE", 2.0)
+def test_leases_are_renewed_and_taken_over(durable: str, monkeypatch: pytest.MonkeyPatch) -> None:
     storage = resolve(f"{durable}/cold/1")
-    lost = Claim(storage)
-    monkeypatch.setattr(claims, "_here", lambda: "here/0")
-    first = storage.read(CLAIM)
-    with pytest.raises(StorageConflictError, match="let it finish"):
-        Claim(storage)
-    lost.check()
-    assert storage.read(CLAIM) != first
-    lost._released.set()  # as if its process had been killed
-    with claimed(storage) as claim:
-        claim.check()
-        with pytest.raises(StorageConflictError, match="not this process's any more"):
-            lost.check()
-        lost.release()
-        claim.check()
+    with tuned(lease_renewal=0.2, lease_expiry=2.0):
+        lost = Lease(storage)
+        monkeypatch.setattr(leases, "_machine", lambda: "here/0")
+        first = storage.read(LEASE_FILE)
+        with pytest.raises(StorageConflictError, match="let it finish"):
+            Lease(storage)
+        lost.check()
+        assert storage.read(LEASE_FILE) != first
+        lost._released.set()  # as if its process had been killed
+        with leased(storage) as lease:
+            lease.check()
+            with pytest.raises(StorageConflictError, match=f"this process lost {LEASE_FILE}"):
+                lost.check()
+            lost.release()
+            lease.check()
     assert storage.list() == []
 
 

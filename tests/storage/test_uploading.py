@@ -17,11 +17,11 @@ import bytecheckpoint
 from bytecheckpoint import CheckpointError, StorageFullError
 from bytecheckpoint.collectives import current
 from bytecheckpoint.engine.writing import FilesWriter, FileTask
-from bytecheckpoint.saving.saver import saver_of
 from bytecheckpoint.storage import NewFile
-from bytecheckpoint.storage.local import PosixStorage
+from bytecheckpoint.storage.posix.storage import PosixStorage
 from bytecheckpoint.storage.testing import content, write_file
 from bytecheckpoint.storage.uploading import Pieces, UploadingStorage
+from bytecheckpoint.world import world_of
 from tests.support.mounts import small_tmpfs
 
 
@@ -188,7 +188,7 @@ def test_abort_ends_an_upload_that_is_under_way(files_writer: Any, storage: Uplo
     threading.Timer(0.2, storage.go_on.set).start()
     writer.abort()
     thread.join(20)
-    assert isinstance(failed[0], CheckpointError) and "was given up" in str(failed[0])
+    assert isinstance(failed[0], CheckpointError) and "was aborted" in str(failed[0])
     assert storage.files == {}
 
 
@@ -196,16 +196,16 @@ def test_a_synchronous_save_needs_no_spool_where_memory_has_room(tmp_path: Path)
     """... and keeps none of it."""
     state = {"w": torch.randn(40, 1 << 18), "small": torch.arange(1000), "view": torch.randn(300, 200).T}
     url = f"fsspec+file://{tmp_path}/run/step"
-    pool = saver_of(current()).pool.capacity
+    pool = world_of(current()).resources.pool.capacity
     bytecheckpoint.configure(spool_dir=str(tmp_path / "absent"), staging_bytes=100 << 20)
     bytecheckpoint.save(url, {"model": state})
-    assert saver_of(current()).pool.capacity == pool
+    assert world_of(current()).resources.pool.capacity == pool
     loaded = {key: torch.zeros_like(value) for key, value in state.items()}
     bytecheckpoint.load(url, {"model": loaded})
     assert all(torch.equal(loaded[key], state[key]) for key in state)
 
     bytecheckpoint.configure(staging_bytes=20 << 20)
-    saver_of(current()).pool.release()
+    world_of(current()).resources.pool.release()
     with pytest.raises(bytecheckpoint.StorageError, match=r"the spool of .*settings\.spool_dir"):
         bytecheckpoint.save(url, {"model": state})
     bytecheckpoint.configure(spool_dir=str(tmp_path))

@@ -17,21 +17,20 @@ import torch
 import bytecheckpoint
 from bytecheckpoint import StorageError, StorageUnavailableError
 from bytecheckpoint.collectives import Collective
-from bytecheckpoint.collectives.threads import ThreadWorld
+from bytecheckpoint.collectives.testing import ThreadWorld
 from bytecheckpoint.storage import NewFile, Storage, resolve
-from bytecheckpoint.storage.limited import LimitedStorage
 from bytecheckpoint.storage.testing import content, read_all, write_file
-from bytecheckpoint.storage.uploading import UploadingStorage
-from bytecheckpoint.storage.wrappers import (
-    Call,
+from bytecheckpoint.storage.testing.wrappers import (
     DelayedStorage,
-    Fault,
+    FaultRule,
     FaultyStorage,
     Meter,
     MeteredStorage,
     RetryingStorage,
-    WrappedStorage,
 )
+from bytecheckpoint.storage.time_limits import TimeLimitedStorage
+from bytecheckpoint.storage.uploading import UploadingStorage
+from bytecheckpoint.storage.wrappers import Call, WrappedStorage
 from tests.faults.coded import load_step, states
 from tests.faults.ranks import outcomes
 
@@ -69,7 +68,7 @@ def test_a_meter_counts_what_was_read(local: Storage) -> None:
     assert (meter.bytes("publish"), meter.bytes("read"), meter.bytes("read_into")) == (700, 700, 100)
 
 
-WRAPPERS: dict[str, Callable[[Storage, Sequence[Fault]], Storage]] = {
+WRAPPERS: dict[str, Callable[[Storage, Sequence[FaultRule]], Storage]] = {
     "metered": lambda inner, faults: MeteredStorage(inner),
     "retrying": lambda inner, faults: RetryingStorage(inner, 20.0),
     "delayed": lambda inner, faults: DelayedStorage(inner, 0.0005, 1e9),
@@ -84,10 +83,10 @@ def test_wrappers_go_in_any_order(tmp_path: Path, order: tuple[str, ...], scheme
     bytecheckpoint.configure(writer="thread")
     down = StorageUnavailableError("down")
     faults = [
-        Fault("write", down, partial=True, times=2),
-        Fault("read_into", down, skip=1),
-        Fault("read", down, done=True),
-        Fault("list", down),
+        FaultRule("write", down, partial=True, times=2),
+        FaultRule("read_into", down, skip=1),
+        FaultRule("read", down, lose=True),
+        FaultRule("list", down),
     ]
     storage = resolve(f"{scheme}{tmp_path}/{uuid.uuid4().hex}")
     for name in order:  # from the inside out
@@ -106,7 +105,9 @@ def test_wrappers_go_in_any_order(tmp_path: Path, order: tuple[str, ...], scheme
 def test_what_can_be_repeated_is_tried_again(local: Storage) -> None:
     write_file(local, "model/file", content(100))
     down = StorageUnavailableError("down")
-    faults = [Fault(operation, down, times=2) for operation in ("open", "read_into", "read", "list", "write", "stat")]
+    faults = [
+        FaultRule(operation, down, times=2) for operation in ("open", "read_into", "read", "list", "write", "stat")
+    ]
     storage = RetryingStorage(FaultyStorage(local, faults), 20.0)
     write_file(storage, "model/other", content(100, 1))
     assert np.array_equal(read_all(storage, "model/file"), content(100))
@@ -117,14 +118,14 @@ def test_what_can_be_repeated_is_tried_again(local: Storage) -> None:
 
 
 def test_the_last_error_names_the_attempts(local: Storage) -> None:
-    storage = RetryingStorage(FaultyStorage(local, [Fault("read", StorageUnavailableError("down"), times=-1)]), 0.5)
+    storage = RetryingStorage(FaultyStorage(local, [FaultRule("read", StorageUnavailableError("down"), times=-1)]), 0.5)
     with pytest.raises(StorageUnavailableError, match=r"down \(\d+ attempts in \d\.\d s\)"):
         storage.read("metadata.parquet")
 
 
 @pytest.mark.parametrize("operation", ["create", "finish", "publish"])
 def test_what_may_have_happened_is_not_repeated(local: Storage, operation: str) -> None:
-    fault = Fault(operation, StorageUnavailableError("down"), times=-1)
+    fault = FaultRule(operation, StorageUnavailableError("down"), times=-1)
     storage = RetryingStorage(FaultyStorage(local, [fault]), 20.0)
 
     def call() -> None:
@@ -139,7 +140,7 @@ def test_what_may_have_happened_is_not_repeated(local: Storage, operation: str) 
 
 
 def test_other_errors_are_not_repeated(local: Storage) -> None:
-    fault = Fault("read", StorageError("forbidden"), times=-1)
+    fault = FaultRule("read", StorageError("forbidden"), times=-1)
     with pytest.raises(StorageError, match="forbidden"):
         RetryingStorage(FaultyStorage(local, [fault]), 20.0).read("x")
     assert fault.hits == 1
@@ -153,7 +154,7 @@ def test_bandwidth(local: Storage) -> None:
 
 
 def test_a_torn_write_leaves_half(local: Storage) -> None:
-    storage = FaultyStorage(local, [Fault("write", StorageError("torn"), partial=True)])
+    storage = FaultyStorage(local, [FaultRule("write", StorageError("torn"), partial=True)])
     writer = storage.create(NewFile("model/file", 100))
     with pytest.raises(StorageError, match="torn"):
         writer.write_at(0, [memoryview(content(100))])
@@ -164,7 +165,7 @@ def test_a_torn_write_leaves_half(local: Storage) -> None:
 
 
 def test_an_answer_that_gets_lost(local: Storage) -> None:
-    storage = FaultyStorage(local, [Fault("publish", StorageUnavailableError("reset"), done=True)])
+    storage = FaultyStorage(local, [FaultRule("publish", StorageUnavailableError("reset"), lose=True)])
     with pytest.raises(StorageUnavailableError):
         storage.publish("catalog", b"x")
     assert local.read("catalog") == b"x"
@@ -172,8 +173,8 @@ def test_an_answer_that_gets_lost(local: Storage) -> None:
 
 def test_faults_choose_their_calls(local: Storage) -> None:
     gate = threading.Event()
-    held = Fault("read", name="held", hold=gate)
-    storage = FaultyStorage(local, [held, Fault("read", StorageError("third"), name="file", skip=2)])
+    held = FaultRule("read", name="held", hold=gate)
+    storage = FaultyStorage(local, [held, FaultRule("read", StorageError("third"), name="file", skip=2)])
     for name in ("file", "held"):
         local.publish(name, b"x")
     assert storage.read("file") == storage.read("file") == b"x"
@@ -194,7 +195,7 @@ class _Crowded(WrappedStorage):
         self._reads, self._lock = reads, threading.Lock()
 
     @property
-    def reads(self) -> int:
+    def parallel_reads(self) -> int:
         return self._reads
 
     def around(self, call: Call, do: Callable[[], _T]) -> _T:
@@ -222,7 +223,11 @@ def test_as_many_reads_at_once_as_suit_the_storage(local: Storage, read_threads:
     bytecheckpoint.load(storage, {"model": loaded})
     assert torch.equal(loaded["w"], weights["w"])
     assert storage.most == expected
-    assert resolve("mem://x").reads < UploadingStorage.reads == MeteredStorage(_Crowded(local, 8)).reads
+    assert (
+        resolve("mem://x").parallel_reads
+        < UploadingStorage.parallel_reads
+        == MeteredStorage(_Crowded(local, 8)).parallel_reads
+    )
 
 
 @pytest.mark.parametrize(("reads", "expected"), [(2, range(3, 6)), (8, range(9, 17))])
@@ -248,7 +253,7 @@ def test_calls_that_do_not_return_are_given_up(local: Storage) -> None:
     """... and others refused meanwhile, and made again when it has returned."""
     write_file(local, "model/file", content(1000))
     held = threading.Event()
-    storage = LimitedStorage(FaultyStorage(local, [Fault("read_into", hold=held)]))
+    storage = TimeLimitedStorage(FaultyStorage(local, [FaultRule("read_into", hold=held)]))
     storage.timeout = 0.2
     reader = storage.open("model/file")
     with pytest.raises(StorageUnavailableError, match=r"cannot read .*/model/file: no answer within 0.2 s"):
@@ -258,7 +263,7 @@ def test_calls_that_do_not_return_are_given_up(local: Storage) -> None:
         StorageUnavailableError, match=r"cannot look at .*/model/file: an earlier call has had no answer"
     ):
         storage.stat("model/file")
-    assert storage.elsewhere(local).stat("model/file").size == 1000, "another storage does not hang with it"
+    assert storage.apply_wrappers(local).stat("model/file").size == 1000, "another storage does not hang with it"
     reader.close()
     assert time.monotonic() - begun < 0.1
     held.set()

@@ -9,7 +9,7 @@ from typing import Any
 
 import bytecheckpoint
 from tests.distributed.layouts import build
-from tests.distributed.matrix_jobs import other, trained
+from tests.distributed.matrix_jobs import source_values, target_values
 from tests.support.worlds import Worlds
 
 __all__ = ["job", "replace", "resume", "run"]
@@ -30,7 +30,7 @@ def job(variables: Mapping[str, str], module: str, name: str, *args: Any) -> Any
 
 def replace(layout: str, path: str, times: int) -> list[float]:
     """Train and save to one path again and again, asynchronously and not; the losses of the next steps."""
-    trainer = build(layout, trained)
+    trainer = build(layout, source_values)
     for number in range(times):
         trainer.train(1)
         handle = bytecheckpoint.save(path, trainer.states(), async_checkpoint=number % 2 == 0)
@@ -40,6 +40,6 @@ def replace(layout: str, path: str, times: int) -> list[float]:
 
 def resume(layout: str, path: str) -> list[float]:
     """Load into another model; the losses of the next steps."""
-    trainer = build(layout, other)
+    trainer = build(layout, target_values)
     bytecheckpoint.load(path, trainer.states())
     return trainer.train(3)

@@ -14,7 +14,7 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets, lengths
 
 
 def coded(shape: Sequence[int], dtype: torch.dtype, salt: int = 0) -> torch.Tensor:
-    """A tensor whose every element says where it belongs: its flat index, mixed with a salt."""
+    """Return a tensor whose every element encodes its flat index, mixed with a salt."""
     count = int(np.prod(shape, dtype=np.int64))
     flat = torch.arange(count, dtype=torch.int64) + 1 + salt * 1_000_003
     if dtype.is_floating_point or dtype.is_complex:
@@ -28,7 +28,7 @@ def coded(shape: Sequence[int], dtype: torch.dtype, salt: int = 0) -> torch.Tens
 
 @dataclass
 class Leaf:
-    """Stands where a tensor may: the boxes that one rank holds of it."""
+    """In place of a tensor: the boxes of it that one rank holds."""
 
     shape: tuple[int, ...]
     boxes: list[Box]
@@ -39,7 +39,7 @@ class Leaf:
             yield self.shape, offsets, tensor
 
     def fill(self, full: torch.Tensor, strided: bool) -> Leaf:
-        """Hold the pieces of `full`; `strided`: in memory that is not contiguous."""
+        """Copy the boxes' elements from `full`; `strided`: into memory that is not contiguous."""
         self.tensors = []
         for offsets, lengths in self.boxes:
             piece = full[tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))]
@@ -47,14 +47,14 @@ class Leaf:
         return self
 
     def check(self, full: torch.Tensor) -> None:
-        """Every element is where `full` has it."""
+        """Fail unless every element equals that of `full`."""
         for (offsets, lengths), tensor in zip(self.boxes, self.tensors, strict=True):
             piece = full[tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))]
             assert torch.equal(piece, tensor), (self.shape, offsets, lengths)
 
 
 def as_strided_copy(piece: torch.Tensor) -> torch.Tensor:
-    """The same elements in a view with gaps, transposed when it has two dimensions or more."""
+    """Copy the elements into a view with gaps, transposed if it has two dimensions or more."""
     if piece.ndim == 0:
         return torch.stack([piece, piece])[1]
     wide = torch.zeros((*piece.shape[:-1][::-1], piece.shape[-1] * 2), dtype=piece.dtype)
@@ -64,7 +64,7 @@ def as_strided_copy(piece: torch.Tensor) -> torch.Tensor:
 
 
 def grid_boxes(shape: Sequence[int], cuts: Sequence[Sequence[int]]) -> list[Box]:
-    """The boxes between `cuts`: per dimension, the sorted inner cut positions (repeats give empty boxes)."""
+    """Return the boxes between `cuts`: per dimension, sorted inner positions (repeated ones give empty boxes)."""
     edges = [[0, *c, n] for c, n in zip(cuts, shape, strict=True)]
     boxes = []
     for corner in product(*[range(len(e) - 1) for e in edges]):

@@ -1,4 +1,4 @@
-"""Small file systems that tests fill."""
+"""Small file systems for tests to fill."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ __all__ = ["small_tmpfs"]
 
 @contextmanager
 def small_tmpfs(folder: Path, size: str, *, lazy: bool = False) -> Iterator[None]:
-    """A tmpfs at `folder`, which is made if it is not there; without root the test is skipped.
+    """Mount a tmpfs at `folder`, which is made if it does not exist; skip the test without root.
 
     Args:
         folder: where to mount it.
         size: as mount(8) takes it.
-        lazy: files may be open at the end.
+        lazy: unmount it although files may be open.
     """
     if os.geteuid() != 0:
         pytest.skip("NOT TESTED HERE: mounting a small file system takes root")

@@ -1,5 +1,6 @@
-"""What the template process imports before it forks the ranks of test worlds."""
+"""What the template process imports before it forks the ranks of test worlds. No import here may start a thread."""
 
+import pytest  # noqa: F401
 import torch
 import torch.distributed as dist  # noqa: F401
 import torch.distributed.device_mesh
@@ -7,7 +8,8 @@ import torch.distributed.fsdp
 import torch.distributed.pipelining
 import torch.distributed.tensor
 import torch.distributed.tensor.parallel
-import torch.nn.parallel  # noqa: F401
+import torch.nn.parallel
+import torch.profiler  # noqa: F401
 
 import bytecheckpoint.loading
 import bytecheckpoint.saving  # noqa: F401

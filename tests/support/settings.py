@@ -1,4 +1,4 @@
-"""Settings of the package that hold for a while."""
+"""Settings of the package for the time of a block."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 import bytecheckpoint
 from bytecheckpoint.collectives import current
-from bytecheckpoint.saving.saver import saver_of
+from bytecheckpoint.world import world_of
 
 
 @contextlib.contextmanager
 def using(**changes: Any) -> Iterator[None]:
-    """Other settings inside the block, those of before after it, whatever was configured in between."""
+    """Change settings inside the block, and restore them after it, whatever was configured in between."""
     before = dataclasses.asdict(bytecheckpoint.settings())
     bytecheckpoint.configure(**changes)
     try:
@@ -25,9 +25,9 @@ def using(**changes: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """The settings of before after the block, and no failed save left whose error a later one would raise."""
+    """Restore the settings after the block, and forget a failed save, whose error the next save would raise."""
     with using():
         yield
-    saver = saver_of(current())
-    saver.drain()
-    saver._failed = None
+    world = world_of(current())
+    world.saves.drain()
+    world.saves.forget_failure()

@@ -96,11 +96,11 @@ class Gpt(nn.Module):
     def __init__(self, stage: int = 0, stages: int = 1, *, tied: bool = False) -> None:
         super().__init__()
         first, last = stage == 0, stage == stages - 1
-        mine = range(stage * BLOCKS // stages, (stage + 1) * BLOCKS // stages)
+        blocks = range(stage * BLOCKS // stages, (stage + 1) * BLOCKS // stages)
         if first:
             self.embed = nn.Embedding(VOCABULARY, WIDTH)
             self.register_buffer("positions", torch.empty(LENGTH, WIDTH))
-        self.blocks = nn.ModuleDict({str(i): Block(i) for i in mine})
+        self.blocks = nn.ModuleDict({str(i): Block(i) for i in blocks})
         if last:
             self.norm = nn.LayerNorm(WIDTH)
             self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)

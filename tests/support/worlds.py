@@ -1,7 +1,7 @@
-"""Worlds of real processes for tests: torch is imported once, then each world is forked from that template.
+"""Worlds of real processes for tests: a template process imports torch once, and every rank is forked from it.
 
-`Worlds.get(n)` gives n processes in one gloo process group (one process: none), kept for later tests of that size, so
-that a run costs milliseconds. A world in which anything went wrong is killed and the next test gets a new one.
+`Worlds.get(n)` returns n processes in one gloo process group (none for one process). Later tests of that size use the same
+world, so that a run costs milliseconds. A world in which anything went wrong is killed, and the next test gets a new one.
 """
 
 from __future__ import annotations
@@ -21,15 +21,14 @@ from typing import Any
 
 __all__ = ["RankError", "World", "Worlds"]
 
-# Imported by the template; nothing here may start a thread.
 _PRELOADED = ["tests.support.preloaded"]
-_GRACE = 15.0  # seconds for the other ranks to end after one has failed
+_GRACE = 15.0
 _LOG_TAIL = 3000
-_KEPT_PROCESSES = 10
+_MOST_PROCESSES = 10  # of idle worlds: those of 1, 2, 3 and 4 ranks
 
 
 class RankError(AssertionError):
-    """Some ranks failed, died or hung; the message has each one's traceback or log."""
+    """Some ranks failed, died or hung; the message has the traceback or log of each."""
 
 
 class World:
@@ -38,7 +37,7 @@ class World:
     Args:
         size: number of ranks.
         folder: for logs and the rendezvous; must be new.
-        group: have torch.distributed initialised (never for one process).
+        group: initialise torch.distributed (never for one process).
     """
 
     def __init__(self, size: int, folder: Path, *, group: bool = True) -> None:
@@ -51,25 +50,25 @@ class World:
         self.processes: list[Any] = []
         self._links: list[Connection] = []
         for rank in range(size):
-            here, there = context.Pipe()
+            ours, theirs = context.Pipe()
             process = context.Process(
-                target=_serve, args=(rank, size, str(folder), there, group and size > 1), daemon=False
+                target=_serve, args=(rank, size, str(folder), theirs, group and size > 1), daemon=False
             )
             process.start()
-            there.close()
+            theirs.close()
             self.processes.append(process)
-            self._links.append(here)
+            self._links.append(ours)
 
     @property
     def usable(self) -> bool:
-        """Whether all processes live and none has failed."""
+        """Whether all processes live, and none has failed."""
         return self._alive and all(p.is_alive() for p in self.processes)
 
     def run(self, function: Callable[..., Any], *args: Any, timeout: float = 90.0, **kwargs: Any) -> list[Any]:
-        """`function(*args, **kwargs)` on every rank; the results in order of rank.
+        """Run `function(*args, **kwargs)` on every rank; return the results in order of rank.
 
         Args:
-            function: importable by its module and name; only the names travel.
+            function: importable by its module and name, which are what is sent.
             *args: picklable, equal on all ranks.
             timeout: seconds for all ranks.
             **kwargs: as `args`.
@@ -84,14 +83,19 @@ class World:
         raise RankError(f"{function.__name__} failed\n{text}")
 
     def start(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> World:
-        """Begin a run whose `outcomes` are asked for later (tests that kill ranks on the way)."""
+        """Begin a run, for tests that kill ranks before they ask for the `outcomes`."""
         assert self.usable, "this world has ended"
         for link in self._links:
             link.send((function.__module__, function.__name__, args, kwargs))
         return self
 
-    def outcomes(self, timeout: float = 90.0) -> list[tuple[bool, Any]]:
-        """(ended well, result or traceback) of every rank; kills the world unless all ended well."""
+    def outcomes(self, timeout: float = 90.0, grace: float = _GRACE) -> list[tuple[bool, Any]]:
+        """Return (succeeded, result or traceback) of every rank; kill the world unless all succeeded.
+
+        Args:
+            timeout: seconds for all ranks.
+            grace: seconds that the other ranks have after one has failed.
+        """
         found: dict[int, tuple[bool, Any]] = {}
         deadline = time.monotonic() + timeout
         ranks = {id(link): rank for rank, link in enumerate(self._links)}
@@ -108,13 +112,13 @@ class World:
                     code = self.processes[rank].exitcode
                     found[rank] = (False, f"died with exit code {code}\n{self._log(rank)}")
                 if not found[rank][0]:
-                    deadline = min(deadline, time.monotonic() + _GRACE)
+                    deadline = min(deadline, time.monotonic() + grace)
         for link in pending:
             rank = ranks[id(link)]
             self._show_stacks(rank)
             found[rank] = (
                 False,
-                f"still running after {timeout:g} s, or {_GRACE:g} s after a failure\n{self._log(rank)}",
+                f"still running after {timeout:g} s, or {grace:g} s after a failure\n{self._log(rank)}",
             )
         if not all(ok for ok, _ in found.values()):
             self.kill()
@@ -140,7 +144,7 @@ class World:
             link.close()
 
     def close(self, timeout: float = 30.0) -> list[int | None]:
-        """Let all processes end in the ordinary way; their exit codes (None: had to be killed)."""
+        """Let all processes end by themselves; return their exit codes (None: had to be killed)."""
         if not self._alive:
             return [p.exitcode for p in self.processes]
         for link in self._links:
@@ -157,12 +161,12 @@ class World:
 
 
 class Worlds:
-    """The worlds of one test session, at most `_KEPT_PROCESSES` processes at a time."""
+    """The pool of worlds of one test session: one world of each size, as long as there are not too many processes."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._number = 0
-        self._kept: dict[int, World] = {}
+        self._idle: dict[int, World] = {}
 
     def fresh(self, size: int, *, group: bool = True) -> World:
         """A new world; the caller closes it."""
@@ -170,31 +174,31 @@ class Worlds:
         return World(size, self._folder / f"world{self._number}", group=group)
 
     def get(self, size: int) -> World:
-        """A world of that size, the kept one when it is sound."""
-        world = self._kept.pop(size, None)
+        """Return the pool's world of that size, or a new one if it is missing or broken."""
+        world = self._idle.pop(size, None)
         if world is not None and not world.usable:
             world.kill()
             world = None
         if world is None:
-            while self._kept and size + sum(self._kept) > _KEPT_PROCESSES:
-                self._kept.pop(next(iter(self._kept))).close()
+            while self._idle and size + sum(self._idle) > _MOST_PROCESSES:
+                self._idle.pop(next(iter(self._idle))).close()
             world = self.fresh(size)
-        self._kept[size] = world  # the last one used is the last to go
+        self._idle[size] = world  # the last one used is the last to be closed
         return world
 
     def run(self, size: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-        """`World.run` in a world of that size."""
+        """Run `function` in the world of that size; see `World.run`."""
         return self.get(size).run(function, *args, **kwargs)
 
     def close(self) -> None:
-        """End all kept worlds."""
-        for world in self._kept.values():
+        """End all worlds of the pool."""
+        for world in self._idle.values():
             world.close()
-        self._kept.clear()
+        self._idle.clear()
 
 
 def _serve(rank: int, size: int, folder: str, link: Connection, group: bool) -> None:
-    """One rank: runs what it is told to, until it is told None or the other side is gone."""
+    """Be one rank: run the jobs that arrive, until None arrives or the other side ends."""
     import faulthandler
 
     import torch
@@ -206,7 +210,7 @@ def _serve(rank: int, size: int, folder: str, link: Connection, group: bool) -> 
     faulthandler.enable(log)
     faulthandler.register(signal.SIGUSR1, log, all_threads=True)
     torch.set_num_threads(1)
-    ready = not group
+    initialised = not group
     try:
         while True:
             try:
@@ -217,7 +221,7 @@ def _serve(rank: int, size: int, folder: str, link: Connection, group: bool) -> 
                 return
             module, name, args, kwargs = job
             try:
-                if not ready:
+                if not initialised:
                     dist.init_process_group(
                         "gloo",
                         init_method=f"file://{folder}/rendezvous",
@@ -225,7 +229,7 @@ def _serve(rank: int, size: int, folder: str, link: Connection, group: bool) -> 
                         world_size=size,
                         timeout=timedelta(seconds=60),
                     )
-                    ready = True
+                    initialised = True
                 result = (True, getattr(importlib.import_module(module), name)(*args, **kwargs))
             except BaseException:  # noqa: BLE001 - reported by the test
                 result = (False, traceback.format_exc())

@@ -13,7 +13,7 @@ import pytest
 
 import bytecheckpoint
 from bytecheckpoint.collectives import current
-from bytecheckpoint.saving.saver import saver_of
+from bytecheckpoint.world import world_of
 
 
 @pytest.fixture(autouse=True)
@@ -25,11 +25,11 @@ def hot(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     bytecheckpoint.configure(tier_hot=f"mem://{name}")
     folder = Path(f"/dev/shm/bytecheckpoint-{os.geteuid()}/{name}")
     yield folder
-    saver = saver_of(current())
-    saver.drain()
-    saver.flusher.drain()
-    saver._failed = None
-    saver.plans.clear()
+    world = world_of(current())
+    world.saves.drain()
+    world.flusher.drain()
+    world.saves.forget_failure()
+    world.resources.plans.clear()
     bytecheckpoint.configure(**dataclasses.asdict(before))
     shutil.rmtree(folder, ignore_errors=True)
 

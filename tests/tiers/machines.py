@@ -1,4 +1,4 @@
-"""What the ranks of worlds with several machines do: each machine is a name and a memory of its own."""
+"""What the ranks of simulated machines do: each machine has a name and a memory of its own."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import torch.distributed as dist
 
 import bytecheckpoint
 from bytecheckpoint.collectives import Collective, current
-from bytecheckpoint.saving.saver import saver_of
-from bytecheckpoint.storage.local import LocalStorage
-from bytecheckpoint.tiers import background
+from bytecheckpoint.storage.posix.storage import LocalStorage
+from bytecheckpoint.tiers.flush import flusher
+from bytecheckpoint.world import world_of
 from tests.faults.coded import states, step_of
 
 
@@ -55,7 +55,7 @@ def save(
         handle.restorable.result(60)
         return {"committed": handle.committed.done()}
     report = handle.result(60)
-    saver_of(collective).flusher.drain()
+    world_of(collective).flusher.drain()
     return {"committed": True, "phases": dict(report.phases)}
 
 
@@ -70,7 +70,7 @@ def save_where(path: str, folders: list[str], step: int, rows: int) -> bool:
     handle.restorable.result(60)
     durable = Path(path.removeprefix("tier+file://"), "metadata.parquet").exists()
     handle.result(60)
-    saver_of(collective).flusher.drain()
+    world_of(collective).flusher.drain()
     return durable
 
 
@@ -78,7 +78,7 @@ def save_with_a_failing_disk(path: str, memory: str, machines: list[int], step: 
     """Save; when the flush begins, nothing can be read from the hot tier of one machine any more."""
     collective = settle(memory, machines)
     failing = [False]
-    real_flush, real_read = background.flush_together, os.preadv
+    real_flush, real_read = flusher.flush_together, os.preadv
 
     def flush(*args: Any) -> None:
         failing[0] = machines[collective.rank] == machine
@@ -92,12 +92,12 @@ def save_with_a_failing_disk(path: str, memory: str, machines: list[int], step: 
             raise OSError(5, "Input/output error")
         return real_read(fd, buffers, offset)
 
-    background.flush_together, os.preadv = flush, read  # type: ignore[assignment]
+    flusher.flush_together, os.preadv = flush, read  # type: ignore[assignment]
     try:
         bytecheckpoint.save(path, states(collective.rank, collective.world_size, step)).result(60)
-        saver_of(collective).flusher.drain()
+        world_of(collective).flusher.drain()
     finally:
-        background.flush_together, os.preadv = real_flush, real_read  # type: ignore[assignment]
+        flusher.flush_together, os.preadv = real_flush, real_read  # type: ignore[assignment]
     return True
 
 

@@ -1,4 +1,4 @@
-"""Cool-down: older steps move to a cold storage, their paths go on working, and no kill loses anything."""
+"""Cooldown: older steps move to a cold storage, their paths go on working, and no kill loses anything."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ import bytecheckpoint
 from bytecheckpoint import CheckpointNotFoundError, UsageError
 from bytecheckpoint.cli.main import run as command
 from bytecheckpoint.storage import Storage, resolve
-from bytecheckpoint.storage.local import LocalStorage
-from bytecheckpoint.tiers.cooling import cool, plan_cooldown
+from bytecheckpoint.storage.posix.storage import LocalStorage
+from bytecheckpoint.tiers.cooldown import cool, plan_cooldown
 from tests.faults.coded import files_of, load_step, states
 
 DAY = 86400.0
@@ -166,7 +166,7 @@ def test_a_step_that_is_replaced_meanwhile(root: Path, tmp_path: Path, monkeypat
     ("root", "cold"),
     [("{0}/run", "{0}/run"), ("{0}/run", "{0}/run/cold"), ("{0}/run", "{0}"), ("tier+file://{0}/run", "{0}/c")],
 )
-def test_folders_that_do_not_go_together(tmp_path: Path, root: str, cold: str) -> None:
+def test_folders_that_are_refused(tmp_path: Path, root: str, cold: str) -> None:
     bytecheckpoint.save(tmp_path / "run" / "1", states(step=1))
     with pytest.raises(UsageError):
         plan_cooldown(root.format(tmp_path), cold.format(tmp_path), older_than=0)
@@ -180,7 +180,7 @@ def test_folders_that_do_not_go_together(tmp_path: Path, root: str, cold: str) -
         {"older_than": 0, "keep": 1.5}, {"older_than": 0, "keep": True}, {"older_than": 0, "now": "today"},
     ],
 )  # fmt: skip
-def test_policies_that_are_none(root: Path, tmp_path: Path, options: dict[str, Any]) -> None:
+def test_invalid_policies(root: Path, tmp_path: Path, options: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match=r"older_than|keep|now"):
         plan_cooldown(str(root), str(tmp_path / "cold"), **options)
 
@@ -219,8 +219,8 @@ def test_any_scheme_to_any_other(tmp_path: Path, memory: str, hot: str, cold: st
 _KILLED = """
 import os, sys
 sys.argv[0] = "bytecheckpoint"  # starts without torch
-from bytecheckpoint.storage import local
-from bytecheckpoint.tiers.cooling import cool, plan_cooldown
+from bytecheckpoint.storage.posix import storage as local
+from bytecheckpoint.tiers.cooldown import cool, plan_cooldown
 
 root, cold, last = sys.argv[1], sys.argv[2], int(sys.argv[3])
 calls = 0

@@ -1,4 +1,4 @@
-"""Cool-down beside others: loads and readers of the step that moves, another cool-down, cold storage that goes away."""
+"""Cooldown at the same time as loads, readers and other cooldowns; a cold storage that goes away."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,13 @@ import torch
 import bytecheckpoint
 from bytecheckpoint import CheckpointError, CorruptCheckpointError, StorageConflictError, StorageUnavailableError
 from bytecheckpoint.cli.main import run as command
-from bytecheckpoint.storage import local, resolve
-from bytecheckpoint.storage.wrappers import Fault, FaultyStorage
-from bytecheckpoint.tiers import claims
-from bytecheckpoint.tiers.claims import CLAIM, claimed
-from bytecheckpoint.tiers.cooling import CoolStep, cool, plan_cooldown
+from bytecheckpoint.storage import resolve
+from bytecheckpoint.storage.posix import storage as local
+from bytecheckpoint.storage.testing.wrappers import FaultRule, FaultyStorage
+from bytecheckpoint.tiers import lease as leases
+from bytecheckpoint.tiers.cooldown import CoolStep, cool, plan_cooldown
+from bytecheckpoint.tiers.lease import LEASE_FILE, leased
+from bytecheckpoint.tuning import tuned
 from tests.faults.coded import files_of, load_step, states
 from tests.faults.ranks import attempt
 
@@ -125,7 +128,7 @@ def test_a_second_cooldown_leaves_the_step_to_the_first(
         assert first.result(60).done
     assert cool(plan).done, "and nothing is left to do"
     assert load_step(root / "1") == load_step(cold / "1") == 1
-    assert CLAIM not in files_of(cold / "1")
+    assert LEASE_FILE not in files_of(cold / "1")
 
 
 def test_many_cooldowns_at_once(tmp_path: Path) -> None:
@@ -150,26 +153,27 @@ def test_many_cooldowns_at_once(tmp_path: Path) -> None:
     for step in range(1, 5):
         assert files_of(root / str(step)) == ["metadata.parquet"]
         assert load_step(cold / str(step)) == step and command(["verify", str(cold / str(step))]) == 0
-        assert CLAIM not in files_of(cold / str(step))
+        assert LEASE_FILE not in files_of(cold / str(step))
 
 
 @pytest.fixture
-def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Claims are renewed often, and taken over soon."""
-    monkeypatch.setattr(claims, "_RENEWAL", 0.05)
-    monkeypatch.setattr(claims, "_LEASE", 1.0)
+def short_leases() -> Iterator[None]:
+    """Leases are renewed often, and expire soon."""
+    with tuned(lease_renewal=0.05, lease_expiry=1.0):
+        yield
 
 
-def test_the_claim_of_another_machine_is_respected_while_it_is_renewed(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hasty: None
+def test_the_lease_of_another_machine_is_respected_while_it_is_renewed(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, short_leases: None
 ) -> None:
     (plan, *_) = planned(root, tmp_path / "cold")
     storage = resolve(plan.target)
-    with claimed(storage) as theirs:
-        monkeypatch.setattr(claims, "_here", lambda: "here/0")
-        first = storage.read(CLAIM)
-        time.sleep(1.5)
-        assert storage.read(CLAIM) != first
+    with leased(storage) as theirs:
+        monkeypatch.setattr(leases, "_machine", lambda: "here/0")
+        first, deadline = storage.read(LEASE_FILE), time.monotonic() + 30
+        while storage.read(LEASE_FILE) == first:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
         theirs.check()
         error = cool(plan).error
         assert "another cooldown (process" in error and "let it finish" in error
@@ -177,48 +181,48 @@ def test_the_claim_of_another_machine_is_respected_while_it_is_renewed(
     assert cool(plan).done
 
 
-@pytest.mark.parametrize("claim", [{"host": "elsewhere/0", "process": 7, "started": "1", "claim": "x"}, "nonsense"])
-def test_a_claim_that_stays_as_it_is_is_taken_over(
-    root: Path, tmp_path: Path, claim: Any, monkeypatch: pytest.MonkeyPatch, hasty: None
+@pytest.mark.parametrize("content", [{"host": "elsewhere/0", "process": 7, "started": "1", "claim": "x"}, "nonsense"])
+def test_a_lease_that_is_not_renewed_is_taken_over(
+    root: Path, tmp_path: Path, content: Any, monkeypatch: pytest.MonkeyPatch, short_leases: None
 ) -> None:
-    """Whoever holds it is on a machine that is gone, as far as anybody can tell."""
+    """Its holder is on another machine, so nobody can look whether it lives."""
     (plan, *_) = planned(root, tmp_path / "cold")
     storage = resolve(plan.target)
-    storage.publish(CLAIM, json.dumps(claim).encode())
+    storage.publish(LEASE_FILE, json.dumps(content).encode())
     begun = time.monotonic()
     assert cool(plan).done
     assert time.monotonic() - begun >= 1.0
-    assert CLAIM not in files_of(tmp_path / "cold" / "1") and load_step(root / "1") == 1
+    assert LEASE_FILE not in files_of(tmp_path / "cold" / "1") and load_step(root / "1") == 1
 
 
-def test_a_cooldown_that_has_lost_its_claim_removes_nothing(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hasty: None
+def test_a_cooldown_that_has_lost_its_lease_removes_nothing(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, short_leases: None
 ) -> None:
     """It was stopped for longer than others wait, and finds that out before it moves the step."""
     cold = tmp_path / "cold"
     (plan, *_) = planned(root, cold)
     before = files_of(root)
-    monkeypatch.setattr(claims.Claim, "_keep", lambda claim: None)
+    monkeypatch.setattr(leases.Lease, "_renew_until_released", lambda lease: None)
     pause = Pause(monkeypatch, local._Writer, "finish", lambda writer, *_: str(cold) in writer._path)
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(cool, plan)
         assert pause.reached.wait(60)
-        monkeypatch.setattr(claims, "_here", lambda: "here/0")
-        with claimed(resolve(plan.target)) as second:
+        monkeypatch.setattr(leases, "_machine", lambda: "here/0")
+        with leased(resolve(plan.target)) as second:
             pause.go_on.set()
             error = first.result(60).error
-            assert f"{CLAIM} is not this process's any more" in error
+            assert f"this process lost {LEASE_FILE}" in error
             second.check()
     assert files_of(root) == before and load_step(root / "1") == 1
     assert not (cold / "1" / "metadata.parquet").exists()
     assert cool(plan).done and load_step(root / "1") == load_step(cold / "1") == 1
 
 
-def test_the_claim_of_a_killed_process_that_nobody_has_waited_for(tmp_path: Path) -> None:
+def test_the_lease_of_a_zombie_process_is_taken_over(tmp_path: Path) -> None:
     storage = resolve(tmp_path / "cold")
     killed = subprocess.Popen([sys.executable, "-c", _KILLED, storage.url])
     os.waitid(os.P_PID, killed.pid, os.WEXITED | os.WNOWAIT)
-    with claimed(storage):
+    with leased(storage):
         pass
     assert killed.wait(60) == 9
 
@@ -247,7 +251,7 @@ def test_a_cold_folder_that_is_the_hot_one(root: Path, tmp_path: Path, alias: st
 
 
 def test_a_cold_folder_that_has_become_the_hot_one(root: Path, tmp_path: Path) -> None:
-    """Somebody has brought all back with a link in the place of the cold folder: what is left is not a remainder."""
+    """Somebody moved all files back, with a link in place of the cold folder: the hot files are not remains of a move."""
     cold = tmp_path / "cold"
     assert all(cool(step).done for step in planned(root, cold))
     for step in (1, 2):
@@ -263,25 +267,25 @@ def test_a_cold_folder_that_has_become_the_hot_one(root: Path, tmp_path: Path) -
     assert load_step(root / "1") == 1 and load_step(root / "2") == 2
 
 
-def test_a_claim_that_could_not_be_given_back_is_so_when_the_storage_answers_again(tmp_path: Path, hasty: None) -> None:
-    away = Fault("read", StorageUnavailableError("the storage is away"), name=CLAIM, times=0)
+def test_a_lease_is_given_back_when_the_storage_answers_again(tmp_path: Path, short_leases: None) -> None:
+    away = FaultRule("read", StorageUnavailableError("the storage is away"), name=LEASE_FILE, times=0)
     storage = FaultyStorage(resolve(tmp_path), [away])
-    with claimed(storage):
+    with leased(storage):
         away.times = 5
-    assert isinstance(attempt(lambda: claims.Claim(resolve(tmp_path))), StorageConflictError)
+    assert isinstance(attempt(lambda: leases.Lease(resolve(tmp_path))), StorageConflictError)
     deadline = time.monotonic() + 30
     while storage.list() and time.monotonic() < deadline:
         time.sleep(0.02)
-    with claimed(storage):
+    with leased(storage):
         assert away.hits == 5
     assert storage.list() == []
 
 
-def test_a_claim_ends_with_its_work(tmp_path: Path) -> None:
+def test_a_lease_ends_with_its_with_block(tmp_path: Path) -> None:
     storage = resolve(tmp_path)
 
     def work() -> None:
-        with claimed(storage):
+        with leased(storage):
             assert isinstance(attempt(work), StorageConflictError)
             raise ZeroDivisionError
 
@@ -293,17 +297,17 @@ def test_a_claim_ends_with_its_work(tmp_path: Path) -> None:
 _KILLED = """
 import os, sys
 from bytecheckpoint.storage import resolve
-from bytecheckpoint.tiers.claims import claimed
-with claimed(resolve(sys.argv[1])):
+from bytecheckpoint.tiers.lease import leased
+with leased(resolve(sys.argv[1])):
     os._exit(9)
 """
 
 
-def test_the_claim_of_a_killed_process_is_taken_over_by_one(tmp_path: Path) -> None:
+def test_the_lease_of_a_killed_process_is_taken_over_by_one(tmp_path: Path) -> None:
     storage = resolve(tmp_path / "cold")
     line = [sys.executable, "-c", _KILLED, storage.url]
     assert subprocess.run(line, timeout=60, check=False).returncode == 9
-    assert [name for name, _ in storage.list()] == [CLAIM]
+    assert [name for name, _ in storage.list()] == [LEASE_FILE]
     inside, most = itertools.count(), []
     start = threading.Barrier(6)
     stay = threading.Event()
@@ -312,7 +316,7 @@ def test_the_claim_of_a_killed_process_is_taken_over_by_one(tmp_path: Path) -> N
         start.wait()
 
         def work() -> None:
-            with claimed(storage):
+            with leased(storage):
                 most.append(next(inside))
                 stay.wait(30)
 

@@ -1,4 +1,4 @@
-"""What a long job leaves in memory: as much after two hundred saves as after a few."""
+"""The memory that a long job takes: as much after two hundred saves as after a few."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import bytecheckpoint
 from bytecheckpoint.collectives import Collective, ThreadWorld, current
-from bytecheckpoint.saving.saver import saver_of
+from bytecheckpoint.world import world_of
 from tests.faults.coded import load_step, states
 
 SAVES = 200
@@ -31,7 +31,7 @@ def test_two_hundred_saves(run: str, hot: Path) -> None:
         path = f"{run}/{step}" if step % 2 else f"{run}/latest"
         bytecheckpoint.save(path, states(step=step), async_checkpoint=bool(step % 3)).result(60)
         if step in (20, SAVES):
-            saver_of(current()).flusher.drain()
+            world_of(current()).flusher.drain()
             seen[step] = (*folders_and_files(hot), threading.active_count(), descriptors())
     early, late = seen[20], seen[SAVES]
     assert late[:2] == early[:2], "folders and files in memory"

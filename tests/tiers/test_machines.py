@@ -1,4 +1,4 @@
-"""Tiers of several machines: copies in each other's memory, machines that are lost, other world sizes, killed jobs."""
+"""Tiers of several machines: replicas, lost machines, other world sizes, killed jobs."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import pytest
 import bytecheckpoint
 from bytecheckpoint.cli.main import run as command
 from bytecheckpoint.storage import resolve
-from bytecheckpoint.storage.tier import TierStorage
-from tests.faults.coded import load_step
+from bytecheckpoint.tiers.storage import TierStorage
+from tests.faults.coded import load_step, states
 from tests.support.mounts import small_tmpfs
 from tests.support.worlds import World
 from tests.tiers import machines as jobs
@@ -69,7 +69,7 @@ def durable(path: str) -> Path:
     return Path(path.removeprefix("tier+file://"))
 
 
-def test_partners_hold_copies(start: Start, run: str, memory: str, tmp_path: Path) -> None:
+def test_partners_hold_replicas(start: Start, run: str, memory: str, tmp_path: Path) -> None:
     path, gate = f"{run}/1", tmp_path / "gate"
     world = start(5)
     got = world.run(jobs.save, path, memory, [0, 0, 1, 1, 2], 1, str(gate))
@@ -89,7 +89,7 @@ def test_partners_hold_copies(start: Start, run: str, memory: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize("replicas", [0, 2])
-def test_the_number_of_copies(start: Start, run: str, memory: str, replicas: int) -> None:
+def test_the_number_of_replicas(start: Start, run: str, memory: str, replicas: int) -> None:
     path = f"{run}/1"
     start(3).run(jobs.save, path, memory, [0, 1, 2], 1, tier_replicas=replicas)
     for machine in range(3):
@@ -104,26 +104,25 @@ def test_the_number_of_copies(start: Start, run: str, memory: str, replicas: int
 def test_a_lost_machine_loses_nothing(
     start: Start, run: str, memory: str, hot: Path, tmp_path: Path, lost: int, new: list[int]
 ) -> None:
-    """The durable storage has nothing yet, and the ranks that load may be others, on machines that are new."""
+    """The durable storage has nothing yet, and the job that loads may have other ranks, on new machines."""
     path = f"{run}/1"
     world = start(4)
     world.run(jobs.save, path, memory, [0, 0, 1, 1], 1, str(tmp_path / "never"), rows=4000)
     world.kill()
     lose(hot, lost)
     assert not durable(path).joinpath("metadata.parquet").exists()
-    if new == [2, 3]:  # the machine that is left serves no rank: nobody can reach its memory
-        assert all(
-            word.startswith("CheckpointNotFoundError") for word in start(2).run(jobs.load_and_fail, path, memory, new)
-        )
+    if new == [2, 3]:  # no rank runs on the machine that is left: nobody can reach its memory
+        errors = start(2).run(jobs.load_and_fail, path, memory, new)
+        assert all(error.startswith("CheckpointNotFoundError") for error in errors)
         return
     got = start(len(new)).run(jobs.load, path, memory, new, rows=4000)
     assert {step for step, _ in got} == {1}
 
 
-def test_a_machine_that_is_new_keeps_nothing_of_what_others_had(
+def test_a_new_machine_keeps_no_folder_of_steps_that_it_never_had(
     start: Start, run: str, memory: str, hot: Path, tmp_path: Path
 ) -> None:
-    """It takes part in the flush of what a killed job has left, of which it has no files."""
+    """It takes part in the flush of a killed job's step, of which it has no files."""
     world = start(2)
     world.run(jobs.save, f"{run}/1", memory, [0, 1], 1, str(tmp_path / "never"))
     world.kill()
@@ -158,8 +157,10 @@ def test_a_job_killed_before_other_machines_heard_of_the_commit(
     assert sorted(p.name for p in here.parent.iterdir()) == ["3" if away else "2"]
 
 
-def test_without_copies_a_lost_machine_is_lost(start: Start, run: str, memory: str, hot: Path, tmp_path: Path) -> None:
-    """... and the durable step before it is what a load finds."""
+def test_without_replicas_a_lost_machine_loses_the_step(
+    start: Start, run: str, memory: str, hot: Path, tmp_path: Path
+) -> None:
+    """A load then finds the durable step before it."""
     path = f"{run}/s"
     world = start(2)
     world.run(jobs.save, path, memory, [0, 1], 1, tier_replicas=0)
@@ -172,7 +173,7 @@ def test_without_copies_a_lost_machine_is_lost(start: Start, run: str, memory: s
 
 @pytest.mark.parametrize("new", [[0, 1, 2], [2], [0, 0, 1, 2]])
 def test_two_lost_machines(start: Start, run: str, memory: str, hot: Path, tmp_path: Path, new: list[int]) -> None:
-    """With one copy, two neighbours are too many: an older durable step is found, or the error says what is missing."""
+    """One replica does not survive two neighbours: a load finds an older durable step, or names what is missing."""
     path, other = f"{run}/s", f"{run}/t"
     world = start(3)
     world.run(jobs.save, path, memory, [0, 1, 2], 1)
@@ -184,9 +185,9 @@ def test_two_lost_machines(start: Start, run: str, memory: str, hot: Path, tmp_p
     lose(hot, 0)
     lose(hot, 1)
     assert {step for step, _ in start(len(new)).run(jobs.load, path, memory, new)} == {1}
-    for word in start(len(new)).run(jobs.load_and_fail, other, memory, new):
-        assert word.startswith("CheckpointNotFoundError") and other in word
-        assert "files are on " in word and "-00000." in word and "use another step" in word
+    for error in start(len(new)).run(jobs.load_and_fail, other, memory, new):
+        assert error.startswith("CheckpointNotFoundError") and other in error
+        assert "files are on " in error and "-00000." in error and "use another step" in error
 
 
 def test_a_partner_without_room(start: Start, run: str, tmp_path: Path) -> None:
@@ -218,7 +219,7 @@ def test_machines_that_flush_at_the_same_time(start: Start, run: str, memory: st
     assert command(["verify", str(durable(path))]) == 0
 
 
-def test_what_a_lost_machine_had_flushed_before_counts(
+def test_files_that_a_lost_machine_had_flushed_count(
     start: Start, run: str, memory: str, hot: Path, tmp_path: Path
 ) -> None:
     """Files that are in the durable storage already need no machine any more, unless they are damaged there."""
@@ -325,8 +326,6 @@ def test_steps_that_were_replaced_elsewhere_are_not_flushed(
     world = start(2)
     world.run(jobs.save, path, memory, [0, 1], 1, str(tmp_path / "never"))
     world.kill()
-    from tests.faults.coded import states
-
     bytecheckpoint.save(durable(path), states(step=7))
     assert {step for step, _ in start(2).run(jobs.load, path, memory, [0, 1])} == {7}
     bytecheckpoint.configure(tier_hot=f"mem://{memory}/0")

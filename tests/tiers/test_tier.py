@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,23 +28,19 @@ from bytecheckpoint import (
 from bytecheckpoint.cli.main import run as command
 from bytecheckpoint.collectives import current
 from bytecheckpoint.collectives.base import Collective
-from bytecheckpoint.collectives.threads import ThreadWorld
+from bytecheckpoint.collectives.testing import ThreadWorld
 from bytecheckpoint.engine.catalogs import read_catalog
-from bytecheckpoint.saving.saver import saver_of
 from bytecheckpoint.storage import Storage, resolve
-from bytecheckpoint.storage.local import LocalStorage
+from bytecheckpoint.storage.posix.storage import LocalStorage
 from bytecheckpoint.storage.testing import StorageTests
-from bytecheckpoint.storage.tier import TierStorage
-from bytecheckpoint.storage.wrappers import MeteredStorage
-from bytecheckpoint.tiers.housekeeping import Leftovers
+from bytecheckpoint.storage.testing.wrappers import MeteredStorage
+from bytecheckpoint.tiers.flush.unflushed import UnflushedSteps
+from bytecheckpoint.tiers.storage import TierStorage
+from bytecheckpoint.tuning import tuned
+from bytecheckpoint.world import world_of
 from tests.faults.coded import files_of, load_step, states, step_of
+from tests.support.modes import MODES
 from tests.support.mounts import small_tmpfs
-
-MODES: dict[str, dict[str, Any]] = {
-    "sync": {},
-    "async": {"async_checkpoint": True},
-    "background": {"async_checkpoint": True, "staging": "background"},
-}
 
 
 class TestConformance(StorageTests):
@@ -67,8 +64,8 @@ def hot_steps(run: str) -> list[str]:
 
 
 def drain() -> None:
-    """Wait for flushes, and what is tidied up after them."""
-    saver_of(current()).flusher.drain()
+    """Wait for flushes and the cleanup after them."""
+    world_of(current()).flusher.drain()
 
 
 class Gate:
@@ -202,8 +199,8 @@ def test_a_damaged_hot_copy_is_not_flushed(run: str, gate: Gate) -> None:
 # --- failures ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_failed_flush_is_raised_at_the_next_save_and_made_up_for(run: str, gate: Gate) -> None:
-    """The next flush that succeeds takes the step along."""
+def test_a_failed_flush_is_raised_at_the_next_save_and_repeated(run: str, gate: Gate) -> None:
+    """The next save whose flush succeeds flushes the step too."""
     gate.error = StorageFullError("cannot write here: No space left on device; free space")
     gate.open.set()
     handle = bytecheckpoint.save(f"{run}/1", states(step=1), async_checkpoint=True)
@@ -403,8 +400,8 @@ def test_a_hot_tier_without_room(run: str, tmp_path: Path, mode: str) -> None:
         assert hot_steps(run) == ["3"]
 
 
-def test_what_is_left_of_a_hot_step_is_not_taken_for_it(run: str, gate: Gate) -> None:
-    """A hot step that is not whole is none; the message says so, and an older durable one is what a load finds."""
+def test_an_incomplete_hot_step_does_not_count(run: str, gate: Gate) -> None:
+    """The error says that files are missing."""
     bytecheckpoint.save(f"{run}/1", states(step=1))
     for file in (hot_of(f"{run}/1") / "optimizer").iterdir():
         file.unlink()
@@ -442,22 +439,29 @@ def test_what_killed_saves_leave_in_memory_is_removed_by_the_next_job(run: str) 
     os.utime(steps / "somebody else's", (1e9, 1e9))
     (steps / "somebody else's" / "notes.txt").write_text("not ours")
     bytecheckpoint.configure(tier_keep=2)
-    saver_of(current()).flusher._leftovers = Leftovers(time.time())  # as in a new process
+    world_of(current()).flusher._unflushed = UnflushedSteps(time.time())  # as in a new process
     bytecheckpoint.save(f"{run}/10", states(step=10)).result(60)
     drain()
     assert sorted(os.listdir(steps)) == ["10", "9", "somebody else's"]
     assert not any(place.exists() for place in remains)
     for step in (9, 10):
-        hot = resolve(f"{run}/{step}").nearby()
+        hot = resolve(f"{run}/{step}").nearest_tier()
         named = {file.name for file in read_catalog(hot)[0].files}
         assert {name for name, _ in hot.list()} == {*named, "metadata.parquet"}
         shutil.rmtree(folder_of(run) / str(step))
         assert load_step(f"{run}/{step}") == step
 
 
-def test_a_durable_storage_that_does_not_answer_is_not_waited_for(run: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bytecheckpoint.storage.tier._LOAD_PATIENCE", 0.3)
-    monkeypatch.setattr("bytecheckpoint.storage.tier._PATIENCE", 0.3)
+@pytest.fixture
+def short_waits() -> Iterator[None]:
+    """Nobody waits long for a durable storage."""
+    with tuned(tier_save_timeout=0.3, tier_load_timeout=0.3):
+        yield
+
+
+def test_a_durable_storage_that_does_not_answer_is_not_waited_for(
+    run: str, monkeypatch: pytest.MonkeyPatch, short_waits: None
+) -> None:
     bytecheckpoint.save(f"{run}/1", states(step=1)).result(60)
     hang = threading.Event()
     real = LocalStorage.stat
@@ -547,7 +551,7 @@ def test_ls_while_the_durable_storage_is_away(
         monkeypatch.setattr(LocalStorage, name, away)
     hang = threading.Event()
     monkeypatch.setattr(LocalStorage, "folders", lambda storage: hang.wait(60))
-    monkeypatch.setattr("bytecheckpoint.cli.listing._PATIENCE", 0.3)
+    monkeypatch.setattr("bytecheckpoint.cli.ls._DURABLE_TIMEOUT", 0.3)
     capsys.readouterr()
     assert command(["ls", run]) == 1
     assert f"{run}: no answer within 0.3 s" in capsys.readouterr().err
@@ -573,12 +577,12 @@ def test_ls_while_the_durable_storage_is_away(
 
 
 @pytest.mark.parametrize("path", ["tier+/mnt/x", "tier+mem", "tier+tier+file:///x/y", "tier+nothing://x"])
-def test_paths_that_are_none(path: str) -> None:
+def test_invalid_urls(path: str) -> None:
     with pytest.raises(UsageError):
         resolve(path)
 
 
-def test_the_hot_tier_must_be_near(tmp_path: Path) -> None:
+def test_the_hot_tier_must_be_local(tmp_path: Path) -> None:
     bytecheckpoint.configure(tier_hot="fsspec+memory://x")
     with pytest.raises(UsageError, match="tier_hot"):
         resolve(f"tier+file://{tmp_path}")

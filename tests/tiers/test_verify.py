@@ -12,7 +12,7 @@ import bytecheckpoint
 from bytecheckpoint import CheckpointError
 from bytecheckpoint.cli.main import run as command
 from bytecheckpoint.storage import resolve
-from bytecheckpoint.storage.tier import TierStorage
+from bytecheckpoint.tiers.storage import TierStorage
 from tests.faults.coded import load_step, states
 
 

@@ -1,4 +1,4 @@
-"""The command line's grammar. Each verb returns the work to do; `main.run` does it. Nothing heavy is imported here."""
+"""The grammar of the command line. Each verb returns a job, which `main.run` runs. Heavy imports stay inside the verbs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from .._version import __version__
+from bytecheckpoint._version import __version__
 
 __all__ = ["app"]
 
@@ -46,7 +46,7 @@ def ls(
     json: Json = False,
 ) -> Job:
     """List the checkpoints of a folder, or the states of one checkpoint."""
-    from .listing import ls
+    from bytecheckpoint.cli.ls import ls
 
     return partial(ls, path, json=json)
 
@@ -64,7 +64,7 @@ def inspect(
     json: Json = False,
 ) -> Job:
     """Show tensors (dtype, shape, bytes, boxes), the layout they were saved from, and who wrote how much."""
-    from .inspecting import inspect
+    from bytecheckpoint.cli.inspect import inspect
 
     return partial(inspect, path, patterns or [], values=values, boxes=boxes, rank=rank, json=json)
 
@@ -76,7 +76,7 @@ def verify(
     json: Json = False,
 ) -> Job:
     """Check every byte of a checkpoint against its checksums."""
-    from .tools import verify
+    from bytecheckpoint.cli.tools import verify
 
     return partial(verify, path, threads=threads, json=json)
 
@@ -90,7 +90,7 @@ def diff(
     json: Json = False,
 ) -> Job:
     """Compare two checkpoints tensor by tensor; bit by bit unless a tolerance is given."""
-    from .tools import diff
+    from bytecheckpoint.cli.tools import diff
 
     return partial(diff, a, b, rtol=rtol, atol=atol, json=json)
 
@@ -106,7 +106,7 @@ def export(
     json: Json = False,
 ) -> Job:
     """Write consolidated Hugging Face safetensors, sharded with an index, in bounded memory."""
-    from .tools import export
+    from bytecheckpoint.cli.tools import export
 
     return partial(export, src, dst, kind=kind, dtype=dtype, max_shard_size=max_shard_size, force=force, json=json)
 
@@ -120,7 +120,7 @@ def repair(
     json: Json = False,
 ) -> Job:
     """Rebuild a lost or damaged catalog from the storage files."""
-    from .tools import repair
+    from bytecheckpoint.cli.tools import repair
 
     return partial(repair, path, force=force, json=json)
 
@@ -137,7 +137,7 @@ def flush(
     json: Json = False,
 ) -> Job:
     """Copy steps that a job left in this machine's memory (`tier+...`) to their durable storage."""
-    from .tiering import flush
+    from bytecheckpoint.cli.tiers import flush
 
     return partial(flush, path, replicas=replicas, json=json)
 
@@ -152,6 +152,6 @@ def cooldown(
     json: Json = False,
 ) -> Job:
     """Move older steps to a cold storage; their paths go on working. Shows what it would do, unless --apply is given."""
-    from .tiering import cooldown
+    from bytecheckpoint.cli.tiers import cooldown
 
     return partial(cooldown, root, cold, older_than=older_than, keep=keep, apply=apply, json=json)

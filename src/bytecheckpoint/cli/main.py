@@ -1,7 +1,7 @@
-"""The `bytecheckpoint` command: what becomes of errors, and of the exit status.
+"""The `bytecheckpoint` command: errors and exit statuses.
 
-Exit status: 0 fine; 1 findings (a damaged block, a difference); 2 what cannot be read as a checkpoint at all, or wrong
-usage; 130 interrupted; 141 the reader of the output went away. An error is one line on stderr.
+Exit status: 0 fine; 1 findings (a damaged block, a difference); 2 not readable as a checkpoint, or wrong usage; 130
+interrupted; 141 the reader of the output closed it. An error is one line on stderr.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..errors import CheckpointError, CorruptCheckpointError
-from ..representation.names import CATALOG_NAME
-from .show import shown
+from bytecheckpoint.cli.format import printable
+from bytecheckpoint.errors import CheckpointError, CorruptCheckpointError
+from bytecheckpoint.representation.names import CATALOG_NAME
 
 __all__ = ["main", "run"]
 
@@ -31,26 +31,26 @@ def main() -> None:
     except BrokenPipeError:
         code, lost = PIPE, True
     except OSError as error:
-        code, lost = code if code == UNUSABLE else _fail(_explained(error), UNUSABLE), True
+        code, lost = code if code == UNUSABLE else _fail(_message(error), UNUSABLE), True
     if lost:
-        # The interpreter flushes once more at its exit, and would complain.
+        # The interpreter flushes again at its exit, and would report an error.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     raise SystemExit(code)
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run one command line; returns the exit status and never raises for what a user can cause."""
+    """Run one command line and return its exit status. Never raises for an error that a user can cause."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")  # terminals that are not UTF-8
     try:
-        from .app import app
+        from bytecheckpoint.cli.app import app
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in ("typer", "rich", "click"):
             raise
         return _fail("the command line needs an extra: pip install 'bytecheckpoint[cli]'", UNUSABLE)
     try:
-        # The parser only chooses; the work is done out here, where every error is ours to show.
+        # The parser only chooses the job. The job runs here, where every error is caught.
         job: Callable[[], int] | int | None = app(
             args=list(arguments), prog_name="bytecheckpoint", standalone_mode=False
         )
@@ -62,18 +62,18 @@ def run(arguments: Sequence[str]) -> int:
     except CheckpointError as error:
         damaged = isinstance(error, CorruptCheckpointError) and error.file not in ("", CATALOG_NAME)
         return _fail(str(error), FINDINGS if damaged else UNUSABLE)
-    except Exception as error:  # noqa: BLE001  a person at a terminal gets one line, whatever it was
-        return _fail(_explained(error), UNUSABLE)
+    except Exception as error:  # noqa: BLE001  the user gets one line, whatever failed
+        return _fail(_message(error), UNUSABLE)
 
 
-def _explained(error: Any) -> str:
-    if hasattr(error, "format_message"):  # the parser's own errors, whichever library it is built on
+def _message(error: Any) -> str:
+    if hasattr(error, "format_message"):  # an error of the parser
         return f"{error.format_message().rstrip('.')}; see bytecheckpoint --help"
     if type(error).__name__ == "Abort":
         return "interrupted"
     if os.environ.get("BYTECHECKPOINT_TRACEBACK"):
         raise error
-    if isinstance(error, OSError) and error.errno in _FULL:  # what storage raises is a CheckpointError
+    if isinstance(error, OSError) and error.errno in _FULL:  # storages raise a CheckpointError instead
         return f"cannot write the output: {error.strerror or error}"
     return (
         f"internal error, {type(error).__name__}: {error}; please report it with the traceback that "
@@ -83,7 +83,7 @@ def _explained(error: Any) -> str:
 
 def _fail(message: str, code: int) -> int:
     try:
-        print(f"bytecheckpoint: {shown(message)}", file=sys.stderr)
+        print(f"bytecheckpoint: {printable(message)}", file=sys.stderr)
     except OSError:
         pass
     return code

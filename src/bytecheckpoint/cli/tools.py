@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from dataclasses import asdict
 
-from ..errors import CheckpointNotFoundError, UsageError
-from ..storage import resolve
-from .show import counted, print_json, print_notes, progress_bar, shown, size
+from bytecheckpoint.cli.format import format_size, plural, print_json, print_notes, printable, progress_bar
+from bytecheckpoint.errors import CheckpointNotFoundError, UsageError
+from bytecheckpoint.storage import resolve
 
 __all__ = ["diff", "export", "parse_size", "repair", "verify"]
 
@@ -15,32 +15,34 @@ _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
 
 
 def verify(path: str, *, threads: int, json: bool) -> int:
-    """Check every byte; returns 1 when something is wrong."""
-    from ..interop.verify import verify_checkpoint
-    from .listing import explained
+    """Verify a checkpoint and print the findings. Return 1 if there are any."""
+    from bytecheckpoint.cli.ls import explain_missing_catalog
+    from bytecheckpoint.tools.verify import verify_checkpoint
 
     storage = resolve(path)
     try:
         with progress_bar("verifying") as progress:
             report = verify_checkpoint(storage, progress, threads=threads)
     except CheckpointNotFoundError as error:
-        raise explained(storage, error) from None
+        raise explain_missing_catalog(storage, error) from None
     if json:
         print_json({"ok": report.ok, **asdict(report)})
         return int(not report.ok)
     for finding in report.findings:
-        print(shown(finding.message))
+        print(printable(finding.message))
     print_notes(report.notes)
-    verdict = "sound" if report.ok else counted(len(report.findings), "finding")
-    content = f"{counted(report.tensors, 'tensor')}, {size(report.bytes_read)} in {counted(report.files, 'file')}"
-    print(f"{shown(report.path)}: {content}: {verdict}" + (f"; {shown(report.verdict)}" if report.verdict else ""))
+    verdict = "sound" if report.ok else plural(len(report.findings), "finding")
+    content = f"{plural(report.tensors, 'tensor')}, {format_size(report.bytes_read)} in {plural(report.files, 'file')}"
+    print(
+        f"{printable(report.path)}: {content}: {verdict}" + (f"; {printable(report.verdict)}" if report.verdict else "")
+    )
     return int(not report.ok)
 
 
 def diff(a: str, b: str, *, rtol: float, atol: float, json: bool) -> int:
-    """Compare; returns 1 when there is a difference."""
-    from ..interop.compare import compare
-    from ..opening import open as open_checkpoint
+    """Compare two checkpoints and print the differences. Return 1 if there are any."""
+    from bytecheckpoint.opening import open as open_checkpoint
+    from bytecheckpoint.tools.diff import compare
 
     with open_checkpoint(a) as first, open_checkpoint(b) as second:
         report = compare(first, second, rtol=rtol, atol=atol)
@@ -48,19 +50,19 @@ def diff(a: str, b: str, *, rtol: float, atol: float, json: bool) -> int:
             print_json({"a": first.path, "b": second.path, "equal": report.equal, **asdict(report)})
             return int(not report.equal)
     for difference in report.differences:
-        print(shown(difference.message))
+        print(printable(difference.message))
     print_notes(report.notes)
-    tensors = f"{counted(report.tensors, 'tensor')} ({size(report.bytes_compared)})"
-    compared = f"{tensors} and {counted(report.values, 'plain value')}"
-    print(f"{compared} compared: {'equal' if report.equal else counted(len(report.differences), 'difference')}")
+    tensors = f"{plural(report.tensors, 'tensor')} ({format_size(report.bytes_compared)})"
+    compared = f"{tensors} and {plural(report.values, 'plain value')}"
+    print(f"{compared} compared: {'equal' if report.equal else plural(len(report.differences), 'difference')}")
     return int(not report.equal)
 
 
 def parse_size(text: str) -> int:
-    """A number of bytes such as "5GB" (decimal), "2GiB" (binary) or "1000000".
+    """Parse a number of bytes such as "5GB" (decimal), "2GiB" (binary) or "1000000".
 
     Raises:
-        UsageError: it is no size, or less than a byte.
+        UsageError: `text` is not a size, or less than one byte.
     """
     match = _SIZE.fullmatch(text.strip())
     number = 0.0
@@ -73,9 +75,9 @@ def parse_size(text: str) -> int:
 
 
 def export(src: str, dst: str, *, kind: str, dtype: str | None, max_shard_size: str, force: bool, json: bool) -> int:
-    """Export; returns 1 when values became infinite in the conversion."""
-    from ..interop.huggingface import export_huggingface
-    from ..opening import open as open_checkpoint
+    """Export a checkpoint. Return 1 if the conversion made finite values infinite."""
+    from bytecheckpoint.opening import open as open_checkpoint
+    from bytecheckpoint.tools.export import export_huggingface
 
     limit = parse_size(max_shard_size)
     with open_checkpoint(src) as checkpoint, progress_bar("exporting") as progress:
@@ -87,14 +89,14 @@ def export(src: str, dst: str, *, kind: str, dtype: str | None, max_shard_size: 
         return int(bool(report.overflowed))
     print_notes(f"{key} is a plain value and was not exported" for key in report.skipped)
     print_notes(f"{name} holds values too large for {dtype}: they became infinite" for name in report.overflowed)
-    content = f"{counted(report.tensors, 'tensor')}, {size(report.nbytes)} in {counted(len(report.files), 'file')}"
-    print(f"{shown(report.path)}: {content}")
+    content = f"{plural(report.tensors, 'tensor')}, {format_size(report.nbytes)} in {plural(len(report.files), 'file')}"
+    print(f"{printable(report.path)}: {content}")
     return int(bool(report.overflowed))
 
 
 def repair(path: str, *, force: bool, json: bool) -> int:
-    """Rebuild the catalog; returns 1 when it names damaged blocks (only with force)."""
-    from ..interop.repair import repair_checkpoint
+    """Rebuild the catalog. Return 1 if it names damaged blocks (only with force)."""
+    from bytecheckpoint.tools.repair import repair_checkpoint
 
     storage = resolve(path)
     with progress_bar("verifying") as progress:
@@ -103,8 +105,8 @@ def repair(path: str, *, force: bool, json: bool) -> int:
         print_json(asdict(report))
         return int(bool(report.findings))
     for finding in report.findings:
-        print(shown(finding.message))
+        print(printable(finding.message))
     print_notes(report.notes)
     done = f"catalog rebuilt from save {report.generation}" if report.written else "the catalog is sound"
-    print(f"{shown(report.path)}: {done}")
+    print(f"{printable(report.path)}: {done}")
     return int(bool(report.findings))

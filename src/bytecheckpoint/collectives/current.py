@@ -1,4 +1,4 @@
-"""Which collective a call uses."""
+"""The collective of a call: the override of a `with use(...)` block, or the one of a process group."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
-from bytecheckpoint.collectives import loop
 from bytecheckpoint.collectives.base import Collective
 from bytecheckpoint.collectives.single import SingleProcess
+from bytecheckpoint.collectives.transport import loop
 from bytecheckpoint.errors import UsageError
 
 if TYPE_CHECKING:
@@ -26,12 +26,12 @@ _override: ContextVar[Collective | None] = ContextVar("bytecheckpoint_collective
 
 
 class _State:
-    """What is remembered per process; made anew in a forked child."""
+    """The collectives of this process. A forked child starts with a new state."""
 
     def __init__(self, inherited: object = None) -> None:
         self.lock = threading.Lock()
         self.single: SingleProcess | None = None
-        # Weak keys: a group that was destroyed takes its collective along, unless a background commit still holds it.
+        # Weak keys: the collective of a destroyed group goes too, unless a background commit still refers to it.
         self.by_group: weakref.WeakKeyDictionary[Any, Collective] = weakref.WeakKeyDictionary()
         self.inherited = inherited
 
@@ -40,7 +40,7 @@ _state = _State()
 
 
 def _default_group() -> Any:
-    """The default process group, or None; never imports torch."""
+    """Return the default process group, or None; never import torch."""
     torch = sys.modules.get("torch")
     dist = getattr(torch, "distributed", None)
     if dist is None or not dist.is_available() or not dist.is_initialized():
@@ -49,14 +49,14 @@ def _default_group() -> Any:
 
 
 def _after_fork_in_child() -> None:
-    global _state  # noqa: PLW0603 (a new process has a new state)
+    global _state  # noqa: PLW0603 (one process-wide value, replaced whole)
     loop.release_inherited()
     _state = _State(_default_group())
 
 
 @contextmanager
 def use(collective: Collective) -> Iterator[Collective]:
-    """Make `collective` the one that `current` returns, in this thread, inside the `with` block."""
+    """Let `current` return `collective` in this thread inside the `with` block."""
     token = _override.set(collective)
     try:
         yield collective
@@ -65,16 +65,16 @@ def use(collective: Collective) -> Iterator[Collective]:
 
 
 def current(process_group: ProcessGroup | None = None, *, timeout: float = 300.0) -> Collective:
-    """The collective of this call.
+    """Return the collective of this call.
 
     Args:
-        process_group: whose ranks take part; None: all ranks of the default group. The first call for a group is a
+        process_group: the ranks that take part; None: all ranks of the default group. The first call for a group is a
             collective operation: all its ranks must make it, each in its foreground thread.
-        timeout: seconds that this first call may wait for the others.
+        timeout: seconds that this first call may wait for the other ranks.
 
     Returns:
-        What `use` has set in this thread; else, without torch.distributed or in a group of one rank, a
-        `SingleProcess`; else the one that belongs to the group, made at its first use.
+        The collective that `use` has set in this thread. Else, without torch.distributed or in a group of one rank, a
+        `SingleProcess`. Else the collective of the group, created by the first call.
 
     Raises:
         UsageError: this rank is not in the group, or this is a forked child of a rank.
@@ -109,12 +109,12 @@ def current(process_group: ProcessGroup | None = None, *, timeout: float = 300.0
             raise UsageError(f"rank {dist.get_rank()} is not in the process group that was given")
         if dist.get_world_size(group) == 1:
             return _single(state)
-        if (known := state.by_group.get(group)) is not None:
-            return known
-        from bytecheckpoint.collectives.torch_world import TorchCollective
+        if (existing := state.by_group.get(group)) is not None:
+            return existing
+        from bytecheckpoint.collectives.process_group import TorchCollective
 
-        state.by_group[group] = made = TorchCollective(group, timeout=timeout)
-        return made
+        state.by_group[group] = new = TorchCollective(group, timeout=timeout)
+        return new
 
 
 def _single(state: _State) -> SingleProcess:
@@ -125,6 +125,6 @@ def _single(state: _State) -> SingleProcess:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork_in_child)
-# Executors and ordinary threads have finished before atexit hooks run, and hooks of modules that import this one run
-# before this one: what they still sent is delivered here.
+# Before this hook runs, executors and ordinary threads have finished, and so have the hooks of modules that import this
+# one. The hook delivers the messages that they sent last.
 atexit.register(loop.leave_all)

@@ -1,39 +1,39 @@
-"""Lists of buffers that stand for one run of bytes."""
+"""Lists of buffers that together hold one sequence of bytes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from ..representation.checksums import RunningSum, block_sum
+from bytecheckpoint.representation.checksums import RunningSum, block_sum
 
-__all__ = ["steps", "sums_of"]
+__all__ = ["block_sums", "split_buffers"]
 
 
-def steps(nbytes: int, step: int, buffers: Sequence[memoryview]) -> Iterator[tuple[int, list[memoryview]]]:
-    """Cut buffers of `nbytes` in all into steps.
+def split_buffers(nbytes: int, step: int, buffers: Sequence[memoryview]) -> Iterator[tuple[int, list[memoryview]]]:
+    """Split buffers of `nbytes` in total into parts of `step` bytes; the last may be shorter.
 
     Yields:
-        The position of each step and its buffers, together `step` bytes long but for the last.
+        The position of each part and its buffers.
     """
-    left = list(buffers)
+    rest = list(buffers)
     for position in range(0, nbytes, step):
         need = min(step, nbytes - position)
         part: list[memoryview] = []
         while need:
-            head = left[0]
+            head = rest[0]
             if len(head) <= need:
                 part.append(head)
                 need -= len(head)
-                del left[0]
+                del rest[0]
             else:
                 part.append(head[:need])
-                left[0] = head[need:]
+                rest[0] = head[need:]
                 need = 0
         yield position, part
 
 
-def sums_of(buffers: Sequence[memoryview], size: int) -> Iterator[int]:
-    """The sum of each block of `size` bytes; the last may be shorter."""
+def block_sums(buffers: Sequence[memoryview], size: int) -> Iterator[int]:
+    """Yield the checksum of each block of `size` bytes; the last may be shorter."""
     running, filled = RunningSum(), 0
     for buffer in buffers:
         position, length = 0, len(buffer)

@@ -1,18 +1,18 @@
-"""Reading the catalog of a checkpoint. Torch is not imported here: tools that only list need none."""
+"""Reading the catalog of a checkpoint, without torch: tools that only list checkpoints need none."""
 
 from __future__ import annotations
 
-from ..errors import CheckpointNotFoundError, CorruptCheckpointError
-from ..representation.catalog import Catalog
-from ..representation.catalog_file import decode
-from ..representation.names import CATALOG_NAME
-from ..storage import Storage
+from bytecheckpoint.errors import CheckpointNotFoundError, CorruptCheckpointError
+from bytecheckpoint.representation.catalog import Catalog
+from bytecheckpoint.representation.catalog_file import decode
+from bytecheckpoint.representation.names import CATALOG_NAME
+from bytecheckpoint.storage import Storage
 
 __all__ = ["read_catalog"]
 
 
 def read_catalog(storage: Storage) -> tuple[Catalog, bytes]:
-    """The catalog of the checkpoint in `storage`, and its bytes.
+    """Read the catalog of the checkpoint in `storage`; return it and its bytes.
 
     Raises:
         CheckpointNotFoundError: there is no committed checkpoint.

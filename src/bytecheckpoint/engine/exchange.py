@@ -1,97 +1,125 @@
-"""Reading once what several ranks want (ByteCheckpoint, section 4.1).
+"""The exchange: ranks read once what several of them want (ByteCheckpoint, section 4.1).
 
-Every rank reads its share of the chunks, where it can straight into its own destination; the others of its machine
-take them from there (`peer_memory`), and those of other machines get one copy per machine over the data plane. It
-goes in rounds: when a round's chunks are read, the ranks meet, and take them while the next round is being read.
+Every rank reads its share of the chunks, where possible directly into its own destinations. The other ranks of its
+machine copy them out of its memory (`peer_memory`). One rank of each other machine receives them over the data plane,
+for all ranks of that machine. An exchange consists of rounds: ranks read the chunks of a round, agree that all are
+read, and copy them while the threads read the next round.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 
 import msgspec
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from ..collectives import Collective
-from ..errors import CheckpointError, PeerLostError, error_from_report, error_report
-from ..representation.plans import ExchangePlan
-from ..settings import Settings
-from .file_set import FileSet
-from .peer_memory import Segments, parts_of, pull, sees, segments_of
-from .reading import Delivery, Landing, Readers, scratch
+from bytecheckpoint.collectives import Collective
+from bytecheckpoint.collectives.agreement import Agreement
+from bytecheckpoint.engine.exchange_items import ItemMover, LoadedItem
+from bytecheckpoint.engine.file_set import FileSet
+from bytecheckpoint.engine.peer_memory import pid_if_readable, segments_of_buffers
+from bytecheckpoint.engine.reading import Readers
+from bytecheckpoint.engine.scatter import ScatterPlan
+from bytecheckpoint.errors import PeerLostError
+from bytecheckpoint.representation.plans import ExchangePlan
+from bytecheckpoint.settings import Settings
 
 __all__ = ["Exchange"]
 
 
-class _Word(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank tells the others at the end of a round.
+class _RoundReport(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank has in memory at the end of a round.
 
     Attributes:
-        error: its failure, empty when it can go on.
-        blind: it cannot read the memory of all ranks of its machine (told in the first round).
-        held: item -> where its bytes stand in this rank's memory.
+        segments: item -> memory of its bytes, int64 rows of `Segments`.
+        unreadable: this rank cannot read the memory of some rank of its host. Only known in the first round.
     """
 
-    error: dict[str, str] = {}
-    blind: bool = False
-    held: dict[int, bytes] = {}  # int64 rows of Segments
+    segments: dict[int, bytes] = {}
+    unreadable: bool = False
 
 
-class _Answer(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank is told at the end of a round: addresses on its own machine only, so no more in a larger world.
+class _RoundDecision(msgspec.Struct, frozen=True, array_like=True):
+    """What the ranks of one machine have in memory. Its size does not grow with the number of machines.
 
     Attributes:
-        error: the first failure, empty when all can go on.
-        rank: who met it.
-        blind: numbers of the hosts that have a blind rank.
-        held: rank of the same machine -> item -> where its bytes stand.
+        segments: rank of the same machine -> item -> memory of its bytes.
+        unreadable_hosts: hosts on which some rank cannot read the memory of another.
     """
 
-    error: dict[str, str] = {}
-    rank: int = 0
-    blind: list[int] = []
-    held: dict[int, dict[int, bytes]] = {}
+    segments: dict[int, dict[int, bytes]] = {}
+    unreadable_hosts: list[int] = []
 
 
-@dataclass(slots=True)
-class _Held:
-    """An item in this rank's memory.
+class _Machines:
+    """The machine of each rank: a group of ranks that can read each other's memory.
+
+    Args:
+        hosts: a number for each rank, equal for ranks of one host.
+        rank: this rank.
+        handshakes: `peer_handshake` of every rank.
 
     Attributes:
-        buffers: the item's bytes, one after the other.
-        segments: the same as addresses.
-        pooled: the buffer that is to be given back when the others have taken the item.
-        delivered: whether this rank's own destinations have it.
+        pids: process id of each rank of this host, 0 where this rank cannot read its memory.
+        numbers: machine of each rank; empty before the first agreement.
     """
 
-    buffers: list[memoryview]
-    segments: Segments
-    pooled: torch.Tensor | None = None
-    delivered: bool = False
+    def __init__(self, hosts: Sequence[int], rank: int, handshakes: Sequence[bytes]) -> None:
+        self._hosts = list(hosts)
+        self._host = hosts[rank]
+        pairs = zip(hosts, handshakes, strict=True)
+        self.pids = [pid_if_readable(handshake) if host == self._host else 0 for host, handshake in pairs]
+        self.numbers: list[int] = []
+
+    def has_unreadable_rank(self) -> bool:
+        """Whether this rank cannot read the memory of some rank of its host."""
+        return any(host == self._host and not pid for host, pid in zip(self._hosts, self.pids, strict=True))
+
+    def hosts_of(self, ranks: Sequence[int]) -> list[int]:
+        """Return the hosts of some ranks, ascending."""
+        return sorted({self._hosts[rank] for rank in ranks})
+
+    def numbers_without(self, unreadable_hosts: Sequence[int]) -> list[int]:
+        """Number the machines; every rank of an unreadable host is a machine of its own."""
+        names = [(host, rank if host in unreadable_hosts else -1) for rank, host in enumerate(self._hosts)]
+        numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+        return [numbers[name] for name in names]
+
+    def receivers(self, item: int, reader: int, ranks: Sequence[int]) -> list[int]:
+        """Choose the rank of each other machine that receives an item, spreading the items over its ranks.
+
+        Args:
+            item: number of the item.
+            reader: the rank that reads it.
+            ranks: the ranks that want it.
+        """
+        by_machine: dict[int, list[int]] = {}
+        for rank in ranks:
+            by_machine.setdefault(self.numbers[rank], []).append(rank)
+        by_machine.pop(self.numbers[reader], None)
+        return [machine[item % len(machine)] for machine in by_machine.values()]
 
 
 class Exchange:
-    """One rank's part. All ranks construct it and call `run`; keep it until all have returned from theirs.
+    """One rank's part of an exchange. All ranks construct it, call `run`, and call `release` when all have returned.
 
     Args:
         collective: the ranks.
-        tag: unique to this exchange.
-        plan: the shared chunks, equal on all ranks, and this rank's part.
-        hosts: a number for each rank, equal for ranks of one machine.
-        introductions: `peer_memory.introduction` of every rank.
+        tag: names the exchange; unique.
+        plan: the shared chunks ("items"), equal on all ranks, and this rank's part.
+        hosts: a number for each rank, equal for ranks of one host.
+        handshakes: `peer_memory.peer_handshake` of every rank.
         files: the checkpoint's files.
-        delivery: where the bytes go.
+        scatter_plan: this rank's read plan with its destinations.
         chunk_bytes: longest item.
         chunks: items that each rank reads in a round, equal on all ranks.
         settings: threads and time limit.
 
     Attributes:
         read: bytes read from storage.
-        received: bytes that came from other ranks.
+        received: bytes copied from other ranks.
     """
 
     def __init__(
@@ -100,256 +128,173 @@ class Exchange:
         tag: str,
         plan: ExchangePlan,
         hosts: Sequence[int],
-        introductions: Sequence[bytes],
+        handshakes: Sequence[bytes],
         files: FileSet,
-        delivery: Delivery,
+        scatter_plan: ScatterPlan,
         *,
         chunk_bytes: int,
         chunks: int,
         settings: Settings,
     ) -> None:
         self._collective = collective
-        self._me = collective.rank
-        self._tag = tag
-        self._items = plan.shared
+        self._agreement = Agreement(collective, tag, settings.timeout)
+        self._rank = collective.rank
         self._files = files
-        self._delivery = delivery
-        self._chunk_bytes = chunk_bytes
         self._chunks = chunks
         self._settings = settings
-        self._landing = Landing(delivery, chunk_bytes)
-        self._hosts = list(hosts)
-        self._pids = [sees(i) if h == hosts[self._me] else 0 for h, i in zip(hosts, introductions, strict=True)]
+        self._mover = ItemMover(plan, files, scatter_plan, chunk_bytes)
+        self._machines = _Machines(hosts, collective.rank, handshakes)
         world = range(collective.world_size)
-        self._by_reader: list[list[int]] = [np.flatnonzero(plan.shared.reader == r).tolist() for r in world]
-        self._rounds = max((-(-len(items) // chunks) for items in self._by_reader), default=0)
-        self._ranges: dict[int, list[int]] = {}
-        for index, item in zip(plan.my_range.tolist(), plan.my_item.tolist(), strict=True):
-            self._ranges.setdefault(item, []).append(index)
-        self._rank_sets = plan.shared.rank_sets()
-        self._buffers: list[torch.Tensor] = []  # free ones
+        self._by_reader: list[list[int]] = [np.flatnonzero(plan.shared.reader == rank).tolist() for rank in world]
+        rank_sets = plan.shared.rank_sets()
+        self._wanted_by = [rank_sets[number] for number in plan.shared.wanted_by.tolist()]
         self._failure: BaseException | None = None
-        self._machines: list[int] = []  # known after the first meeting
-        self._held: dict[int, _Held] = {}
-        self._elsewhere: dict[int, tuple[int, bytes]] = {}
+        self._loaded: dict[int, LoadedItem] = {}  # items of this round in this rank's memory
+        self._remote: dict[int, tuple[int, bytes]] = {}  # items of this round elsewhere on this machine: rank, segments
         self.read = 0
         self.received = 0
 
     def run(self) -> None:
-        """Read this rank's share of the items, and deliver those that it wants.
+        """Read this rank's share of the items, and deliver all items that this rank wants.
 
         Raises:
             CorruptCheckpointError: as `FileSet.fetch`, on every rank.
             PeerLostError, CheckpointTimeoutError: another rank is gone or hangs.
         """
-        if not self._rounds:
+        rounds = max((-(-len(items) // self._chunks) for items in self._by_reader), default=0)
+        if not rounds:
             return
         threads = self._files.threads(self._settings.read_threads)
         with (
             Readers(self._files, threads) as readers,
-            ThreadPoolExecutor(threads, thread_name_prefix="bytecheckpoint-take") as takers,
+            ThreadPoolExecutor(threads, thread_name_prefix="bytecheckpoint-take") as copiers,
         ):
-            mine: dict[int, Future[_Held]] = {}
-            for number in range(-1, self._rounds):
-                # One round ahead: buffers for three rounds are enough, one being read, one whose readers wait for
-                # the slower ranks, one being taken.
-                for item in self._round_of(self._me, number + 1):
-                    mine[item] = readers.submit(self._read, item)
+            reads: dict[int, Future[LoadedItem]] = {}
+            for number in range(-1, rounds):
+                # One round ahead. That takes buffers for three rounds: one being read, one whose readers wait for
+                # slower ranks, one being copied.
+                for item in self._items_of(self._rank, number + 1):
+                    reads[item] = readers.submit(self._mover.load, item)
                 if number >= 0:
-                    self._round(number, mine, readers, takers)
+                    self._run_round(number, reads, readers, copiers)
             if self._failure is not None:
                 raise self._failure
 
-    # --- one round --------------------------------------------------------------------------------------------
+    def release(self) -> None:
+        """Release the memory from which other ranks copy. Call it when every rank has returned from `run`."""
+        self._loaded = {}
 
-    def _round(self, number: int, mine: dict[int, Future[_Held]], readers: Readers, takers: ThreadPoolExecutor) -> None:
-        held: dict[int, _Held] = {}
+    def _run_round(
+        self, number: int, reads: dict[int, Future[LoadedItem]], readers: Readers, copiers: ThreadPoolExecutor
+    ) -> None:
+        loaded: dict[int, LoadedItem] = {}
         try:
-            for item in self._round_of(self._me, number):
-                held[item] = readers.result(mine.pop(item))
-                self.read += int(self._items.stop[item] - self._items.start[item])
-        except BaseException as error:  # noqa: BLE001  told to the other ranks, then raised
+            for item in self._items_of(self._rank, number):
+                loaded[item] = readers.result(reads.pop(item))
+                self.read += self._mover.nbytes(item)
+        except BaseException as error:  # noqa: BLE001  reported to the other ranks, then raised
             self._failure = self._failure or error
-        word = _Word(
-            held={item: h.segments.tobytes() for item, h in held.items()}, blind=not number and self._is_blind()
-        )
-        answer = self._meet(str(number), word)
-        # Whoever is here has taken what it wanted of the round before.
-        for before in self._held.values():
-            if before.pooled is not None:
-                self._buffers.append(before.pooled)
-        self._held = held
-        self._elsewhere = {item: (rank, at) for rank, items in answer.held.items() for item, at in items.items()}
+        unreadable = number == 0 and self._machines.has_unreadable_rank()
+        decision = self._agree(str(number), loaded, unreadable)
+        # Ranks that have reported this round have copied all they want of the round before.
+        for item_before in self._loaded.values():
+            self._mover.recycle(item_before)
+        self._loaded, self._remote = loaded, {}
+        self._add_remote(decision)
         if number == 0:
-            self._machines = self._without(answer.blind)
-        if len(set(self._machines)) > 1:
-            self._across_machines(number)
+            self._machines.numbers = self._machines.numbers_without(decision.unreadable_hosts)
+        if len(set(self._machines.numbers)) > 1:
+            self._exchange_with_machines(number)
         try:
-            self._take_all(number, takers)
-        except BaseException as error:  # noqa: BLE001  told to the other ranks when they meet next, then raised
+            self._deliver(number, copiers)
+        except BaseException as error:  # noqa: BLE001  reported to the other ranks in the next round, then raised
             self._failure = error
 
-    def _take_all(self, number: int, takers: ThreadPoolExecutor) -> None:
-        taken = []
+    def _deliver(self, number: int, copiers: ThreadPoolExecutor) -> None:
+        """Bring the items of a round to this rank's destinations."""
+        copies = []
         for reader in range(self._collective.world_size):
-            for item in self._round_of(reader, number):
-                if item not in self._ranges:
-                    continue
-                if (here := self._held.get(item)) is None:
-                    taken.append(takers.submit(self._take, item, *self._elsewhere[item]))
-                elif not here.delivered:
-                    self._deliver(item, here.buffers[0])
-        for future in taken:
-            self.received += future.result()
+            for item in filter(self._mover.wants, self._items_of(reader, number)):
+                loaded = self._loaded.get(item)
+                if loaded is None:
+                    copies.append(copiers.submit(self._copy_from_rank, item, *self._remote[item]))
+                elif not loaded.delivered:
+                    self._mover.deliver(item, loaded.buffers[0])
+        for copy in copies:
+            self.received += copy.result()
 
-    def _round_of(self, rank: int, number: int) -> list[int]:
+    def _copy_from_rank(self, item: int, rank: int, segments: bytes) -> int:
+        try:
+            memory = np.frombuffer(segments, np.int64).reshape(-1, 2)
+            return self._mover.copy_from_peer(item, self._machines.pids[rank], memory)
+        except OSError as error:
+            raise PeerLostError(f"rank {self._rank}: rank {rank} went away during an exchange: {error}") from error
+
+    def _items_of(self, rank: int, number: int) -> list[int]:
         return self._by_reader[rank][number * self._chunks : (number + 1) * self._chunks]
 
-    def _read(self, item: int) -> _Held:
-        """Read an item: straight into this rank's destination, else into a buffer and from there."""
-        start, stop = int(self._items.start[item]), int(self._items.stop[item])
-        file = int(self._items.file[item])
-        indexes = self._ranges[item]
-        buffers = None
-        if len(indexes) == 1 and self._bounds(indexes[0]) == (start, stop):
-            buffers = self._delivery.direct_buffers(indexes[0])
-        if buffers is not None:
-            self._files.fetch(file, start, stop, buffers)
-            return _Held(buffers, segments_of(buffers), delivered=True)
-        try:
-            pooled = self._buffers.pop()
-        except IndexError:
-            pooled = scratch(self._chunk_bytes, self._landing.accelerator)
-        buffers = [memoryview(pooled[: stop - start].numpy())]
-        # Each range is delivered while it is in the processor's cache; others may want what lies between them.
-        done = start
-        for index in [*sorted(indexes), None]:
-            end = stop if index is None else max(self._bounds(index)[1], done)
-            if end > done:
-                self._files.fetch(file, done, end, [buffers[0][done - start : end - start]])
-                done = end
-            if index is not None:
-                self._landing.deliver(index, pooled, start)
-        return _Held(buffers, segments_of(buffers), pooled, delivered=True)
+    # --- other machines ---------------------------------------------------------------------------------------
 
-    def _deliver(self, item: int, memory: memoryview) -> None:
-        data = torch.frombuffer(memory, dtype=torch.uint8)
-        for index in self._ranges[item]:
-            self._landing.deliver(index, data, int(self._items.start[item]))
-
-    def _take(self, item: int, rank: int, segments: bytes) -> int:
-        """Copy what this rank wants of an item out of the memory of `rank`, straight to its destinations if that pays."""
-        held = np.frombuffer(segments, np.int64).reshape(-1, 2)
-        first = int(self._items.start[item])
-        total = 0
-        for index in self._ranges[item]:
-            start, stop = self._bounds(index)
-            runs = self._delivery.runs(index)
-            try:
-                if runs is not None:
-                    pull(self._pids[rank], parts_of(held, runs.source - first, runs.pieces[:, 1]), runs.pieces)
-                    total += int(runs.pieces[:, 1].sum())
-                else:
-                    data = self._landing.buffer(stop - start)
-                    whole = parts_of(held, np.array([start - first]), np.array([stop - start]))
-                    pull(self._pids[rank], whole, segments_of([memoryview(data.numpy())]))
-                    self._landing.deliver(index, data, start)
-                    total += stop - start
-            except OSError as error:
-                raise PeerLostError(f"rank {self._me}: rank {rank} went away during an exchange: {error}") from error
-        return total
-
-    def _bounds(self, index: int) -> tuple[int, int]:
-        plan = self._delivery.plan
-        return int(plan.start[index]), int(plan.stop[index])
-
-    # --- who sees whom ----------------------------------------------------------------------------------------
-
-    def _is_blind(self) -> bool:
-        here = self._hosts[self._me]
-        return any(host == here and not pid for host, pid in zip(self._hosts, self._pids, strict=True))
-
-    def _without(self, blind: Sequence[int]) -> list[int]:
-        """A machine's number for each rank: on a host where one cannot read the others' memory each stands alone."""
-        names = [(h, rank) if h in blind else (h, -1) for rank, h in enumerate(self._hosts)]
-        numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
-        return [numbers[name] for name in names]
-
-    def _receivers(self, item: int, reader: int) -> list[int]:
-        """One rank of each other machine that wants the item; the items of a machine are spread over its ranks."""
-        by_machine: dict[int, list[int]] = {}
-        for rank in self._rank_sets[int(self._items.wanted_by[item])]:
-            by_machine.setdefault(self._machines[rank], []).append(rank)
-        by_machine.pop(self._machines[reader], None)
-        return [ranks[item % len(ranks)] for ranks in by_machine.values()]
-
-    def _across_machines(self, number: int) -> None:
+    def _exchange_with_machines(self, number: int) -> None:
+        """Send items that this rank has read to other machines, and receive items for this machine."""
         outgoing: dict[int, list[NDArray[np.uint8]]] = {}
-        incoming: dict[int, list[tuple[int, int]]] = {}
+        incoming: dict[int, list[int]] = {}
         for reader in range(self._collective.world_size):
-            for item in self._round_of(reader, number):
-                receivers = self._receivers(item, reader)
-                if reader == self._me:
+            for item in self._items_of(reader, number):
+                receivers = self._machines.receivers(item, reader, self._wanted_by[item])
+                if reader == self._rank:
                     for rank in receivers:
-                        pieces = (np.frombuffer(b, np.uint8) for b in self._held[item].buffers)
+                        pieces = (np.frombuffer(b, np.uint8) for b in self._loaded[item].buffers)
                         outgoing.setdefault(rank, []).extend(pieces)
-                elif self._me in receivers:
-                    size = int(self._items.stop[item] - self._items.start[item])
-                    incoming.setdefault(reader, []).append((item, size))
-        into = {rank: np.empty(sum(s for _, s in parts), np.uint8) for rank, parts in incoming.items()}
-        arrived: dict[int, _Held] = {}
+                elif self._rank in receivers:
+                    incoming.setdefault(reader, []).append(item)
+        memory = {rank: np.empty(sum(map(self._mover.nbytes, items)), np.uint8) for rank, items in incoming.items()}
         try:
             self._collective.exchange(
-                f"{self._tag}/{number}/far",
+                f"{self._agreement.tag}/{number}/far",
                 {rank: np.concatenate(parts) for rank, parts in outgoing.items()},
-                into,
+                memory,
                 timeout=self._settings.timeout,
             )
-        except BaseException as error:  # noqa: BLE001  told to the other ranks, then raised
+        except BaseException as error:  # noqa: BLE001  reported to the other ranks, then raised
             self._failure = error
-        for reader, parts in incoming.items():
-            at = 0
-            for item, size in parts:
-                data = into[reader][at : at + size]
-                # `scatter` wants aligned data.
-                memory = memoryview(data if at % 16 == 0 else data.copy())
-                arrived[item] = _Held([memory], segments_of([memory]))
-                self.received += size
-                at += size
-        answer = self._meet(f"{number}/across", _Word(held={i: h.segments.tobytes() for i, h in arrived.items()}))
-        self._held.update(arrived)
-        for rank, items in answer.held.items():
-            self._elsewhere.update((item, (rank, at)) for item, at in items.items())
+        received: dict[int, LoadedItem] = {}
+        for rank, items in incoming.items():
+            begin = 0
+            for item in items:
+                data = memory[rank][begin : begin + self._mover.nbytes(item)]
+                # `scatter` needs aligned data.
+                buffers = [memoryview(data if begin % 16 == 0 else data.copy())]
+                received[item] = LoadedItem(buffers, segments_of_buffers(buffers))
+                self.received += data.nbytes
+                begin += data.nbytes
+        decision = self._agree(f"{number}/across", received)
+        self._loaded.update(received)
+        self._add_remote(decision)
 
-    def _meet(self, step: str, word: _Word) -> _Answer:
-        """Tell rank 0 this rank's word, and hear of its neighbours; raise its own failure, or else another's."""
-        failure = self._failure
-        if failure is not None:
-            word = _Word(error=error_report(failure))
-        tag, timeout = f"{self._tag}/{step}", self._settings.timeout
-        try:
-            told = self._collective.consult(tag, msgspec.msgpack.encode(word), self._decide, timeout=timeout)
-        except CheckpointError:
-            if failure is not None:
-                raise failure from None
-            raise
-        if failure is not None:
-            raise failure
-        answer = msgspec.msgpack.decode(told, type=_Answer)
-        if answer.error:
-            raise error_from_report(answer.error, prefix=f"rank {answer.rank}: ")
-        return answer
+    # --- agreement --------------------------------------------------------------------------------------------
 
-    def _decide(self, payloads: Sequence[bytes]) -> list[bytes]:
-        """Rank 0: the answer for each rank."""
-        words = [msgspec.msgpack.decode(payload, type=_Word) for payload in payloads]
-        for rank, word in enumerate(words):
-            if word.error:
-                return [msgspec.msgpack.encode(_Answer(word.error, rank))] * len(words)
-        blind = sorted({self._hosts[rank] for rank, word in enumerate(words) if word.blind})
-        machines = self._machines or self._without(blind)
-        held: dict[int, dict[int, dict[int, bytes]]] = {}
-        for rank, word in enumerate(words):
-            held.setdefault(machines[rank], {})[rank] = word.held
-        answers = {m: msgspec.msgpack.encode(_Answer(blind=blind, held=h)) for m, h in held.items()}
-        return [answers[machine] for machine in machines]
+    def _agree(self, step: str, loaded: dict[int, LoadedItem], unreadable: bool = False) -> _RoundDecision:
+        """Report this rank's items or failure, and return the items of its machine; raise the failure of any rank."""
+
+        def report() -> _RoundReport:
+            if self._failure is not None:
+                raise self._failure
+            segments = {item: entry.segments.tobytes() for item, entry in loaded.items()}
+            return _RoundReport(segments, unreadable)
+
+        return self._agreement.agree_each(step, report, self._decide, reports=_RoundReport, decisions=_RoundDecision)
+
+    def _decide(self, reports: Sequence[_RoundReport]) -> list[_RoundDecision]:
+        """Make one decision per machine, for all its ranks. Runs on rank 0."""
+        unreadable_hosts = self._machines.hosts_of([rank for rank, report in enumerate(reports) if report.unreadable])
+        machines = self._machines.numbers or self._machines.numbers_without(unreadable_hosts)
+        segments: dict[int, dict[int, dict[int, bytes]]] = {}
+        for rank, report in enumerate(reports):
+            segments.setdefault(machines[rank], {})[rank] = report.segments
+        decisions = {machine: _RoundDecision(found, unreadable_hosts) for machine, found in segments.items()}
+        return [decisions[machine] for machine in machines]
+
+    def _add_remote(self, decision: _RoundDecision) -> None:
+        for rank, items in decision.segments.items():
+            self._remote.update((item, (rank, segments)) for item, segments in items.items())

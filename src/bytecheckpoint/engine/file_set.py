@@ -1,4 +1,4 @@
-"""The storage files of a checkpoint: ranges read and every block verified in the same pass."""
+"""The storage files of a checkpoint, opened on demand; reads verify every block in the same pass."""
 
 from __future__ import annotations
 
@@ -13,43 +13,43 @@ from concurrent.futures import Future
 
 import numpy as np
 
-from ..errors import CheckpointError, CorruptCheckpointError, StorageError, StorageUnavailableError
-from ..representation.catalog import Catalog
-from ..representation.names import is_uri
-from ..storage import FileReader, Storage, open_named, resolve
-from ..storage.parallel import within
-from .buffers import steps, sums_of
+from bytecheckpoint.engine.buffers import block_sums, split_buffers
+from bytecheckpoint.errors import CheckpointError, CorruptCheckpointError, StorageError, StorageUnavailableError
+from bytecheckpoint.representation.catalog import Catalog
+from bytecheckpoint.representation.names import is_uri
+from bytecheckpoint.storage import FileReader, Storage, open_named, resolve
+from bytecheckpoint.storage.threads import call_with_timeout
+from bytecheckpoint.tuning import tuning
 
-__all__ = ["FileSet", "suiting_reads"]
+__all__ = ["FileSet", "parallel_reads"]
 
 _log = logging.getLogger("bytecheckpoint")
-_MOST_OPEN = 256
 
 
-def _elsewhere(catalog: Catalog) -> set[str]:
-    """Other folders that hold files of the checkpoint, as URLs."""
+def _other_folders(catalog: Catalog) -> set[str]:
+    """Return the URLs of other folders that hold files of the checkpoint."""
     return {file.name.rsplit("/", 2)[0] for file in catalog.files if is_uri(file.name)}
 
 
-def suiting_reads(storage: Storage, catalog: Catalog) -> int:
-    """How many reads at the same time suit where the files of a checkpoint are."""
+def parallel_reads(storage: Storage, catalog: Catalog) -> int:
+    """Return the number of parallel reads that suits the storages of a checkpoint's files."""
     storages = [storage]
-    with contextlib.suppress(CheckpointError):  # which opening the file tells
-        storages += [storage.elsewhere(resolve(folder)) for folder in _elsewhere(catalog)]
-    return max(storage.reads for storage in storages)
+    with contextlib.suppress(CheckpointError):  # opening the file raises it
+        storages += [storage.apply_wrappers(resolve(folder)) for folder in _other_folders(catalog)]
+    return max(storage.parallel_reads for storage in storages)
 
 
 class FileSet:
-    """The open storage files of one checkpoint, with their checksums.
+    """The open storage files of one checkpoint, with their checksums. Several threads may use it.
 
-    Several threads may use it. Use as a context manager, or `close` it; one that nobody holds any more closes itself.
+    Use it as a context manager, or call `close`. A set without references closes itself.
     """
 
     def __init__(self, storage: Storage, catalog: Catalog) -> None:
         self._storage = storage
         self._catalog = catalog
-        self._readers: dict[int, Future[FileReader]] = {}  # the most recently used last
-        self._users: dict[int, int] = {}
+        self._readers: dict[int, Future[FileReader]] = {}  # by file, the most recently used last
+        self._users: dict[int, int] = {}  # by file: threads inside `_open_file`
         self._lock = threading.Lock()
         weakref.finalize(self, _close_all, self._readers).atexit = False
 
@@ -60,7 +60,7 @@ class FileSet:
         self.close()
 
     def close(self) -> None:
-        """Close all files, but for those that a thread is inside of: it waits for a file system that does not answer."""
+        """Close all files that no thread uses. A thread may wait in one for a file system that does not answer."""
         with self._lock:
             idle = {file: opening for file, opening in self._readers.items() if not self._users.get(file)}
             self._readers.clear()
@@ -68,33 +68,33 @@ class FileSet:
             _close_all(idle)
             return
         with contextlib.suppress(StorageUnavailableError):
-            within(self.limit(), lambda: _close_all(idle))
+            call_with_timeout(self.limit(), lambda: _close_all(idle))
 
     @functools.cached_property
     def in_memory(self) -> bool:
-        """Whether no read waits for a device or a server."""
-        return self._storage.in_memory and not _elsewhere(self._catalog)
+        """Whether all files are in memory, so that no read waits for a device or a server."""
+        return self._storage.in_memory and not _other_folders(self._catalog)
 
     @functools.cached_property
     def _reads(self) -> int:
-        return suiting_reads(self._storage, self._catalog)
+        return parallel_reads(self._storage, self._catalog)
 
     def threads(self, wanted: int) -> int:
-        """Reads at the same time: `wanted`, or as many as suit where the files are if that is 0."""
+        """Return the number of parallel reads: `wanted`, or as many as suit the storage if that is 0."""
         return wanted or self._reads
 
     @property
     def url(self) -> str:
-        """Of the checkpoint."""
+        """The URL of the checkpoint."""
         return self._storage.url
 
     def limit(self) -> float:
-        """Seconds that a read may take."""
-        return self._storage.limit()
+        """Return the seconds that one read may take."""
+        return self._storage.call_timeout()
 
     @contextlib.contextmanager
-    def _lease(self, file: int) -> Iterator[FileReader]:
-        """An open file; those not in use are closed beyond `_MOST_OPEN`, since descriptors are few."""
+    def _open_file(self, file: int) -> Iterator[FileReader]:
+        """Open a file, or use the open one. Close unused files beyond `tuning().open_files`: descriptors are few."""
         with self._lock:
             opening = self._readers.pop(file, None)
             first = opening is None
@@ -102,7 +102,7 @@ class FileSet:
             self._readers[file] = opening
             self._users[file] = self._users.get(file, 0) + 1
         try:
-            # Not under the lock: on a remote storage this is a request, and many files are wanted at the same time.
+            # Without the lock: on a remote storage this is a request, and threads open many files at the same time.
             if first:
                 self._open(file, opening)
             yield opening.result()
@@ -111,19 +111,20 @@ class FileSet:
                 self._users[file] -= 1
                 if not self._users[file] and self._readers.get(file) is not opening:
                     _close(opening)  # the set was closed meanwhile
-                idle = [f for f in self._readers if not self._users[f]] if len(self._readers) > _MOST_OPEN else []
-                for other in idle[: len(self._readers) - _MOST_OPEN]:
-                    _close(self._readers.pop(other))
+                excess = len(self._readers) - tuning().open_files
+                if excess > 0:
+                    for other in [f for f in self._readers if not self._users[f]][:excess]:
+                        _close(self._readers.pop(other))
 
     def _open(self, file: int, opening: Future[FileReader]) -> None:
         try:
-            opening.set_result(self._opened(file))
-        except BaseException as error:  # noqa: BLE001  raised from `result`, also for those who wait for the same file
+            opening.set_result(self._new_reader(file))
+        except BaseException as error:  # noqa: BLE001  raised from `result`, in all threads that wait for the file
             with self._lock:
                 self._readers.pop(file, None)
             opening.set_exception(error)
 
-    def _opened(self, file: int) -> FileReader:
+    def _new_reader(self, file: int) -> FileReader:
         entry = self._catalog.files[file]
         try:
             reader = open_named(self._storage, entry.name)
@@ -132,7 +133,7 @@ class FileSet:
                 f"{self._storage.url}: the storage file {entry.name} is missing; use another checkpoint",
                 file=entry.name,
             ) from None
-        if not reader.fits(entry.size):
+        if not reader.match_size(entry.size):
             reader.close()
             raise CorruptCheckpointError(
                 f"{self._storage.url}: {entry.name} has {reader.size} bytes, the catalog says {entry.size}; "
@@ -142,20 +143,20 @@ class FileSet:
         return reader
 
     def fetch(self, file: int, start: int, stop: int, buffers: Sequence[memoryview]) -> None:
-        """Read bytes [start, stop) of a file's data section into `buffers` and verify them.
+        """Read bytes [start, stop) of a file's data section into `buffers`, and verify them.
 
         Args:
             file: index of the file in the catalog.
-            start: a block's first byte.
-            stop: a block's end, or the data section's.
-            buffers: memory of `stop - start` bytes in all, contents arbitrary.
+            start: first byte of a block.
+            stop: end of a block, or of the data section.
+            buffers: memory of `stop - start` bytes in total, contents arbitrary.
 
         Raises:
             CorruptCheckpointError: a checksum differs, or the file is missing, cut or extended.
         """
-        with self._lease(file) as reader:
+        with self._open_file(file) as reader:
             failed: CorruptCheckpointError | StorageError | None = None
-            for copy in itertools.chain([reader], reader.others()):
+            for copy in itertools.chain([reader], reader.other_copies()):
                 try:
                     self._fetch(copy, file, start, stop, buffers)
                 except (CorruptCheckpointError, StorageError) as error:
@@ -171,8 +172,8 @@ class FileSet:
         entry = self._catalog.files[file]
         sums = self._catalog.sums(file)
         block = start // entry.block_bytes
-        step = max(reader.step_bytes // entry.block_bytes, 1) * entry.block_bytes
-        for position, part in steps(stop - start, step, buffers):
+        step = max(reader.preferred_bytes // entry.block_bytes, 1) * entry.block_bytes
+        for position, part in split_buffers(stop - start, step, buffers):
             at = entry.data_offset + start + position
             got = reader.read_into(at, part)
             if got != min(step, stop - start - position):
@@ -181,13 +182,13 @@ class FileSet:
                     f"was cut while it was being read; use another checkpoint",
                     file=entry.name,
                 )
-            for value in sums_of(part, entry.block_bytes):
+            for value in block_sums(part, entry.block_bytes):
                 if value != int(sums[block]):
                     raise self._damaged(file, block)
                 block += 1
 
     def read(self, file: int, start: int, nbytes: int) -> bytes:
-        """Any few bytes of a file's data section, verified with the blocks that they touch; raises as `fetch` does."""
+        """Read a few bytes of a file's data section, and verify the blocks that hold them. Raises as `fetch`."""
         entry = self._catalog.files[file]
         if not nbytes:
             return b""
@@ -195,7 +196,7 @@ class FileSet:
         high = min(-(-(start + nbytes) // entry.block_bytes) * entry.block_bytes, entry.size - entry.data_offset)
         data = bytearray(high - low)
         what = f"cannot read {self._storage.url}"
-        within(self.limit(), lambda: self.fetch(file, low, high, [memoryview(data)]), what)
+        call_with_timeout(self.limit(), lambda: self.fetch(file, low, high, [memoryview(data)]), what)
         return bytes(memoryview(data)[start - low : start - low + nbytes])
 
     def _damaged(self, file: int, block: int) -> CorruptCheckpointError:

@@ -1,9 +1,8 @@
 """The helper process that writes the files of asynchronous saves.
 
-A thread of the training process would have to win the interpreter lock back after every chunk, and would slow an
-interpreter-bound training loop by doing so (docs/decisions/0004). The helper maps the same staging memory, so only
-small messages pass between the two: msgpack records, each behind its length, over a socket pair. The helper ends by
-itself when the training process does, however that ends.
+A thread of the training process would take the interpreter lock after every chunk and slow an interpreter-bound
+training loop (docs/decisions/0004). The helper maps the same staging memory, so only small messages pass between the two
+processes: msgpack records, each behind its length, over a socket pair. The helper ends when the training process ends.
 
 Run as a program (`python -m bytecheckpoint.engine.helper FD`) this module is the helper; imported, it is the client.
 Nothing imported here may import torch: the helper starts in a fraction of a second and stays small.
@@ -29,11 +28,11 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import CheckpointError, CheckpointTimeoutError, UsageError, error_from_report, error_report
-from ..representation.names import escape, unescape
-from ..settings import configure
-from ..storage import resolve
-from .writing import FilesWriter, FileTask
+from bytecheckpoint.engine.writing import FilesWriter, FileTask
+from bytecheckpoint.errors import CheckpointError, CheckpointTimeoutError, UsageError, error_from_report, error_report
+from bytecheckpoint.representation.names import escape, unescape
+from bytecheckpoint.settings import configure
+from bytecheckpoint.storage import resolve
 
 __all__ = ["HelperProcess"]
 
@@ -41,7 +40,7 @@ _LENGTH = struct.Struct("<Q")
 
 
 class _Channel:
-    """Records over a stream socket."""
+    """Sends and receives records over a stream socket."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
@@ -57,7 +56,7 @@ class _Channel:
             self.sock.sendall(head + data)
 
     def receive(self) -> tuple[dict[str, Any] | None, list[int]]:
-        """The next record and the descriptors that came with it; None at the other side's end."""
+        """Receive a record and the descriptors that came with it; None when the other side has closed."""
         head, fds, _, _ = socket.recv_fds(self.sock, _LENGTH.size, 1)
         head += self._exactly(_LENGTH.size - len(head)) if 0 < len(head) < _LENGTH.size else b""
         if len(head) < _LENGTH.size:
@@ -76,13 +75,13 @@ class _Channel:
         return bytes(parts)
 
 
-# Where every core is taken, the training loop keeps three quarters of the one that it shares with a writing thread; where
-# one is idle, the writer loses nothing (decision 0004 has the figures).
+# On a busy machine the training loop keeps three quarters of the core that it shares with a writing thread. On an idle core
+# the writer loses nothing (decision 0004 has the figures).
 _NICENESS = 5
 
 
 class HelperProcess:
-    """Client side. One save at a time; calls raise the typed error that the helper met."""
+    """The training process's side of the helper. Serves one save at a time; calls raise the error that the helper met."""
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
@@ -111,7 +110,17 @@ class HelperProcess:
         return self._process.pid
 
     def call(self, record: dict[str, Any], *, timeout: float, fds: Sequence[int] = ()) -> dict[str, Any]:
-        """Send one request, return its answer."""
+        """Send one request and return its answer.
+
+        Args:
+            record: "op" names the request; the other items are its arguments.
+            timeout: seconds to wait.
+            fds: file descriptors to send along.
+
+        Raises:
+            CheckpointTimeoutError: no answer in time; the helper is stopped.
+            CheckpointError: the helper died, or the error that it met.
+        """
         with self._lock:
             try:
                 self._channel.sock.settimeout(timeout)
@@ -133,14 +142,31 @@ class HelperProcess:
             raise error_from_report(answer)
         return answer
 
+    def answers(self, *, timeout: float) -> bool:
+        """Return whether the helper still serves requests.
+
+        A process that was killed may count as running until its last thread has ended, so `alive` does not say.
+
+        Raises:
+            CheckpointTimeoutError: no answer in time; the helper is stopped.
+        """
+        try:
+            self.call({"op": "ping"}, timeout=timeout)
+        except CheckpointTimeoutError:
+            raise
+        except CheckpointError:
+            self.stop()
+            return False
+        return True
+
     def map_pool(self, fd: int, capacity: int, generation: int, *, timeout: float) -> None:
-        """Let the helper map the staging memory, if it has not this generation of it already."""
+        """Have the helper map the staging memory, unless it has mapped this generation already."""
         if generation != self._mapped:
             self.call({"op": "map", "capacity": capacity}, timeout=timeout, fds=[fd])
             self._mapped = generation
 
     def follow_environment(self, *, timeout: float) -> None:
-        """Let the helper have the variables of now: storages find their servers and credentials by them."""
+        """Send changed environment variables: storages find their servers and credentials by them."""
         now = dict(os.environ)
         if now == self._environment:
             return
@@ -150,7 +176,7 @@ class HelperProcess:
         self._environment = now
 
     def stop(self) -> None:
-        """End the helper; what it was writing stays unfinished."""
+        """End the helper. A file that it was writing stays unfinished."""
         self._channel.sock.close()
         if self._owner == os.getpid() and self._process.poll() is None:
             try:
@@ -163,7 +189,7 @@ class HelperProcess:
 
 
 class _Server:
-    """The helper's own side."""
+    """The helper's side: carries out requests one after the other."""
 
     def __init__(self, channel: _Channel) -> None:
         self._channel = channel
@@ -187,8 +213,11 @@ class _Server:
                 self._channel.send(answer)
             except OSError:
                 break
-        # The training process is gone: an unfinished save is nobody's any more.
+        # The training process is gone, so nobody finishes the save.
         self.do_abort()
+
+    def do_ping(self, *, fds: list[int]) -> dict[str, Any]:
+        return {}
 
     def do_map(self, *, capacity: int, fds: list[int]) -> dict[str, Any]:
         self._pool = np.frombuffer(mmap.mmap(fds[0], capacity), np.uint8)
@@ -206,9 +235,9 @@ class _Server:
     ) -> dict[str, Any]:
         self.do_abort()
         self._batches = []
-        force = configure(**settings)
+        current = configure(**settings)
         files = [msgspec.convert(t, FileTask) for t in tasks]
-        direct, threads = force.direct_io != "off", force.write_threads
+        direct, threads = current.direct_io != "off", current.write_threads
         self._writer = FilesWriter(resolve(unescape(url)), files, direct=direct, threads=threads, stable=stable)
         return {}
 
@@ -254,8 +283,8 @@ def _end_with(parent: int) -> None:
 def main() -> None:
     """Serve until the training process closes its end."""
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
-    # A terminal's Ctrl-C and a scheduler's SIGTERM go to the whole process group; what becomes of the saves is for the
-    # training process to decide.
+    # A terminal's Ctrl-C and a scheduler's SIGTERM go to the whole process group. The training process decides what becomes
+    # of its saves.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     os.nice(_NICENESS)

@@ -1,8 +1,8 @@
-"""Reading the memory of another process of this machine: one copy, and no shared pages that must be touched first.
+"""Copies out of the memory of another process of this machine, without shared pages and in one step.
 
-Linux lets processes of one user read each other (process_vm_readv), unless a security module or another container
-stands between them. Whether it works is tried out, never assumed: a process introduces itself by a secret and the
-address where that secret stands, and who can read it there can read the rest.
+Linux lets processes of one user read each other's memory (process_vm_readv), unless a security module or another
+container stands between them. So the reader always tests it: each process sends the others a handshake, which holds a
+secret and the secret's address. A process that finds the secret at that address can read the rest of the memory too.
 """
 
 from __future__ import annotations
@@ -18,15 +18,27 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Segments", "introduction", "parts_of", "pull", "readable_by_peers", "sees", "segments", "segments_of"]
+from bytecheckpoint.tuning import tuning
 
-#: Pieces of memory that stand for one run of bytes: rows (address, length), int64 [n, 2].
+__all__ = [
+    "Segments",
+    "allow_peer_reads",
+    "make_segments",
+    "peer_handshake",
+    "pid_if_readable",
+    "read_peer_memory",
+    "segments_of_buffers",
+    "slice_segments",
+]
+
+#: Pieces of memory that hold one sequence of bytes: rows (address, length), int64 [n, 2].
 Segments = NDArray[np.int64]
 
-_INTRODUCTION = struct.Struct("<QQ16s")
-_MOST = 1024  # pieces that the kernel takes in one call
+_HANDSHAKE = struct.Struct("<QQ16s")  # process id, address of the secret, secret
+_MAX_SEGMENTS = 1024  # that the kernel takes in one call
 _PR_SET_PTRACER = 0x59616D61
-_ANYONE = ctypes.c_ulong(-1)
+_ANY_PROCESS = ctypes.c_ulong(-1)
+_NO_PROCESS = ctypes.c_ulong(0)
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _readv = getattr(_libc, "process_vm_readv", None)
@@ -41,124 +53,132 @@ if _readv is not None:
         ctypes.c_ulong,
     )
 _secret = ctypes.create_string_buffer(secrets.token_bytes(16), 16)
-_open_doors = 0
+_permissions = 0  # `allow_peer_reads` blocks that are active
 _lock = threading.Lock()
 
 
-def introduction() -> bytes:
-    """What another process needs to find out whether it can read this one's memory."""
-    return _INTRODUCTION.pack(os.getpid(), ctypes.addressof(_secret), _secret.raw)
+def peer_handshake() -> bytes:
+    """Return the bytes by which another process tests whether it can read the memory of this one."""
+    return _HANDSHAKE.pack(os.getpid(), ctypes.addressof(_secret), _secret.raw)
 
 
-def sees(other: bytes) -> int:
-    """Process id of the process that introduced itself with `other`, 0 when its memory cannot be read from here.
+def pid_if_readable(handshake: bytes) -> int:
+    """Return the id of the process that made `handshake`, or 0 when its memory cannot be read from here.
 
-    The same number may name another process in another container; that one does not know the secret.
+    The same id may name another process in another container. That process does not hold the secret.
     """
-    if len(other) != _INTRODUCTION.size:
+    if len(handshake) != _HANDSHAKE.size:
         return 0
-    pid, address, secret = _INTRODUCTION.unpack(other)
+    pid, address, secret = _HANDSHAKE.unpack(handshake)
     found = ctypes.create_string_buffer(16)
     try:
-        pull(pid, segments([(address, 16)]), segments([(ctypes.addressof(found), 16)]))
+        read_peer_memory(pid, make_segments([(address, 16)]), make_segments([(ctypes.addressof(found), 16)]))
     except OSError:
         return 0
     return int(pid) if found.raw == secret else 0
 
 
 @contextlib.contextmanager
-def readable_by_peers() -> Iterator[None]:
-    """While this lasts, Yama's default restriction (only parents may look) does not apply to this process."""
-    global _open_doors  # noqa: PLW0603  several ranks may be threads of one process
+def allow_peer_reads() -> Iterator[None]:
+    """Let any process of this user read the memory of this one, inside a `with` block.
+
+    Yama, a security module, by default restricts that to parents.
+    """
+    global _permissions  # noqa: PLW0603  several ranks may be threads of one process
     with _lock:
-        _open_doors += 1
-        if _open_doors == 1:
-            _allow(_ANYONE)
+        _permissions += 1
+        if _permissions == 1:
+            _set_allowed_reader(_ANY_PROCESS)
     try:
         yield
     finally:
         with _lock:
-            _open_doors -= 1
-            if not _open_doors:
-                _allow(ctypes.c_ulong(0))
+            _permissions -= 1
+            if not _permissions:
+                _set_allowed_reader(_NO_PROCESS)
 
 
-def _allow(whom: ctypes.c_ulong) -> None:
+def _set_allowed_reader(process: ctypes.c_ulong) -> None:
     try:
         with open("/proc/sys/kernel/yama/ptrace_scope") as file:
             restricted = file.read().strip() == "1"
     except OSError:
         return
     if restricted:
-        _libc.prctl(_PR_SET_PTRACER, whom, 0, 0, 0)
+        _libc.prctl(_PR_SET_PTRACER, process, 0, 0, 0)
 
 
-def segments(pieces: Sequence[tuple[int, int]]) -> Segments:
-    """`Segments` of (address, length) pairs."""
+def make_segments(pieces: Sequence[tuple[int, int]]) -> Segments:
+    """Make `Segments` from (address, length) pairs."""
     return np.array(pieces, np.int64).reshape(-1, 2)
 
 
-def segments_of(buffers: Sequence[memoryview]) -> Segments:
-    """Where `buffers` stand; somebody must keep them alive."""
+def segments_of_buffers(buffers: Sequence[memoryview]) -> Segments:
+    """Return the addresses and lengths of `buffers`, which the caller must keep alive."""
     arrays = [np.frombuffer(buffer, np.uint8) for buffer in buffers if len(buffer)]
-    return segments([(array.ctypes.data, array.nbytes) for array in arrays])
+    return make_segments([(array.ctypes.data, array.nbytes) for array in arrays])
 
 
-def parts_of(run: Segments, starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> Segments:
-    """Some parts of a run of bytes, one after the other.
+def slice_segments(segments: Segments, starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> Segments:
+    """Return the segments of some slices of a byte sequence, one slice after the other.
 
     Args:
-        run: where the run stands.
-        starts: first byte of each part in the run, [n].
-        lengths: of each part, positive, [n].
+        segments: memory of the whole sequence.
+        starts: position of each slice in the sequence, [n].
+        lengths: bytes of each slice, positive, [n].
     """
-    if len(run) == 1:
-        return np.column_stack((run[0, 0] + starts, lengths))
-    ends = np.cumsum(run[:, 1])
-    begins = ends - run[:, 1]
+    if len(segments) == 1:
+        return np.column_stack((segments[0, 0] + starts, lengths))
+    ends = np.cumsum(segments[:, 1])
+    begins = ends - segments[:, 1]
     first = np.searchsorted(ends, starts, side="right")
     last = np.searchsorted(ends, starts + lengths, side="left")
     count = last - first + 1
     part = np.repeat(np.arange(len(starts)), count)
-    piece = first[part] + np.arange(len(part)) - np.repeat(np.cumsum(count) - count, count)
-    low = np.maximum(begins[piece], starts[part])
-    high = np.minimum(ends[piece], (starts + lengths)[part])
-    return np.column_stack((run[piece, 0] + low - begins[piece], high - low))
+    segment = first[part] + np.arange(len(part)) - np.repeat(np.cumsum(count) - count, count)
+    low = np.maximum(begins[segment], starts[part])
+    high = np.minimum(ends[segment], (starts + lengths)[part])
+    return np.column_stack((segments[segment, 0] + low - begins[segment], high - low))
 
 
-def _joined(pieces: Segments) -> Segments:
-    """The same with neighbours in memory made one."""
-    new = np.ones(len(pieces), bool)
-    new[1:] = pieces[1:, 0] != pieces[:-1, 0] + pieces[:-1, 1]
+def _joined(segments: Segments) -> Segments:
+    """Join segments that follow each other in memory."""
+    new = np.ones(len(segments), bool)
+    new[1:] = segments[1:, 0] != segments[:-1, 0] + segments[:-1, 1]
     begin = np.flatnonzero(new)
-    if len(begin) == len(pieces):
-        return pieces
-    return np.column_stack((pieces[begin, 0], np.add.reduceat(pieces[:, 1], begin)))
+    if len(begin) == len(segments):
+        return segments
+    return np.column_stack((segments[begin, 0], np.add.reduceat(segments[:, 1], begin)))
 
 
-def pull(pid: int, remote: Segments, local: Segments) -> None:
-    """Copy the bytes at `remote` in process `pid` to `local` here; both stand for runs of one length.
+def read_peer_memory(pid: int, remote: Segments, local: Segments) -> None:
+    """Copy bytes from process `pid` to this process.
+
+    Args:
+        pid: the process to read from.
+        remote: memory of the bytes there.
+        local: memory for the bytes here, of the same total length.
 
     Raises:
-        OSError: the process is gone, or may not be read.
+        OSError: the process is gone, or this process may not read its memory.
     """
-    if _readv is None:
+    if _readv is None or not tuning().peer_memory:
         raise OSError(38, "this system has no process_vm_readv")
-    remote, local = (np.ascontiguousarray(_joined(pieces), np.int64) for pieces in (remote, local))
+    remote, local = (np.ascontiguousarray(_joined(segments), np.int64) for segments in (remote, local))
     while len(local):
-        there, here = min(len(remote), _MOST), min(len(local), _MOST)
-        done = _readv(pid, local.ctypes.data, here, remote.ctypes.data, there, 0)
+        remote_count, local_count = min(len(remote), _MAX_SEGMENTS), min(len(local), _MAX_SEGMENTS)
+        done = _readv(pid, local.ctypes.data, local_count, remote.ctypes.data, remote_count, 0)
         if done <= 0:
             code = ctypes.get_errno()
             raise OSError(code, os.strerror(code))
-        remote, local = _after(remote, done), _after(local, done)
+        remote, local = _skip(remote, done), _skip(local, done)
 
 
-def _after(pieces: Segments, nbytes: int) -> Segments:
-    """What follows the first `nbytes` of the run."""
-    ends = np.cumsum(pieces[:, 1])
-    left = pieces[int(np.searchsorted(ends, nbytes, side="right")) :].copy()
-    if len(left):
-        taken = nbytes - (ends[-1] - left[:, 1].sum())
-        left[0] += taken, -taken
-    return left
+def _skip(segments: Segments, nbytes: int) -> Segments:
+    """Return the segments without their first `nbytes` bytes."""
+    ends = np.cumsum(segments[:, 1])
+    rest = segments[int(np.searchsorted(ends, nbytes, side="right")) :].copy()
+    if len(rest):
+        skipped = nbytes - (ends[-1] - rest[:, 1].sum())
+        rest[0] += skipped, -skipped
+    return rest

@@ -1,11 +1,11 @@
-"""The staging pool: shared memory whose pages are touched once and then reused by every save.
+"""The staging pool: shared memory that saves copy into.
 
-First use of a page costs ten times what copying into a touched one does, so the pool grows once, ahead of need where
-it can (`StagingPool.reserve` from a background thread), and is kept. It is anonymous shared memory (memfd): the
-helper process that writes files maps the same pages, so no byte is copied between the processes.
+First use of a page costs ten times what copying into a touched one does. So the pool grows once, ahead of need where
+possible (`StagingPool.reserve` from a background thread), and every save reuses it. It is anonymous shared memory (memfd):
+the helper process that writes files maps the same pages, so no byte is copied between the processes.
 
-A save that comes before the pool is ready goes through a private one instead: its pages are huge, and touched in a
-third of the time, but only this process can write them.
+A save that comes before the pool is ready uses a private pool instead. Its huge pages are touched in a third of the time,
+but only this process can write them to files.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..errors import CheckpointError
+from bytecheckpoint.errors import CheckpointError
 
 __all__ = ["StagingPool", "available_memory"]
 
@@ -32,9 +32,9 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def available_memory() -> int:
-    """Bytes that this process may still take without pushing others out.
+    """Return the bytes of memory that this process may still take without pushing others out.
 
-    That is its share of the machine's, or its cgroup's if smaller: the ranks beside it ask at the same time.
+    That is this rank's share of the machine's free memory, or of its cgroup's: the ranks beside it ask at the same time.
     """
     available = 1 << 62
     with contextlib.suppress(OSError, ValueError), open("/proc/meminfo") as file:
@@ -46,11 +46,11 @@ def available_memory() -> int:
         open("/sys/fs/cgroup/memory.current") as used,
     ):
         available = min(available, int(limit.read()) - int(used.read()))
-    return max(available, 0) // _ranks_here()
+    return max(available, 0) // _local_ranks()
 
 
-def _ranks_here() -> int:
-    """Ranks of the job on this machine, as far as its launcher says."""
+def _local_ranks() -> int:
+    """Count the ranks of the job on this machine, as far as its launcher says."""
     for name in ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE"):
         with contextlib.suppress(ValueError):
             return max(int(os.environ.get(name, "")), 1)
@@ -58,7 +58,7 @@ def _ranks_here() -> int:
 
 
 class StagingPool:
-    """One contiguous buffer of shared memory that can grow while nothing uses it.
+    """One contiguous buffer of memory that can grow while no save uses it.
 
     Args:
         shared: the helper process can map it.
@@ -82,7 +82,7 @@ class StagingPool:
         self._array: NDArray[np.uint8] = np.zeros(0, np.uint8)
 
     def reserve(self, nbytes: int, *, touch: bool) -> None:
-        """Make the pool at least `nbytes` large. Must not be called while a save uses the pool.
+        """Grow the pool to at least `nbytes`. Must not be called while a save uses the pool.
 
         Args:
             nbytes: bytes wanted.
@@ -124,7 +124,7 @@ class StagingPool:
             self._pinned = self.capacity if int(code) == 0 else 0
 
     def _touch(self) -> None:
-        # The C call releases the interpreter lock; a step at a time, so that a growing pool can be interrupted.
+        # The C call releases the interpreter lock. Short steps let a growing pool be interrupted.
         if self._tensor is None or self._pinned:
             return
         base = self._tensor.data_ptr()
@@ -134,12 +134,12 @@ class StagingPool:
                 self._array[start : start + size : _PAGE] = 0
 
     def tensor(self) -> torch.Tensor:
-        """The pool as a uint8 tensor of shape [capacity]."""
+        """Return the pool as a uint8 tensor of shape [capacity]."""
         assert self._tensor is not None, "the pool was not reserved"
         return self._tensor
 
     def view(self, start: int, nbytes: int) -> memoryview:
-        """Bytes [start, start + nbytes) of the pool."""
+        """Return bytes [start, start + nbytes) of the pool."""
         return memoryview(self._array[start : start + nbytes])
 
     def _unmap(self) -> None:
@@ -149,13 +149,13 @@ class StagingPool:
         self._tensor = None
         self._array = np.zeros(0, np.uint8)
         if self._map is not None:
-            # Views that a finished save still refers to keep the old mapping alive; it goes with the last of them.
+            # A finished save may still hold views; the old mapping is freed with the last of them.
             with contextlib.suppress(BufferError):
                 self._map.close()
             self._map = None
 
     def release(self) -> None:
-        """Give the memory back to the system; the next save reserves it anew."""
+        """Free the memory; the next save reserves it anew."""
         with self._lock:
             self._unmap()
             if self.fd >= 0:

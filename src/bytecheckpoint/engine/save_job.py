@@ -1,14 +1,14 @@
 """The bytes of one save on one rank: from live tensors to durable files.
 
-A synchronous save streams chunk by chunk through a few small buffers. An asynchronous one copies the image into the
-staging pool, which is all that the caller waits for, and writes it from there: by the helper process, or by threads. So
-does a synchronous one where the storage can send nothing before it has everything.
+A synchronous save streams chunk by chunk through a few small buffers. An asynchronous save copies the image into the
+staging pool, which is all that the caller waits for; the helper process or threads write it from there. A synchronous
+save does so too if the storage takes whole files only.
 """
 
 from __future__ import annotations
 
 import queue
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict
 from typing import Any, Protocol
@@ -18,13 +18,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..representation.names import escape
-from ..settings import Settings
-from ..storage import Storage
-from .helper import HelperProcess
-from .pool import StagingPool
-from .staging import Chunk, Image, chunks_of
-from .writing import FilesWriter, FileTask
+from bytecheckpoint.engine.helper import HelperProcess
+from bytecheckpoint.engine.pool import StagingPool
+from bytecheckpoint.engine.staging import Chunk, Image, chunks_of
+from bytecheckpoint.engine.writing import FilesWriter, FileTask
+from bytecheckpoint.representation.names import escape
+from bytecheckpoint.settings import Settings
+from bytecheckpoint.storage import Storage
 
 __all__ = ["SaveJob"]
 
@@ -33,7 +33,7 @@ _GRACE = 5.0
 
 
 class _Backend(Protocol):
-    """Who writes chunks that stand in the staging pool: (file, start in its data section, place in pool, length)."""
+    """Writes chunks of the staging pool: (file, start in its data section, place in the pool, length)."""
 
     def write(self, chunks: list[tuple[int, int, int, int]]) -> int: ...
 
@@ -76,19 +76,21 @@ class _ThreadBackend:
 class _HelperBackend:
     def __init__(
         self,
-        helper: HelperProcess,
+        running_helper: Callable[[], HelperProcess],
         storage: Storage,
         tasks: Sequence[FileTask],
         settings: Settings,
         pool: StagingPool,
         stable: bool,
     ) -> None:
-        self._helper = helper
-        # A time limit that grows with the bytes: a large save may take long, a hanging one must end.
-        self._timeout = storage.limit(sum(t.data_bytes for t in tasks)) + _GRACE
+        # The time limit grows with the bytes: a large save may take long, a hanging one must end.
+        self._timeout = storage.call_timeout(sum(t.data_bytes for t in tasks)) + _GRACE
+        self._helper = running_helper()
+        if not self._helper.answers(timeout=self._timeout):
+            self._helper = running_helper()  # the first one had died after the last save
         if pool.capacity:
-            helper.map_pool(pool.fd, pool.capacity, pool.generation, timeout=self._timeout)
-        helper.follow_environment(timeout=self._timeout)
+            self._helper.map_pool(pool.fd, pool.capacity, pool.generation, timeout=self._timeout)
+        self._helper.follow_environment(timeout=self._timeout)
         self._call(
             "open",
             url=escape(storage.url),
@@ -118,7 +120,7 @@ class _HelperBackend:
 
 
 class SaveJob:
-    """One rank's files of one save. Calls: (`write_through` | `stage`, `write_staged`), then `finish`; or `abort`.
+    """Writes files of one save. Calls: (`write_through` | `stage`, `write_staged`), then `finish`; or `abort`.
 
     Args:
         image: live tensors and their places.
@@ -141,7 +143,7 @@ class SaveJob:
         return self._backend is not None
 
     def slot_bytes(self) -> int:
-        """What `write_through` needs of a pool."""
+        """Return the bytes that `write_through` needs of a pool."""
         longest = max((min(f.nbytes, self._settings.chunk_bytes) for f in self._image.files), default=0)
         return self._settings.write_threads * -(-longest // 4096) * 4096
 
@@ -149,7 +151,7 @@ class SaveJob:
         """Write everything now, from the live tensors.
 
         Args:
-            pool: at least `slot_bytes` large; what cannot be written from where it is passes through it.
+            pool: at least `slot_bytes` large; tensors that cannot be written from their own memory pass through it.
 
         Returns:
             Block sums of each file.
@@ -165,10 +167,10 @@ class SaveJob:
         for number in range(settings.write_threads if chunks else 0):
             slots.put(pool.tensor()[number * size : (number + 1) * size])
         direct = writer.direct
-        # Found before the bytes stream through the processor's caches, and push the code for this out of them.
+        # Collected first: later the streaming bytes have pushed this code out of the processor's caches.
         large = {} if direct else self._image.large()
 
-        def one(chunk: Chunk) -> None:
+        def write(chunk: Chunk) -> None:
             slot = slots.get()
             try:
                 buffers = self._image.fill(chunk, slot, large)
@@ -178,13 +180,18 @@ class SaveJob:
                 slots.put(slot)
 
         for chunk in chunks:
-            writer.submit(one, chunk)
+            writer.submit(write, chunk)
         return writer.sums()
 
-    def open_backend(self, pool: StagingPool, helper: HelperProcess | None) -> None:
-        """Create the files, so that a full or read-only storage shows before anything is staged."""
+    def open_backend(self, pool: StagingPool, helper: Callable[[], HelperProcess] | None) -> None:
+        """Create the files, so that a full or read-only storage shows before anything is staged.
+
+        Args:
+            pool: the staging pool that is written from.
+            helper: returns the running helper process, which writes; None where threads write.
+        """
         settings = self._settings
-        # A pool that holds the whole image keeps it until the save ends; a smaller one is used again for later chunks.
+        # A pool that holds the whole image keeps it until the save ends. A smaller pool is reused for later chunks.
         stable = pool.capacity >= self._image.nbytes
         if helper is not None and self._storage.capabilities.shared:
             self._backend = _HelperBackend(helper, self._storage, self._tasks, settings, pool, stable)
@@ -195,13 +202,13 @@ class SaveJob:
             self._backend = _ThreadBackend(writer, pool)
 
     def stage(self, pool: StagingPool) -> list[tuple[int, int, int, int]]:
-        """Copy the image into the pool: all that the caller of an asynchronous save waits for.
+        """Copy the image into the pool, which is all that the caller of an asynchronous save waits for.
 
         When the pool is smaller than the image, chunks pass through its two halves in turn, and the caller waits for
         the storage (back-pressure); `open_backend` must then have been called.
 
         Returns:
-            Chunks that stand in the pool and are still to be written, for `write_staged`.
+            The chunks in the pool that are not written yet, for `write_staged`.
         """
         image, chunk_bytes = self._image, self._settings.chunk_bytes
         chunks = chunks_of(image.files, chunk_bytes)
@@ -229,7 +236,7 @@ class SaveJob:
         return batch
 
     def write_staged(self, chunks: list[tuple[int, int, int, int]]) -> list[NDArray[np.uint64]]:
-        """Write what `stage` left in the pool; the block sums of each file."""
+        """Write the chunks that `stage` left in the pool; returns the block sums of each file."""
         assert self._backend is not None
         self._backend.write(chunks)
         return self._backend.sums()

@@ -1,8 +1,7 @@
-"""Copying live shards into the image of the files that they will become.
+"""Staging: copies of live shards into the image of a rank's storage files.
 
-A rank's *image* is the data sections of its storage files, one after the other, each starting on a 4096-byte
-boundary. With a pool as large as the image, all shards are copied at once and the caller is free; with a smaller one
-the image passes through the pool chunk by chunk. Both fill chunks from the same table of pieces.
+A rank's *image* consists of the data sections of its storage files, one after the other, each on a 4096-byte boundary.
+A pool as large as the image takes all shards in one copy. Through a smaller pool the image passes chunk by chunk.
 """
 
 from __future__ import annotations
@@ -31,14 +30,16 @@ __all__ = [
     "views_at",
 ]
 
-_REFERENCE_BYTES = 256 << 10
-#: From here on memcpy takes 0.6 of the time of torch's copy loop, which reads the target before it writes it.
+#: Pieces of tensors from this length on are written from their own memory, others are gathered in a chunk first.
+_LARGE_BYTES = 256 << 10
+#: From this length on memcpy takes 0.6 of the time of torch's copy loop, which reads the target before it writes.
 _MEMCPY_BYTES = 64 << 10
 _COPY_PIECE = 8 << 20
 _COPY_THREADS = 4
-_MANY = 64
-#: Dtypes whose copies torch may not implement are moved as integers of the same width.
-_PLAIN = {
+#: Chunks of more tensors than this keep the interpreter busy; two threads would only take turns at its lock.
+_MANY_TENSORS = 64
+#: Torch implements copies of these dtypes on every device. Others are copied as integers of the same width.
+_COPYABLE = {
     torch.float32,
     torch.float64,
     torch.float16,
@@ -56,17 +57,17 @@ _INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def movable(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor` under a dtype that every copy kernel knows; the same memory."""
-    return tensor if tensor.dtype in _PLAIN else tensor.view(_INTEGER[tensor.element_size()])
+    """View `tensor` under a dtype that torch copies on every device."""
+    return tensor if tensor.dtype in _COPYABLE else tensor.view(_INTEGER[tensor.element_size()])
 
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor` with its elements in row-major order: itself where they are, else a copy."""
+    """Return `tensor` if its elements are in row-major order, else a copy in that order."""
     return movable(tensor).contiguous().view(tensor.dtype)
 
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a contiguous tensor, uint8 of shape [nbytes], the same memory."""
+    """View the bytes of a contiguous tensor as uint8 of shape [nbytes]."""
     return movable(tensor).reshape(-1).view(torch.uint8)
 
 
@@ -78,8 +79,8 @@ class ImageFile:
         start: first byte in the image; a multiple of 4096.
         nbytes: length of the data section.
         shards: indexes into the image's tensors, in file order; they tile the section.
-        starts: byte offset of each of them inside the section, ascending, shape [n].
-        sizes: bytes of each, shape [n].
+        starts: byte offset of each shard in the section, ascending, shape [n].
+        sizes: bytes of each shard, shape [n].
     """
 
     start: int
@@ -99,7 +100,7 @@ class Chunk:
 
 
 def chunks_of(files: Sequence[ImageFile], chunk_bytes: int) -> list[Chunk]:
-    """All chunks of an image, in order."""
+    """Return all chunks of an image, in order."""
     return [
         Chunk(index, start, min(chunk_bytes, file.nbytes - start))
         for index, file in enumerate(files)
@@ -109,10 +110,10 @@ def chunks_of(files: Sequence[ImageFile], chunk_bytes: int) -> list[Chunk]:
 
 @dataclass(slots=True)
 class KnownTargets:
-    """Views of the pool that stay the same from save to save.
+    """Views of the pool that the saves of one plan share.
 
     Attributes:
-        files: the first so many files of the image keep their layout.
+        files: number of files at the start of the image whose layout stays the same.
         key: address and generation of the pool that the views belong to.
         views: one per tensor of those files, in file order.
     """
@@ -122,7 +123,7 @@ class KnownTargets:
     views: list[torch.Tensor] = field(default_factory=list)
 
     def forget(self) -> None:
-        """Let go of the pool's memory."""
+        """Drop the views, which keep the pool's memory alive."""
         self.key = (0, 0)
         self.views = []
 
@@ -134,8 +135,8 @@ class Image:
     Attributes:
         tensors: the live shards' elements.
         files: the data sections that they make up.
-        known: where the tensors of the first files go in the pool, kept from one save to the next.
-        filling: held by the thread that fills a chunk of many small tensors.
+        known: places in the pool of the tensors of the first files, reused by the next save.
+        filling: the lock of the thread that fills a chunk of many small tensors.
     """
 
     tensors: list[torch.Tensor]
@@ -144,21 +145,21 @@ class Image:
     filling: threading.Lock = field(default_factory=threading.Lock)
 
     def large(self) -> dict[int, memoryview]:
-        """The memory of those tensors that storage can be written from as they are, by index."""
+        """Return the memory of the tensors that can be written without a copy, by index."""
         return {
             index: memoryview(flat_bytes(tensor).numpy())
             for index, tensor in enumerate(self.tensors)
-            if tensor.nbytes >= _REFERENCE_BYTES and tensor.device.type == "cpu" and tensor.is_contiguous()
+            if tensor.nbytes >= _LARGE_BYTES and tensor.device.type == "cpu" and tensor.is_contiguous()
         }
 
     @property
     def nbytes(self) -> int:
-        """Length of the image in bytes."""
+        """The length of the image in bytes."""
         last = self.files[-1] if self.files else None
         return last.start + -(-last.nbytes // 4096) * 4096 if last else 0
 
     def stage(self, pool: torch.Tensor, generation: int) -> None:
-        """Copy everything into `pool` (uint8, at least `nbytes` long): the blocking part of an asynchronous save."""
+        """Copy all tensors into `pool` (uint8, at least `nbytes` long): the blocking part of an asynchronous save."""
         order = [i for f in self.files for i in f.shards]
         sources = [movable(self.tensors[i]) for i in order]
         key = (pool.data_ptr(), generation)
@@ -166,9 +167,9 @@ class Image:
             self.known.key = key
             self.known.views = self._views(pool, sources, self.files[: self.known.files])
         targets = self.known.views
-        later = self.files[self.known.files :]
-        if later:
-            targets = targets + self._views(pool, sources[len(targets) :], later)
+        other_files = self.files[self.known.files :]
+        if other_files:
+            targets = targets + self._views(pool, sources[len(targets) :], other_files)
         copy_all(targets, sources)
 
     @staticmethod
@@ -180,15 +181,15 @@ class Image:
         return views
 
     def fill(self, chunk: Chunk, slot: torch.Tensor, large: Mapping[int, memoryview]) -> list[memoryview]:
-        """The bytes of one chunk, gathered in `slot` (uint8, at least `chunk.nbytes` long).
+        """Gather the bytes of one chunk.
 
         Args:
-            chunk: which bytes.
-            slot: memory to gather into.
-            large: tensors, by index, whose large pieces are not copied: the result refers to this memory instead.
+            chunk: the bytes.
+            slot: memory to gather into, uint8, at least `chunk.nbytes` long.
+            large: memory of tensors, by index, whose large pieces are not copied. The result refers to it instead.
 
         Returns:
-            Buffers which hold the chunk one after the other.
+            Buffers that hold the chunk, one after the other.
         """
         file = self.files[chunk.file]
         stop = chunk.start + chunk.nbytes
@@ -196,7 +197,7 @@ class Image:
         last = int(np.searchsorted(file.starts, stop, "left"))
         slot_view = memoryview(slot.numpy())
         buffers: list[memoryview] = []
-        copied = 0  # start, inside the chunk, of the copied bytes that no buffer covers yet
+        covered = 0  # bytes of the chunk that `buffers` cover
         whole: list[torch.Tensor] = []
         whole_starts: list[int] = []
         for index in range(first, last):
@@ -205,15 +206,15 @@ class Image:
             if low >= high:
                 continue
             at = low - chunk.start
-            known = large.get(file.shards[index]) if high - low >= _REFERENCE_BYTES else None
-            if known is not None:
-                if at > copied:
-                    buffers.append(slot_view[copied:at])
-                buffers.append(known[low - begin : high - begin])
-                copied = at + high - low
+            memory = large.get(file.shards[index]) if high - low >= _LARGE_BYTES else None
+            if memory is not None:
+                if at > covered:
+                    buffers.append(slot_view[covered:at])
+                buffers.append(memory[low - begin : high - begin])
+                covered = at + high - low
                 continue
             tensor = self.tensors[file.shards[index]]
-            if high - low == size and size < _REFERENCE_BYTES:
+            if high - low == size and size < _LARGE_BYTES:
                 whole.append(movable(tensor))
                 whole_starts.append(at)
                 continue
@@ -223,26 +224,25 @@ class Image:
             else:
                 slot[at : at + high - low].copy_(piece)
         if whole:
-            # Many small pieces keep the interpreter busy; two threads at it would only take turns at its lock.
-            with self.filling if len(whole) > _MANY else contextlib.nullcontext():
+            with self.filling if len(whole) > _MANY_TENSORS else contextlib.nullcontext():
                 copy_all(views_at(slot, whole, whole_starts), whole)
-        if chunk.nbytes > copied:
-            buffers.append(slot_view[copied : chunk.nbytes])
+        if chunk.nbytes > covered:
+            buffers.append(slot_view[covered : chunk.nbytes])
         return buffers
 
 
 def views_at(
     section: torch.Tensor, sources: Sequence[torch.Tensor], starts: Sequence[int] | NDArray[np.int64]
 ) -> list[torch.Tensor]:
-    """Views of `section` (uint8) at byte `starts`, with the shapes and dtypes of `sources`.
+    """Return views of `section` (uint8) at byte `starts`, with the shapes and dtypes of `sources`.
 
-    Each start is a multiple of its dtype's size, as it is in every file: there tensors stand largest elements first.
+    Each start must be a multiple of its dtype's size. In storage files it is, since larger elements come first there.
     """
     views: list[torch.Tensor] = []
     begins = starts.tolist() if isinstance(starts, np.ndarray) else starts
     first = 0
     while first < len(sources):
-        # A run of one dtype without holes becomes views in one call: a third of the time of a view each.
+        # One call makes the views of a run of one dtype without holes, in a third of the time of a call for each.
         dtype = sources[first].dtype
         end, last = begins[first], first
         while last < len(sources) and sources[last].dtype == dtype and begins[last] == end:
@@ -255,13 +255,13 @@ def views_at(
 
 
 def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """Copy each source to its target; copies from or to an accelerator are all queued before the one wait for them."""
+    """Copy each source to its target. All copies from or to an accelerator are queued, then waited for once."""
     if not targets:
         return
     with torch.no_grad():
         if not (all(t.is_cpu for t in targets) and all(s.is_cpu for s in sources)):
             torch._foreach_copy_(targets, sources, non_blocking=True)
-            # A thread begins with the first device as its own, whichever one the process has chosen.
+            # By name: the current device of a new thread is the first one, not the one that the process has chosen.
             for device in {t.device for t in (*targets, *sources) if not t.is_cpu}:
                 torch.accelerator.synchronize(device)
             return
@@ -283,7 +283,7 @@ def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
 
 
 def _copy_large(pairs: list[tuple[NDArray[np.uint8], NDArray[np.uint8]]]) -> None:
-    """memcpy each (target, source), by as many threads as torch itself would use."""
+    """Copy each (target, source) pair by memcpy, on as many threads as torch itself would use."""
     threads = min(torch.get_num_threads(), _COPY_THREADS, sum(t.nbytes for t, _ in pairs) // _COPY_PIECE)
     if threads < 2:
         for target, source in pairs:

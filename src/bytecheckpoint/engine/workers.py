@@ -1,4 +1,4 @@
-"""Writer threads that can finish their work while the interpreter ends."""
+"""Threads that can finish their work while the interpreter ends."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Any
 
 __all__ = ["Workers"]
 
-_Item = tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]
+_Task = tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]
 
 
 class Workers:
     """A few threads that run functions.
 
-    ThreadPoolExecutor starts its threads at the first use and takes no work once the interpreter ends, which is just
-    when a save in flight must be finished. Here all threads start at once; where even that is too late, the functions
-    run in the thread that submits them.
+    ThreadPoolExecutor starts its threads at the first use, and refuses work once the interpreter ends. But then a save
+    in flight must still finish. Here all threads start in the constructor. Where that is too late, functions run in the
+    thread that submits them.
 
     Args:
         count: number of threads.
@@ -27,10 +27,10 @@ class Workers:
     """
 
     def __init__(self, count: int, name: str) -> None:
-        self._queue: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         for number in range(count):
-            # Daemons: whoever waits for the results keeps the interpreter alive, the threads alone must not.
+            # Daemons: a thread that waits for results keeps the interpreter alive; these threads alone must not.
             thread = threading.Thread(target=self._run, name=f"{name}_{number}", daemon=True)
             try:
                 thread.start()
@@ -39,32 +39,32 @@ class Workers:
             self._threads.append(thread)
 
     def _run(self) -> None:
-        while (item := self._queue.get()) is not None:
-            _work(item)
-            del item  # or the buffers of the last call stay alive while the thread waits
+        while (task := self._queue.get()) is not None:
+            _run_task(task)
+            del task  # else the buffers of the last call stay alive while the thread waits
 
     def submit(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
-        """Run `function(*args)` on a thread."""
-        item: _Item = (Future(), function, args)
+        """Run `function(*args)` on one of the threads."""
+        task: _Task = (Future(), function, args)
         if self._threads:
-            self._queue.put(item)
+            self._queue.put(task)
         else:
-            _work(item)
-        return item[0]
+            _run_task(task)
+        return task[0]
 
     def shutdown(self, *, cancel: bool = False, seconds: float | None = None) -> bool:
         """Wait until all work is done and the threads have ended.
 
         Args:
-            cancel: work that has not begun is dropped.
-            seconds: how long to wait; None: until they have.
+            cancel: drop work that has not begun.
+            seconds: longest wait; None: without limit.
 
         Returns:
-            Whether they have ended. Those that have not end with what they do now.
+            Whether all threads have ended. Others end after their present function.
         """
         if cancel:
             try:
-                while (item := self._queue.get_nowait()) is None or item[0].cancel():
+                while (task := self._queue.get_nowait()) is None or task[0].cancel():
                     pass
             except queue.Empty:
                 pass
@@ -78,11 +78,11 @@ class Workers:
         return ended
 
 
-def _work(item: _Item) -> None:
-    future, function, args = item
+def _run_task(task: _Task) -> None:
+    future, function, args = task
     if not future.set_running_or_notify_cancel():
         return
     try:
         future.set_result(function(*args))
-    except BaseException as error:  # noqa: BLE001  it is the future's
+    except BaseException as error:  # noqa: BLE001  raised by `Future.result`
         future.set_exception(error)

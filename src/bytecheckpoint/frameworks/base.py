@@ -1,7 +1,7 @@
-"""What a framework adapter is: it turns live objects into live shards, and live shards back into objects.
+"""The protocol of framework adapters, which turn live objects into live shards and fill live objects from shards.
 
-Nothing outside this package knows the name of a framework. Saving asks an adapter for `LiveState`s; loading asks it
-for a `Destination`: the memory to fill, and a function that installs everything else once the bytes are there.
+Nothing outside `frameworks` knows the name of a framework. Saving asks an adapter for `LiveState`s. Loading asks it for a
+`Destination`: the memory to fill, and the steps that install everything else after the bytes have arrived.
 """
 
 from __future__ import annotations
@@ -15,10 +15,13 @@ import torch
 from bytecheckpoint.errors import CheckpointError, IncompatibleCheckpointError
 from bytecheckpoint.representation.shards import LiveShard, LiveState, TensorKey
 
-__all__ = ["Destination", "Framework", "Names", "SavedStates", "SavedTensor", "ShardedLeaf"]
+__all__ = ["Destination", "Framework", "ParameterName", "SavedStates", "SavedTensor", "SupportsShards", "UserNames"]
 
 #: Explicit parameter names for optimizers: parameter -> FQN, or FQN -> parameter.
-Names = Mapping[Any, Any]
+UserNames = Mapping[Any, Any]
+
+#: The FQN of a parameter and its aliases: further FQNs of the same tensor (tied weights).
+ParameterName = tuple[str, tuple[str, ...]]
 
 
 class SavedTensor(NamedTuple):
@@ -36,66 +39,69 @@ class SavedTensor(NamedTuple):
 
 
 class SavedStates(Protocol):
-    """What a checkpoint holds, as an adapter sees it while it plans a load."""
+    """The contents of a checkpoint, as an adapter sees them while it plans a load.
+
+    A *tree* holds the plain values of one kind as one rank saved them, encoded.
+    """
 
     def kinds(self) -> Collection[str]:
-        """Names of the states that the checkpoint holds."""
+        """Return the names of the states that the checkpoint holds."""
 
     def find(self, kind: str, names: Sequence[str], slot: str = "") -> SavedTensor | None:
-        """The tensor of the first of `names` (aliases count) that is there."""
+        """Return the tensor of the first of `names` that the checkpoint holds, as a name or as an alias."""
 
     def slots(self, kind: str, names: Sequence[str]) -> list[SavedTensor]:
-        """All state tensors of the parameter that goes by any of `names`."""
+        """Return all optimizer state tensors of the parameter that has any of `names`."""
 
     def keys(self, kind: str) -> list[TensorKey]:
-        """The keys of all tensors of `kind`."""
+        """Return the keys of all tensors of `kind`."""
 
     def tree(self, kind: str) -> bytes | None:
-        """The encoded plain values for this rank: the shared tree, or its own, or rank 0's; None when there is none."""
+        """Return this rank's tree: the shared one, else its own, else rank 0's; None when there is none."""
 
     def trees(self, kind: str) -> list[bytes]:
-        """All distinct trees of `kind` (ranks of a pipeline hold different ones)."""
+        """Return all distinct trees of `kind` (ranks of a pipeline hold different ones)."""
 
     def trees_about(self, kind: str, names: Collection[str]) -> Iterator[bytes]:
-        """The distinct trees of `kind`, each read when it is asked for.
+        """Iterate over the distinct trees of `kind`, the likeliest to mention `names` first, reading each when asked for.
 
-        First the one that this rank itself saved, as far as one can tell, then those of the ranks that wrote tensors of
-        `names`, then the others: whoever stops when everything is found has read hardly more than what speaks of it.
+        The order is: this rank's own tree, as far as one can tell; the trees of ranks that wrote tensors of `names`;
+        the others. A caller that stops when it has found everything reads few trees.
         """
 
-    def shape_of(self, kind: str, fqn: str) -> SavedTensor | None:
-        """The tensor behind a by-content leaf, chosen for this rank by the rule of `tree`.
+    def find_by_content(self, kind: str, fqn: str) -> SavedTensor | None:
+        """Return a tensor that is identified by its content, chosen for this rank by the rule of `tree`.
 
-        None when the tensor of that name is identified by its name and box, and `find` is the way to it.
+        None when the tensor of that name is identified by its name and box: `find` returns it then.
         """
 
 
 @dataclass(slots=True)
 class Destination:
-    """Where one rank wants a checkpoint's bytes, and what to do when they have arrived.
+    """The load plan of one rank: the memory to fill, and the steps to run after the bytes have arrived.
 
     Attributes:
         wanted: the boxes to fill. `key` is the checkpoint's key, which may differ from the live name (tied weights);
             `data` is the memory to write into.
-        checks: what `check` runs, in order.
-        finish: steps that `apply` runs, in order.
-        missing: what the live objects hold and the checkpoint lacks, by the names that `bytecheckpoint.open` shows.
-        claimed: every saved key that this rank accounts for. What no rank claims is unexpected.
-        notes: what a person may want to know (parameters left without state, settings that were kept).
+        checks: the steps of `check`, in order.
+        finish: the steps of `apply`, in order.
+        missing: names that the live objects hold and the checkpoint lacks, as `bytecheckpoint.open` spells them.
+        recognized: every saved key that this rank loads or knowingly skips. Keys that no rank recognizes are unexpected.
+        notes: remarks for the user (parameters left without state, settings that keep their live value).
     """
 
     wanted: list[LiveShard] = field(default_factory=list)
     checks: list[Callable[[], None]] = field(default_factory=list)
     finish: list[Callable[[], None]] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
-    claimed: set[TensorKey] = field(default_factory=set)
+    recognized: set[TensorKey] = field(default_factory=set)
     notes: list[str] = field(default_factory=list)
 
     def check(self) -> None:
-        """See that what has arrived can be installed; a rank that cannot keeps all others from installing theirs.
+        """Check that the loaded values can be installed. A failure on one rank keeps all ranks from installing.
 
         Raises:
-            IncompatibleCheckpointError: values that only the bytes tell do not fit.
+            IncompatibleCheckpointError: loaded values do not fit.
         """
         while self.checks:
             self.checks.pop(0)()
@@ -103,12 +109,12 @@ class Destination:
     def apply(self) -> None:
         """Install new state, hyperparameters and values.
 
-        To be called once, after all of `wanted` is filled. Until then nothing in the live objects has changed except
-        the elements that were written through `wanted`.
+        Call it once, after all of `wanted` is filled. Before that, a load changes nothing in the live objects except
+        the elements behind `wanted`.
 
         Raises:
-            IncompatibleCheckpointError: an object does not take what was saved of another one; its own exception is
-                the cause.
+            IncompatibleCheckpointError: an object rejects the state that another object saved; its exception is the
+                cause.
         """
         self.check()
         for step in self.finish:
@@ -117,27 +123,27 @@ class Destination:
             except CheckpointError:
                 raise
             except Exception as error:
-                # From the program's own load_state_dict or set_extra_state.
+                # The program's own load_state_dict or set_extra_state may raise anything.
                 name = type(error).__name__
                 raise IncompatibleCheckpointError(
-                    f"all bytes were loaded, but an object does not take its state as it was saved ({name}: {error}); "
+                    f"all bytes were loaded, but an object rejects its saved state ({name}: {error}); "
                     "load it into one of the same kind"
                 ) from error
 
 
 class Framework(Protocol):
-    """An adapter of one training framework."""
+    """The adapter of one training framework."""
 
     name: str
 
     def matches(self, states: Mapping[str, object]) -> bool:
-        """Whether this adapter understands the objects in `states` (asked under framework="auto")."""
+        """Return whether this adapter handles the objects in `states` (asked under framework="auto")."""
 
-    def capture(self, states: Mapping[str, object], *, names: Names | None = None) -> list[LiveState]:
-        """This rank's shards and values, one `LiveState` per name in `states`.
+    def capture(self, states: Mapping[str, object], *, names: UserNames | None = None) -> list[LiveState]:
+        """Describe this rank's shards and values, as one `LiveState` per name in `states`.
 
         Raises:
-            UsageError: something in `states` cannot be represented; the message names it.
+            UsageError: an object in `states` cannot be represented; the message names it.
         """
 
     def destination(
@@ -146,31 +152,31 @@ class Framework(Protocol):
         saved: SavedStates,
         *,
         strict: bool = True,
-        names: Names | None = None,
+        names: UserNames | None = None,
     ) -> Destination:
         """Plan a load into `states` without changing them.
 
         Raises:
-            UsageError: something in `states` cannot be represented.
-            IncompatibleCheckpointError: the checkpoint does not fit in a way that only the adapter sees.
+            UsageError: an object in `states` cannot be represented.
+            IncompatibleCheckpointError: the checkpoint does not fit in a way that only the adapter can tell.
         """
 
     def describe(self, states: Mapping[str, object]) -> dict[str, Any]:
-        """The layout as JSON-able data: device meshes, and how many tensors have which placements."""
+        """Describe the layout as data for JSON: device meshes, and how many tensors have which placements."""
 
 
 @runtime_checkable
-class ShardedLeaf(Protocol):
-    """A public protocol: anything that can say which parts of one tensor it holds may stand where a tensor may.
+class SupportsShards(Protocol):
+    """Public protocol of objects that list the shards of one tensor; a state may hold them wherever it may hold a tensor.
 
-    It needs no torch.distributed, so that code with a sharding scheme of its own (or a test that plays several
-    ranks in one process) can save and load by boxes. A subclass of torch.Tensor may have it too: then its shape is that
-    of the whole tensor, as a DTensor's is, and torch.empty_like makes another one (for optimizer state).
+    It needs no torch.distributed, so code with its own sharding scheme (or a test that plays several ranks in one
+    process) can save and load by boxes. A subclass of torch.Tensor may implement it too. Its shape is then that of the
+    whole tensor, as a DTensor's is, and torch.empty_like makes another one, for optimizer state.
     """
 
     def __bytecheckpoint_shards__(self) -> Iterable[tuple[Sequence[int], Sequence[int] | int, torch.Tensor]]:
-        """Yield (global shape, place, live tensor) for each part held here.
+        """Yield (global shape, place, live tensor) for each shard on this rank.
 
-        The place is the offsets of a box, one per dimension, whose extent is the tensor's shape; or, for a ragged
-        shard, the row-major number of the first element of a run, which the tensor holds in one dimension.
+        The place is either the offsets of a box, one per dimension, whose extent is the live tensor's shape; or, for a
+        flat range, the row-major number of its first element, with the elements in a 1-D live tensor.
         """

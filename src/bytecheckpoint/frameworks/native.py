@@ -1,7 +1,7 @@
-"""The native PyTorch adapter: plain modules, DDP, FSDP2, tensor, pipeline and expert parallelism, all one way.
+"""The adapter of native PyTorch: plain modules, DDP, FSDP2, tensor, pipeline and expert parallelism.
 
-Whatever the parallelism, a tensor is plain or a DTensor, and a DTensor says which boxes this rank holds. Pipeline
-stages hold names of their own; expert parallelism is names of their own or a sharded dimension.
+Under all of these a tensor is plain or a DTensor, and a DTensor says which boxes this rank holds. Pipeline stages differ
+in their names, and experts in their names or along a sharded dimension.
 """
 
 from __future__ import annotations
@@ -15,25 +15,27 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from bytecheckpoint.frameworks.base import Destination, Names, SavedStates
-from bytecheckpoint.frameworks.dtensors import is_dtensor
+from bytecheckpoint.frameworks.base import Destination, SavedStates, UserNames
 from bytecheckpoint.frameworks.modules import as_modules, capture_modules, load_modules, scan_modules
-from bytecheckpoint.frameworks.objects import capture_object, load_object
-from bytecheckpoint.frameworks.optimizer_restore import load_optimizers
-from bytecheckpoint.frameworks.optimizers import ParameterNames, as_optimizers, capture_optimizers
-from bytecheckpoint.monitoring.collector import collector_paused
+from bytecheckpoint.frameworks.objects.capture import capture_object
+from bytecheckpoint.frameworks.objects.restore import load_object
+from bytecheckpoint.frameworks.optimizers.capture import capture_optimizers
+from bytecheckpoint.frameworks.optimizers.names import ParameterNames, as_optimizers
+from bytecheckpoint.frameworks.optimizers.restore import load_optimizers
+from bytecheckpoint.frameworks.tensors.dtensors import is_dtensor
+from bytecheckpoint.monitoring.garbage_collection import gc_paused
 from bytecheckpoint.representation.shards import LiveState
 
-__all__ = ["NativeFramework", "Scan", "layout_in_words"]
+__all__ = ["NativeFramework", "Scan", "describe_layout"]
 
 
 @dataclass(slots=True)
 class Scan:
-    """What an adapter found in the states of one call, before it looks at each of them.
+    """The modules and parameter names in the states of one call, found before any state is captured or loaded.
 
     Attributes:
-        modules: what stands in each kind that holds modules.
-        names: of all parameters, for the optimizers.
+        modules: kind -> the scan of its modules, for each kind that holds modules.
+        names: names of all parameters, for the optimizers.
     """
 
     modules: Mapping[str, Any]
@@ -41,22 +43,22 @@ class Scan:
 
 
 class NativeFramework:
-    """See the module's text; `Framework` documents the public methods.
+    """The adapter of native PyTorch; `Framework` documents the public methods.
 
-    An adapter of a framework that is PyTorch but for its parameters derives from this class and replaces the hooks
-    below: how modules and optimizers are read and filled. Everything else in the states is handled here.
+    The adapter of a framework that differs from PyTorch only in its parameters derives from this class and overrides the
+    hooks below, which read and fill modules and optimizers. This class handles all other states.
     """
 
     name = "native"
 
     def matches(self, states: Mapping[str, object]) -> bool:
-        """True: whatever no other adapter knows is taken for ordinary PyTorch."""
+        """Return True: objects that no other adapter knows are treated as native PyTorch."""
         return True
 
-    def capture(self, states: Mapping[str, object], *, names: Names | None = None) -> list[LiveState]:
-        """This rank's shards and values, in the order of `states`."""
+    def capture(self, states: Mapping[str, object], *, names: UserNames | None = None) -> list[LiveState]:
+        """Describe this rank's shards and values, in the order of `states`."""
         out: list[LiveState] = []
-        with collector_paused():
+        with gc_paused():
             scan = self._scan(states, names)
             for kind, value in states.items():
                 if kind in scan.modules:
@@ -73,11 +75,11 @@ class NativeFramework:
         saved: SavedStates,
         *,
         strict: bool = True,
-        names: Names | None = None,
+        names: UserNames | None = None,
     ) -> Destination:
         """Plan a load into `states`."""
         into = Destination()
-        with collector_paused():
+        with gc_paused():
             scan = self._scan(states, names)
             for kind, value in states.items():
                 if kind in scan.modules:
@@ -89,7 +91,7 @@ class NativeFramework:
         return into
 
     def describe(self, states: Mapping[str, object]) -> dict[str, Any]:
-        """{"framework", "kinds": {kind: {"type", "tensors", "layouts": {layout: count}}}}; layouts of modules only."""
+        """Return {"framework", "kinds": {kind: {"type", "tensors", "layouts": {layout: count}}}}; modules have layouts."""
         scan = self._scan(states, None)
         kinds: dict[str, Any] = {}
         for kind, value in states.items():
@@ -101,23 +103,23 @@ class NativeFramework:
 
     # --- hooks ------------------------------------------------------------------------------------------------
 
-    def _scan(self, states: Mapping[str, object], names: Names | None) -> Scan:
-        """Names and tensors of all modules in `states`."""
+    def _scan(self, states: Mapping[str, object], names: UserNames | None) -> Scan:
+        """Find the names and tensors of all modules in `states`."""
         found = {
             kind: self._scan_modules(kind, modules)
             for kind, value in states.items()
             if (modules := as_modules(kind, value)) is not None
         }
-        # A parameter that two states hold goes by its name in "model".
+        # A parameter in two states gets its name in "model".
         ordered = sorted(found, key=lambda kind: kind != "model")
         return Scan(found, ParameterNames.build([found[kind].parameters for kind in ordered], names))
 
     def _as_optimizers(self, kind: str, value: object) -> Sequence[Any] | None:
-        """`value` as a list of optimizers, or None when it is something else."""
+        """Return `value` as a list of optimizers, or None when it is something else."""
         return as_optimizers(kind, value)
 
     def _scan_modules(self, kind: str, modules: Sequence[nn.Module]) -> Any:
-        """What stands in one kind; has `parameters` as `ModuleScan` does."""
+        """Scan the modules of one kind; the result has `parameters`, as `ModuleScan` does."""
         return scan_modules(kind, modules)
 
     def _capture_modules(self, kind: str, scan: Scan) -> LiveState:
@@ -142,12 +144,12 @@ class NativeFramework:
         load_optimizers(kind, optimizers, scan.names, saved, into, strict=strict)
 
     def _layouts(self, kind: str, scan: Scan) -> Iterable[str]:
-        """The layout of each tensor of one kind, in words."""
-        return (layout_in_words(tensor.value) for tensor in scan.modules[kind].tensors)
+        """Describe the layout of each tensor of one kind."""
+        return (describe_layout(tensor.value) for tensor in scan.modules[kind].tensors)
 
 
-def layout_in_words(tensor: torch.Tensor) -> str:
-    """For example "(Replicate(), Shard(dim=0)) on (dp=2, tp=4)"; "plain" for a tensor that is not distributed."""
+def describe_layout(tensor: torch.Tensor) -> str:
+    """Describe a layout, e.g. "(Replicate(), Shard(dim=0)) on (dp=2, tp=4)"; "plain" if it is not distributed."""
     if not is_dtensor(tensor):
         return "plain"
     mesh = tensor.device_mesh

@@ -1,34 +1,32 @@
-"""Loading: the public call, and its steps (docs/architecture.md, "A load")."""
+"""Loading: the public call. docs/architecture.md, "A load", describes the steps that follow."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
 import os
-import weakref
 from collections.abc import Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..collectives import Collective, current
-from ..frameworks.registry import resolve as resolve_framework
-from ..handles import LoadReport
-from ..saving import prepare
-from ..saving.arguments import check_flags, check_states, limited
-from ..saving.saver import saver_of
-from ..storage import Storage
-from ..storage import resolve as resolve_storage
-from ..storage.tier import TierStorage
-from ..tiers.restoring import meet
-from .session import LoadSession
+from bytecheckpoint.arguments import check_flags, check_states, settings_with_timeout
+from bytecheckpoint.collectives import current
+from bytecheckpoint.frameworks.base import Framework
+from bytecheckpoint.frameworks.registry import resolve as resolve_framework
+from bytecheckpoint.handles import LoadReport
+from bytecheckpoint.loading.session import LoadCall, load_states
+from bytecheckpoint.saving import prepare
+from bytecheckpoint.storage import Storage
+from bytecheckpoint.storage import resolve as resolve_storage
+from bytecheckpoint.tiers.restore import agree_on_copy
+from bytecheckpoint.tiers.storage import TierStorage
+from bytecheckpoint.world import world_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 __all__ = ["load"]
-
-_numbers: weakref.WeakKeyDictionary[Collective, itertools.count[int]] = weakref.WeakKeyDictionary()
 
 
 def load(
@@ -50,28 +48,28 @@ def load(
 
     Args:
         path: folder or URL of the checkpoint, or its storage.
-        states: as for `save`; kinds that are not named here are not read.
+        states: as for `save`. Other kinds of the checkpoint are not read.
         framework: as for `save`.
-        overlap_loading: bytes that several ranks want are read from storage once and exchanged between them (section
-            4.1). False: each rank reads for itself, which is quicker for two or three ranks of one host whose
-            checkpoint is in the page cache.
-        strict: what the program wants and the checkpoint lacks is an error, and so is what the checkpoint holds and
-            no rank wants. False: both are reported.
+        overlap_loading: read bytes that several ranks want once, and exchange them between the ranks (section 4.1).
+            False: each rank reads for itself, which is quicker for two or three ranks of one host if the checkpoint is
+            in the page cache.
+        strict: refuse a checkpoint that lacks something the program wants, or holds something no rank wants. False:
+            report both.
         cast: convert dtypes; otherwise a difference is an error.
         names: as for `save`.
         process_group: the ranks that load together; by default all.
         timeout: seconds that one step may wait for the other ranks; default `settings().timeout`.
-        prepare_save: afterwards prepare, in the background, to save the same states (see `prepare`), which takes
-            memory of the state's size; by default when an "optimizer" is among them, as in a training that resumes.
+        prepare_save: prepare the next save of the same states in the background (see `prepare`), which takes memory of
+            the state's size. By default, if an "optimizer" is among them, as in a training that resumes.
 
     Returns:
-        What was read, and what was missing, unexpected or cast.
+        A report of what was read, and of what was missing, unexpected or cast.
 
     Raises:
         CheckpointNotFoundError: no committed checkpoint is there.
         CorruptCheckpointError: bytes differ from what was written; destinations may hold some of the new bytes.
-        IncompatibleCheckpointError: it does not fit; all destinations are as they were, unless an object refused its
-            state in its own load_state_dict.
+        IncompatibleCheckpointError: it does not fit. All destinations are unchanged, unless an object refused its state
+            in its own load_state_dict.
         UsageError: wrong arguments.
         StorageError, PeerLostError, CheckpointTimeoutError: as for `save`.
 
@@ -85,32 +83,36 @@ def load(
         >>> torch.equal(model.weight, other.weight)
         True
     """
-    force, wrong = limited(timeout)
-    collective = current(process_group, timeout=force.timeout)
-    number = next(_numbers.setdefault(collective, itertools.count(1)))
-    session = LoadSession(collective, number, force, overlap=overlap_loading, strict=strict, cast=cast)
-    saver = saver_of(collective)
-
+    settings, wrong = settings_with_timeout(timeout)
+    collective = current(process_group, timeout=settings.timeout)
+    world = world_of(collective)
+    number = world.next_load_number()
     attempts = itertools.count()
 
-    def find() -> Any:
-        storage = resolve_storage(path)
-        if isinstance(storage, TierStorage) and collective.world_size > 1:
-            # The ranks talk here, so nothing that may fail on one of them alone comes before it.
-            storage = meet(storage, collective, f"load/{number}.{next(attempts)}/tier", force, memory)
+    def agree(tier: TierStorage) -> Storage:
+        if collective.world_size == 1:
+            return tier
+        return agree_on_copy(tier, collective, f"load/{number}.{next(attempts)}/tier", settings, memory)
+
+    def find() -> tuple[Storage, Framework]:
+        # The ranks talk in `agree`, so nothing that may fail on one of them alone comes before it.
+        storage = resolve_storage(path).agree_on_copy(agree)
         if wrong is not None:
             raise wrong
         check_flags(overlap_loading=overlap_loading, strict=strict, cast=cast)
         if prepare_save is not None:
             check_flags(prepare_save=prepare_save)
         check_states(states, names, filled=MutableMapping)
-        storage.timeout = force.timeout
+        storage.timeout = settings.timeout
         return storage, resolve_framework(framework, states)
 
-    # State that an optimizer gets here must be of use to its next step, which is in no inference mode.
+    call = LoadCall(
+        find, states, names, settings, overlap_loading, strict, cast, prepared=lambda: world.is_prepared(states)
+    )
+    # An optimizer's next step runs outside of inference mode and must be able to use the state that it gets here.
     with torch.inference_mode(False), contextlib.ExitStack() as memory:
-        report = session.run(find, states, names, ready=lambda: saver.ready(states))
+        report, prepared = load_states(collective, number, call)
     wanted = prepare_save if prepare_save is not None else "optimizer" in states
-    if wanted and not session.all_ready:
+    if wanted and not prepared:
         prepare(states, framework=framework, names=names, process_group=process_group, timeout=timeout)
     return report

@@ -5,48 +5,17 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import numpy as np
-import torch
 
-from ..engine.catalogs import read_catalog
-from ..engine.file_set import FileSet
-from ..engine.reading import Delivery, Target, read_all
-from ..errors import CorruptCheckpointError
-from ..frameworks.base import SavedTensor
-from ..planning.read_plan import StoredRows, plan_reads, stored_rows
-from ..representation.boxes import BoxTable, Int64s
-from ..representation.catalog import SHARED, VALUES_SLOT, Catalog
-from ..representation.shards import TensorKey
-from ..settings import Settings
+from bytecheckpoint.engine.file_set import FileSet
+from bytecheckpoint.errors import CorruptCheckpointError
+from bytecheckpoint.frameworks.base import SavedTensor
+from bytecheckpoint.planning.read_plan import stored_rows
+from bytecheckpoint.representation.boxes import Int64s
+from bytecheckpoint.representation.catalog import SHARED, VALUES_SLOT, Catalog
+from bytecheckpoint.representation.shards import TensorKey
+from bytecheckpoint.settings import Settings
 
-__all__ = ["SavedView", "read_catalog", "read_whole"]
-
-
-def read_whole(
-    files: FileSet, catalog: Catalog, rows: StoredRows, tensors: Sequence[int], force: Settings
-) -> tuple[list[torch.Tensor], int]:
-    """Whole tensors of a checkpoint, in memory.
-
-    Args:
-        files: its files.
-        catalog: its catalog.
-        rows: `stored_rows(catalog)`.
-        tensors: numbers of the tensors.
-        force: settings.
-
-    Returns:
-        The tensors, and the number of bytes read.
-    """
-    shapes = [catalog.shape(i) for i in tensors]
-    dtypes = [getattr(torch, catalog.dtype[i]) for i in tensors]
-    out = [torch.empty(s, dtype=d, device="cpu") for s, d in zip(shapes, dtypes, strict=True)]
-    wanted = BoxTable.build(list(tensors), [(0,) * len(s) for s in shapes], shapes)
-    plan = plan_reads(rows, wanted, np.ones(len(out), bool), force.chunk_bytes)
-    if plan.missing.any():
-        name = catalog.key(tensors[int(np.flatnonzero(plan.missing)[0])])
-        raise CorruptCheckpointError(f"the catalog leaves a hole in {name}; use another checkpoint")
-    delivery = Delivery(plan, [Target(t, t.dtype) for t in out])
-    ranges = range(len(plan.file))
-    return out, read_all(files, delivery, ranges, threads=force.read_threads, chunk_bytes=force.chunk_bytes)
+__all__ = ["SavedView"]
 
 
 class SavedView:
@@ -57,11 +26,11 @@ class SavedView:
         bytes_read: bytes read for trees so far.
     """
 
-    def __init__(self, catalog: Catalog, files: FileSet, rank: int, force: Settings) -> None:
+    def __init__(self, catalog: Catalog, files: FileSet, rank: int, settings: Settings) -> None:
         self._catalog = catalog
         self._files = files
         self._rank = rank
-        self._settings = force
+        self._settings = settings
         self.rows = stored_rows(catalog)
         self.from_rank_0: list[str] = []
         self.bytes_read = 0
@@ -75,7 +44,7 @@ class SavedView:
         return self._catalog.kinds()
 
     def saved(self, index: int) -> SavedTensor:
-        """Tensor number `index` of the catalog."""
+        """Return tensor number `index` of the catalog."""
         if not self._all:
             # Whole columns at once: one at a time costs several microseconds each.
             catalog = self._catalog
@@ -85,7 +54,7 @@ class SavedView:
 
     @property
     def _shared(self) -> dict[tuple[str, str, str], int]:
-        """Number of each tensor that all ranks share."""
+        """Number the tensors that all ranks share."""
         if self._numbers is None:
             if self._catalog.count:
                 self.saved(0)
@@ -112,7 +81,7 @@ class SavedView:
         return -1
 
     def numbers(self, keys: Iterable[TensorKey]) -> list[int]:
-        """Numbers of shared tensors by any of their names, -1 where there is none."""
+        """Find shared tensors by any of their names; -1 where there is none."""
         shared = self._shared
         found = [shared.get(key, -1) for key in keys]
         if -1 in found:
@@ -143,9 +112,9 @@ class SavedView:
         return list(dict.fromkeys(k for k in keys if k.slot != VALUES_SLOT))
 
     def resolve(self, keys: Sequence[TensorKey], *, by_content: bool) -> list[int]:
-        """Numbers of the tensors for this rank, -1 where there is none.
+        """Find the tensors for this rank; -1 where there is none.
 
-        What may differ between ranks is this rank's own copy, else the shared one, else rank 0's.
+        A value that may differ between ranks is this rank's own copy, else the shared one, else rank 0's.
         """
         if not keys:
             return []
@@ -173,7 +142,7 @@ class SavedView:
         return known
 
     def _tree_numbers(self, kind: str) -> Int64s:
-        """The tensors that are trees of `kind`, by owner."""
+        """Find the tensors that are trees of `kind`, in order of their owners."""
         of_kind = self._catalog.of_kind(kind)
         found = of_kind[self._catalog.slot.codes[of_kind] == self._catalog.slot.code_of(VALUES_SLOT)]
         ordered: Int64s = found[np.argsort(self._catalog.owner[found], kind="stable")]
@@ -196,7 +165,7 @@ class SavedView:
             yield from self._read([int(numbers[place])])
 
     def _writers(self, kind: str, names: Collection[str]) -> Int64s:
-        """The rank that wrote it, for each stored box of the tensors of `names`."""
+        """Return the writer of each stored box of the tensors of `names`."""
         catalog = self._catalog
         aliases = catalog.aliases.get(kind, {})
         codes = catalog.fqn.codes_of([n for name in names for n in (name, aliases.get(name, name))])
@@ -206,7 +175,7 @@ class SavedView:
         rows = wanted[self.rows.boxes.tensor]
         return np.array([f.rank for f in catalog.files], np.int64)[self.rows.file[rows]]
 
-    def shape_of(self, kind: str, fqn: str) -> SavedTensor | None:  # noqa: D102 (protocol)
+    def find_by_content(self, kind: str, fqn: str) -> SavedTensor | None:  # noqa: D102 (protocol)
         for owner in (self._rank, SHARED, 0):
             index = self._catalog.find_one(TensorKey(kind, fqn), owner)
             if index >= 0:
@@ -214,7 +183,7 @@ class SavedView:
         return None
 
     def _read(self, tensors: Sequence[int]) -> list[bytes]:
-        """Trees; each is one row of bytes."""
+        """Read trees; each is one row of bytes."""
         first = np.searchsorted(self.rows.boxes.tensor, tensors)
         blobs = []
         for number, row in zip(tensors, first.tolist(), strict=True):

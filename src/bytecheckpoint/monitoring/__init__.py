@@ -1,1 +1,1 @@
-"""Measuring: phases, counters, reports."""
+"""Measurements of saves and loads, and pauses of the garbage collector."""

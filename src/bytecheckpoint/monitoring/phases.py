@@ -1,4 +1,4 @@
-"""Where the time of one save or load goes."""
+"""The time that each phase of one save or load takes."""
 
 from __future__ import annotations
 
@@ -8,18 +8,22 @@ __all__ = ["Phases"]
 
 
 class Phases:
-    """Adds up seconds by phase. Used by one thread at a time."""
+    """A stopwatch that adds up seconds by phase. Used by one thread at a time.
+
+    Attributes:
+        seconds: by phase.
+    """
 
     def __init__(self) -> None:
         self._begin = self._last = time.perf_counter()
         self.seconds: dict[str, float] = {}
 
     def mark(self, name: str) -> None:
-        """What passed since the last mark belongs to phase `name`."""
+        """Add the time since the last mark to phase `name`."""
         now = time.perf_counter()
         self.seconds[name] = self.seconds.get(name, 0.0) + now - self._last
         self._last = now
 
     def total(self) -> float:
-        """Seconds since the object was made."""
+        """Return the seconds since construction."""
         return time.perf_counter() - self._begin

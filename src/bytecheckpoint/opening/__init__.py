@@ -1,37 +1,38 @@
-"""Reading a checkpoint without loading it: a lazy mapping of all that it holds, in one process, from any layout."""
+"""Read-only access to a checkpoint of any layout as a lazy mapping, in one process."""
 
 from __future__ import annotations
 
 import os
 
-from ..engine.catalogs import read_catalog
-from ..errors import UsageError
-from ..storage import Storage, resolve
-from .checkpoint import Checkpoint
-from .entry import Entry
-from .slices import OutOfRangeError
+from bytecheckpoint.engine.catalogs import read_catalog
+from bytecheckpoint.errors import UsageError
+from bytecheckpoint.opening.checkpoint import Checkpoint
+from bytecheckpoint.opening.entry import Entry
+from bytecheckpoint.opening.slices import OutOfRangeError
+from bytecheckpoint.storage import Storage, resolve
 
 __all__ = ["Checkpoint", "Entry", "OutOfRangeError", "open"]
 
 
 def open(path: str | os.PathLike[str] | Storage, *, rank: int | None = None) -> Checkpoint:
-    """Open a checkpoint for reading, whatever layout it was saved from.
+    """Open a checkpoint of any layout for reading.
 
-    Only the catalog is read here. The result is a read-only mapping: `model/<fqn>` and the other keys lead to an
+    This call reads only the catalog. The result is a read-only mapping: `model/<fqn>` and the other keys lead to an
     `Entry` (a tensor, read when it is sliced) or to a plain value.
 
     Args:
         path: folder or URL of the checkpoint, or its storage.
-        rank: where ranks saved different values under one key (random number generators, dataloaders), show those of
-            this rank. A key of which it has no copy shows the shared one, else the lowest rank's, as does None.
+        rank: the rank whose values to show where ranks saved different values under one key (random number generators,
+            dataloaders). Without a value of this rank, or with None, a key shows the shared value if there is one, else
+            that of the lowest rank.
 
     Returns:
         The checkpoint; `close` it or use it in a `with` statement to release its files early.
 
     Raises:
-        CheckpointNotFoundError: no committed checkpoint is there.
+        CheckpointNotFoundError: `path` holds no committed checkpoint.
         CorruptCheckpointError: the catalog is damaged.
-        IncompatibleCheckpointError: a newer version wrote it.
+        IncompatibleCheckpointError: a newer version wrote the checkpoint.
 
     Examples:
         >>> import tempfile, torch, bytecheckpoint

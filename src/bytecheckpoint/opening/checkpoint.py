@@ -10,31 +10,34 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import IncompatibleCheckpointError, MissingKeyError
-from ..representation.catalog import SHARED, VALUES_SLOT, Catalog
-from ..representation.shards import TensorKey
-from ..storage import Storage
-from .entry import BoxReader, Entry, Piece, Request, stream
-from .plain import free_name, is_merged, plain_values
+from bytecheckpoint.errors import IncompatibleCheckpointError, MissingKeyError
+from bytecheckpoint.opening.box_reader import BoxReader, BoxRequest, TensorPiece, read_in_pieces
+from bytecheckpoint.opening.entry import Entry
+from bytecheckpoint.opening.plain_values import has_complementary_trees, plain_values
+from bytecheckpoint.representation.catalog import SHARED, VALUES_SLOT, Catalog
+from bytecheckpoint.representation.names import unique_name
+from bytecheckpoint.representation.shards import TensorKey
+from bytecheckpoint.storage import Storage
 
 __all__ = ["Checkpoint"]
 
-_SEARCHED = 20_000  # keys among which a similar one is looked for
+_MAX_KEYS_SEARCHED = 20_000
+"""Largest number of keys among which an error message looks for a similar key."""
 
 
 class Checkpoint(Mapping[str, Any]):
     """A checkpoint as a read-only mapping; see `bytecheckpoint.open`.
 
-    Keys are `model/<fqn>`, `optimizer/state/<param fqn>/<state name>`, `optimizer/param_groups`, and
-    `<kind>/<dotted key>` otherwise. Every name of a tied tensor is a key. Should two things have the same key, the
-    later one's gets `#2`. Values are an `Entry` for each tensor, and plain values as they were saved.
+    Keys are `model/<fqn>`, `optimizer/state/<param fqn>/<state name>`, `optimizer/param_groups`, and for other states
+    `<kind>/<path joined by dots>`. Every name of a tied tensor is a key. If two values have the same key, the second
+    key gets `#2`. The value of a key is an `Entry` for a tensor, else the plain value that was saved.
 
-    Several threads may use one checkpoint. After a fork the child may go on using it.
+    Several threads may use one checkpoint. After a fork the child may continue to use it.
 
     Attributes:
-        path: where it is.
-        rank: whose values are shown where ranks differ; see `bytecheckpoint.open`.
-        info: what the checkpoint says about its save: world size, framework, layout, time, versions.
+        path: path or URL of the checkpoint.
+        rank: the rank whose values are shown where ranks differ; see `bytecheckpoint.open`.
+        info: facts about the save: world size, framework, layout, time, versions.
     """
 
     def __init__(self, storage: Storage, catalog: Catalog, rank: int | None = None) -> None:
@@ -43,7 +46,7 @@ class Checkpoint(Mapping[str, Any]):
         self.info: Mapping[str, Any] = MappingProxyType(dict(catalog.info))
         self._catalog = catalog
         self._reader = BoxReader(storage, catalog)
-        # All built when first needed, the tensors' index for all kinds at once.
+        # Built when first needed: the index of tensors for all kinds at once, plain values kind by kind.
         self._tensors: dict[str, dict[str, int]] | None = None
         self._numbers: dict[TensorKey, int] = {}
         self._flat: dict[str, int] = {}
@@ -56,7 +59,7 @@ class Checkpoint(Mapping[str, Any]):
         self.close()
 
     def close(self) -> None:
-        """Release the files. What was read stays valid; further reading raises."""
+        """Close the files. Tensors that were read stay valid; further reads raise."""
         self._reader.close()
 
     def __repr__(self) -> str:
@@ -64,27 +67,27 @@ class Checkpoint(Mapping[str, Any]):
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The states that it holds, such as "model" and "optimizer"."""
+        """The states that the checkpoint holds, such as "model" and "optimizer"."""
         return tuple(self._catalog.kinds())
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks that have values of their own; `open(path, rank=...)` shows them."""
+        """The ranks with values of their own; `open(path, rank=...)` shows these values."""
         return tuple(int(r) for r in np.unique(self._catalog.owner) if r != SHARED)
 
     @property
     def catalog(self) -> Catalog:
-        """The catalog behind it, for tools."""
+        """The catalog of the checkpoint, for tools."""
         return self._catalog
 
     def for_rank(self, rank: int | None) -> Checkpoint:
-        """The same checkpoint as another rank sees it; shares the open files."""
+        """Return the checkpoint as another rank sees it; both share the open files."""
         other = Checkpoint.__new__(Checkpoint)
         other.__dict__.update(self.__dict__, rank=rank, _tensors=None, _numbers={}, _flat={}, _plain={})
         return other
 
     def own_keys(self) -> set[str]:
-        """The keys under which this rank's own values stand, where it has some."""
+        """Return the keys whose values belong to this rank alone."""
         if self.rank is None:
             return set()
         owner, index = self._catalog.owner, self._index()
@@ -95,32 +98,32 @@ class Checkpoint(Mapping[str, Any]):
                 own.update(self._plain_of(kind))
         return own
 
-    def stream(self, keys: Iterable[str], max_bytes: int = 32 << 20) -> Iterator[Piece]:
-        """Several tensors piece by piece, in bounded memory; small ones are read together.
+    def stream(self, keys: Iterable[str], max_bytes: int = 32 << 20) -> Iterator[TensorPiece]:
+        """Read several tensors in pieces, in bounded memory; small tensors are read together.
 
         Args:
-            keys: keys of tensors, in the order in which they shall come.
+            keys: keys of tensors, in the order in which to yield them.
             max_bytes: bytes of tensors in memory at a time.
 
         Yields:
-            (key, slices, data) such that `data` is `self[key][slices]`; the pieces of one tensor in row-major order,
-            each one run of its elements. A tensor without elements comes as one empty piece.
+            (key, slices, data) where `data` is `self[key][slices]`. The pieces of a tensor come in row-major order,
+            each one run of its elements. A tensor without elements is one empty piece.
         """
-        numbers = ((key, self._required(key)) for key in keys)
-        return stream(self._reader, numbers, max_bytes)
+        numbers = ((key, self._required_number(key)) for key in keys)
+        return read_in_pieces(self._reader, numbers, max_bytes)
 
-    def _required(self, key: str) -> int:
+    def _required_number(self, key: str) -> int:
         number = self._number(key)
         if number is None:
             raise MissingKeyError(f"{self.path} has no tensor {key!r}{self._similar(key)}")
         return number
 
     def keys_of(self, kind: str) -> list[str]:
-        """The keys of one state, its tensors first."""
+        """Return the keys of one state, tensors first."""
         return [*self._index().get(kind, ()), *(self._plain_of(kind) if kind in self.kinds else ())]
 
     def stored_under(self, key: str) -> TensorKey | None:
-        """The tensor behind a key (of a tied tensor: under the name that has the bytes), None for a plain value."""
+        """Return the tensor behind a key under the name that stores its bytes, or None for a plain value."""
         number = self._number(key)
         return None if number is None else self._catalog.key(number)
 
@@ -137,10 +140,10 @@ class Checkpoint(Mapping[str, Any]):
         return isinstance(key, str) and (self._number(key) is not None or self._value(key) is not None)
 
     def __getitem__(self, key: str) -> Any:
-        """The `Entry` or plain value under `key`.
+        """Return the `Entry` or plain value under `key`.
 
         Raises:
-            MissingKeyError: there is none; also a KeyError.
+            MissingKeyError: there is no such key; this is also a KeyError.
             IncompatibleCheckpointError: the value is an instance of a class that is not registered here.
         """
         if isinstance(key, str):
@@ -153,18 +156,21 @@ class Checkpoint(Mapping[str, Any]):
         raise MissingKeyError(f"{self.path} has no {key!r}{self._similar(key)}")
 
     def as_stored(self, key: str) -> Any:
-        """As `[key]`, but with an `Unreadable` in the place of each instance of a class that is not registered here.
+        """Return the value under `key`, with an `UnregisteredInstance` for each instance of an unregistered class.
 
-        What it returns is not a copy: leave it as it is.
+        The result is not a copy: do not modify it.
         """
         value = self._value(key) if self._number(key) is None else None
         return self[key] if value is None else value()
 
     def _similar(self, key: object) -> str:
-        keys = [k for kind in self._index().values() for k in kind] if self._catalog.count <= _SEARCHED else []
+        """Return the end of an error message for a missing key: a similar key, or what the checkpoint holds."""
+        keys = list(self._flat) if self._catalog.count <= _MAX_KEYS_SEARCHED else []
         keys += [k for values in self._plain.values() for k in values]
-        near = difflib.get_close_matches(key, keys, 1, 0.7) if isinstance(key, str) and len(keys) <= _SEARCHED else []
-        return f"; did you mean {near[0]!r}?" if near else f"; it holds {', '.join(self.kinds) or 'nothing'}"
+        if isinstance(key, str) and len(keys) <= _MAX_KEYS_SEARCHED:
+            for similar in difflib.get_close_matches(key, keys, 1, 0.7):
+                return f"; did you mean {similar!r}?"
+        return f"; it holds {', '.join(self.kinds) or 'nothing'}"
 
     def _number(self, key: str) -> int | None:
         self._index()
@@ -184,26 +190,31 @@ class Checkpoint(Mapping[str, Any]):
         if self._tensors is None:
             numbers = self._chosen()
             index: dict[str, dict[str, int]] = {kind: {} for kind in self.kinds}
-            taken: set[str] = set()
+            flat: dict[str, int] = {}
+
+            def add(key: TensorKey, number: int) -> None:
+                name = unique_name(str(key), flat)
+                index[key.kind][name] = flat[name] = number
+
             by_fqn: dict[tuple[str, str], list[tuple[TensorKey, int]]] = {}
             tied = {(kind, fqn) for kind, names in self._catalog.aliases.items() for fqn in names.values()}
             for key, number in numbers.items():
                 if key.slot == VALUES_SLOT:
                     continue
-                index[key.kind][free_name(str(key), taken)] = number
+                add(key, number)
                 if (key.kind, key.fqn) in tied:
                     by_fqn.setdefault((key.kind, key.fqn), []).append((key, number))
             for kind, names in self._catalog.aliases.items():
                 for alias, fqn in names.items():
                     for key, number in by_fqn.get((kind, fqn), []):
-                        index[kind][free_name(str(TensorKey(kind, alias, key.slot)), taken)] = number
+                        add(TensorKey(kind, alias, key.slot), number)
             self._numbers = numbers
-            self._flat = {key: number for names in index.values() for key, number in names.items()}
+            self._flat = flat
             self._tensors = index
         return self._tensors
 
     def _chosen(self) -> dict[TensorKey, int]:
-        """The number of the tensor to show for every key."""
+        """Return the number of the tensor to show under each key."""
         owners = self._catalog.owner.tolist()
         own = -2 if self.rank is None else self.rank
         chosen: dict[TensorKey, int] = {}
@@ -214,7 +225,7 @@ class Checkpoint(Mapping[str, Any]):
         return chosen
 
     def _entry(self, kind: str, fqn: str, slot: str) -> Entry | None:
-        """The tensor that a plain value refers to."""
+        """Return the tensor that a plain value refers to."""
         self._index()
         name = self._catalog.aliases.get(kind, {}).get(fqn, fqn)
         for key in (TensorKey(kind, fqn, slot), TensorKey(kind, name, slot)):
@@ -232,31 +243,31 @@ class Checkpoint(Mapping[str, Any]):
                 values = plain_values(kind, self._trees(kind), lambda fqn, slot: self._entry(kind, fqn, slot), taken)
                 found = {key: _returning(value) for key, value in values.items()}
             except IncompatibleCheckpointError as error:
-                # One foreign class must not hide the tensors: the kind's values show as one that raises.
-                found = {free_name(f"{kind}/value", taken): _raising(IncompatibleCheckpointError, str(error))}
+                # The tensors stay readable: one key stands for the kind's values, and reading it raises.
+                found = {unique_name(f"{kind}/value", taken): _raising(IncompatibleCheckpointError, str(error))}
             self._plain[kind] = found
         return found
 
     def _trees(self, kind: str) -> list[bytes]:
-        """The encoded values to show: one tree, or all where the ranks' trees are parts of one."""
+        """Return the encoded trees to show: one tree, or those of all ranks where they complement each other."""
         of_kind = self._catalog.of_kind(kind).tolist()
         every = [i for i in of_kind if self._catalog.slot[i] == VALUES_SLOT]
         if not every:
             return []
         first = self._numbers[TensorKey(kind, "", VALUES_SLOT)]
         blobs = [self._blob(first)]
-        if is_merged(kind, blobs[0]):
+        if has_complementary_trees(kind, blobs[0]):
             blobs += [self._blob(i) for i in every if i != first]
         return list(dict.fromkeys(blobs))
 
     def _blob(self, tensor: int) -> bytes:
         shape = self._catalog.shape(tensor)
-        (data,) = self._reader.read([Request(tensor, [(0,) * len(shape)], shape)])
+        (data,) = self._reader.read([BoxRequest(tensor, [(0,) * len(shape)], shape)])
         return bytes(data.numpy().tobytes())
 
 
 def _preference(owner: int, own: int) -> int:
-    """Smaller is better: the rank's own copy, the shared one, the lowest rank's."""
+    """Return a sort key that prefers the rank's own value, then the shared one, then that of the lowest rank."""
     return -2 if owner == own else owner
 
 

@@ -1,4 +1,4 @@
-"""What an index expression selects: numbers for each dimension, before anything is read."""
+"""Index expressions as numbers for each dimension, computed before anything is read."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import UsageError
+from bytecheckpoint.errors import UsageError
 
 __all__ = ["OutOfRangeError", "Selection", "row_major_boxes", "select"]
 
 
 class OutOfRangeError(UsageError, IndexError):
-    """An index beyond the shape, or more indices than dimensions."""
+    """An index is outside the shape, or there are more indices than dimensions."""
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Elements start, start + step, ... (count of them) of each dimension.
+    """The selected elements of each dimension: `count` elements start, start + step, ...
 
     Attributes:
         starts, counts, steps: one number per dimension of the tensor.
-        shaping: index to apply to the selected elements, so that integers drop their dimension and None adds one.
+        shaping: index to apply to the selected elements: it drops the dimension of each integer and adds one for None.
     """
 
     starts: tuple[int, ...]
@@ -37,16 +37,16 @@ class Selection:
 
 
 def select(shape: Sequence[int], index: Any, name: str) -> Selection:
-    """What `index` selects of a tensor of `shape`, by torch's rules of basic indexing.
+    """Return the selection of `index` from a tensor of `shape`, by torch's rules of basic indexing.
 
     Args:
-        shape: of the tensor.
-        index: integers, slices with positive steps, Ellipsis, None, or a tuple of them.
-        name: of the tensor, for messages.
+        shape: shape of the tensor.
+        index: an integer, a slice with a positive step, Ellipsis, None, or a tuple of these.
+        name: name of the tensor, for messages.
 
     Raises:
-        OutOfRangeError: it reaches outside the shape.
-        UsageError: it is none of these.
+        OutOfRangeError: `index` reaches outside the shape.
+        UsageError: `index` is of another type.
     """
     items = index if isinstance(index, tuple) else (index,)
     used = sum(1 for item in items if item is not None and item is not Ellipsis)
@@ -86,7 +86,7 @@ def _of_slice(item: slice, size: int, name: str) -> tuple[int, int, int]:
             raise UsageError(f"{name}: the step of a slice must be greater than zero, not {step}")
         start, stop, step = item.indices(size)
     except TypeError:
-        raise UsageError(f"{name}: {item!r} is no slice of integers") from None
+        raise UsageError(f"{name}: {item!r} is not a slice of integers") from None
     count = max(0, -(-(stop - start) // step))
     return start, count, step if count > 1 else 1
 
@@ -94,7 +94,7 @@ def _of_slice(item: slice, size: int, name: str) -> tuple[int, int, int]:
 def _of_integer(item: Any, dim: int, size: int, name: str) -> int:
     try:
         if isinstance(item, bool) or len(getattr(item, "shape", ())):
-            raise TypeError  # a mask or a list of indices, though one of one element passes for an integer
+            raise TypeError  # a mask or an array of indices; operator.index accepts an array of one element
         number = operator.index(item)
     except TypeError:
         raise UsageError(
@@ -107,14 +107,14 @@ def _of_integer(item: Any, dim: int, size: int, name: str) -> int:
 
 
 def row_major_boxes(shape: Sequence[int], most: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Boxes that tile `shape`, each one run of elements, in row-major order.
+    """Yield boxes that tile a tensor of `shape` in row-major order, each one run of elements.
 
     Args:
-        shape: of the tensor.
-        most: elements per box at most, at least 1.
+        shape: shape of the tensor.
+        most: largest number of elements of a box, at least 1.
 
     Yields:
-        (offsets, lengths); one empty box for a tensor without elements.
+        (offsets, lengths) of each box; one empty box for a tensor without elements.
 
     >>> list(row_major_boxes((2, 3), 2))
     [((0, 0), (1, 2)), ((0, 2), (1, 1)), ((1, 0), (1, 2)), ((1, 2), (1, 1))]

@@ -1,1 +1,1 @@
-"""Pure functions over columns: deduplicate, balance, intersect, coalesce. No I/O, no processes."""
+"""Planning of saves and loads: pure functions over columns, without I/O and processes."""

@@ -1,4 +1,4 @@
-"""Who writes what: every replicated byte once, by the least loaded holder (ByteCheckpoint, section 4.1: Worst-Fit)."""
+"""Choice of the rank that writes each replicated box: its least loaded holder (ByteCheckpoint, section 4.1: Worst-Fit)."""
 
 from __future__ import annotations
 
@@ -9,31 +9,29 @@ from typing import NamedTuple
 import numpy as np
 
 from bytecheckpoint.representation.boxes import Int64s
+from bytecheckpoint.tuning import tuning
 
 __all__ = ["assign"]
 
-# A group smaller than this part of its holders' mean share is placed by water-filling, the larger ones one by one: the
-# loads end at most about this far from level, and the loop takes at most this many steps per holder.
-_SMALL = 64
-
 
 def assign(group: Int64s, rank: Int64s, nbytes: Int64s, world_size: int, load: Int64s | None = None) -> Int64s:
-    """Chooses for each group of equal boxes the rank that writes it.
+    """Choose for each group of equal boxes the rank that writes it.
 
-    Groups that one rank alone holds are fixed, and counted first. The others go, largest first, to whichever of their
-    holders has least to write so far (the lowest rank of several). The long tail of small groups with the same holders
-    is poured over them at once, up to a common level, in runs of consecutive groups. The result depends on the
-    arguments only, not on the order of the rows.
+    A group with one holder is written by this holder; such groups are counted first. Each large group, largest first,
+    goes to the holder with the fewest bytes to write so far, the lowest rank among equals. The many small groups with
+    the same holders are then spread over them at once, in runs of consecutive groups, so that the holders end at a
+    common level (`tuning().small_group_part` separates small from large). The result does not depend on the order of
+    the rows.
 
     Args:
-        group: shape [n]: group of each copy, as `group_equal` numbers them; each group has a copy.
-        rank: shape [n]: who holds the copy. A rank may hold several copies of a group.
-        nbytes: shape [g]: size of each group.
+        group: group of each copy, as `group_equal` numbers groups, [n]; each group has a copy.
+        rank: rank that holds each copy, [n]. A rank may hold several copies of a group.
+        nbytes: size of each group, [g].
         world_size: number of ranks.
-        load: shape [world_size]: bytes that each rank has to write already; not changed.
+        load: bytes that each rank must write in any case, [world_size]; not changed.
 
     Returns:
-        Writer of each group, shape [g].
+        The rank that writes each group, [g].
     """
     level = np.zeros(world_size, np.int64) if load is None else load.astype(np.int64, copy=True)
     writer = np.full(len(nbytes), -1, np.int64)
@@ -43,8 +41,8 @@ def assign(group: Int64s, rank: Int64s, nbytes: Int64s, world_size: int, load: I
     writer[group[single]] = rank[single]
     if not single.all():
         sets = _holder_sets(group[~single], rank[~single], world_size)
-        alone = sets.counts == 1
-        writer[sets.groups[alone]] = sets.holders[sets.begins[alone]]
+        one_holder = sets.counts == 1
+        writer[sets.groups[one_holder]] = sets.holders[sets.begins[one_holder]]
     else:
         sets = None
     fixed = writer >= 0
@@ -55,7 +53,7 @@ def assign(group: Int64s, rank: Int64s, nbytes: Int64s, world_size: int, load: I
 
 
 class _HolderSets(NamedTuple):
-    """The groups with several copies; groups that the same ranks hold have the same `ident`."""
+    """The groups with several copies; groups with the same holders have the same `ident`."""
 
     groups: Int64s  # [m], ascending
     begins: Int64s  # [m]: the holders of groups[i] are holders[begins[i] : begins[i] + counts[i]]
@@ -75,21 +73,21 @@ def _holder_sets(group: Int64s, rank: Int64s, world_size: int) -> _HolderSets:
     within = np.arange(len(owner)) - begins[place]
     seed = 0
     while True:
-        # Sets are told apart by a 64-bit sum of scrambled ranks, which is then checked rank by rank.
+        # Sets are compared by a 64-bit sum of scrambled ranks; the comparison rank by rank then confirms the result.
         sums = np.add.reduceat(_scrambled(holders, seed), begins)
         _, first, ident = np.unique(sums, return_index=True, return_inverse=True)
         twin = first[ident]
         if (counts == counts[twin]).all() and (holders == holders[begins[twin][place] + within]).all():
             break
         seed += 1
-    # Sets in the order of their first group, so that nothing depends on the sums.
+    # Sets are numbered in the order of their first groups, so the result does not depend on the sums.
     number = np.empty(len(first), np.int64)
     number[np.argsort(first)] = np.arange(len(first))
     return _HolderSets(owner[begins], begins, counts, number[ident], holders)
 
 
 def _scrambled(values: Int64s, seed: int) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
-    """A 64-bit mix of each value (the finaliser of splitmix64)."""
+    """Return a 64-bit mix of each value (the finaliser of splitmix64)."""
     x = values.astype(np.uint64) + np.uint64((0x9E3779B97F4A7C15 * (seed + 1)) % 2**64)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -97,23 +95,23 @@ def _scrambled(values: Int64s, seed: int) -> np.ndarray[tuple[int], np.dtype[np.
 
 
 def _place(sets: _HolderSets, nbytes: Int64s, level: Int64s, writer: Int64s) -> None:
-    """Chooses the writers of all groups with several holders; adds to `level` and fills `writer` in place."""
+    """Choose the writers of all groups with several holders; update `level` and `writer` in place."""
     size = nbytes[sets.groups]
     total = np.zeros(int(sets.ident.max()) + 1, np.int64)
     np.add.at(total, sets.ident, size)
     several = sets.counts > 1
-    large = several & (size * (_SMALL * sets.counts) >= total[sets.ident]) & (size > 0)
+    large = several & (size * (tuning().small_group_part * sets.counts) >= total[sets.ident]) & (size > 0)
     _place_large(sets, np.flatnonzero(large), size, level, writer)
 
     small = np.flatnonzero(several & ~large)
-    # Fewest holders first: who can go to few places chooses before who can go anywhere.
+    # Fewest holders first: groups with little choice are placed before groups with much.
     small = small[np.lexsort((sets.ident[small], sets.counts[small]))]
     runs = np.flatnonzero(np.diff(sets.ident[small], prepend=-1))
     for begin, end in pairwise([*runs.tolist(), len(small)]):
         members = small[begin:end]
-        at = int(sets.begins[members[0]])
-        holders = sets.holders[at : at + int(sets.counts[members[0]])]
-        chosen = holders[_poured(size[members], level[holders])]
+        first = int(sets.begins[members[0]])
+        holders = sets.holders[first : first + int(sets.counts[members[0]])]
+        chosen = holders[_spread_evenly(size[members], level[holders])]
         np.add.at(level, chosen, size[members])
         writer[sets.groups[members]] = chosen
 
@@ -130,7 +128,7 @@ def _place_large(sets: _HolderSets, items: Int64s, size: Int64s, level: Int64s, 
             heap = [(loads[holder], holder) for holder in sets.holders[begin : begin + count].tolist()]
             heapq.heapify(heap)
             heaps[ident] = heap
-        # Another set may have loaded a rank since it entered this heap; loads only grow, so the top tells.
+        # Another set may have loaded a rank since it entered this heap. Loads only grow, so checking the top suffices.
         while (least := heap[0])[0] != loads[least[1]]:
             heapq.heapreplace(heap, (loads[least[1]], least[1]))
         holder = least[1]
@@ -141,15 +139,15 @@ def _place_large(sets: _HolderSets, items: Int64s, size: Int64s, level: Int64s, 
     writer[sets.groups[items]] = chosen
 
 
-def _poured(size: Int64s, loads: Int64s) -> Int64s:
-    """Positions in `loads` over which items of `size` are spread so that all rise to one level, shape [len(size)].
+def _spread_evenly(size: Int64s, loads: Int64s) -> Int64s:
+    """Spread items over `loads` so that all loads rise to one level; return the position of each item's load.
 
-    Each load ends within one item of that level (or where it was, when it was above).
+    Each load ends within one item of that level; a load above the level stays as it was.
     """
     order = np.argsort(loads, kind="stable")
     base = loads[order]
     total = int(size.sum())
-    # With the k lowest loads filled up to the next one, room[k] fits in.
+    # room[k]: bytes that raise the k lowest loads to the level of the next load.
     room = base * np.arange(len(base)) - (np.cumsum(base) - base)
     filled = int(np.searchsorted(room, total, side="left")) or 1
     surface = (total + int(base[:filled].sum())) / filled

@@ -1,4 +1,4 @@
-"""Proof that every wanted element is filled exactly once (no overlap among sources, no gap in destinations)."""
+"""Proof that every wanted element is filled exactly once: no overlap among sources, no gap in destinations."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def overlapping(table: BoxTable) -> Intersections:
-    """The pairs of boxes of one table that have elements in common, each once, with `left` < `right`."""
+    """Return the pairs of boxes of one table that have common elements, each pair once with `left` < `right`."""
     if (table.tensor[1:] > table.tensor[:-1]).all():
-        table = table.take(np.zeros(0, np.int64))  # one box for each tensor
+        table = table.take(np.zeros(0, np.int64))  # no tensor has two boxes
     return intersect(table, table, ascending=True)
 
 
 def missing_volume(wanted: BoxTable, found: Intersections) -> Int64s:
-    """Number of elements of each wanted box that no found box covers, shape [n].
+    """Return the number of elements of each wanted box that no found box covers, [n].
 
     Args:
-        wanted: the right table of `found`.
-        found: its intersections with boxes that do not overlap each other.
+        wanted: the wanted boxes, the right table of `found`.
+        found: intersections of the wanted boxes with boxes that do not overlap each other.
     """
     sums = np.concatenate([[0], np.cumsum(found.volumes())])
     bounds = np.searchsorted(found.right, np.arange(len(wanted) + 1))
@@ -36,29 +36,30 @@ def missing_volume(wanted: BoxTable, found: Intersections) -> Int64s:
 
 
 def not_tiled(shapes: Int64s, boxes: BoxTable) -> Int64s:
-    """The tensors whose boxes do not fill them exactly once each element, ascending.
+    """Return the tensors whose boxes do not cover each element exactly once, ascending.
 
-    Linear, without sorting: every coordinate of a dimension has a random weight, an element the product of its
-    coordinates' weights, a box the sum of its elements'. Boxes that tile a tensor weigh as much as it; others do by a
-    chance of about 2 ** -55 (they would have to be a root of a polynomial in the weights).
+    The test takes linear time. Every coordinate of a dimension has a random weight. The weight of an element is the
+    product of its coordinates' weights, the weight of a box the sum of its elements' weights. Boxes that tile a tensor
+    weigh as much as the tensor. Other boxes have that weight with a probability of about 2 ** -55, since the weights
+    would have to be a root of a polynomial.
 
     Args:
-        shapes: shape [t, d]: of each tensor, padded with 1.
-        boxes: `boxes.tensor` numbers `shapes`; every box lies inside its tensor.
+        shapes: shape of each tensor, padded with 1, [t, d].
+        boxes: boxes, each inside its tensor; `boxes.tensor` numbers the rows of `shapes`.
     """
     weight = np.ones(len(boxes), np.uint64)
     whole = np.ones(len(shapes), np.uint64)
     for k in range(boxes.ndim):
-        origin = _upto(np.zeros(1, np.int64), k)
-        weight *= _upto(boxes.offsets[:, k] + boxes.lengths[:, k], k) - _upto(boxes.offsets[:, k], k)
-        whole *= _upto(shapes[:, k], k) - origin
+        origin = _weight_below(np.zeros(1, np.int64), k)
+        weight *= _weight_below(boxes.offsets[:, k] + boxes.lengths[:, k], k) - _weight_below(boxes.offsets[:, k], k)
+        whole *= _weight_below(shapes[:, k], k) - origin
     found = np.zeros(len(shapes), np.uint64)
     np.add.at(found, boxes.tensor, weight)
     return np.flatnonzero(found != whole)
 
 
-def _upto(coordinate: Int64s, dim: int) -> NDArray[np.uint64]:
-    """Sum of the weights of all coordinates below, but for a constant: a random number (splitmix64), modulo 2 ** 64."""
+def _weight_below(coordinate: Int64s, dim: int) -> NDArray[np.uint64]:
+    """Return the sum of the weights of all smaller coordinates, up to a constant: a random number (splitmix64)."""
     x = coordinate.astype(np.uint64)
     x += np.uint64(dim << 56)
     x *= np.uint64(0x9E3779B97F4A7C15)
@@ -75,9 +76,9 @@ def first_gap(
     found_offsets: Int64s,
     found_lengths: Int64s,
 ) -> Box | None:
-    """One box within the wanted box that the found boxes leave uncovered, for an error message.
+    """Return a part of the wanted box that no found box covers, for an error message.
 
-    It cannot be enlarged in any direction. None when the found boxes, which may overlap, cover everything.
+    The part cannot be enlarged in any direction. The found boxes may overlap.
 
     Args:
         wanted_offsets: shape [d].
@@ -86,19 +87,19 @@ def first_gap(
         found_lengths: shape [k, d].
 
     Returns:
-        (offsets, lengths) of the gap, in the same coordinates.
+        (offsets, lengths) of the gap in the same coordinates, or None when there is no gap.
     """
     lo = np.asarray(wanted_offsets, np.int64)
     hi = lo + np.asarray(wanted_lengths, np.int64)
     real = (found_lengths > 0).all(axis=1)
     starts, stops = found_offsets[real], found_offsets[real] + found_lengths[real]
-    todo = [(lo, hi, np.arange(len(starts)))] if (lo < hi).all() else []
-    while todo:
-        a, b, near = todo.pop()
+    pending = [(lo, hi, np.arange(len(starts)))] if (lo < hi).all() else []
+    while pending:
+        a, b, near = pending.pop()
         near = near[((starts[near] < b) & (stops[near] > a)).all(axis=1)]
         if not len(near):
-            return _grown(a, b, lo, hi, starts, stops)
-        # The middle one of the boxes halves the rest in the ordinary case, boxes sorted along one dimension.
+            return _enlarged(a, b, lo, hi, starts, stops)
+        # Boxes are usually sorted along one dimension, where the middle box halves the rest.
         pivot = near[len(near) // 2]
         inner_a, inner_b = np.maximum(a, starts[pivot]), np.minimum(b, stops[pivot])
         rest: list[tuple[Int64s, Int64s, Int64s]] = []
@@ -113,12 +114,12 @@ def first_gap(
                 after[k] = inner_b[k]
                 rest.append((after, b.copy(), near))
             a[k], b[k] = inner_a[k], inner_b[k]
-        todo.extend(reversed(rest))
+        pending.extend(reversed(rest))
     return None
 
 
-def _grown(a: Int64s, b: Int64s, lo: Int64s, hi: Int64s, starts: Int64s, stops: Int64s) -> Box:
-    """The free box [a, b) stretched within [lo, hi) as far as the occupied boxes let it, one dimension at a time."""
+def _enlarged(a: Int64s, b: Int64s, lo: Int64s, hi: Int64s, starts: Int64s, stops: Int64s) -> Box:
+    """Enlarge the free box [a, b) within [lo, hi) up to the occupied boxes, one dimension after the other."""
     a, b = a.copy(), b.copy()
     for k in range(len(a)):
         beside = (starts < b) & (stops > a)

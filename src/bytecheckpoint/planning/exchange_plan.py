@@ -1,4 +1,4 @@
-"""Who reads what several ranks want (ByteCheckpoint, section 4.1: redundant reads eliminated)."""
+"""Choice of the rank that reads what several ranks want (ByteCheckpoint, section 4.1: redundant reads eliminated)."""
 
 from __future__ import annotations
 
@@ -6,85 +6,85 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..representation.boxes import Int64s
-from ..representation.plans import ExchangePlan, SharedChunks
-from .balance import assign
+from bytecheckpoint.planning.balance import assign
+from bytecheckpoint.representation.boxes import Int64s
+from bytecheckpoint.representation.plans import ExchangePlan, SharedChunks
+from bytecheckpoint.tuning import tuning
 
-__all__ = ["part_of_rank", "share"]
+__all__ = ["exchange_plan_of_rank", "plan_shared_reads"]
 
-#: Below this many bytes in all, meeting costs more than reading twice.
-_WORTHWHILE = 8 << 20
-_NOTHING = SharedChunks.from_columns([])
+_NO_CHUNKS = SharedChunks.from_columns([])
 
 
-def share(ranges: Sequence[Int64s], chunk_bytes: int) -> SharedChunks:
-    """Divide the chunks that several ranks want among them, Worst-Fit by bytes.
+def plan_shared_reads(ranges: Sequence[Int64s], chunk_bytes: int) -> SharedChunks:
+    """Assign each chunk that several ranks want to one of them, Worst-Fit by bytes.
+
+    When there are fewer such bytes than `tuning().min_exchange_bytes`, no chunk is shared.
 
     Args:
-        ranges: what each rank wants to read: (file, start, stop) rows, int64 [r, 3].
-        chunk_bytes: the grid that no range crosses.
+        ranges: byte ranges that each rank wants: (file, start, stop) rows, int64 [r, 3].
+        chunk_bytes: size of a chunk; no range crosses a multiple of it.
     """
     rows = np.concatenate(ranges)
     if not len(rows):
-        return _NOTHING
-    who = np.repeat(np.arange(len(ranges)), [len(r) for r in ranges])
-    chunk = rows[:, 1] // chunk_bytes
-    order = np.lexsort((who, chunk, rows[:, 0]))
-    rows, who, chunk = rows[order], who[order], chunk[order]
+        return _NO_CHUNKS
+    rank = np.repeat(np.arange(len(ranges)), [len(r) for r in ranges])
+    position = rows[:, 1] // chunk_bytes
+    order = np.lexsort((rank, position, rows[:, 0]))
+    rows, rank, position = rows[order], rank[order], position[order]
     new = np.ones(len(rows), bool)
-    new[1:] = (chunk[1:] != chunk[:-1]) | (rows[1:, 0] != rows[:-1, 0])
+    new[1:] = (position[1:] != position[:-1]) | (rows[1:, 0] != rows[:-1, 0])
     first = np.flatnonzero(new)
     last = np.append(first[1:], len(rows)) - 1
-    shared = who[first] != who[last]
+    shared = rank[first] != rank[last]
     start = np.minimum.reduceat(rows[:, 1], first)[shared]
     stop = np.maximum.reduceat(rows[:, 2], first)[shared]
-    if (stop - start).sum() < _WORTHWHILE:
-        return _NOTHING
-    item = np.cumsum(new) - 1
-    kept = shared[item]
-    item, who = (np.cumsum(shared) - 1)[item[kept]], who[kept]
-    reader = assign(item, who, stop - start, len(ranges))
-    once = np.ones(len(item), bool)
-    once[1:] = (item[1:] != item[:-1]) | (who[1:] != who[:-1])
-    sets = _sets(item[once], who[once], len(start), len(ranges))
+    if (stop - start).sum() < tuning().min_exchange_bytes:
+        return _NO_CHUNKS
+    chunk = np.cumsum(new) - 1
+    kept = shared[chunk]
+    chunk, rank = (np.cumsum(shared) - 1)[chunk[kept]], rank[kept]
+    reader = assign(chunk, rank, stop - start, len(ranges))
+    once = np.ones(len(chunk), bool)
+    once[1:] = (chunk[1:] != chunk[:-1]) | (rank[1:] != rank[:-1])
+    sets = _rank_sets(chunk[once], rank[once], len(start), len(ranges))
     return SharedChunks(rows[first[shared], 0], start, stop, reader, *sets)
 
 
-def _sets(item: Int64s, who: Int64s, items: int, world: int) -> tuple[Int64s, Int64s, Int64s]:
-    """The distinct sets of ranks among the items: (set of each item, ends of the sets, their ranks).
+def _rank_sets(chunk: Int64s, rank: Int64s, chunks: int, world: int) -> tuple[Int64s, Int64s, Int64s]:
+    """Return the distinct sets of ranks that want a chunk: (set of each chunk, ends of the sets, their ranks).
 
     Args:
-        item: of each (item, rank) pair, ascending.
-        who: its rank, ascending within the item.
-        items: their number.
+        chunk: chunk of each (chunk, rank) pair, ascending.
+        rank: rank of each pair, ascending within the chunk.
+        chunks: number of chunks.
         world: number of ranks.
     """
-    begins = np.searchsorted(item, np.arange(items))
-    ends = np.append(begins[1:], len(item))
-    # Sets are told apart by 128 bits: the sums of random numbers that stand for the ranks.
+    begins = np.searchsorted(chunk, np.arange(chunks))
+    ends = np.append(begins[1:], len(chunk))
+    # Sets are compared by 128 bits: the sum of two random numbers for each rank.
     tokens = np.random.default_rng().integers(0, 1 << 63, (world, 2), np.int64)
     with np.errstate(over="ignore"):
-        prints = np.add.reduceat(tokens[who], begins, axis=0)
-    _, examples, wanted_by = np.unique(prints, axis=0, return_index=True, return_inverse=True)
-    ranks = [who[begins[i] : ends[i]] for i in examples.tolist()]
+        fingerprints = np.add.reduceat(tokens[rank], begins, axis=0)
+    _, examples, wanted_by = np.unique(fingerprints, axis=0, return_index=True, return_inverse=True)
+    ranks = [rank[begins[i] : ends[i]] for i in examples.tolist()]
     return wanted_by.reshape(-1).astype(np.int64), np.cumsum([len(r) for r in ranks]), np.concatenate(ranks)
 
 
-def part_of_rank(shared: SharedChunks, ranges: Int64s, chunk_bytes: int) -> ExchangePlan:
-    """What a rank does that wants to read `ranges`.
+def exchange_plan_of_rank(shared: SharedChunks, ranges: Int64s, chunk_bytes: int) -> ExchangePlan:
+    """Return the part of the exchange of a rank that wants to read `ranges`.
 
     Args:
-        shared: from `share`, over the ranges of all ranks.
+        shared: result of `plan_shared_reads` over the ranges of all ranks.
         ranges: (file, start, stop) rows of this rank, int64 [r, 3].
-        chunk_bytes: as for `share`.
+        chunk_bytes: size of a chunk, as for `plan_shared_reads`.
     """
     if not len(shared) or not len(ranges):
         return ExchangePlan(shared, np.arange(len(ranges)), *np.zeros((2, 0), np.int64))
-    # Items are sorted by (file, chunk); one number for both.
+    # Chunks are sorted by (file, position); one number stands for both.
     width = int(max(shared.start.max(), ranges[:, 1].max())) // chunk_bytes + 1
     keys = shared.file * width + shared.start // chunk_bytes
     wanted = ranges[:, 0] * width + ranges[:, 1] // chunk_bytes
-    at = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
-    found = keys[at] == wanted
-    mine = np.flatnonzero(found)
-    return ExchangePlan(shared, np.flatnonzero(~found), mine, at[mine])
+    chunk = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
+    covered = keys[chunk] == wanted
+    return ExchangePlan(shared, np.flatnonzero(~covered), np.flatnonzero(covered), chunk[covered])

@@ -1,8 +1,7 @@
-"""Which saved boxes meet which wanted boxes: the whole of resharding (ByteCheckpoint, section 3.2).
+"""Intersection of saved boxes with wanted boxes, which is all of resharding (ByteCheckpoint, section 3.2).
 
-One sweep over sorted columns serves every pair of layouts. The cost is a sort of the left boxes and one binary search
-per right box; for boxes that partition their tensors along some dimension the candidates that the search leaves are
-the answers themselves.
+One sweep over sorted columns serves every pair of layouts. It costs a sort of the left boxes and one binary search for
+each right box. When the boxes partition their tensors along some dimension, every candidate of the search is a result.
 """
 
 from __future__ import annotations
@@ -15,13 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bytecheckpoint.representation.boxes import BoxTable, Int64s
+from bytecheckpoint.tuning import tuning
 
 __all__ = ["Intersections", "intersect"]
-
-# Candidate pairs looked at in one go: few enough that the temporary columns stay near the processor's cache.
-_BATCH = 1 << 18
-# Rows of the left table looked at in one go by the filter that precedes the sort.
-_ROWS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +24,10 @@ class Intersections:
     """The non-empty common boxes of two tables, sorted by (right, left).
 
     Attributes:
-        left: shape [k]: row in the left table.
-        right: shape [k]: row in the right table.
-        offsets: shape [k, d]: first coordinate of the common box, in the tensor's own coordinates.
-        lengths: shape [k, d]: its extent, at least 1 everywhere.
+        left: row in the left table, [k].
+        right: row in the right table, [k].
+        offsets: first coordinate of the common box, in coordinates of the tensor, [k, d].
+        lengths: extent of the common box, at least 1 in every dimension, [k, d].
     """
 
     left: Int64s
@@ -44,28 +39,28 @@ class Intersections:
         return int(self.left.shape[0])
 
     def volumes(self) -> Int64s:
-        """Number of elements of each common box, shape [k]."""
-        # Column by column: many times quicker than a product along short rows.
+        """Return the number of elements of each common box, [k]."""
+        # By columns: many times faster than a product along short rows.
         result = np.ones(len(self), np.int64)
         for k in range(self.lengths.shape[1]):
             result *= self.lengths[:, k]
         return result
 
     def take(self, index: Int64s | NDArray[np.bool_]) -> Intersections:
-        """The pairs at `index` (positions or a mask), in that order."""
+        """Return the pairs at `index` (positions or a mask), in that order."""
         at: Int64s = np.arange(len(self))[index] if index.dtype == np.bool_ else index.astype(np.int64, copy=False)
-        return Intersections(self.left[at], self.right[at], _picked(self.offsets, at), _picked(self.lengths, at))
+        return Intersections(self.left[at], self.right[at], _rows_of(self.offsets, at), _rows_of(self.lengths, at))
 
 
 def intersect(left: BoxTable, right: BoxTable, *, ascending: bool = False) -> Intersections:
-    """All pairs of a left and a right box of the same tensor that have elements in common.
+    """Find all pairs of a left and a right box of the same tensor that have common elements.
 
-    Boxes of either table may be empty (they meet nothing) and may overlap each other.
+    Boxes of either table may overlap each other and may be empty; an empty box is in no pair.
 
     Args:
         left: usually the saved boxes, the longer table.
         right: usually the wanted boxes.
-        ascending: `right` is `left` itself, and only pairs whose left row number is the smaller are wanted.
+        ascending: `right` is `left`, and only pairs with a smaller left than right row number are wanted.
     """
     width = max(left.ndim, right.ndim)
     left, right = _contiguous(left.widened(width)), _contiguous(right.widened(width))
@@ -73,7 +68,7 @@ def intersect(left: BoxTable, right: BoxTable, *, ascending: bool = False) -> In
     if not len(left) or not len(wanted):
         return _concat([], width)
     hulls = _hulls(right, wanted)
-    rows, codes = _near(left, hulls)
+    rows, codes = _filtered(left, hulls)
     if not len(rows):
         return _concat([], width)
     index = _Index.build(left, rows, codes, hulls)
@@ -86,14 +81,14 @@ def intersect(left: BoxTable, right: BoxTable, *, ascending: bool = False) -> In
 
 
 class _Hulls(NamedTuple):
-    """The tensors that are wanted at all, and the smallest box around what is wanted of each."""
+    """The wanted tensors, and for each the smallest box around all wanted boxes."""
 
     tensor: Int64s  # [t], ascending
     lo: Int64s  # [t, d]
     hi: Int64s  # [t, d]
 
     def codes(self, tensor: Int64s) -> Int64s:
-        """Position of each tensor number in `self.tensor`, or the number of hulls where it is not there."""
+        """Return the position of each tensor number in `self.tensor`, the number of hulls for an absent one."""
         low, high, count = int(self.tensor[0]), int(self.tensor[-1]), len(self.tensor)
         if high - low < 16 * count + 65536:
             table = np.full(high - low + 2, count, np.int64)
@@ -110,24 +105,25 @@ def _hulls(right: BoxTable, wanted: Int64s) -> _Hulls:
         wanted = wanted[np.argsort(tensor)]
         tensor = right.tensor[wanted]
     first = np.flatnonzero(np.diff(tensor, prepend=tensor[0] - 1))
-    lo = _picked(right.offsets, wanted)
-    hi = lo + _picked(right.lengths, wanted)
+    lo = _rows_of(right.offsets, wanted)
+    hi = lo + _rows_of(right.lengths, wanted)
     return _Hulls(tensor[first], np.minimum.reduceat(lo, first, axis=0), np.maximum.reduceat(hi, first, axis=0))
 
 
-def _near(left: BoxTable, hulls: _Hulls) -> tuple[Int64s, Int64s]:
-    """Rows of `left` that meet the hull of their tensor, and the hull's position for each.
+def _filtered(left: BoxTable, hulls: _Hulls) -> tuple[Int64s, Int64s]:
+    """Return the rows of `left` that meet the hull of their tensor, and the position of each one's hull.
 
-    Linear, and for one rank's wanted boxes it leaves little of a large catalog to be sorted.
+    This filter takes linear time. For the wanted boxes of one rank it leaves few rows of a large catalog to sort.
     """
     rows: list[Int64s] = []
     codes: list[Int64s] = []
-    # One hull more, of no extent, for tensors that nobody wants.
+    # An additional, empty hull stands for tensors that are not wanted.
     none = np.zeros((1, left.ndim), np.int64)
     lo = np.concatenate([hulls.lo, none])
     hi = np.concatenate([hulls.hi, none])
-    for begin in range(0, len(left), _ROWS):
-        part = slice(begin, begin + _ROWS)
+    step = tuning().intersect_rows
+    for begin in range(0, len(left), step):
+        part = slice(begin, begin + step)
         code = hulls.codes(left.tensor[part])
         keep = code < len(hulls.tensor)
         for k in range(left.ndim):
@@ -143,13 +139,13 @@ def _near(left: BoxTable, hulls: _Hulls) -> tuple[Int64s, Int64s]:
 class _Index:
     """Left rows sorted by (tensor, start along the tensor's sweep dimension).
 
-    Both coordinates are one int64 key: each tensor owns a range of keys as long as its hull's extent along its sweep
-    dimension, so the keys cannot overflow before the extents themselves add up to 2**63.
+    One int64 key stands for both: each tensor has a range of keys as long as the extent of its hull along its sweep
+    dimension, so keys overflow only when these extents add up to 2**63.
     """
 
     rows: Int64s  # [m]: row numbers of the left table
     starts: Int64s  # [m]: keys, ascending
-    reach: Int64s  # [m]: largest stop key of this row and all before it, ascending as well
+    reach: Int64s  # [m]: largest stop key of this and all earlier rows, ascending
     hulls: _Hulls
     dim: Int64s  # [t]: sweep dimension of each tensor
     base: Int64s  # [t]: first key of each tensor
@@ -177,7 +173,7 @@ class _Index:
         return _Index(rows, starts, np.maximum.accumulate(stops), hulls, dim, base, in_order)
 
     def crowded(self) -> Int64s:
-        """The rows that share some coordinate of the sweep dimension with another row; the others meet nobody."""
+        """Return the rows that share a coordinate of the sweep dimension with another row; others overlap no row."""
         meets = self.starts[1:] < self.reach[:-1]
         crowded = np.zeros(len(self.rows), np.bool_)
         crowded[1:] |= meets
@@ -185,19 +181,19 @@ class _Index:
         return self.rows[crowded]
 
     def windows(self, right: BoxTable, wanted: Int64s) -> tuple[Int64s, Int64s]:
-        """For each wanted row the range of positions [first, last) that holds all its partners."""
+        """Return for each wanted row the range of positions [first, last) that holds all its partners."""
         codes = self.hulls.codes(right.tensor[wanted])
         dim = self.dim[codes]
         starts = right.offsets[wanted, dim] - self.hulls.lo[codes, dim] + self.base[codes]
         stops = starts + right.lengths[wanted, dim]
-        # Before `first` nothing reaches beyond the start; from `last` on everything begins at the stop or later.
+        # Rows before `first` end at the wanted start or earlier; rows from `last` on begin at the wanted stop or later.
         first = np.searchsorted(self.reach, starts, side="right")
         last = np.searchsorted(self.starts, stops, side="left")
         return first.astype(np.int64), np.maximum(first, last).astype(np.int64)
 
 
 def _sweep_dims(left: BoxTable, rows: Int64s, codes: Int64s, hulls: _Hulls) -> Int64s:
-    """For each hull the dimension along which the left boxes begin at the most different places, shape [t]."""
+    """Return for each hull the dimension along which the left boxes have the most different starts, [t]."""
     everything = len(rows) == len(left)
     columns: dict[int, Int64s] = {}
     for k in range(left.ndim):
@@ -219,14 +215,15 @@ def _sweep_dims(left: BoxTable, rows: Int64s, codes: Int64s, hulls: _Hulls) -> I
 def _matches(
     left: BoxTable, right: BoxTable, wanted: Int64s, index: _Index, ascending: bool
 ) -> Iterator[Intersections]:
-    """The pairs, in batches of bounded memory, ordered by right row and then by position in the index."""
+    """Yield the pairs in batches of bounded memory, sorted by right row and then by position in the index."""
     first, last = index.windows(right, wanted)
     ends = np.cumsum(last - first)
     begins = ends - (last - first)
     shift = first - begins
     total = int(ends[-1])
-    for lo in range(0, total, _BATCH):
-        hi = min(lo + _BATCH, total)
+    step = tuning().intersect_pairs
+    for lo in range(0, total, step):
+        hi = min(lo + step, total)
         a, b = np.searchsorted(ends, [lo, hi - 1], side="right") + [0, 1]
         repeats = np.minimum(ends[a:b], hi) - np.maximum(begins[a:b], lo)
         l_row = index.rows[np.arange(lo, hi) + np.repeat(shift[a:b], repeats)]
@@ -234,10 +231,10 @@ def _matches(
         if ascending:
             keep = l_row < r_row
             l_row, r_row = l_row[keep], r_row[keep]
-        l_start, r_start = _picked(left.offsets, l_row), _picked(right.offsets, r_row)
+        l_start, r_start = _rows_of(left.offsets, l_row), _rows_of(right.offsets, r_row)
         offsets = np.maximum(l_start, r_start)
-        l_start += _picked(left.lengths, l_row)
-        r_start += _picked(right.lengths, r_row)
+        l_start += _rows_of(left.lengths, l_row)
+        r_start += _rows_of(right.lengths, r_row)
         lengths = np.minimum(l_start, r_start, out=l_start)
         lengths -= offsets
         hit = lengths[:, 0] > 0
@@ -250,8 +247,8 @@ def _matches(
             yield part.take(hit)
 
 
-def _picked(boxes: Int64s, rows: Int64s) -> Int64s:
-    """`boxes[rows]`; indexing takes several times as long for short rows, `take` copies arrays that have strides."""
+def _rows_of(boxes: Int64s, rows: Int64s) -> Int64s:
+    """Return `boxes[rows]`, several times faster for short rows; `boxes` must be contiguous, or `take` copies it."""
     return np.take(boxes, rows, axis=0)
 
 

@@ -1,8 +1,8 @@
-"""Which bytes to read and where each of them goes (ByteCheckpoint, section 3.3, load plan).
+"""Planning of reads: the bytes to read, and the destination of each (ByteCheckpoint, section 3.3, load plan).
 
-Resharding is this one mechanism: stored boxes are intersected with wanted boxes. Everything is a column; there is no
-loop over shards. Files are read in block-aligned ranges that lie inside a fixed grid of chunks, so that no block is
-read or verified twice: a stored box larger than a chunk is first cut into boxes that each lie in one chunk.
+The plan intersects stored boxes with wanted boxes, for every pair of layouts alike. All data are columns; no loop runs
+over shards. Files are read in block-aligned ranges, each inside one chunk of a fixed grid, so that no block is read or
+verified twice. A stored box that crosses chunks is first cut into boxes that lie in one chunk each.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..representation.boxes import BoxTable, Int64s, Mask
-from ..representation.catalog import Catalog
-from ..representation.decompose import flat_ranges_to_boxes
-from ..representation.dtypes import itemsize
-from ..representation.plans import Copies, ReadPlan
-from .coverage import missing_volume, overlapping
-from .intersect import Intersections, intersect
+from bytecheckpoint.planning.coverage import missing_volume, overlapping
+from bytecheckpoint.planning.intersect import Intersections, intersect
+from bytecheckpoint.representation.boxes import BoxTable, Int64s, Mask
+from bytecheckpoint.representation.catalog import Catalog
+from bytecheckpoint.representation.decompose import flat_ranges_to_boxes
+from bytecheckpoint.representation.dtypes import itemsize
+from bytecheckpoint.representation.plans import Copies, ReadPlan
 
 __all__ = ["StoredRows", "plan_reads", "stored_rows"]
 
 
 @dataclass(frozen=True, slots=True)
 class StoredRows:
-    """What planning needs to know about the rows of a catalog.
+    """The columns of a catalog that planning needs.
 
     Attributes:
         boxes: box of each row, numbered by tensor.
@@ -44,7 +44,7 @@ class StoredRows:
 
 
 def stored_rows(catalog: Catalog) -> StoredRows:
-    """The columns of a catalog that planning needs."""
+    """Return the columns of `catalog` that planning needs."""
     element = np.array([itemsize(name) for name in catalog.dtype.values], np.int64)
     file = catalog.file.astype(np.int64)
     data_offset = np.array([f.data_offset for f in catalog.files], np.int64)
@@ -58,11 +58,10 @@ def stored_rows(catalog: Catalog) -> StoredRows:
     )
 
 
-#: Ranges whose elements are rearranged one by one are no longer than this, so that they are still in the processor's
-#: second-level cache when that happens,
-_REARRANGED = 2 << 20
-#: while those that go in runs of this many bytes or more may be as long as any: there it is calls that cost.
+_SHORT_RUN_RANGE = 2 << 20
+"""Longest range whose elements are copied in short runs: it is still in the second-level cache when they are copied."""
 _LONG_RUN = 1 << 10
+"""Bytes of a run from which on the length of its range is not limited: the number of calls then determines the cost."""
 
 
 def plan_reads(stored: StoredRows, wanted: BoxTable, contiguous: Mask, chunk_bytes: int) -> ReadPlan:
@@ -71,8 +70,8 @@ def plan_reads(stored: StoredRows, wanted: BoxTable, contiguous: Mask, chunk_byt
     Args:
         stored: the catalog's rows.
         wanted: boxes to fill, numbered by the catalog's tensors.
-        contiguous: whether each wanted box is contiguous where it will be stored, [len(wanted)].
-        chunk_bytes: ranges never cross a multiple of this; a multiple of every file's block length.
+        contiguous: whether the destination of each wanted box is contiguous, [len(wanted)].
+        chunk_bytes: size of a chunk, which is a multiple of every file's block length; no range crosses a multiple of it.
     """
     width = max(stored.boxes.ndim, wanted.ndim)
     wanted = wanted.widened(width)
@@ -89,8 +88,10 @@ def plan_reads(stored: StoredRows, wanted: BoxTable, contiguous: Mask, chunk_byt
 
     found = Intersections(position.reshape(-1), hits.right, hits.offsets, hits.lengths)
     piece_bytes = np.full(len(boxes), chunk_bytes, np.int64)
-    if chunk_bytes % _REARRANGED == 0:
-        piece_bytes[found.left[_in_short_runs(found, boxes, wanted, contiguous, stored.element[rows])]] = _REARRANGED
+    if chunk_bytes % _SHORT_RUN_RANGE == 0:
+        piece_bytes[found.left[_in_short_runs(found, boxes, wanted, contiguous, stored.element[rows])]] = (
+            _SHORT_RUN_RANGE
+        )
     pieces, base, row = _cut(boxes, stored.start[rows], stored.element[rows], piece_bytes)
     if len(pieces) != len(boxes):
         found = intersect(pieces, wanted)
@@ -113,7 +114,7 @@ def plan_reads(stored: StoredRows, wanted: BoxTable, contiguous: Mask, chunk_byt
 def _in_short_runs(
     found: Intersections, boxes: BoxTable, wanted: BoxTable, contiguous: Mask, element: Int64s
 ) -> Int64s:
-    """The intersections that do not go from file to memory in long runs."""
+    """Return the intersections that are not copied from file to memory in long runs."""
     lengths = found.lengths
     whole = (lengths == boxes.lengths[found.left]) & (lengths == wanted.lengths[found.right])
     inner = np.ones_like(whole)
@@ -123,10 +124,10 @@ def _in_short_runs(
 
 
 def _cut(boxes: BoxTable, start: Int64s, element: Int64s, chunk_bytes: Int64s) -> tuple[BoxTable, Int64s, Int64s]:
-    """Cut rows at multiples of `chunk_bytes`, which each row has its own of.
+    """Cut each row at the multiples of its own `chunk_bytes`.
 
     Returns:
-        The pieces as boxes, the byte offset of each piece in its file's data section, the row of each piece.
+        The pieces as boxes, the byte offset of each piece in its file's data section, and the row of each piece.
     """
     nbytes = boxes.volumes() * element
     first = start // chunk_bytes
@@ -144,7 +145,7 @@ def _cut(boxes: BoxTable, start: Int64s, element: Int64s, chunk_bytes: Int64s) -
 
 
 def _strides(shape: Int64s) -> Int64s:
-    """Row-major strides in elements, [n, d]."""
+    """Return the row-major strides in elements, [n, d]."""
     strides = np.ones_like(shape)
     if shape.shape[1] > 1:
         strides[:, :-1] = np.cumprod(shape[:, :0:-1], axis=1)[:, ::-1]
@@ -152,10 +153,14 @@ def _strides(shape: Int64s) -> Int64s:
 
 
 def _split_gaps(found: Intersections, pieces: BoxTable, element: Int64s, block: Int64s) -> tuple[Intersections, Int64s]:
-    """Split boxes whose runs lie so far apart in the file that whole blocks between them need not be read."""
+    """Split intersections whose runs in the file have whole blocks between them, which then are not read.
+
+    Returns:
+        The intersections, and the piece of each.
+    """
     left = found.left
     strides = _strides(pieces.lengths)[left]
-    # Elements from the first to the last of one index of dimension j: what lies between is the gap.
+    # `inner` spans the elements of one index of a dimension; the rest of the stride is the gap.
     reach = (found.lengths - 1) * strides
     inner = np.cumsum(reach[:, ::-1], axis=1)[:, ::-1] - reach + 1
     gap = (strides - inner) * element[left][:, None]
@@ -175,10 +180,10 @@ def _split_gaps(found: Intersections, pieces: BoxTable, element: Int64s, block: 
     return split, split.left
 
 
-def _runs_on(lengths: Int64s, shape: Int64s) -> Mask:
-    """Whether a box of extent `lengths` is one run of elements inside a box of extent `shape`."""
+def _is_one_run(lengths: Int64s, shape: Int64s) -> Mask:
+    """Return whether a box of extent `lengths` is one run of elements inside a box of extent `shape`."""
     partial = lengths != shape
-    # A dimension may be partial only when every dimension before it has extent 1.
+    # A dimension may be partial only when all dimensions before it have extent 1.
     after = np.zeros_like(partial)
     after[:, :-1] = np.logical_or.accumulate(partial[:, :0:-1], axis=1)[:, ::-1]
     runs: Mask = ((lengths == 1) | ~after).all(axis=1)
@@ -196,14 +201,16 @@ def _copies(
     chunk_bytes: int,
     pieces_of: Int64s,
 ) -> tuple[Copies, Int64s, Int64s, Int64s]:
-    """Copies in file order, with neighbours that continue each other merged; file, element size and piece of each."""
+    """Return the copies in file order, adjacent copies merged, and the file, element size and piece of each."""
     inside = found.offsets - pieces.offsets
     target_shape = wanted.lengths[found.right]
     target_offsets = found.offsets - wanted.offsets[found.right]
     source = base + (inside * _strides(pieces.lengths)).sum(axis=1) * element
     target = (target_offsets * _strides(target_shape)).sum(axis=1)
     elements = np.prod(found.lengths, axis=1)
-    flat = contiguous[found.right] & _runs_on(found.lengths, pieces.lengths) & _runs_on(found.lengths, target_shape)
+    flat = (
+        contiguous[found.right] & _is_one_run(found.lengths, pieces.lengths) & _is_one_run(found.lengths, target_shape)
+    )
 
     order = np.lexsort((found.right, source, file))
     right, source, elements, target = found.right[order], source[order], elements[order], target[order]
@@ -230,13 +237,13 @@ def _copies(
 def _ranges(
     stored: StoredRows, copies: Copies, file: Int64s, element: Int64s, chunk_bytes: int, piece_bytes: Int64s
 ) -> tuple[Int64s, Int64s, Int64s, Int64s]:
-    """Block-aligned ranges that cover the copies: (file, start, stop, first copy)."""
+    """Return block-aligned ranges that cover the copies: (file, start, stop, first copy)."""
     spread = ((copies.lengths - 1) * _strides(copies.source_shape)).sum(axis=1) + 1
     span = np.where(copies.flat, copies.elements, spread) * element
     block = stored.block_bytes[file]
     low = copies.source // block * block
     high = np.minimum(-(-(copies.source + span) // block) * block, stored.data_bytes[file])
-    # One number line for all files, so that a running maximum finds where the union of ranges has a gap.
+    # All files share one number line, where a running maximum finds the gaps in the union of ranges.
     base = np.cumsum(stored.data_bytes) - stored.data_bytes
     ends = np.maximum.accumulate(base[file] + high)
     chunk = copies.source // chunk_bytes

@@ -1,4 +1,4 @@
-"""Recognising copies: rows that stand for the same box of the same tensor on several ranks."""
+"""Detection of replicas: rows of several ranks with the same box of the same tensor."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ __all__ = ["group_equal"]
 
 
 def group_equal(table: BoxTable) -> Int64s:
-    """Number of the distinct box that each row is, shape [n].
+    """Number the distinct boxes; return the number of each row's box, [n].
 
-    Two rows have the same number exactly when tensor, offsets and lengths agree. Numbers run from 0 without gaps, in
+    Two rows have the same number exactly when their tensor, offsets and lengths are equal. The numbers are 0, 1, ... in
     the lexicographic order of (tensor, offsets, lengths).
 
-    The columns are packed into one exact int64 key wherever their ranges allow it, so that the work is one sort of
-    one column, and none when the table is sorted already.
+    Where their ranges allow it, the columns are packed into one exact int64 key. One column is then sorted, or none
+    when the table is already sorted.
     """
     if not len(table):
         return np.zeros(0, np.int64)
@@ -39,13 +39,13 @@ def group_equal(table: BoxTable) -> Int64s:
 
 
 def _digits(column: Int64s) -> tuple[Int64s, int]:
-    """The column counted from its smallest value, and the number of values that its range holds."""
+    """Return the column minus its smallest value, and the number of integers in its range."""
     low, high = int(column.min()), int(column.max())
     return column - low, high - low + 1
 
 
 def _ranks(key: Int64s) -> Int64s:
-    """Position of each value among the distinct values in ascending order."""
+    """Return the position of each value among the distinct values in ascending order."""
     steps = key[1:] != key[:-1]
     if (key[1:] >= key[:-1]).all():
         return _counted(steps)

@@ -1,7 +1,7 @@
-"""Who writes what, and where: the global save plan (ByteCheckpoint, section 3.3 and 4.1).
+"""The global save plan: which rank writes which box, and where (ByteCheckpoint, sections 3.3 and 4.1).
 
-Every rank describes its shards as a `LocalTable`; the coordinator joins all tables, lets each replicated box be
-written once by the least loaded holder, and lays out the files. All of it works on columns.
+Every rank describes its shards as a `LocalTable`. The coordinator joins all tables, assigns each replicated box to its
+least loaded holder, and lays out the files. All data are columns.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import IncompatibleCheckpointError
-from ..representation.boxes import BoxTable, Int64s, Mask
-from ..representation.dtypes import itemsize
-from ..representation.names import escape
-from ..representation.shards import LiveShard, TensorKey
-from ..representation.storage_file import MAX_ENTRIES_PER_FILE
-from .balance import assign
-from .coverage import first_gap, not_tiled
-from .replicas import group_equal
+from bytecheckpoint.errors import IncompatibleCheckpointError
+from bytecheckpoint.planning.balance import assign
+from bytecheckpoint.planning.coverage import first_gap, not_tiled
+from bytecheckpoint.planning.replicas import group_equal
+from bytecheckpoint.representation.boxes import BoxTable, Int64s, Mask
+from bytecheckpoint.representation.dtypes import itemsize
+from bytecheckpoint.representation.names import escape
+from bytecheckpoint.representation.shards import LiveShard, TensorKey
+from bytecheckpoint.tuning import tuning
 
 __all__ = ["LocalTable", "SavePlan", "TensorRecord", "all_rows", "describe", "file_bounds", "plan_save"]
 
 
 class LocalTable(msgspec.Struct, frozen=True):
-    """One rank's shards as columns; row i is its i-th shard.
+    """The shards of one rank as columns; row i is the rank's i-th shard.
 
     Attributes:
-        tensors: msgpack of what each row is, one record per row, one piece for each run of rows of one kind. Ranks
-            that hold the same tensors of a kind send the same bytes, and the coordinator reads them once.
-        ndims: int32 [n] as bytes: dimensions of each row.
-        boxes: int64 as bytes: global shape, offsets, lengths of row after row, `3 * ndims[i]` numbers each.
+        tensors: one `TensorRecord` for each row in msgpack, in pieces: one for each run of rows of one kind. Ranks that
+            hold the same tensors of a kind send the same bytes, which the coordinator decodes once.
+        ndims: number of dimensions of each row, int32 [n] as bytes.
+        boxes: global shape, offsets and lengths of row after row, `3 * ndims[i]` numbers each, int64 as bytes.
     """
 
     tensors: tuple[bytes, ...]
@@ -43,7 +43,7 @@ class LocalTable(msgspec.Struct, frozen=True):
 
 
 class TensorRecord(msgspec.Struct, array_like=True, frozen=True):
-    """What the catalog says about a tensor, but for its box. Names are escaped (`names.escape`): they travel."""
+    """A tensor's properties in the catalog, without its boxes. Names are escaped (`names.escape`) for messages."""
 
     kind: str
     fqn: str
@@ -55,12 +55,12 @@ class TensorRecord(msgspec.Struct, array_like=True, frozen=True):
 
     @property
     def key(self) -> TensorKey:
-        """Identity of the tensor."""
+        """The key of the tensor, escaped."""
         return TensorKey(self.kind, self.fqn, self.slot)
 
 
 def describe(shards: Sequence[LiveShard]) -> LocalTable:
-    """The table of one rank's shards."""
+    """Return the table of one rank's shards."""
     pieces = []
     for kind, run in groupby(shards, lambda s: s.key.kind):
         name = escape(kind)
@@ -88,22 +88,22 @@ def describe(shards: Sequence[LiveShard]) -> LocalTable:
 
 @dataclass(frozen=True, slots=True)
 class SavePlan:
-    """The plan of all ranks. Rows are stored shards in file order: by rank, kind, part, then place in the file.
+    """The plan of all ranks. Its rows are stored shards, sorted by rank, kind, part, then place in the file.
 
     Attributes:
         tensors: every distinct tensor.
-        shapes: global shape of each, padded with 1, int64 [t, d].
-        ndims: number of dimensions of each, int64 [t].
+        shapes: global shape of each tensor, padded with 1, int64 [t, d].
+        ndims: number of dimensions of each tensor, int64 [t].
         boxes: box of each row; `boxes.tensor` numbers `tensors`.
-        rank: who writes the row, int64 [n].
-        local: index of the row among the writer's own shards, int64 [n].
-        file: number of the row's file, int64 [n].
-        offset: byte offset of the row in its file's data section, int64 [n].
-        nbytes: length of the row, int64 [n].
-        file_rank: writer of each file, int64 [f].
+        rank: the rank that writes each row, int64 [n].
+        local: index of each row among the shards of the rank that writes it, int64 [n].
+        file: number of each row's file, int64 [n].
+        offset: byte offset of each row in its file's data section, int64 [n].
+        nbytes: bytes of each row, int64 [n].
+        file_rank: the rank that writes each file, int64 [f].
         file_kind: kind of each file, [f].
         file_part: part number of each file (a rank splits a file of very many tensors), int64 [f].
-        aliases: further names of tied tensors: kind -> alias -> fqn.
+        aliases: further names of tied tensors: kind -> alias -> FQN.
     """
 
     tensors: list[TensorRecord]
@@ -121,25 +121,24 @@ class SavePlan:
     aliases: dict[str, dict[str, str]]
 
     def locals_of(self, rank: int) -> Int64s:
-        """Indexes of the shards that `rank` writes, in file order."""
-        # Rows are sorted by rank.
-        low, high = np.searchsorted(self.rank, [rank, rank + 1])
+        """Return the indexes of the shards that `rank` writes, in file order."""
+        low, high = np.searchsorted(self.rank, [rank, rank + 1])  # rows are sorted by rank
         return self.local[low:high]
 
 
 def all_rows(tables: Sequence[LocalTable]) -> tuple[list[TensorRecord], BoxTable]:
-    """Every distinct tensor, and the boxes of all ranks' rows, rank after rank."""
+    """Return every distinct tensor, and the boxes of all ranks' rows, rank after rank."""
     tensors, row_tensor = _join_names(tables)
     return tensors, _boxes(tables, np.concatenate(row_tensor))[2]
 
 
 def plan_save(tables: Sequence[LocalTable], fixed: Mapping[int, Int64s] | None = None) -> SavePlan:
-    """Deduplicate, balance and lay out.
+    """Plan a save: assign each distinct box to one rank and lay out the files.
 
     Args:
-        tables: one per rank, at least one.
-        fixed: ranks that have already written (by an older plan), with the indexes of the shards that they wrote;
-            the other ranks write what is left.
+        tables: the table of each rank, at least one.
+        fixed: rank -> the indexes of the shards that it has already written by an older plan. The other ranks write
+            the remaining boxes.
 
     Raises:
         IncompatibleCheckpointError: ranks disagree about a tensor's shape or dtype, or their boxes leave a hole in a
@@ -195,7 +194,7 @@ def _written(
     world_size: int,
     fixed: Mapping[int, Int64s],
 ) -> Int64s:
-    """The rows that are written, ascending: one of each group of equal boxes, which the least loaded holder has."""
+    """Return the rows to write, ascending: one row of each group of equal boxes, held by its least loaded holder."""
     groups = int(group.max(initial=-1)) + 1
     group_bytes = np.zeros(groups, np.int64)
     group_bytes[group] = nbytes
@@ -208,7 +207,7 @@ def _written(
     else:
         owner = assign(group, row_rank, group_bytes, world_size)
         written = np.flatnonzero(owner[group] == row_rank)
-    # A rank may hold one box twice (a tensor under two modules); its first row writes it.
+    # A rank may hold a box in two rows (a tensor in two modules); the first row is written.
     of = group[written]
     first = np.empty(groups, np.int64)
     first[of[::-1]] = written[::-1]
@@ -217,30 +216,30 @@ def _written(
 
 
 def _may_write(fixed: Mapping[int, Int64s], group: Int64s, row_rank: Int64s, row_local: Int64s) -> Mask:
-    """Rows that may be chosen, given that some ranks have written theirs already."""
+    """Return which rows may be chosen although some ranks have already written theirs."""
     allowed = np.ones(len(group), bool)
     done = np.zeros(len(group), bool)
     for rank, rows in fixed.items():
-        mine = row_rank == rank
-        allowed[mine] = False
-        done |= mine & np.isin(row_local, rows)
+        of_rank = row_rank == rank
+        allowed[of_rank] = False
+        done |= of_rank & np.isin(row_local, rows)
     taken = np.zeros(int(group.max(initial=-1)) + 1, bool)
     taken[group[done]] = True
     return np.where(taken[group], done, allowed)
 
 
 def _file_order(tensors: Sequence[TensorRecord], rank: Int64s, tensor: Int64s) -> Int64s:
-    """The order of rows by (rank, kind, item size descending, dtype), else as they come."""
-    described = [(t.kind, -itemsize(t.dtype), t.dtype) for t in tensors]
-    place = {what: i for i, what in enumerate(sorted(set(described)))}
-    places = np.array([place[what] for what in described], np.int64)
+    """Return the stable permutation that sorts rows by (rank, kind, item size descending, dtype)."""
+    sort_keys = [(t.kind, -itemsize(t.dtype), t.dtype) for t in tensors]
+    place = {key: i for i, key in enumerate(sorted(set(sort_keys)))}
+    places = np.array([place[key] for key in sort_keys], np.int64)
     return np.argsort(rank * len(place) + places[tensor], kind="stable")
 
 
 def _join_names(
     tables: Sequence[LocalTable],
 ) -> tuple[list[TensorRecord], list[NDArray[np.int64]]]:
-    """Every distinct tensor once, and for each rank the tensor number of each of its rows."""
+    """Return every distinct tensor, and for each rank the tensor number of each of its rows."""
     tensors: list[TensorRecord] = []
     number_of: dict[TensorKey, int] = {}
     seen: dict[bytes, NDArray[np.int64]] = {}
@@ -275,7 +274,7 @@ def _join_names(
 
 
 def _boxes(tables: Sequence[LocalTable], tensor: Int64s) -> tuple[Int64s, Int64s, BoxTable]:
-    """Global shape of every row (padded with 1), its number of dimensions, and its box."""
+    """Return the global shape of every row (padded with 1), its number of dimensions, and its box."""
     ndims = np.concatenate([np.frombuffer(t.ndims, np.int32) for t in tables]).astype(np.int64)
     flat = np.concatenate([np.frombuffer(t.boxes, np.int64) for t in tables])
     width = max(int(ndims.max(initial=0)), 1)
@@ -295,27 +294,27 @@ def _boxes(tables: Sequence[LocalTable], tensor: Int64s) -> tuple[Int64s, Int64s
 def _shapes_of(
     tensors: list[TensorRecord], tensor: Int64s, row_shape: Int64s, row_ndim: Int64s, row_rank: Int64s
 ) -> tuple[Int64s, Int64s]:
-    """Global shape of every tensor (padded with 1) and its number of dimensions, on which all its rows must agree."""
+    """Return every tensor's global shape (padded with 1) and number of dimensions; all its rows must agree."""
     ndims = np.zeros(len(tensors), np.int64)
     ndims[tensor] = row_ndim
     shapes = np.ones((len(tensors), row_shape.shape[1]), np.int64)
     shapes[tensor] = row_shape
     differs = ndims[tensor] != row_ndim
-    for agreed, given in zip(shapes.T, row_shape.T, strict=True):
-        differs |= agreed[tensor] != given
+    for agreed, of_row in zip(shapes.T, row_shape.T, strict=True):
+        differs |= agreed[tensor] != of_row
     if differs.any():
         row = int(differs.argmax())
-        this = tuple(row_shape[row, : row_ndim[row]].tolist())
-        other = tuple(shapes[tensor[row], : ndims[tensor[row]]].tolist())
+        given = tuple(row_shape[row, : row_ndim[row]].tolist())
+        agreed_shape = tuple(shapes[tensor[row], : ndims[tensor[row]]].tolist())
         raise IncompatibleCheckpointError(
-            f"{tensors[int(tensor[row])].key} has global shape {this} on rank {int(row_rank[row])} and {other} on "
+            f"{tensors[int(tensor[row])].key} has global shape {given} on rank {int(row_rank[row])} and {agreed_shape} on "
             f"another rank; give parts of a tensor as DTensors, and different tensors different names"
         )
     return shapes, ndims
 
 
 def _check_cover(tensors: list[TensorRecord], shapes: Int64s, ndims: Int64s, boxes: BoxTable, volume: Int64s) -> None:
-    """The written boxes must tile each tensor: a hole or an overlap would only show at the load, when the data is gone."""
+    """Check that the written boxes tile each tensor; a load would find a hole only when the data are lost."""
     filled = np.zeros(len(tensors), np.int64)
     np.add.at(filled, boxes.tensor, volume)
     total = np.prod(shapes, axis=1)
@@ -330,9 +329,9 @@ def _check_cover(tensors: list[TensorRecord], shapes: Int64s, ndims: Int64s, box
     untiled = not_tiled(shapes, boxes)
     if len(untiled):
         first = int(untiled[0])
-        mine, ndim = boxes.tensor == first, int(ndims[first])
+        of_tensor, ndim = boxes.tensor == first, int(ndims[first])
         shape = shapes[first, :ndim]
-        gap = first_gap(np.zeros_like(shape), shape, boxes.offsets[mine, :ndim], boxes.lengths[mine, :ndim])
+        gap = first_gap(np.zeros_like(shape), shape, boxes.offsets[of_tensor, :ndim], boxes.lengths[of_tensor, :ndim])
         raise IncompatibleCheckpointError(
             f"the shards of {tensors[first].key} on all ranks overlap without being equal and leave a hole elsewhere: the "
             f"first hole (offsets, lengths) is {gap}; {len(untiled)} tensors are affected"
@@ -340,15 +339,17 @@ def _check_cover(tensors: list[TensorRecord], shapes: Int64s, ndims: Int64s, box
 
 
 def _parts(rank: Int64s, kind: Int64s) -> Int64s:
-    """Part number of each row: files are split where their header would grow too long."""
+    """Return the part number of each row: files with too many entries are split."""
     new = np.ones(len(rank), bool)
     new[1:] = (rank[1:] != rank[:-1]) | (kind[1:] != kind[:-1])
     begin = np.flatnonzero(new)
-    return (np.arange(len(rank)) - np.repeat(begin, np.diff(np.append(begin, len(rank))))) // MAX_ENTRIES_PER_FILE
+    return (
+        np.arange(len(rank)) - np.repeat(begin, np.diff(np.append(begin, len(rank))))
+    ) // tuning().max_entries_per_file
 
 
 def _lay_out(rank: Int64s, kind: Int64s, nbytes: Int64s) -> tuple[Int64s, Int64s, Int64s]:
-    """File number and offset of each row, and the first row of each file."""
+    """Return the file number and offset of each row, and the first row of each file."""
     part = _parts(rank, kind)
     new = np.ones(len(rank), bool)
     new[1:] = (rank[1:] != rank[:-1]) | (kind[1:] != kind[:-1]) | (part[1:] != part[:-1])
@@ -359,7 +360,7 @@ def _lay_out(rank: Int64s, kind: Int64s, nbytes: Int64s) -> tuple[Int64s, Int64s
 
 
 def file_bounds(kinds: Sequence[str]) -> list[tuple[str, int, int, int]]:
-    """Cut one rank's rows, in the plan's order, into files.
+    """Divide the rows of one rank, in the order of the plan, into files.
 
     Args:
         kinds: kind of each row.
@@ -367,11 +368,12 @@ def file_bounds(kinds: Sequence[str]) -> list[tuple[str, int, int, int]]:
     Returns:
         (kind, part, first row, end row) of each file.
     """
+    most = tuning().max_entries_per_file
     bounds: list[tuple[str, int, int, int]] = []
     first = 0
     for row in range(1, len(kinds) + 1):
         if row == len(kinds) or kinds[row] != kinds[first]:
-            for part, begin in enumerate(range(first, row, MAX_ENTRIES_PER_FILE)):
-                bounds.append((kinds[first], part, begin, min(begin + MAX_ENTRIES_PER_FILE, row)))
+            for part, begin in enumerate(range(first, row, most)):
+                bounds.append((kinds[first], part, begin, min(begin + most, row)))
             first = row
     return bounds

@@ -1,1 +1,1 @@
-"""What a checkpoint is: boxes, shards, the catalog, storage files, names, values. No I/O, no processes."""
+"""The parts of a checkpoint: boxes, shards, catalog, storage files, names, values. No I/O and no processes."""

@@ -1,4 +1,4 @@
-"""Boxes as columns: the one geometric vocabulary of planning (ByteCheckpoint, section 3.2: nD_offsets, nD_lengths)."""
+"""Tables of boxes as columns, on which all planning works (ByteCheckpoint, section 3.2: nD_offsets, nD_lengths)."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ Mask = NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class BoxTable:
-    """`n` boxes of up to `d` dimensions, each belonging to a numbered tensor.
+    """A table of `n` boxes of up to `d` dimensions, each of a numbered tensor.
 
-    Boxes of fewer dimensions are padded on the right with offset 0 and length 1, which leaves volumes, intersections
-    and row-major order as they are. A 0-dimensional tensor is the box of all ones.
+    Boxes of fewer dimensions are padded on the right with offset 0 and length 1, which changes neither volumes nor
+    intersections nor row-major order. All lengths of the box of a 0-dimensional tensor are 1.
 
     Attributes:
-        tensor: shape [n], int64: number of the tensor that the box belongs to.
-        offsets: shape [n, d], int64.
-        lengths: shape [n, d], int64.
+        tensor: number of the tensor that each box belongs to, int64 [n].
+        offsets: first coordinate of each box, int64 [n, d].
+        lengths: extent of each box, int64 [n, d].
     """
 
     tensor: Int64s
@@ -36,36 +36,36 @@ class BoxTable:
 
     @property
     def ndim(self) -> int:
-        """Number of columns `d` (the largest dimension count)."""
+        """Number of columns `d`, the largest number of dimensions."""
         return int(self.offsets.shape[1])
 
     def volumes(self) -> Int64s:
-        """Number of elements of each box, shape [n]."""
-        volumes = self.lengths[:, 0].copy()  # column by column: a reduction over short rows takes three times as long
+        """Return the number of elements of each box, shape [n]."""
+        volumes = self.lengths[:, 0].copy()  # by columns: a reduction over short rows takes three times as long
         for k in range(1, self.ndim):
             volumes *= self.lengths[:, k]
         return volumes
 
     def take(self, index: Int64s | NDArray[np.bool_]) -> BoxTable:
-        """The boxes at `index` (positions or a mask), in that order."""
+        """Return the boxes at `index` (positions or a mask), in that order."""
         return BoxTable(self.tensor[index], self.offsets[index], self.lengths[index])
 
     def widened(self, ndim: int) -> BoxTable:
-        """The same boxes padded to `ndim` columns; `ndim` must not be smaller than the present one."""
-        extra = ndim - self.ndim
-        if extra == 0:
+        """Return the same boxes padded to `ndim` columns, at least as many as the table has."""
+        added = ndim - self.ndim
+        if added == 0:
             return self
         return BoxTable(
             self.tensor,
-            np.pad(self.offsets, ((0, 0), (0, extra))),
-            np.pad(self.lengths, ((0, 0), (0, extra)), constant_values=1),
+            np.pad(self.offsets, ((0, 0), (0, added))),
+            np.pad(self.lengths, ((0, 0), (0, added)), constant_values=1),
         )
 
     @staticmethod
     def build(
         tensor: Sequence[int], offsets: Sequence[Sequence[int]], lengths: Sequence[Sequence[int]], ndim: int = 0
     ) -> BoxTable:
-        """A table from ragged Python sequences; `ndim` asks for at least that many columns."""
+        """Build a table of at least `ndim` columns from Python sequences of different lengths."""
         count = len(tensor)
         dims = np.fromiter(map(len, lengths), np.int64, count)
         width = max(int(dims.max(initial=0)), ndim, 1)
@@ -79,7 +79,7 @@ class BoxTable:
 
     @staticmethod
     def concat(tables: Sequence[BoxTable]) -> BoxTable:
-        """All boxes of `tables`, one after the other."""
+        """Return all boxes of `tables`, one table after the other."""
         if not tables:
             return BoxTable(np.zeros(0, np.int64), np.zeros((0, 1), np.int64), np.ones((0, 1), np.int64))
         width = max(t.ndim for t in tables)

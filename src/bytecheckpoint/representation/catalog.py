@@ -1,8 +1,8 @@
-"""The catalog: everything that a checkpoint says about itself, as columns (ByteCheckpoint, section 3.2).
+"""The catalog: the description of a whole checkpoint, as columns (ByteCheckpoint, section 3.2).
 
-Two tables. A *tensor* is a (kind, fqn, slot, owner); a *row* is one stored box of a tensor, and says which bytes of
-which file hold it: the paper's TensorShardToBasicByteMap and LoaderShardToByteMap in one. Nothing here loops over rows
-in Python; what loops over tensors does so inside one C call per column.
+The catalog has two tables. A *tensor* is a (kind, fqn, slot, owner). A *row* is one stored box of a tensor with the
+file and the bytes that hold it: the paper's TensorShardToBasicByteMap and LoaderShardToByteMap in one. No Python loop
+runs over rows; loops over tensors run inside one C call per column.
 """
 
 from __future__ import annotations
@@ -20,13 +20,16 @@ from bytecheckpoint.representation.boxes import BoxTable, Int64s
 from bytecheckpoint.representation.checksums import block_count
 from bytecheckpoint.representation.shards import TensorKey
 
-__all__ = ["SHARED", "VALUES_SLOT", "Catalog", "Names", "StorageFile", "row_order"]
+__all__ = ["MAX_DIMS", "SHARED", "VALUES_SLOT", "Catalog", "StorageFile", "StringColumn", "row_order"]
 
 VALUES_SLOT: Final = "//values"
-"""Slot of the uint8 tensor that holds a kind's encoded tree of plain values, under the FQN ""."""
+"""Slot of the uint8 tensor that holds a kind's encoded tree of plain values; its FQN is ""."""
 
 SHARED: Final = -1
 """The owner of a tensor that all ranks share."""
+
+MAX_DIMS: Final = 64
+"""Largest number of dimensions of a tensor, as in torch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,15 +37,15 @@ class StorageFile:
     """One row of the table of files.
 
     Attributes:
-        name: relative to the checkpoint ("model/rank-00003.<generation>.safetensors"), or a URI.
-        kind: the kind that it holds.
-        rank: the rank that wrote it.
-        size: its size in bytes.
-        data_offset: first byte of its data section.
+        name: name relative to the checkpoint ("model/rank-00003.<generation>.safetensors"), or a URI.
+        kind: the kind of its tensors.
+        rank: the rank that wrote the file.
+        size: size in bytes.
+        data_offset: first byte of the data section.
         header_sum: xxh3_64 of the bytes before `data_offset`.
         block_bytes: size of a checksum block of the data section; 0 when there are no sums.
-        generation: of the save that wrote it; "" for a foreign file.
-        format: how to read it.
+        generation: generation of the save that wrote the file; "" for a foreign file.
+        format: format of the file.
     """
 
     name: str
@@ -61,11 +64,11 @@ class StorageFile:
         return block_count(self.size - self.data_offset, self.block_bytes) if self.block_bytes else 0
 
 
-class Names:
-    """A column of strings, most of them repeated: `codes[i]` is the place of row i's string in `values`.
+class StringColumn:
+    """A column of strings as codes into a list of distinct strings.
 
     Attributes:
-        codes: int64, shape [t].
+        codes: position of each row's string in `values`, int64 [t].
         values: the distinct strings.
     """
 
@@ -77,29 +80,30 @@ class Names:
         self._index: dict[str, int] | None = None
 
     @staticmethod
-    def of(column: Sequence[str]) -> Names:
-        """The column with these strings, in order."""
-        names = Names(np.zeros(len(column), np.int64), list(dict.fromkeys(column)))
-        names.codes = names.codes_of(column)
-        return names
+    def of(column: Sequence[str]) -> StringColumn:
+        """Return the column with these strings, in order."""
+        result = StringColumn(np.zeros(len(column), np.int64), list(dict.fromkeys(column)))
+        result.codes = result.codes_of(column)
+        return result
 
     def codes_of(self, wanted: Sequence[str]) -> Int64s:
-        """The code of each of `wanted`, -1 where the column does not have it."""
-        if self._index is None:
-            self._index = {value: code for code, value in enumerate(self.values)}
-        return np.fromiter(map(self._index.get, wanted, repeat(-1)), np.int64, len(wanted))
+        """Return the code of each string of `wanted`, -1 for strings that the column lacks."""
+        return np.fromiter(map(self._codes().get, wanted, repeat(-1)), np.int64, len(wanted))
 
     def code_of(self, wanted: str) -> int:
-        """The code of `wanted`, -1 where the column does not have it."""
+        """Return the code of `wanted`, -1 when the column lacks it."""
+        return self._codes().get(wanted, -1)
+
+    def _codes(self) -> dict[str, int]:
         if self._index is None:
             self._index = {value: code for code, value in enumerate(self.values)}
-        return self._index.get(wanted, -1)
+        return self._index
 
     def __getitem__(self, i: int) -> str:
         return self.values[int(self.codes[i])]
 
     def to_list(self) -> list[str]:
-        """The strings, in order."""
+        """Return the strings, in order."""
         return [self.values[code] for code in self.codes.tolist()]
 
 
@@ -109,25 +113,25 @@ class Catalog:
 
     Attributes:
         kind, fqn, slot, dtype, device: one string per tensor.
-        shapes: int64, shape [t, d], padded on the right with 1.
-        ndims: int64, shape [t].
-        owner: int32, shape [t]: the rank whose own value the tensor is, or -1 when all ranks share it.
-        requires_grad: bool, shape [t].
+        shapes: global shape of each tensor, padded on the right with 1, int64 [t, d].
+        ndims: number of dimensions of each tensor, int64 [t].
+        owner: the rank whose own value the tensor is, or -1 when all ranks share it, int32 [t].
+        requires_grad: bool [t].
         boxes: the n stored boxes, sorted by (tensor, offsets); every tensor has at least one.
-        file: int32, shape [n]: place in `files`.
-        byte_offset: int64, shape [n], from the start of the file.
-        byte_length: int64, shape [n].
+        file: position in `files`, int32 [n].
+        byte_offset: first byte of each row, from the start of its file, int64 [n].
+        byte_length: number of bytes of each row, int64 [n].
         files: the table of files.
-        file_sums: per file, the sums of its blocks, uint64.
-        aliases: by kind, from each further name of a tied tensor to the FQN under which it is stored.
+        file_sums: for each file the sums of its blocks, uint64.
+        aliases: kind -> further name of a tied tensor -> the FQN under which the tensor is stored.
         info: plain JSON: world size, framework, layout, creation time, package versions.
     """
 
-    kind: Names
-    fqn: Names
-    slot: Names
-    dtype: Names
-    device: Names
+    kind: StringColumn
+    fqn: StringColumn
+    slot: StringColumn
+    dtype: StringColumn
+    device: StringColumn
     shapes: Int64s
     ndims: Int64s
     owner: NDArray[np.int32]
@@ -163,7 +167,7 @@ class Catalog:
         aliases: Mapping[str, Mapping[str, str]] | None = None,
         info: Mapping[str, Any] | None = None,
     ) -> Catalog:
-        """A catalog from its columns; rows may come in any order, see the class for what each column is."""
+        """Build a catalog from its columns, which the class describes; the rows may have any order."""
         order = row_order(boxes)
         if order is not None:
             boxes, file, byte_offset, byte_length = (
@@ -174,11 +178,11 @@ class Catalog:
             )
         width = max(boxes.ndim, shapes.shape[1], 1)
         return cls(
-            kind=Names.of(kinds),
-            fqn=Names.of(fqns),
-            slot=Names.of(slots),
-            dtype=Names.of(dtypes),
-            device=Names.of(devices if devices is not None else ["cpu"] * len(fqns)),
+            kind=StringColumn.of(kinds),
+            fqn=StringColumn.of(fqns),
+            slot=StringColumn.of(slots),
+            dtype=StringColumn.of(dtypes),
+            device=StringColumn.of(devices if devices is not None else ["cpu"] * len(fqns)),
             shapes=np.pad(shapes, ((0, 0), (0, width - shapes.shape[1])), constant_values=1),
             ndims=ndims,
             owner=owner,
@@ -199,7 +203,7 @@ class Catalog:
         sums: Sequence[NDArray[np.uint64]],
         info: Mapping[str, Any] | None = None,
     ) -> Catalog:
-        """The same tensors and rows in other files of the same layout: how a cached plan makes the next catalog."""
+        """Return the same tensors and rows in other files of equal layout: the next save by a cached plan."""
         assert [f.data_offset for f in files] == [f.data_offset for f in self.files], "the files have another layout"
         new_info = self.info if info is None else info
         return replace(self, files=tuple(files), file_sums=tuple(sums), info=new_info)
@@ -210,15 +214,15 @@ class Catalog:
         return int(self.ndims.shape[0])
 
     def key(self, i: int) -> TensorKey:
-        """The key of tensor `i`; tensors that differ only in their owner have equal keys."""
+        """Return the key of tensor `i`; tensors that differ only in their owner have equal keys."""
         return TensorKey(self.kind[i], self.fqn[i], self.slot[i])
 
     def keys(self) -> list[TensorKey]:
-        """The keys of all tensors, in order."""
+        """Return the keys of all tensors, in order."""
         return list(map(TensorKey, self.kind.to_list(), self.fqn.to_list(), self.slot.to_list()))
 
     def shape(self, i: int) -> tuple[int, ...]:
-        """The global shape of tensor `i`."""
+        """Return the global shape of tensor `i`."""
         return tuple(self._shape_rows[i][: self._ndim_list[i]])
 
     @cached_property
@@ -232,51 +236,54 @@ class Catalog:
         return ndims
 
     def kinds(self) -> list[str]:
-        """The kinds that the checkpoint holds, in the order of their first tensors."""
+        """Return the kinds of the checkpoint, in the order of their first tensors."""
         return [self.kind.values[code] for code in dict.fromkeys(self.kind.codes.tolist())]
 
     def of_kind(self, kind: str) -> Int64s:
-        """The numbers of the tensors of `kind`, ascending, those that hold plain values included."""
+        """Return the numbers of all tensors of `kind`, ascending, with those that hold plain values."""
         return np.flatnonzero(self.kind.codes == self.kind.codes_of([kind])[0])
 
     def fqns(self, kind: str) -> list[str]:
-        """The distinct FQNs of the tensors of `kind` in order of tensors, without aliases and plain values."""
+        """Return the distinct FQNs of the tensors of `kind`, in order, without aliases and plain values."""
         chosen = (self.kind.codes == self.kind.codes_of([kind])[0]) & (
             self.slot.codes != self.slot.codes_of([VALUES_SLOT])[0]
         )
         return [self.fqn.values[code] for code in dict.fromkeys(self.fqn.codes[chosen].tolist())]
 
     def sums(self, file_index: int) -> NDArray[np.uint64]:
-        """The sums of the blocks of one file's data section, shape [blocks]."""
+        """Return the sums of the blocks of one file's data section, shape [blocks]."""
         return self.file_sums[file_index]
 
     @cached_property
     def untiled(self) -> NDArray[np.bool_]:
-        """Which files the rows do not cover exactly once, shape [files]; every row lies inside its file."""
+        """Mask of the files whose data section the rows do not cover exactly once, shape [files].
+
+        Every row must lie inside its file.
+        """
         first = np.array([f.data_offset for f in self.files], np.int64)
         size = np.array([f.size for f in self.files], np.int64)
-        holes: NDArray[np.bool_] = first != size
+        untiled: NDArray[np.bool_] = first != size
         if not len(self.file):
-            return holes
+            return untiled
         order = _file_order(self.file, self.byte_offset, self.byte_length, size)
         file, begin = self.file[order], self.byte_offset[order]
         end = begin + self.byte_length[order]
-        starts = np.ones(len(file), np.bool_)
-        starts[1:] = file[1:] != file[:-1]
-        due = np.empty(len(file), np.int64)
-        due[1:] = end[:-1]
-        due[starts] = first[file[starts]]
-        last = np.flatnonzero(np.append(starts[1:], True))
-        holes[file[last]] = end[last] != size[file[last]]
-        holes[file[begin != due]] = True
-        return holes
+        starts_file = np.ones(len(file), np.bool_)
+        starts_file[1:] = file[1:] != file[:-1]
+        expected_begin = np.empty(len(file), np.int64)
+        expected_begin[1:] = end[:-1]
+        expected_begin[starts_file] = first[file[starts_file]]
+        last = np.flatnonzero(np.append(starts_file[1:], True))
+        untiled[file[last]] = end[last] != size[file[last]]
+        untiled[file[begin != expected_begin]] = True
+        return untiled
 
     def find(self, keys: Sequence[TensorKey], owner: int = SHARED) -> Int64s:
-        """The number of the tensor for each of `keys`, -1 where there is none; any name of a tied tensor finds it.
+        """Return the number of the tensor of each key, -1 for keys without tensor; aliases are resolved.
 
         Args:
-            keys: what to look for.
-            owner: the rank whose own values are meant, -1 for those that all ranks share.
+            keys: keys to look up.
+            owner: the rank whose own values to find, or -1 for values that all ranks share.
         """
         if not keys:
             return np.zeros(0, np.int64)
@@ -284,19 +291,18 @@ class Catalog:
         found = self._lookup(kinds, fqns, slots, owner)
         if self.aliases:
             absent = np.flatnonzero(found < 0)
-            other = [self.aliases.get(kinds[i], {}).get(fqns[i]) for i in absent.tolist()]
-            tied = np.fromiter((name is not None for name in other), np.bool_, len(other))
-            again = absent[tied]
-            found[again] = self._lookup(
-                [kinds[i] for i in again.tolist()],
-                [name for name in other if name is not None],
-                [slots[i] for i in again.tolist()],
+            stored = [self.aliases.get(kinds[i], {}).get(fqns[i]) for i in absent.tolist()]
+            tied = absent[np.fromiter((name is not None for name in stored), np.bool_, len(stored))]
+            found[tied] = self._lookup(
+                [kinds[i] for i in tied.tolist()],
+                [name for name in stored if name is not None],
+                [slots[i] for i in tied.tolist()],
                 owner,
             )
         return found
 
     def find_one(self, key: TensorKey, owner: int = SHARED) -> int:
-        """`find` for one key: a few microseconds, where a call for columns of length one takes a hundred."""
+        """Return the number of the tensor of one key, as `find` does: a few microseconds instead of a hundred."""
         found = self._lookup_one(key, owner)
         if found < 0 and self.aliases:
             name = self.aliases.get(key.kind, {}).get(key.fqn)
@@ -329,7 +335,7 @@ class Catalog:
         return found
 
     def _compose(self, kind: Int64s, fqn: Int64s, slot: Int64s, owner: Int64s) -> Int64s:
-        """One integer per tensor, different for different tensors (kinds x slots x fqns x owners stays below 2**63)."""
+        """Return one integer per tensor, all different (kinds x slots x fqns x owners stays below 2**63)."""
         code = (kind * len(self.slot.values) + slot) * len(self.fqn.values) + fqn
         return np.asarray(code * max(len(self._owners), 1) + owner, np.int64)
 
@@ -343,20 +349,20 @@ class Catalog:
 
     @cached_property
     def _by_composite(self) -> tuple[Int64s, Int64s]:
-        """The composites of all tensors, ascending, and the tensors they belong to."""
+        """The composite integers of all tensors, ascending, and the number of each one's tensor."""
         owners = np.searchsorted(self._owners, self.owner)
         composites = self._compose(self.kind.codes, self.fqn.codes, self.slot.codes, owners)
         order = np.argsort(composites, kind="stable")
         return composites[order], order
 
     def has_duplicates(self) -> bool:
-        """Whether two tensors have the same kind, FQN, slot and owner: never so in a sound catalog."""
+        """Return whether two tensors have the same kind, FQN, slot and owner, which no sound catalog has."""
         composites, _ = self._by_composite
         return bool((composites[1:] == composites[:-1]).any())
 
 
 def row_order(boxes: BoxTable) -> Int64s | None:
-    """The order of the rows by (tensor, offsets), or None when they are so ordered already."""
+    """Return the permutation that sorts rows by (tensor, offsets), or None when the rows are sorted."""
     columns = [boxes.tensor, *boxes.offsets.T]
     sorted_so_far = np.ones(max(len(boxes) - 1, 0), np.bool_)
     tie = sorted_so_far.copy()
@@ -369,7 +375,7 @@ def row_order(boxes: BoxTable) -> Int64s | None:
 
 
 def _file_order(file: NDArray[np.int32], begin: Int64s, length: Int64s, size: Int64s) -> Int64s:
-    """Rows by (file, place), empty ones before the one that has bytes at their place."""
+    """Return the permutation that sorts rows by (file, first byte), empty rows first among equals."""
     within = 2 * begin + (length > 0)
     if size.astype(np.float64).sum() >= 2.0**61:  # one number line for all files would be too long
         return np.lexsort((within, file))

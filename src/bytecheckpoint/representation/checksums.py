@@ -1,4 +1,4 @@
-"""Checksums: xxh3_64 of each block of a file's data section, so that any part can be verified as it is read."""
+"""Checksums: xxh3_64 of each block of a file's data section. A reader verifies each block as it reads it."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _BLOCKS_PER_FILE = 1024
 
 
 def block_bytes(data_length: int) -> int:
-    """Block size for a data section of `data_length` bytes: a power of two, about a 1024th, 64 KiB to 1 MiB.
+    """Return the block size for a data section of `data_length` bytes: a power of two from 64 KiB to 1 MiB.
 
-    Small blocks let a slice of a small file be read and verified precisely; large ones keep the catalog small.
+    A file has about 1024 blocks. Small blocks allow exact reads of small files; large blocks keep the catalog small.
     """
     wanted = -(-data_length // _BLOCKS_PER_FILE)
     power: int = 1 << max(wanted - 1, 0).bit_length()
@@ -29,17 +29,17 @@ def block_bytes(data_length: int) -> int:
 
 
 def block_count(data_length: int, block_bytes: int) -> int:
-    """Number of blocks of a data section; the last may be short, and no bytes are no block."""
+    """Return the number of blocks of a data section; the last block may be short."""
     return -(-data_length // block_bytes)
 
 
 def block_sum(buffer: Buffer) -> int:
-    """The xxh3_64 (seed 0) of all bytes of `buffer`, as an unsigned 64-bit integer."""
+    """Return the xxh3_64 (seed 0) of all bytes of `buffer`, an unsigned 64-bit integer."""
     return xxhash.xxh3_64_intdigest(buffer)
 
 
 def block_sums(buffer: Buffer, block_bytes: int) -> NDArray[np.uint64]:
-    """The sum of each block of a contiguous `buffer` that starts at a block boundary, shape [blocks], uint64."""
+    """Return the sum of each block of a contiguous `buffer`, which starts at a block boundary, uint64 [blocks]."""
     view = memoryview(buffer).cast("B")
     return np.fromiter(
         (xxhash.xxh3_64_intdigest(view[start : start + block_bytes]) for start in range(0, len(view), block_bytes)),
@@ -49,7 +49,7 @@ def block_sums(buffer: Buffer, block_bytes: int) -> NDArray[np.uint64]:
 
 
 class RunningSum:
-    """The sum of one block whose bytes come in pieces."""
+    """The sum of one block whose bytes arrive in several buffers."""
 
     __slots__ = ("_hash",)
 
@@ -61,7 +61,7 @@ class RunningSum:
         self._hash.update(buffer)
 
     def value(self) -> int:
-        """The sum of the bytes so far."""
+        """Return the sum of all bytes added since the last reset."""
         return self._hash.intdigest()
 
     def reset(self) -> None:

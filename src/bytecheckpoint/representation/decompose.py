@@ -1,7 +1,7 @@
-"""Irregular shards as regular boxes (ByteCheckpoint, section 3.2, "irregular tensor sharding").
+"""Decomposition of irregular shards into boxes (ByteCheckpoint, section 3.2, "irregular tensor sharding").
 
-ZeRO and flattened FSDP cut tensors anywhere in their row-major order. Such a range is a short run of boxes that every
-rank computes for itself, so that nothing has to be gathered before a save.
+ZeRO and flattened FSDP cut tensors anywhere in their row-major order. Such a range consists of a few boxes, which every
+rank computes for itself: a save gathers nothing.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ __all__ = ["FlatBoxes", "flat_ranges_to_boxes"]
 
 @dataclass(frozen=True, slots=True)
 class FlatBoxes:
-    """Boxes that tile flat ranges, ordered by range and then by place in the tensor.
+    """Boxes that tile flat ranges, sorted by range and then by place in the tensor.
 
     Attributes:
-        source: shape [m]: number of the range that the box is a part of.
-        offsets: shape [m, d]: first coordinate.
-        lengths: shape [m, d]: extent.
-        flat_start: shape [m]: row-major number of the box's first element in the whole tensor. The box is contiguous
-            there: its elements are `flat_start` and the following ones.
+        source: number of the range that the box is a part of, [m].
+        offsets: first coordinate, [m, d].
+        lengths: extent, [m, d].
+        flat_start: row-major number of the box's first element in the whole tensor, [m]. The elements of the box are
+            this element and those that directly follow it.
     """
 
     source: Int64s
@@ -37,24 +37,25 @@ class FlatBoxes:
 
 
 def flat_ranges_to_boxes(shapes: Int64s, start: Int64s, stop: Int64s) -> FlatBoxes:
-    """Cuts row-major element ranges into boxes.
+    """Cut row-major ranges of elements into boxes.
 
-    A range of a tensor with `k` dimensions longer than 1 becomes at most `2 * k - 1` boxes: partial rows, planes, ...
-    up to the first whole slice of the outermost dimension that is touched, the whole slices, and the same downwards.
+    A range of a tensor with `k` dimensions longer than 1 becomes at most `2 * k - 1` boxes: first boxes of growing
+    dimension (part of a row, rows of a plane, ...), then whole slices of the outermost dimension, then boxes of falling
+    dimension. An empty range becomes no box.
 
     Args:
-        shapes: shape [n, d]: shape of the tensor of each range, padded with ones on the right.
-        start: shape [n]: first element of each range.
-        stop: shape [n]: one past its last element; equal to `start` for an empty range, which gives no box.
+        shapes: shape of the tensor of each range, padded with ones on the right, [n, d].
+        start: first element of each range, [n].
+        stop: one past the last element of each range, [n].
     """
     count, ndim = shapes.shape
     extents = np.maximum(shapes, 1)
-    # strides[:, k + 1] is the number of elements of one slice of dimension k; strides[:, 0] that of the whole tensor.
+    # strides[:, 0] is the number of elements of the tensor, strides[:, k + 1] that of one slice of dimension k.
     strides = np.ones((count, ndim + 1), np.int64)
     strides[:, :-1] = np.cumprod(extents[:, ::-1], axis=1)[:, ::-1]
     assert ((start >= 0) & (start <= stop) & (stop <= np.prod(shapes, axis=1))).all()
 
-    # cuts[:, i] to cuts[:, i + 1] is the piece that step i takes off the front; its box runs along dimension along[i].
+    # Step i takes the elements cuts[:, i] to cuts[:, i + 1]; their box extends along dimension along[i].
     along = np.array([*range(ndim - 1, 0, -1), *range(ndim)], np.int64)
     cuts = np.empty((count, len(along) + 1), np.int64)
     cuts[:, 0] = start

@@ -1,6 +1,6 @@
-"""The dtypes that a checkpoint can hold: size, and the code under which safetensors knows them.
+"""The dtypes that a checkpoint can hold: their sizes and their safetensors codes.
 
-Torch is not imported here: a process that only writes bytes needs the sizes and nothing else.
+This module does not import torch, so a process that only writes bytes does not need torch.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from bytecheckpoint.errors import UsageError
 
 __all__ = ["dtype_names", "from_safetensors_code", "itemsize", "safetensors_code", "stored_shape"]
 
-# Only codes that safetensors 0.5.0, the oldest version supported, reads into torch. Newer codes (C64, F4, F8_E8M0,
-# the FNUZ floats) would make the whole file unreadable there, so such tensors are stored as bytes, and the catalog
-# and the file's own metadata hold the true dtype.
+# The codes that safetensors 0.5.0, the oldest supported version, reads into torch. One newer code (C64, F4, F8_E8M0,
+# the FNUZ floats) makes a whole file unreadable there, so such tensors are stored as bytes; the catalog and the file's
+# metadata hold the true dtype.
 _CODED: dict[str, tuple[int, str]] = {
     "bool": (1, "BOOL"),
     "uint8": (1, "U8"),
@@ -47,7 +47,7 @@ _AS_BYTES: dict[str, int] = {
 _ITEMSIZE: dict[str, int] = {**{name: size for name, (size, _) in _CODED.items()}, **_AS_BYTES}
 _QUANTISED = frozenset({"qint8", "quint8", "qint32", "quint4x2", "quint2x4"})
 
-# For reading files that others wrote.
+# For reading foreign files.
 _FROM_CODE: dict[str, str] = {
     **{code: name for name, (_, code) in _CODED.items()},
     "C64": "complex64",
@@ -59,15 +59,15 @@ _FROM_CODE: dict[str, str] = {
 
 
 def dtype_names() -> tuple[str, ...]:
-    """Every dtype that can be stored, by torch's name without prefix."""
+    """Return torch's names, without "torch.", of all dtypes that can be stored."""
     return tuple(_ITEMSIZE)
 
 
 def itemsize(name: str) -> int:
-    """Bytes per element of the dtype that torch calls `name` (without prefix), packed dtypes counted as torch does.
+    """Return the bytes per element of the dtype `name` (torch's name without "torch."), as torch counts elements.
 
     Raises:
-        UsageError: `name` is a quantised dtype, or not known.
+        UsageError: `name` is a quantised or an unknown dtype.
     """
     size = _ITEMSIZE.get(name)
     if size is None:
@@ -81,15 +81,16 @@ def itemsize(name: str) -> int:
 
 
 def safetensors_code(name: str) -> str | None:
-    """The dtype code under which `name` stands in a storage file, or None when it is stored as plain bytes (U8)."""
+    """Return the safetensors code of dtype `name`, or None when a storage file holds it as plain bytes (U8)."""
     coded = _CODED.get(name)
     return coded[1] if coded else None
 
 
 def stored_shape(name: str, lengths: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape that a storage file's header states for a box of `lengths` elements of dtype `name`.
+    """Return the shape that a storage file's header states for a box of extent `lengths` and dtype `name`.
 
-    Dtypes without a code count bytes: the last dimension times the item size; a 0-dimensional one becomes [item size].
+    For a dtype without code the shape counts bytes: the last dimension is multiplied by the item size, and a
+    0-dimensional box has the shape [item size].
     """
     if name in _CODED:
         return lengths
@@ -98,5 +99,5 @@ def stored_shape(name: str, lengths: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def from_safetensors_code(code: str) -> str | None:
-    """Torch's name of the dtype that a foreign safetensors file calls `code`, or None when torch has none."""
+    """Return torch's name of the dtype with the safetensors code `code`, or None when torch lacks the dtype."""
     return _FROM_CODE.get(code)

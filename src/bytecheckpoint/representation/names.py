@@ -1,8 +1,9 @@
-"""Names of the files inside a checkpoint, all made here; a name that is not of this form is never deleted."""
+"""Names of the files inside a checkpoint. Cleanup deletes only files with names of these forms."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Container
 from typing import Final
 
 import xxhash
@@ -12,7 +13,7 @@ from bytecheckpoint.errors import UsageError
 __all__ = [
     "CATALOG_NAME",
     "GENERATION_LENGTH",
-    "check_relative",
+    "check_file_name",
     "escape",
     "file_stem",
     "generation_of",
@@ -21,6 +22,7 @@ __all__ = [
     "new_generation",
     "storage_file_name",
     "unescape",
+    "unique_name",
     "values_file_name",
 ]
 
@@ -28,7 +30,7 @@ CATALOG_NAME: Final = "metadata.parquet"
 GENERATION_LENGTH: Final = 24
 
 _EXTRA_STATES = ("extra_states", "extra")
-# Lower case only: "Model" and "model" would be one folder on a file system that ignores case.
+# Lower case only: "Model" and "model" are the same folder on a file system that ignores case.
 _PLAIN_FOLDER = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
 _HASHED_FOLDER = re.compile(r"kind-[0-9a-f]{16}")
 _DEVICE_NAME = re.compile(r"con|prn|aux|nul|com[0-9]|lpt[0-9]")  # reserved on Windows
@@ -44,10 +46,10 @@ _ESCAPED = re.compile("\ufdd0([0-9a-f]{4})")
 
 
 def kind_folder(kind: str) -> str:
-    """The folder of a kind's storage files: a safe name, different for different kinds.
+    """Return the folder of a kind's storage files: a safe name, different for different kinds.
 
-    Lower-case names of letters, digits, "_" and "-" stand for themselves and "extra_states" is "extra"; any other
-    name becomes "kind-" and the 16 hex digits of its xxh3_64.
+    A kind of lower-case letters, digits, "_" and "-" is its own folder, and "extra_states" has the folder "extra". Any
+    other kind has the folder "kind-" + the 16 hex digits of its xxh3_64.
     """
     if kind == _EXTRA_STATES[0]:
         return _EXTRA_STATES[1]
@@ -62,52 +64,52 @@ def kind_folder(kind: str) -> str:
 
 
 def storage_file_name(kind: str, rank: int, generation: str, part: int = 0) -> str:
-    """Name of the tensors of `kind` that `rank` writes, e.g. "model/rank-00003.<generation>.safetensors".
+    """Return the name of the file of tensors, e.g. "model/rank-00003.<generation>.safetensors".
 
     Args:
         kind: name of the state.
-        rank: the writing rank.
-        generation: from `new_generation`.
-        part: 0 for the only or first file; further files of the same rank and kind count from 1.
+        rank: the rank that writes the file.
+        generation: generation of the save, from `new_generation`.
+        part: 0 for the first file of this rank and kind, 1, 2, ... for further files.
     """
     suffix = f"-p{part:03d}" if part else ""
     return f"{kind_folder(kind)}/rank-{rank:05d}{suffix}.{generation}.safetensors"
 
 
 def values_file_name(kind: str, rank: int, generation: str, part: int = 0) -> str:
-    """Name of the file with the plain values of `kind`, e.g. "optimizer/values-00003.<generation>.safetensors"."""
+    """Return the name of the file of plain values, e.g. "optimizer/values-00003.<generation>.safetensors"."""
     suffix = f"-p{part:03d}" if part else ""
     return f"{kind_folder(kind)}/values-{rank:05d}{suffix}.{generation}.safetensors"
 
 
 def file_stem(name: str) -> str:
-    """A storage file's name but for generation and ending, e.g. "model/rank-00003-p001": the same in every save."""
+    """Return the part of a storage file's name that is the same in every save, e.g. "model/rank-00003-p001"."""
     return name.rsplit(".", 2)[0]
 
 
 def generation_of(name: str) -> str | None:
-    """The generation in the name of a storage file (relative to the checkpoint), or None for any name not ours."""
+    """Return the generation in a storage file's name, or None when the name is not of this package's form."""
     match = _OWN_FILE.fullmatch(name)
     return match["generation"] if match else None
 
 
 def new_generation(world_id: str, sequence: int) -> str:
-    """24 hex digits that all ranks of a world derive alike, without communication.
+    """Return the generation of a save: 24 hex digits that all ranks compute without communication.
 
     Args:
-        world_id: identity of the running job, agreed once and different for every start.
+        world_id: identity of the running job, which all ranks agree on once and every start of the job changes.
         sequence: number of the save within the job.
     """
     return xxhash.xxh3_128_hexdigest(f"{sequence}:{world_id}".encode("utf-8", "surrogatepass"))[:GENERATION_LENGTH]
 
 
 def is_uri(name: str) -> bool:
-    """Whether a name in a catalog's file table is a URI ("scheme://...") and not a name inside the checkpoint."""
+    """Return whether `name`, from a catalog's table of files, is a URI ("scheme://...")."""
     return _URI.fullmatch(name) is not None
 
 
-def check_relative(name: str) -> str:
-    """`name`, if it names a file inside the checkpoint whatever the platform, or is a URI.
+def check_file_name(name: str) -> str:
+    """Return `name` if it is a URI, or names a file inside the checkpoint on every platform.
 
     Raises:
         UsageError: the name is empty, absolute, has a drive, backslash, control character, or a component that is
@@ -122,17 +124,26 @@ def check_relative(name: str) -> str:
 
 
 def escape(text: str) -> str:
-    """`text` as valid Unicode: each lone surrogate becomes U+FDD0 and four hex digits, as does U+FDD0 itself.
+    """Return `text` as valid Unicode: each lone surrogate, and U+FDD0 itself, becomes U+FDD0 and four hex digits.
 
-    Python strings may hold lone surrogates, UTF-8 may not; U+FDD0 is a noncharacter that no real name holds.
+    Python strings may hold lone surrogates, which UTF-8 cannot encode. U+FDD0 is a noncharacter, which real names lack.
     """
-    if text.isascii():  # nearly all
+    if text.isascii():  # the usual case
         return text
     return _SURROGATE.sub(lambda match: f"\ufdd0{ord(match[0]):04x}", text)
 
 
 def unescape(text: str) -> str:
-    """The inverse of `escape`."""
+    """Undo `escape`."""
     if text.isascii():
         return text
     return _ESCAPED.sub(lambda match: chr(int(match[1], 16)), text)
+
+
+def unique_name(name: str, taken: Container[str]) -> str:
+    """Return the first of `name`, `name#2`, `name#3`, ... that is not in `taken`."""
+    number, candidate = 1, name
+    while candidate in taken:
+        number += 1
+        candidate = f"{name}#{number}"
+    return candidate

@@ -1,4 +1,4 @@
-"""Plans: what planning hands to the engine."""
+"""Read and exchange plans, which planning computes and the engine carries out."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .boxes import Int64s, Mask
+from bytecheckpoint.representation.boxes import Int64s, Mask
 
 __all__ = ["Copies", "ExchangePlan", "ReadPlan", "SharedChunks"]
 
 
 @dataclass(frozen=True, slots=True)
 class Copies:
-    """Copies from file ranges to wanted boxes; row i of every column belongs to copy i.
+    """Copies from files to wanted boxes; row i of every column belongs to copy i.
 
-    A *flat* copy is one run of elements both in the file and in the (contiguous) destination. Any other is a box:
-    its source elements stand at `source` with strides of the shape `source_shape`.
+    A *flat* copy is one run of elements both in the file and in the (contiguous) destination. Any other copy is a box:
+    its source elements begin at `source` and have the strides of a tensor of shape `source_shape`.
 
     Attributes:
         wanted: number of the wanted box, [m].
         source: byte offset of the first element in the file's data section, [m].
         elements: number of elements, [m].
         flat: whether the copy is flat, [m].
-        target: for flat copies the first element inside the destination box, counted row-major, [m].
-        source_shape: shape whose strides the source elements have, [m, d].
+        target: for a flat copy the row-major number of its first element in the destination box, [m].
+        source_shape: shape that gives the strides of the source elements, [m, d].
         target_offsets: first coordinate inside the destination box, [m, d].
         lengths: extent of the copied box, [m, d].
     """
@@ -42,16 +42,16 @@ class Copies:
 
 @dataclass(frozen=True, slots=True)
 class ReadPlan:
-    """Ranges to read, each with its copies.
+    """Byte ranges to read, each with its copies.
 
     Attributes:
-        file: file of each range, int64 [r], ascending with `start`.
-        start: first byte of each range in the file's data section; begins a block.
-        stop: end of each range; ends a block or the data section.
-        first_copy: copies of range i are `first_copy[i]:first_copy[i + 1]`, int64 [r + 1].
+        file: file of each range, int64 [r]; ranges are sorted by (file, start).
+        start: first byte of each range in the file's data section, a multiple of the block size, int64 [r].
+        stop: end of each range, the end of a block, int64 [r].
+        first_copy: the copies of range i are `first_copy[i]:first_copy[i + 1]`, int64 [r + 1].
         copies: all copies in file order.
-        missing: elements of each wanted box that no stored box holds, int64 [wanted].
-        overlaps: pairs of stored rows that overlap, int64 [k, 2]; empty in a sound catalog.
+        missing: number of elements of each wanted box that no stored box holds, int64 [wanted].
+        overlaps: pairs of stored rows that overlap, int64 [k, 2]; a sound catalog has none.
     """
 
     file: Int64s
@@ -64,20 +64,20 @@ class ReadPlan:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the plan reads."""
+        """Number of bytes that the plan reads."""
         return int((self.stop - self.start).sum())
 
 
 @dataclass(frozen=True, slots=True)
 class SharedChunks:
-    """The chunks of a checkpoint that several ranks want, and who reads each: one table for all ranks.
+    """The chunks that several ranks want, with the rank that reads each; all ranks compute the same table.
 
     Attributes:
         file: file of each chunk, int64 [s].
         start, stop: bytes of the file's data section, block-aligned, [s].
-        reader: the rank that reads it, [s].
-        wanted_by: which set of ranks wants it, [s].
-        set_ends: where each set ends in `set_ranks`, [k].
+        reader: the rank that reads the chunk, [s].
+        wanted_by: number of the set of ranks that want the chunk, [s].
+        set_ends: end of each set in `set_ranks`, [k].
         set_ranks: the ranks of all sets, one set after the other, each ascending.
     """
 
@@ -93,32 +93,32 @@ class SharedChunks:
         return len(self.file)
 
     def rank_sets(self) -> list[list[int]]:
-        """The sets, numbered as in `wanted_by`."""
+        """Return the ranks of each set, numbered as in `wanted_by`."""
         return [part.tolist() for part in np.split(self.set_ranks, self.set_ends[:-1])] if len(self.set_ends) else []
 
     def to_columns(self) -> list[bytes]:
-        """For a message."""
+        """Return the columns as bytes, for a message."""
         return [getattr(self, name).tobytes() for name in self.__slots__]
 
     @staticmethod
     def from_columns(columns: Sequence[bytes]) -> SharedChunks:
-        """The inverse of `to_columns`; no columns are a table without rows."""
+        """Return the table with the columns from `to_columns`; no columns make an empty table."""
         arrays = [np.frombuffer(c, np.int64) for c in columns or [b""] * 7]
         return SharedChunks(*arrays)
 
 
 @dataclass(frozen=True, slots=True)
 class ExchangePlan:
-    """What one rank does with the shared chunks.
+    """One rank's share of the exchange.
 
     Attributes:
-        shared: the chunks ("items").
-        private: ranges of this rank's read plan that nobody else wants; it reads them itself.
-        my_range: ranges of this rank's read plan that shared items cover, [m].
-        my_item: the item that covers each of them, [m].
+        shared: the shared chunks of all ranks.
+        private: numbers of the ranges of this rank's read plan that no other rank wants; this rank reads them alone.
+        covered_ranges: numbers of the ranges of this rank's read plan that lie in shared chunks, [m].
+        covering_chunks: number of the shared chunk that covers each of these ranges, [m].
     """
 
     shared: SharedChunks
     private: Int64s
-    my_range: Int64s
-    my_item: Int64s
+    covered_ranges: Int64s
+    covering_chunks: Int64s

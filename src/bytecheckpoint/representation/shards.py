@@ -1,4 +1,4 @@
-"""The unit that everything else speaks about: one box of one tensor (ByteCheckpoint, section 3.2: ShardMeta)."""
+"""Shards: boxes of tensors in the memory of one rank (ByteCheckpoint, section 3.2: ShardMeta)."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ __all__ = ["LiveShard", "LiveState", "TensorKey"]
 
 
 class TensorKey(NamedTuple):
-    """Which tensor of a checkpoint.
+    """The name of a tensor within a checkpoint.
 
     Attributes:
-        kind: name of the state it belongs to ("model", "optimizer", "extra_states", ...).
-        fqn: fully qualified name of the parameter or buffer; the dotted path of a leaf in any other kind.
-        slot: for optimizer state the name of the state ("exp_avg"; "outer.inner" when nested), else "".
+        kind: name of the state that holds the tensor ("model", "optimizer", "extra_states", ...).
+        fqn: fully qualified name of the parameter or buffer; for other states the path of the tensor, joined by dots.
+        slot: name of an optimizer state ("exp_avg"; "outer.inner" when nested), "" for any other tensor.
     """
 
     kind: str
@@ -25,28 +25,28 @@ class TensorKey(NamedTuple):
     slot: str = ""
 
     def __str__(self) -> str:
-        """The key under which `bytecheckpoint.open` shows the tensor."""
+        """Return the key under which `bytecheckpoint.open` shows the tensor."""
         return f"{self.kind}/state/{self.fqn}/{self.slot}" if self.slot else f"{self.kind}/{self.fqn}"
 
 
 @dataclass(slots=True)
 class LiveShard:
-    """One box of one tensor, as a rank holds it right now.
+    """One box of one tensor in the memory of a rank.
 
     Attributes:
-        key: which tensor.
-        dtype: torch's name of the dtype without its prefix, e.g. "bfloat16".
+        key: the tensor.
+        dtype: torch's name of the dtype without "torch.", e.g. "bfloat16".
         global_shape: shape of the whole tensor.
         offsets: first coordinate of the box, one per dimension.
         lengths: extent of the box, one per dimension.
-        data: the live elements, shape == lengths, any strides, any device, detached. Writing into it changes the
-            program's own tensor.
+        data: a detached view of the program's own tensor, of shape `lengths`, with any strides on any device. A write
+            to it changes the program's tensor.
         aliases: further FQNs of the same tensor (tied weights), without `key.fqn`.
-        requires_grad: as the whole tensor has it.
-        by_content: True for values that may differ between ranks under one key (extra states): copies on other
-            ranks are the same only when their bytes are. False: (key, box) identifies the content.
-        converts: for a load: elements of another dtype are converted, also where the caller did not ask for a cast (a
-            parameter of which the exact value goes elsewhere too).
+        requires_grad: flag of the whole tensor.
+        by_content: True for a value that may differ between ranks under one key (extra states): copies on several
+            ranks are replicas only when their bytes are equal. False: (key, box) identifies the content.
+        converts: True when a load converts elements of another dtype although the caller did not ask for a cast (a
+            parameter whose exact value is also loaded elsewhere).
     """
 
     key: TensorKey
@@ -63,15 +63,15 @@ class LiveShard:
 
 @dataclass(slots=True)
 class LiveState:
-    """All that one rank holds of one kind.
+    """The shards and plain values that one rank holds of one kind.
 
     Attributes:
         kind: name of the state.
-        shards: its tensors.
-        tree: its plain values in the encoding of `representation.values`, or None when it has none. A tree is
-            compared between ranks by its content, as `by_content` shards are.
-        merged: trees of different ranks complement each other (optimizers, modules: each speaks of its own
-            parameters). False: a tree is its rank's own, unless all ranks' are equal.
+        shards: shards of the tensors.
+        tree: the plain values, encoded by `representation.values`, or None when there are none. Ranks compare trees by
+            content, as they compare `by_content` shards.
+        merged: True when the trees of the ranks complement each other: the tree of an optimizer or module describes
+            the parameters of its rank. False: each rank's tree is its own value, unless the trees of all ranks are equal.
     """
 
     kind: str

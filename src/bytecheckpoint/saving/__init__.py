@@ -1,4 +1,4 @@
-"""Saving: the public calls. What happens then is told in docs/architecture.md, "A save"."""
+"""Saving: the public calls. docs/architecture.md, "A save", describes the steps that follow."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from ..collectives import current
-from ..errors import UsageError
-from ..frameworks.registry import resolve as resolve_framework
-from ..handles import SaveHandle
-from ..settings import Settings
-from ..storage import Storage
-from ..storage import resolve as resolve_storage
-from .arguments import check_flags, check_metadata, check_states, limited
-from .saver import SaveCall, saver_of
+from bytecheckpoint.arguments import check_flags, check_metadata, check_states, settings_with_timeout
+from bytecheckpoint.collectives import current
+from bytecheckpoint.errors import UsageError
+from bytecheckpoint.frameworks.registry import resolve as resolve_framework
+from bytecheckpoint.handles import SaveHandle
+from bytecheckpoint.saving.call import SaveCall
+from bytecheckpoint.saving.saver import Saver
+from bytecheckpoint.settings import Settings
+from bytecheckpoint.storage import Storage
+from bytecheckpoint.storage import resolve as resolve_storage
+from bytecheckpoint.world import world_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -42,7 +44,7 @@ def save(
     """Save `states` as one checkpoint. Every rank of the process group calls it (ByteCheckpoint, section 3.1).
 
     Args:
-        path: folder or URL of the checkpoint, or its storage. A checkpoint that is there is replaced atomically.
+        path: folder or URL of the checkpoint, or its storage. An older checkpoint there is replaced atomically.
         states: name -> module, optimizer, list of them, anything with state_dict/load_state_dict, or nested
             dict/list/tuple of tensors and plain values. "model", "optimizer", "dataloader" and "extra_states" have
             their usual meaning; any other name may be added.
@@ -52,19 +54,19 @@ def save(
             for `handle.staged` before it changes its state.
         check_replicas: compare the content of all copies of replicated tensors; differences are in the report.
         names: parameter -> FQN (or FQN -> parameter), when an optimizer's module is not among `states`.
-        metadata: the caller's own facts (plain JSON), kept in the catalog.
+        metadata: the caller's own facts (plain JSON), stored in the catalog.
         process_group: the ranks that save together; by default all.
         timeout: seconds that one step may wait for the other ranks; default `settings().timeout`.
 
     Returns:
-        A handle; after a synchronous save it is done (to a `tier+...` path: `handle.restorable` is, and the copy to the
-        durable storage goes on in the background).
+        A handle. After a synchronous save it is done. To a `tier+...` path, `handle.restorable` is done, and the copy to
+        the durable storage goes on in the background.
 
     Raises:
-        UsageError: wrong arguments, or something that cannot be represented, by name; nothing was written.
+        UsageError: wrong arguments, or an object that cannot be represented, by name. Nothing was written.
         StorageError: the storage refused (`StorageFullError`, `StorageUnavailableError`).
         PeerLostError, CheckpointTimeoutError: another rank is gone or hangs.
-        CheckpointError: any of these from another rank, or from an earlier asynchronous save.
+        CheckpointError: one of these on another rank, or in an earlier asynchronous save.
 
     Examples:
         >>> import tempfile, torch, bytecheckpoint
@@ -73,7 +75,8 @@ def save(
         >>> handle.result().bytes_written > 40
         True
     """
-    force, wrong = limited(timeout)
+    settings, wrong = settings_with_timeout(timeout)
+    storage = _resolved(path)
 
     def check() -> SaveCall:
         if wrong is not None:
@@ -83,18 +86,17 @@ def save(
             raise UsageError(f"staging={staging!r}: use 'blocking' or 'background'")
         if staging == "background" and not async_checkpoint:
             raise UsageError("staging='background' needs async_checkpoint=True")
-        return _call(path, states, framework, names, check_replicas, force, metadata)
+        return _call(storage, states, framework, names, check_replicas, settings, metadata)
 
-    # What is no bool at all is refused by `check`, after every rank has taken this call's number.
+    # `check` refuses other types than bool, after every rank has taken this call's number.
     asynchronous = isinstance(async_checkpoint, bool | np.bool_) and bool(async_checkpoint)
+    background = asynchronous and isinstance(staging, str) and staging == "background"
+    handle = SaveHandle(str(path))
     with torch.inference_mode(False):  # memory that is kept for later saves must not belong to that mode
-        return saver_of(current(process_group, timeout=force.timeout)).save(
-            check,
-            force,
-            path=str(path),
-            asynchronous=asynchronous,
-            background=asynchronous and isinstance(staging, str) and staging == "background",
-        )
+        world = world_of(current(process_group, timeout=settings.timeout))
+        tier = None if isinstance(storage, Exception) else storage.tier_to_flush()
+        Saver(world).save(check, settings, handle, tier=tier, asynchronous=asynchronous, background=background)
+    return handle
 
 
 def prepare(
@@ -117,31 +119,41 @@ def prepare(
         timeout: as for `save`.
 
     Returns:
-        Done when everything is ready; a failure is also logged, and the first save then plans for itself.
+        A future, done when everything is ready. A failure is also logged, and the first save then plans for itself.
     """
-    force, wrong = limited(timeout)
+    settings, wrong = settings_with_timeout(timeout)
 
     def check() -> SaveCall:
         if wrong is not None:
             raise wrong
-        return _call(".", states, framework, names, False, force, None)
+        return _call(_resolved("."), states, framework, names, False, settings, None)
 
     with torch.inference_mode(False):
-        return saver_of(current(process_group, timeout=force.timeout)).prepare(check, force)
+        return Saver(world_of(current(process_group, timeout=settings.timeout))).prepare(check, settings)
+
+
+def _resolved(path: str | os.PathLike[str] | Storage) -> Storage | Exception:
+    """Resolve a path. An error is returned, to be raised where all ranks can be told."""
+    try:
+        return resolve_storage(path)
+    except Exception as error:  # noqa: BLE001  raised by `_call`
+        return error
 
 
 def _call(
-    path: str | os.PathLike[str] | Storage,
+    storage: Storage | Exception,
     states: Mapping[str, object],
     framework: str,
     names: Mapping[Any, Any] | None,
     check_replicas: bool,
-    force: Settings,
+    settings: Settings,
     metadata: Mapping[str, Any] | None,
 ) -> SaveCall:
     check_states(states, names)
     check_metadata(metadata)
-    storage = resolve_storage(path).nearby()
-    storage.timeout = force.timeout
+    if isinstance(storage, Exception):
+        raise storage
+    storage = storage.nearest_tier()
+    storage.timeout = settings.timeout
     adapter = resolve_framework(framework, states)
-    return SaveCall(storage, adapter, dict(states), names, check_replicas, force, dict(metadata or {}))
+    return SaveCall(storage, adapter, dict(states), names, check_replicas, settings, dict(metadata or {}))

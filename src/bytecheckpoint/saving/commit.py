@@ -1,121 +1,76 @@
-"""The catalog of a save, made from the plan and the ranks' reports."""
+"""The commit of a save in its storage: see that all files are there, publish the catalog, remove old files."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import logging
+from collections.abc import Mapping, Sequence
 
-import numpy as np
+from bytecheckpoint.errors import StorageConflictError, StorageError, StorageUnavailableError
+from bytecheckpoint.representation.names import CATALOG_NAME, generation_of
+from bytecheckpoint.storage import Storage
 
-from ..planning.save_plan import SavePlan
-from ..representation.boxes import BoxTable
-from ..representation.catalog import SHARED, Catalog, StorageFile
-from ..representation.catalog_file import encode as encode_catalog
-from ..representation.names import unescape
-from .messages import FileRecord, Report, ValueRecord
+__all__ = ["may_have_committed", "remove_stale_files", "stale_files"]
 
-__all__ = ["build_catalog", "encode_catalog"]
+_log = logging.getLogger("bytecheckpoint")
 
 
-def build_catalog(plan: SavePlan, reports: Mapping[int, Report], generation: str, info: Mapping[str, Any]) -> Catalog:
-    """Join what was planned with what was written.
+def stale_files(storage: Storage, named: Mapping[str, int], replaces: str) -> list[str]:
+    """List the storage files that the new catalog does not name: the replaced checkpoint's, and those of killed saves.
 
     Args:
-        plan: rows and files of all ranks.
-        reports: one per rank.
-        generation: of the files.
-        info: facts about the save as a whole.
-    """
-    files: list[StorageFile] = []
-    sums = []
-    number: dict[tuple[int, str, int, bool], int] = {}
+        storage: as rank 0 sees it.
+        named: the new files and their sizes.
+        replaces: version of the catalog that the new one replaces.
 
-    def add(rank: int, record: FileRecord) -> int:
-        files.append(
-            StorageFile(
-                record.name,
-                unescape(record.kind),
-                rank,
-                record.size,
-                record.data_offset,
-                record.header_sum,
-                record.block_bytes,
-                generation,
-            )
+    Raises:
+        StorageConflictError: another save has committed meanwhile, and has removed these files as a killed save's.
+        StorageError: a file that a rank has written is not here, or has another size: ranks do not share the path.
+    """
+    try:
+        present = dict(storage.list())
+    except Exception as error:  # noqa: BLE001  a storage that cannot be listed can be saved to
+        _log.warning("%s: old files could not be removed: %s", storage.url, error)
+        return []
+    for name, size in named.items():
+        if present.get(name) != size and not storage.capabilities.machine_only:
+            if storage.version(CATALOG_NAME) != replaces:
+                raise StorageConflictError(
+                    f"cannot publish {storage.url}/{CATALOG_NAME}: another save replaced it meanwhile; let one job at "
+                    f"a time save to a path"
+                )
+            _refuse_unseen(storage, name, size)
+    return [name for name in present if generation_of(name) is not None and name not in named]
+
+
+def may_have_committed(storage: Storage, catalog: bytes, error: BaseException) -> bool:
+    """Whether a publish that raised `error` may have taken effect: a lost answer, an fsync after the rename."""
+    if isinstance(error, StorageUnavailableError) and error.undecided:
+        return True
+    try:
+        return storage.read(CATALOG_NAME) == catalog
+    except FileNotFoundError:
+        return False
+    except (StorageError, OSError):
+        return True
+
+
+def remove_stale_files(storage: Storage, stale: Sequence[str]) -> None:
+    """Remove files after the commit. Never raises: nothing may report a committed save as failed."""
+    try:
+        storage.delete(stale)
+    except Exception as error:  # noqa: BLE001  the save is committed
+        _log.warning("%s: old files could not be removed: %s", storage.url, error)
+
+
+def _refuse_unseen(storage: Storage, name: str, size: int) -> None:
+    """Look at a file that the listing lacks: listings of network file systems may come from a cache."""
+    try:
+        present = storage.stat(name).size
+    except FileNotFoundError:
+        present = -1
+    if present != size:
+        found = f"{present} bytes of it" if present >= 0 else "nothing of it"
+        raise StorageError(
+            f"{storage.url}: {name} was written with {size} bytes, but rank 0 sees {found}; the path must be on storage "
+            f"that all ranks share"
         )
-        sums.append(np.frombuffer(record.sums, np.uint64))
-        return len(files) - 1
-
-    planned = {(rank, f.kind, f.part): f for rank, report in reports.items() for f in report.files if not f.values}
-    for rank, kind, part in zip(plan.file_rank.tolist(), plan.file_kind, plan.file_part.tolist(), strict=True):
-        number[rank, kind, part, False] = add(rank, planned[rank, kind, part])
-    data_offset = np.array([f.data_offset for f in files], np.int64)
-
-    values = _value_rows(reports)
-    value_file = []
-    for rank, record, _ in values:
-        written = reports[rank].files[record.file]
-        key = (rank, written.kind, written.part, True)
-        if key not in number:
-            number[key] = add(rank, written)
-        value_file.append(number[key])
-
-    tensors = plan.tensors
-    count = len(tensors)
-    value_shapes = [r.shape for _, r, _ in values]
-    value_boxes = BoxTable.build(
-        range(count, count + len(values)), [(0,) * len(s) for s in value_shapes], value_shapes, plan.boxes.ndim
-    )
-    boxes = BoxTable.concat([plan.boxes, value_boxes])
-    shapes = np.pad(plan.shapes, ((0, 0), (0, boxes.ndim - plan.shapes.shape[1])), constant_values=1)
-    offsets = plan.offset + (data_offset[plan.file] if len(plan.file) else 0)
-    value_offsets = [files[f].data_offset + r.offset for f, (_, r, _) in zip(value_file, values, strict=True)]
-    return Catalog.from_columns(
-        kinds=[unescape(t.kind) for t in tensors] + [unescape(r.key[0]) for _, r, _ in values],
-        fqns=[unescape(t.fqn) for t in tensors] + [unescape(r.key[1]) for _, r, _ in values],
-        slots=[unescape(t.slot) for t in tensors] + [unescape(r.key[2]) for _, r, _ in values],
-        dtypes=[t.dtype for t in tensors] + [r.dtype for _, r, _ in values],
-        shapes=np.concatenate([shapes, value_boxes.lengths.reshape(len(values), -1)]) if values else shapes,
-        ndims=np.concatenate([plan.ndims, np.array([len(s) for s in value_shapes], np.int64)]),
-        owner=np.array([SHARED] * count + [o for _, _, o in values], np.int32),
-        requires_grad=np.array([t.requires_grad for t in tensors] + [False] * len(values), bool),
-        devices=[t.device for t in tensors] + ["cpu"] * len(values),
-        boxes=boxes,
-        file=np.concatenate([plan.file, np.array(value_file, np.int64)]).astype(np.int32),
-        byte_offset=np.concatenate([offsets, np.array(value_offsets, np.int64)]),
-        byte_length=np.concatenate([plan.nbytes, np.array([r.nbytes for _, r, _ in values], np.int64)]),
-        files=files,
-        sums=sums,
-        aliases={
-            unescape(kind): {unescape(alias): unescape(fqn) for alias, fqn in names.items()}
-            for kind, names in plan.aliases.items()
-        },
-        info=info,
-    )
-
-
-def _value_rows(reports: Mapping[int, Report]) -> list[tuple[int, ValueRecord, int]]:
-    """Every written value as (writer, record, owner).
-
-    One copy stands for all ranks where all have the same; any further copy belongs to its writer.
-    """
-    holders: dict[tuple[str, str, str], list[ValueRecord]] = {}
-    for report in reports.values():
-        for record in report.values:
-            holders.setdefault(record.key, []).append(record)
-    shared: set[tuple[str, str, str]] = {
-        key
-        for key, records in holders.items()
-        if len({r.digest for r in records}) == 1 and (records[0].merged or len(records) == len(reports))
-    }
-    rows = []
-    for rank in sorted(reports):
-        for record in reports[rank].values:
-            if record.file < 0:
-                continue
-            owner = rank
-            if record.key in shared:
-                shared.discard(record.key)
-                owner = SHARED
-            rows.append((rank, record, owner))
-    return rows

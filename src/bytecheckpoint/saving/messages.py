@@ -1,29 +1,42 @@
-"""What ranks tell each other during a save. Plain records in msgpack; nothing is pickled."""
+"""The messages of a save (docs/architecture.md, "A save"). Plain records in msgpack; nothing is pickled.
+
+A rank sends a message to the coordinator and gets one reply to it. What the reply asks for decides the rank's next step.
+"""
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import Any
 
 import msgspec
 
-from ..errors import CheckpointError, PeerLostError, error_from_report, error_report
-from ..planning.save_plan import LocalTable
-from ..representation.names import escape, unescape
-from ..representation.shards import TensorKey
+from bytecheckpoint.errors import CheckpointError, PeerLostError, error_from_report, error_report
+from bytecheckpoint.planning.save_plan import LocalTable
+from bytecheckpoint.representation.names import escape, unescape
+from bytecheckpoint.representation.shards import TensorKey
 
 __all__ = [
     "MIXED_PLANS",
-    "Answer",
-    "Description",
+    "NEXT_STEP",
+    "CommitResult",
+    "DescribeRequest",
     "Failure",
     "FileRecord",
-    "Outcome",
-    "Report",
-    "Request",
+    "Key",
+    "PlanDescription",
+    "PlanRequest",
+    "PlanResponse",
+    "RankMessage",
+    "Reply",
+    "RewriteRequest",
+    "SaveStep",
     "ValueRecord",
+    "ValuesRequest",
+    "WriteReport",
     "decode",
     "encode",
     "escaped",
+    "reply_tag",
     "tag",
     "unescaped",
 ]
@@ -33,23 +46,39 @@ MIXED_PLANS = (
     "out a save; the next save plans anew"
 )
 
+#: An escaped (kind, FQN, slot).
+Key = tuple[str, str, str]
+
+
+class SaveStep(StrEnum):
+    """The steps in which a rank sends a message, each at most once in a save. A `Failure` may take any message's place."""
+
+    #: The first message: a `WriteReport` if a cached plan told the rank what to write, else a `PlanRequest`.
+    FIRST = "first"
+    #: A `PlanDescription`, after a `DescribeRequest`.
+    DESCRIPTION = "description"
+    #: A `WriteReport`, after a `PlanResponse` or a `RewriteRequest`.
+    REPORT = "report"
+    #: A second `WriteReport`, after a `ValuesRequest`.
+    VALUES = "values"
+
 
 class ValueRecord(msgspec.Struct, frozen=True, array_like=True):
-    """A value that may differ between ranks: who it is, and what it looks like here.
+    """A value that may differ between ranks.
 
     Attributes:
         key: (kind, fqn, slot).
         digest: xxh3-128 of dtype, shape and bytes.
         dtype: torch's dtype name.
         shape: its shape.
-        merged: ranks' values complement each other (optimizer and module trees), so each distinct one is stored once;
-            otherwise each rank's own value is, unless all are equal.
+        merged: ranks' values complement each other (optimizer and module trees), so each distinct one is stored once.
+            Otherwise each rank's own value is stored, unless all are equal.
         file: index of the file that holds it among the reporting rank's files, -1 when this rank did not write it.
         offset: byte offset in that file's data section.
         nbytes: its length.
     """
 
-    key: tuple[str, str, str]
+    key: Key
     digest: bytes
     dtype: str
     shape: tuple[int, ...]
@@ -57,67 +86,6 @@ class ValueRecord(msgspec.Struct, frozen=True, array_like=True):
     file: int = -1
     offset: int = 0
     nbytes: int = 0
-
-
-class Failure(msgspec.Struct, frozen=True, tag="failure"):
-    """A rank cannot go on.
-
-    Attributes:
-        rank: which one.
-        stage: what it was doing.
-        error: from `error_report`.
-        keep: the catalog of this save may be in place all the same: nobody removes the files that it names.
-    """
-
-    rank: int
-    stage: str
-    error: dict[str, str]
-    keep: bool = False
-
-    @staticmethod
-    def of(rank: int, stage: str, error: BaseException, *, keep: bool = False) -> Failure:
-        """The failure that `error` is on `rank` in `stage`."""
-        return Failure(rank, stage, error_report(error), keep)
-
-    def as_error(self) -> CheckpointError:
-        """The same error on the rank that hears of it."""
-        return error_from_report(self.error, prefix=f"rank {self.rank}, {self.stage}: ")
-
-
-class Request(msgspec.Struct, frozen=True, tag="request"):
-    """First message of a rank that has no plan: what it holds.
-
-    Attributes:
-        url: where the checkpoint goes.
-        table: its shards.
-        values: its values.
-        digests: with check_replicas, uint64 content hash of every row as bytes.
-        dry: only plan (`prepare`).
-    """
-
-    url: str
-    table: LocalTable
-    values: list[ValueRecord]
-    digests: bytes = b""
-    dry: bool = False
-
-
-class Answer(msgspec.Struct, frozen=True, tag="answer"):
-    """What the coordinator decided for one rank.
-
-    Attributes:
-        plan: identity of the global plan.
-        rows: int64 indexes of the shards that the rank writes, in file order, as bytes.
-        values: keys of the values that the rank writes.
-        differences: with check_replicas, keys of tensors whose copies differ.
-        why_anew: to a rank that has written by a plan of its own: why it must write again.
-    """
-
-    plan: str
-    rows: bytes
-    values: list[tuple[str, str, str]]
-    differences: list[str] = []
-    why_anew: str = ""
 
 
 class FileRecord(msgspec.Struct, frozen=True, array_like=True):
@@ -134,13 +102,71 @@ class FileRecord(msgspec.Struct, frozen=True, array_like=True):
     sums: bytes
 
 
-class Report(msgspec.Struct, frozen=True, tag="report"):
+class Failure(msgspec.Struct, frozen=True, tag="failure"):
+    """A rank, or the coordinator, cannot go on.
+
+    Attributes:
+        rank: the rank that failed.
+        stage: what it was doing.
+        error: from `error_report`.
+        undecided: the catalog of this save may be in place all the same, so nobody removes the files that it names.
+    """
+
+    rank: int
+    stage: str
+    error: dict[str, str]
+    undecided: bool = False
+
+    @staticmethod
+    def of(rank: int, stage: str, error: BaseException, *, undecided: bool = False) -> Failure:
+        """Describe `error`, which was raised on `rank` in `stage`."""
+        return Failure(rank, stage, error_report(error), undecided)
+
+    def as_error(self) -> CheckpointError:
+        """Make the error that the receiving rank raises."""
+        return error_from_report(self.error, prefix=f"rank {self.rank}, {self.stage}: ")
+
+
+# --- from a rank to the coordinator ---------------------------------------------------------------------------------
+
+
+class PlanRequest(msgspec.Struct, frozen=True, tag="plan-request"):
+    """What a rank holds that has no cached plan.
+
+    Attributes:
+        url: where the checkpoint goes.
+        table: the rank's shards.
+        values: its values.
+        digests: with check_replicas, uint64 content hash of every row as bytes.
+        dry: only plan (`prepare`); the rank sends no report.
+    """
+
+    url: str
+    table: LocalTable
+    values: list[ValueRecord]
+    digests: bytes = b""
+    dry: bool = False
+
+
+class PlanDescription(msgspec.Struct, frozen=True, tag="plan-description"):
+    """What a rank holds, and what of it the rank has written by a plan that the coordinator does not remember.
+
+    Attributes:
+        table: the rank's shards.
+        rows: int64 indexes of the shards that it wrote, in file order, as bytes.
+    """
+
+    table: LocalTable
+    rows: bytes
+
+
+class WriteReport(msgspec.Struct, frozen=True, tag="write-report"):
     """A rank's files are durable.
 
     Attributes:
         url: where the checkpoint goes.
-        plan: the global plan that the rank followed.
-        files: what it wrote.
+        plan: the name of the global plan that the rank followed.
+        files: the files that it wrote.
         values: all its values, written or not.
     """
 
@@ -150,58 +176,99 @@ class Report(msgspec.Struct, frozen=True, tag="report"):
     values: list[ValueRecord]
 
 
-class Description(msgspec.Struct, frozen=True, tag="description"):
-    """What a rank holds and what of it this save has written, told where the coordinator does not know the plan.
+# --- from the coordinator to a rank ---------------------------------------------------------------------------------
+
+
+class PlanResponse(msgspec.Struct, frozen=True, tag="plan-response"):
+    """One rank's part of a new plan: it writes that and reports.
 
     Attributes:
-        table: its shards.
-        rows: int64 indexes of the shards that it wrote, in file order, as bytes.
+        plan: the name of the global plan.
+        rows: int64 indexes of the shards that the rank writes, in file order, as bytes.
+        values: keys of the values that the rank writes.
+        differences: with check_replicas, keys of tensors whose copies differ.
     """
 
-    table: LocalTable
+    plan: str
     rows: bytes
+    values: list[Key]
+    differences: list[str] = []
 
 
-class Outcome(msgspec.Struct, frozen=True, tag="outcome"):
-    """Last message of the coordinator, or a question before it.
+class DescribeRequest(msgspec.Struct, frozen=True, tag="describe-request"):
+    """Asks a rank that has written by an unknown plan for its `PlanDescription`."""
+
+
+class RewriteRequest(msgspec.Struct, frozen=True, tag="rewrite-request"):
+    """Asks a rank to remove what it wrote, to write by another plan and to report again.
 
     Attributes:
-        describe: not the end yet: the rank is to send a `Description`, and goes on waiting.
-        write_values: not the end yet: keys of values that the rank must still write, because they no longer equal
-            the copy that was to stand for them; the rank reports once more.
+        plan: what the rank writes now.
+        reason: why what it wrote is of no use.
     """
 
-    describe: bool = False
-    write_values: list[tuple[str, str, str]] = []
+    plan: PlanResponse
+    reason: str
 
 
-_Message = Request | Answer | Report | Description | Outcome | Failure
-_decoder = msgspec.msgpack.Decoder(_Message)
+class ValuesRequest(msgspec.Struct, frozen=True, tag="values-request"):
+    """Asks a rank to write more values, which no longer equal the copy that stood for them, and to report again.
+
+    Attributes:
+        keys: keys of the values.
+    """
+
+    keys: list[Key]
 
 
-def escaped(key: TensorKey) -> tuple[str, str, str]:
-    """A key as it travels: Python strings may hold what UTF-8 may not."""
-    return escape(key.kind), escape(key.fqn), escape(key.slot)
+class CommitResult(msgspec.Struct, frozen=True, tag="commit-result"):
+    """The checkpoint is committed; the save is over."""
 
 
-def unescaped(key: tuple[str, str, str]) -> TensorKey:
-    """The inverse of `escaped`."""
-    return TensorKey(*map(unescape, key))
+RankMessage = PlanRequest | PlanDescription | WriteReport
+Reply = PlanResponse | DescribeRequest | RewriteRequest | ValuesRequest | CommitResult
+#: The step that each reply asks a rank for.
+NEXT_STEP: dict[type[Any], SaveStep] = {
+    PlanResponse: SaveStep.REPORT,
+    DescribeRequest: SaveStep.DESCRIPTION,
+    RewriteRequest: SaveStep.REPORT,
+    ValuesRequest: SaveStep.VALUES,
+}
+_decoder = msgspec.msgpack.Decoder(RankMessage | Reply | Failure)
 
 
-def encode(message: Any) -> bytes:
-    """`message` as bytes."""
+def tag(sequence: int, step: SaveStep) -> str:
+    """Name the message that a rank sends in one step of save number `sequence`."""
+    return f"save/{sequence}/{step}"
+
+
+def reply_tag(sequence: int, step: SaveStep) -> str:
+    """Name the coordinator's reply to that message."""
+    return f"save/{sequence}/{step}/reply"
+
+
+def encode(message: RankMessage | Reply | Failure) -> bytes:
+    """Encode a message for another rank."""
     return msgspec.msgpack.encode(message)
 
 
 def decode(data: bytes) -> Any:
-    """The message that `encode` made."""
+    """Decode what `encode` made.
+
+    Raises:
+        PeerLostError: it is no message of this version.
+    """
     try:
         return _decoder.decode(data)
     except msgspec.DecodeError as error:
         raise PeerLostError(f"another rank sent what is not a message of this version: {error}") from error
 
 
-def tag(sequence: int, step: str) -> str:
-    """Tag of one step of save number `sequence`."""
-    return f"save/{sequence}/{step}"
+def escaped(key: TensorKey) -> Key:
+    """Escape a key for a message: Python strings may hold what UTF-8 may not."""
+    return escape(key.kind), escape(key.fqn), escape(key.slot)
+
+
+def unescaped(key: Key) -> TensorKey:
+    """Invert `escaped`."""
+    return TensorKey(*map(unescape, key))

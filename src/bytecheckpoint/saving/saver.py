@@ -1,241 +1,89 @@
-"""One rank's saves: in order, one at a time, each in a foreground and a background half."""
+"""The order of one rank's saves: one at a time, each in a foreground and a background half."""
 
 from __future__ import annotations
 
 import logging
-import os
-import threading
-import weakref
-from collections import OrderedDict
-from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
 
-import torch
+from bytecheckpoint.errors import CheckpointError
+from bytecheckpoint.handles import SaveHandle, SaveReport, pending
+from bytecheckpoint.monitoring.phases import Phases
+from bytecheckpoint.saving.call import SaveCall, SaveTask
+from bytecheckpoint.saving.channel import CoordinatorChannel
+from bytecheckpoint.saving.coordinator import Coordinator
+from bytecheckpoint.saving.session import SaveSession
+from bytecheckpoint.settings import Settings
+from bytecheckpoint.storage import Storage
+from bytecheckpoint.world import World
 
-from ..collectives import Collective
-from ..engine.helper import HelperProcess
-from ..engine.pool import StagingPool, available_memory
-from ..errors import CheckpointError, UsageError
-from ..frameworks.base import Framework
-from ..handles import SaveHandle, SaveReport, pending
-from ..monitoring.phases import Phases
-from ..settings import Settings
-from ..storage import Storage
-from ..storage.tier import TierStorage
-from ..storage.wrappers import WrappedStorage
-from ..tiers.background import Flusher
-from .coordinator import Coordinator, SaveTask
-from .local import LocalPlan
-from .messages import Failure, encode, tag
-from .session import SaveSession
-
-__all__ = ["SaveCall", "Saver", "saver_of"]
+__all__ = ["Saver"]
 
 _log = logging.getLogger("bytecheckpoint")
-_KEPT_PLANS = 4
-
-
-@dataclass(frozen=True, slots=True)
-class SaveCall:
-    """The arguments of one save, checked.
-
-    Attributes:
-        storage: where to.
-        framework: the adapter.
-        states: what to save.
-        names: explicit parameter names.
-        check_replicas: compare all copies of replicated tensors.
-        settings: in force at the call.
-        metadata: the caller's own facts for the catalog.
-    """
-
-    storage: Storage
-    framework: Framework
-    states: Mapping[str, object]
-    names: Mapping[Any, Any] | None
-    check_replicas: bool
-    settings: Settings
-    metadata: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Saver:
-    """All saves of one rank of one world.
+    """Runs saves of one rank: decides which steps run in the caller's thread, and what follows their end.
 
-    A save takes a number on every rank as it is called, whatever happens then; messages carry the number, so ranks
+    A save takes a number on every rank as it is called, whatever happens then. Messages carry the number, so ranks
     that fail at different places still speak of the same save.
+
+    Args:
+        world: what this rank keeps from save to save.
     """
 
-    def __init__(self, collective: Collective) -> None:
-        self.collective = collective
-        self.pool = StagingPool()
-        self.plans: OrderedDict[bytes, LocalPlan] = OrderedDict()
-        self._helper: HelperProcess | None = None
-        self._sequence = 0
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="bytecheckpoint-save")
-        self._coordinator_thread = ThreadPoolExecutor(1, thread_name_prefix="bytecheckpoint-coordinate")
-        self._coordinator = Coordinator(collective)
-        self._last: Future[None] | None = None
-        self._failed: CheckpointError | None = None
-        self._ready: tuple[object, ...] = ()
-        self._calls = threading.Lock()
-        self.flusher = Flusher(collective)
+    def __init__(self, world: World) -> None:
+        self._world = world
 
-    def helper(self, settings: Settings) -> HelperProcess | None:
-        """The writer process, started when it is wanted and not running."""
-        if settings.writer != "process":
-            return None
-        if self._helper is None or not self._helper.alive:
-            self._helper = HelperProcess()
-            weakref.finalize(self, self._helper.stop)
-        return self._helper
-
-    def reserve(self, nbytes: int, settings: Settings, *, touch: bool = False) -> None:
-        """Make the pool fit an image of `nbytes`, or as large as it may be."""
-        limit = self._limit(settings)
-        if nbytes > limit:
-            nbytes = max(limit // settings.chunk_bytes, 2) * settings.chunk_bytes
-        if nbytes:
-            self.pool.reserve(nbytes, touch=touch)
-
-    def staging_pool(self, nbytes: int, settings: Settings) -> StagingPool:
-        """A pool for an image of `nbytes`: the one that is ready, else one that is quickly made and used once.
-
-        On an accelerator's host pages must be locked, which touches them in any case.
-        """
-        fits = 2 * nbytes <= self._limit(settings)
-        if nbytes > self.pool.capacity and fits and not torch.accelerator.is_available():
-            pool = StagingPool(shared=False)
-            pool.reserve(nbytes, touch=False)
-            return pool
-        self.reserve(nbytes, settings)
-        return self.pool
-
-    def whole_pool(self, nbytes: int, settings: Settings) -> StagingPool | None:
-        """A pool that holds a whole image of `nbytes`, as `staging_pool` gives it; None where it may not be as large."""
-        fits = nbytes <= max(self.pool.capacity, self._limit(settings))
-        return self.staging_pool(nbytes, settings) if fits else None
-
-    def _limit(self, settings: Settings) -> int:
-        return settings.staging_bytes or (self.pool.capacity + available_memory()) // 2
-
-    def remember(self, key: bytes, plan: LocalPlan) -> None:
-        """Keep a plan for saves that look the same."""
-        self.plans[key] = plan
-        while len(self.plans) > _KEPT_PLANS:
-            self.plans.popitem(last=False)
-
-    def ready(self, states: Mapping[str, object]) -> bool:
-        """Whether a save or `prepare` of these very objects has been here since the last failure."""
-        return self._ready == _identity(states)
-
-    def drain(self) -> None:
-        """Wait until no earlier save is in flight; its failure is not raised here."""
-        last = self._last
-        if last is not None:
-            last.exception()
-
-    def _number(self, settings: Settings) -> SaveTask:
-        self._sequence += 1
-        task = SaveTask(self._sequence, settings.timeout)
-        if self.collective.rank == 0:
-            try:
-                self._coordinator_thread.submit(self._coordinator.run, task)
-            except RuntimeError as error:  # executors take no work any more
-                raise UsageError("save was called while the interpreter ends (atexit): call it before that") from error
-        return task
-
-    def _raise_earlier_failure(self) -> None:
-        failed, self._failed = self._failed, None
-        if failed is not None:
-            raise type(failed)(f"an earlier asynchronous save failed: {failed}") from failed
-
-    def save(self, call: Any, settings: Settings, *, path: str, asynchronous: bool, background: bool) -> SaveHandle:
+    def save(
+        self,
+        make_call: Callable[[], SaveCall],
+        settings: Settings,
+        handle: SaveHandle,
+        *,
+        tier: Storage | None,
+        asynchronous: bool,
+        background: bool,
+    ) -> None:
         """Run one save.
 
         Args:
-            call: makes the `SaveCall`; what it raises fails the save on all ranks.
-            settings: in force.
-            path: for messages.
+            make_call: checks the arguments; what it raises fails the save on all ranks.
+            settings: in force at the call.
+            handle: of the save.
+            tier: where the save goes, if that is a tier; the save waits while too many of its steps are not flushed.
             asynchronous: return when staged.
             background: return before that.
         """
         phases = Phases()
-        handle = SaveHandle(path)
-        self.flusher.expect(handle, settings)
-        with self._calls:
-            self._save(call, settings, handle, phases, asynchronous, background)
+        saves = self._world.saves
+        if tier is not None:
+            self._world.flusher.expect(handle, tier.url, settings)
+        with saves.calling:
+            self._start(make_call, settings, handle, phases, asynchronous, background)
         if not asynchronous and (error := handle.restorable.exception()) is not None:
-            self._failed = None  # it is raised here
+            saves.forget_failure()  # it is raised here
             raise error
-        return handle
 
-    def committed(self, call: SaveCall, handle: SaveHandle, report: SaveReport, number: int) -> None:
-        """The checkpoint stands under its path: tell the caller, or take it further where that is only a first tier."""
-        storage = call.storage
-        while isinstance(storage, WrappedStorage):
-            storage = storage.inner
-        if isinstance(storage, TierStorage):
-            self.flusher.take(number, storage, handle, report, call.settings, self._keep_failure)
-            return
-        handle.restorable.set_result(None)
-        handle.committed.set_result(report)
+    def prepare(self, make_call: Callable[[], SaveCall], settings: Settings) -> Future[None]:
+        """Plan, reserve and touch in the background, so that the next save finds everything ready.
 
-    def _keep_failure(self, failure: CheckpointError) -> None:
-        self._failed = failure
+        Args:
+            make_call: checks the arguments.
+            settings: in force at the call.
 
-    def _save(
-        self,
-        call: Any,
-        settings: Settings,
-        handle: SaveHandle,
-        phases: Phases,
-        asynchronous: bool,
-        background: bool,
-    ) -> SaveHandle:
-        task = self._number(settings)
-        session: SaveSession | None = None
-        try:
-            if not background:
-                self.drain()
-            phases.mark("wait")
-            self._raise_earlier_failure()
-            checked: SaveCall = call()
-            handle.path = checked.storage.url
-            states = checked.framework.capture(checked.states, names=checked.names)
-            session = SaveSession(self, task, checked, states, phases)
-            phases.mark("capture")
-            if background:
-                session.foresee()
-                session.blocking = phases.total()
-                self._submit(session, handle, session.run_in_background)
-                return handle
-            session.plan()
-            self._ready = _identity(checked.states)
-            if asynchronous:
-                session.stage(handle)
-                session.blocking = phases.total()
-                self._submit(session, handle, session.write_and_commit)
-                return handle
-            session.write_through(handle)
-            return handle
-        except BaseException as error:
-            self._give_up(task, session, error)
-            handle._fail(error)
-            raise
-
-    def prepare(self, call: Any, settings: Settings) -> Future[None]:
-        """Plan, reserve and touch in the background, so that the next save finds everything ready."""
-        with self._calls:
-            task = self._number(settings)
+        Returns:
+            Done when everything is ready.
+        """
+        with self._world.saves.calling:
+            task, channel = self._number(settings)
             try:
-                checked: SaveCall = call()
-                states = checked.framework.capture(checked.states, names=checked.names)
-                session = SaveSession(self, task, checked, states, Phases())
-                session.foresee(dry=True)
+                call = make_call()
+                session = self._session(call, task, channel, Phases(), lambda _: None)
+                session.planner.capture_layout(dry=True)
             except BaseException as error:
-                self._give_up(task, None, error)
+                self._give_up(channel, None, error)
                 raise
 
             done: Future[None] = pending()
@@ -243,95 +91,123 @@ class Saver:
             def run() -> None:
                 try:
                     session.prepare()
-                except BaseException as error:  # noqa: BLE001  kept for whoever asks
-                    self._give_up(task, session, error)
+                except BaseException as error:  # noqa: BLE001  kept for the owner of the future
+                    self._give_up(channel, session, error)
                     _log.warning("prepare failed, the first save will plan for itself: %s", error)
                     done.set_exception(error)
                 else:
                     done.set_result(None)
 
-            self._ready = _identity(checked.states)
-            self._last = self._worker.submit(run)
+            self._world.note_prepared(call.states)
+            self._world.saves.submit(run)
             return done
 
-    def _submit(self, session: SaveSession, handle: SaveHandle, work: Any) -> None:
+    # --- the foreground half --------------------------------------------------------------------------------------
+
+    def _start(
+        self,
+        make_call: Callable[[], SaveCall],
+        settings: Settings,
+        handle: SaveHandle,
+        phases: Phases,
+        asynchronous: bool,
+        background: bool,
+    ) -> None:
+        saves = self._world.saves
+        task, channel = self._number(settings)
+        session: SaveSession | None = None
+        try:
+            if not background:
+                saves.drain()
+            phases.mark("wait")
+            saves.raise_failure()
+            call = make_call()
+            handle.path = call.storage.url
+            session = self._session(call, task, channel, phases, partial(self._committed, call, handle, task.sequence))
+            phases.mark("capture")
+            if background:
+                session.planner.capture_layout()
+                session.blocking_seconds = phases.total()
+                self._submit(channel, session, handle, partial(self._run_in_background, session, phases, handle))
+                return
+            session.plan()
+            self._world.note_prepared(call.states)
+            if asynchronous:
+                session.stage(handle)
+                session.blocking_seconds = phases.total()
+                self._submit(channel, session, handle, session.write_staged)
+            else:
+                session.write_through(handle)
+        except BaseException as error:
+            self._give_up(channel, session, error)
+            handle._fail(error)
+            raise
+
+    def _number(self, settings: Settings) -> tuple[SaveTask, CoordinatorChannel]:
+        """Give the save its number; on rank 0, have the coordinator wait for its messages."""
+        world = self._world
+        task = SaveTask(world.saves.next_number(), settings.timeout)
+        if world.collective.rank == 0:
+            world.saves.coordinate(Coordinator(world.collective, world.resources.world_plans, task).run)
+        return task, CoordinatorChannel(world.collective, task.sequence)
+
+    def _session(
+        self,
+        call: SaveCall,
+        task: SaveTask,
+        channel: CoordinatorChannel,
+        phases: Phases,
+        committed: Callable[[SaveReport], None],
+    ) -> SaveSession:
+        states = call.framework.capture(call.states, names=call.names)
+        world = self._world
+        return SaveSession(world.collective, world.resources, call, task, channel, states, phases, committed)
+
+    # --- the background half --------------------------------------------------------------------------------------
+
+    def _run_in_background(self, session: SaveSession, phases: Phases, handle: SaveHandle) -> None:
+        """Run all of a save whose caller does not even wait for the copy."""
+        self._world.saves.raise_failure()
+        phases.mark("wait")
+        session.plan()
+        session.stage(handle)
+        session.write_staged()
+
+    def _submit(
+        self, channel: CoordinatorChannel, session: SaveSession, handle: SaveHandle, work: Callable[[], None]
+    ) -> None:
         def run() -> None:
             try:
-                work(handle)
+                work()
             except BaseException as error:  # noqa: BLE001  kept for result() and the next save
-                self._give_up(session.task, session, error)
-                where = f"rank {self.collective.rank}, {session.stage_name}"
+                self._give_up(channel, session, error)
+                where = f"rank {self._world.collective.rank}, {session.stage_name}"
                 failure = error if isinstance(error, CheckpointError) else CheckpointError(f"{where}: {error!r}")
                 _log.error("asynchronous save to %s failed: %s", handle.path, failure)
-                self._failed = failure
+                self._world.saves.keep_failure(failure)
                 handle._fail(failure)
 
-        self._last = self._worker.submit(run)
+        self._world.saves.submit(run)
 
-    def _give_up(self, task: SaveTask, session: SaveSession | None, error: BaseException) -> None:
-        """Tell the coordinator that this rank cannot go on, and remove what it wrote."""
-        step, stage = ("a", "call") if session is None else (session.next_report, session.stage_name)
-        if step:
-            try:
-                failure = Failure.of(self.collective.rank, stage, error)
-                self.collective.send(0, tag(task.sequence, step), encode(failure))
-            except CheckpointError as lost:
-                _log.warning("save %d: the coordinator cannot be told of the failure: %s", task.sequence, lost)
-            if session is not None and isinstance(error, CheckpointError):
-                # The other ranks read where it happened; this one shall too.
-                error.args = (f"rank {self.collective.rank}, {stage}: {error}", *error.args[1:])
-        self.plans.clear()
-        self._ready = ()
+    # --- the end --------------------------------------------------------------------------------------------------
+
+    def _committed(self, call: SaveCall, handle: SaveHandle, number: int, report: SaveReport) -> None:
+        """Report the commit to the caller, or hand the step to the flusher if the path is a tier."""
+        tier = call.storage.tier_to_flush()
+        if tier is not None:
+            keep_failure = self._world.saves.keep_failure
+            self._world.flusher.take(number, tier, handle, report, call.settings, keep_failure)
+            return
+        handle.restorable.set_result(None)
+        handle.committed.set_result(report)
+
+    def _give_up(self, channel: CoordinatorChannel, session: SaveSession | None, error: BaseException) -> None:
+        """Report to the coordinator that this rank cannot go on, and remove what it wrote."""
+        stage = "call" if session is None else session.stage_name
+        if channel.fail(stage, error) and session is not None and isinstance(error, CheckpointError):
+            # The other ranks read where it happened; this one shall too.
+            error.args = (f"rank {self._world.collective.rank}, {stage}: {error}", *error.args[1:])
+        self._world.resources.plans.clear()
+        self._world.note_prepared({})
         if session is not None:
             session.discard()
-
-    def close(self) -> None:
-        """End the helper process and give the staging memory back, after the saves in flight."""
-        self.drain()
-        self.flusher.drain()
-        self._worker.shutdown()
-        self._coordinator_thread.shutdown()
-        if self._helper is not None:
-            self._helper.stop()
-        self.pool.release()
-
-
-def _identity(states: Mapping[str, object]) -> tuple[object, ...]:
-    """Which objects these are; one that took the place of a dead one at its address only costs the next save a plan."""
-    return tuple(
-        (kind, *map(id, value)) if isinstance(value, list | tuple) else (kind, id(value))
-        for kind, value in states.items()
-    )
-
-
-#: A saver hangs on its collective and ends with it (threads, pool, helper): nothing else may keep either alive.
-_savers: weakref.WeakSet[Saver] = weakref.WeakSet()
-_savers_lock = threading.Lock()
-
-
-def _forget_after_fork() -> None:
-    global _savers, _savers_lock  # noqa: PLW0603  the parent's threads and locks do not exist in the child
-    _savers = weakref.WeakSet()
-    _savers_lock = threading.Lock()
-
-
-def _finish_all() -> None:
-    for saver in list(_savers):
-        saver.drain()
-        saver.flusher.drain()
-
-
-os.register_at_fork(after_in_child=_forget_after_fork)
-# Executors refuse new work from the moment that concurrent.futures hears of the interpreter's exit, and a save in flight
-# still needs theirs. Such hooks run in reverse order, so this one comes first.
-threading._register_atexit(_finish_all)  # type: ignore[attr-defined]
-
-
-def saver_of(collective: Collective) -> Saver:
-    """The saver of this rank in the world of `collective`."""
-    with _savers_lock:
-        saver: Saver | None = vars(collective).get("_saver")
-        if saver is None or saver not in _savers:  # none yet, or one of the process that this is a fork of
-            saver = vars(collective)["_saver"] = Saver(collective)
-            _savers.add(saver)
-        return saver

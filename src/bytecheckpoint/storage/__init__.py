@@ -1,9 +1,9 @@
-"""Bytes under names: one small protocol, one file per backend, chosen by URL scheme."""
+"""Storages of checkpoint folders: one small protocol, and a backend per URL scheme."""
 
 from __future__ import annotations
 
-from .base import Capabilities, FileReader, FileStat, FileWriter, NewFile, Storage
-from .registry import known_schemes, open_named, resolve
+from bytecheckpoint.storage.base import Capabilities, FileReader, FileStat, FileWriter, NewFile, Storage
+from bytecheckpoint.storage.registry import known_schemes, open_named, resolve
 
 __all__ = [
     "Capabilities",

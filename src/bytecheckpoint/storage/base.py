@@ -1,23 +1,24 @@
-"""The storage protocol: bytes under names inside one checkpoint folder. Nothing here knows what the bytes mean.
+"""The storage protocol: bytes under names inside one checkpoint folder, whatever the bytes mean.
 
-A backend implements `Storage` with a `FileWriter` and a `FileReader` (or derives from `uploading.UploadingStorage`, when
-it can only take whole files), and proves it by deriving a test class from `bytecheckpoint.storage.testing`. All of it is
-called from several threads at once.
+A backend implements `Storage` with a `FileWriter` and a `FileReader`. One that can only take whole files derives from
+`uploading.UploadingStorage` instead. Its tests derive from `bytecheckpoint.storage.testing`. Every method is called from
+several threads at once.
 """
 
 from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from ..errors import UsageError
-from ..representation.names import check_relative, is_uri
-from ..settings import settings
+from bytecheckpoint.errors import StorageConflictError, UsageError
+from bytecheckpoint.representation.names import check_file_name, is_uri
+from bytecheckpoint.settings import settings
 
 __all__ = [
-    "STEP_BYTES",
+    "PREFERRED_BYTES",
     "UNENCODABLE",
     "Capabilities",
     "FileReader",
@@ -26,26 +27,27 @@ __all__ = [
     "NewFile",
     "Storage",
     "check_name",
+    "conflict_error",
 ]
 
-#: What a POSIX file system likes to move in one call: small enough that bytes which were hashed just before are still in
-#: the processor's cache, large enough that the call costs little.
-STEP_BYTES = 1 << 20
-#: What moves fewer bytes in a second than this is taken for hanging.
-_SLOWEST = 4 << 20
-#: What the path of a URL may not hold: control characters, and halves of characters, which no encoding has.
+#: Bytes per call that suit a POSIX file system: few enough to stay in the processor's cache between hashing and writing,
+#: and enough to make the cost of the call small.
+PREFERRED_BYTES = 1 << 20
+#: A call that moves fewer bytes per second counts as hung.
+_MIN_BANDWIDTH = 4 << 20
+#: Characters that no URL path may hold: control characters, and surrogates, which cannot be encoded.
 UNENCODABLE = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")
 
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What the callers of a storage may rely on; constant for a class of storages.
+    """The guarantees of a storage.
 
     Attributes:
-        shared: any process that resolves the URL sees the same files. Otherwise the helper process cannot write them.
-        exclusive_publish: `publish` with `expected` is one atomic step. Otherwise it compares first and publishes then.
+        shared: all processes that resolve the URL see the same files. Otherwise the helper process cannot write them.
+        exclusive_publish: `publish` with `expected` is one atomic step. Otherwise it compares first and then publishes.
         whole_files: a file is sent when it is complete; buffers that are not stable pass through a local spool file.
-        machine_only: processes of other machines see other files under the same URL, and that is as it should be.
+        machine_only: by design, processes of other machines see other files under the same URL.
     """
 
     shared: bool = True
@@ -56,14 +58,14 @@ class Capabilities:
 
 @dataclass(frozen=True, slots=True)
 class NewFile:
-    """The request for a new file. It is a class, so that a hint added later breaks no backend.
+    """A request for a new file; a class, so that a hint added later breaks no backend.
 
     Attributes:
-        name: relative name. It is unique: nothing was ever written under it.
-        size: bytes that it will have, about.
-        direct: bypass the operating system's caches, if the storage can.
-        stable: buffers given to the writer keep their contents until `finish` or `abort` has returned, so it may refer
-            to them instead of taking their bytes at once.
+        name: relative name, under which nothing was ever written.
+        size: estimated length in bytes.
+        direct: bypass the page cache, if the storage can.
+        stable: buffers given to the writer keep their contents until `finish` or `abort` has returned, so the writer may
+            refer to them instead of copying them.
     """
 
     name: str
@@ -74,13 +76,13 @@ class NewFile:
 
 @dataclass(frozen=True, slots=True)
 class FileStat:
-    """What a storage knows about a file.
+    """Size, time and version of a file.
 
     Attributes:
         size: length in bytes.
-        modified: when it was last written, seconds since 1970; 0.0 where the storage does not know.
-        version: opaque token, never empty, that changes when the content does, as far as can be told without reading it;
-            `Storage.version` is what can be relied on.
+        modified: time of the last write, seconds since 1970; 0.0 where the storage does not know it.
+        version: opaque token, never empty. It changes with the content as far as the storage can tell without reading the
+            file; `Storage.version` is reliable.
     """
 
     size: int
@@ -89,27 +91,27 @@ class FileStat:
 
 
 class FileWriter(ABC):
-    """A new file being written. Several threads may call `write_at` at once with ranges that do not overlap.
+    """A new file that is being written. Several threads may call `write_at` at once, with ranges that do not overlap.
 
-    The ranges of all calls together tile the file. They come in any order; the first bytes of the file come last,
-    because they hold the checksums of the others.
+    The ranges of all calls tile the file. They come in any order. The first bytes of the file come last, because they
+    hold the checksums of the others.
     """
 
-    #: Whether every buffer, offset and length (but the file's tail) must be a multiple of 4096.
+    #: Whether buffer addresses, offsets and lengths must be multiples of 4096, except the length of the file's tail.
     direct: bool = False
-    #: Calls of `write_at` should carry this many bytes, or all that the caller has at hand if that is less.
-    step_bytes: int = STEP_BYTES
+    #: Bytes that one call of `write_at` should carry, if the caller has so many.
+    preferred_bytes: int = PREFERRED_BYTES
 
     @abstractmethod
     def write_at(self, offset: int, buffers: Sequence[memoryview]) -> None:
-        """Write `buffers` one after the other at byte `offset`; returns when all bytes were taken."""
+        """Write `buffers` one after the other at byte `offset`; return when all bytes are taken."""
 
     @abstractmethod
     def finish(self, size: int) -> None:
-        """Cut the file at `size` bytes, make its bytes durable, close it."""
+        """Truncate the file to `size` bytes, make its bytes durable and close it."""
 
     def interrupt(self) -> None:
-        """Let calls that are under way in other threads fail soon, because `abort` will follow; never raises."""
+        """Make calls in progress on other threads fail soon, because `abort` follows; never raises."""
 
     @abstractmethod
     def abort(self) -> None:
@@ -117,66 +119,67 @@ class FileWriter(ABC):
 
 
 class FileReader(ABC):
-    """A file being read. Several threads may call `read_into` at once."""
+    """An open file. Several threads may call `read_into` at once."""
 
     #: Length of the file in bytes when it was opened.
     size: int
-    #: Calls of `read_into` should ask for this many bytes, or for all that the caller wants if that is less.
-    step_bytes: int = STEP_BYTES
+    #: Bytes that one call of `read_into` should ask for, if the caller wants so many.
+    preferred_bytes: int = PREFERRED_BYTES
 
     @abstractmethod
     def read_into(self, offset: int, buffers: Sequence[memoryview]) -> int:
-        """Fill `buffers` one after the other from byte `offset`; returns the bytes read, fewer only at the file's end.
+        """Fill `buffers` one after the other from byte `offset`.
 
-        A file that was removed meanwhile either still has its bytes, or has none any more.
+        Returns:
+            The bytes read: fewer only at the file's end, or none when the file was removed meanwhile.
         """
 
     @abstractmethod
     def close(self) -> None:
         """Release the file."""
 
-    def fits(self, size: int) -> bool:
-        """Whether the file has `size` bytes. Where there are several copies, those of another length are left out."""
+    def match_size(self, size: int) -> bool:
+        """Return whether the file has `size` bytes. A file with several copies drops those of another length."""
         return self.size == size
 
-    def others(self) -> Iterator[FileReader]:
-        """Further copies of the same file, for bytes that prove wrong. They are closed with this reader."""
+    def other_copies(self) -> Iterator[FileReader]:
+        """Iterate over further copies of the file, for bytes that fail verification. This reader closes them."""
         return iter(())
 
 
 class Storage(ABC):
     """One checkpoint folder in some storage.
 
-    Names are relative, with "/" between folder and file (`check_name`). Errors are `StorageError`s, but for a name that
-    does not exist, which is Python's FileNotFoundError (the caller knows what its absence means), and for a name that is
-    none, which is a UsageError.
+    Names are relative, with "/" between folder and file (`check_name`). Methods raise `StorageError`, except for a missing
+    file, which is Python's FileNotFoundError because its meaning depends on the caller, and for an invalid name, which is
+    a UsageError.
     """
 
-    #: Address of the folder as a user would write it, absolute. With the environment it suffices to make the storage
-    #: anew in another process; it holds no credentials.
+    #: Absolute address of the folder as a user would write it. With the same environment, another process can make the
+    #: storage from it. It holds no credentials.
     url: str
     capabilities: Capabilities = Capabilities()
     #: Seconds after which a call that has not returned is an error; None: `settings().timeout`.
     timeout: float | None = None
-    #: Files are in this machine's own memory: no call waits for a device or a server. Only then are calls made without
-    #: another thread that waits for them with a limit, which costs more than they do.
+    #: Whether the files are in this machine's memory, so that no call waits for a device or a server. Such calls are made
+    #: without a timeout, which would cost more than they do.
     in_memory: bool = False
-    #: Reads at the same time that suit it, for one process: each should keep a processor, or a connection, busy.
-    reads: int = 2
+    #: Reads in parallel that suit the storage, per process: each should keep a processor or a connection busy.
+    parallel_reads: int = 2
 
     def __str__(self) -> str:
         return self.url
 
-    def limit(self, nbytes: int = 0) -> float:
-        """Seconds that a call which moves `nbytes` may take. A mount whose server is gone may never answer."""
+    def call_timeout(self, nbytes: int = 0) -> float:
+        """Return the timeout in seconds of a call that moves `nbytes`: a mount whose server is gone may never answer."""
         seconds = settings().timeout if self.timeout is None else self.timeout
         if self.capabilities.whole_files:
-            seconds += settings().storage_timeout  # such storages try again for so long, and then say what was wrong
-        return seconds + nbytes / _SLOWEST
+            seconds += settings().storage_timeout  # such storages retry for so long by themselves
+        return seconds + nbytes / _MIN_BANDWIDTH
 
     @abstractmethod
     def create(self, request: NewFile) -> FileWriter:
-        """Start a new file. Nothing is visible under its name before `finish`, or it is visibly unfinished."""
+        """Start a new file. Before `finish`, the file is invisible or recognizably unfinished."""
 
     @abstractmethod
     def open(self, name: str) -> FileReader:
@@ -184,14 +187,14 @@ class Storage(ABC):
 
     @abstractmethod
     def read(self, name: str) -> bytes:
-        """All bytes of a small file. Raises FileNotFoundError."""
+        """Read a small file whole. Raises FileNotFoundError."""
 
     @abstractmethod
     def stat(self, name: str) -> FileStat:
-        """Size, time and version of a file. Raises FileNotFoundError."""
+        """Return size, time and version of a file. Raises FileNotFoundError."""
 
     def version(self, name: str) -> str:
-        """A token that changes when a file's content does, for `publish`; "" when there is no such file."""
+        """Return a token that changes with the file's content, for `publish`; "" when there is no such file."""
         try:
             return self.stat(name).version
         except FileNotFoundError:
@@ -202,47 +205,60 @@ class Storage(ABC):
         """Put `data` under `name` atomically and durably: readers see the old bytes or the new ones, never a mixture.
 
         Args:
-            name: what to replace or to create.
+            name: file to replace or create.
             data: the new content.
-            expected: the `version` that must still be there, "" for none at all; None: whatever is there.
+            expected: the `version` that must be present, "" for no file; None: any.
 
         Raises:
-            StorageConflictError: another writer came first; what it wrote is untouched.
-            StorageUnavailableError: with `undecided` set when the data may be there all the same, now or soon.
+            StorageConflictError: another version is present. It is left untouched.
+            StorageUnavailableError: `undecided` is set when the data may be present all the same, now or soon.
         """
 
     @abstractmethod
     def folders(self) -> list[str]:
-        """Names of the direct sub-folders, sorted."""
+        """Return the names of the direct sub-folders, sorted."""
 
     @abstractmethod
     def list(self) -> list[tuple[str, int]]:
-        """(name, size) of every file of the folder and its direct sub-folders, sorted; empty when there is no folder."""
+        """Return (name, size) of every file in the folder and its direct sub-folders, sorted; [] without a folder."""
 
     @abstractmethod
     def delete(self, names: Iterable[str]) -> None:
-        """Remove files (and folders that this empties); absent ones are fine."""
+        """Remove files, and folders that become empty; absent files are ignored."""
 
-    def nearby(self) -> Storage:
-        """What of this folder is read and changed without asking a storage behind it, which may be away; here: all."""
+    def nearest_tier(self) -> Storage:
+        """Return the part of this folder that needs no storage behind it, which may be unreachable; by default all."""
         return self
 
-    def elsewhere(self, other: Storage) -> Storage:
-        """Another folder, in which this one's checkpoint has files; a storage around others puts itself around it."""
+    def tier_to_flush(self) -> Any:
+        """Return the tier whose commits a flush makes durable afterwards; None: a commit here is durable already."""
+        return None
+
+    def agree_on_copy(self, agree: Callable[[Any], Storage]) -> Storage:
+        """Return what the ranks of a load read; every rank calls it.
+
+        Args:
+            agree: lets the ranks choose a copy. A storage calls it with itself if its ranks may see different copies of
+                one checkpoint.
+        """
+        return self
+
+    def apply_wrappers(self, other: Storage) -> Storage:
+        """Return `other`, a folder with files of this checkpoint, inside the same wrappers as this storage."""
         return other
 
     def sync(self, names: Iterable[str]) -> None:
         """Make the names of finished files durable (directory entries)."""
 
-    def probe(self, name: str, expected: str) -> None:
-        """Refuse now a `publish` with the same arguments that would fail at the end of a save, if that can be told.
+    def check_publish(self, name: str, expected: str) -> None:
+        """Raise the error that a later `publish` with the same arguments would raise, as far as it can be foreseen.
 
-        Called once, by the rank that commits, before anything is written.
+        The committing rank calls this once, before a save writes anything.
         """
 
 
 def check_name(name: str) -> str:
-    """`name`, if it names a file inside the folder on any platform.
+    """Return `name` if it names a file inside the folder on every platform.
 
     Raises:
         UsageError: it is empty, absolute or a URI, or has a control character, a backslash, a drive, or a component
@@ -250,4 +266,15 @@ def check_name(name: str) -> str:
     """
     if is_uri(name):
         raise UsageError(f"file name {name[:200]!r} is a URI, not a name inside the checkpoint: resolve it first")
-    return check_relative(name)
+    return check_file_name(name)
+
+
+def conflict_error(label: str) -> StorageConflictError:
+    """Return the error of a `publish` that finds another version than the expected one.
+
+    Args:
+        label: address of the file.
+    """
+    return StorageConflictError(
+        f"cannot publish {label}: another save replaced it meanwhile; let one job at a time save to a path"
+    )

@@ -1,7 +1,7 @@
-"""From a path or URL to its storage: schemes, the packages they need, and those that other packages add.
+"""Resolve a path or URL to its storage: built-in schemes, the packages they need, and schemes of other packages.
 
-A package adds a scheme by an entry point of the group `bytecheckpoint.storages` whose name is the scheme and whose object
-is called with the URL and returns a `Storage`:
+A package adds a scheme by an entry point of the group `bytecheckpoint.storages`. Its name is the scheme, and its object is
+called with the URL and returns a `Storage`:
 
     [project.entry-points."bytecheckpoint.storages"]
     tape = "my_package.tape:TapeStorage"
@@ -15,10 +15,10 @@ import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
-from ..errors import StorageError, UsageError
-from ..representation.names import generation_of, is_uri
-from .base import FileReader, Storage
-from .local import LocalStorage
+from bytecheckpoint.errors import StorageError, UsageError
+from bytecheckpoint.representation.names import generation_of, is_uri
+from bytecheckpoint.storage.base import FileReader, Storage
+from bytecheckpoint.storage.posix.storage import LocalStorage
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -31,7 +31,7 @@ _FSSPEC = "fsspec+"
 
 
 class _Builtin(NamedTuple):
-    """Where a scheme's backend is, the top-level package that it needs, and the extra that installs it."""
+    """The backend of a scheme, the top-level package that it needs, and the extra that installs it."""
 
     module: str
     factory: str
@@ -40,23 +40,22 @@ class _Builtin(NamedTuple):
 
 
 _BUILTIN = {
-    "mem": _Builtin(".memory", "MemoryStorage"),
-    "s3": _Builtin(".objects", "ObjectStorage", "obstore", "s3"),
-    "gs": _Builtin(".objects", "ObjectStorage", "obstore", "gcs"),
-    "az": _Builtin(".objects", "ObjectStorage", "obstore", "azure"),
-    "hdfs": _Builtin(".hdfs", "HdfsStorage", "hdfs_native", "hdfs"),
+    "mem": _Builtin("bytecheckpoint.storage.posix.memory", "MemoryStorage"),
+    "s3": _Builtin("bytecheckpoint.storage.objects.storage", "ObjectStorage", "obstore", "s3"),
+    "gs": _Builtin("bytecheckpoint.storage.objects.storage", "ObjectStorage", "obstore", "gcs"),
+    "az": _Builtin("bytecheckpoint.storage.objects.storage", "ObjectStorage", "obstore", "azure"),
+    "hdfs": _Builtin("bytecheckpoint.storage.hdfs.storage", "HdfsStorage", "hdfs_native", "hdfs"),
 }
-_BUILTIN_FSSPEC = _Builtin(".fsspec_storage", "FsspecStorage", "fsspec", "fsspec")
+_BUILTIN_FSSPEC = _Builtin("bytecheckpoint.storage.fsspec", "FsspecStorage", "fsspec", "fsspec")
 _TIER = "tier+"
-_BUILTIN_TIER = _Builtin(".tier", "TierStorage")
+_BUILTIN_TIER = _Builtin("bytecheckpoint.tiers.storage", "TierStorage")
 
 
 def resolve(path: str | os.PathLike[str] | Storage) -> Storage:
-    """The storage that `path` names, or is. A relative path means the directory at the time of this call.
+    """Return the storage of a path or URL; a `Storage` is returned as it is. Relative paths are resolved now.
 
     Raises:
-        UsageError: an empty path, a URL whose scheme has no backend, whose backend is not installed, or that holds
-            credentials.
+        UsageError: the path is empty or holds credentials, or the scheme's backend is unknown or not installed.
     """
     if isinstance(path, Storage):
         return path
@@ -84,27 +83,27 @@ def resolve(path: str | os.PathLike[str] | Storage) -> Storage:
 
 
 def open_named(storage: Storage, name: str) -> FileReader:
-    """Open a file by its name in the catalog of the checkpoint in `storage`: inside the folder, or elsewhere by a URI.
+    """Open a file by its name in the catalog of the checkpoint in `storage`: a name in the folder, or a URI elsewhere.
 
     Raises:
-        FileNotFoundError: it is not there.
-        StorageError: a URI that does not name a storage file: a catalog shall not make its readers open anything else.
+        FileNotFoundError: there is no such file.
+        StorageError: the URI does not name a storage file: a catalog must not make its readers open any other file.
     """
     if not is_uri(name):
         return storage.open(name)
     folder, *inside = name.rsplit("/", 2)
     if len(inside) < 2 or generation_of("/".join(inside)) is None:
         raise StorageError(f"{storage.url}: the catalog names {name[:200]!r}, which is no storage file")
-    return storage.elsewhere(resolve(folder)).open("/".join(inside))
+    return storage.apply_wrappers(resolve(folder)).open("/".join(inside))
 
 
 def known_schemes() -> list[str]:
-    """All schemes that `resolve` takes, those of other packages last."""
+    """Return all schemes that `resolve` takes, those of other packages last."""
     return ["file", *_BUILTIN, f"{_FSSPEC}...", f"{_TIER}...", *sorted(_added())]
 
 
 def _refuse_broken_url(text: str) -> None:
-    """Raise for what was meant for a URL: as a path it would be a folder of this machine, one for each."""
+    """Raise UsageError for a malformed URL, which as a path would be a folder on each machine."""
     head, colon, _ = text.partition(":")
     word = head.lower()
     if word.startswith(_TIER):
@@ -133,8 +132,8 @@ def _file_path(url: str) -> str:
 
 
 def _added() -> dict[str, EntryPoint]:
-    """Entry points by scheme; none can take the place of a built-in scheme."""
-    from importlib.metadata import entry_points  # slow to import, and seldom needed
+    """Return the entry points by scheme; none can replace a built-in scheme."""
+    from importlib.metadata import entry_points  # slow to import and rarely needed
 
     found: dict[str, EntryPoint] = {}
     for entry in entry_points(group=GROUP):
@@ -150,9 +149,7 @@ def _added() -> dict[str, EntryPoint]:
 
 def _load(builtin: _Builtin, scheme: str) -> Callable[[str], Storage]:
     try:
-        factory: Callable[[str], Storage] = getattr(
-            importlib.import_module(builtin.module, __package__), builtin.factory
-        )
+        factory: Callable[[str], Storage] = getattr(importlib.import_module(builtin.module), builtin.factory)
     except ImportError as error:  # missing, too old, or broken
         if not builtin.needs or (error.name or "").partition(".")[0] != builtin.needs:
             raise

@@ -1,9 +1,9 @@
-"""Storages that take a file only as a whole, from its first byte on: object stores and the like.
+"""Base of storages that take a file only as a whole, from its first byte on, such as object stores.
 
-A storage file's first bytes hold the checksums of all others, so nothing can be sent before everything was hashed. What
-happens until then depends on the buffers. Stable ones (the staging pool of an asynchronous save) are only remembered, and
-sent from where they are. The others are written to a spool: a temporary file of this machine without a name, which
-disappears with the process. Either way memory stays bounded, and no byte is copied from a device twice.
+A storage file's first bytes hold the checksums of all others, so nothing can be sent before everything is hashed. Stable
+buffers (the staging pool of an asynchronous save) stay where they are until then, and are sent from there. Others are
+written to a spool: a temporary file without a name, which disappears with the process. Either way memory stays bounded,
+and no byte is copied from a device twice.
 """
 
 from __future__ import annotations
@@ -16,60 +16,60 @@ from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
-from ..errors import CheckpointError, StorageError
-from ..settings import settings
-from .base import Capabilities, FileWriter, NewFile, Storage, check_name
-from .local import translated, write_fully
+from bytecheckpoint.errors import CheckpointError, StorageError
+from bytecheckpoint.settings import settings
+from bytecheckpoint.storage.base import Capabilities, FileWriter, NewFile, Storage, check_name
+from bytecheckpoint.storage.posix.storage import translated, write_fully
 
 __all__ = ["Pieces", "UploadingStorage"]
 
-#: Bytes that are read back from the spool at a time.
+#: Bytes per read of the spool.
 _SPOOL_STEP = 8 << 20
-_EVERYTHING = 1 << 62
+_END = 1 << 62
 
 
 class Pieces(Protocol):
-    """Makes an iterator over the bytes of a file, or of a range of it, in order.
+    """The content of a file: called with a range, it returns an iterator over the bytes, in order.
 
-    It can be asked for more than once, and from several threads. It raises a CheckpointError, which the upload must let
-    through, when the file is not wanted any more.
+    It can be called repeatedly and from several threads. The iterator raises a CheckpointError, which the upload must let
+    through, once the upload is aborted.
     """
 
-    def __call__(self, start: int = 0, stop: int = _EVERYTHING) -> Iterator[memoryview]:
-        """The bytes from `start` to before `stop`, or to the file's end."""
+    def __call__(self, start: int = 0, stop: int = _END) -> Iterator[memoryview]:
+        """Iterate over the bytes from `start` to `stop` or to the file's end."""
         ...
 
 
 class UploadingStorage(Storage):
-    """Base of storages that implement `upload` in the place of `create`."""
+    """Base of storages that implement `upload` instead of `create`."""
 
     capabilities = Capabilities(whole_files=True)
-    reads = 8
+    parallel_reads = 8
 
     def create(self, request: NewFile) -> FileWriter:
         check_name(request.name)
-        self.admit(request)
-        return _Remembering(self, request) if request.stable else _Spooling(self, request)
+        self.check_upload(request)
+        return _BufferWriter(self, request) if request.stable else _SpoolWriter(self, request)
 
-    def admit(self, request: NewFile) -> None:
-        """Refuse now an upload that would fail later, if that can be told cheaply."""
+    def check_upload(self, request: NewFile) -> None:
+        """Raise the error that the upload would raise later, as far as that is cheap to find out."""
 
     @abstractmethod
     def upload(self, name: str, size: int, pieces: Pieces) -> None:
-        """Store a file, atomically and durably, in parallel parts where the storage has those.
+        """Store a file atomically and durably, in parallel parts where the storage has those.
 
         Args:
             name: relative name.
             size: length in bytes.
-            pieces: its bytes.
+            pieces: the content.
         """
 
 
-class _Uploading(FileWriter):
+class _UploadWriter(FileWriter):
     def __init__(self, storage: UploadingStorage, request: NewFile) -> None:
         self._storage = storage
         self._name = request.name
-        self._stopped = threading.Event()
+        self._aborted = threading.Event()
         self._sent = False
 
     def _pieces(self, start: int, stop: int) -> Iterator[memoryview]:
@@ -78,32 +78,32 @@ class _Uploading(FileWriter):
     def _release(self) -> None:
         raise NotImplementedError
 
-    def _until_stopped(self, start: int = 0, stop: int = _EVERYTHING) -> Iterator[memoryview]:
+    def _until_aborted(self, start: int = 0, stop: int = _END) -> Iterator[memoryview]:
         for piece in self._pieces(start, stop):
-            if self._stopped.is_set():
-                raise CheckpointError(f"the upload of {self._storage.url}/{self._name} was given up")
+            if self._aborted.is_set():
+                raise CheckpointError(f"the upload of {self._storage.url}/{self._name} was aborted")
             yield piece
 
     def _upload(self, size: int) -> None:
-        self._storage.upload(self._name, size, self._until_stopped)
+        self._storage.upload(self._name, size, self._until_aborted)
         self._sent = True
         self._release()
 
     def interrupt(self) -> None:
-        self._stopped.set()
+        self._aborted.set()
 
     def abort(self) -> None:
-        self._stopped.set()
+        self._aborted.set()
         self._release()
         if self._sent:
             with contextlib.suppress(StorageError):
                 self._storage.delete([self._name])
 
 
-class _Remembering(_Uploading):
+class _BufferWriter(_UploadWriter):
     """Sends stable buffers from where they are."""
 
-    step_bytes = _EVERYTHING
+    preferred_bytes = _END
 
     def __init__(self, storage: UploadingStorage, request: NewFile) -> None:
         super().__init__(storage, request)
@@ -112,7 +112,7 @@ class _Remembering(_Uploading):
 
     def write_at(self, offset: int, buffers: Sequence[memoryview]) -> None:
         if any(map(len, buffers)):
-            self._written[offset] = list(buffers)  # a write that is repeated takes the place of the one that failed
+            self._written[offset] = list(buffers)  # a repeated write replaces the one that failed
 
     def finish(self, size: int) -> None:
         self._runs = sorted(self._written.items(), key=lambda run: run[0])
@@ -135,26 +135,26 @@ class _Remembering(_Uploading):
         self._written, self._runs = {}, []
 
 
-class _Spooling(_Uploading):
-    """Keeps bytes in a temporary file until all are there."""
+class _SpoolWriter(_UploadWriter):
+    """Spools the bytes in a temporary file until the file is complete."""
 
     def __init__(self, storage: UploadingStorage, request: NewFile) -> None:
         super().__init__(storage, request)
         self._folder = settings().spool_dir or tempfile.gettempdir()
-        self._shown = f"the spool of {storage.url}/{request.name} in {self._folder} (settings.spool_dir)"
+        self._label = f"the spool of {storage.url}/{request.name} in {self._folder} (settings.spool_dir)"
         self._written: dict[int, int] = {}
         self._size = 0
-        with translated("create", self._shown):
-            # Unlinked as it is made: whatever ends this process, the space comes back.
+        with translated("create", self._label):
+            # It is never linked, so its space is freed however this process ends.
             self._file = tempfile.TemporaryFile(  # noqa: SIM115  closed by `_release`
                 dir=self._folder, prefix="bytecheckpoint-", buffering=0
             )
 
     def write_at(self, offset: int, buffers: Sequence[memoryview]) -> None:
-        with translated("write", self._shown):
+        with translated("write", self._label):
             write_fully(self._file.fileno(), offset, buffers)
         if any(map(len, buffers)):
-            self._written[offset] = sum(map(len, buffers))  # a write that is repeated counts once
+            self._written[offset] = sum(map(len, buffers))  # a repeated write counts once
 
     def finish(self, size: int) -> None:
         written = sum(self._written.values())
@@ -165,7 +165,7 @@ class _Spooling(_Uploading):
     def _pieces(self, start: int, stop: int) -> Iterator[memoryview]:
         stop = min(stop, self._size)
         for at in range(start, stop, _SPOOL_STEP):
-            with translated("read", self._shown):
+            with translated("read", self._label):
                 piece = os.pread(self._file.fileno(), min(_SPOOL_STEP, stop - at), at)
             assert len(piece) == min(_SPOOL_STEP, stop - at)
             yield memoryview(piece)

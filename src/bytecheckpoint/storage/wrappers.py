@@ -1,34 +1,15 @@
-"""Storages around other storages: they measure, try again, slow down or break what goes through.
-
-storage = MeteredStorage(resolve("s3://bucket/step_1"))
-...
-storage.meter.bytes("read_into"), storage.meter.seconds("read_into")
-"""
+"""The base of storages that wrap another storage."""
 
 from __future__ import annotations
 
 import copy
-import threading
-import time
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
-from ..errors import StorageError
-from .base import FileReader, FileStat, FileWriter, NewFile, Storage
-from .retrying import retry
+from bytecheckpoint.storage.base import FileReader, FileStat, FileWriter, NewFile, Storage
 
-__all__ = [
-    "Call",
-    "DelayedStorage",
-    "Fault",
-    "FaultyStorage",
-    "Meter",
-    "MeteredStorage",
-    "RetryingStorage",
-    "WrappedStorage",
-]
+__all__ = ["Call", "WrappedStorage"]
 
 _T = TypeVar("_T")
 
@@ -38,10 +19,10 @@ class Call:
     """One call of a storage, a writer or a reader.
 
     Attributes:
-        operation: the method's name; "write" and "read_into" are those of writers and readers.
-        name: the file, several of them separated by spaces, or "".
-        nbytes: bytes that the caller gives or asks for; 0 for "read", which is told by its answer.
-        tear: of a write: writes the first half of the first buffer, for faults that leave that behind.
+        operation: name of the method; "write" stands for `FileWriter.write_at`.
+        name: name of the file; several are separated by spaces; "" for none.
+        nbytes: bytes that the caller gives or asks for; 0 for "read", whose result shows them.
+        tear: for "write": writes the first half of the first buffer, so that a fault can leave a torn write behind.
     """
 
     operation: str
@@ -54,7 +35,7 @@ class WrappedStorage(Storage):
     """Passes every call on to `inner`, through `around`.
 
     Args:
-        inner: the storage that does the work.
+        inner: the wrapped storage.
     """
 
     def __init__(self, inner: Storage) -> None:
@@ -62,39 +43,46 @@ class WrappedStorage(Storage):
         self.url = inner.url
         self.capabilities = inner.capabilities
 
-    def around(self, call: Call, do: Callable[[], _T]) -> _T:
-        """Carry out one call; `do` does it. Runs on the caller's thread, several at once."""
-        return do()
+    def around(self, call: Call, function: Callable[[], _T]) -> _T:
+        """Carry out `call` by calling `function`. Called from several threads at once."""
+        return function()
 
-    def ending(self, do: Callable[[], None]) -> None:
-        """Give up a writer, or close a reader."""
-        do()
+    def around_close(self, function: Callable[[], None]) -> None:
+        """Abort a writer or close a reader by calling `function`."""
+        function()
 
     @property
-    def reads(self) -> int:  # type: ignore[override]
-        """As of the inner storage."""
-        return self.inner.reads
+    def parallel_reads(self) -> int:  # type: ignore[override]
+        """That of the inner storage."""
+        return self.inner.parallel_reads
 
     @property
     def timeout(self) -> float | None:
-        """As of the inner storage, which is what waits."""
+        """That of the inner storage, which uses it."""
         return self.inner.timeout
 
     @timeout.setter
     def timeout(self, seconds: float | None) -> None:
         self.inner.timeout = seconds
 
-    def limit(self, nbytes: int = 0) -> float:
-        return self.inner.limit(nbytes)
+    def call_timeout(self, nbytes: int = 0) -> float:
+        return self.inner.call_timeout(nbytes)
 
-    def nearby(self) -> Storage:
-        return self._again_around(self.inner.nearby())
+    def nearest_tier(self) -> Storage:
+        return self._wrap(self.inner.nearest_tier())
 
-    def elsewhere(self, other: Storage) -> Storage:
-        return self._again_around(self.inner.elsewhere(other))
+    def tier_to_flush(self) -> Any:
+        return self.inner.tier_to_flush()
 
-    def _again_around(self, inner: Storage) -> Storage:
-        """The same wrapper around another storage."""
+    def agree_on_copy(self, agree: Callable[[Any], Storage]) -> Storage:
+        agreed = self.inner.agree_on_copy(agree)
+        return self if agreed is self.inner else self._wrap(agreed)
+
+    def apply_wrappers(self, other: Storage) -> Storage:
+        return self._wrap(self.inner.apply_wrappers(other))
+
+    def _wrap(self, inner: Storage) -> Storage:
+        """Return the same wrapper around another storage."""
         new = copy.copy(self)
         new.inner, new.url, new.capabilities = inner, inner.url, inner.capabilities
         return new
@@ -132,14 +120,14 @@ class WrappedStorage(Storage):
         names = list(names)
         self.around(Call("sync", " ".join(names)), lambda: self.inner.sync(names))
 
-    def probe(self, name: str, expected: str) -> None:
-        self.around(Call("probe", name), lambda: self.inner.probe(name, expected))
+    def check_publish(self, name: str, expected: str) -> None:
+        self.around(Call("check_publish", name), lambda: self.inner.check_publish(name, expected))
 
 
 class _WrappedWriter(FileWriter):
     def __init__(self, storage: WrappedStorage, inner: FileWriter, name: str) -> None:
         self._storage, self._inner, self._name = storage, inner, name
-        self.direct, self.step_bytes = inner.direct, inner.step_bytes
+        self.direct, self.preferred_bytes = inner.direct, inner.preferred_bytes
 
     def write_at(self, offset: int, buffers: Sequence[memoryview]) -> None:
         def tear() -> None:
@@ -155,201 +143,25 @@ class _WrappedWriter(FileWriter):
         self._inner.interrupt()
 
     def abort(self) -> None:
-        self._storage.ending(self._inner.abort)
+        self._storage.around_close(self._inner.abort)
 
 
 class _WrappedReader(FileReader):
     def __init__(self, storage: WrappedStorage, inner: FileReader, name: str) -> None:
         self._storage, self._inner, self._name = storage, inner, name
-        self.size, self.step_bytes = inner.size, inner.step_bytes
+        self.size, self.preferred_bytes = inner.size, inner.preferred_bytes
 
     def read_into(self, offset: int, buffers: Sequence[memoryview]) -> int:
         call = Call("read_into", self._name, sum(map(len, buffers)))
         return self._storage.around(call, lambda: self._inner.read_into(offset, buffers))
 
-    def fits(self, size: int) -> bool:
-        fits = self._inner.fits(size)
-        self.size, self.step_bytes = self._inner.size, self._inner.step_bytes
-        return fits
+    def match_size(self, size: int) -> bool:
+        matches = self._inner.match_size(size)
+        self.size, self.preferred_bytes = self._inner.size, self._inner.preferred_bytes
+        return matches
 
-    def others(self) -> Iterator[FileReader]:
-        return (_WrappedReader(self._storage, other, self._name) for other in self._inner.others())
+    def other_copies(self) -> Iterator[FileReader]:
+        return (_WrappedReader(self._storage, other, self._name) for other in self._inner.other_copies())
 
     def close(self) -> None:
-        self._storage.ending(self._inner.close)
-
-
-# --- measuring --------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Meter:
-    """Counts of what went through, by operation ("write", "read_into", ...). Several threads may add to it."""
-
-    _table: dict[str, list[float]] = field(default_factory=lambda: defaultdict(lambda: [0, 0, 0, 0.0]))
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def add(self, operation: str, nbytes: int, seconds: float, failed: bool) -> None:
-        """Count one call."""
-        with self._lock:
-            row = self._table[operation]
-            row[0] += 1
-            row[1] += failed
-            row[2] += nbytes
-            row[3] += seconds
-
-    def calls(self, operation: str) -> int:
-        """How often it was called."""
-        return self._get(operation, 0)
-
-    def failures(self, operation: str) -> int:
-        """How many of these calls raised."""
-        return self._get(operation, 1)
-
-    def bytes(self, operation: str) -> int:
-        """Bytes that calls which succeeded have moved."""
-        return self._get(operation, 2)
-
-    def seconds(self, operation: str) -> float:
-        """Time spent in the calls, those of all threads added up."""
-        with self._lock:
-            return self._table[operation][3] if operation in self._table else 0.0
-
-    def _get(self, operation: str, column: int) -> int:
-        with self._lock:
-            return int(self._table[operation][column]) if operation in self._table else 0
-
-
-def _moved(call: Call, result: object) -> int:
-    """The bytes that a call which succeeded has moved: a read may have met the file's end."""
-    if isinstance(result, bytes):
-        return len(result)
-    return result if call.operation == "read_into" and isinstance(result, int) else call.nbytes
-
-
-class MeteredStorage(WrappedStorage):
-    """Counts calls, bytes and seconds in `meter`: `storage.meter.bytes("read_into")`."""
-
-    def __init__(self, inner: Storage, meter: Meter | None = None) -> None:
-        super().__init__(inner)
-        self.meter = meter or Meter()
-
-    def around(self, call: Call, do: Callable[[], _T]) -> _T:
-        begun = time.perf_counter()
-        done, nbytes = False, 0
-        try:
-            result = do()
-            done, nbytes = True, _moved(call, result)
-        finally:
-            self.meter.add(call.operation, nbytes, time.perf_counter() - begun, not done)
-        return result
-
-
-# --- trying again -----------------------------------------------------------------------------------------------------
-
-#: What can be repeated without harm. A file that was created or published may be there, although the answer got lost.
-_REPEATABLE = {"open", "read", "read_into", "stat", "version", "list", "folders", "delete", "sync", "write"}
-
-
-class RetryingStorage(WrappedStorage):
-    """Tries again what failed with `StorageUnavailableError` and can be repeated, until `seconds` are over."""
-
-    def __init__(self, inner: Storage, seconds: float) -> None:
-        super().__init__(inner)
-        self._seconds = seconds
-
-    def around(self, call: Call, do: Callable[[], _T]) -> _T:
-        return retry(do, self._seconds) if call.operation in _REPEATABLE else do()
-
-
-# --- slowing down, breaking -------------------------------------------------------------------------------------------
-
-
-class DelayedStorage(WrappedStorage):
-    """A storage that is far away and slow.
-
-    Args:
-        inner: the storage that does the work.
-        latency: seconds that each call takes longer.
-        bandwidth: bytes per second of each call that moves some; 0.0: as fast as it goes.
-    """
-
-    def __init__(self, inner: Storage, latency: float, bandwidth: float = 0.0) -> None:
-        super().__init__(inner)
-        self._latency = latency
-        self._bandwidth = bandwidth
-
-    def around(self, call: Call, do: Callable[[], _T]) -> _T:
-        time.sleep(self._latency)
-        result = do()
-        # Announced by "create" and "finish", moved by "write".
-        moved = 0 if call.operation in ("create", "finish") else _moved(call, result)
-        time.sleep(moved / self._bandwidth if self._bandwidth else 0.0)
-        return result
-
-
-@dataclass
-class Fault:
-    """What happens at some calls.
-
-    Attributes:
-        operation: the calls that it hits, as in `Call`.
-        error: what they raise; None: nothing, they only wait.
-        name: part of the file's name; "" fits all.
-        skip: how many calls that fit go through first.
-        times: how many calls are then hit; -1: all.
-        delay: seconds before a hit call does anything.
-        hold: an event that a hit call waits for.
-        partial: of "write": some bytes reach the file before the error.
-        done: the call takes effect before the error, as when an answer gets lost.
-        hits: how many calls were hit.
-    """
-
-    operation: str
-    error: BaseException | None = None
-    name: str = ""
-    skip: int = 0
-    times: int = 1
-    delay: float = 0.0
-    hold: threading.Event | None = None
-    partial: bool = False
-    done: bool = False
-    hits: int = 0
-    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
-
-    def meets(self, operation: str, name: str) -> bool:
-        """Whether it hits this call, which it counts."""
-        if operation != self.operation or self.name not in name:
-            return False
-        with self._lock:
-            if self.skip > 0:
-                self.skip -= 1
-                return False
-            if not self.times:
-                return False
-            self.times -= 1
-            self.hits += 1
-            return True
-
-
-class FaultyStorage(WrappedStorage):
-    """Fails as told. Files of asynchronous saves are written by the helper process, unless settings.writer="thread"."""
-
-    def __init__(self, inner: Storage, faults: Sequence[Fault]) -> None:
-        super().__init__(inner)
-        self._faults = faults
-
-    def around(self, call: Call, do: Callable[[], _T]) -> _T:
-        for fault in [f for f in self._faults if f.meets(call.operation, call.name)]:
-            if fault.hold is not None and not fault.hold.wait(60):
-                raise StorageError("nobody released the held call")
-            if fault.delay:
-                time.sleep(fault.delay)
-            if fault.error is None:
-                continue
-            if fault.partial and call.tear is not None:
-                call.tear()
-            if fault.done:
-                do()
-            raise fault.error
-        return do()
+        self._storage.around_close(self._inner.close)

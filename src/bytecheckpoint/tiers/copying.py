@@ -1,4 +1,4 @@
-"""Copying the files of a checkpoint from one storage to another: every byte is verified on its way."""
+"""Copies of a checkpoint's files in another storage: every byte is verified on its way."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from ..errors import (
+from bytecheckpoint.errors import (
     CheckpointError,
     CorruptCheckpointError,
     StorageConflictError,
     StorageError,
     StorageUnavailableError,
 )
-from ..representation.catalog import Catalog
-from ..representation.checksums import block_sum, block_sums
-from ..representation.names import CATALOG_NAME, generation_of, is_uri
-from ..storage import FileReader, NewFile, Storage
-from ..storage.limited import limited
-from ..storage.parallel import within
-from ..storage.uploading import UploadingStorage
+from bytecheckpoint.representation.catalog import Catalog
+from bytecheckpoint.representation.checksums import block_sum, block_sums
+from bytecheckpoint.representation.names import CATALOG_NAME, generation_of, is_uri
+from bytecheckpoint.storage import FileReader, NewFile, Storage
+from bytecheckpoint.storage.threads import call_with_timeout
+from bytecheckpoint.storage.time_limits import with_time_limits
+from bytecheckpoint.storage.uploading import UploadingStorage
 
-__all__ = ["commit", "copy_file", "copy_unless_there", "own_files", "sound"]
+__all__ = ["commit", "copy_file", "copy_unless_there", "is_sound", "own_files"]
 
 _log = logging.getLogger("bytecheckpoint")
 _PIECE = 8 << 20
@@ -31,12 +31,14 @@ _EVERYTHING = 1 << 62
 
 
 def own_files(catalog: Catalog) -> list[int]:
-    """Numbers of the files that lie in the checkpoint's own folder."""
+    """Return the numbers of the files that lie in the checkpoint's own folder."""
     return [number for number, file in enumerate(catalog.files) if not is_uri(file.name)]
 
 
-class _Verified:
-    """The bytes of a file, header first, each piece verified before it is handed out; a range of them where wanted.
+class _VerifiedPieces:
+    """The pieces of a file, each verified before it is yielded.
+
+    A call yields the bytes [start, stop) of the file, or all of them; the header is the first piece.
 
     Raises:
         CorruptCheckpointError: a checksum differs, or the file is cut.
@@ -81,7 +83,13 @@ class _Verified:
 
 
 def copy_file(source: Storage, target: Storage, catalog: Catalog, number: int) -> None:
-    """Copy one file to where there is none of that name; the copy is durable when this returns.
+    """Copy one file to a storage that has none of that name. The copy is durable when this returns.
+
+    Args:
+        source: the storage that has the file.
+        target: the storage that gets it.
+        catalog: names and checksums.
+        number: of the file.
 
     Raises:
         FileNotFoundError: `source` does not have it.
@@ -90,20 +98,22 @@ def copy_file(source: Storage, target: Storage, catalog: Catalog, number: int) -
     """
     file = catalog.files[number]
     shown = f"{source.url}/{file.name}"
-    reader = limited(source).open(file.name)
+    reader = with_time_limits(source).open(file.name)
     try:
-        if not reader.fits(file.size):
+        if not reader.match_size(file.size):
             raise CorruptCheckpointError(f"{shown} has {reader.size} bytes instead of {file.size}", file=file.name)
         if isinstance(target, UploadingStorage):
-            upload = functools.partial(target.upload, file.name, file.size, _Verified(reader, shown, catalog, number))
-            within(target.limit(file.size), upload, f"cannot upload {target.url}/{file.name}")
+            upload = functools.partial(
+                target.upload, file.name, file.size, _VerifiedPieces(reader, shown, catalog, number)
+            )
+            call_with_timeout(target.call_timeout(file.size), upload, f"cannot upload {target.url}/{file.name}")
             return
-        writer = limited(target).create(NewFile(file.name, file.size))
+        writer = with_time_limits(target).create(NewFile(file.name, file.size))
         try:
             position, header = 0, memoryview(b"")
-            for piece in _Verified(reader, shown, catalog, number)():
+            for piece in _VerifiedPieces(reader, shown, catalog, number)():
                 if position == 0:
-                    header = piece  # goes last, as in a save
+                    header = piece  # written last, as in a save
                 else:
                     writer.write_at(position, [piece])
                 position += len(piece)
@@ -117,17 +127,17 @@ def copy_file(source: Storage, target: Storage, catalog: Catalog, number: int) -
         reader.close()
 
 
-def sound(storage: Storage, catalog: Catalog, number: int) -> bool:
-    """Whether `storage` has a file of the catalog, with the right bytes: all of them are read."""
+def is_sound(storage: Storage, catalog: Catalog, number: int) -> bool:
+    """Read all bytes of a file, and tell whether they are those of the catalog."""
     file = catalog.files[number]
     try:
-        reader = limited(storage).open(file.name)
+        reader = with_time_limits(storage).open(file.name)
     except FileNotFoundError:
         return False
     try:
         if reader.size != file.size:
             return False
-        for _ in _Verified(reader, f"{storage.url}/{file.name}", catalog, number)():
+        for _ in _VerifiedPieces(reader, f"{storage.url}/{file.name}", catalog, number)():
             pass
     except CorruptCheckpointError:
         return False
@@ -142,25 +152,25 @@ def copy_unless_there(
     catalog: Catalog,
     number: int,
     present: int | None,
-    allowed: Callable[[], None] = lambda: None,
+    check: Callable[[], None] = lambda: None,
 ) -> int:
-    """As `copy_file`, unless an earlier attempt has brought the file there already.
+    """Copy one file, unless an earlier attempt has copied it already.
 
     Args:
-        source: where from.
-        target: where to.
-        catalog: names and sums.
+        source: the storage that has the file.
+        target: the storage that gets it.
+        catalog: names and checksums.
         number: of the file.
         present: bytes that `target` lists under the name, None when it lists none.
-        allowed: called before `target` is changed; raises when that must not be.
+        check: called before `target` is changed; raises when that is forbidden.
 
     Returns:
         Bytes that were copied.
     """
     size = catalog.files[number].size
-    if present == size and sound(target, catalog, number):
+    if present == size and is_sound(target, catalog, number):
         return 0
-    allowed()
+    check()
     if present is not None:
         target.delete([catalog.files[number].name])
     copy_file(source, target, catalog, number)
@@ -168,13 +178,13 @@ def copy_unless_there(
 
 
 def commit(target: Storage, catalog: Catalog, data: bytes, expected: str) -> None:
-    """Publish the catalog of files that are all there, and remove what it replaces.
+    """Publish a catalog whose files are all in the folder, and remove the files of the checkpoint that it replaces.
 
     Args:
         target: the folder.
-        catalog: what is published.
+        catalog: to publish.
         data: its bytes.
-        expected: the version that it may replace. The same catalog there already is fine, too.
+        expected: the version that it may replace. If the same catalog is there already, that is fine, too.
 
     Raises:
         StorageConflictError: another save replaced the checkpoint meanwhile.
@@ -185,16 +195,16 @@ def commit(target: Storage, catalog: Catalog, data: bytes, expected: str) -> Non
     for name, size in named.items():
         if present.get(name) != size and _size(target, name) != size:
             raise StorageError(f"{target.url}: {name} is not there with its {size} bytes, so nothing is committed")
-    if not _holds(target, data):
+    if not _has_catalog(target, data):
         try:
             target.publish(CATALOG_NAME, data, expected=expected)
         except (StorageConflictError, StorageUnavailableError):
-            # An attempt whose answer got lost, or another machine that does the same.
-            if not _holds(target, data):
+            # The answer of an earlier attempt was lost, or another machine commits the same.
+            if not _has_catalog(target, data):
                 raise
     try:
         target.delete([name for name in present if generation_of(name) is not None and name not in named])
-    except StorageError as error:  # it is committed: nothing may report a failure any more
+    except StorageError as error:  # the checkpoint is committed, so this is no failure
         _log.warning("%s: old files could not be removed: %s", target.url, error)
 
 
@@ -205,10 +215,8 @@ def _size(storage: Storage, name: str) -> int:
         return -1
 
 
-def _holds(storage: Storage, data: bytes) -> bool:
+def _has_catalog(storage: Storage, data: bytes) -> bool:
     try:
         return storage.read(CATALOG_NAME) == data
-    except FileNotFoundError:
-        return False
-    except CheckpointError:
+    except (FileNotFoundError, CheckpointError):
         return False

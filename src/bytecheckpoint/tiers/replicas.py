@@ -1,4 +1,7 @@
-"""Copies of each rank's hot files in the memory of other machines (Gemini's idea): a lost machine loses nothing."""
+"""Replicas: copies of each rank's hot files in the memory of other machines, so that a lost machine loses nothing.
+
+The idea is Gemini's (checkpoints in the memory of other machines).
+"""
 
 from __future__ import annotations
 
@@ -7,22 +10,75 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import CheckpointError, CorruptCheckpointError
-from ..representation.catalog import Catalog
-from ..storage import FileReader, FileWriter, NewFile, Storage
-from .copying import own_files, sound
-from .party import Machines, Party
+from bytecheckpoint.collectives.agreement import Agreement
+from bytecheckpoint.errors import CheckpointError, CorruptCheckpointError
+from bytecheckpoint.representation.catalog import Catalog
+from bytecheckpoint.storage import FileReader, FileWriter, NewFile, Storage
+from bytecheckpoint.tiers.copying import is_sound, own_files
+from bytecheckpoint.tiers.machines import Machines
 
 __all__ = ["replicate"]
 
 _PIECE = 8 << 20
 
-#: One message: (number of the file, first byte, end).
+#: Number of the file, first byte, end.
 _Piece = tuple[int, int, int]
 
 
-def _stream(catalog: Catalog, rank: int) -> Iterator[_Piece]:
-    """What a rank sends, in order; every rank derives the same from the catalog."""
+def replicate(agreement: Agreement, machines: Machines, hot: Storage, catalog: Catalog, replicas: int) -> None:
+    """Send this rank's files to its partners, and keep the files of the ranks whose partner it is. Every rank calls it.
+
+    Args:
+        agreement: the ranks.
+        machines: which ranks share a machine.
+        hot: this machine's hot folder.
+        catalog: of the step.
+        replicas: machines that keep a replica of each file.
+
+    Raises:
+        CheckpointError: this rank could not read its files or keep the others'. Other ranks are not told here.
+        PeerLostError, CheckpointTimeoutError: another rank is gone or hangs.
+    """
+    rank = agreement.rank
+    partners = machines.partners(rank, replicas)
+    sent = list(_pieces_of(catalog, rank)) if partners else []
+    sender = _Sender(hot, catalog)
+    receivers = {
+        source: _Receiver(hot, catalog, list(_pieces_of(catalog, source)))
+        for source in range(len(machines.of))
+        if rank in machines.partners(source, replicas)
+    }
+    rounds = max([len(sent), *(len(receiver.pieces) for receiver in receivers.values())], default=0)
+    try:
+        for number in range(rounds):
+            outgoing = dict.fromkeys(partners, sender.read(sent[number])) if number < len(sent) else {}
+            incoming = {
+                source: np.empty(receiver.size_of(number), np.uint8)
+                for source, receiver in receivers.items()
+                if number < len(receiver.pieces)
+            }
+            tag = f"{agreement.tag}/replicas/{number}"
+            agreement.collective.exchange(tag, outgoing, incoming, timeout=agreement.timeout)
+            for source, data in incoming.items():
+                receivers[source].write(number, data)
+    except BaseException as error:
+        for receiver in receivers.values():
+            receiver.error = receiver.error or error
+        raise
+    finally:
+        sender.close()
+        failures = [sender.error] if sender.error is not None else []
+        for receiver in receivers.values():
+            try:
+                receiver.finish()
+            except (CheckpointError, OSError) as error:
+                failures.append(error)
+    if failures:
+        raise failures[0]
+
+
+def _pieces_of(catalog: Catalog, rank: int) -> Iterator[_Piece]:
+    """The pieces that a rank sends, in order. Every rank derives the same from the catalog."""
     for number in own_files(catalog):
         file = catalog.files[number]
         if file.rank == rank:
@@ -31,6 +87,8 @@ def _stream(catalog: Catalog, rank: int) -> Iterator[_Piece]:
 
 
 class _Sender:
+    """Reads the pieces that this rank sends."""
+
     def __init__(self, hot: Storage, catalog: Catalog) -> None:
         self._hot, self._catalog = hot, catalog
         self._open: tuple[int, FileReader] | None = None
@@ -47,7 +105,7 @@ class _Sender:
                 if self._open[1].read_into(start, [memoryview(data)]) != len(data):
                     raise CorruptCheckpointError(f"{self._hot.url}/{self._catalog.files[number].name} was cut")
             except (CheckpointError, OSError) as error:
-                # The others count on the messages; what is in them does not matter any more.
+                # The receivers wait for all pieces. They fail later, when they verify the file.
                 self.error = error
         return data
 
@@ -58,26 +116,28 @@ class _Sender:
 
 
 class _Receiver:
-    """Takes what one rank sends."""
+    """Writes the files that one rank sends."""
 
     def __init__(self, hot: Storage, catalog: Catalog, pieces: list[_Piece]) -> None:
         self._hot, self._catalog = hot, catalog
         self.pieces = pieces
         self._writer: FileWriter | None = None
-        self._number = -1
-        self._begun: list[int] = []
+        self._files: list[int] = []  # numbers of those that were begun
         self.error: BaseException | None = None
 
-    def write(self, piece: _Piece, data: NDArray[np.uint8]) -> None:
+    def size_of(self, piece: int) -> int:
+        _, start, stop = self.pieces[piece]
+        return stop - start
+
+    def write(self, piece: int, data: NDArray[np.uint8]) -> None:
         if self.error is not None:
             return
-        number, start, stop = piece
+        number, start, stop = self.pieces[piece]
         file = self._catalog.files[number]
         try:
-            if number != self._number:
+            if number not in self._files[-1:]:
                 self._writer = self._hot.create(NewFile(file.name, file.size))
-                self._number = number
-                self._begun.append(number)
+                self._files.append(number)
             assert self._writer is not None
             self._writer.write_at(start, [memoryview(data)])
             if stop == file.size:
@@ -86,68 +146,21 @@ class _Receiver:
         except (CheckpointError, OSError) as error:
             self.error = error
 
-    def check(self) -> None:
-        """Raise what went wrong; nothing wrong stays behind."""
+    def finish(self) -> None:
+        """Verify the files and make them durable; raise what went wrong, and remove the files that are damaged."""
         if self._writer is not None:
             self._writer.abort()
-        bad = [
-            number for number in self._begun if self.error is not None or not sound(self._hot, self._catalog, number)
+        damaged = [
+            self._catalog.files[number].name
+            for number in self._files
+            if self.error is not None or not is_sound(self._hot, self._catalog, number)
         ]
-        if bad:
-            names = [self._catalog.files[number].name for number in bad]
-            self._hot.delete(names)
+        if damaged:
+            self._hot.delete(damaged)
             if self.error is None:
                 self.error = CorruptCheckpointError(
-                    f"{self._hot.url}: {names[0]} came over damaged from another machine"
+                    f"{self._hot.url}: {damaged[0]} came over damaged from another machine"
                 )
         if self.error is not None:
             raise self.error
-        self._hot.sync([self._catalog.files[number].name for number in self._begun])
-
-
-def replicate(party: Party, machines: Machines, hot: Storage, catalog: Catalog, replicas: int) -> None:
-    """Send this rank's files to its partners, and keep those of the ranks whose partner it is. All ranks call it.
-
-    Raises:
-        CheckpointError: this rank could not read its files or keep the others'. Other ranks are not told here.
-        PeerLostError, CheckpointTimeoutError: another rank is gone or hangs.
-    """
-    me = party.rank
-    world = range(len(machines.of))
-    partners = machines.partners(me, replicas)
-    mine = list(_stream(catalog, me)) if partners else []
-    sender = _Sender(hot, catalog)
-    receivers = {
-        rank: _Receiver(hot, catalog, list(_stream(catalog, rank)))
-        for rank in world
-        if me in machines.partners(rank, replicas)
-    }
-    rounds = max([len(mine), *(len(receiver.pieces) for receiver in receivers.values())], default=0)
-    try:
-        for number in range(rounds):
-            outgoing = {}
-            if number < len(mine):
-                data = sender.read(mine[number])
-                outgoing = dict.fromkeys(partners, data)
-            incoming = {
-                rank: np.empty(receiver.pieces[number][2] - receiver.pieces[number][1], np.uint8)
-                for rank, receiver in receivers.items()
-                if number < len(receiver.pieces)
-            }
-            party.collective.exchange(f"{party.tag}/replicas/{number}", outgoing, incoming, timeout=party.timeout)
-            for rank, array in incoming.items():
-                receivers[rank].write(receivers[rank].pieces[number], array)
-    except BaseException as error:
-        for receiver in receivers.values():
-            receiver.error = receiver.error or error
-        raise
-    finally:
-        sender.close()
-        failures = [sender.error] if sender.error is not None else []
-        for receiver in receivers.values():
-            try:
-                receiver.check()
-            except (CheckpointError, OSError) as error:
-                failures.append(error)
-    if failures:
-        raise failures[0]
+        self._hot.sync([self._catalog.files[number].name for number in self._files])

@@ -1,4 +1,4 @@
-"""Training runs under DeepSpeed, and the whole of any run's state, gathered by DeepSpeed's own means."""
+"""Training runs under DeepSpeed, and the full state of an engine, gathered by DeepSpeed's own means."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tests.frameworks.real_frameworks import mean_over_ranks
 from tests.support.tiny_model import SEQUENCES, Gpt, batch, initialise, loss_of
 
 Values = Callable[[nn.Module], None]
@@ -29,63 +30,65 @@ class Zero:
         size: ranks.
         stage: of ZeRO.
         low: "bf16" or "fp16"; "": float32.
-        init: build the model divided (deepspeed.zero.Init).
-        more: further settings of ZeRO.
-        root: further settings.
+        init: build the model partitioned (deepspeed.zero.Init).
+        zero_options: further settings of ZeRO.
+        root_options: further settings beside ZeRO's.
     """
 
     size: int
     stage: int
     low: str = ""
     init: bool = False
-    more: tuple[tuple[str, Any], ...] = ()
-    root: tuple[tuple[str, Any], ...] = ()
+    zero_options: tuple[tuple[str, Any], ...] = ()
+    root_options: tuple[tuple[str, Any], ...] = ()
 
 
-_SUB = (("sub_group_size", 300), ("stage3_param_persistence_threshold", 0))
+_SUB_GROUPS = (("sub_group_size", 300), ("stage3_param_persistence_threshold", 0))
 _PERSIST = (("stage3_param_persistence_threshold", 60),)
-_ROBIN = (("round_robin_gradients", True),)
+_ROUND_ROBIN = (("round_robin_gradients", True),)
 _FP32_GRADS = (("data_types", {"grad_accum_dtype": "fp32"}),)
 
 ENGINES = {
     "z0x2": Zero(2, 0),
     "z1x3": Zero(3, 1),
     "z2x2": Zero(2, 2),
-    "z2x4": Zero(4, 2, more=_ROBIN),
-    "z3x2": Zero(2, 3, more=_PERSIST),
-    "z3x3": Zero(3, 3, more=_SUB),
-    "z3x1": Zero(1, 3, more=_PERSIST),
+    "z2x4": Zero(4, 2, zero_options=_ROUND_ROBIN),
+    "z3x2": Zero(2, 3, zero_options=_PERSIST),
+    "z3x3": Zero(3, 3, zero_options=_SUB_GROUPS),
+    "z3x1": Zero(1, 3, zero_options=_PERSIST),
     "b0x2": Zero(2, 0, "bf16"),
     "b1x2": Zero(2, 1, "bf16"),
-    "b1x3-own": Zero(3, 1, "bf16", root=_FP32_GRADS),  # BF16_Optimizer
-    "b1x2-own": Zero(2, 1, "bf16", root=_FP32_GRADS),
+    "b1x3-own": Zero(3, 1, "bf16", root_options=_FP32_GRADS),  # BF16_Optimizer
+    "b1x2-own": Zero(2, 1, "bf16", root_options=_FP32_GRADS),
     "b2x2": Zero(2, 2, "bf16"),
     "b2x3": Zero(3, 2, "bf16"),
     "b2x1": Zero(1, 2, "bf16"),
-    "b2x4": Zero(4, 2, "bf16", more=_ROBIN),
-    "b2x2-aligned": Zero(2, 2, "bf16", more=(("parameter_alignment", True),)),
-    "b3x2": Zero(2, 3, "bf16", init=True, more=_PERSIST),
-    "b3x3": Zero(3, 3, "bf16", more=_SUB),
-    "b3x4": Zero(4, 3, "bf16", more=_PERSIST),
+    "b2x4": Zero(4, 2, "bf16", zero_options=_ROUND_ROBIN),
+    "b2x2-aligned": Zero(2, 2, "bf16", zero_options=(("parameter_alignment", True),)),
+    "b3x2": Zero(2, 3, "bf16", init=True, zero_options=_PERSIST),
+    "b3x3": Zero(3, 3, "bf16", zero_options=_SUB_GROUPS),
+    "b3x4": Zero(4, 3, "bf16", zero_options=_PERSIST),
     "h2x2": Zero(2, 2, "fp16"),
-    "h3x2": Zero(2, 3, "fp16", more=_PERSIST),
-    "h3x3": Zero(3, 3, "fp16", more=_SUB),
+    "h3x2": Zero(2, 3, "fp16", zero_options=_PERSIST),
+    "h3x3": Zero(3, 3, "fp16", zero_options=_SUB_GROUPS),
     "h0x2": Zero(2, 0, "fp16"),
-    "b2x2-cpu": Zero(2, 2, "bf16", more=(("offload_optimizer", {"device": "cpu"}),)),
+    "b2x2-cpu": Zero(2, 2, "bf16", zero_options=(("offload_optimizer", {"device": "cpu"}),)),
     "b3x2-cpu": Zero(
-        2, 3, "bf16", more=(("offload_optimizer", {"device": "cpu"}), ("offload_param", {"device": "cpu"}))
+        2, 3, "bf16", zero_options=(("offload_optimizer", {"device": "cpu"}), ("offload_param", {"device": "cpu"}))
     ),
-    "b3x2-part": Zero(2, 3, "bf16", more=(("offload_optimizer", {"device": "cpu", "ratio": 0.5}), *_SUB)),
-    "b3x4-hpz": Zero(4, 3, "bf16", more=(("zero_hpz_partition_size", 2), *_SUB)),
+    "b3x2-part": Zero(
+        2, 3, "bf16", zero_options=(("offload_optimizer", {"device": "cpu", "ratio": 0.5}), *_SUB_GROUPS)
+    ),
+    "b3x4-hpz": Zero(4, 3, "bf16", zero_options=(("zero_hpz_partition_size", 2), *_SUB_GROUPS)),
 }
 
 
-def start() -> None:
-    """Have DeepSpeed use this process's group, as if no engine had been made in this process."""
+def prepare() -> None:
+    """Make DeepSpeed use this process's group, as if no engine had been made in this process."""
     _initialise()
     from deepspeed.utils import groups
 
-    groups.mpu = None  # the grid of a pipeline that ran here stays
+    groups.mpu = None  # a pipeline leaves its grid there
 
 
 @cache
@@ -99,7 +102,7 @@ def _initialise() -> None:
     deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
 
 
-def configuration(zero: Zero, **more: Any) -> dict[str, Any]:
+def configuration(zero: Zero, **options: Any) -> dict[str, Any]:
     found: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": SEQUENCES // zero.size,
         "gradient_accumulation_steps": 1,
@@ -110,28 +113,28 @@ def configuration(zero: Zero, **more: Any) -> dict[str, Any]:
             "reduce_bucket_size": 2000,
             "allgather_bucket_size": 2000,
             "stage3_prefetch_bucket_size": 500,
-            # Else the first engine of stage 3 replaces torch.nn.functional.linear, for whatever its process runs after it,
-            # by one that rounds otherwise.
+            # Otherwise the first engine of stage 3 replaces torch.nn.functional.linear in its process by one that rounds
+            # differently.
             "memory_efficient_linear": False,
-            **dict(zero.more),
+            **dict(zero.zero_options),
         },
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
-        **dict(zero.root),
+        **dict(zero.root_options),
     }
     if zero.low:
         found[zero.low] = {"enabled": True}
     if zero.low == "fp16":
         found["fp16"].update(initial_scale_power=8, loss_scale_window=2)
-    return found | more
+    return found | options
 
 
 Named = dict[str, torch.Tensor]
 
 
 def adamw(parameters: Named) -> torch.optim.Optimizer:
-    """Two groups with settings of their own; the frozen parameter is in one of them."""
-    matrices, vectors = _halves(parameters)
+    """Make two groups with settings of their own; the frozen parameter is in one of them."""
+    matrices, vectors = _matrices_and_vectors(parameters)
     return torch.optim.AdamW(
         [
             {"params": matrices, "weight_decay": 0.1, "lr": 3e-3},
@@ -142,13 +145,13 @@ def adamw(parameters: Named) -> torch.optim.Optimizer:
 
 
 def sgd(parameters: Named) -> torch.optim.Optimizer:
-    matrices, vectors = _halves(parameters)
+    matrices, vectors = _matrices_and_vectors(parameters)
     return torch.optim.SGD(
         [{"params": matrices, "momentum": 0.9, "lr": 0.05}, {"params": vectors, "momentum": 0.8, "lr": 0.1}]
     )
 
 
-def _halves(parameters: Named) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def _matrices_and_vectors(parameters: Named) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     # By name: under zero.Init all parameters have one dimension.
     vectors = {n for n in parameters if n.endswith("bias") or "norm" in n or n == "temperature"}
     return [p for n, p in parameters.items() if n not in vectors], [p for n, p in parameters.items() if n in vectors]
@@ -175,9 +178,7 @@ class EngineTrainer:
         self.engine.backward(loss)
         self.engine.step()
         self.client["step"] += 1
-        mean = loss.detach().clone().double()
-        dist.all_reduce(mean)
-        return float(mean) / size
+        return mean_over_ranks(loss)
 
     def train(self, steps: int) -> list[float]:
         return [self.step() for _ in range(steps)]
@@ -189,14 +190,22 @@ def build(
     make: str | Callable[[Named], torch.optim.Optimizer] | None = "adamw",
     *,
     tied: bool = True,
-    **more: Any,
+    **options: Any,
 ) -> EngineTrainer:
-    """A fresh run of the engine `name`; `more` goes into its configuration. Without `make` that makes the optimizer."""
-    start()
+    """Return a fresh run of the engine `name`.
+
+    Args:
+        name: a key of `ENGINES`.
+        values: fills the weights.
+        make: makes the optimizer, or its name; None: DeepSpeed makes it, as `options` say.
+        tied: tie the head to the embedding.
+        **options: go into the configuration.
+    """
+    prepare()
     import deepspeed
 
     zero = ENGINES[name]
-    settings = configuration(zero, **more)
+    settings = configuration(zero, **options)
     if zero.init:
         with deepspeed.zero.Init(config_dict_or_path=settings):
             model = Gpt(tied=tied)
@@ -218,10 +227,10 @@ def build(
     return EngineTrainer(engine)
 
 
-def whole(engine: Any) -> dict[str, Any]:
-    """Weights, master weights and state of all parameters, and buffers, by the keys of `bytecheckpoint.open`.
+def full_state(engine: Any) -> dict[str, Any]:
+    """Return weights, master weights and state of all parameters, and buffers, by the keys of `bytecheckpoint.open`.
 
-    A collective: DeepSpeed gathers. Under the first name of tied weights only.
+    A collective: DeepSpeed gathers. Tied weights are under their first name only.
     """
     import deepspeed
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
@@ -230,7 +239,7 @@ def whole(engine: Any) -> dict[str, Any]:
     wrapper = engine.optimizer
     base = getattr(wrapper, "optimizer", wrapper)
     if hasattr(wrapper, "_lazy_init_hp_params_optimizer_state"):
-        # DeepSpeed does this after the step of the first group, when the others have no state yet.
+        # DeepSpeed links after the step of the first group, when the others have no state yet.
         wrapper._hp_optimizer_states_linked = False
         if engine.zero_round_robin_gradients():
             _link_round_robin(wrapper)
@@ -241,7 +250,7 @@ def whole(engine: Any) -> dict[str, Any]:
         if not p.requires_grad or base is None:
             continue
         if type(wrapper).__name__ in ("FP16_UnfusedOptimizer", "FP16_Optimizer") or base is wrapper:
-            found |= _undivided(name, p, wrapper, base)
+            found |= _replicated_state(name, p, wrapper, base)
             continue
         master = safe_get_full_fp32_param(p).clone()
         if master.dtype != p.dtype:
@@ -254,12 +263,12 @@ def whole(engine: Any) -> dict[str, Any]:
 
 
 def _link_round_robin(wrapper: Any) -> None:
-    """As DeepSpeed does with parameter_alignment: without it, it takes the parameters to be in their own order."""
+    """Link as DeepSpeed does with parameter_alignment: without it, DeepSpeed assumes the parameters' own order."""
     from deepspeed.utils import link_hp_params
 
     for i, flat in enumerate(wrapper.single_partition_of_fp32_groups):
-        strung = zip(wrapper.round_robin_bit16_groups[i], wrapper.round_robin_bit16_offsets[i], strict=True)
-        places = {id(p): place for p, place in strung}
+        in_order = zip(wrapper.round_robin_bit16_groups[i], wrapper.round_robin_bit16_offsets[i], strict=True)
+        offsets = {id(p): offset for p, offset in in_order}
         link_hp_params(
             lp_param_list=wrapper.bit16_groups[i],
             flat_hp_partition=flat,
@@ -270,12 +279,12 @@ def _link_round_robin(wrapper: Any) -> None:
             partition_start=dist.get_rank(wrapper.real_dp_process_group[i]) * flat.numel(),
             partition_size=flat.numel(),
             dp_group=wrapper.real_dp_process_group[i],
-            param_offsets=[places[id(p)] for p in wrapper.bit16_groups[i]],
+            param_offsets=[offsets[id(p)] for p in wrapper.bit16_groups[i]],
         )
 
 
-def _undivided(name: str, p: torch.Tensor, wrapper: Any, base: Any) -> dict[str, Any]:
-    """Without ZeRO every rank has everything, in place of the parameter a copy in full precision."""
+def _replicated_state(name: str, p: torch.Tensor, wrapper: Any, base: Any) -> dict[str, Any]:
+    """Return the state without ZeRO: every rank has all of it, and a master weight, if any, has the parameter's place."""
     key, found = p, {}
     if base is not wrapper:
         lows = [x for group in wrapper.fp16_groups for x in group]
@@ -288,7 +297,7 @@ def _undivided(name: str, p: torch.Tensor, wrapper: Any, base: Any) -> dict[str,
 
 
 def _slots(base: Any) -> list[str]:
-    """Names of the state that follows the elements."""
+    """Return the names of the elementwise state."""
     return sorted(
         {slot for s in base.state.values() for slot, v in s.items() if isinstance(v, torch.Tensor) and v.ndim}
     )
@@ -300,6 +309,6 @@ def _steps(name: str, base: Any) -> dict[str, Any]:
 
 
 def settings(engine: Any) -> list[dict[str, Any]]:
-    """Of each param group; they are in the order of the optimizer that was passed."""
+    """Return the settings of each param group, in the order of the optimizer that was passed."""
     base = getattr(engine.optimizer, "optimizer", engine.optimizer)
     return [{k: v for k, v in group.items() if k != "params"} for group in base.param_groups]

@@ -10,21 +10,22 @@ import torch.distributed as dist
 from torch import nn
 
 import bytecheckpoint
-from tests.frameworks.deepspeed.engines import Zero, configuration, settings, start
+from tests.frameworks.deepspeed.engines import Zero, configuration, prepare, settings
+from tests.frameworks.real_frameworks import mean_over_ranks, report_problems, unequal_checkpoints
 
 BEFORE, AFTER = 3, 4
-_WORDS, _WIDTH, _ROWS = 13, 6, 8
+_VOCABULARY, _WIDTH, _ROWS = 13, 6, 8
 
 
 # --- pipelines ------------------------------------------------------------------------------------------------
 
 
 class Embedding(nn.Module):
-    """Both ends of the pipeline have it."""
+    """The embedding, which both ends of the pipeline have."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(_WORDS, _WIDTH) * 0.3)
+        self.weight = nn.Parameter(torch.randn(_VOCABULARY, _WIDTH) * 0.3)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         return self.weight[tokens]
@@ -44,8 +45,8 @@ class Layer(nn.Module):
 
 
 def pipeline(stages: int, stage: int, low: bool, seed: int) -> Any:
-    """An engine of so many stages, the ranks of a stage in data parallelism."""
-    start()
+    """Return an engine with so many pipeline stages, the ranks of a stage in data parallelism."""
+    prepare()
     import deepspeed
     from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 
@@ -80,7 +81,7 @@ def _pipeline_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 def _batches(step: int, rank: int, replicas: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     generator = torch.Generator().manual_seed(step)
-    tokens = torch.randint(_WORDS, (_ROWS, 5), generator=generator).chunk(replicas)[rank]
+    tokens = torch.randint(_VOCABULARY, (_ROWS, 5), generator=generator).chunk(replicas)[rank]
     for part in tokens.chunk(2):
         yield part[:, :-1], part[:, 1:]
 
@@ -101,33 +102,14 @@ def save_pipeline(stages: int, stage: int, low: bool, path: str) -> dict[str, An
 
 
 def load_pipeline(stages: int, stage: int, low: bool, path: str) -> dict[str, Any]:
-    """Losses after a load; and what differs when this engine saves what it has loaded."""
+    """Return the losses after a load, and the problems when this engine saves what it has loaded."""
     engine = pipeline(stages, stage, low, seed=2)
     train_pipeline(engine, 1)
     report = bytecheckpoint.load(path, {"model": engine})
-    wrong = [str(x) for x in (report.missing, report.unexpected, report.cast) if x]
+    problems = report_problems(report)
     bytecheckpoint.save(f"{path}-again", {"model": engine})
-    wrong += unequal(path, f"{path}-again")
-    return {"wrong": wrong, "losses": train_pipeline(engine, AFTER)}
-
-
-def unequal(one: str, two: str) -> list[str]:
-    """Keys of two checkpoints that only one has, or whose tensors differ."""
-    with bytecheckpoint.open(one) as first, bytecheckpoint.open(two) as second:
-        tensors = [
-            {key: value for key in opened if isinstance(value := opened[key], bytecheckpoint.Entry)}
-            for opened in (first, second)
-        ]
-        wrong = sorted(tensors[0].keys() ^ tensors[1].keys())
-        wrong += [
-            k for k in tensors[0].keys() & tensors[1].keys() if not _equal(tensors[0][k][...], tensors[1][k][...])
-        ]
-        assert len(tensors[0]) > 10
-        return wrong
-
-
-def _equal(one: torch.Tensor, two: torch.Tensor) -> bool:
-    return one.dtype == two.dtype and torch.equal(one, two)
+    problems += unequal_checkpoints(path, f"{path}-again", more_than=10)
+    return {"problems": problems, "losses": train_pipeline(engine, AFTER)}
 
 
 # --- mixtures of experts --------------------------------------------------------------------------------------
@@ -140,7 +122,7 @@ class Mixture(nn.Module):
         super().__init__()
         from deepspeed.moe.layer import MoE
 
-        self.embed = nn.Embedding(_WORDS, _WIDTH)
+        self.embed = nn.Embedding(_VOCABULARY, _WIDTH)
         self.layers = nn.ModuleList(
             MoE(
                 _WIDTH,
@@ -153,7 +135,7 @@ class Mixture(nn.Module):
             )
             for _ in range(2)
         )
-        self.head = nn.Linear(_WIDTH, _WORDS)
+        self.head = nn.Linear(_WIDTH, _VOCABULARY)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embed(tokens)
@@ -163,7 +145,7 @@ class Mixture(nn.Module):
 
 
 def mixture(ep_size: int, stage: int, low: bool, seed: int) -> Any:
-    start()
+    prepare()
     import deepspeed
     from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 
@@ -171,7 +153,7 @@ def mixture(ep_size: int, stage: int, low: bool, seed: int) -> Any:
     model = Mixture(ep_size)
     with torch.no_grad():
         for name, p in model.named_parameters():
-            # Experts of different ranks are different ones.
+            # The ranks hold different experts.
             part = dist.get_rank() % ep_size if "deepspeed_experts" in name else 0
             p.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(len(name) + 7 * part + seed)) * 0.3)
     groups = split_params_into_different_moe_groups_for_optimizer(
@@ -188,13 +170,13 @@ def train_mixture(engine: Any, steps: int) -> list[float]:
     losses = []
     for _ in range(steps):
         generator = torch.Generator().manual_seed(engine.global_steps)
-        tokens = torch.randint(_WORDS, (_ROWS, 5), generator=generator).chunk(dist.get_world_size())[dist.get_rank()]
+        tokens = torch.randint(_VOCABULARY, (_ROWS, 5), generator=generator).chunk(dist.get_world_size())[
+            dist.get_rank()
+        ]
         loss = _pipeline_loss(engine(tokens[:, :-1]), tokens[:, 1:])
         engine.backward(loss)
         engine.step()
-        mean = loss.detach().clone()
-        dist.all_reduce(mean)
-        losses.append(float(mean) / dist.get_world_size())
+        losses.append(mean_over_ranks(loss))
     return losses
 
 
@@ -210,9 +192,9 @@ def save_mixture(ep_size: int, stage: int, low: bool, path: str) -> dict[str, An
 def load_mixture(ep_size: int, stage: int, low: bool, path: str) -> dict[str, Any]:
     engine = mixture(ep_size, stage, low, seed=2)
     report = bytecheckpoint.load(path, {"model": engine})
-    wrong = [str(x) for x in (report.missing, report.unexpected, report.cast) if x]
+    problems = report_problems(report)
     bytecheckpoint.save(f"{path}-again", {"model": engine})
-    wrong += unequal(path, f"{path}-again")
+    problems += unequal_checkpoints(path, f"{path}-again", more_than=10)
     if {"moe", "name"} <= settings(engine)[-1].keys() and not settings(engine)[-1]["name"].startswith("ep_size"):
-        wrong.append(f"settings {settings(engine)}")
-    return {"wrong": wrong, "losses": train_mixture(engine, AFTER)}
+        problems.append(f"settings {settings(engine)}")
+    return {"problems": problems, "losses": train_mixture(engine, AFTER)}

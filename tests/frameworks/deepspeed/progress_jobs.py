@@ -1,4 +1,4 @@
-"""What ranks run in test_progress.py: accumulation, scalers and schedulers of an engine, and rarer forms of ZeRO."""
+"""What ranks run in test_progress.py. Each function returns plain data, mostly the problems that it found."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import torch.distributed as dist
 
 import bytecheckpoint
 from bytecheckpoint.errors import UsageError
-from tests.frameworks.deepspeed.engines import EngineTrainer, build, other, trained
-from tests.frameworks.deepspeed.jobs import AFTER, BEFORE, whole_of
+from tests.frameworks.deepspeed.engines import EngineTrainer, build, full_state, other, trained
+from tests.frameworks.real_frameworks import AFTER, BEFORE, report_problems, without_tied_head
 from tests.support.tiny_model import SEQUENCES, batch, loss_of
 
 
 def micro_batch(run: EngineTrainer, part: int, parts: int, *, boundary: bool | None = None) -> None:
-    """Forward and backward of one of the parts of this rank's batch."""
+    """Run forward and backward of one part of this rank's batch."""
     inputs, targets = (t.chunk(dist.get_world_size())[dist.get_rank()] for t in batch(run.client["step"]))
     if boundary is not None:
         run.engine.set_gradient_accumulation_boundary(boundary)
@@ -25,15 +25,15 @@ def micro_batch(run: EngineTrainer, part: int, parts: int, *, boundary: bool | N
     run.engine.backward(loss)
 
 
-def accumulation(name: str, folder: str) -> list[str]:
-    """Within a step an engine is not saved and not loaded; between steps it is, however steps are told."""
-    wrong = []
+def accumulation(engine_name: str, folder: str) -> list[str]:
+    """Save and load within steps, which is refused, and between them, with each way to mark a step's end."""
+    problems = []
     parts = 2
     size = SEQUENCES // dist.get_world_size() // parts
 
-    def attempt(run: EngineTrainer, what: str, refused: str) -> None:
+    def attempt(run: EngineTrainer, name: str, refused: str) -> None:
         for verb in (bytecheckpoint.save, bytecheckpoint.load):
-            path = f"{folder}/{what}" if verb is bytecheckpoint.save else f"{folder}/whole"
+            path = f"{folder}/{name}" if verb is bytecheckpoint.save else f"{folder}/whole"
             if not refused:
                 verb(path, run.states())
                 continue
@@ -41,11 +41,13 @@ def accumulation(name: str, folder: str) -> list[str]:
                 UsageError, match=f"accumulated the gradients of {refused}.*{verb.__name__} between steps"
             ):
                 verb(path, run.states())
-        if refused and os.path.exists(f"{folder}/{what}"):
-            wrong.append(f"{what}: {os.listdir(f'{folder}/{what}')}")
+        if refused and os.path.exists(f"{folder}/{name}"):
+            problems.append(f"{name}: {os.listdir(f'{folder}/{name}')}")
 
-    def engine(**more: Any) -> EngineTrainer:
-        return build(name, trained, train_micro_batch_size_per_gpu=size, gradient_accumulation_steps=parts, **more)
+    def engine(**options: Any) -> EngineTrainer:
+        return build(
+            engine_name, trained, train_micro_batch_size_per_gpu=size, gradient_accumulation_steps=parts, **options
+        )
 
     counted = engine()
     bytecheckpoint.save(f"{folder}/whole", counted.states())
@@ -56,33 +58,33 @@ def accumulation(name: str, folder: str) -> list[str]:
     counted.engine.step()
     attempt(counted, "counted-between", "")
 
-    told = engine()
-    micro_batch(told, 0, parts, boundary=False)
-    attempt(told, "told-within", "some of 2 micro-batches")
-    micro_batch(told, 1, parts, boundary=True)
-    told.engine.step()  # once: the engine counts one micro-batch
-    assert told.engine.micro_steps % parts
-    attempt(told, "told-between", "")
+    bounded = engine()
+    micro_batch(bounded, 0, parts, boundary=False)
+    attempt(bounded, "bounded-within", "some of 2 micro-batches")
+    micro_batch(bounded, 1, parts, boundary=True)
+    bounded.engine.step()  # once: the engine counts one micro-batch
+    assert bounded.engine.micro_steps % parts
+    attempt(bounded, "bounded-between", "")
 
-    free = engine(managed_gradient_accumulation=False)
-    micro_batch(free, 0, parts)
-    attempt(free, "free-within", "1 micro-batches")
-    micro_batch(free, 1, parts)
-    free.engine.step()
-    attempt(free, "free-between", "")
-    return wrong
+    unmanaged = engine(managed_gradient_accumulation=False)
+    micro_batch(unmanaged, 0, parts)
+    attempt(unmanaged, "unmanaged-within", "1 micro-batches")
+    micro_batch(unmanaged, 1, parts)
+    unmanaged.engine.step()
+    attempt(unmanaged, "unmanaged-between", "")
+    return problems
 
 
 def autocast(name: str, folder: str) -> list[Any]:
-    """The state of torch's own gradient scaler, before and after a resume."""
-    more = {"torch_autocast": {"enabled": True, "dtype": "float16"}}
-    run = build(name, trained, **more)
+    """Return the state of torch's own gradient scaler, and the losses, before and after a resume."""
+    options = {"torch_autocast": {"enabled": True, "dtype": "float16"}}
+    run = build(name, trained, **options)
     run.train(BEFORE)
     scaler = scaler_of(run)
     scaler.update(512.0)
     scaler._growth_tracker.fill_(7)
     bytecheckpoint.save(f"{folder}/autocast", run.states())
-    fresh = build(name, other, **more)
+    fresh = build(name, other, **options)
     bytecheckpoint.load(f"{folder}/autocast", fresh.states())
     return [scaler.state_dict(), scaler_of(fresh).state_dict(), run.train(AFTER), fresh.train(AFTER)]
 
@@ -93,7 +95,7 @@ def scaler_of(run: EngineTrainer) -> Any:
 
 
 class Sampler:
-    """In the place of DeepSpeed's, which needs an analysis of the data on disk."""
+    """Stands in for DeepSpeed's, which needs an analysis of the data on disk."""
 
     def __init__(self) -> None:
         self.state: dict[str, Any] = {"consumed_samples": 0}
@@ -111,7 +113,7 @@ class Loader:
 
 
 def data_efficiency(folder: str) -> list[Any]:
-    """Progress of random layer-token dropping, and of a curriculum."""
+    """Return the progress of random layer-token dropping, and of a curriculum, of the saved and the loaded run."""
     import numpy as np
 
     runs = []
@@ -121,7 +123,6 @@ def data_efficiency(folder: str) -> list[Any]:
         run.engine.random_ltd_scheduler = Sampler()
         run.engine.curriculum_learning_enabled = lambda: True
         run.engine.training_dataloader = Loader()
-        # The engine's own forward pass would ask more of them.
         runs.append(run)
     first, second = runs
     first.engine.random_ltd_scheduler.state = {"current_value": 17, "consumed_layer_tokens": 3}
@@ -135,15 +136,15 @@ def data_efficiency(folder: str) -> list[Any]:
     bytecheckpoint.load(f"{folder}/efficiency", second.states())
     found = [run.engine.random_ltd_scheduler.state for run in runs]
     samplers = [run.engine.training_dataloader.data_sampler.state for run in runs]
-    kept = [state.pop("np_rng_state") for state in samplers]
-    return [found, samplers, [[str(part) for part in state] + [state[1].dtype] for state in kept]]
+    rng_states = [state.pop("np_rng_state") for state in samplers]
+    return [found, samplers, [[str(part) for part in state] + [state[1].dtype] for state in rng_states]]
 
 
 def partial_offload(folder: str) -> list[str]:
-    """A share of the sub-groups is stepped by an optimizer of its own, on the accelerator; here that is the CPU too."""
+    """Save and load where another optimizer steps a share of the sub-groups on the accelerator (here, the CPU)."""
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-    def made(values: Any) -> EngineTrainer:
+    def start(values: Any) -> EngineTrainer:
         run = build(
             "b3x2-part", values, lambda named: DeepSpeedCPUAdam(list(named.values()), lr=3e-3, weight_decay=0.1)
         )
@@ -153,36 +154,36 @@ def partial_offload(folder: str) -> list[str]:
         wrapper.subgroup_to_device.update(dict.fromkeys(numbers[: len(numbers) // 2], "accelerator"))
         return run
 
-    run = made(trained)
+    run = start(trained)
     run.train(BEFORE)
     steps = [len(o.state) for o in (run.engine.optimizer.optimizer, run.engine.optimizer.backup_optimizer)]
-    wrong = [] if all(steps) else [f"one optimizer does all: {steps}"]
+    problems = [] if all(steps) else [f"one optimizer does all: {steps}"]
     bytecheckpoint.save(f"{folder}/part", run.states())
     after = run.train(AFTER)
     for trains_first in (False, True):
-        fresh = made(other)
+        fresh = start(other)
         if trains_first:
             fresh.train(1)
         report = bytecheckpoint.load(f"{folder}/part", fresh.states())
-        wrong += [str(x) for x in (report.missing, report.unexpected, report.cast) if x]
+        problems += report_problems(report)
         if fresh.train(AFTER) != after:
-            wrong.append(f"losses differ, trained first: {trains_first}")
-    return wrong
+            problems.append(f"losses differ, trained first: {trains_first}")
+    return problems
 
 
 def hierarchical(folder: str) -> list[str]:
-    """Second partitions, from which parameters are gathered within a node, are not left as they were."""
+    """Check that a load drops secondary partitions, from which parameters are gathered within a node."""
     run = build("b3x4-hpz", trained)
     run.train(BEFORE)
-    wrong = [] if any(p.ds_secondary_tensor is not None for p in run.engine.module.parameters()) else ["no hpZ"]
+    problems = [] if any(p.ds_secondary_tensor is not None for p in run.engine.module.parameters()) else ["no hpZ"]
     bytecheckpoint.save(f"{folder}/hpz", run.states())
-    expected = whole_of(run)
+    expected = without_tied_head(full_state(run.engine))
     after = run.train(AFTER)
     fresh = build("b3x4-hpz", other)
     fresh.train(1)
     bytecheckpoint.load(f"{folder}/hpz", fresh.states())
-    got = whole_of(fresh)
-    wrong += [key for key in expected if not torch.equal(expected[key], got[key])]
+    got = without_tied_head(full_state(fresh.engine))
+    problems += [key for key in expected if not torch.equal(expected[key], got[key])]
     if fresh.train(AFTER) != after:
-        wrong.append("losses differ")
-    return wrong
+        problems.append("losses differ")
+    return problems

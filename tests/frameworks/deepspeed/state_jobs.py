@@ -1,4 +1,4 @@
-"""What ranks run in test_states.py: forms of states, refusals, and what is communicated."""
+"""What ranks run in test_states.py. Each function returns plain data, mostly the problems that it found."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ from torch import nn
 import bytecheckpoint
 from bytecheckpoint.errors import IncompatibleCheckpointError, UsageError
 from bytecheckpoint.frameworks.deepspeed.adapter import DeepSpeedFramework
-from tests.distributed.fsdp1_jobs import counted
-from tests.frameworks.deepspeed.engines import EngineTrainer, adamw, build, other, settings, trained, whole
-from tests.frameworks.deepspeed.jobs import AFTER, BEFORE, TorchRun, differences
+from tests.distributed.fsdp1_jobs import recorded_communication
+from tests.distributed.fsdp1_layouts import build as build_torch
+from tests.frameworks.deepspeed.engines import EngineTrainer, adamw, build, full_state, other, settings, trained
+from tests.frameworks.real_frameworks import AFTER, BEFORE, report_problems, state_differences
 from tests.support.tiny_model import Gpt, batch
 
-Form = Callable[[EngineTrainer], dict[str, Any]]
-
-#: What a program may pass for one engine.
-FORMS: dict[str, Form] = {
+#: The states that a program may pass for one engine.
+STATES: dict[str, Callable[[EngineTrainer], dict[str, Any]]] = {
     "engine": lambda run: {"model": run.engine, "client": run.client},
     "beside": lambda run: {"model": run.engine, "optimizer": run.engine.optimizer, "client": run.client},
     "inner": lambda run: {"model": run.engine, "optimizer": run.engine.optimizer.optimizer, "client": run.client},
@@ -36,36 +35,37 @@ FORMS: dict[str, Form] = {
 }
 
 
-def forms(name: str, folder: str) -> list[str]:
-    """Save and load in each form; what is wrong."""
-    wrong = []
-    for form, states in FORMS.items():
+def every_way_to_pass_an_engine(name: str, folder: str) -> list[str]:
+    """Save and load each of `STATES`; return what went wrong."""
+    problems = []
+    for form, states in STATES.items():
         run = build(name, trained)
         run.train(BEFORE)
-        expected = whole(run.engine)
+        expected = full_state(run.engine)
         bytecheckpoint.save(f"{folder}/{form}", states(run), framework="deepspeed")
         after = run.train(AFTER)
         fresh = build(name, other)
         report = bytecheckpoint.load(f"{folder}/{form}", states(fresh))
-        wrong += [f"{form}: {x}" for x in (report.missing, report.unexpected, report.cast, report.notes) if x]
-        wrong += [f"{form}: {x}" for x in differences(expected, whole(fresh.engine))]
+        fields = ("missing", "unexpected", "cast", "notes")
+        problems += [f"{form}: {x}" for x in report_problems(report, fields)]
+        problems += [f"{form}: {x}" for x in state_differences(expected, full_state(fresh.engine))]
         if fresh.train(AFTER) != after:
-            wrong.append(f"{form}: losses differ")
-        counted_steps = fresh.engine.global_steps
-        if counted_steps != (AFTER if form == "module" else BEFORE + AFTER):
-            wrong.append(f"{form}: {counted_steps} steps")
-    with bytecheckpoint.open(f"{folder}/engine") as one, bytecheckpoint.open(f"{folder}/beside") as other_form:
-        if set(one) != set(other_form):
-            wrong.append("the forms save other things")
+            problems.append(f"{form}: losses differ")
+        steps = fresh.engine.global_steps
+        if steps != (AFTER if form == "module" else BEFORE + AFTER):
+            problems.append(f"{form}: {steps} steps")
+    with bytecheckpoint.open(f"{folder}/engine") as engine, bytecheckpoint.open(f"{folder}/beside") as beside:
+        if set(engine) != set(beside):
+            problems.append("an engine alone and with its optimizer save different tensors")
     with bytecheckpoint.open(f"{folder}/named") as named:
         kinds = {key.partition("/")[0] for key in named}
         if not kinds >= {"actor", "actor_optimizer"}:
-            wrong.append(f"kinds {kinds}")
-    return wrong
+            problems.append(f"kinds {kinds}")
+    return problems
 
 
 def counters(name: str, folder: str) -> list[Any]:
-    """What the engine counts, before and after a resume, with skipped steps and a loss scale that has moved."""
+    """Return the engine's counters before and after a resume, with skipped steps and a changed loss scale."""
     run = build(name, trained)
     run.train(BEFORE)
     run.engine.skipped_steps += 2
@@ -82,37 +82,37 @@ def counters(name: str, folder: str) -> list[Any]:
 
 
 def communication(name: str, folder: str) -> dict[str, list[str]]:
-    """What is communicated over process groups; and by DeepSpeed's own way of getting at the same."""
+    """Return what a capture, saves and a load communicate over process groups, and what DeepSpeed's own way does."""
     run = build(name, trained)
     run.train(1)
     bytecheckpoint.save(f"{folder}/first", run.states())  # makes connections of its own
     found = {}
-    with counted() as found["capture"]:
+    with recorded_communication() as found["capture"]:
         DeepSpeedFramework().capture(run.states())
-    with counted() as found["save"]:
+    with recorded_communication() as found["save"]:
         bytecheckpoint.save(f"{folder}/second", run.states())
     run.train(1)
-    with counted() as found["async"]:
+    with recorded_communication() as found["async"]:
         bytecheckpoint.save(f"{folder}/third", run.states(), async_checkpoint=True).result(60)
     fresh = build(name, other)
-    with counted() as found["load"]:
+    with recorded_communication() as found["load"]:
         bytecheckpoint.load(f"{folder}/third", fresh.states())
-    with counted() as found["own way"]:
-        whole(run.engine)
+    with recorded_communication() as found["own way"]:
+        full_state(run.engine)
     return found
 
 
 def weights_only(name: str, folder: str) -> list[str]:
-    """A module alone takes master weights with its weights, wherever these come from."""
+    """Load into a module alone, with and without master weights in the checkpoint; its master weights are filled too."""
     run = build(name, trained)
     run.train(BEFORE)
-    expected = whole(run.engine)
+    expected = full_state(run.engine)
     bytecheckpoint.save(f"{folder}/engine", run.states())
     fresh = build(name, other)
     bytecheckpoint.load(f"{folder}/engine", {"model": fresh.engine.module})
     weights = {k: v for k, v in expected.items() if k.startswith("model") or k.endswith("master")}
-    got = whole_weights(fresh.engine)
-    wrong = differences(weights, got)
+    got = full_weights(fresh.engine)
+    problems = state_differences(weights, got)
     plain = Gpt(tied=True).to(torch.bfloat16)
     plain.positions = plain.positions.to(torch.bfloat16)
     bytecheckpoint.load(f"{folder}/engine", {"model": plain})
@@ -120,14 +120,14 @@ def weights_only(name: str, folder: str) -> list[str]:
     fresh = build(name, other)
     report = bytecheckpoint.load(f"{folder}/plain", {"model": fresh.engine.module})
     if not any("no master weights" in note for note in report.notes):
-        wrong.append(f"nothing is said: {report.notes}")
+        problems.append(f"nothing is said: {report.notes}")
     low = {k: v for k, v in expected.items() if k.startswith("model")}
-    wrong += differences(low, whole_weights(fresh.engine))
-    return wrong
+    problems += state_differences(low, full_weights(fresh.engine))
+    return problems
 
 
-def whole_weights(engine: Any) -> dict[str, Any]:
-    """Weights and master weights of an engine that has no optimizer state yet."""
+def full_weights(engine: Any) -> dict[str, Any]:
+    """Return the weights and master weights of an engine that has no optimizer state yet."""
     import deepspeed
     from deepspeed.utils import safe_get_full_fp32_param
 
@@ -141,56 +141,56 @@ def whole_weights(engine: Any) -> dict[str, Any]:
 
 
 def after_evaluation(name: str, folder: str) -> list[str]:
-    """Save and load while parameters are gathered still."""
+    """Save and load while parameters are still gathered."""
     run = build(name, trained)
     run.train(BEFORE)
     fresh = build(name, other)
-    for one in (run, fresh):
+    for each in (run, fresh):
         with torch.no_grad():
-            one.engine(batch(0)[0].chunk(dist.get_world_size())[dist.get_rank()])
+            each.engine(batch(0)[0].chunk(dist.get_world_size())[dist.get_rank()])
     bytecheckpoint.save(f"{folder}/step", run.states())
     bytecheckpoint.load(f"{folder}/step", fresh.states())
-    wrong = differences(whole(run.engine), whole(fresh.engine))
+    problems = state_differences(full_state(run.engine), full_state(fresh.engine))
     with torch.no_grad():
         inputs = batch(1)[0].chunk(dist.get_world_size())[dist.get_rank()]
         if not torch.equal(run.engine(inputs), fresh.engine(inputs)):
-            wrong.append("evaluation differs")
+            problems.append("evaluation differs")
     if run.train(AFTER) != fresh.train(AFTER):
-        wrong.append("losses differ")
-    return wrong
+        problems.append("losses differ")
+    return problems
 
 
 def own_optimizers(name: str, folder: str, kind: str) -> list[str]:
-    """An optimizer that DeepSpeed makes counts its steps in plain numbers; torch's in tensors."""
+    """Save and load an optimizer that DeepSpeed makes, which counts steps in plain numbers where torch uses tensors."""
     made = {"optimizer": {"type": kind, "params": {"lr": 3e-3, "weight_decay": 0.1}}}
     run = build(name, trained, None, **made)
     run.train(BEFORE)
     base = run.engine.optimizer.optimizer
     assert type(base).__module__.startswith("deepspeed."), type(base)
-    expected = whole(run.engine)
+    expected = full_state(run.engine)
     bytecheckpoint.save(f"{folder}/own", run.states())
     after = run.train(AFTER)
     fresh = build(name, other, None, **made)
     bytecheckpoint.load(f"{folder}/own", fresh.states())
-    wrong = differences(expected, whole(fresh.engine))
+    problems = state_differences(expected, full_state(fresh.engine))
     if fresh.train(AFTER) != after:
-        wrong.append("losses differ")
+        problems.append("losses differ")
     # Into torch's, whose step is a tensor, and back.
     plain = build(name, other, lambda named: torch.optim.AdamW(named.values(), lr=1.0, foreach=False))
     bytecheckpoint.load(f"{folder}/own", plain.states())
     losses = plain.train(AFTER)
     if not all(abs(a - b) < 0.02 for a, b in zip(losses, after, strict=True)):
-        wrong.append(f"losses {losses} instead of {after}")
+        problems.append(f"losses {losses} instead of {after}")
     bytecheckpoint.save(f"{folder}/torch", plain.states())
     bytecheckpoint.load(f"{folder}/torch", fresh.states())
     steps = {s["step"] for s in fresh.engine.optimizer.optimizer.state.values()}
     if steps != {BEFORE + AFTER} or {type(s) for s in steps} != {int}:
-        wrong.append(f"steps {steps}")
-    return wrong
+        problems.append(f"steps {steps}")
+    return problems
 
 
 def without_optimizer(folder: str) -> list[str]:
-    """An engine for inference."""
+    """Load into an engine for inference."""
     run = build("b3x2", trained)
     run.train(1)
     bytecheckpoint.save(f"{folder}/step", run.states())
@@ -203,34 +203,35 @@ def without_optimizer(folder: str) -> list[str]:
 
 
 def joined_parameters(name: str, folder: str) -> list[str]:
-    """What one flat tensor cannot take from parameters that were stepped one by one, and what it can."""
-    plain = TorchRun("ddp2", trained, "adamw")
+    """Load state of parameters that were stepped one by one into one flat tensor: missing state, and different steps."""
+    plain = build_torch("ddp2", trained, tied=True, dtype=torch.float32, optimizer=lambda named: adamw(dict(named)))
     plain.train(BEFORE)
-    optimizer = plain.trainer.optimizer
-    named = dict(plain.trainer.bare.named_parameters())
+    states = {"model": plain.model, "optimizer": plain.optimizer, "client": {"step": BEFORE}}
+    optimizer = plain.optimizer
+    named = dict(plain.unwrapped.named_parameters())
     unused = named["blocks.0.mlp.up.weight"]
-    kept = optimizer.state.pop(unused)
-    bytecheckpoint.save(f"{folder}/without", plain.states())
+    own_state = optimizer.state.pop(unused)
+    bytecheckpoint.save(f"{folder}/without", states)
     run = build(name, other)
     run.train(1)
     report = bytecheckpoint.load(f"{folder}/without", run.states())
-    wrong = [] if any("begin at zero" in note for note in report.notes) else [f"nothing is said: {report.notes}"]
+    problems = [] if any("begin at zero" in note for note in report.notes) else [f"nothing is said: {report.notes}"]
     for slot in ("exp_avg", "exp_avg_sq"):
-        if whole(run.engine)[f"optimizer/state/blocks.0.mlp.up.weight/{slot}"].any():
-            wrong.append(f"{slot} is not zero")
-    optimizer.state[unused] = kept | {"step": torch.tensor(9.0)}
-    bytecheckpoint.save(f"{folder}/steps", plain.states())
+        if full_state(run.engine)[f"optimizer/state/blocks.0.mlp.up.weight/{slot}"].any():
+            problems.append(f"{slot} is not zero")
+    optimizer.state[unused] = own_state | {"step": torch.tensor(9.0)}
+    bytecheckpoint.save(f"{folder}/steps", states)
     with pytest.raises(IncompatibleCheckpointError, match="step differs in the checkpoint"):
         bytecheckpoint.load(f"{folder}/steps", build(name, other).states())
-    optimizer.state[unused]["step"] = kept["step"].clone()
+    optimizer.state[unused]["step"] = own_state["step"].clone()
     one_group = build(name, other, lambda named: torch.optim.AdamW(named.values()))
     with pytest.raises(IncompatibleCheckpointError, match="settings differ"):
         bytecheckpoint.load(f"{folder}/without", one_group.states())
-    return wrong
+    return problems
 
 
-class Rows(torch.optim.SGD):
-    """Has state that does not follow the elements."""
+class RowState(torch.optim.SGD):
+    """An optimizer with state that is not elementwise."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -240,14 +241,14 @@ class Rows(torch.optim.SGD):
 
 
 class OneBit(torch.optim.SGD):
-    """Claims to be one of DeepSpeed's compressing optimizers."""
+    """An optimizer from the module of DeepSpeed's compressing ones."""
 
 
 OneBit.__module__ = "deepspeed.runtime.fp16.onebit.adam"
 
 
 def refusals(folder: str) -> list[str]:
-    """What is refused, before anything is written."""
+    """Check what is refused; return what was written all the same."""
     import deepspeed
 
     path = f"{folder}/refused"
@@ -285,7 +286,7 @@ def refusals(folder: str) -> list[str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(three.engine, "autotp_size", lambda: 2)
         refused({"model": three.engine}, "tensor-parallel over 2")
-    rows = build("b2x2", trained, lambda named: Rows(named.values(), lr=0.1))
+    rows = build("b2x2", trained, lambda named: RowState(named.values(), lr=0.1))
     rows.train(1)
     refused({"model": rows.engine}, r"rows is a tensor of shape \(3,\), and ZeRO keeps")
     half = build("b2x2", trained, gradient_accumulation_steps=2)
@@ -298,13 +299,13 @@ def refusals(folder: str) -> list[str]:
 
 
 def layouts() -> dict[str, Any]:
-    """What `inspect` shows."""
+    """Return what `inspect` shows."""
     run = build("b3x2", trained)
     return DeepSpeedFramework().describe(run.states())
 
 
 def frozen_in_group(folder: str) -> list[Any]:
-    """A frozen parameter that stands in a group goes into plain AdamW, which has it there too."""
+    """Load a param group with a frozen parameter into plain AdamW, which has it in its group too."""
     run = build("z2x2", trained)
     run.train(BEFORE)
     bytecheckpoint.save(f"{folder}/step", run.states())

@@ -11,7 +11,7 @@ from tests.support.worlds import Worlds
 
 pytestmark = pytest.mark.timeout(400)
 
-#: (ranks, stages): stage 2 of a pipeline has its own copy of the tied embedding, and divides it in its own way.
+#: (ranks, stages). The last stage has its own copy of the tied embedding, and partitions it in its own way.
 PIPELINES = [(4, 2), (2, 2), (2, 1), (3, 3)]
 
 
@@ -24,7 +24,7 @@ def test_pipelines(worlds: Worlds, zero: int, low: bool, tmp_path: Path) -> None
         for other_ranks, other_stages in chosen:
             loaded = worlds.run(other_ranks, jobs.load_pipeline, other_stages, zero, low, path, timeout=200)
             for rank in loaded:
-                assert rank["wrong"] == []
+                assert rank["problems"] == []
                 tolerance = 0.02 if low else 1e-5
                 assert rank["losses"] == pytest.approx(saved[0]["losses"], abs=tolerance, rel=0)
             if (ranks, stages) == (other_ranks, other_stages):
@@ -33,7 +33,7 @@ def test_pipelines(worlds: Worlds, zero: int, low: bool, tmp_path: Path) -> None
 
 @pytest.mark.parametrize(("zero", "low"), [(1, False), (2, True), (2, False), (0, False)])
 def test_mixtures_of_experts(worlds: Worlds, zero: int, low: bool, tmp_path: Path) -> None:
-    chosen = [(2, 2), (2, 1), (4, 2), (1, 1)]  # (ranks, of which share the experts)
+    chosen = [(2, 2), (2, 1), (4, 2), (1, 1)]  # (ranks, size of the expert-parallel groups)
     for ranks, sharing in chosen:
         path = f"{tmp_path}/{ranks}x{sharing}"
         saved = worlds.run(ranks, jobs.save_mixture, sharing, zero, low, path, timeout=200)
@@ -42,7 +42,7 @@ def test_mixtures_of_experts(worlds: Worlds, zero: int, low: bool, tmp_path: Pat
         for other_ranks, other_sharing in chosen:
             loaded = worlds.run(other_ranks, jobs.load_mixture, other_sharing, zero, low, path, timeout=200)
             for rank in loaded:
-                assert rank["wrong"] == []
+                assert rank["problems"] == []
                 assert rank["losses"] == pytest.approx(saved[0]["losses"], abs=0.03 if low else 1e-4, rel=0)
             if (ranks, sharing) == (other_ranks, other_sharing):
                 assert loaded[0]["losses"] == saved[0]["losses"]

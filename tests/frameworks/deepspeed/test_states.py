@@ -1,4 +1,4 @@
-"""What a program may pass, what an engine counts, what is refused, and that nothing is gathered."""
+"""States with an engine: the ways to pass one, its counters, refusals, and that nothing is communicated."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.mark.parametrize("name", ["b2x2", "b3x2", "b1x2-own"])
-def test_forms_of_states(worlds: Worlds, name: str, tmp_path: Path) -> None:
-    assert worlds.run(2, jobs.forms, name, str(tmp_path), timeout=250) == [[], []]
+def test_every_way_to_pass_an_engine(worlds: Worlds, name: str, tmp_path: Path) -> None:
+    assert worlds.run(2, jobs.every_way_to_pass_an_engine, name, str(tmp_path), timeout=250) == [[], []]
 
 
 @pytest.mark.parametrize("name", ["h2x2", "h3x2"])
@@ -38,7 +38,7 @@ def test_a_module_alone_takes_master_weights(worlds: Worlds, name: str, tmp_path
 
 
 @pytest.mark.parametrize("name", ["z3x2", "b3x2", "b2x2"])
-def test_while_parameters_are_gathered(worlds: Worlds, name: str, tmp_path: Path) -> None:
+def test_gathered_parameters(worlds: Worlds, name: str, tmp_path: Path) -> None:
     assert worlds.run(2, jobs.after_evaluation, name, str(tmp_path)) == [[], []]
 
 
@@ -52,7 +52,7 @@ def test_an_engine_without_optimizer(worlds: Worlds, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["z2x2", "z3x2"])
-def test_parameters_that_are_joined(worlds: Worlds, name: str, tmp_path: Path) -> None:
+def test_parameters_of_one_flat_tensor(worlds: Worlds, name: str, tmp_path: Path) -> None:
     assert worlds.run(2, jobs.joined_parameters, name, str(tmp_path)) == [[], []]
 
 

@@ -1,33 +1,15 @@
-"""Worlds of processes with both frameworks; loud skips where one is not installed."""
+"""The tests of this folder need DeepSpeed and Megatron-Core, in an environment of their own: `make test-frameworks`."""
 
 from __future__ import annotations
 
-import importlib.util
-import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.support.worlds import Worlds
+from tests.frameworks.real_frameworks import skip_without, worlds
 
-_HERE = Path(__file__).parent
-_NEEDS = ("deepspeed", "megatron")
+__all__ = ["worlds"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips this folder without the frameworks, unless BYTECHECKPOINT_REQUIRE_FRAMEWORKS says that this is a failure."""
-    if all(map(importlib.util.find_spec, _NEEDS)) or os.environ.get("BYTECHECKPOINT_REQUIRE_FRAMEWORKS"):
-        return
-    reason = "NOT TESTED HERE: needs DeepSpeed and megatron-core, which `make test-frameworks` installs"
-    for item in items:
-        if item.path.parent == _HERE:
-            item.add_marker(pytest.mark.skip(reason=reason))
-
-
-@pytest.fixture(scope="session")
-def worlds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worlds]:
-    os.environ["DS_ACCELERATOR"] = "cpu"
-    made = Worlds(tmp_path_factory.mktemp("worlds"))
-    yield made
-    made.close()
+    skip_without(["deepspeed", "megatron"], items, Path(__file__).parent)

@@ -1,4 +1,4 @@
-"""Who takes part in the matrix: families of layouts that share a model, an optimizer and a precision."""
+"""The families of the matrix: layouts that share a model, an optimizer and a precision."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from functools import partial
 
 from tests.distributed.fsdp1_layouts import WORLD_SIZE
 from tests.frameworks.deepspeed.engines import ENGINES
-from tests.frameworks.interchange import gpt, tiny
+from tests.frameworks.interchange import gpt, tiny_transformer
 from tests.frameworks.interchange.runs import Member
 from tests.frameworks.megatron.layouts import DENSE, HALF, HALF_MOE, MOE, SGD, SGD_HALF, SGD_MOE
-from tests.frameworks.megatron.worlds import Layout
+from tests.frameworks.megatron.models import Layout
 
 
 @dataclass(frozen=True)
@@ -19,23 +19,23 @@ class Family:
 
     Attributes:
         name: in test ids.
-        members: the first, in one process, makes the start that all share.
-        tolerance: of losses about 3.5, between a resumed run and the one that was not interrupted.
-        alike: and between members that train from the same start; None: they do not train alike.
+        members: the layouts; the first, in one process, saves the start that all train from.
+        tolerance: of losses of about 3.5, between a resumed run and the uninterrupted one.
+        member_tolerance: of losses between members that train from the same start; None: they differ.
     """
 
     name: str
     members: tuple[Member, ...]
     tolerance: float
-    alike: float | None = None
+    member_tolerance: float | None = None
 
     def member(self, name: str) -> Member:
         (found,) = (m for m in self.members if m.name == name)
         return found
 
 
-#: Members that the part of the matrix in CI has, by family.
-PART = {
+#: Members whose pairs are in the part of the matrix that CI runs, by family.
+CI_MEMBERS = {
     "tiny-adamw": {"one", "ddp2", "full3-units", "full4-orig", "tp2-fsdp2", "z1x3", "z2x2", "z3x3"},
     "dense-adamw": {"plain", "fsdp1-x3", "z3x2", "dp4", "tp2-pp2-whole"},
     "moe-adamw": {"plain", "fsdp2-x3", "z1x3", "ep2-dp2-moe"},
@@ -45,22 +45,22 @@ PART = {
 
 
 def _torch(name: str, optimizer: str) -> Member:
-    return Member(name, WORLD_SIZE[name], partial(tiny.TorchRun, name, optimizer))
+    return Member(name, WORLD_SIZE[name], partial(tiny_transformer.TorchRun, name, optimizer))
 
 
 def _zero(name: str, optimizer: str) -> Member:
     zero = ENGINES[name]
-    return Member(name, zero.size, partial(tiny.EngineRun, name, optimizer), zero.low, "deepspeed")
+    return Member(name, zero.size, partial(tiny_transformer.EngineRun, name, optimizer), zero.low, "deepspeed")
 
 
 def _tiny(name: str, optimizer: str) -> Member:
     return _zero(name, optimizer) if name in ENGINES else _torch(name, optimizer)
 
 
-def _module(how: str, size: int, layout: Layout) -> Member:
+def _module(wrapping: str, size: int, layout: Layout) -> Member:
     frameworks = {"plain": "torch", "ddp": "ddp", "fsdp1": "fsdp", "fsdp1-grad": "fsdp1", "fsdp2": "fsdp2"}
-    make = partial(gpt.TorchRun, how, replace(layout, bf16=False))
-    return Member(how if size == 1 else f"{how}-x{size}", size, make, "", frameworks[how])
+    make = partial(gpt.TorchRun, wrapping, replace(layout, bf16=False))
+    return Member(wrapping if size == 1 else f"{wrapping}-x{size}", size, make, "", frameworks[wrapping])
 
 
 def _engine(name: str, layout: Layout) -> Member:
@@ -74,7 +74,7 @@ def _megatron(layout: Layout) -> Member:
     )
 
 
-_FULL = (
+_TORCH_LAYOUTS = (
     "one",
     "ddp2",
     "full4-orig",
@@ -86,46 +86,48 @@ _FULL = (
     "fsdp3",
     "fsdp4",
 )
-_TINY = (*_FULL, "hsdp2x2", "tp2-fsdp2", "z0x2", "z1x3", "z2x2", "z2x4", "z3x2", "z3x3", "z3x1")
+_TINY = (*_TORCH_LAYOUTS, "hsdp2x2", "tp2-fsdp2", "z0x2", "z1x3", "z2x2", "z2x4", "z3x2", "z3x3", "z3x1")
 _TINY_SGD = ("one", "ddp2", "full3-units", "full4-orig", "fsdp3", "tp2-fsdp2", "z1x3", "z2x2", "z3x3")
-_LOW = ("b0x2", "b1x2", "b1x3-own", "b2x3", "b2x1", "b2x4", "b2x2-aligned", "b3x2", "b3x3", "b3x4")
+_BF16_ENGINES = ("b0x2", "b1x2", "b1x3-own", "b2x3", "b2x1", "b2x4", "b2x2-aligned", "b3x2", "b3x3", "b3x4")
 _MODULES = (("plain", 1), ("ddp", 2), ("fsdp1", 3), ("fsdp1-grad", 2), ("fsdp2", 3))
-_ZEROS = ("z1x3", "z2x2", "z3x2", "z3x3")
+_ZERO_ENGINES = ("z1x3", "z2x2", "z3x2", "z3x3")
 
 
 def _gpt(
     layouts: tuple[Layout, ...],
     modules: tuple[tuple[str, int], ...] = _MODULES,
-    zeros: tuple[str, ...] = _ZEROS,
+    zeros: tuple[str, ...] = _ZERO_ENGINES,
 ) -> tuple[Member, ...]:
     like = replace(Layout(), moe=layouts[0].moe, bf16=layouts[0].bf16, optimizer=layouts[0].optimizer)
     return (
-        *(_module(how, size, like) for how, size in modules),
+        *(_module(wrapping, size, like) for wrapping, size in modules),
         *(_engine(name, like) for name in zeros),
         *map(_megatron, layouts),
     )
 
 
-# Sums come in another order in another layout; in bfloat16 the gradients of each step do.
+# Another layout adds in another order: in float32 a small difference, in bfloat16 a large one.
 _EXACT, _ROUGH = 2e-5, 0.02
-_HALF_MODULES, _HALF_ZEROS = (("plain", 1), ("fsdp1", 2)), ("b1x2", "b2x3", "b3x2")
+_HALF_MODULES, _HALF_ENGINES = (("plain", 1), ("fsdp1", 2)), ("b1x2", "b2x3", "b3x2")
 
 _FAMILIES = (
     Family("tiny-adamw", tuple(_tiny(n, "adamw") for n in _TINY), _EXACT, _EXACT),
     Family("tiny-sgd", tuple(_tiny(n, "sgd") for n in _TINY_SGD), _EXACT, _EXACT),
     Family(
-        "tiny-bf16", tuple(_tiny(n, "adamw") for n in ("one", "full4-orig", "fsdp3", "z1x3", "z3x2", *_LOW)), _ROUGH
+        "tiny-bf16",
+        tuple(_tiny(n, "adamw") for n in ("one", "full4-orig", "fsdp3", "z1x3", "z3x2", *_BF16_ENGINES)),
+        _ROUGH,
     ),
     Family("tiny-bf16-sgd", tuple(_tiny(n, "sgd") for n in ("one", "b1x3-own", "b2x3", "b3x2")), _ROUGH),
     Family("tiny-bf16-cpu", tuple(_tiny(n, "adamw") for n in ("one", "b2x2-cpu", "b3x2-cpu", "b2x3")), _ROUGH),
     Family("tiny-fp16", tuple(_tiny(n, "adamw") for n in ("one", "h2x2", "h3x3")), _ROUGH),
-    # Without ZeRO this version of DeepSpeed divides gradients by the scale that it has not multiplied the loss with, so
-    # nothing else goes on as it does.
+    # Without ZeRO this version of DeepSpeed divides gradients by a scale that it did not multiply the loss with, so no
+    # other layout trains like it.
     Family("tiny-fp16-undivided", (_tiny("h0x2", "adamw"),), _ROUGH),
     Family("dense-adamw", _gpt(DENSE), _EXACT, _EXACT),
     Family("moe-adamw", _gpt(MOE), _EXACT, _EXACT),
-    Family("dense-bf16", _gpt(HALF, _HALF_MODULES, _HALF_ZEROS), _ROUGH, _ROUGH),
-    Family("moe-bf16", _gpt(HALF_MOE, _HALF_MODULES, _HALF_ZEROS), _ROUGH, _ROUGH),
+    Family("dense-bf16", _gpt(HALF, _HALF_MODULES, _HALF_ENGINES), _ROUGH, _ROUGH),
+    Family("moe-bf16", _gpt(HALF_MOE, _HALF_MODULES, _HALF_ENGINES), _ROUGH, _ROUGH),
     Family("dense-sgd", _gpt(SGD), _EXACT, _EXACT),
     Family("moe-sgd", _gpt(SGD_MOE, (("plain", 1), ("fsdp1", 3)), ("z2x2",)), _EXACT, _EXACT),
     Family("dense-bf16-sgd", _gpt(SGD_HALF, (("plain", 1),), ("b2x3", "b3x2")), _ROUGH, _ROUGH),

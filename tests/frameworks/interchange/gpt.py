@@ -1,4 +1,4 @@
-"""Runs of Megatron-Core's GPTModel: as an ordinary module under torch and DeepSpeed, and in Megatron's own layouts."""
+"""Runs of Megatron-Core's GPTModel: as an ordinary module under torch and DeepSpeed, and under Megatron."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from tests.distributed.layouts import mesh
 from tests.frameworks.deepspeed import engines
 from tests.frameworks.deepspeed.engines import ENGINES
 from tests.frameworks.interchange.runs import Settings, named_groups, setting, settings_of, settings_of_engine
-from tests.frameworks.megatron import worlds as megatron
-from tests.frameworks.megatron.whole import groups as megatron_groups
-from tests.frameworks.megatron.whole import whole as megatron_whole
-from tests.frameworks.megatron.worlds import LENGTH, Layout
+from tests.frameworks.megatron import models, training
+from tests.frameworks.megatron.full_state import full_state, param_groups_by_name
+from tests.frameworks.megatron.models import LENGTH, RATE, Layout
+from tests.frameworks.real_frameworks import mean_over_ranks
 
 _SEED = 2
-_CLIP = 1.0  # largest norm of the gradients, as Megatron's optimizers have it here
+_CLIP = 1.0  # gradient norm, as in Megatron's optimizers here
 
 
 def one_process(model: nn.Module) -> nn.Module:
@@ -67,47 +67,41 @@ WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
 }
 
 
-def whole_model(layout: Layout) -> Any:
-    """All of the model in this process, whose world is data-parallel."""
+def replicated_model(layout: Layout) -> Any:
+    """Return the whole model, in a world of data-parallel ranks."""
     size = dist.get_world_size() if dist.is_initialized() else 1
     layout = replace(layout, dp=size)
-    megatron.prepare(layout)
-    (model,) = megatron.build_chunks(layout)
-    megatron.fill(model, _SEED)
+    models.initialize_parallel(layout)
+    (model,) = models.build_chunks(layout)
+    models.fill(model, _SEED)
     return model
 
 
 def optimizer_of(layout: Layout, parameters: Mapping[str, Any]) -> torch.optim.Optimizer:
-    groups = megatron.groups_of(parameters, lr=0.0)
+    groups = training.param_groups_of(parameters, lr=0.0)
     if layout.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=0.0, momentum=0.9, foreach=False)
     return torch.optim.AdamW(groups, foreach=False)
 
 
 def set_rates(optimizer: Any, step: int) -> None:
-    """What Megatron's scheduler does, in the optimizer's or an engine's groups: the second has half of the rate."""
-    for group, top in zip(optimizer.param_groups, (megatron.RATE, megatron.RATE / 2), strict=True):
-        group["lr"] = top * megatron.scale_at(step)
+    """Set the learning rates as Megatron's scheduler does; the second group has half of the rate."""
+    for group, top in zip(optimizer.param_groups, (RATE, RATE / 2), strict=True):
+        group["lr"] = top * training.scale_at(step)
 
 
 def local_batch(step: int) -> tuple[torch.Tensor, torch.Tensor, None, torch.Tensor]:
-    """What a data-parallel rank passes to the model, the labels last."""
-    rows = megatron.tokens(step).chunk(dist.get_world_size())[dist.get_rank()]
+    """Return what a data-parallel rank passes to the model, the labels last."""
+    rows = training.tokens(step).chunk(dist.get_world_size())[dist.get_rank()]
     return rows[:, :-1].contiguous(), torch.arange(LENGTH)[None], None, rows[:, 1:].contiguous()
-
-
-def mean_over_ranks(loss: torch.Tensor) -> float:
-    total = loss.detach().double().clone()
-    dist.all_reduce(total)
-    return float(total) / dist.get_world_size()
 
 
 class TorchRun:
     """An ordinary module, in one process or under DDP, FSDP1 or FSDP2, with an optimizer of torch."""
 
-    def __init__(self, how: str, layout: Layout) -> None:
-        self.model = WRAPPERS[how](whole_model(layout))
-        named = {fsdp1_layouts.bare(name): p for name, p in self.model.named_parameters()}
+    def __init__(self, wrapping: str, layout: Layout) -> None:
+        self.model = WRAPPERS[wrapping](replicated_model(layout))
+        named = {fsdp1_layouts.bare_name(name): p for name, p in self.model.named_parameters()}
         self.optimizer = optimizer_of(layout, named)
         self.extra: dict[str, Any] = {"step": 0}
 
@@ -134,8 +128,8 @@ class TorchRun:
             losses.append(mean_over_ranks(loss))
         return losses
 
-    def whole(self) -> dict[str, Any]:
-        return fsdp1_layouts.whole(self)  # type: ignore[arg-type]
+    def full_state(self) -> dict[str, Any]:
+        return fsdp1_layouts.full_state(self)  # type: ignore[arg-type]
 
     def settings(self) -> Settings:
         return settings_of(self.model, self.optimizer)
@@ -145,8 +139,8 @@ class EngineRun:
     """An ordinary module under ZeRO."""
 
     def __init__(self, engine: str, layout: Layout) -> None:
-        model = whole_model(layout)
-        engines.start()
+        model = replicated_model(layout)
+        engines.prepare()
         import deepspeed
 
         configuration = engines.configuration(ENGINES[engine], gradient_clipping=_CLIP)
@@ -174,14 +168,14 @@ class EngineRun:
             losses.append(mean_over_ranks(loss))
         return losses
 
-    def whole(self) -> dict[str, Any]:
-        return engines.whole(self.engine)
+    def full_state(self) -> dict[str, Any]:
+        return engines.full_state(self.engine)
 
     def settings(self) -> Settings:
         return settings_of_engine(self.engine, self._named)
 
 
-class MegatronRun(megatron.Trainer):
+class MegatronRun(training.Trainer):
     """Megatron's own training, in any layout."""
 
     def __init__(self, layout: Layout) -> None:
@@ -190,12 +184,12 @@ class MegatronRun(megatron.Trainer):
     def loaded(self, kinds: Collection[str]) -> None:  # type: ignore[override]
         super().loaded()
         if "scheduler" not in kinds:
-            # Other frameworks' programs have none of Megatron's: the step tells where it is.
+            # Other frameworks' programs do not save Megatron's scheduler: it follows from the step.
             self.scheduler.num_steps = self.step
             self.scheduler.step(0)
 
-    def whole(self) -> dict[str, Any]:
-        return megatron_whole(self)
+    def full_state(self) -> dict[str, Any]:
+        return full_state(self)
 
     def settings(self) -> Settings:
-        return {name: setting(group) for name, group in megatron_groups(self)}
+        return {name: setting(group) for name, group in param_groups_by_name(self)}

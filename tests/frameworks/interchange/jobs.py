@@ -10,16 +10,17 @@ import torch
 import torch.distributed as dist
 
 import bytecheckpoint
-from tests.frameworks.deepspeed.jobs import differences
-from tests.frameworks.interchange.runs import Member, Run, Settings
+from tests.frameworks.interchange.runs import Member, Settings, TrainingRun
+from tests.frameworks.real_frameworks import AFTER, BEFORE, report_problems, state_differences
 
-BEFORE, AFTER = 3, 5
-#: What no optimizer has main weights of, so that only the precision of the model is left of it.
+__all__ = ["AFTER", "load_all", "save"]
+
+#: Tensors without master weights, which are saved in the precision of the model only.
 UNTRAINED = {"model/positions", "model/temperature", "model/embedding.position_embeddings.weight"}
 
 
-def begin(member: Member) -> Run:
-    """A fresh run; one process has a process group, too."""
+def start_run(member: Member) -> TrainingRun:
+    """Return a fresh run; one process gets a process group too."""
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     return member.make()
@@ -30,33 +31,33 @@ def kinds_of(path: str) -> set[str]:
         return {key.partition("/")[0] for key in saved}
 
 
-def load(run: Run, framework: str, path: str, *, cast: bool) -> list[str]:
-    """Load what of the run's states is in the checkpoint; what the report complains of."""
+def load(run: TrainingRun, framework: str, path: str, *, cast: bool) -> list[str]:
+    """Load those of the run's states that are in the checkpoint; return what the report complains of."""
     saved = kinds_of(path)
     states = {kind: value for kind, value in run.states().items() if kind in saved}
     report = bytecheckpoint.load(path, states, framework=framework, cast=cast)
     run.loaded(states)
-    wrong = [f"{n}: {x}" for n in ("missing", "unexpected") if (x := getattr(report, n))]
-    return wrong + [f"cast: {key}" for key in report.cast if not cast or key not in UNTRAINED]
+    problems = report_problems(report, ("missing", "unexpected"))
+    return problems + [f"cast: {key}" for key in report.cast if not cast or key not in UNTRAINED]
 
 
-def everywhere(settings: Settings) -> Settings:
-    """The settings of all ranks' parameters."""
+def settings_of_all_ranks(settings: Settings) -> Settings:
+    """Return the settings of all ranks' parameters. A collective."""
     found: list[Settings] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(found, settings)
     return {name: value for of_rank in found for name, value in of_rank.items()}
 
 
 def save(member: Member, start: str | None, path: str, notes: str) -> dict[str, Any]:
-    """Train from the start, save while training goes on, and note the whole of what was saved.
+    """Train from the start, save while training goes on, and write down the full state at the save.
 
     Args:
         member: the layout.
-        start: a checkpoint; None: this is the run that makes it.
+        start: a checkpoint; None: this run makes it.
         path: where to save.
-        notes: a folder of this machine.
+        notes: folder for the full state and the settings.
     """
-    run = begin(member)
+    run = start_run(member)
     if start is None:
         run.train(1)
         bytecheckpoint.save(f"{path}.start", run.states())
@@ -64,7 +65,7 @@ def save(member: Member, start: str | None, path: str, notes: str) -> dict[str, 
         problems = load(run, member.framework, start, cast=bool(member.low))
         assert not problems, problems
     before = run.train(BEFORE - 1)
-    expected, settings = run.whole(), everywhere(run.settings())
+    expected, settings = run.full_state(), settings_of_all_ranks(run.settings())
     if dist.get_rank() == 0:
         torch.save((expected, settings), f"{notes}/{member.name}.pt")
     handle = bytecheckpoint.save(path, run.states(), framework=member.framework, async_checkpoint=True)
@@ -74,20 +75,20 @@ def save(member: Member, start: str | None, path: str, notes: str) -> dict[str, 
 
 
 def load_all(member: Member, sources: Sequence[Member], folder: str, notes: str) -> dict[str, dict[str, Any]]:
-    """Load what every source saved in `folder`; per source: what is wrong, and the losses that follow."""
+    """Load what each source saved in `folder`; return by source the problems, and the losses of the next steps."""
     found: dict[str, dict[str, Any]] = {}
-    run: Run | None = None
+    run: TrainingRun | None = None
     for source in sources:
         path = f"{folder}/{source.name}"
         losses: list[float] = []
-        # A fresh run has no state yet; one that has trained on has all of it, and it is wrong.
-        run = begin(member) if run is None or len(found) % 3 == 0 else run
+        # Load into fresh runs, which have no state yet, and into runs that have trained on, whose state is another.
+        run = start_run(member) if run is None or len(found) % 3 == 0 else run
         try:
             # Buffers and frozen parameters are in the precision of the model.
             framework = "auto" if len(found) % 2 else member.framework
             problems = load(run, framework, path, cast=member.low != source.low)
             expected, settings = torch.load(f"{notes}/{source.name}.pt")
-            problems += differences(expected, run.whole())
+            problems += state_differences(expected, run.full_state())
             for name, got in run.settings().items():
                 if settings.get(name) != got:
                     problems.append(f"settings of {name}: {got} instead of {settings.get(name)}")

@@ -1,4 +1,4 @@
-"""What every training run of the matrix can do, whatever framework it is under."""
+"""The training runs of the matrix: what each can do, whatever its framework."""
 
 from __future__ import annotations
 
@@ -10,52 +10,52 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from tests.distributed.fsdp1_layouts import bare
+from tests.distributed.fsdp1_layouts import bare_name
 
 #: Learning rate, weight decay, momentum.
 Setting = tuple[float, float, float]
 Settings = dict[str, Setting]
 
 
-class Run(Protocol):
-    """A run in one process of its world."""
+class TrainingRun(Protocol):
+    """A training run, in one process of its world."""
 
     def states(self) -> dict[str, Any]:
-        """What is saved, and loaded into."""
+        """Return the states that are saved, and loaded into."""
         ...
 
     def loaded(self, kinds: Collection[str]) -> None:
-        """What the program does after a load of these kinds, before it goes on."""
+        """Do what the program does after a load of these kinds, before it trains."""
         ...
 
     def train(self, steps: int) -> list[float]:
-        """The losses of that many steps, over the whole batch."""
+        """Train that many steps; return their losses over the whole batch."""
         ...
 
-    def whole(self) -> dict[str, Any]:
-        """All tensors of model and optimizer, from live memory, by the keys of `bytecheckpoint.open`. A collective."""
+    def full_state(self) -> dict[str, Any]:
+        """Return all live tensors of model and optimizer by the keys of `bytecheckpoint.open`. A collective."""
         ...
 
     def settings(self) -> Settings:
-        """What the param groups say of each parameter that is trained on this rank."""
+        """Return the param group's settings of each parameter that is trained on this rank."""
         ...
 
 
 def setting(group: Mapping[str, Any]) -> Setting:
-    """What one param group says."""
+    """Return the settings of one param group."""
     return float(group["lr"]), float(group["weight_decay"]), float(group.get("momentum", 0.0))
 
 
 def settings_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Settings:
-    """The settings of everything that is trained, by name, of an optimizer that steps the module's own parameters."""
+    """Return the settings by parameter name, of an optimizer that steps the module's own parameters."""
     names: dict[int, list[str]] = {}
     for prefix, unit in model.named_modules():
         if isinstance(unit, FullyShardedDataParallel) and unit._handle is not None:
             flat = unit._handle.flat_param
-            names[id(flat)] = [bare(f"{prefix}.{name}").lstrip(".") for name in flat._fqns]
+            names[id(flat)] = [bare_name(f"{prefix}.{name}").lstrip(".") for name in flat._fqns]
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            names.setdefault(id(parameter), [bare(name)])
+            names.setdefault(id(parameter), [bare_name(name)])
     return {
         name: setting(group)
         for group in optimizer.param_groups
@@ -65,13 +65,13 @@ def settings_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Settings:
 
 
 def named_groups(parameters: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer) -> list[list[str]]:
-    """The names of what each group trains; to be asked before an engine takes the optimizer."""
+    """Return the names of what each group trains; to be called before an engine takes the optimizer."""
     names = {id(p): name for name, p in parameters.items() if p.requires_grad}
     return [[names[id(p)] for p in group["params"] if id(p) in names] for group in optimizer.param_groups]
 
 
 def settings_of_engine(engine: Any, names: list[list[str]]) -> Settings:
-    """The settings of an engine's groups, which are in the order of the optimizer that it took."""
+    """Return the settings by parameter name of an engine's groups, which are in the order of the optimizer that it took."""
     groups = getattr(engine.optimizer, "optimizer", engine.optimizer).param_groups
     return {name: setting(group) for group, members in zip(groups, names, strict=True) for name in members}
 
@@ -83,13 +83,13 @@ class Member:
     Attributes:
         name: in test ids.
         size: ranks.
-        make: begins a run on each of them; importable.
-        low: the precision of parameters beside float32 main weights; "": float32 alone.
+        make: starts a run on each of them; importable.
+        low: dtype of parameters that have float32 master weights; "": float32 alone.
         framework: what is passed as `framework=` by name; half of the loads say "auto".
     """
 
     name: str
     size: int
-    make: Callable[[], Run]
+    make: Callable[[], TrainingRun]
     low: str = ""
     framework: str = "auto"

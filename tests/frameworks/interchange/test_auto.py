@@ -1,4 +1,4 @@
-"""framework="auto" where several frameworks have a part in one model."""
+"""framework="auto" for models that several frameworks handle together."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from tests.support.worlds import Worlds
 pytestmark = [pytest.mark.timeout(600), pytest.mark.short]
 
 
-def test_whoever_shards_the_model_reads_it(worlds: Worlds) -> None:
+def test_the_framework_that_shards_the_model_is_chosen(worlds: Worlds) -> None:
     worlds.close()
-    for found in worlds.run(2, jobs.chosen, timeout=300):
+    for found in worlds.run(2, jobs.chosen_adapters, timeout=300):
         assert found == {
             "plain": "megatron",
             "ddp": "megatron",
@@ -24,9 +24,9 @@ def test_whoever_shards_the_model_reads_it(worlds: Worlds) -> None:
         }
 
 
-def test_parts_do_not_pass_for_the_whole(worlds: Worlds) -> None:
+def test_doubly_sharded_models_are_refused(worlds: Worlds) -> None:
     worlds.close()
-    for found in worlds.run(2, jobs.split, timeout=300):
+    for found in worlds.run(2, jobs.doubly_sharded_models, timeout=300):
         assert found.pop("fsdp1 torch").startswith("model belongs to FSDP1")
         assert len(found) == 5
         for said in found.values():

@@ -1,4 +1,4 @@
-"""Every layout of every framework loads what every other one saved: bit for bit, and by the losses of the next steps."""
+"""Every layout of every framework loads what every other one saved: equal bit for bit, and in the losses that follow."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.frameworks.interchange import jobs
-from tests.frameworks.interchange.families import FAMILIES, PART, Family
+from tests.frameworks.interchange.families import CI_MEMBERS, FAMILIES, Family
 from tests.frameworks.interchange.runs import Member
 from tests.support.worlds import RankError, Worlds
 
@@ -18,51 +18,51 @@ pytestmark = pytest.mark.timeout(600)
 
 
 def pairs() -> list[Any]:
-    """Every ordered pair, those of one destination one after the other."""
+    """Return every ordered pair of members, grouped by destination."""
     found = []
     for family in FAMILIES.values():
-        part = PART.get(family.name, set())
+        in_ci = CI_MEMBERS.get(family.name, set())
         for destination in family.members:
             for source in family.members:
-                marks = [pytest.mark.short] if {source.name, destination.name} <= part else []
+                marks = [pytest.mark.short] if {source.name, destination.name} <= in_ci else []
                 name = f"{family.name}-{source.name}-to-{destination.name}"
                 found.append(pytest.param(family.name, source.name, destination.name, id=name, marks=marks))
     return found
 
 
 class Matrix:
-    """What has been run so far for one family: one run per layout saves, one loads all that is asked of it.
+    """The runs of one family: one run per layout saves, and one per layout loads from all its sources.
 
     Args:
-        family: whose.
-        worlds: where it is run.
+        family: the family.
+        worlds: where it runs.
         folder: of the checkpoints.
-        wanted: destination -> the sources that are to be tested.
+        selected: destination -> the sources whose tests are selected.
     """
 
-    def __init__(self, family: Family, worlds: Worlds, folder: Path, wanted: dict[str, list[str]]) -> None:
+    def __init__(self, family: Family, worlds: Worlds, folder: Path, selected: dict[str, list[str]]) -> None:
         self.family = family
         self._worlds = worlds
         self._folder = folder
-        self._wanted = wanted
+        self._selected = selected
         self._done: dict[tuple[str, str], list[dict[str, Any]] | RankError] = {}
 
     def saved(self, name: str) -> list[dict[str, Any]]:
-        """What each rank of the run that saved has to tell."""
+        """Return what each rank of the run that saved reports."""
         return self._once("save", name, self._save)
 
     def loaded(self, name: str) -> list[dict[str, dict[str, Any]]]:
-        """What each rank of the runs that loaded has to tell, by source."""
+        """Return what each rank of the run that loaded reports, by source."""
         return self._once("load", name, self._load)
 
-    def _once(self, what: str, name: str, run: Callable[[str], list[dict[str, Any]]]) -> list[dict[str, Any]]:
-        """What fails is not tried again for each of the tests that need it."""
-        if (what, name) not in self._done:
+    def _once(self, verb: str, name: str, run: Callable[[str], list[dict[str, Any]]]) -> list[dict[str, Any]]:
+        """Run once, and raise the same error for each test that needs a run that failed."""
+        if (verb, name) not in self._done:
             try:
-                self._done[what, name] = run(name)
+                self._done[verb, name] = run(name)
             except RankError as error:
-                self._done[what, name] = error
-        found = self._done[what, name]
+                self._done[verb, name] = error
+        found = self._done[verb, name]
         if isinstance(found, RankError):
             raise found
         return found
@@ -76,7 +76,7 @@ class Matrix:
         return self._run(member, jobs.save, member, start, str(self._folder / name), str(self._folder))
 
     def _load(self, name: str) -> list[dict[str, dict[str, Any]]]:
-        sources = [self.family.member(source) for source in self._wanted[name]]
+        sources = [self.family.member(source) for source in self._selected[name]]
         for source in sources:
             self.saved(source.name)
         member = self.family.member(name)
@@ -87,7 +87,7 @@ class Matrix:
 
 
 class Matrices:
-    """The matrix of one family at a time."""
+    """Makes the matrix of one family at a time."""
 
     def __init__(self, session: pytest.Session, worlds: Worlds, folder: Path) -> None:
         self._session = session
@@ -97,21 +97,21 @@ class Matrices:
 
     def of(self, name: str) -> Matrix:
         if self._last is None or self._last.family.name != name:
-            self._worlds.close()  # what another family's processes have patched or kept is gone
+            self._worlds.close()  # each family starts with new processes: frameworks patch theirs
             folder = self._folder / name
             folder.mkdir()
-            self._last = Matrix(FAMILIES[name], self._worlds, folder, self._wanted(name))
+            self._last = Matrix(FAMILIES[name], self._worlds, folder, self._selected(name))
         return self._last
 
-    def _wanted(self, name: str) -> dict[str, list[str]]:
-        """Destination -> sources, of the tests that were chosen."""
-        wanted: dict[str, list[str]] = {}
+    def _selected(self, name: str) -> dict[str, list[str]]:
+        """Return destination -> sources, of the selected tests."""
+        selected: dict[str, list[str]] = {}
         for item in self._session.items:
             if isinstance(item, pytest.Function) and item.originalname == "test_interchange":
-                chosen = item.callspec.params
-                if chosen["family"] == name:
-                    wanted.setdefault(chosen["destination"], []).append(chosen["source"])
-        return wanted
+                params = item.callspec.params
+                if params["family"] == name:
+                    selected.setdefault(params["destination"], []).append(params["source"])
+        return selected
 
 
 @pytest.fixture(scope="session")
@@ -131,8 +131,8 @@ def test_interchange(matrices: Matrices, family: str, source: str, destination: 
     assert ranks[0][source]["losses"] == pytest.approx(uninterrupted, abs=matrix.family.tolerance, rel=0)
     if source == destination:
         assert ranks[0][source]["losses"] == uninterrupted, "the same layout goes on bit for bit"
-    alike = matrix.family.alike
-    if alike is not None:
+    tolerance = matrix.family.member_tolerance
+    if tolerance is not None:
         reference = matrix.saved(matrix.family.members[0].name)[0]
-        assert matrix.saved(source)[0]["before"] == pytest.approx(reference["before"], abs=alike, rel=0)
-        assert uninterrupted == pytest.approx(reference["after"], abs=alike, rel=0)
+        assert matrix.saved(source)[0]["before"] == pytest.approx(reference["before"], abs=tolerance, rel=0)
+        assert uninterrupted == pytest.approx(reference["after"], abs=tolerance, rel=0)

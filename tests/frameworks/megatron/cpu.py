@@ -1,7 +1,7 @@
-"""Megatron-Core on processors, for tests only: what asks for a CUDA device gets the CPU.
+"""Megatron-Core on the CPU, for tests only: code that asks for a CUDA device gets the CPU.
 
-One function mode answers for every call of torch (devices, `Tensor.cuda`, the type strings that Megatron compares); the few
-functions of torch.cuda that are called directly are replaced. Nothing of Megatron's own arithmetic changes.
+A function mode handles every call of torch (devices, `Tensor.cuda`, the type strings that Megatron compares). The few
+functions of torch.cuda that Megatron calls directly are replaced. Megatron's own arithmetic does not change.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def _is_cuda(device: object) -> bool:
 
 
 class OnCpu(TorchFunctionMode):
-    """Every device is the CPU, and its tensors pass for CUDA tensors where Megatron looks at their type."""
+    """Makes every device the CPU, and its tensors pass for CUDA tensors where Megatron looks at their type."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -41,8 +41,8 @@ class OnCpu(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-class _Nothing:
-    """A stream, an event: everything can be done with it, and nothing happens."""
+class _NoOp:
+    """A stream or event: every method exists and does nothing."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
@@ -51,7 +51,7 @@ class _Nothing:
 
 
 def use_cpu() -> None:
-    """Prepare this process, once. Nothing may have imported Megatron before."""
+    """Prepare this process, once, before anything has imported Megatron."""
     if getattr(_state, "mode", None) is not None:
         return
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
@@ -63,7 +63,7 @@ def use_cpu() -> None:
     cuda.is_available = lambda: False  # DeepSpeed has it ask for the number of devices
     for name in ("synchronize", "set_device", "empty_cache"):
         setattr(cuda, name, lambda *_, **__: None)
-    cuda.Stream = cuda.Event = cuda.current_stream = cuda.default_stream = _Nothing
+    cuda.Stream = cuda.Event = cuda.current_stream = cuda.default_stream = _NoOp
     cuda.stream = lambda *_: contextlib.nullcontext()
     cuda.get_rng_state = lambda *_: torch.get_rng_state()
     cuda.set_rng_state = lambda state, *_: torch.set_rng_state(state)
@@ -73,7 +73,7 @@ def use_cpu() -> None:
     random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
     dispatcher = sys.modules.get("megatron.core.transformer.moe.token_dispatcher")
     if dispatcher is not None:
-        dispatcher.maybe_move_tensor_to_cpu = _counts  # it leaves tensors alone that are there already
+        dispatcher.maybe_move_tensor_to_cpu = _to_cpu  # tensors are on the CPU already
     utilities: Any = sys.modules["megatron.core.transformer.moe.moe_utils"]
     utilities.te_general_gemm = getattr(
         utilities, "te_general_gemm", None
@@ -85,11 +85,11 @@ def use_cpu() -> None:
 
 
 def _norm(cls: Any, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> Any:
-    """Without Apex, Megatron has no norm that knows of sequence parallelism; a mark on the weight is all that it takes."""
+    """Return a norm that marks its weight for sequence parallelism; without Apex, Megatron has none that does."""
     made = torch.nn.RMSNorm(hidden_size, eps)
     made.weight.sequence_parallel = config.sequence_parallel
     return made
 
 
-def _counts(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+def _to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
     return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor

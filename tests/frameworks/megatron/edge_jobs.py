@@ -1,4 +1,4 @@
-"""What ranks run in test_edges.py and test_peer_faults.py. Each returns plain data, mostly what is wrong."""
+"""What ranks run in test_edges.py and test_peer_faults.py. Each function returns plain data, mostly problems."""
 
 from __future__ import annotations
 
@@ -12,39 +12,18 @@ import torch
 import bytecheckpoint
 from bytecheckpoint.errors import IncompatibleCheckpointError, UsageError
 from bytecheckpoint.loading.saved import SavedView
-from tests.frameworks.megatron import worlds
-from tests.frameworks.megatron.forms import Made
-from tests.frameworks.megatron.jobs import stepped, wrong
-from tests.frameworks.megatron.worlds import Layout, prepare
+from tests.frameworks.megatron.models import Layout, forget_parallel, initialize_parallel
+from tests.frameworks.megatron.variants import VariantModel
+from tests.frameworks.real_frameworks import report_problems
 
-FORM = "thirds"
-
-
-def save_filled(layout: Layout, path: str, *, steps: bool = True) -> None:
-    """In one process: every element says which it is, every parameter has a step of its own."""
-    assert layout.world == 1
-    made = Made(FORM, layout, steps=steps)
-    if steps:
-        made.fill(5)
-    bytecheckpoint.save(path, made.states())
+VARIANT = "thirds"
 
 
-def pass_on(layout: Layout, source: str, path: str) -> list[str]:
-    """Load over other state, and save again; steps must not be shared."""
-    made = Made(FORM, layout)
-    problems = wrong(bytecheckpoint.load(source, made.states()))
-    states = [s for o in made.optimizer.chained_optimizers for s in o.optimizer.state.values()]
-    if len({s["step"].data_ptr() for s in states}) != len(states):
-        problems.append("parameters share a step")
-    bytecheckpoint.save(path, made.states())
-    return problems
-
-
-def pass_on_in_groups(layout: Layout, kind: str, source: str, path: str) -> list[str]:
-    """As `pass_on`, where the ranks that have the same parameters stand in other groups than usual."""
+def load_and_save_in_groups(layout: Layout, kind: str, source: str, path: str) -> list[str]:
+    """Load and save where the ranks with the same parameters form other process groups than usual."""
     from megatron.core import parallel_state
 
-    prepare(layout)
+    initialize_parallel(layout)
     parallel_state.destroy_model_parallel()
     groups: dict[str, Any] = {"context_parallel_size": 2} if kind == "context" else {}
     parallel = {}
@@ -54,14 +33,14 @@ def pass_on_in_groups(layout: Layout, kind: str, source: str, path: str) -> list
         groups = {"order": "dp-cp-ep-pp-tp"}
     parallel_state.initialize_model_parallel(layout.tp, layout.pp, **groups)
     try:
-        made = Made(FORM, layout, parallel=parallel)
-        problems = wrong(bytecheckpoint.load(source, made.states()))
-        made.step()
-        bytecheckpoint.save(f"{path}-stepped", made.states())
-        problems += wrong(bytecheckpoint.load(source, made.states()))
-        bytecheckpoint.save(path, made.states())
+        trained = VariantModel(VARIANT, layout, parallel=parallel)
+        problems = report_problems(bytecheckpoint.load(source, trained.states()))
+        trained.step()
+        bytecheckpoint.save(f"{path}-stepped", trained.states())
+        problems += report_problems(bytecheckpoint.load(source, trained.states()))
+        bytecheckpoint.save(path, trained.states())
     finally:
-        worlds._extents.clear()
+        forget_parallel()
     return problems
 
 
@@ -69,9 +48,9 @@ def pass_on_in_groups(layout: Layout, kind: str, source: str, path: str) -> list
 
 
 def trees_read(layout: Layout, source: str) -> list[int]:
-    """How many trees of settings and values this rank reads, for the model and for the optimizer."""
+    """Return how many trees of settings and values this rank reads, for the model and for the optimizer."""
     found: dict[str, int] = {}
-    made = Made(FORM, layout)
+    trained = VariantModel(VARIANT, layout)
     about: Callable[..., Any] = SavedView.trees_about
 
     def counted(self: SavedView, kind: str, names: Sequence[str]) -> Any:
@@ -82,132 +61,127 @@ def trees_read(layout: Layout, source: str) -> list[int]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SavedView, "trees_about", counted)
         patch.setattr(SavedView, "trees", None)
-        assert not wrong(bytecheckpoint.load(source, made.states()))
+        assert not report_problems(bytecheckpoint.load(source, trained.states()))
     return [found.get("model", 0), found.get("optimizer", 0)]
 
 
-def save_trained(layout: Layout, path: str) -> None:
-    bytecheckpoint.save(path, Made(FORM, layout).states())
+def save_stepped(layout: Layout, path: str) -> None:
+    bytecheckpoint.save(path, VariantModel(VARIANT, layout).states())
 
 
-# --- gathers that go on ----------------------------------------------------------------------------------------------
+# --- pending gathers ----------------------------------------------------------------------------------------------
 
 
-class Late:
-    """A gather of parameters that arrives when it is waited for, and no sooner."""
+class PendingGather:
+    """A gather of parameters that completes when it is waited for, and no sooner."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._arriving = [(tensor, torch.full_like(tensor, 77.0)) for tensor in tensors]
+        self._pending = [(tensor, torch.full_like(tensor, 77.0)) for tensor in tensors]
 
     def wait(self) -> None:
         with torch.no_grad():
-            for tensor, value in self._arriving:
+            for tensor, value in self._pending:
                 tensor.copy_(value)
-        self._arriving = []
+        self._pending = []
 
 
-def gather_goes_on(layout: Layout, source: str, path: str) -> list[str]:
-    """Load while a gather of the old parameters is under way."""
-    made = Made(FORM, layout)
-    groups = [g for c in made.chunks for g in (*c.bucket_groups, *c.expert_parallel_bucket_groups)]
+def _bucket_groups(trained: VariantModel) -> list[Any]:
+    return [g for chunk in trained.chunks for g in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)]
+
+
+def load_during_gather(layout: Layout, source: str, path: str) -> list[str]:
+    """Load while a gather of the old parameters is pending."""
+    trained = VariantModel(VARIANT, layout)
+    groups = _bucket_groups(trained)
     for group in groups:
-        group.param_gather_handle = Late([p.detach() for bucket in group.buckets for p in bucket.params_list])
-    problems = wrong(bytecheckpoint.load(source, made.states()))
+        group.param_gather_handle = PendingGather([p.detach() for bucket in group.buckets for p in bucket.params_list])
+    problems = report_problems(bytecheckpoint.load(source, trained.states()))
     for group in groups:
         group.param_gather_handle.wait()  # as the next forward pass does
         group.param_gather_handle = None
-    bytecheckpoint.save(path, made.states())
-    whole = [bool((p == 77).any()) for chunk in made.bare for p in chunk.parameters()]
-    return problems + (["old values"] if any(whole) else [])
+    bytecheckpoint.save(path, trained.states())
+    overwritten = any(bool((p == 77).any()) for _, p in trained.named_parameters())
+    return problems + (["old values"] if overwritten else [])
 
 
-def parameters_gathered_late(layout: Layout, path: str) -> list[str]:
-    """Save when a rank has new values only of what it steps itself, and everything else still is to be gathered."""
-    made = Made(FORM, layout)  # has stepped: the gather waits for the next forward pass
-    stale = sum(int(_stale(made, optimizer)) for optimizer in made.optimizer.chained_optimizers)
-    handle = bytecheckpoint.save(path, made.states(), async_checkpoint=True)
-    for chunk in made.chunks:
+def save_before_gather(layout: Layout, path: str) -> list[str]:
+    """Save while a rank has new values only of what it steps itself, and has not gathered the rest."""
+    trained = VariantModel(VARIANT, layout)  # the gather after its step waits for the next forward pass
+    stale = sum(int(_stale(trained, optimizer)) for optimizer in trained.optimizer.chained_optimizers)
+    handle = bytecheckpoint.save(path, trained.states(), async_checkpoint=True)
+    for chunk in trained.chunks:
         chunk.start_param_sync()
     handle.result(60)
-    for chunk in made.chunks:
-        for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
-            if group.param_gather_handle is not None:
-                group.param_gather_handle.wait()
-                group.param_gather_handle = None
-    with torch.no_grad():
-        live = {n: p.detach().clone() for chunk in made.bare for n, p in chunk.named_parameters()}
-    bytecheckpoint.load(path, made.states())
-    problems = [n for chunk in made.bare for n, p in chunk.named_parameters() if not torch.equal(p, live[n])]
+    for group in _bucket_groups(trained):
+        if group.param_gather_handle is not None:
+            group.param_gather_handle.wait()
+            group.param_gather_handle = None
+    live = {n: p.detach().clone() for n, p in trained.named_parameters()}
+    bytecheckpoint.load(path, trained.states())
+    problems = [n for n, p in trained.named_parameters() if not torch.equal(p, live[n])]
     return problems + ([] if stale else ["nothing was left to gather: the test shows nothing"])
 
 
-def _stale(made: Made, optimizer: Any) -> bool:
-    ranges = [m["param_map"] for b in optimizer.gbuf_ranges for r in b.values() for m in r]
-    mine = {id(p): r["param"].size for m in ranges for p, r in m.items()}
-    return any(mine.get(id(p), 0) < p.numel() for chunk in made.bare for p in chunk.parameters() if p.requires_grad)
+def _stale(trained: VariantModel, optimizer: Any) -> bool:
+    """Tell whether this rank steps only a part of some parameter."""
+    stepped = {id(parameter): param_range.size for parameter, param_range in _param_ranges(optimizer)}
+    return any(stepped.get(id(p), 0) < p.numel() for _, p in trained.named_parameters() if p.requires_grad)
+
+
+def _param_ranges(optimizer: Any) -> list[tuple[Any, Any]]:
+    """Return (parameter, range of its elements that this rank steps)."""
+    maps = [bucket["param_map"] for gbuf in optimizer.gbuf_ranges for buckets in gbuf.values() for bucket in buckets]
+    return [(parameter, ranges["param"]) for found in maps for parameter, ranges in found.items()]
 
 
 # --- parts of the states ---------------------------------------------------------------------------------------------
 
 
 def model_alone(layout: Layout, source: str, path: str) -> list[str]:
-    """A model without its optimizer, saved and loaded; the optimizer takes the weights up as Megatron has it do."""
-    made = Made(FORM, layout)
-    steps = [float(s["step"]) for o in made.optimizer.chained_optimizers for s in o.optimizer.state.values()]
-    alone = {"model": made.states()["model"]}
-    problems = wrong(bytecheckpoint.load(source, alone, strict=False))
+    """Load and save a model without its optimizer; then have Megatron copy the weights into the optimizer."""
+    trained = VariantModel(VARIANT, layout)
+    steps = [float(state["step"]) for state in trained.inner_states()]
+    alone = {"model": trained.states()["model"]}
+    problems = report_problems(bytecheckpoint.load(source, alone, strict=False))
     bytecheckpoint.save(path, alone)
-    again = [float(s["step"]) for o in made.optimizer.chained_optimizers for s in o.optimizer.state.values()]
+    again = [float(state["step"]) for state in trained.inner_states()]
     problems += ["the optimizer was touched"] if steps != again else []
-    made.optimizer.reload_model_params()
-    named = {id(p): (n, p) for chunk in made.bare for n, p in chunk.named_parameters()}
-    for optimizer in made.optimizer.chained_optimizers:
-        for parameter, ranges in _runs(optimizer):
-            group, place = optimizer.model_param_group_index_map[parameter]
-            master = optimizer.optimizer.param_groups[group]["params"][place]
-            want = parameter.detach().view(-1)[ranges.start : ranges.end].float()
-            problems += [] if torch.equal(master, want) else [f"master of {named[id(parameter)][0]}"]
+    trained.optimizer.reload_model_params()
+    names = {id(p): name for name, p in trained.named_parameters()}
+    for optimizer in trained.optimizer.chained_optimizers:
+        for parameter, param_range in _param_ranges(optimizer):
+            group, index = optimizer.model_param_group_index_map[parameter]
+            master = optimizer.optimizer.param_groups[group]["params"][index]
+            want = parameter.detach().view(-1)[param_range.start : param_range.end].float()
+            problems += [] if torch.equal(master, want) else [f"master of {names[id(parameter)]}"]
     return problems
 
 
-def _runs(optimizer: Any) -> list[tuple[Any, Any]]:
-    maps = [m["param_map"] for b in optimizer.gbuf_ranges for r in b.values() for m in r]
-    return [(parameter, ranges["param"]) for found in maps for parameter, ranges in found.items()]
-
-
-def optimizer_as_parts(layout: Layout, source: str, path: str) -> list[str]:
-    """What was saved as one chain is loaded as a list, and as a dict, of its links."""
-    made = Made("shared expert", layout)
-    links = list(made.optimizer.chained_optimizers)
+def load_links(layout: Layout, source: str, path: str) -> list[str]:
+    """Load what was saved as one chain into a list, and into a dict, of its links."""
+    trained = VariantModel("shared expert", layout)
+    links = list(trained.optimizer.chained_optimizers)
     assert len(links) > 1
-    model = made.states()["model"]
-    problems = wrong(bytecheckpoint.load(source, {"model": model, "optimizer": links}))
+    model = trained.states()["model"]
+    problems = report_problems(bytecheckpoint.load(source, {"model": model, "optimizer": links}))
     named = {"dense": links[0], "experts": links[1]}
-    problems += wrong(bytecheckpoint.load(source, {"model": model, "optimizer": named}))
+    problems += report_problems(bytecheckpoint.load(source, {"model": model, "optimizer": named}))
     bytecheckpoint.save(path, {"model": model, "optimizer": named})
     return problems
 
 
-def save_experts(layout: Layout, path: str) -> None:
-    made = Made("shared expert", layout)
-    made.fill(5)
-    bytecheckpoint.save(path, made.states())
+def load_stateless(layout: Layout, source: str) -> list[str]:
+    """Load a checkpoint of an optimizer without state, which removes the state."""
+    trained = VariantModel(VARIANT, layout)
+    problems = report_problems(bytecheckpoint.load(source, trained.states()))
+    return problems + (["has state"] if any(trained.inner_states()) else [])
 
 
-def before_the_first_step(layout: Layout, source: str) -> list[str]:
-    """A checkpoint of an optimizer without state takes the state away."""
-    made = Made(FORM, layout)
-    problems = wrong(bytecheckpoint.load(source, made.states()))
-    for optimizer in made.optimizer.chained_optimizers:
-        problems += ["has state"] if any(optimizer.optimizer.state.values()) else []
-    return problems
-
-
-def steps_of_a_group(layout: Layout, source: str) -> list[str]:
-    """An optimizer that keeps one step per group takes no parameters that have made different numbers of steps."""
-    made = Made(FORM, layout)
+def load_different_steps(layout: Layout, source: str) -> list[str]:
+    """An optimizer that keeps one step per group takes no parameters that have trained different numbers of steps."""
+    trained = VariantModel(VARIANT, layout)
     before = []
-    for optimizer in made.optimizer.chained_optimizers:
+    for optimizer in trained.optimizer.chained_optimizers:
         kind = type(optimizer.optimizer)
         optimizer.optimizer.__class__ = type(
             "FusedAdam", (kind,), {"__module__": "transformer_engine.pytorch.optimizers"}
@@ -218,26 +192,28 @@ def steps_of_a_group(layout: Layout, source: str) -> list[str]:
         for group in optimizer.optimizer.param_groups:
             group["step"] = 1
     with pytest.raises(IncompatibleCheckpointError) as caught:
-        bytecheckpoint.load(source, made.states())
+        bytecheckpoint.load(source, trained.states())
     problems = [str(caught.value)]
-    problems += ["state was exchanged" for now, then in before if now.keys() != then.keys()]
-    return problems + ["step" for g in made.optimizer.param_groups if g["step"] != 1]
+    problems += ["state was replaced" for state, copy in before if state.keys() != copy.keys()]
+    return problems + ["step" for g in trained.optimizer.param_groups if g["step"] != 1]
 
 
-# --- what is refused -------------------------------------------------------------------------------------------------
+# --- refusals -------------------------------------------------------------------------------------------------
 
 
-def refused(layout: Layout, path: str, what: str) -> str:
-    """The message, for an optimizer that is not understood; nothing may be there afterwards."""
+def refusal(layout: Layout, path: str, what: str) -> str:
+    """Return the message for an optimizer that is not supported; nothing may be written."""
     if what == "layer-wise":
         states = _layer_wise(layout)
     elif what == "offload":
-        states = Made(FORM, layout, steps=False, optimizer_cpu_offload=True, optimizer_offload_fraction=1.0).states()
+        states = VariantModel(
+            VARIANT, layout, stepped=False, optimizer_cpu_offload=True, optimizer_offload_fraction=1.0
+        ).states()
     else:
-        made = Made(FORM, layout)
-        for link in made.optimizer.chained_optimizers:
-            link.config.use_precision_aware_optimizer = True
-        states = made.states()
+        trained = VariantModel(VARIANT, layout)
+        for optimizer in trained.optimizer.chained_optimizers:
+            optimizer.config.use_precision_aware_optimizer = True
+        states = trained.states()
     with pytest.raises(UsageError) as saving:
         bytecheckpoint.save(path, states, framework="megatron", async_checkpoint=True).result(60)
     if os.path.exists(path) and os.listdir(path):
@@ -248,34 +224,29 @@ def refused(layout: Layout, path: str, what: str) -> str:
 def _layer_wise(layout: Layout) -> dict[str, Any]:
     from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
 
-    made = Made(FORM, layout)
-    states = made.states()
-    kind = type("Stand", (LayerWiseDistributedOptimizer,), {"__init__": lambda self: None})
+    trained = VariantModel(VARIANT, layout)
+    states = trained.states()
+    kind = type("LayerWise", (LayerWiseDistributedOptimizer,), {"__init__": lambda self: None})
     wrapper: Any = kind()
-    wrapper.chained_optimizers = list(made.optimizer.chained_optimizers)
+    wrapper.chained_optimizers = list(trained.optimizer.chained_optimizers)
     return states | {"optimizer": wrapper}
 
 
-# --- what Megatron itself gets wrong ---------------------------------------------------------------------------------
+# --- faults of Megatron's own checkpoints ---------------------------------------------------------------------------------
 
 
-def own_load_shares_a_step(layout: Layout) -> tuple[int, int]:
-    """(steps, distinct ones) after Megatron's own load of its own state."""
-    made = Made(FORM, layout)
-    for optimizer in made.optimizer.chained_optimizers:
+def shared_steps_of_own_load(layout: Layout) -> tuple[int, int]:
+    """Return the number of steps, and of distinct step tensors, after Megatron's own load of its own state."""
+    trained = VariantModel(VARIANT, layout)
+    for optimizer in trained.optimizer.chained_optimizers:
         optimizer.load_state_dict(optimizer.state_dict())
-    states = [s for o in made.optimizer.chained_optimizers for s in o.optimizer.state.values()]
+    states = trained.inner_states()
     return len(states), len({s["step"].data_ptr() for s in states})
 
 
-def own_steps(layout: Layout, source: str) -> dict[str, float]:
-    """The step of each parameter, by the module's name, after a load and another training step."""
-    made = Made(FORM, layout)
-    bytecheckpoint.load(source, made.states())
-    made.step()
-    named = {id(p): name for chunk in made.bare for name, p in chunk.named_parameters()}
-    return {
-        name: float(state["step"])
-        for optimizer in made.optimizer.chained_optimizers
-        for name, _, state in stepped(optimizer, named)
-    }
+def steps_after_load(layout: Layout, source: str) -> dict[str, float]:
+    """Return the step of each parameter, by its local name, after a load and another training step."""
+    trained = VariantModel(VARIANT, layout)
+    bytecheckpoint.load(source, trained.states())
+    trained.step()
+    return {name: float(state["step"]) for name, _, state in trained.named_states()}

@@ -1,6 +1,6 @@
-"""States of coordinates go from hand to hand through every layout of Megatron-Core.
+"""A state whose every element says which it is, saved and loaded through every layout of Megatron-Core in turn.
 
-Every parameter has a step of its own here. The losses after a load are compared in tests/frameworks/interchange.
+Every parameter has a step of its own. tests/frameworks/interchange compares the losses after a load.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import torch
 
 from tests.frameworks.megatron import jobs
 from tests.frameworks.megatron.layouts import DENSE, HALF, HALF_MOE, MOE
-from tests.frameworks.megatron.worlds import code
+from tests.frameworks.megatron.models import coordinate_values
+from tests.frameworks.real_frameworks import saved_tensors
 from tests.support.worlds import Worlds
 
 pytestmark = pytest.mark.timeout(600)
@@ -22,15 +23,15 @@ FAMILIES = {"dense": DENSE, "moe": MOE, "half": HALF, "half-moe": HALF_MOE}
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_coordinates(worlds: Worlds, name: str, tmp_path: Path) -> None:
-    """From hand to hand through all layouts, and straight from the one process."""
-    worlds.close()  # of the groups that Megatron forgets some threads stay: not more than one family's
+    """Each layout loads what the one before it saved, and what the one process saved."""
+    worlds.close()  # some threads of groups that Megatron forgets stay: only one family's at a time
     last = first = str(tmp_path / "coordinates")
-    worlds.run(1, jobs.save_coordinates, FAMILIES[name][0], first)
+    worlds.run(1, jobs.save_coordinates, FAMILIES[name][0], first, own_steps=True)
     expect_coordinates(first, half=name.startswith("half"))
     for layout in FAMILIES[name]:
-        folder = tmp_path / f"passed-{layout}"
+        folder = tmp_path / f"through-{layout}"
         sources = {"first": first, "last": last}
-        for problems in worlds.run(layout.world, jobs.pass_on, layout, sources, str(folder), timeout=200):
+        for problems in worlds.run(layout.world, jobs.load_and_save, layout, sources, str(folder), timeout=200):
             assert problems == {"first": [], "last": []}, layout
         for source in sources:
             expect_coordinates(str(folder / source), half=name.startswith("half"))
@@ -38,19 +39,19 @@ def test_coordinates(worlds: Worlds, name: str, tmp_path: Path) -> None:
 
 
 def expect_coordinates(path: str, *, half: bool) -> None:
-    """Every element of a checkpoint has the value that says where it stands."""
+    """Check that every element of a checkpoint has the value that says which it is."""
     seen = set()
-    for key, found in jobs.tensors(path).items():
+    for key, found in saved_tensors(path).items():
         kind, _, name = key.partition("/")
         if kind == "model":
-            parameter, slot, want = name, "", code(5, canonical(name), found.shape)
+            parameter, slot, want = name, "", coordinate_values(5, canonical(name), found.shape)
             want = want.bfloat16() if half else want
         elif kind == "optimizer":
             parameter, slot = name.removeprefix("state/").rsplit("/", 1)
             if slot == "step":
                 want = torch.tensor(jobs.step_of(canonical(parameter)))
             else:
-                want = code(5, f"{canonical(parameter)}/{slot}", found.shape)
+                want = coordinate_values(5, f"{canonical(parameter)}/{slot}", found.shape)
         else:
             continue
         seen.add((parameter, slot))
@@ -65,7 +66,7 @@ def expect_coordinates(path: str, *, half: bool) -> None:
 
 
 def canonical(name: str) -> str:
-    """The name by which the module knows a parameter that Megatron's own checkpoints call otherwise."""
+    """Return the module's name of a parameter that has another name in Megatron's own checkpoints."""
     return name.replace("self_attention.linear_qkv.layer_norm_", "input_layernorm.").replace(
         "mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."
     )

@@ -1,1 +1,1 @@
-"""DeepSpeed: engines, ZeRO of all stages, pipelines and mixtures of experts."""
+"""The DeepSpeed adapter: engines, ZeRO of all stages, pipelines and mixtures of experts."""

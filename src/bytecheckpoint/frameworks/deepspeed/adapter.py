@@ -1,4 +1,4 @@
-"""The DeepSpeed adapter: ordinary PyTorch, but for what engines divide and count."""
+"""The DeepSpeed adapter: what engines partition and count; everything else in the states is ordinary PyTorch."""
 
 from __future__ import annotations
 
@@ -11,19 +11,23 @@ from torch import nn
 from torch.optim import Optimizer
 
 from bytecheckpoint.errors import UsageError
-from bytecheckpoint.frameworks.base import Destination, Names, SavedStates
-from bytecheckpoint.frameworks.deepspeed.engines import unfold
-from bytecheckpoint.frameworks.deepspeed.installed import find_deepspeed, has_divided, is_wrapper
+from bytecheckpoint.frameworks.base import Destination, SavedStates, UserNames
+from bytecheckpoint.frameworks.deepspeed.engines import expand_engines
 from bytecheckpoint.frameworks.deepspeed.modules import (
     ZeroModules,
     capture_zero_modules,
     load_zero_modules,
     scan_zero_modules,
 )
-from bytecheckpoint.frameworks.deepspeed.optimizers import WrappedOptimizer, capture_wrapped, load_wrapped
-from bytecheckpoint.frameworks.deepspeed.partitions import Run
-from bytecheckpoint.frameworks.deepspeed.progress import Progress
-from bytecheckpoint.frameworks.native import NativeFramework, Scan, layout_in_words
+from bytecheckpoint.frameworks.deepspeed.optimizers import (
+    EngineOptimizer,
+    capture_engine_optimizer,
+    load_engine_optimizer,
+)
+from bytecheckpoint.frameworks.deepspeed.partitions import Fragment
+from bytecheckpoint.frameworks.deepspeed.progress import EngineProgress
+from bytecheckpoint.frameworks.deepspeed.versions import find_deepspeed, is_partitioned, is_wrapped_optimizer
+from bytecheckpoint.frameworks.native import NativeFramework, Scan, describe_layout
 from bytecheckpoint.representation.shards import LiveState
 
 __all__ = ["DeepSpeedFramework"]
@@ -31,35 +35,35 @@ __all__ = ["DeepSpeedFramework"]
 
 @dataclass(slots=True)
 class _ZeroScan(Scan):
-    """A scan with the engines' optimizers by kind."""
+    """A scan with the engines' optimizers, by kind."""
 
-    wrapped: dict[str, WrappedOptimizer]
+    engine_optimizers: dict[str, EngineOptimizer]
 
 
 class DeepSpeedFramework(NativeFramework):
-    """Engines of DeepSpeed: ZeRO of stages 0 to 3, pipelines, mixtures of experts.
+    """Engines of DeepSpeed: ZeRO stages 0 to 3, pipelines, mixtures of experts.
 
-    Partitions are saved as boxes of the original parameters, from where they lie: no state_dict, no gathering, no
-    communication.
+    Partitions are saved as boxes of the original parameters, from where they lie in memory: no state_dict, no gathering,
+    no communication.
     """
 
     name = "deepspeed"
 
     def matches(self, states: Mapping[str, object]) -> bool:
-        """Whether an engine, its optimizer, or a module that DeepSpeed has a part in, is in `states`."""
+        """Tell whether `states` hold an engine, its optimizer, or a module of DeepSpeed or partitioned by ZeRO."""
         return bool(find_deepspeed(states))
 
-    def capture(self, states: Mapping[str, object], *, names: Names | None = None) -> list[LiveState]:
-        """This rank's shards and values: one `LiveState` per name in `states`, and those that an engine stands for.
+    def capture(self, states: Mapping[str, object], *, names: UserNames | None = None) -> list[LiveState]:
+        """Return this rank's shards and values: one `LiveState` per name in `states`, and those of expanded engines.
 
         Raises:
             UsageError: as in `Framework.capture`; or gradients are being accumulated.
         """
-        unfolded = unfold(states)
-        for kind, value in unfolded.items():
-            if isinstance(value, Progress):
+        expanded = expand_engines(states)
+        for kind, value in expanded.items():
+            if isinstance(value, EngineProgress):
                 value.check_between_steps(kind, saves=True)
-        return super().capture(unfolded, names=names)
+        return super().capture(expanded, names=names)
 
     def destination(
         self,
@@ -67,45 +71,47 @@ class DeepSpeedFramework(NativeFramework):
         saved: SavedStates,
         *,
         strict: bool = True,
-        names: Names | None = None,
+        names: UserNames | None = None,
     ) -> Destination:
-        """Plan a load into `states`, and into what an engine stands for."""
-        unfolded = unfold(states)
+        """Plan a load into `states`, engines expanded."""
+        expanded = expand_engines(states)
         notes: list[str] = []
-        for kind, value in list(unfolded.items()):
-            if isinstance(value, Progress):
+        for kind, value in list(expanded.items()):
+            if isinstance(value, EngineProgress):
                 value.check_between_steps(kind, saves=False)
                 if kind not in saved.kinds():
-                    del unfolded[kind]
+                    del expanded[kind]
                     notes.append(
                         f"{kind}: the checkpoint was not saved from an engine: steps and loss scale stay as they are"
                     )
-        before = dict(unfolded)
-        into = super().destination(unfolded, saved, strict=strict, names=names)
+        before = dict(expanded)
+        into = super().destination(expanded, saved, strict=strict, names=names)
         into.notes += notes
 
         def replace_values() -> None:
-            # Plain values were replaced in the mapping that was passed on.
+            # The load replaces plain values in the expanded mapping; the caller's mapping gets them too.
             for kind in states:
-                if unfolded.get(kind) is not before.get(kind):
-                    states[kind] = unfolded[kind]
+                if expanded.get(kind) is not before.get(kind):
+                    states[kind] = expanded[kind]
 
         into.finish.append(replace_values)
         return into
 
     def describe(self, states: Mapping[str, object]) -> dict[str, Any]:
-        """As for ordinary modules, with what engines stand for."""
-        return super().describe(unfold(states))
+        """Return the layout as for ordinary modules, engines expanded."""
+        return super().describe(expand_engines(states))
 
     def _as_optimizers(self, kind: str, value: object) -> Sequence[Any] | None:
-        return [value] if is_wrapper(value) else super()._as_optimizers(kind, value)
+        return [value] if is_wrapped_optimizer(value) else super()._as_optimizers(kind, value)
 
-    def _scan(self, states: Mapping[str, object], names: Names | None) -> Scan:
+    def _scan(self, states: Mapping[str, object], names: UserNames | None) -> Scan:
         scan = super()._scan(states, names)
-        wrapped = {
-            kind: WrappedOptimizer(kind, value, scan.names) for kind, value in states.items() if is_wrapper(value)
+        optimizers = {
+            kind: EngineOptimizer(kind, value, scan.names)
+            for kind, value in states.items()
+            if is_wrapped_optimizer(value)
         }
-        return _ZeroScan(scan.modules, scan.names, wrapped)
+        return _ZeroScan(scan.modules, scan.names, optimizers)
 
     def _scan_modules(self, kind: str, modules: Sequence[nn.Module]) -> Any:
         return scan_zero_modules(kind, modules)
@@ -115,19 +121,19 @@ class DeepSpeedFramework(NativeFramework):
 
     def _capture_optimizers(self, kind: str, optimizers: Sequence[Any], scan: Scan) -> LiveState:
         assert isinstance(scan, _ZeroScan)
-        if kind in scan.wrapped:
-            return capture_wrapped(scan.wrapped[kind])
-        _refuse_flat(kind, optimizers, scan)
+        if kind in scan.engine_optimizers:
+            return capture_engine_optimizer(scan.engine_optimizers[kind])
+        _refuse_flat_tensors(kind, optimizers, scan)
         return super()._capture_optimizers(kind, optimizers, scan)
 
     def _load_modules(self, kind: str, scan: Scan, saved: SavedStates, into: Destination) -> None:
         assert isinstance(scan, _ZeroScan)
         modules: ZeroModules = scan.modules[kind]
-        masters, runs = None, dict[int, Run]()
-        for name, wrapped in scan.wrapped.items():
-            if wrapped.masters.keys() & modules.parameters.keys():
-                masters, runs = name, wrapped.masters
-        load_zero_modules(kind, modules, saved, into, masters=masters, runs=runs)
+        master_kind, masters = None, dict[int, Fragment]()
+        for name, optimizer in scan.engine_optimizers.items():
+            if optimizer.masters.keys() & modules.parameters.keys():
+                master_kind, masters = name, optimizer.masters
+        load_zero_modules(kind, modules, saved, into, master_kind=master_kind, masters=masters)
 
     def _load_optimizers(
         self,
@@ -140,27 +146,29 @@ class DeepSpeedFramework(NativeFramework):
         strict: bool,
     ) -> None:
         assert isinstance(scan, _ZeroScan)
-        if kind in scan.wrapped:
-            load_wrapped(scan.wrapped[kind], saved, into, strict=strict)
+        if kind in scan.engine_optimizers:
+            load_engine_optimizer(scan.engine_optimizers[kind], saved, into, strict=strict)
         else:
-            _refuse_flat(kind, optimizers, scan)
+            _refuse_flat_tensors(kind, optimizers, scan)
             experts = [(g, g["name"]) for o in optimizers for g in o.param_groups if g.get("moe") and "name" in g]
             super()._load_optimizers(kind, optimizers, scan, saved, into, strict=strict)
-            # The name of a group of experts says which ranks share it here.
+            # The name of a group of experts says which ranks share it now: it is not taken from the checkpoint.
             into.finish += [partial(group.update, {"moe": True, "name": name}) for group, name in experts]
 
     def _layouts(self, kind: str, scan: Scan) -> Iterable[str]:
         modules: ZeroModules = scan.modules[kind]
-        yield from (layout_in_words(tensor.value) for tensor in modules.rest.tensors)
-        yield from ("ZeRO-3" for _ in modules.sharded)
+        yield from (describe_layout(tensor.value) for tensor in modules.whole.tensors)
+        yield from ("ZeRO-3" for _ in modules.partitioned)
 
 
-def _refuse_flat(kind: str, optimizers: Sequence[Optimizer], scan: Scan) -> None:
-    """Refuse an optimizer of torch that an engine, which is not in the states, has given its flat tensors."""
+def _refuse_flat_tensors(kind: str, optimizers: Sequence[Optimizer], scan: Scan) -> None:
+    """Refuse a torch optimizer over the flat tensors of an engine that is not in the states."""
     known = scan.names.by_id
     for optimizer in optimizers:
         unnamed = any(id(p) not in known for group in optimizer.param_groups for p in group["params"])
-        if unnamed and any(any(map(has_divided, m.parameters())) for z in scan.modules.values() for m in z.modules):
+        if unnamed and any(
+            any(map(is_partitioned, m.parameters())) for zero in scan.modules.values() for m in zero.modules
+        ):
             raise UsageError(
                 f"{kind}: this {type(optimizer).__name__} steps tensors that are in no module of the states; if an engine "
                 "made them, pass engine.optimizer, or the engine alone"

@@ -1,7 +1,6 @@
-"""What a program passes when it trains with DeepSpeed, and what that stands for.
+"""Engines in the states of a save or load: each one is replaced by its module, its optimizer and its progress.
 
-An engine stands for its module, its optimizer, and its progress. The module may be passed in its place, the optimizer and
-the learning rate's schedule beside it.
+A program may also pass the module in the engine's place, and the optimizer and the learning-rate schedule beside it.
 """
 
 from __future__ import annotations
@@ -13,37 +12,37 @@ from torch import nn
 from torch.optim import Optimizer
 
 from bytecheckpoint.errors import UsageError
-from bytecheckpoint.frameworks.deepspeed.installed import (
+from bytecheckpoint.frameworks.deepspeed.partitions import zero3_optimizer_of
+from bytecheckpoint.frameworks.deepspeed.progress import EngineProgress, engine_kind
+from bytecheckpoint.frameworks.deepspeed.versions import (
     check_engine,
     check_optimizer,
     check_version,
     is_engine,
-    is_wrapper,
-    steps_nothing,
+    is_placeholder_optimizer,
+    is_wrapped_optimizer,
 )
-from bytecheckpoint.frameworks.deepspeed.partitions import optimizer_behind
-from bytecheckpoint.frameworks.deepspeed.progress import Progress, engine_kind
-from bytecheckpoint.frameworks.masters import optimizer_kind
-from bytecheckpoint.frameworks.nested import inside
+from bytecheckpoint.frameworks.detection import nested_objects
+from bytecheckpoint.frameworks.optimizers.master_weights import optimizer_kind
 
-__all__ = ["unfold"]
+__all__ = ["expand_engines"]
 
 
-def unfold(states: Mapping[str, object]) -> dict[str, object]:
-    """`states` with each engine as its module, its optimizer and its progress.
+def expand_engines(states: Mapping[str, object]) -> dict[str, object]:
+    """Return `states` with each engine replaced by its module, its optimizer and its progress.
 
     Returns:
-        The same names and values, but for engines: under an engine's name its module, under `optimizer_kind` of it
-        the optimizer, unless that is in `states`, and under `engine_kind` the progress. An optimizer that an engine
-        steps stands for the engine's.
+        The same names and values, except for engines: an engine's name has its module, `optimizer_kind` of that name its
+        optimizer (unless `states` hold the optimizer already), and `engine_kind` of that name its progress. A torch
+        optimizer that an engine's optimizer wraps is replaced by the wrapping one.
 
     Raises:
-        UsageError: something is not supported, stands inside a container, or has a name that is needed.
+        UsageError: something is not supported, is inside a container, or has a name that is needed.
     """
     check_version()
-    out: dict[str, object] = dict(states)
+    expanded: dict[str, object] = dict(states)
     for kind, value in states.items():
-        if not is_engine(value) and not is_wrapper(value) and any(is_engine(v) or is_wrapper(v) for v in inside(value)):
+        if not _is_from_engine(value) and any(map(_is_from_engine, nested_objects(value))):
             raise UsageError(
                 f"{kind} holds an engine of DeepSpeed, or its optimizer, inside a container: give each a name of its own"
                 " in the states"
@@ -51,26 +50,33 @@ def unfold(states: Mapping[str, object]) -> dict[str, object]:
     engines: dict[str, Any] = {kind: value for kind, value in states.items() if is_engine(value)}
     for kind, engine in engines.items():
         check_engine(kind, engine)
-        out[kind] = engine.module
-        _add_optimizer(kind, engine, states, out)
-        _add_progress(kind, engine, states, out)
+        expanded[kind] = engine.module
+        _add_optimizer(kind, engine, states, expanded)
+        _add_progress(kind, engine, states, expanded)
     for kind, value in states.items():
-        if isinstance(value, Optimizer) and out[kind] is value and (wrapper := _steps(value, out)) is not None:
-            out[kind] = wrapper
-        if is_wrapper(out[kind]):
-            check_optimizer(kind, out[kind])
-    _add_scales(engines, out)
-    return out
+        if isinstance(value, Optimizer) and expanded[kind] is value:
+            wrapper = _find_zero3_wrapper(value, expanded)
+            if wrapper is not None:
+                expanded[kind] = wrapper
+        if is_wrapped_optimizer(expanded[kind]):
+            check_optimizer(kind, expanded[kind])
+    _add_loss_scales(engines, expanded)
+    return expanded
 
 
-def _add_optimizer(kind: str, engine: Any, states: Mapping[str, object], out: dict[str, object]) -> None:
+def _is_from_engine(value: object) -> bool:
+    return is_engine(value) or is_wrapped_optimizer(value)
+
+
+def _add_optimizer(kind: str, engine: Any, states: Mapping[str, object], expanded: dict[str, object]) -> None:
+    """Add the engine's optimizer, under the name that it, or the optimizer that it wraps, has in `states`."""
     optimizer = engine.optimizer
-    if steps_nothing(optimizer):
+    if is_placeholder_optimizer(optimizer):
         return
-    stands_for = [optimizer, optimizer.optimizer] if is_wrapper(optimizer) else [optimizer]
+    same = [optimizer, optimizer.optimizer] if is_wrapped_optimizer(optimizer) else [optimizer]
     for name, value in states.items():
-        if any(value is one for one in stands_for):
-            out[name] = optimizer
+        if any(value is known for known in same):
+            expanded[name] = optimizer
             return
     name = optimizer_kind(kind)
     if name in states:
@@ -78,12 +84,12 @@ def _add_optimizer(kind: str, engine: Any, states: Mapping[str, object], out: di
             f"{name} is not the optimizer of the engine in {kind}: pass engine.optimizer, or the engine alone, or choose "
             "another name"
         )
-    if is_wrapper(optimizer):
+    if is_wrapped_optimizer(optimizer):
         check_optimizer(name, optimizer)
-    out[name] = optimizer
+    expanded[name] = optimizer
 
 
-def _add_progress(kind: str, engine: Any, states: Mapping[str, object], out: dict[str, object]) -> None:
+def _add_progress(kind: str, engine: Any, states: Mapping[str, object], expanded: dict[str, object]) -> None:
     name = engine_kind(kind)
     if name in states:
         raise UsageError(
@@ -92,28 +98,28 @@ def _add_progress(kind: str, engine: Any, states: Mapping[str, object], out: dic
     scheduler = engine.lr_scheduler
     if any(value is scheduler for value in states.values()) or not hasattr(scheduler, "state_dict"):
         scheduler = None
-    out[name] = Progress(engine, engine.optimizer if is_wrapper(engine.optimizer) else None, scheduler)
+    wrapper = engine.optimizer if is_wrapped_optimizer(engine.optimizer) else None
+    expanded[name] = EngineProgress(engine, wrapper, scheduler)
 
 
-def _steps(optimizer: Optimizer, out: Mapping[str, object]) -> Any:
-    """The optimizer of stage 3 that steps `optimizer`, found through the modules."""
-    for value in out.values():
+def _find_zero3_wrapper(optimizer: Optimizer, expanded: Mapping[str, object]) -> Any:
+    """Return the stage 3 optimizer that wraps `optimizer`, found through the modules' parameters; else None."""
+    for value in expanded.values():
         if isinstance(value, nn.Module):
-            for parameter in value.parameters():
-                wrapper = optimizer_behind(parameter)
-                if wrapper is not None and wrapper.optimizer is optimizer:
-                    return wrapper
-                break
+            first = next(value.parameters(), None)
+            wrapper = None if first is None else zero3_optimizer_of(first)
+            if wrapper is not None and wrapper.optimizer is optimizer:
+                return wrapper
     return None
 
 
-def _add_scales(engines: Mapping[str, Any], out: dict[str, object]) -> None:
-    """The loss scales of optimizers whose engines are not in the states."""
+def _add_loss_scales(engines: Mapping[str, Any], expanded: dict[str, object]) -> None:
+    """Add the loss scales of optimizers whose engines are not in the states."""
     known = {id(engine.optimizer) for engine in engines.values()}
-    for kind, value in list(out.items()):
-        if not is_wrapper(value) or id(value) in known:
+    for kind, value in list(expanded.items()):
+        if not is_wrapped_optimizer(value) or id(value) in known:
             continue
-        progress = Progress(None, value, None)
+        progress = EngineProgress(None, value, None)
         if progress.state_dict():
-            model = "model" if kind == "optimizer" else kind.removesuffix("_optimizer")
-            out.setdefault(engine_kind(model), progress)
+            model_kind = "model" if kind == "optimizer" else kind.removesuffix("_optimizer")
+            expanded.setdefault(engine_kind(model_kind), progress)

@@ -1,7 +1,8 @@
-"""Modules of an engine: low-precision weights and master weights are filled together, so that they always agree.
+"""Modules of an engine: a load fills low-precision weights and master weights together, so that they always match.
 
-A module that ZeRO does not divide is an ordinary one. Stage 3 leaves its parameters empty: their names are those of the
-module, their elements the shards. Any parameter may have a master weight, of which this rank has a run.
+A parameter that ZeRO does not partition is an ordinary one. Stage 3 leaves its parameters empty: the module has their
+names, this rank's partitions have their elements. Any parameter may have a master weight, of which this rank holds a
+fragment.
 """
 
 from __future__ import annotations
@@ -18,25 +19,26 @@ from bytecheckpoint.errors import UsageError
 from bytecheckpoint.frameworks.base import Destination, SavedStates, SavedTensor
 from bytecheckpoint.frameworks.deepspeed.experts import number_experts
 from bytecheckpoint.frameworks.deepspeed.partitions import (
-    Run,
-    agrees,
-    forget_copies,
-    gathered,
-    is_sharded,
-    master_run,
-    shape_of,
-    shard_run,
+    Fragment,
+    drop_secondary_partition,
+    full_shape,
+    gathered_weight,
+    is_zero3_param,
+    master_fragment,
+    masters_match_weights,
+    weight_fragment,
 )
-from bytecheckpoint.frameworks.irregular import Fragment, fragment_shards
-from bytecheckpoint.frameworks.leaves import add_shards, dtype_name
-from bytecheckpoint.frameworks.masters import precise
 from bytecheckpoint.frameworks.modules import ModuleScan, capture_modules, load_modules, scan_modules
+from bytecheckpoint.frameworks.optimizers.master_weights import choose_saved_weight
+from bytecheckpoint.frameworks.tensors.discovery import add_shards
+from bytecheckpoint.frameworks.tensors.dtypes import dtype_name
+from bytecheckpoint.frameworks.tensors.flat_ranges import FlatRange, flat_range_shards
 from bytecheckpoint.representation.shards import LiveShard, LiveState, TensorKey
 
 __all__ = ["ZeroModules", "capture_zero_modules", "load_zero_modules", "scan_zero_modules"]
 
-# What float32 holds exactly, so that a master weight may be made of it.
-_WITHIN_FLOAT32 = frozenset({"float32", "bfloat16", "float16"})
+# Dtypes that float32 represents exactly: a float32 master weight may be made of them.
+_EXACT_IN_FLOAT32 = frozenset({"float32", "bfloat16", "float16"})
 
 
 @dataclass(slots=True)
@@ -57,53 +59,54 @@ class ZeroModules:
     """All modules of one kind.
 
     Attributes:
-        rest: everything that is whole here: parameters of stages up to 2, buffers, extra states.
-        sharded: parameters of stage 3.
-        modules: all of the kind.
+        whole: what is whole on this rank: parameters of stages up to 2, buffers, extra states.
+        partitioned: the parameters that stage 3 partitions.
+        modules: all modules of the kind.
         parameters: id of a parameter -> (FQN, aliases).
     """
 
-    rest: ModuleScan
-    sharded: list[_Weight]
+    whole: ModuleScan
+    partitioned: list[_Weight]
     modules: Sequence[nn.Module]
     parameters: dict[int, tuple[str, tuple[str, ...]]]
 
 
 def scan_zero_modules(kind: str, modules: Sequence[nn.Module]) -> ZeroModules:
-    """Names and tensors of `modules`.
+    """Return the names and tensors of `modules`.
 
     Raises:
         UsageError: two modules use one FQN for different tensors.
     """
     scan = scan_modules(kind, modules)
     number_experts(scan)
-    sharded = [_Weight(t.fqn, t.aliases, t.value) for t in scan.tensors if is_sharded(t.value)]
-    rest = replace(scan, tensors=[t for t in scan.tensors if not is_sharded(t.value)])
-    return ZeroModules(rest, sharded, modules, scan.parameters)
+    partitioned = [_Weight(t.fqn, t.aliases, t.value) for t in scan.tensors if is_zero3_param(t.value)]
+    whole = replace(scan, tensors=[t for t in scan.tensors if not is_zero3_param(t.value)])
+    return ZeroModules(whole, partitioned, modules, scan.parameters)
 
 
 def capture_zero_modules(kind: str, scan: ZeroModules) -> LiveState:
-    """The shards and values of a scanned kind.
+    """Return the shards and values of a scanned kind.
 
     Raises:
-        UsageError: a shard is not in memory; names it.
+        UsageError: a partition is not in memory; names it.
     """
-    state = capture_modules(kind, scan.rest)
-    fragments = []
-    for weight in scan.sharded:
+    state = capture_modules(kind, scan.whole)
+    ranges: list[FlatRange] = []
+    for weight in scan.partitioned:
         key = TensorKey(kind, weight.fqn)
-        fragments += _fragments(key, weight, shard_run(str(key), weight.parameter))
-    state.shards += fragment_shards(fragments)
+        ranges += _flat_ranges(key, weight, weight_fragment(str(key), weight.parameter))
+    state.shards += flat_range_shards(ranges)
     return state
 
 
-def _fragments(key: TensorKey, weight: _Weight, run: Run) -> list[Fragment]:
-    shape = shape_of(weight.parameter)
-    if not run.count and 0 not in shape:
+def _flat_ranges(key: TensorKey, weight: _Weight, fragment: Fragment) -> list[FlatRange]:
+    """Return the fragment as a flat range; none if it is empty and the parameter is not."""
+    shape = full_shape(weight.parameter)
+    if not fragment.count and 0 not in shape:
         return []
-    fragment = Fragment(key, shape, run.start, run.data, run.first, run.count)
-    fragment.aliases, fragment.requires_grad = weight.aliases, weight.parameter.requires_grad
-    return [fragment]
+    flat_range = FlatRange(key, shape, fragment.start, fragment.data, fragment.first, fragment.count)
+    flat_range.aliases, flat_range.requires_grad = weight.aliases, weight.parameter.requires_grad
+    return [flat_range]
 
 
 def load_zero_modules(
@@ -112,8 +115,8 @@ def load_zero_modules(
     saved: SavedStates,
     into: Destination,
     *,
-    masters: str | None,
-    runs: Mapping[int, Run],
+    master_kind: str | None,
+    masters: Mapping[int, Fragment],
 ) -> None:
     """Plan the load of a scanned kind, in place.
 
@@ -122,116 +125,118 @@ def load_zero_modules(
         scan: of its modules.
         saved: the checkpoint.
         into: receives the plan.
-        masters: the kind that holds the master weights; None: nothing says so.
-        runs: id of a parameter -> its master weights, where the parameter itself does not tell.
+        master_kind: the kind that holds the master weights; None: unknown.
+        masters: id of a parameter -> its master weights, from the optimizers in the states. Other parameters are asked
+            for theirs.
 
     Raises:
-        UsageError: a shard is not in memory, or the engine is needed to tell the master weights; names it.
+        UsageError: a partition is not in memory, or the parameter's link to its master weights is wrong; names it.
     """
-    whole: list[Any] = []
-    weights: list[tuple[_Weight, Run]] = []
-    for tensor in scan.rest.tensors:
-        run = runs.get(id(tensor.value))
-        if run is None and (run := master_run(tensor.value)) is not None and not agrees(tensor.value, run):
-            raise UsageError(
-                f"{kind}/{tensor.fqn}: what this parameter leads to are not its master weights (gradients go round robin, "
-                "or the weights were changed by hand): pass the engine instead of its module"
-            )
-        if run is None:
-            whole.append(tensor)
+    without_master: list[Any] = []
+    weights: list[tuple[_Weight, Fragment]] = []
+    for tensor in scan.whole.tensors:
+        master = masters.get(id(tensor.value))
+        if master is None:
+            master = master_fragment(tensor.value)
+            if master is not None and not masters_match_weights(tensor.value, master):
+                raise UsageError(
+                    f"{kind}/{tensor.fqn}: what this parameter leads to are not its master weights (gradients go round "
+                    "robin, or the weights were changed by hand): pass the engine instead of its module"
+                )
+        if master is None:
+            without_master.append(tensor)
         else:
-            weights.append((_Weight(tensor.fqn, tensor.aliases, tensor.value), run))
-    load_modules(kind, replace(scan.rest, tensors=whole), saved, into)
-    load = _Load(kind, saved, into, masters)
-    for weight, run in weights:
-        load.add(weight, run)
-    for weight in scan.sharded:
-        load.add(weight, master_run(weight.parameter))
+            weights.append((_Weight(tensor.fqn, tensor.aliases, tensor.value), master))
+    load_modules(kind, replace(scan.whole, tensors=without_master), saved, into)
+    load = _WeightLoad(kind, saved, into, master_kind)
+    for weight, master in weights:
+        load.add(weight, master)
+    for weight in scan.partitioned:
+        load.add(weight, master_fragment(weight.parameter))
     load.finish()
 
 
-class _Load:
-    """The load of parameters that ZeRO divides, or has master weights of."""
+class _WeightLoad:
+    """The load of parameters that ZeRO partitions, or has master weights of."""
 
-    def __init__(self, kind: str, saved: SavedStates, into: Destination, masters: str | None) -> None:
+    def __init__(self, kind: str, saved: SavedStates, into: Destination, master_kind: str | None) -> None:
         self._kind = kind
         self._saved = saved
         self._into = into
-        self._masters = masters
-        # By whether elements are converted as they arrive.
-        self._fragments: dict[bool, list[Fragment]] = {False: [], True: []}
-        self._made: list[str] = []
+        self._master_kind = master_kind
+        self._ranges: dict[bool, list[FlatRange]] = {False: [], True: []}  # by whether the load converts the dtype
+        self._inexact_masters: list[str] = []
 
-    def add(self, weight: _Weight, master: Run | None) -> None:
-        """Ask for what this rank has of one parameter: its elements, all or a shard, and its master weights."""
-        found = self._claimed(weight)
+    def add(self, weight: _Weight, master: Fragment | None) -> None:
+        """Request what this rank holds of one parameter: its elements, all or a partition, and its master weights."""
+        found = self._find(weight)
         if found is None:
             return
         parameter = weight.parameter
         low = dtype_name(parameter.dtype)
         high = low if master is None else dtype_name(master.data.dtype)
-        exact = precise(self._saved, found, weight.names, high, self._masters)
+        exact = choose_saved_weight(self._saved, found, weight.names, high, self._master_kind)
         source = found if found.dtype == low else exact
-        # Rounding the weights is what the engine does with its master weights after every step.
-        mixed = high != low and exact.dtype in _WITHIN_FLOAT32 and high == "float32"
-        shard = None
-        if is_sharded(parameter):
-            shard = shard_run(str(found.key), parameter)
-            self._want(weight, source, shard, mixed)
-            if (copy := gathered(parameter)) is not None:
-                self._want_whole(weight, source, copy, mixed)
-            self._into.finish.append(partial(forget_copies, parameter))
+        # The engine rounds master weights to weights after every step; the load may round in the same way.
+        converts = high != low and exact.dtype in _EXACT_IN_FLOAT32 and high == "float32"
+        fragment = None
+        if is_zero3_param(parameter):
+            fragment = weight_fragment(str(found.key), parameter)
+            self._want(weight, source, fragment, converts)
+            if (gathered := gathered_weight(parameter)) is not None:
+                self._want_whole(weight, source, gathered, converts)
+            self._into.finish.append(partial(drop_secondary_partition, parameter))
         else:
-            self._want_whole(weight, source, parameter, mixed)
-        if master is None or (shard is not None and _same_memory(shard, master)):
+            self._want_whole(weight, source, parameter, converts)
+        if master is None or (fragment is not None and _is_same_memory(fragment, master)):
             return
-        self._want(weight, exact, master, mixed)
-        if mixed and exact.dtype != high:
-            self._made.append(weight.fqn)
+        self._want(weight, exact, master, converts)
+        if converts and exact.dtype != high:
+            self._inexact_masters.append(weight.fqn)
 
-    def _claimed(self, weight: _Weight) -> SavedTensor | None:
-        """What the checkpoint has under any of the names; all of them are accounted for."""
+    def _find(self, weight: _Weight) -> SavedTensor | None:
+        """Return the saved tensor under any of the weight's names; claim all of them."""
         found = self._saved.find(self._kind, weight.names)
         if found is None:
             self._into.missing.append(str(TensorKey(self._kind, weight.fqn)))
             return None
-        self._into.claimed.add(found.key)
+        self._into.recognized.add(found.key)
         for alias in weight.aliases:
             if (other := self._saved.find(self._kind, (alias,))) is not None:
-                self._into.claimed.add(other.key)
+                self._into.recognized.add(other.key)
         return found
 
-    def _want(self, weight: _Weight, source: SavedTensor, run: Run, mixed: bool) -> None:
-        if run.data.ndim != 1:
-            self._want_whole(weight, source, run.data, mixed)
+    def _want(self, weight: _Weight, source: SavedTensor, fragment: Fragment, converts: bool) -> None:
+        if fragment.data.ndim != 1:
+            self._want_whole(weight, source, fragment.data, converts)
             return
-        converts = mixed and source.dtype != dtype_name(run.data.dtype)
-        self._fragments[converts] += _fragments(source.key, weight, run)
+        converts = converts and source.dtype != dtype_name(fragment.data.dtype)
+        self._ranges[converts] += _flat_ranges(source.key, weight, fragment)
 
-    def _want_whole(self, weight: _Weight, source: SavedTensor, target: torch.Tensor, mixed: bool) -> None:
+    def _want_whole(self, weight: _Weight, source: SavedTensor, target: torch.Tensor, converts: bool) -> None:
         shards: list[LiveShard] = []
         add_shards(shards, source.key, target, aliases=weight.aliases)
         for shard in shards:
-            shard.converts = mixed and source.dtype != shard.dtype
+            shard.converts = converts and source.dtype != shard.dtype
         self._into.wanted += shards
 
     def finish(self) -> None:
-        """All parameters have been added."""
-        for converts, fragments in self._fragments.items():
-            shards = fragment_shards(fragments)
+        """Decompose the flat ranges of all parameters, after the last `add`."""
+        for converts, ranges in self._ranges.items():
+            shards = flat_range_shards(ranges)
             for shard in shards:
                 shard.converts = converts
             self._into.wanted += shards
-        if self._made:
+        if self._inexact_masters:
             self._into.notes.append(
-                f"{self._kind}: the checkpoint has no master weights of {len(self._made)} parameters "
-                f"({self._made[0]}, ...): they are made of its weights in low precision"
+                f"{self._kind}: the checkpoint has no master weights of {len(self._inexact_masters)} parameters "
+                f"({self._inexact_masters[0]}, ...): they are made of its weights in low precision"
             )
 
 
-def _same_memory(one: Run, other: Run) -> bool:
-    """Whether the master weights are the weights (stage 3 in full precision)."""
-    if one.data.dtype != other.data.dtype:
+def _is_same_memory(weight: Fragment, master: Fragment) -> bool:
+    """Tell whether the master weights are the weights (stage 3 in full precision)."""
+    if weight.data.dtype != master.data.dtype:
         return False
-    size = one.data.element_size()
-    return one.data.data_ptr() + one.first * size == other.data.data_ptr() + other.first * size
+    size = weight.data.element_size()
+    return weight.data.data_ptr() + weight.first * size == master.data.data_ptr() + master.first * size

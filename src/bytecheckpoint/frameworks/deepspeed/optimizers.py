@@ -1,7 +1,7 @@
-"""Optimizers inside an engine: state, master weights and settings by original parameter.
+"""Optimizers of an engine: state, master weights and settings by original parameter.
 
-ZeRO gives the optimizer flat tensors, of which each rank steps its own; the optimizer is shown to the ordinary code as a
-view by original parameters (see `flat_optimizers`).
+ZeRO gives the inner optimizer flat tensors, and each rank steps its own. An optimizer view shows original parameters to
+the ordinary code (see `frameworks.optimizers.flat_capture`).
 """
 
 from __future__ import annotations
@@ -16,85 +16,79 @@ from torch.optim import Optimizer
 from bytecheckpoint.errors import UsageError
 from bytecheckpoint.frameworks.base import Destination, SavedStates
 from bytecheckpoint.frameworks.deepspeed.partitions import (
-    Flat,
-    Run,
-    is_replica,
-    link_state,
-    shape_of,
-    unflattened,
-    zero_flats,
+    FlatPartition,
+    Fragment,
+    flat_partitions,
+    full_shape,
+    has_unfused_masters,
+    is_pipeline_replica,
+    link_hp_state,
 )
-from bytecheckpoint.frameworks.flat_optimizers import Member, Part, Words, capture_members
-from bytecheckpoint.frameworks.flat_restore import load_members
-from bytecheckpoint.frameworks.irregular import WHOLE, fragment_shards
-from bytecheckpoint.frameworks.masters import MASTER
-from bytecheckpoint.frameworks.optimizers import NOT_HYPERPARAMETERS, ParameterNames
-from bytecheckpoint.frameworks.views import optimizer_view, stand_in
+from bytecheckpoint.frameworks.optimizers.flat_capture import capture_flat_tensors
+from bytecheckpoint.frameworks.optimizers.flat_restore import load_flat_tensors
+from bytecheckpoint.frameworks.optimizers.flat_tensors import ErrorAdvice, FlatOptimizerTensor
+from bytecheckpoint.frameworks.optimizers.master_weights import MASTER
+from bytecheckpoint.frameworks.optimizers.names import NOT_HYPERPARAMETERS, ParameterNames
+from bytecheckpoint.frameworks.optimizers.view import optimizer_view, placeholder_parameter
+from bytecheckpoint.frameworks.tensors.flat_ranges import WHOLE_TENSOR, FlatRange, ParameterRange, flat_range_shards
 from bytecheckpoint.representation.shards import LiveState, TensorKey
 
-__all__ = ["WrappedOptimizer", "capture_wrapped", "load_wrapped"]
+__all__ = ["EngineOptimizer", "capture_engine_optimizer", "load_engine_optimizer"]
 
-_WORDS = Words(
+_WORDS = ErrorAdvice(
     framework="ZeRO",
-    unsplit="use an optimizer with one value per element",
-    unfit="load it into an engine without ZeRO, or into fully_shard (FSDP2)",
-    joined="ZeRO steps a param group as one: give them groups of their own",
+    on_save="use an optimizer with one value per element",
+    on_load="load it into an engine without ZeRO, or into fully_shard (FSDP2)",
+    on_difference="ZeRO steps a param group as one: give them groups of their own",
 )
-# Of a group of FusedAdam: how many steps state that is made from now on has had; and what makes a group one of experts.
+# Not hyperparameters: FusedAdam's number of steps for state yet to be made, and the mark of a group of experts.
 _BOOKKEEPING = frozenset({"step", "moe"})
 
 
 @dataclass(slots=True, kw_only=True)
-class _ZeroMember(Member):
-    """A flat tensor of ZeRO.
-
-    ZeRO steps a parameter that has no gradient too, with a gradient of zeros.
-    """
+class _ZeroMember(FlatOptimizerTensor):
+    """A flat tensor of ZeRO. ZeRO also steps a parameter without a gradient, with a gradient of zeros."""
 
     def state(self) -> Mapping[Any, Any]:
-        """The live state, in the form of torch's optimizers: DeepSpeed's own count steps in plain numbers."""
-        own = Member.state(self)
+        """Return the live state as torch's optimizers have it: DeepSpeed's own count steps in plain numbers."""
+        own = FlatOptimizerTensor.state(self)
         if type(own.get("step")) is int:
             return {**own, "step": torch.tensor(float(own["step"]))}
         return own
 
     def install(self, state: Mapping[Any, Any]) -> None:
-        """Make `state` the live state, in the form that the optimizer has it."""
+        """Make `state` the live state, with the step as the optimizer has it."""
         step = state.get("step")
-        if isinstance(step, torch.Tensor) and _counts_in_numbers(self.optimizer):
+        if isinstance(step, torch.Tensor) and type(self.optimizer).__module__.startswith("deepspeed."):
             state = {**state, "step": int(step)}
-        Member.install(self, state)
+        FlatOptimizerTensor.install(self, state)
 
-    def leaves(self, slot: str, saved_types: set[str]) -> bool:
-        """Master weights are filled with the weights, by `load_zero_modules`."""
+    def skips_slot(self, slot: str, saved_types: set[str]) -> bool:
+        """Leave out master weights: `load_zero_modules` fills them with the weights."""
         return slot == MASTER
 
     @property
-    def steps_stateless(self) -> bool:
-        """True: what had no state goes on from zeros."""
+    def zeroes_missing_state(self) -> bool:
+        """True: a parameter without saved state goes on from zeros."""
         return True
 
 
-def _counts_in_numbers(optimizer: Optimizer) -> bool:
-    return type(optimizer).__module__.startswith("deepspeed.")
-
-
-class WrappedOptimizer:
-    """What stands behind an engine's optimizer.
+class EngineOptimizer:
+    """An engine's optimizer, with the fragments of all parameters in it.
 
     Args:
         kind: name of the state.
-        wrapper: the optimizer.
-        names: of all parameters of the states.
+        wrapper: the engine's optimizer.
+        names: of all parameters in the states.
 
     Attributes:
-        wrapper: the optimizer.
-        base: the one that it steps.
-        flats: the flat tensors; empty where each parameter has a master weight of its own.
-        masters: id of a parameter -> its master weights here, where there are any.
+        wrapper: the engine's optimizer.
+        base: the optimizer that it wraps.
+        partitions: the flat tensors; empty where each parameter has a master weight of its own.
+        masters: id of a parameter -> this rank's master weights of it.
 
     Raises:
-        UsageError: it has a parameter that no module in the states has.
+        UsageError: it has a parameter that is in no module in the states.
     """
 
     def __init__(self, kind: str, wrapper: Any, names: ParameterNames) -> None:
@@ -102,122 +96,133 @@ class WrappedOptimizer:
         self.wrapper = wrapper
         self.base: Optimizer = wrapper.optimizer
         self.names = names
-        self.masters: dict[int, Run] = {}
-        self.flats: list[Flat] = []
-        if unflattened(wrapper):
-            for low, high in self._pairs():
-                self._named(low)
-                self.masters[id(low)] = Run(high.detach(), 0, 0, high.numel())
+        self.masters: dict[int, Fragment] = {}
+        self.partitions: list[FlatPartition] = []
+        if has_unfused_masters(wrapper):
+            for weight, master in self._unfused_pairs():
+                self._name_of(weight)
+                self.masters[id(weight)] = Fragment(master.detach(), 0, 0, master.numel())
             return
-        self.flats = zero_flats(wrapper)
-        for flat in self.flats:
-            for parameter, run in flat.runs:
-                self._named(parameter)
-                self.masters[id(parameter)] = replace(run, data=run.data.detach())
+        self.partitions = flat_partitions(wrapper)
+        for partition in self.partitions:
+            for parameter, fragment in partition.fragments:
+                self._name_of(parameter)
+                self.masters[id(parameter)] = replace(fragment, data=fragment.data.detach())
 
-    def _pairs(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """(parameter, its master weight), where each has its own."""
-        for lows, highs in zip(self.wrapper.fp16_groups, self.wrapper.fp32_groups, strict=True):
-            yield from zip(lows, highs, strict=True)
+    def _unfused_pairs(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield (parameter, its master weight), where each parameter has its own."""
+        for weights, masters in zip(self.wrapper.fp16_groups, self.wrapper.fp32_groups, strict=True):
+            yield from zip(weights, masters, strict=True)
 
-    def _named(self, parameter: torch.Tensor) -> tuple[str, tuple[str, ...]]:
+    def _name_of(self, parameter: torch.Tensor) -> tuple[str, tuple[str, ...]]:
         found = self.names.by_id.get(id(parameter))
         if found is None:
             raise UsageError(
-                f"{self.kind}: {type(self.wrapper).__name__} has a parameter of shape {shape_of(parameter)} that is in"
+                f"{self.kind}: {type(self.wrapper).__name__} has a parameter of shape {full_shape(parameter)} that is in"
                 " none of the modules in the states: put the engine, or its module, beside its optimizer"
             )
         return found
 
-    def part(self, parameter: torch.Tensor, run: Run) -> Part:
-        """One parameter of a flat tensor."""
-        fqn, aliases = self._named(parameter)
-        held = run.count > 0 and not is_replica(parameter)
-        shape = shape_of(parameter)
-        return Part(fqn, list(aliases), shape, run.start, run.first, run.count, held, WHOLE, parameter.requires_grad)
+    def part(self, parameter: torch.Tensor, fragment: Fragment) -> ParameterRange:
+        """Return the description of one parameter in a flat tensor."""
+        fqn, aliases = self._name_of(parameter)
+        held = fragment.count > 0 and not is_pipeline_replica(parameter)
+        start, first, count = fragment.start, fragment.first, fragment.count
+        shape = full_shape(parameter)
+        return ParameterRange(
+            fqn, list(aliases), shape, start, first, count, held, WHOLE_TENSOR, parameter.requires_grad
+        )
 
-    def view(self, *, saves: bool) -> tuple[Optimizer, ParameterNames, list[Member]]:
-        """The optimizer by original parameters, the names of these, and the flat tensors.
+    def view(self, *, saves: bool) -> tuple[Optimizer, ParameterNames, list[FlatOptimizerTensor]]:
+        """Return the optimizer by original parameters, the names of these, and the flat tensors.
 
         Args:
-            saves: for a save. The view's type is written into the checkpoint, and says that master weights are not those
-                of a plain optimizer.
+            saves: the view is for a save. Its type, which is written into the checkpoint, then names the wrapper too: it
+                tells that the master weights are not state of a plain optimizer.
         """
         name = type(self.base).__name__
         view = optimizer_view(f"{type(self.wrapper).__name__}({name})" if saves else name)
         for group in self.base.param_groups:
-            view.param_groups.append({**_settings(group), "params": []})
-        if not self.flats:
-            return view, self._view_of_pairs(view, saves=saves), []
+            view.param_groups.append({**_hyperparameters(group), "params": []})
+        if not self.partitions:
+            return view, self._fill_unfused_view(view, saves=saves), []
         by_id: dict[int, tuple[str, tuple[str, ...]]] = {}
-        members: list[Member] = []
-        for number, flat in enumerate(self.flats):
-            parts = [self.part(parameter, run) for parameter, run in flat.runs]
+        members: list[FlatOptimizerTensor] = []
+        for number, partition in enumerate(self.partitions):
+            parts = [self.part(parameter, fragment) for parameter, fragment in partition.fragments]
             member = _ZeroMember(
-                optimizer=flat.optimizer,
+                optimizer=partition.optimizer,
                 view=view,
-                parameter=flat.data,
-                parts=parts,
+                tensor=partition.data,
+                ranges=parts,
                 joined=True,
-                local_shape=tuple(flat.data.shape),
-                where=f"flat tensor {number} (param group {flat.group})",
-                words=_WORDS,
+                local_shape=tuple(partition.data.shape),
+                description=f"flat tensor {number} (param group {partition.group})",
+                advice=_WORDS,
             )
-            near = stand_in((), flat.data, requires_grad=False)
+            scalar = placeholder_parameter((), partition.data, requires_grad=False)
             for part in parts:
-                whole = stand_in(part.shape, near, requires_grad=part.requires_grad)
-                member.stand_ins.append(whole)
-                by_id[id(whole)] = part.named
-                view.param_groups[flat.group]["params"].append(whole)
+                placeholder = placeholder_parameter(part.shape, scalar, requires_grad=part.requires_grad)
+                member.placeholders.append(placeholder)
+                by_id[id(placeholder)] = part.parameter_name
+                view.param_groups[partition.group]["params"].append(placeholder)
             members.append(member)
         return view, ParameterNames(by_id), members
 
-    def _view_of_pairs(self, view: Optimizer, *, saves: bool) -> ParameterNames:
-        """Fill a view whose parameters are the master weights themselves."""
+    def _fill_unfused_view(self, view: Optimizer, *, saves: bool) -> ParameterNames:
+        """Fill a view whose parameters are the master weights themselves; return their names."""
         for own, group in zip(self.base.param_groups, view.param_groups, strict=True):
             group["params"] = list(own["params"])
         view.state = self.base.state
         if saves:
-            state: Any = {high: {**self.base.state.get(high, {}), MASTER: high.detach()} for _, high in self._pairs()}
+            state: Any = {
+                master: {**self.base.state.get(master, {}), MASTER: master.detach()}
+                for _, master in self._unfused_pairs()
+            }
             view.state = state
-        return ParameterNames({id(high): self._named(low) for low, high in self._pairs()})
+        return ParameterNames({id(master): self._name_of(weight) for weight, master in self._unfused_pairs()})
 
-    def hand_back(self, view: Optimizer) -> None:
-        """Put the settings of the view's groups into the optimizer's own, after its state has been installed."""
+    def write_back(self, view: Optimizer) -> None:
+        """Copy the view's settings into the live optimizer, after its state was installed."""
         for own, group in zip(self.base.param_groups, view.param_groups, strict=True):
-            own.update(_settings(group))
-        link_state(self.wrapper, self.flats)
+            own.update(_hyperparameters(group))
+        link_hp_state(self.wrapper, self.partitions)
 
 
-def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Hyperparameters; the name of a group of experts says which ranks share it."""
-    left = _BOOKKEEPING | {"name"} if group.get("moe") else _BOOKKEEPING
-    return {key: value for key, value in group.items() if key not in NOT_HYPERPARAMETERS and key not in left}
+def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
+    # The name of a group of experts says which ranks share it: layout, not a setting.
+    excluded = _BOOKKEEPING | {"name"} if group.get("moe") else _BOOKKEEPING
+    return {key: value for key, value in group.items() if key not in NOT_HYPERPARAMETERS and key not in excluded}
 
 
-def capture_wrapped(wrapped: WrappedOptimizer) -> LiveState:
-    """The shards and values of an engine's optimizer.
+def capture_engine_optimizer(optimizer: EngineOptimizer) -> LiveState:
+    """Return the shards and values of an engine's optimizer.
 
     Raises:
         UsageError: state is neither one value per element nor one value; names it.
     """
-    view, names, members = wrapped.view(saves=True)
-    state = capture_members(wrapped.kind, [view], names, members)
-    fragments = []
-    for flat in wrapped.flats:
-        for parameter, run in flat.runs:
-            # A model in full precision needs no copies beside it.
-            part = wrapped.part(parameter, run)
-            if part.held and flat.data.dtype != parameter.dtype:
-                fragment = part.fragment(TensorKey(wrapped.kind, part.fqn, MASTER), flat.data.detach(), run.first)
-                fragment.requires_grad = False
-                fragments.append(fragment)
-    state.shards += fragment_shards(fragments)
+    view, names, members = optimizer.view(saves=True)
+    state = capture_flat_tensors(optimizer.kind, [view], names, members)
+    masters: list[FlatRange] = []
+    for partition in optimizer.partitions:
+        for parameter, fragment in partition.fragments:
+            part = optimizer.part(parameter, fragment)
+            # The master weights of a model in full precision are its weights, which are saved already.
+            if part.owned and partition.data.dtype != parameter.dtype:
+                key = TensorKey(optimizer.kind, part.fqn, MASTER)
+                master = part.flat_range(key, partition.data.detach(), fragment.first)
+                master.requires_grad = False
+                masters.append(master)
+    state.shards += flat_range_shards(masters)
     return state
 
 
-def load_wrapped(wrapped: WrappedOptimizer, saved: SavedStates, into: Destination, *, strict: bool) -> None:
-    """Plan the load of an engine's optimizer, but for its master weights; see `load_members` for what is raised."""
-    view, names, members = wrapped.view(saves=False)
-    load_members(wrapped.kind, [view], names, members, saved, into, strict=strict)
-    into.finish.append(lambda: wrapped.hand_back(view))
+def load_engine_optimizer(optimizer: EngineOptimizer, saved: SavedStates, into: Destination, *, strict: bool) -> None:
+    """Plan the load of an engine's optimizer, master weights excepted.
+
+    Raises:
+        IncompatibleCheckpointError: as in `load_flat_tensors`.
+    """
+    view, names, members = optimizer.view(saves=False)
+    load_flat_tensors(optimizer.kind, [view], names, members, saved, into, strict=strict)
+    into.finish.append(lambda: optimizer.write_back(view))

@@ -1,9 +1,9 @@
-"""What ZeRO says about its partitions: which run of which parameter this rank holds, and where.
+"""ZeRO's partitions: which elements of which parameter this rank holds, and in which tensor.
 
-Stages 1 and 2 string the parameters of a group together, cut the string into equal partitions, and keep the master
-weights of one on each rank; every parameter knows its run (`_hp_mapping`). Stage 3 cuts each parameter by itself,
-row-major, and strings the runs of a sub-group together. So nothing needs to be gathered to know what a rank has. This is
-the only module that reads the attributes behind that.
+Stages 1 and 2 flatten the parameters of a group into one tensor, cut it into equal partitions, and keep the master
+weights of one partition on each rank; each parameter knows its fragment (`_hp_mapping`). Stage 3 partitions each
+parameter by itself, row-major, and joins the partitions of a sub-group. So no rank needs to gather anything to know what
+it holds. This is the only module that reads the attributes behind that.
 """
 
 from __future__ import annotations
@@ -18,35 +18,35 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from bytecheckpoint.errors import UsageError
-from bytecheckpoint.frameworks.deepspeed.installed import loaded
+from bytecheckpoint.frameworks.deepspeed.versions import imported
 
 __all__ = [
-    "Flat",
-    "Run",
-    "agrees",
-    "forget_copies",
-    "gathered",
-    "is_replica",
-    "is_sharded",
-    "link_state",
-    "master_run",
-    "optimizer_behind",
-    "shape_of",
-    "shard_run",
-    "unflattened",
-    "zero_flats",
+    "FlatPartition",
+    "Fragment",
+    "drop_secondary_partition",
+    "flat_partitions",
+    "full_shape",
+    "gathered_weight",
+    "has_unfused_masters",
+    "is_pipeline_replica",
+    "is_zero3_param",
+    "link_hp_state",
+    "master_fragment",
+    "masters_match_weights",
+    "weight_fragment",
+    "zero3_optimizer_of",
 ]
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """Consecutive elements of a parameter, row-major.
+class Fragment:
+    """Consecutive elements of a parameter, in row-major order.
 
     Attributes:
-        data: 1-D memory that holds them; of the parameter's shape where it is whole by itself.
-        start: number of the first element.
-        first: its place in `data`.
-        count: how many there are; 0 where this rank has none.
+        data: 1-D memory that holds them; a tensor of the parameter's shape if it holds the whole parameter.
+        start: number of the first element in the parameter.
+        first: its position in `data`.
+        count: number of elements; 0: this rank has none.
     """
 
     data: torch.Tensor
@@ -56,195 +56,201 @@ class Run:
 
 
 @dataclass(slots=True)
-class Flat:
-    """One flat tensor that the optimizer inside steps.
+class FlatPartition:
+    """One flat tensor that the inner optimizer steps.
 
     Attributes:
-        data: the tensor itself: the optimizer's key.
-        optimizer: what steps it; with partial offload some sub-groups have another one than the rest.
-        group: number of its param group there.
-        runs: the parameters behind it, and what it has of each.
+        data: the tensor; the optimizer's state is under it.
+        optimizer: the optimizer that steps it; with partial offload some sub-groups have another one than the rest.
+        group: index of its param group.
+        fragments: the parameters behind it, with what it holds of each.
     """
 
     data: torch.Tensor
     optimizer: Optimizer
     group: int
-    runs: list[tuple[torch.Tensor, Run]]
+    fragments: list[tuple[torch.Tensor, Fragment]]
 
 
-def is_sharded(parameter: torch.Tensor) -> bool:
-    """Whether stage 3 has divided `parameter`: it is empty but while it is gathered."""
+def is_zero3_param(parameter: torch.Tensor) -> bool:
+    """Tell whether stage 3 partitions `parameter`, which is then empty unless it is gathered."""
     return "ds_id" in vars(parameter)
 
 
-def shape_of(parameter: torch.Tensor) -> tuple[int, ...]:
-    """Shape of the whole parameter."""
-    shape: Any = parameter.ds_shape if is_sharded(parameter) else parameter.shape  # type: ignore[attr-defined]
+def full_shape(parameter: torch.Tensor) -> tuple[int, ...]:
+    """Return the shape of the whole parameter."""
+    shape: Any = parameter.ds_shape if is_zero3_param(parameter) else parameter.shape  # type: ignore[attr-defined]
     return tuple(shape)
 
 
-def is_replica(parameter: torch.Tensor) -> bool:
-    """Whether a tied parameter of a pipeline has its owner in another stage, which divides it in its own way."""
+def is_pipeline_replica(parameter: torch.Tensor) -> bool:
+    """Tell whether another pipeline stage owns this tied parameter; that stage partitions it in its own way."""
     return bool(vars(parameter).get("ds_pipe_replicated", False))
 
 
-def shard_run(where: str, parameter: Any) -> Run:
-    """What this rank holds of a parameter of stage 3, whether or not it is gathered just now.
+def weight_fragment(where: str, parameter: Any) -> Fragment:
+    """Return this rank's partition of a stage 3 parameter, gathered or not.
 
     Raises:
-        UsageError: the shard is not in memory, or the parameter is being gathered.
+        UsageError: the partition is not in memory, or the parameter is being gathered.
     """
-    shard = parameter.ds_tensor
+    partition = parameter.ds_tensor
     if parameter.ds_status.name == "INFLIGHT":
         raise UsageError(f"{where} is being gathered by ZeRO: save and load between steps")
-    if shard is None or shard.status.name != "AVAILABLE" or shard.final_location == "nvme":
+    if partition is None or partition.status.name != "AVAILABLE" or partition.final_location == "nvme":
         raise UsageError(
             f"{where} is not in memory (ZeRO keeps it on NVMe), which is not supported: offload to the CPU, or not at all"
         )
-    return Run(shard.detach().view(-1), *_stretch(parameter, int(shard.ds_numel)))
+    return Fragment(partition.detach().view(-1), *_zero3_range(parameter, int(partition.ds_numel)))
 
 
-def _stretch(parameter: Any, size: int) -> tuple[int, int, int]:
-    """(first element, place, count) of the partition of `size` elements of this rank; the last ones are padded."""
+def _zero3_range(parameter: Any, size: int) -> tuple[int, int, int]:
+    """Return (start, first, count) of this rank's partition of `size` elements; the last partitions have padding."""
     start = dist.get_rank(parameter.ds_process_group) * size
     count = min(int(parameter.ds_numel) - start, size)
     return (start, 0, count) if count > 0 else (0, 0, 0)
 
 
-def gathered(parameter: Any) -> torch.Tensor | None:
-    """The whole of a parameter of stage 3, where it is kept gathered; a load has to fill it too."""
+def gathered_weight(parameter: Any) -> torch.Tensor | None:
+    """Return the whole of a stage 3 parameter that is kept gathered, which a load has to fill too; else None."""
     if parameter.ds_status.name != "AVAILABLE":
         return None
-    whole: torch.Tensor = parameter.data
-    return whole if tuple(whole.shape) == shape_of(parameter) else None
+    weight: torch.Tensor = parameter.data
+    return weight if tuple(weight.shape) == full_shape(parameter) else None
 
 
-def forget_copies(parameter: Any) -> None:
-    """After the shard of a parameter has changed: drop the second partition (hierarchical ZeRO), made of old values."""
+def drop_secondary_partition(parameter: Any) -> None:
+    """Drop the secondary partition (hierarchical ZeRO), which holds old values once the primary one has changed."""
     if getattr(parameter, "ds_secondary_tensor", None) is not None:
         parameter.ds_secondary_tensor = None
 
 
-def master_run(parameter: Any) -> Run | None:
-    """The master weights of `parameter` that this rank steps, or None where ZeRO keeps none of it.
+def master_fragment(parameter: Any) -> Fragment | None:
+    """Return the master weights of `parameter` that this rank steps, by the parameter's own links; None: no such link.
 
-    As the parameter itself tells; see `agrees`.
+    See `masters_match_weights` for how far the links can be trusted.
     """
-    known = vars(parameter)
-    if is_sharded(parameter):
-        wrapper = known.get("_z3_optimizer")
+    attributes = vars(parameter)
+    if is_zero3_param(parameter):
+        wrapper = attributes.get("_z3_optimizer")
         place = None if wrapper is None else wrapper.grad_position.get(wrapper.get_param_id(parameter))
         if place is None:
             return None
         sub_group, first, size = place
-        start, _, count = _stretch(parameter, size)
-        return Run(wrapper.fp32_partitioned_groups_flat[sub_group].detach(), start, first, count)
-    mapping = known.get("_hp_mapping")
+        start, _, count = _zero3_range(parameter, size)
+        return Fragment(wrapper.fp32_partitioned_groups_flat[sub_group].detach(), start, first, count)
+    mapping = attributes.get("_hp_mapping")
     if mapping is None:
         return None
-    return Run(mapping.hp_fragment.detach(), mapping.lp_fragment_address.start, 0, mapping.lp_fragment_address.numel)
+    lp_address = mapping.lp_fragment_address
+    return Fragment(mapping.hp_fragment.detach(), lp_address.start, 0, lp_address.numel)
 
 
-def agrees(parameter: torch.Tensor, run: Run) -> bool:
-    """Whether `run` are the master weights of `parameter`, of which this rank has all elements.
+def masters_match_weights(parameter: torch.Tensor, master: Fragment) -> bool:
+    """Tell whether `master`, rounded, equals the weights of `parameter`, which this rank holds whole.
 
-    They are linked wrongly in some settings (round-robin gradients), and then have other values.
+    DeepSpeed links wrong fragments in some settings (round-robin gradients); these have other values.
     """
-    low = parameter.detach().reshape(-1)[run.start : run.start + run.count]
-    high = run.data[run.first : run.first + run.count].to(low.dtype)
+    low = parameter.detach().reshape(-1)[master.start : master.start + master.count]
+    high = master.data[master.first : master.first + master.count].to(low.dtype)
     return torch.allclose(high, low, rtol=0, atol=0, equal_nan=True)
 
 
-def optimizer_behind(parameter: torch.Tensor) -> Any:
-    """The optimizer of stage 3 that divides `parameter`; None for other stages, which leave no link."""
+def zero3_optimizer_of(parameter: torch.Tensor) -> Any:
+    """Return the stage 3 optimizer that partitions `parameter`; None for other stages, which leave no link."""
     return vars(parameter).get("_z3_optimizer")
 
 
-def unflattened(wrapper: Any) -> bool:
-    """Whether each parameter has a master weight of its own, whole on every rank (float16 without ZeRO)."""
-    kind = loaded("runtime.fp16.unfused_optimizer", "FP16_UnfusedOptimizer")
-    return kind is not None and isinstance(wrapper, kind)
+def has_unfused_masters(wrapper: Any) -> bool:
+    """Tell whether each parameter has a whole master weight of its own on every rank (float16 without ZeRO)."""
+    unfused = imported("runtime.fp16.unfused_optimizer", "FP16_UnfusedOptimizer")
+    return unfused is not None and isinstance(wrapper, unfused)
 
 
-def zero_flats(wrapper: Any) -> list[Flat]:
-    """The flat tensors that `wrapper` has the optimizer inside step."""
+def flat_partitions(wrapper: Any) -> list[FlatPartition]:
+    """Return the flat tensors that the optimizer inside `wrapper` steps on this rank."""
     base: Optimizer = wrapper.optimizer
     if hasattr(wrapper, "fp32_partitioned_groups_flat"):
         return list(_sub_groups(wrapper))
     groups: Sequence[Sequence[torch.Tensor]]
     flats: Sequence[torch.Tensor]
-    divided: Sequence[Any] | None = None  # by groups of ranks; None: whole on every rank
-    places: Sequence[Mapping[int, int]] | None = None
+    process_groups: Sequence[Any] | None = None  # that partition each group; None: whole on every rank
+    offsets: Sequence[Mapping[int, int]] | None = None
     if hasattr(wrapper, "single_partition_of_fp32_groups"):
         groups, flats = wrapper.bit16_groups, wrapper.single_partition_of_fp32_groups
-        divided = wrapper.real_dp_process_group
-        # `_hp_mapping` is wrong in some settings: it takes the parameters to be strung together in their own order.
-        places = [
-            {id(p): int(place) for p, place in zip(strung, offsets, strict=True)}
-            for strung, offsets in zip(wrapper.round_robin_bit16_groups, wrapper.round_robin_bit16_offsets, strict=True)
+        process_groups = wrapper.real_dp_process_group
+        # `_hp_mapping` is wrong in some settings: it assumes that the parameters are flattened in their own order.
+        offsets = [
+            {id(p): int(offset) for p, offset in zip(parameters, own, strict=True)}
+            for parameters, own in zip(wrapper.round_robin_bit16_groups, wrapper.round_robin_bit16_offsets, strict=True)
         ]
     elif hasattr(wrapper, "fp32_groups_flat_partition"):
-        groups, flats, divided = wrapper.bf16_groups, wrapper.fp32_groups_flat_partition, wrapper.real_dp_process_group
+        groups, flats = wrapper.bf16_groups, wrapper.fp32_groups_flat_partition
+        process_groups = wrapper.real_dp_process_group
     else:
         groups, flats = wrapper.fp16_groups, wrapper.fp32_groups_flat
     return [
-        Flat(
+        FlatPartition(
             flat,
             base,
-            _group_of(base, flat),
-            _strung(
+            _param_group_index(base, flat),
+            _fragments(
                 flat,
                 group,
-                _in_order(group) if places is None else places[number],
-                0 if divided is None else dist.get_rank(divided[number]) * flat.numel(),
+                _offsets_in_order(group) if offsets is None else offsets[number],
+                0 if process_groups is None else dist.get_rank(process_groups[number]) * flat.numel(),
             ),
         )
         for number, (flat, group) in enumerate(zip(flats, groups, strict=True))
     ]
 
 
-def _in_order(group: Sequence[torch.Tensor]) -> dict[int, int]:
-    """id of each parameter -> its place when all are strung together."""
+def _offsets_in_order(group: Sequence[torch.Tensor]) -> dict[int, int]:
+    """Return id of each parameter -> its offset when all are flattened in their order."""
     ends = accumulate(p.numel() for p in group)
     return {id(p): end - p.numel() for p, end in zip(group, ends, strict=True)}
 
 
-def _strung(
-    flat: torch.Tensor, group: Sequence[torch.Tensor], places: Mapping[int, int], begin: int
-) -> list[tuple[torch.Tensor, Run]]:
-    """What `flat`, which begins at `begin` of all parameters strung together, has of each."""
-    runs = []
+def _fragments(
+    flat: torch.Tensor, group: Sequence[torch.Tensor], offsets: Mapping[int, int], partition_start: int
+) -> list[tuple[torch.Tensor, Fragment]]:
+    """Return what the partition `flat`, which begins at `partition_start` of the flattened group, holds of each."""
+    fragments = []
     for parameter in group:
-        place = places[id(parameter)]
-        low, high = max(place, begin), min(place + parameter.numel(), begin + flat.numel())
-        runs.append((parameter, Run(flat, low - place, low - begin, high - low) if low < high else Run(flat, 0, 0, 0)))
-    return runs
+        offset = offsets[id(parameter)]
+        low = max(offset, partition_start)
+        high = min(offset + parameter.numel(), partition_start + flat.numel())
+        found = low < high
+        place = (low - offset, low - partition_start, high - low) if found else (0, 0, 0)
+        fragments.append((parameter, Fragment(flat, *place)))
+    return fragments
 
 
-def link_state(wrapper: Any, flats: Sequence[Flat]) -> None:
-    """After optimizer state was replaced: let each parameter know its part of the new tensors (stages 1 and 2).
+def link_hp_state(wrapper: Any, partitions: Sequence[FlatPartition]) -> None:
+    """Link each parameter to its part of new optimizer state (stages 1 and 2).
 
-    What DeepSpeed does after the first step, and will do then where there is no state yet.
+    DeepSpeed links after the first step. It does so itself if there is no state yet.
     """
     if hasattr(wrapper, "_lazy_init_hp_params_optimizer_state"):
         wrapper._hp_optimizer_states_linked = False
-        if all(flat.optimizer.state.get(flat.data) for flat in flats):
+        if all(partition.optimizer.state.get(partition.data) for partition in partitions):
             wrapper._lazy_init_hp_params_optimizer_state()
 
 
-def _sub_groups(wrapper: Any) -> Iterator[Flat]:
+def _sub_groups(wrapper: Any) -> Iterator[FlatPartition]:
+    """Yield the partitions of stage 3, one per sub-group."""
     devices = getattr(wrapper, "subgroup_to_device", {})
     for number, (flat, group) in enumerate(zip(wrapper.fp32_partitioned_groups_flat, wrapper.fp16_groups, strict=True)):
-        first, runs = 0, []
+        first, fragments = 0, []
         for parameter in group:
             size = int(parameter.ds_tensor.ds_numel)
-            start, _, count = _stretch(parameter, size)
-            runs.append((parameter, Run(flat, start, first if count else 0, count)))
+            start, _, count = _zero3_range(parameter, size)
+            fragments.append((parameter, Fragment(flat, start, first if count else 0, count)))
             first += size
-        # Offloaded but for a share of the sub-groups, which torch's AdamW steps on the accelerator.
+        # With partial offload a share of the sub-groups stays on the accelerator, stepped by torch's AdamW.
         optimizer = wrapper.optimizer if devices.get(number, "cpu") == "cpu" else wrapper.backup_optimizer
-        yield Flat(flat, optimizer, int(wrapper.sub_group_to_group_id[number]), runs)
+        yield FlatPartition(flat, optimizer, int(wrapper.sub_group_to_group_id[number]), fragments)
 
 
-def _group_of(base: Optimizer, flat: torch.Tensor) -> int:
+def _param_group_index(base: Optimizer, flat: torch.Tensor) -> int:
     return next(i for i, group in enumerate(base.param_groups) if any(p is flat for p in group["params"]))

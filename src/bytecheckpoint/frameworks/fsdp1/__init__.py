@@ -1,1 +1,1 @@
-"""FSDP1, torch.distributed.fsdp.FullyShardedDataParallel: flat parameters as the original ones they are made of."""
+"""FSDP1, torch.distributed.fsdp.FullyShardedDataParallel: flat parameters as the original parameters in them."""

@@ -1,4 +1,4 @@
-"""The FSDP1 adapter: ordinary PyTorch, but for flat parameters."""
+"""The adapter of FSDP1: native PyTorch except for flat parameters."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ from torch import nn
 from torch.optim import Optimizer
 
 from bytecheckpoint.errors import UsageError
-from bytecheckpoint.frameworks.base import Destination, Names, SavedStates
-from bytecheckpoint.frameworks.fsdp1.flats import find_fsdp1
+from bytecheckpoint.frameworks.base import Destination, SavedStates, UserNames
+from bytecheckpoint.frameworks.fsdp1.detection import find_fsdp1
 from bytecheckpoint.frameworks.fsdp1.modules import capture_flat_modules, load_flat_modules, scan_flat_modules
-from bytecheckpoint.frameworks.fsdp1.optimizers import FlatTable, capture_flat_optimizers, load_flat_optimizers
-from bytecheckpoint.frameworks.native import NativeFramework, Scan, layout_in_words
-from bytecheckpoint.frameworks.optimizers import as_optimizers
+from bytecheckpoint.frameworks.fsdp1.optimizers import FlatParameterTable, capture_flat_optimizers, load_flat_optimizers
+from bytecheckpoint.frameworks.native import NativeFramework, Scan, describe_layout
+from bytecheckpoint.frameworks.optimizers.names import as_optimizers
 from bytecheckpoint.representation.shards import LiveState
 
 __all__ = ["FSDP1Framework"]
 
 
 class FSDP1Framework(NativeFramework):
-    """FullyShardedDataParallel of any strategy, wrapping and setting of use_orig_params.
+    """The adapter of FullyShardedDataParallel, with any strategy, wrapping and use_orig_params.
 
-    Flat parameters and their optimizer state are saved as boxes of the original parameters, from where they lie: no
-    state_dict, no gathering, no communication.
+    It saves flat parameters and their optimizer state as boxes of the original parameters, in place: no state_dict, no
+    gathering, no communication.
     """
 
     name = "fsdp1"
 
     def matches(self, states: Mapping[str, object]) -> bool:
-        """Whether a module in `states` is, or contains, an FSDP1 unit, or an optimizer holds parameters of one."""
+        """Return whether `states` contain an FSDP1 unit, or an optimizer that holds parameters of one."""
         return bool(find_fsdp1(states))
 
-    def _scan(self, states: Mapping[str, object], names: Names | None) -> Scan:
+    def _scan(self, states: Mapping[str, object], names: UserNames | None) -> Scan:
         scan = super()._scan(states, names)
         for kind, value in states.items():
             if kind in scan.modules or as_optimizers(kind, value) is not None:
@@ -71,11 +71,11 @@ class FSDP1Framework(NativeFramework):
 
     def _layouts(self, kind: str, scan: Scan) -> Iterable[str]:
         found = scan.modules[kind]
-        yield from (layout_in_words(tensor.value) for tensor in found.rest.tensors)
+        yield from (describe_layout(tensor.value) for tensor in found.rest.tensors)
         yield from ("plain" for _ in found.buffers)
         for flat in found.flats:
-            yield from (flat.layout() for _ in flat.pieces)
+            yield from (flat.layout() for _ in flat.originals)
 
 
-def _table(scan: Scan) -> FlatTable:
-    return FlatTable.build([flat for found in scan.modules.values() for flat in found.flats])
+def _table(scan: Scan) -> FlatParameterTable:
+    return FlatParameterTable.build([flat for found in scan.modules.values() for flat in found.flats])

@@ -1,9 +1,7 @@
-"""Optimizers over FSDP1's parameters: their state and settings by original parameter.
+"""Optimizers over FSDP1's parameters: their state and hyperparameters by original parameter.
 
-An optimizer holds flat parameters (use_orig_params=False), or original ones of which this rank has a run of elements
-(True). Either way a view of the optimizer is made, whose parameters are stand-ins for the original ones: names, groups
-and plain values are then handled as for any optimizer. State that follows the elements is cut into fragments where it
-lies.
+An optimizer holds flat parameters (use_orig_params=False), or original ones of which this rank has a flat range (True).
+Either way it gets a view whose parameters are placeholders for the original ones (see `optimizers/flat_tensors.py`).
 """
 
 from __future__ import annotations
@@ -15,67 +13,70 @@ import torch
 from torch.optim import Optimizer
 
 from bytecheckpoint.errors import UsageError
-from bytecheckpoint.frameworks.base import Destination, SavedStates
-from bytecheckpoint.frameworks.flat_optimizers import Member, Words, capture_members
-from bytecheckpoint.frameworks.flat_restore import load_members
-from bytecheckpoint.frameworks.fsdp1.flats import Flat, Piece, is_flattened
-from bytecheckpoint.frameworks.optimizers import NOT_HYPERPARAMETERS, ParameterNames
-from bytecheckpoint.frameworks.views import optimizer_view, stand_in
+from bytecheckpoint.frameworks.base import Destination, ParameterName, SavedStates
+from bytecheckpoint.frameworks.fsdp1.detection import is_flattened
+from bytecheckpoint.frameworks.fsdp1.flat_parameters import FlatParameter, OriginalParameter
+from bytecheckpoint.frameworks.optimizers.flat_capture import capture_flat_tensors
+from bytecheckpoint.frameworks.optimizers.flat_restore import load_flat_tensors
+from bytecheckpoint.frameworks.optimizers.flat_tensors import ErrorAdvice, FlatOptimizerTensor
+from bytecheckpoint.frameworks.optimizers.names import NOT_HYPERPARAMETERS, ParameterNames
+from bytecheckpoint.frameworks.optimizers.view import optimizer_view, placeholder_parameter
 from bytecheckpoint.representation.shards import LiveState
 
-__all__ = ["FlatTable", "capture_flat_optimizers", "load_flat_optimizers"]
+__all__ = ["FlatParameterTable", "capture_flat_optimizers", "load_flat_optimizers"]
 
 
 @dataclass(slots=True)
-class FlatTable:
-    """What stands behind the parameters that an optimizer may hold, by their id.
+class FlatParameterTable:
+    """The parameters of FSDP1 that an optimizer may hold, by their id.
 
     Attributes:
-        whole: flat parameters.
-        pieces: original parameters of which this rank has a run of elements.
+        flat: flat parameters.
+        originals: original parameters of which this rank has a flat range.
         unsharded: original parameters that are whole on every rank (NO_SHARD).
     """
 
-    whole: dict[int, Flat] = field(default_factory=dict)
-    pieces: dict[int, tuple[Flat, Piece]] = field(default_factory=dict)
+    flat: dict[int, FlatParameter] = field(default_factory=dict)
+    originals: dict[int, tuple[FlatParameter, OriginalParameter]] = field(default_factory=dict)
     unsharded: set[int] = field(default_factory=set)
 
     @staticmethod
-    def build(flats: Sequence[Flat]) -> FlatTable:
-        """From all flat parameters of the modules in the states."""
-        table = FlatTable()
+    def build(flats: Sequence[FlatParameter]) -> FlatParameterTable:
+        """Build the table of all flat parameters of the modules in the states."""
+        table = FlatParameterTable()
         for flat in flats:
-            if not flat.originals:
-                table.whole[id(flat.parameter)] = flat
+            if not flat.use_orig_params:
+                table.flat[id(flat.tensor)] = flat
             elif flat.sharded:
-                table.pieces.update((id(p.parameter), (flat, p)) for p in flat.pieces)
+                table.originals.update((id(o.parameter), (flat, o)) for o in flat.originals)
             else:
-                table.unsharded.update(id(p.parameter) for p in flat.pieces)
+                table.unsharded.update(id(o.parameter) for o in flat.originals)
         return table
 
 
-_WORDS = Words(
+_ADVICE = ErrorAdvice(
     framework="FSDP1",
-    unsplit="use an optimizer with one value per element, or fully_shard (FSDP2)",
-    unfit="load it into fully_shard (FSDP2), DDP or NO_SHARD with use_orig_params=True",
-    joined="wrap the module with use_orig_params=True",
+    on_save="use an optimizer with one value per element, or fully_shard (FSDP2)",
+    on_load="load it into fully_shard (FSDP2), DDP or NO_SHARD with use_orig_params=True",
+    on_difference="wrap the module with use_orig_params=True",
 )
 
 
-class Views:
+class _OptimizerViews:
     """The optimizers of one kind, by original parameters.
 
     Args:
         kind: name of the state.
         optimizers: the live ones.
-        names: of the parameters that FSDP1 left alone.
-        table: of those that it flattened.
-        live: let the views share the optimizers' state; else it holds the parameters that FSDP1 left alone only.
+        names: names of the parameters that FSDP1 does not flatten.
+        table: the parameters that it flattens.
+        share_state: let the views share the optimizers' state. False: the views hold only the state of parameters that
+            FSDP1 does not flatten.
 
     Attributes:
         optimizers: one view for each optimizer, of a class of the same name.
-        names: with the stand-ins.
-        members: the flattened parameters.
+        names: names of all parameters, the placeholders included.
+        flat_tensors: the flattened parameters that the optimizers step.
 
     Raises:
         UsageError: an optimizer has a parameter of an FSDP1 module that is not in the states.
@@ -86,47 +87,47 @@ class Views:
         kind: str,
         optimizers: Sequence[Optimizer],
         names: ParameterNames,
-        table: FlatTable,
+        table: FlatParameterTable,
         *,
-        live: bool,
+        share_state: bool,
     ) -> None:
         self._kind = kind
-        self._real = list(optimizers)
+        self._live = list(optimizers)
         self._table = table
         self._by_id = dict(names.by_id)
-        self._near: dict[int, torch.Tensor] = {}
-        self.members: list[Member] = []
+        self._elements: dict[int, torch.Tensor] = {}  # id of a flat parameter -> one element like its own
+        self.flat_tensors: list[FlatOptimizerTensor] = []
         self.optimizers: list[Optimizer] = []
         for optimizer in optimizers:
             view = optimizer_view(type(optimizer).__name__)
             for group in optimizer.param_groups:
-                view.param_groups.append({**group, "params": list(self._expanded(optimizer, view, group["params"]))})
-            if live:
+                view.param_groups.append({**group, "params": list(self._originals(optimizer, view, group["params"]))})
+            if share_state:
                 view.state = optimizer.state
             else:
-                flattened = {id(m.parameter) for m in self.members}
+                flattened = {id(flat.tensor) for flat in self.flat_tensors}
                 view.state.update((k, v) for k, v in optimizer.state.items() if id(k) not in flattened)
             self.optimizers.append(view)
         self.names = ParameterNames(self._by_id)
 
-    def _expanded(
+    def _originals(
         self, optimizer: Optimizer, view: Optimizer, params: Sequence[torch.Tensor]
     ) -> Iterator[torch.Tensor]:
+        """Replace the parameters that FSDP1 flattens by placeholders."""
         for parameter in params:
-            one = self._table.pieces.get(id(parameter))
-            if one is not None:
-                flat, piece = one
-                named = [self._by_id.get(id(parameter), piece.named)]
-                yield from self._add(optimizer, view, parameter, flat, [piece], named)
-            elif (whole := self._table.whole.get(id(parameter))) is not None:
-                named = [piece.named for piece in whole.pieces]
-                yield from self._add(optimizer, view, parameter, whole, whole.pieces, named)
+            if (found := self._table.originals.get(id(parameter))) is not None:
+                flat, original = found
+                names = [self._by_id.get(id(parameter), original.parameter_name)]
+                yield from self._add(optimizer, view, parameter, flat, [original], names)
+            elif (whole := self._table.flat.get(id(parameter))) is not None:
+                names = [original.parameter_name for original in whole.originals]
+                yield from self._add(optimizer, view, parameter, whole, whole.originals, names)
             elif is_flattened(parameter) and id(parameter) not in self._table.unsharded:
                 raise UsageError(
                     f"{self._kind}: {type(optimizer).__name__} has a parameter of an FSDP1 module (shape "
                     f"{tuple(parameter.shape)}) that is not in the states: put the module beside its optimizer"
                 )
-            elif self._table.whole and id(parameter) not in self._by_id:
+            elif self._table.flat and id(parameter) not in self._by_id:
                 raise UsageError(
                     f"{self._kind}: {type(optimizer).__name__} has a parameter (shape {tuple(parameter.shape)}) that no "
                     "module in the states has: an optimizer that was made before FSDP1 wrapped the module without "
@@ -141,61 +142,61 @@ class Views:
         optimizer: Optimizer,
         view: Optimizer,
         parameter: torch.Tensor,
-        flat: Flat,
-        pieces: Sequence[Piece],
-        named: Sequence[tuple[str, tuple[str, ...]]],
+        flat: FlatParameter,
+        originals: Sequence[OriginalParameter],
+        names: Sequence[ParameterName],
     ) -> Iterator[torch.Tensor]:
-        joined = not flat.originals
-        member = Member(
+        joined = not flat.use_orig_params
+        tensor = FlatOptimizerTensor(
             optimizer=optimizer,
             view=view,
-            parameter=parameter,
-            parts=pieces,
+            tensor=parameter,
+            ranges=originals,
             joined=joined,
-            local_shape=tuple(flat.shard_shape) if joined else (pieces[0].count,),
-            where=f"the flat parameter of {flat.where or 'the root'!r}",
-            words=_WORDS,
+            local_shape=tuple(flat.shard_shape) if joined else (originals[0].count,),
+            description=f"the flat parameter of {flat.module_name or 'the root'!r}",
+            advice=_ADVICE,
         )
-        self.members.append(member)
-        near = self._near.get(id(flat))
-        if near is None:
-            near = self._near[id(flat)] = stand_in((), flat.parameter, requires_grad=False)
-        for piece, names in zip(pieces, named, strict=True):
-            whole = stand_in(piece.shape, near, requires_grad=piece.requires_grad)
-            member.stand_ins.append(whole)
-            self._by_id[id(whole)] = names
-            yield whole
+        self.flat_tensors.append(tensor)
+        element = self._elements.get(id(flat))
+        if element is None:
+            element = self._elements[id(flat)] = placeholder_parameter((), flat.tensor, requires_grad=False)
+        for original, name in zip(originals, names, strict=True):
+            placeholder = placeholder_parameter(original.shape, element, requires_grad=original.requires_grad)
+            tensor.placeholders.append(placeholder)
+            self._by_id[id(placeholder)] = name
+            yield placeholder
 
-    def hand_back(self) -> None:
-        """Put the settings of the views' groups into the optimizers' own."""
-        for optimizer, view in zip(self._real, self.optimizers, strict=True):
+    def copy_hyperparameters_back(self) -> None:
+        """Copy the hyperparameters of the views' groups into the live optimizers."""
+        for optimizer, view in zip(self._live, self.optimizers, strict=True):
             for own, group in zip(optimizer.param_groups, view.param_groups, strict=True):
                 own.update((key, value) for key, value in group.items() if key not in NOT_HYPERPARAMETERS)
 
 
 def capture_flat_optimizers(
-    kind: str, optimizers: Sequence[Optimizer], names: ParameterNames, table: FlatTable
+    kind: str, optimizers: Sequence[Optimizer], names: ParameterNames, table: FlatParameterTable
 ) -> LiveState:
-    """The shards and values of all optimizers of one kind.
+    """Describe the shards and values of all optimizers of one kind.
 
     Raises:
         UsageError: state of a flattened parameter is neither one value per element nor one value; names it.
     """
-    views = Views(kind, optimizers, names, table, live=False)
-    return capture_members(kind, views.optimizers, views.names, views.members)
+    views = _OptimizerViews(kind, optimizers, names, table, share_state=False)
+    return capture_flat_tensors(kind, views.optimizers, views.names, views.flat_tensors)
 
 
 def load_flat_optimizers(
     kind: str,
     optimizers: Sequence[Optimizer],
     names: ParameterNames,
-    table: FlatTable,
+    table: FlatParameterTable,
     saved: SavedStates,
     into: Destination,
     *,
     strict: bool,
 ) -> None:
-    """Plan the load of one kind; see `load_members` for what is raised."""
-    views = Views(kind, optimizers, names, table, live=True)
-    load_members(kind, views.optimizers, views.names, views.members, saved, into, strict=strict)
-    into.finish.append(views.hand_back)
+    """Plan the load of one kind; `load_flat_tensors` documents the errors."""
+    views = _OptimizerViews(kind, optimizers, names, table, share_state=True)
+    load_flat_tensors(kind, views.optimizers, views.names, views.flat_tensors, saved, into, strict=strict)
+    into.finish.append(views.copy_hyperparameters_back)

@@ -1,1 +1,1 @@
-"""Megatron-Core: models by the names that they have without parallelism, optimizers from the buffers they keep."""
+"""The Megatron-Core adapter: parameters under their unsharded names, optimizers from their own tables of ranges."""

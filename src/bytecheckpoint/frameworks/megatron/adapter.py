@@ -1,4 +1,4 @@
-"""The Megatron-Core adapter: models, chunks and optimizers of Megatron; everything else is ordinary PyTorch."""
+"""The Megatron-Core adapter: Megatron's modules and optimizers; everything else in the states is ordinary PyTorch."""
 
 from __future__ import annotations
 
@@ -10,87 +10,75 @@ from typing import Any
 from torch import nn
 
 from bytecheckpoint.errors import UsageError
-from bytecheckpoint.frameworks.base import Destination, Names, SavedStates
-from bytecheckpoint.frameworks.masters import optimizer_kind
-from bytecheckpoint.frameworks.megatron.installed import (
+from bytecheckpoint.frameworks.base import Destination, SavedStates, UserNames
+from bytecheckpoint.frameworks.megatron.layouts import ParameterLayout
+from bytecheckpoint.frameworks.megatron.main_params import as_megatron_optimizers, main_params, params_with_masters
+from bytecheckpoint.frameworks.megatron.module_scan import MegatronModuleScan, scan_megatron_modules
+from bytecheckpoint.frameworks.megatron.modules import capture_megatron_modules, load_megatron_modules
+from bytecheckpoint.frameworks.megatron.optimizers import capture_megatron_optimizers
+from bytecheckpoint.frameworks.megatron.restore import load_megatron_optimizers
+from bytecheckpoint.frameworks.megatron.versions import (
     check_version,
     find_megatron,
+    find_schedulers,
     is_megatron_module,
     is_megatron_optimizer,
-    model_parallel,
-    schedulers,
-    sharded_by_torch,
+    is_model_parallel,
+    torch_sharding_of,
 )
-from bytecheckpoint.frameworks.megatron.layouts import Layout
-from bytecheckpoint.frameworks.megatron.modules import (
-    MegatronScan,
-    capture_megatron_modules,
-    load_megatron_modules,
-    scan_megatron_modules,
-)
-from bytecheckpoint.frameworks.megatron.optimizers import (
-    as_megatron_optimizers,
-    capture_megatron_optimizers,
-    mastered_by,
-    stepped_by,
-)
-from bytecheckpoint.frameworks.megatron.restore import load_megatron_optimizers
 from bytecheckpoint.frameworks.native import NativeFramework, Scan
-from bytecheckpoint.frameworks.optimizers import ParameterNames, as_optimizers
+from bytecheckpoint.frameworks.optimizers.master_weights import optimizer_kind
+from bytecheckpoint.frameworks.optimizers.names import ParameterNames, as_optimizers
 from bytecheckpoint.representation.shards import LiveState
 
 __all__ = ["MegatronFramework"]
 
 
-def _rewind(scheduler: Any) -> None:
-    scheduler.num_steps = 0
-
-
 @dataclass(slots=True)
-class _Scan(Scan):
-    """As `Scan`, with what the modules and optimizers of Megatron have to know of each other.
+class _MegatronScan(Scan):
+    """A scan with what Megatron's modules and optimizers need to know of each other.
 
     Attributes:
-        layouts: id of a parameter -> what it is in a checkpoint.
-        models: id of a parameter -> the kind of its module.
-        mastered: ids of parameters that have master weights here.
-        masters: kind of a module -> the kind that has its master weights.
+        layouts: id of a parameter -> its layout.
+        model_kinds: id of a parameter -> the kind of its module.
+        with_masters: ids of the parameters that have master weights.
+        master_kinds: kind of a module -> the kind that holds its master weights.
     """
 
-    layouts: dict[int, Layout] = field(default_factory=dict)
-    models: dict[int, str] = field(default_factory=dict)
-    mastered: set[int] = field(default_factory=set)
-    masters: dict[str, str] = field(default_factory=dict)
+    layouts: dict[int, ParameterLayout] = field(default_factory=dict)
+    model_kinds: dict[int, str] = field(default_factory=dict)
+    with_masters: set[int] = field(default_factory=set)
+    master_kinds: dict[str, str] = field(default_factory=dict)
 
 
 class MegatronFramework(NativeFramework):
     """Megatron-Core, at any tensor, pipeline, expert and data parallelism.
 
-    Models are read by `sharded_state_dict()`, optimizers from the tensors that they step: no state_dict of an optimizer is
-    asked for, and nothing is gathered or sent.
+    Models are read by `sharded_state_dict()`, optimizers from the tensors that they step. No state_dict of an optimizer
+    is called, and nothing is gathered or sent.
     """
 
     name = "megatron"
 
     def matches(self, states: Mapping[str, object]) -> bool:
-        """Whether a module or optimizer of Megatron stands in `states`.
+        """Tell whether `states` hold a module or optimizer of Megatron.
 
-        A whole model that torch shards (FSDP1, `fully_shard`) is an ordinary module to Megatron, and so it is here.
+        A whole model that torch shards (FSDP1, `fully_shard`) is an ordinary module for Megatron, and for this adapter.
         """
-        return bool(find_megatron(states)) and (model_parallel() or not sharded_by_torch(states))
+        return bool(find_megatron(states)) and (is_model_parallel() or not torch_sharding_of(states))
 
-    def _scan(self, states: Mapping[str, object], names: Names | None) -> _Scan:
+    def _scan(self, states: Mapping[str, object], names: UserNames | None) -> _MegatronScan:
         if find_megatron(states):
             check_version()
-        plain = super()._scan(states, names)
-        by_id = dict(plain.names.by_id)
-        scan = _Scan(plain.modules, ParameterNames(by_id))
-        # A parameter that two states hold goes by its name in "model".
+        native = super()._scan(states, names)
+        by_id = dict(native.names.by_id)
+        scan = _MegatronScan(native.modules, ParameterNames(by_id))
+        # A parameter in two states goes by its name in "model".
         for kind, found in sorted(scan.modules.items(), key=lambda item: item[0] == "model"):
-            if isinstance(found, MegatronScan):
-                scan.layouts.update(found.by_id)
-                scan.models.update(dict.fromkeys(found.by_id, kind))
-                by_id.update(found.parameters)  # their boxes have these names, whatever `names` says
+            if isinstance(found, MegatronModuleScan):
+                scan.layouts.update(found.layout_by_id)
+                scan.model_kinds.update(dict.fromkeys(found.layout_by_id, kind))
+                by_id.update(found.parameters)  # over `names`: the parameters' boxes are saved under these names
         for kind, value in states.items():
             if kind in scan.modules:
                 continue
@@ -98,14 +86,14 @@ class MegatronFramework(NativeFramework):
             if optimizers is None:
                 if where := find_megatron({kind: value}):
                     raise UsageError(
-                        f"{where} stands inside a container, where how it is split is not seen: give modules and "
+                        f"{where} is inside a container, where its parallel layout is not visible: give modules and "
                         "optimizers names of their own in the states"
                     )
-            elif self._is_ours(optimizers, scan):
-                scan.mastered.update(map(id, mastered_by(kind, optimizers)))
-                for item in (item for items in stepped_by(kind, optimizers) for item in items):
-                    if id(item.parameter) in scan.models:
-                        scan.masters.setdefault(scan.models[id(item.parameter)], kind)
+            elif self._steps_megatron_params(optimizers, scan):
+                scan.with_masters.update(map(id, params_with_masters(kind, optimizers)))
+                for main in (main for mains in main_params(kind, optimizers) for main in mains):
+                    if id(main.model_param) in scan.model_kinds:
+                        scan.master_kinds.setdefault(scan.model_kinds[id(main.model_param)], kind)
         return scan
 
     def destination(
@@ -114,17 +102,17 @@ class MegatronFramework(NativeFramework):
         saved: SavedStates,
         *,
         strict: bool = True,
-        names: Names | None = None,
+        names: UserNames | None = None,
     ) -> Destination:
         """Plan a load into `states`."""
         into = super().destination(states, saved, strict=strict, names=names)
         for kind in states.keys() & set(saved.kinds()):
-            # Its load_state_dict adds the steps that it loads to those that it has.
-            into.finish[:0] = [partial(_rewind, scheduler) for scheduler in schedulers(states[kind])]
+            # A scheduler's load_state_dict adds the loaded number of steps to its own.
+            into.finish[:0] = [partial(_reset_steps, scheduler) for scheduler in find_schedulers(states[kind])]
         return into
 
     @staticmethod
-    def _is_ours(optimizers: Sequence[Any], scan: _Scan) -> bool:
+    def _steps_megatron_params(optimizers: Sequence[Any], scan: _MegatronScan) -> bool:
         return any(
             is_megatron_optimizer(optimizer)
             or any(id(p) in scan.layouts for group in optimizer.param_groups for p in group["params"])
@@ -141,24 +129,24 @@ class MegatronFramework(NativeFramework):
         return super()._scan_modules(kind, modules)
 
     def _capture_modules(self, kind: str, scan: Scan) -> LiveState:
-        assert isinstance(scan, _Scan)
+        assert isinstance(scan, _MegatronScan)
         found = scan.modules[kind]
-        if isinstance(found, MegatronScan):
+        if isinstance(found, MegatronModuleScan):
             return capture_megatron_modules(kind, found)
         return super()._capture_modules(kind, scan)
 
     def _capture_optimizers(self, kind: str, optimizers: Sequence[Any], scan: Scan) -> LiveState:
-        assert isinstance(scan, _Scan)
-        if self._is_ours(optimizers, scan):
+        assert isinstance(scan, _MegatronScan)
+        if self._steps_megatron_params(optimizers, scan):
             return capture_megatron_optimizers(kind, optimizers, scan.names, scan.layouts)
         return super()._capture_optimizers(kind, optimizers, scan)
 
     def _load_modules(self, kind: str, scan: Scan, saved: SavedStates, into: Destination) -> None:
-        assert isinstance(scan, _Scan)
+        assert isinstance(scan, _MegatronScan)
         found = scan.modules[kind]
-        if isinstance(found, MegatronScan):
-            masters = scan.masters.get(kind, optimizer_kind(kind))
-            load_megatron_modules(kind, found, saved, into, masters, scan.mastered)
+        if isinstance(found, MegatronModuleScan):
+            master_kind = scan.master_kinds.get(kind, optimizer_kind(kind))
+            load_megatron_modules(kind, found, saved, into, master_kind, scan.with_masters)
         else:
             super()._load_modules(kind, scan, saved, into)
 
@@ -172,16 +160,20 @@ class MegatronFramework(NativeFramework):
         *,
         strict: bool,
     ) -> None:
-        assert isinstance(scan, _Scan)
-        if self._is_ours(optimizers, scan):
+        assert isinstance(scan, _MegatronScan)
+        if self._steps_megatron_params(optimizers, scan):
             load_megatron_optimizers(
-                kind, optimizers, scan.names, scan.layouts, scan.models, saved, into, strict=strict
+                kind, optimizers, scan.names, scan.layouts, scan.model_kinds, saved, into, strict=strict
             )
         else:
             super()._load_optimizers(kind, optimizers, scan, saved, into, strict=strict)
 
     def _layouts(self, kind: str, scan: Scan) -> Iterable[str]:
         found = scan.modules[kind]
-        if isinstance(found, MegatronScan):
-            return [layout.in_words() for layout in found.layouts]
+        if isinstance(found, MegatronModuleScan):
+            return [layout.describe() for layout in found.layouts]
         return super()._layouts(kind, scan)
+
+
+def _reset_steps(scheduler: Any) -> None:
+    scheduler.num_steps = 0

@@ -1,9 +1,9 @@
-"""Which box of which tensor a parameter of Megatron is, by its sharded state dict: names, offsets, fused parts.
+"""Parameter layouts: which box of which checkpoint tensor a local Megatron parameter is.
 
-`sharded_state_dict()` says of each local tensor which part it is of a global one. Its keys are made for Megatron's own
-checkpoints; here every tensor gets the name that it has in the model without any parallelism, so that pipeline and expert
-parallelism are differences of names, tensor parallelism is a difference of boxes, and a plain module with these names
-loads the same checkpoint.
+The source is `sharded_state_dict()`: for each local tensor it gives the global tensor, the offsets and the fused parts.
+Its keys are made for Megatron's own checkpoints. Here every tensor gets the name that it has in the model without
+parallelism. So pipeline and expert parallelism only change names, tensor parallelism only changes boxes, and a plain
+module with the same names loads the same checkpoint.
 """
 
 from __future__ import annotations
@@ -17,30 +17,38 @@ from typing import Any
 import torch
 
 from bytecheckpoint.errors import UsageError
-from bytecheckpoint.frameworks.irregular import Block, Fragment, fragment_shards
-from bytecheckpoint.frameworks.leaves import add_shards
+from bytecheckpoint.frameworks.tensors.discovery import add_shards
+from bytecheckpoint.frameworks.tensors.flat_ranges import FlatRange, FlattenedBox, flat_range_shards
 from bytecheckpoint.representation.shards import LiveShard, TensorKey
 
-__all__ = ["Boxes", "Layout", "Piece", "fitted", "names_of", "piece_of", "pieces_of_factory"]
+__all__ = [
+    "ParameterLayout",
+    "ShardCollector",
+    "TensorBox",
+    "boxes_of_factory",
+    "checkpoint_names",
+    "clip_to_saved_shape",
+    "sharded_tensor_box",
+]
 
-# Megatron numbers experts by an axis of their own under this prefix.
-_EXPERTS = re.compile(r"(^|\.)experts\.experts\.")
+# Under this prefix Megatron numbers experts along a dimension of their own.
+_STACKED_EXPERTS = re.compile(r"(^|\.)experts\.experts\.")
 _LOCAL_EXPERT = re.compile(r"(^|\.)local_experts\.\d+\.")
-_LAST_NUMBER = re.compile(r"\d+$")
+_TRAILING_NUMBER = re.compile(r"\d+$")
 
 
 @dataclass(slots=True)
-class Piece:
-    """A part of a parameter that is one box of one tensor of the checkpoint.
+class TensorBox:
+    """The box of one checkpoint tensor that a parameter, or a part of a fused parameter, holds.
 
     Attributes:
-        names: the tensor's FQN and further names.
-        global_shape: its shape.
+        names: the tensor's FQN, then its aliases.
+        global_shape: shape of the tensor.
         offsets: first coordinate of the box.
-        lengths: its extent; dimensions that the parameter lacks come first and are 1.
-        start: row-major number of the first element in the parameter.
-        inside: where the part lies in the parameter; None: it is all of it.
-        resizes: whether the tensor may have another shape in a checkpoint (a vocabulary padded for another layout).
+        lengths: extent of the box; dimensions that the parameter lacks come first and are 1.
+        start: row-major number, within the parameter, of the box's first element.
+        slices: where the box lies in the parameter; None: it is the whole parameter.
+        resizable: whether a checkpoint may hold the tensor with another shape (a vocabulary padded for another layout).
     """
 
     names: tuple[str, ...]
@@ -48,90 +56,96 @@ class Piece:
     offsets: tuple[int, ...]
     lengths: tuple[int, ...]
     start: int = 0
-    inside: tuple[slice, ...] | None = None
-    resizes: bool = False
+    slices: tuple[slice, ...] | None = None
+    resizable: bool = False
 
     def key(self, kind: str, slot: str = "") -> TensorKey:
-        """The key under which it is saved."""
+        """Return the key under which the tensor is saved."""
         return TensorKey(kind, self.names[0], slot)
 
-    def shard(self, key: TensorKey, whole: torch.Tensor) -> LiveShard:
-        """The box, as a view of a tensor of the parameter's shape."""
+    def shard(self, key: TensorKey, data: torch.Tensor) -> LiveShard:
+        """Return the box as a view of `data`, a tensor of the parameter's shape."""
         found: list[LiveShard] = []
-        add_shards(found, key, whole)
+        add_shards(found, key, data)
         (shard,) = found
-        if self.inside is not None:
-            shard.data = shard.data[self.inside]
+        if self.slices is not None:
+            shard.data = shard.data[self.slices]
         shard.data = shard.data[(None,) * (len(self.lengths) - shard.data.ndim)]
         shard.global_shape, shard.offsets, shard.lengths = self.global_shape, self.offsets, self.lengths
         shard.aliases = self.names[1:]
         return shard
 
-    def run(self, key: TensorKey, data: torch.Tensor, start: int) -> Iterator[Fragment]:
-        """What a run of the parameter's elements, from number `start`, holds of the box: one fragment, or nothing."""
+    def flat_ranges(self, key: TensorKey, data: torch.Tensor, start: int) -> Iterator[FlatRange]:
+        """Yield the part of the box, if any, that `data` holds.
+
+        Args:
+            key: key of the tensor.
+            data: 1-D, consecutive elements of the parameter.
+            start: number of the first of them in the parameter.
+        """
         low = max(self.start, start)
         count = min(self.start + prod(self.lengths), start + data.numel()) - low
         if count > 0:
-            block = Block(self.offsets, self.lengths)
+            block = FlattenedBox(self.offsets, self.lengths)
             aliases = self.names[1:]
-            yield Fragment(key, self.global_shape, low - self.start, data, low - start, count, block, aliases)
+            yield FlatRange(key, self.global_shape, low - self.start, data, low - start, count, block, aliases)
 
 
 @dataclass(slots=True)
-class Layout:
-    """A parameter or buffer, and what it is in a checkpoint.
+class ParameterLayout:
+    """How one parameter or buffer is stored in a checkpoint.
 
     Attributes:
-        names: its FQN in the model without parallelism, and further names.
-        tensor: the live one.
-        pieces: what it is made of: usually one.
-        copy: whether another pipeline stage has the same tensor, and saves it.
+        names: its FQN in the model without parallelism, then its aliases.
+        tensor: the live tensor.
+        boxes: the boxes that it consists of: one, unless the parameter is fused.
+        saved_by_other_stage: whether another pipeline stage holds the same tensor and saves it.
     """
 
     names: tuple[str, ...]
     tensor: torch.Tensor
-    pieces: list[Piece] = field(default_factory=list)
-    copy: bool = False
+    boxes: list[TensorBox] = field(default_factory=list)
+    saved_by_other_stage: bool = False
 
-    def in_words(self) -> str:
-        """For example "dim 0 in 2", or "whole"."""
-        piece = self.pieces[0]
-        lengths = list(piece.lengths)
-        if len(self.pieces) > 1 and all(other.names == piece.names for other in self.pieces):
+    def describe(self) -> str:
+        """Return for example "dim 0 in 2", or "whole"."""
+        box = self.boxes[0]
+        lengths = list(box.lengths)
+        if len(self.boxes) > 1 and all(other.names == box.names for other in self.boxes):
             lengths[-self.tensor.ndim :] = self.tensor.shape
-        cut = [(dim, s // n) for dim, (n, s) in enumerate(zip(lengths, piece.global_shape, strict=True)) if 0 < n < s]
-        return ", ".join(f"dim {dim} in {parts}" for dim, parts in cut) or "whole"
+        cuts = [(dim, s // n) for dim, (n, s) in enumerate(zip(lengths, box.global_shape, strict=True)) if 0 < n < s]
+        return ", ".join(f"dim {dim} in {parts}" for dim, parts in cuts) or "whole"
 
 
-class Boxes:
-    """Collects shards; flat runs are made into boxes all at once, which takes a fraction of the time."""
+class ShardCollector:
+    """Collects shards, and decomposes all flat ranges in one call, which takes a fraction of the time."""
 
     def __init__(self) -> None:
-        self._whole: list[LiveShard] = []
-        self._runs: list[Fragment] = []
+        self._shards: list[LiveShard] = []
+        self._flat_ranges: list[FlatRange] = []
 
-    def add(self, piece: Piece, key: TensorKey, data: torch.Tensor, start: int | None = None) -> None:
-        """What `data` holds of one piece.
+    def add(self, box: TensorBox, key: TensorKey, data: torch.Tensor, start: int | None = None) -> None:
+        """Add what `data` holds of one box.
 
         Args:
-            piece: the piece.
-            key: the key of the shards.
-            data: of the parameter's shape; or, with `start`, a flat run of its elements.
-            start: number of the run's first element in the parameter.
+            box: the box.
+            key: key of the shards.
+            data: a tensor of the parameter's shape; with `start`, a 1-D tensor of consecutive elements of the parameter.
+            start: number of the first of these elements in the parameter.
         """
         if start is None:
-            self._whole.append(piece.shard(key, data))
+            self._shards.append(box.shard(key, data))
         else:
-            self._runs += piece.run(key, data, start)
+            self._flat_ranges += box.flat_ranges(key, data, start)
 
     def shards(self) -> list[LiveShard]:
-        """All that was added."""
-        return self._whole + fragment_shards(self._runs)
+        """Return the shards of everything that was added."""
+        return self._shards + flat_range_shards(self._flat_ranges)
 
 
-def fitted(shards: list[LiveShard], saved_shape: tuple[int, ...]) -> list[LiveShard]:
-    """Shards as far as a saved tensor of another shape reaches."""
-    out: list[LiveShard] = []
+def clip_to_saved_shape(shards: list[LiveShard], saved_shape: tuple[int, ...]) -> list[LiveShard]:
+    """Clip `shards` in place to a saved tensor of another shape; shards outside of it are left out of the result."""
+    clipped: list[LiveShard] = []
     for shard in shards:
         if shard.global_shape != saved_shape and len(shard.global_shape) == len(saved_shape):
             lengths = [min(o + n, s) - o for o, n, s in zip(shard.offsets, shard.lengths, saved_shape, strict=True)]
@@ -139,111 +153,114 @@ def fitted(shards: list[LiveShard], saved_shape: tuple[int, ...]) -> list[LiveSh
                 continue
             shard.data = shard.data[tuple(slice(n) for n in lengths)]
             shard.lengths, shard.global_shape = tuple(lengths), saved_shape
-        out.append(shard)
-    return out
+        clipped.append(shard)
+    return clipped
 
 
-def names_of(state_key: str, key: str, prepended: Sequence[int]) -> tuple[tuple[str, ...], int]:
-    """All names of a tensor, the one of the model without parallelism first.
+def checkpoint_names(state_key: str, key: str, prepended: Sequence[int]) -> tuple[tuple[str, ...], int]:
+    """Return all names of a tensor, the one of the model without parallelism first.
 
     Args:
-        state_key: as this rank's module calls it; layers and experts are numbered within the rank.
-        key: as Megatron calls it in a checkpoint.
-        prepended: coordinates along the dimensions that Megatron puts before those of the tensor.
+        state_key: the name in this rank's module; layers and experts are numbered within the rank.
+        key: the name in Megatron's own checkpoints.
+        prepended: coordinates along the dimensions that Megatron prepends to the tensor's own.
 
     Returns:
-        The names, and how many of these dimensions they stand for.
+        The names, and how many of the prepended dimensions they stand for.
     """
-    absorbed = 0
-    if len(prepended) == 1 and _EXPERTS.search(key):
-        # As expert number n of a module that holds all experts one by one.
-        key = _EXPERTS.sub(rf"\1experts.local_experts.{prepended[0]}.", key, count=1)
-        absorbed = 1
-    if len(prepended) > absorbed:
-        return (key,), absorbed
-    here, there = state_key.split("."), key.split(".")
+    dims_in_name = 0
+    if len(prepended) == 1 and _STACKED_EXPERTS.search(key):
+        # The name of expert number n in a module that holds all experts one by one.
+        key = _STACKED_EXPERTS.sub(rf"\1experts.local_experts.{prepended[0]}.", key, count=1)
+        dims_in_name = 1
+    if len(prepended) > dims_in_name:
+        return (key,), dims_in_name
+    local_parts, key_parts = state_key.split("."), key.split(".")
     common: list[str] = []
-    for ours, theirs in zip(here, there, strict=False):
-        if ours != theirs and not (ours.isdecimal() and theirs.isdecimal()):
+    for local_part, key_part in zip(local_parts, key_parts, strict=False):
+        if local_part != key_part and not (local_part.isdecimal() and key_part.isdecimal()):
             break
-        common.append(theirs)
+        common.append(key_part)
     if not any(map(str.isdecimal, common)):
-        # It goes by the name of another tensor (an output layer that is tied to the embedding).
-        return (key,), absorbed
-    rest = ".".join(here[len(common) :])
-    if absorbed and rest:
-        rest, found = _LOCAL_EXPERT.subn(rf"\1local_experts.{prepended[0]}.", rest, count=1)
-        if not found:
-            rest = _LAST_NUMBER.sub(str(prepended[0]), rest)
-    return tuple(dict.fromkeys((".".join([*common, rest] if rest else common), key))), absorbed
+        # A tensor that is stored under another one's name (an output layer that is tied to the embedding).
+        return (key,), dims_in_name
+    rest = ".".join(local_parts[len(common) :])
+    if dims_in_name and rest:
+        rest, replaced = _LOCAL_EXPERT.subn(rf"\1local_experts.{prepended[0]}.", rest, count=1)
+        if not replaced:
+            rest = _TRAILING_NUMBER.sub(str(prepended[0]), rest)
+    return tuple(dict.fromkeys((".".join([*common, rest] if rest else common), key))), dims_in_name
 
 
-def piece_of(where: str, state_key: str, sharded: Any, parameter_key: str | None = None) -> Piece:
-    """The piece that one ShardedTensor of Megatron is.
+def sharded_tensor_box(where: str, state_key: str, sharded: Any, parameter_key: str | None = None) -> TensorBox:
+    """Return the box that a `ShardedTensor` of Megatron describes.
 
     Args:
-        where: how to call it in errors.
+        where: display name of the tensor, for errors.
         state_key: name of the parameter on this rank.
         sharded: the ShardedTensor.
-        parameter_key: Megatron's key of the parameter that it is a part of; None: its own.
+        parameter_key: Megatron's key of the fused parameter that the tensor is a part of; None: the tensor's own.
 
     Raises:
-        UsageError: it describes a box that its tensor does not have.
+        UsageError: the box does not lie inside its tensor.
     """
     prepended = int(sharded.prepend_axis_num)
     key = parameter_key if parameter_key is not None and sharded.key.startswith(parameter_key) else sharded.key
-    names, absorbed = names_of(state_key, key, tuple(sharded.global_offset[:prepended]))
+    names, dims_in_name = checkpoint_names(state_key, key, tuple(sharded.global_offset[:prepended]))
     names = tuple(name + sharded.key[len(key) :] for name in names)
-    local = tuple(sharded.local_shape)
-    offsets = tuple(sharded.global_offset[absorbed:])
-    lengths = (1,) * (prepended - absorbed) + local
-    shape = tuple(sharded.global_shape[absorbed:])
-    resizes = bool(sharded.allow_shape_mismatch)
+    local_shape = tuple(sharded.local_shape)
+    offsets = tuple(sharded.global_offset[dims_in_name:])
+    lengths = (1,) * (prepended - dims_in_name) + local_shape
+    shape = tuple(sharded.global_shape[dims_in_name:])
+    resizable = bool(sharded.allow_shape_mismatch)
     if len(shape) != len(lengths) or any(o + n > s for o, n, s in zip(offsets, lengths, shape, strict=True)):
         raise UsageError(
-            f"{where}: its sharded state dict puts a tensor of shape {local} at {offsets} of {sharded.key!r}, which has "
-            f"shape {shape}"
+            f"{where}: its sharded state dict puts a tensor of shape {local_shape} at {offsets} of {sharded.key!r}, which "
+            f"has shape {shape}"
         )
-    return Piece(names, shape, offsets, lengths, resizes=resizes)
+    return TensorBox(names, shape, offsets, lengths, resizable=resizable)
 
 
-def pieces_of_factory(where: str, state_key: str, factory: Any, made: Sequence[Any], like: torch.Tensor) -> list[Piece]:
-    """The pieces that a ShardedTensorFactory makes of a tensor.
+def boxes_of_factory(
+    where: str, state_key: str, factory: Any, parts: Sequence[Any], parameter: torch.Tensor
+) -> list[TensorBox]:
+    """Return the boxes into which a `ShardedTensorFactory` of Megatron splits a fused parameter.
 
     Args:
-        where: how to call the tensor in errors.
+        where: display name of the parameter, for errors.
         state_key: its name on this rank.
-        factory: Megatron's.
-        made: what the factory makes of `like`.
-        like: a contiguous tensor of the parameter's shape.
+        factory: the factory.
+        parts: the ShardedTensors that the factory makes of `parameter`.
+        parameter: a contiguous tensor of the parameter's shape.
 
     Raises:
-        UsageError: the parts are not rows of the parameter, one below the other.
+        UsageError: the parts are not consecutive rows of the parameter.
     """
-    pieces: list[Piece] = []
-    total = 0
-    for part in made:
+    boxes: list[TensorBox] = []
+    covered = 0
+    for part in parts:
         data: torch.Tensor = part.data
-        shares = data.untyped_storage()._cdata == like.untyped_storage()._cdata
-        start = int(data.storage_offset())
-        if not shares or not data.is_contiguous() or data.ndim != like.ndim:
+        is_view = data.untyped_storage()._cdata == parameter.untyped_storage()._cdata
+        if not is_view or not data.is_contiguous() or data.ndim != parameter.ndim:
             raise UsageError(
-                f"{where}: {factory.key!r} is stored in parts that are not runs of its elements, which is not supported"
+                f"{where}: {factory.key!r} is stored in parts that are not consecutive elements of it, which is not "
+                "supported"
             )
-        piece = piece_of(where, state_key, part, factory.key)
-        piece.start = start
-        corner = _coordinates(start, tuple(like.shape))
-        piece.inside = tuple(slice(o, o + n) for o, n in zip(corner, data.shape, strict=True))
-        pieces.append(piece)
-        total += data.numel()
-    if total != like.numel():
+        box = sharded_tensor_box(where, state_key, part, factory.key)
+        box.start = int(data.storage_offset())
+        corner = _coordinates(box.start, tuple(parameter.shape))
+        box.slices = tuple(slice(o, o + n) for o, n in zip(corner, data.shape, strict=True))
+        boxes.append(box)
+        covered += data.numel()
+    if covered != parameter.numel():
         raise UsageError(f"{where}: the parts in which {factory.key!r} is stored do not cover it")
-    return pieces
+    return boxes
 
 
 def _coordinates(number: int, shape: tuple[int, ...]) -> list[int]:
-    out = []
+    """Return the coordinates of the row-major element `number`."""
+    reversed_coordinates = []
     for extent in reversed(shape):
-        out.append(number % max(extent, 1))
+        reversed_coordinates.append(number % max(extent, 1))
         number //= max(extent, 1)
-    return out[::-1]
+    return reversed_coordinates[::-1]

@@ -1,4 +1,4 @@
-"""Loading Megatron's optimizers, from state by parameter name, wherever that was saved."""
+"""Load of Megatron optimizers, from state by parameter name, whatever framework saved it."""
 
 from __future__ import annotations
 
@@ -11,12 +11,20 @@ from torch.optim import Optimizer
 
 from bytecheckpoint.errors import IncompatibleCheckpointError
 from bytecheckpoint.frameworks.base import Destination, SavedStates, SavedTensor
-from bytecheckpoint.frameworks.leaves import add_shards, dtype_named, is_writable
-from bytecheckpoint.frameworks.masters import MASTER
-from bytecheckpoint.frameworks.megatron.layouts import Boxes, Layout, Piece, fitted
-from bytecheckpoint.frameworks.megatron.optimizers import Member, View
-from bytecheckpoint.frameworks.optimizer_restore import ParameterRestore, SavedTrees, fresh_state, load_optimizers
-from bytecheckpoint.frameworks.optimizers import ParameterNames
+from bytecheckpoint.frameworks.megatron.layouts import (
+    ParameterLayout,
+    ShardCollector,
+    TensorBox,
+    clip_to_saved_shape,
+)
+from bytecheckpoint.frameworks.megatron.optimizers import MegatronOptimizerView, ViewParam
+from bytecheckpoint.frameworks.optimizers.master_weights import MASTER
+from bytecheckpoint.frameworks.optimizers.names import ParameterNames
+from bytecheckpoint.frameworks.optimizers.restore import ParameterRestore, load_optimizers
+from bytecheckpoint.frameworks.optimizers.saved_trees import SavedTrees, allocate_state
+from bytecheckpoint.frameworks.tensors.allocation import is_writable
+from bytecheckpoint.frameworks.tensors.discovery import add_shards
+from bytecheckpoint.frameworks.tensors.dtypes import dtype_named
 
 __all__ = ["load_megatron_optimizers"]
 
@@ -25,8 +33,8 @@ def load_megatron_optimizers(
     kind: str,
     optimizers: Sequence[Any],
     names: ParameterNames,
-    layouts: Mapping[int, Layout],
-    models: Mapping[int, str],
+    layouts: Mapping[int, ParameterLayout],
+    model_kinds: Mapping[int, str],
     saved: SavedStates,
     into: Destination,
     *,
@@ -36,166 +44,172 @@ def load_megatron_optimizers(
 
     Args:
         kind: name of the state.
-        optimizers: the live ones.
+        optimizers: the live optimizers.
         names: of all parameters.
         layouts: id of a parameter -> its layout.
-        models: id of a parameter -> the kind of its module.
+        model_kinds: id of a parameter -> the kind of its module.
         saved: the checkpoint.
         into: receives the plan.
         strict: as in `load`.
 
     Raises:
-        IncompatibleCheckpointError: saved state does not follow the elements of its parameter. What is planned raises it
-            before anything is installed when an optimizer keeps one step for a group, and saved steps differ there.
+        IncompatibleCheckpointError: saved state does not follow the elements of its parameter. The plan's `finish` raises
+            it, before anything is installed, if an optimizer keeps one step per group and the saved steps differ in one.
     """
-    view = View(kind, optimizers, names, layouts, copies=True)
-    members = {id(member.whole): member for member in view.members}
+    view = MegatronOptimizerView(kind, optimizers, names, layouts, with_copies=True)
+    params = {id(param.placeholder): param for param in view.params}
 
     def restorer(
         optimizer: Optimizer, parameter: torch.Tensor, name: tuple[str, tuple[str, ...]], on_device: bool
     ) -> ParameterRestore:
-        member = members[id(parameter)]
-        loads.append(_MemberLoad(kind, member, name, on_device, models[id(member.stepped.parameter)], boxes))
+        param = params[id(parameter)]
+        loads.append(_ParamLoad(kind, param, name, on_device, model_kinds[id(param.main.model_param)], collector))
         return loads[-1]
 
-    loads: list[_MemberLoad] = []
-    boxes = Boxes()
+    loads: list[_ParamLoad] = []
+    collector = ShardCollector()
     load_optimizers(kind, [view.optimizer], view.names, saved, into, strict=strict, restorer=restorer)
-    for shard in (shards := boxes.shards()):
+    for shard in (shards := collector.shards()):
         shard.converts = True
     into.wanted += shards
-    into.finish.insert(0, partial(_one_step_per_group, kind, loads))
-    into.finish.append(view.hand_back)
+    into.finish.insert(0, partial(_check_group_steps, kind, loads))
+    into.finish.append(view.write_back)
 
 
-def _one_step_per_group(kind: str, loads: Sequence[_MemberLoad]) -> None:
-    """See that optimizers that keep one step for all of a group get one.
+def _check_group_steps(kind: str, loads: Sequence[_ParamLoad]) -> None:
+    """Check that all parameters of a group have one step where the optimizer keeps one step per group.
 
     Raises:
         IncompatibleCheckpointError: the saved steps differ inside a group.
     """
-    first: dict[int, _MemberLoad] = {}
+    first_of_group: dict[int, _ParamLoad] = {}
     for load in loads:
         if (step := load.group_step()) is None:
             continue
-        other = first.setdefault(id(load.stepped.group), load)
-        if (known := other.group_step()) != step:
+        first = first_of_group.setdefault(id(load.main.group), load)
+        if (known := first.group_step()) != step:
             raise IncompatibleCheckpointError(
-                f"{kind}: {type(load.stepped.inner).__name__} keeps one step for all parameters of a group, and the "
-                f"checkpoint has {known} for {other.name!r}, {step} for {load.name!r}: use AdamW of torch, or groups of "
+                f"{kind}: {type(load.main.inner).__name__} keeps one step for all parameters of a group, and the "
+                f"checkpoint has {known} for {first.name!r}, {step} for {load.name!r}: use AdamW of torch, or groups of "
                 "their own"
             )
 
 
-class _MemberLoad:
-    """The state of one parameter (`ParameterRestore`)."""
+class _ParamLoad:
+    """The load of one parameter's optimizer state (a `ParameterRestore`)."""
 
     def __init__(
         self,
         kind: str,
-        member: Member,
+        param: ViewParam,
         name: tuple[str, tuple[str, ...]],
         on_device: bool,
-        model: str,
-        boxes: Boxes,
+        model_kind: str,
+        collector: ShardCollector,
     ) -> None:
         self._kind = kind
-        self._layout = member.layout
-        self.stepped = member.stepped
+        self._layout = param.layout
+        self.main = param.main
         self._names = (name[0], *name[1])
         self._on_device = on_device
-        self._model = model
-        self._boxes = boxes
-        self._memory: dict[str, torch.Tensor] = {}
-        self._scalars: dict[str, torch.Tensor] = {}
+        self._model_kind = model_kind
+        self._collector = collector
+        self._memory: dict[str, torch.Tensor] = {}  # slot -> elementwise state
+        self._scalars: dict[str, torch.Tensor] = {}  # slot -> one-element tensor
         self._values: dict[Any, Any] = {}
 
     def plan(self, saved: SavedStates, trees: SavedTrees, into: Destination) -> bool:
-        """Ask for this rank's elements of the state, for its single values, and for the master weights."""
-        kind, pieces = self._kind, self._layout.pieces
-        filled: dict[str, list[Piece]] = {}
-        for piece in pieces:
-            # The name of the whole as well: where a parameter is stored in parts, its single values go by that.
-            for names in dict.fromkeys((piece.names, self._names)):
+        """Request this rank's elements of the state, the single values, and the master weights."""
+        kind, boxes = self._kind, self._layout.boxes
+        filled: dict[str, list[TensorBox]] = {}
+        for box in boxes:
+            # The single values of a fused parameter are saved under the parameter's own name.
+            for names in dict.fromkeys((box.names, self._names)):
                 for found in saved.slots(kind, names):
-                    into.claimed.add(found.key)
-                    self._take(found, piece, trees, into, filled)
+                    into.recognized.add(found.key)
+                    self._plan_slot(found, box, trees, into, filled)
                 for name in names:
-                    # Tied here, but stored separately: the other copies are accounted for too.
-                    into.claimed.update(other.key for other in saved.slots(kind, (name,)))
-        if self.stepped.master:
-            for piece in pieces:
-                if piece in filled.get(MASTER, ()):
+                    # Tied here, but stored separately: the other copies are claimed too.
+                    into.recognized.update(other.key for other in saved.slots(kind, (name,)))
+        if self.main.is_master:
+            for box in boxes:
+                if box in filled.get(MASTER, ()):
                     continue
-                weight = saved.find(self._model, piece.names)
+                weight = saved.find(self._model_kind, box.names)
                 if weight is not None:
-                    # Saved without master weights: the model's own are exact.
-                    self._want(weight, MASTER, piece, into)
-        for slot, has in filled.items():
-            into.missing += [str(piece.key(kind, slot)) for piece in pieces if piece not in has and slot != MASTER]
+                    # The checkpoint has no master weights: the model's own weights are exact.
+                    self._want(weight, MASTER, box, into)
+        for slot, filled_boxes in filled.items():
+            into.missing += [str(b.key(kind, slot)) for b in boxes if b not in filled_boxes and slot != MASTER]
         self._values = trees.values_of(self._names[0], self._names[1:])
         return bool(filled or self._scalars or self._values)
 
-    def _take(
-        self, found: SavedTensor, piece: Piece, trees: SavedTrees, into: Destination, filled: dict[str, list[Piece]]
+    def _plan_slot(
+        self,
+        found: SavedTensor,
+        box: TensorBox,
+        trees: SavedTrees,
+        into: Destination,
+        filled: dict[str, list[TensorBox]],
     ) -> None:
         slot, shape = found.key.slot, found.global_shape
         if (found.key.fqn, slot) in trees.nested:
-            raise self._unfit(found, "stands in a container")
-        if slot == MASTER and not self.stepped.master:
+            raise self._incompatible(found, "is inside a container")
+        if slot == MASTER and not self.main.is_master:
             return
-        same = shape == piece.global_shape or (piece.resizes and len(shape) == len(piece.global_shape))
-        if same and slot != "step":
-            if piece not in filled.setdefault(slot, []):
-                filled[slot].append(piece)
-                self._want(found, slot, piece, into)
+        is_elementwise = shape == box.global_shape or (box.resizable and len(shape) == len(box.global_shape))
+        if is_elementwise and slot != "step":
+            if box not in filled.setdefault(slot, []):
+                filled[slot].append(box)
+                self._want(found, slot, box, into)
         elif shape.count(1) != len(shape):
-            raise self._unfit(found, f"has shape {shape}")
+            raise self._incompatible(found, f"has shape {shape}")
         elif slot not in self._scalars:
-            target = fresh_state(found, self.stepped.tensor.detach(), on_device=self._on_device)
+            target = allocate_state(found, self.main.tensor.detach(), on_device=self._on_device)
             self._scalars[slot] = target
             add_shards(into.wanted, found.key, target)
 
-    def _want(self, found: SavedTensor, slot: str, piece: Piece, into: Destination) -> None:
-        target = self._target(found, slot, piece)
-        if found.global_shape == piece.global_shape or not piece.resizes:
-            self._boxes.add(piece, found.key, target, self.stepped.start)
+    def _want(self, found: SavedTensor, slot: str, box: TensorBox, into: Destination) -> None:
+        target = self._target(found, slot, box)
+        if found.global_shape == box.global_shape or not box.resizable:
+            self._collector.add(box, found.key, target, self.main.start)
             return
-        other = Boxes()
-        other.add(piece, found.key, target, self.stepped.start)
-        for shard in (shards := fitted(other.shards(), found.global_shape)):
+        collector = ShardCollector()
+        collector.add(box, found.key, target, self.main.start)
+        for shard in (shards := clip_to_saved_shape(collector.shards(), found.global_shape)):
             shard.converts = True
         into.wanted += shards
 
-    def _target(self, found: SavedTensor, slot: str, piece: Piece) -> torch.Tensor:
-        """Memory for this rank's elements: the live tensor where it fits, else a new one."""
-        stepped = self.stepped.tensor.detach()
+    def _target(self, found: SavedTensor, slot: str, box: TensorBox) -> torch.Tensor:
+        """Return memory for this rank's elements: the live tensor where it fits, else a new one."""
+        tensor = self.main.tensor.detach()
         if slot == MASTER:
-            return stepped
+            return tensor
         target = self._memory.get(slot)
         if target is None:
             dtype = dtype_named(found.dtype)
-            if dtype.is_floating_point and torch.promote_types(dtype, stepped.dtype) != dtype:
-                dtype = stepped.dtype  # from an optimizer that stepped in lower precision
-            live = self.stepped.state().get(slot)
+            if dtype.is_floating_point and torch.promote_types(dtype, tensor.dtype) != dtype:
+                dtype = tensor.dtype  # saved by an optimizer that stepped in lower precision
+            live = self.main.state().get(slot)
             fits = (
                 isinstance(live, torch.Tensor)
-                and live.shape == stepped.shape
+                and live.shape == tensor.shape
                 and live.dtype == dtype
                 and is_writable(live)
-                and found.global_shape == piece.global_shape
+                and found.global_shape == box.global_shape
                 and all(live is not other for other in self._memory.values())
             )
-            # Zeros: of what a vocabulary was padded with, a checkpoint may hold nothing.
-            target = live if fits else torch.zeros_like(stepped, dtype=dtype)
+            # Zeros, since a checkpoint may hold nothing of the rows that a vocabulary is padded with.
+            target = live if fits else torch.zeros_like(tensor, dtype=dtype)
             assert target is not None
             self._memory[slot] = target
         return target
 
-    def _unfit(self, found: SavedTensor, form: str) -> IncompatibleCheckpointError:
+    def _incompatible(self, found: SavedTensor, problem: str) -> IncompatibleCheckpointError:
         return IncompatibleCheckpointError(
-            f"{found.key} {form}, and Megatron's optimizers step the parameter of shape {tuple(self._layout.tensor.shape)} "
-            "here element by element: state that does not follow the elements cannot be loaded"
+            f"{found.key} {problem}, and Megatron's optimizers step the parameter of shape "
+            f"{tuple(self._layout.tensor.shape)} here element by element: state that does not follow the elements cannot "
+            "be loaded"
         )
 
     @property
@@ -204,21 +218,21 @@ class _MemberLoad:
         return self._names[0]
 
     def group_step(self) -> int | None:
-        """The saved step, where the optimizer keeps that in the group. The bytes must be there."""
-        step = self._scalars.get("step", self._values.get("step")) if self.stepped.steps_of_group else None
+        """Return the loaded step if the optimizer keeps it in the group; to be called after the bytes have arrived."""
+        step = self._scalars.get("step", self._values.get("step")) if self.main.step_in_group else None
         return None if step is None else int(step)
 
     def install(self) -> None:
-        """Make the parameter's state exactly what was saved."""
-        inner, tensor = self.stepped.inner, self.stepped.tensor
+        """Replace the parameter's state by the loaded one."""
+        inner, tensor = self.main.inner, self.main.tensor
         values = {**self._scalars, **self._values}
         if (step := self.group_step()) is not None:
-            self.stepped.group["step"] = step
+            self.main.group["step"] = step
             del values["step"]
         inner.state.pop(tensor, None)
         if self._memory or values:
             inner.state[tensor].update({**self._memory, **values})
 
     def clear(self) -> None:
-        """Leave the parameter without state."""
-        self.stepped.inner.state.pop(self.stepped.tensor, None)
+        """Remove the parameter's state."""
+        self.main.inner.state.pop(self.main.tensor, None)

@@ -1,7 +1,7 @@
 """Another process on the same storage: `python -m bytecheckpoint.storage.testing.another URL NUMBER`.
 
-Says whether it sees the file that the test has written, waits for a line of input, and then says which names it could
-publish before others did.
+It prints whether it sees the file that the test has written, waits for a line of input, and then prints the names that it
+could publish before the others.
 """
 
 from __future__ import annotations
@@ -10,28 +10,28 @@ import sys
 
 import numpy as np
 
-from ...errors import StorageConflictError
-from ..registry import resolve
-from .support import FILE_BYTES, TRIALS, content, read_all
+from bytecheckpoint.errors import StorageConflictError
+from bytecheckpoint.storage.registry import resolve
+from bytecheckpoint.storage.testing.support import FILE_BYTES, TRIALS, content, read_all
 
 __all__ = ["main"]
 
 
 def main(url: str, number: str) -> None:
-    """The program."""
+    """Run the program."""
     storage = resolve(url)
     seen = storage.list() == [("model/file", FILE_BYTES)]
-    _say(seen and np.array_equal(read_all(storage, "model/file"), content(FILE_BYTES)))
+    _print(seen and np.array_equal(read_all(storage, "model/file"), content(FILE_BYTES)))
     sys.stdin.readline()
     for trial in range(TRIALS):
         try:
             storage.publish(f"catalog-{trial}", number.encode() * FILE_BYTES, expected="")
-            _say(trial)
+            _print(trial)
         except StorageConflictError:
             pass
 
 
-def _say(what: object) -> None:
+def _print(what: object) -> None:
     sys.stdout.write(f"{what}\n")
     sys.stdout.flush()
 

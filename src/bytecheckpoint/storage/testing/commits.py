@@ -1,4 +1,4 @@
-"""The commit: names that are replaced at once, by one of several writers."""
+"""Tests of commits: names are replaced atomically, by one of several publishers."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from ...errors import StorageConflictError, StorageError
-from ..base import Storage
-from .support import Suite, all_at_once, content, read_all
+from bytecheckpoint.errors import StorageConflictError, StorageError
+from bytecheckpoint.storage.base import Storage
+from bytecheckpoint.storage.testing.support import Suite, all_at_once, content, read_all
 
 __all__ = ["CommitTests"]
 
 
 class CommitTests(Suite):
-    """A reader sees the old bytes or the new ones, and of several writers one succeeds."""
+    """A reader sees the old bytes or the new ones, and one of several publishers succeeds."""
 
     def test_publish(self, storage: Storage) -> None:
-        storage.probe("catalog", "")
+        storage.check_publish("catalog", "")
         assert self.again(storage).list() == [], "a probe leaves nothing behind"
         versions = [""]
         # Shorter, longer and as long as the one before.
@@ -37,7 +37,7 @@ class CommitTests(Suite):
         assert self.again(storage).list() == [("model/file", 5)]
         assert self.again(storage).read("model/file") == b"first"
 
-    def test_publish_what_is_expected(self, storage: Storage) -> None:
+    def test_publish_with_an_expected_version(self, storage: Storage) -> None:
         storage.publish("catalog", b"first", expected="")
         first = storage.version("catalog")
         for wrong in ("", None) if self.replaces else ("",):
@@ -63,18 +63,18 @@ class CommitTests(Suite):
     @pytest.mark.parametrize("replacing", [False, True])
     def test_one_of_several_publishers_wins(self, storage: Storage, replacing: bool) -> None:
         if not storage.capabilities.exclusive_publish or (replacing and not self.replaces):
-            return  # it promises less
+            return  # the storage does not guarantee it
         for trial in range(3):
             name = f"catalog-{trial}"
             if replacing:
                 storage.publish(name, b"before")
             version = storage.version(name)
 
-            def one(number: int, name: str = name, version: str = version) -> int:
+            def publish(number: int, name: str = name, version: str = version) -> int:
                 self.again(storage).publish(name, b"%d" % number * 10_000, expected=version)
                 return number
 
-            got = all_at_once(8, one)
+            got = all_at_once(8, publish)
             winners = [g for g in got if isinstance(g, int)]
             assert len(winners) == 1, got
             assert all(isinstance(g, int | StorageConflictError) for g in got), got

@@ -1,4 +1,4 @@
-"""Files written and read whole, in the ways in which the engine does it."""
+"""Tests of files that are written and read whole, as the engine does it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from ..base import NewFile, Storage
-from .support import Suite, content, read_all, write_file
+from bytecheckpoint.storage.base import NewFile, Storage
+from bytecheckpoint.storage.testing.support import Suite, content, read_all, write_file
 
 __all__ = ["FileTests"]
 
@@ -17,18 +17,18 @@ _ALIGN = 4096
 
 
 def _aligned(nbytes: int) -> NDArray[np.uint8]:
-    """Zeroed memory whose address is a multiple of 4096, shape [nbytes]."""
+    """Return zeroed memory whose address is a multiple of 4096, shape [nbytes]."""
     raw = np.zeros(nbytes + _ALIGN, np.uint8)
     shift = -raw.ctypes.data % _ALIGN
     return raw[shift : shift + nbytes]
 
 
 class FileTests(Suite):
-    """What is written is what is read, whatever becomes of other files."""
+    """A file is read as it was written, whatever happens to other files."""
 
     @pytest.mark.parametrize("stable", [True, False])
     @pytest.mark.parametrize("nbytes", [0, 1, 99, 100, 101, 4095, 4096, 4097, (1 << 20) + 1])
-    def test_what_is_written_is_read(self, storage: Storage, nbytes: int, stable: bool) -> None:
+    def test_written_bytes_are_read(self, storage: Storage, nbytes: int, stable: bool) -> None:
         data = content(nbytes)
         write_file(storage, "model/file", data, stable=stable)
         other = self.again(storage)
@@ -47,17 +47,17 @@ class FileTests(Suite):
 
     @pytest.mark.parametrize("stable", [True, False])
     @pytest.mark.parametrize("announced", [0, 9_000, 100_000])
-    def test_the_size_in_the_request_is_a_guess(self, storage: Storage, announced: int, stable: bool) -> None:
+    def test_the_size_in_the_request_is_an_estimate(self, storage: Storage, announced: int, stable: bool) -> None:
         data = content(10_000)
         write_file(storage, "model/file", data, stable=stable, announced=announced)
         assert self.again(storage).list() == [("model/file", 10_000)]
         assert np.array_equal(read_all(self.again(storage), "model/file"), data)
 
     @pytest.mark.parametrize("nbytes", [8192, 10_000, (1 << 20) + 1])
-    def test_a_file_past_the_caches_of_the_system(self, storage: Storage, nbytes: int) -> None:
+    def test_a_file_written_past_the_page_cache(self, storage: Storage, nbytes: int) -> None:
         data = content(nbytes)
         writer = storage.create(NewFile("model/file", nbytes, direct=True))
-        # A writer that takes only whole pages gets the last one filled up, and cuts the file to its size.
+        # A writer that takes only whole pages gets the last one padded, and truncates the file.
         memory = _aligned(-(-nbytes // _ALIGN) * _ALIGN if writer.direct else nbytes)
         memory[:nbytes] = data
         for start in (*range(_ALIGN, len(memory), 1 << 19), 0):
@@ -70,13 +70,13 @@ class FileTests(Suite):
     def test_hints(self, storage: Storage) -> None:
         writer = storage.create(NewFile("model/file", 10))
         assert not writer.direct, "aligned buffers are only for those who ask for `direct`"
-        assert writer.step_bytes >= 1
+        assert writer.preferred_bytes >= 1
         writer.write_at(0, [memoryview(content(10))])
         writer.finish(10)
         reader = storage.open("model/file")
-        assert reader.step_bytes >= 1
-        assert reader.fits(10)
-        assert not reader.fits(11)
+        assert reader.preferred_bytes >= 1
+        assert reader.match_size(10)
+        assert not reader.match_size(11)
         reader.close()
         assert self.again(storage).capabilities == storage.capabilities
 
@@ -93,13 +93,13 @@ class FileTests(Suite):
         assert np.array_equal(out, data)
 
     def test_many_files_at_once(self, storage: Storage) -> None:
-        """Those of one name in several folders side by side."""
+        """Files of equal names in several folders."""
 
-        def one(number: int) -> None:
+        def write(number: int) -> None:
             write_file(storage, f"kind-{number % 3}/file-{number // 3:03d}", content(1000 + number, number))
 
         with ThreadPoolExecutor(8) as pool:
-            list(pool.map(one, range(39)))
+            list(pool.map(write, range(39)))
         other = self.again(storage)
         sizes = {f"kind-{n % 3}/file-{n // 3:03d}": 1000 + n for n in range(39)}
         assert other.list() == sorted(sizes.items())
@@ -108,7 +108,7 @@ class FileTests(Suite):
 
     def test_a_whole_file_is_not_there_before_it_is_finished(self, storage: Storage) -> None:
         if not storage.capabilities.whole_files:
-            return  # it may be seen unfinished; the catalog says what is complete
+            return  # an unfinished file may be visible; the catalog names the complete ones
         data = content(self.large_bytes)
         writer = storage.create(NewFile("model/file", len(data), stable=True))
         writer.write_at(0, [memoryview(data)])

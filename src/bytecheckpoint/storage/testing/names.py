@@ -1,4 +1,4 @@
-"""Names and folders: what is there, what is not, what is listed and what is removed."""
+"""Tests of names and folders: lookups, listings and deletions."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from ...errors import StorageError, UsageError
-from ..base import NewFile, Storage
-from .support import Suite, content, read_all, write_file
+from bytecheckpoint.errors import StorageError, UsageError
+from bytecheckpoint.storage.base import NewFile, Storage
+from bytecheckpoint.storage.testing.support import Suite, content, read_all, write_file
 
 __all__ = ["NameTests"]
 
@@ -21,15 +21,15 @@ _HOSTILE = (
     "mem://x/y", "file:///etc/passwd", "s3://bucket/key",
 )  # fmt: skip
 _ODD = ("model/with space", "model/%41%2F", "model/ünïcode-文", "model/#hash", "model/a+b&c=d,e;f", "model/~.-_'!()")
-#: A server's clock may be wrong by this many seconds.
-_CLOCKS_DIFFER = 86_400
+#: Seconds by which a server's clock may be wrong.
+_CLOCK_ERROR = 86_400
 
 
 class NameTests(Suite):
-    """A folder holds what was put under its names, and nothing of its neighbours."""
+    """A folder contains its own files, and none of its neighbours."""
 
     @pytest.mark.parametrize("name", ["nothing", "model/nothing", "model", "a/b/c"])
-    def test_what_is_not_there(self, storage: Storage, name: str) -> None:
+    def test_missing_files(self, storage: Storage, name: str) -> None:
         write_file(storage, "model/file", content(10))
         for call in (storage.open, storage.read, storage.stat):
             with pytest.raises(FileNotFoundError):
@@ -56,7 +56,7 @@ class NameTests(Suite):
         assert found.version
         assert found.version == storage.stat("model/file").version
         assert self.again(storage).version("model/file") == storage.version("model/file") != ""
-        assert found.modified == 0.0 or abs(found.modified - time.time()) < _CLOCKS_DIFFER, "seconds since 1970"
+        assert found.modified == 0.0 or abs(found.modified - time.time()) < _CLOCK_ERROR, "seconds since 1970"
 
     def test_list_and_folders(self, storage: Storage) -> None:
         for name in ("b", "a", "Z", "model/z", "model/y", "extra/x"):
@@ -95,12 +95,12 @@ class NameTests(Suite):
 
     @staticmethod
     def _create_all(files: Sequence[tuple[Storage, str]]) -> None:
-        def one(file: tuple[Storage, str]) -> None:
+        def create(file: tuple[Storage, str]) -> None:
             storage, name = file
             storage.create(NewFile(name, 0, stable=True)).finish(0)
 
         with ThreadPoolExecutor(8) as pool:
-            list(pool.map(one, files))
+            list(pool.map(create, files))
 
     def test_delete(self, storage: Storage) -> None:
         for number in range(30):
@@ -109,7 +109,7 @@ class NameTests(Suite):
         left = [f"model/{n:02d}" for n in range(1, 30, 2)]
         assert [name for name, _ in self.again(storage).list()] == left
         for no_file in ("model", "model/0", "mode", "absent/absent"):
-            with contextlib.suppress(StorageError):  # it may say that it is none
+            with contextlib.suppress(StorageError):  # it may refuse a folder
                 storage.delete([no_file])
         assert [name for name, _ in self.again(storage).list()] == left, "what only begins alike stays"
         storage.delete(name for name, _ in storage.list())
@@ -119,7 +119,7 @@ class NameTests(Suite):
         assert self.again(storage).list() == [("model/again", 3)]
 
     @pytest.mark.parametrize("name", _HOSTILE)
-    def test_names_that_are_none(self, storage: Storage, name: str) -> None:
+    def test_invalid_names(self, storage: Storage, name: str) -> None:
         calls: Sequence[Callable[[], object]] = (
             lambda: storage.create(NewFile(name, 1)),
             lambda: storage.open(name),
@@ -153,7 +153,7 @@ class NameTests(Suite):
         assert self.again(odd).url == odd.url
         assert self.again(storage).folders() == ["Run 7 %20 #1 ü+&="]
 
-    def test_its_url_leads_back_to_it(self, storage: Storage) -> None:
+    def test_its_url_resolves_to_it(self, storage: Storage) -> None:
         assert self.again(storage).url == storage.url
         assert not storage.url.endswith("/")
         assert self.neighbour(storage, "/").url == storage.url, "a slash at the end means nothing"

@@ -1,4 +1,4 @@
-"""The programs around a storage: event loops, other processes, runs that last for weeks."""
+"""Tests of a storage in programs: event loops, other processes, and no leaks in long runs."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ import threading
 import numpy as np
 import pytest
 
-from ..base import NewFile, Storage
-from .support import FILE_BYTES, TRIALS, Suite, content, read_all, write_file
+from bytecheckpoint.storage.base import NewFile, Storage
+from bytecheckpoint.storage.testing.support import FILE_BYTES, TRIALS, Suite, content, read_all, write_file
 
 __all__ = ["ProgramTests"]
 
 _PROCESSES = 3
-#: Descriptors and threads that a client may add to its pool at any time.
+#: Descriptors and threads that a client library may add to its pools at any time.
 _SLACK = 8
 
 
 class ProgramTests(Suite):
-    """A storage works in any program, and leaves nothing behind in it."""
+    """A storage works in any program, and leaks nothing."""
 
     def test_inside_an_event_loop(self, storage: Storage) -> None:
-        """As in a notebook: whoever calls may be in a coroutine. The loop is not the storage's to use."""
+        """As in a notebook: the caller may be in a coroutine, and the storage must not use its loop."""
         data = content(100_000)
 
         async def program() -> None:
@@ -43,7 +43,7 @@ class ProgramTests(Suite):
 
     def test_other_processes(self, storage: Storage) -> None:
         if not storage.capabilities.shared or type(self).again is not Suite.again:
-            return  # they see something else under the URL
+            return  # other processes see other files under the URL
         write_file(storage, "model/file", content(FILE_BYTES))
         command = [sys.executable, "-m", f"{__package__}.another", storage.url]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
@@ -77,20 +77,20 @@ class ProgramTests(Suite):
             pytest.skip("NOT TESTED HERE: open descriptors are counted in /proc")
         data = content(10_000)
 
-        def once(number: int) -> None:
+        def use(number: int) -> None:
             write_file(storage, f"model/{number}", data, stable=False)
             assert np.array_equal(read_all(storage, f"model/{number}"), data)
-            given_up = storage.create(NewFile(f"model/{number}-given-up", 10_000))
-            given_up.write_at(0, [memoryview(data)])
-            given_up.abort()
+            aborted = storage.create(NewFile(f"model/{number}-aborted", 10_000))
+            aborted.write_at(0, [memoryview(data)])
+            aborted.abort()
             storage.publish("catalog", b"%d" % number)
             assert storage.read("catalog") == b"%d" % number
             storage.delete([f"model/{number}"])
 
         for number in range(5):
-            once(number)
+            use(number)
         descriptors, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
         for number in range(5, 35):
-            once(number)
+            use(number)
         assert len(os.listdir("/proc/self/fd")) <= descriptors + _SLACK
         assert threading.active_count() <= threads + _SLACK

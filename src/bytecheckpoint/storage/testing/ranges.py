@@ -1,4 +1,4 @@
-"""Ranges of files: any offset, any buffers, several threads, and files that go away meanwhile."""
+"""Tests of reads of ranges: any offset and buffers, several threads, and files that disappear meanwhile."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from ..base import FileReader, Storage
-from .support import Suite, content, write_file
+from bytecheckpoint.storage.base import FileReader, Storage
+from bytecheckpoint.storage.testing.support import Suite, content, write_file
 
 __all__ = ["RangeTests"]
 
 
 class RangeTests(Suite):
-    """A reader fills exactly the memory that it was given, from exactly the bytes that it was asked for."""
+    """A reader fills exactly the given memory with exactly the requested bytes."""
 
     @pytest.fixture
     def reader_of(self, storage: Storage) -> Callable[[NDArray[np.uint8]], FileReader]:
-        """Writes a file and opens it."""
+        """A function that writes a file and opens it."""
 
         def make(data: NDArray[np.uint8]) -> FileReader:
             write_file(storage, "model/file", data)
@@ -50,11 +50,11 @@ class RangeTests(Suite):
         out = np.zeros(len(data), np.uint8)
         step = 1_000_003
 
-        def one(start: int) -> int:
+        def read(start: int) -> int:
             return reader.read_into(start, [memoryview(out)[start : start + step]])
 
         with ThreadPoolExecutor(8) as pool:
-            assert sum(pool.map(one, range(0, len(data), step))) == len(data)
+            assert sum(pool.map(read, range(0, len(data), step))) == len(data)
         reader.close()
         assert np.array_equal(out, data)
 

@@ -1,4 +1,4 @@
-"""What all parts of the conformance suite use: bytes that tell where they stand, and the way the engine writes."""
+"""Helpers of the conformance suite: content that shows its position, writing as the engine does, and the base class."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from ..base import NewFile, Storage
-from ..registry import resolve
+from bytecheckpoint.storage.base import NewFile, Storage
+from bytecheckpoint.storage.registry import resolve
+from bytecheckpoint.storage.testing.access import RawAccess
 
 __all__ = ["FILE_BYTES", "TRIALS", "Suite", "all_at_once", "content", "read_all", "write_file"]
 
-#: What a test and another process have agreed on: the length of the file, and how often they race to publish.
+#: Shared by a test and its other processes: the length of the file, and the number of publish races.
 FILE_BYTES, TRIALS = 10_000, 5
 _HEAD = 100
 
 
 def content(nbytes: int, seed: int = 0) -> NDArray[np.uint8]:
-    """Bytes of which any 8 in a row tell where they stand (and the seed), shape [nbytes]."""
+    """Return bytes of which any 8 in a row identify their position and the seed, shape [nbytes]."""
     words = np.arange(-(-nbytes // 8), dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(seed)
     return (words ^ (words >> np.uint64(29))).view(np.uint8)[:nbytes]
 
@@ -40,12 +41,12 @@ def write_file(
     """Write a file as the engine does: pieces from several threads in any order, the first bytes last.
 
     Args:
-        storage: where.
-        name: of the file.
+        storage: where to write.
+        name: name of the file.
         data: its bytes, shape [nbytes].
-        stable: as in `NewFile`. Otherwise each buffer is overwritten as soon as it was taken.
-        piece: bytes of one piece; 0: such that there are some ten of them.
-        announced: the size in the request, which is a guess; None: the true one.
+        stable: as in `NewFile`. Otherwise each buffer is overwritten as soon as `write_at` returns.
+        piece: bytes of one piece; 0: about a tenth of the file.
+        announced: the size in the request, which is an estimate; None: the true size.
     """
     piece = piece or max(len(data) // 10, 1)
     head = min(_HEAD, len(data))
@@ -72,7 +73,7 @@ def write_file(
 
 
 def read_all(storage: Storage, name: str) -> NDArray[np.uint8]:
-    """All bytes of a file through a reader, shape [nbytes]."""
+    """Read all bytes of a file through a reader, shape [nbytes]."""
     reader = storage.open(name)
     try:
         data = np.zeros(reader.size, np.uint8)
@@ -83,28 +84,28 @@ def read_all(storage: Storage, name: str) -> NDArray[np.uint8]:
 
 
 def all_at_once(count: int, function: Callable[[int], Any]) -> list[Any]:
-    """Call `function(number)` on `count` threads that start together; what each returned or raised."""
+    """Call `function(number)` on `count` threads that start together; return the results or errors."""
     start = threading.Barrier(count)
 
-    def one(number: int) -> Any:
+    def call(number: int) -> Any:
         start.wait()
         try:
             return function(number)
-        except Exception as error:  # noqa: BLE001  it is what the caller asks for
+        except Exception as error:  # noqa: BLE001  returned to the caller
             return error
 
     with ThreadPoolExecutor(count) as pool:
-        return list(pool.map(one, range(count)))
+        return list(pool.map(call, range(count)))
 
 
 class Suite:
-    """What a backend's test class may override."""
+    """Base of all parts of the suite: the settings and methods that a backend's test class may override."""
 
     #: A file of this length takes several parts.
     large_bytes = (20 << 20) + 4097
-    #: As many files, and as many folders, take several pages of a listing and several requests of a bulk deletion.
+    #: So many files or folders take several pages of a listing and several requests of a bulk deletion.
     many = 1100
-    #: Whether `publish` can replace what is expected. Some object stores can only create.
+    #: Whether `publish` can replace an expected version. Some object stores can only create.
     replaces = True
 
     @pytest.fixture
@@ -113,9 +114,13 @@ class Suite:
         raise NotImplementedError
 
     def again(self, storage: Storage) -> Storage:
-        """The same folder as another process finds it."""
+        """Return the same folder as another process finds it."""
         return resolve(storage.url)
 
     def neighbour(self, storage: Storage, suffix: str) -> Storage:
-        """The folder whose address is that of `storage` with something behind it."""
+        """Return the folder whose URL is that of `storage` with a suffix."""
         return resolve(storage.url + suffix)
+
+    def raw_access(self, storage: Storage) -> RawAccess | None:
+        """Return access to the folder by other means than the storage, such as the server's own client; None: no tests."""
+        return None

@@ -1,0 +1,137 @@
+"""Format output for a terminal (escaped names, readable sizes, aligned columns) and as JSON."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import math
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+__all__ = [
+    "as_json",
+    "format_size",
+    "format_time",
+    "plural",
+    "print_json",
+    "print_notes",
+    "print_table",
+    "printable",
+    "progress_bar",
+    "typed_value",
+]
+
+_ESCAPES = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
+
+
+def printable(text: str) -> str:
+    r"""Escape control characters, so that a terminal shows `text` on one line and acts upon nothing in it.
+
+    >>> printable("a\x1b[2Jb\n")
+    'a\\x1b[2Jb\\n'
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else _ESCAPES.get(c) or _escape(ord(c)) for c in text)
+
+
+def _escape(code: int) -> str:
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+
+
+def format_size(nbytes: int) -> str:
+    """Format a number of bytes for people.
+
+    >>> format_size(1536)
+    '1.5 KiB'
+    """
+    value, units = float(nbytes), ["B", "KiB", "MiB", "GiB", "TiB", "PiB"]
+    while value >= 1024 and len(units) > 1:
+        value /= 1024
+        units.pop(0)
+    return f"{nbytes} B" if units[0] == "B" else f"{value:.1f} {units[0]}"
+
+
+def plural(count: object, one: str) -> str:
+    """Format a number of things.
+
+    >>> plural(1, "file"), plural(1200, "file")
+    ('1 file', '1,200 files')
+    """
+    if not isinstance(count, int):
+        return f"{count} {one}s"
+    return f"{count:,} {one}" if count == 1 else f"{count:,} {one}s"
+
+
+def format_time(seconds: object) -> str:
+    """Format seconds since 1970 as ISO 8601 in UTC; "" for a value that is not a time."""
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not math.isfinite(seconds):
+        return ""
+    try:
+        return datetime.datetime.fromtimestamp(seconds, datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    except (ValueError, OverflowError, OSError):
+        return ""
+
+
+def print_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print columns separated by two spaces. A title that ends in ">" aligns its column to the right."""
+    names = [title.rstrip(">") for title in titles]
+    cells = [[printable(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(names, *cells, strict=True)]
+    for row in [names, *cells]:
+        parts = [
+            cell.rjust(width) if title.endswith(">") else cell.ljust(width)
+            for cell, width, title in zip(row, widths, titles, strict=True)
+        ]
+        print("  ".join(parts).rstrip())
+
+
+def print_notes(notes: Iterable[str]) -> None:
+    """Print each note on a line of stderr."""
+    for note in notes:
+        print(f"note: {printable(note)}", file=sys.stderr)
+
+
+def as_json(value: Any) -> Any:
+    """Replace what JSON lacks: tuples become arrays, nan and infinity strings, other types their repr."""
+    if value is None or isinstance(value, bool | str):
+        return value
+    if type(value) is int:
+        return value
+    if type(value) is float:
+        return value if math.isfinite(value) else repr(value)
+    if isinstance(value, dict):
+        return {key if isinstance(key, str) else repr(key): as_json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [as_json(item) for item in value]
+    return repr(value)
+
+
+def typed_value(value: Any) -> dict[str, Any]:
+    """Return a plain value for JSON, with the name of its type."""
+    return {"type": type(value).__name__, "value": as_json(value)}
+
+
+def print_json(value: Any) -> None:
+    """Print one JSON document, ASCII only."""
+    json.dump(as_json(value), sys.stdout, indent=2, allow_nan=False)
+    print()
+
+
+@contextlib.contextmanager
+def progress_bar(title: str) -> Iterator[Callable[[int, int], None] | None]:
+    """A function to call with (done, in all), which draws a bar on stderr; None where that is no terminal."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True))
+    with Progress(
+        *columns, TransferSpeedColumn(), TimeRemainingColumn(), console=Console(stderr=True), transient=True
+    ) as bar:
+        task = bar.add_task(title, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -1,0 +1,195 @@
+"""`bytecheckpoint ls`: list the checkpoints of a folder, or the states of one checkpoint. Torch is not imported."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from bytecheckpoint.cli.format import (
+    format_size,
+    format_time,
+    plural,
+    print_json,
+    print_notes,
+    print_table,
+    printable,
+)
+from bytecheckpoint.engine.catalogs import read_catalog
+from bytecheckpoint.errors import CheckpointError, CheckpointNotFoundError, StorageUnavailableError
+from bytecheckpoint.representation.catalog import VALUES_SLOT, Catalog
+from bytecheckpoint.representation.names import CATALOG_NAME, generation_of
+from bytecheckpoint.storage import Storage, resolve
+from bytecheckpoint.storage.threads import call_with_timeout, parallel_map
+
+__all__ = ["explain_missing_catalog", "ls", "open_catalog", "summary"]
+
+#: Seconds to wait for the durable storage of a tiered path. Without an answer only this machine's hot tier is listed.
+_DURABLE_TIMEOUT = 15.0
+
+
+def open_catalog(path: str) -> tuple[Storage, Catalog]:
+    """Open the catalog at `path`.
+
+    Raises:
+        CheckpointNotFoundError: there is no catalog; the message says what is there instead.
+    """
+    storage = resolve(path)
+    try:
+        return storage, read_catalog(storage)[0]
+    except CheckpointNotFoundError as error:
+        raise explain_missing_catalog(storage, error) from None
+
+
+def explain_missing_catalog(storage: Storage, error: CheckpointNotFoundError) -> CheckpointNotFoundError:
+    """Return an error that says what `storage` holds instead of a checkpoint; `error` itself if nothing is known."""
+    # Where machines see different files, the files of this machine prove nothing.
+    if not storage.capabilities.machine_only and any(generation_of(name) for name, _ in storage.list()):
+        return CheckpointNotFoundError(
+            f"{storage.url} holds storage files without a catalog: a save that did not commit, or a lost "
+            f"{CATALOG_NAME}, which `bytecheckpoint repair` rebuilds"
+        )
+    return error
+
+
+def ls(path: str, *, json: bool) -> int:
+    """List checkpoints. Return 1 if one is damaged or a storage did not answer."""
+    storage = resolve(path)
+    hot_tier, unreachable = storage.nearest_tier(), ""
+    if hot_tier is not storage:
+        try:
+            call_with_timeout(_DURABLE_TIMEOUT, storage.folders)
+        except StorageUnavailableError as error:
+            unreachable = f"{storage.url}: {error}"
+    listed = hot_tier if unreachable else storage
+    damaged = False
+    try:
+        catalog, _ = read_catalog(listed)
+    except CheckpointNotFoundError as error:
+        steps = _steps(listed)
+        if not steps:
+            raise (
+                StorageUnavailableError(unreachable) if unreachable else explain_missing_catalog(storage, error)
+            ) from None
+        damaged = _show_steps(listed, steps, json, unreachable)
+    else:
+        _show_one(listed, catalog, json, unreachable)
+    if unreachable and not json:
+        print_notes([f"only what is near is listed, since not all can be asked: {unreachable}"])
+    return int(damaged or bool(unreachable))
+
+
+def _natural(name: str) -> list[tuple[int, int, str]]:
+    """Return a sort key that puts step_9 before step_10."""
+    return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in re.split(r"([0-9]+)", name)]
+
+
+def _steps(storage: Storage) -> list[dict[str, Any]]:
+    """Describe the folders of a folder: checkpoints, and the files of saves that did not commit."""
+    only_first_tier = storage.nearest_tier() is storage
+
+    def describe(name: str) -> dict[str, Any] | None:
+        step = resolve(f"{storage.url}/{name}")
+        step = step.nearest_tier() if only_first_tier else step
+        try:
+            catalog, _ = read_catalog(step)
+        except CheckpointNotFoundError:
+            own = [nbytes for file, nbytes in step.list() if generation_of(file)]
+            return {"name": name, "state": "uncommitted", "bytes": sum(own), "files": len(own)} if own else None
+        except StorageUnavailableError:  # it says nothing about the step, and the other steps would time out too
+            raise
+        except CheckpointError as error:
+            return {"name": name, "state": "damaged", "error": str(error)}
+        return {"name": name, "state": "committed", **summary(catalog)}
+
+    names = sorted(storage.folders(), key=_natural)
+    return [
+        step for step in parallel_map(describe, names, storage.parallel_reads, "bytecheckpoint-ls") if step is not None
+    ]
+
+
+def summary(catalog: Catalog) -> dict[str, Any]:
+    """Return the facts of a checkpoint that fit on one line."""
+    info: Mapping[str, Any] = catalog.info
+    values = catalog.slot.codes == catalog.slot.codes_of([VALUES_SLOT])[0]
+    return {
+        "created": format_time(info.get("created")),
+        "bytes": sum(file.size for file in catalog.files),
+        "files": len(catalog.files),
+        "tensors": int((~values).sum()),
+        "kinds": catalog.kinds(),
+        "world_size": info.get("world_size"),
+        "framework": info.get("framework"),
+    }
+
+
+def _show_steps(storage: Storage, steps: list[dict[str, Any]], json: bool, unreachable: str) -> bool:
+    """Print the steps. Return whether one of them is damaged."""
+    bad = any(step["state"] == "damaged" for step in steps)
+    if json:
+        print_json({"path": storage.url, "type": "folder", "checkpoints": steps, "unreachable": unreachable})
+        return bad
+    print_table(
+        ["name", "state", "created", "size>", "tensors>", "files>", "ranks>", "kinds"],
+        [
+            [
+                step["name"],
+                step["state"],
+                step.get("created", ""),
+                format_size(step["bytes"]) if "bytes" in step else "",
+                str(step.get("tensors", "")),
+                str(step.get("files", "")),
+                str(step.get("world_size", "")),
+                ", ".join(step.get("kinds", ())) or printable(step.get("error", "")),
+            ]
+            for step in steps
+        ],
+    )
+    return bad
+
+
+def _show_one(storage: Storage, catalog: Catalog, json: bool, unreachable: str) -> None:
+    states: list[dict[str, Any]] = []
+    values = catalog.slot.codes == catalog.slot.codes_of([VALUES_SLOT])[0]
+    kind_of_row = catalog.kind.codes[catalog.boxes.tensor]
+    for kind in catalog.kinds():
+        chosen = catalog.of_kind(kind)
+        rows = kind_of_row == catalog.kind.codes_of([kind])[0]
+        files = [catalog.files[i] for i in np.unique(catalog.file[rows]).tolist()]
+        states.append(
+            {
+                "kind": kind,
+                "tensors": int((~values[chosen]).sum()),
+                "bytes": int(catalog.byte_length[rows].sum()),
+                "files": len(files),
+                "ranks": len({file.rank for file in files}),
+                "plain_values": bool(values[chosen].any()),
+            }
+        )
+    about = {"path": storage.url, "type": "checkpoint", "state": "committed", **summary(catalog), "states": states}
+    if json:
+        print_json({**about, "unreachable": unreachable})
+        return
+    print(printable(storage.url))
+    print(
+        printable(
+            f"saved {about['created']} by {plural(about['world_size'], 'rank')} ({about['framework']}), "
+            f"{format_size(about['bytes'])} in {plural(about['files'], 'file')}"
+        )
+    )
+    print_table(
+        ["kind", "tensors>", "size>", "files>", "ranks>", "plain values"],
+        [
+            [
+                k["kind"],
+                str(k["tensors"]),
+                format_size(k["bytes"]),
+                str(k["files"]),
+                str(k["ranks"]),
+                "yes" if k["plain_values"] else "no",
+            ]
+            for k in states
+        ],
+    )

@@ -1,0 +1,167 @@
+"""Agreement among ranks: every rank reports or fails, rank 0 decides, every rank hears the decision."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+
+from bytecheckpoint.collectives.base import Collective
+from bytecheckpoint.errors import CheckpointError, error_class, error_from_report, error_report
+
+__all__ = ["Agreement"]
+
+_Report = TypeVar("_Report")
+_Decision = TypeVar("_Decision")
+
+
+class RankReport(msgspec.Struct, frozen=True, array_like=True):
+    """The message of one rank to rank 0.
+
+    Attributes:
+        error: `error_report` of its failure, empty when it can go on.
+        payload: its report as msgpack, empty when it failed.
+    """
+
+    error: dict[str, str] = {}
+    payload: bytes = b""
+
+
+class Decision(msgspec.Struct, frozen=True, array_like=True):
+    """The message of rank 0 to one rank.
+
+    Attributes:
+        error: `error_report` of the failure that ends this step, empty when all ranks go on.
+        rank: the rank that failed.
+        payload: the decision as msgpack, empty after a failure.
+    """
+
+    error: dict[str, str] = {}
+    rank: int = 0
+    payload: bytes = b""
+
+
+_decoders: dict[Any, msgspec.msgpack.Decoder[Any]] = {}
+_decoders_lock = threading.Lock()
+
+
+def _decode(data: bytes, kind: Any) -> Any:
+    """Decode a message of type `kind`.
+
+    The lock matters: msgspec (0.22) crashes if two threads use a type for the first time at once.
+    """
+    decoder = _decoders.get(kind)
+    if decoder is None:
+        with _decoders_lock:
+            decoder = _decoders.setdefault(kind, msgspec.msgpack.Decoder(kind))
+    return decoder.decode(data)
+
+
+class Agreement:
+    """One rank's part in a conversation of all ranks. Every rank makes the same calls in the same order.
+
+    Args:
+        collective: the ranks.
+        tag: names the conversation; equal on all ranks, never used twice in one world.
+        timeout: seconds that one step may take.
+        urgent: failures of these classes are raised on every rank in place of all others, also in place of a rank's own.
+            The caller can then act on them on all ranks alike.
+    """
+
+    def __init__(
+        self, collective: Collective, tag: str, timeout: float, *, urgent: tuple[type[CheckpointError], ...] = ()
+    ) -> None:
+        self.collective = collective
+        self.rank = collective.rank
+        self.tag = tag
+        self.timeout = timeout
+        self._urgent = urgent
+
+    def agree(
+        self,
+        step: str,
+        work: Callable[[], _Report],
+        decide: Callable[[list[_Report]], _Decision],
+        *,
+        reports: Any = Any,
+        decisions: Any = Any,
+    ) -> _Decision:
+        """Run `work` on every rank, let rank 0 decide upon all reports, return the decision on every rank.
+
+        Args:
+            step: names the step within the conversation; unique.
+            work: makes this rank's report, which msgpack can encode. What it raises is this rank's failure.
+            decide: reports in order of rank -> decision. Runs on rank 0 only, and only when no rank failed.
+            reports: type of a report, for decoding.
+            decisions: type of the decision, for decoding.
+
+        Raises:
+            CheckpointError: the first failure of any rank or of `decide`. A rank that failed itself raises its own,
+                unless the failure is urgent.
+            CheckpointTimeoutError, PeerLostError: not every rank reported in time.
+        """
+        return self.agree_each(
+            step, work, lambda gathered: [decide(gathered)] * len(gathered), reports=reports, decisions=decisions
+        )
+
+    def agree_each(
+        self,
+        step: str,
+        work: Callable[[], _Report],
+        decide: Callable[[list[_Report]], Sequence[_Decision]],
+        *,
+        reports: Any = Any,
+        decisions: Any = Any,
+    ) -> _Decision:
+        """As `agree`, with one decision per rank. An object that stands for several ranks is encoded once."""
+        if self.collective.world_size == 1:
+            return decide([work()])[0]
+        own: BaseException | None = None
+        try:
+            report = RankReport(payload=msgspec.msgpack.encode(work()))
+        except BaseException as error:  # noqa: BLE001  reported to rank 0, then raised
+            own, report = error, RankReport(error_report(error))
+
+        def answer(messages: list[bytes]) -> Sequence[bytes]:
+            return self._answer(messages, decide, reports)
+
+        try:
+            message = self.collective.gather_scatter(
+                f"{self.tag}/{step}", msgspec.msgpack.encode(report), answer, timeout=self.timeout
+            )
+        except CheckpointError:
+            if own is not None:
+                raise own from None
+            raise
+        decision = _decode(message, Decision)
+        urgent = bool(decision.error) and issubclass(error_class(decision.error), self._urgent)
+        if own is not None and not urgent:
+            raise own
+        if decision.error:
+            raise error_from_report(decision.error, prefix=f"rank {decision.rank}: ") from own
+        result: _Decision = _decode(decision.payload, decisions)
+        return result
+
+    def _answer(
+        self, messages: list[bytes], decide: Callable[[list[_Report]], Sequence[_Decision]], reports: Any
+    ) -> list[bytes]:
+        """Make rank 0's answer to every rank. Runs on rank 0."""
+        received = [_decode(message, RankReport) for message in messages]
+        failed = [rank for rank, report in enumerate(received) if report.error]
+        # The sort is stable: among equally urgent failures the lowest rank's comes first.
+        failed.sort(key=lambda rank: not issubclass(error_class(received[rank].error), self._urgent))
+        if failed:
+            rank = failed[0]
+            return [msgspec.msgpack.encode(Decision(received[rank].error, rank))] * len(received)
+        try:
+            decisions = decide([_decode(report.payload, reports) for report in received])
+            distinct = {id(decision): decision for decision in decisions}
+            encoded = {
+                key: msgspec.msgpack.encode(Decision(payload=msgspec.msgpack.encode(decision)))
+                for key, decision in distinct.items()
+            }
+            return [encoded[id(decision)] for decision in decisions]
+        except Exception as error:  # noqa: BLE001  raised on every rank
+            return [msgspec.msgpack.encode(Decision(error_report(error), 0))] * len(received)

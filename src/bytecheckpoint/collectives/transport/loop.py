@@ -1,0 +1,275 @@
+"""The I/O thread of one rank: it serves non-blocking connections without polling or waiting for any single one."""
+
+from __future__ import annotations
+
+import heapq
+import hmac
+import itertools
+import os
+import selectors
+import socket
+import threading
+import time
+import weakref
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+
+from bytecheckpoint.collectives.transport.sockets import SCARCE
+from bytecheckpoint.collectives.transport.wire import Kind, Link, Payload
+from bytecheckpoint.errors import UsageError
+from bytecheckpoint.tuning import tuning
+
+__all__ = ["Loop", "leave_all", "release_inherited"]
+
+_ACCEPT_PAUSE = 0.2  # seconds without accepting after descriptors ran out
+
+
+class Loop(ABC):
+    """Connections of one rank and the thread that serves them.
+
+    Args:
+        rank: of this process.
+        world_size: number of ranks.
+        name: of the thread.
+        secret: known only to ranks of this world; authenticates connections.
+        linger: most seconds that `leave` spends on delivering the last messages.
+    """
+
+    def __init__(self, rank: int, world_size: int, name: str, secret: bytes, linger: float) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.linger = linger
+        self.secret = secret
+        self._selector = selectors.DefaultSelector()  # data of a key: the handler of its events
+        self._unsent: deque[Link] = deque()  # links with data that the socket did not take yet
+        self._open: set[Link] = set()
+        self._calls: deque[Callable[[], None]] = deque()
+        self._calls_lock = threading.Lock()
+        self._over = False
+        self._timers: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = itertools.count()
+        self._listeners: set[socket.socket] = set()
+        self._wake_read, self._wake_write = socket.socketpair()
+        self._wake_read.setblocking(False)
+        self._wake_write.setblocking(False)
+        self._selector.register(self._wake_read, selectors.EVENT_READ, self._drain_wakes)
+        self._leave_asked = False
+        self._deadline: float | None = None  # for leaving
+        self._pid = os.getpid()
+        self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
+        _loops.add(self)
+
+    # --- called from any thread -------------------------------------------------------------------------------
+
+    def leave(self) -> None:
+        """Deliver the last messages, then disconnect, in the background. Takes no lock, so a finalizer may call it."""
+        if os.getpid() == self._pid:
+            self._leave_asked = True
+            self._wake()
+
+    def join(self, timeout: float) -> bool:
+        """Wait until `leave` has finished; return whether it has."""
+        if self._thread.ident is not None:  # None: the thread was never started
+            self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def check_process(self) -> None:
+        """Raise `UsageError` in a forked child."""
+        if os.getpid() != self._pid:
+            raise UsageError(
+                f"rank {self.rank}: this is a forked child: it cannot take part in its parent's collectives; "
+                "call from the parent, or start the child with the 'spawn' method"
+            )
+
+    def _post(self, link: Link, kind: Kind, source: int, to: int, tag: bytes, payload: Payload) -> None:
+        if not link.post(kind, source, to, tag, payload):
+            self._unsent.append(link)
+            self._wake()
+
+    def _call_soon(self, action: Callable[[], None]) -> bool:
+        """Let the thread call `action`; False when the thread has ended and will not."""
+        with self._calls_lock:
+            if self._over:
+                return False
+            self._calls.append(action)
+        self._wake()
+        return True
+
+    def _wake(self) -> None:
+        try:
+            self._wake_write.send(b"\0")
+        except OSError:
+            pass  # full: a wake-up is pending already; closed: the thread has ended
+
+    # --- called on the thread only ----------------------------------------------------------------------------
+
+    @abstractmethod
+    def _on_frame(self, link: Link, kind: Kind, source: int, to: int, tag: bytes, payload: Payload) -> None: ...
+
+    @abstractmethod
+    def _on_gone(self, link: Link) -> None:
+        """Handle the end of `link`: the other side closed it or it broke. It is dropped already."""
+
+    @abstractmethod
+    def _on_leave(self) -> None: ...
+
+    @abstractmethod
+    def _on_end(self, reason: str) -> None:
+        """Handle the end of the thread: it sends and receives nothing any more."""
+
+    def _on_turn(self) -> None:
+        """Act after each round of events."""
+
+    def _new_link(self, sock: socket.socket) -> Link:
+        return Link(sock)
+
+    def _add(self, link: Link) -> None:
+        self._open.add(link)
+        self._selector.register(link.sock, selectors.EVENT_READ, partial(self._serve, link))
+
+    def _drop(self, link: Link) -> None:
+        if link in self._open:
+            self._open.discard(link)
+            self._selector.unregister(link.sock)
+            link.kill()
+
+    def _call_later(self, delay: float, action: Callable[[], None]) -> None:
+        heapq.heappush(self._timers, (time.monotonic() + delay, next(self._numbers), action))
+
+    def _accept_from(self, listener: socket.socket) -> None:
+        self._listeners.add(listener)
+        self._selector.register(listener, selectors.EVENT_READ, partial(self._accept, listener))
+
+    def _stop_accepting(self) -> None:
+        """Close the listeners and the unauthenticated connections."""
+        for listener in self._listeners:
+            if listener in self._selector.get_map():
+                self._selector.unregister(listener)
+            listener.close()
+        self._listeners.clear()
+        for link in [link for link in self._open if link.rank < 0]:
+            self._drop(link)
+
+    def _accept(self, listener: socket.socket, _mask: int = 0) -> None:
+        while True:
+            try:
+                sock, _ = listener.accept()
+            except OSError as error:
+                if error.errno in SCARCE:
+                    # Without a pause the selector would report the listener again at once, until a descriptor is closed.
+                    self._selector.unregister(listener)
+                    self._call_later(_ACCEPT_PAUSE, partial(self._accept_again, listener))
+                return
+            link = self._new_link(sock)
+            self._add(link)
+            self._call_later(tuning().handshake_timeout, partial(self._drop_unauthenticated, link))
+
+    def _accept_again(self, listener: socket.socket) -> None:
+        if listener in self._listeners:
+            self._accept_from(listener)
+
+    def _drop_unauthenticated(self, link: Link) -> None:
+        if link.rank < 0:
+            self._drop(link)
+
+    def _finished(self) -> bool:
+        return self._deadline is not None and (not self._open or time.monotonic() > self._deadline)
+
+    def _seconds_to_timer(self) -> float | None:
+        """Seconds until the next timer or deadline; None without one."""
+        times = [self._deadline] if self._deadline is not None else []
+        if self._timers:
+            times.append(self._timers[0][0])
+        return max(0.0, min(times) - time.monotonic()) if times else None
+
+    def _loop(self) -> None:
+        reason = "this world was closed"
+        try:
+            while not self._finished():
+                for key, mask in self._selector.select(self._seconds_to_timer()):
+                    key.data(mask)
+                while self._timers and self._timers[0][0] <= time.monotonic():
+                    heapq.heappop(self._timers)[2]()
+                while self._calls:
+                    self._calls.popleft()()
+                while self._unsent:
+                    link = self._unsent.popleft()
+                    if link in self._open:
+                        self._watch_for(link, selectors.EVENT_READ | selectors.EVENT_WRITE)
+                if self._leave_asked and self._deadline is None:
+                    self._deadline = time.monotonic() + self.linger
+                    self._on_leave()
+                self._on_turn()
+        except BaseException as error:
+            reason = f"the thread {self._thread.name} failed: {type(error).__name__}: {error}"
+            raise
+        finally:
+            with self._calls_lock:
+                self._over = True
+            self._on_end(reason)
+            self._release()
+
+    def _watch_for(self, link: Link, mask: int) -> None:
+        self._selector.modify(link.sock, mask, self._selector.get_key(link.sock).data)
+
+    def _serve(self, link: Link, mask: int) -> None:
+        if link not in self._open:
+            return  # dropped by another event of this round
+        if mask & selectors.EVENT_WRITE and link.flush():
+            self._watch_for(link, selectors.EVENT_READ)
+        if mask & selectors.EVENT_READ:
+            try:
+                for kind, source, to, tag, payload in link.frames():
+                    self._on_frame(link, kind, source, to, tag, payload)
+            except (EOFError, OSError):
+                if link in self._open:
+                    self._drop(link)
+                    self._on_gone(link)
+
+    def _drain_wakes(self, _mask: int) -> None:
+        try:
+            while self._wake_read.recv(4096):
+                pass
+        except BlockingIOError:
+            pass
+
+    def _release(self) -> None:
+        """Close every descriptor. A forked child calls this too, and must use nothing else of this object."""
+        if (registered := self._selector.get_map()) is not None:  # None: closed already
+            for key in list(registered.values()):
+                if isinstance(key.fileobj, socket.socket):
+                    key.fileobj.close()
+        for listener in list(self._listeners):
+            listener.close()
+        self._selector.close()
+        self._wake_read.close()
+        self._wake_write.close()
+
+    def _hang_up(self, link: Link) -> None:
+        link.hang_up = True
+        if not link.flush():
+            self._unsent.append(link)
+
+    def _is_secret(self, payload: Payload) -> bool:
+        return hmac.compare_digest(bytes(payload), self.secret)
+
+
+_loops: weakref.WeakSet[Loop] = weakref.WeakSet()
+
+
+def leave_all() -> None:
+    """Deliver the last messages of all loops, for at most the longest `linger`. Called at the end of the program."""
+    loops = [loop for loop in list(_loops) if loop._pid == os.getpid()]
+    for loop in loops:
+        loop.leave()
+    deadline = time.monotonic() + max((loop.linger for loop in loops), default=0.0) + 0.5
+    for loop in loops:
+        loop.join(max(0.0, deadline - time.monotonic()))
+
+
+def release_inherited() -> None:
+    """Close the parent's connections in a forked child: they would seem alive after the parent has died."""
+    for loop in list(_loops):
+        loop._release()

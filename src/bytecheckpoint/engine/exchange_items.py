@@ -1,0 +1,136 @@
+"""Items of an exchange on one rank: read from storage, copied from another rank, scattered to the destinations."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from bytecheckpoint.engine.file_set import FileSet
+from bytecheckpoint.engine.peer_memory import Segments, read_peer_memory, segments_of_buffers, slice_segments
+from bytecheckpoint.engine.reading import ScratchBuffers, scratch_buffer
+from bytecheckpoint.engine.scatter import ScatterPlan
+from bytecheckpoint.representation.plans import ExchangePlan
+
+__all__ = ["ItemMover", "LoadedItem"]
+
+
+@dataclass(slots=True)
+class LoadedItem:
+    """An item in this rank's memory.
+
+    Attributes:
+        buffers: the item's bytes, one buffer after the other.
+        segments: the memory of `buffers`.
+        pooled: the buffer to give back by `ItemMover.recycle`, if any.
+        delivered: whether this rank's own destinations hold the item.
+    """
+
+    buffers: list[memoryview]
+    segments: Segments
+    pooled: torch.Tensor | None = None
+    delivered: bool = False
+
+
+class ItemMover:
+    """Moves the items that one rank wants to its destinations. Several threads may use it.
+
+    Args:
+        plan: the items, and the ranges of this rank's read plan that they cover.
+        files: the checkpoint's files.
+        scatter_plan: the read plan with its destinations.
+        chunk_bytes: longest item.
+    """
+
+    def __init__(self, plan: ExchangePlan, files: FileSet, scatter_plan: ScatterPlan, chunk_bytes: int) -> None:
+        self._items = plan.shared
+        self._files = files
+        self._scatter_plan = scatter_plan
+        self._chunk_bytes = chunk_bytes
+        self._scratch = ScratchBuffers(scatter_plan, chunk_bytes)
+        self._free: list[torch.Tensor] = []
+        self._ranges: dict[int, list[int]] = {}
+        for index, item in zip(plan.covered_ranges.tolist(), plan.covering_chunks.tolist(), strict=True):
+            self._ranges.setdefault(item, []).append(index)
+
+    def wants(self, item: int) -> bool:
+        """Whether this rank has a destination for bytes of the item."""
+        return item in self._ranges
+
+    def nbytes(self, item: int) -> int:
+        """Return the length of the item."""
+        return int(self._items.stop[item] - self._items.start[item])
+
+    def load(self, item: int) -> LoadedItem:
+        """Read an item from storage and deliver it, without a copy where it fills one range."""
+        start, stop = int(self._items.start[item]), int(self._items.stop[item])
+        file = int(self._items.file[item])
+        indexes = self._ranges[item]
+        buffers = None
+        if len(indexes) == 1 and self._bounds(indexes[0]) == (start, stop):
+            buffers = self._scatter_plan.direct_buffers(indexes[0])
+        if buffers is not None:
+            self._files.fetch(file, start, stop, buffers)
+            return LoadedItem(buffers, segments_of_buffers(buffers), delivered=True)
+        try:
+            pooled = self._free.pop()
+        except IndexError:
+            pooled = scratch_buffer(self._chunk_bytes, self._scratch.accelerator)
+        buffers = [memoryview(pooled[: stop - start].numpy())]
+        # Each range is scattered while it is in the processor's cache. Other ranks may want the bytes between ranges.
+        done = start
+        for index in [*sorted(indexes), None]:
+            end = stop if index is None else max(self._bounds(index)[1], done)
+            if end > done:
+                self._files.fetch(file, done, end, [buffers[0][done - start : end - start]])
+                done = end
+            if index is not None:
+                self._scratch.scatter(index, pooled, start)
+        return LoadedItem(buffers, segments_of_buffers(buffers), pooled, delivered=True)
+
+    def deliver(self, item: int, memory: memoryview) -> None:
+        """Scatter an item to this rank's destinations."""
+        data = torch.frombuffer(memory, dtype=torch.uint8)
+        for index in self._ranges[item]:
+            self._scratch.scatter(index, data, int(self._items.start[item]))
+
+    def copy_from_peer(self, item: int, pid: int, segments: Segments) -> int:
+        """Copy the wanted bytes of an item from the memory of another process, directly to their destinations if possible.
+
+        Args:
+            item: number of the item.
+            pid: the process.
+            segments: memory of the whole item there.
+
+        Returns:
+            The number of bytes copied.
+
+        Raises:
+            OSError: the process is gone.
+        """
+        first = int(self._items.start[item])
+        total = 0
+        for index in self._ranges[item]:
+            start, stop = self._bounds(index)
+            runs = self._scatter_plan.runs(index)
+            if runs is not None:
+                remote = slice_segments(segments, runs.source - first, runs.segments[:, 1])
+                read_peer_memory(pid, remote, runs.segments)
+                total += int(runs.segments[:, 1].sum())
+            else:
+                data = self._scratch.buffer(stop - start)
+                remote = slice_segments(segments, np.array([start - first]), np.array([stop - start]))
+                read_peer_memory(pid, remote, segments_of_buffers([memoryview(data.numpy())]))
+                self._scratch.scatter(index, data, start)
+                total += stop - start
+        return total
+
+    def recycle(self, loaded: LoadedItem) -> None:
+        """Use the buffer of an item again, once no other rank reads it any more."""
+        if loaded.pooled is not None:
+            self._free.append(loaded.pooled)
+
+    def _bounds(self, index: int) -> tuple[int, int]:
+        plan = self._scatter_plan.plan
+        return int(plan.start[index]), int(plan.stop[index])

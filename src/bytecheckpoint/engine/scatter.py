@@ -1,0 +1,242 @@
+"""The scatter plan: where the bytes of a read plan's ranges go in the destination tensors."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from bytecheckpoint.engine.staging import copy_all, flat_bytes, movable, views_at
+from bytecheckpoint.representation.boxes import Int64s
+from bytecheckpoint.representation.plans import ReadPlan
+from bytecheckpoint.tuning import tuning
+
+__all__ = ["MemoryRuns", "ScatterPlan", "Target"]
+
+#: Ranges whose copies are shorter than this on average are quicker read into one buffer and copied from there.
+_DIRECT_BYTES = 256 << 10
+#: Ranges with more copies than this keep the interpreter busy; two threads would only take turns at its lock.
+_MANY_COPIES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The destination of one wanted box.
+
+    Attributes:
+        data: tensor to fill, shape of the box, any strides, any device.
+        dtype: dtype in the checkpoint; differs from `data.dtype` only when the caller asked for a cast.
+    """
+
+    data: torch.Tensor
+    dtype: torch.dtype
+
+    @property
+    def contiguous(self) -> bool:
+        """Whether the elements are contiguous in memory."""
+        return self.data.is_contiguous()
+
+    @property
+    def addressable(self) -> bool:
+        """Whether storage can read straight into the memory."""
+        return self.contiguous and self.data.device.type == "cpu" and self.data.dtype == self.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryRuns:
+    """The destination of a range as runs that are contiguous both in the file and in memory.
+
+    Attributes:
+        source: first byte of each run in the file's data section, int64 [n].
+        segments: address and length in bytes of each run, int64 [n, 2].
+    """
+
+    source: Int64s
+    segments: Int64s
+
+
+class ScatterPlan:
+    """Copies the bytes of a read plan's ranges to their destinations.
+
+    Args:
+        plan: ranges with their copies.
+        targets: destinations, numbered as the plan's wanted boxes.
+    """
+
+    def __init__(self, plan: ReadPlan, targets: Sequence[Target]) -> None:
+        self.plan = plan
+        self.targets = targets
+        self._many_copies_lock = threading.Lock()
+        copies = plan.copies
+        self._wanted = copies.wanted.tolist()
+        self._source = copies.source.tolist()
+        self._elements = copies.elements.tolist()
+        self._flat = copies.flat.tolist()
+        self._target = copies.target.tolist()
+        self._first = plan.first_copy.tolist()
+        element = np.array([t.dtype.itemsize for t in targets], np.int64)
+        nbytes = copies.elements * (element[copies.wanted] if len(targets) else 1)
+        addressable = np.array([t.addressable for t in targets], bool)
+        direct = copies.flat & (addressable[copies.wanted] if len(targets) else copies.flat)
+        direct[1:] &= copies.source[1:] >= (copies.source + nbytes)[:-1]
+        self._nbytes = nbytes.tolist()
+        starts = plan.first_copy[:-1]
+        if len(starts):
+            count = np.diff(plan.first_copy)
+            total = np.add.reduceat(nbytes, starts)
+            direct[starts] |= copies.flat[starts] & addressable[copies.wanted[starts]]
+            self._direct = (np.logical_and.reduceat(direct, starts) & (total >= count * _DIRECT_BYTES)).tolist()
+        else:
+            self._direct = []
+        # Computed now: later the bytes that stream through the processor's caches push the code for this out of them.
+        ranges = np.flatnonzero(self._direct).tolist()
+        wanted = {w for r in ranges for w in self._wanted[self._first[r] : self._first[r + 1]]}
+        self._memory = {w: memoryview(flat_bytes(targets[w].data).numpy()) for w in wanted}
+
+    def direct_buffers(self, index: int) -> list[memoryview] | None:
+        """Return memory to read range `index` into, or None when the range must pass through a scratch buffer."""
+        if not self._direct[index]:
+            return None
+        position, stop = int(self.plan.start[index]), int(self.plan.stop[index])
+        buffers: list[memoryview] = []
+        for copy in range(self._first[index], self._first[index + 1]):
+            source, nbytes = self._source[copy], self._nbytes[copy]
+            if source > position:
+                buffers.append(memoryview(bytearray(source - position)))
+            wanted = self._wanted[copy]
+            begin = self._target[copy] * self.targets[wanted].dtype.itemsize
+            buffers.append(self._memory[wanted][begin : begin + nbytes])
+            position = source + nbytes
+        if stop > position:
+            buffers.append(memoryview(bytearray(stop - position)))
+        return buffers
+
+    def runs(self, index: int) -> MemoryRuns | None:
+        """Return the destination of range `index`, or None where it needs a cast or consists of many short runs."""
+        parts: list[tuple[Int64s, Int64s, int]] = []
+        total = count = 0
+        for copy in range(self._first[index], self._first[index + 1]):
+            target = self.targets[self._wanted[copy]]
+            data = target.data
+            if data.device.type != "cpu" or data.dtype != target.dtype or data.is_conj() or data.is_neg():
+                return None
+            if self._flat[copy]:
+                begin = np.array([self._target[copy]], np.int64)
+                source, length = np.zeros(1, np.int64), self._elements[copy]
+            else:
+                source, begin, length = self._runs_of_box(copy, data)
+            size = target.dtype.itemsize
+            parts.append((self._source[copy] + source * size, data.data_ptr() + begin * size, length * size))
+            total += self._nbytes[copy]
+            count += len(source)
+            if total < count * tuning().scatter_run_bytes:
+                return None
+        lengths = np.concatenate([np.full(len(source), length, np.int64) for source, _, length in parts])
+        addresses = np.concatenate([address for _, address, _ in parts])
+        return MemoryRuns(np.concatenate([source for source, _, _ in parts]), np.column_stack((addresses, lengths)))
+
+    def _runs_of_box(self, copy: int, target: torch.Tensor) -> tuple[Int64s, Int64s, int]:
+        """Return runs of elements that are contiguous in the file and in `target`: first elements in both, length."""
+        copies = self.plan.copies
+        lengths = tuple(copies.lengths[copy].tolist()[: target.ndim])
+        source, target_at, run = _box_runs(lengths, _row_major(copies.source_shape[copy].tolist()), target.stride())
+        offsets = copies.target_offsets[copy].tolist()
+        return source, target_at + sum(o * s for o, s in zip(offsets, target.stride(), strict=False)), run
+
+    def scatter(self, index: int, data: torch.Tensor, start: int) -> None:
+        """Copy range `index` from `data` to its destinations.
+
+        Args:
+            index: number of the range.
+            data: uint8, holds the range's bytes and maybe more; its address is a multiple of 16.
+            start: byte offset in the file's data section of the first byte of `data`.
+        """
+        if self._first[index + 1] - self._first[index] > _MANY_COPIES:
+            with self._many_copies_lock:
+                self._scatter(index, data, start)
+        else:
+            self._scatter(index, data, start)
+
+    def _scatter(self, index: int, data: torch.Tensor, start: int) -> None:
+        sources: list[torch.Tensor] = []
+        targets: list[torch.Tensor] = []
+        whole: list[torch.Tensor] = []
+        whole_at: list[int] = []
+        for copy in range(self._first[index], self._first[index + 1]):
+            target = self.targets[self._wanted[copy]]
+            at = self._source[copy] - start
+            into = target.data
+            same = into.dtype == target.dtype
+            if self._flat[copy]:
+                count = self._elements[copy]
+                if same and count == into.numel():
+                    whole.append(movable(into))
+                    whole_at.append(at)
+                    continue
+                source = data[at : at + count * target.dtype.itemsize].view(target.dtype)
+                begin = self._target[copy]
+                into = into.view(-1)[begin : begin + count]
+            else:
+                source, into = self._box(copy, data, at, target)
+            if same:
+                source, into = movable(source), movable(into)
+            sources.append(source)
+            targets.append(into)
+        if whole:
+            # One call makes the views of all small tensors that follow each other in the file.
+            sources += views_at(data, whole, whole_at)
+            targets += whole
+        copy_all(targets, sources)
+
+    def _box(self, copy: int, data: torch.Tensor, at: int, target: Target) -> tuple[torch.Tensor, torch.Tensor]:
+        copies = self.plan.copies
+        ndim = target.data.ndim
+        shape = copies.source_shape[copy].tolist()
+        lengths = copies.lengths[copy].tolist()[:ndim]
+        strides = _row_major(shape)
+        size = target.dtype.itemsize
+        # The view may reach past the end of `data`: only elements of the copy are accessed.
+        typed = data[at % size : data.numel() - (data.numel() - at % size) % size].view(target.dtype)
+        source = typed.as_strided(lengths, strides[:ndim], typed.storage_offset() + at // size)
+        into = target.data
+        for dim, (begin, length) in enumerate(zip(copies.target_offsets[copy].tolist(), lengths, strict=False)):
+            into = into.narrow(dim, begin, length)
+        return source, into
+
+
+def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of a contiguous tensor, in elements."""
+    strides = [1] * len(shape)
+    for dim in range(len(shape) - 2, -1, -1):
+        strides[dim] = strides[dim + 1] * shape[dim + 1]
+    return tuple(strides)
+
+
+@functools.lru_cache(maxsize=64)  # ranges of one tensor, and layers of a model, have equal shapes
+def _box_runs(
+    lengths: tuple[int, ...], strides: tuple[int, ...], target_strides: tuple[int, ...]
+) -> tuple[Int64s, Int64s, int]:
+    """Cut a box into runs of elements that are contiguous in both source and target.
+
+    Args:
+        lengths: extent of the box.
+        strides: of the source; may have more dimensions than the box.
+        target_strides: of the target.
+
+    Returns:
+        The first element of each run in the source and in the target, relative to the box's first; the runs' length.
+    """
+    run, dims = 1, len(lengths)
+    while dims and (lengths[dims - 1] == 1 or strides[dims - 1] == target_strides[dims - 1] == run):
+        dims -= 1
+        run *= lengths[dims]
+    source = target = np.zeros(1, np.int64)
+    for length, step, target_step in zip(lengths[:dims], strides, target_strides, strict=False):
+        numbers = np.arange(length, dtype=np.int64)
+        source = np.add.outer(source, numbers * step).reshape(-1)
+        target = np.add.outer(target, numbers * target_step).reshape(-1)
+    return source, target, run

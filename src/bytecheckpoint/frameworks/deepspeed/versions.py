@@ -1,0 +1,182 @@
+"""Detection of DeepSpeed: which of its objects are present, which versions are supported, what is refused.
+
+Nothing here imports DeepSpeed: while its modules are not imported, no object of it can exist, and the import takes seconds.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from bytecheckpoint.errors import UsageError
+from bytecheckpoint.frameworks.detection import loaded_class, loaded_version, nested_objects
+
+__all__ = [
+    "check_engine",
+    "check_optimizer",
+    "check_version",
+    "find_deepspeed",
+    "imported",
+    "is_engine",
+    "is_partitioned",
+    "is_placeholder_optimizer",
+    "is_wrapped_optimizer",
+]
+
+_SUPPORTED, _FIRST_UNSUPPORTED = (0, 19), (0, 20)
+
+# (module, class), below "deepspeed."
+_ENGINES = (("runtime.engine", "DeepSpeedEngine"), ("runtime.pipe.engine", "PipelineEngine"))
+_WRAPPERS = (
+    ("runtime.zero.stage_1_and_2", "DeepSpeedZeroOptimizer"),
+    ("runtime.zero.stage3", "DeepSpeedZeroOptimizer_Stage3"),
+    ("runtime.bf16_optimizer", "BF16_Optimizer"),
+    ("runtime.fp16.fused_optimizer", "FP16_Optimizer"),
+    ("runtime.fp16.unfused_optimizer", "FP16_UnfusedOptimizer"),
+)
+_PLACEHOLDERS = (("runtime.zero.parameter_offload", "DeepSpeedZeRoOffload"), ("runtime.utils", "DummyOptim"))
+# Modules of optimizers whose state, or whose communication, is more than elements of the parameters.
+_NOT_ELEMENTWISE = ("deepspeed.runtime.fp16.onebit", "deepspeed.runtime.zero.muon")
+
+
+def imported(module: str, name: str) -> Any:
+    """Return `deepspeed.<module>.<name>`; None if the module is not imported."""
+    return getattr(sys.modules.get(f"deepspeed.{module}"), name, None)
+
+
+def _is_instance(value: object, *classes: tuple[str, str]) -> bool:
+    found = (loaded_class(f"deepspeed.{module}", name) for module, name in classes)
+    return isinstance(value, tuple(kind for kind in found if kind is not None))
+
+
+def is_engine(value: object) -> bool:
+    """Tell whether `value` is an engine: what `deepspeed.initialize` returns first."""
+    return _is_instance(value, _ENGINES[0])
+
+
+def is_wrapped_optimizer(value: object) -> bool:
+    """Tell whether `value` is DeepSpeed's wrapper around an optimizer (`engine.optimizer`)."""
+    return _is_instance(value, ("runtime.base_optimizer", "DeepSpeedOptimizer"))
+
+
+def is_placeholder_optimizer(value: object) -> bool:
+    """Tell whether `value` is what an engine without an optimizer has in its place."""
+    inner = getattr(value, "optimizer", None)
+    return value is None or _is_instance(value, *_PLACEHOLDERS) or _is_instance(inner, *_PLACEHOLDERS)
+
+
+def is_partitioned(parameter: torch.Tensor) -> bool:
+    """Tell whether ZeRO partitions `parameter`, or its master weight."""
+    # vars(): asking a tensor for an attribute that it lacks takes ten times as long.
+    attributes = vars(parameter)
+    return "ds_id" in attributes or attributes.get("_hp_mapping") is not None
+
+
+def find_deepspeed(states: Mapping[str, object], *, partitioned_only: bool = False) -> str:
+    """Return the name of the first state that holds an object of DeepSpeed, or "".
+
+    Args:
+        states: the states of one save or load.
+        partitioned_only: look only for engines, their optimizers and partitioned parameters, not for DeepSpeed's modules.
+    """
+    if "deepspeed" not in sys.modules:
+        return ""
+    for kind, value in states.items():
+        for item in nested_objects(value):
+            if is_engine(item) or is_wrapped_optimizer(item):
+                return kind
+            if isinstance(item, nn.Module) and (
+                any(map(is_partitioned, item.parameters())) or (not partitioned_only and _has_deepspeed_module(item))
+            ):
+                return kind
+    return ""
+
+
+def _has_deepspeed_module(module: nn.Module) -> bool:
+    return any(type(inner).__module__.partition(".")[0] == "deepspeed" for inner in module.modules())
+
+
+def check_version() -> None:
+    """Check that the imported DeepSpeed, if any, is a supported version.
+
+    Raises:
+        UsageError: the version is older or newer.
+    """
+    if "deepspeed" not in sys.modules:
+        return
+    version, numbers = loaded_version("deepspeed")
+    if not _SUPPORTED <= numbers < _FIRST_UNSUPPORTED:
+        raise UsageError(
+            f"DeepSpeed {version} is not supported: its engines are read through attributes that change between versions, "
+            "and those of 0.19 are known (tested: 0.19.8); install one of that series"
+        )
+
+
+def check_engine(kind: str, engine: Any) -> None:
+    """Check that an engine is of a supported class and configuration.
+
+    Raises:
+        UsageError: its class, or a way in which it partitions or stores tensors, is not supported.
+    """
+    if type(engine) not in [imported(*place) for place in _ENGINES]:
+        raise UsageError(
+            f"{kind}: an engine of type {type(engine).__name__} is not supported: DeepSpeedEngine and PipelineEngine are"
+        )
+    _refuse_model_parallel(kind, engine)
+    if engine.zero_quantized_nontrainable_weights():
+        raise UsageError(
+            f"{kind}: frozen parameters are quantised in this engine, which is not supported: switch "
+            "zero_quantized_nontrainable_weights off"
+        )
+    if engine.is_deepcompile_active():
+        raise UsageError(f"{kind}: DeepCompile is active in this engine, which is not supported: switch it off")
+    for name, module in engine.module.named_modules():
+        if type(module).__name__ == "AutoEPMoELayer":
+            raise UsageError(f"{kind}: module {name!r} is split by AutoEP, which is not supported: use deepspeed.moe")
+
+
+def _refuse_model_parallel(kind: str, engine: Any) -> None:
+    size = engine.autotp_size()
+    for name in ("get_slice_parallel_world_size", "get_tensor_model_parallel_world_size"):
+        if size <= 1 and engine.mpu is not None and hasattr(engine.mpu, name):
+            size = getattr(engine.mpu, name)()
+    if size > 1:
+        raise UsageError(
+            f"{kind}: this engine is tensor-parallel over {size} ranks, and DeepSpeed does not say how the tensors are "
+            "split: not supported; use DTensor or Megatron-Core for tensor parallelism"
+        )
+
+
+def check_optimizer(kind: str, wrapper: Any) -> None:
+    """Check that an engine's optimizer is of a supported class and configuration.
+
+    Raises:
+        UsageError: its class is not supported, the state of the wrapped optimizer is not elementwise, or tensors are
+            offloaded out of reach.
+    """
+    name = type(wrapper).__name__
+    if type(wrapper) not in [imported(*place) for place in _WRAPPERS]:
+        supported = ", ".join(known for _, known in _WRAPPERS)
+        raise UsageError(f"{kind}: {name} of DeepSpeed is not supported: {supported} are")
+    base = wrapper.optimizer
+    if type(base).__module__.startswith(_NOT_ELEMENTWISE):
+        raise UsageError(
+            f"{kind}: {type(base).__name__} keeps state that is not one value per element of a parameter, which is not "
+            "supported: use Adam, AdamW, SGD or another elementwise optimizer"
+        )
+    if getattr(wrapper, "zenflow", False):
+        raise UsageError(f"{kind}: ZenFlow is not supported: switch it off in the configuration of ZeRO")
+    if getattr(wrapper, "swap_optimizer", False) or getattr(wrapper, "params_in_nvme_and_cpu", False):
+        raise UsageError(
+            f"{kind}: {name} keeps tensors on NVMe, which is not supported: offload to the CPU, or not at all"
+        )
+    if getattr(wrapper, "offloaded_states", None):
+        raise UsageError(
+            f"{kind}: tensors of {name} are put away (offload_states): call engine.reload_states() before saving or loading"
+        )
+    assert isinstance(base, Optimizer)

@@ -1,0 +1,160 @@
+"""Main params of Megatron's optimizers: which tensor the inner torch optimizer steps for which model parameter.
+
+The distributed optimizer joins the parameters of a model in buffers, cuts each bucket of a buffer into equal ranges, one
+per data-parallel rank, and steps 1-D tensors that hold this rank's range of one parameter. Its `gbuf_ranges` say which.
+The float16 optimizer steps fp32 copies of whole parameters, the FP32 optimizer steps the parameters themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from bytecheckpoint.errors import UsageError
+from bytecheckpoint.frameworks.megatron.versions import is_megatron_optimizer, megatron_class
+
+__all__ = ["MainParam", "as_megatron_optimizers", "flatten_chain", "main_params", "params_with_masters"]
+
+_STEP_IN_GROUP = ("apex", "transformer_engine")  # packages whose optimizers keep one step per param group
+
+
+@dataclass(slots=True)
+class MainParam:
+    """A tensor that an inner optimizer steps.
+
+    Attributes:
+        inner: the torch optimizer.
+        group: its param group.
+        tensor: the tensor; the optimizer's state is under it.
+        model_param: the model's parameter.
+        start: for a flat range, the number of its first element in the parameter; None: the tensor has all elements.
+    """
+
+    inner: Optimizer
+    group: dict[str, Any]
+    tensor: torch.Tensor
+    model_param: torch.Tensor
+    start: int | None
+
+    @property
+    def is_master(self) -> bool:
+        """Whether the tensor is a master weight: memory of its own beside the model's parameter."""
+        return self.tensor.untyped_storage().data_ptr() != self.model_param.untyped_storage().data_ptr()
+
+    def state(self) -> Mapping[Any, Any]:
+        """Return the live optimizer state; empty where there is none."""
+        return self.inner.state.get(self.tensor) or {}
+
+    @property
+    def step_in_group(self) -> bool:
+        """Whether the optimizer keeps the step in the param group."""
+        return type(self.inner).__module__.partition(".")[0] in _STEP_IN_GROUP
+
+
+def as_megatron_optimizers(kind: str, value: object) -> list[Any] | None:
+    """Return `value` as a list of optimizers of Megatron (and of torch among them); None if it is something else."""
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
+    from_megatron = [is_megatron_optimizer(item) for item in items]
+    if not any(from_megatron):
+        return None
+    if not all(known or isinstance(item, Optimizer) for known, item in zip(from_megatron, items, strict=True)):
+        raise UsageError(
+            f"{kind} holds optimizers of Megatron and other objects: give the optimizers a name of their own in the states"
+        )
+    return list(items)
+
+
+def flatten_chain(kind: str, optimizers: Iterable[Any]) -> Iterator[Any]:
+    """Yield the optimizers inside chains, without stubs.
+
+    Raises:
+        UsageError: a chain is of a kind that is not supported.
+    """
+    for optimizer in optimizers:
+        layer_wise = megatron_class("optimizer.layer_wise_optimizer", "LayerWiseDistributedOptimizer")
+        if layer_wise is not None and isinstance(optimizer, layer_wise):
+            raise UsageError(f"{kind}: LayerWiseDistributedOptimizer is not supported: use the distributed optimizer")
+        chain = getattr(optimizer, "chained_optimizers", None)
+        if chain is not None:
+            yield from flatten_chain(kind, chain)
+        elif not getattr(optimizer, "is_stub_optimizer", False):
+            yield optimizer
+
+
+def main_params(kind: str, optimizers: Iterable[Any]) -> list[list[MainParam]]:
+    """Return what each optimizer, chains flattened, steps on this rank.
+
+    Raises:
+        UsageError: an optimizer keeps its state in a form that is not supported.
+    """
+    return [_main_params_of(kind, optimizer) for optimizer in flatten_chain(kind, optimizers)]
+
+
+def params_with_masters(kind: str, optimizers: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """Yield the model parameters that have master weights, on whatever rank of a distributed optimizer these are."""
+    for optimizer in flatten_chain(kind, optimizers):
+        for main in _main_params_of(kind, optimizer):
+            if main.is_master:
+                yield main.model_param
+        for buffer in getattr(optimizer, "buffers", ()):
+            yield from (p for p in buffer.param_index_map if p.dtype != torch.float32)
+
+
+def _main_params_of(kind: str, optimizer: Any) -> list[MainParam]:
+    if isinstance(optimizer, Optimizer):
+        return [MainParam(optimizer, group, p, p, None) for group in optimizer.param_groups for p in group["params"]]
+    inner = optimizer.optimizer
+    name = type(optimizer).__name__
+    if not isinstance(inner, Optimizer):
+        raise UsageError(f"{kind}: {name} around a {type(inner).__name__} is not supported")
+    if type(inner).__name__ == "HybridDeviceOptimizer":
+        raise UsageError(
+            f"{kind}: {name} with optimizer_cpu_offload is not supported: keep the state where the model is"
+        )
+    if getattr(optimizer.config, "use_precision_aware_optimizer", False):
+        raise UsageError(
+            f"{kind}: {name} with use_precision_aware_optimizer keeps scaled state, and main weights inside the optimizer, "
+            "which is not supported: train without it"
+        )
+    distributed = megatron_class("optimizer.distrib_optimizer", "DistributedOptimizer")
+    if distributed is not None and isinstance(optimizer, distributed):
+        return _distributed_main_params(kind, optimizer, inner)
+    if hasattr(optimizer, "fp32_from_float16_groups"):
+        model_params = {
+            id(main): parameter
+            for low, high in zip(optimizer.float16_groups, optimizer.fp32_from_float16_groups, strict=True)
+            for parameter, main in zip(low, high, strict=True)
+        }
+    elif name == "FP32Optimizer":
+        model_params = {}
+    else:
+        raise UsageError(
+            f"{kind}: {name} is not supported: use DistributedOptimizer, or the float16 and FP32 optimizers"
+        )
+    return [
+        MainParam(inner, group, p, model_params.get(id(p), p), None)
+        for group in inner.param_groups
+        for p in group["params"]
+    ]
+
+
+def _distributed_main_params(kind: str, optimizer: Any, inner: Optimizer) -> list[MainParam]:
+    """Return this rank's main params of a distributed optimizer, in the order of its param groups."""
+    if optimizer.ddp_config.use_megatron_fsdp:
+        raise UsageError(f"{kind}: Megatron-FSDP is not supported: use DistributedDataParallel")
+    found: dict[int, MainParam] = {}
+    for gbuf_range in optimizer.gbuf_ranges:
+        for buckets in gbuf_range.values():
+            for bucket in buckets:
+                for model_param, ranges in bucket["param_map"].items():
+                    group_index, index = optimizer.model_param_group_index_map[model_param]
+                    group = inner.param_groups[group_index]
+                    tensor = group["params"][index]
+                    param_range = ranges["param"]
+                    assert tensor.ndim == 1 and tensor.numel() == param_range.end - param_range.start
+                    found[id(tensor)] = MainParam(inner, group, tensor, model_param, param_range.start)
+    return [found[id(tensor)] for group in inner.param_groups for tensor in group["params"]]

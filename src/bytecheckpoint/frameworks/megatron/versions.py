@@ -1,0 +1,164 @@
+"""Detection of Megatron-Core: which of its objects are present, which versions are supported, what is refused.
+
+Nothing here imports Megatron: while its modules are not imported, no object of it can exist, and the import takes seconds.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from bytecheckpoint.errors import UsageError
+from bytecheckpoint.frameworks.detection import contains_module, loaded_class, loaded_version, nested_objects
+from bytecheckpoint.frameworks.tensors.dtensors import is_dtensor
+
+__all__ = [
+    "check_version",
+    "find_megatron",
+    "find_schedulers",
+    "is_megatron_module",
+    "is_megatron_optimizer",
+    "is_model_parallel",
+    "megatron_class",
+    "torch_sharding_of",
+    "unwrap",
+]
+
+_PACKAGE = "megatron.core"
+_OLDEST, _FIRST_UNSUPPORTED = (0, 16), (0, 20)
+_TESTED = "0.16.1 and 0.19.2"
+
+# Wrappers that are looked through: (module, class, attribute that holds the wrapped model).
+_WRAPPERS = (
+    ("megatron.core.distributed.data_parallel_base", "_BaseDataParallel", "module"),
+    ("megatron.core.transformer.module", "Float16Module", "module"),
+    ("torch.nn.parallel.distributed", "DistributedDataParallel", "module"),
+    ("torch._dynamo.eval_frame", "OptimizedModule", "_orig_mod"),
+)
+# Wrappers that are refused because they replace the parameters: (module, class, display name).
+_SHARDING_WRAPPERS = (
+    ("megatron.core.distributed.fsdp.mcore_fsdp_adapter", "FullyShardedDataParallel", "Megatron-FSDP"),
+    (
+        "megatron.core.distributed.torch_fully_sharded_data_parallel",
+        "TorchFullyShardedDataParallel",
+        "TorchFullyShardedDataParallel",
+    ),
+)
+
+
+def megatron_class(module: str, name: str) -> type | None:
+    """Return the class `megatron.core.<module>.<name>`; None if its module is not imported."""
+    return loaded_class(f"{_PACKAGE}.{module}", name)
+
+
+def check_version() -> None:
+    """Check that the imported Megatron-Core is a supported version.
+
+    Raises:
+        UsageError: the version is older or newer.
+    """
+    version, numbers = loaded_version(_PACKAGE)
+    if not _OLDEST <= numbers < _FIRST_UNSUPPORTED:
+        low, high = (".".join(map(str, bound)) for bound in (_OLDEST, _FIRST_UNSUPPORTED))
+        raise UsageError(
+            f"Megatron-Core {version} is not supported: versions from {low} up to, not including, {high} are (tested: "
+            f"{_TESTED}); install one of these"
+        )
+
+
+def is_megatron_module(module: object) -> bool:
+    """Tell whether `module` is a Megatron module or contains one."""
+    candidates = (
+        megatron_class("transformer.module", "MegatronModule"),
+        megatron_class("tensor_parallel.layers", "ColumnParallelLinear"),
+    )
+    classes = tuple(found for found in candidates if found is not None)
+    return bool(classes) and isinstance(module, nn.Module) and contains_module(module, classes)
+
+
+def is_megatron_optimizer(value: object) -> bool:
+    """Tell whether `value` is a Megatron optimizer."""
+    found = megatron_class("optimizer.optimizer", "MegatronOptimizer")
+    return found is not None and isinstance(value, found)
+
+
+def find_schedulers(value: object) -> list[Any]:
+    """Return Megatron's learning-rate and weight-decay schedulers inside nested dicts, lists and tuples."""
+    found = megatron_class("optimizer_param_scheduler", "OptimizerParamScheduler")
+    return [item for item in nested_objects(value) if isinstance(item, found)] if found is not None else []
+
+
+def find_megatron(states: Mapping[str, object], *, partitioned_only: bool = False) -> str:
+    """Return the name and type of the first Megatron module or optimizer in `states`, or "".
+
+    Args:
+        states: the states of one save or load.
+        partitioned_only: skip modules that every rank holds whole: without model parallelism they are ordinary modules.
+    """
+    if _PACKAGE not in sys.modules:
+        return ""
+    modules_count = not partitioned_only or is_model_parallel()
+    for kind, value in states.items():
+        for item in nested_objects(value):
+            if is_megatron_optimizer(item) or (modules_count and is_megatron_module(item)):
+                return f"{kind}: {type(item).__name__}"
+    return ""
+
+
+def is_model_parallel() -> bool:
+    """Tell whether tensor, pipeline or expert parallelism splits the model over ranks."""
+    groups: Any = sys.modules.get(f"{_PACKAGE}.parallel_state")
+    if groups is None or not groups.model_parallel_is_initialized():
+        return False
+    sizes = (
+        groups.get_tensor_model_parallel_world_size,
+        groups.get_pipeline_model_parallel_world_size,
+        groups.get_expert_model_parallel_world_size,
+        groups.get_expert_tensor_parallel_world_size,
+    )
+    return any((size() or 1) > 1 for size in sizes)
+
+
+def torch_sharding_of(states: Mapping[str, object]) -> str:
+    """Return the display name of the torch sharding that a Megatron module in `states` is under, or "".
+
+    Megatron's own wrappers around torch's sharding do not count.
+    """
+    fsdp1 = loaded_class("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel")
+    wrappers = tuple(
+        found for module, name, _ in _SHARDING_WRAPPERS if (found := loaded_class(module, name)) is not None
+    )
+    for item in (item for value in states.values() for item in nested_objects(value)):
+        if not isinstance(item, nn.Module) or not is_megatron_module(item) or isinstance(item, wrappers):
+            continue
+        if fsdp1 is not None and any(isinstance(part, fsdp1) for part in item.modules()):
+            return "FSDP1 (FullyShardedDataParallel)"
+        if any(map(is_dtensor, item.parameters())):
+            return "DTensors (fully_shard)"
+    return ""
+
+
+def unwrap(kind: str, module: nn.Module) -> tuple[nn.Module, list[nn.Module]]:
+    """Return the bare model inside `module`, and its wrappers from the outermost.
+
+    Raises:
+        UsageError: a wrapper shards the parameters itself.
+    """
+    wrappers: list[nn.Module] = []
+    while True:
+        for place, name, display_name in _SHARDING_WRAPPERS:
+            if (sharding := loaded_class(place, name)) is not None and isinstance(module, sharding):
+                raise UsageError(
+                    f"{kind}: {display_name} is not supported: use Megatron's DistributedDataParallel and the distributed "
+                    "optimizer"
+                )
+        for place, name, attribute in _WRAPPERS:
+            if (wrapper := loaded_class(place, name)) is not None and isinstance(module, wrapper):
+                wrappers.append(module)
+                module = getattr(module, attribute)
+                break
+        else:
+            return module, wrappers

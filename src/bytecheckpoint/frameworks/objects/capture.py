@@ -1,0 +1,147 @@
+"""Capture nested values and objects with a state_dict: one encoded tree per kind, and a shard for each tensor in it.
+
+Each tensor leaves its name in the tree. In most kinds a tensor is identified by its content, since ranks may hold
+different values under one key (random number generators, dataloaders). In the kinds "model" and "optimizer" it is
+identified by its name, as in a state_dict.
+"""
+
+from __future__ import annotations
+
+import collections
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from bytecheckpoint.errors import UsageError
+from bytecheckpoint.frameworks.tensors.discovery import add_shards
+from bytecheckpoint.frameworks.tensors.dtensors import PLAIN_TYPES, is_dtensor
+from bytecheckpoint.frameworks.tensors.plain import is_tensor_like, lists_own_shards
+from bytecheckpoint.representation.shards import LiveShard, LiveState, TensorKey
+from bytecheckpoint.representation.values.codec import MAX_DEPTH, TensorRef, encode, key_of_path
+from bytecheckpoint.representation.values.registry import registration_of
+from bytecheckpoint.representation.values.types import NATIVE_TYPES
+
+__all__ = [
+    "KINDS_BY_NAME",
+    "TensorExtractor",
+    "capture_object",
+    "encode_value",
+    "is_stateful",
+    "tensor_name",
+    "unique_name",
+]
+
+#: Kinds whose tensors are identified by name and box, not by content.
+KINDS_BY_NAME = frozenset({"model", "optimizer"})
+
+_DICTS = frozenset({dict, collections.OrderedDict})
+_CONTAINERS = _DICTS | {list, tuple}
+
+
+def is_stateful(value: object) -> bool:
+    """Return whether `value` saves and restores itself through state_dict and load_state_dict."""
+    return (
+        not isinstance(value, type)
+        and callable(getattr(value, "state_dict", None))
+        and callable(getattr(value, "load_state_dict", None))
+    )
+
+
+def tensor_name(path: tuple[object, ...], taken: dict[str, Any]) -> str:
+    """Return the name of the tensor at `path` of a nested value; "value" where the tensor is the whole value."""
+    return unique_name(key_of_path(path) or "value", taken)
+
+
+def unique_name(name: str, taken: dict[str, Any]) -> str:
+    """Return `name`, or `name#2`, `name#3`, ... when taken: {"a": {"b": t}, "a.b": u} has two tensors called "a.b"."""
+    if name not in taken:
+        return name
+    number = 2
+    while f"{name}#{number}" in taken:
+        number += 1
+    return f"{name}#{number}"
+
+
+def encode_value(kind: str, value: object, shards: list[LiveShard], *, by_content: bool = True) -> bytes:
+    """Encode `value` as a tree, and append the shards of its tensors to `shards`.
+
+    Raises:
+        UsageError: something in `value` cannot be stored; the message names its place.
+    """
+    taken: dict[str, Any] = {}
+
+    def add(path: tuple[object, ...], tensor: Any) -> str:
+        name = tensor_name(path, taken)
+        taken[name] = tensor
+        plain = isinstance(tensor, torch.Tensor) and not is_dtensor(tensor) and not lists_own_shards(type(tensor))
+        add_shards(shards, TensorKey(kind, name), tensor, by_content=by_content and plain)
+        return name
+
+    tree = TensorExtractor(add).extract(value)
+    try:
+        return encode(tree, on_tensor=add)
+    except UsageError as error:
+        # Messages about tensors name the kind already; those about plain values start with the path inside it.
+        raise (error if str(error).startswith(kind) else UsageError(f"{kind}/{error}")) from None
+
+
+def capture_object(kind: str, value: object) -> LiveState:
+    """Describe the shards and the tree of a nested value, or of an object with a state_dict."""
+    by_name = kind in KINDS_BY_NAME
+    state = LiveState(kind, merged=by_name)
+    state.tree = encode_value(kind, value, state.shards, by_content=not by_name)
+    return state
+
+
+class TensorExtractor:
+    """One walk over a value that replaces live objects by their state_dict, and tensors by references to them.
+
+    Args:
+        add: called as (path, tensor) for every tensor; returns the name by which to refer to it.
+
+    Attributes:
+        state_dicts: id of a live object -> its state_dict.
+        needs_encoder: whether the value contains anything but dicts, lists, tuples, tensors and plain scalars; only the
+            encoder finds the tensors inside.
+    """
+
+    def __init__(self, add: Callable[[tuple[object, ...], Any], str]) -> None:
+        self._add = add
+        self._open: set[int] = set()
+        self.state_dicts: dict[int, Any] = {}
+        self.needs_encoder = False
+
+    def extract(self, value: Any, path: tuple[object, ...] = ()) -> Any:
+        """Return `value` with its tensors as `TensorRef`s."""
+        kind = type(value)
+        if kind in NATIVE_TYPES:
+            return value
+        if kind in _CONTAINERS and id(value) not in self._open and len(self._open) < MAX_DEPTH:
+            return self._extract_container(kind, value, path)
+        if is_tensor_like(value) and registration_of(kind) is None:
+            return TensorRef(self._add(path, value))
+        if kind not in _CONTAINERS and is_stateful(value) and len(self._open) < MAX_DEPTH:
+            state = self.state_dicts[id(value)] = value.state_dict()
+            return self.extract(state, path)
+        # Also cycles and values that are nested too deeply, which the encoder refuses by name.
+        self.needs_encoder = True
+        return value
+
+    def _extract_container(self, kind: type, value: Any, path: tuple[object, ...]) -> Any:
+        self._open.add(id(value))
+        is_dict = kind in _DICTS
+        steps = value if is_dict else range(len(value))
+        items = value.values() if is_dict else value
+        # Most are plain tensors, by the ten thousand.
+        extracted = [
+            TensorRef(self._add((*path, step), item))
+            if type(item) in PLAIN_TYPES
+            else self.extract(item, (*path, step))
+            for step, item in zip(steps, items, strict=True)
+        ]
+        self._open.discard(id(value))
+        if all(map(operator.is_, extracted, items)):
+            return value
+        return kind(zip(steps, extracted, strict=True)) if is_dict else kind(extracted)

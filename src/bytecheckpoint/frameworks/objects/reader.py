@@ -1,0 +1,141 @@
+"""Decode trees of plain values into values whose tensors a load still has to fill."""
+
+from __future__ import annotations
+
+import collections
+from typing import Any
+
+import torch
+
+from bytecheckpoint.errors import CorruptCheckpointError
+from bytecheckpoint.frameworks.base import Destination, SavedStates, SavedTensor
+from bytecheckpoint.frameworks.objects.capture import is_stateful
+from bytecheckpoint.frameworks.tensors.allocation import empty_like_layout, is_writable
+from bytecheckpoint.frameworks.tensors.discovery import add_shards
+from bytecheckpoint.frameworks.tensors.dtensors import is_dtensor, local_tensor
+from bytecheckpoint.frameworks.tensors.dtypes import dtype_name, dtype_named
+from bytecheckpoint.frameworks.tensors.plain import is_tensor_like, lists_own_shards
+from bytecheckpoint.representation.shards import TensorKey
+from bytecheckpoint.representation.values.codec import decode
+
+__all__ = ["ValueReader", "missing_tensor_error"]
+
+
+def missing_tensor_error(kind: str, name: str) -> CorruptCheckpointError:
+    """Return the error about a tree that refers to a tensor outside the catalog."""
+    return CorruptCheckpointError(f"the values of {kind} refer to tensor {name!r}, which the catalog lacks")
+
+
+class ValueReader:
+    """Decodes trees of one kind into values whose tensors are memory to fill.
+
+    First `read` the trees, then `match_live` them to the live value, then `request_tensors`. After the bytes have
+    arrived, `build` returns the finished value and changes the live one.
+    """
+
+    def __init__(self, kind: str, saved: SavedStates, into: Destination) -> None:
+        self._kind = kind
+        self._saved = saved
+        self._into = into
+        # id of the empty tensor -> (the saved tensor, the empty tensor, the destination of its elements).
+        self._tensors: dict[int, tuple[SavedTensor, torch.Tensor, Any]] = {}
+        self._by_content: set[TensorKey] = set()
+        # Live containers and storages in use: one that stands at two places may receive one value only.
+        self._used: set[int] = set()
+
+    def read(self, blob: bytes) -> Any:
+        """Decode `blob`; its tensors are empty ones of the saved dtype and shape, on the CPU."""
+        return decode(blob, on_tensor=self._empty_named)
+
+    def _empty_named(self, name: str) -> torch.Tensor:
+        found = self._saved.find_by_content(self._kind, name)
+        if found is not None:
+            self._by_content.add(found.key)
+        else:
+            found = self._saved.find(self._kind, (name,))
+        if found is None:
+            raise missing_tensor_error(self._kind, name)
+        return self.empty(found)
+
+    def empty(self, found: SavedTensor) -> torch.Tensor:
+        """Allocate a tensor for `found`."""
+        # Untouched memory costs nothing, and `match_live` may still replace it by a live tensor.
+        empty = torch.empty(found.global_shape, dtype=dtype_named(found.dtype), device="cpu")
+        self._tensors[id(empty)] = (found, empty, empty)
+        return empty
+
+    def keys(self) -> set[TensorKey]:
+        """Return the keys of all tensors read so far."""
+        return {found.key for found, _, _ in self._tensors.values()}
+
+    def match_live(self, value: Any, live: Any, *, in_place: bool = True) -> None:
+        """Fill the tensors of `value` in place where `live` has tensors that fit.
+
+        With `in_place` False, only the distribution of live DTensors is used.
+        """
+        if id(value) in self._tensors and is_tensor_like(live):
+            found, empty, _ = self._tensors[id(value)]
+            if not isinstance(live, torch.Tensor) or lists_own_shards(type(live)):
+                self._tensors[id(value)] = (found, empty, live)
+            elif _fits(live, found):
+                if in_place:
+                    if self._is_first_use(local_tensor(live).untyped_storage().data_ptr()):
+                        self._tensors[id(value)] = (found, empty, live)
+                elif is_dtensor(live):
+                    self._tensors[id(value)] = (found, empty, empty_like_layout(live, live.dtype))
+        elif is_stateful(live) and not is_tensor_like(live):
+            self.match_live(value, live.state_dict(), in_place=False)
+        elif isinstance(value, dict) and isinstance(live, dict):
+            for key, item in value.items():
+                if key in live:
+                    self.match_live(item, live[key], in_place=in_place)
+        elif isinstance(value, list | tuple) and isinstance(live, list | tuple):
+            for item, other in zip(value, live, strict=False):
+                self.match_live(item, other, in_place=in_place)
+
+    def request_tensors(self) -> None:
+        """Add the elements of all tensors read so far to the destination."""
+        for found, _, target in self._tensors.values():
+            self._into.recognized.add(found.key)
+            add_shards(self._into.wanted, found.key, target, by_content=found.key in self._by_content)
+
+    def build(self, value: Any, live: Any, *, root: bool = False) -> Any:
+        """Return the finished value: `live` itself, changed, where it can hold `value`, else a new object.
+
+        At the root, any dict or list keeps its identity; further down only those of the saved type do.
+        """
+        if id(value) in self._tensors:
+            return self._tensors[id(value)][2]
+        if is_stateful(live) and not is_tensor_like(live):
+            live.load_state_dict(self.build(value, None))
+            return live
+        if isinstance(value, dict):
+            old = live if isinstance(live, dict) else {}
+            pairs = {key: self.build(item, old.get(key)) for key, item in value.items()}
+            result = live if isinstance(live, dict) and self._is_reusable(value, live, root) else value
+            if isinstance(result, collections.defaultdict) and isinstance(value, collections.defaultdict):
+                result.default_factory = value.default_factory
+            result.clear()
+            result.update(pairs)
+            return result
+        if type(value) is list or type(value) is tuple:
+            past = live if isinstance(live, list | tuple) else ()
+            items = [self.build(item, past[i] if i < len(past) else None) for i, item in enumerate(value)]
+            if isinstance(value, tuple):
+                return tuple(items)
+            target: list[Any] = live if isinstance(live, list) and self._is_reusable(value, live, root) else value
+            target[:] = items
+            return target
+        return value
+
+    def _is_reusable(self, value: Any, live: Any, root: bool) -> bool:
+        return (root or type(live) is type(value)) and self._is_first_use(id(live))
+
+    def _is_first_use(self, identity: int) -> bool:
+        first = identity not in self._used
+        self._used.add(identity)
+        return first
+
+
+def _fits(live: torch.Tensor, found: SavedTensor) -> bool:
+    return tuple(live.shape) == found.global_shape and dtype_name(live.dtype) == found.dtype and is_writable(live)

@@ -1,0 +1,154 @@
+"""Load nested values and objects with load_state_dict.
+
+In the kinds "model" and "optimizer" a destination that holds anything asks for its own tensors by name, and for no
+others. Any other destination takes everything that the checkpoint holds of its kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+from typing import Any
+
+from bytecheckpoint.frameworks.base import Destination, SavedStates
+from bytecheckpoint.frameworks.objects.capture import (
+    KINDS_BY_NAME,
+    TensorExtractor,
+    is_stateful,
+    tensor_name,
+)
+from bytecheckpoint.frameworks.objects.reader import ValueReader, missing_tensor_error
+from bytecheckpoint.frameworks.tensors.allocation import make_writable
+from bytecheckpoint.frameworks.tensors.discovery import add_shards
+from bytecheckpoint.frameworks.tensors.dtensors import PLAIN_TYPES
+from bytecheckpoint.frameworks.tensors.plain import is_tensor_like
+from bytecheckpoint.representation.shards import TensorKey
+from bytecheckpoint.representation.values.codec import decode, encode
+
+__all__ = ["load_object"]
+
+_FILLED_BY_NAME = object()  # replaces, in a decoded tree, a tensor that the load fills by name
+
+
+def load_object(kind: str, states: MutableMapping[str, object], saved: SavedStates, into: Destination) -> None:
+    """Plan the load of a nested value, or of an object with load_state_dict, into `states[kind]`."""
+    live = states[kind]
+    if kind not in saved.kinds():
+        into.missing.append(kind)
+        return
+    by_name = kind in KINDS_BY_NAME
+    if by_name and isinstance(live, dict | list | tuple) and live:
+        _load_named(kind, live, saved, into)
+        return
+    reader = ValueReader(kind, saved, into)
+    value = _read_everything(kind, saved, reader, merge=by_name)
+    reader.match_live(value, live)
+    reader.request_tensors()
+    # A copy of another rank is that rank's to load, even where that rank no longer exists.
+    into.recognized.update(saved.keys(kind))
+
+    def install() -> None:
+        built = reader.build(value, live, root=True)
+        if built is not live:
+            states[kind] = built
+
+    into.finish.append(install)
+
+
+def _read_everything(kind: str, saved: SavedStates, reader: ValueReader, *, merge: bool) -> Any:
+    """Read all that the checkpoint holds of `kind`: this rank's tree, or with `merge` all trees and all tensors."""
+    own = saved.tree(kind)
+    if own is not None and not merge:
+        return reader.read(own)
+    # In the kinds by name, the ranks' trees are parts of one (pipeline stages), and the tensors of a live module or
+    # optimizer are in no tree.
+    value: Any = {} if own is None else reader.read(own)
+    for blob in saved.trees(kind):
+        if blob != own:
+            value = _merge_dicts(value, reader.read(blob))
+    if isinstance(value, dict):
+        in_trees = reader.keys()
+        for key in saved.keys(kind):
+            if key in in_trees:
+                continue
+            found = saved.find(kind, (key.fqn,), key.slot)
+            assert found is not None
+            if key.slot:
+                value.setdefault("state", {}).setdefault(key.fqn, {})[key.slot] = reader.empty(found)
+            else:
+                value[key.fqn] = reader.empty(found)
+    return value
+
+
+def _merge_dicts(first: Any, second: Any) -> Any:
+    if isinstance(first, dict) and isinstance(second, dict):
+        for key, item in second.items():
+            first[key] = _merge_dicts(first[key], item) if key in first else item
+    return first
+
+
+def _load_named(kind: str, live: Any, saved: SavedStates, into: Destination) -> None:
+    """Plan the load of a state_dict-like value: request its own tensors, which stay the same objects."""
+    taken: dict[str, Any] = {}
+    wanted = into.wanted
+
+    def request(path: tuple[object, ...], tensor: Any) -> str:
+        name = tensor_name(path, taken)
+        taken[name] = tensor
+        found = saved.find(kind, (name,))
+        if found is None:
+            into.missing.append(str(TensorKey(kind, name)))
+            return name
+        into.recognized.add(found.key)
+        first = len(wanted)
+        add_shards(wanted, found.key, tensor)
+        for shard in wanted[first:]:
+            if (step := make_writable(shard)) is not None:
+                into.finish.append(step)
+        return name
+
+    def skip_tensor(name: str) -> object:
+        # `request` has found the destination's own tensors; the checkpoint must at least hold the others.
+        if name not in taken and saved.find_by_content(kind, name) is None:
+            raise missing_tensor_error(kind, name)
+        return _FILLED_BY_NAME
+
+    extractor = TensorExtractor(request)
+    extracted = extractor.extract(live)
+    if extractor.needs_encoder:
+        encode(extracted, on_tensor=request)
+    own = saved.tree(kind)
+    value = None if own is None else decode(own, on_tensor=skip_tensor)
+    into.finish.append(lambda: _install_plain(value, live, extractor.state_dicts))
+
+
+def _install_plain(value: Any, live: Any, state_dicts: dict[int, Any]) -> Any:
+    """Copy the plain values of `value` into `live`, whose tensors are filled already; return what replaces `live`."""
+    if is_tensor_like(live):
+        return live
+    if is_stateful(live):
+        live.load_state_dict(_install_plain(value, state_dicts[id(live)], state_dicts))
+    elif isinstance(live, dict):
+        new = value if isinstance(value, dict) else {}
+        for key, old in live.items():
+            if type(old) not in PLAIN_TYPES:
+                live[key] = _install_plain(new.get(key, old), old, state_dicts)
+        for key, item in new.items():
+            if key not in live and not _contains_tensor(item):
+                live[key] = item
+    elif type(live) in (list, tuple) and isinstance(value, list | tuple) and len(live) == len(value):
+        items = [_install_plain(v, old, state_dicts) for v, old in zip(value, live, strict=True)]
+        if type(live) is tuple:
+            return tuple(items)
+        live[:] = items
+    elif not _contains_tensor(value):
+        return value
+    return live
+
+
+def _contains_tensor(value: Any) -> bool:
+    """Return whether there is a tensor anywhere in the dicts, lists and tuples of `value`."""
+    if isinstance(value, dict):
+        return any(map(_contains_tensor, value.values()))
+    if isinstance(value, list | tuple):
+        return any(map(_contains_tensor, value))
+    return value is _FILLED_BY_NAME

@@ -1,0 +1,1 @@
+"""Optimizer state and hyperparameters, by parameter name."""

@@ -1,0 +1,269 @@
+"""Load optimizers over flat tensors from state by original parameter, whatever layout saved it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from math import prod
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from bytecheckpoint.errors import IncompatibleCheckpointError
+from bytecheckpoint.frameworks.base import Destination, ParameterName, SavedStates, SavedTensor
+from bytecheckpoint.frameworks.optimizers.flat_tensors import FlatOptimizerTensor
+from bytecheckpoint.frameworks.optimizers.names import ParameterNames
+from bytecheckpoint.frameworks.optimizers.restore import (
+    ParameterRestore,
+    PlainParameterRestore,
+    first_names,
+    load_optimizers,
+)
+from bytecheckpoint.frameworks.optimizers.saved_trees import SavedTrees, allocate_state
+from bytecheckpoint.frameworks.optimizers.tree import comparable_bytes, unpack_tensors
+from bytecheckpoint.frameworks.tensors.allocation import is_writable
+from bytecheckpoint.frameworks.tensors.discovery import add_shards
+from bytecheckpoint.frameworks.tensors.dtypes import dtype_name, dtype_named
+from bytecheckpoint.frameworks.tensors.flat_ranges import FlatRange, ParameterRange, flat_range_shards
+
+__all__ = ["load_flat_tensors"]
+
+_MAX_LISTED = 3  # parameters with the same state named in an error
+
+
+def load_flat_tensors(
+    kind: str,
+    views: Sequence[Optimizer],
+    names: ParameterNames,
+    tensors: Sequence[FlatOptimizerTensor],
+    saved: SavedStates,
+    into: Destination,
+    *,
+    strict: bool,
+) -> None:
+    """Plan the load of one kind.
+
+    Args:
+        kind: name of the state.
+        views: the views of the optimizers; they share the state of parameters that are not flat.
+        names: names of the views' parameters.
+        tensors: the flat tensors.
+        saved: the checkpoint.
+        into: receives the plan.
+        strict: as in `load`.
+
+    Raises:
+        IncompatibleCheckpointError: saved state of a parameter that is flat here does not have one value per element, or
+            parameters that are joined here have different state or hyperparameters in the checkpoint. `Destination.check`
+            finds steps that differ, before any rank installs anything.
+    """
+    restores = [_FlatTensorRestore(kind, flat) for flat in tensors]
+    by_placeholder = {
+        id(placeholder): (restore, part)
+        for restore in restores
+        for part, placeholder in zip(restore.flat.ranges, restore.flat.placeholders, strict=True)
+    }
+
+    def restorer(
+        optimizer: Optimizer, parameter: torch.Tensor, name: ParameterName, on_device: bool
+    ) -> ParameterRestore:
+        found = by_placeholder.get(id(parameter))
+        if found is None:
+            return PlainParameterRestore(kind, optimizer, parameter, name, on_device)
+        return _RangeRestore(*found, name, on_device)
+
+    load_optimizers(kind, views, names, saved, into, strict=strict, restorer=restorer)
+    ranges: list[FlatRange] = []
+    for restore in restores:
+        restore.complete(into)
+        ranges += restore.wanted
+    into.wanted += flat_range_shards(ranges)
+
+
+class _FlatTensorRestore:
+    """The load of one flat tensor's state: memory that the original parameters behind it share.
+
+    Attributes:
+        kind: name of the state.
+        flat: the tensor.
+        wanted: the flat ranges to fill.
+        parts: FQN -> the load of that parameter, in the order of the flat tensor.
+    """
+
+    def __init__(self, kind: str, flat: FlatOptimizerTensor) -> None:
+        self.kind = kind
+        self.flat = flat
+        self.wanted: list[FlatRange] = []
+        self.parts: dict[str, _RangeRestore] = {}
+        self._memory: dict[str, torch.Tensor] = {}
+
+    def memory(self, found: SavedTensor) -> torch.Tensor:
+        """Return the memory of one slot on this rank: the live tensor where it fits, else a new one."""
+        slot = found.key.slot
+        target = self._memory.get(slot)
+        if target is None:
+            shape, dtype = self.flat.local_shape, dtype_named(found.dtype)
+            live = self.flat.state().get(slot)
+            if (
+                isinstance(live, torch.Tensor)
+                and tuple(live.shape) == shape
+                and live.dtype == dtype
+                and is_writable(live)
+                and all(live is not other for other in self._memory.values())
+            ):
+                target = live
+            else:
+                # Zeros: the optimizer steps the padding too, which must not hold nan.
+                target = torch.zeros(shape, dtype=dtype, device=self.flat.tensor.device)
+            self._memory[slot] = target
+        return target
+
+    def complete(self, into: Destination) -> None:
+        """Check that the planned parameters go together, and add the steps that remain.
+
+        Raises:
+            IncompatibleCheckpointError: parameters of one flat tensor differ in their state.
+        """
+        known = {fqn: part for fqn, part in self.parts.items() if part.known}
+        # Whether a parameter without elements ever had state does not matter.
+        known = {fqn: part for fqn, part in known.items() if part.elements} or known
+        if self.flat.zeroes_missing_state:
+            known = self._without_stateless(known, into)
+        if not known:
+            return
+        if not any(r.owned for r in self.flat.ranges) and not self.flat.joined:
+            return
+        self._check_same("state", {fqn: part.slots for fqn, part in known.items()})
+        self._check_same("values", {fqn: part.values for fqn, part in known.items()})
+        unknown = [fqn for fqn, part in self.parts.items() if not part.known]
+        if unknown:
+            into.notes.append(
+                f"{self.kind}: {', '.join(sorted(unknown))} keep the state that their flat parameter has here"
+            )
+        if len(known) > 1 and any(part.scalars for part in known.values()):
+            into.checks.append(partial(self._check_scalars, known))
+        into.finish.append(partial(self._install, next(iter(known.values()))))
+
+    def _without_stateless(self, known: dict[str, _RangeRestore], into: Destination) -> dict[str, _RangeRestore]:
+        """Drop the parameters without saved state, where others have some, and start theirs at zero."""
+        stateless = [part for part in known.values() if not part.has_state]
+        if not stateless or len(stateless) == len(known):
+            return known
+        into.notes.append(
+            f"{self.kind}: {len(stateless)} parameters without saved state begin at zero: "
+            f"{first_names([part.fqn for part in stateless])}"
+        )
+        into.finish.append(partial(self._zero, stateless))
+        return {fqn: part for fqn, part in known.items() if part not in stateless}
+
+    def _zero(self, parts: list[_RangeRestore]) -> None:
+        for memory in self._memory.values():
+            for part in parts:
+                offset = self.flat.offset_of(part.range)
+                memory[offset : offset + part.range.count].zero_()
+
+    def _check_scalars(self, known: dict[str, _RangeRestore]) -> None:
+        for slot in next(iter(known.values())).scalars:
+            self._check_same(slot, {fqn: part.scalars[slot].tolist() for fqn, part in known.items()})
+
+    def _check_same(self, what: str, found: dict[str, Any]) -> None:
+        groups: dict[bytes, list[str]] = {}
+        for fqn, value in found.items():
+            groups.setdefault(comparable_bytes(value), []).append(fqn)
+        if len(groups) < 2:
+            return
+        values = "; ".join(
+            f"{unpack_tensors(found[fqns[0]])!r} for {', '.join(map(repr, fqns[:_MAX_LISTED]))}"
+            + (f" and {len(fqns) - _MAX_LISTED} more" if len(fqns) > _MAX_LISTED else "")
+            for fqns in groups.values()
+        )
+        raise IncompatibleCheckpointError(
+            f"{self.kind}: {self.flat.description} joins parameters whose {what} differs in the checkpoint: {values}: "
+            f"{self.flat.advice.on_difference}"
+        )
+
+    def _install(self, part: _RangeRestore) -> None:
+        self.flat.install({**self._memory, **part.scalars, **part.values} if part.has_state else {})
+
+
+class _RangeRestore:
+    """The load of one original parameter's state (`ParameterRestore`).
+
+    Attributes:
+        range: the elements on this rank.
+        fqn: the parameter's FQN in the live optimizer.
+        elements: number of elements of the whole parameter.
+        known: whether the checkpoint knows the parameter at all.
+        slots: slot -> dtype of the saved state tensors.
+        scalars: slot -> memory for single values.
+        values: state that is not plain tensors.
+    """
+
+    def __init__(self, restore: _FlatTensorRestore, part: ParameterRange, name: ParameterName, on_device: bool) -> None:
+        self._restore = restore
+        self.range = part
+        self.fqn, self._aliases = name
+        self._on_device = on_device
+        self.elements = prod(part.shape)
+        self.known = False
+        self.slots: dict[str, str] = {}
+        self.scalars: dict[str, torch.Tensor] = {}
+        self.values: dict[Any, Any] = {}
+        restore.parts[self.fqn] = self
+
+    @property
+    def has_state(self) -> bool:
+        """Whether the checkpoint has state of the parameter."""
+        return bool(self.slots or self.values)
+
+    def plan(self, saved: SavedStates, trees: SavedTrees, into: Destination) -> bool:
+        """Request this rank's elements of the state, and its single values."""
+        kind, flat = self._restore.kind, self._restore.flat
+        names = (self.fqn, *self._aliases)
+        for found in saved.slots(kind, names):
+            into.recognized.add(found.key)
+            if flat.skips_slot(found.key.slot, trees.optimizer_types):
+                continue
+            if (found.key.fqn, found.key.slot) in trees.nested:
+                raise self._does_not_fit(found, "stands in a container")
+            self.slots[found.key.slot] = found.dtype
+            self._request(found, into)
+        if self._aliases:
+            # Tied here, but stored separately: the load knows the other copies.
+            into.recognized.update(other.key for name in names for other in saved.slots(kind, (name,)))
+        self.values = trees.values_of(self.fqn, self._aliases)
+        (group,) = trees.groups_of([(self.fqn, self._aliases)])
+        self.known = self.has_state or group is not None
+        return self.has_state
+
+    def _request(self, found: SavedTensor, into: Destination) -> None:
+        flat, part = self._restore.flat, self.range
+        elementwise = found.global_shape == part.shape
+        if not elementwise and found.global_shape.count(1) != len(found.global_shape):
+            raise self._does_not_fit(found, f"has shape {found.global_shape}")
+        if not part.owned and not flat.joined:
+            return
+        if elementwise:
+            target = self._restore.memory(found)
+            if dtype_name(target.dtype) == found.dtype:
+                flat_range = part.flat_range(found.key, target, flat.offset_of(part))
+                flat_range.requires_grad = False
+                self._restore.wanted.append(flat_range)
+        else:
+            target = allocate_state(found, flat.tensor.detach(), on_device=self._on_device)
+            self.scalars[found.key.slot] = target
+            add_shards(into.wanted, found.key, target)
+
+    def _does_not_fit(self, found: SavedTensor, form: str) -> IncompatibleCheckpointError:
+        advice = self._restore.flat.advice
+        return IncompatibleCheckpointError(
+            f"{found.key} {form}, and {advice.framework} keeps the parameter of shape {self.range.shape} flat here: state "
+            f"that does not follow its elements cannot be loaded; {advice.on_load}"
+        )
+
+    def install(self) -> None:
+        """Do nothing: the flat tensor's state is installed once for all its parameters."""
+
+    def clear(self) -> None:
+        """Do nothing, as in `install`."""

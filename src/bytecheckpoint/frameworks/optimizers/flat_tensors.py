@@ -1,0 +1,90 @@
+"""Flat tensors that optimizers step in place of the original parameters (FSDP1, ZeRO).
+
+A flat tensor either *joins* several parameters and is cut anywhere, or is the flat range of one parameter. A framework
+describes each as a `FlatOptimizerTensor` of an optimizer view (see `view.py`), whose parameters are placeholders for the
+original ones. Names, groups and plain values are then handled as for any optimizer. State with one value per element is
+cut into flat ranges where it lies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch.optim import Optimizer
+
+from bytecheckpoint.frameworks.optimizers.master_weights import is_unused_master
+from bytecheckpoint.frameworks.tensors.flat_ranges import ParameterRange
+
+__all__ = ["ErrorAdvice", "FlatOptimizerTensor"]
+
+
+class ErrorAdvice(NamedTuple):
+    """What errors say about a framework.
+
+    Attributes:
+        framework: its name.
+        on_save: what to do when state cannot be split by parameter.
+        on_load: what to do when saved state cannot be loaded.
+        on_difference: what to do when joined parameters differ.
+    """
+
+    framework: str
+    on_save: str
+    on_load: str
+    on_difference: str
+
+
+@dataclass(slots=True, kw_only=True)
+class FlatOptimizerTensor:
+    """One flat tensor that an optimizer steps; adapters derive from it.
+
+    Attributes:
+        optimizer: the live optimizer.
+        view: its view.
+        tensor: the flat tensor, as the optimizer has it.
+        ranges: the original parameters behind it.
+        joined: whether the parameters share its step and hyperparameters. False: the tensor is the range of one parameter.
+        local_shape: shape of state that has one value per element.
+        description: what the flat tensor is, for errors.
+        advice: what to do, for errors.
+        placeholders: the view's parameter for each of `ranges`.
+    """
+
+    optimizer: Optimizer
+    view: Optimizer
+    tensor: torch.Tensor
+    ranges: Sequence[ParameterRange]
+    joined: bool
+    local_shape: tuple[int, ...]
+    description: str
+    advice: ErrorAdvice
+    placeholders: list[torch.Tensor] = field(default_factory=list)
+
+    def offset_of(self, part: ParameterRange) -> int:
+        """Return where the elements of `part` begin in state with one value per element."""
+        return part.offset if self.joined else 0
+
+    def state(self) -> Mapping[Any, Any]:
+        """Return the live state; empty where there is none."""
+        return self.optimizer.state.get(self.tensor) or {}
+
+    def install(self, state: Mapping[Any, Any]) -> None:
+        """Replace the live state by `state`; remove it where that is empty."""
+        if state:
+            own = self.optimizer.state[self.tensor]
+            own.clear()
+            own.update(state)
+        else:
+            self.optimizer.state.pop(self.tensor, None)
+
+    def skips_slot(self, slot: str, saved_types: set[str]) -> bool:
+        """Return whether a saved state of that name is no state of this optimizer."""
+        return is_unused_master(slot, self.state(), self.optimizer, saved_types)
+
+    @property
+    def zeroes_missing_state(self) -> bool:
+        """Whether joined parameters without saved state begin with zeros: the optimizer steps them like the others."""
+        return False

@@ -1,0 +1,131 @@
+"""Load hyperparameters by parameter name, and optimizer state that belongs to no parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from bytecheckpoint.errors import IncompatibleCheckpointError
+from bytecheckpoint.frameworks.base import Destination
+from bytecheckpoint.frameworks.optimizers.names import NOT_HYPERPARAMETERS, ParamGroup
+from bytecheckpoint.frameworks.optimizers.saved_trees import SavedTrees
+from bytecheckpoint.frameworks.optimizers.tree import comparable_bytes, unpack_tensors
+from bytecheckpoint.frameworks.tensors.dtensors import local_tensor
+
+__all__ = ["load_globals", "load_hyperparameters"]
+
+_MAX_LISTED = 8  # differences in a message; the rest are counted
+
+
+def load_hyperparameters(
+    kind: str,
+    index: int,
+    group: ParamGroup,
+    saved_groups: Sequence[dict[str, Any] | None],
+    into: Destination,
+    *,
+    strict: bool,
+) -> dict[str, Any]:
+    """Plan the load of a live group's hyperparameters from the saved groups of its parameters.
+
+    Args:
+        kind: name of the state.
+        index: number of the live group.
+        group: the live group.
+        saved_groups: the saved group of each of its parameters; None where the checkpoint has none.
+        into: receives the plan.
+        strict: as in `load`.
+
+    Returns:
+        The hyperparameters that the group gets.
+
+    Raises:
+        IncompatibleCheckpointError: the saved groups differ, and `strict` is set.
+    """
+    sources: dict[int, tuple[dict[str, Any], str]] = {}
+    for (fqn, _), saved_group in zip(group.names, saved_groups, strict=True):
+        if saved_group is not None:
+            sources.setdefault(id(saved_group), (saved_group, fqn))
+    if not sources:
+        return {}
+    (first, first_fqn), *others = sources.values()
+    settings = {key: value for key, value in first.items() if key not in NOT_HYPERPARAMETERS}
+    differences = []
+    for other, fqn in others:
+        for key in dict.fromkeys((*first, *other)):
+            if key in NOT_HYPERPARAMETERS or _is_same(first, other, key):
+                continue
+            differences.append(
+                f"{key!r} is {_display(first, key)} for {first_fqn!r}, {_display(other, key)} for {fqn!r}"
+            )
+            settings.pop(key, None)
+    if differences:
+        omitted = len(differences) - _MAX_LISTED
+        more = f" and {omitted} more" if omitted > 0 else ""
+        message = (
+            f"{kind}: group {index} joins parameters whose settings differ in the checkpoint: "
+            f"{'; '.join(differences[:_MAX_LISTED])}{more}"
+        )
+        if strict:
+            raise IncompatibleCheckpointError(f"{message}: split the group as it was, or load with strict=False")
+        into.notes.append(f"{message}; the values here were kept")
+    unsaved = [
+        key for key in group.live if key not in NOT_HYPERPARAMETERS and not any(key in g for g, _ in sources.values())
+    ]
+    if unsaved:
+        into.notes.append(
+            f"{kind}: group {index} keeps {', '.join(map(repr, unsaved))}, which the checkpoint does not have"
+        )
+    if settings:
+        into.finish.append(partial(_set_hyperparameters, group, settings))
+    return settings
+
+
+def _is_same(first: dict[str, Any], second: dict[str, Any], key: str) -> bool:
+    if (key in first) != (key in second):
+        return False
+    return first is second or comparable_bytes(first[key]) == comparable_bytes(second[key])
+
+
+def _display(group: dict[str, Any], key: str) -> str:
+    return repr(unpack_tensors(group[key])) if key in group else "nothing"
+
+
+def _set_hyperparameters(group: ParamGroup, settings: dict[str, Any]) -> None:
+    for key, value in settings.items():
+        new = unpack_tensors(value)
+        old = group.live.get(key)
+        if isinstance(old, torch.Tensor) and type(new) in (float, int):
+            new = torch.tensor(new, dtype=old.dtype, device="cpu").expand(old.shape)
+        if not isinstance(new, torch.Tensor):
+            group.live[key] = new
+        elif isinstance(old, torch.Tensor) and old.shape == new.shape:
+            # A compiled or captured step reads this very tensor.
+            with torch.no_grad():
+                old.copy_(new)
+        else:
+            group.live[key] = new.to(local_tensor(group.params[0]).device)
+
+
+def load_globals(kind: str, optimizers: Sequence[Optimizer], trees: SavedTrees, into: Destination) -> None:
+    """Plan the load of state that belongs to no parameter, by the optimizer's position."""
+    if not any(trees.globals):
+        return
+    if len(trees.globals) != len(optimizers):
+        into.notes.append(
+            f"{kind}: state that belongs to no parameter was not loaded: the number of optimizers differs"
+        )
+        return
+    for optimizer, values in zip(optimizers, trees.globals, strict=True):
+        into.finish.append(partial(_set_globals, optimizer, values))
+
+
+def _set_globals(optimizer: Optimizer, values: dict[Any, Any]) -> None:
+    for key in [k for k in optimizer.state if not isinstance(k, torch.Tensor)]:
+        del optimizer.state[key]
+    for key, value in values.items():
+        optimizer.state[key] = unpack_tensors(value)

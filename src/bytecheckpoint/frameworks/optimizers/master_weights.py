@@ -1,0 +1,65 @@
+"""Master weights: the full-precision copies that mixed-precision engines step.
+
+An engine that trains in bfloat16 (ZeRO, Megatron's distributed optimizer) steps float32 copies of the weights and rounds
+them into the model. A checkpoint holds the model's own weight as `model/<fqn>`, and the copy as one more optimizer state
+of the parameter: `optimizer/state/<fqn>/master`. A model in full precision loads its weights from the copies, a model in
+low precision loads its own, and an engine loads both. An engine whose model is in full precision saves no copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch.optim import Optimizer
+
+from bytecheckpoint.frameworks.base import SavedStates, SavedTensor
+
+__all__ = ["MASTER", "choose_saved_weight", "is_unused_master", "optimizer_kind"]
+
+#: Name of the optimizer state that is a parameter's master weight.
+MASTER = "master"
+
+
+def optimizer_kind(kind: str) -> str:
+    """Return the name of the state that holds the optimizer of the modules in `kind`, unless the program chose another."""
+    return "optimizer" if kind == "model" else f"{kind}_optimizer"
+
+
+def choose_saved_weight(
+    saved: SavedStates, found: SavedTensor, names: Sequence[str], dtype: str, master_kind: str | None = None
+) -> SavedTensor:
+    """Choose the saved tensor from which a parameter is loaded: the model's weight or the master weight.
+
+    Args:
+        saved: the checkpoint.
+        found: the model's weight.
+        names: all names of the parameter.
+        dtype: torch's name of the live parameter's dtype.
+        master_kind: the kind that holds the master weights; None: `optimizer_kind` of the weight's kind.
+
+    Returns:
+        The master weight where only that has `dtype`, else `found`.
+    """
+    if found.dtype == dtype:
+        return found
+    master = saved.find(master_kind or optimizer_kind(found.key.kind), (found.key.fqn, *names), MASTER)
+    fits = master is not None and master.dtype == dtype and master.global_shape == found.global_shape
+    return master if master is not None and fits else found
+
+
+def is_unused_master(
+    slot: str, live: Mapping[Any, Any], optimizer: Optimizer, saved_types: frozenset[str] | set[str]
+) -> bool:
+    """Return whether a saved optimizer state is a master weight that `optimizer` would hold without ever stepping it.
+
+    An optimizer that itself has a state of that name either has it already, or has a type that the checkpoint was saved
+    from.
+
+    Args:
+        slot: name of the saved state.
+        live: the parameter's state now.
+        optimizer: the live optimizer.
+        saved_types: names of the saved optimizers' types.
+    """
+    return slot == MASTER and MASTER not in live and type(optimizer).__name__ not in saved_types

@@ -1,0 +1,1 @@
+"""Tensors of every kind as live shards."""

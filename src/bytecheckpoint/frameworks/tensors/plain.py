@@ -1,0 +1,123 @@
+"""Plain tensors: which of them can be stored, and the one shard that each becomes."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TypeGuard
+
+import torch
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+
+from bytecheckpoint.errors import UsageError
+from bytecheckpoint.frameworks.base import SupportsShards
+from bytecheckpoint.frameworks.tensors.dtensors import dtensor_type
+from bytecheckpoint.frameworks.tensors.dtypes import dtype_name
+from bytecheckpoint.representation.shards import LiveShard, TensorKey
+
+__all__ = ["check_storable", "is_storable", "is_tensor_like", "lists_own_shards", "origin_of", "plain_shard"]
+
+_TORCH_PROTOCOL = ("__create_write_items__", "__create_chunk_list__", "__get_tensor_shard__")
+_ORIGINS = tuple((0,) * n for n in range(65))
+
+
+@cache
+def lists_own_shards(kind: type) -> bool:
+    """Return whether objects of type `kind` list their own shards (see `tensors/declared.py`)."""
+    if hasattr(kind, "__bytecheckpoint_shards__"):
+        return True
+    if not all(hasattr(kind, name) for name in _TORCH_PROTOCOL):
+        return False
+    # DTensor has torch's protocol too, but its placements say the same, and the protocol is wrong for interleaved ones.
+    dtensor = dtensor_type()
+    return dtensor is None or not issubclass(kind, dtensor)
+
+
+def is_tensor_like(value: object) -> TypeGuard[torch.Tensor | SupportsShards]:
+    """Return whether `value` is stored as a tensor: a tensor of any type, or an object that lists its own shards."""
+    kind: type = type(value)
+    return isinstance(value, torch.Tensor) or lists_own_shards(kind)
+
+
+def plain_shard(
+    key: TensorKey, tensor: torch.Tensor, aliases: tuple[str, ...] = (), by_content: bool = False
+) -> LiveShard:
+    """Describe a whole plain tensor as one shard.
+
+    Raises:
+        UsageError: the tensor cannot be stored; the message names the key.
+    """
+    check_storable(key, tensor)
+    shape = tuple(tensor.shape)
+    grad = tensor.requires_grad
+    data = tensor.detach() if grad else tensor
+    return LiveShard(key, dtype_name(tensor.dtype), shape, origin_of(shape), shape, data, aliases, grad, by_content)
+
+
+def origin_of(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the offsets of a box that begins where a tensor of `shape` does."""
+    return _ORIGINS[len(shape)]
+
+
+def check_storable(key: TensorKey, tensor: torch.Tensor) -> None:
+    """Check that `tensor` is elements in memory, in any order.
+
+    Raises:
+        UsageError: the tensor's type or form is not supported; the message names the key.
+    """
+    if fault := _type_fault(type(tensor)):
+        raise UsageError(f"{key} is {fault}")
+    if _has_unusual_form(tensor):
+        raise UsageError(f"{key} {_form_fault(tensor)}")
+
+
+def is_storable(tensor: torch.Tensor) -> bool:
+    """Return whether `check_storable` accepts `tensor`."""
+    return not (_type_fault(type(tensor)) or _has_unusual_form(tensor))
+
+
+@cache
+def _type_fault(kind: type) -> str:
+    """Return why tensors of type `kind` cannot be stored; "" for those that can."""
+    if lists_own_shards(kind):
+        return "a tensor that lists its own boxes"
+    if issubclass(kind, UninitializedBuffer | UninitializedParameter):
+        return "an uninitialised lazy tensor: run a forward pass first"
+    if getattr(kind, "__torch_dispatch__", None) is not torch.Tensor.__torch_dispatch__:
+        # A subclass with its own dispatcher may have no memory, or several tensors inside.
+        name = f"{kind.__module__}.{kind.__qualname__}"
+        return (
+            f"a tensor of type {name}, which is not supported: give the type a __bytecheckpoint_shards__ method "
+            "that lists its boxes, or convert it to a plain tensor"
+        )
+    return ""
+
+
+def _has_unusual_form(tensor: torch.Tensor) -> bool:
+    return (
+        tensor.layout is not torch.strided
+        or tensor.is_meta
+        or tensor.is_quantized
+        or tensor.is_nested
+        or tensor.is_neg()
+        or (tensor.dtype.is_complex and tensor.is_conj())
+        or _is_freed(tensor)
+    )
+
+
+def _is_freed(tensor: torch.Tensor) -> bool:
+    """Return whether `tensor` has elements but no memory: a storage resized to zero, or zeros that torch only implies."""
+    return tensor.numel() > 0 and (tensor.data_ptr() == 0 or tensor.untyped_storage().nbytes() == 0)
+
+
+def _form_fault(tensor: torch.Tensor) -> str:
+    if tensor.layout is not torch.strided:
+        return f"is a tensor of layout {tensor.layout}, which is not supported: convert it with .to_dense()"
+    if tensor.is_meta:
+        return "is on the meta device and has no values: materialise the module first (to_empty)"
+    if tensor.is_quantized:
+        return "is a quantised tensor, which is not supported: store its int_repr() and its scales"
+    if tensor.is_nested:
+        return "is a nested tensor, which is not supported: store its values and offsets"
+    if tensor.is_conj() or tensor.is_neg():
+        return "is a lazy conjugate or negative view: call resolve_conj().resolve_neg() on it first"
+    return f"has no memory behind its {tensor.numel()} elements (freed storage): fill it first"

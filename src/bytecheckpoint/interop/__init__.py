@@ -1,1 +1,0 @@
-"""Foreign formats in and out, and tools over whole checkpoints: verify, compare, export, repair."""

@@ -1,0 +1,154 @@
+"""Whether a checkpoint fits what a rank wants, and which bytes to read for that."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from bytecheckpoint.engine.scatter import Target
+from bytecheckpoint.errors import CorruptCheckpointError, IncompatibleCheckpointError
+from bytecheckpoint.loading.saved import SavedView
+from bytecheckpoint.planning.coverage import first_gap
+from bytecheckpoint.planning.intersect import intersect
+from bytecheckpoint.planning.read_plan import plan_reads
+from bytecheckpoint.representation.boxes import BoxTable
+from bytecheckpoint.representation.catalog import Catalog
+from bytecheckpoint.representation.plans import ReadPlan
+from bytecheckpoint.representation.shards import LiveShard
+from bytecheckpoint.settings import Settings
+
+__all__ = ["Fit", "fit_wanted", "listed", "read_length", "refuse_missing"]
+
+_SHOWN = 5
+_SMALLEST_READ = 1 << 20
+#: Readers of one rank that there are enough reads for, where the settings leave their number open.
+_READERS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """What one rank reads.
+
+    Attributes:
+        plan: ranges of files, and where their bytes go.
+        targets: the destinations.
+        converted: keys of the tensors that are cast.
+    """
+
+    plan: ReadPlan
+    targets: list[Target]
+    converted: list[str]
+
+
+def refuse_missing(url: str, missing: Sequence[str]) -> None:
+    """Refuse a checkpoint that lacks what the program wants."""
+    if missing:
+        raise IncompatibleCheckpointError(
+            f"{url} lacks {listed(missing)}, which the program wants; load with strict=False to leave that as it is"
+        )
+
+
+def fit_wanted(
+    url: str, catalog: Catalog, view: SavedView, wanted: Sequence[LiveShard], chunk_bytes: int, *, cast: bool
+) -> Fit:
+    """Match a rank's destinations with the stored shards.
+
+    Args:
+        url: of the checkpoint.
+        catalog: of the checkpoint.
+        view: of the catalog, for this rank.
+        wanted: the destinations; every key of theirs is in the checkpoint.
+        chunk_bytes: length of one read.
+        cast: convert dtypes.
+
+    Raises:
+        IncompatibleCheckpointError: shapes or dtypes differ, or the checkpoint has no data for some elements.
+        CorruptCheckpointError: stored shards overlap.
+    """
+    numbers = np.full(len(wanted), -1, np.int64)
+    for by_content in (False, True):
+        chosen = [i for i, s in enumerate(wanted) if s.by_content == by_content]
+        numbers[chosen] = view.resolve([wanted[i].key for i in chosen], by_content=by_content)
+    targets: list[Target] = []
+    wrong: list[str] = []
+    converted: list[str] = []
+    dtypes = {name: getattr(torch, name) for name in catalog.dtype.values}
+    assert (numbers >= 0).all(), "every wanted tensor was found in the checkpoint"
+    for shard, number in zip(wanted, numbers.tolist(), strict=True):
+        _, dtype, shape = view.saved(number)
+        if shape != shard.global_shape:
+            wrong.append(f"{shard.key} has shape {shape} in the checkpoint and {shard.global_shape} here")
+        elif dtype != shard.dtype and not (cast or shard.converts):
+            wrong.append(f"{shard.key} is {dtype} in the checkpoint and {shard.dtype} here (cast=True converts)")
+        elif dtype != shard.dtype and not shard.converts:
+            if not _torch_converts(dtypes[dtype], shard.data.dtype):
+                wrong.append(f"{shard.key} is {dtype} in the checkpoint, which torch cannot convert to {shard.dtype}")
+            converted.append(str(shard.key))
+        targets.append(Target(shard.data, dtypes[dtype]))
+    if wrong:
+        more = f"; and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
+        raise IncompatibleCheckpointError(f"{url} does not fit: {'; '.join(wrong[:_SHOWN])}{more}")
+    boxes = BoxTable.build(numbers.tolist(), [s.offsets for s in wanted], [s.lengths for s in wanted])
+    contiguous = np.array([t.contiguous for t in targets], bool)
+    plan = plan_reads(view.rows, boxes, contiguous, chunk_bytes)
+    _prove_coverage(url, catalog, boxes, plan)
+    return Fit(plan, targets, converted)
+
+
+def read_length(catalog: Catalog, world_size: int, settings: Settings) -> int:
+    """Choose the length of one read in bytes: shorter for a small checkpoint, so that every reader of every rank has some.
+
+    Args:
+        catalog: of the checkpoint.
+        world_size: number of ranks.
+        settings: `chunk_bytes`, which is the most, and `read_threads`.
+    """
+    most = settings.chunk_bytes
+    readers = world_size * (settings.read_threads or _READERS)
+    fair = sum(file.size for file in catalog.files) // (2 * readers)
+    block = max((file.block_bytes for file in catalog.files), default=1)
+    while most % 2 == 0 and most > max(fair, _SMALLEST_READ) and (most // 2) % max(block, 1) == 0:
+        most //= 2
+    return most
+
+
+def listed(names: Sequence[str]) -> str:
+    """Join the first names, for messages."""
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
+
+
+def _prove_coverage(url: str, catalog: Catalog, boxes: BoxTable, plan: ReadPlan) -> None:
+    """Refuse a plan that does not fill every element of every destination exactly once."""
+    if len(plan.overlaps):
+        first = int(plan.overlaps[0, 0])
+        raise CorruptCheckpointError(
+            f"{url}: stored shards of {catalog.key(int(catalog.boxes.tensor[first]))} overlap "
+            f"({len(plan.overlaps)} pairs); use another checkpoint"
+        )
+    holes = np.flatnonzero(plan.missing)
+    if len(holes):
+        box = boxes.take(holes[:1])
+        stored = catalog.boxes.take(np.flatnonzero(catalog.boxes.tensor == box.tensor[0]))
+        found = intersect(stored, box.widened(max(box.ndim, stored.ndim)))
+        width = found.offsets.shape[1]
+        gap = first_gap(box.widened(width).offsets[0], box.widened(width).lengths[0], found.offsets, found.lengths)
+        names = [str(catalog.key(int(boxes.tensor[i]))) for i in holes[:_SHOWN].tolist()]
+        raise IncompatibleCheckpointError(
+            f"{url} has no data for {int(plan.missing.sum())} elements of {listed(names)}; "
+            f"the first hole (offsets, lengths) is {gap}"
+        )
+
+
+@functools.cache
+def _torch_converts(saved: torch.dtype, live: torch.dtype) -> bool:
+    """Whether torch copies elements of one dtype into a tensor of the other."""
+    try:
+        torch.empty(1, dtype=live, device="cpu").copy_(torch.empty(1, dtype=saved, device="cpu"))
+    except RuntimeError:  # NotImplementedError is one
+        return False
+    return True

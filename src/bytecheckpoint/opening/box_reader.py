@@ -1,0 +1,227 @@
+"""Verified reads of boxes of an open checkpoint's tensors."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from bytecheckpoint.engine.file_set import FileSet
+from bytecheckpoint.engine.reading import read_all
+from bytecheckpoint.engine.scatter import ScatterPlan, Target
+from bytecheckpoint.errors import CheckpointError, CorruptCheckpointError, IncompatibleCheckpointError, UsageError
+from bytecheckpoint.opening.slices import row_major_boxes
+from bytecheckpoint.planning.read_plan import StoredRows, plan_reads, stored_rows
+from bytecheckpoint.representation.boxes import BoxTable
+from bytecheckpoint.representation.catalog import Catalog
+from bytecheckpoint.representation.dtypes import itemsize
+from bytecheckpoint.representation.plans import ReadPlan
+from bytecheckpoint.settings import settings
+from bytecheckpoint.storage import Storage
+
+__all__ = ["BoxReader", "BoxRequest", "TensorPiece", "read_in_pieces", "torch_dtype"]
+
+_MAX_BOXES_PER_READ = 2048
+
+TensorPiece = tuple[str, tuple[slice, ...], torch.Tensor]
+"""(name of the tensor, position of the piece in the tensor, elements of the piece)."""
+
+
+@dataclass(frozen=True, slots=True)
+class BoxRequest:
+    """A request for boxes of one tensor, of equal extent, to be concatenated along one dimension.
+
+    Attributes:
+        tensor: number of the tensor in the catalog.
+        offsets: first coordinate of each box, for at least one box.
+        lengths: extent of every box.
+        dim: the dimension along which the boxes are concatenated.
+    """
+
+    tensor: int
+    offsets: Sequence[Sequence[int]]
+    lengths: Sequence[int]
+    dim: int = 0
+
+    @property
+    def shape(self) -> list[int]:
+        """Shape of the concatenated boxes."""
+        shape = [*self.lengths]
+        if len(self.offsets) > 1:
+            shape[self.dim] *= len(self.offsets)
+        return shape
+
+    @property
+    def contiguous(self) -> bool:
+        """Whether each box is contiguous in the concatenated tensor."""
+        return len(self.offsets) == 1 or all(n == 1 for n in self.lengths[: self.dim])
+
+    def parts(self, data: torch.Tensor) -> list[torch.Tensor]:
+        """Return a view of each box in the concatenated tensor `data`."""
+        if len(self.offsets) == 1:
+            return [data]
+        step = self.lengths[self.dim]
+        return [data.narrow(self.dim, i * step, step) for i in range(len(self.offsets))]
+
+
+class BoxReader:
+    """The reader of an open checkpoint's boxes; several threads, and a forked child, may share one."""
+
+    def __init__(self, storage: Storage, catalog: Catalog) -> None:
+        self.storage = storage
+        self.catalog = catalog
+        self._rows: StoredRows | None = None
+        self._files: FileSet | None = FileSet(storage, catalog)
+        self._pid = os.getpid()
+
+    def close(self) -> None:
+        """Close the files; later reads raise."""
+        files, self._files = self._files, None
+        if files is not None and self._pid == os.getpid():
+            files.close()
+
+    def files(self) -> FileSet:
+        """Return the open files.
+
+        Raises:
+            UsageError: the reader was closed.
+        """
+        if self._files is None:
+            raise UsageError(f"the checkpoint {self.storage.url} was closed; open it again")
+        if self._pid != os.getpid():  # after a fork: another thread of the parent may have held the old lock
+            self._files, self._pid = FileSet(self.storage, self.catalog), os.getpid()
+        return self._files
+
+    def rows_of(self, tensor: int) -> slice:
+        """Return the range of the catalog's rows of one tensor."""
+        low, high = np.searchsorted(self.catalog.boxes.tensor, (tensor, tensor + 1))
+        return slice(int(low), int(high))
+
+    def _stored(self, tensors: Sequence[int]) -> StoredRows:
+        if self._rows is None:
+            self._rows = stored_rows(self.catalog)
+        every = self._rows
+        numbers = np.concatenate([np.arange(rows.start, rows.stop) for rows in map(self.rows_of, sorted(set(tensors)))])
+        boxes = every.boxes.take(numbers)
+        return StoredRows(
+            boxes,
+            every.file[numbers],
+            every.start[numbers],
+            every.element[numbers],
+            every.data_bytes,
+            every.block_bytes,
+        )
+
+    def read(self, requests: Sequence[BoxRequest]) -> list[torch.Tensor]:
+        """Read several requests together and return a new tensor for each.
+
+        Raises:
+            CorruptCheckpointError: the bytes read do not match their checksums.
+            IncompatibleCheckpointError: the checkpoint lacks some of the elements.
+        """
+        files, catalog = self.files(), self.catalog
+        dtypes = [torch_dtype(catalog, r.tensor) for r in requests]
+        sizes = [math.prod(r.shape) * dtype.itemsize for r, dtype in zip(requests, dtypes, strict=True)]
+        if any(size >= 1 << 62 for size in sizes):
+            raise CorruptCheckpointError(
+                f"{self.storage.url}: the shape of {catalog.key(requests[0].tensor)} is not possible; use another "
+                f"checkpoint"
+            )
+        plan = self._plan(requests)
+        try:
+            with torch.inference_mode(False):  # the reader threads, which write into it, do not inherit the mode
+                out = [torch.empty(r.shape, dtype=t, device="cpu") for r, t in zip(requests, dtypes, strict=True)]
+        except RuntimeError as error:
+            raise CheckpointError(
+                f"{self.storage.url}: no memory for {sum(sizes)} bytes of {catalog.key(requests[0].tensor)}; read it in "
+                f"parts, such as entry[0:1000] or entry.chunks()"
+            ) from error
+        ranges = range(len(plan.file))
+        if ranges:
+            longest = int((plan.stop - plan.start).max())
+            targets = [
+                Target(part, dtype)
+                for request, data, dtype in zip(requests, out, dtypes, strict=True)
+                for part in request.parts(data)
+            ]
+            read_all(files, ScatterPlan(plan, targets), ranges, threads=settings().read_threads, chunk_bytes=longest)
+        return out
+
+    def _plan(self, requests: Sequence[BoxRequest]) -> ReadPlan:
+        """Plan the reads and check that they fill all requested elements."""
+        url, catalog = self.storage.url, self.catalog
+        stored = self._stored([r.tensor for r in requests])
+        boxes = [(r.tensor, offsets, r.lengths, r.contiguous) for r in requests for offsets in r.offsets]
+        tensor, offsets, lengths, contiguous = map(list, zip(*boxes, strict=True))
+        wanted = BoxTable.build(tensor, offsets, lengths)
+        blocks = stored.block_bytes[stored.file]
+        if (blocks == 0).any():
+            name = str(catalog.key(int(stored.boxes.tensor[np.argmin(blocks)])))
+            raise IncompatibleCheckpointError(
+                f"{url}: {name} is stored in a file without checksums, which this version does not read"
+            )
+        largest = int(blocks.max(initial=1))
+        chunk = -(-settings().chunk_bytes // largest) * largest
+        plan = plan_reads(stored, wanted, np.array(contiguous, bool), chunk)
+        if len(plan.overlaps):
+            name = str(catalog.key(int(stored.boxes.tensor[plan.overlaps[0, 0]])))
+            raise CorruptCheckpointError(
+                f"{url}: stored shards of {name} overlap; use another checkpoint", tensors=(name,)
+            )
+        if plan.missing.any():
+            name = str(catalog.key(tensor[int(np.flatnonzero(plan.missing)[0])]))
+            raise IncompatibleCheckpointError(
+                f"{url} has no data for some elements of {name}; `bytecheckpoint inspect --boxes` shows what it holds"
+            )
+        return plan
+
+
+def torch_dtype(catalog: Catalog, tensor: int) -> torch.dtype:
+    """Return the dtype of tensor number `tensor`.
+
+    Raises:
+        IncompatibleCheckpointError: this version of torch lacks the dtype.
+    """
+    name = catalog.dtype[tensor]
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise IncompatibleCheckpointError(f"dtype {name!r} is unknown to torch {torch.__version__}: use a newer torch")
+    return dtype
+
+
+def read_in_pieces(reader: BoxReader, tensors: Iterable[tuple[str, int]], max_bytes: int) -> Iterator[TensorPiece]:
+    """Read whole tensors in pieces of bounded size; small tensors are read together.
+
+    Args:
+        reader: reader of the checkpoint.
+        tensors: (name, number) of each tensor.
+        max_bytes: size of all pieces in memory at a time.
+
+    Yields:
+        The pieces of each tensor in row-major order; one empty piece for an empty tensor.
+    """
+    names: list[str] = []
+    requests: list[BoxRequest] = []
+    pending_bytes = 0
+    for name, tensor in tensors:
+        element = itemsize(reader.catalog.dtype[tensor])
+        shape = reader.catalog.shape(tensor)
+        for offsets, lengths in row_major_boxes(shape, max(max_bytes // element, 1)):
+            nbytes = math.prod(lengths) * element
+            if requests and (pending_bytes + nbytes > max_bytes or len(requests) >= _MAX_BOXES_PER_READ):
+                yield from _read_pieces(reader, names, requests)
+                names, requests, pending_bytes = [], [], 0
+            names.append(name)
+            requests.append(BoxRequest(tensor, [offsets], lengths))
+            pending_bytes += nbytes
+    if requests:
+        yield from _read_pieces(reader, names, requests)
+
+
+def _read_pieces(reader: BoxReader, names: list[str], requests: list[BoxRequest]) -> Iterator[TensorPiece]:
+    for name, request, data in zip(names, requests, reader.read(requests), strict=True):
+        yield name, tuple(slice(o, o + n) for o, n in zip(request.offsets[0], request.lengths, strict=True)), data

@@ -1,0 +1,179 @@
+"""The plain values of a checkpoint under the keys of `bytecheckpoint.open`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
+
+from bytecheckpoint.errors import CorruptCheckpointError, IncompatibleCheckpointError
+from bytecheckpoint.opening.entry import Entry
+from bytecheckpoint.representation.names import unique_name
+from bytecheckpoint.representation.values.codec import TensorRef, decode, encode, key_of_path, leaves_with_paths
+
+__all__ = ["UnregisteredInstance", "has_complementary_trees", "plain_values"]
+
+_OPTIMIZER_KEYS = {"groups", "state", "globals", "optimizers"}
+# Errors that malformed trees of a hostile checkpoint cause in code that expects the form.
+_MALFORMED = (KeyError, TypeError, AttributeError, ValueError, IndexError, RuntimeError)
+
+
+class UnregisteredInstance:
+    """The place of an instance whose class is not registered here; a deep copy of it raises an error.
+
+    Attributes:
+        name: name of the class in the checkpoint.
+        saved: the plain value of the instance in the checkpoint.
+    """
+
+    def __init__(self, name: str, saved: object) -> None:
+        self.name = name
+        self.saved = saved
+
+    def __repr__(self) -> str:
+        return f"<{self.name}: {self.saved!r}>"
+
+    def __deepcopy__(self, memo: object) -> UnregisteredInstance:
+        raise IncompatibleCheckpointError(
+            f"the value is, or holds, an instance of {self.name!r}, which is not registered here; call "
+            "bytecheckpoint.register() for its class first"
+        )
+
+
+def has_complementary_trees(kind: str, blob: bytes) -> bool:
+    """Return whether the ranks' trees complement each other (modules, optimizers), judged by the tree `blob`."""
+    if kind == "model":
+        return True
+    try:
+        return _is_optimizer(decode(blob, on_tensor=TensorRef, on_unregistered=UnregisteredInstance))
+    except IncompatibleCheckpointError:
+        return False
+
+
+def _is_optimizer(tree: object) -> bool:
+    return isinstance(tree, dict) and tree.keys() >= _OPTIMIZER_KEYS and isinstance(tree["groups"], list)
+
+
+def plain_values(
+    kind: str, blobs: Sequence[bytes], entry: Callable[[str, str], Entry | None], taken: Collection[str]
+) -> dict[str, Any]:
+    """Return key -> value for all values of a kind that are not tensors.
+
+    Args:
+        kind: name of the state.
+        blobs: encoded trees; the first tree with a key determines its value.
+        entry: (FQN, slot) -> the tensor of that name, to put into containers that are one value.
+        taken: keys of the kind's tensors.
+
+    Raises:
+        CorruptCheckpointError: the values are damaged.
+        IncompatibleCheckpointError: the values hold an instance of a class that is not registered here.
+    """
+    if not blobs:
+        return {}
+    collector = _ValueCollector(kind, entry, set(taken))
+    try:
+        if _is_optimizer(decode(blobs[0], on_tensor=TensorRef, on_unregistered=UnregisteredInstance)):
+            collector.add_optimizer(blobs)
+        else:
+            collector.add_trees(blobs)
+    except _MALFORMED as error:
+        if isinstance(error, CorruptCheckpointError | IncompatibleCheckpointError):
+            raise
+        raise CorruptCheckpointError(
+            f"the plain values of {kind!r} are malformed ({type(error).__name__}: {error}); use another checkpoint"
+        ) from error
+    return collector.found
+
+
+class _ValueCollector:
+    """A collector of the plain values of one kind under unique keys."""
+
+    def __init__(self, kind: str, entry: Callable[[str, str], Entry | None], taken: set[str]) -> None:
+        self.found: dict[str, Any] = {}
+        self._kind = kind
+        self._entry = entry
+        self._taken = taken
+
+    def _add(self, key: str, value: object) -> None:
+        name = unique_name(f"{self._kind}/{key}", self._taken)
+        self._taken.add(name)
+        self.found[name] = value
+
+    def _tensor(self, fqn: str, slot: str) -> Entry:
+        found = self._entry(fqn, slot)
+        if found is None:
+            raise CorruptCheckpointError(
+                f"the values of {self._kind!r} refer to tensor {fqn!r}, which the catalog lacks; use another checkpoint"
+            )
+        return found
+
+    @staticmethod
+    def _plain_leaves(tree: object) -> Iterator[tuple[str, object]]:
+        """Return (key, leaf) for the leaves that are not tensors."""
+        return (
+            (key_of_path(path) or "value", leaf)
+            for path, leaf in leaves_with_paths(tree)
+            if not isinstance(leaf, Entry)
+        )
+
+    def add_trees(self, blobs: Sequence[bytes]) -> None:
+        """Add the values of trees of any form, without the keys of earlier trees; a key may occur twice in one tree."""
+        seen: set[str] = set()
+        for blob in blobs:
+            tree = decode(blob, on_tensor=lambda name: self._tensor(name, ""), on_unregistered=UnregisteredInstance)
+            values = [*self._plain_leaves(tree)]
+            for key, value in values:
+                if key not in seen:
+                    self._add(key, value)
+            seen.update(key for key, _ in values)
+
+    def add_optimizer(self, blobs: Sequence[bytes]) -> None:
+        """Add the values of optimizer trees, which complement each other."""
+        from bytecheckpoint.frameworks.optimizers.tree import parse_state_reference, unpack_tensors
+
+        trees: list[dict[str, Any]] = []
+        for blob in blobs:
+            tree = decode(blob, on_tensor=lambda name: self._tensor(*parse_state_reference(name)))
+            if not _is_optimizer(tree):
+                raise CorruptCheckpointError(
+                    f"the ranks' values of {self._kind!r} do not belong together; use another checkpoint"
+                )
+            assert isinstance(tree, dict)
+            trees.append(tree)
+        self._add("param_groups", [unpack_tensors(group) for group in _merged_groups(trees)])
+        seen: set[str] = set()
+        for tree in trees:
+            names = tree.get("aliases", {})
+            for fqn, values in tree["state"].items():
+                if fqn in seen:
+                    continue
+                seen.add(fqn)
+                for key, value in self._plain_leaves(values):
+                    for name in (fqn, *names.get(fqn, ())):
+                        self._add(f"state/{name}/{key}", value)
+        if any(trees[0]["globals"]):
+            self._add("globals", unpack_tensors(trees[0]["globals"]))
+
+
+def _merged_groups(trees: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Merge the param groups of all ranks: pipeline ranks have parts of one group, with equal settings."""
+    merged: list[dict[str, Any]] = []
+    settings: list[bytes] = []
+    seen: set[str] = set()
+    for tree in trees:
+        unmatched = list(range(len(merged)))  # two groups of one rank stay separate, even with equal settings
+        for group in tree["groups"]:
+            params = [name for name in group["params"] if name not in seen]
+            if not params and group["params"]:
+                continue
+            seen.update(params)
+            group_settings = {key: value for key, value in group.items() if key != "params"}
+            code = encode(group_settings, on_tensor=lambda path, tensor: "")
+            match = next((i for i in unmatched if settings[i] == code), None)
+            if match is None:
+                merged.append({"params": params, **group_settings})
+                settings.append(code)
+            else:
+                unmatched.remove(match)
+                merged[match]["params"] += params
+    return merged

@@ -1,0 +1,121 @@
+"""Catalog columns as Arrow arrays and back.
+
+The functions work on Arrow's buffers, since `pa.array` and `to_numpy` import pandas, which takes a second.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from bytecheckpoint.representation.boxes import Int64s
+from bytecheckpoint.representation.catalog import MAX_DIMS, StringColumn
+from bytecheckpoint.representation.names import escape, unescape
+
+__all__ = [
+    "ColumnError",
+    "flat_list_array",
+    "list_array",
+    "number_array",
+    "read_flat_lists",
+    "read_lists",
+    "read_numbers",
+    "read_strings",
+    "string_array",
+]
+
+
+class ColumnError(ValueError):
+    """A column does not have the form that the format demands."""
+
+
+def number_array(values: NDArray[Any], kind: Any) -> Any:
+    """Return an Arrow array of type `kind` over the memory of `values` (of booleans: over packed bits)."""
+    data = np.packbits(values, bitorder="little") if pa.types.is_boolean(kind) else np.ascontiguousarray(values)
+    return pa.Array.from_buffers(kind, len(values), [None, pa.py_buffer(data)])
+
+
+def string_array(column: StringColumn, rows: Int64s) -> Any:
+    """Return the strings of `column` at `rows` as a dictionary array, escaped."""
+    encoded = [escape(value).encode() for value in column.values]
+    ends = _list_offsets(np.fromiter(map(len, encoded), np.int64, len(encoded)))
+    buffers = [None, ends.buffers()[1], pa.py_buffer(b"".join(encoded))]
+    values = pa.Array.from_buffers(pa.string(), len(encoded), buffers)
+    return pa.DictionaryArray.from_arrays(number_array(column.codes[rows].astype(np.int32), pa.int32()), values)
+
+
+def list_array(padded: Int64s, lengths: Int64s) -> Any:
+    """Return row i's first `lengths[i]` numbers as list i."""
+    mask = np.arange(padded.shape[1]) < lengths[:, None]
+    return flat_list_array(number_array(padded[mask], pa.int64()), lengths)
+
+
+def flat_list_array(values: Any, lengths: Int64s) -> Any:
+    """Return lists of the given lengths over the Arrow array `values`, one list after the other."""
+    return pa.ListArray.from_arrays(_list_offsets(lengths), values)
+
+
+def _list_offsets(lengths: Int64s) -> Any:
+    return number_array(np.concatenate(([0], np.cumsum(lengths))).astype(np.int32), pa.int32())
+
+
+def read_numbers(table: Any, name: str, kind: Any) -> NDArray[Any]:
+    """Return a column of numbers or booleans, which must be of type `kind` and without nulls."""
+    column = _joined_chunks(table[name])
+    _check(name, not column.null_count and column.type == kind)
+    return _as_numpy(column)
+
+
+def read_strings(table: Any, name: str) -> StringColumn:
+    """Return a dictionary column of strings, unescaped."""
+    column = _joined_chunks(table[name].unify_dictionaries())
+    _check(name, not column.null_count and column.type == pa.dictionary(pa.int32(), pa.string()))
+    values = list(map(unescape, column.dictionary.to_pylist()))
+    if len(set(values)) != len(values):
+        raise ColumnError(f"its column {name!r} has one string twice in its dictionary")
+    return StringColumn(_as_numpy(column.indices).astype(np.int64), values)
+
+
+def read_lists(table: Any, name: str, fill: int) -> tuple[Int64s, Int64s]:
+    """Return a column of int64 lists as a matrix padded on the right with `fill`, and the lengths of the lists."""
+    values, lengths = read_flat_lists(table, name, pa.int64())
+    width = max(int(lengths.max(initial=0)), 1)
+    if width > MAX_DIMS:
+        raise ColumnError(f"a tensor of {width} dimensions is not possible")
+    if len(values) == width * len(lengths):  # the usual case: lists of one length need no padding
+        return values.reshape(-1, width), lengths
+    padded = np.full((len(lengths), width), fill, np.int64)
+    padded[np.arange(width) < lengths[:, None]] = values
+    return padded, lengths
+
+
+def read_flat_lists(table: Any, name: str, kind: Any) -> tuple[NDArray[Any], Int64s]:
+    """Return the elements of all lists of a column, one list after the other, and the lengths of the lists."""
+    column = _joined_chunks(table[name])
+    values = column.flatten()
+    _check(name, not column.null_count and not values.null_count and values.type == kind)
+    return _as_numpy(values), np.diff(_as_numpy(column.offsets)).astype(np.int64)
+
+
+def _check(name: str, sound: bool) -> None:
+    if not sound:
+        raise ColumnError(f"its column {name!r} has nulls or another type")
+
+
+def _joined_chunks(column: Any) -> Any:
+    return pa.concat_arrays(column.chunks) if column.num_chunks else pa.nulls(0, column.type)
+
+
+def _as_numpy(array: Any) -> NDArray[Any]:
+    """Return a read-only view of an Arrow array of numbers without nulls (of booleans: a copy)."""
+    data, count = array.buffers()[1], len(array)
+    if data is None:
+        return np.zeros(0, str(array.type))
+    if pa.types.is_boolean(array.type):
+        bits = np.unpackbits(np.frombuffer(data, np.uint8), bitorder="little")
+        return bits[array.offset : array.offset + count].astype(np.bool_)
+    dtype = np.dtype(str(array.type))
+    return np.frombuffer(data, dtype, count, array.offset * dtype.itemsize)

@@ -1,0 +1,143 @@
+"""numpy dtypes, scalars and arrays as simple values: a description of the dtype, a shape, bytes in C order."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import numpy as np
+
+__all__ = [
+    "NotStorableError",
+    "array_from_simple",
+    "array_to_simple",
+    "dtype_from_simple",
+    "dtype_to_simple",
+    "scalar_from_simple",
+    "scalar_to_simple",
+]
+
+# The form of `dtype.str`: byte order, kind, item size, and the unit of a date. A wider pattern would let text from a file
+# name any dtype that numpy can parse, object dtypes included.
+_DTYPE_STR = re.compile(r"[<>|][biufcmMSUV][0-9]{0,10}(\[[0-9]{0,9}[A-Za-z]{1,2}\])?")
+# Long doubles have one name and several formats (80-bit, quad, pair of doubles), depending on the processor.
+_MACHINE_BOUND = re.compile(r"[<>](f12|f16|c24|c32)")
+
+
+class NotStorableError(Exception):
+    """A value cannot be stored; the encoder adds its path to the message."""
+
+
+def dtype_to_simple(dtype: np.dtype[Any]) -> object:
+    """Describe `dtype` as a string, as [base, shape] for a subarray, or as a dict for a structure.
+
+    Raises:
+        NotStorableError: a dtype of objects or of another package, or one whose bytes differ between machines.
+    """
+    if dtype.hasobject:
+        raise NotStorableError(f"numpy dtype {dtype} holds Python objects; convert it to a list or to a numeric dtype")
+    form = _describe(dtype)
+    try:
+        same = dtype_from_simple(form) == dtype
+    except (TypeError, ValueError):
+        same = False
+    if not same or dtype.type is np.record:
+        raise NotStorableError(
+            f"numpy dtype {dtype!r} has no portable form; convert it to a standard dtype, or use a tensor"
+        )
+    return form
+
+
+def _describe(dtype: np.dtype[Any]) -> object:
+    if dtype.subdtype is not None:
+        base, shape = dtype.subdtype
+        return [_describe(base), list(shape)]
+    if dtype.fields is None:
+        if _MACHINE_BOUND.fullmatch(dtype.str):
+            raise NotStorableError(f"numpy dtype {dtype} differs between machines; convert it to float64 or complex128")
+        return dtype.str
+    names = list(dtype.names or ())
+    return {
+        "names": names,
+        "formats": [_describe(dtype.fields[name][0]) for name in names],
+        "offsets": [dtype.fields[name][1] for name in names],
+        "itemsize": dtype.itemsize,
+    }
+
+
+def dtype_from_simple(form: object) -> np.dtype[Any]:
+    """Return the dtype of a description; TypeError or ValueError when the description is malformed."""
+    if isinstance(form, str):
+        if not _DTYPE_STR.fullmatch(form) or _MACHINE_BOUND.fullmatch(form):
+            raise ValueError(f"dtype {form!r}")
+        return np.dtype(form)
+    if isinstance(form, list):
+        base, shape = form
+        return np.dtype((dtype_from_simple(base), _shape(shape)))
+    if not isinstance(form, dict) or set(form) != {"names", "formats", "offsets", "itemsize"}:
+        raise ValueError("dtype description")
+    return np.dtype(
+        {
+            "names": form["names"],
+            "formats": [dtype_from_simple(field) for field in form["formats"]],
+            "offsets": form["offsets"],
+            "itemsize": form["itemsize"],
+        }
+    )
+
+
+def _shape(shape: object) -> tuple[int, ...]:
+    if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
+        raise ValueError("shape")
+    return tuple(shape)
+
+
+def array_to_simple(array: np.ndarray[Any, Any]) -> list[object]:
+    """Return [dtype, shape, bytes in C order]; padding between the fields of a structure becomes zeros."""
+    form = dtype_to_simple(array.dtype)
+    if array.dtype.itemsize == 0:
+        raise NotStorableError(f"numpy dtype {array.dtype!r} has elements of no size")
+    return [form, list(array.shape), _with_zeroed_padding(array).tobytes()]
+
+
+def array_from_simple(fields: Any) -> np.ndarray[Any, Any]:
+    """Return the array of a description: writable, C-contiguous, with memory of its own."""
+    form, shape, data = fields
+    dtype, dims = dtype_from_simple(form), _shape(shape)
+    if type(data) is not bytes or dtype.itemsize == 0 or dtype.itemsize * math.prod(dims) != len(data):
+        raise ValueError("size of the array")
+    # np.empty allocates one element even for an empty array, and hostile bytes choose the size of the element.
+    array: np.ndarray[Any, Any] = np.ndarray(dims, dtype, buffer=data or bytearray())
+    return array.copy() if data else array
+
+
+def scalar_to_simple(value: np.generic) -> list[object]:
+    """Return [dtype, bytes] of one scalar."""
+    if type(value) is not value.dtype.type:
+        raise NotStorableError(f"{type(value).__module__}.{type(value).__qualname__} is a subclass of a numpy scalar")
+    form, _, data = array_to_simple(np.asarray(value))
+    return [form, data]
+
+
+def scalar_from_simple(fields: Any) -> object:
+    """Return the scalar of a description."""
+    form, data = fields
+    return array_from_simple([form, [1], data])[0]
+
+
+def _with_zeroed_padding(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Return `array`, with zeros between the fields of a structured dtype, where memory is arbitrary."""
+    if array.dtype.names is None:
+        return array
+    clean: np.ndarray[Any, Any] = np.zeros(array.shape, array.dtype)
+    _copy_fields(clean, array)
+    return clean
+
+
+def _copy_fields(target: np.ndarray[Any, Any], source: np.ndarray[Any, Any]) -> None:
+    for name in source.dtype.names or ():
+        if source[name].dtype.names is None:
+            target[name][...] = source[name]
+        else:
+            _copy_fields(target[name], source[name])

@@ -1,0 +1,81 @@
+"""Nested values: references to tensors, the leaves, and the paths to them."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from bytecheckpoint.errors import UsageError
+
+__all__ = ["MAX_DEPTH", "TensorRef", "key_of_path", "leaves_with_paths"]
+
+MAX_DEPTH = 100
+"""Largest number of nested containers; real states have about ten."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRef:
+    """A reference to a tensor that is stored elsewhere, under `name`; `decode(..., on_tensor=TensorRef)` makes them."""
+
+    name: str
+
+
+def key_of_path(path: tuple[object, ...]) -> str:
+    """Join the steps of `path` with dots: str steps unchanged, other steps as their repr.
+
+    Different paths may have one key: ("a", 0), ("a", "0") and ("a.0",).
+
+    >>> key_of_path(("layers", 0, (1, 2)))
+    'layers.0.(1, 2)'
+    """
+    return ".".join(step if type(step) is str else _step_text(step) for step in path)
+
+
+def _step_text(step: object) -> str:
+    try:
+        text = repr(step)
+    except ValueError:
+        # Python refuses to print an int of so many decimal digits.
+        return hex(step) if isinstance(step, int) else f"<{type(step).__name__}>"
+    return text
+
+
+def leaves_with_paths(value: object) -> Iterator[tuple[tuple[object, ...], object]]:
+    """Yield (path, leaf) for every leaf of nested dicts, OrderedDicts, lists and tuples, depth first, in order.
+
+    Any other value is a leaf, as are sets, empty containers and instances of subclasses.
+
+    Raises:
+        UsageError: containers are nested more than `MAX_DEPTH` levels deep, or form a cycle.
+
+    >>> list(leaves_with_paths({"a": [1, {}], "b": ()}))
+    [(('a', 0), 1), (('a', 1), {}), (('b',), ())]
+    """
+    stack: list[Iterator[tuple[tuple[object, ...], object]]] = [iter([((), value)])]
+    while stack:
+        for path, item in stack[-1]:
+            below = _children(path, item)
+            if below is None:
+                yield path, item
+                continue
+            if len(stack) > MAX_DEPTH:
+                raise UsageError(
+                    f"{key_of_path(path[:8])}: containers nested more than {MAX_DEPTH} levels deep, or a cycle"
+                )
+            stack.append(below)
+            break
+        else:
+            stack.pop()
+
+
+def _children(path: tuple[object, ...], item: Any) -> Iterator[tuple[tuple[object, ...], object]] | None:
+    kind = type(item)
+    if kind is dict or kind is collections.OrderedDict:
+        pairs = item.items()
+    elif kind is list or kind is tuple:
+        pairs = enumerate(item)
+    else:
+        return None
+    return (((*path, key), child) for key, child in pairs) if item else None

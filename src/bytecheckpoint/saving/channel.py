@@ -1,0 +1,89 @@
+"""One rank's connection to the coordinator during one save."""
+
+from __future__ import annotations
+
+import logging
+
+from bytecheckpoint.collectives import Collective
+from bytecheckpoint.errors import CheckpointError
+from bytecheckpoint.saving.messages import (
+    NEXT_STEP,
+    Failure,
+    PlanRequest,
+    RankMessage,
+    Reply,
+    SaveStep,
+    decode,
+    encode,
+    reply_tag,
+    tag,
+)
+
+__all__ = ["CoordinatorChannel"]
+
+_log = logging.getLogger("bytecheckpoint")
+
+
+class CoordinatorChannel:
+    """Sends a rank's messages to the coordinator and waits for the replies.
+
+    Args:
+        collective: the ranks of the save.
+        sequence: number of the save.
+
+    Attributes:
+        expected: the step of the message that the coordinator expects from this rank; None while this rank waits for a
+            reply, and at the end.
+        undecided: this rank has sent a message and had no reply, so the save may be committed or not.
+    """
+
+    def __init__(self, collective: Collective, sequence: int) -> None:
+        self.expected: SaveStep | None = SaveStep.FIRST
+        self.undecided = False
+        self._collective = collective
+        self._sequence = sequence
+
+    def ask(self, message: RankMessage, timeout: float) -> Reply:
+        """Send the message of the expected step and wait for the reply.
+
+        Args:
+            message: what to send.
+            timeout: seconds to wait.
+
+        Raises:
+            CheckpointError: what another rank or the coordinator failed with.
+            CheckpointTimeoutError, PeerLostError: no reply came.
+        """
+        step = self.expected
+        assert step is not None, "the coordinator expects no message"
+        self.undecided = True
+        self._collective.send(0, tag(self._sequence, step), encode(message))
+        self.expected = None
+        reply = decode(self._collective.recv(0, reply_tag(self._sequence, step), timeout=timeout))
+        self.undecided = isinstance(reply, Failure) and reply.undecided
+        if isinstance(reply, Failure):
+            raise reply.as_error()
+        over = isinstance(message, PlanRequest) and message.dry
+        self.expected = None if over else NEXT_STEP.get(type(reply))
+        answer: Reply = reply
+        return answer
+
+    def fail(self, stage: str, error: BaseException) -> bool:
+        """Report that this rank cannot go on, if the coordinator expects a message from it.
+
+        Args:
+            stage: what this rank was doing.
+            error: the reason.
+
+        Returns:
+            Whether the coordinator expected a message. If not, the failure came from the coordinator or from the wait.
+        """
+        step = self.expected
+        if step is None:
+            return False
+        failure = Failure.of(self._collective.rank, stage, error)
+        try:
+            self._collective.send(0, tag(self._sequence, step), encode(failure))
+        except CheckpointError as lost:
+            _log.warning("save %d: the failure cannot be reported to the coordinator: %s", self._sequence, lost)
+        return True

@@ -1,0 +1,170 @@
+"""The storage files that one rank writes in one save."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import xxhash
+from numpy.typing import NDArray
+
+from bytecheckpoint.collectives import Collective
+from bytecheckpoint.engine.save_job import SaveJob
+from bytecheckpoint.engine.staging import Image, KnownTargets
+from bytecheckpoint.engine.writing import FileTask
+from bytecheckpoint.errors import CheckpointError
+from bytecheckpoint.representation.names import escape, file_stem, storage_file_name, values_file_name
+from bytecheckpoint.representation.shards import LiveShard, TensorKey
+from bytecheckpoint.saving.layout import LocalPlan, PlannedFile, lay_out_values
+from bytecheckpoint.saving.messages import FileRecord
+from bytecheckpoint.saving.state import Value
+from bytecheckpoint.settings import Settings
+from bytecheckpoint.storage import Storage
+
+__all__ = ["FileBatch", "RankFiles"]
+
+_ALIGN = 4096
+
+
+@dataclass(slots=True)
+class FileBatch:
+    """Files that are written together.
+
+    Attributes:
+        files: the files.
+        image: their tensors and places.
+        job: writes them.
+    """
+
+    files: list[PlannedFile]
+    image: Image
+    job: SaveJob
+
+
+class RankFiles:
+    """All files of one rank in one save, in batches: the planned ones first, further values if the coordinator asks.
+
+    Args:
+        collective: the ranks of the save.
+        generation: as below.
+        storage: where they go.
+        settings: threads, chunk length, direct I/O.
+
+    Attributes:
+        generation: in the names of the files.
+        bytes_written: length of the finished files, headers included.
+    """
+
+    def __init__(self, collective: Collective, generation: str, storage: Storage, settings: Settings) -> None:
+        self.bytes_written = 0
+        self._collective = collective
+        self.generation = generation
+        self._storage = storage
+        self._settings = settings
+        self._files: list[PlannedFile] = []
+        self._jobs: list[SaveJob] = []
+        self._places: dict[TensorKey, tuple[int, int]] = {}
+
+    def add_planned(self, plan: LocalPlan, shards: Sequence[LiveShard], values: Sequence[Value]) -> FileBatch:
+        """Make the batch of a plan's files.
+
+        Args:
+            plan: this rank's part of the plan.
+            shards: this rank's shards.
+            values: the values to write.
+        """
+        return self._add(list(plan.files), [shards[i].data for i in plan.rows], plan.targets, values)
+
+    def add_values(self, values: Sequence[Value]) -> FileBatch:
+        """Make a batch of further values."""
+        return self._add([], [], KnownTargets(), values)
+
+    def _add(
+        self, files: list[PlannedFile], tensors: list[torch.Tensor], targets: KnownTargets, values: Sequence[Value]
+    ) -> FileBatch:
+        last = files[-1].image if files else None
+        value_files, places = lay_out_values(
+            values,
+            first=len(tensors),
+            position=last.start + -(-last.nbytes // _ALIGN) * _ALIGN if last else 0,
+            part=1 if self._files else 0,
+            rank=self._collective.rank,
+            world_size=self._collective.world_size,
+            generation=self.generation,
+            siblings=[file_stem(self._name(f)) for f in (*self._files, *files)],
+        )
+        base = len(self._files) + len(files)
+        self._places.update({v.key: (base + f, offset) for v, (f, offset) in zip(values, places, strict=True)})
+        files += value_files
+        self._files += files
+        image = Image([*tensors, *(v.data for v in values)], [f.image for f in files], targets)
+        tasks = [
+            FileTask(self._name(f), f.header.data_offset, f.header.data_length, f.header.block_bytes) for f in files
+        ]
+        job = SaveJob(image, tasks, self._storage, self._settings)
+        self._jobs.append(job)
+        return FileBatch(files, image, job)
+
+    def place_of(self, value: Value) -> tuple[int, int]:
+        """Return the file of a value (index among this rank's files) and its offset there; (-1, 0) if it has none."""
+        return self._places.get(value.key, (-1, 0))
+
+    def finish(self, batch: FileBatch, sums: Sequence[NDArray[np.uint64]]) -> list[FileRecord]:
+        """Write the headers of a batch and make its files durable.
+
+        Args:
+            batch: its data sections are written.
+            sums: block sums of each file.
+        """
+        count = len(self._files)
+        headers = [f.header.render(s, self.generation, count) for f, s in zip(batch.files, sums, strict=True)]
+        batch.job.finish(headers)
+        records = []
+        for file, header, file_sums in zip(batch.files, headers, sums, strict=True):
+            template = file.header
+            size = template.data_offset + template.data_length
+            self.bytes_written += size
+            records.append(
+                FileRecord(
+                    self._name(file),
+                    escape(file.kind),
+                    file.part,
+                    file.values,
+                    size,
+                    template.data_offset,
+                    xxhash.xxh3_64_intdigest(header),
+                    template.block_bytes,
+                    file_sums.tobytes(),
+                )
+            )
+        return records
+
+    def start_again(self) -> None:
+        """Remove all files, to write others."""
+        self.abort_jobs()
+        self._storage.delete([self._name(f) for f in self._files])
+        self._files, self._places, self.bytes_written = [], {}, 0
+
+    def discard(self) -> None:
+        """Remove all files after a failure; never raises for the storage."""
+        self.abort_jobs()
+        if self._files:
+            with contextlib.suppress(CheckpointError, OSError):
+                self._storage.delete([self._name(f) for f in self._files])
+
+    def release(self) -> None:
+        """Let go of the jobs of a save that is over."""
+        self._jobs = []
+
+    def abort_jobs(self) -> None:
+        """End unfinished writes and remove their files."""
+        for job in self._jobs:
+            job.abort()
+        self._jobs = []
+
+    def _name(self, file: PlannedFile) -> str:
+        name = values_file_name if file.values else storage_file_name
+        return name(file.kind, self._collective.rank, self.generation, file.part)

@@ -1,0 +1,189 @@
+"""The layout of one rank's storage files: which shards and values go where in which file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from bytecheckpoint.engine.staging import ImageFile, KnownTargets
+from bytecheckpoint.planning.save_plan import LocalTable, file_bounds
+from bytecheckpoint.representation.checksums import block_bytes
+from bytecheckpoint.representation.header_writer import HeaderTemplate, build_header
+from bytecheckpoint.representation.names import file_stem, storage_file_name, values_file_name
+from bytecheckpoint.representation.shards import LiveShard, TensorKey
+from bytecheckpoint.representation.storage_file import StoredEntry
+from bytecheckpoint.saving.state import Value
+
+__all__ = ["LocalPlan", "PlannedFile", "lay_out_rows", "lay_out_values"]
+
+_ALIGN = 4096
+
+
+@dataclass(slots=True)
+class PlannedFile:
+    """One storage file of one rank, before it is written.
+
+    Attributes:
+        kind: the kind that it holds.
+        part: part number; files of values are counted separately.
+        values: it holds values, not planned shards.
+        header: the header without generation and sums.
+        image: the place of the data section in the image, with the tensors' places.
+    """
+
+    kind: str
+    part: int
+    values: bool
+    header: HeaderTemplate
+    image: ImageFile
+
+
+@dataclass(slots=True)
+class LocalPlan:
+    """One rank's part of a global plan. It holds for all saves of shards with the same table.
+
+    Attributes:
+        name: of the global plan.
+        rows: indexes of the shards that this rank writes, in file order.
+        files: its files, with places in the image.
+        write_values: keys of the values that it writes; other ranks write the others.
+        known_values: keys of all values of that save. A value that is not among them is written.
+        table: the shards that the plan was made for.
+        layout: how the objects are distributed, on rank 0.
+        targets: places of the shards in the staging pool.
+    """
+
+    name: str
+    rows: list[int]
+    files: list[PlannedFile]
+    write_values: set[TensorKey]
+    known_values: set[TensorKey]
+    table: LocalTable
+    layout: dict[str, Any] | None = None
+    targets: KnownTargets = field(default_factory=KnownTargets)
+
+
+def lay_out_rows(
+    shards: Sequence[LiveShard], rows: Sequence[int], *, rank: int, world_size: int, generation: str
+) -> list[PlannedFile]:
+    """Lay out the files of one rank's part of a plan.
+
+    Args:
+        shards: the rank's shards.
+        rows: indexes into them, in the order of the plan.
+        rank: the rank.
+        world_size: number of ranks.
+        generation: any; a file gets its own when the header is rendered.
+    """
+    files: list[PlannedFile] = []
+    position = 0
+    bounds = file_bounds([shards[i].key.kind for i in rows])
+    stems = [file_stem(storage_file_name(kind, rank, generation, part)) for kind, part, _, _ in bounds]
+    for kind, part, first, last in bounds:
+        entries = []
+        sizes = []
+        offset = 0
+        for i in rows[first:last]:
+            shard = shards[i]
+            size = shard.data.numel() * shard.data.element_size()
+            entries.append(
+                StoredEntry(
+                    shard.key,
+                    shard.dtype,
+                    shard.global_shape,
+                    shard.offsets,
+                    shard.lengths,
+                    shard.aliases,
+                    shard.requires_grad,
+                    -1,
+                    offset,
+                    size,
+                )
+            )
+            sizes.append(size)
+            offset += size
+        section = _section(position, sizes, list(range(first, last)))
+        header = _header(entries, kind, rank, world_size, generation, stems)
+        files.append(PlannedFile(kind, part, False, header, section))
+        position += -(-offset // _ALIGN) * _ALIGN
+    return files
+
+
+def lay_out_values(
+    values: Sequence[Value],
+    *,
+    first: int,
+    position: int,
+    part: int,
+    rank: int,
+    world_size: int,
+    generation: str,
+    siblings: Sequence[str] = (),
+) -> tuple[list[PlannedFile], list[tuple[int, int]]]:
+    """Lay out the files of the values that one rank writes in one save.
+
+    Args:
+        values: what to write.
+        first: index of the first of them among the image's tensors.
+        position: byte of the image where they begin; a multiple of 4096.
+        part: part number of the files.
+        rank: of this process.
+        world_size: number of ranks.
+        generation: of this save.
+        siblings: `names.file_stem` of the rank's other files.
+
+    Returns:
+        The files; for each value its place: (index of its file, byte offset in the data section).
+    """
+    files: list[PlannedFile] = []
+    places: dict[int, tuple[int, int]] = {}
+    by_kind: dict[str, list[int]] = {}
+    for index, value in enumerate(values):
+        by_kind.setdefault(value.key.kind, []).append(index)
+    stems = [*siblings, *(file_stem(values_file_name(kind, rank, generation, part)) for kind in by_kind)]
+    for kind, members in by_kind.items():
+        members.sort(key=lambda i: (-values[i].data.element_size(), values[i].dtype, i))
+        entries = []
+        offset = 0
+        for i in members:
+            value = values[i]
+            shape = tuple(value.data.shape)
+            entries.append(
+                StoredEntry(
+                    value.key, value.dtype, shape, (0,) * len(shape), shape, (), False, rank, offset, value.nbytes
+                )
+            )
+            places[i] = (len(files), offset)
+            offset += value.nbytes
+        sizes = [values[i].nbytes for i in members]
+        section = _section(position, sizes, [first + i for i in members])
+        header = _header(entries, kind, rank, world_size, generation, stems)
+        files.append(PlannedFile(kind, part, True, header, section))
+        position += -(-offset // _ALIGN) * _ALIGN
+    return files, [places[i] for i in range(len(values))]
+
+
+def _section(start: int, sizes: Sequence[int], shards: list[int]) -> ImageFile:
+    lengths = np.asarray(sizes, np.int64)
+    total = int(lengths.sum())
+    return ImageFile(start, total, shards, np.cumsum(lengths) - lengths, lengths)
+
+
+def _header(
+    entries: Sequence[StoredEntry], kind: str, rank: int, world_size: int, generation: str, siblings: Sequence[str]
+) -> HeaderTemplate:
+    """Build the header of a file whose data section `entries` tile."""
+    length = entries[-1].byte_offset + entries[-1].byte_length
+    return build_header(
+        entries,
+        kind=kind,
+        rank=rank,
+        world_size=world_size,
+        generation=generation,
+        data_length=length,
+        block_bytes=block_bytes(length),
+        siblings=siblings,
+    )

@@ -1,0 +1,123 @@
+"""How one rank finds out what it writes: from its plan cache, or by asking the coordinator."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from bytecheckpoint.collectives import Collective
+from bytecheckpoint.engine.save_resources import SaveResources
+from bytecheckpoint.engine.staging import KnownTargets
+from bytecheckpoint.monitoring.garbage_collection import gc_paused
+from bytecheckpoint.representation.names import escape
+from bytecheckpoint.saving.call import SaveCall, SaveTask
+from bytecheckpoint.saving.channel import CoordinatorChannel
+from bytecheckpoint.saving.layout import LocalPlan, lay_out_rows
+from bytecheckpoint.saving.messages import PlanRequest, PlanResponse, unescaped
+from bytecheckpoint.saving.state import CapturedState, Value
+
+__all__ = ["RankPlanner"]
+
+
+class RankPlanner:
+    """One rank's plan in one save.
+
+    Args:
+        collective: the ranks of the save.
+        resources: with the cached plans.
+        call: the arguments of the save.
+        task: on rank 0, gets the layout for the catalog.
+        state: the captured state.
+
+    Attributes:
+        cached: the plan of an earlier save is used.
+        differences: with check_replicas, keys of tensors whose copies differ.
+    """
+
+    def __init__(
+        self, collective: Collective, resources: SaveResources, call: SaveCall, task: SaveTask, state: CapturedState
+    ) -> None:
+        self.cached = False
+        self.differences: tuple[str, ...] = ()
+        self._collective = collective
+        self._plans = resources.plans
+        self._call = call
+        self._task = task
+        self._state = state
+        self._layout_captured = False
+        self._plan: LocalPlan | None = None
+
+    @property
+    def plan(self) -> LocalPlan:
+        """The plan, once there is one."""
+        assert self._plan is not None, "no plan was made"
+        return self._plan
+
+    def capture_layout(self, *, dry: bool = False) -> None:
+        """Read the layout of the caller's objects, if the coordinator will need it.
+
+        Called in the caller's thread when `make` will run in another one: a module's state_dict() makes FSDP2 put its
+        shards back, which must not happen in the middle of a forward pass.
+
+        Args:
+            dry: of the `make` to come.
+        """
+        self._layout_captured = True
+        if self._collective.rank != 0:
+            return
+        if dry or self._call.check_replicas or self._state.described()[1] not in self._plans:
+            self._task.layout = self._call.framework.describe(self._call.states)
+
+    def make(self, channel: CoordinatorChannel, *, dry: bool = False) -> None:
+        """Find the plan in the cache, or ask the coordinator for one.
+
+        Args:
+            channel: to the coordinator.
+            dry: ask in any case, and only plan (`prepare`).
+        """
+        table, key = self._state.described()
+        cached = None if self._call.check_replicas or dry else self._plans.get(key)
+        if cached is not None:
+            self._plan, self.cached = cached, True
+            self._task.layout = cached.layout
+            return
+        digests = self._state.shard_digests() if self._call.check_replicas else b""
+        if self._collective.rank == 0 and not self._layout_captured:
+            self._task.layout = self._call.framework.describe(self._call.states)
+        values = [value.record() for value in self._state.values]
+        request = PlanRequest(escape(self._call.storage.url), table, values, digests, dry)
+        response = channel.ask(request, self._call.settings.timeout)
+        assert isinstance(response, PlanResponse), response
+        self.adopt(response)
+
+    def adopt(self, response: PlanResponse) -> None:
+        """Make the coordinator's response this rank's plan, and cache it."""
+        table, key = self._state.described()
+        rows = np.frombuffer(response.rows, np.int64).tolist()
+        with gc_paused():
+            files = lay_out_rows(
+                self._state.shards,
+                rows,
+                rank=self._collective.rank,
+                world_size=self._collective.world_size,
+                generation=self._task.generation,
+            )
+        self._plan = LocalPlan(
+            response.plan,
+            rows,
+            files,
+            {unescaped(key) for key in response.values},
+            {value.key for value in self._state.values},
+            table,
+            self._task.layout,
+            KnownTargets(len(files)),
+        )
+        self.cached = False
+        self.differences = tuple(response.differences)
+        self._plans.add(key, self._plan)
+
+    def values_to_write(self) -> Sequence[Value]:
+        """List the values that this rank writes: those that the plan gives it, and those that the plan does not know."""
+        plan = self.plan
+        return [v for v in self._state.values if v.key in plan.write_values or v.key not in plan.known_values]

@@ -1,0 +1,107 @@
+"""The coordinator's plans: made from all ranks' tables, remembered, and recognised by the ranks' reports."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bytecheckpoint.errors import IncompatibleCheckpointError, UsageError
+from bytecheckpoint.planning.replicas import group_equal
+from bytecheckpoint.planning.save_plan import LocalTable, SavePlan, all_rows, plan_save
+from bytecheckpoint.saving.call import SLOWEST_WRITE
+from bytecheckpoint.saving.messages import MIXED_PLANS, PlanRequest, WriteReport
+
+__all__ = ["KnownPlan", "check_reports", "check_urls", "differing_replicas", "plan_around"]
+
+
+@dataclass(frozen=True, slots=True)
+class KnownPlan:
+    """A plan that the coordinator has made.
+
+    Attributes:
+        name: identity of the plan.
+        plan: rows and files of all ranks.
+        tables: the shards of each rank.
+        expected: the plan name that each rank reports when it follows this plan.
+    """
+
+    name: str
+    plan: SavePlan
+    tables: list[LocalTable]
+    expected: list[str]
+
+    def fits(self, reports: Mapping[int, WriteReport]) -> bool:
+        """Whether all reporting ranks have followed this plan."""
+        return all(self.expected[rank] == report.plan for rank, report in reports.items())
+
+    def writing_seconds(self) -> float:
+        """Bound the time that the busiest rank may need to write its part."""
+        loads = np.bincount(self.plan.rank, self.plan.nbytes, minlength=1)
+        return int(loads.max(initial=0)) / SLOWEST_WRITE
+
+
+def plan_around(tables: Sequence[LocalTable], fixed: Mapping[int, NDArray[np.int64]]) -> tuple[SavePlan, str]:
+    """Plan a save in which some ranks have written already.
+
+    Args:
+        tables: the shards of each rank.
+        fixed: the ranks that have written, and the rows that they wrote. The others write the rest.
+
+    Returns:
+        The plan, and "". Or else a plan without regard to what was written, and the reason: a rank relied on another
+        one for a shard that the other no longer holds. The ranks in `fixed` must then write anew.
+
+    Raises:
+        IncompatibleCheckpointError: the states of all ranks do not make whole tensors.
+    """
+    try:
+        plan = plan_save(tables, fixed)
+    except IncompatibleCheckpointError as error:
+        if not fixed:
+            raise
+        reason = str(error)
+    else:
+        # Offsets in files follow from the rows of a plan, so the rows that were written must be those of the plan.
+        if all(np.array_equal(plan.locals_of(rank), rows) for rank, rows in fixed.items()):
+            return plan, ""
+        reason = "ranks wrote what others have written"
+    try:
+        return plan_save(tables), reason
+    except IncompatibleCheckpointError as error:
+        if len(fixed) < len(tables):
+            raise
+        raise IncompatibleCheckpointError(f"{MIXED_PLANS}: {error}") from error
+
+
+def check_urls(messages: Mapping[int, PlanRequest | WriteReport]) -> None:
+    """Refuse ranks that save to different paths."""
+    urls = sorted({message.url for message in messages.values()})
+    if len(urls) > 1:
+        raise UsageError(f"ranks save to different paths: {', '.join(urls[:3])}; give all the same path")
+
+
+def check_reports(reports: Mapping[int, WriteReport], known: KnownPlan) -> None:
+    """Refuse reports that do not belong to one plan and one path."""
+    check_urls(reports)
+    for rank, report in reports.items():
+        if report.plan != known.expected[rank]:
+            raise IncompatibleCheckpointError(f"rank {rank} followed another save plan; the next save plans anew")
+
+
+def differing_replicas(requests: Mapping[int, PlanRequest], tables: Sequence[LocalTable]) -> list[str]:
+    """Name the tensors whose copies differ between ranks, if all ranks sent content hashes."""
+    if not requests or not all(r.digests for r in requests.values()) or len(requests) < len(tables):
+        return []
+    tensors, boxes = all_rows(tables)
+    digests: NDArray[np.uint64] = np.concatenate(
+        [np.frombuffer(requests[r].digests, np.uint64) for r in sorted(requests)]
+    )
+    group = group_equal(boxes)
+    order = np.argsort(group, kind="stable")
+    same_group = group[order][1:] == group[order][:-1]
+    differs = same_group & (digests[order][1:] != digests[order][:-1])
+    rows = order[1:][differs]
+    return sorted({str(tensors[int(t)].key) for t in boxes.tensor[rows]})

@@ -1,0 +1,83 @@
+"""Who writes which value, and which ranks one written copy stands for (pure functions over the ranks' records)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from bytecheckpoint.saving.messages import Key, ValueRecord
+
+__all__ = ["assign_values", "owners_of_values", "unwritten_values"]
+
+#: All ranks' values by rank.
+RankValues = Mapping[int, Sequence[ValueRecord]]
+
+
+def assign_values(values: RankValues, *, whole_world: bool) -> dict[int, set[Key]]:
+    """Choose each rank's values to write: one rank writes where one copy can stand for all, else each rank its own.
+
+    Args:
+        values: of the ranks that ask for a plan.
+        whole_world: these are all ranks.
+    """
+    chosen: dict[int, set[Key]] = {rank: set() for rank in values}
+    for key, by_rank in _by_key(values).items():
+        first: dict[bytes, int] = {}
+        for rank, record in by_rank.items():
+            first.setdefault(record.digest, rank)
+        one_stands_for_all = whole_world and _same_everywhere(by_rank, len(values))
+        for rank, record in by_rank.items():
+            if first[record.digest] == rank or not (record.merged or one_stands_for_all):
+                chosen[rank].add(key)
+    return chosen
+
+
+def unwritten_values(values: RankValues) -> dict[int, set[Key]]:
+    """Find values that no written copy stands for, by the rank that must still write them."""
+    unwritten: dict[int, set[Key]] = {}
+    for key, by_rank in _by_key(values).items():
+        written = {r.digest for r in by_rank.values() if r.file >= 0}
+        same = _same_everywhere(by_rank, len(values))
+        for rank, record in by_rank.items():
+            if record.file >= 0 or (record.digest in written and (record.merged or same)):
+                continue
+            unwritten.setdefault(rank, set()).add(key)
+            written.add(record.digest)
+    return unwritten
+
+
+def owners_of_values(values: RankValues, shared: int) -> list[tuple[int, ValueRecord, int]]:
+    """List every written value as (writer, record, owner).
+
+    Args:
+        values: of all ranks.
+        shared: the owner of a copy that stands for all ranks. Any further copy belongs to its writer.
+    """
+    unclaimed = {
+        key
+        for key, by_rank in _by_key(values).items()
+        if len({r.digest for r in by_rank.values()}) == 1
+        and (next(iter(by_rank.values())).merged or len(by_rank) == len(values))
+    }
+    rows = []
+    for rank in sorted(values):
+        for record in values[rank]:
+            if record.file < 0:
+                continue
+            owner = rank
+            if record.key in unclaimed:
+                unclaimed.discard(record.key)
+                owner = shared
+            rows.append((rank, record, owner))
+    return rows
+
+
+def _by_key(values: RankValues) -> dict[Key, dict[int, ValueRecord]]:
+    table: dict[Key, dict[int, ValueRecord]] = {}
+    for rank in sorted(values):
+        for record in values[rank]:
+            table.setdefault(record.key, {})[rank] = record
+    return table
+
+
+def _same_everywhere(by_rank: Mapping[int, ValueRecord], ranks: int) -> bool:
+    return len(by_rank) == ranks and len({r.digest for r in by_rank.values()}) == 1

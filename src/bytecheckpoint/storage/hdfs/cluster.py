@@ -1,0 +1,239 @@
+"""The client of one HDFS cluster, shared by all checkpoints in it, with timeouts and retries around every call.
+
+The client library alone waits three minutes for a NameNode that is gone, and without end for one that hangs. Here every
+call has a timeout and is retried as long as that makes sense. A NameNode that has answered this save or load is waited
+for: it restarts, or another one takes over. For one that has not answered yet, retries end sooner.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import hdfs_native
+
+from bytecheckpoint.errors import StorageError
+from bytecheckpoint.settings import settings
+from bytecheckpoint.storage.hdfs.config import Address, Target, target_of
+from bytecheckpoint.storage.hdfs.errors import facts_of, storage_error
+from bytecheckpoint.storage.hdfs.rpc import concat
+from bytecheckpoint.storage.remote import ClientCache, Cooldown, RemoteClient, is_panic
+from bytecheckpoint.storage.retry import Attempts
+from bytecheckpoint.storage.threads import CallTimeoutError, wait_for_call
+from bytecheckpoint.tuning import tuning
+
+__all__ = ["Cluster", "Contact", "call_client", "cluster_of"]
+
+_T = TypeVar("_T")
+#: Seconds for which the last answer of a NameNode says that it is reachable.
+_CONTACT_SECONDS = 600.0
+#: Lower bound of timeouts that follow `settings().storage_timeout`.
+_SHORTEST_SECONDS = 2.0
+#: "No room" is believed after so many seconds: the NameNode learns late of the room on a DataNode that has just started.
+_NO_ROOM_SECONDS = 15.0
+#: A read that takes so many seconds has waited for a DataNode that does not answer. Files are then opened for a while by
+#: a client with a shorter timeout for DataNodes.
+_SLOW_READ_SECONDS = 10.0
+_SHORT_TIMEOUT_SECONDS = 600.0
+_SHORT_TIMEOUT = {"dfs.client.socket-timeout": "2000"}
+
+
+class Contact:
+    """The time at which a NameNode last answered one storage object, so one save or load."""
+
+    def __init__(self) -> None:
+        self._answered = -_CONTACT_SECONDS
+
+    def made(self) -> None:
+        """Record an answer."""
+        self._answered = time.monotonic()
+
+    @property
+    def recent(self) -> bool:
+        """Whether the last answer is recent."""
+        return time.monotonic() - self._answered < _CONTACT_SECONDS
+
+
+class Cluster(RemoteClient):
+    """A cluster and its client.
+
+    Args:
+        target: address and configuration of the cluster.
+
+    Attributes:
+        client: hdfs_native's, for all threads. It is replaced when it waits for a NameNode that hangs.
+        joins: whether the cluster can join sub-files, as far as is known.
+    """
+
+    service = "HDFS"
+    cooldown = Cooldown(120.0, 1.0)
+
+    def __init__(self, target: Target) -> None:
+        super().__init__(f"hdfs://{target.authority}")
+        self.joins = not target.secure
+        self._target = target
+        self._lock = threading.Lock()
+        self._answered_before = False
+        self._joined_by: Address | None = None
+        self.client: Any = self._connect({})
+        self._short_client: Any = None
+        self._short_client_until = 0.0
+
+    def _connect(self, options: Mapping[str, str]) -> Any:
+        try:
+            return hdfs_native.Client(self.name, {**dict(self._target.options), **options})
+        except (OSError, RuntimeError, ValueError) as error:
+            raise StorageError(f"cannot use {self.name}: {facts_of(error).reason}") from None
+
+    def _rotate_namenodes(self, client: Any) -> None:
+        """Ask another NameNode first from now on, if there is one.
+
+        Args:
+            client: the client whose call timed out; it would ask the hanging NameNode first for ever.
+        """
+        with self._lock:
+            if self.client is client and len(self._target.namenodes) > 1:
+                self._target = self._target.rotated()
+                self.client = self._connect({})
+                self._short_client = None
+
+    @property
+    def reader(self) -> Any:
+        """The client that opens files now.
+
+        The client forgets which DataNodes do not answer: each range whose first replica is on one costs a timeout.
+        """
+        client = self._short_client
+        return self.client if client is None or time.monotonic() > self._short_client_until else client
+
+    def read(self, call: Callable[[], _T]) -> _T:
+        """Return `call()`, which reads from DataNodes through a file that `reader` has opened."""
+        begun = time.monotonic()
+        try:
+            result = call()
+        except Exception:
+            self._short_client = None  # perhaps all DataNodes are only slow
+            raise
+        if time.monotonic() - begun > _SLOW_READ_SECONDS:
+            with self._lock:
+                self._short_client = self._short_client or self._connect(_SHORT_TIMEOUT)
+                self._short_client_until = time.monotonic() + _SHORT_TIMEOUT_SECONDS
+        return result
+
+    def run(
+        self,
+        action: str,
+        label: str,
+        call: Callable[[], _T],
+        contact: Contact,
+        *,
+        writes: bool = False,
+        brief: bool = False,
+        timeout: bool = True,
+    ) -> _T:
+        """Return `call()`, and call it again after transient errors.
+
+        Args:
+            action: what `call` does, for messages.
+            label: address of what it does that to, for messages.
+            call: one attempt. A CheckpointError and FileExistsError pass through.
+            contact: of the storage that asks.
+            writes: `call` changes something, so it may have taken effect even when its answer is lost.
+            brief: retry for a short time if the cluster was unreachable a moment ago.
+            timeout: apply the timeout of one call; otherwise `call` has timeouts of its own.
+
+        Raises:
+            StorageError: typed; FileNotFoundError: there is no such file.
+        """
+        self.refuse_fork(self.name)
+        seconds = min(settings().storage_timeout, self._retry_seconds(math.inf, brief))
+        first_contact = tuning().hdfs_known_contact if self._answered_before else tuning().hdfs_first_contact
+        whole = Attempts(seconds)
+        first = Attempts(min(seconds, tuning().hdfs_first_write if writes else first_contact))
+        room = Attempts(min(seconds, _NO_ROOM_SECONDS))
+        client = self.client
+
+        def attempt() -> _T:
+            nonlocal client
+            client = self.client
+            limit = min(self.call_timeout(contact), max(seconds, _SHORTEST_SECONDS))
+            result = call_client(call, limit) if timeout else call()
+            self._record_answer(contact)
+            return result
+
+        def judge(error: BaseException, count: int) -> tuple[Exception, Attempts | None]:
+            if isinstance(error, FileExistsError) or not (isinstance(error, Exception) or is_panic(error)):
+                raise error
+            facts = facts_of(error)
+            if facts.answered:
+                self._record_answer(contact)
+            if isinstance(error, TimeoutError):
+                self._rotate_namenodes(client)
+            typed = storage_error(facts, action, label, count, self._target.namenodes, undecided=writes)
+            if not facts.transient:
+                return typed, None
+            if not contact.recent:
+                return typed, first
+            return typed, room if facts.no_room and facts.running != 0 else whole
+
+        return self._retry(attempt, judge, at_least=len(self._target.namenodes))
+
+    def _record_answer(self, contact: Contact) -> None:
+        self._answered_before = True
+        contact.made()
+
+    def call_timeout(self, contact: Contact) -> float:
+        """Return the timeout of one call of the NameNode, in seconds."""
+        seconds = tuning().hdfs_call if contact.recent else tuning().hdfs_first_call
+        share = max(seconds / len(self._target.namenodes), tuning().hdfs_shortest_call)
+        return min(seconds, share, max(settings().storage_timeout, _SHORTEST_SECONDS))
+
+    def join(self, target: str, sources: Sequence[str], call_id: bytes) -> None:
+        """Append closed files to another file of their folder: one attempt.
+
+        Args:
+            target: path of the file that remains.
+            sources: paths of the files to append.
+            call_id: 16 bytes that identify this call in all its attempts.
+
+        Raises:
+            RemoteError: the NameNode refuses. OSError: it does not answer.
+        """
+        namenodes = sorted(self._target.namenodes, key=lambda address: address != self._joined_by)
+        timeout = min(tuning().hdfs_call / len(namenodes), max(settings().storage_timeout, _SHORTEST_SECONDS))
+        self._joined_by = concat(namenodes, self._target.user, target, sources, call_id, timeout=timeout)
+
+
+def call_client(call: Callable[[], _T], seconds: float) -> _T:
+    """Return `call()`, a call of the client library, which has no timeouts of its own.
+
+    Raises:
+        TimeoutError: it takes longer than `seconds`.
+        RuntimeError: the library panics, or whatever else it raises.
+    """
+
+    def attempt() -> _T:
+        try:
+            return call()
+        except BaseException as error:
+            if is_panic(error):
+                raise RuntimeError(f"the HDFS client failed: {error}") from None
+            raise
+
+    try:
+        return wait_for_call(attempt, seconds)
+    except CallTimeoutError:
+        raise TimeoutError(f"no answer in {seconds:g} s") from None
+
+
+_clusters: ClientCache[Target, Cluster] = ClientCache(lambda: tuning().hdfs_clients)
+
+
+def cluster_of(authority: str) -> Cluster:
+    """Return the cluster of this process; it is the same until the configuration changes."""
+    target = target_of(authority)
+    Cluster.refuse_fork(f"hdfs://{authority}")
+    return _clusters.get(target, lambda _: Cluster(target))

@@ -1,0 +1,236 @@
+"""The client of one bucket, shared by all checkpoints in it, with what this process has learned about the bucket."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+import obstore
+
+from bytecheckpoint.errors import StorageError, StorageUnavailableError
+from bytecheckpoint.settings import settings
+from bytecheckpoint.storage.objects.config import environment, fingerprint, make_client
+from bytecheckpoint.storage.objects.errors import facts_of, no_credentials, storage_error
+from bytecheckpoint.storage.remote import ClientCache, Cooldown, RemoteClient, is_panic
+from bytecheckpoint.storage.retry import Attempts
+from bytecheckpoint.storage.threads import parallel_map
+from bytecheckpoint.tuning import tuning
+
+__all__ = ["REFUSED", "Bucket", "bucket_of"]
+
+_T = TypeVar("_T")
+#: How the client library reports that a store refused a conditional put.
+REFUSED = (obstore.exceptions.AlreadyExistsError, obstore.exceptions.PreconditionError)
+_DELETIONS = 8
+#: Refusals of a listing by servers that have authenticated the client: it may be allowed to write all the same.
+_MAY_STILL_WRITE = {"AccessDenied", "AuthorizationPermissionMismatch"}
+
+
+class Bucket(RemoteClient):
+    """A bucket and its clients.
+
+    Args:
+        name: "s3://bucket", for messages.
+        client: obstore's, which retries each of its requests.
+        seconds: how long to retry an operation after transient errors.
+        single: a client of the same bucket that makes every request once; by default `client`.
+        make_deleter: makes a client that deletes one object per request, for stores without bulk deletion.
+        first: a client with a shorter timeout for the first request; by default `single`.
+
+    Attributes:
+        seconds: the argument.
+        commits: what `commit.py` has learned about conditional puts; None before it has tried them.
+        lock: held while `commits` is being determined.
+    """
+
+    service = "an object store"
+    cooldown = Cooldown(120.0, 5.0)
+
+    def __init__(
+        self,
+        name: str,
+        client: Any,
+        seconds: float,
+        single: Any = None,
+        make_deleter: Callable[[], Any] | None = None,
+        first: Any = None,
+    ) -> None:
+        super().__init__(name)
+        self.seconds = seconds
+        self.commits: Any = None
+        self.lock = threading.Lock()
+        self._client = client
+        self._single = client if single is None else single
+        self._make_deleter = make_deleter
+        self._first = self._single if first is None else first
+        self._checked = False
+        self._no_answer: tuple[float, BaseException] | None = None
+        self._checking = threading.Lock()
+
+    def check(self, action: str, label: str) -> None:
+        """Raise an error for a missing bucket, refused credentials or a store that does not answer.
+
+        This makes requests until the store has answered once, for a shorter time than `run` does.
+
+        Args:
+            action: what the caller is about to do, for messages.
+            label: address of what it does that to, for messages.
+
+        Raises:
+            StorageError: the bucket cannot be used.
+        """
+        self.refuse_fork(self.name)
+        asked = time.monotonic()
+        if not self._checked:
+            with self._checking:
+                self._make_contact(action, label, asked)
+
+    def _make_contact(self, action: str, label: str, asked: float) -> None:
+        if self._checked:
+            return
+        if self._no_answer is not None and self._no_answer[0] > asked:
+            # This thread waited while another one got no answer: it does not wait once more.
+            raise storage_error(self._no_answer[1], action, label) from None
+        attempts = Attempts(min(self.seconds, tuning().object_first_contact))
+        last: list[BaseException] = []
+
+        def ask() -> None:
+            try:
+                obstore.list_with_delimiter(self._first, "bytecheckpoint-no-such-folder")
+            except BaseException as error:
+                if not _of_client(error):
+                    raise
+                facts = facts_of(error)
+                answered = facts.transient and facts.status
+                if facts.credentials and (facts.code not in _MAY_STILL_WRITE or not answered):
+                    raise
+                if not answered and facts.code not in _MAY_STILL_WRITE:
+                    raise
+                # The store answers: the operation that follows knows how long to retry.
+
+        def judge(error: BaseException, count: int) -> tuple[Exception, Attempts | None]:
+            if not _of_client(error):
+                raise error
+            facts = facts_of(error)
+            last[:] = [error.with_traceback(None)]
+            if facts.credentials and not (facts.transient and facts.status):
+                # Most machines have no service that lends credentials.
+                return no_credentials(action, label, facts, count), None
+            found = storage_error(error, action, label, count)
+            if not facts.transient:
+                return (found if isinstance(found, StorageError) else StorageError(str(found))), None
+            return found, attempts
+
+        try:
+            self._retry(ask, judge)
+        except BaseException:
+            if attempts.exhausted:
+                self._no_answer = time.monotonic(), last[0]
+            raise
+        self._checked = True
+
+    def run(
+        self,
+        action: str,
+        label: str,
+        call: Callable[[Any], _T],
+        *,
+        many_requests: bool = False,
+        brief: bool = False,
+        conditional: bool = False,
+    ) -> _T:
+        """Return `call(client)`, and call it again after transient errors.
+
+        Args:
+            action: what `call` does, for messages.
+            label: address of what it does that to, for messages.
+            call: one attempt. Errors of other origin than the client library pass through.
+            many_requests: `call` makes many requests, so the client retries each of them by itself.
+            brief: retry for a short time if the bucket was unreachable a moment ago.
+            conditional: `call` is a put that the store may rightly refuse.
+
+        Raises:
+            StorageError: typed; FileNotFoundError: there is no such object.
+            obstore.exceptions.AlreadyExistsError, PreconditionError: a conditional put is refused.
+        """
+        self.check(action, label)
+        client = self._client if many_requests else self._single
+        seconds = self._retry_seconds(self.seconds, brief)
+        attempts: Attempts | None = None
+        client_retries = 0
+
+        def judge(error: BaseException, count: int) -> tuple[Exception, Attempts | None]:
+            nonlocal attempts, client_retries
+            if not _of_client(error) or (conditional and isinstance(error, REFUSED)):
+                raise error
+            facts = facts_of(error)
+            found = storage_error(error, action, label, count + client_retries)
+            client_retries += facts.retries
+            if not isinstance(found, StorageUnavailableError):
+                return found, None
+            if attempts is None:
+                attempts = Attempts(seconds - facts.elapsed)  # part of the time went into the client's own retries
+            return found, attempts
+
+        return self._retry(lambda: call(client), judge)
+
+    def delete(self, keys: Sequence[str], label: str) -> None:
+        """Remove objects; absent ones are ignored.
+
+        Args:
+            keys: keys of the objects.
+            label: address of their folder, for messages.
+        """
+
+        def remove(client: Any) -> None:
+            try:
+                obstore.delete(client, keys)
+            except (FileNotFoundError, obstore.exceptions.BaseError) as error:
+                # Some stores stop at the first absent object, and some have no bulk deletion.
+                deleter = client
+                if not isinstance(error, FileNotFoundError):
+                    if facts_of(error).status != 501 or self._make_deleter is None:
+                        raise
+                    deleter = self._make_deleter()
+
+                def remove_one(key: str) -> None:
+                    with contextlib.suppress(FileNotFoundError):
+                        obstore.delete(deleter, key)
+
+                parallel_map(remove_one, keys, _DELETIONS, "bytecheckpoint-delete")
+
+        if keys:
+            self.run("delete from", label, remove, brief=True)
+
+
+def _of_client(error: BaseException) -> bool:
+    return isinstance(error, obstore.exceptions.BaseError | OSError | ValueError) or is_panic(error)
+
+
+#: Scheme, name of the bucket, fingerprint of the configuration, and the seconds for which to retry.
+_Key = tuple[str, str, int, float]
+_buckets: ClientCache[_Key, Bucket] = ClientCache(lambda: tuning().object_clients)
+
+
+def bucket_of(scheme: str, name: str) -> Bucket:
+    """Return the bucket of this process; it is the same until the environment or its credential files change."""
+    variables, seconds = environment(), settings().storage_timeout
+    key = (scheme, name, fingerprint(variables), seconds)
+
+    def make(cached: Iterable[tuple[_Key, Bucket]]) -> Bucket:
+        bucket = Bucket(
+            f"{scheme}://{name}",
+            make_client(scheme, name, seconds, variables, retries=True),
+            seconds,
+            make_client(scheme, name, seconds, variables),
+            lambda: make_client(scheme, name, seconds, variables, disable_bulk_delete=True),
+            make_client(scheme, name, min(seconds, tuning().object_first_contact), variables),
+        )
+        # The same bucket with another timeout commits in the same way.
+        bucket.commits = next((other.commits for other_key, other in cached if other_key[:3] == key[:3]), None)
+        return bucket
+
+    return _buckets.get(key, make)

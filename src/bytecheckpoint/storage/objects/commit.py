@@ -1,0 +1,244 @@
+"""Commit on object stores by a conditional put, on stores that honour the condition.
+
+One put replaces an object atomically, so readers never see a mixture. The condition protects two jobs that save to one
+path: the second cannot silently replace the catalog of the first while the first removes the second's files. A store that
+ignores the condition, or honours it only for one request at a time, would break that silently. So each process probes each
+bucket once, before the first save writes anything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import msgspec
+import obstore
+
+from bytecheckpoint.errors import StorageError, StorageUnavailableError
+from bytecheckpoint.settings import settings
+from bytecheckpoint.storage.base import Storage, conflict_error
+from bytecheckpoint.storage.objects.bucket import REFUSED, Bucket
+from bytecheckpoint.storage.objects.errors import facts_of
+from bytecheckpoint.storage.retry import Attempts
+from bytecheckpoint.tuning import tuning
+
+__all__ = ["Commits", "publish_exclusively", "require_commits"]
+
+_T = TypeVar("_T")
+_log = logging.getLogger("bytecheckpoint")
+_RACES = 3
+_RACERS = 12
+_PROBE = ".bytecheckpoint-probe-"
+_ABANDONED_SECONDS = 3600.0
+#: Statuses of stores that do not know a condition; other errors have them too.
+_NOT_UNDERSTOOD = {400, 405, 501}
+
+
+@dataclass(frozen=True, slots=True)
+class Commits:
+    """The conditional puts that a bucket honours.
+
+    Attributes:
+        create: of concurrent puts with If-None-Match, exactly one succeeds.
+        replace: a put with If-Match succeeds if the object has that version, and is refused otherwise.
+    """
+
+    create: bool
+    replace: bool
+
+
+def require_commits(bucket: Bucket, prefix: str, label: str, expected: str) -> None:
+    """Raise an error unless the bucket honours the conditional puts that a publish needs; probe it if that is unknown.
+
+    Args:
+        bucket: the bucket.
+        prefix: key prefix of the folder in which the probe creates and removes small objects.
+        label: address of the object to publish.
+        expected: its version to replace, "" for none.
+
+    Raises:
+        StorageError: the bucket does not honour them.
+    """
+    if settings().commit == "plain":
+        return
+    with bucket.lock:
+        if bucket.commits is None:
+            bucket.commits = _probe(bucket, prefix)
+    if not bucket.commits.create:
+        raise StorageError(
+            f"cannot publish {label}: {bucket.name} does not honour conditional puts (If-None-Match) of several writers at "
+            f"once, so two jobs that save to one path could destroy each other's checkpoint; use another store, or "
+            f"settings.commit='plain' if you make sure that one job at a time saves to a path"
+        )
+    if expected and not bucket.commits.replace:
+        raise StorageError(
+            f"cannot replace {label}: {bucket.name} does not honour puts under the condition that the object is still the "
+            f"same (If-Match); save each step to a path of its own, or set settings.commit='plain' if you make sure that "
+            f"one job at a time saves to a path"
+        )
+
+
+def _probe(bucket: Bucket, prefix: str) -> Commits:
+    _remove_abandoned(bucket, prefix)
+    name = f"{prefix}{_PROBE}{secrets.token_hex(8)}"
+    keys: list[str] = []
+
+    def race(client: Any) -> int:
+        # A new object for every attempt: one whose response was lost may exist already.
+        keys.append(f"{name}-{len(keys)}")
+        return _winners(client, keys[-1])
+
+    def winners() -> int:
+        for _ in range(_RACES):
+            count = bucket.run("try conditional puts on", f"{bucket.name}/{name}", race)
+            if count:
+                break  # a store may refuse all of them for a moment
+        return count
+
+    try:
+        create = all(winners() == 1 for _ in range(_RACES))
+        return Commits(create, create and _replaces(bucket, keys[-1]))
+    finally:
+        try:
+            bucket.delete(keys, bucket.name)
+        except StorageError as error:
+            _log.warning("probe objects were left behind: %s", error)
+
+
+def _remove_abandoned(bucket: Bucket, prefix: str) -> None:
+    """Remove the objects of probes that were killed."""
+    folder = prefix.rstrip("/") or None
+    found = bucket.run("list", bucket.name, lambda client: obstore.list_with_delimiter(client, folder))
+    old = time.time() - _ABANDONED_SECONDS
+    probes = [o for o in found["objects"] if o["path"].startswith(prefix + _PROBE)]
+    bucket.delete([o["path"] for o in probes if o["last_modified"].timestamp() < old], bucket.name)
+
+
+def _put(bucket: Bucket, key: str, data: bytes, condition: Any) -> bool:
+    """Return whether a conditional put succeeds."""
+
+    def call(client: Any) -> bool:
+        try:
+            obstore.put(client, key, data, mode=condition, use_multipart=False)
+        except REFUSED:
+            # The object may be this put's own: an earlier attempt succeeded, and its response was lost.
+            return bytes(obstore.get(client, key).bytes()) == data
+        except FileNotFoundError:
+            return False
+        except (obstore.exceptions.BaseError, NotImplementedError) as error:
+            if not _is_unknown(client, key, error):
+                raise
+            return False
+        return True
+
+    return bucket.run("try conditional puts on", f"{bucket.name}/{key}", call)
+
+
+def _is_unknown(client: Any, key: str, error: BaseException) -> bool:
+    """Return whether the store refused a put because it does not know the condition, by a put without one."""
+    if not isinstance(error, NotImplementedError) and facts_of(error).status not in _NOT_UNDERSTOOD:
+        return False
+    obstore.put(client, key, b"unconditional", use_multipart=False)
+    return True
+
+
+def _winners(client: Any, key: str) -> int:
+    """Let several writers create one object at the same time; return how many responses say that it succeeded."""
+
+    async def race() -> list[Any]:
+        puts = [
+            obstore.put_async(client, key, f"writer {number}".encode(), mode="create", use_multipart=False)
+            for number in range(_RACERS)
+        ]
+        return await asyncio.gather(*puts, return_exceptions=True)
+
+    # On the client's threads, because Python starts no threads while the interpreter shuts down.
+    answers = _without_loop(lambda: asyncio.run(race()))
+    for answer in answers:
+        if isinstance(answer, BaseException) and not isinstance(answer, REFUSED):
+            if _is_unknown(client, key, answer):
+                return 0
+            raise answer
+    return sum(not isinstance(answer, BaseException) for answer in answers)
+
+
+def _without_loop(call: Callable[[], _T]) -> _T:
+    """Return `call()`, on another thread if this one has an event loop, as in a notebook."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return call()
+    with ThreadPoolExecutor(1, thread_name_prefix="bytecheckpoint-probe") as pool:
+        return pool.submit(call).result()
+
+
+def _replaces(bucket: Bucket, key: str) -> bool:
+    """Return whether If-Match succeeds with the present version and is refused with an old one."""
+    first = bucket.run("look at", f"{bucket.name}/{key}", lambda client: obstore.head(client, key))
+    condition = _condition(first["e_tag"], first["version"])
+    # A store that reports neither an entity tag nor a version cannot tell versions of an object apart.
+    return bool(condition) and _put(bucket, key, b"second", condition) and not _put(bucket, key, b"third", condition)
+
+
+def _condition(e_tag: str | None, version: str | None) -> dict[str, str]:
+    return {key: value for key, value in (("e_tag", e_tag), ("version", version)) if value}
+
+
+def publish_exclusively(bucket: Bucket, key: str, label: str, data: bytes, expected: str, storage: Storage) -> None:
+    """Put `data` under `key` if the expected version is present.
+
+    The cause of a refusal may be this writer's own put, whose response was lost. Catalogs contain the name of their save,
+    so equal bytes are this writer's own. Or it may be requests of other writers that changed nothing in the end (S3's
+    status 409): then the put is retried.
+
+    Args:
+        bucket: the bucket.
+        key: key of the object.
+        label: its address, for messages.
+        data: the new content.
+        expected: the version that must be present, "" for none.
+        storage: the storage of the object, to look at it again.
+
+    Raises:
+        StorageConflictError: another writer's bytes are present.
+        StorageUnavailableError: the store keeps refusing although nothing has changed.
+    """
+    name = label[len(storage.url) + 1 :]
+    mode: Any = "create" if not expected else _condition(*msgspec.json.decode(expected))
+    if settings().commit == "plain":
+        if storage.version(name) != expected:
+            raise conflict_error(label)
+        mode = "overwrite"
+
+    def put(client: Any) -> None:
+        obstore.put(client, key, data, mode=mode, use_multipart=False)
+
+    attempts = Attempts(min(bucket.seconds, tuning().object_conflict_retry))
+    while True:
+        attempts.count += 1
+        try:
+            bucket.run("publish", label, put, conditional=True)
+            return
+        except (*REFUSED, FileNotFoundError):
+            pass
+        if storage.version(name) != expected:
+            if _holds(storage, name, data):
+                return
+            raise conflict_error(label)
+        if not attempts.pause():
+            raise StorageUnavailableError(
+                f"cannot publish {label}: its condition is refused, although nothing has changed ({attempts}); save again"
+            )
+
+
+def _holds(storage: Storage, name: str, data: bytes) -> bool:
+    try:
+        return storage.stat(name).size == len(data) and storage.read(name) == data
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,222 @@
+"""Clients of object stores, configured by the environment variables of the stores' own tools."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from bytecheckpoint.errors import UsageError
+
+__all__ = ["SCHEMES", "environment", "fingerprint", "make_client"]
+
+#: The store's name for its top-level folders, by scheme.
+SCHEMES = {"s3": "bucket", "gs": "bucket", "az": "container"}
+_PREFIXES = {"s3": "AWS_", "gs": "GOOGLE_", "az": "AZURE_"}
+_ENDPOINTS = {
+    "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT", "AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT",
+    "AZURE_STORAGE_BLOB_ENDPOINT",
+}  # fmt: skip
+#: Some stores refuse a request whose signature is so many seconds old, and the client does not sign it anew.
+_MAX_RETRY_SECONDS = 240.0
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+#: Variables that may hold whole documents.
+_DOCUMENTS = {"GOOGLE_SERVICE_ACCOUNT_KEY", "GOOGLE_APPLICATION_CREDENTIALS_JSON"}
+#: Files with credentials, which are read once per client: the variable that names the file, and the default place.
+_CREDENTIAL_FILES = {
+    "AWS_SHARED_CREDENTIALS_FILE": "~/.aws/credentials", "AWS_CONFIG_FILE": "~/.aws/config",
+    "GOOGLE_APPLICATION_CREDENTIALS": "~/.config/gcloud/application_default_credentials.json",
+    "GOOGLE_SERVICE_ACCOUNT": "", "GOOGLE_SERVICE_ACCOUNT_PATH": "",
+}  # fmt: skip
+#: Seconds for which credentials of the AWS SDK are reused: it renews them ten minutes before they expire.
+_PROFILE_SECONDS = 600.0
+#: Timeout of one request, which carries at most some ten megabytes.
+_REQUEST_SECONDS = 120.0
+
+
+def environment() -> dict[str, str]:
+    """Return the environment variables that configure object stores."""
+    return {name: value for name, value in os.environ.items() if name.startswith(tuple(_PREFIXES.values()))}
+
+
+def fingerprint(variables: Mapping[str, str]) -> int:
+    """Return a number that changes with the variables and with the credential files that they name."""
+    seen: list[object] = [*sorted(variables.items())]
+    for path in _credential_files(variables):
+        try:
+            found = path.stat()
+        except OSError:
+            continue
+        seen.append((str(path), found.st_mtime_ns, found.st_size, found.st_ino))
+    return hash(tuple(seen))
+
+
+def _credential_files(variables: Mapping[str, str], prefix: str = "") -> list[Path]:
+    named = {name: variables.get(name, default) for name, default in _CREDENTIAL_FILES.items()}
+    return [Path(path).expanduser() for name, path in named.items() if path and name.startswith(prefix)]
+
+
+def make_client(
+    scheme: str, bucket: str, seconds: float, variables: Mapping[str, str], *, retries: bool = False, **options: Any
+) -> Any:
+    """Make a client of one bucket.
+
+    Args:
+        scheme: "s3", "gs" or "az".
+        bucket: name of the bucket.
+        seconds: time for which an operation is retried.
+        variables: from `environment`.
+        retries: the client retries each request by itself, for that time.
+        **options: arguments of the client's class.
+
+    Raises:
+        UsageError: the variables are contradictory or incomplete.
+    """
+    import obstore.store
+
+    _refuse_broken(scheme, variables)
+    retry = {
+        "max_retries": 10_000 if retries else 0,
+        "retry_timeout": timedelta(seconds=min(seconds, _MAX_RETRY_SECONDS)),
+        "backoff": {"init_backoff": timedelta(milliseconds=100), "max_backoff": timedelta(seconds=3), "base": 2},
+    }
+    client: dict[str, Any] = {}
+    if not any(name.endswith("_TIMEOUT") for name in variables):
+        client["timeout"] = timedelta(seconds=min(_REQUEST_SECONDS, seconds))
+    try:
+        if scheme == "s3":
+            options = {**_s3(variables, client), **options}
+            return obstore.store.S3Store(bucket, client_options=client, retry_config=retry, **options)  # type: ignore[arg-type]
+        if scheme == "gs":
+            return obstore.store.GCSStore(bucket, client_options=client, retry_config=retry, **options)  # type: ignore[arg-type]
+        options = {**_azure(variables, client), **options}
+        return obstore.store.AzureStore(bucket, client_options=client, retry_config=retry, **options)  # type: ignore[arg-type]
+    except UsageError:
+        raise
+    except (obstore.exceptions.BaseError, ValueError) as error:
+        from bytecheckpoint.storage.objects.errors import facts_of
+
+        raise UsageError(f"cannot use {scheme}://{bucket}: {facts_of(error).reason}; see its variables") from None
+
+
+def _refuse_broken(scheme: str, variables: Mapping[str, str]) -> None:
+    """Raise UsageError for values on which the client library panics; the message does not repeat them."""
+    for name, value in variables.items():
+        if not name.startswith(_PREFIXES[scheme]):
+            continue
+        if _CONTROL.search(value) and name not in _DOCUMENTS:
+            raise UsageError(
+                f"cannot use {scheme}://: {name} holds a line break or another control character; set it without that"
+            )
+        if name in _ENDPOINTS and value:
+            _check_endpoint(scheme, name, value)
+
+
+def _check_endpoint(scheme: str, name: str, value: str) -> None:
+    try:
+        url = urlsplit(value)
+        good = url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0
+    except ValueError:
+        good = False
+    if not good:
+        raise UsageError(f"cannot use {scheme}://: {name} is no URL: write http://host:port or https://host")
+
+
+def _s3(variables: Mapping[str, str], client: dict[str, Any]) -> dict[str, Any]:
+    options: dict[str, Any] = {}
+    endpoint = (
+        variables.get("AWS_ENDPOINT_URL_S3") or variables.get("AWS_ENDPOINT_URL") or variables.get("AWS_ENDPOINT")
+    )
+    if endpoint and endpoint.startswith("http://"):
+        client["allow_http"] = True  # an http:// endpoint is explicit
+    own = ("AWS_ACCESS_KEY_ID", "AWS_SKIP_SIGNATURE", "AWS_WEB_IDENTITY_TOKEN_FILE")
+    if not any(name in variables for name in own):
+        named = "AWS_PROFILE" in variables
+        if named or any(path.exists() for path in _credential_files(variables, "AWS_")):
+            provider = _Profile.find(named=named)
+            if provider is not None:
+                options["credential_provider"] = provider
+    return options
+
+
+class _Profile:
+    """A credential provider that asks the AWS SDK, because the client library reads no profiles.
+
+    Args:
+        session: boto3's session.
+        credentials: the credentials that the session found.
+
+    Attributes:
+        config: further options for the client.
+    """
+
+    def __init__(self, session: Any, credentials: Any) -> None:
+        self._credentials = credentials
+        self.config = {"region": session.region_name} if session.region_name else {}
+
+    @classmethod
+    def find(cls, *, named: bool) -> _Profile | None:
+        """Make a provider; None when the SDK is not installed or finds no credentials.
+
+        Args:
+            named: AWS_PROFILE names a profile.
+
+        Raises:
+            UsageError: the profile cannot be used.
+        """
+        try:
+            import boto3
+            from botocore.exceptions import BotoCoreError
+        except ImportError:
+            if named:
+                raise UsageError(
+                    "cannot use s3://: AWS_PROFILE is set, and profiles need the package boto3 (pip install boto3)"
+                ) from None
+            return None
+        try:
+            session = boto3.Session()
+            credentials = session.get_credentials()
+        except BotoCoreError as error:
+            raise UsageError(f"cannot use s3://: {error}; see AWS_PROFILE and the files in ~/.aws") from None
+        return cls(session, credentials) if credentials is not None else None
+
+    def __call__(self) -> dict[str, Any]:
+        """Return the current credentials; temporary ones are renewed before they expire."""
+        frozen = self._credentials.get_frozen_credentials()
+        return {
+            "access_key_id": frozen.access_key,
+            "secret_access_key": frozen.secret_key,
+            "token": frozen.token,
+            "expires_at": datetime.now(UTC) + timedelta(seconds=_PROFILE_SECONDS),
+        }
+
+
+def _azure(variables: Mapping[str, str], client: dict[str, Any]) -> dict[str, Any]:
+    """Return options from the variables of Azure's own tools, which the client library calls otherwise."""
+    options: dict[str, Any] = {}
+    parts = dict(
+        part.partition("=")[::2] for part in variables.get("AZURE_STORAGE_CONNECTION_STRING", "").split(";") if part
+    )
+    names = {
+        "account_name": ("AccountName", "AZURE_STORAGE_ACCOUNT"),
+        "account_key": ("AccountKey", "AZURE_STORAGE_KEY"),
+        "sas_key": ("SharedAccessSignature", "AZURE_STORAGE_SAS_TOKEN"),
+        "endpoint": ("BlobEndpoint", "AZURE_STORAGE_BLOB_ENDPOINT"),
+    }
+    for option, (part, variable) in names.items():
+        value = parts.get(part) or variables.get(variable)
+        if value:
+            options[option] = value
+    if parts.get("BlobEndpoint"):
+        _check_endpoint("az", "BlobEndpoint in AZURE_STORAGE_CONNECTION_STRING", parts["BlobEndpoint"])
+    endpoint = options.get("endpoint") or variables.get("AZURE_STORAGE_ENDPOINT") or variables.get("AZURE_ENDPOINT", "")
+    if not endpoint and parts.get("EndpointSuffix") and parts.get("AccountName"):  # national clouds
+        protocol = parts.get("DefaultEndpointsProtocol", "https")
+        endpoint = options["endpoint"] = f"{protocol}://{parts['AccountName']}.blob.{parts['EndpointSuffix']}"
+    if endpoint.startswith("http://"):
+        client["allow_http"] = True
+    return options

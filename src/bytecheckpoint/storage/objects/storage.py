@@ -1,0 +1,226 @@
+"""Object stores: `s3://bucket/...`, `gs://bucket/...`, `az://container/...`, through obstore."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import obstore
+
+from bytecheckpoint.errors import StorageError, UsageError
+from bytecheckpoint.storage.base import UNENCODABLE, FileReader, FileStat, NewFile, check_name
+from bytecheckpoint.storage.objects.bucket import Bucket, bucket_of
+from bytecheckpoint.storage.objects.commit import publish_exclusively, require_commits
+from bytecheckpoint.storage.objects.config import SCHEMES
+from bytecheckpoint.storage.ranged import RangeRequest, RequestSizes, read_in_parallel
+from bytecheckpoint.storage.threads import parallel_map
+from bytecheckpoint.storage.uploading import Pieces, UploadingStorage
+
+__all__ = ["ObjectStorage"]
+
+#: Length of one part of an upload. A file that fits in one part is sent by a single request.
+_PART_BYTES = 8 << 20
+_MAX_PARTS = 9_000  # stores accept 10,000
+_PARTS_IN_FLIGHT = 12
+#: Seconds of pause before each check that an uploaded object is present.
+_CHECK_PAUSES = (0.0, 0.2, 1.0)
+#: The shortest and the longest requests of a read, in bytes. Each costs processor time on both sides, and Azurite reads
+#: up to 4 MiB twice.
+_REQUEST_BYTES = 5 << 20, 16 << 20
+#: Bytes of a response per copy: few enough to stay in the processor's cache until they are copied.
+_STREAM_BYTES = 1 << 20
+_LISTINGS = 8
+
+
+class ObjectStorage(UploadingStorage):
+    """A folder of a bucket: all objects whose keys begin with the path of the URL.
+
+    Args:
+        url: "scheme://bucket/path". The path is not decoded.
+        bucket: replaces the bucket that the URL and the environment name.
+    """
+
+    parallel_reads = 16
+
+    def __init__(self, url: str, bucket: Bucket | None = None) -> None:
+        scheme, name, path = _parse(url)
+        self.url = f"{scheme}://{name}/{path}".rstrip("/")
+        self._prefix = f"{path}/" if path else ""
+        self._bucket = bucket or bucket_of(scheme, name)
+
+    def _key(self, name: str) -> str:
+        return self._prefix + check_name(name)
+
+    def _label(self, name: str) -> str:
+        return f"{self.url}/{name}"
+
+    # --- files ------------------------------------------------------------------------------------------------
+
+    def check_upload(self, request: NewFile) -> None:
+        self._bucket.check("upload", self._label(request.name))
+
+    def upload(self, name: str, size: int, pieces: Pieces) -> None:
+        key = self._key(name)
+        part = max(_PART_BYTES, -(-size // _MAX_PARTS >> 20) + 1 << 20) if size > _PART_BYTES else size
+
+        def send(client: Any) -> None:
+            if size <= part:
+                obstore.put(client, key, b"".join(pieces()), use_multipart=False)
+                return
+            try:
+                obstore.put(
+                    client, key, pieces(), use_multipart=True, chunk_size=part, max_concurrency=_PARTS_IN_FLIGHT
+                )
+            except FileNotFoundError as error:
+                if "<Code>NoSuchUpload</Code>" not in str(error):
+                    raise
+            _check_uploaded(client, key, size)
+
+        try:
+            self._bucket.run("upload", self._label(name), send, many_requests=True)
+        except FileNotFoundError as error:
+            raise StorageError(f"cannot upload {self._label(name)}: {error}") from None
+
+    def open(self, name: str) -> FileReader:
+        return _Reader(self._bucket, self._key(name), self._label(name))
+
+    def read(self, name: str) -> bytes:
+        key = self._key(name)
+        return self._bucket.run("read", self._label(name), lambda client: bytes(obstore.get(client, key).bytes()))
+
+    def stat(self, name: str) -> FileStat:
+        key = self._key(name)
+        found = self._bucket.run("look at", self._label(name), lambda client: obstore.head(client, key))
+        version = msgspec.json.encode([found["e_tag"], found["version"]]).decode()
+        return FileStat(found["size"], found["last_modified"].timestamp(), version)
+
+    # --- commit -----------------------------------------------------------------------------------------------
+
+    def check_publish(self, name: str, expected: str) -> None:
+        require_commits(self._bucket, self._prefix, self._label(name), expected)
+
+    def publish(self, name: str, data: bytes, *, expected: str | None = None) -> None:
+        key, label = self._key(name), self._label(name)
+        if expected is None:
+            self._bucket.run("publish", label, lambda client: obstore.put(client, key, data, use_multipart=False))
+            return
+        require_commits(self._bucket, self._prefix, label, expected)
+        publish_exclusively(self._bucket, key, label, data, expected, self)
+
+    # --- folders ----------------------------------------------------------------------------------------------
+
+    def folders(self) -> list[str]:
+        return sorted(self._listing("")[1])
+
+    def _listing(self, folder: str) -> tuple[list[tuple[str, int]], list[str]]:
+        """Return the objects (name, size) and the folders directly in a folder ("" or "name/")."""
+        prefix = self._prefix + folder
+        found = self._bucket.run(
+            "list", self.url, lambda client: obstore.list_with_delimiter(client, prefix.rstrip("/") or None)
+        )
+        # Consoles create empty objects whose keys end in "/" as folders. They are listed as the folder itself.
+        objects = [(o["path"][len(prefix) :], o["size"]) for o in found["objects"] if len(o["path"]) > len(prefix)]
+        folders = [p.rstrip("/")[len(prefix) :] for p in found["common_prefixes"]]
+        return objects, [f for f in folders if f]
+
+    def list(self) -> list[tuple[str, int]]:
+        objects, folders = self._listing("")
+        found = list(objects)
+        inside = parallel_map(lambda f: self._listing(f + "/"), folders, _LISTINGS, "bytecheckpoint-list")
+        for folder, (inner, _) in zip(folders, inside, strict=True):
+            found += [(f"{folder}/{name}", size) for name, size in inner]
+        return sorted(found)
+
+    def delete(self, names: Iterable[str]) -> None:
+        self._bucket.delete([self._key(name) for name in names], self.url)
+
+
+def _check_uploaded(client: Any, key: str, size: int) -> None:
+    """Check that a completed upload has created its object.
+
+    The client repeats a completion whose response is lost. A server that was killed in between may answer that there is no
+    such upload although it has completed it, or that it is complete although it is not.
+    """
+    for pause in _CHECK_PAUSES:
+        time.sleep(pause)
+        try:
+            if obstore.head(client, key)["size"] == size:
+                return
+        except FileNotFoundError:
+            pass
+    raise obstore.exceptions.GenericError("HTTP error: the object is not there after its upload")
+
+
+class _Reader(FileReader):
+    preferred_bytes = 64 << 20
+
+    def __init__(self, bucket: Bucket, key: str, label: str) -> None:
+        self._bucket = bucket
+        self._key = key
+        self._label = label
+        self.size = bucket.run("open", label, lambda client: obstore.head(client, key))["size"]
+
+    def read_into(self, offset: int, buffers: Sequence[memoryview]) -> int:
+        with self._bucket.connections.share() as connections:
+            sizes = RequestSizes(connections, *_REQUEST_BYTES)
+            return read_in_parallel(self._get, offset, buffers, self.size, sizes)
+
+    def _get(self, request: RangeRequest) -> int:
+        """Carry out one request. Returns the bytes read, fewer when the object was removed or replaced meanwhile."""
+        start, target = request
+        done = 0
+
+        def attempt(client: Any) -> None:
+            # Bytes that arrived before a connection broke are not requested again.
+            nonlocal done
+            rest: Any = {"range": (start + done, start + len(target))}
+            before = done
+            try:
+                for data in obstore.get(client, self._key, options=rest).stream(min_chunk_size=_STREAM_BYTES):
+                    part = np.frombuffer(data, np.uint8)
+                    np.copyto(target[done : done + len(part)], part)
+                    done += len(part)
+            except (obstore.exceptions.BaseError, OSError):
+                if done - before < _STREAM_BYTES:
+                    raise  # otherwise the read makes progress, and its time for retries begins anew
+
+        while done < len(target):
+            before = done
+            try:
+                self._bucket.run("read", self._label, attempt)
+            except FileNotFoundError:
+                break
+            if done == before:
+                break
+        return done
+
+    def close(self) -> None:
+        pass
+
+
+def _parse(url: str) -> tuple[str, str, str]:
+    """Return scheme, bucket and path of a URL.
+
+    Raises:
+        UsageError: it names no bucket, or may hold credentials, which the message does not repeat.
+    """
+    scheme, _, rest = url.partition("://")
+    name, _, path = rest.partition("/")
+    kind = SCHEMES.get(scheme, "bucket")
+    if "@" in name or ":" in name or "?" in rest:  # a secret key before an "@" may contain "/"
+        raise UsageError(
+            f"a {scheme}:// URL takes no user name, port or query: credentials belong in the environment, and so does the "
+            f"endpoint"
+        )
+    path = path.strip("/")
+    if not name:
+        raise UsageError(f"{url!r} names no {kind}: write {scheme}://{kind}/folder")
+    # Azure treats a backslash as a slash, except in listings.
+    if UNENCODABLE.search(path) or "\\" in path or any(part in ("", ".", "..") for part in path.split("/") if path):
+        raise UsageError(
+            f"{url!r} has an empty, '.' or '..' part, a backslash or a control character: write {scheme}://{kind}/folder"
+        )
+    return scheme, name, path

@@ -1,0 +1,1 @@
+"""Local disks, mounted network file systems, and the memory file system."""

@@ -1,0 +1,64 @@
+"""Retries after transient errors, until a deadline, with growing random pauses."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from bytecheckpoint.errors import StorageUnavailableError
+
+__all__ = ["Attempts", "retry"]
+
+_T = TypeVar("_T")
+_FIRST_PAUSE = 0.1
+_LONGEST_PAUSE = 3.0
+
+
+class Attempts:
+    """The attempts at one operation and the time until its deadline.
+
+    Args:
+        seconds: time from now to the deadline.
+
+    Attributes:
+        count: attempts so far.
+        exhausted: `pause` has refused another attempt.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self.count = 0
+        self.exhausted = False
+        self._begun = time.monotonic()
+        self._seconds = seconds
+        self._pause = _FIRST_PAUSE
+
+    def pause(self) -> bool:
+        """Wait before the next attempt. Returns False, at once, when the deadline comes first."""
+        seconds = self._pause * random.uniform(0.5, 1.0)
+        self._pause = min(self._pause * 2, _LONGEST_PAUSE)
+        if time.monotonic() + seconds >= self._begun + self._seconds:
+            self.exhausted = True
+            return False
+        time.sleep(seconds)
+        return True
+
+    def __str__(self) -> str:
+        return f"{self.count} attempt{'s' if self.count != 1 else ''} in {time.monotonic() - self._begun:.1f} s"
+
+
+def retry(call: Callable[[], _T], seconds: float) -> _T:
+    """Return `call()`, and call it again while it raises `StorageUnavailableError` and `seconds` are not over.
+
+    Raises:
+        StorageUnavailableError: the last error, with the number of attempts in its message.
+    """
+    attempts = Attempts(seconds)
+    while True:
+        attempts.count += 1
+        try:
+            return call()
+        except StorageUnavailableError as error:
+            if not attempts.pause():
+                raise StorageUnavailableError(f"{error} ({attempts})", undecided=error.undecided) from error

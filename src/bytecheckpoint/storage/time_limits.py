@@ -1,0 +1,73 @@
+"""A storage whose calls time out, for work outside the engine, which waits for its own threads with a timeout.
+
+A call to a mount whose server is gone may never return, and would block a background flush or a verification for ever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+from bytecheckpoint.errors import StorageUnavailableError
+from bytecheckpoint.storage.base import Storage
+from bytecheckpoint.storage.threads import call_with_timeout
+from bytecheckpoint.storage.wrappers import Call, WrappedStorage
+
+__all__ = ["TimeLimitedStorage", "with_time_limits"]
+
+_T = TypeVar("_T")
+_WORDS = {"read_into": "read", "stat": "look at", "version": "look at", "folders": "list"}
+
+
+class TimeLimitedStorage(WrappedStorage):
+    """A wrapper whose calls, also of writers and readers, raise `StorageUnavailableError` after `call_timeout`.
+
+    A call that timed out goes on and still uses its buffers, so the caller must not reuse them. Until it returns, other
+    calls are refused at once, because each would wait as long and occupy a thread.
+    """
+
+    def __init__(self, inner: Storage) -> None:
+        super().__init__(inner)
+        self._hanging = 0
+        self._counting = threading.Lock()
+
+    def around(self, call: Call, function: Callable[[], _T]) -> _T:
+        one_file = call.name and " " not in call.name
+        where = f"{self.url}/{call.name}" if one_file else self.url
+        what = f"cannot {_WORDS.get(call.operation, call.operation)} {where}"
+        if self._hanging:
+            raise StorageUnavailableError(f"{what}: an earlier call has had no answer; check the device or mount")
+        timed_out = returned = False
+
+        def counted() -> _T:
+            nonlocal returned
+            try:
+                return function()
+            finally:
+                with self._counting:
+                    returned = True
+                    self._hanging -= timed_out
+
+        try:
+            return call_with_timeout(self.call_timeout(call.nbytes), counted, what)
+        except StorageUnavailableError:
+            with self._counting:
+                timed_out = not returned
+                self._hanging += timed_out
+            raise
+
+    def _wrap(self, inner: Storage) -> Storage:
+        return TimeLimitedStorage(inner)  # with a count of its own: it does not hang because this one does
+
+    def around_close(self, function: Callable[[], None]) -> None:
+        with contextlib.suppress(StorageUnavailableError):
+            call_with_timeout(0.0 if self._hanging else self.call_timeout(), function)
+
+
+def with_time_limits(storage: Storage) -> Storage:
+    """Wrap `storage` in timeouts, unless it is in memory or has them already."""
+    if storage.in_memory or isinstance(storage, TimeLimitedStorage):
+        return storage
+    return TimeLimitedStorage(storage)

@@ -1,0 +1,95 @@
+"""Which copy of a step counts: the hot one of this machine, or the durable one.
+
+The hot copy counts while the durable catalog is the one that the hot save was to replace, or is the same. Whoever
+replaces the durable checkpoint without the tier makes the hot copy void.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from bytecheckpoint.errors import CheckpointError, CheckpointNotFoundError, StorageUnavailableError
+from bytecheckpoint.representation.catalog_file import decode
+from bytecheckpoint.representation.names import CATALOG_NAME, is_uri
+from bytecheckpoint.storage.base import Storage
+from bytecheckpoint.storage.threads import call_with_timeout
+from bytecheckpoint.tiers.hot_folder import list_own_files
+from bytecheckpoint.tiers.names import UNKNOWN, Record
+from bytecheckpoint.tuning import tuning
+
+__all__ = ["hot_copy_counts", "missing_files", "read_durable_catalog"]
+
+_log = logging.getLogger("bytecheckpoint")
+
+
+def hot_copy_counts(url: str, durable: Storage, catalog: bytes, record: Record | None) -> bool:
+    """Tell whether a hot step is what the durable storage has, or is newer.
+
+    Args:
+        url: display name of the tier.
+        durable: the storage behind it.
+        catalog: of the hot step.
+        record: of the hot step, if there is one.
+    """
+    try:
+        version = call_with_timeout(tuning().tier_load_timeout, lambda: durable.version(CATALOG_NAME))
+        if not version or (record is not None and version == record.replaces):
+            return True
+        durable_catalog = durable.read(CATALOG_NAME)
+    except FileNotFoundError:
+        return True
+    except StorageUnavailableError as error:
+        _log.warning("%s: the durable storage cannot be asked, so the hot copy counts: %s", url, error)
+        return True
+    if durable_catalog == catalog:
+        return True
+    if record is None or record.replaces != UNKNOWN:
+        return False
+    # The durable storage did not answer at the time of the save: the later save counts.
+    try:
+        return float(decode(catalog).info["created"]) > float(decode(durable_catalog).info["created"])
+    except (CheckpointError, KeyError, TypeError, ValueError):
+        return True
+
+
+def missing_files(catalog: bytes, places: Sequence[Storage]) -> list[str]:
+    """Return the files of a catalog that no place lists with the right size."""
+    try:
+        missing = {file.name: file.size for file in decode(catalog).files if not is_uri(file.name)}
+    except CheckpointError:
+        return [CATALOG_NAME]
+    for place in places:
+        if missing:
+            present = dict(list_own_files(place))
+            missing = {name: size for name, size in missing.items() if present.get(name) != size}
+    return sorted(missing)
+
+
+def read_durable_catalog(url: str, durable: Storage, missing: Sequence[str], where: str) -> bytes:
+    """Read the durable catalog, because no hot step counts or the one that counts is incomplete.
+
+    Args:
+        url: display name of the tier.
+        durable: the storage behind it.
+        missing: files that an otherwise valid hot step lacks.
+        where: the machines that may have them, for messages.
+
+    Raises:
+        FileNotFoundError: there is no durable checkpoint.
+        CheckpointNotFoundError: there is none, and a hot step is incomplete.
+    """
+    first = next(iter(missing), "")
+    incomplete = f"{url}: of the step in memory {len(missing)} files are on {where} (the first: {first})"
+    try:
+        data = durable.read(CATALOG_NAME)
+    except FileNotFoundError:
+        if not missing:
+            raise
+        raise CheckpointNotFoundError(
+            f"{incomplete}, and {durable.url} holds no committed checkpoint; load on the machines that saved it, or "
+            "use another step"
+        ) from None
+    if missing:
+        _log.warning("%s; the durable checkpoint is read instead", incomplete)
+    return data

@@ -1,0 +1,1 @@
+"""The flush: committed steps move from the hot tier to the durable storage."""

@@ -1,0 +1,245 @@
+"""The threads of a rank that flush committed hot steps: to other machines' memory, and to the durable storage."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from bytecheckpoint.collectives import Collective
+from bytecheckpoint.collectives.agreement import Agreement
+from bytecheckpoint.engine.workers import Workers
+from bytecheckpoint.errors import CheckpointError, CheckpointTimeoutError, PeerLostError
+from bytecheckpoint.handles import SaveHandle, SaveReport
+from bytecheckpoint.representation.names import CATALOG_NAME, generation_of
+from bytecheckpoint.settings import Settings
+from bytecheckpoint.tiers.flush.job import flush_together
+from bytecheckpoint.tiers.flush.pending import PendingFlush, Stage
+from bytecheckpoint.tiers.flush.unflushed import UnflushedSteps, evict
+from bytecheckpoint.tiers.hot_folder import HotStep
+from bytecheckpoint.tiers.machines import Machines, find_machines
+from bytecheckpoint.tiers.names import UNKNOWN, Record
+from bytecheckpoint.tiers.replicas import replicate
+from bytecheckpoint.tiers.run import run_of
+from bytecheckpoint.tiers.storage import TierStorage
+
+__all__ = ["Flusher"]
+
+_log = logging.getLogger("bytecheckpoint")
+
+
+class Flusher:
+    """The flushes of one rank of one world, in the order of the saves.
+
+    Each flush passes two threads, so that replicas of a step do not wait for the flush of an earlier one (decision 0018).
+
+    Args:
+        collective: the ranks that save together.
+    """
+
+    def __init__(self, collective: Collective) -> None:
+        self._collective = collective
+        self._replicating: Workers | None = None
+        self._flushing: Workers | None = None
+        self._busy: dict[int, str] = {}  # saves that are not durable yet: id of the handle, URL
+        self._pending = 0  # flushes that have not ended
+        self._changed = threading.Condition()
+        self._machines: Machines | None = None
+        self._unflushed = UnflushedSteps(time.time())
+
+    # --- called by saves ---
+
+    def expect(self, handle: SaveHandle, url: str, settings: Settings) -> None:
+        """Note that a save to a tier begins. Wait until the tier has room for another unflushed step.
+
+        Two saves to one path wait for each other, too.
+
+        Args:
+            handle: of the save.
+            url: of the tier.
+            settings: of the save.
+        """
+        if self._replicating is None:
+            self._replicating, self._flushing = Workers(1, "bytecheckpoint-share"), Workers(1, "bytecheckpoint-flush")
+        with self._changed:
+            while len(self._busy) >= settings.tier_waiting or url in self._busy.values():
+                # Every save and every flush ends by time limits of its own, and notifies.
+                self._changed.wait(60.0)
+            self._busy[id(handle)] = url
+        handle.committed.add_done_callback(lambda _: self._on_save_over(id(handle)))
+
+    def take(
+        self,
+        number: int,
+        storage: TierStorage,
+        handle: SaveHandle,
+        report: SaveReport,
+        settings: Settings,
+        on_failure: Callable[[CheckpointError], None],
+    ) -> None:
+        """Take over a step that was committed in the hot tier. Every rank calls it for every save, in order.
+
+        Args:
+            number: of the save, equal on all ranks.
+            storage: where the step is.
+            handle: whose `restorable` and `committed` are set.
+            report: for `committed`.
+            settings: of the save.
+            on_failure: called with the error of a flush that fails.
+        """
+        assert self._replicating is not None
+        with self._changed:
+            self._pending += 1
+        begun = time.perf_counter() - report.total_seconds
+        flush = PendingFlush(number, storage, handle, report, settings, on_failure, begun)
+        self._replicating.submit(self._replicate, flush)
+
+    def drain(self) -> None:
+        """Wait until all flushes have ended."""
+        with self._changed:
+            while self._busy or self._pending:
+                self._changed.wait(60.0)
+
+    def _on_save_over(self, save: int) -> None:
+        with self._changed:
+            self._busy.pop(save, None)
+            self._changed.notify_all()
+
+    def _busy_urls(self) -> set[str]:
+        with self._changed:
+            return set(self._busy.values())
+
+    # --- the first thread: replicas ---
+
+    def _replicate(self, flush: PendingFlush) -> None:
+        """Have every machine know the step, and partners hold its files. Then the step is restorable."""
+        try:
+            agreement = Agreement(self._collective, f"tier/{flush.number}", flush.settings.timeout)
+            machines = self._machines = self._machines or find_machines(agreement)
+            flush.step = agreement.agree(
+                "step", lambda: self._find_step(flush.storage), lambda steps: steps[0],
+                reports=HotStep | None, decisions=HotStep | None,
+            )  # fmt: skip
+            agreement.timeout = flush.timeout
+            if self._share(agreement, machines, flush):
+                flush.set_restorable()
+        except BaseException as error:  # noqa: BLE001  raised by result() and the next save
+            self._fail(flush, error)
+            return
+        assert self._flushing is not None
+        self._flushing.submit(self._flush, flush, machines)
+
+    def _find_step(self, storage: TierStorage) -> HotStep | None:
+        """The step that rank 0 has committed; None on other ranks."""
+        if self._collective.rank != 0:
+            return None
+        catalog = storage.hot.read(CATALOG_NAME)
+        record = storage.hot_folder.record(catalog) or Record(storage.durable.url, UNKNOWN, time.time())
+        return HotStep(catalog, record)
+
+    def _share(self, agreement: Agreement, machines: Machines, flush: PendingFlush) -> bool:
+        """Bring the step to the other machines; False when that fails, which does not harm the flush."""
+        if len(machines.groups) == 1:
+            self._record_ranks(machines, flush)
+            return True
+        replicas = flush.settings.tier_replicas
+        try:
+            if replicas:
+                agreement.agree(
+                    "replicas",
+                    lambda: replicate(agreement, machines, flush.storage.hot, flush.catalog, replicas),
+                    lambda _: None,
+                )
+            agreement.agree("shared", lambda: self._commit_here(machines, flush), lambda _: None)
+        except (PeerLostError, CheckpointTimeoutError):
+            raise
+        except Exception as error:  # noqa: BLE001  the durable storage needs no replicas: the sooner it has the step
+            _log.warning("%s cannot be copied to other machines, so it is flushed first: %s", flush.storage.url, error)
+            return False
+        return True
+
+    def _commit_here(self, machines: Machines, flush: PendingFlush) -> None:
+        """Commit the step on this machine too, and remove what it replaces here."""
+        rank, storage, step = self._collective.rank, flush.storage, flush.agreed_step
+        if not machines.leads(rank):
+            return
+        if machines.of[rank] == 0:  # rank 0 has committed it in its save
+            self._record_ranks(machines, flush)
+            return
+        storage.hot_folder.write_record(
+            step.catalog, msgspec.structs.replace(step.record, ranks=machines.ranks_beside(rank))
+        )
+        named = {file.name for file in flush.catalog.files}
+        replaced = [name for name, _ in storage.hot.list() if generation_of(name) is not None and name not in named]
+        storage.hot.publish(CATALOG_NAME, step.catalog)
+        storage.hot.delete(replaced)
+        storage.hot_folder.remove_other_records(step.catalog)
+
+    def _record_ranks(self, machines: Machines, flush: PendingFlush) -> None:
+        rank = self._collective.rank
+        if machines.leads(rank):
+            flush.storage.hot_folder.update_record(flush.agreed_step, machines.ranks_beside(rank))
+
+    # --- the second thread: the flush ---
+
+    def _flush(self, flush: PendingFlush, machines: Machines) -> None:
+        """Copy the step to the durable storage; then flush the steps that earlier flushes did not take."""
+        flush.stage = Stage.FLUSH
+        begun = time.perf_counter()
+        agreement = Agreement(self._collective, f"tier/{flush.number}/flush", flush.timeout)
+        try:
+            flush_together(agreement, machines, flush.storage, flush.agreed_step, flush.settings.write_threads)
+        except BaseException as error:  # noqa: BLE001  raised by result() and the next save
+            self._fail(flush, error)
+            return
+        self._unflushed.on_flushed(flush.storage.url)
+        flush.set_committed(time.perf_counter() - begun)
+        # Not after a failure: then other ranks may be gone, and the ranks that are left would wait for them.
+        try:
+            run = run_of(flush.storage.url)
+            if agreement.agree("look", lambda: self._unflushed.may_exist(run), any):
+                inner = Agreement(self._collective, f"tier/{flush.number}/left", flush.settings.timeout)
+                self._unflushed.flush(inner, machines, flush.storage, self._busy_urls(), flush.settings)
+        except Exception as error:  # noqa: BLE001  logged; the step itself is safe
+            _log.warning("%s: what is left in memory cannot be flushed: %s", flush.storage.url, error)
+        self._end(flush)
+
+    # --- the end of a flush, on either thread ---
+
+    def _fail(self, flush: PendingFlush, error: BaseException) -> None:
+        failure = flush.describe(self._collective.rank, error)
+        _log.error("%s", failure)
+        self._unflushed.on_failed(flush.storage.url, flush.step.catalog if flush.step is not None else b"")
+        flush.set_failed(failure)
+        self._end(flush)
+
+    def _end(self, flush: PendingFlush) -> None:
+        """Evict what is not needed any more. What fails here fails no save."""
+        try:
+            if self._machines is not None and self._machines.leads(self._collective.rank):
+                evict(flush.storage, self._busy_urls(), self._remove, flush.settings)
+                self._remove_orphans(flush)
+        except Exception as error:  # noqa: BLE001  logged; the step itself is safe
+            _log.warning("%s: the hot tier could not be tidied up: %s", flush.storage.url, error)
+        finally:
+            with self._changed:
+                self._pending -= 1
+                self._changed.notify_all()
+
+    def _remove_orphans(self, flush: PendingFlush) -> None:
+        """Remove files of given-up steps whose catalog found no room on this machine: nothing else would find them."""
+        orphans = self._unflushed.give_up_older(flush.settings.tier_waiting)
+        if flush.step is not None and not self._unflushed.has_failed(flush.storage.url):
+            orphans.append((flush.storage.url, flush.step.catalog))
+        for url, catalog in orphans:
+            storage = TierStorage(url)
+            if catalog and storage.hot_folder.catalog() is None:
+                self._remove(storage, catalog)
+
+    def _remove(self, storage: TierStorage, catalog: bytes) -> None:
+        with self._changed:  # no save begins meanwhile
+            if storage.url not in self._busy.values():
+                storage.hot_folder.remove_step(catalog)

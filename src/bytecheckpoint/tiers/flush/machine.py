@@ -1,0 +1,123 @@
+"""The flush by one machine alone: what is in its hot tier of the steps of jobs that have ended."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+
+from bytecheckpoint.engine.catalogs import read_catalog
+from bytecheckpoint.errors import CheckpointNotFoundError, StorageConflictError
+from bytecheckpoint.representation.names import CATALOG_NAME
+from bytecheckpoint.storage import resolve
+from bytecheckpoint.tiers.copying import commit, copy_unless_there, is_sound, own_files
+from bytecheckpoint.tiers.flush.lock import expected_version, flush_lock
+from bytecheckpoint.tiers.hot_folder import HotStep
+from bytecheckpoint.tiers.names import UNKNOWN, Record
+from bytecheckpoint.tiers.run import steps_of_run
+from bytecheckpoint.tiers.storage import PREFIX, TierStorage
+
+__all__ = ["FlushReport", "flush", "unflushed"]
+
+
+@dataclass(frozen=True, slots=True)
+class FlushReport:
+    """What `flush` did.
+
+    Attributes:
+        path: of the durable checkpoint.
+        state: "committed", "already there", or "incomplete": files are on other machines, where `flush` must run too.
+        files: number of files that were copied.
+        nbytes: bytes that were copied.
+        lacking: names of files that neither this machine nor the durable storage has.
+    """
+
+    path: str
+    state: str
+    files: int = 0
+    nbytes: int = 0
+    lacking: tuple[str, ...] = ()
+
+
+def unflushed(path: str) -> list[TierStorage]:
+    """Find the steps in this machine's hot tier that the durable storage lacks.
+
+    Args:
+        path: a step, or a run; with or without the prefix `tier+`.
+
+    Returns:
+        The steps, oldest first.
+
+    Raises:
+        CheckpointNotFoundError: this machine's hot tier has nothing there.
+    """
+    storage = resolve(path if path.startswith(PREFIX) else _tier_url(path))
+    assert isinstance(storage, TierStorage)
+    catalog = storage.hot_folder.catalog()
+    if catalog is not None:
+        record = storage.hot_folder.record(catalog)
+        return [storage] if record is None or not record.flushed else []
+    steps = sorted(steps_of_run(storage.url), key=lambda found: found[1].record.saved)
+    if not steps:
+        raise CheckpointNotFoundError(
+            f"{storage.url}: the hot tier of this machine ({storage.hot.url}) holds no step there"
+        )
+    return [storage for storage, step in steps if not step.record.flushed]
+
+
+def _tier_url(path: str) -> str:
+    url = resolve(path).url
+    return f"{PREFIX}{url}" if "://" in url else f"{PREFIX}file://{url}"
+
+
+def flush(storage: TierStorage, *, replicas: bool = False) -> FlushReport:
+    """Copy what this machine has of a hot step to the durable storage, and commit the step when it is complete there.
+
+    This is for steps of jobs that have ended. With several machines it is run on each, and the last one commits.
+
+    Args:
+        storage: the step.
+        replicas: copy also what this machine keeps for other machines: when those are lost.
+
+    Raises:
+        CheckpointNotFoundError: there is no hot step.
+        CorruptCheckpointError: a file's hot copy is damaged, and the durable storage lacks it.
+        StorageConflictError: the durable checkpoint was replaced since, or another process flushes this step.
+        StorageError: the durable storage fails.
+    """
+    hot, durable = storage.hot, storage.durable
+    catalog, data = read_catalog(hot)
+    record = storage.hot_folder.record(data) or Record(durable.url, UNKNOWN, 0.0)
+    step = HotStep(data, record)
+    with flush_lock(storage, exclusive=True, timeout=0.0):
+        with contextlib.suppress(FileNotFoundError):
+            if durable.read(CATALOG_NAME) == data:
+                storage.hot_folder.update_record(step, record.ranks, flushed=True)
+                return FlushReport(durable.url, "already there")
+        if durable.version(CATALOG_NAME) not in ("", expected_version(record)):
+            raise StorageConflictError(
+                f"{durable.url} was replaced since {storage.url} was saved, so that is not flushed; remove the hot copy"
+            )
+        hot_sizes, durable_sizes = dict(hot.list()), dict(durable.list())
+        files = nbytes = 0
+        others = []
+        for number in own_files(catalog):
+            file = catalog.files[number]
+            wanted = replicas or not record.ranks or file.rank in record.ranks
+            if wanted and hot_sizes.get(file.name) == file.size:
+                copied = copy_unless_there(hot, durable, catalog, number, durable_sizes.get(file.name))
+                files, nbytes = files + bool(copied), nbytes + copied
+            else:
+                others.append(number)
+        # Looked for when this machine has copied everything: of machines that flush at once, the last one commits.
+        durable_sizes = dict(durable.list()) if others else {}
+        lacking = [
+            catalog.files[number].name
+            for number in others
+            if durable_sizes.get(catalog.files[number].name) != catalog.files[number].size
+            or not is_sound(durable, catalog, number)
+        ]
+        if lacking:
+            return FlushReport(durable.url, "incomplete", files, nbytes, tuple(lacking))
+        commit(durable, catalog, data, expected_version(record))
+        storage.hot_folder.update_record(step, record.ranks, flushed=True)
+    return FlushReport(durable.url, "committed", files, nbytes)

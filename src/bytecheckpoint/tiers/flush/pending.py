@@ -1,0 +1,99 @@
+"""The flush of one save, on its way from the hot commit to the durable one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+
+from bytecheckpoint.errors import CheckpointError
+from bytecheckpoint.handles import SaveHandle, SaveReport
+from bytecheckpoint.representation.catalog import Catalog
+from bytecheckpoint.representation.catalog_file import decode
+from bytecheckpoint.settings import Settings
+from bytecheckpoint.tiers.flush.job import time_for
+from bytecheckpoint.tiers.hot_folder import HotStep
+from bytecheckpoint.tiers.storage import TierStorage
+
+__all__ = ["PendingFlush", "Stage"]
+
+
+class Stage(StrEnum):
+    """How far a flush is. The values name the stages in errors."""
+
+    REPLICATE = "replicate"  # all machines hear of the step, and partners get its files: then it is restorable
+    FLUSH = "flush"  # the files go to the durable storage
+    COMMITTED = "committed"  # the durable storage has the step
+    FAILED = "failed"
+
+
+@dataclass(slots=True)
+class PendingFlush:
+    """One save that is committed in the hot tier, on one rank.
+
+    Attributes:
+        number: of the save, equal on all ranks.
+        storage: where the step is.
+        handle: whose `restorable` and `committed` are set.
+        report: of the save so far.
+        settings: of the save.
+        on_failure: called with the error of a flush that fails.
+        begun: when the save began, as `time.perf_counter`.
+        stage: how far the flush is.
+        step: the step, once the ranks have agreed upon it.
+    """
+
+    number: int
+    storage: TierStorage
+    handle: SaveHandle
+    report: SaveReport
+    settings: Settings
+    on_failure: Callable[[CheckpointError], None]
+    begun: float
+    stage: Stage = Stage.REPLICATE
+    step: HotStep | None = None
+    _catalog: Catalog | None = field(default=None, repr=False)
+
+    @property
+    def agreed_step(self) -> HotStep:
+        """The step; only after the ranks have agreed upon it."""
+        assert self.step is not None
+        return self.step
+
+    @property
+    def catalog(self) -> Catalog:
+        """The catalog of the step; only after the ranks have agreed upon it."""
+        if self._catalog is None:
+            self._catalog = decode(self.agreed_step.catalog)
+        return self._catalog
+
+    @property
+    def timeout(self) -> float:
+        """Seconds that one stage may take."""
+        return self.settings.timeout + time_for(self.catalog)
+
+    def set_restorable(self) -> None:
+        """Report that the loss of a machine does not lose the step any more."""
+        if not self.handle.restorable.done():
+            self.handle.restorable.set_result(None)
+
+    def set_committed(self, flush_seconds: float) -> None:
+        """Report that the durable storage has the step."""
+        self.stage = Stage.COMMITTED
+        self.set_restorable()
+        phases = {**self.report.phases, "flush": flush_seconds}
+        seconds = time.perf_counter() - self.begun
+        self.handle.committed.set_result(replace(self.report, phases=phases, total_seconds=seconds))
+
+    def describe(self, rank: int, error: BaseException) -> CheckpointError:
+        """Return the error to report when this stage has failed on this rank."""
+        kind = type(error) if isinstance(error, CheckpointError) else CheckpointError
+        cause = error if isinstance(error, CheckpointError) else repr(error)
+        return kind(f"rank {rank}, {self.stage} of {self.storage.url}: {cause}")
+
+    def set_failed(self, failure: CheckpointError) -> None:
+        """Report that the flush has failed."""
+        self.stage = Stage.FAILED
+        self.on_failure(failure)
+        self.handle._fail(failure)

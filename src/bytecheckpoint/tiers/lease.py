@@ -1,0 +1,225 @@
+"""The lease on a cold folder: one process at a time fills it.
+
+Two processes that fill a folder at once would take each other's unfinished files for damaged ones and remove them.
+Object stores have no locks, so the lease is a small file that is created like a catalog: one of several creators
+succeeds. Its holder renews it while it works. A lease that stays unchanged for `tuning().lease_expiry` belongs to a dead
+holder, and another process takes it over. Clocks of different machines are never compared (decision 0019).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import threading
+import time
+from collections.abc import Iterator
+
+import msgspec
+
+from bytecheckpoint.collectives import host_id
+from bytecheckpoint.errors import CheckpointError, StorageConflictError, StorageError, StorageUnavailableError
+from bytecheckpoint.storage import Storage
+from bytecheckpoint.tuning import tuning
+
+__all__ = ["LEASE_FILE", "Lease", "leased"]
+
+LEASE_FILE = "cooldown.claim"
+
+_log = logging.getLogger("bytecheckpoint")
+
+
+@contextlib.contextmanager
+def leased(storage: Storage) -> Iterator[Lease]:
+    """Hold the lease on a folder inside a `with` block.
+
+    Raises:
+        StorageConflictError: another process holds it.
+        StorageError: the storage fails.
+    """
+    lease = Lease(storage)
+    try:
+        yield lease
+    finally:
+        lease.release()
+
+
+class Lease:
+    """A lease on a folder, held by this process and renewed by a thread.
+
+    Args:
+        storage: the folder.
+
+    Attributes:
+        storage: the folder.
+
+    Raises:
+        StorageConflictError: another process holds it.
+        StorageError: the storage fails.
+    """
+
+    def __init__(self, storage: Storage) -> None:
+        self.storage = storage
+        self._content = _Content(_machine(), os.getpid(), _start_time(os.getpid()), secrets.token_hex(8))
+        self._renewing = threading.Lock()
+        self._released = threading.Event()
+        try:
+            self._publish(self._content, "")
+        except StorageConflictError:
+            self._take_over()
+        threading.Thread(target=self._renew_until_released, name="bytecheckpoint-lease", daemon=True).start()
+
+    def check(self) -> None:
+        """Raise unless this process still holds the lease.
+
+        Raises:
+            StorageConflictError: another process has taken it over, or somebody has removed it.
+            StorageError: the storage fails.
+        """
+        if not self.is_in(self.storage):
+            raise StorageConflictError(
+                f"{self.storage.url}: this process lost {LEASE_FILE}, which it had not renewed for "
+                f"{tuning().lease_expiry:g} s; run cooldown again"
+            )
+
+    def is_in(self, storage: Storage) -> bool:
+        """Whether a folder holds the file of this lease: then it is the leased folder, perhaps under another name."""
+        return _decode(_read(storage)).lease == self._content.lease
+
+    def release(self) -> None:
+        """Give the lease up; never raises. While the storage is away, a thread goes on trying.
+
+        The thread is needed because other processes of this machine see that the holder lives, and never take over.
+        """
+        self._released.set()
+        if not self._remove():
+            with contextlib.suppress(RuntimeError):  # the interpreter ends, and the holder with it
+                threading.Thread(target=self._remove_later, name="bytecheckpoint-lease", daemon=True).start()
+
+    def _remove(self) -> bool:
+        """Try to remove the file; whether trying again is useless."""
+        try:
+            with self._renewing:
+                if self.is_in(self.storage):
+                    self.storage.delete([LEASE_FILE])
+        except CheckpointError as error:
+            _log.warning("%s: %s could not be removed: %s", self.storage.url, LEASE_FILE, error)
+            return not isinstance(error, StorageUnavailableError)
+        return True
+
+    def _remove_later(self) -> None:
+        while not self._remove():
+            time.sleep(tuning().lease_renewal)
+
+    def _publish(self, content: _Content, expected: str) -> None:
+        data = msgspec.json.encode(content)
+        try:
+            self.storage.publish(LEASE_FILE, data, expected=expected)
+        except StorageUnavailableError:  # the file may be there all the same: the answer was lost
+            if _read(self.storage) != data:
+                raise
+
+    def _take_over(self) -> None:
+        """Replace the lease of another process, once that is known to be dead."""
+        storage = self.storage
+        version, found = storage.version(LEASE_FILE), _read(storage)
+        holder = _decode(found)
+        alive = holder.alive() if found else False
+        deadline = time.monotonic() + tuning().lease_expiry
+        while alive is None:
+            time.sleep(tuning().lease_expiry / 20)
+            if _read(storage) != found:
+                alive = True
+            elif time.monotonic() >= deadline:
+                alive = False
+        busy = f"{storage.url} is being filled by another cooldown ({holder}); let it finish"
+        if alive:
+            raise StorageConflictError(busy)
+        try:
+            storage.check_publish(LEASE_FILE, version)
+            self._publish(self._content, version)
+        except StorageUnavailableError:
+            raise
+        except StorageConflictError:
+            raise StorageConflictError(busy) from None
+        except StorageError as error:  # this storage replaces no files, so nobody renews a lease on it either
+            raise StorageConflictError(f"{busy}, or, if it is gone, remove {LEASE_FILE} there") from error
+
+    def _renew_until_released(self) -> None:
+        while not self._released.wait(tuning().lease_renewal):
+            with self._renewing:
+                try:
+                    version = self.storage.version(LEASE_FILE)
+                    if self._released.is_set() or not self.is_in(self.storage):
+                        return
+                    self.storage.check_publish(LEASE_FILE, version)
+                    self._content = msgspec.structs.replace(self._content, renewals=self._content.renewals + 1)
+                    self._publish(self._content, version)
+                except StorageUnavailableError as error:
+                    _log.warning("%s: %s could not be renewed: %s", self.storage.url, LEASE_FILE, error)
+                except StorageError:
+                    return  # the lease is lost, as `check` will say; or the storage replaces no files: nobody takes over
+
+
+class _Content(msgspec.Struct, frozen=True):
+    """What the file of a lease says about its holder.
+
+    Attributes:
+        host: machine and container of the process, as `_machine` names them.
+        process: its number.
+        started: when it began, since process numbers are used again.
+        lease: random characters, since one process may hold several leases.
+        renewals: their count, so that each renewal differs from the one before.
+    """
+
+    host: str = ""
+    process: int = 0
+    started: str = ""
+    lease: str = msgspec.field(default="", name="claim")
+    renewals: int = msgspec.field(default=0, name="renewed")
+
+    def __str__(self) -> str:
+        return f"process {self.process} on {self.host}" if self.host else "an unknown process"
+
+    def alive(self) -> bool | None:
+        """Whether the process lives; None when only its own machine can tell."""
+        return _start_time(self.process) == self.started if self.host == _machine() else None
+
+
+# Built at import: msgspec (0.22) crashes if two threads use a type for the first time at once.
+_DECODER = msgspec.json.Decoder(_Content)
+
+
+def _start_time(process: int) -> str:
+    """When a process of this machine began, in the kernel's units; "" when it is gone or a zombie."""
+    try:
+        with open(f"/proc/{process}/stat") as file:
+            fields = file.read().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if fields[0] in "ZX" else fields[19]
+
+
+def _machine() -> str:
+    """This machine and container: in another container the same process number means another process."""
+    try:
+        namespace = os.readlink("/proc/self/ns/pid")
+    except OSError:
+        namespace = ""
+    return f"{host_id()} {namespace}".strip()
+
+
+def _read(storage: Storage) -> bytes:
+    """The content of a folder's lease, b"" when nobody holds one."""
+    try:
+        return storage.read(LEASE_FILE)
+    except FileNotFoundError:
+        return b""
+
+
+def _decode(data: bytes) -> _Content:
+    try:
+        return _DECODER.decode(data)
+    except msgspec.MsgspecError:
+        return _Content()

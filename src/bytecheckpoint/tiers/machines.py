@@ -1,0 +1,53 @@
+"""The machines of a job: which ranks share one, and which ranks hold replicas for which."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from bytecheckpoint.collectives.agreement import Agreement
+
+__all__ = ["Machines", "find_machines"]
+
+
+class Machines:
+    """Which ranks share a machine.
+
+    Args:
+        hosts: the name of each rank's machine.
+
+    Attributes:
+        groups: the ranks of each machine, machines in the order of their first rank.
+        of: the machine of each rank.
+    """
+
+    def __init__(self, hosts: Sequence[str]) -> None:
+        groups: dict[str, list[int]] = {}
+        for rank, host in enumerate(hosts):
+            groups.setdefault(host, []).append(rank)
+        self.groups = list(groups.values())
+        number = {host: machine for machine, host in enumerate(groups)}
+        self.of = [number[host] for host in hosts]
+
+    def ranks_beside(self, rank: int) -> list[int]:
+        """Return the ranks of the machine of `rank`."""
+        return self.groups[self.of[rank]]
+
+    def leads(self, rank: int) -> bool:
+        """Whether `rank` acts for its machine."""
+        return self.ranks_beside(rank)[0] == rank
+
+    def partners(self, rank: int, replicas: int) -> list[int]:
+        """Return the ranks of other machines that hold replicas of what `rank` writes."""
+        machine = self.of[rank]
+        place = self.groups[machine].index(rank)
+        found = []
+        for distance in range(1, min(replicas, len(self.groups) - 1) + 1):
+            group = self.groups[(machine + distance) % len(self.groups)]
+            found.append(group[place % len(group)])
+        return found
+
+
+def find_machines(agreement: Agreement) -> Machines:
+    """Find out which ranks share a machine. Every rank calls it."""
+    hosts: list[str] = agreement.agree("hosts", lambda: agreement.collective.host, lambda hosts: hosts)
+    return Machines(hosts)

@@ -1,0 +1,59 @@
+"""The names of a hot tier: the folder of a URL, and the internal files that lie beside a step's own."""
+
+from __future__ import annotations
+
+import re
+
+import msgspec
+import xxhash
+
+__all__ = ["INTERNAL_FILES", "LOCK", "UNKNOWN", "Record", "digest_of", "hot_folder_of", "record_name", "step_name"]
+
+#: The version of a durable catalog whose storage did not answer.
+UNKNOWN = "?"
+#: The file that flushes of a step lock.
+LOCK = "tier.lock"
+#: Files of a hot folder that do not belong to the checkpoint.
+INTERNAL_FILES = re.compile(r"tier-([0-9a-f]{16})\.json|tier\.lock|\.publishing-[0-9a-f]+")
+#: Characters that the name of a folder cannot hold.
+_UNSAFE = re.compile(r"[%:\\\x00-\x1f\x7f]")
+
+
+class Record(msgspec.Struct, frozen=True):
+    """What a machine stores about a step in its hot tier.
+
+    Attributes:
+        url: of the durable checkpoint.
+        replaces: version of the durable catalog when the save began, "" for none, UNKNOWN when its storage did not answer.
+        saved: when the step was committed in the hot tier, seconds since 1970.
+        ranks: the ranks that saved on this machine; empty while that is unknown.
+        flushed: whether the durable storage has the step.
+    """
+
+    url: str
+    replaces: str
+    saved: float
+    ranks: list[int] = []
+    flushed: bool = False
+
+
+def digest_of(catalog: bytes) -> str:
+    """Return what identifies a hot step: the digest of its catalog."""
+    return xxhash.xxh3_64_hexdigest(catalog)
+
+
+def record_name(catalog: bytes) -> str:
+    """Return the name of the record of the step with this catalog."""
+    return f"tier-{digest_of(catalog)}.json"
+
+
+def hot_folder_of(url: str) -> str:
+    """Return a relative path for a URL: readable, and different for different URLs."""
+    scheme, _, rest = url.partition("://")
+    parts = [scheme, *rest.strip("/").split("/")]
+    return "/".join(_UNSAFE.sub(lambda found: f"%{ord(found[0]):02X}", part) for part in parts)
+
+
+def step_name(folder: str) -> str:
+    """Return the name of a step in its URL, from the name of its folder in the hot tier."""
+    return re.sub("%([0-9A-F]{2})", lambda found: chr(int(found[1], 16)), folder)

@@ -1,0 +1,209 @@
+"""Loading from a tier on several machines: the ranks agree which copy counts, and serve their hot files to each other."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from bytecheckpoint.collectives import Collective
+from bytecheckpoint.collectives.agreement import Agreement
+from bytecheckpoint.errors import CheckpointError
+from bytecheckpoint.representation.catalog_file import decode
+from bytecheckpoint.representation.names import CATALOG_NAME, is_uri
+from bytecheckpoint.settings import Settings
+from bytecheckpoint.storage import FileReader
+from bytecheckpoint.tiers.current_copy import read_durable_catalog
+from bytecheckpoint.tiers.machines import Machines, find_machines
+from bytecheckpoint.tiers.names import Record, digest_of
+from bytecheckpoint.tiers.remote_files import RemoteFiles, RemoteReader, file_provider
+from bytecheckpoint.tiers.storage import TierStorage
+
+__all__ = ["SharedTier", "agree_on_copy"]
+
+_log = logging.getLogger("bytecheckpoint")
+
+
+def agree_on_copy(
+    storage: TierStorage, collective: Collective, tag: str, settings: Settings, stack: contextlib.ExitStack
+) -> TierStorage:
+    """Agree which copy of a step counts, and serve this machine's files to the other ranks until `stack` is closed.
+
+    Every rank of the load calls it.
+
+    Args:
+        storage: as this rank sees it.
+        collective: the ranks.
+        tag: unique to this load.
+        settings: time limits.
+        stack: closed when all ranks have loaded.
+
+    Returns:
+        What to load from: the hot step that the machines have among them, or the durable one.
+    """
+    agreement = Agreement(collective, tag, settings.timeout)
+    machines = find_machines(agreement)
+    leads = machines.leads(collective.rank)
+    catalog = storage.hot_folder.catalog() if leads else None
+
+    def look() -> _Found:
+        record = storage.hot_folder.record(catalog) if catalog is not None else None
+        files = dict(storage.hot.list()) if leads else {}
+        return _Found(digest_of(catalog) if catalog is not None else "", record, files)
+
+    # On rank 0 only: what each rank has found.
+    found: list[_Found] = []
+
+    def propose(reports: list[_Found]) -> list[tuple[str, int]]:
+        found.extend(reports)
+        return _candidates(reports)
+
+    missing: list[str] = []
+    for number, (digest, holder) in enumerate(agreement.agree("look", look, propose, reports=_Found)):
+
+        def send(holder: int = holder) -> bytes:
+            return catalog or b"" if collective.rank == holder else b""
+
+        def judge(catalogs: list[bytes], digest: str = digest, holder: int = holder) -> _Choice:
+            return _judge(storage, catalogs[holder], _record_of(found, digest), found)
+
+        choice = agreement.agree(f"catalog-{number}", send, judge, decisions=_Choice)
+        if choice.catalog:
+            return _serve_files(agreement, machines, storage, choice, stack)
+        missing = missing or choice.missing
+    return DurableOnly(storage.url, missing)
+
+
+class SharedTier(TierStorage):
+    """A tier as the ranks of a load see it together: this machine's files, those of other machines, the durable ones.
+
+    Args:
+        url: of the tier.
+        catalog: the hot step that counts.
+        holders: for each file, ranks of other machines that serve it.
+        remote: how to reach them.
+    """
+
+    def __init__(self, url: str, catalog: bytes, holders: dict[str, list[int]], remote: RemoteFiles) -> None:
+        super().__init__(url)
+        self._agreed = catalog
+        self._holders = holders
+        self._remote = remote
+        self._sizes = {file.name: file.size for file in decode(catalog).files}
+
+    def _catalog(self) -> bytes:
+        return self._agreed
+
+    def copies(self, name: str) -> list[Callable[[], FileReader]]:
+        local, durable = super().copies(name)
+        return [local, *(self._opener(rank, name) for rank in self._holders.get(name, ())), durable]
+
+    def _opener(self, rank: int, name: str) -> Callable[[], FileReader]:
+        return lambda: RemoteReader(self._remote, rank, name, self._sizes[name])
+
+
+class DurableOnly(TierStorage):
+    """A tier whose hot copies do not count.
+
+    Args:
+        url: of the tier.
+        missing: files that an otherwise valid hot step lacks on all machines.
+    """
+
+    def __init__(self, url: str, missing: list[str]) -> None:
+        super().__init__(url)
+        self._missing = missing
+
+    def _catalog(self) -> bytes:
+        return read_durable_catalog(self.url, self.durable, self._missing, "none of these machines")
+
+
+class _Found(msgspec.Struct, frozen=True, array_like=True):
+    """What one rank has found in the hot folder of its machine; ranks that do not lead their machine find nothing.
+
+    Attributes:
+        digest: of the catalog, "" when there is none.
+        record: of the step.
+        files: sizes by name.
+    """
+
+    digest: str
+    record: Record | None
+    files: dict[str, int]
+
+
+class _Choice(msgspec.Struct, frozen=True, array_like=True):
+    """What rank 0 says about one hot step.
+
+    Attributes:
+        catalog: of the step if it counts and is complete, else empty.
+        holders: for each of its files, the ranks whose machines have it.
+        missing: files that are nowhere, if the step would count with them.
+    """
+
+    catalog: bytes = b""
+    holders: dict[str, list[int]] = {}
+    missing: list[str] = []
+
+
+def _candidates(found: Sequence[_Found]) -> list[tuple[str, int]]:
+    """The hot steps, the newest first: digest, and a rank that has the catalog."""
+    holders: dict[str, int] = {}
+    for rank, report in enumerate(found):
+        if report.digest:
+            holders.setdefault(report.digest, rank)
+    records = {digest: _record_of(found, digest) for digest in holders}
+    order = sorted(holders, key=lambda digest: -record.saved if (record := records[digest]) is not None else 0.0)
+    return [(digest, holders[digest]) for digest in order]
+
+
+def _record_of(found: Sequence[_Found], digest: str) -> Record | None:
+    records = [report.record for report in found if report.digest == digest and report.record is not None]
+    return records[-1] if records else None
+
+
+def _judge(storage: TierStorage, catalog: bytes, record: Record | None, found: Sequence[_Found]) -> _Choice:
+    """Decide whether a hot step counts and is complete. Runs on rank 0."""
+    if not storage.supersedes(catalog, record):
+        return _Choice()
+    try:
+        files = [file for file in decode(catalog).files if not is_uri(file.name)]
+    except CheckpointError as error:
+        _log.warning("%s: a hot catalog cannot be read: %s", storage.url, error)
+        return _Choice(missing=[CATALOG_NAME])
+    holders = {
+        file.name: [rank for rank, report in enumerate(found) if report.files.get(file.name) == file.size]
+        for file in files
+    }
+    missing = {file.name: file.size for file in files if not holders[file.name]}
+    if missing:
+        present: dict[str, int] = {}
+        try:
+            present = dict(storage.durable.list())
+        except CheckpointError as error:
+            _log.warning("%s: %s", storage.url, error)
+        missing = {name: size for name, size in missing.items() if present.get(name) != size}
+    return _Choice(missing=sorted(missing)) if missing else _Choice(catalog, holders)
+
+
+def _serve_files(
+    agreement: Agreement, machines: Machines, storage: TierStorage, choice: _Choice, stack: contextlib.ExitStack
+) -> TierStorage:
+    """Begin to serve this machine's files, if other machines may want them; returns the tier to load from."""
+    rank, collective, tag = agreement.rank, agreement.collective, f"{agreement.tag}/files"
+    holds = any(rank in ranks for ranks in choice.holders.values())
+
+    def serve() -> None:
+        if holds and len(machines.groups) > 1:
+            stack.enter_context(collective.serve(tag, file_provider(storage.hot)))
+
+    agreement.agree("serve", serve, lambda _: None)  # nobody asks before all serve
+    holders: dict[str, list[int]] = {}
+    for name, ranks in choice.holders.items():
+        others = [other for other in ranks if machines.of[other] != machines.of[rank]]
+        # The ranks that read a file from afar begin with different machines.
+        turn = rank % len(others) if others else 0
+        holders[name] = others[turn:] + others[:turn]
+    return SharedTier(storage.url, choice.catalog, holders, RemoteFiles(collective, tag, agreement.timeout))

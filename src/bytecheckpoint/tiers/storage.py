@@ -1,0 +1,186 @@
+"""The storage behind `tier+URL`: a hot tier in front of a durable storage.
+
+Saves go to memory (or a local disk) of each machine and are copied to the durable storage in the background. Reads take
+the nearest copy. This module knows one machine. The other modules of this folder are about what the machines do together:
+replicas in each other's memory, the flush, the restore (decision 0015).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterable
+
+from bytecheckpoint.errors import StorageError, StorageUnavailableError, UsageError
+from bytecheckpoint.representation.names import CATALOG_NAME
+from bytecheckpoint.settings import settings
+from bytecheckpoint.storage.base import Capabilities, FileReader, FileStat, FileWriter, NewFile, Storage, check_name
+from bytecheckpoint.storage.posix.storage import PosixStorage
+from bytecheckpoint.storage.threads import call_with_timeout
+from bytecheckpoint.tiers.copies import AnyCopy
+from bytecheckpoint.tiers.current_copy import hot_copy_counts, missing_files, read_durable_catalog
+from bytecheckpoint.tiers.hot_folder import HotFolder, list_own_files
+from bytecheckpoint.tiers.names import UNKNOWN, Record, hot_folder_of, step_name
+from bytecheckpoint.tuning import tuning
+
+__all__ = ["PREFIX", "HotTier", "TierStorage"]
+
+PREFIX = "tier+"
+
+_log = logging.getLogger("bytecheckpoint")
+
+
+class TierStorage(Storage):
+    """`tier+URL`: writes to the hot tier of this machine, reads the nearest copy.
+
+    Args:
+        url: the URL of the durable storage, behind the prefix `tier+`.
+
+    Attributes:
+        hot: this machine's folder for the checkpoint.
+        hot_folder: the same folder, with what it says about the step in it.
+        durable: the storage that flushes copy the checkpoint to.
+    """
+
+    capabilities = Capabilities(machine_only=True)
+
+    def __init__(self, url: str) -> None:
+        from bytecheckpoint.storage.registry import resolve
+
+        inner = url[len(PREFIX) :]
+        if inner.lower().startswith(PREFIX):
+            raise UsageError(f"{url!r}: one tier in front of a storage is enough")
+        self.durable = resolve(inner)
+        local = isinstance(self.durable, PosixStorage) and "://" not in self.durable.url
+        self.url = f"{PREFIX}file://{self.durable.url}" if local else PREFIX + self.durable.url
+        root = settings().tier_hot.rstrip("/")
+        hot = resolve(f"{root}/{hot_folder_of(self.url[len(PREFIX) :])}")
+        if not isinstance(hot, PosixStorage):
+            raise UsageError(f"settings.tier_hot is {root!r}: use mem://name or a folder of a local disk")
+        self.hot = hot
+        self.hot_folder = HotFolder(hot, self.url)
+        self.parallel_reads = self.durable.parallel_reads  # a machine without a hot copy reads the durable one
+
+    # --- which copy counts ------------------------------------------------------------------------------------
+
+    def supersedes(self, catalog: bytes, record: Record | None) -> bool:
+        """Whether a hot step is what the durable storage has, or is newer (see `current_copy`)."""
+        return hot_copy_counts(self.url, self.durable, catalog, record)
+
+    def copies(self, name: str) -> list[Callable[[], FileReader]]:
+        """Return functions that open the copies of a file, the nearest first."""
+        return [lambda: self.hot.open(name), lambda: self.durable.open(name)]
+
+    def _catalog(self) -> bytes:
+        missing: list[str] = []
+        catalog = self.hot_folder.catalog()
+        if catalog is not None and self.supersedes(catalog, self.hot_folder.record(catalog)):
+            missing = missing_files(catalog, (self.hot, self.durable))
+            if not missing:
+                return catalog
+        return read_durable_catalog(self.url, self.durable, missing, "other machines only, if at all")
+
+    # --- Storage ----------------------------------------------------------------------------------------------
+
+    def create(self, request: NewFile) -> FileWriter:
+        return self.hot.create(request)
+
+    def open(self, name: str) -> FileReader:
+        check_name(name)
+        return AnyCopy(f"{self.url}/{name}", self.copies(name))
+
+    def read(self, name: str) -> bytes:
+        if name == CATALOG_NAME:
+            return self._catalog()
+        try:
+            return self.hot.read(name)
+        except (FileNotFoundError, StorageError):
+            return self.durable.read(name)
+
+    def stat(self, name: str) -> FileStat:
+        hot = durable = None
+        with contextlib.suppress(FileNotFoundError):
+            hot = self.hot.stat(name)
+        version = UNKNOWN
+        try:
+            durable = call_with_timeout(tuning().tier_save_timeout, lambda: self.durable.stat(name))
+            version = durable.version
+        except FileNotFoundError:
+            version = ""
+            if hot is None:
+                raise
+        except StorageUnavailableError as error:
+            self._warn_of_going_on(error)
+        if hot is None and durable is None:
+            # Not in the hot tier, and the durable storage does not answer: a save may go on, a reader fails when it reads.
+            return FileStat(0, 0.0, f" {version}")
+        nearest = hot or durable
+        assert nearest is not None
+        return FileStat(nearest.size, nearest.modified, f"{hot.version if hot else ''} {version}")
+
+    def publish(self, name: str, data: bytes, *, expected: str | None = None) -> None:
+        hot_version, _, durable_version = (expected or " ").partition(" ")
+        if name == CATALOG_NAME:
+            replaces = durable_version if expected is not None else UNKNOWN
+            self.hot_folder.write_record(data, Record(self.durable.url, replaces, time.time()))
+        self.hot.publish(name, data, expected=None if expected is None else hot_version)
+        if name == CATALOG_NAME:
+            self.hot_folder.remove_other_records(data)
+
+    def folders(self) -> list[str]:
+        return sorted({*map(step_name, self.hot.folders()), *self.durable.folders()})
+
+    def list(self) -> list[tuple[str, int]]:
+        return sorted({**dict(self.durable.list()), **dict(list_own_files(self.hot))}.items())
+
+    def nearest_tier(self) -> Storage:
+        return HotTier(self.url)
+
+    def tier_to_flush(self) -> TierStorage:
+        return self
+
+    def agree_on_copy(self, agree: Callable[[TierStorage], Storage]) -> Storage:
+        return agree(self)
+
+    def delete(self, names: Iterable[str]) -> None:
+        names = list(names)
+        self.hot_folder.remove(names)
+        self.durable.delete(names)
+
+    def sync(self, names: Iterable[str]) -> None:
+        self.hot.sync(names)
+
+    def check_publish(self, name: str, expected: str) -> None:
+        _, _, durable_version = expected.partition(" ")
+        if durable_version != UNKNOWN:
+            try:
+                call_with_timeout(tuning().tier_save_timeout, lambda: self.durable.check_publish(name, durable_version))
+            except StorageUnavailableError as error:
+                self._warn_of_going_on(error)
+
+    def _warn_of_going_on(self, error: StorageUnavailableError) -> None:
+        _log.warning("%s: going on without the durable storage: %s", self.url, error)
+
+
+class HotTier(TierStorage):
+    """A tier of which only the hot folder is read, listed and changed.
+
+    A save sees the tier like this, because the durable checkpoint that it replaces is needed until the flush. So does
+    whoever wants to know what this machine has while the durable storage is away.
+    """
+
+    def _catalog(self) -> bytes:
+        return self.hot.read(CATALOG_NAME)
+
+    def folders(self) -> list[str]:
+        return sorted(map(step_name, self.hot.folders()))
+
+    def list(self) -> list[tuple[str, int]]:
+        return list_own_files(self.hot)
+
+    def nearest_tier(self) -> Storage:
+        return self
+
+    def delete(self, names: Iterable[str]) -> None:
+        self.hot_folder.remove(names)

@@ -1,0 +1,1 @@
+"""Tools over whole checkpoints: verify, diff, export, repair."""

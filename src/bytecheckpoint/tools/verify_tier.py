@@ -1,0 +1,155 @@
+"""Verify a step of a tiered path: the hot copy, the durable copy, and whether a load would succeed with both."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from bytecheckpoint.engine.catalogs import read_catalog
+from bytecheckpoint.errors import CheckpointError, StorageUnavailableError
+from bytecheckpoint.representation.catalog import Catalog
+from bytecheckpoint.representation.catalog_file import decode
+from bytecheckpoint.representation.names import CATALOG_NAME, is_uri
+from bytecheckpoint.storage.threads import call_with_timeout
+from bytecheckpoint.tiers.storage import TierStorage
+from bytecheckpoint.tools.verify_files import Finding, Progress, VerifyReport, verify_catalog
+
+__all__ = ["verify_tier"]
+
+#: Seconds to wait for the durable storage. Without an answer only the hot copy is verified.
+_DURABLE_TIMEOUT = 30.0
+#: Kinds of findings after which no block of the file can be read.
+_WHOLE_FILE = ("missing", "size", "unreadable")
+
+
+def verify_tier(storage: TierStorage, progress: Progress | None = None, *, threads: int = 0) -> VerifyReport:
+    """Check this machine's hot copy and the durable copy of a step; see `verify_checkpoint`.
+
+    Returns:
+        Each finding names its copy. `restorable` says whether a load would succeed despite the findings: it reads each
+        block from the nearest copy in which the block is sound. `verdict` says so in words.
+    """
+    durable, unreachable = _durable_catalog(storage)
+    hot = storage.hot_folder.catalog()
+    notes: list[str] = []
+    findings: list[Finding] = []
+    if unreachable:
+        findings.append(_copy_finding("durable", "unreadable", storage.durable.url, unreachable))
+    catalog: Catalog | None = None
+    record = None
+    if hot is not None:
+        record = storage.hot_folder.record(hot)
+        try:
+            catalog = decode(hot)
+        except CheckpointError as error:
+            findings.append(_copy_finding("hot", "unreadable", storage.hot.url, f"its catalog is damaged: {error}"))
+        else:
+            if not unreachable and not storage.supersedes(hot, record):
+                notes.append(f"the hot copy ({storage.hot.url}) is of an older save and does not count")
+                catalog = None
+    if catalog is None or hot is None:
+        report = verify_catalog(storage.durable, read_catalog(storage.durable)[0], progress, threads=threads)
+        found = [*findings, *(_with_copy(finding, "durable", storage.durable.url) for finding in report.findings)]
+        verdict = "" if not found else _verdict("a load reads the durable copy", not report.findings)
+        return replace(
+            report,
+            path=storage.url,
+            findings=tuple(found),
+            notes=(*notes, *report.notes),
+            restorable=not report.findings,
+            verdict=verdict,
+        )
+    flushed = durable == hot
+    if not flushed and not unreachable:
+        notes.append(f"not flushed: {storage.durable.url} has {'an older checkpoint' if durable else 'no checkpoint'}")
+    # Files of ranks on other machines are usually missing here.
+    ranks = set(record.ranks) if record is not None else set()
+    hot_report = verify_catalog(storage.hot, catalog, _half_progress(progress, 0), threads=threads)
+    bad = {"hot": _bad_blocks(hot_report.findings)}
+    findings += [
+        _with_copy(finding, "hot", storage.hot.url)
+        for finding in hot_report.findings
+        if not (finding.kind == "missing" and ranks and _rank(catalog, finding.file) not in ranks)
+    ]
+    read = hot_report.bytes_read
+    if not unreachable:
+        durable_report = verify_catalog(storage.durable, catalog, _half_progress(progress, 1), threads=threads)
+        read += durable_report.bytes_read
+        bad["durable"] = _bad_blocks(durable_report.findings)
+        findings += [
+            _with_copy(finding, "durable", storage.durable.url)
+            for finding in durable_report.findings
+            if finding.file and (flushed or finding.kind != "missing")
+        ]
+        notes += durable_report.notes if flushed else ()
+    lost = [file.name for file in catalog.files if not is_uri(file.name) and _lost(file.name, bad.values())]
+    holes = any(not finding.file for finding in hot_report.findings)
+    restorable = not lost and not holes
+    if findings or lost:
+        where = f"; {len(lost)} files are in no copy here that is sound (the first: {lost[0]})" if lost else ""
+        verdict = _verdict("a load reads what is wrong in one copy from the other", restorable) + where
+    else:
+        verdict = ""
+    notes += [note for note in hot_report.notes if not note.startswith("tier")]
+    return VerifyReport(
+        storage.url, len(catalog.files), read, hot_report.tensors, tuple(findings), tuple(notes), restorable, verdict
+    )
+
+
+def _durable_catalog(storage: TierStorage) -> tuple[bytes | None, str]:
+    """Return the bytes of the durable catalog, or why the storage did not answer."""
+    try:
+        call_with_timeout(_DURABLE_TIMEOUT, lambda: storage.durable.version(CATALOG_NAME))
+        return storage.durable.read(CATALOG_NAME), ""
+    except FileNotFoundError:
+        return None, ""
+    except StorageUnavailableError as error:
+        return None, str(error)
+
+
+def _verdict(how: str, restorable: bool) -> str:
+    return f"restorable: {how}" if restorable else "not restorable from here, unless another machine has sound copies"
+
+
+def _copy_finding(copy: str, kind: str, url: str, text: str) -> Finding:
+    return Finding(kind, "", -1, 0, (), 0, f"the {copy} copy ({url}): {text}", copy)
+
+
+def _with_copy(finding: Finding, copy: str, url: str) -> Finding:
+    return replace(finding, message=f"the {copy} copy ({url}): {finding.message}", copy=copy)
+
+
+def _rank(catalog: Catalog, name: str) -> int:
+    return next((file.rank for file in catalog.files if file.name == name), -1)
+
+
+def _bad_blocks(findings: Iterable[Finding]) -> dict[str, set[int] | None]:
+    """Return, by file, the blocks that a load cannot read from a copy; None for all blocks."""
+    found: dict[str, set[int] | None] = {}
+    for finding in findings:
+        blocks = found.get(finding.file, set())
+        if finding.kind in _WHOLE_FILE or blocks is None:
+            found[finding.file] = None
+        elif finding.kind == "block":
+            found[finding.file] = blocks | set(range(finding.block, finding.block + finding.blocks))
+    return found
+
+
+def _lost(name: str, copies: Iterable[dict[str, set[int] | None]]) -> bool:
+    """Return whether some block of a file is bad in every copy."""
+    bad_everywhere: set[int] | None = None
+    for bad in copies:
+        blocks = bad.get(name, set())
+        if bad_everywhere is None:
+            bad_everywhere = blocks
+        elif blocks is not None:
+            bad_everywhere = bad_everywhere & blocks
+    return bad_everywhere is None or bool(bad_everywhere)
+
+
+def _half_progress(progress: Progress | None, number: int) -> Progress | None:
+    """Return the progress callback for the first or second of two passes of equal length."""
+    if progress is None:
+        return None
+    report = progress
+    return lambda done, total: report(number * total + done, 2 * total)

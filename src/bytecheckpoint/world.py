@@ -1,0 +1,159 @@
+"""What one rank keeps for one world of ranks, from call to call: saves and loads both find it by their collective."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+import weakref
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from bytecheckpoint.collectives import Collective
+from bytecheckpoint.engine.save_resources import SaveResources
+from bytecheckpoint.errors import CheckpointError, UsageError
+from bytecheckpoint.tiers.flush.flusher import Flusher
+
+__all__ = ["SaveQueue", "World", "world_of"]
+
+
+class SaveQueue:
+    """The saves of one rank: their numbers, the threads of their background halves, the failure of the last one.
+
+    Attributes:
+        calling: held by the call whose foreground half runs.
+    """
+
+    def __init__(self) -> None:
+        self.calling = threading.Lock()
+        self._numbers = itertools.count(1)
+        self._background = ThreadPoolExecutor(1, thread_name_prefix="bytecheckpoint-save")
+        self._coordination = ThreadPoolExecutor(1, thread_name_prefix="bytecheckpoint-coordinate")
+        self._last: Future[None] | None = None
+        self._failure: CheckpointError | None = None
+
+    def next_number(self) -> int:
+        """Number a save."""
+        return next(self._numbers)
+
+    def coordinate(self, work: Callable[[], None]) -> None:
+        """Run the coordinator of one save, after those of earlier saves.
+
+        Raises:
+            UsageError: the interpreter ends.
+        """
+        try:
+            self._coordination.submit(work)
+        except RuntimeError as error:  # executors take no work any more
+            raise UsageError("save was called while the interpreter ends (atexit): call it before that") from error
+
+    def submit(self, work: Callable[[], None]) -> None:
+        """Run the background half of one save, after those of earlier saves."""
+        self._last = self._background.submit(work)
+
+    def drain(self) -> None:
+        """Wait until no earlier save is in flight; its failure is not raised here."""
+        last = self._last
+        if last is not None:
+            last.exception()
+
+    def keep_failure(self, failure: CheckpointError) -> None:
+        """Keep the failure of a background half, which the next save raises."""
+        self._failure = failure
+
+    def forget_failure(self) -> None:
+        """Forget a failure that was raised elsewhere."""
+        self._failure = None
+
+    def raise_failure(self) -> None:
+        """Raise the failure of an earlier background half, once."""
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise type(failure)(f"an earlier asynchronous save failed: {failure}") from failure
+
+    def close(self) -> None:
+        """End the threads, after the saves in flight."""
+        self._background.shutdown()
+        self._coordination.shutdown()
+
+
+class World:
+    """What one rank keeps for one world of ranks.
+
+    Attributes:
+        collective: the ranks.
+        resources: staging pool, helper process, cached plans.
+        saves: the order of saves, and their threads.
+        flusher: takes commits of a tier to the durable storage.
+    """
+
+    def __init__(self, collective: Collective) -> None:
+        self.collective = collective
+        self.resources = SaveResources()
+        self.saves = SaveQueue()
+        self.flusher = Flusher(collective)
+        self._load_numbers = itertools.count(1)
+        self._prepared: tuple[object, ...] = ()
+
+    def next_load_number(self) -> int:
+        """Number a load: every rank gets the same number for the same load."""
+        return next(self._load_numbers)
+
+    def note_prepared(self, states: Mapping[str, object]) -> None:
+        """Note the states that the next save finds prepared; empty: none."""
+        self._prepared = _identity(states)
+
+    def is_prepared(self, states: Mapping[str, object]) -> bool:
+        """Whether these very objects were saved or prepared last, without a failure since."""
+        return self._prepared == _identity(states)
+
+    def drain(self) -> None:
+        """Wait for the saves in flight and for their flushes."""
+        self.saves.drain()
+        self.flusher.drain()
+
+    def close(self) -> None:
+        """End threads and the helper process and give the staging memory back, after the saves in flight."""
+        self.drain()
+        self.saves.close()
+        self.resources.close()
+
+
+def _identity(states: Mapping[str, object]) -> tuple[object, ...]:
+    """Tell which objects these are. A new object at the address of a dead one only costs the next save a plan."""
+    return tuple(
+        (kind, *map(id, value)) if isinstance(value, list | tuple) else (kind, id(value))
+        for kind, value in states.items()
+    )
+
+
+#: The worlds of this process, for the hook at its end. A world hangs on its collective and ends with it.
+_worlds: weakref.WeakSet[World] = weakref.WeakSet()
+_worlds_lock = threading.Lock()
+
+
+def world_of(collective: Collective) -> World:
+    """Return this rank's world for `collective`; made at the first call, kept as long as the collective."""
+    with _worlds_lock:
+        world = collective.attachment
+        if not isinstance(world, World) or world not in _worlds:  # none yet, or that of the process this is a fork of
+            world = collective.attachment = World(collective)
+            _worlds.add(world)
+        return world
+
+
+def _forget_after_fork() -> None:
+    global _worlds, _worlds_lock  # noqa: PLW0603  the parent's threads and locks do not exist in the child
+    _worlds = weakref.WeakSet()
+    _worlds_lock = threading.Lock()
+
+
+def _finish_all() -> None:
+    for world in list(_worlds):
+        world.drain()
+
+
+os.register_at_fork(after_in_child=_forget_after_fork)
+# Executors refuse new work from the moment that concurrent.futures hears of the interpreter's exit, and a save in flight
+# still needs theirs. Such hooks run in reverse order, so this one comes first.
+threading._register_atexit(_finish_all)  # type: ignore[attr-defined]

@@ -1,0 +1,216 @@
+"""Served data: what other ranks fetch without a call on this side for each."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import weakref
+from collections.abc import Iterator
+from concurrent.futures import Future
+
+import numpy as np
+import pytest
+
+from bytecheckpoint.collectives import Collective, SingleProcess, ThreadWorld
+from bytecheckpoint.collectives.base import DataProvider
+from bytecheckpoint.errors import CheckpointError, CheckpointTimeoutError, PeerLostError, StorageFullError
+from tests.collectives.test_mesh import MIB, World, content, until
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    made = World(3)
+    yield made
+    made.close()
+
+
+def fetch(world: World, rank: int, server: int, request: bytes, size: int, timeout: float = 30.0) -> np.ndarray:
+    """What rank `rank` gets for a request to rank `server`."""
+    into = np.zeros(size, np.uint8)
+    world.mesh(rank).fetch(server, "data", request, into, timeout=timeout)
+    return into
+
+
+def by_size(request: bytes) -> np.ndarray:
+    """Answers "size salt" with so many bytes."""
+    size, salt = map(int, request.split())
+    return content(0, 0, size, salt)
+
+
+def ends(call: Future[np.ndarray]) -> BaseException | None:
+    return call.exception(30)
+
+
+@pytest.mark.parametrize(("server", "rank"), [(0, 1), (1, 0), (1, 2), (2, 1)])
+def test_any_rank_fetches_from_any_other(world: World, server: int, rank: int) -> None:
+    """The first fetch connects the two, whichever of them dials; so does one after the connection broke."""
+    with world.mesh(server).serve("data", by_size):
+        for salt, size in enumerate([1, 4 * MIB, 9 * MIB + 5]):
+            got = fetch(world, rank, server, b"%d %d" % (size, salt), size)
+            np.testing.assert_array_equal(got, content(0, 0, size, salt))
+            link = world.mesh(rank)._peer(server).link
+            assert link is not None
+            link.sock.shutdown(socket.SHUT_RDWR)
+            until(lambda: world.mesh(rank)._peer(server).link is None and world.mesh(server)._peer(rank).link is None)
+
+
+def test_a_server_may_begin_after_it_was_asked_for_a_connection(world: World) -> None:
+    world.mesh(1)
+    for server, rank in ((1, 2), (2, 0)):
+        with pytest.raises(CheckpointTimeoutError, match=f"fetch 'data': .*not connected with rank {server} within"):
+            fetch(world, rank, server, b"9 0", 9, timeout=0.2)
+        with world.mesh(server).serve("data", by_size):
+            assert len(fetch(world, rank, server, b"9 0", 9)) == 9
+
+
+def test_many_fetches_share_a_connection_with_exchanges(world: World) -> None:
+    size = 2 * MIB + 1
+    with world.mesh(0).serve("data", by_size), world.mesh(1).serve("data", by_size):
+        calls = [
+            (salt, world.pool.submit(fetch, world, rank, server, b"%d %d" % (size, salt), size))
+            for salt in range(6)
+            for rank, server in ((1, 0), (2, 0), (0, 1), (2, 1))
+        ]
+        for number in range(6):
+            world.pair(f"exchange {number}", number % 2, 2, size)
+        for salt, call in calls:
+            np.testing.assert_array_equal(call.result(60), content(0, 0, size, salt))
+    assert all(sum(link.rank >= 0 for link in world.mesh(rank)._open) == 2 for rank in range(3))
+
+
+def refusing(request: bytes) -> np.ndarray:
+    if request == b"missing":
+        raise FileNotFoundError(2, "nothing", "model/file")
+    if request == b"full":
+        raise StorageFullError("no room")
+    if request == b"bug":
+        raise ZeroDivisionError("oops")
+    return np.zeros(5, np.uint8)
+
+
+@pytest.mark.parametrize("server", [0, 2])
+def test_what_the_provider_raises_is_raised_where_it_was_asked_for(world: World, server: int) -> None:
+    with world.mesh(server).serve("data", refusing):
+        with pytest.raises(FileNotFoundError, match="model/file"):
+            fetch(world, 1, server, b"missing", 9)
+        with pytest.raises(StorageFullError, match=f"rank 1: fetch 'data' was refused by rank {server}: no room"):
+            fetch(world, 1, server, b"full", 9)
+        with pytest.raises(CheckpointError, match="ZeroDivisionError: oops"):
+            fetch(world, 1, server, b"bug", 9)
+        with pytest.raises(CheckpointError, match="has 5 bytes for a fetch of 9"):
+            fetch(world, 1, server, b"", 9)
+        assert fetch(world, 1, server, b"", 5).tolist() == [0] * 5, "and the next one works"
+    with pytest.raises(CheckpointError, match=f"rank {server} does not serve 'data' now"):
+        fetch(world, 1, server, b"", 5)
+
+
+class SlowProvider:
+    """Answers when it may, and counts."""
+
+    def __init__(self) -> None:
+        self.go_on = threading.Event()
+        self.calls = 0
+        self._lock = threading.Lock()
+
+    def __call__(self, request: bytes) -> np.ndarray:
+        with self._lock:
+            self.calls += 1
+        assert self.go_on.wait(60)
+        return by_size(request)
+
+
+@pytest.fixture
+def slow() -> Iterator[SlowProvider]:
+    provider = SlowProvider()
+    yield provider
+    provider.go_on.set()
+
+
+def test_a_fetch_fails_at_once_when_its_server_is_gone(world: World, slow: SlowProvider) -> None:
+    with world.mesh(2).serve("data", slow):
+        calls = [world.pool.submit(fetch, world, rank, 2, b"9 0", 9, 3600) for rank in (0, 1)]
+        until(lambda: slow.calls == 2)
+        world.mesh(2).leave()
+        world.stars[2].leave()
+        for call in calls:
+            error = ends(call)
+            assert isinstance(error, PeerLostError) and "lost rank 2" in str(error)
+        with pytest.raises(PeerLostError, match="lost rank 2"):
+            fetch(world, 1, 2, b"9 0", 9, timeout=3600)
+
+
+def test_a_service_ends_with_what_it_has_not_answered(world: World, slow: SlowProvider) -> None:
+    with world.mesh(0).serve("data", slow):
+        calls = [world.pool.submit(fetch, world, 1, 0, b"9 0", 9, 3600) for _ in range(6)]
+        until(lambda: slow.calls == 4)
+    slow.go_on.set()
+    for call in calls:
+        assert "does not serve 'data' now" in str(ends(call))
+
+
+def test_nothing_is_written_after_a_timeout(world: World, slow: SlowProvider) -> None:
+    into = np.zeros(9 * MIB, np.uint8)
+    with world.mesh(0).serve("data", slow):
+        with pytest.raises(CheckpointTimeoutError, match="rank 1: fetch 'data': not all bytes came from rank 0"):
+            world.mesh(1).fetch(0, "data", b"%d 0" % into.nbytes, into, timeout=0.3)
+        slow.go_on.set()
+        assert len(fetch(world, 1, 0, b"9 0", 9)) == 9, "what came late was passed over"
+        assert not into.any()
+
+
+def test_answers_in_memory_are_few(world: World) -> None:
+    """However many are asked for; a rank that takes nothing does not make its server read on."""
+    lock, alive, most = threading.Lock(), [0], [0]
+
+    def count(change: int) -> None:
+        with lock:
+            alive[0] += change
+            most[0] = max(most[0], alive[0])
+
+    def provider(request: bytes) -> np.ndarray:
+        data = by_size(request)
+        count(1)
+        weakref.finalize(data, count, -1)
+        return data
+
+    size, stuck, release = 12 * MIB, threading.Event(), threading.Event()
+    with world.mesh(0).serve("data", provider):
+        calls = [world.pool.submit(fetch, world, 1, 0, b"%d %d" % (size, salt), size, 60) for salt in range(12)]
+        until(lambda: most[0])
+        world.mesh(1)._call_soon(lambda: (stuck.set(), release.wait(60)))  # type: ignore[arg-type, return-value]
+        assert stuck.wait(30)
+        release.set()
+        for salt, call in enumerate(calls):
+            np.testing.assert_array_equal(call.result(60), content(0, 0, size, salt))
+    assert most[0] <= 6, "four, and what is just being given up"
+
+
+# --- worlds without sockets ------------------------------------------------------------------------------------------
+
+
+def serve_and_fetch(collective: Collective, provider: DataProvider) -> list[int]:
+    rank, size = collective.rank, collective.world_size
+    with collective.serve("data", provider):
+        collective.barrier("served", timeout=20)
+        into = np.zeros(9, np.uint8)
+        collective.fetch((rank + 1) % size, "data", b"9 7", into, timeout=20)
+        collective.barrier("fetched", timeout=20)
+    assert into.tolist() == content(0, 0, 9, 7).tolist()
+    with pytest.raises(CheckpointError, match="does not serve 'data' now"):
+        collective.fetch(rank, "data", b"9 7", into, timeout=20)
+    return list(into)
+
+
+def test_worlds_of_threads_and_of_one() -> None:
+    assert len(ThreadWorld(3).run(lambda collective: serve_and_fetch(collective, by_size), timeout=30)) == 3
+    assert serve_and_fetch(SingleProcess(), by_size)
+    world = ThreadWorld(3)
+    with world.rank(1).serve("data", refusing):
+        into = np.zeros(9, np.uint8)
+        with pytest.raises(FileNotFoundError, match="model/file"):
+            world.rank(0).fetch(1, "data", b"missing", into, timeout=5)
+        with pytest.raises(CheckpointError, match="has 5 bytes for a fetch of 9"):
+            world.rank(0).fetch(1, "data", b"", into, timeout=5)
+        world.kill(1, silent=False)
+        with pytest.raises(PeerLostError, match="it was killed"):
+            world.rank(0).fetch(1, "data", b"", into, timeout=3600)

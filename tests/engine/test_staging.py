@@ -1,0 +1,57 @@
+"""Staging: the image in the pool, and chunk by chunk, holds the bytes of the tensors at their places."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from bytecheckpoint.engine.staging import Image, ImageFile, KnownTargets, chunks_of, dense, flat_bytes
+
+#: Of all kinds: large and contiguous, not contiguous, small, of a dtype that few kernels copy, empty.
+TENSORS = [
+    torch.arange(300_000, dtype=torch.int32),
+    torch.arange(600_000, dtype=torch.int16).reshape(600, 1000).t(),
+    torch.randn(17),
+    torch.randn(33).to(torch.float8_e4m3fn),
+    torch.zeros(0),
+    torch.arange(100, dtype=torch.uint8),
+]
+
+
+def expected(shards: list[int]) -> bytes:
+    return b"".join(flat_bytes(dense(TENSORS[i])).numpy().tobytes() for i in shards)
+
+
+def image(*, known_files: int) -> Image:
+    files, start = [], 0
+    for shards in ([0, 2, 4, 3], [1, 5]):
+        sizes = np.array([TENSORS[i].nbytes for i in shards], np.int64)
+        files.append(ImageFile(start, int(sizes.sum()), shards, np.cumsum(sizes) - sizes, sizes))
+        start += -(-int(sizes.sum()) // 4096) * 4096
+    return Image(list(TENSORS), files, KnownTargets(known_files))
+
+
+@pytest.mark.parametrize("known_files", [0, 1, 2])
+def test_a_staged_image_holds_every_file(known_files: int) -> None:
+    staged = image(known_files=known_files)
+    for generation in (1, 1, 2):  # the second time with the views of the first
+        pool = torch.full((staged.nbytes + 5,), 0xEE, dtype=torch.uint8)
+        staged.stage(pool, generation)
+        for file in staged.files:
+            assert pool[file.start : file.start + file.nbytes].numpy().tobytes() == expected(file.shards)
+
+
+@pytest.mark.parametrize("chunk_bytes", [4096, 1 << 18, 1 << 22])
+@pytest.mark.parametrize("by_reference", [True, False])
+def test_chunks_of_any_length_hold_every_file(chunk_bytes: int, by_reference: bool) -> None:
+    whole = image(known_files=0)
+    large = whole.large() if by_reference else {}
+    assert sorted(large) == ([0] if by_reference else [])
+    slot = torch.zeros(chunk_bytes, dtype=torch.uint8)
+    found = [b"", b""]
+    for chunk in chunks_of(whole.files, chunk_bytes):
+        data = b"".join(whole.fill(chunk, slot, large))
+        assert (chunk.start, chunk.nbytes) == (len(found[chunk.file]), len(data))
+        found[chunk.file] += data
+    assert found == [expected(file.shards) for file in whole.files]

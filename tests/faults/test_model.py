@@ -1,0 +1,164 @@
+"""A model of the promise: a load gives exactly the last committed step, whatever failed before it.
+
+Hypothesis draws sequences of saves, replacements, failures, kills and loads of two ranks on local disk. The model keeps
+the steps that the checkpoint may hold. A load must return one of them, whole, and settles which one it is.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+import bytecheckpoint
+from bytecheckpoint import CheckpointError, StorageFullError, StorageUnavailableError
+from bytecheckpoint.collectives.base import Collective
+from bytecheckpoint.collectives.testing import ThreadWorld
+from bytecheckpoint.handles import SaveReport
+from tests.faults.coded import files_of, load_step, states, step_of
+from tests.faults.ranks import outcomes, succeeded
+from tests.support.faulty_storage import Faults
+from tests.support.modes import MODES
+from tests.support.settings import undisturbed
+
+RANKS = 2
+ROWS = 6
+#: Storage calls of a save at which a rank fails or dies.
+CALLS = ("create", "write", "finish", "sync", "publish", "list", "delete", "stat")
+
+
+class Checkpoints(RuleBasedStateMachine):
+    """One path, saved and loaded by worlds of two ranks on threads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.folder = Path(tempfile.mkdtemp(prefix="model-"))
+        self.path = self.folder / "step"
+        self.patch = pytest.MonkeyPatch()
+        self.faults = Faults().install(self.patch)
+        self.calm = undisturbed()
+        self.calm.__enter__()
+        bytecheckpoint.configure(writer="thread", timeout=30.0)
+        self.world = ThreadWorld(RANKS)
+        self.last_step = 0
+        #: What the checkpoint may hold; 0 for nothing. More than one where a save failed after it may have committed.
+        self.possible = {0}
+        self.failed_before = False
+
+    def teardown(self) -> None:
+        self.faults.clear()
+        self.calm.__exit__(None, None, None)
+        self.patch.undo()
+        shutil.rmtree(self.folder)
+
+    def save(self, mode: str) -> list[Any]:
+        """Every rank saves the next step; per rank the report or the error."""
+        self.last_step += 1
+        step = self.last_step
+
+        def one(collective: Collective) -> Any:
+            return bytecheckpoint.save(self.path, states(collective.rank, RANKS, step, ROWS), **MODES[mode]).result(60)
+
+        return outcomes(self.world, one)
+
+    @initialize(mode=st.sampled_from(list(MODES)))
+    def first_save(self, mode: str) -> None:
+        self.save_works(mode)
+
+    @rule(mode=st.sampled_from(list(MODES)))
+    def save_works(self, mode: str) -> None:
+        got = self.save(mode)
+        if self.failed_before:  # a failed asynchronous save is raised once more, by the next save, which saves nothing
+            self.failed_before = False
+            assert all(isinstance(raised, CheckpointError) and "earlier" in str(raised) for raised in got), got
+            return
+        succeeded(got)
+        self.possible = {self.last_step}
+
+    @precondition(lambda self: not self.failed_before)
+    @rule(
+        mode=st.sampled_from(list(MODES)),
+        call=st.sampled_from(CALLS),
+        rank=st.integers(0, RANKS - 1),
+        skip=st.integers(0, 4),
+        partial=st.booleans(),
+        error=st.sampled_from([StorageFullError("the disk is full"), StorageUnavailableError("the device is gone")]),
+    )
+    def save_meets_an_error(self, mode: str, call: str, rank: int, skip: int, partial: bool, error: Exception) -> None:
+        fault = self.faults.add(call, error, rank=rank, skip=skip, partial=partial)
+        got = self.save(mode)
+        self.faults.clear()
+        if all(isinstance(report, SaveReport) for report in got):
+            self.possible = {self.last_step}
+            return
+        assert fault.hits, got
+        assert all(isinstance(raised, CheckpointError) for raised in got), got
+        self.possible.add(self.last_step)
+        self.failed_before = mode != "sync"
+
+    @precondition(lambda self: not self.failed_before)
+    @rule(
+        mode=st.sampled_from(list(MODES)),
+        call=st.sampled_from(CALLS),
+        victim=st.integers(0, RANKS - 1),
+        skip=st.integers(0, 4),
+    )
+    def rank_is_killed_during_a_save(self, mode: str, call: str, victim: int, skip: int) -> None:
+        """From a storage call on, the rank reaches neither storage nor ranks: its files stay. The job starts again."""
+        world, faults, gone = self.world, self.faults, StorageUnavailableError("this rank was killed")
+
+        def kill() -> None:
+            world.kill(victim, silent=False)
+            faults.add("*", gone, rank=victim, times=-1)
+
+        fault = self.faults.add(call, gone, rank=victim, skip=skip, before=kill)
+        got = self.save(mode)
+        self.faults.clear()
+        if fault.hits:
+            self.possible.add(self.last_step)
+        else:
+            succeeded(got)
+            self.possible = {self.last_step}
+        self.world = ThreadWorld(RANKS)
+
+    @rule()
+    def load(self) -> None:
+        """Two ranks load; both get the same, whole, step."""
+
+        def one(collective: Collective) -> int:
+            loaded = states(collective.rank, RANKS, None, ROWS)
+            bytecheckpoint.load(self.path, loaded)
+            return step_of(loaded)
+
+        got = outcomes(self.world, one)
+        if self.possible == {0}:
+            assert all(isinstance(raised, bytecheckpoint.CheckpointNotFoundError) for raised in got), got
+            return
+        assert got[0] == got[1], got
+        self.settle(got[0])
+
+    @rule()
+    def load_in_another_layout(self) -> None:
+        try:
+            self.settle(load_step(self.path, rows=ROWS, prepare_save=False))
+        except bytecheckpoint.CheckpointNotFoundError:
+            self.settle(0)
+
+    def settle(self, step: int) -> None:
+        assert step in self.possible
+        self.possible = {step}
+
+    @invariant()
+    def files_are_few(self) -> None:
+        """No failed save leaves more than its own files behind, and the next save removes them."""
+        assert len(files_of(self.path)) < 40
+
+
+TestCheckpoints = Checkpoints.TestCase
+TestCheckpoints.settings = settings(max_examples=40, stateful_step_count=12, deadline=None)

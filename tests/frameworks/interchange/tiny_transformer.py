@@ -1,0 +1,104 @@
+"""Runs of the tiny transformer of tests/support: under torch's layouts and FSDP1, and under DeepSpeed."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from tests.distributed import fsdp1_layouts
+from tests.distributed.layouts import Trainer
+from tests.frameworks.deepspeed import engines
+from tests.frameworks.interchange.runs import Settings, named_groups, settings_of, settings_of_engine
+from tests.frameworks.real_frameworks import without_tied_head
+from tests.support.tiny_model import initialise
+
+Named = Mapping[str, torch.Tensor]
+
+values = partial(initialise, seed=2, tied=True)
+
+
+def groups(parameters: Named) -> list[dict[str, Any]]:
+    """Return two param groups: the inside of attention, MLP and experts; and the rest, with the frozen parameter.
+
+    They are not matrices and vectors, so FSDP1 can flatten each group into parameters of its own.
+    """
+    inside = {n for n in parameters if ".attention." in n or ".mlp." in n}
+    return [
+        {"params": [p for n, p in parameters.items() if n in inside], "lr": 3e-3, "weight_decay": 0.1},
+        {"params": [p for n, p in parameters.items() if n not in inside], "lr": 1e-2, "weight_decay": 0.0},
+    ]
+
+
+def adamw(parameters: Named) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(groups(parameters), foreach=False)
+
+
+def sgd(parameters: Named) -> torch.optim.Optimizer:
+    first, second = groups(parameters)
+    first |= {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01}
+    second |= {"lr": 0.1, "momentum": 0.8}
+    return torch.optim.SGD([first, second], foreach=False)
+
+
+OPTIMIZERS = {"adamw": adamw, "sgd": sgd}
+
+
+class TorchRun:
+    """Under one of the layouts of tests/distributed."""
+
+    def __init__(self, layout: str, optimizer: str) -> None:
+        self.trainer: Trainer = fsdp1_layouts.build(
+            layout, values, tied=True, dtype=torch.float32, optimizer=OPTIMIZERS[optimizer]
+        )
+        self.extra: dict[str, Any] = {"step": 0}
+
+    def states(self) -> dict[str, Any]:
+        t = self.trainer
+        return {"model": t.model, "optimizer": t.optimizer, "extra_states": self.extra}
+
+    def loaded(self, kinds: Collection[str]) -> None:
+        pass
+
+    def train(self, steps: int) -> list[float]:
+        self.trainer.extra["step"] = self.extra["step"]
+        losses = self.trainer.train(steps)
+        self.extra["step"] += steps
+        return losses
+
+    def full_state(self) -> dict[str, Any]:
+        return without_tied_head(fsdp1_layouts.full_state(self.trainer))
+
+    def settings(self) -> Settings:
+        return settings_of(self.trainer.model, self.trainer.optimizer)
+
+
+class EngineRun:
+    """Under DeepSpeed."""
+
+    def __init__(self, engine: str, optimizer: str) -> None:
+        self._named: list[list[str]] = []
+
+        def make(parameters: Named) -> torch.optim.Optimizer:
+            made = OPTIMIZERS[optimizer](parameters)
+            self._named = named_groups(parameters, made)
+            return made
+
+        self.run = engines.build(engine, values, make)
+
+    def states(self) -> dict[str, Any]:
+        return {"model": self.run.engine, "extra_states": self.run.client}
+
+    def loaded(self, kinds: Collection[str]) -> None:
+        pass
+
+    def train(self, steps: int) -> list[float]:
+        return self.run.train(steps)
+
+    def full_state(self) -> dict[str, Any]:
+        return without_tied_head(engines.full_state(self.run.engine))
+
+    def settings(self) -> Settings:
+        return settings_of_engine(self.run.engine, self._named)

@@ -1,0 +1,172 @@
+"""Master weights: which parameters are loaded from them, and which optimizers hold them."""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from bytecheckpoint.frameworks.fsdp1.adapter import FSDP1Framework
+from bytecheckpoint.frameworks.native import NativeFramework
+from bytecheckpoint.frameworks.optimizers.capture import capture_optimizers
+from bytecheckpoint.frameworks.optimizers.master_weights import MASTER, optimizer_kind
+from bytecheckpoint.frameworks.optimizers.names import ParameterNames
+from bytecheckpoint.frameworks.optimizers.view import optimizer_view, placeholder_parameter
+from bytecheckpoint.frameworks.tensors.flat_ranges import FlatRange, flat_range_shards
+from bytecheckpoint.representation.shards import LiveState, TensorKey
+from tests.frameworks.fsdp1_worlds import as_rank, unit
+from tests.frameworks.memory import MemoryCheckpoint, detached
+
+SHAPE = (5, 3)
+EXACT = torch.arange(15.0).reshape(SHAPE) / 3 + 1
+ROUNDED = EXACT.to(torch.bfloat16)
+
+
+class Model(nn.Module):
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(SHAPE, dtype=dtype))
+
+
+def engine_checkpoint(
+    model: str = "model", optimizer: str = "optimizer", optimizer_type: str = "Engine"
+) -> MemoryCheckpoint:
+    """Save a low-precision engine of two ranks: the model on both, the optimizer in flat halves."""
+    ranks: list[list[LiveState]] = []
+    for start, count in ((0, 8), (8, 7)):
+        module = Model(torch.bfloat16)
+        module.weight.data.copy_(ROUNDED)
+        view = optimizer_view(optimizer_type)
+        whole = placeholder_parameter(SHAPE, module.weight)
+        view.param_groups.append({"params": [whole], "lr": 0.5})
+        view.state[whole] = {"step": torch.tensor(7.0)}
+        state = capture_optimizers(optimizer, [view], ParameterNames({id(whole): ("weight", ())}))
+        flats = {MASTER: EXACT, "exp_avg": EXACT * 2, "exp_avg_sq": EXACT * 3}
+        state.shards += flat_range_shards(
+            [
+                FlatRange(TensorKey(optimizer, "weight", slot), SHAPE, start, value.flatten(), start, count)
+                for slot, value in flats.items()
+            ]
+        )
+        ranks.append(detached([*NativeFramework().capture({model: module}), state]))
+    return MemoryCheckpoint(ranks)
+
+
+def test_a_full_precision_model_loads_the_master_weights() -> None:
+    model = Model()
+    adam = torch.optim.AdamW(model.parameters())
+    into = engine_checkpoint().load({"model": model, "optimizer": adam})
+    assert torch.equal(model.weight, EXACT)
+    assert not into.missing
+    state = adam.state[model.weight]
+    assert set(state) == {"step", "exp_avg", "exp_avg_sq"}
+    assert torch.equal(state["exp_avg"], EXACT * 2)
+    assert TensorKey("optimizer", "weight", MASTER) in into.recognized
+    assert TensorKey("model", "weight") in into.recognized
+
+
+def test_a_full_precision_model_loads_them_without_an_optimizer() -> None:
+    model = Model()
+    engine_checkpoint().load({"model": model})
+    assert torch.equal(model.weight, EXACT)
+
+
+def test_a_low_precision_model_loads_its_own_weights() -> None:
+    model = Model(torch.bfloat16)
+    adam = torch.optim.AdamW(model.parameters())
+    engine_checkpoint().load({"model": model, "optimizer": adam})
+    assert torch.equal(model.weight, ROUNDED)
+    assert MASTER not in adam.state[model.weight]
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+def test_fsdp1_loads_the_master_weights(use_orig_params: bool) -> None:
+    saved = engine_checkpoint()
+    with as_rank(1, 2):
+        model = unit(Model(), use_orig_params=use_orig_params)
+        adam = torch.optim.AdamW(model.parameters())
+        states: MutableMapping[str, Any] = {"model": model, "optimizer": adam}
+        saved.rank = 1
+        into = FSDP1Framework().destination(states, saved)
+        saved.fill(into)
+        into.apply()
+        flat = next(p for p in model.parameters() if p.numel())
+        assert torch.equal(flat.detach().reshape(-1)[:7], EXACT.flatten()[8:])
+        assert set(adam.state[flat]) == {"step", "exp_avg", "exp_avg_sq"}
+
+
+def test_other_kinds_have_their_own_optimizer() -> None:
+    assert optimizer_kind("model") == "optimizer"
+    saved = engine_checkpoint("critic", optimizer_kind("critic"))
+    model = Model()
+    saved.load({"critic": model})
+    assert torch.equal(model.weight, EXACT)
+
+
+def test_master_weights_of_another_model_with_the_same_names_are_not_loaded() -> None:
+    saved = engine_checkpoint("critic", "optimizer")
+    model = Model()
+    into = NativeFramework().destination({"critic": model}, saved)
+    assert {shard.key.kind for shard in into.wanted} == {"critic"}
+
+
+class Engine(torch.optim.SGD):
+    """An optimizer that itself has a state of that name."""
+
+
+def test_an_optimizer_of_the_saved_type_loads_master_weights() -> None:
+    model = Model(torch.bfloat16)
+    own = Engine(model.parameters(), lr=1e-3)
+    engine_checkpoint().load({"model": model, "optimizer": own})
+    assert torch.equal(own.state[model.weight][MASTER], EXACT)
+
+
+def test_an_optimizer_with_master_weights_loads_them() -> None:
+    model = Model(torch.bfloat16)
+    adam = torch.optim.AdamW(model.parameters())
+    adam.state[model.weight][MASTER] = torch.zeros(SHAPE)
+    engine_checkpoint().load({"model": model, "optimizer": adam})
+    assert torch.equal(adam.state[model.weight][MASTER], EXACT)
+
+
+class PartlyFrozen(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(SHAPE))
+        self.frozen = nn.Parameter(torch.zeros(SHAPE), requires_grad=False)
+
+
+def test_settings_of_a_frozen_parameter_are_not_missing() -> None:
+    trained = PartlyFrozen()
+    saved = MemoryCheckpoint(
+        [
+            detached(
+                NativeFramework().capture(
+                    {"model": trained, "optimizer": torch.optim.SGD([trained.weight], lr=0.5, momentum=0.9)}
+                )
+            )
+        ]
+    )
+    model = PartlyFrozen()
+    sgd = torch.optim.SGD(model.parameters(), lr=1.0)
+    into = saved.load({"model": model, "optimizer": sgd})
+    assert not into.missing
+    assert sgd.param_groups[0]["lr"] == 0.5
+
+
+def test_settings_of_a_trained_parameter_are_missing() -> None:
+    trained = PartlyFrozen()
+    saved = MemoryCheckpoint(
+        [
+            detached(
+                NativeFramework().capture({"model": trained, "optimizer": torch.optim.SGD([trained.weight], lr=0.5)})
+            )
+        ]
+    )
+    model = PartlyFrozen()
+    model.frozen.requires_grad = True
+    into = saved.load({"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=1.0)})
+    assert into.missing == ["optimizer/param_groups/frozen"]

@@ -1,0 +1,103 @@
+"""A checkpoint that another save replaces during a load: all ranks load the new one, or say why not."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+import torch
+
+import bytecheckpoint
+from bytecheckpoint import CorruptCheckpointError, IncompatibleCheckpointError
+from bytecheckpoint.collectives import Collective, SingleProcess, ThreadWorld, current, use
+from bytecheckpoint.errors import CheckpointReplacedError, error_from_report, error_report
+from bytecheckpoint.storage import Storage, resolve
+from bytecheckpoint.storage.wrappers import Call, WrappedStorage
+from tests.support.settings import using
+
+T = TypeVar("T")
+SHAPE = (3, 1000)
+
+
+@pytest.fixture(autouse=True)
+def _threads() -> Iterator[None]:
+    with using(writer="thread"):
+        yield
+
+
+def save(path: Path, step: int) -> None:
+    with use(SingleProcess()):
+        bytecheckpoint.save(path, {"model": {"w": torch.full(SHAPE, float(step))}})
+
+
+class Replaced(WrappedStorage):
+    """Another save replaces the checkpoint whenever a rank that has read the catalog opens a file."""
+
+    def __init__(self, path: Path, times: int) -> None:
+        super().__init__(resolve(path))
+        self.path = path
+        self.steps = iter(range(2, 2 + times))
+        self.lock = threading.Lock()
+
+    def around(self, call: Call, do: Callable[[], T]) -> T:
+        with self.lock:
+            if call.operation == "open" and (step := next(self.steps, None)) is not None:
+                save(self.path, step)
+        return do()
+
+
+def load(world: int, path: Path) -> list[Any]:
+    def run(collective: Collective) -> Any:
+        into = {"w": torch.zeros(SHAPE)}
+        try:
+            bytecheckpoint.load(path, {"model": into}, timeout=20)
+        except bytecheckpoint.CheckpointError as error:
+            return error
+        return into["w"].unique().tolist()
+
+    return ThreadWorld(world).run(run, timeout=60)
+
+
+def test_all_ranks_load_the_new_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "s"
+    save(path, 1)
+    storage = Replaced(path, times=1)
+    monkeypatch.setattr("bytecheckpoint.loading.resolve_storage", lambda _: storage)
+    assert load(2, path) == [[2.0], [2.0]]
+
+
+def test_a_checkpoint_that_is_replaced_again_and_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "s"
+    save(path, 1)
+    storage = Replaced(path, times=10)
+    monkeypatch.setattr("bytecheckpoint.loading.resolve_storage", lambda _: storage)
+    for error in load(1, path):
+        assert type(error) is IncompatibleCheckpointError, error
+        assert "was replaced 3 times while it was being loaded" in str(error)
+
+
+def test_ranks_that_see_different_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for rank in (0, 1):
+        save(tmp_path / str(rank), rank)
+    tries = itertools.count()
+
+    def by_rank(_: Any) -> Storage:
+        next(tries)
+        return resolve(tmp_path / str(current().rank))
+
+    monkeypatch.setattr("bytecheckpoint.loading.resolve_storage", by_rank)
+    for error in load(2, tmp_path):
+        assert type(error) is IncompatibleCheckpointError
+        assert "ranks see different checkpoints" in str(error) and "load again" in str(error)
+    assert next(tries) == 2 * 3
+
+
+def test_the_error_is_internal_and_travels() -> None:
+    there = error_from_report(error_report(CheckpointReplacedError("gone", file="f", block=2)), prefix="rank 1: ")
+    assert type(there) is CheckpointReplacedError and isinstance(there, CorruptCheckpointError)
+    assert (str(there), there.file, there.block) == ("rank 1: gone", "f", 2)
+    assert not hasattr(bytecheckpoint, "CheckpointReplacedError")

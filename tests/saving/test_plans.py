@@ -1,0 +1,85 @@
+"""The coordinator's plans: around ranks that have written, and recognised by reports."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from bytecheckpoint import IncompatibleCheckpointError, UsageError
+from bytecheckpoint.engine.save_resources import PlanCache
+from bytecheckpoint.planning.save_plan import LocalTable, describe, plan_save
+from bytecheckpoint.representation.shards import LiveShard, TensorKey
+from bytecheckpoint.saving.messages import PlanRequest, WriteReport
+from bytecheckpoint.saving.plans import KnownPlan, check_reports, check_urls, differing_replicas, plan_around
+
+
+def table(*names: str, elements: int = 4) -> LocalTable:
+    """A rank that holds whole tensors of these names."""
+    shape = (elements,)
+    return describe(
+        [LiveShard(TensorKey("model", n, ""), "float32", shape, (0,), shape, torch.zeros(shape)) for n in names]
+    )
+
+
+def report(plan: str, url: str = "url") -> WriteReport:
+    return WriteReport(url, plan, [], [])
+
+
+def test_ranks_that_have_written_are_planned_around() -> None:
+    tables = [table("a", "b"), table("a", "b", "c")]
+    plan, reason = plan_around(tables, {0: np.array([0, 1])})
+    assert reason == ""
+    assert plan.locals_of(0).tolist() == [0, 1] and plan.locals_of(1).tolist() == [2]
+
+
+def test_a_replica_that_nobody_wrote_makes_all_write_anew() -> None:
+    """Rank 0 wrote nothing of `a`, because rank 1 used to; rank 1 no longer holds it."""
+    plan, reason = plan_around([table("a"), table("b")], {0: np.zeros(0, np.int64)})
+    assert "model/a" in reason
+    assert plan.locals_of(0).tolist() == [0] and plan.locals_of(1).tolist() == [0]
+
+
+def test_tables_that_belong_to_different_states() -> None:
+    tables = [table("a"), table("a", elements=5)]
+    written = np.array([0])
+    with pytest.raises(IncompatibleCheckpointError, match=r"different save plans.*model/a has global shape"):
+        plan_around(tables, {0: written, 1: written})
+    with pytest.raises(IncompatibleCheckpointError, match=r"^model/a has global shape"):
+        plan_around(tables, {0: written})
+
+
+def test_reports_belong_to_one_plan_and_one_path() -> None:
+    tables = [table("a"), table("a")]
+    known = KnownPlan("new", plan_save(tables), tables, ["old", "new"])
+    good = {0: report("old"), 1: report("new")}
+    assert known.fits(good) and known.fits({1: report("new")}) and not known.fits({0: report("new")})
+    check_reports(good, known)
+    with pytest.raises(IncompatibleCheckpointError, match="rank 0 followed another save plan"):
+        check_reports({0: report("new"), 1: report("new")}, known)
+    with pytest.raises(UsageError, match="different paths: one, two"):
+        check_urls({0: report("new", "two"), 1: report("new", "one")})
+    assert known.writing_seconds() == 16 / (4 << 20)
+
+
+def test_copies_that_differ_are_named() -> None:
+    tables = [table("a", "b"), table("a", "b")]
+
+    def request(*digests: int) -> PlanRequest:
+        return PlanRequest("url", tables[0], [], np.array(digests, np.uint64).tobytes())
+
+    assert differing_replicas({0: request(1, 2), 1: request(1, 3)}, tables) == ["model/b"]
+    assert differing_replicas({0: request(1, 2), 1: request(1, 2)}, tables) == []
+    assert differing_replicas({0: request(1, 2)}, tables) == [], "not all ranks have sent hashes"
+
+
+def test_the_cache_keeps_what_was_used_last() -> None:
+    cache: PlanCache[str, int] = PlanCache(2)
+    cache.add("a", 1)
+    cache.add("b", 2)
+    assert cache.get("a") == 1
+    cache.add("c", 3)
+    assert "b" not in cache and cache.get("b") is None
+    assert list(cache.newest_first()) == [3, 1]
+    cache.clear()
+    assert list(cache.newest_first()) == []

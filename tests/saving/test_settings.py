@@ -1,0 +1,53 @@
+"""Settings: limits, messages, the environment."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bytecheckpoint import Settings, UsageError, configure
+from bytecheckpoint.settings import _from_environment
+
+WRONG: list[tuple[str, list[Any], str]] = [
+    ("timeout", [-1, 0, math.nan, math.inf, "5", True, 10**5000], "give a positive number of seconds"),
+    ("chunk_bytes", [0, -(1 << 20), 1 << 19, 1.5], "give a positive multiple of 1 MiB"),
+    ("writer", ["fork", 3, None], "give 'process' or 'thread'"),
+    ("write_threads", [0, True, "2"], "give an integer that is at least 1"),
+    ("read_threads", [-1], "give an integer that is at least 0"),
+    ("tier_hot", ["", None], "give a str that is not empty"),
+]
+
+
+@pytest.mark.parametrize(("name", "values", "advice"), WRONG, ids=[name for name, _, _ in WRONG])
+def test_a_wrong_value_is_refused_by_name(name: str, values: list[Any], advice: str) -> None:
+    for value in values:
+        with pytest.raises(UsageError, match=rf"^settings\.{name} is .*: {advice}"):
+            Settings(**{name: value})
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    assert Settings(timeout=np.float64(3)).timeout == 3
+    assert Settings(timeout=3).timeout == 3
+
+
+def test_an_unknown_setting_is_refused_with_all_names() -> None:
+    with pytest.raises(UsageError, match=r"unknown setting 'tiemout'; the settings are: staging_bytes, .*tier_waiting"):
+        configure(tiemout=3)
+
+
+def test_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {"TIMEOUT": " 5 ", "CHUNK_BYTES": "1_048_576", "WRITER": "thread", "SPOOL_DIR": "12", "READ_THREADS": "3"}
+    for name, text in given.items():
+        monkeypatch.setenv(f"BYTECHECKPOINT_{name}", text)
+    found = _from_environment()
+    assert found == Settings(timeout=5.0, chunk_bytes=1 << 20, writer="thread", spool_dir="12", read_threads=3)
+
+
+@pytest.mark.parametrize(("name", "text"), [("TIMEOUT", "soon"), ("TIMEOUT", "-1"), ("WRITER", "fork"), ("COMMIT", "")])
+def test_a_wrong_variable_is_named(monkeypatch: pytest.MonkeyPatch, name: str, text: str) -> None:
+    monkeypatch.setenv(f"BYTECHECKPOINT_{name}", text)
+    with pytest.raises(UsageError, match=f"^BYTECHECKPOINT_{name}='{text}': give "):
+        _from_environment()

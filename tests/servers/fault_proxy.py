@@ -1,0 +1,183 @@
+"""A proxy before an HTTP server that lets chosen requests fail: it loses or cuts answers, and makes some up.
+
+All other requests and answers pass unchanged, so that signatures stay valid.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from bytecheckpoint.storage.testing.fault_rule import FaultRule
+
+__all__ = ["FaultProxy", "HttpFault", "Request", "asks", "fault_proxy", "s3_error"]
+
+
+@dataclass(frozen=True)
+class Request:
+    """A request that passes.
+
+    Attributes:
+        method: "PUT", ...
+        path: with its query.
+        headers: names in lower case.
+    """
+
+    method: str
+    path: str
+    headers: dict[str, str]
+
+
+@dataclass
+class HttpFault(FaultRule):
+    """Which requests fail, and how: `call` is a predicate of a `Request`.
+
+    Attributes:
+        status: of a made-up answer; 0: the server is asked.
+        body: of such an answer.
+        cut: bytes of the server's answer after which the connection breaks; -1: none.
+        headers: names in lower case; added to a made-up answer, or in place of those of the server's answer.
+        strip: headers of the request that the server does not get, names in lower case.
+    """
+
+    status: int = 0
+    body: bytes = b""
+    cut: int = -1
+    headers: dict[str, str] = field(default_factory=dict)
+    strip: tuple[str, ...] = ()
+
+
+def asks(method: str, word: str = "") -> Callable[[Request], bool]:
+    """Return a predicate: requests of a method whose path contains a word."""
+    return lambda request: request.method == method and word in request.path
+
+
+def s3_error(code: str, message: str = "so it is") -> bytes:
+    """Return the body of an error of S3."""
+    return f"<Error><Code>{code}</Code><Message>{message}</Message></Error>".encode()
+
+
+class FaultProxy:
+    """The proxy.
+
+    Attributes:
+        endpoint: where clients reach it.
+        rules: the first that hits a request applies.
+        requests: all requests so far.
+    """
+
+    def __init__(self, target: str) -> None:
+        self._target = target.split("://")[1].split("/", maxsplit=1)[0]
+        self.rules: list[HttpFault] = []
+        self.requests: list[Request] = []
+        self._open: set[socket.socket] = set()
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def setup(self) -> None:
+                super().setup()
+                outer._open.add(self.connection)
+
+            def finish(self) -> None:
+                outer._open.discard(self.connection)
+                with contextlib.suppress(OSError):
+                    super().finish()
+
+            def handle_one_request(self) -> None:
+                self.raw_requestline = self.rfile.readline(65537)
+                if not self.raw_requestline or not self.parse_request():
+                    self.close_connection = True
+                    return
+                outer._serve(self)
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        class Server(ThreadingHTTPServer):
+            def handle_error(self, request: Any, client_address: Any) -> None:
+                if not isinstance(sys.exception(), OSError):  # clients may go away
+                    super().handle_error(request, client_address)
+
+        self._server = Server(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        self.endpoint = target.replace(self._target, f"127.0.0.1:{self._server.server_port}")
+        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop serving, and end the connections that clients keep open."""
+        self._server.shutdown()
+        self._server.server_close()
+        for connection in list(self._open):
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+
+    def _rule(self, request: Request) -> HttpFault | None:
+        self.requests.append(request)
+        return next((rule for rule in self.rules if rule.hit(request)), None)
+
+    def _serve(self, client: BaseHTTPRequestHandler) -> None:
+        headers = {name.lower(): value for name, value in client.headers.items()}
+        if headers.get("expect", "").lower() == "100-continue":
+            client.send_response_only(100)
+            client.end_headers()
+        body = client.rfile.read(int(headers.get("content-length", 0)))
+        rule = self._rule(Request(client.command, client.path, headers))
+        if rule is not None and rule.status:
+            client.send_response_only(rule.status)
+            for name, value in {"content-length": str(len(rule.body)), **rule.headers}.items():
+                client.send_header(name, value)
+            client.end_headers()
+            client.wfile.write(rule.body)
+            return
+        upstream = http.client.HTTPConnection(self._target, timeout=60)
+        try:
+            upstream.putrequest(client.command, client.path, skip_host=True, skip_accept_encoding=True)
+            for name, value in client.headers.items():
+                if rule is None or name.lower() not in rule.strip:
+                    upstream.putheader(name, value)
+            upstream.endheaders(body)
+            answer = upstream.getresponse()
+            data = answer.read()
+        except OSError:
+            client.close_connection = True
+            return
+        finally:
+            upstream.close()
+        if rule is not None and rule.lose:
+            client.close_connection = True
+            return
+        client.send_response_only(answer.status, answer.reason)
+        other = rule.headers if rule is not None else {}
+        for name, value in answer.getheaders():
+            if name.lower() not in ("transfer-encoding", "connection", "content-length"):
+                client.send_header(name, other.get(name.lower(), value))
+        length = answer.getheader("content-length") if client.command == "HEAD" else str(len(data))
+        client.send_header("content-length", length or "0")
+        client.end_headers()
+        if rule is not None and rule.cut >= 0:
+            client.wfile.write(data[: rule.cut])
+            client.close_connection = True
+            return
+        client.wfile.write(data)
+
+
+@contextmanager
+def fault_proxy(target: str) -> Iterator[FaultProxy]:
+    """Run a proxy before `target` ("http://127.0.0.1:port")."""
+    proxy = FaultProxy(target)
+    try:
+        yield proxy
+    finally:
+        proxy.close()

@@ -1,0 +1,46 @@
+"""Child processes: how to start programs of this repository, and what has become of a process."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+__all__ = ["ROOT", "environment", "python", "running", "state_of", "wait_until"]
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def environment() -> dict[str, str]:
+    """Return the environment of a program that imports the package and its tests."""
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
+
+
+def python(*arguments: object) -> list[str]:
+    """Return the command that runs this interpreter."""
+    return [sys.executable, *map(str, arguments)]
+
+
+def state_of(pid: int) -> str:
+    """Return the state of a process: "R", "S", "T" (stopped), "Z" (ended, not waited for), ...; "" for none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
+def running(pid: int) -> bool:
+    """Return whether a process has not ended."""
+    return state_of(pid) not in ("", "Z")
+
+
+def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
+    """Return whether `condition` came true in time."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.005)
+    return True

@@ -1,0 +1,161 @@
+"""Export: read back by safetensors itself, sharded, cast, in bounded memory, all or nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+import bytecheckpoint
+from bytecheckpoint import CorruptCheckpointError, IncompatibleCheckpointError, UsageError
+from bytecheckpoint.tools.export import ExportReport, export_huggingface
+from tests.support.layouts import coded
+from tests.tools.conftest import SHAPE
+
+
+def export(source: Path, target: Path, **options: Any) -> ExportReport:
+    with bytecheckpoint.open(source) as checkpoint:
+        return export_huggingface(checkpoint, target, **options)
+
+
+def test_one_file_from_any_layout(saved: Path, tmp_path: Path) -> None:
+    report = export(saved, tmp_path / "new/hf")
+    assert os.listdir(tmp_path / "new") == ["hf"] and os.listdir(tmp_path / "new/hf") == ["model.safetensors"]
+    assert (report.files, report.tensors, report.cast) == (("model.safetensors",), 2, 0)
+    found = load_file(tmp_path / "new/hf/model.safetensors")
+    assert torch.equal(found["w"], coded(SHAPE, torch.float32)) and torch.equal(found["n"], coded(SHAPE, torch.int64))
+    with safe_open(tmp_path / "new/hf/model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+
+
+@pytest.fixture
+def tied(tmp_path: Path) -> tuple[Path, torch.nn.ModuleDict]:
+    model = torch.nn.ModuleDict({f"layer{i}": torch.nn.Linear(16, 16) for i in range(4)})
+    model["head"] = torch.nn.Linear(16, 16, bias=False)
+    model["head"].weight = model["layer0"].weight
+    model.register_buffer("steps", torch.arange(3))
+    model.register_buffer("nothing", torch.empty(0, 4))
+    bytecheckpoint.save(tmp_path / "tied", {"model": model})
+    return tmp_path / "tied", model
+
+
+def test_shards_index_and_tied_tensors(tied: tuple[Path, torch.nn.ModuleDict], tmp_path: Path) -> None:
+    path, model = tied
+    report = export(path, tmp_path / "hf", max_shard_bytes=2000)
+    index = json.loads((tmp_path / "hf/model.safetensors.index.json").read_text())
+    files = sorted(set(index["weight_map"].values()))
+    count = len(files)
+    assert count > 2 and files == [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+    found: dict[str, torch.Tensor] = {}
+    for file in files:
+        part = load_file(tmp_path / "hf" / file)
+        assert all(index["weight_map"][name] == file for name in part)
+        assert sum(t.nbytes for t in part.values()) <= 2000
+        found |= part
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in found.values()) == report.nbytes
+    expected = model.state_dict()
+    assert set(expected) - set(found) in ({"head.weight"}, {"layer0.weight"})
+    assert all(torch.equal(expected[name], tensor) for name, tensor in found.items())
+
+
+def test_cast_leaves_integers_and_reports_overflow(tmp_path: Path) -> None:
+    tensors = {"f": torch.tensor([1.5, 1e6]), "d": torch.ones(2, 2, dtype=torch.float64), "i": torch.arange(3)}
+    tensors["inf"] = torch.tensor([float("inf")])
+    bytecheckpoint.save(tmp_path / "s", {"model": {**tensors, "note": "text"}})
+    report = export(tmp_path / "s", tmp_path / "hf", dtype="float16")
+    found = load_file(tmp_path / "hf/model.safetensors")
+    assert {name: t.dtype for name, t in found.items()} == {
+        "f": torch.float16, "d": torch.float16, "inf": torch.float16, "i": torch.int64
+    }  # fmt: skip
+    assert (report.cast, report.overflowed, report.skipped) == (3, ("f",), ("model/note",))
+    assert torch.equal(found["d"], torch.ones(2, 2).half())
+    export(tmp_path / "s", tmp_path / "bf", dtype=torch.bfloat16)
+    assert load_file(tmp_path / "bf/model.safetensors")["f"].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("dtype", ["int8", "complex64", "nonsense", torch.int32, "float4_e2m1fn_x2"])
+def test_other_dtypes_are_refused(saved: Path, tmp_path: Path, dtype: Any) -> None:
+    with pytest.raises(UsageError, match="is not a dtype"):
+        export(saved, tmp_path / "hf", dtype=dtype)
+    assert not (tmp_path / "hf").exists()
+
+
+def test_what_safetensors_cannot_hold_is_refused_first(tmp_path: Path) -> None:
+    for name, dtype in [("c", torch.complex64), ("__metadata__", torch.float32), ("e8", torch.float8_e8m0fnu)]:
+        bytecheckpoint.save(tmp_path / "s", {"model": {name: torch.ones(2, dtype=dtype)}})
+        with pytest.raises(IncompatibleCheckpointError):
+            export(tmp_path / "s", tmp_path / "hf")
+        assert os.listdir(tmp_path) == ["s"]
+
+
+def test_what_is_there_stays_unless_forced(saved: Path, tmp_path: Path) -> None:
+    target = tmp_path / "hf"
+    target.mkdir()
+    export(saved, target)  # empty is fine
+    before = (target / "model.safetensors").read_bytes()
+    with pytest.raises(UsageError, match="not empty"):
+        export(saved, target, dtype="bfloat16")
+    assert (target / "model.safetensors").read_bytes() == before
+    (target / "config.json").write_text("{}")
+    export(saved, target, max_shard_bytes=100, force=True)
+    assert sorted(os.listdir(target)) == [
+        "config.json", "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors",
+        "model.safetensors.index.json",
+    ]  # fmt: skip
+    export(saved, target, force=True)
+    assert sorted(os.listdir(target)) == ["config.json", "model.safetensors"]
+    assert (target / "model.safetensors").read_bytes() == before
+    assert os.listdir(tmp_path) == ["hf"]
+    for wrong in (saved, target / "config.json"):
+        with pytest.raises(UsageError):
+            export(saved, wrong, force=True)
+    with pytest.raises(UsageError, match="holds model"):
+        export(saved, tmp_path / "x", kind="weights")
+    with pytest.raises(UsageError):
+        export(saved, tmp_path / "x", max_shard_bytes=0)
+
+
+def test_a_damaged_block_leaves_nothing(saved: Path, tmp_path: Path) -> None:
+    import shutil
+
+    shutil.copytree(saved, tmp_path / "s")
+    file = next((tmp_path / "s/model").glob("rank-00002*"))
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(CorruptCheckpointError):
+        export(tmp_path / "s", tmp_path / "hf")
+    assert os.listdir(tmp_path) == ["s"]
+
+
+_PEAK = """
+import resource, sys, threading, torch, bytecheckpoint
+from bytecheckpoint.tools.export import export_huggingface
+path, target = sys.argv[1:]
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+with bytecheckpoint.open(path) as checkpoint:
+    checkpoint["model/small"][...]
+    before = peak()
+    export_huggingface(checkpoint, target, dtype="bfloat16")
+print(peak() - before)
+"""
+
+
+def test_memory_does_not_grow_with_the_tensors(tmp_path: Path) -> None:
+    big = torch.ones(256, 512, 1024)  # 512 MiB in one tensor
+    bytecheckpoint.save(tmp_path / "s", {"model": {"big": big, "small": torch.ones(3)}})
+    del big
+    script = [sys.executable, "-c", _PEAK, str(tmp_path / "s"), str(tmp_path / "hf")]
+    done = subprocess.run(script, capture_output=True, text=True, timeout=100, check=True)
+    assert int(done.stdout) < 150, f"{done.stdout} MiB more than before"
+    with safe_open(tmp_path / "hf/model.safetensors", "pt") as file:
+        assert file.get_slice("big").get_shape() == [256, 512, 1024]
