@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bytecheckpoint.engine.staging import copy_all
+from bytecheckpoint.engine.tensor_bytes import copy_all
 
 
 def test_copies_wait_for_the_device_of_their_tensors(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -156,12 +156,12 @@ def test_a_ranks_memory_stays_until_all_ranks_have_copied(step: Path, monkeypatc
     def slow_run(self: Exchange) -> None:
         begun.append(weakref.ref(self))
         run(self)
-        if self._rank == 2:
+        if self.rank == 2:
             assert others_ended.acquire(timeout=20) and others_ended.acquire(timeout=20)
             time.sleep(0.2)  # the others wait for the agreement now
             gc.collect()
             alive.append([reference() is not None for reference in begun])
-        ended.append(self._rank)
+        ended.append(self.rank)
         others_ended.release()
 
     def noted_release(self: Exchange) -> None:

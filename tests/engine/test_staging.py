@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from bytecheckpoint.engine.staging import Image, ImageFile, KnownTargets, chunks_of, dense, flat_bytes
+from bytecheckpoint.engine.staging import Image, ImageFile, KnownTargets, chunks_of
+from bytecheckpoint.engine.tensor_bytes import dense, flat_bytes
 
 #: Of all kinds: large and contiguous, not contiguous, small, of a dtype that few kernels copy, empty.
 TENSORS = [

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from bytecheckpoint.engine.staging import copy_all, flat_bytes, movable, views_at
+from bytecheckpoint.engine.tensor_bytes import copy_all, flat_bytes, movable, views_at
 from bytecheckpoint.representation.boxes import Int64s
 from bytecheckpoint.representation.plans import ReadPlan
 from bytecheckpoint.tuning import tuning

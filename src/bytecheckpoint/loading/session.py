@@ -104,7 +104,7 @@ def load_states(collective: Collective, number: int, call: LoadCall) -> tuple[Lo
 
 @dataclass(slots=True)
 class _Opened:
-    """A checkpoint that is being loaded.
+    """A checkpoint that is being loaded, and what this rank wants of it.
 
     Attributes:
         storage: where it is.
@@ -113,6 +113,10 @@ class _Opened:
         files: its files.
         view: the catalog as the adapter sees it.
         chunk_bytes: length of one read.
+        destination: what this rank fills.
+        fitted: what this rank reads.
+        bytes_read: from storage, so far.
+        bytes_received: from other ranks, so far.
     """
 
     storage: Storage
@@ -121,6 +125,10 @@ class _Opened:
     files: FileSet
     view: SavedView
     chunk_bytes: int
+    destination: Destination
+    fitted: Fit
+    bytes_read: int = 0
+    bytes_received: int = 0
 
 
 class _Attempt:
@@ -133,10 +141,6 @@ class _Attempt:
         self._phases = phases
         self._last = last
         self._opened: _Opened | None = None
-        self._destination: Destination | None = None
-        self._fitted: Fit | None = None
-        self._bytes_read = 0
-        self._bytes_received = 0
 
     def run(self) -> tuple[LoadReport, bool]:
         """Load, or raise `CheckpointReplacedError` on all ranks."""
@@ -163,14 +167,13 @@ class _Attempt:
             self._phases.mark("catalog")
             chunk_bytes = read_length(catalog, self._collective.world_size, call.settings)
             view = SavedView(catalog, files, self._collective.rank, call.settings)
-            self._opened = _Opened(storage, catalog, data, files, view, chunk_bytes)
             with gc_paused():
                 destination = adapter.destination(call.states, view, strict=call.strict, names=call.names)
                 self._phases.mark("destination")
                 refuse_missing(storage.url, destination.missing if call.strict else ())
                 fitted = fit_wanted(storage.url, catalog, view, destination.wanted, chunk_bytes, cast=call.cast)
                 self._phases.mark("plan")
-        self._destination, self._fitted = destination, fitted
+        self._opened = _Opened(storage, catalog, data, files, view, chunk_bytes, destination, fitted)
         exchanges = call.overlap and self._collective.world_size > 1
         ranges = ranges_of(fitted.plan).tobytes() if exchanges else b""
         return FitReport(
@@ -206,31 +209,29 @@ class _Attempt:
 
     def _read(self, stack: contextlib.ExitStack, decision: FitDecision) -> bool:
         """Fill the destinations; returns whether this rank's next save is prepared."""
-        opened, destination, fitted = self._checkpoint, self._destination, self._fitted
-        assert destination is not None and fitted is not None
+        opened = self._checkpoint
         with _noticing_replacement(opened.storage, opened.data):
-            scatter = ScatterPlan(fitted.plan, fitted.targets)
+            scatter = ScatterPlan(opened.fitted.plan, opened.fitted.targets)
             exchange, private = self._exchange(stack, scatter, decision)
             if exchange is not None:
                 # Other ranks copy from this rank's memory until all have agreed, which is when the stack ends.
                 stack.callback(exchange.release)
                 exchange.run()
-                self._bytes_read, self._bytes_received = exchange.read, exchange.received
+                opened.bytes_read, opened.bytes_received = exchange.read, exchange.received
             threads = self._call.settings.read_threads
-            self._bytes_read += read_all(
+            opened.bytes_read += read_all(
                 opened.files, scatter, private, threads=threads, chunk_bytes=opened.chunk_bytes
             )
-            destination.check()
+            opened.destination.check()
         self._phases.mark("read")
         return self._call.prepared()
 
     def _install(self, unexpected: list[str]) -> LoadReport:
         """Install values, optimizer state and hyperparameters."""
-        opened, destination, fitted = self._checkpoint, self._destination, self._fitted
-        assert destination is not None and fitted is not None
-        destination.apply()
+        opened = self._checkpoint
+        opened.destination.apply()
         self._phases.mark("apply")
-        notes = list(destination.notes)
+        notes = list(opened.destination.notes)
         if opened.view.from_rank_0:
             notes.append(
                 f"rank {self._collective.rank} has no copy of its own and got rank 0's: "
@@ -239,14 +240,14 @@ class _Attempt:
         total = self._phases.total()
         return LoadReport(
             path=opened.storage.url,
-            bytes_read=self._bytes_read + opened.view.bytes_read,
-            bytes_received=self._bytes_received,
+            bytes_read=opened.bytes_read + opened.view.bytes_read,
+            bytes_received=opened.bytes_received,
             blocking_seconds=total,
             total_seconds=total,
             phases=dict(self._phases.seconds),
-            missing=tuple(destination.missing),
+            missing=tuple(opened.destination.missing),
             unexpected=tuple(unexpected),
-            cast=tuple(fitted.converted),
+            cast=tuple(opened.fitted.converted),
             notes=tuple(notes),
         )
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from bytecheckpoint.engine.staging import movable
+from bytecheckpoint.engine.tensor_bytes import movable
 from bytecheckpoint.errors import UsageError
 from bytecheckpoint.opening.box_reader import BoxReader, BoxRequest, read_in_pieces, torch_dtype
 from bytecheckpoint.opening.slices import Selection, select

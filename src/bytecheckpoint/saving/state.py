@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import xxhash
 
-from bytecheckpoint.engine.staging import dense, flat_bytes
+from bytecheckpoint.engine.tensor_bytes import dense, flat_bytes
 from bytecheckpoint.monitoring.garbage_collection import gc_paused
 from bytecheckpoint.planning.save_plan import LocalTable, describe
 from bytecheckpoint.representation.catalog import VALUES_SLOT

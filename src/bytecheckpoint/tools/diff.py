@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bytecheckpoint.engine.staging import movable
+from bytecheckpoint.engine.tensor_bytes import movable
 from bytecheckpoint.errors import IncompatibleCheckpointError, UsageError
 from bytecheckpoint.opening import Checkpoint, Entry
 from bytecheckpoint.opening.plain_values import UnregisteredInstance

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from bytecheckpoint.engine.staging import flat_bytes
+from bytecheckpoint.engine.tensor_bytes import flat_bytes
 from bytecheckpoint.errors import (
     CheckpointError,
     IncompatibleCheckpointError,

@@ -1,0 +1,116 @@
+"""Tensors as bytes: views of their memory, and copies between tensors as fast as the machine copies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch._utils import _unflatten_dense_tensors
+
+__all__ = ["copy_all", "dense", "flat_bytes", "movable", "views_at"]
+
+#: From this length on memcpy takes 0.6 of the time of torch's copy loop, which reads the target before it writes.
+_MEMCPY_BYTES = 64 << 10
+_COPY_PIECE = 8 << 20
+_COPY_THREADS = 4
+#: Torch implements copies of these dtypes on every device. Others are copied as integers of the same width.
+_COPYABLE = {
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+    torch.complex128,
+}
+_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def movable(tensor: torch.Tensor) -> torch.Tensor:
+    """View `tensor` under a dtype that torch copies on every device."""
+    return tensor if tensor.dtype in _COPYABLE else tensor.view(_INTEGER[tensor.element_size()])
+
+
+def dense(tensor: torch.Tensor) -> torch.Tensor:
+    """Return `tensor` if its elements are in row-major order, else a copy in that order."""
+    return movable(tensor).contiguous().view(tensor.dtype)
+
+
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """View the bytes of a contiguous tensor as uint8 of shape [nbytes]."""
+    return movable(tensor).reshape(-1).view(torch.uint8)
+
+
+def views_at(
+    section: torch.Tensor, sources: Sequence[torch.Tensor], starts: Sequence[int] | NDArray[np.int64]
+) -> list[torch.Tensor]:
+    """Return views of `section` (uint8) at byte `starts`, with the shapes and dtypes of `sources`.
+
+    Each start must be a multiple of its dtype's size. In storage files it is, since larger elements come first there.
+    """
+    views: list[torch.Tensor] = []
+    begins = starts.tolist() if isinstance(starts, np.ndarray) else starts
+    first = 0
+    while first < len(sources):
+        # One call makes the views of a run of one dtype without holes, in a third of the time of a call for each.
+        dtype = sources[first].dtype
+        end, last = begins[first], first
+        while last < len(sources) and sources[last].dtype == dtype and begins[last] == end:
+            end += sources[last].nbytes
+            last += 1
+        flat = section[begins[first] : end].view(dtype)
+        views += _unflatten_dense_tensors(flat, sources[first:last])
+        first = last
+    return views
+
+
+def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """Copy each source to its target. All copies from or to an accelerator are queued, then waited for once."""
+    if not targets:
+        return
+    with torch.no_grad():
+        if not (all(t.is_cpu for t in targets) and all(s.is_cpu for s in sources)):
+            torch._foreach_copy_(targets, sources, non_blocking=True)
+            # By name: the current device of a new thread is the first one, not the one that the process has chosen.
+            for device in {t.device for t in (*targets, *sources) if not t.is_cpu}:
+                torch.accelerator.synchronize(device)
+            return
+        large = [
+            i
+            for i, s in enumerate(sources)
+            if s.nbytes >= _MEMCPY_BYTES
+            and s.is_contiguous()
+            and targets[i].is_contiguous()
+            and targets[i].dtype == s.dtype
+        ]
+        if large:
+            _copy_large([(flat_bytes(targets[i]).numpy(), flat_bytes(sources[i]).numpy()) for i in large])
+            taken = set(large)
+            targets = [t for i, t in enumerate(targets) if i not in taken]
+            sources = [s for i, s in enumerate(sources) if i not in taken]
+        if targets:
+            torch._foreach_copy_(targets, sources)
+
+
+def _copy_large(pairs: list[tuple[NDArray[np.uint8], NDArray[np.uint8]]]) -> None:
+    """Copy each (target, source) pair by memcpy, on as many threads as torch itself would use."""
+    threads = min(torch.get_num_threads(), _COPY_THREADS, sum(t.nbytes for t, _ in pairs) // _COPY_PIECE)
+    if threads < 2:
+        for target, source in pairs:
+            np.copyto(target, source)
+        return
+    pieces = [
+        (target[start : start + _COPY_PIECE], source[start : start + _COPY_PIECE])
+        for target, source in pairs
+        for start in range(0, target.nbytes, _COPY_PIECE)
+    ]
+    with ThreadPoolExecutor(threads, thread_name_prefix="bytecheckpoint-copy") as pool:
+        list(pool.map(lambda piece: np.copyto(*piece), pieces))
