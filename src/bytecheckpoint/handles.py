@@ -10,7 +10,7 @@ from typing import Any
 
 from bytecheckpoint.errors import CheckpointTimeoutError
 
-__all__ = ["LoadReport", "SaveHandle", "SaveReport", "pending"]
+__all__ = ["LoadReport", "SaveHandle", "SaveReport", "fail_handle", "pending"]
 
 
 def pending() -> Future[Any]:
@@ -119,7 +119,9 @@ class SaveHandle:
                 raise
             raise CheckpointTimeoutError(f"the save to {self.path} is still running after {timeout:g} s") from error
 
-    def _fail(self, error: BaseException) -> None:
-        for future in (self.staged, self.restorable, self.committed):
-            if not future.done():
-                future.set_exception(error)
+
+def fail_handle(handle: SaveHandle, error: BaseException) -> None:
+    """End the futures of `handle` that are not done with `error`."""
+    for future in (handle.staged, handle.restorable, handle.committed):
+        if not future.done():
+            future.set_exception(error)

@@ -12,11 +12,13 @@ class Phases:
 
     Attributes:
         seconds: by phase.
+        current: what is being done, for failure messages.
     """
 
     def __init__(self) -> None:
         self._begin = self._last = time.perf_counter()
         self.seconds: dict[str, float] = {}
+        self.current = "call"
 
     def mark(self, name: str) -> None:
         """Add the time since the last mark to phase `name`."""

@@ -31,6 +31,7 @@ class RankPlanner:
         state: the captured state.
 
     Attributes:
+        state: as given.
         cached: the plan of an earlier save is used.
         differences: with check_replicas, keys of tensors whose copies differ.
     """
@@ -38,13 +39,13 @@ class RankPlanner:
     def __init__(
         self, collective: Collective, resources: SaveResources, call: SaveCall, task: SaveTask, state: CapturedState
     ) -> None:
+        self.state = state
         self.cached = False
         self.differences: tuple[str, ...] = ()
         self._collective = collective
         self._plans = resources.plans
         self._call = call
         self._task = task
-        self._state = state
         self._layout_captured = False
         self._plan: LocalPlan | None = None
 
@@ -66,7 +67,7 @@ class RankPlanner:
         self._layout_captured = True
         if self._collective.rank != 0:
             return
-        if dry or self._call.check_replicas or self._state.described()[1] not in self._plans:
+        if dry or self._call.check_replicas or self.state.described()[1] not in self._plans:
             self._task.layout = self._call.framework.describe(self._call.states)
 
     def make(self, channel: CoordinatorChannel, *, dry: bool = False) -> None:
@@ -76,16 +77,16 @@ class RankPlanner:
             channel: to the coordinator.
             dry: ask in any case, and only plan (`prepare`).
         """
-        table, key = self._state.described()
+        table, key = self.state.described()
         cached = None if self._call.check_replicas or dry else self._plans.get(key)
         if cached is not None:
             self._plan, self.cached = cached, True
             self._task.layout = cached.layout
             return
-        digests = self._state.shard_digests() if self._call.check_replicas else b""
+        digests = self.state.shard_digests() if self._call.check_replicas else b""
         if self._collective.rank == 0 and not self._layout_captured:
             self._task.layout = self._call.framework.describe(self._call.states)
-        values = [value.record() for value in self._state.values]
+        values = [value.record() for value in self.state.values]
         request = PlanRequest(escape(self._call.storage.url), table, values, digests, dry)
         response = channel.ask(request, self._call.settings.timeout)
         assert isinstance(response, PlanResponse), response
@@ -93,11 +94,11 @@ class RankPlanner:
 
     def adopt(self, response: PlanResponse) -> None:
         """Make the coordinator's response this rank's plan, and cache it."""
-        table, key = self._state.described()
+        table, key = self.state.described()
         rows = np.frombuffer(response.rows, np.int64).tolist()
         with gc_paused():
             files = lay_out_rows(
-                self._state.shards,
+                self.state.shards,
                 rows,
                 rank=self._collective.rank,
                 world_size=self._collective.world_size,
@@ -108,7 +109,7 @@ class RankPlanner:
             rows,
             files,
             {unescaped(key) for key in response.values},
-            {value.key for value in self._state.values},
+            {value.key for value in self.state.values},
             table,
             self._task.layout,
             KnownTargets(len(files)),
@@ -120,4 +121,4 @@ class RankPlanner:
     def values_to_write(self) -> Sequence[Value]:
         """List the values that this rank writes: those that the plan gives it, and those that the plan does not know."""
         plan = self.plan
-        return [v for v in self._state.values if v.key in plan.write_values or v.key not in plan.known_values]
+        return [v for v in self.state.values if v.key in plan.write_values or v.key not in plan.known_values]

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from functools import partial
 
 from bytecheckpoint.errors import CheckpointError
-from bytecheckpoint.handles import SaveHandle, SaveReport, pending
+from bytecheckpoint.handles import SaveHandle, SaveReport, fail_handle, pending
 from bytecheckpoint.monitoring.phases import Phases
 from bytecheckpoint.saving.call import SaveCall, SaveTask
 from bytecheckpoint.saving.channel import CoordinatorChannel
@@ -78,21 +78,26 @@ class Saver:
         """
         with self._world.saves.calling:
             task, channel = self._number(settings)
+            phases = Phases()
             try:
                 call = make_call()
-                session = self._session(call, task, channel, Phases(), lambda _: None)
+                session = self._session(call, task, channel, phases)
                 session.planner.capture_layout(dry=True)
             except BaseException as error:
-                self._give_up(channel, None, error)
+                self._give_up(channel, phases, None, error)
                 raise
 
             done: Future[None] = pending()
 
             def run() -> None:
                 try:
+                    # Nothing waits for the process to come up: a save that follows at once needs it only in its
+                    # background half.
+                    if call.settings.writer == "process":
+                        self._world.resources.helper()
                     session.prepare()
                 except BaseException as error:  # noqa: BLE001  kept for the owner of the future
-                    self._give_up(channel, session, error)
+                    self._give_up(channel, phases, session, error)
                     _log.warning("prepare failed, the first save will plan for itself: %s", error)
                     done.set_exception(error)
                 else:
@@ -123,24 +128,26 @@ class Saver:
             saves.raise_failure()
             call = make_call()
             handle.path = call.storage.url
-            session = self._session(call, task, channel, phases, partial(self._committed, call, handle, task.sequence))
+            session = self._session(call, task, channel, phases)
+            committed = partial(self._committed, call, handle, task.sequence)
             phases.mark("capture")
             if background:
                 session.planner.capture_layout()
                 session.blocking_seconds = phases.total()
-                self._submit(channel, session, handle, partial(self._run_in_background, session, phases, handle))
+                work = partial(self._run_in_background, session, phases, handle)
+                self._submit(channel, phases, session, handle, work, committed)
                 return
             session.plan()
             self._world.note_prepared(call.states)
             if asynchronous:
                 session.stage(handle)
                 session.blocking_seconds = phases.total()
-                self._submit(channel, session, handle, session.write_staged)
+                self._submit(channel, phases, session, handle, session.write_staged, committed)
             else:
-                session.write_through(handle)
+                committed(session.write_through(handle))
         except BaseException as error:
-            self._give_up(channel, session, error)
-            handle._fail(error)
+            self._give_up(channel, phases, session, error)
+            fail_handle(handle, error)
             raise
 
     def _number(self, settings: Settings) -> tuple[SaveTask, CoordinatorChannel]:
@@ -151,41 +158,40 @@ class Saver:
             world.saves.coordinate(Coordinator(world.collective, world.resources.world_plans, task).run)
         return task, CoordinatorChannel(world.collective, task.sequence)
 
-    def _session(
-        self,
-        call: SaveCall,
-        task: SaveTask,
-        channel: CoordinatorChannel,
-        phases: Phases,
-        committed: Callable[[SaveReport], None],
-    ) -> SaveSession:
+    def _session(self, call: SaveCall, task: SaveTask, channel: CoordinatorChannel, phases: Phases) -> SaveSession:
         states = call.framework.capture(call.states, names=call.names)
         world = self._world
-        return SaveSession(world.collective, world.resources, call, task, channel, states, phases, committed)
+        return SaveSession(world.collective, world.resources, call, task, channel, states, phases)
 
     # --- the background half --------------------------------------------------------------------------------------
 
-    def _run_in_background(self, session: SaveSession, phases: Phases, handle: SaveHandle) -> None:
+    def _run_in_background(self, session: SaveSession, phases: Phases, handle: SaveHandle) -> SaveReport:
         """Run all of a save whose caller does not even wait for the copy."""
         self._world.saves.raise_failure()
         phases.mark("wait")
         session.plan()
         session.stage(handle)
-        session.write_staged()
+        return session.write_staged()
 
     def _submit(
-        self, channel: CoordinatorChannel, session: SaveSession, handle: SaveHandle, work: Callable[[], None]
+        self,
+        channel: CoordinatorChannel,
+        phases: Phases,
+        session: SaveSession,
+        handle: SaveHandle,
+        work: Callable[[], SaveReport],
+        committed: Callable[[SaveReport], None],
     ) -> None:
         def run() -> None:
             try:
-                work()
+                committed(work())
             except BaseException as error:  # noqa: BLE001  kept for result() and the next save
-                self._give_up(channel, session, error)
-                where = f"rank {self._world.collective.rank}, {session.stage_name}"
+                self._give_up(channel, phases, session, error)
+                where = f"rank {self._world.collective.rank}, {phases.current}"
                 failure = error if isinstance(error, CheckpointError) else CheckpointError(f"{where}: {error!r}")
                 _log.error("asynchronous save to %s failed: %s", handle.path, failure)
                 self._world.saves.keep_failure(failure)
-                handle._fail(failure)
+                fail_handle(handle, failure)
 
         self._world.saves.submit(run)
 
@@ -201,9 +207,11 @@ class Saver:
         handle.restorable.set_result(None)
         handle.committed.set_result(report)
 
-    def _give_up(self, channel: CoordinatorChannel, session: SaveSession | None, error: BaseException) -> None:
+    def _give_up(
+        self, channel: CoordinatorChannel, phases: Phases, session: SaveSession | None, error: BaseException
+    ) -> None:
         """Report to the coordinator that this rank cannot go on, and remove what it wrote."""
-        stage = "call" if session is None else session.stage_name
+        stage = phases.current
         if channel.fail(stage, error) and session is not None and isinstance(error, CheckpointError):
             # The other ranks read where it happened; this one shall too.
             error.args = (f"rank {self._world.collective.rank}, {stage}: {error}", *error.args[1:])

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from bytecheckpoint.errors import CheckpointError
-from bytecheckpoint.handles import SaveHandle, SaveReport
+from bytecheckpoint.handles import SaveHandle, SaveReport, fail_handle
 from bytecheckpoint.representation.catalog import Catalog
 from bytecheckpoint.representation.catalog_file import decode
 from bytecheckpoint.settings import Settings
@@ -96,4 +96,4 @@ class PendingFlush:
         """Report that the flush has failed."""
         self.stage = Stage.FAILED
         self.on_failure(failure)
-        self.handle._fail(failure)
+        fail_handle(self.handle, failure)

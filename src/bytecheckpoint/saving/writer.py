@@ -1,0 +1,170 @@
+"""The bytes of one save on one rank: which memory they pass through on their way to the files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bytecheckpoint.engine.pool import StagingPool
+from bytecheckpoint.engine.save_job import SaveJob
+from bytecheckpoint.engine.save_resources import SaveResources
+from bytecheckpoint.monitoring.phases import Phases
+from bytecheckpoint.representation.names import CATALOG_NAME
+from bytecheckpoint.saving.call import SaveCall, SaveTask
+from bytecheckpoint.saving.files import FileBatch, RankFiles
+from bytecheckpoint.saving.messages import FileRecord
+from bytecheckpoint.saving.planner import RankPlanner
+from bytecheckpoint.saving.state import Value
+
+__all__ = ["RankWriter"]
+
+
+@dataclass(slots=True)
+class _Staged:
+    """What an asynchronous save has copied.
+
+    Attributes:
+        batch: the files to write.
+        pool: holds the chunks that are still to be written.
+        chunks: those chunks.
+        nbytes: length of the whole image.
+    """
+
+    batch: FileBatch
+    pool: StagingPool
+    chunks: list[tuple[int, int, int, int]]
+    nbytes: int
+
+
+class RankWriter:
+    """Stages and writes what the planner says, and what the coordinator asks for beyond that.
+
+    Args:
+        planner: knows what this rank writes.
+        files: of this rank.
+        resources: staging pool, helper process.
+        call: the arguments of the save.
+        task: on rank 0, notes which checkpoint the commit replaces; None elsewhere.
+        phases: of the call.
+
+    Attributes:
+        files: as given.
+    """
+
+    def __init__(
+        self,
+        planner: RankPlanner,
+        files: RankFiles,
+        resources: SaveResources,
+        call: SaveCall,
+        task: SaveTask | None,
+        phases: Phases,
+    ) -> None:
+        self.files = files
+        self._planner = planner
+        self._resources = resources
+        self._call = call
+        self._task = task
+        self._phases = phases
+        self._staged: _Staged | None = None
+
+    def prepare(self) -> None:
+        """Touch the pages of the staging pool that the planned files need; write nothing."""
+        nbytes = self._planned_batch().image.nbytes
+        self.files.release()
+        self._resources.reserve(nbytes, self._call.settings, touch=True)
+
+    def write_through(self) -> list[FileRecord]:
+        """Write the planned files while the caller waits."""
+        self._phases.current = "write"
+        self._check_target()
+        batch = self._planned_batch()
+        # A storage that takes whole files gets them from memory, if there is room, else from a spool file.
+        whole_files = self._call.storage.capabilities.whole_files
+        pool = self._resources.whole_pool(batch.image.nbytes, self._call.settings) if whole_files else None
+        if pool is None:
+            return self._stream(batch, self._resources.pool)
+        try:
+            batch.job.open_backend(pool, None)
+            return self._finish(batch, batch.job.write_staged(batch.job.stage(pool)))
+        finally:
+            self._give_back(pool)
+
+    def stage(self) -> None:
+        """Copy the planned files into the staging pool, and let go of the live tensors."""
+        self._phases.current = "stage"
+        batch = self._planned_batch()
+        image = batch.image
+        pool = self._resources.staging_pool(image.nbytes, self._call.settings)
+        if pool.capacity < image.nbytes:
+            self._open_backend(batch.job, pool)
+        self._staged = _Staged(batch, pool, batch.job.stage(pool), image.nbytes)
+        image.tensors = []
+        self._phases.mark("stage")
+
+    def write_staged(self) -> list[FileRecord]:
+        """Write what `stage` has copied."""
+        staged = self._staged
+        assert staged is not None
+        if staged.pool is self._resources.pool:
+            return self._write_staged(staged)
+        try:
+            with self._resources.made_ready(staged.nbytes, self._call.settings):
+                return self._write_staged(staged)
+        finally:
+            self._give_back(staged.pool)
+
+    def rewrite(self) -> list[FileRecord]:
+        """Remove what was written, and write the planned files of another plan from the live tensors."""
+        self.files.start_again()
+        return self._stream(self._planned_batch(), self._resources.pool)
+
+    def write_values(self, values: Sequence[Value]) -> list[FileRecord]:
+        """Write further values, beside the planned files."""
+        pool = self._staged.pool if self._staged is not None else self._resources.pool
+        return self._stream(self.files.add_values(values), pool)
+
+    # --- parts of these -------------------------------------------------------------------------------------------
+
+    def _planned_batch(self) -> FileBatch:
+        planner = self._planner
+        return self.files.add_planned(planner.plan, planner.state.shards, planner.values_to_write())
+
+    def _check_target(self) -> None:
+        """On rank 0, before the first byte is written: note what the commit replaces, and refuse what cannot be."""
+        if self._task is not None:
+            storage = self._call.storage
+            self._task.replaces = storage.version(CATALOG_NAME)
+            storage.check_publish(CATALOG_NAME, self._task.replaces)
+
+    def _open_backend(self, job: SaveJob, pool: StagingPool) -> None:
+        self._check_target()
+        by_helper = pool.shared and self._call.settings.writer == "process"
+        job.open_backend(pool, self._resources.helper if by_helper else None)
+
+    def _write_staged(self, staged: _Staged) -> list[FileRecord]:
+        self._phases.current = "write"
+        job = staged.batch.job
+        if not job.opened:
+            self._open_backend(job, staged.pool)
+        return self._finish(staged.batch, job.write_staged(staged.chunks))
+
+    def _stream(self, batch: FileBatch, pool: StagingPool) -> list[FileRecord]:
+        """Write a batch through a few small buffers of `pool`."""
+        # The pool's pages are touched already; touching new ones would cost more than copying into them.
+        pool.reserve(batch.job.slot_bytes(), touch=False)
+        return self._finish(batch, batch.job.write_through(pool))
+
+    def _finish(self, batch: FileBatch, sums: list[NDArray[np.uint64]]) -> list[FileRecord]:
+        self._phases.mark("write")
+        self._phases.current = "finish"
+        records = self.files.finish(batch, sums)
+        self._phases.mark("finish")
+        return records
+
+    def _give_back(self, pool: StagingPool) -> None:
+        if self._resources.give_back(pool):
+            self._planner.plan.targets.forget()
