@@ -14,7 +14,7 @@ import torch
 
 from bytecheckpoint.engine.file_set import FileSet
 from bytecheckpoint.engine.scatter import ScatterPlan
-from bytecheckpoint.engine.workers import Workers
+from bytecheckpoint.engine.workers import Workers, storage_result
 from bytecheckpoint.errors import StorageUnavailableError
 
 __all__ = ["Readers", "ScratchBuffers", "read_all", "scratch_buffer"]
@@ -120,16 +120,10 @@ class Readers:
         Raises:
             StorageUnavailableError: the file system does not answer.
         """
-        seconds = self._files.limit()
         try:
-            return future.result(seconds)
-        except TimeoutError:
-            if future.done():  # raised by the function itself
-                raise
-            self._timed_out = True
-            raise StorageUnavailableError(
-                f"cannot read {self._files.url}: no answer within {round(seconds, 1):g} s; check the device or mount"
-            ) from None
+            return storage_result(future, self._files.limit(), f"read {self._files.url}")
+        finally:
+            self._timed_out = self._timed_out or not future.done()
 
 
 os.register_at_fork(after_in_child=_unanswered.clear)  # they write to the parent's memory

@@ -1,4 +1,4 @@
-"""Threads that can finish their work while the interpreter ends."""
+"""Threads that call a storage: they can finish while the interpreter ends, and are waited for with a time limit."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, TypeVar
 
-__all__ = ["Workers"]
+from bytecheckpoint.errors import StorageUnavailableError
 
+__all__ = ["Workers", "storage_result"]
+
+_T = TypeVar("_T")
 _Task = tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]
 
 
@@ -76,6 +79,26 @@ class Workers:
         ended = not any(thread.is_alive() for thread in self._threads)
         self._threads.clear()
         return ended
+
+
+def storage_result(future: Future[_T], seconds: float, what: str) -> _T:
+    """Wait for a call of a storage and return its result, or raise what the call raised.
+
+    Args:
+        future: of `Workers.submit`.
+        seconds: longest wait.
+        what: what the call does, for the message: "read /x".
+
+    Raises:
+        StorageUnavailableError: the call did not end in time. `future` is then not done.
+    """
+    try:
+        return future.result(seconds)
+    except TimeoutError:
+        if future.done():  # raised by the call itself
+            raise
+        reason = f"no answer within {round(seconds, 1):g} s; check the device or mount"
+        raise StorageUnavailableError(f"cannot {what}: {reason}") from None
 
 
 def _run_task(task: _Task) -> None:

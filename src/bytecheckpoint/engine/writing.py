@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bytecheckpoint.engine.buffers import block_sums, split_buffers
-from bytecheckpoint.engine.workers import Workers
+from bytecheckpoint.engine.workers import Workers, storage_result
 from bytecheckpoint.errors import CheckpointError, StorageUnavailableError
 from bytecheckpoint.storage import FileWriter, NewFile, Storage
 from bytecheckpoint.storage.threads import call_with_timeout
@@ -149,15 +149,12 @@ class FilesWriter:
         seconds = self._storage.call_timeout(nbytes)
         for future in futures:
             try:
-                future.result(seconds)
-            except TimeoutError:
-                if future.done():  # raised by the function itself
-                    raise
-                self._timed_out = True
-                self._failed = self._failed or StorageUnavailableError(
-                    f"cannot write {self._storage.url}: no answer within {round(seconds, 1):g} s; check the device or mount"
-                )
-                raise self._failed from None
+                storage_result(future, seconds, f"write {self._storage.url}")
+            except StorageUnavailableError as error:
+                if not future.done():
+                    self._timed_out = True
+                    self._failed = self._failed or error
+                raise
 
     def sums(self) -> list[NDArray[np.uint64]]:
         """Wait for all writes, and return the block sums of each file; raise the first failure."""
