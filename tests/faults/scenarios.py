@@ -70,6 +70,12 @@ def end_with_the_thread_writer(path: Path) -> None:
 
 
 @scenario
+def end_with_several_copying_threads(path: Path) -> None:
+    torch.set_num_threads(4)  # the tests' environment says one
+    save(path, 2, staging="background")
+
+
+@scenario
 def end_with_a_small_pool(path: Path) -> None:
     bytecheckpoint.configure(staging_bytes=2 << 20, chunk_bytes=1 << 20)
     save(path, 2, staging="background")

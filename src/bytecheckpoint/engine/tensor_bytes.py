@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch._utils import _unflatten_dense_tensors
+
+from bytecheckpoint.storage.threads import parallel_map
 
 __all__ = ["copy_all", "dense", "flat_bytes", "movable", "views_at"]
 
@@ -112,5 +113,4 @@ def _copy_large(pairs: list[tuple[NDArray[np.uint8], NDArray[np.uint8]]]) -> Non
         for target, source in pairs
         for start in range(0, target.nbytes, _COPY_PIECE)
     ]
-    with ThreadPoolExecutor(threads, thread_name_prefix="bytecheckpoint-copy") as pool:
-        list(pool.map(lambda piece: np.copyto(*piece), pieces))
+    parallel_map(lambda piece: np.copyto(*piece), pieces, threads=threads, name="bytecheckpoint-copy")
