@@ -32,10 +32,10 @@ class ColumnError(ValueError):
     """A column does not have the form that the format demands."""
 
 
-def number_array(values: NDArray[Any], kind: Any) -> Any:
-    """Return an Arrow array of type `kind` over the memory of `values` (of booleans: over packed bits)."""
-    data = np.packbits(values, bitorder="little") if pa.types.is_boolean(kind) else np.ascontiguousarray(values)
-    return pa.Array.from_buffers(kind, len(values), [None, pa.py_buffer(data)])
+def number_array(values: NDArray[Any], arrow_type: Any) -> Any:
+    """Return an Arrow array that shares the memory of `values`; booleans are packed into bits instead."""
+    data = np.packbits(values, bitorder="little") if pa.types.is_boolean(arrow_type) else np.ascontiguousarray(values)
+    return pa.Array.from_buffers(arrow_type, len(values), [None, pa.py_buffer(data)])
 
 
 def string_array(column: StringColumn, rows: Int64s) -> Any:
@@ -48,13 +48,13 @@ def string_array(column: StringColumn, rows: Int64s) -> Any:
 
 
 def list_array(padded: Int64s, lengths: Int64s) -> Any:
-    """Return row i's first `lengths[i]` numbers as list i."""
+    """Return an Arrow array of lists: list i holds the first `lengths[i]` numbers of row i."""
     mask = np.arange(padded.shape[1]) < lengths[:, None]
     return flat_list_array(number_array(padded[mask], pa.int64()), lengths)
 
 
 def flat_list_array(values: Any, lengths: Int64s) -> Any:
-    """Return lists of the given lengths over the Arrow array `values`, one list after the other."""
+    """Return an Arrow array that cuts `values` into lists of the given lengths, one after the other."""
     return pa.ListArray.from_arrays(_list_offsets(lengths), values)
 
 
@@ -62,10 +62,10 @@ def _list_offsets(lengths: Int64s) -> Any:
     return number_array(np.concatenate(([0], np.cumsum(lengths))).astype(np.int32), pa.int32())
 
 
-def read_numbers(table: Any, name: str, kind: Any) -> NDArray[Any]:
-    """Return a column of numbers or booleans, which must be of type `kind` and without nulls."""
+def read_numbers(table: Any, name: str, arrow_type: Any) -> NDArray[Any]:
+    """Return a column of numbers or booleans, which must be of type `arrow_type` and without nulls."""
     column = _joined_chunks(table[name])
-    _check(name, not column.null_count and column.type == kind)
+    _check(name, not column.null_count and column.type == arrow_type)
     return _as_numpy(column)
 
 
@@ -92,11 +92,11 @@ def read_lists(table: Any, name: str, fill: int) -> tuple[Int64s, Int64s]:
     return padded, lengths
 
 
-def read_flat_lists(table: Any, name: str, kind: Any) -> tuple[NDArray[Any], Int64s]:
+def read_flat_lists(table: Any, name: str, arrow_type: Any) -> tuple[NDArray[Any], Int64s]:
     """Return the elements of all lists of a column, one list after the other, and the lengths of the lists."""
     column = _joined_chunks(table[name])
     values = column.flatten()
-    _check(name, not column.null_count and not values.null_count and values.type == kind)
+    _check(name, not column.null_count and not values.null_count and values.type == arrow_type)
     return _as_numpy(values), np.diff(_as_numpy(column.offsets)).astype(np.int64)
 
 

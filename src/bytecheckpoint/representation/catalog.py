@@ -241,13 +241,11 @@ class Catalog:
 
     def of_kind(self, kind: str) -> Int64s:
         """Return the numbers of all tensors of `kind`, ascending, with those that hold plain values."""
-        return np.flatnonzero(self.kind.codes == self.kind.codes_of([kind])[0])
+        return np.flatnonzero(self.kind.codes == self.kind.code_of(kind))
 
     def fqns(self, kind: str) -> list[str]:
         """Return the distinct FQNs of the tensors of `kind`, in order, without aliases and plain values."""
-        chosen = (self.kind.codes == self.kind.codes_of([kind])[0]) & (
-            self.slot.codes != self.slot.codes_of([VALUES_SLOT])[0]
-        )
+        chosen = (self.kind.codes == self.kind.code_of(kind)) & (self.slot.codes != self.slot.code_of(VALUES_SLOT))
         return [self.fqn.values[code] for code in dict.fromkeys(self.fqn.codes[chosen].tolist())]
 
     def sums(self, file_index: int) -> NDArray[np.uint64]:
@@ -258,7 +256,7 @@ class Catalog:
     def untiled(self) -> NDArray[np.bool_]:
         """Mask of the files whose data section the rows do not cover exactly once, shape [files].
 
-        Every row must lie inside its file.
+        This assumes that every row lies inside its file.
         """
         first = np.array([f.data_offset for f in self.files], np.int64)
         size = np.array([f.size for f in self.files], np.int64)
@@ -302,7 +300,7 @@ class Catalog:
         return found
 
     def find_one(self, key: TensorKey, owner: int = SHARED) -> int:
-        """Return the number of the tensor of one key, as `find` does: a few microseconds instead of a hundred."""
+        """Return the number of the tensor of one key, as `find` does. For one key this is some 50 times as fast."""
         found = self._lookup_one(key, owner)
         if found < 0 and self.aliases:
             name = self.aliases.get(key.kind, {}).get(key.fqn)
@@ -376,7 +374,7 @@ def row_order(boxes: BoxTable) -> Int64s | None:
 
 def _file_order(file: NDArray[np.int32], begin: Int64s, length: Int64s, size: Int64s) -> Int64s:
     """Return the permutation that sorts rows by (file, first byte), empty rows first among equals."""
-    within = 2 * begin + (length > 0)
+    place = 2 * begin + (length > 0)
     if size.astype(np.float64).sum() >= 2.0**61:  # one number line for all files would be too long
-        return np.lexsort((within, file))
-    return np.argsort((2 * (np.cumsum(size) - size + np.arange(len(size))))[file] + within)
+        return np.lexsort((place, file))
+    return np.argsort((2 * (np.cumsum(size) - size + np.arange(len(size))))[file] + place)

@@ -35,7 +35,8 @@ __all__ = ["CATALOG_FORMAT_VERSION", "SEAL_BYTES", "decode", "encode"]
 CATALOG_FORMAT_VERSION: Final = 1
 SEAL_BYTES: Final = 32
 
-_SEAL_MAGIC = b"bytecheckpoint01"
+_SEAL_MAGIC = b"bytecheckpoint"
+_SEAL_VERSION = b"01"
 _PARQUET_MAGIC = b"PAR1"
 _FOOTER_KEY = b"bytecheckpoint"
 _STRINGS = ("kind", "fqn", "slot", "dtype", "device")
@@ -53,7 +54,8 @@ _WRITE_OPTIONS: dict[str, Any] = {
     "store_schema": False,
 }
 
-_UNREADABLE = (
+#: Errors that unreadable content causes in the libraries that read it.
+_READ_ERRORS = (
     pa.ArrowException,
     msgspec.MsgspecError,
     OSError,
@@ -91,8 +93,8 @@ class _Footer(msgspec.Struct):
     info: dict[str, Any]
 
 
-# Built at import: msgspec (0.22) crashes if two threads use a type for the first time at once.
-_FOOTER_DECODER = msgspec.json.Decoder(_Footer)
+# Makes msgspec analyse the type at import: msgspec (0.22) crashes if two threads use a type for the first time at once.
+msgspec.json.Decoder(_Footer)
 
 
 def encode(catalog: Catalog, *, check: bool = True) -> bytes:
@@ -148,7 +150,7 @@ def decode(data: bytes) -> Catalog:
         raise IncompatibleCheckpointError(f"the catalog cannot be used: {error}") from error
     except ColumnError as error:
         raise _damaged(str(error)) from error
-    except _UNREADABLE as error:
+    except _READ_ERRORS as error:
         raise _damaged(f"its content cannot be read ({' '.join(str(error).split())[:200]})") from error
     except RecursionError as error:
         raise _damaged("its footer is nested without end") from error
@@ -161,7 +163,8 @@ def _seal(parquet: memoryview) -> bytes:
     """Insert the seal between the pages and the footer, where it moves no offset that the footer holds."""
     (length,) = struct.unpack("<I", parquet[-8:-4])
     pages, footer = parquet[: -8 - length], parquet[-8 - length :]
-    return b"".join((pages, _SEAL_MAGIC, _seal_hash(pages, _SEAL_MAGIC, footer), footer))
+    name = _SEAL_MAGIC + _SEAL_VERSION
+    return b"".join((pages, name, _seal_hash(pages, name, footer), footer))
 
 
 def _seal_hash(*parts: bytes | memoryview) -> bytes:
@@ -179,15 +182,17 @@ def _check_seal(data: bytes) -> None:
     footer_length = struct.unpack("<I", view[-8:-4])[0] if whole else 0
     if not whole or footer_length > len(data) - 12 - SEAL_BYTES:
         raise _damaged("its end is missing")
-    at = len(data) - 8 - footer_length - SEAL_BYTES
-    magic = data[at : at + len(_SEAL_MAGIC)]
-    stem = len(_SEAL_MAGIC) - 2
-    if magic[:stem] != _SEAL_MAGIC[:stem]:
+    seal_at = len(data) - 8 - footer_length - SEAL_BYTES
+    hash_at = seal_at + len(_SEAL_MAGIC) + len(_SEAL_VERSION)
+    name = data[seal_at:hash_at]
+    if not name.startswith(_SEAL_MAGIC):
         raise _damaged("it is a Parquet file without a catalog's seal: another program's, or its end is damaged")
-    if _seal_hash(view[:at], magic, view[at + SEAL_BYTES :]) != data[at + len(_SEAL_MAGIC) : at + SEAL_BYTES]:
+    end = seal_at + SEAL_BYTES
+    if _seal_hash(view[:seal_at], name, view[end:]) != data[hash_at:end]:
         raise _damaged("its bytes do not match its seal")
-    if magic != _SEAL_MAGIC:
-        raise _newer(magic[stem:].decode("ascii", "replace"))
+    version = name.removeprefix(_SEAL_MAGIC)
+    if version != _SEAL_VERSION:
+        raise _newer(version.decode("ascii", "replace"))
 
 
 def _encode_footer(catalog: Catalog) -> bytes:
@@ -292,7 +297,7 @@ def _fill_sums(catalog: Catalog, table: Any, footer: _Footer) -> None:
 
 
 def _sums_of_rows(catalog: Catalog) -> tuple[Int64s, Int64s]:
-    """Find the checksums that each row holds: those of the blocks that begin inside the row's bytes.
+    """Find the checksums that the catalog file lists in each row: those of the blocks that begin inside the row's bytes.
 
     Returns:
         counts: number of sums of each row, int64 [n]; 0 for rows of files that are not tiled or have no sums.

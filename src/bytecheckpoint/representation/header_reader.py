@@ -33,7 +33,10 @@ from bytecheckpoint.representation.storage_file import (
 __all__ = ["StorageHeader", "header_bytes_needed", "parse_header"]
 
 # Built at import: msgspec (0.22) crashes if two threads use a type for the first time at once.
-_ENTRIES_DECODER = msgspec.json.Decoder(list[EntryRecord])
+_decode_tensor = msgspec.json.Decoder(SafetensorsEntry).decode
+_decode_records = msgspec.json.Decoder(list[EntryRecord]).decode
+_NUMBER = re.compile(r"[0-9]{1,18}")
+_HEX = re.compile(r"[0-9a-f]*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +69,6 @@ class StorageHeader:
     siblings: tuple[str, ...]
     foreign: bool
     metadata: Mapping[str, str]
-
-
-_decode_tensor = msgspec.json.Decoder(SafetensorsEntry).decode
-_NUMBER = re.compile(r"[0-9]{1,18}")
-_HEX = re.compile(r"[0-9a-f]*")
 
 
 def header_bytes_needed(first_bytes: bytes, *, file: str = "") -> int:
@@ -131,7 +129,7 @@ def _parse_own(text: bytes, metadata: dict[str, str], tensors: dict[str, Safeten
             f"storage file {file!r} has format version {version}, this package reads up to {FILE_FORMAT_VERSION}: "
             "upgrade it"
         )
-    records = _ENTRIES_DECODER.decode(metadata.get(ENTRIES_FIELD, ""))
+    records = _decode_records(metadata.get(ENTRIES_FIELD, ""))
     if len(records) != len(tensors):
         raise _damaged(file, f"it lists {len(tensors)} tensors and describes {len(records)}")
     entries = []

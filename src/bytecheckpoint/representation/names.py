@@ -29,7 +29,7 @@ __all__ = [
 CATALOG_NAME: Final = "metadata.parquet"
 GENERATION_LENGTH: Final = 24
 
-_EXTRA_STATES = ("extra_states", "extra")
+_EXTRA_KIND, _EXTRA_FOLDER = "extra_states", "extra"
 # Lower case only: "Model" and "model" are the same folder on a file system that ignores case.
 _PLAIN_FOLDER = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
 _HASHED_FOLDER = re.compile(r"kind-[0-9a-f]{16}")
@@ -51,11 +51,11 @@ def kind_folder(kind: str) -> str:
     A kind of lower-case letters, digits, "_" and "-" is its own folder, and "extra_states" has the folder "extra". Any
     other kind has the folder "kind-" + the 16 hex digits of its xxh3_64.
     """
-    if kind == _EXTRA_STATES[0]:
-        return _EXTRA_STATES[1]
+    if kind == _EXTRA_KIND:
+        return _EXTRA_FOLDER
     if (
         _PLAIN_FOLDER.fullmatch(kind)
-        and kind != _EXTRA_STATES[1]
+        and kind != _EXTRA_FOLDER
         and not _HASHED_FOLDER.fullmatch(kind)
         and not _DEVICE_NAME.fullmatch(kind)
     ):

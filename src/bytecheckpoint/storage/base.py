@@ -1,8 +1,8 @@
 """The storage protocol: bytes under names inside one checkpoint folder, whatever the bytes mean.
 
-A backend implements `Storage` with a `FileWriter` and a `FileReader`. One that can only take whole files derives from
-`uploading.UploadingStorage` instead. Its tests derive from `bytecheckpoint.storage.testing`. Every method is called from
-several threads at once.
+A backend implements `Storage` with a `FileWriter` and a `FileReader`. A backend that can only take whole files derives from
+`uploading.UploadingStorage` instead. The tests of a backend derive from `bytecheckpoint.storage.testing`. Several threads
+call every method at once.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Capabilities:
 
 @dataclass(frozen=True, slots=True)
 class NewFile:
-    """A request for a new file; a class, so that a hint added later breaks no backend.
+    """A request for a new file. It is a class, so that a hint added later breaks no backend.
 
     Attributes:
         name: relative name, under which nothing was ever written.
@@ -155,14 +155,14 @@ class Storage(ABC):
     a UsageError.
     """
 
-    #: Absolute address of the folder as a user would write it. With the same environment, another process can make the
-    #: storage from it. It holds no credentials.
+    #: Absolute address of the folder as a user would write it, without credentials. In another process with the same
+    #: environment, `resolve(url)` makes the same storage.
     url: str
     capabilities: Capabilities = Capabilities()
     #: Seconds after which a call that has not returned is an error; None: `settings().timeout`.
     timeout: float | None = None
-    #: Whether the files are in this machine's memory, so that no call waits for a device or a server. Such calls are made
-    #: without a timeout, which would cost more than they do.
+    #: Whether the files are in this machine's memory, so that no call waits for a device or a server. Calls have no timeout
+    #: then: a timeout would cost more than the call.
     in_memory: bool = False
     #: Reads in parallel that suit the storage, per process: each should keep a processor or a connection busy.
     parallel_reads: int = 2
@@ -174,7 +174,7 @@ class Storage(ABC):
         """Return the timeout in seconds of a call that moves `nbytes`: a mount whose server is gone may never answer."""
         seconds = settings().timeout if self.timeout is None else self.timeout
         if self.capabilities.whole_files:
-            seconds += settings().storage_timeout  # such storages retry for so long by themselves
+            seconds += settings().storage_timeout  # such a storage retries for so long by itself
         return seconds + nbytes / _MIN_BANDWIDTH
 
     @abstractmethod
@@ -227,7 +227,7 @@ class Storage(ABC):
         """Remove files, and folders that become empty; absent files are ignored."""
 
     def nearest_tier(self) -> Storage:
-        """Return the part of this folder that needs no storage behind it, which may be unreachable; by default all."""
+        """Return the part of this storage that works while the durable storage behind it does not; by default all of it."""
         return self
 
     def tier_to_flush(self) -> Any:
@@ -235,11 +235,10 @@ class Storage(ABC):
         return None
 
     def agree_on_copy(self, agree: Callable[[Any], Storage]) -> Storage:
-        """Return what the ranks of a load read; every rank calls it.
+        """Let the ranks of a load agree which copy of the checkpoint they read; return it. Every rank calls this.
 
         Args:
-            agree: lets the ranks choose a copy. A storage calls it with itself if its ranks may see different copies of
-                one checkpoint.
+            agree: lets the ranks choose a copy. A storage of which ranks may see different copies calls it with itself.
         """
         return self
 
@@ -253,7 +252,7 @@ class Storage(ABC):
     def check_publish(self, name: str, expected: str) -> None:
         """Raise the error that a later `publish` with the same arguments would raise, as far as it can be foreseen.
 
-        The committing rank calls this once, before a save writes anything.
+        The rank that commits calls this once, before a save writes anything.
         """
 
 

@@ -1,9 +1,9 @@
 """Any file system of fsspec, as `fsspec+scheme://...`: correct on all of them, but slower than a backend of its own.
 
-This relies on nothing in which file systems differ. Files are sent whole and checked afterwards. A checkpoint is published
-by writing it beside its place and moving it there, which is atomic both where moving is a rename and where it is a copy to
-a new object. Versions are hashes of the content. One thread at a time uses a file system, unless it is asynchronous inside,
-and one that has lost its connection is made anew.
+The backend relies on nothing in which file systems differ. It sends files whole and checks them afterwards. It
+publishes a file by writing it under a temporary name and moving it. That is atomic where a move is a rename, and where
+it copies to a new object. Versions are hashes of the content. One thread at a time uses a file system, unless it is
+asynchronous inside. A file system that has lost its connection is made anew.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from bytecheckpoint.errors import (
 from bytecheckpoint.settings import settings
 from bytecheckpoint.storage.base import UNENCODABLE, Capabilities, FileReader, FileStat, check_name, conflict_error
 from bytecheckpoint.storage.objects.errors import cleaned
-from bytecheckpoint.storage.posix.storage import FULL, TRANSIENT
+from bytecheckpoint.storage.posix.files import FULL_ERRNOS, TRANSIENT_ERRNOS
 from bytecheckpoint.storage.retry import retry
 from bytecheckpoint.storage.uploading import Pieces, UploadingStorage
 
@@ -99,7 +99,7 @@ class FsspecStorage(UploadingStorage):
         return f"{self.url}/{name}"
 
     def _run(self, action: str, label: str, call: Callable[[Any], _T]) -> _T:
-        """Return `call(file system)`, and call it again after transient errors; all errors are typed."""
+        """Return `call(file system)`, and call it again after transient errors. Errors are typed."""
         attempts = itertools.count(1)
 
         def attempt() -> _T:
@@ -115,7 +115,7 @@ class FsspecStorage(UploadingStorage):
 
     def _renew(self, fs: Any) -> None:
         """Replace `fs`, whose connection may be lost for good, by another file system."""
-        with self._renewing, contextlib.suppress(Exception):  # the next attempt will raise what is wrong
+        with self._renewing, contextlib.suppress(Exception):  # the next attempt raises the error
             if self._fs is fs:
                 type(fs).clear_instance_cache()
                 self._fs, _ = _file_system(self._inner)
@@ -251,25 +251,23 @@ class FsspecStorage(UploadingStorage):
 
 def _file_system(inner: str) -> tuple[Any, str]:
     """Return the file system of a URL, and the path in it."""
-    # Some file systems treat what follows a "#" as an option: they do not get it.
+    # Some file systems treat the text after a "#" as an option, so they get only the path before the part with the "#".
     plain, mark, _ = inner.partition("#")
     base = plain[: plain.rindex("/") + 1] if mark else inner
     try:
         fs, root = fsspec.core.url_to_fs(base)
     except (ImportError, ValueError) as error:
         scheme = inner.partition("://")[0]
-        known = (
-            ""
-            if scheme in fsspec.available_protocols()
-            else f"; it knows {', '.join(sorted(set(known_implementations)))}"
-        )
+        known = ""
+        if scheme not in fsspec.available_protocols():
+            known = f"; it knows {', '.join(sorted(set(known_implementations)))}"
         raise UsageError(f"cannot use fsspec+{scheme}://: {cleaned(str(error))}{known}") from None
     return fs, f"{root.rstrip('/')}/{inner[len(base) :]}" if mark else root
 
 
 @contextlib.contextmanager
 def _exclusive(fs: Any) -> Iterator[None]:
-    """Lock a file system that is not asynchronous inside: it may have one connection for one request at a time."""
+    """Lock a file system that is not asynchronous inside. It may have one connection, for one request at a time."""
     if fs.async_impl:
         yield
         return
@@ -343,10 +341,10 @@ def _translated(action: str, label: str, attempt: int) -> Iterator[None]:
         reason = cleaned(str(error))[:200] or type(error).__name__
         what = f"cannot {action} {label}: {reason}"
         number = error.errno if isinstance(error, OSError) else None
-        if number in FULL:
+        if number in FULL_ERRNOS:
             raise StorageFullError(f"{what} (attempt {attempt}); free space and save again") from None
         transient = any(_TRANSIENT_CLASS.search(cls.__name__) for cls in type(error).__mro__[:-2])
-        if number in TRANSIENT or transient or (number is None and _TRANSIENT_WORDS.search(str(error))):
+        if number in TRANSIENT_ERRNOS or transient or (number is None and _TRANSIENT_WORDS.search(str(error))):
             raise StorageUnavailableError(f"{what}; check that the storage can be reached", undecided=True) from None
         raise StorageError(f"{what} (attempt {attempt})") from None
 

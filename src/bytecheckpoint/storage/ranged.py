@@ -1,7 +1,7 @@
 """Long reads from remote storages as parallel requests, straight into the caller's buffers.
 
-One connection to a remote store carries some tens of MB/s, however fast the network is: parallel requests are several
-times as fast. Each request costs processor time on both sides, so they are not short either.
+One connection to a remote store carries some tens of MB/s, however fast the network is, so parallel requests are several
+times as fast. Each request costs processor time on both sides, so requests must not be short.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from bytecheckpoint.storage.threads import parallel_map
 
 __all__ = ["Connections", "RangeRequest", "RequestSizes", "read_in_parallel"]
 
-#: Connections to one server for all reads of a process, and the maximum for one read.
-_PER_PROCESS, _PER_READ = 16, 4
+#: Connections to one server: for all reads of a process, and at most for one read.
+_CONNECTIONS_PER_PROCESS, _CONNECTIONS_PER_READ = 16, 4
 
 #: One request: the offset in the file, and the memory to fill from there, uint8 [nbytes].
 RangeRequest = tuple[int, NDArray[np.uint8]]
@@ -30,7 +30,7 @@ class RequestSizes:
     """The sizes of the requests into which a read is split.
 
     Attributes:
-        parallel: requests in parallel, and the number of requests as long as their length stays within the bounds.
+        parallel: requests in parallel. A read is split into so many, unless the bounds below demand more or fewer.
         shortest: minimum bytes of a request; shorter reads, and the last request, may have fewer.
         longest: maximum bytes of a request.
     """
@@ -46,7 +46,7 @@ class RequestSizes:
 
 
 class Connections:
-    """The connections to one server that the reads of a process share."""
+    """Divides the connections to one server between the reads of a process."""
 
     def __init__(self) -> None:
         self._reads = 0
@@ -59,7 +59,7 @@ class Connections:
             self._reads += 1
             reads = self._reads
         try:
-            yield min(max(_PER_PROCESS // reads, 1), _PER_READ)
+            yield min(max(_CONNECTIONS_PER_PROCESS // reads, 1), _CONNECTIONS_PER_READ)
         finally:
             with self._lock:
                 self._reads -= 1

@@ -1,4 +1,4 @@
-"""Resolve a path or URL to its storage: built-in schemes, the packages they need, and schemes of other packages.
+"""Resolve a path or URL to its storage, by built-in schemes and by the schemes that other packages add.
 
 A package adds a scheme by an entry point of the group `bytecheckpoint.storages`. Its name is the scheme, and its object is
 called with the URL and returns a `Storage`:
@@ -75,11 +75,11 @@ def resolve(path: str | os.PathLike[str] | Storage) -> Storage:
         if scheme.startswith(prefix):
             builtin = wrapping
     if builtin is not None:
-        return _load(builtin, scheme)(url)
-    added = _added().get(scheme)
-    if added is None:
+        return _import_backend(builtin, scheme)(url)
+    plugin = _plugins().get(scheme)
+    if plugin is None:
         raise UsageError(f"no storage backend for {scheme}:// ; known schemes: {', '.join(known_schemes())}")
-    return _call(added, url)
+    return _open_plugin(plugin, url)
 
 
 def open_named(storage: Storage, name: str) -> FileReader:
@@ -99,16 +99,16 @@ def open_named(storage: Storage, name: str) -> FileReader:
 
 def known_schemes() -> list[str]:
     """Return all schemes that `resolve` takes, those of other packages last."""
-    return ["file", *_BUILTIN, f"{_FSSPEC}...", f"{_TIER}...", *sorted(_added())]
+    return ["file", *_BUILTIN, f"{_FSSPEC}...", f"{_TIER}...", *sorted(_plugins())]
 
 
 def _refuse_broken_url(text: str) -> None:
-    """Raise UsageError for a malformed URL, which as a path would be a folder on each machine."""
+    """Raise UsageError for a malformed URL. Taken as a path, it would name a folder on each machine."""
     head, colon, _ = text.partition(":")
     word = head.lower()
     if word.startswith(_TIER):
         raise UsageError(f"a tier stands before a URL: write {_TIER}file:///folder or {_TIER}s3://...")
-    if colon and (word in ("file", *_BUILTIN) or word.startswith(_FSSPEC) or word in _added()):
+    if colon and (word in ("file", *_BUILTIN) or word.startswith(_FSSPEC) or word in _plugins()):
         raise UsageError(
             f"{head}: is no URL: write {head}://..., with two slashes and as a string, since pathlib takes one of them "
             f"away (or ./{head}:... for a local folder of that name)"
@@ -131,8 +131,8 @@ def _file_path(url: str) -> str:
     return f"/{path.lstrip('/')}"
 
 
-def _added() -> dict[str, EntryPoint]:
-    """Return the entry points by scheme; none can replace a built-in scheme."""
+def _plugins() -> dict[str, EntryPoint]:
+    """Return the entry points of other packages by scheme. None can replace a built-in scheme."""
     from importlib.metadata import entry_points  # slow to import and rarely needed
 
     found: dict[str, EntryPoint] = {}
@@ -147,7 +147,7 @@ def _added() -> dict[str, EntryPoint]:
     return found
 
 
-def _load(builtin: _Builtin, scheme: str) -> Callable[[str], Storage]:
+def _import_backend(builtin: _Builtin, scheme: str) -> Callable[[str], Storage]:
     try:
         factory: Callable[[str], Storage] = getattr(importlib.import_module(builtin.module), builtin.factory)
     except ImportError as error:  # missing, too old, or broken
@@ -159,10 +159,10 @@ def _load(builtin: _Builtin, scheme: str) -> Callable[[str], Storage]:
     return factory
 
 
-def _call(added: EntryPoint, url: str) -> Storage:
-    where = f"the storage backend {added.value!r} of {added.dist.name if added.dist else 'an unknown package'}"
+def _open_plugin(plugin: EntryPoint, url: str) -> Storage:
+    where = f"the storage backend {plugin.value!r} of {plugin.dist.name if plugin.dist else 'an unknown package'}"
     try:
-        factory = added.load()
+        factory = plugin.load()
     except (ImportError, AttributeError) as error:
         raise UsageError(f"{where} cannot be imported: {error}") from error
     storage = factory(url)

@@ -1,4 +1,4 @@
-"""What clients of object stores and of HDFS share: retries, a cooldown after failures, a cache, and no use after a fork."""
+"""What the clients of object stores and of HDFS share: retries, a cache of clients, and an error after a fork."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bytecheckpoint.errors import CheckpointError, StorageError
 from bytecheckpoint.storage.ranged import Connections
 from bytecheckpoint.storage.retry import Attempts
 
-__all__ = ["ClientCache", "Cooldown", "RemoteClient", "is_panic"]
+__all__ = ["BriefRetries", "ClientCache", "RemoteClient", "is_panic"]
 
 _T = TypeVar("_T")
 _K = TypeVar("_K", bound=Hashable)
@@ -21,16 +21,16 @@ _C = TypeVar("_C")
 
 
 @dataclass(frozen=True, slots=True)
-class Cooldown:
-    """The short retries of cleanup after another operation has failed, so that it does not wait for the full timeout again.
+class BriefRetries:
+    """How long a cleanup is retried after another operation has failed: it does not wait for the full time again.
 
     Attributes:
-        duration: seconds after the failure for which this holds.
-        retry: seconds for which an operation is then retried.
+        window: seconds after the failure for which this holds.
+        seconds: time for which an operation is then retried.
     """
 
-    duration: float
-    retry: float
+    window: float
+    seconds: float
 
 
 class RemoteClient:
@@ -43,10 +43,10 @@ class RemoteClient:
         connections: the connections that all reads of this process share.
     """
 
-    #: What the client library speaks with, for messages.
+    #: The kind of server, for messages.
     service: ClassVar[str]
-    cooldown: ClassVar[Cooldown]
-    #: The process that runs the library's threads, by service; a fork lacks them.
+    brief_retries: ClassVar[BriefRetries]
+    #: The process that runs the client library's threads, by service. A fork of it lacks the threads.
     _owners: ClassVar[dict[str, int]] = {}
 
     def __init__(self, name: str) -> None:
@@ -64,14 +64,14 @@ class RemoteClient:
             )
 
     def _retry_seconds(self, seconds: float, brief: bool) -> float:
-        """Return how long to retry an operation; a `brief` one is retried for a short time during the cooldown."""
-        cooling = brief and time.monotonic() - self._failed_at < self.cooldown.duration
-        return self.cooldown.retry if cooling else seconds
+        """Return how long to retry an operation; `brief`: for a short time if another one has failed a moment ago."""
+        failed_recently = time.monotonic() - self._failed_at < self.brief_retries.window
+        return self.brief_retries.seconds if brief and failed_recently else seconds
 
     def _retry(
         self,
         call: Callable[[], _T],
-        judge: Callable[[BaseException, int], tuple[Exception, Attempts | None]],
+        classify: Callable[[BaseException, int], tuple[Exception, Attempts | None]],
         *,
         at_least: int = 1,
     ) -> _T:
@@ -79,12 +79,12 @@ class RemoteClient:
 
         Args:
             call: one attempt.
-            judge: called with an error and the number of attempts. Returns the typed error, and the attempts that may
-                follow, None when the error is permanent. Raises the error when it is not one of the client library.
+            classify: called with an error and the number of attempts. Returns the typed error, and the attempts that may
+                follow, None for a permanent error. Raises an error that is not of the client library.
             at_least: attempts that are made even past the deadline.
 
         Raises:
-            StorageError: typed, by `judge`. A CheckpointError of `call` passes through.
+            StorageError: from `classify`. A CheckpointError of `call` passes through.
         """
         count = 0
         while True:
@@ -93,8 +93,8 @@ class RemoteClient:
                 return call()
             except CheckpointError:
                 raise
-            except BaseException as error:  # noqa: BLE001  `judge` raises what is not the library's
-                typed, attempts = judge(error, count)
+            except BaseException as error:  # noqa: BLE001  `classify` raises errors of other origin
+                typed, attempts = classify(error, count)
                 if attempts is None:
                     raise typed from None
                 if not attempts.pause() and count >= at_least:
@@ -108,10 +108,10 @@ def is_panic(error: BaseException) -> bool:
 
 
 class ClientCache(Generic[_K, _C]):
-    """The most recently used clients of a process. Each has connections and threads, so only some are cached.
+    """The most recently used clients of a process. Only some are cached, because each has connections and threads.
 
     Args:
-        limit: returns how many.
+        limit: returns the largest number of clients to cache.
     """
 
     def __init__(self, limit: Callable[[], int]) -> None:

@@ -20,14 +20,14 @@ _R = TypeVar("_R")
 
 
 class CallTimeoutError(Exception):
-    """`wait_for_call` gave up. No other code raises this class, so it is never an error of the call itself."""
+    """`wait_for_call` gave up. The call itself never raises this class."""
 
 
 def parallel_map(function: Callable[[_A], _R], items: Iterable[_A], threads: int, name: str) -> list[_R]:
     """Call `function` with every item on several threads and return the results in the items' order.
 
-    The calling thread takes part. An executor would not do: it refuses work once the interpreter shuts down, which is
-    when a save in flight must be finished.
+    The calling thread takes part. An executor would not do: it refuses work while the interpreter shuts down, and a save in
+    flight must be finished then.
 
     Args:
         function: called from several threads.
@@ -36,7 +36,7 @@ def parallel_map(function: Callable[[_A], _R], items: Iterable[_A], threads: int
         name: prefix of the threads' names.
 
     Raises:
-        BaseException: the first error of a call, once all calls that had begun have ended. No further call begins.
+        BaseException: the first error of a call. No further call begins, and all calls in progress have ended.
     """
     arguments = list(items)
     results: dict[int, _R] = {}

@@ -1,6 +1,6 @@
-"""A storage whose calls time out, for work outside the engine, which waits for its own threads with a timeout.
+"""A storage whose calls time out, for work outside the engine. The engine waits for its own threads with a timeout.
 
-A call to a mount whose server is gone may never return, and would block a background flush or a verification for ever.
+A call to a mount whose server is gone may never return. Without a timeout it would block a flush or verification for ever.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from bytecheckpoint.storage.wrappers import Call, WrappedStorage
 __all__ = ["TimeLimitedStorage", "with_time_limits"]
 
 _T = TypeVar("_T")
-_WORDS = {"read_into": "read", "stat": "look at", "version": "look at", "folders": "list"}
+#: Verbs for messages, of operations whose name is not the verb.
+_VERBS = {"read_into": "read", "stat": "look at", "version": "look at", "folders": "list"}
 
 
 class TimeLimitedStorage(WrappedStorage):
@@ -31,12 +32,12 @@ class TimeLimitedStorage(WrappedStorage):
     def __init__(self, inner: Storage) -> None:
         super().__init__(inner)
         self._hanging = 0
-        self._counting = threading.Lock()
+        self._lock = threading.Lock()
 
     def around(self, call: Call, function: Callable[[], _T]) -> _T:
         one_file = call.name and " " not in call.name
         where = f"{self.url}/{call.name}" if one_file else self.url
-        what = f"cannot {_WORDS.get(call.operation, call.operation)} {where}"
+        what = f"cannot {_VERBS.get(call.operation, call.operation)} {where}"
         if self._hanging:
             raise StorageUnavailableError(f"{what}: an earlier call has had no answer; check the device or mount")
         timed_out = returned = False
@@ -46,20 +47,20 @@ class TimeLimitedStorage(WrappedStorage):
             try:
                 return function()
             finally:
-                with self._counting:
+                with self._lock:
                     returned = True
                     self._hanging -= timed_out
 
         try:
             return call_with_timeout(self.call_timeout(call.nbytes), counted, what)
         except StorageUnavailableError:
-            with self._counting:
+            with self._lock:
                 timed_out = not returned
                 self._hanging += timed_out
             raise
 
     def _wrap(self, inner: Storage) -> Storage:
-        return TimeLimitedStorage(inner)  # with a count of its own: it does not hang because this one does
+        return TimeLimitedStorage(inner)  # counts its own hanging calls: the other storage may answer
 
     def around_close(self, function: Callable[[], None]) -> None:
         with contextlib.suppress(StorageUnavailableError):

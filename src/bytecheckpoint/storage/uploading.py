@@ -1,9 +1,9 @@
 """Base of storages that take a file only as a whole, from its first byte on, such as object stores.
 
-A storage file's first bytes hold the checksums of all others, so nothing can be sent before everything is hashed. Stable
-buffers (the staging pool of an asynchronous save) stay where they are until then, and are sent from there. Others are
-written to a spool: a temporary file without a name, which disappears with the process. Either way memory stays bounded,
-and no byte is copied from a device twice.
+The first bytes of a storage file hold the checksums of all others, so nothing can be sent before everything is hashed.
+Stable buffers (the staging pool of an asynchronous save) stay where they are until then, and are sent from there. Other
+buffers are written to a spool: a temporary file without a name, which disappears with the process. Either way memory stays
+bounded, and no byte is copied from a device twice.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from typing import Protocol
 from bytecheckpoint.errors import CheckpointError, StorageError
 from bytecheckpoint.settings import settings
 from bytecheckpoint.storage.base import Capabilities, FileWriter, NewFile, Storage, check_name
-from bytecheckpoint.storage.posix.storage import translated, write_fully
+from bytecheckpoint.storage.posix.files import translated
+from bytecheckpoint.storage.posix.storage import write_fully
 
 __all__ = ["Pieces", "UploadingStorage"]
 
@@ -31,8 +32,8 @@ _END = 1 << 62
 class Pieces(Protocol):
     """The content of a file: called with a range, it returns an iterator over the bytes, in order.
 
-    It can be called repeatedly and from several threads. The iterator raises a CheckpointError, which the upload must let
-    through, once the upload is aborted.
+    It can be called repeatedly and from several threads. After an abort the iterator raises a CheckpointError, which the
+    upload must let through.
     """
 
     def __call__(self, start: int = 0, stop: int = _END) -> Iterator[memoryview]:
@@ -52,7 +53,7 @@ class UploadingStorage(Storage):
         return _BufferWriter(self, request) if request.stable else _SpoolWriter(self, request)
 
     def check_upload(self, request: NewFile) -> None:
-        """Raise the error that the upload would raise later, as far as that is cheap to find out."""
+        """Raise the error that the upload would raise later, as far as it is cheap to find out."""
 
     @abstractmethod
     def upload(self, name: str, size: int, pieces: Pieces) -> None:
@@ -108,23 +109,23 @@ class _BufferWriter(_UploadWriter):
     def __init__(self, storage: UploadingStorage, request: NewFile) -> None:
         super().__init__(storage, request)
         self._written: dict[int, list[memoryview]] = {}
-        self._runs: list[tuple[int, list[memoryview]]] = []
+        self._ordered: list[tuple[int, list[memoryview]]] = []
 
     def write_at(self, offset: int, buffers: Sequence[memoryview]) -> None:
         if any(map(len, buffers)):
             self._written[offset] = list(buffers)  # a repeated write replaces the one that failed
 
     def finish(self, size: int) -> None:
-        self._runs = sorted(self._written.items(), key=lambda run: run[0])
+        self._ordered = sorted(self._written.items(), key=lambda item: item[0])
         position = 0
-        for offset, buffers in self._runs:
+        for offset, buffers in self._ordered:
             assert offset == position, f"bytes {position} to {offset} of {self._name} were not written"
             position += sum(map(len, buffers))
         assert position == size, f"{self._name} has {position} bytes, not {size}"
         self._upload(size)
 
     def _pieces(self, start: int, stop: int) -> Iterator[memoryview]:
-        for position, buffers in self._runs:
+        for position, buffers in self._ordered:
             for buffer in buffers:
                 piece = buffer[max(start - position, 0) : max(stop - position, 0)]
                 position += len(buffer)
@@ -132,7 +133,7 @@ class _BufferWriter(_UploadWriter):
                     yield piece
 
     def _release(self) -> None:
-        self._written, self._runs = {}, []
+        self._written, self._ordered = {}, []
 
 
 class _SpoolWriter(_UploadWriter):

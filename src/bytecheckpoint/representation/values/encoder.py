@@ -30,7 +30,7 @@ __all__ = ["Encoder", "pack"]
 _INT64_MIN = -(2**63)
 _UINT64_MAX = 2**64 - 1
 # Errors of msgspec for a native type beyond MessagePack's limits: a large int, a lone surrogate, 4 GiB of bytes.
-_NOT_NATIVE = (OverflowError, UnicodeEncodeError, msgspec.EncodeError)
+_LIMIT_ERRORS = (OverflowError, UnicodeEncodeError, msgspec.EncodeError)
 
 _TENSOR = Code.TENSOR.value
 
@@ -40,8 +40,8 @@ pack: Callable[[object], bytes] = msgspec.msgpack.Encoder().encode
 class Encoder:
     """The encoder of one value.
 
-    It tracks the path to the value that it converts, the containers that enclose it, and how many of these are
-    dictionary keys or members of sets.
+    It tracks the path to the current value, the containers that enclose it, and how many of these are dictionary keys or
+    members of sets.
     """
 
     __slots__ = ("_enclosing", "_key_depth", "_max_bytes", "_on_tensor", "_path")
@@ -105,7 +105,7 @@ class Encoder:
         if NATIVE_TYPES.issuperset(map(type, items)):
             try:
                 return msgspec.Raw(pack(items))
-            except _NOT_NATIVE:
+            except _LIMIT_ERRORS:
                 pass
         native = []
         self._path.append(None)
@@ -129,7 +129,7 @@ class Encoder:
             if NATIVE_TYPES.issuperset(map(type, value.values())):
                 try:
                     return msgspec.Raw(pack(value))
-                except _NOT_NATIVE:
+                except _LIMIT_ERRORS:
                     pass
             if _is_utf8(value):
                 native = self._items(list(value.values()), depth, value)
@@ -169,7 +169,7 @@ class Encoder:
         if NATIVE_TYPES.issuperset(map(type, members)):
             try:
                 return sorted(members, key=pack)
-            except _NOT_NATIVE:
+            except _LIMIT_ERRORS:
                 pass
         self._key_depth += 1
         self._path.append(None)

@@ -56,10 +56,11 @@ def equal(a: Any, b: Any) -> bool:
         return bytes.__eq__(a, b)
     if isinstance(a, np.ndarray | np.generic):
         return _same_arrays(np.asarray(a), np.asarray(b))
-    return _same_others(a, b)
+    return _same_leaves(a, b)
 
 
-def _same_others(a: Any, b: Any) -> bool:
+def _same_leaves(a: Any, b: Any) -> bool:
+    """Compare values that are no standard containers: times, ranges, instances of registered classes."""
     kind = type(a)
     if kind in (range, slice):
         return equal([a.start, a.stop, a.step], [b.start, b.stop, b.step])
@@ -85,7 +86,7 @@ def _same_pairs(a: dict[Any, Any], b: dict[Any, Any]) -> bool:
 
 
 def _same_members(a: list[Any], b: list[Any]) -> bool:
-    """Return whether two unordered collections have equal members; hashes differ between NaN objects."""
+    """Return whether two unordered collections have equal members. Hashes cannot tell: those of two NaNs differ."""
     if len(a) != len(b):
         return False
     buckets: dict[str, list[Any]] = {}

@@ -37,16 +37,16 @@ def dtype_to_simple(dtype: np.dtype[Any]) -> object:
     """
     if dtype.hasobject:
         raise NotStorableError(f"numpy dtype {dtype} holds Python objects; convert it to a list or to a numeric dtype")
-    form = _describe(dtype)
+    description = _describe(dtype)
     try:
-        same = dtype_from_simple(form) == dtype
+        same = dtype_from_simple(description) == dtype
     except (TypeError, ValueError):
         same = False
     if not same or dtype.type is np.record:
         raise NotStorableError(
             f"numpy dtype {dtype!r} has no portable form; convert it to a standard dtype, or use a tensor"
         )
-    return form
+    return description
 
 
 def _describe(dtype: np.dtype[Any]) -> object:
@@ -66,23 +66,23 @@ def _describe(dtype: np.dtype[Any]) -> object:
     }
 
 
-def dtype_from_simple(form: object) -> np.dtype[Any]:
-    """Return the dtype of a description; TypeError or ValueError when the description is malformed."""
-    if isinstance(form, str):
-        if not _DTYPE_STR.fullmatch(form) or _MACHINE_BOUND.fullmatch(form):
-            raise ValueError(f"dtype {form!r}")
-        return np.dtype(form)
-    if isinstance(form, list):
-        base, shape = form
+def dtype_from_simple(description: object) -> np.dtype[Any]:
+    """Return the dtype that `dtype_to_simple` described; TypeError or ValueError for a malformed description."""
+    if isinstance(description, str):
+        if not _DTYPE_STR.fullmatch(description) or _MACHINE_BOUND.fullmatch(description):
+            raise ValueError(f"dtype {description!r}")
+        return np.dtype(description)
+    if isinstance(description, list):
+        base, shape = description
         return np.dtype((dtype_from_simple(base), _shape(shape)))
-    if not isinstance(form, dict) or set(form) != {"names", "formats", "offsets", "itemsize"}:
+    if not isinstance(description, dict) or set(description) != {"names", "formats", "offsets", "itemsize"}:
         raise ValueError("dtype description")
     return np.dtype(
         {
-            "names": form["names"],
-            "formats": [dtype_from_simple(field) for field in form["formats"]],
-            "offsets": form["offsets"],
-            "itemsize": form["itemsize"],
+            "names": description["names"],
+            "formats": [dtype_from_simple(field) for field in description["formats"]],
+            "offsets": description["offsets"],
+            "itemsize": description["itemsize"],
         }
     )
 
@@ -95,16 +95,16 @@ def _shape(shape: object) -> tuple[int, ...]:
 
 def array_to_simple(array: np.ndarray[Any, Any]) -> list[object]:
     """Return [dtype, shape, bytes in C order]; padding between the fields of a structure becomes zeros."""
-    form = dtype_to_simple(array.dtype)
+    description = dtype_to_simple(array.dtype)
     if array.dtype.itemsize == 0:
         raise NotStorableError(f"numpy dtype {array.dtype!r} has elements of no size")
-    return [form, list(array.shape), _with_zeroed_padding(array).tobytes()]
+    return [description, list(array.shape), _with_zeroed_padding(array).tobytes()]
 
 
 def array_from_simple(fields: Any) -> np.ndarray[Any, Any]:
-    """Return the array of a description: writable, C-contiguous, with memory of its own."""
-    form, shape, data = fields
-    dtype, dims = dtype_from_simple(form), _shape(shape)
+    """Return the array that `array_to_simple` described: writable, C-contiguous, with memory of its own."""
+    description, shape, data = fields
+    dtype, dims = dtype_from_simple(description), _shape(shape)
     if type(data) is not bytes or dtype.itemsize == 0 or dtype.itemsize * math.prod(dims) != len(data):
         raise ValueError("size of the array")
     # np.empty allocates one element even for an empty array, and hostile bytes choose the size of the element.
@@ -116,14 +116,14 @@ def scalar_to_simple(value: np.generic) -> list[object]:
     """Return [dtype, bytes] of one scalar."""
     if type(value) is not value.dtype.type:
         raise NotStorableError(f"{type(value).__module__}.{type(value).__qualname__} is a subclass of a numpy scalar")
-    form, _, data = array_to_simple(np.asarray(value))
-    return [form, data]
+    description, _, data = array_to_simple(np.asarray(value))
+    return [description, data]
 
 
 def scalar_from_simple(fields: Any) -> object:
-    """Return the scalar of a description."""
-    form, data = fields
-    return array_from_simple([form, [1], data])[0]
+    """Return the scalar that `scalar_to_simple` described."""
+    description, data = fields
+    return array_from_simple([description, [1], data])[0]
 
 
 def _with_zeroed_padding(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

@@ -35,11 +35,10 @@ def key_of_path(path: tuple[object, ...]) -> str:
 
 def _step_text(step: object) -> str:
     try:
-        text = repr(step)
+        return repr(step)
     except ValueError:
         # Python refuses to print an int of so many decimal digits.
         return hex(step) if isinstance(step, int) else f"<{type(step).__name__}>"
-    return text
 
 
 def leaves_with_paths(value: object) -> Iterator[tuple[tuple[object, ...], object]]:
@@ -56,15 +55,15 @@ def leaves_with_paths(value: object) -> Iterator[tuple[tuple[object, ...], objec
     stack: list[Iterator[tuple[tuple[object, ...], object]]] = [iter([((), value)])]
     while stack:
         for path, item in stack[-1]:
-            below = _children(path, item)
-            if below is None:
+            children = _children(path, item)
+            if children is None:
                 yield path, item
                 continue
             if len(stack) > MAX_DEPTH:
                 raise UsageError(
                     f"{key_of_path(path[:8])}: containers nested more than {MAX_DEPTH} levels deep, or a cycle"
                 )
-            stack.append(below)
+            stack.append(children)
             break
         else:
             stack.pop()

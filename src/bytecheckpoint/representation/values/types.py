@@ -1,8 +1,8 @@
 """The extension types of the value encoding: their codes, and two conversions for each type.
 
-The payload of an extension is the encoding of a simpler value. `TO_SIMPLE` turns an instance into that value and
-`FROM_SIMPLE` turns it back. The value may come from hostile bytes: a `FROM_SIMPLE` function raises any ordinary
-exception for a malformed value, which the decoder converts into one error.
+The payload of an extension is the encoding of a simpler value. A function in `TO_SIMPLE` makes that value of an instance,
+and a function in `FROM_SIMPLE` makes the instance again. Hostile bytes may hold a malformed value: the function raises any
+ordinary exception for it, and the decoder raises a CorruptCheckpointError.
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ def _timedelta_from_simple(simple: Any) -> datetime.timedelta:
 
 
 def _timezone_to_simple(tz: Any) -> object:
-    # Only the documented pickle arguments distinguish a given name from the name that Python derives of the offset.
+    # Only the documented pickle arguments tell a given name from the name that Python derives from the offset.
     return list(tz.__getinitargs__())
 
 

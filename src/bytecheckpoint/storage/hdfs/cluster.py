@@ -1,8 +1,8 @@
-"""The client of one HDFS cluster, shared by all checkpoints in it, with timeouts and retries around every call.
+"""The client of one HDFS cluster, which all checkpoints in it share, with timeouts and retries around every call.
 
 The client library alone waits three minutes for a NameNode that is gone, and without end for one that hangs. Here every
-call has a timeout and is retried as long as that makes sense. A NameNode that has answered this save or load is waited
-for: it restarts, or another one takes over. For one that has not answered yet, retries end sooner.
+call has a timeout and is retried. If the NameNode has answered this save or load before, retries go on for long, because it
+restarts or another one takes over. If it has not answered yet, retries end sooner.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from bytecheckpoint.settings import settings
 from bytecheckpoint.storage.hdfs.config import Address, Target, target_of
 from bytecheckpoint.storage.hdfs.errors import facts_of, storage_error
 from bytecheckpoint.storage.hdfs.rpc import concat
-from bytecheckpoint.storage.remote import ClientCache, Cooldown, RemoteClient, is_panic
+from bytecheckpoint.storage.remote import BriefRetries, ClientCache, RemoteClient, is_panic
 from bytecheckpoint.storage.retry import Attempts
 from bytecheckpoint.storage.threads import CallTimeoutError, wait_for_call
 from bytecheckpoint.tuning import tuning
@@ -32,17 +32,17 @@ _T = TypeVar("_T")
 _CONTACT_SECONDS = 600.0
 #: Lower bound of timeouts that follow `settings().storage_timeout`.
 _SHORTEST_SECONDS = 2.0
-#: "No room" is believed after so many seconds: the NameNode learns late of the room on a DataNode that has just started.
+#: "No room" is retried for so many seconds: the NameNode learns late of the room on a DataNode that has just started.
 _NO_ROOM_SECONDS = 15.0
-#: A read that takes so many seconds has waited for a DataNode that does not answer. Files are then opened for a while by
-#: a client with a shorter timeout for DataNodes.
+#: A read that takes this many seconds has waited for a DataNode that does not answer. For a while a client with a shorter
+#: timeout for DataNodes then opens the files.
 _SLOW_READ_SECONDS = 10.0
 _SHORT_TIMEOUT_SECONDS = 600.0
 _SHORT_TIMEOUT = {"dfs.client.socket-timeout": "2000"}
 
 
 class Contact:
-    """The time at which a NameNode last answered one storage object, so one save or load."""
+    """The time at which a NameNode last answered one storage object, and so one save or load."""
 
     def __init__(self) -> None:
         self._answered = -_CONTACT_SECONDS
@@ -64,12 +64,12 @@ class Cluster(RemoteClient):
         target: address and configuration of the cluster.
 
     Attributes:
-        client: hdfs_native's, for all threads. It is replaced when it waits for a NameNode that hangs.
+        client: hdfs_native's client, for all threads. Another one replaces it when its first NameNode hangs.
         joins: whether the cluster can join sub-files, as far as is known.
     """
 
     service = "HDFS"
-    cooldown = Cooldown(120.0, 1.0)
+    brief_retries = BriefRetries(120.0, 1.0)
 
     def __init__(self, target: Target) -> None:
         super().__init__(f"hdfs://{target.authority}")
@@ -102,9 +102,9 @@ class Cluster(RemoteClient):
 
     @property
     def reader(self) -> Any:
-        """The client that opens files now.
+        """The client that opens files now: for a while after a slow read, one with a shorter timeout for DataNodes.
 
-        The client forgets which DataNodes do not answer: each range whose first replica is on one costs a timeout.
+        No client remembers which DataNodes do not answer: each range whose first replica is on one costs a timeout.
         """
         client = self._short_client
         return self.client if client is None or time.monotonic() > self._short_client_until else client
@@ -142,7 +142,7 @@ class Cluster(RemoteClient):
             call: one attempt. A CheckpointError and FileExistsError pass through.
             contact: of the storage that asks.
             writes: `call` changes something, so it may have taken effect even when its answer is lost.
-            brief: retry for a short time if the cluster was unreachable a moment ago.
+            brief: retry for a short time only, if the cluster was unreachable a moment ago.
             timeout: apply the timeout of one call; otherwise `call` has timeouts of its own.
 
         Raises:
@@ -151,9 +151,9 @@ class Cluster(RemoteClient):
         self.refuse_fork(self.name)
         seconds = min(settings().storage_timeout, self._retry_seconds(math.inf, brief))
         first_contact = tuning().hdfs_known_contact if self._answered_before else tuning().hdfs_first_contact
-        whole = Attempts(seconds)
-        first = Attempts(min(seconds, tuning().hdfs_first_write if writes else first_contact))
-        room = Attempts(min(seconds, _NO_ROOM_SECONDS))
+        in_contact = Attempts(seconds)
+        without_contact = Attempts(min(seconds, tuning().hdfs_first_write if writes else first_contact))
+        no_room = Attempts(min(seconds, _NO_ROOM_SECONDS))
         client = self.client
 
         def attempt() -> _T:
@@ -164,7 +164,7 @@ class Cluster(RemoteClient):
             self._record_answer(contact)
             return result
 
-        def judge(error: BaseException, count: int) -> tuple[Exception, Attempts | None]:
+        def classify(error: BaseException, count: int) -> tuple[Exception, Attempts | None]:
             if isinstance(error, FileExistsError) or not (isinstance(error, Exception) or is_panic(error)):
                 raise error
             facts = facts_of(error)
@@ -176,10 +176,10 @@ class Cluster(RemoteClient):
             if not facts.transient:
                 return typed, None
             if not contact.recent:
-                return typed, first
-            return typed, room if facts.no_room and facts.running != 0 else whole
+                return typed, without_contact
+            return typed, no_room if facts.no_room and facts.running != 0 else in_contact
 
-        return self._retry(attempt, judge, at_least=len(self._target.namenodes))
+        return self._retry(attempt, classify, at_least=len(self._target.namenodes))
 
     def _record_answer(self, contact: Contact) -> None:
         self._answered_before = True
@@ -191,20 +191,20 @@ class Cluster(RemoteClient):
         share = max(seconds / len(self._target.namenodes), tuning().hdfs_shortest_call)
         return min(seconds, share, max(settings().storage_timeout, _SHORTEST_SECONDS))
 
-    def join(self, target: str, sources: Sequence[str], call_id: bytes) -> None:
+    def join(self, target: str, sources: Sequence[str], client_id: bytes) -> None:
         """Append closed files to another file of their folder: one attempt.
 
         Args:
             target: path of the file that remains.
             sources: paths of the files to append.
-            call_id: 16 bytes that identify this call in all its attempts.
+            client_id: 16 bytes, the same in all attempts of this call and in no other call.
 
         Raises:
             RemoteError: the NameNode refuses. OSError: it does not answer.
         """
         namenodes = sorted(self._target.namenodes, key=lambda address: address != self._joined_by)
         timeout = min(tuning().hdfs_call / len(namenodes), max(settings().storage_timeout, _SHORTEST_SECONDS))
-        self._joined_by = concat(namenodes, self._target.user, target, sources, call_id, timeout=timeout)
+        self._joined_by = concat(namenodes, self._target.user, target, sources, client_id, timeout=timeout)
 
 
 def call_client(call: Callable[[], _T], seconds: float) -> _T:
@@ -233,7 +233,7 @@ _clusters: ClientCache[Target, Cluster] = ClientCache(lambda: tuning().hdfs_clie
 
 
 def cluster_of(authority: str) -> Cluster:
-    """Return the cluster of this process; it is the same until the configuration changes."""
+    """Return this process's client of a cluster, a new one after the configuration has changed."""
     target = target_of(authority)
     Cluster.refuse_fork(f"hdfs://{authority}")
     return _clusters.get(target, lambda _: Cluster(target))

@@ -1,8 +1,8 @@
 """The NameNodes of an hdfs:// URL, and the options of the client, from the usual Hadoop configuration.
 
-`$HADOOP_CONF_DIR` (or `$HADOOP_HOME/etc/hadoop`) holds core-site.xml and hdfs-site.xml. The client library reads them too,
-but it neither tells the NameNodes' addresses, which a concat needs, nor knows name services with one NameNode, the default
-port, ${variables} and included files. So this module reads the files and passes all properties on to the client.
+`$HADOOP_CONF_DIR` (or `$HADOOP_HOME/etc/hadoop`) holds core-site.xml and hdfs-site.xml. The client library reads them too.
+But it does not tell the addresses of the NameNodes, which a concat needs, and it does not know name services with one
+NameNode, the default port, ${variables} and included files. So this module reads the files and passes all properties on.
 """
 
 from __future__ import annotations
@@ -96,31 +96,31 @@ def target_of(authority: str) -> Target:
     Raises:
         UsageError: they are invalid.
     """
-    found = _configuration()
+    properties = _configuration()
     options = {
         # The timeout for a DataNode: another one, or another block, is quicker than the default minute.
         "dfs.client.socket-timeout": "20000",
         # A write goes on with the remaining DataNodes, as long as there is one.
         "dfs.client.block.write.replace-datanode-on-failure.best-effort": "true",
-        **found,
+        **properties,
         # The client asks each NameNode once; `Cluster.run` decides about retries.
         "dfs.client.failover.sleep.base.millis": "100",
         "dfs.client.failover.sleep.max.millis": "1000",
     }
-    namenodes = _namenodes(authority, found, options)
+    namenodes = _namenodes(authority, properties, options)
     options["dfs.client.failover.max.attempts"] = str(len(namenodes) - 1)
-    secure = found.get("hadoop.security.authentication", "simple") != "simple"
+    secure = properties.get("hadoop.security.authentication", "simple") != "simple"
     user = "" if secure else os.environ.get("HADOOP_USER_NAME") or getpass.getuser()
     environment = tuple((name, os.environ[name]) for name in _VARIABLES if name in os.environ)
     return Target(authority, namenodes, tuple(sorted(options.items())), user, environment)
 
 
-def _namenodes(authority: str, found: dict[str, str], options: dict[str, str]) -> tuple[Address, ...]:
+def _namenodes(authority: str, properties: dict[str, str], options: dict[str, str]) -> tuple[Address, ...]:
     """Return the addresses of the NameNodes, and add to `options` what the client needs to find them."""
     if ":" in authority:
         return (_address(authority, authority),)
-    names = [name.strip() for name in found.get(f"dfs.ha.namenodes.{authority}", "").split(",") if name.strip()]
-    addresses = [found.get(f"dfs.namenode.rpc-address.{authority}.{name}", "") for name in names]
+    names = [name.strip() for name in properties.get(f"dfs.ha.namenodes.{authority}", "").split(",") if name.strip()]
+    addresses = [properties.get(f"dfs.namenode.rpc-address.{authority}.{name}", "") for name in names]
     if names and all(addresses):
         options[f"dfs.ha.namenodes.{authority}"] = ",".join(names)  # for the client, blanks are part of the names
         return tuple(_address(authority, address) for address in addresses)
@@ -129,7 +129,7 @@ def _namenodes(authority: str, found: dict[str, str], options: dict[str, str]) -
             f"{_where()} names the NameNodes {', '.join(names)} of {authority}, but not all their addresses"
         )
     # A name service with one NameNode, or a plain host name.
-    only = found.get(f"dfs.namenode.rpc-address.{authority}", authority)
+    only = properties.get(f"dfs.namenode.rpc-address.{authority}", authority)
     address = _address(authority, only)
     options[f"dfs.ha.namenodes.{authority}"] = "only"
     options[f"dfs.namenode.rpc-address.{authority}.only"] = f"{address[0]}:{address[1]}"
@@ -156,7 +156,7 @@ def _where() -> str:
 
 def _configuration() -> dict[str, str]:
     """Return the properties of the files with their variables expanded; later files take precedence."""
-    found: dict[str, str] = {}
+    properties: dict[str, str] = {}
     folder = _folder()
     for name in _FILES if folder else ():
         path = os.path.join(folder, name)
@@ -172,16 +172,16 @@ def _configuration() -> dict[str, str]:
         for entry in root.iter("property"):
             key, value = entry.findtext("name"), entry.findtext("value")
             if key and value is not None:
-                found[key.strip()] = value.strip()
-    return {key: _expand(value, found) for key, value in found.items()}
+                properties[key.strip()] = value.strip()
+    return {key: _expand(value, properties) for key, value in properties.items()}
 
 
-def _expand(text: str, found: Mapping[str, str]) -> str:
+def _expand(text: str, properties: Mapping[str, str]) -> str:
     """Replace ${name} in `text` by that property and ${env.NAME} by that variable; unknown ones stay."""
 
     def value(match: re.Match[str]) -> str:
         name = match[1]
-        return (os.environ if name.startswith("env.") else found).get(name.removeprefix("env."), match[0])
+        return (os.environ if name.startswith("env.") else properties).get(name.removeprefix("env."), match[0])
 
     for _ in range(_MAX_DEPTH):
         before, text = text, _VARIABLE.sub(value, text)

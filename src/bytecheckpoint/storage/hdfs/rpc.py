@@ -1,9 +1,9 @@
 """The one call of the NameNode's ClientProtocol that the client library lacks: concat.
 
-Hadoop's RPC is protocol buffers in frames over TCP. Concat needs little of both, which is written by hand: strings, bytes,
-numbers and messages, each under a field number.
+Hadoop's RPC sends protocol buffers in frames over TCP. Concat needs few of their features, so this module encodes them by
+hand: strings, bytes, numbers and messages, each under a field number.
 
-A retried call carries the same client id and call id. The NameNode caches its answers by these (the retry cache, which
+A retried call carries the same client id and call id. The NameNode caches its answers by both (the retry cache, which
 survives a restart), so a concat whose answer was lost is neither repeated nor refused.
 """
 
@@ -49,7 +49,7 @@ class _Field(NamedTuple):
 
 
 def concat(
-    namenodes: Sequence[Address], user: str, target: str, sources: Sequence[str], call: bytes, *, timeout: float
+    namenodes: Sequence[Address], user: str, target: str, sources: Sequence[str], client_id: bytes, *, timeout: float
 ) -> Address:
     """Append the blocks of `sources` to `target` and remove the sources, in one atomic metadata operation.
 
@@ -60,7 +60,7 @@ def concat(
         user: user name for the NameNode.
         target: absolute path of the file that remains.
         sources: absolute paths.
-        call: 16 bytes that identify this call in all its attempts.
+        client_id: 16 bytes, the same in all attempts of this call and in no other call.
         timeout: seconds for each step of the exchange.
 
     Returns:
@@ -74,28 +74,28 @@ def concat(
     *others, last = namenodes
     for address in others:
         try:
-            _call(address, user, "concat", request, call, timeout)
+            _call(address, user, "concat", request, client_id, timeout)
             return address
         except RemoteError as error:
             if error.kind != _STANDBY:
                 raise
         except OSError:
             pass
-    _call(last, user, "concat", request, call, timeout)
+    _call(last, user, "concat", request, client_id, timeout)
     return last
 
 
-def _call(address: Address, user: str, method: str, request: bytes, call: bytes, timeout: float) -> None:
+def _call(address: Address, user: str, method: str, request: bytes, client_id: bytes, timeout: float) -> None:
     host, port = address
     with socket.create_connection((host.strip("[]"), port), min(timeout, _CONNECT_SECONDS)) as connection:
         connection.settimeout(timeout)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        context = _message(2, _text(1, user)) + _text(3, _PROTOCOL)
+        context = _bytes(2, _text(1, user)) + _text(3, _PROTOCOL)
         method_header = _text(1, method) + _text(2, _PROTOCOL) + _number(3, 1)
         connection.sendall(
             _PREAMBLE
-            + _frame(_header(_CONTEXT_CALL, call, -1), context)
-            + _frame(_header(_CALL, call, 0), method_header, request)
+            + _frame(_header(_CONTEXT_CALL, client_id, -1), context)
+            + _frame(_header(_CALL, client_id, 0), method_header, request)
         )
         (length,) = struct.unpack(">I", _receive(connection, 4))
         if length > _MAX_ANSWER_BYTES:
@@ -129,6 +129,7 @@ def _header(call_id: int, client_id: bytes, retries: int) -> bytes:
 
 
 def _frame(*messages: bytes) -> bytes:
+    """Return a frame: its length, then each message after its own length."""
     body = b"".join(_to_varint(len(message)) + message for message in messages)
     return struct.pack(">I", len(body)) + body
 
@@ -156,9 +157,6 @@ def _bytes(field: int, value: bytes) -> bytes:
 
 def _text(field: int, value: str) -> bytes:
     return _bytes(field, value.encode())
-
-
-_message = _bytes
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:

@@ -56,8 +56,10 @@ class HdfsStorage(UploadingStorage):
         self._root = path.rstrip("/")
         self._cluster: Cluster = cluster_of(authority)
         self._contact = Contact()
-        # What `list` has seen: sub-files by the name of the unfinished file, abandoned files (under ""), names by folder.
-        self._unfinished: dict[str, list[str]] = {}
+        # What `list` has seen, for `delete`: sub-files by the name of their unfinished file, abandoned temporary files and
+        # locks, and names by folder.
+        self._sub_files: dict[str, list[str]] = {}
+        self._abandoned: list[str] = []
         self._names: dict[str, set[str]] = {}
 
     def _path(self, name: str) -> str:
@@ -150,11 +152,11 @@ class HdfsStorage(UploadingStorage):
         return True
 
     def _acquire_lock(self, temporary: str, lock: str, name: str, expected: str) -> None:
-        """Get the exclusive right to replace version `expected`, by renaming the new file to a name that only one can have.
+        """Get the exclusive right to replace version `expected`: rename the new file to a name that only one can have.
 
-        So a lock is the complete new file. Its holder renames it over the old file. Everybody else may only remove it, and
-        does so once it is old, because its holder was killed. A holder that was only slow then finds no file to rename
-        and gets a conflict.
+        The lock is the complete new file. Its holder renames it over the old file. Other writers remove a lock that has
+        become old, since its holder was probably killed. A holder that was only slow then finds no file to rename and gets
+        a conflict.
         """
         label = self._label(name)
         seen, since = "", 0.0
@@ -188,7 +190,7 @@ class HdfsStorage(UploadingStorage):
         return sorted(self._listing("")[1])
 
     def _listing(self, folder: str) -> tuple[list[tuple[str, int, int]], list[str]]:
-        """Files (name, size, time in ms) and folders directly in a folder ("" or "name/")."""
+        """Return the files (name, size, time in ms) and the folders directly in a folder ("" or "name/")."""
         path = f"{self._root}/{folder}".rstrip("/") or "/"
         try:
             found = self._run("list", self.url, lambda client: list(client.list_status(path)))
@@ -204,30 +206,30 @@ class HdfsStorage(UploadingStorage):
         inside = parallel_map(lambda f: self._listing(f + "/")[0], folders, _LISTINGS, "bytecheckpoint-list")
         found += [(folder + "/", inner) for folder, inner in zip(folders, inside, strict=True)]
         sizes: dict[str, int] = {}
-        unfinished: defaultdict[str, list[str]] = defaultdict(list)
+        sub_files: defaultdict[str, list[str]] = defaultdict(list)
+        abandoned: list[str] = []
         self._names = {folder[:-1]: {folder + name for name, _, _ in entries} for folder, entries in found if folder}
         for folder, entries in found:
             for name, size, modified in entries:
                 if name.startswith(PART_MARK):
                     # Listed under the name of the unfinished file, so that a cleanup finds and removes it.
                     owner = folder + name[len(PART_MARK) :].partition("-")[2]
-                    unfinished[owner].append(folder + name)
+                    sub_files[owner].append(folder + name)
                     sizes.setdefault(owner, 0)
                 elif name.startswith((_TEMPORARY, _LOCK)):
                     if modified / 1000 < time.time() - tuning().hdfs_abandoned:
-                        unfinished[""].append(folder + name)
+                        abandoned.append(folder + name)
                 else:
                     sizes[folder + name] = size
-        self._unfinished = dict(unfinished)
+        self._sub_files, self._abandoned = dict(sub_files), abandoned
         return sorted(sizes.items())
 
     def delete(self, names: Iterable[str]) -> None:
         wanted = list(names)
         for name in wanted:
             check_name(name)
-        unfinished = self._unfinished
-        parts = itertools.chain.from_iterable(unfinished.pop(name, ()) for name in [*wanted, ""])
-        removed = {*wanted, *parts}
+        sub_files, abandoned, self._abandoned = self._sub_files, self._abandoned, []
+        removed = {*wanted, *abandoned, *itertools.chain.from_iterable(sub_files.pop(name, ()) for name in wanted)}
         parallel_map(self._delete, sorted(removed), _DELETIONS, "bytecheckpoint-delete")
         for folder in sorted({name.rpartition("/")[0] for name in wanted if "/" in name}):
             names = self._names.get(folder, set())
@@ -267,12 +269,12 @@ class _Reader(FileReader):
             return read_in_parallel(self._get, offset, buffers, self.size, sizes)
 
     def _get(self, request: RangeRequest) -> int:
-        """Fill one piece. Returns the bytes read, 0 when the file was removed meanwhile."""
+        """Carry out one request. Returns the bytes read, 0 when the file was removed meanwhile."""
         start, target = request
         failed: Any = None
 
-        def pour(file: Any) -> int:
-            # Packet by packet: touching fresh pages for the whole piece costs more than the copy.
+        def copy_packets(file: Any) -> int:
+            # Packet by packet: to touch fresh pages for the whole request costs more than the copy.
             filled = 0
             for packet in file.read_range_stream(start, len(target)):
                 target[filled : filled + len(packet)] = np.frombuffer(packet, np.uint8)
@@ -283,7 +285,7 @@ class _Reader(FileReader):
             nonlocal failed
             file = self._open_file(failed)
             try:
-                return self._cluster.read(lambda: pour(file))
+                return self._cluster.read(lambda: copy_packets(file))
             except Exception:
                 failed = file
                 raise
@@ -294,9 +296,9 @@ class _Reader(FileReader):
             return 0
 
     def _open_file(self, failed: Any) -> Any:
-        """Return the open file, opened anew if it has failed or the cluster's reading client has changed.
+        """Return the open file, opened anew if a read of it has failed or the cluster's reading client has changed.
 
-        That updates the places of the blocks.
+        A new open updates the places of the blocks.
         """
         with self._lock:
             if self._file is failed or self._opener is not self._cluster.reader:

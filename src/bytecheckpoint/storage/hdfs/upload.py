@@ -4,9 +4,9 @@ One stream to HDFS goes through one chain of DataNodes. A large file is therefor
 each, which go through chains of their own. One metadata operation (concat) then makes them one file. They are closed in
 parallel too, because the client sleeps half a second in a close that comes before the DataNodes' report.
 
-A sub-file that fails is written again, from memory or the spool. This is also how an upload survives a dead DataNode that
-the NameNode still believes in: the client cannot exclude it, so the upload asks for another block, and in the end for a
-block on one DataNode, which the NameNode replicates later.
+A sub-file that fails is written again, from memory or the spool. So an upload also survives a dead DataNode that the
+NameNode still takes for alive: the client cannot exclude the DataNode, so the upload asks for another block, and in the end
+for a block on a single DataNode, which the NameNode replicates later.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _PARTS = 8
 _MAX_PART_BYTES = 128 << 20
 _MIN_BLOCK_BYTES = 16 << 20
 _PARTS_IN_FLIGHT = 8
-#: Bytes per call of the client. It wants `bytes`: it takes a view of memory element by element, at some 25 s of core time
+#: Bytes per call of the client. It gets `bytes`: it would take a memoryview element by element, at some 25 s of core time
 #: per GiB, under the interpreter's lock.
 _STEP = 1 << 20
 #: Lower bound for the timeout of one write or close. The client itself gives up on a DataNode after one minute, and a
@@ -95,7 +95,7 @@ class Upload:
         self._begun: dict[str, None] = {}
 
     def send(self) -> None:
-        """Write the file, and remove all that was begun if that fails."""
+        """Write the file. If that fails, remove everything that was begun."""
         try:
             if self._block or not self._send_parts():
                 self._put(self._path, 0, self._size, whole=True)
@@ -122,13 +122,13 @@ class Upload:
         return self._join(paths)
 
     def _join(self, paths: list[str]) -> bool:
-        call_id = os.urandom(16)
+        client_id = os.urandom(16)
         attempts = itertools.count()
 
         def attempt() -> None:
             repeated = next(attempts) > 0
             try:
-                self._cluster.join(paths[0], paths[1:], call_id)
+                self._cluster.join(paths[0], paths[1:], client_id)
             except RemoteError:
                 # The answer to an earlier attempt may be lost, and the NameNode may no longer remember it.
                 if not repeated or self._cluster.client.get_file_info(paths[0]).length != self._size:
@@ -159,7 +159,7 @@ class Upload:
         def attempt() -> None:
             nonlocal chain_failures, removals
             data = self._steps(start, stop)
-            first = next(data, None)  # raises when the file is not wanted any more
+            first = next(data, None)  # raises after an abort, before anything is created
             writer = self._create(path, whole)
             try:
                 replication = self._on_one_datanode(path) if chain_failures >= _CHAIN_FAILURES else 0
@@ -175,7 +175,7 @@ class Upload:
                 chain_failures += facts.transient
                 if not facts.absent:
                     raise
-                # One removal may be by this upload: a creation that timed out has taken effect late, in its place.
+                # The first removal may be this upload's own: a creation that timed out replaced the file late.
                 removals += 1
                 if removals > 1:
                     raise self._removed_error() from None
@@ -208,7 +208,7 @@ class Upload:
         return writer
 
     def _on_one_datanode(self, path: str) -> int:
-        """Let the blocks of a new file have one replica for now; returns the replication to restore, 0 for none."""
+        """Give the blocks of a new file one replica for now. Return the replication to restore, 0 for none."""
         wanted: int = self._call_namenode(lambda: self._cluster.client.get_file_info(path)).replication
         if wanted < 2:
             return 0

@@ -1,4 +1,4 @@
-"""The client of one bucket, shared by all checkpoints in it, with what this process has learned about the bucket."""
+"""The client of one bucket, which all checkpoints in the bucket share, and what this process has learned about it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from bytecheckpoint.errors import StorageError, StorageUnavailableError
 from bytecheckpoint.settings import settings
 from bytecheckpoint.storage.objects.config import environment, fingerprint, make_client
 from bytecheckpoint.storage.objects.errors import facts_of, no_credentials, storage_error
-from bytecheckpoint.storage.remote import ClientCache, Cooldown, RemoteClient, is_panic
+from bytecheckpoint.storage.remote import BriefRetries, ClientCache, RemoteClient, is_panic
 from bytecheckpoint.storage.retry import Attempts
 from bytecheckpoint.storage.threads import parallel_map
 from bytecheckpoint.tuning import tuning
@@ -25,7 +25,7 @@ _T = TypeVar("_T")
 #: How the client library reports that a store refused a conditional put.
 REFUSED = (obstore.exceptions.AlreadyExistsError, obstore.exceptions.PreconditionError)
 _DELETIONS = 8
-#: Refusals of a listing by servers that have authenticated the client: it may be allowed to write all the same.
+#: Error codes of servers that know the client but refuse it a listing: it may be allowed to write all the same.
 _MAY_STILL_WRITE = {"AccessDenied", "AuthorizationPermissionMismatch"}
 
 
@@ -47,7 +47,7 @@ class Bucket(RemoteClient):
     """
 
     service = "an object store"
-    cooldown = Cooldown(120.0, 5.0)
+    brief_retries = BriefRetries(120.0, 5.0)
 
     def __init__(
         self,
@@ -83,16 +83,16 @@ class Bucket(RemoteClient):
             StorageError: the bucket cannot be used.
         """
         self.refuse_fork(self.name)
-        asked = time.monotonic()
+        called_at = time.monotonic()
         if not self._checked:
             with self._checking:
-                self._make_contact(action, label, asked)
+                self._make_contact(action, label, called_at)
 
-    def _make_contact(self, action: str, label: str, asked: float) -> None:
+    def _make_contact(self, action: str, label: str, called_at: float) -> None:
         if self._checked:
             return
-        if self._no_answer is not None and self._no_answer[0] > asked:
-            # This thread waited while another one got no answer: it does not wait once more.
+        if self._no_answer is not None and self._no_answer[0] > called_at:
+            # While this thread waited for the lock, another one got no answer: this one does not try again.
             raise storage_error(self._no_answer[1], action, label) from None
         attempts = Attempts(min(self.seconds, tuning().object_first_contact))
         last: list[BaseException] = []
@@ -104,14 +104,13 @@ class Bucket(RemoteClient):
                 if not _of_client(error):
                     raise
                 facts = facts_of(error)
-                answered = facts.transient and facts.status
-                if facts.credentials and (facts.code not in _MAY_STILL_WRITE or not answered):
-                    raise
-                if not answered and facts.code not in _MAY_STILL_WRITE:
+                busy = facts.transient and facts.status != 0
+                may_write = facts.code in _MAY_STILL_WRITE
+                if not ((busy and may_write) if facts.credentials else (busy or may_write)):
                     raise
                 # The store answers: the operation that follows knows how long to retry.
 
-        def judge(error: BaseException, count: int) -> tuple[Exception, Attempts | None]:
+        def classify(error: BaseException, count: int) -> tuple[Exception, Attempts | None]:
             if not _of_client(error):
                 raise error
             facts = facts_of(error)
@@ -125,7 +124,7 @@ class Bucket(RemoteClient):
             return found, attempts
 
         try:
-            self._retry(ask, judge)
+            self._retry(ask, classify)
         except BaseException:
             if attempts.exhausted:
                 self._no_answer = time.monotonic(), last[0]
@@ -149,7 +148,7 @@ class Bucket(RemoteClient):
             label: address of what it does that to, for messages.
             call: one attempt. Errors of other origin than the client library pass through.
             many_requests: `call` makes many requests, so the client retries each of them by itself.
-            brief: retry for a short time if the bucket was unreachable a moment ago.
+            brief: retry for a short time only, if the bucket was unreachable a moment ago.
             conditional: `call` is a put that the store may rightly refuse.
 
         Raises:
@@ -162,7 +161,7 @@ class Bucket(RemoteClient):
         attempts: Attempts | None = None
         client_retries = 0
 
-        def judge(error: BaseException, count: int) -> tuple[Exception, Attempts | None]:
+        def classify(error: BaseException, count: int) -> tuple[Exception, Attempts | None]:
             nonlocal attempts, client_retries
             if not _of_client(error) or (conditional and isinstance(error, REFUSED)):
                 raise error
@@ -175,7 +174,7 @@ class Bucket(RemoteClient):
                 attempts = Attempts(seconds - facts.elapsed)  # part of the time went into the client's own retries
             return found, attempts
 
-        return self._retry(lambda: call(client), judge)
+        return self._retry(lambda: call(client), classify)
 
     def delete(self, keys: Sequence[str], label: str) -> None:
         """Remove objects; absent ones are ignored.
@@ -216,7 +215,7 @@ _buckets: ClientCache[_Key, Bucket] = ClientCache(lambda: tuning().object_client
 
 
 def bucket_of(scheme: str, name: str) -> Bucket:
-    """Return the bucket of this process; it is the same until the environment or its credential files change."""
+    """Return this process's client of a bucket, a new one after the environment or a credential file has changed."""
     variables, seconds = environment(), settings().storage_timeout
     key = (scheme, name, fingerprint(variables), seconds)
 

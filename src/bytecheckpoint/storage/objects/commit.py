@@ -32,12 +32,13 @@ __all__ = ["Commits", "publish_exclusively", "require_commits"]
 
 _T = TypeVar("_T")
 _log = logging.getLogger("bytecheckpoint")
+#: Races that a probe makes, and writers in each.
 _RACES = 3
 _RACERS = 12
 _PROBE = ".bytecheckpoint-probe-"
 _ABANDONED_SECONDS = 3600.0
-#: Statuses of stores that do not know a condition; other errors have them too.
-_NOT_UNDERSTOOD = {400, 405, 501}
+#: HTTP statuses by which stores refuse a condition that they do not know, among other requests.
+_MAYBE_UNKNOWN_CONDITION = {400, 405, 501}
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +122,7 @@ def _remove_abandoned(bucket: Bucket, prefix: str) -> None:
 
 
 def _put(bucket: Bucket, key: str, data: bytes, condition: Any) -> bool:
-    """Return whether a conditional put succeeds."""
+    """Try a conditional put; return whether it succeeded."""
 
     def call(client: Any) -> bool:
         try:
@@ -132,7 +133,7 @@ def _put(bucket: Bucket, key: str, data: bytes, condition: Any) -> bool:
         except FileNotFoundError:
             return False
         except (obstore.exceptions.BaseError, NotImplementedError) as error:
-            if not _is_unknown(client, key, error):
+            if not _is_condition_unknown(client, key, error):
                 raise
             return False
         return True
@@ -140,9 +141,9 @@ def _put(bucket: Bucket, key: str, data: bytes, condition: Any) -> bool:
     return bucket.run("try conditional puts on", f"{bucket.name}/{key}", call)
 
 
-def _is_unknown(client: Any, key: str, error: BaseException) -> bool:
-    """Return whether the store refused a put because it does not know the condition, by a put without one."""
-    if not isinstance(error, NotImplementedError) and facts_of(error).status not in _NOT_UNDERSTOOD:
+def _is_condition_unknown(client: Any, key: str, error: BaseException) -> bool:
+    """Return whether a put failed because the store does not know its condition: then a put without one succeeds."""
+    if not isinstance(error, NotImplementedError) and facts_of(error).status not in _MAYBE_UNKNOWN_CONDITION:
         return False
     obstore.put(client, key, b"unconditional", use_multipart=False)
     return True
@@ -162,14 +163,14 @@ def _winners(client: Any, key: str) -> int:
     answers = _without_loop(lambda: asyncio.run(race()))
     for answer in answers:
         if isinstance(answer, BaseException) and not isinstance(answer, REFUSED):
-            if _is_unknown(client, key, answer):
+            if _is_condition_unknown(client, key, answer):
                 return 0
             raise answer
     return sum(not isinstance(answer, BaseException) for answer in answers)
 
 
 def _without_loop(call: Callable[[], _T]) -> _T:
-    """Return `call()`, on another thread if this one has an event loop, as in a notebook."""
+    """Return `call()`. It runs on another thread if this one has an event loop, as in a notebook."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -193,9 +194,9 @@ def _condition(e_tag: str | None, version: str | None) -> dict[str, str]:
 def publish_exclusively(bucket: Bucket, key: str, label: str, data: bytes, expected: str, storage: Storage) -> None:
     """Put `data` under `key` if the expected version is present.
 
-    The cause of a refusal may be this writer's own put, whose response was lost. Catalogs contain the name of their save,
-    so equal bytes are this writer's own. Or it may be requests of other writers that changed nothing in the end (S3's
-    status 409): then the put is retried.
+    A refusal may have three causes. Another writer was first: that is a conflict. This writer's own put has succeeded, and
+    its response was lost: the stored bytes are then equal, since every catalog contains the name of its save. Requests of
+    other writers were in progress and changed nothing (S3's status 409): the put is retried.
 
     Args:
         bucket: the bucket.

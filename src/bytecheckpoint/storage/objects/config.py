@@ -21,7 +21,7 @@ _ENDPOINTS = {
     "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT", "AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT",
     "AZURE_STORAGE_BLOB_ENDPOINT",
 }  # fmt: skip
-#: Some stores refuse a request whose signature is so many seconds old, and the client does not sign it anew.
+#: Some stores refuse a request whose signature is this many seconds old, and the client does not sign a retry anew.
 _MAX_RETRY_SECONDS = 240.0
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 #: Variables that may hold whole documents.
@@ -127,14 +127,15 @@ def _check_endpoint(scheme: str, name: str, value: str) -> None:
 
 
 def _s3(variables: Mapping[str, str], client: dict[str, Any]) -> dict[str, Any]:
+    """Return options from the variables of the AWS tools; `client` gets the options of the HTTP client."""
     options: dict[str, Any] = {}
     endpoint = (
         variables.get("AWS_ENDPOINT_URL_S3") or variables.get("AWS_ENDPOINT_URL") or variables.get("AWS_ENDPOINT")
     )
     if endpoint and endpoint.startswith("http://"):
         client["allow_http"] = True  # an http:// endpoint is explicit
-    own = ("AWS_ACCESS_KEY_ID", "AWS_SKIP_SIGNATURE", "AWS_WEB_IDENTITY_TOKEN_FILE")
-    if not any(name in variables for name in own):
+    explicit = ("AWS_ACCESS_KEY_ID", "AWS_SKIP_SIGNATURE", "AWS_WEB_IDENTITY_TOKEN_FILE")
+    if not any(name in variables for name in explicit):
         named = "AWS_PROFILE" in variables
         if named or any(path.exists() for path in _credential_files(variables, "AWS_")):
             provider = _Profile.find(named=named)
@@ -196,7 +197,7 @@ class _Profile:
 
 
 def _azure(variables: Mapping[str, str], client: dict[str, Any]) -> dict[str, Any]:
-    """Return options from the variables of Azure's own tools, which the client library calls otherwise."""
+    """Return options from the variables of Azure's own tools. The client library has other names for them."""
     options: dict[str, Any] = {}
     parts = dict(
         part.partition("=")[::2] for part in variables.get("AZURE_STORAGE_CONNECTION_STRING", "").split(";") if part

@@ -1,8 +1,8 @@
 """Typed errors for what the client library of object stores raises.
 
 The library reports nearly everything as one class with a long text: the request, its attempts, the status, the server's XML
-and a dump of its own state. This module takes the facts out of the text and drops the rest, because responses can hold keys
-and signed requests.
+and a dump of the library's state. This module extracts the facts and drops the rest, because responses can hold keys and
+signed requests.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Facts:
         reason: the error in a few words, free of secrets.
         retries: attempts that the client repeated by itself.
         elapsed: seconds that the client spent.
-        credentials: not the request has failed but the search for credentials for it.
+        credentials: the search for credentials failed, so the request was not sent.
         transient: another attempt may succeed.
     """
 
@@ -124,7 +124,7 @@ def _reason(text: str, dump: str, code: str) -> str:
 
 
 def no_credentials(action: str, label: str, facts: Facts, attempts: int) -> StorageError:
-    """Return the error for an environment without credentials."""
+    """Return the error for a process that finds no credentials."""
     files = " (files in ~/.aws are read where boto3 is installed)" if label.startswith("s3://") else ""
     return StorageError(
         f"cannot {action} {label}: found no credentials in the environment, and the machine's own service gave none "

@@ -30,7 +30,7 @@ _CHECK_PAUSES = (0.0, 0.2, 1.0)
 #: The shortest and the longest requests of a read, in bytes. Each costs processor time on both sides, and Azurite reads
 #: up to 4 MiB twice.
 _REQUEST_BYTES = 5 << 20, 16 << 20
-#: Bytes of a response per copy: few enough to stay in the processor's cache until they are copied.
+#: Bytes of a response that are copied at once: few enough to be still in the processor's cache.
 _STREAM_BYTES = 1 << 20
 _LISTINGS = 8
 
@@ -174,8 +174,7 @@ class _Reader(FileReader):
         done = 0
 
         def attempt(client: Any) -> None:
-            # Bytes that arrived before a connection broke are not requested again.
-            nonlocal done
+            nonlocal done  # bytes that arrived before a connection broke are not requested again
             rest: Any = {"range": (start + done, start + len(target))}
             before = done
             try:
@@ -185,7 +184,8 @@ class _Reader(FileReader):
                     done += len(part)
             except (obstore.exceptions.BaseError, OSError):
                 if done - before < _STREAM_BYTES:
-                    raise  # otherwise the read makes progress, and its time for retries begins anew
+                    raise
+                # The read makes progress, so its time for retries begins anew.
 
         while done < len(target):
             before = done

@@ -1,4 +1,4 @@
-"""Files of POSIX file systems: typed errors, durable names, and stale caches of network file systems."""
+"""Files of POSIX file systems: typed errors, durable names, and retries for stale caches of network file systems."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from bytecheckpoint.errors import StorageError, StorageFullError, StorageUnavail
 from bytecheckpoint.tuning import tuning
 
 __all__ = [
-    "FULL",
-    "TRANSIENT",
+    "FULL_ERRNOS",
+    "TRANSIENT_ERRNOS",
     "fsync_directory",
     "fsync_parents",
     "is_in_memory",
@@ -29,8 +29,12 @@ __all__ = [
 ]
 
 _T = TypeVar("_T")
-FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-TRANSIENT = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.EHOSTDOWN, errno.ENXIO, errno.ENODEV}
+#: No space is left.
+FULL_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+#: The device or server does not answer now.
+TRANSIENT_ERRNOS = {
+    errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.EHOSTDOWN, errno.ENXIO, errno.ENODEV,
+}  # fmt: skip
 #: The kernel's escapes for spaces and other characters in its list of mounts.
 _ESCAPED = re.compile(r"\\([0-7]{3})")
 #: Folders whose names `fsync_parents` has synced.
@@ -39,12 +43,12 @@ _synced: set[str] = set()
 
 @contextlib.contextmanager
 def translated(action: str, path: str, *, may_be_absent: bool = False) -> Iterator[None]:
-    """Translate an OSError into a typed error.
+    """Translate an OSError of the `with` block into a typed error, "cannot {action} {path}: ...".
 
     Args:
-        action: what the caller does, for the message.
-        path: what it does that to, for the message.
-        may_be_absent: a missing file raises FileNotFoundError.
+        action: what the caller does.
+        path: the file or folder.
+        may_be_absent: raise FileNotFoundError for a missing file.
     """
     try:
         yield
@@ -52,9 +56,9 @@ def translated(action: str, path: str, *, may_be_absent: bool = False) -> Iterat
         if may_be_absent and isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError):
             raise FileNotFoundError(error.errno, error.strerror, path) from error  # in any case, no such *file* exists
         reason = error.strerror or str(error)
-        if error.errno in FULL:
+        if error.errno in FULL_ERRNOS:
             raise StorageFullError(f"cannot {action} {path}: {reason}; free space and save again") from error
-        if error.errno in TRANSIENT:
+        if error.errno in TRANSIENT_ERRNOS:
             raise StorageUnavailableError(f"cannot {action} {path}: {reason}; check the device or mount") from error
         raise StorageError(f"cannot {action} {path}: {reason}") from error
 
@@ -122,7 +126,7 @@ def fsync_parents(folder: str) -> None:
 
 
 def stat_file(path: str) -> os.stat_result:
-    """Return the status of a regular file, by an open, at which network file systems update their caches."""
+    """Return the status of a regular file. It is opened, because network file systems update their caches at an open."""
     fd, found = open_file(path)
     os.close(fd)
     return found
@@ -147,12 +151,12 @@ def open_file(path: str) -> tuple[int, os.stat_result]:
 
 
 def version_of(found: os.stat_result) -> str:
-    """Return a token that changes when the file or its content does."""
+    """Return a token that changes when the file is replaced or its content changes."""
     return f"{found.st_ino}-{found.st_size}-{found.st_mtime_ns}"
 
 
 def is_in_memory(path: str) -> bool:
-    """Return whether an absolute path is known to be on a tmpfs, without touching any other file system."""
+    """Return whether an absolute path is known to be on a tmpfs. No other file system is touched: it may hang."""
     parts = path.rstrip("/").split("/")
     prefixes = ["/".join(parts[:number]) or "/" for number in range(1, len(parts) + 1)]
     try:

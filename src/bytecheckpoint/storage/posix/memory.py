@@ -8,7 +8,8 @@ import stat
 from bytecheckpoint.errors import StorageError, UsageError
 from bytecheckpoint.settings import settings
 from bytecheckpoint.storage.base import check_name
-from bytecheckpoint.storage.posix.storage import PosixStorage, translated
+from bytecheckpoint.storage.posix.files import translated
+from bytecheckpoint.storage.posix.storage import PosixStorage
 
 __all__ = ["MemoryStorage"]
 
@@ -41,7 +42,7 @@ class MemoryStorage(PosixStorage):
         super()._make_folder(folder)
 
     def _refuse_foreign(self) -> None:
-        """Raise StorageError for a folder of another user, or one open to others: anybody may create it in /dev/shm."""
+        """Raise StorageError for a folder that belongs or is open to others, since anybody may create one in /dev/shm."""
         found = os.lstat(self._base)
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
             raise StorageError(

@@ -1,4 +1,4 @@
-"""Publish a file on POSIX file systems: atomic, durable, and exclusive among publishers on all machines."""
+"""Publish a file on POSIX file systems: atomically, durably, and exclusively among publishers on all machines."""
 
 from __future__ import annotations
 
@@ -98,8 +98,8 @@ def _locked_folder(folder: str, label: str) -> Iterator[None]:
 def _locked_file(path: str, label: str) -> Iterator[str]:
     """Lock the file that has the name now; yields its version, "" where there is none.
 
-    A publisher holds the lock of the file that it replaces until the new one is in place. So of several publishers, on any
-    machines, the second finds another file than the one it waited for.
+    A publisher holds the lock of the file that it replaces until the new file is in place. A second publisher, on any
+    machine, then finds that the file for which it waited is no longer the one with the name.
     """
     deadline = time.monotonic() + _LOCK_SECONDS
     while time.monotonic() < deadline:
@@ -152,7 +152,10 @@ def _publish(path: str, label: str, data: bytes, expected: str | None) -> None:
             with _locked_file(path, label) as present:
                 if expected is not None and present != expected:
                     raise conflict_error(label)
-                _install(temporary, path, label, once=expected == "")
+                if expected == "":
+                    _install_new(temporary, path, label)
+                else:
+                    os.replace(temporary, path)
     except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
@@ -178,20 +181,17 @@ def _remove_abandoned(folder: str) -> None:
                 os.close(fd)
 
 
-def _install(temporary: str, path: str, label: str, *, once: bool) -> None:
-    """Give a temporary file its final name; with `once`, only a free one, by a link, which is exclusive on all machines."""
-    if once:
-        try:
-            os.link(temporary, path)
-        except FileExistsError:
-            # A network file system may carry out a request twice when the first answer is lost.
-            if not os.path.samefile(temporary, path):
-                raise conflict_error(label) from None
-        except OSError as error:
-            if error.errno not in _NO_LINKS:
-                raise
-            os.replace(temporary, path)
-            return
-        os.unlink(temporary)
+def _install_new(temporary: str, path: str, label: str) -> None:
+    """Give a temporary file the name `path`, which must be free: by a hard link, which only one machine can make."""
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        # A network file system may carry out a request twice when the first answer is lost.
+        if not os.path.samefile(temporary, path):
+            raise conflict_error(label) from None
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        os.replace(temporary, path)
         return
-    os.replace(temporary, path)
+    os.unlink(temporary)

@@ -13,8 +13,6 @@ from bytecheckpoint.errors import StorageError
 from bytecheckpoint.settings import settings
 from bytecheckpoint.storage.base import FileReader, FileStat, FileWriter, NewFile, Storage, check_name
 from bytecheckpoint.storage.posix.files import (
-    FULL,
-    TRANSIENT,
     fsync_directory,
     fsync_parents,
     is_in_memory,
@@ -26,11 +24,12 @@ from bytecheckpoint.storage.posix.files import (
 from bytecheckpoint.storage.posix.publish import publish
 from bytecheckpoint.storage.threads import call_with_timeout
 
-__all__ = ["FULL", "TRANSIENT", "LocalStorage", "PosixStorage", "translated", "write_fully"]
+__all__ = ["LocalStorage", "PosixStorage", "write_fully"]
 
 _T = TypeVar("_T")
 _ALIGN = 4096
-_IOV = 512
+#: Buffers per system call.
+_MAX_BUFFERS = 512
 
 
 def _advance(buffers: list[memoryview], done: int) -> list[memoryview]:
@@ -43,11 +42,11 @@ def _advance(buffers: list[memoryview], done: int) -> list[memoryview]:
 
 
 def write_fully(fd: int, offset: int, buffers: Sequence[memoryview]) -> None:
-    """Write `buffers` one after the other at byte `offset` of a file, in as many calls as it takes."""
+    """Write all of `buffers` one after the other at byte `offset` of a file."""
     rest = [b for b in buffers if len(b)]
     while rest:
-        done = os.pwritev(fd, rest[:_IOV], offset)
-        if done == 0:  # without an error this would loop for ever
+        done = os.pwritev(fd, rest[:_MAX_BUFFERS], offset)
+        if done == 0:  # the loop would never end
             raise OSError(errno.EIO, f"the file system took no byte of {sum(map(len, rest))}")
         offset += done
         rest = _advance(rest, done)
@@ -70,8 +69,8 @@ class _Writer(FileWriter):
                 self._fd = os.open(path, flags & ~os.O_EXCL, 0o666)
             self._identity = _identity(os.fstat(self._fd))
             if reserve:
-                # A full disk is found before the first byte is copied, and parallel direct writes need no exclusive lock
-                # to extend the file.
+                # So a full disk is found before the first byte is copied, and parallel direct writes need no exclusive
+                # lock to extend the file.
                 try:
                     os.posix_fallocate(self._fd, 0, max(-(-size // _ALIGN) * _ALIGN, 1))
                 except OSError as error:
@@ -92,7 +91,7 @@ class _Writer(FileWriter):
                 self._close()
 
     def _close(self) -> None:
-        # Reset first: even a failing close closes, and the number may then belong to another file.
+        # Reset before the close: even a close that fails closes, and the number may then belong to another file.
         fd, self._fd = self._fd, -1
         os.close(fd)
 
@@ -100,7 +99,7 @@ class _Writer(FileWriter):
         if self._fd >= 0:
             with contextlib.suppress(OSError):
                 self._close()
-        # On a mount that hung this may run late, when another attempt has written a file of the same name.
+        # On a mount that hung this may run late, after another attempt has written a file of the same name.
         with contextlib.suppress(OSError):
             if _identity(os.lstat(self._path)) == self._identity:
                 os.unlink(self._path)
@@ -125,7 +124,7 @@ class _Reader(FileReader):
         total = 0
         with translated("read", self._label):
             while rest:
-                done = self._read(rest[:_IOV], offset + total)
+                done = self._read(rest[:_MAX_BUFFERS], offset + total)
                 if done == 0:
                     break
                 total += done
@@ -139,7 +138,7 @@ class _Reader(FileReader):
         except OSError as error:
             if error.errno != errno.ESTALE:
                 raise
-        # The server was restarted, or lost track of this open file: if the file exists, its name still leads to it.
+        # The server was restarted or lost track of the open file. If the file still exists, it can be opened by its name.
         with self._lock:
             if self._fd == fd:
                 self._outdated.append(fd)  # other threads may be reading from it
@@ -165,7 +164,7 @@ def _sizes(entries: Iterable[os.DirEntry[str]]) -> Iterator[tuple[str, int]]:
 def _retry_if_removed(function: Callable[[], _T]) -> _T:
     """Return `function()`, which makes a folder and a file in it, and retry it when the folder disappears in between.
 
-    A delete of a folder's last file also removes the folder, since no storage lists empty folders.
+    Another process may delete the folder's last file, and with it the folder, since no storage lists empty folders.
     """
     for _ in range(3):
         try:

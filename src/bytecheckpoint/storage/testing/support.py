@@ -52,7 +52,7 @@ def write_file(
     head = min(_HEAD, len(data))
     writer = storage.create(NewFile(name, len(data) if announced is None else announced, stable=stable))
 
-    def one(start: int) -> None:
+    def write_piece(start: int) -> None:
         part = data[start : start + piece]
         if stable:
             half = len(part) // 2
@@ -65,7 +65,7 @@ def write_file(
     starts = list(range(head, len(data), piece))
     random.Random(len(data)).shuffle(starts)
     with ThreadPoolExecutor(4) as pool:
-        list(pool.map(one, starts))
+        list(pool.map(write_piece, starts))
     if head:
         writer.write_at(0, [memoryview(data)[:head].toreadonly()])  # as the headers of the engine
     writer.finish(len(data))
