@@ -1,9 +1,9 @@
 """Cooldown: older steps move to a cheaper storage, and their paths go on working (ByteCheckpoint, section 5.1).
 
-A step that was moved keeps its catalog at its path, whose table of files then names the cold files by URI. The cold
-folder has a catalog too, so it is a checkpoint of its own. A kill at any moment leaves the step loadable at its path:
-the catalog names either the hot files, which are still there, or the cold files, which were verified before. The next
-run continues where a killed one ended (decision 0017).
+A moved step keeps a catalog at its path, which names the cold files by URI. The cold folder has a catalog too, so it is a
+checkpoint of its own. A kill at any moment leaves the step loadable at its path: the catalog names either the hot files,
+which are still there, or the cold files, which were verified before. The next run continues where a killed one ended
+(decision 0017).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from bytecheckpoint.representation.names import CATALOG_NAME, generation_of, is_
 from bytecheckpoint.settings import settings
 from bytecheckpoint.storage import Storage, resolve
 from bytecheckpoint.storage.threads import parallel_map
-from bytecheckpoint.tiers.copying import commit, copy_unless_there, is_sound, own_files
+from bytecheckpoint.tiers.copying import commit, copy_if_missing, is_sound, own_files
 from bytecheckpoint.tiers.lease import LEASE_FILE, Lease, leased
 
 __all__ = ["CoolStep", "cool", "plan_cooldown"]
@@ -51,8 +51,8 @@ class CoolStep:
         name: of the step's folder.
         path: where the step is loaded from, before and after the move.
         target: the cold folder of the step.
-        action: "move"; "finish" (the files were moved, but some hot files are left); "keep" (too young, or one of the
-            newest); "cold" (moved already); "skip" (cannot be moved).
+        action: "move"; "finish" (moved, but some hot files are left); "keep" (too young, or one of the newest); "cold"
+            (moved already); "skip" (cannot be moved).
         reason: why this action.
         created: when the step was saved, seconds since 1970.
         files: number of files that the action moves or removes.
@@ -73,7 +73,7 @@ class CoolStep:
     error: str = ""
 
 
-def _natural(name: str) -> list[tuple[int, int, str]]:
+def _natural_key(name: str) -> list[tuple[int, int, str]]:
     """Make a key that sorts step_9 before step_10."""
     return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in _NUMBER.split(name)]
 
@@ -94,7 +94,7 @@ def _created(storage: Storage, catalog: Catalog) -> float:
     return storage.stat(CATALOG_NAME).modified
 
 
-def _moved(catalog: Catalog) -> list[str]:
+def _names_before_move(catalog: Catalog) -> list[str]:
     """Return the names that the moved files of a catalog had before."""
     return ["/".join(file.name.rsplit("/", 2)[1:]) for file in catalog.files if is_uri(file.name)]
 
@@ -135,7 +135,7 @@ def plan_cooldown(
         raise UsageError(f"now is {now!r}: give seconds since 1970")
     found: list[tuple[Storage, str, Catalog]] = []
     steps: list[CoolStep] = []
-    for name in sorted(hot_root.folders(), key=_natural):
+    for name in sorted(hot_root.folders(), key=_natural_key):
         step = resolve(f"{hot_root.url}/{name}")
         target = f"{cold_root.url}/{name}"
         try:
@@ -147,15 +147,15 @@ def plan_cooldown(
     if not found and not steps:
         raise CheckpointNotFoundError(f"{hot_root.url} holds no checkpoints; give the folder that has the steps in it")
     created = {name: _created(step, catalog) for step, name, catalog in found}
-    by_age = sorted(created, key=lambda name: (created[name], _natural(name)))
-    newest = {*by_age[-keep:], *sorted(created, key=_natural)[-keep:]}
+    by_age = sorted(created, key=lambda name: (created[name], _natural_key(name)))
+    newest = {*by_age[-keep:], *sorted(created, key=_natural_key)[-keep:]}
     uses = {file.name: name for _, name, catalog in found for file in catalog.files if is_uri(file.name)}
 
     def decide(step: Storage, name: str, catalog: Catalog) -> tuple[str, str, list[int]]:
         """Return the action, its reason, and the sizes of the files that it moves or removes."""
         own = [catalog.files[number] for number in own_files(catalog)]
         if not own and catalog.files:
-            moved = set(_moved(catalog))
+            moved = set(_names_before_move(catalog))
             left = [size for file, size in step.list() if file in moved]
             return ("finish", "its files were moved, and are still here", left) if left else ("cold", "moved", [])
         if name in newest:
@@ -174,14 +174,14 @@ def plan_cooldown(
         steps.append(
             CoolStep(name, step.url, f"{cold_root.url}/{name}", action, reason, created[name], len(sizes), sum(sizes))
         )
-    return sorted(steps, key=lambda step: (step.created, _natural(step.name)))
+    return sorted(steps, key=lambda step: (step.created, _natural_key(step.name)))
 
 
 def cool(step: CoolStep, progress: Callable[[int], None] = lambda _: None) -> CoolStep:
     """Carry out the action that was planned for one step.
 
-    A move copies the files, reads the copies back, publishes a catalog at the path that names them, and then removes the
-    hot files.
+    A move copies the files, reads the copies back, publishes a catalog that names them at the step's path, and then removes
+    the hot files.
 
     Args:
         step: planned by `plan_cooldown`; other actions than "move" and "finish" do nothing.
@@ -206,12 +206,12 @@ def _move(hot: Storage, cold: Storage, progress: Callable[[int], None]) -> None:
     cold.check_publish(CATALOG_NAME, "")
     with leased(cold) as lease:
         if lease.is_in(hot):
-            raise _same_folder(hot, cold)
+            raise _same_folder_error(hot, cold)
         version = hot.version(CATALOG_NAME)
         catalog, data = read_catalog(hot)
         own = own_files(catalog)
         if not own:
-            return  # another cooldown has moved the step since the plan was made
+            return  # another cooldown moved the step after this plan was made
         _copy_and_verify(hot, cold, catalog, data, version, lease, progress)
         _publish_catalogs(hot, cold, catalog, data, version, lease)
     try:
@@ -240,7 +240,7 @@ def _copy_and_verify(
 
     def copy_file(number: int) -> None:
         file = catalog.files[number]
-        copied = copy_unless_there(hot, cold, catalog, number, present.get(file.name), lease.check)
+        copied = copy_if_missing(hot, cold, catalog, number, present.get(file.name), lease.check)
         # The hot file is removed later, so its copy must be proved to be readable.
         if copied and not is_sound(cold, catalog, number):
             raise CorruptCheckpointError(
@@ -262,7 +262,7 @@ def _publish_catalogs(hot: Storage, cold: Storage, catalog: Catalog, data: bytes
     moved = encode(catalog.with_files(files, catalog.file_sums, {**catalog.info, "moved_to": cold.url}))
     try:
         hot.publish(CATALOG_NAME, moved, expected=version)
-    except StorageUnavailableError:  # the catalog may be there all the same: the answer was lost
+    except StorageUnavailableError:  # the answer may be lost, and the catalog there
         if hot.read(CATALOG_NAME) != moved:
             raise
 
@@ -282,7 +282,7 @@ def _remove_moved(hot: Storage) -> None:
         cold = resolve(folder)
         with contextlib.suppress(FileNotFoundError):
             if cold.read(CATALOG_NAME) == data:  # the cold copy's own catalog names no URIs
-                raise _same_folder(hot, cold)
+                raise _same_folder_error(hot, cold)
         cold_sizes = dict(cold.list())
         # A process that left its lease there was killed before it could remove the hot files.
         with leased(cold) if LEASE_FILE in cold_sizes else contextlib.nullcontext():
@@ -292,6 +292,6 @@ def _remove_moved(hot: Storage) -> None:
             hot.delete(sizes)
 
 
-def _same_folder(hot: Storage, cold: Storage) -> UsageError:
+def _same_folder_error(hot: Storage, cold: Storage) -> UsageError:
     """Make the error for one folder under two names (links, mounts, two schemes)."""
     return UsageError(f"{hot.url} and {cold.url} are the same folder: choose another cold folder")

@@ -18,7 +18,7 @@ class AnyCopy(FileReader):
     """A reader that takes the nearest copy that answers. Copies are opened when they are first needed.
 
     Args:
-        shown: display name of the file.
+        label: address of the file, for messages.
         openers: functions that open the copies, the nearest first.
 
     Raises:
@@ -26,19 +26,19 @@ class AnyCopy(FileReader):
         StorageError: there may be one, but its storage does not answer.
     """
 
-    def __init__(self, shown: str, openers: Sequence[Callable[[], FileReader]]) -> None:
-        self._shown = shown
+    def __init__(self, label: str, openers: Sequence[Callable[[], FileReader]]) -> None:
+        self._label = label
         self._unopened = list(openers)
         self._copies: list[FileReader] = []
         self._lock = threading.Lock()
-        self._first = 0  # copies before this one have another length
+        self._first = 0  # copies before this one have a wrong length
         nearest = self._copy(0)
         if nearest is None:
-            raise FileNotFoundError(2, "no copy", shown)
+            raise FileNotFoundError(2, "no copy", label)
         self.size, self.preferred_bytes = nearest.size, nearest.preferred_bytes
 
     def _copy(self, number: int) -> FileReader | None:
-        """Return copy `number`, None when there are not so many."""
+        """Return copy `number`, opened if need be; None when there are not so many."""
         unavailable: StorageError | None = None
         with self._lock:
             while len(self._copies) <= number and self._unopened:
@@ -61,7 +61,7 @@ class AnyCopy(FileReader):
             try:
                 return copy.read_into(offset, buffers)
             except StorageError as error:
-                _log.warning("%s: %s; another copy is read", self._shown, error)
+                _log.warning("%s: %s; another copy is read", self._label, error)
                 failed = failed or error
             number += 1
         assert failed is not None
@@ -72,7 +72,7 @@ class AnyCopy(FileReader):
             if copy.size == size:
                 self.size, self.preferred_bytes = copy.size, copy.preferred_bytes
                 return True
-            _log.warning("%s: a copy has %d bytes instead of %d; another is read", self._shown, copy.size, size)
+            _log.warning("%s: a copy has %d bytes instead of %d; another is read", self._label, copy.size, size)
             self._first += 1
         return False
 

@@ -1,4 +1,4 @@
-"""Copies of a checkpoint's files in another storage: every byte is verified on its way."""
+"""Copy the files of a checkpoint to another storage, and verify every byte on its way."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from bytecheckpoint.storage.threads import call_with_timeout
 from bytecheckpoint.storage.time_limits import with_time_limits
 from bytecheckpoint.storage.uploading import UploadingStorage
 
-__all__ = ["commit", "copy_file", "copy_unless_there", "is_sound", "own_files"]
+__all__ = ["commit", "copy_file", "copy_if_missing", "is_sound", "own_files"]
 
 _log = logging.getLogger("bytecheckpoint")
 _PIECE = 8 << 20
@@ -44,12 +44,12 @@ class _VerifiedPieces:
         CorruptCheckpointError: a checksum differs, or the file is cut.
     """
 
-    def __init__(self, reader: FileReader, shown: str, catalog: Catalog, number: int) -> None:
-        self._reader, self._shown = reader, shown
+    def __init__(self, reader: FileReader, label: str, catalog: Catalog, number: int) -> None:
+        self._reader, self._label = reader, label
         self._file, self._sums = catalog.files[number], catalog.sums(number)
         if not self._file.block_bytes:
             raise CorruptCheckpointError(
-                f"{shown} has no checksums: it cannot be copied with proof", file=self._file.name
+                f"{label} has no checksums: it cannot be copied with proof", file=self._file.name
             )
 
     def __call__(self, start: int = 0, stop: int = _EVERYTHING) -> Iterator[memoryview]:
@@ -65,7 +65,7 @@ class _VerifiedPieces:
         file = self._file
         data = np.empty(end - begin, np.uint8)
         if self._reader.read_into(begin, [memoryview(data)]) != len(data):
-            raise CorruptCheckpointError(f"{self._shown} ends before byte {end}; use another copy", file=file.name)
+            raise CorruptCheckpointError(f"{self._label} ends before byte {end}; use another copy", file=file.name)
         first = -1
         if begin == 0:
             good = block_sum(memoryview(data)) == file.header_sum
@@ -75,7 +75,7 @@ class _VerifiedPieces:
             good = bool(np.array_equal(found, self._sums[first : first + len(found)]))
         if not good:
             raise CorruptCheckpointError(
-                f"checksum mismatch in {self._shown} between bytes {begin} and {end}; use another copy",
+                f"checksum mismatch in {self._label} between bytes {begin} and {end}; use another copy",
                 file=file.name,
                 block=first,
             )
@@ -93,25 +93,25 @@ def copy_file(source: Storage, target: Storage, catalog: Catalog, number: int) -
 
     Raises:
         FileNotFoundError: `source` does not have it.
-        CorruptCheckpointError: its bytes are not those of the catalog; `target` has no such file then.
+        CorruptCheckpointError: its bytes do not match the catalog; `target` then has no such file.
         StorageError: either storage fails.
     """
     file = catalog.files[number]
-    shown = f"{source.url}/{file.name}"
+    label = f"{source.url}/{file.name}"
     reader = with_time_limits(source).open(file.name)
     try:
         if not reader.match_size(file.size):
-            raise CorruptCheckpointError(f"{shown} has {reader.size} bytes instead of {file.size}", file=file.name)
+            raise CorruptCheckpointError(f"{label} has {reader.size} bytes instead of {file.size}", file=file.name)
         if isinstance(target, UploadingStorage):
             upload = functools.partial(
-                target.upload, file.name, file.size, _VerifiedPieces(reader, shown, catalog, number)
+                target.upload, file.name, file.size, _VerifiedPieces(reader, label, catalog, number)
             )
             call_with_timeout(target.call_timeout(file.size), upload, f"cannot upload {target.url}/{file.name}")
             return
         writer = with_time_limits(target).create(NewFile(file.name, file.size))
         try:
             position, header = 0, memoryview(b"")
-            for piece in _VerifiedPieces(reader, shown, catalog, number)():
+            for piece in _VerifiedPieces(reader, label, catalog, number)():
                 if position == 0:
                     header = piece  # written last, as in a save
                 else:
@@ -128,7 +128,7 @@ def copy_file(source: Storage, target: Storage, catalog: Catalog, number: int) -
 
 
 def is_sound(storage: Storage, catalog: Catalog, number: int) -> bool:
-    """Read all bytes of a file, and tell whether they are those of the catalog."""
+    """Read all bytes of a file, and return whether they match the catalog."""
     file = catalog.files[number]
     try:
         reader = with_time_limits(storage).open(file.name)
@@ -146,7 +146,7 @@ def is_sound(storage: Storage, catalog: Catalog, number: int) -> bool:
     return True
 
 
-def copy_unless_there(
+def copy_if_missing(
     source: Storage,
     target: Storage,
     catalog: Catalog,
@@ -154,7 +154,7 @@ def copy_unless_there(
     present: int | None,
     check: Callable[[], None] = lambda: None,
 ) -> int:
-    """Copy one file, unless an earlier attempt has copied it already.
+    """Copy one file, unless `target` has a sound copy already.
 
     Args:
         source: the storage that has the file.
@@ -162,7 +162,7 @@ def copy_unless_there(
         catalog: names and checksums.
         number: of the file.
         present: bytes that `target` lists under the name, None when it lists none.
-        check: called before `target` is changed; raises when that is forbidden.
+        check: called before `target` is changed; raises if it must not be.
 
     Returns:
         Bytes that were copied.
@@ -184,7 +184,7 @@ def commit(target: Storage, catalog: Catalog, data: bytes, expected: str) -> Non
         target: the folder.
         catalog: to publish.
         data: its bytes.
-        expected: the version that it may replace. If the same catalog is there already, that is fine, too.
+        expected: the version that it may replace. The same catalog may also be there already.
 
     Raises:
         StorageConflictError: another save replaced the checkpoint meanwhile.

@@ -1,7 +1,7 @@
 """Which copy of a step counts: the hot one of this machine, or the durable one.
 
-The hot copy counts while the durable catalog is the one that the hot save was to replace, or is the same. Whoever
-replaces the durable checkpoint without the tier makes the hot copy void.
+The hot copy counts while the durable catalog is the same, or is the one that the hot save was to replace. If somebody
+replaces the durable checkpoint without the tier, the hot copy no longer counts.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from bytecheckpoint.representation.catalog_file import decode
 from bytecheckpoint.representation.names import CATALOG_NAME, is_uri
 from bytecheckpoint.storage.base import Storage
 from bytecheckpoint.storage.threads import call_with_timeout
-from bytecheckpoint.tiers.hot_folder import list_own_files
-from bytecheckpoint.tiers.names import UNKNOWN, Record
+from bytecheckpoint.tiers.hot_folder import UNKNOWN, StepRecord, list_own_files
 from bytecheckpoint.tuning import tuning
 
 __all__ = ["hot_copy_counts", "missing_files", "read_durable_catalog"]
@@ -23,8 +22,8 @@ __all__ = ["hot_copy_counts", "missing_files", "read_durable_catalog"]
 _log = logging.getLogger("bytecheckpoint")
 
 
-def hot_copy_counts(url: str, durable: Storage, catalog: bytes, record: Record | None) -> bool:
-    """Tell whether a hot step is what the durable storage has, or is newer.
+def hot_copy_counts(url: str, durable: Storage, catalog: bytes, record: StepRecord | None) -> bool:
+    """Return whether a hot step equals or is newer than the durable one.
 
     Args:
         url: display name of the tier.

@@ -14,14 +14,36 @@ from bytecheckpoint.representation.catalog_file import decode
 from bytecheckpoint.representation.names import CATALOG_NAME, is_uri
 from bytecheckpoint.storage.base import Storage
 from bytecheckpoint.storage.posix.storage import PosixStorage
-from bytecheckpoint.tiers.names import INTERNAL_FILES, LOCK, Record, record_name
+from bytecheckpoint.tiers.names import INTERNAL_FILES, LOCK, record_name
 
-__all__ = ["HotFolder", "HotStep", "list_own_files"]
-
-# Built at import: msgspec (0.22) crashes if two threads use a type for the first time at once.
-_RECORD_DECODER = msgspec.json.Decoder(Record)
+__all__ = ["UNKNOWN", "HotFolder", "HotStep", "StepRecord", "list_own_files"]
 
 _log = logging.getLogger("bytecheckpoint")
+
+#: The version of a durable catalog whose storage did not answer.
+UNKNOWN = "?"
+
+
+class StepRecord(msgspec.Struct, frozen=True):
+    """What a machine stores about a step in its hot tier, in a file beside the step.
+
+    Attributes:
+        url: of the durable checkpoint.
+        replaces: version of the durable catalog when the save began, "" for none, UNKNOWN when its storage did not answer.
+        saved: when the step was committed in the hot tier, seconds since 1970.
+        ranks: the ranks that saved on this machine; empty while that is unknown.
+        flushed: whether the durable storage has the step.
+    """
+
+    url: str
+    replaces: str
+    saved: float
+    ranks: list[int] = []
+    flushed: bool = False
+
+
+# Built at import: msgspec (0.22) crashes if two threads use a type for the first time at once.
+_RECORD_DECODER = msgspec.json.Decoder(StepRecord)
 
 
 class HotStep(msgspec.Struct, frozen=True):
@@ -29,15 +51,15 @@ class HotStep(msgspec.Struct, frozen=True):
 
     Attributes:
         catalog: the bytes of its catalog.
-        record: what is known about it.
+        record: what this machine stores about it.
     """
 
     catalog: bytes
-    record: Record
+    record: StepRecord
 
 
 class HotFolder:
-    """What a machine has of one step, and what it stores about it.
+    """The files of one step on this machine, and the records beside them.
 
     Args:
         files: the folder.
@@ -60,8 +82,8 @@ class HotFolder:
             _log.warning("%s: the hot copy cannot be read: %s", self._url, error)
             return None
 
-    def record(self, catalog: bytes) -> Record | None:
-        """Return what this machine stores about the step with this catalog; None when there is nothing."""
+    def record(self, catalog: bytes) -> StepRecord | None:
+        """Return the record of the step with this catalog; None when there is none."""
         try:
             return _RECORD_DECODER.decode(self._files.read(record_name(catalog)))
         except (FileNotFoundError, StorageError, msgspec.MsgspecError):
@@ -74,7 +96,7 @@ class HotFolder:
         return HotStep(catalog, record) if catalog is not None and record is not None else None
 
     def needed_files(self) -> set[str]:
-        """Return the names that the step consists of; none when no step is committed here."""
+        """Return the names of all files that the step needs; none when no step is committed here."""
         step = self.step()
         if step is None:
             return set()
@@ -82,17 +104,17 @@ class HotFolder:
 
     # --- records ---
 
-    def write_record(self, catalog: bytes, record: Record) -> None:
-        """Store what is known about the step with this catalog."""
+    def write_record(self, catalog: bytes, record: StepRecord) -> None:
+        """Store the record of the step with this catalog."""
         self._files.publish(record_name(catalog), msgspec.json.encode(record))
 
     def update_record(self, step: HotStep, ranks: Sequence[int], *, flushed: bool = False) -> None:
-        """Store what has become known about a step since its save, if this machine has the step.
+        """Store the ranks that saved a step here and whether it is flushed, if this machine has the step.
 
-        A failure is logged only: the step itself is complete without.
+        A failure is only logged: the step is complete without this.
 
         Args:
-            step: as it was known.
+            step: the step with its present record.
             ranks: the ranks that saved on this machine.
             flushed: whether the durable storage has the step.
         """
@@ -104,7 +126,7 @@ class HotFolder:
             _log.warning("%s: %s", self._url, error)
 
     def remove_other_records(self, catalog: bytes) -> None:
-        """Remove the records of steps that the one with this catalog has replaced."""
+        """Remove the records of the steps that the step with this catalog has replaced."""
         current = record_name(catalog)
         with contextlib.suppress(StorageError):
             names = [name for name, _ in self._files.list()]
@@ -113,18 +135,18 @@ class HotFolder:
     # --- removing ---
 
     def remove_step(self, catalog: bytes) -> None:
-        """Remove the step with this catalog, but no file that a save may have begun to write in its place."""
+        """Remove the step with this catalog. Files that a save may be writing in its place stay."""
         if self.catalog() == catalog:
-            self._files.delete([CATALOG_NAME])  # first: what a kill leaves then is no checkpoint
+            self._files.delete([CATALOG_NAME])  # first, so that a kill leaves no damaged checkpoint
         self.remove([record_name(catalog), *(file.name for file in decode(catalog).files if not is_uri(file.name))])
 
     def remove(self, names: Iterable[str]) -> None:
-        """Remove files, and the folder when nothing else is in it."""
+        """Remove files, and then the folder if only internal files are left in it."""
         self._files.delete(names)
         self.remove_if_empty()
 
     def remove_if_empty(self) -> None:
-        """Remove the folder when only internal files are left in it."""
+        """Remove the folder if only internal files are left in it."""
         with contextlib.suppress(StorageError, OSError):
             names = [name for name, _ in self._files.list()]
             if all(INTERNAL_FILES.fullmatch(name) for name in names):
@@ -135,7 +157,7 @@ class HotFolder:
 
 
 def list_own_files(storage: Storage) -> list[tuple[str, int]]:
-    """List a folder without its internal files; nothing when it does not answer."""
+    """List a folder without its internal files. The list is empty when the storage does not answer."""
     try:
         return [(name, size) for name, size in storage.list() if not INTERNAL_FILES.fullmatch(name)]
     except StorageUnavailableError as error:

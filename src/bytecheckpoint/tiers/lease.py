@@ -1,9 +1,9 @@
 """The lease on a cold folder: one process at a time fills it.
 
 Two processes that fill a folder at once would take each other's unfinished files for damaged ones and remove them.
-Object stores have no locks, so the lease is a small file that is created like a catalog: one of several creators
-succeeds. Its holder renews it while it works. A lease that stays unchanged for `tuning().lease_expiry` belongs to a dead
-holder, and another process takes it over. Clocks of different machines are never compared (decision 0019).
+Object stores have no locks, so the lease is a small file that is created like a catalog: of several creators one succeeds.
+The holder renews the lease while it works. If a lease stays unchanged for `tuning().lease_expiry`, its holder is dead and
+another process takes it over. Clocks of different machines are never compared (decision 0019).
 """
 
 from __future__ import annotations
@@ -84,13 +84,13 @@ class Lease:
             )
 
     def is_in(self, storage: Storage) -> bool:
-        """Whether a folder holds the file of this lease: then it is the leased folder, perhaps under another name."""
+        """Return whether a folder holds this lease: then it is the leased folder, perhaps under another name."""
         return _decode(_read(storage)).lease == self._content.lease
 
     def release(self) -> None:
-        """Give the lease up; never raises. While the storage is away, a thread goes on trying.
+        """Give the lease up; never raises. While the storage does not answer, a thread goes on trying.
 
-        The thread is needed because other processes of this machine see that the holder lives, and never take over.
+        Without it, other processes of this machine would see that the holder lives and never take the lease over.
         """
         self._released.set()
         if not self._remove():
@@ -98,7 +98,7 @@ class Lease:
                 threading.Thread(target=self._remove_later, name="bytecheckpoint-lease", daemon=True).start()
 
     def _remove(self) -> bool:
-        """Try to remove the file; whether trying again is useless."""
+        """Try to remove the file. Return False if another attempt may succeed."""
         try:
             with self._renewing:
                 if self.is_in(self.storage):
@@ -116,12 +116,12 @@ class Lease:
         data = msgspec.json.encode(content)
         try:
             self.storage.publish(LEASE_FILE, data, expected=expected)
-        except StorageUnavailableError:  # the file may be there all the same: the answer was lost
+        except StorageUnavailableError:  # the answer may be lost, and the file there
             if _read(self.storage) != data:
                 raise
 
     def _take_over(self) -> None:
-        """Replace the lease of another process, once that is known to be dead."""
+        """Replace the lease of another process, once that process is known to be dead."""
         storage = self.storage
         version, found = storage.version(LEASE_FILE), _read(storage)
         holder = _decode(found)
@@ -133,18 +133,18 @@ class Lease:
                 alive = True
             elif time.monotonic() >= deadline:
                 alive = False
-        busy = f"{storage.url} is being filled by another cooldown ({holder}); let it finish"
+        held = f"{storage.url} is being filled by another cooldown ({holder}); let it finish"
         if alive:
-            raise StorageConflictError(busy)
+            raise StorageConflictError(held)
         try:
             storage.check_publish(LEASE_FILE, version)
             self._publish(self._content, version)
         except StorageUnavailableError:
             raise
         except StorageConflictError:
-            raise StorageConflictError(busy) from None
+            raise StorageConflictError(held) from None
         except StorageError as error:  # this storage replaces no files, so nobody renews a lease on it either
-            raise StorageConflictError(f"{busy}, or, if it is gone, remove {LEASE_FILE} there") from error
+            raise StorageConflictError(f"{held}, or, if it is gone, remove {LEASE_FILE} there") from error
 
     def _renew_until_released(self) -> None:
         while not self._released.wait(tuning().lease_renewal):
@@ -159,7 +159,7 @@ class Lease:
                 except StorageUnavailableError as error:
                     _log.warning("%s: %s could not be renewed: %s", self.storage.url, LEASE_FILE, error)
                 except StorageError:
-                    return  # the lease is lost, as `check` will say; or the storage replaces no files: nobody takes over
+                    return  # `check` reports a lost lease; where no file can be replaced, nobody takes a lease over
 
 
 class _Content(msgspec.Struct, frozen=True):
@@ -168,9 +168,9 @@ class _Content(msgspec.Struct, frozen=True):
     Attributes:
         host: machine and container of the process, as `_machine` names them.
         process: its number.
-        started: when it began, since process numbers are used again.
+        started: when the process began, since process numbers are used again.
         lease: random characters, since one process may hold several leases.
-        renewals: their count, so that each renewal differs from the one before.
+        renewals: number of renewals, so that each renewal changes the file.
     """
 
     host: str = ""
@@ -183,7 +183,7 @@ class _Content(msgspec.Struct, frozen=True):
         return f"process {self.process} on {self.host}" if self.host else "an unknown process"
 
     def alive(self) -> bool | None:
-        """Whether the process lives; None when only its own machine can tell."""
+        """Return whether the process lives; None when only its own machine can tell."""
         return _start_time(self.process) == self.started if self.host == _machine() else None
 
 
@@ -192,7 +192,7 @@ _DECODER = msgspec.json.Decoder(_Content)
 
 
 def _start_time(process: int) -> str:
-    """When a process of this machine began, in the kernel's units; "" when it is gone or a zombie."""
+    """Return when a process of this machine began, in the kernel's units; "" when it is gone or a zombie."""
     try:
         with open(f"/proc/{process}/stat") as file:
             fields = file.read().rpartition(")")[2].split()
@@ -202,7 +202,7 @@ def _start_time(process: int) -> str:
 
 
 def _machine() -> str:
-    """This machine and container: in another container the same process number means another process."""
+    """Return the name of this machine and container: in another container a process number means another process."""
     try:
         namespace = os.readlink("/proc/self/ns/pid")
     except OSError:
@@ -211,7 +211,7 @@ def _machine() -> str:
 
 
 def _read(storage: Storage) -> bytes:
-    """The content of a folder's lease, b"" when nobody holds one."""
+    """Return the content of a folder's lease, b"" when nobody holds one."""
     try:
         return storage.read(LEASE_FILE)
     except FileNotFoundError:

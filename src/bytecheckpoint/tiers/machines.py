@@ -17,7 +17,7 @@ class Machines:
 
     Attributes:
         groups: the ranks of each machine, machines in the order of their first rank.
-        of: the machine of each rank.
+        machine_of: number of each rank's machine, in `groups`.
     """
 
     def __init__(self, hosts: Sequence[str]) -> None:
@@ -26,19 +26,19 @@ class Machines:
             groups.setdefault(host, []).append(rank)
         self.groups = list(groups.values())
         number = {host: machine for machine, host in enumerate(groups)}
-        self.of = [number[host] for host in hosts]
+        self.machine_of = [number[host] for host in hosts]
 
     def ranks_beside(self, rank: int) -> list[int]:
-        """Return the ranks of the machine of `rank`."""
-        return self.groups[self.of[rank]]
+        """Return the ranks on the machine of `rank`, itself included."""
+        return self.groups[self.machine_of[rank]]
 
     def leads(self, rank: int) -> bool:
-        """Whether `rank` acts for its machine."""
+        """Return whether `rank` acts for its machine: its first rank does."""
         return self.ranks_beside(rank)[0] == rank
 
     def partners(self, rank: int, replicas: int) -> list[int]:
-        """Return the ranks of other machines that hold replicas of what `rank` writes."""
-        machine = self.of[rank]
+        """Return the ranks on other machines that hold replicas of the files of `rank`."""
+        machine = self.machine_of[rank]
         place = self.groups[machine].index(rank)
         found = []
         for distance in range(1, min(replicas, len(self.groups) - 1) + 1):

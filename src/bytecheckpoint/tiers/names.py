@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import re
 
-import msgspec
 import xxhash
 
-__all__ = ["INTERNAL_FILES", "LOCK", "UNKNOWN", "Record", "digest_of", "hot_folder_of", "record_name", "step_name"]
+__all__ = ["INTERNAL_FILES", "LOCK", "digest_of", "hot_folder_of", "record_name", "step_name"]
 
-#: The version of a durable catalog whose storage did not answer.
-UNKNOWN = "?"
 #: The file that flushes of a step lock.
 LOCK = "tier.lock"
 #: Files of a hot folder that do not belong to the checkpoint.
@@ -19,26 +16,8 @@ INTERNAL_FILES = re.compile(r"tier-([0-9a-f]{16})\.json|tier\.lock|\.publishing-
 _UNSAFE = re.compile(r"[%:\\\x00-\x1f\x7f]")
 
 
-class Record(msgspec.Struct, frozen=True):
-    """What a machine stores about a step in its hot tier.
-
-    Attributes:
-        url: of the durable checkpoint.
-        replaces: version of the durable catalog when the save began, "" for none, UNKNOWN when its storage did not answer.
-        saved: when the step was committed in the hot tier, seconds since 1970.
-        ranks: the ranks that saved on this machine; empty while that is unknown.
-        flushed: whether the durable storage has the step.
-    """
-
-    url: str
-    replaces: str
-    saved: float
-    ranks: list[int] = []
-    flushed: bool = False
-
-
 def digest_of(catalog: bytes) -> str:
-    """Return what identifies a hot step: the digest of its catalog."""
+    """Return the digest of a catalog, which identifies a hot step."""
     return xxhash.xxh3_64_hexdigest(catalog)
 
 
@@ -48,12 +27,12 @@ def record_name(catalog: bytes) -> str:
 
 
 def hot_folder_of(url: str) -> str:
-    """Return a relative path for a URL: readable, and different for different URLs."""
+    """Return the relative path of a URL's hot folder: readable, and different for different URLs."""
     scheme, _, rest = url.partition("://")
     parts = [scheme, *rest.strip("/").split("/")]
     return "/".join(_UNSAFE.sub(lambda found: f"%{ord(found[0]):02X}", part) for part in parts)
 
 
 def step_name(folder: str) -> str:
-    """Return the name of a step in its URL, from the name of its folder in the hot tier."""
+    """Return the name that a step has in its URL, given the name of its folder in the hot tier."""
     return re.sub("%([0-9A-F]{2})", lambda found: chr(int(found[1], 16)), folder)

@@ -15,7 +15,8 @@ from bytecheckpoint.storage import FileReader, Storage
 
 __all__ = ["RemoteFiles", "RemoteReader", "file_provider"]
 
-_PIECE = 8 << 20  # bytes of one request: the other rank holds so many in memory for it
+#: Bytes of one request, which the rank that serves it holds in memory.
+_PIECE = 8 << 20
 
 
 class _Range(msgspec.Struct, frozen=True, array_like=True):
@@ -53,7 +54,7 @@ class RemoteFiles:
 
     Args:
         collective: the ranks.
-        tag: of the service on every rank that serves.
+        tag: identifies the service of this load on every rank that serves.
         timeout: seconds for one request.
     """
 
@@ -104,7 +105,7 @@ class RemoteReader(FileReader):
         if len(buffers) == 1:
             self._files.read_into(self._rank, self._name, offset, buffers[0][:total])
             return total
-        # Buffers may be small, and a request for each would take a round trip each.
+        # Buffers may be small, and a request for each would cost a round trip each.
         data = memoryview(np.empty(total, np.uint8))
         self._files.read_into(self._rank, self._name, offset, data)
         for buffer in buffers:

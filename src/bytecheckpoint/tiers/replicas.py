@@ -26,7 +26,7 @@ _Piece = tuple[int, int, int]
 
 
 def replicate(agreement: Agreement, machines: Machines, hot: Storage, catalog: Catalog, replicas: int) -> None:
-    """Send this rank's files to its partners, and keep the files of the ranks whose partner it is. Every rank calls it.
+    """Send this rank's files to its partners, and write the files of ranks whose partner it is. Every rank calls this.
 
     Args:
         agreement: the ranks.
@@ -36,7 +36,7 @@ def replicate(agreement: Agreement, machines: Machines, hot: Storage, catalog: C
         replicas: machines that keep a replica of each file.
 
     Raises:
-        CheckpointError: this rank could not read its files or keep the others'. Other ranks are not told here.
+        CheckpointError: this rank could not read its own files or write those of others. Other ranks do not hear of it.
         PeerLostError, CheckpointTimeoutError: another rank is gone or hangs.
     """
     rank = agreement.rank
@@ -45,7 +45,7 @@ def replicate(agreement: Agreement, machines: Machines, hot: Storage, catalog: C
     sender = _Sender(hot, catalog)
     receivers = {
         source: _Receiver(hot, catalog, list(_pieces_of(catalog, source)))
-        for source in range(len(machines.of))
+        for source in range(len(machines.machine_of))
         if rank in machines.partners(source, replicas)
     }
     rounds = max([len(sent), *(len(receiver.pieces) for receiver in receivers.values())], default=0)
@@ -78,7 +78,7 @@ def replicate(agreement: Agreement, machines: Machines, hot: Storage, catalog: C
 
 
 def _pieces_of(catalog: Catalog, rank: int) -> Iterator[_Piece]:
-    """The pieces that a rank sends, in order. Every rank derives the same from the catalog."""
+    """Yield the pieces that a rank sends, in order. Every rank derives the same pieces from the catalog."""
     for number in own_files(catalog):
         file = catalog.files[number]
         if file.rank == rank:
@@ -122,7 +122,7 @@ class _Receiver:
         self._hot, self._catalog = hot, catalog
         self.pieces = pieces
         self._writer: FileWriter | None = None
-        self._files: list[int] = []  # numbers of those that were begun
+        self._files: list[int] = []  # numbers of the files that were begun
         self.error: BaseException | None = None
 
     def size_of(self, piece: int) -> int:
@@ -147,7 +147,7 @@ class _Receiver:
             self.error = error
 
     def finish(self) -> None:
-        """Verify the files and make them durable; raise what went wrong, and remove the files that are damaged."""
+        """Verify the files and make them durable. After an error, remove the damaged files and raise the error."""
         if self._writer is not None:
             self._writer.abort()
         damaged = [

@@ -16,8 +16,9 @@ from bytecheckpoint.representation.names import CATALOG_NAME, is_uri
 from bytecheckpoint.settings import Settings
 from bytecheckpoint.storage import FileReader
 from bytecheckpoint.tiers.current_copy import read_durable_catalog
+from bytecheckpoint.tiers.hot_folder import StepRecord
 from bytecheckpoint.tiers.machines import Machines, find_machines
-from bytecheckpoint.tiers.names import Record, digest_of
+from bytecheckpoint.tiers.names import digest_of
 from bytecheckpoint.tiers.remote_files import RemoteFiles, RemoteReader, file_provider
 from bytecheckpoint.tiers.storage import TierStorage
 
@@ -41,7 +42,7 @@ def agree_on_copy(
         stack: closed when all ranks have loaded.
 
     Returns:
-        What to load from: the hot step that the machines have among them, or the durable one.
+        The storage to load from: it reads the hot step that the machines have among them, or the durable one.
     """
     agreement = Agreement(collective, tag, settings.timeout)
     machines = find_machines(agreement)
@@ -53,8 +54,7 @@ def agree_on_copy(
         files = dict(storage.hot.list()) if leads else {}
         return _Found(digest_of(catalog) if catalog is not None else "", record, files)
 
-    # On rank 0 only: what each rank has found.
-    found: list[_Found] = []
+    found: list[_Found] = []  # what each rank has found; on rank 0 only
 
     def propose(reports: list[_Found]) -> list[tuple[str, int]]:
         found.extend(reports)
@@ -73,7 +73,7 @@ def agree_on_copy(
         if choice.catalog:
             return _serve_files(agreement, machines, storage, choice, stack)
         missing = missing or choice.missing
-    return DurableOnly(storage.url, missing)
+    return _DurableOnly(storage.url, missing)
 
 
 class SharedTier(TierStorage):
@@ -83,7 +83,7 @@ class SharedTier(TierStorage):
         url: of the tier.
         catalog: the hot step that counts.
         holders: for each file, ranks of other machines that serve it.
-        remote: how to reach them.
+        remote: reads the files of these ranks.
     """
 
     def __init__(self, url: str, catalog: bytes, holders: dict[str, list[int]], remote: RemoteFiles) -> None:
@@ -104,7 +104,7 @@ class SharedTier(TierStorage):
         return lambda: RemoteReader(self._remote, rank, name, self._sizes[name])
 
 
-class DurableOnly(TierStorage):
+class _DurableOnly(TierStorage):
     """A tier whose hot copies do not count.
 
     Args:
@@ -130,17 +130,17 @@ class _Found(msgspec.Struct, frozen=True, array_like=True):
     """
 
     digest: str
-    record: Record | None
+    record: StepRecord | None
     files: dict[str, int]
 
 
 class _Choice(msgspec.Struct, frozen=True, array_like=True):
-    """What rank 0 says about one hot step.
+    """What rank 0 decides about one hot step.
 
     Attributes:
         catalog: of the step if it counts and is complete, else empty.
         holders: for each of its files, the ranks whose machines have it.
-        missing: files that are nowhere, if the step would count with them.
+        missing: files that no machine and not the durable storage has, if the step counts but is incomplete.
     """
 
     catalog: bytes = b""
@@ -149,7 +149,7 @@ class _Choice(msgspec.Struct, frozen=True, array_like=True):
 
 
 def _candidates(found: Sequence[_Found]) -> list[tuple[str, int]]:
-    """The hot steps, the newest first: digest, and a rank that has the catalog."""
+    """Return the hot steps, the newest first: the digest of each, and a rank that has its catalog."""
     holders: dict[str, int] = {}
     for rank, report in enumerate(found):
         if report.digest:
@@ -159,14 +159,14 @@ def _candidates(found: Sequence[_Found]) -> list[tuple[str, int]]:
     return [(digest, holders[digest]) for digest in order]
 
 
-def _record_of(found: Sequence[_Found], digest: str) -> Record | None:
+def _record_of(found: Sequence[_Found], digest: str) -> StepRecord | None:
     records = [report.record for report in found if report.digest == digest and report.record is not None]
     return records[-1] if records else None
 
 
-def _judge(storage: TierStorage, catalog: bytes, record: Record | None, found: Sequence[_Found]) -> _Choice:
+def _judge(storage: TierStorage, catalog: bytes, record: StepRecord | None, found: Sequence[_Found]) -> _Choice:
     """Decide whether a hot step counts and is complete. Runs on rank 0."""
-    if not storage.supersedes(catalog, record):
+    if not storage.hot_copy_counts(catalog, record):
         return _Choice()
     try:
         files = [file for file in decode(catalog).files if not is_uri(file.name)]
@@ -191,7 +191,7 @@ def _judge(storage: TierStorage, catalog: bytes, record: Record | None, found: S
 def _serve_files(
     agreement: Agreement, machines: Machines, storage: TierStorage, choice: _Choice, stack: contextlib.ExitStack
 ) -> TierStorage:
-    """Begin to serve this machine's files, if other machines may want them; returns the tier to load from."""
+    """Begin to serve this machine's files if other machines may want them. Return the tier to load from."""
     rank, collective, tag = agreement.rank, agreement.collective, f"{agreement.tag}/files"
     holds = any(rank in ranks for ranks in choice.holders.values())
 
@@ -199,11 +199,11 @@ def _serve_files(
         if holds and len(machines.groups) > 1:
             stack.enter_context(collective.serve(tag, file_provider(storage.hot)))
 
-    agreement.agree("serve", serve, lambda _: None)  # nobody asks before all serve
+    agreement.agree("serve", serve, lambda _: None)  # so that no rank asks before all serve
     holders: dict[str, list[int]] = {}
     for name, ranks in choice.holders.items():
-        others = [other for other in ranks if machines.of[other] != machines.of[rank]]
-        # The ranks that read a file from afar begin with different machines.
+        others = [other for other in ranks if machines.machine_of[other] != machines.machine_of[rank]]
+        # Ranks that read one file from other machines begin with different ones.
         turn = rank % len(others) if others else 0
         holders[name] = others[turn:] + others[:turn]
     return SharedTier(storage.url, choice.catalog, holders, RemoteFiles(collective, tag, agreement.timeout))

@@ -1,7 +1,7 @@
 """The storage behind `tier+URL`: a hot tier in front of a durable storage.
 
 Saves go to memory (or a local disk) of each machine and are copied to the durable storage in the background. Reads take
-the nearest copy. This module knows one machine. The other modules of this folder are about what the machines do together:
+the nearest copy. This module is one machine's view. The other modules of this folder are about what machines do together:
 replicas in each other's memory, the flush, the restore (decision 0015).
 """
 
@@ -20,8 +20,8 @@ from bytecheckpoint.storage.posix.storage import PosixStorage
 from bytecheckpoint.storage.threads import call_with_timeout
 from bytecheckpoint.tiers.copies import AnyCopy
 from bytecheckpoint.tiers.current_copy import hot_copy_counts, missing_files, read_durable_catalog
-from bytecheckpoint.tiers.hot_folder import HotFolder, list_own_files
-from bytecheckpoint.tiers.names import UNKNOWN, Record, hot_folder_of, step_name
+from bytecheckpoint.tiers.hot_folder import UNKNOWN, HotFolder, StepRecord, list_own_files
+from bytecheckpoint.tiers.names import hot_folder_of, step_name
 from bytecheckpoint.tuning import tuning
 
 __all__ = ["PREFIX", "HotTier", "TierStorage"]
@@ -39,7 +39,7 @@ class TierStorage(Storage):
 
     Attributes:
         hot: this machine's folder for the checkpoint.
-        hot_folder: the same folder, with what it says about the step in it.
+        hot_folder: the step in that folder, with its record.
         durable: the storage that flushes copy the checkpoint to.
     """
 
@@ -64,8 +64,8 @@ class TierStorage(Storage):
 
     # --- which copy counts ------------------------------------------------------------------------------------
 
-    def supersedes(self, catalog: bytes, record: Record | None) -> bool:
-        """Whether a hot step is what the durable storage has, or is newer (see `current_copy`)."""
+    def hot_copy_counts(self, catalog: bytes, record: StepRecord | None) -> bool:
+        """Return whether a hot step equals or is newer than the durable one (see `current_copy`)."""
         return hot_copy_counts(self.url, self.durable, catalog, record)
 
     def copies(self, name: str) -> list[Callable[[], FileReader]]:
@@ -75,7 +75,7 @@ class TierStorage(Storage):
     def _catalog(self) -> bytes:
         missing: list[str] = []
         catalog = self.hot_folder.catalog()
-        if catalog is not None and self.supersedes(catalog, self.hot_folder.record(catalog)):
+        if catalog is not None and self.hot_copy_counts(catalog, self.hot_folder.record(catalog)):
             missing = missing_files(catalog, (self.hot, self.durable))
             if not missing:
                 return catalog
@@ -102,28 +102,25 @@ class TierStorage(Storage):
         hot = durable = None
         with contextlib.suppress(FileNotFoundError):
             hot = self.hot.stat(name)
-        version = UNKNOWN
+        durable_version = UNKNOWN
         try:
             durable = call_with_timeout(tuning().tier_save_timeout, lambda: self.durable.stat(name))
-            version = durable.version
+            durable_version = durable.version
         except FileNotFoundError:
-            version = ""
+            durable_version = ""
             if hot is None:
                 raise
         except StorageUnavailableError as error:
-            self._warn_of_going_on(error)
-        if hot is None and durable is None:
-            # Not in the hot tier, and the durable storage does not answer: a save may go on, a reader fails when it reads.
-            return FileStat(0, 0.0, f" {version}")
-        nearest = hot or durable
-        assert nearest is not None
-        return FileStat(nearest.size, nearest.modified, f"{hot.version if hot else ''} {version}")
+            self._warn_unavailable(error)
+        # Without any answer a save may still go on; a reader fails when it reads.
+        nearest = hot or durable or FileStat(0, 0.0, "")
+        return FileStat(nearest.size, nearest.modified, f"{hot.version if hot else ''} {durable_version}")
 
     def publish(self, name: str, data: bytes, *, expected: str | None = None) -> None:
         hot_version, _, durable_version = (expected or " ").partition(" ")
         if name == CATALOG_NAME:
             replaces = durable_version if expected is not None else UNKNOWN
-            self.hot_folder.write_record(data, Record(self.durable.url, replaces, time.time()))
+            self.hot_folder.write_record(data, StepRecord(self.durable.url, replaces, time.time()))
         self.hot.publish(name, data, expected=None if expected is None else hot_version)
         if name == CATALOG_NAME:
             self.hot_folder.remove_other_records(data)
@@ -157,17 +154,17 @@ class TierStorage(Storage):
             try:
                 call_with_timeout(tuning().tier_save_timeout, lambda: self.durable.check_publish(name, durable_version))
             except StorageUnavailableError as error:
-                self._warn_of_going_on(error)
+                self._warn_unavailable(error)
 
-    def _warn_of_going_on(self, error: StorageUnavailableError) -> None:
+    def _warn_unavailable(self, error: StorageUnavailableError) -> None:
         _log.warning("%s: going on without the durable storage: %s", self.url, error)
 
 
 class HotTier(TierStorage):
     """A tier of which only the hot folder is read, listed and changed.
 
-    A save sees the tier like this, because the durable checkpoint that it replaces is needed until the flush. So does
-    whoever wants to know what this machine has while the durable storage is away.
+    A save uses it, because the durable checkpoint that the save replaces is needed until the flush. A listing uses it to
+    show what this machine has while the durable storage does not answer.
     """
 
     def _catalog(self) -> bytes:

@@ -44,21 +44,11 @@ def verify_tier(storage: TierStorage, progress: Progress | None = None, *, threa
         except CheckpointError as error:
             findings.append(_copy_finding("hot", "unreadable", storage.hot.url, f"its catalog is damaged: {error}"))
         else:
-            if not unreachable and not storage.supersedes(hot, record):
+            if not unreachable and not storage.hot_copy_counts(hot, record):
                 notes.append(f"the hot copy ({storage.hot.url}) is of an older save and does not count")
                 catalog = None
-    if catalog is None or hot is None:
-        report = verify_catalog(storage.durable, read_catalog(storage.durable)[0], progress, threads=threads)
-        found = [*findings, *(_with_copy(finding, "durable", storage.durable.url) for finding in report.findings)]
-        verdict = "" if not found else _verdict("a load reads the durable copy", not report.findings)
-        return replace(
-            report,
-            path=storage.url,
-            findings=tuple(found),
-            notes=(*notes, *report.notes),
-            restorable=not report.findings,
-            verdict=verdict,
-        )
+    if catalog is None:
+        return _verify_durable(storage, findings, notes, progress, threads)
     flushed = durable == hot
     if not flushed and not unreachable:
         notes.append(f"not flushed: {storage.durable.url} has {'an older checkpoint' if durable else 'no checkpoint'}")
@@ -69,7 +59,7 @@ def verify_tier(storage: TierStorage, progress: Progress | None = None, *, threa
     findings += [
         _with_copy(finding, "hot", storage.hot.url)
         for finding in hot_report.findings
-        if not (finding.kind == "missing" and ranks and _rank(catalog, finding.file) not in ranks)
+        if not (finding.kind == "missing" and ranks and _writer_of(catalog, finding.file) not in ranks)
     ]
     read = hot_report.bytes_read
     if not unreachable:
@@ -82,7 +72,7 @@ def verify_tier(storage: TierStorage, progress: Progress | None = None, *, threa
             if finding.file and (flushed or finding.kind != "missing")
         ]
         notes += durable_report.notes if flushed else ()
-    lost = [file.name for file in catalog.files if not is_uri(file.name) and _lost(file.name, bad.values())]
+    lost = [file.name for file in catalog.files if not is_uri(file.name) and _is_lost(file.name, bad.values())]
     holes = any(not finding.file for finding in hot_report.findings)
     restorable = not lost and not holes
     if findings or lost:
@@ -93,6 +83,22 @@ def verify_tier(storage: TierStorage, progress: Progress | None = None, *, threa
     notes += [note for note in hot_report.notes if not note.startswith("tier")]
     return VerifyReport(
         storage.url, len(catalog.files), read, hot_report.tensors, tuple(findings), tuple(notes), restorable, verdict
+    )
+
+
+def _verify_durable(
+    storage: TierStorage, findings: list[Finding], notes: list[str], progress: Progress | None, threads: int
+) -> VerifyReport:
+    """Check the durable copy, because no hot copy counts. `findings` and `notes` say why none does."""
+    report = verify_catalog(storage.durable, read_catalog(storage.durable)[0], progress, threads=threads)
+    found = [*findings, *(_with_copy(finding, "durable", storage.durable.url) for finding in report.findings)]
+    return replace(
+        report,
+        path=storage.url,
+        findings=tuple(found),
+        notes=(*notes, *report.notes),
+        restorable=not report.findings,
+        verdict=_verdict("a load reads the durable copy", not report.findings) if found else "",
     )
 
 
@@ -119,7 +125,7 @@ def _with_copy(finding: Finding, copy: str, url: str) -> Finding:
     return replace(finding, message=f"the {copy} copy ({url}): {finding.message}", copy=copy)
 
 
-def _rank(catalog: Catalog, name: str) -> int:
+def _writer_of(catalog: Catalog, name: str) -> int:
     return next((file.rank for file in catalog.files if file.name == name), -1)
 
 
@@ -135,7 +141,7 @@ def _bad_blocks(findings: Iterable[Finding]) -> dict[str, set[int] | None]:
     return found
 
 
-def _lost(name: str, copies: Iterable[dict[str, set[int] | None]]) -> bool:
+def _is_lost(name: str, copies: Iterable[dict[str, set[int] | None]]) -> bool:
     """Return whether some block of a file is bad in every copy."""
     bad_everywhere: set[int] | None = None
     for bad in copies:

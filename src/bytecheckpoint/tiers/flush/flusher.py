@@ -1,4 +1,4 @@
-"""The threads of a rank that flush committed hot steps: to other machines' memory, and to the durable storage."""
+"""Two threads of a rank that copy committed hot steps: to other machines' memory, and to the durable storage."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ from bytecheckpoint.settings import Settings
 from bytecheckpoint.tiers.flush.job import flush_together
 from bytecheckpoint.tiers.flush.pending import PendingFlush, Stage
 from bytecheckpoint.tiers.flush.unflushed import UnflushedSteps, evict
-from bytecheckpoint.tiers.hot_folder import HotStep
+from bytecheckpoint.tiers.hot_folder import UNKNOWN, HotStep, StepRecord
 from bytecheckpoint.tiers.machines import Machines, find_machines
-from bytecheckpoint.tiers.names import UNKNOWN, Record
 from bytecheckpoint.tiers.replicas import replicate
 from bytecheckpoint.tiers.run import run_of
 from bytecheckpoint.tiers.storage import TierStorage
@@ -34,7 +33,8 @@ _log = logging.getLogger("bytecheckpoint")
 class Flusher:
     """The flushes of one rank of one world, in the order of the saves.
 
-    Each flush passes two threads, so that replicas of a step do not wait for the flush of an earlier one (decision 0018).
+    One thread replicates and another one flushes, so replicas of a step do not wait for the flush of an earlier step
+    (decision 0018).
 
     Args:
         collective: the ranks that save together.
@@ -53,9 +53,9 @@ class Flusher:
     # --- called by saves ---
 
     def expect(self, handle: SaveHandle, url: str, settings: Settings) -> None:
-        """Note that a save to a tier begins. Wait until the tier has room for another unflushed step.
+        """Register a save that begins. Wait until the tier has room for another unflushed step.
 
-        Two saves to one path wait for each other, too.
+        A save also waits for an earlier save to the same path.
 
         Args:
             handle: of the save.
@@ -66,7 +66,7 @@ class Flusher:
             self._replicating, self._flushing = Workers(1, "bytecheckpoint-share"), Workers(1, "bytecheckpoint-flush")
         with self._changed:
             while len(self._busy) >= settings.tier_waiting or url in self._busy.values():
-                # Every save and every flush ends by time limits of its own, and notifies.
+                # Every save and every flush ends within its own time limits, and notifies.
                 self._changed.wait(60.0)
             self._busy[id(handle)] = url
         handle.committed.add_done_callback(lambda _: self._on_save_over(id(handle)))
@@ -115,7 +115,7 @@ class Flusher:
     # --- the first thread: replicas ---
 
     def _replicate(self, flush: PendingFlush) -> None:
-        """Have every machine know the step, and partners hold its files. Then the step is restorable."""
+        """Bring the step to every machine, and its files to the partners. Then the step is restorable."""
         try:
             agreement = Agreement(self._collective, f"tier/{flush.number}", flush.settings.timeout)
             machines = self._machines = self._machines or find_machines(agreement)
@@ -133,15 +133,15 @@ class Flusher:
         self._flushing.submit(self._flush, flush, machines)
 
     def _find_step(self, storage: TierStorage) -> HotStep | None:
-        """The step that rank 0 has committed; None on other ranks."""
+        """Return the step that rank 0 has committed; None on other ranks."""
         if self._collective.rank != 0:
             return None
         catalog = storage.hot.read(CATALOG_NAME)
-        record = storage.hot_folder.record(catalog) or Record(storage.durable.url, UNKNOWN, time.time())
+        record = storage.hot_folder.record(catalog) or StepRecord(storage.durable.url, UNKNOWN, time.time())
         return HotStep(catalog, record)
 
     def _share(self, agreement: Agreement, machines: Machines, flush: PendingFlush) -> bool:
-        """Bring the step to the other machines; False when that fails, which does not harm the flush."""
+        """Bring the step to the other machines. Return False if that fails, which does not harm the flush."""
         if len(machines.groups) == 1:
             self._record_ranks(machines, flush)
             return True
@@ -156,7 +156,7 @@ class Flusher:
             agreement.agree("shared", lambda: self._commit_here(machines, flush), lambda _: None)
         except (PeerLostError, CheckpointTimeoutError):
             raise
-        except Exception as error:  # noqa: BLE001  the durable storage needs no replicas: the sooner it has the step
+        except Exception as error:  # noqa: BLE001  logged; the flush needs no replicas
             _log.warning("%s cannot be copied to other machines, so it is flushed first: %s", flush.storage.url, error)
             return False
         return True
@@ -166,7 +166,7 @@ class Flusher:
         rank, storage, step = self._collective.rank, flush.storage, flush.agreed_step
         if not machines.leads(rank):
             return
-        if machines.of[rank] == 0:  # rank 0 has committed it in its save
+        if machines.machine_of[rank] == 0:  # rank 0 has committed it in its save
             self._record_ranks(machines, flush)
             return
         storage.hot_folder.write_record(
@@ -186,7 +186,7 @@ class Flusher:
     # --- the second thread: the flush ---
 
     def _flush(self, flush: PendingFlush, machines: Machines) -> None:
-        """Copy the step to the durable storage; then flush the steps that earlier flushes did not take."""
+        """Copy the step to the durable storage. Then flush the steps that earlier flushes left."""
         flush.stage = Stage.FLUSH
         begun = time.perf_counter()
         agreement = Agreement(self._collective, f"tier/{flush.number}/flush", flush.timeout)
@@ -197,7 +197,7 @@ class Flusher:
             return
         self._unflushed.on_flushed(flush.storage.url)
         flush.set_committed(time.perf_counter() - begun)
-        # Not after a failure: then other ranks may be gone, and the ranks that are left would wait for them.
+        # Not after a failure: other ranks may be gone then, and this rank would wait for them.
         try:
             run = run_of(flush.storage.url)
             if agreement.agree("look", lambda: self._unflushed.may_exist(run), any):
@@ -217,7 +217,7 @@ class Flusher:
         self._end(flush)
 
     def _end(self, flush: PendingFlush) -> None:
-        """Evict what is not needed any more. What fails here fails no save."""
+        """Evict the steps that are not needed any more. A failure here fails no save."""
         try:
             if self._machines is not None and self._machines.leads(self._collective.rank):
                 evict(flush.storage, self._busy_urls(), self._remove, flush.settings)
@@ -230,7 +230,7 @@ class Flusher:
                 self._changed.notify_all()
 
     def _remove_orphans(self, flush: PendingFlush) -> None:
-        """Remove files of given-up steps whose catalog found no room on this machine: nothing else would find them."""
+        """Remove files of given-up steps that have no catalog on this machine: nothing else would find them."""
         orphans = self._unflushed.give_up_older(flush.settings.tier_waiting)
         if flush.step is not None and not self._unflushed.has_failed(flush.storage.url):
             orphans.append((flush.storage.url, flush.step.catalog))
@@ -240,6 +240,6 @@ class Flusher:
                 self._remove(storage, catalog)
 
     def _remove(self, storage: TierStorage, catalog: bytes) -> None:
-        with self._changed:  # no save begins meanwhile
+        with self._changed:  # so that no save begins meanwhile
             if storage.url not in self._busy.values():
                 storage.hot_folder.remove_step(catalog)

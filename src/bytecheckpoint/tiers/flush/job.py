@@ -15,20 +15,20 @@ from bytecheckpoint.representation.catalog import Catalog
 from bytecheckpoint.representation.catalog_file import decode
 from bytecheckpoint.storage import Storage
 from bytecheckpoint.storage.threads import parallel_map
-from bytecheckpoint.tiers.copying import commit, copy_unless_there, is_sound, own_files
+from bytecheckpoint.tiers.copying import commit, copy_if_missing, is_sound, own_files
 from bytecheckpoint.tiers.flush.lock import expected_version, flush_lock
 from bytecheckpoint.tiers.hot_folder import HotStep
 from bytecheckpoint.tiers.machines import Machines
 from bytecheckpoint.tiers.storage import TierStorage
 
-__all__ = ["flush_together", "time_for"]
+__all__ = ["flush_together", "transfer_limit"]
 
 _log = logging.getLogger("bytecheckpoint")
 _SLOWEST = 4 << 20  # bytes per second: a slower flush counts as hung
 
 
-def time_for(catalog: Catalog) -> float:
-    """Return the seconds that moving the files of a step may take, besides the timeout of a step of the protocol."""
+def transfer_limit(catalog: Catalog) -> float:
+    """Return the seconds that copying the files of a step may take, on top of the timeout of one agreement."""
     return sum(file.size for file in catalog.files) / _SLOWEST
 
 
@@ -68,7 +68,7 @@ def flush_together(agreement: Agreement, machines: Machines, storage: TierStorag
 
     with flush_lock(storage, exclusive=False, timeout=agreement.timeout):
         orders = agreement.agree("plan", list_files, plan.assign_first, decisions=_Orders | None)
-        for attempt in itertools.count():  # after each round there are fewer copies to try
+        for attempt in itertools.count():  # this ends: each round leaves fewer copies to try
             assert orders is not None
             orders = agreement.agree(
                 f"copy-{attempt}", partial(copy, orders), assign_again_or_commit, decisions=_Orders | None
@@ -80,7 +80,7 @@ def flush_together(agreement: Agreement, machines: Machines, storage: TierStorag
 
 
 class _Orders(msgspec.Struct, frozen=True, array_like=True):
-    """What all ranks copy in one round.
+    """The files that all ranks copy in one round.
 
     Attributes:
         files: for each rank, numbers of the files that it copies.
@@ -92,7 +92,7 @@ class _Orders(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _FlushPlan:
-    """Which rank copies which file. Used on rank 0.
+    """Assigns files to the ranks that copy them. Used on rank 0.
 
     Args:
         machines: which ranks share a machine.
@@ -108,21 +108,21 @@ class _FlushPlan:
         self._present: dict[str, int] = {}
 
     def assign_first(self, listed: list[list[int]]) -> _Orders | None:
-        """Assign all files, given the numbers of those that each rank's machine has."""
+        """Assign all files. `listed` holds, for each rank, the numbers of the files on its machine."""
         for rank, numbers in enumerate(listed):
             for number in numbers:
-                self._holders.setdefault(number, []).append(self._machines.of[rank])
+                self._holders.setdefault(number, []).append(self._machines.machine_of[rank])
         named = {self._catalog.files[n].name: n for n in own_files(self._catalog)}
         self._present = {name: size for name, size in self._storage.durable.list() if name in named}
         return self._assign(sorted(named.values()))
 
     def assign_again(self, damaged: list[list[int]]) -> _Orders | None:
-        """Assign the files whose copy proved damaged, given by each rank; None when there are none."""
+        """Assign the files again whose copies the ranks found damaged. Return None when there are none."""
         numbers = []
-        for rank, of_rank in enumerate(damaged):
-            for number in of_rank:
+        for rank, its_damaged in enumerate(damaged):
+            for number in its_damaged:
                 if self._holders.get(number):
-                    self._holders[number].remove(self._machines.of[rank])
+                    self._holders[number].remove(self._machines.machine_of[rank])
                 else:
                     self._present.pop(self._catalog.files[number].name, None)
                 numbers.append(number)
@@ -130,7 +130,7 @@ class _FlushPlan:
 
     def _assign(self, numbers: Iterable[int]) -> _Orders:
         machines = self._machines
-        files: list[list[int]] = [[] for _ in machines.of]
+        files: list[list[int]] = [[] for _ in machines.machine_of]
         for number in numbers:
             file, holders = self._catalog.files[number], self._holders.get(number)
             if not holders:
@@ -143,7 +143,7 @@ class _FlushPlan:
                 files[number % len(files)].append(number)
                 continue
             writer, group = file.rank, machines.groups[holders[0]]
-            writer_has_it = writer < len(machines.of) and machines.of[writer] in holders
+            writer_has_it = writer < len(machines.machine_of) and machines.machine_of[writer] in holders
             files[writer if writer_has_it else group[number % len(group)]].append(number)
         return _Orders(files, self._present)
 
@@ -151,16 +151,16 @@ class _FlushPlan:
 def _copy_files(
     storage: TierStorage, catalog: Catalog, numbers: list[int], present: dict[str, int], threads: int
 ) -> list[int]:
-    """Copy files to the durable storage; returns the numbers of those whose hot copy is damaged."""
+    """Copy files to the durable storage. Return the numbers of the files whose hot copy is damaged."""
     damaged: list[int] = []
 
     def copy_file(number: int) -> None:
         try:
             name = catalog.files[number].name
-            copy_unless_there(storage.hot, storage.durable, catalog, number, present.get(name))
+            copy_if_missing(storage.hot, storage.durable, catalog, number, present.get(name))
         except (CorruptCheckpointError, FileNotFoundError, StorageError) as error:
             if isinstance(error, StorageError) and _is_readable(storage.hot, catalog, number):
-                raise  # it is the durable storage that fails
+                raise  # the durable storage fails
             _log.warning("%s: %s; it is taken from another machine, if one has it", storage.url, error)
             damaged.append(number)
 

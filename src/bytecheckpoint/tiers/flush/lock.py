@@ -1,4 +1,4 @@
-"""What the flush by a job and the flush by one machine share: the lock of a step, and the version that it may replace."""
+"""The lock on the flush of a step, and the durable version that the flush may replace."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import time
 from collections.abc import Iterator
 
 from bytecheckpoint.errors import StorageConflictError
-from bytecheckpoint.tiers.names import LOCK, UNKNOWN, Record
+from bytecheckpoint.tiers.hot_folder import UNKNOWN, StepRecord
+from bytecheckpoint.tiers.names import LOCK
 from bytecheckpoint.tiers.storage import TierStorage
 
 __all__ = ["expected_version", "flush_lock"]
@@ -46,7 +47,7 @@ def flush_lock(storage: TierStorage, *, exclusive: bool, timeout: float) -> Iter
         storage.hot_folder.remove_if_empty()  # the lock may be the only file of a machine that has none of the step
 
 
-def expected_version(record: Record) -> str:
+def expected_version(record: StepRecord) -> str:
     """Return the version of the durable catalog that a flush of the step may replace, "" for none."""
     # When the durable storage did not answer at the save, the flush may create a catalog but replace none.
     return "" if record.replaces == UNKNOWN else record.replaces

@@ -1,4 +1,4 @@
-"""The flush by one machine alone: what is in its hot tier of the steps of jobs that have ended."""
+"""The flush by one machine alone, for steps that jobs left in its hot tier when they ended."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from bytecheckpoint.engine.catalogs import read_catalog
 from bytecheckpoint.errors import CheckpointNotFoundError, StorageConflictError
 from bytecheckpoint.representation.names import CATALOG_NAME
 from bytecheckpoint.storage import resolve
-from bytecheckpoint.tiers.copying import commit, copy_unless_there, is_sound, own_files
+from bytecheckpoint.tiers.copying import commit, copy_if_missing, is_sound, own_files
 from bytecheckpoint.tiers.flush.lock import expected_version, flush_lock
-from bytecheckpoint.tiers.hot_folder import HotStep
-from bytecheckpoint.tiers.names import UNKNOWN, Record
+from bytecheckpoint.tiers.hot_folder import UNKNOWN, HotStep, StepRecord
 from bytecheckpoint.tiers.run import steps_of_run
 from bytecheckpoint.tiers.storage import PREFIX, TierStorage
 
@@ -72,11 +71,12 @@ def _tier_url(path: str) -> str:
 def flush(storage: TierStorage, *, replicas: bool = False) -> FlushReport:
     """Copy what this machine has of a hot step to the durable storage, and commit the step when it is complete there.
 
-    This is for steps of jobs that have ended. With several machines it is run on each, and the last one commits.
+    This is for steps of jobs that have ended. If several machines have files of the step, each runs it, and the last one
+    commits.
 
     Args:
         storage: the step.
-        replicas: copy also what this machine keeps for other machines: when those are lost.
+        replicas: also copy the replicas that this machine holds for other machines, because those are lost.
 
     Raises:
         CheckpointNotFoundError: there is no hot step.
@@ -86,7 +86,7 @@ def flush(storage: TierStorage, *, replicas: bool = False) -> FlushReport:
     """
     hot, durable = storage.hot, storage.durable
     catalog, data = read_catalog(hot)
-    record = storage.hot_folder.record(data) or Record(durable.url, UNKNOWN, 0.0)
+    record = storage.hot_folder.record(data) or StepRecord(durable.url, UNKNOWN, 0.0)
     step = HotStep(data, record)
     with flush_lock(storage, exclusive=True, timeout=0.0):
         with contextlib.suppress(FileNotFoundError):
@@ -104,11 +104,11 @@ def flush(storage: TierStorage, *, replicas: bool = False) -> FlushReport:
             file = catalog.files[number]
             wanted = replicas or not record.ranks or file.rank in record.ranks
             if wanted and hot_sizes.get(file.name) == file.size:
-                copied = copy_unless_there(hot, durable, catalog, number, durable_sizes.get(file.name))
+                copied = copy_if_missing(hot, durable, catalog, number, durable_sizes.get(file.name))
                 files, nbytes = files + bool(copied), nbytes + copied
             else:
                 others.append(number)
-        # Looked for when this machine has copied everything: of machines that flush at once, the last one commits.
+        # Only after the copies: if several machines flush at once, the last one must see all files and commit.
         durable_sizes = dict(durable.list()) if others else {}
         lacking = [
             catalog.files[number].name

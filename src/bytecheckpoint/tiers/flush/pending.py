@@ -1,4 +1,4 @@
-"""The flush of one save, on its way from the hot commit to the durable one."""
+"""One save on its way from the hot commit to the durable one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bytecheckpoint.handles import SaveHandle, SaveReport, fail_handle
 from bytecheckpoint.representation.catalog import Catalog
 from bytecheckpoint.representation.catalog_file import decode
 from bytecheckpoint.settings import Settings
-from bytecheckpoint.tiers.flush.job import time_for
+from bytecheckpoint.tiers.flush.job import transfer_limit
 from bytecheckpoint.tiers.hot_folder import HotStep
 from bytecheckpoint.tiers.storage import TierStorage
 
@@ -20,9 +20,9 @@ __all__ = ["PendingFlush", "Stage"]
 
 
 class Stage(StrEnum):
-    """How far a flush is. The values name the stages in errors."""
+    """The stage of a flush. The values appear in errors."""
 
-    REPLICATE = "replicate"  # all machines hear of the step, and partners get its files: then it is restorable
+    REPLICATE = "replicate"  # all machines get the catalog, and partners the files; then the step is restorable
     FLUSH = "flush"  # the files go to the durable storage
     COMMITTED = "committed"  # the durable storage has the step
     FAILED = "failed"
@@ -71,7 +71,7 @@ class PendingFlush:
     @property
     def timeout(self) -> float:
         """Seconds that one stage may take."""
-        return self.settings.timeout + time_for(self.catalog)
+        return self.settings.timeout + transfer_limit(self.catalog)
 
     def set_restorable(self) -> None:
         """Report that the loss of a machine does not lose the step any more."""

@@ -1,4 +1,4 @@
-"""Steps in the hot tiers that earlier flushes did not take, and the eviction of what is not needed any more."""
+"""Find and flush the steps that earlier flushes left in the hot tiers, and evict the steps that are not needed any more."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bytecheckpoint.errors import CheckpointError, CheckpointTimeoutError, Corru
 from bytecheckpoint.representation.catalog_file import decode
 from bytecheckpoint.representation.names import CATALOG_NAME, generation_of
 from bytecheckpoint.settings import Settings
-from bytecheckpoint.tiers.flush.job import flush_together, time_for
+from bytecheckpoint.tiers.flush.job import flush_together, transfer_limit
 from bytecheckpoint.tiers.hot_folder import HotStep
 from bytecheckpoint.tiers.machines import Machines
 from bytecheckpoint.tiers.names import INTERNAL_FILES, LOCK
@@ -25,10 +25,10 @@ _log = logging.getLogger("bytecheckpoint")
 
 
 class UnflushedSteps:
-    """The steps in these machines' hot tiers that earlier flushes did not take: of killed jobs, or of this job.
+    """The steps that earlier flushes left in the hot tiers of these machines: of killed jobs, or of this job.
 
     Args:
-        begun: when this job began, seconds since 1970. What other jobs saved later, they may be flushing now.
+        begun: when this job began, seconds since 1970. Steps that other jobs saved later are left to those jobs.
     """
 
     def __init__(self, begun: float) -> None:
@@ -40,7 +40,7 @@ class UnflushedSteps:
     # --- the steps of this job ---
 
     def may_exist(self, run: str) -> bool:
-        """Whether a run may have unflushed steps."""
+        """Return whether a run may have unflushed steps."""
         return run not in self._flushed_runs
 
     def on_failed(self, url: str, catalog: bytes) -> None:
@@ -61,13 +61,13 @@ class UnflushedSteps:
         self._hopeless.discard(url)
 
     def has_failed(self, url: str) -> bool:
-        """Whether it is a step of this job whose flush failed."""
+        """Return whether the flush of this step has failed in this job."""
         return url in self._failed
 
     def give_up_older(self, newest: int) -> list[tuple[str, bytes]]:
-        """Give up failed steps but for the newest; returns URLs and catalogs of those that are given up."""
+        """Give up all failed steps except the newest. Return URL and catalog of each step that is given up."""
         urls = list(self._failed)[: -newest or None]
-        return [(url, self._failed.pop(url, b"")) for url in urls]  # two threads may do so
+        return [(url, self._failed.pop(url, b"")) for url in urls]  # a default, because two threads may pop
 
     # --- flushing them ---
 
@@ -101,13 +101,13 @@ class UnflushedSteps:
             if not self._flush_step(inner, machines, url, found.get(url), holder, settings):
                 left.add(url)
         if leads:
-            # Only now: a machine may have files of a step that another machine knows, and this one did not.
+            # Only after the flushes: this machine may have files of a step that only another machine knew.
             self._remove_uncommitted(storage, {*busy, *left})
         if not left:
             self._flushed_runs.add(run)
 
     def _find(self, run: str, busy: Collection[str]) -> dict[str, HotStep]:
-        """The unflushed steps on this machine, by URL."""
+        """Return the unflushed steps on this machine, by URL."""
         return {
             storage.url: step
             for storage, step in steps_of_run(run)
@@ -117,7 +117,7 @@ class UnflushedSteps:
         }
 
     def _in_order(self, reports: list[list[tuple[str, float]]]) -> list[tuple[str, int]]:
-        """URL, and a rank that knows the latest save of the step; oldest step first. Runs on rank 0."""
+        """Return each step's URL and a rank that has its latest save, oldest step first. Runs on rank 0."""
         latest: dict[str, tuple[float, int]] = {}
         for rank, steps in enumerate(reports):
             for url, saved in steps:
@@ -134,7 +134,7 @@ class UnflushedSteps:
         holder: int,
         settings: Settings,
     ) -> bool:
-        """Flush one step; whether a later attempt is useless."""
+        """Flush one step. Return whether it is settled: False if a later attempt may succeed."""
 
         def send() -> HotStep | None:
             return found if agreement.rank == holder else None
@@ -144,7 +144,7 @@ class UnflushedSteps:
                 "step", send, lambda steps: steps[holder], reports=HotStep | None, decisions=HotStep | None
             )
             assert step is not None
-            agreement.timeout += time_for(decode(step.catalog))
+            agreement.timeout += transfer_limit(decode(step.catalog))
             flush_together(agreement, machines, TierStorage(url), step, settings.write_threads)
         except CheckpointTimeoutError:
             raise
@@ -159,7 +159,7 @@ class UnflushedSteps:
         return True
 
     def _remove_uncommitted(self, storage: TierStorage, busy: Collection[str]) -> None:
-        """Remove files that saves of killed jobs wrote and did not commit, or replaced and did not remove."""
+        """Remove the files that saves of killed jobs did not commit, or replaced and did not remove."""
         for step in folders_of_run(run_of(storage.url)):
             if step.url == storage.url or step.url in busy:
                 continue
@@ -178,7 +178,7 @@ def _is_of_a_save(name: str) -> bool:
 def evict(
     storage: TierStorage, busy: Collection[str], remove: Callable[[TierStorage, bytes], None], settings: Settings
 ) -> None:
-    """Keep as many hot steps of a run as the settings say: flushed ones for quick restarts, others until they are flushed.
+    """Remove the oldest hot steps of a run, beyond the numbers of flushed and unflushed steps that the settings keep.
 
     Args:
         storage: any step of the run.
@@ -186,12 +186,12 @@ def evict(
         remove: removes a step from the hot tier, given its catalog, unless a save to its path is under way.
         settings: how many.
     """
-    found = (item for item in steps_of_run(run_of(storage.url)) if item[0].url not in busy)
-    steps = sorted(found, key=lambda item: item[1].record.saved, reverse=True)
-    flushed = [item for item in steps if item[1].record.flushed]
-    unflushed = [item for item in steps if not item[1].record.flushed]
-    for place, step in flushed[settings.tier_keep :]:
-        remove(place, step.catalog)
-    for place, step in unflushed[settings.tier_waiting :]:
-        _log.warning("%s was not flushed, and is removed from memory to make room for newer steps", place.url)
-        remove(place, step.catalog)
+    found = [(tier, step) for tier, step in steps_of_run(run_of(storage.url)) if tier.url not in busy]
+    found.sort(key=lambda item: item[1].record.saved, reverse=True)
+    flushed = [(tier, step) for tier, step in found if step.record.flushed]
+    unflushed = [(tier, step) for tier, step in found if not step.record.flushed]
+    for tier, step in flushed[settings.tier_keep :]:
+        remove(tier, step.catalog)
+    for tier, step in unflushed[settings.tier_waiting :]:
+        _log.warning("%s was not flushed, and is removed from memory to make room for newer steps", tier.url)
+        remove(tier, step.catalog)
