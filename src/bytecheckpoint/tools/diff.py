@@ -109,6 +109,8 @@ def compare(a: Checkpoint, b: Checkpoint, *, rtol: float = 0.0, atol: float = 0.
 
 
 class _Comparison:
+    """Compares views of two checkpoints, and collects counts and differences."""
+
     def __init__(self, rtol: float, atol: float) -> None:
         self.rtol = rtol
         self.atol = atol
@@ -118,27 +120,27 @@ class _Comparison:
 
     def compare_keys(self, a: Checkpoint, b: Checkpoint, rank: int | None, keys: list[str], others: set[str]) -> None:
         """Compare two views, key by key. `rank` is the rank whose own values they show, None for shared ones."""
-        pending: list[str] = []
+        elementwise: list[str] = []
         found: dict[str, list[Difference]] = {}
         for key in keys:
-            out = found.setdefault(key, [])
+            differences = found.setdefault(key, [])
             if key not in others and key not in b:
-                out.append(
+                differences.append(
                     _difference("only_a", key, rank, _describe_value(a, key), "", "is only in the first checkpoint")
                 )
                 continue
             one, two = _value(a, key), _value(b, key)
             if isinstance(one, Entry) and isinstance(two, Entry):
                 if one.shape != two.shape:
-                    out.append(_mismatch("shape", key, rank, str(list(one.shape)), str(list(two.shape))))
+                    differences.append(_mismatch("shape", key, rank, str(list(one.shape)), str(list(two.shape))))
                 elif one.dtype != two.dtype:
-                    out.append(_mismatch("dtype", key, rank, _dtype_name(one), _dtype_name(two)))
+                    differences.append(_mismatch("dtype", key, rank, _dtype_name(one), _dtype_name(two)))
                 else:
-                    pending.append(key)
+                    elementwise.append(key)
                 continue
             self.values += 1
-            out.extend(self._plain(key, rank, one, two))
-        for key, difference in self._elements(a, b, pending, rank):
+            differences.extend(self._compare_plain(key, rank, one, two))
+        for key, difference in self._compare_elements(a, b, elementwise, rank):
             found[key].append(difference)
         self.differences += [difference for key in keys for difference in found[key]]
         missing = [key for key in b if key in others and key not in found and key not in a]
@@ -147,7 +149,7 @@ class _Comparison:
             for key in missing
         ]
 
-    def _plain(self, key: str, rank: int | None, one: Any, two: Any) -> Iterator[Difference]:
+    def _compare_plain(self, key: str, rank: int | None, one: Any, two: Any) -> Iterator[Difference]:
         for side in (one, two):
             if isinstance(side, IncompatibleCheckpointError):
                 yield _difference("unreadable", key, rank, "", "", f"cannot be compared: {side}")
@@ -177,10 +179,10 @@ class _Comparison:
             return len(one) == len(two) and all(map(self._same, one, two))
         return equal(one, two)
 
-    def _elements(
+    def _compare_elements(
         self, a: Checkpoint, b: Checkpoint, keys: list[str], rank: int | None
     ) -> Iterator[tuple[str, Difference]]:
-        """Compare tensors of equal shape and dtype, chunk by chunk."""
+        """Compare tensors of equal shape and dtype, chunk by chunk. Yield the key and difference of each unequal pair."""
         self.tensors += len(keys)
         tallies: dict[str, _Tally] = {}
         # Both sides cut by shape and dtype alone, so their chunks match.

@@ -9,36 +9,36 @@ import os
 import re
 import secrets
 import shutil
-import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
 from bytecheckpoint.engine.tensor_bytes import flat_bytes
-from bytecheckpoint.errors import (
-    CheckpointError,
-    IncompatibleCheckpointError,
-    StorageError,
-    StorageFullError,
-    UsageError,
-)
-from bytecheckpoint.opening import Checkpoint, Entry
-from bytecheckpoint.representation.dtypes import safetensors_code
+from bytecheckpoint.errors import CheckpointError, StorageError, StorageFullError, UsageError
+from bytecheckpoint.opening import Checkpoint
 from bytecheckpoint.representation.names import CATALOG_NAME
-from bytecheckpoint.representation.storage_file import MAX_HEADER_BYTES
 from bytecheckpoint.storage import NewFile, Storage, resolve
+from bytecheckpoint.storage.posix.files import fsync_directory
 from bytecheckpoint.storage.posix.storage import LocalStorage
 from bytecheckpoint.storage.threads import call_with_timeout
 from bytecheckpoint.storage.time_limits import TimeLimitedStorage, with_time_limits
 from bytecheckpoint.storage.wrappers import Call
+from bytecheckpoint.tools.export_layout import (
+    SINGLE_FILE,
+    OutputFile,
+    OutputTensor,
+    distribute,
+    export_dtype,
+    header_bytes,
+    tensors_to_export,
+)
 
 __all__ = ["ExportReport", "export_huggingface"]
 
 _CHUNK_BYTES = 16 << 20
 _INDEX = "model.safetensors.index.json"
-_SINGLE = "model.safetensors"
 _WEIGHTS = re.compile(r"model(-[0-9]{5,}-of-[0-9]{5,})?\.safetensors(\.index\.json)?")
 
 
@@ -66,39 +66,6 @@ class ExportReport:
 
 
 Progress = Callable[[int, int], None]
-
-
-@dataclass(slots=True)
-class _Item:
-    """One tensor to write.
-
-    Attributes:
-        name: name in the exported file.
-        key: key in the checkpoint.
-        shape: global shape.
-        dtype: dtype to write.
-        nbytes: bytes to write.
-        stored_bytes: bytes that the checkpoint stores.
-        cast: whether the elements are converted.
-        start: byte offset in the data section of its file.
-    """
-
-    name: str
-    key: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    nbytes: int
-    stored_bytes: int
-    cast: bool
-    start: int = 0
-
-
-@dataclass(slots=True)
-class _File:
-    """One file to write, in the order of `items`."""
-
-    items: list[_Item] = field(default_factory=list)
-    nbytes: int = 0
 
 
 def export_huggingface(
@@ -135,65 +102,56 @@ def export_huggingface(
         StorageError: the files cannot be written.
     """
     storage = resolve(target)
-    old = call_with_timeout(storage.call_timeout(), lambda: _present(storage, force), f"cannot look into {storage.url}")
-    wanted = _cast_dtype(dtype)
+    old = call_with_timeout(
+        storage.call_timeout(), lambda: _check_target(storage, force), f"cannot look into {storage.url}"
+    )
+    wanted = export_dtype(dtype)
     if max_shard_bytes < 1:
         raise UsageError(f"max_shard_bytes is {max_shard_bytes}: give a positive number of bytes")
     if kind not in source.kinds:
         raise UsageError(f"{source.path} has no {kind!r}; it holds {', '.join(source.kinds)}")
-    items, skipped = _items(source, kind, wanted)
-    files_to_write = _distribute(items, max_shard_bytes)
-    count = len(files_to_write)
-    names = [_SINGLE] if count == 1 else [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
-    total = sum(item.nbytes for item in items)
-    export = _Export(source, sum(i.stored_bytes for i in items), progress)
+    tensors, skipped = tensors_to_export(source, kind, wanted)
+    export = _Export(source, distribute(tensors, max_shard_bytes), progress)
     with _translated(f"export to {storage.url}"):
         if isinstance(storage, LocalStorage):
-            _export_to_folder(export, storage.url, names, files_to_write, total)
+            _export_to_folder(export, storage.url)
         else:
-            _export_to_storage(export, storage, names, files_to_write, total, old)
-    files = (*names, _INDEX) if count > 1 else tuple(names)
+            _export_to_storage(export, storage, old)
     return ExportReport(
-        storage.url, files, len(items), total, sum(i.cast for i in items), tuple(export.overflowed), tuple(skipped)
+        storage.url,
+        tuple(export.names),
+        len(tensors),
+        export.nbytes,
+        sum(tensor.cast for tensor in tensors),
+        tuple(export.overflowed),
+        tuple(skipped),
     )
 
 
-def _export_to_folder(
-    export: _Export, folder: str, names: Sequence[str], files_to_write: Sequence[_File], total: int
-) -> None:
+def _export_to_folder(export: _Export, folder: str) -> None:
     """Write all files to a temporary folder beside the target, then move them into place."""
     temporary = os.path.join(os.path.dirname(folder), f".{os.path.basename(folder)}.exporting-{secrets.token_hex(6)}")
     storage = TimeLimitedStorage(LocalStorage(temporary))
     try:
-        files = export.write_all(storage, names, files_to_write, total)
-        storage.around(Call("install"), lambda: _install(temporary, folder, files))
+        export.write_all(storage)
+        storage.around(Call("install"), lambda: _install(temporary, folder, export.names))
     finally:
         storage.around_close(lambda: shutil.rmtree(temporary, ignore_errors=True))
 
 
-def _export_to_storage(
-    export: _Export,
-    storage: Storage,
-    names: Sequence[str],
-    files_to_write: Sequence[_File],
-    total: int,
-    old: Iterable[str],
-) -> None:
+def _export_to_storage(export: _Export, storage: Storage, old: Iterable[str]) -> None:
     """Remove old weights, write the files one by one, and publish the index last."""
     storage.delete(old)
     try:
-        export.write_all(with_time_limits(storage), names, files_to_write, total)
+        export.write_all(with_time_limits(storage))
     except BaseException:
         with contextlib.suppress(CheckpointError):
-            storage.delete([*names, _INDEX])
+            storage.delete([*export.names, _INDEX])
         raise
 
 
-# --- what to write ----------------------------------------------------------------------------------------------------
-
-
-def _present(storage: Storage, force: bool) -> list[str]:
-    """Return the names of the weight files at the target.
+def _check_target(storage: Storage, force: bool) -> list[str]:
+    """Check that the target can take an export. Return the names of the weight files that it holds.
 
     Raises:
         UsageError: the target cannot take an export.
@@ -217,122 +175,38 @@ def _present(storage: Storage, force: bool) -> list[str]:
     return [name for name in present if _WEIGHTS.fullmatch(name)]
 
 
-def _cast_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    if dtype is None:
-        return None
-    found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
-    name = str(found).removeprefix("torch.")
-    if not isinstance(found, torch.dtype) or not found.is_floating_point or safetensors_code(name) is None:
-        known = "float64, float32, bfloat16, float16, float8_e4m3fn, float8_e5m2"
-        raise UsageError(f"{dtype!r} is not a dtype to export to: use one of {known}")
-    return found
-
-
-def _items(source: Checkpoint, kind: str, wanted: torch.dtype | None) -> tuple[list[_Item], list[str]]:
-    items: list[_Item] = []
-    skipped: list[str] = []
-    numbers: set[object] = set()
-    for key in source.keys_of(kind):
-        stored = source.stored_under(key)
-        if stored is None:
-            skipped.append(key)
-            continue
-        if stored in numbers:
-            continue  # another name of a tied tensor
-        numbers.add(stored)
-        entry = source[key]
-        assert isinstance(entry, Entry)
-        name = key.removeprefix(f"{kind}/")
-        own = str(entry.dtype).removeprefix("torch.")
-        # Packed and scale formats are not numbers to convert one by one.
-        cast = wanted is not None and entry.dtype.is_floating_point and safetensors_code(own) is not None
-        dtype = wanted if cast and wanted is not None else entry.dtype
-        if safetensors_code(str(dtype).removeprefix("torch.")) is None:
-            raise IncompatibleCheckpointError(
-                f"{key} is {own}, which safetensors tools do not read: it cannot be exported"
-            )
-        try:
-            name.encode()
-        except UnicodeEncodeError:
-            raise IncompatibleCheckpointError(
-                f"{key!r} is not valid Unicode: safetensors cannot hold the name"
-            ) from None
-        if name == "__metadata__":
-            raise IncompatibleCheckpointError(f"{key!r} has a name that safetensors reserves")
-        nbytes = entry.shape.numel() * dtype.itemsize
-        items.append(_Item(name, key, tuple(entry.shape), dtype, nbytes, entry.nbytes, dtype != entry.dtype))
-    return items, skipped
-
-
-def _distribute(items: Iterable[_Item], most: int) -> list[_File]:
-    """Distribute tensors to files in order. Within a file, wide elements come first, so that all are aligned."""
-    files_to_write = [_File()]
-    for item in items:
-        if files_to_write[-1].items and files_to_write[-1].nbytes + item.nbytes > most:
-            files_to_write.append(_File())
-        files_to_write[-1].items.append(item)
-        files_to_write[-1].nbytes += item.nbytes
-    for shard in files_to_write:
-        shard.items.sort(key=lambda item: -item.dtype.itemsize)
-        position = 0
-        for item in shard.items:
-            item.start = position
-            position += item.nbytes
-    return files_to_write
-
-
-def _header(items: Sequence[_Item]) -> bytes:
-    table: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    for item in items:
-        code = safetensors_code(str(item.dtype).removeprefix("torch."))
-        offsets = [item.start, item.start + item.nbytes]
-        table[item.name] = {"dtype": code, "shape": list(item.shape), "data_offsets": offsets}
-    text = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    if len(text) > MAX_HEADER_BYTES:
-        raise UsageError(f"the names of {len(items)} tensors make too long a header: use a smaller max_shard_bytes")
-    return struct.pack("<Q", len(text)) + text
-
-
-# --- writing ----------------------------------------------------------------------------------------------------------
-
-
 class _Export:
-    """One export: what is read, what overflowed, and the progress."""
+    """One export: its files, the tensors that overflowed, and the progress."""
 
-    def __init__(self, source: Checkpoint, total: int, progress: Progress | None) -> None:
-        self.source = source
+    def __init__(self, source: Checkpoint, files: Sequence[OutputFile], progress: Progress | None) -> None:
+        self.nbytes = sum(file.nbytes for file in files)
+        self.names = [file.name for file in files] + ([_INDEX] if len(files) > 1 else [])
         self.overflowed: dict[str, None] = {}
-        self._total = total
+        self._source = source
+        self._files = files
         self._progress = progress
         self._done = 0
+        self._total = sum(tensor.stored_bytes for file in files for tensor in file.tensors)
 
-    def write_all(
-        self, storage: Storage, names: Sequence[str], files_to_write: Sequence[_File], total: int
-    ) -> list[str]:
-        """Write the files, and an index if there are several. Return their names."""
-        files = list(names)
-        for name, shard in zip(names, files_to_write, strict=True):
-            self._write(storage, name, shard)
-        if len(names) > 1:
-            files.append(_INDEX)
-            weights = {
-                item.name: name for name, shard in zip(names, files_to_write, strict=True) for item in shard.items
-            }
-            index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weights.items()))}
+    def write_all(self, storage: Storage) -> None:
+        """Write the files, and an index if there are several."""
+        for file in self._files:
+            self._write(storage, file)
+        if _INDEX in self.names:
+            weights = {tensor.name: file.name for file in self._files for tensor in file.tensors}
+            index = {"metadata": {"total_size": self.nbytes}, "weight_map": dict(sorted(weights.items()))}
             storage.publish(_INDEX, json.dumps(index, indent=2).encode() + b"\n")
-        storage.sync(files)
-        return files
+        storage.sync(self.names)
 
-    def _write(self, storage: Storage, name: str, shard: _File) -> None:
+    def _write(self, storage: Storage, file: OutputFile) -> None:
         """Write one file. The next batch is read while one is written. The header goes last, as storages want it."""
-        header = _header(shard.items)
-        writer = storage.create(NewFile(name, len(header) + shard.nbytes))
+        header = header_bytes(file)
+        writer = storage.create(NewFile(file.name, len(header) + file.nbytes))
         try:
             with ThreadPoolExecutor(1, thread_name_prefix="bytecheckpoint-export") as pool:
                 last: Future[None] | None = None
                 position = len(header)
-                for batch in self._batches(shard):
+                for batch in self._batches(file):
                     if last is not None:
                         last.result()
                     last = pool.submit(writer.write_at, position, [memoryview(flat_bytes(d).numpy()) for d in batch])
@@ -340,24 +214,24 @@ class _Export:
                 if last is not None:
                     last.result()
             writer.write_at(0, [memoryview(header)])
-            writer.finish(len(header) + shard.nbytes)
+            writer.finish(len(header) + file.nbytes)
         except BaseException:
             writer.abort()
             raise
 
-    def _batches(self, shard: _File) -> Iterator[list[torch.Tensor]]:
+    def _batches(self, file: OutputFile) -> Iterator[list[torch.Tensor]]:
         """Yield converted elements in file order, about 16 MiB at a time."""
-        by_key: Mapping[str, _Item] = {item.key: item for item in shard.items}
+        by_key: Mapping[str, OutputTensor] = {tensor.key: tensor for tensor in file.tensors}
         batch: list[torch.Tensor] = []
         batched = 0
-        for key, _, data in self.source.stream(by_key, _CHUNK_BYTES):
-            item = by_key[key]
+        for key, _, data in self._source.stream(by_key, _CHUNK_BYTES):
+            tensor = by_key[key]
             self._done += data.numel() * data.element_size()
-            if data.dtype != item.dtype:
-                converted = data.to(item.dtype)
+            if data.dtype != tensor.dtype:
+                converted = data.to(tensor.dtype)
                 infinite = ~_finite(converted)
                 if bool(infinite.any()) and bool((infinite & _finite(data)).any()):
-                    self.overflowed[item.name] = None
+                    self.overflowed[tensor.name] = None
                 data = converted
             if data.numel():
                 batch.append(data)
@@ -380,30 +254,22 @@ def _install(temporary: str, folder: str, files: Sequence[str]) -> None:
     parent = os.path.dirname(folder)
     if not os.path.isdir(folder) or not os.listdir(folder):
         os.rename(temporary, folder)  # replaces an empty folder
-        _sync_folder(parent)
+        fsync_directory(parent)
         return
     old = [name for name in os.listdir(folder) if _WEIGHTS.fullmatch(name)]
     # Remove the old index first, so that a reader never sees new files under the old index.
     if _INDEX in old:
         os.unlink(os.path.join(folder, _INDEX))
-    if len(files) > 1 and _SINGLE in old:
-        os.unlink(os.path.join(folder, _SINGLE))
-    _sync_folder(folder)
+    if len(files) > 1 and SINGLE_FILE in old:
+        os.unlink(os.path.join(folder, SINGLE_FILE))
+    fsync_directory(folder)
     for name in files:
         os.replace(os.path.join(temporary, name), os.path.join(folder, name))
     for name in old:
         if name not in files:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(os.path.join(folder, name))
-    _sync_folder(folder)
-
-
-def _sync_folder(path: str) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    fsync_directory(folder)
 
 
 @contextlib.contextmanager

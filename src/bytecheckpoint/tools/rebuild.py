@@ -22,7 +22,7 @@ __all__ = ["build_catalog"]
 def build_catalog(
     files: Sequence[StorageFile], headers: Sequence[StorageHeader], info: dict[str, Any]
 ) -> Catalog | list[str]:
-    """Return the catalog of all that the files of one save hold, or the problems that prevent it, in words.
+    """Return the catalog of the tensors and values in the files of one save, or the problems that prevent it, in words.
 
     Args:
         files: the files.

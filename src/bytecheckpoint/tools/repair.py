@@ -1,4 +1,4 @@
-"""Repair a checkpoint: rebuild a lost or damaged catalog from the headers of the storage files."""
+"""Repair a checkpoint: write a new catalog from the headers of its storage files."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def repair_checkpoint(storage: Storage, *, force: bool = False, progress: Progre
         IncompatibleCheckpointError: a newer version wrote the catalog or the files.
         StorageError: the catalog cannot be written.
     """
-    sound = _present_catalog(storage)
+    sound = _has_sound_catalog(storage)
     if sound and not force:
         return RepairReport(storage.url, False, "", (), (), ("the catalog is sound; nothing was changed",))
     found = _generations(storage)
@@ -133,8 +133,7 @@ def _choice_notes(chosen: _Generation, reports: Sequence[GenerationReport]) -> I
             yield f"the files of save {report.generation} were left alone ({state}); the next save here removes them"
 
 
-def _present_catalog(storage: Storage) -> bool:
-    """Return whether the folder has a sound catalog."""
+def _has_sound_catalog(storage: Storage) -> bool:
     try:
         read_catalog(storage)
     except (CheckpointNotFoundError, CorruptCheckpointError):
@@ -172,7 +171,7 @@ class _Generation:
         return GenerationReport(self.name, count, self.nbytes, self.modified, complete, (*fatal, *suspect))
 
     def _lost_files(self) -> list[str]:
-        """Return the missing files that other files of the same rank name or count."""
+        """Return, in words, the missing files that other files of the same rank name or count."""
         present = {file_stem(name) for name in self.names}
         expected: dict[int, set[str]] = {}
         file_counts: dict[int, int] = {}
@@ -212,7 +211,7 @@ class _Generation:
         }
 
     def _lost_references(self, storage: Storage) -> list[str]:
-        """Return what plain values and param groups refer to but no file holds."""
+        """Return, in words, what plain values and param groups refer to but no file holds."""
         from bytecheckpoint.opening.checkpoint import Checkpoint
 
         catalog = self.catalog
@@ -251,8 +250,8 @@ class _Generation:
         without_files = sorted(set(range(world)) - {_rank_of(file_stem(name)) for name in self.names})
         if without_files:
             found.append(
-                f"no file of {len(without_files)} of {world} ranks was found ({_listed(without_files)}): either they had "
-                f"nothing to write, or all of their files are lost; check the numbers of tensors"
+                f"no file of {len(without_files)} of {world} ranks was found ({_list_ranks(without_files)}): either they "
+                f"had nothing to write, or all of their files are lost; check the numbers of tensors"
             )
         if not all(header.files for header in self.headers):
             found.append("an early version wrote the files: a lost one none of whose tensors is named leaves no trace")
@@ -274,13 +273,13 @@ def _parts_before(name: str) -> list[str]:
     """Return the stems of the earlier parts of the series to which a file belongs."""
     match = _PART.search(name)
     assert match is not None
-    if match[3] is None or match[1] == "values":  # a values file that is written late counts from 1, maybe alone
+    if match[3] is None or match[1] == "values":  # a late values file has number 1, even if there is no number 0
         return []
     first = name[: match.end(2)]
     return [first if part == 0 else f"{first}-p{part:03d}" for part in range(int(match[3]))]
 
 
-def _listed(ranks: Sequence[int]) -> str:
+def _list_ranks(ranks: Sequence[int]) -> str:
     more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
     return f"{', '.join(map(str, ranks[:8]))}{more}"
 
@@ -292,7 +291,7 @@ def _count(catalog: Catalog, kind: str) -> int:
 
 def _generations(storage: Storage) -> list[_Generation]:
     """Return the saves whose files are in the folder, newest first."""
-    storage = with_time_limits(storage)  # one wrapper for all files, so that a hung file system costs one timeout
+    storage = with_time_limits(storage)  # one wrapper for all files: a file system that hangs costs one timeout
     found: dict[str, _Generation] = {}
     for name, size in storage.list():
         generation = generation_of(name)

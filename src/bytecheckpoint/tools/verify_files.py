@@ -120,9 +120,9 @@ class _FileCheck:
         self._total = sum(f.size for f in catalog.files)
         self._lock = threading.Lock()
         self._local = threading.local()
-        self._findings: list[tuple[int, int, Finding]] = []
+        self._findings: list[tuple[int, int, Finding]] = []  # (file, block, finding)
         self._bad_blocks: list[tuple[int, int]] = []  # (file, block)
-        self._open: dict[int, tuple[FileReader, int]] = {}  # reader, ranges left
+        self._open: dict[int, tuple[FileReader, int]] = {}  # file -> (reader, ranges left)
         self.done = 0
 
     def close(self) -> None:
@@ -163,7 +163,7 @@ class _FileCheck:
                 yield number, start, min(start + step, length)
 
     def _open_file(self, number: int) -> FileReader | None:
-        """Open a file, and check its size and header."""
+        """Open a file, and check its size and header. Return None for a file that cannot be read."""
         file = self._catalog.files[number]
         try:
             reader = open_named(self._storage, file.name)
