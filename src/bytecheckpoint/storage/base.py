@@ -238,7 +238,7 @@ class Storage(ABC):
         """Let the ranks of a load agree which copy of the checkpoint they read; return it. Every rank calls this.
 
         Args:
-            agree: lets the ranks choose a copy. A storage of which ranks may see different copies calls it with itself.
+            agree: lets the ranks choose a copy. A storage calls it with itself if ranks may see different copies.
         """
         return self
 

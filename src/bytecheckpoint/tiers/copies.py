@@ -1,4 +1,4 @@
-"""A file of which there are several copies: each read takes the nearest sound one."""
+"""A reader of a file with several copies: each read takes the nearest copy that answers."""
 
 from __future__ import annotations
 

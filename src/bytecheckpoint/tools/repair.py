@@ -236,7 +236,7 @@ class _Generation:
         return list(lost)
 
     def notes(self) -> list[str]:
-        """Return what the catalog was built from, in words."""
+        """Return facts about the files behind the catalog, in words."""
         catalog = self.catalog
         assert catalog is not None
         world = self.headers[0].world_size

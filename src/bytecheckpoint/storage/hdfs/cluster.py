@@ -137,8 +137,8 @@ class Cluster(RemoteClient):
         """Return `call()`, and call it again after transient errors.
 
         Args:
-            action: what `call` does, for messages.
-            label: address of what it does that to, for messages.
+            action: verb for messages, "read".
+            label: address of the file or folder, for messages.
             call: one attempt. A CheckpointError and FileExistsError pass through.
             contact: of the storage that asks.
             writes: `call` changes something, so it may have taken effect even when its answer is lost.

@@ -39,7 +39,7 @@ class Target:
     Attributes:
         authority: its name in URLs, "demo_0" or "host:port".
         namenodes: addresses of its NameNodes.
-        options: configuration of the client, over what it reads itself.
+        options: configuration of the client. It takes precedence over the files that the client reads itself.
         user: the user name for the NameNode; "" with Kerberos.
         environment: the environment variables that the client reads.
     """

@@ -124,8 +124,8 @@ def storage_error(
 
     Args:
         facts: the facts about the failure.
-        action: what the caller was doing, for the message.
-        label: address of what it was done to, for the message.
+        action: verb for messages, "read".
+        label: address of the file or folder, for messages.
         attempts: attempts so far.
         namenodes: addresses of the NameNodes, for the message.
         undecided: the call may have taken effect all the same.

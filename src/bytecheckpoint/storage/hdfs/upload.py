@@ -68,7 +68,7 @@ class Upload:
         size: its length in bytes.
         pieces: its bytes.
         block: length of its blocks in bytes; 0: chosen by size.
-        action: what the caller does, for messages.
+        action: verb for messages, "read".
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Upload:
         self._size = size
         self._pieces = pieces
         self._block = block
-        self._stream_bytes = size  # length of what is written as one stream
+        self._stream_bytes = size  # length of one stream: of the file, or of a sub-file
         self._action = action
         self._begun: dict[str, None] = {}
 

@@ -1,4 +1,4 @@
-"""The client of one bucket, which all checkpoints in the bucket share, and what this process has learned about it."""
+"""The client of one bucket, which all checkpoints in the bucket share. It remembers how the bucket commits."""
 
 from __future__ import annotations
 
@@ -76,8 +76,8 @@ class Bucket(RemoteClient):
         This makes requests until the store has answered once, for a shorter time than `run` does.
 
         Args:
-            action: what the caller is about to do, for messages.
-            label: address of what it does that to, for messages.
+            action: verb for messages, "read".
+            label: address of the file or folder, for messages.
 
         Raises:
             StorageError: the bucket cannot be used.
@@ -144,8 +144,8 @@ class Bucket(RemoteClient):
         """Return `call(client)`, and call it again after transient errors.
 
         Args:
-            action: what `call` does, for messages.
-            label: address of what it does that to, for messages.
+            action: verb for messages, "read".
+            label: address of the file or folder, for messages.
             call: one attempt. Errors of other origin than the client library pass through.
             many_requests: `call` makes many requests, so the client retries each of them by itself.
             brief: retry for a short time only, if the bucket was unreachable a moment ago.

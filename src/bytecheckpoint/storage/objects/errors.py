@@ -137,8 +137,8 @@ def storage_error(error: BaseException, action: str, label: str, attempts: int =
 
     Args:
         error: from the client library.
-        action: what the caller was doing, for the message.
-        label: address of what it was done to, for the message.
+        action: verb for messages, "read".
+        label: address of the file or folder, for messages.
         attempts: attempts so far, without those that the client repeated by itself.
 
     Returns:

@@ -46,7 +46,7 @@ def translated(action: str, path: str, *, may_be_absent: bool = False) -> Iterat
     """Translate an OSError of the `with` block into a typed error, "cannot {action} {path}: ...".
 
     Args:
-        action: what the caller does.
+        action: verb, "read".
         path: the file or folder.
         may_be_absent: raise FileNotFoundError for a missing file.
     """

@@ -1,4 +1,4 @@
-"""Access to the files of a storage by other means than the storage: what is really stored."""
+"""Access to the stored files by other means than the storage under test."""
 
 from __future__ import annotations
 
