@@ -98,14 +98,24 @@ class FsspecStorage(UploadingStorage):
     def _label(self, name: str) -> str:
         return f"{self.url}/{name}"
 
-    def _run(self, action: str, label: str, call: Callable[[Any], _T]) -> _T:
-        """Return `call(file system)`, and call it again after transient errors. Errors are typed."""
+    def _run(self, action: str, label: str, call: Callable[[Any], _T], *, exclusive: bool = True) -> _T:
+        """Return `call(file system)`, and call it again after transient errors. Errors are typed.
+
+        Args:
+            action: "upload", for error messages.
+            label: the file or folder, for error messages.
+            call: the requests.
+            exclusive: lock the file system meanwhile; otherwise `call` does.
+        """
         attempts = itertools.count(1)
 
         def attempt() -> _T:
             fs = self._fs
             try:
-                with _translated(action, label, next(attempts)), _exclusive(fs):
+                with (
+                    _translated(action, label, next(attempts)),
+                    _exclusive(fs) if exclusive else contextlib.nullcontext(),
+                ):
                     return call(fs)
             except StorageUnavailableError:
                 self._renew(fs)
@@ -124,22 +134,33 @@ class FsspecStorage(UploadingStorage):
 
     def upload(self, name: str, size: int, pieces: Pieces) -> None:
         path = self._path(name)
-        self._run("upload", self._label(name), lambda fs: self._write(fs, path, size, pieces()))
+        self._run("upload", self._label(name), lambda fs: self._write(fs, path, size, pieces()), exclusive=False)
 
     def _write(self, fs: Any, path: str, size: int, pieces: Iterator[memoryview]) -> None:
         """Write a file and check its length; remove a partial file."""
-        _make_folder(fs, path.rpartition("/")[0])
+        with _exclusive(fs):
+            _make_folder(fs, path.rpartition("/")[0])
+        file = None
         try:
-            with fs.open(path, "wb") as file:
-                for piece in pieces:
+            with _exclusive(fs):
+                file = fs.open(path, "wb")
+            # The lock is not held between pieces: they may come from another thread that reads this very file system.
+            for piece in pieces:
+                with _exclusive(fs):
                     _write_fully(file, piece)
-            fs.invalidate_cache()
-            found = fs.info(path)["size"]
+            with _exclusive(fs):
+                file.close()
+                fs.invalidate_cache()
+                found = fs.info(path)["size"]
             if found != size:
                 raise StorageError(f"{self.url}: {found} bytes of {size} arrived at {path}")
         except BaseException as error:
-            with contextlib.suppress(Exception):
-                fs.rm_file(path)
+            with _exclusive(fs):
+                with contextlib.suppress(Exception):
+                    if file is not None:
+                        file.close()
+                with contextlib.suppress(Exception):
+                    fs.rm_file(path)
             if isinstance(error, FileNotFoundError):  # a delete of a folder's last file removes the folder
                 raise StorageUnavailableError(f"{self.url}: {path} was removed while it was written") from None
             raise

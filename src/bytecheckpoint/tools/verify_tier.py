@@ -11,6 +11,7 @@ from bytecheckpoint.representation.catalog import Catalog
 from bytecheckpoint.representation.catalog_file import decode
 from bytecheckpoint.representation.names import CATALOG_NAME, is_uri
 from bytecheckpoint.storage.threads import call_with_timeout
+from bytecheckpoint.tiers.names import INTERNAL_FILES
 from bytecheckpoint.tiers.storage import TierStorage
 from bytecheckpoint.tools.verify_files import Finding, Progress, VerifyReport, verify_catalog
 
@@ -54,7 +55,8 @@ def verify_tier(storage: TierStorage, progress: Progress | None = None, *, threa
         notes.append(f"not flushed: {storage.durable.url} has {'an older checkpoint' if durable else 'no checkpoint'}")
     # Files of ranks on other machines are usually missing here.
     ranks = set(record.ranks) if record is not None else set()
-    hot_report = verify_catalog(storage.hot, catalog, _half_progress(progress, 0), threads=threads)
+    hot_progress = progress if unreachable else _half_progress(progress, 0)
+    hot_report = verify_catalog(storage.hot, catalog, hot_progress, threads=threads)
     bad = {"hot": _bad_blocks(hot_report.findings)}
     findings += [
         _with_copy(finding, "hot", storage.hot.url)
@@ -80,7 +82,7 @@ def verify_tier(storage: TierStorage, progress: Progress | None = None, *, threa
         verdict = _verdict("a load reads what is wrong in one copy from the other", restorable) + where
     else:
         verdict = ""
-    notes += [note for note in hot_report.notes if not note.startswith("tier")]
+    notes += [note for note in hot_report.notes if not INTERNAL_FILES.match(note)]
     return VerifyReport(
         storage.url, len(catalog.files), read, hot_report.tensors, tuple(findings), tuple(notes), restorable, verdict
     )
