@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import math
 import struct
+import subprocess
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +27,7 @@ from bytecheckpoint.representation.names import file_stem
 from bytecheckpoint.representation.shards import TensorKey
 from bytecheckpoint.representation.storage_file import StoredEntry, safetensors_keys
 from tests.golden.make import FOLDER
+from tests.support.processes import environment, python
 
 GENERATION, LATER = "0123456789abcdef01234567", "f" * 24
 ANY_TEXT = st.text(st.characters(exclude_categories=()), max_size=30)
@@ -303,3 +305,32 @@ def test_fifty_thousand_entries_take_a_fraction_of_a_second() -> None:
     start = time.process_time()
     made.render(np.zeros(made.blocks, np.uint64), LATER)
     assert built < 1.5 and time.process_time() - start < 0.2  # about 0.25 and 0.005 on a calm machine
+
+
+_READ_AT_ONCE = """
+import importlib, sys, threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from bytecheckpoint.representation import header_reader, storage_file
+
+files = [file.read_bytes() for file in Path(sys.argv[1]).glob("*/*.safetensors")]
+together = threading.Barrier(32, timeout=60)
+sys.setswitchinterval(1e-6)
+
+def read(number):
+    together.wait()
+    return len(header_reader.parse_header(files[number % len(files)]).entries)
+
+with ThreadPoolExecutor(32) as pool:
+    for _ in range(150):  # new modules have new types, so every round is a first use
+        importlib.reload(storage_file), importlib.reload(header_reader)
+        assert all(pool.map(read, range(32)))
+"""
+
+
+def test_threads_of_a_fresh_process_read_headers_at_the_same_time() -> None:
+    """msgspec (0.22) crashes in most runs of this program if `header_reader` makes no decoders at import."""
+    done = subprocess.run(
+        python("-c", _READ_AT_ONCE, FOLDER), env=environment(), capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
