@@ -315,7 +315,8 @@ def test_faults_of_buggy_and_hostile_writers_are_found(what: str) -> None:
 def test_hostile_bytes_under_a_right_seal_raise_only_our_errors(data: st.DataObject) -> None:
     content = bytearray(encode(small()))
     for _ in range(data.draw(st.integers(1, 3))):
-        content[data.draw(st.integers(0, len(content) - 9))] = data.draw(st.integers(0, 255))
+        at, changed = data.draw(st.integers(0, len(content) - 9)), data.draw(st.binary(min_size=1, max_size=300))
+        content[at : at + len(changed)] = changed
     try:
         catalog = decode(resealed(bytes(content)))
     except CheckpointError:
