@@ -1,18 +1,16 @@
-"""A load whose ranks stand on several machines: bytes that several ranks want go over the data plane."""
+"""A load by ranks of several machines: bytes that several ranks want go over the data plane."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from tests.support.worlds import World
 
-MIB = 1 << 20
+SIZE = (40 << 20) + 1236
 
 
-def load_on_two_hosts(path: str, size: int) -> tuple[int, int, list[int]]:
-    """Of one rank: bytes read, bytes received, ranks that it is connected with."""
+def load_on_two_hosts(path: str) -> tuple[int, int, list[int]]:
+    """Load as one rank of four; return the bytes read, the bytes received and the ranks that it is connected with."""
     import torch
     import torch.distributed as dist
 
@@ -20,7 +18,7 @@ def load_on_two_hosts(path: str, size: int) -> tuple[int, int, list[int]]:
     from bytecheckpoint.collectives import current
 
     rank = dist.get_rank()
-    expected = torch.arange(size // 4, dtype=torch.int32)
+    expected = torch.arange(SIZE // 4, dtype=torch.int32)
     bytecheckpoint.save(path, {"model": {"w": expected}})
     collective = current()
     collective.host = f"host {rank // 2}"
@@ -32,15 +30,14 @@ def load_on_two_hosts(path: str, size: int) -> tuple[int, int, list[int]]:
     return report.bytes_read, report.bytes_received, linked
 
 
-@pytest.mark.parametrize("size", [40 * MIB + 1236])
-def test_replicas_on_two_hosts(size: int, tmp_path: Path) -> None:
+def test_replicas_on_two_hosts(tmp_path: Path) -> None:
     world = World(4, tmp_path / "world")
     try:
-        ranks = world.run(load_on_two_hosts, str(tmp_path / "step"), size)
+        ranks = world.run(load_on_two_hosts, str(tmp_path / "step"))
     finally:
         world.close()
     read, received = (sum(rank[i] for rank in ranks) for i in (0, 1))
-    assert size <= read < 1.05 * size, "storage is read once"
-    assert received >= 3 * size, "the others get it from their peers"
+    assert SIZE <= read < 1.05 * SIZE, "storage is read once"
+    assert received >= 3 * SIZE, "the others get it from their peers"
     for rank, (_, _, linked) in enumerate(ranks):
         assert {other // 2 for other in linked} == {1 - rank // 2}, "neighbours share memory instead"

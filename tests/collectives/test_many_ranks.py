@@ -1,4 +1,4 @@
-"""Worlds of thousands of ranks: rank 0 is real, the others speak its protocol; this file is also their program."""
+"""A rank 0 that serves thousands of ranks; one other process, which this file is too, speaks for all others."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from bytecheckpoint.collectives.inbox import Inbox
 from bytecheckpoint.collectives.transport import star
 from bytecheckpoint.collectives.transport.sockets import listen, reserve_descriptors
 from bytecheckpoint.collectives.transport.star import Hub
+from bytecheckpoint.collectives.transport.wire import _HEADER, Kind, header
 from bytecheckpoint.errors import PeerLostError, UsageError
+from tests.support.processes import environment, python
 
 SECRET = b"s" * 32
 RANKS = 2000
@@ -25,7 +27,7 @@ RANKS = 2000
 
 @pytest.fixture
 def soft_limit() -> Iterator[int]:
-    """An ordinary soft limit, put back afterwards."""
+    """Set the soft limit of descriptors to that of an ordinary system; yield it, and restore the old one."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     soft = len(os.listdir("/proc/self/fd")) + 300
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, before[1]))
@@ -41,13 +43,13 @@ def test_two_thousand_ranks(soft_limit: int) -> None:
     hub = Hub(RANKS, inbox, SECRET, 10.0)
     assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > RANKS + soft_limit - 1
     seconds: dict[str, float] = {}
-    others = subprocess.Popen(
-        [sys.executable, __file__, str(hub.port)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+    command = python(__file__, hub.port)
+    others = subprocess.Popen(command, env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert others.stdin is not None
     assert others.stdout is not None
 
-    def step(name: str) -> None:
+    def end_step(name: str) -> None:
+        """Note how long the ranks took to report `name`."""
         nonlocal started
         assert others.stdout is not None
         assert others.stdout.readline() == f"{name}\n"
@@ -60,19 +62,19 @@ def test_two_thousand_ranks(soft_limit: int) -> None:
         others.stdin.write("go\n")
         others.stdin.flush()
         hub.wait_ready(60)
-        step("connected")
+        end_step("connected")
         gathered = inbox.take(range(1, RANKS), "gather", timeout=60)
         assert gathered == [b"%d" % rank * 40 for rank in range(1, RANKS)]
-        step("gathered")
+        end_step("gathered")
         for rank in range(1, RANKS):
             hub.send(rank, "scatter", b"%d" % -rank)
-        step("scattered")
-        # The last rank is cut off: whoever waits for it learns that, and nobody else is disturbed.
+        end_step("scattered")
+        # The last rank closes its connection: a wait for it fails, and the other ranks stay connected.
         with pytest.raises(PeerLostError, match=f"lost rank {RANKS - 1}"):
             inbox.take(range(1, RANKS), "never", timeout=60)
         hub.leave()
         assert hub.join(30)
-        step("left")
+        end_step("left")
         assert others.wait(30) == 0
     finally:
         others.kill()
@@ -93,7 +95,7 @@ def test_too_low_a_hard_limit_says_what_to_do(soft_limit: int) -> None:
     assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == soft_limit
 
 
-def test_a_raised_limit_leaves_the_program_its_room(soft_limit: int) -> None:
+def test_a_limit_is_raised_only_if_too_few_descriptors_are_free(soft_limit: int) -> None:
     reserve_descriptors(200, "somebody")
     assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == soft_limit
     reserve_descriptors(290, "somebody")
@@ -101,7 +103,7 @@ def test_a_raised_limit_leaves_the_program_its_room(soft_limit: int) -> None:
 
 
 class Scarce(socket.socket):
-    """A listener of a process that has no descriptors left for a while."""
+    """A listener whose first calls of `accept` find no free descriptor."""
 
     refusals = 3
     calls = 0
@@ -113,12 +115,12 @@ class Scarce(socket.socket):
         return super().accept()
 
 
-def test_descriptors_that_run_out_while_accepting_delay_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a pause the thread would turn as fast as it can, and with an error the world would be lost."""
+def test_a_lack_of_descriptors_delays_accepting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread waits before it tries again, and the world goes on."""
     monkeypatch.setattr(star, "listen", lambda backlog: Scarce(fileno=listen(backlog).detach()))
     hub = Hub(2, Inbox(0), SECRET, 1.0)
     with socket.create_connection(("localhost", hub.port)) as one:
-        one.sendall(bytes([1, 1]) + bytes(11) + b"\x20" + bytes(7) + SECRET)
+        one.sendall(frame(Kind.HELLO, 1, payload=SECRET))
         hub.wait_ready(20)
         assert 4 <= Scarce.calls <= 6
         hub.leave()
@@ -129,23 +131,27 @@ def test_descriptors_that_run_out_while_accepting_delay_it(monkeypatch: pytest.M
 # ---- the other ranks ----
 
 
-def others() -> None:
-    from bytecheckpoint.collectives.transport.wire import _HEADER, Kind
+def frame(kind: Kind, rank: int, tag: bytes = b"", payload: bytes = b"") -> bytes:
+    """Encode a frame from a rank to rank 0."""
+    return header(kind, rank, 0, tag, len(payload)).tobytes() + payload
 
+
+def read(sock: socket.socket) -> tuple[int, bytes, bytes]:
+    """Receive a frame; return its kind, tag and payload."""
+    kind, _, _, tag, payload = _HEADER.unpack(sock.recv(_HEADER.size, socket.MSG_WAITALL))
+    return kind, *(sock.recv(size, socket.MSG_WAITALL) if size else b"" for size in (tag, payload))  # type: ignore[return-value]
+
+
+def report(word: str) -> None:
+    """Tell the test that a step is done."""
+    print(word, flush=True)
+
+
+def speak_for_others() -> None:
+    """Go through the life of a world as all ranks but rank 0."""
     port = int(sys.argv[1])
     reserve_descriptors(RANKS, "the test")
-
-    def frame(kind: Kind, rank: int, tag: bytes = b"", payload: bytes = b"") -> bytes:
-        return _HEADER.pack(kind, rank, 0, len(tag), len(payload)) + tag + payload
-
-    def read(sock: socket.socket) -> tuple[int, bytes, bytes]:
-        kind, _, _, tag, payload = _HEADER.unpack(sock.recv(_HEADER.size, socket.MSG_WAITALL))
-        return kind, *(sock.recv(size, socket.MSG_WAITALL) if size else b"" for size in (tag, payload))  # type: ignore[return-value]
-
-    def say(word: str) -> None:
-        print(word, flush=True)
-
-    say("ready")
+    report("ready")
     sys.stdin.readline()
     socks: dict[int, socket.socket] = {}
     for rank in range(1, RANKS):
@@ -153,13 +159,13 @@ def others() -> None:
         socks[rank].sendall(frame(Kind.HELLO, rank, payload=SECRET))
     for sock in socks.values():
         assert read(sock) == (Kind.WELCOME, b"", SECRET)
-    say("connected")
+    report("connected")
     for rank, sock in socks.items():
         sock.sendall(frame(Kind.MESSAGE, rank, b"gather", b"%d" % rank * 40))
-    say("gathered")
+    report("gathered")
     for rank, sock in socks.items():
         assert read(sock) == (Kind.MESSAGE, b"scatter", b"%d" % -rank)
-    say("scattered")
+    report("scattered")
     socks.pop(RANKS - 1).close()
     for rank, sock in socks.items():
         assert read(sock)[0] == Kind.CLOSING
@@ -167,8 +173,8 @@ def others() -> None:
     for sock in socks.values():
         assert sock.recv(1) == b""
         sock.close()
-    say("left")
+    report("left")
 
 
 if __name__ == "__main__":
-    others()
+    speak_for_others()

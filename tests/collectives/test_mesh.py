@@ -1,4 +1,4 @@
-"""The data plane: worlds of several ranks in this process, and of real processes; this file is also their program."""
+"""The data plane, in worlds of several ranks in this process and of real processes; this file is also their program."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -22,81 +22,12 @@ from bytecheckpoint.collectives.inbox import Inbox
 from bytecheckpoint.collectives.transport import transfers
 from bytecheckpoint.collectives.transport.mesh import Mesh
 from bytecheckpoint.collectives.transport.star import Hub, Spoke, Star
+from bytecheckpoint.collectives.transport.wire import Kind, header
 from bytecheckpoint.errors import CheckpointError, CheckpointTimeoutError, PeerLostError
 from bytecheckpoint.tuning import tuned
-
-MIB = 1 << 20
-SECRET = b"s" * 32
-Arrays = Mapping[int, np.ndarray]
-
-
-def content(source: int, to: int, size: int, salt: int = 0) -> np.ndarray:
-    """Every byte depends on its place, on both ranks and on the salt."""
-    words = np.arange(size // 4 + 1, dtype=np.uint32) * np.uint32(2654435761)
-    return (words + np.uint32(source * 7919 + to * 104729 + salt * 15485863)).view(np.uint8)[:size]
-
-
-def until(happened: Callable[[], object]) -> None:
-    """Wait until a condition holds."""
-    deadline = time.monotonic() + 30
-    while not happened():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
-
-class World:
-    """A star of `size` ranks in this process, whose meshes begin with their first exchange."""
-
-    def __init__(self, size: int, linger: float = 5.0) -> None:
-        hub = Hub(size, Inbox(0), SECRET, linger)
-        spokes = [Spoke(rank, size, Inbox(rank), SECRET, linger) for rank in range(1, size)]
-        with ThreadPoolExecutor(size) as pool:
-            list(pool.map(lambda spoke: spoke.connect(["localhost"], hub.port, 20), spokes))
-        hub.wait_ready(20)
-        self.linger = linger
-        self.stars: list[Star] = [hub, *spokes]
-        self.meshes: dict[int, Mesh] = {}
-        self.pool = ThreadPoolExecutor(4 * size)
-        self._lock = threading.Lock()
-
-    def mesh(self, rank: int) -> Mesh:
-        with self._lock:
-            if rank not in self.meshes:
-                self.meshes[rank] = Mesh(self.stars[rank], self.linger)
-            return self.meshes[rank]
-
-    def exchange(self, rank: int, tag: str, outgoing: Arrays, incoming: Arrays, timeout: float = 30.0) -> None:
-        self.mesh(rank).exchange(tag, outgoing, incoming, timeout=timeout)
-
-    def start(self, *args: object, **kwargs: object) -> Callable[[], None]:
-        """`exchange` on a thread of its own; the function that is returned waits and raises what it raised."""
-        return self.pool.submit(self.exchange, *args, **kwargs).result  # type: ignore[arg-type]
-
-    def until_begun(self, rank: int, tag: str) -> None:
-        """Wait until a rank's exchange is under way."""
-        until(lambda: any(each.tag == tag for each in list(self.mesh(rank)._operations)))
-
-    def pair(self, tag: str, source: int, to: int, size: int) -> None:
-        """One array from one rank to another; it arrives whole."""
-        got = np.zeros(size, np.uint8)
-        sent = self.start(source, tag, {to: content(source, to, size)}, {})
-        self.exchange(to, tag, {}, {source: got})
-        sent()
-        np.testing.assert_array_equal(got, content(source, to, size))
-
-    def close(self) -> None:
-        loops = [*self.meshes.values(), *self.stars]
-        for each in loops:
-            each.leave()
-        assert all(each.join(20) for each in loops)
-        self.pool.shutdown()
-
-
-@pytest.fixture
-def world() -> Iterator[World]:
-    made = World(3)
-    yield made
-    made.close()
+from tests.collectives.data_world import MIB, SECRET, DataWorld, content, until
+from tests.servers.process import free_port
+from tests.support.processes import environment, python
 
 
 def has_more(link: transfers.PeerLink) -> bool:
@@ -137,6 +68,15 @@ class Hold:
         self.release.clear()
 
 
+def all_to_all(mesh: Mesh, tag: str, size: int, timeout: float, salt: int = 0) -> None:
+    """Exchange `size` bytes both ways with the two other ranks, as one rank of three."""
+    peers = [p for p in range(3) if p != mesh.rank]
+    incoming = {p: np.zeros(size, np.uint8) for p in peers}
+    mesh.exchange(tag, {p: content(mesh.rank, p, size, salt) for p in peers}, incoming, timeout=timeout)
+    for p in peers:
+        np.testing.assert_array_equal(incoming[p], content(p, mesh.rank, size, salt))
+
+
 # ---- moving bytes ----
 
 
@@ -144,7 +84,7 @@ class Hold:
 def test_any_matrix_of_sizes(seed: int) -> None:
     """sizes[i][j] bytes go from rank i to rank j; 0: nothing, not even a request."""
     random = np.random.default_rng(seed)
-    world = World(4)
+    world = DataWorld(4)
     sizes = random.choice([0, 1, 3, 4095, 70_001, 4 * MIB, 4 * MIB + 1, 13 * MIB + 5], (4, 4))
 
     def body(rank: int) -> None:
@@ -157,70 +97,48 @@ def test_any_matrix_of_sizes(seed: int) -> None:
         for p, array in incoming.items():
             np.testing.assert_array_equal(array, content(p, rank, sizes[p][rank]))
 
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(body, range(4)))
+    world.each_rank(body)
     for one in range(4):
         for other in range(4):
-            linked = one != other and world.meshes[one]._peer(other).link is not None
+            linked = one != other and world.link(one, other) is not None
             assert linked == (one != other and bool(sizes[one][other] or sizes[other][one]))
     world.close()
 
 
-def test_large_arrays_both_ways_at_once(world: World) -> None:
+def test_large_arrays_both_ways_at_once(world: DataWorld) -> None:
     """More than any buffer of the system holds, between all pairs, so that who sends first cannot matter."""
-    size = 32 * MIB + 13
-
-    def body(rank: int) -> None:
-        peers = [p for p in range(3) if p != rank]
-        incoming = {p: np.zeros(size, np.uint8) for p in peers}
-        world.exchange(rank, "large", {p: content(rank, p, size) for p in peers}, incoming, timeout=60)
-        for p in peers:
-            np.testing.assert_array_equal(incoming[p], content(p, rank, size))
-
-    with ThreadPoolExecutor(3) as pool:
-        list(pool.map(body, range(3)))
+    world.each_rank(lambda rank: all_to_all(world.mesh(rank), "large", 32 * MIB + 13, 60))
 
 
-def test_many_tags_from_several_threads_in_different_order(world: World) -> None:
-    """Rank 0 waits for tag 0 while rank 1 has sent all others first: one connection, yet nobody blocks another."""
+def test_many_tags_from_several_threads_in_different_order(world: DataWorld) -> None:
+    """Rank 0 waits for tag 0 while rank 1 has sent all others first: they share a connection, and none blocks another."""
     tags = range(12)
-    size = 3 * MIB + 1
-
-    def one(rank: int, tag: int) -> None:
-        peers = [p for p in range(3) if p != rank]
-        incoming = {p: np.zeros(size, np.uint8) for p in peers}
-        outgoing = {p: content(rank, p, size, tag) for p in peers}
-        world.exchange(rank, f"tag {tag} \N{SNOWMAN}", outgoing, incoming, timeout=60)
-        for p in peers:
-            np.testing.assert_array_equal(incoming[p], content(p, rank, size, tag))
 
     def body(rank: int) -> None:
-        order = list(np.random.default_rng(rank).permutation(tags))
-        with ThreadPoolExecutor(len(tags)) as pool:
-            list(pool.map(lambda tag: one(rank, int(tag)), order))
+        def one(tag: int) -> None:
+            all_to_all(world.mesh(rank), f"tag {tag} \N{SNOWMAN}", 3 * MIB + 1, 60, salt=tag)
 
-    for rank in range(3):
-        world.mesh(rank)
-    with ThreadPoolExecutor(3) as pool:
-        list(pool.map(body, range(3)))
+        with ThreadPoolExecutor(len(tags)) as pool:
+            list(pool.map(one, np.random.default_rng(rank).permutation(tags).tolist()))
+
+    world.each_rank(body)
     assert [sum(link.rank >= 0 for link in world.meshes[rank]._open) for rank in range(3)] == [2, 2, 2]
 
 
-def test_order_of_arrival_does_not_matter(world: World) -> None:
+def test_order_of_arrival_does_not_matter(world: DataWorld) -> None:
     """Receiver first, sender first; the rank that listens first, the one that dials first; connected or not."""
     for number, (first, source, to) in enumerate([(1, 1, 2), (2, 1, 2), (2, 2, 1), (0, 0, 2), (2, 0, 2), (1, 0, 1)]):
         for again in (False, True):
             got = np.zeros(999, np.uint8)
             calls = {source: ({to: content(source, to, 999)}, {}), to: ({}, {source: got})}
-            begun = world.start(first, f"{number} {again}", *calls.pop(first))
-            world.until_begun(first, f"{number} {again}")
+            begun = world.begin(first, f"{number} {again}", *calls.pop(first))
             [(other, arguments)] = calls.items()
             world.exchange(other, f"{number} {again}", *arguments)
             begun()
             np.testing.assert_array_equal(got, content(source, to, 999))
 
 
-def test_what_was_sent_before_leaving_arrives(world: World) -> None:
+def test_what_was_sent_before_leaving_arrives(world: DataWorld) -> None:
     world.pair("connect", 1, 2, 1)
     got = np.zeros(24 * MIB, np.uint8)
     receiving = world.start(2, "last", {}, {1: got})
@@ -234,7 +152,7 @@ def test_what_was_sent_before_leaving_arrives(world: World) -> None:
 # ---- what fails, fails alone ----
 
 
-def test_nothing_is_written_after_a_timeout(world: World, hold: Hold) -> None:
+def test_nothing_is_written_after_a_timeout(world: DataWorld, hold: Hold) -> None:
     world.pair("connect", 1, 2, 1)
     hold(world.meshes[1], 3)
     got, kept = np.zeros(40 * MIB, np.uint8), np.zeros(5, np.uint8)
@@ -263,14 +181,14 @@ def one_piece() -> Iterator[None]:
         yield
 
 
-def test_a_piece_under_way_stays_what_it_was_when_the_sender_gives_up(world: World, one_piece: None) -> None:
+def test_a_piece_under_way_stays_what_it_was_when_the_sender_gives_up(world: DataWorld, one_piece: None) -> None:
     """The last piece has begun when the time is up: the receiver must never get a mixture."""
     world.pair("connect", 1, 2, 1)
     size = 96 * MIB  # more than the system buffers
     array, got = content(1, 2, size), np.zeros(size, np.uint8)
     receiving = world.start(2, "slow", {}, {1: got}, timeout=60)
     stuck, release = threading.Event(), threading.Event()
-    link = world.meshes[1]._peer(2).link
+    link = world.link(1, 2)
     assert link is not None
     until(lambda: "slow" in link.wanted)
     world.meshes[2]._call_soon(lambda: (stuck.set(), release.wait(30)))  # type: ignore[arg-type, return-value]
@@ -284,7 +202,7 @@ def test_a_piece_under_way_stays_what_it_was_when_the_sender_gives_up(world: Wor
     world.pair("afterwards", 1, 2, 9 * MIB)
 
 
-def test_the_first_cause_reaches_everybody_at_once(world: World) -> None:
+def test_the_first_cause_reaches_everybody_at_once(world: DataWorld) -> None:
     """Rank 2 hangs; rank 0 gives up after a second; rank 1, which waits for rank 0 only, need not wait for an hour."""
     world.pair("connect", 0, 1, 1)
     got = np.zeros(9, np.uint8)
@@ -305,7 +223,7 @@ def test_the_first_cause_reaches_everybody_at_once(world: World) -> None:
     world.pair("afterwards", 0, 1, 9)
 
 
-def test_sizes_that_differ_are_an_error_on_both_sides(world: World) -> None:
+def test_sizes_that_differ_are_an_error_on_both_sides(world: DataWorld) -> None:
     receiving = world.start(2, "sizes", {}, {1: np.zeros(8, np.uint8)})
     message = "rank 1: exchange 'sizes': has 9 bytes for rank 2, which expects 8"
     with pytest.raises(CheckpointError, match=message):
@@ -315,16 +233,16 @@ def test_sizes_that_differ_are_an_error_on_both_sides(world: World) -> None:
     world.pair("afterwards", 1, 2, 9)
 
 
-def test_a_connection_that_breaks_is_an_error_and_the_next_exchange_connects_again(world: World, hold: Hold) -> None:
+def test_a_connection_that_breaks_is_an_error_and_the_next_exchange_connects_again(
+    world: DataWorld, hold: Hold
+) -> None:
     for number in range(3):
         world.pair(f"connect {number}", 1, 2, 1)
         hold(world.meshes[1], 2)
         receiving = world.start(2, f"broken {number}", {}, {1: np.zeros(40 * MIB, np.uint8)}, timeout=3600)
         sending = world.start(1, f"broken {number}", {2: content(1, 2, 40 * MIB)}, {}, timeout=3600)
         assert hold.reached.wait(30)
-        link = world.meshes[number % 2 + 1]._peer(2 - number % 2).link
-        assert link is not None
-        link.sock.shutdown(socket.SHUT_RDWR)
+        world.break_link(number % 2 + 1, 2 - number % 2)
         hold.release.set()
         with pytest.raises(PeerLostError, match="lost rank 1: its connection closed"):
             receiving()
@@ -334,15 +252,12 @@ def test_a_connection_that_breaks_is_an_error_and_the_next_exchange_connects_aga
 
 
 @pytest.mark.parametrize("late", [1, 2])
-def test_a_rank_that_begins_after_the_connection_broke_fails_too(world: World, late: int) -> None:
+def test_a_rank_that_begins_after_the_connection_broke_fails_too(world: DataWorld, late: int) -> None:
     """Of two ranks one has failed with the connection; the other would wait for it for an hour."""
     world.pair("connect", 1, 2, 1)
     early = 3 - late
-    waiting = world.start(early, "x", {late: np.ones(9, np.uint8)}, {}, timeout=3600)
-    world.until_begun(early, "x")
-    link = world.meshes[late]._peer(early).link
-    assert link is not None
-    link.sock.shutdown(socket.SHUT_RDWR)
+    waiting = world.begin(early, "x", {late: np.ones(9, np.uint8)}, {})
+    world.break_link(late, early)
     with pytest.raises(PeerLostError, match=f"lost rank {late}"):
         waiting()
     with pytest.raises(PeerLostError, match=f"given up by rank {early}: .* lost rank {late}"):
@@ -352,7 +267,7 @@ def test_a_rank_that_begins_after_the_connection_broke_fails_too(world: World, l
     world.pair("x", 2, 1, 9)
 
 
-def test_a_failure_is_reported_as_soon_as_there_is_a_connection(world: World) -> None:
+def test_a_failure_is_reported_as_soon_as_there_is_a_connection(world: DataWorld) -> None:
     for early, late in ((1, 2), (2, 0)):
         with pytest.raises(CheckpointTimeoutError, match=f"not connected with rank {late} within"):
             world.exchange(early, "x", {}, {late: np.zeros(9, np.uint8)}, timeout=0.3)
@@ -361,15 +276,11 @@ def test_a_failure_is_reported_as_soon_as_there_is_a_connection(world: World) ->
         world.pair("x", early, late, 9)
 
 
-def test_a_rank_that_has_left_is_lost(world: World) -> None:
+def test_a_rank_that_has_left_is_lost(world: DataWorld) -> None:
     """Whether it was connected or not, and whichever side has to dial."""
     world.pair("connect", 1, 2, 1)
-    waiting = [
-        world.start(1, "never", {}, {2: np.zeros(9, np.uint8)}, timeout=3600),
-        world.start(0, "never", {2: np.zeros(9, np.uint8)}, {}, timeout=3600),
-    ]
-    for rank in (0, 1):
-        world.until_begun(rank, "never")
+    array = np.zeros(9, np.uint8)
+    waiting = [world.begin(1, "never", {}, {2: array}), world.begin(0, "never", {2: array}, {})]
     world.meshes[2].leave()
     world.stars[2].leave()
     for wait in waiting:
@@ -383,17 +294,17 @@ def test_a_rank_that_has_left_is_lost(world: World) -> None:
     world.pair("afterwards", 0, 1, 9)
 
 
-def test_leaving_ends_what_is_under_way(world: World) -> None:
-    waiting = world.start(1, "never", {}, {2: np.zeros(9, np.uint8)}, timeout=3600)
-    world.until_begun(1, "never")
+def test_leaving_ends_what_is_under_way(world: DataWorld) -> None:
+    waiting = world.begin(1, "never", {}, {2: np.zeros(9, np.uint8)})
     world.meshes[1].leave()
     with pytest.raises(PeerLostError, match="rank 1: exchange 'never': this world was closed"):
         waiting()
 
 
-def test_a_rank_that_cannot_be_dialled_is_named_with_the_reason(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.create_server(("localhost", 0)) as probe:
-        nobody = probe.getsockname()[1]
+def test_a_rank_that_cannot_be_dialled_is_named_with_the_reason(
+    world: DataWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nobody = free_port()
     send = world.stars[1].send
     wrong = json.dumps({"address": "127.0.0.1", "port": nobody}).encode()
     monkeypatch.setattr(world.stars[1], "send", lambda to, tag, payload: send(to, tag, wrong))
@@ -407,25 +318,23 @@ def test_a_rank_that_cannot_be_dialled_is_named_with_the_reason(world: World, mo
         inviting()
 
 
-def test_a_machine_that_is_gone_without_a_word(world: World) -> None:
+def test_a_machine_that_is_gone_without_a_word(world: DataWorld) -> None:
     """Its connections look alive while nobody answers; the messages report the loss."""
     for rank in range(3):
         world.mesh(rank).linger = 0.5
     world.pair("connect", 1, 2, 1)
     world.pair("connect to 0", 0, 1, 1)
-    waiting = world.start(1, "gone", {}, {2: np.zeros(9, np.uint8)}, timeout=3600)
-    world.until_begun(1, "gone")
+    waiting = world.begin(1, "gone", {}, {2: np.zeros(9, np.uint8)})
     world.stars[1].inbox.mark_lost(2, "its machine lost power")
     with pytest.raises(PeerLostError, match="lost rank 2: its machine lost power"):
         waiting()
-    waiting = world.start(1, "gone too", {}, {0: np.zeros(9, np.uint8)}, timeout=3600)
-    world.until_begun(1, "gone too")
+    waiting = world.begin(1, "gone too", {}, {0: np.zeros(9, np.uint8)})
     world.stars[1].inbox.close("rank 0 lost power")
     with pytest.raises(PeerLostError, match="lost rank 0: rank 0 lost power"):
         waiting()
 
 
-def test_exchanges_between_connected_ranks_outlive_rank_0(world: World, hold: Hold) -> None:
+def test_exchanges_between_connected_ranks_outlive_rank_0(world: DataWorld, hold: Hold) -> None:
     world.pair("connect", 1, 2, 1)
     hold(world.meshes[1], 2)
     got = np.zeros(40 * MIB, np.uint8)
@@ -440,7 +349,7 @@ def test_exchanges_between_connected_ranks_outlive_rank_0(world: World, hold: Ho
     np.testing.assert_array_equal(got, content(1, 2, got.size))
 
 
-def test_an_interrupted_exchange_is_over(world: World) -> None:
+def test_an_interrupted_exchange_is_over(world: DataWorld) -> None:
     world.pair("connect", 1, 2, 1)
     waiting = world.start(2, "x", {}, {1: np.zeros(9, np.uint8)}, timeout=3600)
     got = np.zeros(9, np.uint8)
@@ -457,7 +366,7 @@ def test_an_interrupted_exchange_is_over(world: World) -> None:
     world.pair("afterwards", 2, 1, 9)
 
 
-def test_an_address_that_means_another_machine_elsewhere(world: World) -> None:
+def test_an_address_that_means_another_machine_elsewhere(world: DataWorld) -> None:
     """A rank that has reached rank 0 over a loopback address is where rank 0 is."""
     spoke = world.stars[2]
     assert isinstance(spoke, Spoke)
@@ -473,17 +382,11 @@ def test_an_address_that_means_another_machine_elsewhere(world: World) -> None:
 
 
 def frame(kind: int, source: int, to: int, tag: bytes, payload: bytes) -> bytes:
-    numbers = [source, to, len(tag)]
-    return (
-        bytes([kind])
-        + b"".join(n.to_bytes(4, "little") for n in numbers)
-        + len(payload).to_bytes(8, "little")
-        + (tag + payload)
-    )
+    return header(Kind(kind), source, to, tag, len(payload)).tobytes() + payload
 
 
 @tuned(handshake_timeout=1.0)
-def test_connections_of_others_are_closed(world: World) -> None:
+def test_connections_of_others_are_closed(world: DataWorld) -> None:
     secret_array = np.full(9, 42, np.uint8)
     offering = world.start(1, "x", {2: secret_array}, {})
     until(lambda: world.mesh(1)._port is not None)
@@ -519,42 +422,39 @@ def test_connections_of_others_are_closed(world: World) -> None:
 # ---- real processes ----
 
 
-def launch(scenario: str, size: int, timeout: float = 90) -> list[tuple[int, str, str]]:
-    """Run this file once per rank; exit status, stdout and stderr of each."""
-    with socket.create_server(("localhost", 0)) as probe:
-        port = probe.getsockname()[1]
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, __file__, scenario, str(rank), str(size), str(port)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(size)
-    ]
-    deadline = time.monotonic() + timeout
+def play(scenario: str) -> list[int]:
+    """Run a scenario with rank 0 in this process, and ranks 1 and 2 as processes; return their exit statuses."""
+    hub = Hub(3, Inbox(0), SECRET, 5.0)
+    others = [subprocess.Popen(python(__file__, scenario, rank, hub.port), env=environment()) for rank in (1, 2)]
     try:
-        with ThreadPoolExecutor(size) as readers:
-            outputs = list(readers.map(lambda p: p.communicate(timeout=deadline - time.monotonic()), ranks))
+        hub.wait_ready(60)
+        run(scenario, hub)
+        return [other.wait(60) for other in others]
     finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
-    return [(p.returncode, *output) for p, output in zip(ranks, outputs, strict=True)]
+        for other in others:
+            other.kill()
+            other.wait()
+
+
+def run(scenario: str, star: Star) -> None:
+    """Run a scenario as one rank."""
+    mesh = Mesh(star, 5.0)
+    {"killed": killed, "stopped": stopped}[scenario](star, mesh)
+    for end in (mesh, star):
+        end.leave()
+        assert end.join(20)
 
 
 def test_a_rank_killed_in_the_middle_of_an_exchange() -> None:
-    results = launch("killed", 3)
-    assert [status for status, _, _ in results] == [0, 0, -signal.SIGKILL], results
+    assert play("killed") == [0, -signal.SIGKILL]
 
 
 def test_a_rank_stopped_in_the_middle_of_an_exchange() -> None:
-    results = launch("stopped", 3)
-    assert [status for status, _, _ in results] == [0, 0, 0], results
+    assert play("stopped") == [0, 0]
 
 
 def signal_self_after(pieces: int, number: signal.Signals) -> None:
-    """This process gets a signal while it hands its next-but-`pieces` piece to the kernel."""
+    """Send this process a signal when it hands a piece to the kernel, after `pieces` others."""
     refill = transfers.PeerLink._refill
     left = iter(range(pieces))
 
@@ -567,72 +467,50 @@ def signal_self_after(pieces: int, number: signal.Signals) -> None:
     transfers.PeerLink._refill = counted  # type: ignore[method-assign]
 
 
-def everyone_sends(data: Mesh, tag: str, size: int, timeout: float) -> None:
-    """All pairs exchange `size` bytes both ways."""
-    me = data.rank
-    peers = [p for p in range(3) if p != me]
-    incoming = {p: np.zeros(size, np.uint8) for p in peers}
-    data.exchange(tag, {p: content(me, p, size) for p in peers}, incoming, timeout=timeout)
-    for p in peers:
-        np.testing.assert_array_equal(incoming[p], content(p, me, size))
+def check_survivors(mesh: Mesh) -> None:
+    """Exchange data between ranks 0 and 1, as one of them."""
+    other, got = 1 - mesh.rank, np.zeros(9 * MIB, np.uint8)
+    mesh.exchange("alive", {other: content(mesh.rank, 9, got.size)}, {other: got}, timeout=60)
+    np.testing.assert_array_equal(got, content(other, 9, got.size))
 
 
-def killed(star: Star, data: Mesh) -> None:
-    everyone_sends(data, "sound", 5 * MIB, 60)
+def killed(star: Star, mesh: Mesh) -> None:
+    all_to_all(mesh, "sound", 5 * MIB, 60)
     if star.rank == 2:
         signal_self_after(5, signal.SIGKILL)
     started = time.monotonic()
     with pytest.raises(PeerLostError, match="lost rank 2"):  # noticed here, or passed on by the other
-        everyone_sends(data, "killed", 64 * MIB, 3600)
+        all_to_all(mesh, "killed", 64 * MIB, 3600)
     assert time.monotonic() - started < 30
     with pytest.raises(PeerLostError, match="lost rank 2"):
-        data.exchange("later", {}, {2: np.zeros(9, np.uint8)}, timeout=3600)
-    got = np.zeros(9 * MIB, np.uint8)
-    data.exchange("alive", {1 - star.rank: content(star.rank, 9, got.size)}, {1 - star.rank: got}, timeout=60)
-    np.testing.assert_array_equal(got, content(1 - star.rank, 9, got.size))
+        mesh.exchange("later", {}, {2: np.zeros(9, np.uint8)}, timeout=3600)
+    check_survivors(mesh)
 
 
-def stopped(star: Star, data: Mesh) -> None:
-    everyone_sends(data, "sound", 5 * MIB, 60)
+def stopped(star: Star, mesh: Mesh) -> None:
+    all_to_all(mesh, "sound", 5 * MIB, 60)
     if star.rank == 2:
         star.send(0, "pid", str(os.getpid()).encode())
         signal_self_after(5, signal.SIGSTOP)
         with pytest.raises(CheckpointTimeoutError, match=r"was given up by rank [01]"):
-            everyone_sends(data, "stopped", 64 * MIB, 3600)
+            all_to_all(mesh, "stopped", 64 * MIB, 3600)
     else:
         started = time.monotonic()
         with pytest.raises(CheckpointTimeoutError, match=r"rank 2"):
-            everyone_sends(data, "stopped", 64 * MIB, 3)
+            all_to_all(mesh, "stopped", 64 * MIB, 3)
         assert time.monotonic() - started < 30
-        got = np.zeros(9 * MIB, np.uint8)
-        data.exchange("alive", {1 - star.rank: content(star.rank, 9, got.size)}, {1 - star.rank: got}, timeout=60)
-        np.testing.assert_array_equal(got, content(1 - star.rank, 9, got.size))
+        check_survivors(mesh)
         if star.rank == 0:
             os.kill(int(star.inbox.take([2], "pid", timeout=30)[0]), signal.SIGCONT)
-    everyone_sends(data, "all again", 9 * MIB, 60)
+    all_to_all(mesh, "all again", 9 * MIB, 60)
 
 
 def main() -> None:
     faulthandler.dump_traceback_later(80, exit=True)
-    scenario, rank, size, port = sys.argv[1], *map(int, sys.argv[2:])
-    star: Star
-    if rank == 0:
-        listen = sys.modules["bytecheckpoint.collectives.transport.star"].listen
-        listener = socket.create_server(("localhost", port))
-        listener.setblocking(False)
-        sys.modules["bytecheckpoint.collectives.transport.star"].listen = lambda _: listener
-        star = hub = Hub(size, Inbox(0), SECRET, 5.0)
-        sys.modules["bytecheckpoint.collectives.transport.star"].listen = listen
-        hub.wait_ready(60)
-    else:
-        star = spoke = Spoke(rank, size, Inbox(rank), SECRET, 5.0)
-        spoke.connect(["localhost"], port, 60)
-    data = Mesh(star, 5.0)
-    {"killed": killed, "stopped": stopped}[scenario](star, data)
-    data.leave()
-    assert data.join(20)
-    star.leave()
-    assert star.join(20)
+    scenario, rank, port = sys.argv[1], *map(int, sys.argv[2:])
+    spoke = Spoke(rank, 3, Inbox(rank), SECRET, 5.0)
+    spoke.connect(["localhost"], port, 60)
+    run(scenario, spoke)
 
 
 if __name__ == "__main__":

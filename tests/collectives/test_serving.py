@@ -1,12 +1,10 @@
-"""Served data: what other ranks fetch without a call on this side for each."""
+"""Served data: other ranks fetch it, and the serving rank makes no call for each fetch."""
 
 from __future__ import annotations
 
-import socket
 import threading
 import weakref
 from collections.abc import Iterator
-from concurrent.futures import Future
 
 import numpy as np
 import pytest
@@ -14,47 +12,34 @@ import pytest
 from bytecheckpoint.collectives import Collective, SingleProcess, ThreadWorld
 from bytecheckpoint.collectives.base import DataProvider
 from bytecheckpoint.errors import CheckpointError, CheckpointTimeoutError, PeerLostError, StorageFullError
-from tests.collectives.test_mesh import MIB, World, content, until
+from tests.collectives.data_world import MIB, DataWorld, content, until
 
 
-@pytest.fixture
-def world() -> Iterator[World]:
-    made = World(3)
-    yield made
-    made.close()
-
-
-def fetch(world: World, rank: int, server: int, request: bytes, size: int, timeout: float = 30.0) -> np.ndarray:
-    """What rank `rank` gets for a request to rank `server`."""
+def fetch(world: DataWorld, rank: int, server: int, request: bytes, size: int, timeout: float = 30.0) -> np.ndarray:
+    """Return the answer of rank `server` to a request of rank `rank`."""
     into = np.zeros(size, np.uint8)
     world.mesh(rank).fetch(server, "data", request, into, timeout=timeout)
     return into
 
 
 def by_size(request: bytes) -> np.ndarray:
-    """Answers "size salt" with so many bytes."""
+    """Answer "SIZE SALT" with that many bytes."""
     size, salt = map(int, request.split())
     return content(0, 0, size, salt)
 
 
-def ends(call: Future[np.ndarray]) -> BaseException | None:
-    return call.exception(30)
-
-
 @pytest.mark.parametrize(("server", "rank"), [(0, 1), (1, 0), (1, 2), (2, 1)])
-def test_any_rank_fetches_from_any_other(world: World, server: int, rank: int) -> None:
+def test_any_rank_fetches_from_any_other(world: DataWorld, server: int, rank: int) -> None:
     """The first fetch connects the two, whichever of them dials; so does one after the connection broke."""
     with world.mesh(server).serve("data", by_size):
         for salt, size in enumerate([1, 4 * MIB, 9 * MIB + 5]):
             got = fetch(world, rank, server, b"%d %d" % (size, salt), size)
             np.testing.assert_array_equal(got, content(0, 0, size, salt))
-            link = world.mesh(rank)._peer(server).link
-            assert link is not None
-            link.sock.shutdown(socket.SHUT_RDWR)
-            until(lambda: world.mesh(rank)._peer(server).link is None and world.mesh(server)._peer(rank).link is None)
+            world.break_link(rank, server)
+            until(lambda: world.link(rank, server) is None and world.link(server, rank) is None)
 
 
-def test_a_server_may_begin_after_it_was_asked_for_a_connection(world: World) -> None:
+def test_a_server_may_begin_after_it_was_asked_for_a_connection(world: DataWorld) -> None:
     world.mesh(1)
     for server, rank in ((1, 2), (2, 0)):
         with pytest.raises(CheckpointTimeoutError, match=f"fetch 'data': .*not connected with rank {server} within"):
@@ -63,7 +48,7 @@ def test_a_server_may_begin_after_it_was_asked_for_a_connection(world: World) ->
             assert len(fetch(world, rank, server, b"9 0", 9)) == 9
 
 
-def test_many_fetches_share_a_connection_with_exchanges(world: World) -> None:
+def test_many_fetches_share_a_connection_with_exchanges(world: DataWorld) -> None:
     size = 2 * MIB + 1
     with world.mesh(0).serve("data", by_size), world.mesh(1).serve("data", by_size):
         calls = [
@@ -89,7 +74,7 @@ def refusing(request: bytes) -> np.ndarray:
 
 
 @pytest.mark.parametrize("server", [0, 2])
-def test_what_the_provider_raises_is_raised_where_it_was_asked_for(world: World, server: int) -> None:
+def test_what_the_provider_raises_is_raised_where_it_was_asked_for(world: DataWorld, server: int) -> None:
     with world.mesh(server).serve("data", refusing):
         with pytest.raises(FileNotFoundError, match="model/file"):
             fetch(world, 1, server, b"missing", 9)
@@ -105,7 +90,7 @@ def test_what_the_provider_raises_is_raised_where_it_was_asked_for(world: World,
 
 
 class SlowProvider:
-    """Answers when it may, and counts."""
+    """A provider that counts its calls, and answers when the test lets it."""
 
     def __init__(self) -> None:
         self.go_on = threading.Event()
@@ -126,29 +111,29 @@ def slow() -> Iterator[SlowProvider]:
     provider.go_on.set()
 
 
-def test_a_fetch_fails_at_once_when_its_server_is_gone(world: World, slow: SlowProvider) -> None:
+def test_a_fetch_fails_at_once_when_its_server_is_gone(world: DataWorld, slow: SlowProvider) -> None:
     with world.mesh(2).serve("data", slow):
         calls = [world.pool.submit(fetch, world, rank, 2, b"9 0", 9, 3600) for rank in (0, 1)]
         until(lambda: slow.calls == 2)
         world.mesh(2).leave()
         world.stars[2].leave()
         for call in calls:
-            error = ends(call)
+            error = call.exception(30)
             assert isinstance(error, PeerLostError) and "lost rank 2" in str(error)
         with pytest.raises(PeerLostError, match="lost rank 2"):
             fetch(world, 1, 2, b"9 0", 9, timeout=3600)
 
 
-def test_a_service_ends_with_what_it_has_not_answered(world: World, slow: SlowProvider) -> None:
+def test_a_service_ends_with_what_it_has_not_answered(world: DataWorld, slow: SlowProvider) -> None:
     with world.mesh(0).serve("data", slow):
         calls = [world.pool.submit(fetch, world, 1, 0, b"9 0", 9, 3600) for _ in range(6)]
         until(lambda: slow.calls == 4)
     slow.go_on.set()
     for call in calls:
-        assert "does not serve 'data' now" in str(ends(call))
+        assert "does not serve 'data' now" in str(call.exception(30))
 
 
-def test_nothing_is_written_after_a_timeout(world: World, slow: SlowProvider) -> None:
+def test_nothing_is_written_after_a_timeout(world: DataWorld, slow: SlowProvider) -> None:
     into = np.zeros(9 * MIB, np.uint8)
     with world.mesh(0).serve("data", slow):
         with pytest.raises(CheckpointTimeoutError, match="rank 1: fetch 'data': not all bytes came from rank 0"):
@@ -158,7 +143,7 @@ def test_nothing_is_written_after_a_timeout(world: World, slow: SlowProvider) ->
         assert not into.any()
 
 
-def test_answers_in_memory_are_few(world: World) -> None:
+def test_answers_in_memory_are_few(world: DataWorld) -> None:
     """However many are asked for; a rank that takes nothing does not make its server read on."""
     lock, alive, most = threading.Lock(), [0], [0]
 

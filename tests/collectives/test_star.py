@@ -14,7 +14,9 @@ import pytest
 from bytecheckpoint.collectives.inbox import Inbox
 from bytecheckpoint.collectives.transport.sockets import local_addresses
 from bytecheckpoint.collectives.transport.star import Hub, Spoke, Star
+from bytecheckpoint.collectives.transport.wire import Kind, header
 from bytecheckpoint.errors import CheckpointTimeoutError, PeerLostError
+from tests.servers.process import free_port
 
 MIB = 1 << 20
 SECRET = b"s" * 32
@@ -34,7 +36,7 @@ def star() -> Iterator[tuple[Star, Star, Star]]:
     # Unauthenticated: one sends nothing, one speaks another protocol, one claims to be rank 1 without the secret.
     unauthenticated = [socket.create_connection(("localhost", center.port)) for _ in range(3)]
     unauthenticated[1].sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
-    unauthenticated[2].sendall(b"\x01" + b"\x01\0\0\0" + b"\0" * 8 + b"\x20" + b"\0" * 7 + b"x" * 32)
+    unauthenticated[2].sendall(header(Kind.HELLO, 1, 0, b"", 32).tobytes() + b"x" * 32)
     joining = threading.Thread(target=one.connect, args=(["localhost"], center.port, 10))
     joining.start()
     two.connect(["localhost"], center.port, 10)
@@ -91,11 +93,9 @@ def test_ranks_that_do_not_connect_are_named() -> None:
 
 
 def test_rank_0_that_cannot_be_reached_is_an_error_in_time() -> None:
-    with socket.create_server(("localhost", 0)) as probe:
-        port = probe.getsockname()[1]
     started = time.monotonic()
     with pytest.raises(PeerLostError, match="cannot reach rank 0"):
-        spoke(1, 2).connect(["localhost"], port, 0.5)
+        spoke(1, 2).connect(["localhost"], free_port(), 0.5)
     assert time.monotonic() - started < 5
 
 
@@ -115,7 +115,7 @@ def test_importing_collectives_does_not_import_torch() -> None:
 def test_leaving_waits_no_longer_than_linger_for_a_hung_rank() -> None:
     center = hub(2, linger=0.3)
     with socket.create_connection(("localhost", center.port)) as hung:
-        hung.sendall(b"\x01" + b"\x01\0\0\0" + b"\0" * 8 + b"\x20" + b"\0" * 7 + SECRET)
+        hung.sendall(header(Kind.HELLO, 1, 0, b"", 32).tobytes() + SECRET)
         center.wait_ready(10)
         center.send(1, "large", b"x" * (32 * MIB))
         center.leave()

@@ -7,7 +7,6 @@ import json
 import os
 import resource
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -22,24 +21,23 @@ import pytest
 from bytecheckpoint.collectives import Collective, SingleProcess, current, host_id
 from bytecheckpoint.errors import CheckpointTimeoutError, PeerLostError, UsageError
 from bytecheckpoint.tuning import tuned
+from tests.servers.process import free_port
+from tests.support.processes import environment, python
 
 MIB = 1 << 20
 
 
+def job_environments(size: int) -> list[dict[str, str]]:
+    """Return the environment of each rank of a new job on this machine."""
+    job = environment() | {"WORLD_SIZE": str(size), "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
+    return [job | {"RANK": str(rank)} for rank in range(size)]
+
+
 def launch(scenario: str, size: int, timeout: float = 120) -> list[tuple[int, str, str]]:
-    """Run this file once per rank; exit status, stdout and stderr of each."""
-    with socket.create_server(("localhost", 0)) as probe:
-        port = probe.getsockname()[1]
+    """Run this file once per rank; return the exit status, stdout and stderr of each."""
     ranks = [
-        subprocess.Popen(
-            [sys.executable, __file__, scenario],
-            env=os.environ
-            | {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(size)
+        subprocess.Popen(python(__file__, scenario), env=job, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for job in job_environments(size)
     ]
     deadline = time.monotonic() + timeout
     try:
@@ -92,7 +90,9 @@ def everything() -> None:
     assert isinstance(current(), SingleProcess)
     c.barrier("after destroy", timeout=30)
     check_exchange(c, "after destroy")
-    os.environ["MASTER_PORT"] = c.broadcast("port", free_port() if c.rank == 0 else None, timeout=30).decode()
+    os.environ["MASTER_PORT"] = c.broadcast(
+        "port", str(free_port()).encode() if c.rank == 0 else None, timeout=30
+    ).decode()
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     new = current()
     assert new is not c and new.world_id != c.world_id
@@ -115,11 +115,6 @@ def everything() -> None:
         assert new.recv(0, "last", timeout=30) == b"z" * (64 * MIB)
         with pytest.raises(PeerLostError, match="rank 0"):
             new.recv(0, "never", timeout=30)
-
-
-def free_port() -> bytes:
-    with socket.create_server(("localhost", 0)) as probe:
-        return str(probe.getsockname()[1]).encode()
 
 
 def check_foreground_and_background(c: Collective) -> None:
@@ -183,7 +178,7 @@ def check_exchange(c: Collective, tag: str = "x") -> None:
 
 
 def check_relay(c: Collective) -> None:
-    """As in a larger world: rank 0 hands a long answer to rank 1, and rank 1 to rank 2."""
+    """Rank 0 hands a long answer to rank 1, and rank 1 to rank 2, as in a larger world."""
     answer = np.random.default_rng(3).bytes(5 * MIB)
     with tuned(relay_fan_out=1):
         for number in range(3):
@@ -193,7 +188,7 @@ def check_relay(c: Collective) -> None:
 
 
 def check_refusal(c: Collective) -> None:
-    """What keeps rank 0 from serving a world is told to all ranks of it; then the same group can be tried again."""
+    """All ranks get the error of a rank 0 that cannot serve their world; then the same group works."""
     import torch.distributed as dist
 
     trio = dist.new_group([0, 1, 2])
