@@ -1,4 +1,4 @@
-"""States of one rank of several, in which every value encodes its step, tensor and coordinate."""
+"""States of one rank, in which every value encodes its step, tensor and coordinate."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def whole(step: int, tensor: int, rows: int = ROWS) -> torch.Tensor:
 
 
 class Rows:
-    """One rank's rows of a tensor: an object that declares its boxes itself."""
+    """One rank's rows of a tensor; the object declares its boxes itself."""
 
     def __init__(self, rank: int, world: int, step: int | None, tensor: int, rows: int = ROWS) -> None:
         bounds = [rows * r // world for r in range(world + 1)]
@@ -75,6 +75,14 @@ def load_step(path: str | Path, *, rows: int = ROWS, **options: Any) -> int:
     loaded = states(rows=rows)
     bytecheckpoint.load(path, loaded, **options)
     return step_of(loaded)
+
+
+def found_step(path: str | Path, **options: Any) -> int:
+    """Return the step that the checkpoint at `path` holds, 0 for none; fail on a mixture or damage."""
+    try:
+        return load_step(path, prepare_save=False, **options)
+    except bytecheckpoint.CheckpointNotFoundError:
+        return 0
 
 
 def files_of(path: str | Path) -> list[str]:

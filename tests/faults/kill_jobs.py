@@ -1,4 +1,4 @@
-"""What the ranks of test_kill.py run: saves over one path, until a rank is killed."""
+"""The job of the ranks of test_kill.py: they save to one path again and again until a rank is killed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TIMEOUT = 8.0
 
 
 def report_of(folder: Path, rank: int) -> dict[str, Any]:
-    """Return what a rank has reported so far."""
+    """Return the last report of a rank."""
     try:
         facts: dict[str, Any] = json.loads((folder / f"{rank}.json").read_text())
     except FileNotFoundError:
@@ -33,7 +33,7 @@ def report_of(folder: Path, rank: int) -> dict[str, Any]:
 
 
 def save_until_failure(folder: Path, path: Path, first: int, mode: str, writer: str) -> None:
-    """Save step after step over one path until something fails; keep a report in `folder`, for ranks that are killed."""
+    """Save steps to one path until a save fails; keep a report in `folder`, which outlives a killed rank."""
     rank, world, step = dist.get_rank(), dist.get_world_size(), first
     bytecheckpoint.configure(timeout=TIMEOUT, writer=writer)
     facts: dict[str, Any] = {"committed": 0}
@@ -58,5 +58,5 @@ def save_until_failure(folder: Path, path: Path, first: int, mode: str, writer: 
             step += 1
     except bytecheckpoint.CheckpointError as error:
         report(error=type(error).__name__, message=str(error), when=time.monotonic())
-    except RuntimeError as error:  # the barrier's, which is not part of the package
+    except RuntimeError as error:  # of torch's barrier
         report(error="gloo", message=str(error)[:100], when=time.monotonic())

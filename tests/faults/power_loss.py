@@ -1,7 +1,7 @@
-"""The states of a disk after a loss of power: all that POSIX allows, from the journal of `servers.faultfs`.
+"""The states in which POSIX may leave a disk after a loss of power, made from a journal of `tests.servers.faultfs`.
 
-Only what was synced is certain: the bytes of a file after its fsync, the names in a folder after the folder's. Any later
-change may be on the disk or not, whatever the order of the changes. A rename is atomic.
+The disk surely holds what was synced: the bytes of a file up to its last fsync, and the names in a folder up to the
+folder's last fsync. It may or may not hold any later change, in whatever order the changes were made. A rename is atomic.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import Any
 
 __all__ = ["Disk", "Tree", "digest", "mark", "read", "write"]
 
-#: What a disk holds: the content of each file, None for a folder, by path.
+#: A disk by path: the content of each file, and None for each folder.
 Tree = dict[str, bytes | None]
 _MARK = "/mark-"
 
 
 def mark(mount: Path, word: str) -> None:
-    """Write a mark into the journal of a file system."""
+    """Write a mark into the journal of a mounted file system."""
     os.mkdir(f"{mount}{_MARK}{word}")
 
 
@@ -32,7 +32,7 @@ class _File:
     synced: bytes = b""
 
     def after_loss(self, what: str) -> bytes:
-        """Its content, if unsynced bytes are "lost" or "kept", or if their place is there and nothing in it ("empty")."""
+        """Return the content if unsynced bytes are "lost", "kept", or "empty": zeros stand in their place."""
         if what == "kept":
             return bytes(self.now)
         if what == "lost":
@@ -47,17 +47,17 @@ class _File:
 
 @dataclass(frozen=True, slots=True)
 class _Names:
-    """A change of names in one folder: name -> file, or None for a folder that is made, or "" where it goes."""
+    """A change of names in one folder: name -> file, None for a new folder, or "" for a name that is removed."""
 
     folder: str
     names: dict[str, _File | str | None]
 
 
 class Disk:
-    """A disk to which the lines of a journal happen.
+    """A disk that follows the lines of a journal.
 
     Attributes:
-        marks: what the program that wrote said of itself, by `mark`.
+        marks: words that the writing program left in the journal by `mark`.
     """
 
     def __init__(self) -> None:
@@ -67,8 +67,8 @@ class Disk:
         self._pending: list[_Names] = []
         self.marks: list[str] = []
 
-    def do(self, line: str) -> None:
-        """One change of the journal."""
+    def apply(self, line: str) -> None:
+        """Make the change of one line of the journal."""
         op, *arguments = json.loads(line)
         getattr(self, f"_{op}")(*arguments)
 
@@ -124,12 +124,15 @@ class Disk:
         self._pending.append(change)
 
     def now(self) -> Tree:
-        """What programs see."""
+        """Return the disk as programs see it before the loss of power."""
         return _tree(self._now, "kept")
 
     def after_loss(self) -> Iterator[Tree]:
-        """What may be there when the power fails now: no unsynced change of names or all, each alone, all but each, and
-        those up to each one, with the unsynced bytes of files lost, kept, or their places empty."""
+        """Yield the states in which the disk may be if the power fails now.
+
+        They have no unsynced change of names, all of them, each one alone, all but each one, or those up to each one;
+        and each of these with the unsynced bytes of files lost, kept, or replaced by zeros.
+        """
         pending = self._pending
         count = len(pending)
         chosen = {(), tuple(range(count))}
@@ -157,7 +160,7 @@ def _apply(folders: dict[str, dict[str, _File | None]], change: _Names) -> None:
 
 
 def _tree(folders: dict[str, dict[str, _File | None]], what: str, at: str = "/") -> Tree:
-    """All that can be reached: what lies in a folder whose own name was lost is lost."""
+    """Return what can be reached: the content of a folder is lost if the name of the folder is."""
     found: Tree = {}
     for name, file in folders.get(at, {}).items():
         path = os.path.join(at, name)
@@ -170,7 +173,7 @@ def _tree(folders: dict[str, dict[str, _File | None]], what: str, at: str = "/")
 
 
 def digest(tree: Tree) -> str:
-    """Equal for equal trees."""
+    """Return a hash that is equal for equal trees."""
     total = hashlib.blake2b(digest_size=16)
     for path, data in sorted(tree.items()):
         total.update(f"{path}\0{-1 if data is None else len(data)}\0".encode() + (data or b""))
@@ -178,7 +181,7 @@ def digest(tree: Tree) -> str:
 
 
 def write(tree: Tree, folder: Path) -> None:
-    """Make it real below `folder`, which is empty."""
+    """Create the files and folders of a tree below `folder`, which must be empty."""
     for path, data in tree.items():
         place = folder / path[1:]
         place.parent.mkdir(parents=True, exist_ok=True)
@@ -189,6 +192,6 @@ def write(tree: Tree, folder: Path) -> None:
 
 
 def read(folder: Path) -> Tree:
-    """What is below `folder`."""
+    """Return the files and folders below `folder`, without marks."""
     found = {f"/{p.relative_to(folder)}": p.read_bytes() if p.is_file() else None for p in folder.rglob("*")}
     return {path: data for path, data in found.items() if not path.startswith(_MARK)}

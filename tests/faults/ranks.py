@@ -1,4 +1,4 @@
-"""Run a function on several ranks, as threads, and collect what each returned or raised."""
+"""Calls on several ranks, which are threads, and checks of what each rank returned or raised."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import bytecheckpoint
 from bytecheckpoint.collectives.base import Collective
 from bytecheckpoint.collectives.testing import ThreadWorld
 from bytecheckpoint.handles import SaveReport
-from tests.faults.coded import states
+from tests.faults.coded import load_step, states
+from tests.support.modes import MODES
 
-__all__ = ["attempt", "outcomes", "save_all", "succeeded"]
+__all__ = ["attempt", "check_recovery", "outcomes", "save_all", "succeeded"]
 
 
 def attempt(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
@@ -42,5 +43,18 @@ def save_all(world: ThreadWorld, path: Path, step: int, **options: Any) -> list[
 
 
 def succeeded(got: list[Any]) -> None:
-    """Assert that every rank got a report."""
+    """Fail unless every rank got a report."""
     assert all(isinstance(report, SaveReport) for report in got), got
+
+
+def check_recovery(world: ThreadWorld, path: Path, mode: str) -> list[Any]:
+    """Fail unless the saves after a failed save of `mode` raise its error once and then work.
+
+    Returns:
+        what each rank raised at the next save; nothing after a synchronous save, which raises its error at once.
+    """
+    raised = save_all(world, path, 3, **MODES[mode]) if mode != "sync" else []
+    assert all("earlier asynchronous save failed" in str(error) for error in raised), raised
+    succeeded(save_all(world, path, 4, **MODES[mode]))
+    assert load_step(path) == 4
+    return raised

@@ -1,4 +1,4 @@
-"""A program that runs scenarios of trainers that end or fork, each in its own process, and prints what happened.
+"""A program that runs trainers that end or fork, each in its own process, and prints how each ended.
 
     python -m tests.faults.scenarios FOLDER NAME...
 
@@ -31,73 +31,82 @@ from tests.faults.coded import load_step, states
 
 ROWS = 20_000
 LIMIT = 60.0
+BACKGROUND = {"staging": "background"}
 
 Scenario = Callable[[Path], None]
 SCENARIOS: dict[str, Scenario] = {}
 
 
 def scenario(function: Scenario) -> Scenario:
+    """Add a scenario under the name of its function."""
     SCENARIOS[function.__name__] = function
     return function
 
 
-def save(path: Path, step: int, **options: Any) -> Any:
+def save(path: Path, step: int, **options: Any) -> bytecheckpoint.SaveHandle:
+    """Begin an asynchronous save."""
     return bytecheckpoint.save(path, states(step=step, rows=ROWS), async_checkpoint=True, **options)
 
 
-def note_helper(path: Path) -> None:
+def save_again(path: Path) -> None:
+    """Save step 1, note the process id of the helper process, and begin to save step 2."""
+    save(path, 1).result(LIMIT)
     helper = world_of(current()).resources.running_helper
     (path.parent / "helper").write_text(str(helper.pid if helper else 0))
+    save(path, 2)
+
+
+def wait_for(pid: int, seconds: float) -> int | None:
+    """Wait for a child process; return its status, or kill it and return None if it does not end in time."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return status
+        time.sleep(0.01)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    return None
 
 
 # --- ends -------------------------------------------------------------------------------------------------------
 
 
-@scenario
-def end_right_after_an_async_save(path: Path) -> None:
-    save(path, 2)
+SMALL_POOL = {"staging_bytes": 2 << 20, "chunk_bytes": 1 << 20}
+#: Scenarios that end right after a save: the settings, and the options of the save.
+ENDS_AFTER_A_SAVE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "end_right_after_an_async_save": ({}, {}),
+    "end_right_after_a_background_save": ({}, BACKGROUND),
+    "end_with_the_thread_writer": ({"writer": "thread"}, BACKGROUND),
+    "end_with_a_small_pool": (SMALL_POOL, BACKGROUND),
+    "end_with_a_small_pool_and_the_thread_writer": ({**SMALL_POOL, "writer": "thread"}, BACKGROUND),
+}
 
 
-@scenario
-def end_right_after_a_background_save(path: Path) -> None:
-    save(path, 2, staging="background")
+def end_after_a_save(path: Path, settings: dict[str, Any], options: dict[str, Any]) -> None:
+    bytecheckpoint.configure(**settings)
+    save(path, 2, **options)
 
 
-@scenario
-def end_with_the_thread_writer(path: Path) -> None:
-    bytecheckpoint.configure(writer="thread")
-    save(path, 2, staging="background")
+for name, case in ENDS_AFTER_A_SAVE.items():
+    SCENARIOS[name] = lambda path, case=case: end_after_a_save(path, *case)
 
 
 @scenario
 def end_with_several_copying_threads(path: Path) -> None:
     torch.set_num_threads(4)  # the tests' environment says one
-    save(path, 2, staging="background")
-
-
-@scenario
-def end_with_a_small_pool(path: Path) -> None:
-    bytecheckpoint.configure(staging_bytes=2 << 20, chunk_bytes=1 << 20)
-    save(path, 2, staging="background")
-
-
-@scenario
-def end_with_a_small_pool_and_the_thread_writer(path: Path) -> None:
-    bytecheckpoint.configure(staging_bytes=2 << 20, chunk_bytes=1 << 20, writer="thread")
-    save(path, 2, staging="background")
+    save(path, 2, **BACKGROUND)
 
 
 @scenario
 def end_with_three_saves_in_flight(path: Path) -> None:
     for step in (4, 3, 2):
-        save(path, step, staging="background")
+        save(path, step, **BACKGROUND)
 
 
 @scenario
 def end_with_the_second_save_in_flight(path: Path) -> None:
-    save(path, 1).result(LIMIT)
-    note_helper(path)
-    save(path, 2)
+    save_again(path)
 
 
 @scenario
@@ -114,16 +123,14 @@ def end_by_an_exception(path: Path) -> None:
 
 @scenario
 def end_by_interrupt(path: Path) -> None:
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job starts with it ignored
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell ignores SIGINT
     save(path, 2)
     signal.raise_signal(signal.SIGINT)
 
 
 @scenario
 def end_by_sigterm(path: Path) -> None:
-    save(path, 1).result(LIMIT)
-    note_helper(path)
-    save(path, 2)
+    save_again(path)
     signal.raise_signal(signal.SIGTERM)
 
 
@@ -159,7 +166,7 @@ def end_after_prepare(path: Path) -> None:
 def end_with_a_failing_save(path: Path) -> None:
     save(path, 2).result(LIMIT)
     (path.parent / "file").write_text("in the way")
-    save(path.parent / "file" / "s", 3, staging="background")
+    save(path.parent / "file" / "s", 3, **BACKGROUND)
 
 
 @scenario
@@ -178,7 +185,7 @@ def end_with_a_save_in_an_exit_hook(path: Path) -> None:
 
 
 def child(work: Callable[[], None], *, clean: bool) -> None:
-    """Run `work` in a fork, and wait; fail unless it succeeds in time."""
+    """Run `work` in a forked child; fail unless it succeeds in time. A `clean` child shuts its interpreter down."""
     pid = os.fork()
     if pid == 0:
         threading.Timer(LIMIT / 2, lambda: os._exit(99)).start()
@@ -191,16 +198,8 @@ def child(work: Callable[[], None], *, clean: bool) -> None:
             os._exit(0) if threading.active_count() == 1 else cancel_timers()
             sys.exit(0)
         os._exit(0)
-    deadline = time.monotonic() + LIMIT
-    while True:
-        done, status = os.waitpid(pid, os.WNOHANG)
-        if done:
-            break
-        if time.monotonic() > deadline:
-            os.kill(pid, signal.SIGKILL)
-            raise AssertionError("the fork hangs")
-        time.sleep(0.01)
-    assert status == 0, f"the fork ended with status {status}"
+    status = wait_for(pid, LIMIT)
+    assert status == 0, "the fork hangs" if status is None else f"the fork ended with status {status}"
 
 
 def cancel_timers() -> None:
@@ -231,7 +230,7 @@ def fork_after_saves(path: Path) -> None:
 def fork_during_a_save(path: Path) -> None:
     save(path, 1).result(LIMIT)
     for number in range(3):
-        handle = save(path, 2, staging="background")
+        handle = save(path, 2, **BACKGROUND)
         time.sleep(0.01 * number)
         child(lambda: save_and_load(path.parent / "forked", 5), clean=True)
         handle.result(LIMIT)
@@ -241,7 +240,7 @@ def fork_during_a_save(path: Path) -> None:
 def fork_that_ends_at_once(path: Path) -> None:
     save(path, 1).result(LIMIT)
     for _ in range(3):
-        handle = save(path, 2, staging="background")
+        handle = save(path, 2, **BACKGROUND)
         child(lambda: None, clean=True)
         handle.result(LIMIT)
 
@@ -268,7 +267,7 @@ def fork_by_multiprocessing(path: Path) -> None:
 @scenario
 def fork_of_dataloader_workers(path: Path) -> None:
     for step in (4, 3, 2):
-        handle = save(path, step, staging="background")
+        handle = save(path, step, **BACKGROUND)
         seen = sum(int(batch.sum()) for batch in DataLoader(torch.arange(64), batch_size=4, num_workers=2))  # type: ignore[arg-type]
         assert seen == 64 * 63 // 2
         handle.result(LIMIT)
@@ -278,31 +277,21 @@ def fork_of_dataloader_workers(path: Path) -> None:
 
 
 def play(folder: Path, name: str) -> dict[str, Any]:
-    """Run one scenario in its own process; return the facts."""
+    """Run a scenario in its own process; return how it ended and what it printed."""
     (folder / name).mkdir()
     path = folder / name / "s"
-    begun = time.monotonic()
     pid = os.fork()
     if pid == 0:
         for number in (1, 2):
             os.dup2(os.open(folder / name / f"{number}", os.O_CREAT | os.O_WRONLY), number)
         SCENARIOS[name](path)
         sys.exit(0)  # unwinds to the end of this program, as any trainer does
-    while True:
-        done, status = os.waitpid(pid, os.WNOHANG)
-        if done or time.monotonic() > begun + 2 * LIMIT:
-            break
-        time.sleep(0.01)
-    if not done:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-    seconds = time.monotonic() - begun
+    status = wait_for(pid, 2 * LIMIT)
     return {
         "name": name,
-        "hangs": not done,
-        "code": os.waitstatus_to_exitcode(status) if done else None,
+        "hangs": status is None,
+        "code": None if status is None else os.waitstatus_to_exitcode(status),
         "stderr": (folder / name / "2").read_text(),
-        "seconds": seconds,
     }
 
 

@@ -1,4 +1,4 @@
-"""A program ends with a save in flight: the save commits without a message, and nothing hangs or stays behind."""
+"""The end of a program during a save: the save commits, no message is printed, and no process hangs or remains."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.timeout(400)
 
 
 def play(folder: Path, names: list[str]) -> dict[str, dict[str, Any]]:
-    """Run the scenarios in one program, which imports torch once; return the facts of each."""
+    """Run the scenarios in one program, which imports torch once; return how each ended, by name."""
     done = subprocess.run(
         python("-W", "ignore::DeprecationWarning", "-m", "tests.faults.scenarios", folder, *names),
         cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=380, check=False,

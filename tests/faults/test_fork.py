@@ -1,4 +1,4 @@
-"""After a fork the package works or raises; it never hangs, and the parent's saves go on."""
+"""Forks: the package works in the child, and the saves of the parent go on."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ import bytecheckpoint
 from bytecheckpoint import CheckpointError, CheckpointTimeoutError
 from bytecheckpoint.collectives import current
 from bytecheckpoint.world import world_of
-from tests.faults.coded import files_of, load_step, states
+from tests.faults.coded import files_of, found_step, load_step, states
 from tests.faults.kill_jobs import ROWS, report_of, save_until_failure
 from tests.support.modes import MODES
 from tests.support.processes import ROOT, environment, python, running, state_of, wait_until
@@ -25,7 +25,7 @@ from tests.support.worlds import Worlds
 
 
 def kill_a_rank(worlds: Worlds, folder: Path, first: int, dice: random.Random) -> dict[str, Any]:
-    """Kill a random rank of a new world at a random moment of its saves; return what became of all."""
+    """Kill a random rank of a new world at a random moment of its saves; return what happened to each rank."""
     notes, path = folder / f"notes-{first}", folder / "checkpoint"
     notes.mkdir()
     size = dice.choice([2, 3])
@@ -34,7 +34,7 @@ def kill_a_rank(worlds: Worlds, folder: Path, first: int, dice: random.Random) -
     world = worlds.fresh(size)
     world.run(os.getpid)  # the process group exists before the saves
     world.start(save_until_failure, notes, path, first, mode, writer)
-    # Half of the kills come in the first save of a world, which may be the first of the path, half in later ones.
+    # Half of the kills happen in the first save of a world, which may be the first of the path, half in later ones.
     steady = dice.random() < 0.5
     started = wait_until(lambda: not steady or report_of(notes, victim)["committed"] > 0, 60)
     time.sleep(dice.uniform(0, 0.12 if steady else 0.6))
@@ -50,22 +50,14 @@ def kill_a_rank(worlds: Worlds, folder: Path, first: int, dice: random.Random) -
         "messages": [facts[rank].get("message", "") for rank in survivors],
         "seconds": max(facts[rank].get("when", killed) - killed for rank in survivors),
         "committed": max(fact["committed"] for fact in facts),
-        "found": found_step(path),
+        "found": found_step(path, rows=ROWS),
         "leftovers": facts[0].get("leftovers", []),
         "helpers ended": wait_until(lambda: not any(map(running, helpers)), 5),
     }  # fmt: skip
 
 
-def found_step(path: Path) -> int:
-    """Return the step that the checkpoint holds, 0 for none; fail on a mixture or damage."""
-    try:
-        return load_step(path, rows=ROWS, prepare_save=False)
-    except bytecheckpoint.CheckpointNotFoundError:
-        return 0
-
-
 def kill_ranks(worlds: Worlds, folder: Path, kills: int, seed: int) -> None:
-    """After every kill there is one whole step, no older than the last report; no rank hangs, and no files pile up."""
+    """Kill ranks again and again; fail unless one whole step remains, as new as the reports say, and nothing hangs."""
     dice, before, first = random.Random(seed), 0, 1
     for number in range(kills):
         fact = kill_a_rank(worlds, folder, first, dice)
@@ -73,7 +65,7 @@ def kill_ranks(worlds: Worlds, folder: Path, kills: int, seed: int) -> None:
         assert all(ok for ok, _ in fact["survivors"]), f"a survivor hangs or died. {where}"
         assert fact["started"], where
         assert fact["seconds"] < (24.0 if fact["steady"] else 45.0), f"survivors waited too long. {where}"
-        # One save may have been committed without a survivor that reports it.
+        # A save may have been committed with no survivor to report it.
         last = fact["committed"] or before
         assert fact["found"] in (last, max(last, first - 1) + 1), where
         allowed = {"PeerLostError"} if fact["steady"] else {"PeerLostError", "CheckpointTimeoutError", "gloo"}
@@ -97,7 +89,7 @@ def test_kill_a_random_rank_sixty_times(worlds: Worlds, tmp_path: Path) -> None:
 
 @pytest.fixture
 def helper() -> Iterator[Any]:
-    """A function that returns the running helper process of this process's saves."""
+    """Return a function that returns the running helper process."""
     bytecheckpoint.configure(writer="process", timeout=3.0)
     world = world_of(current())
     yield world.resources.helper
@@ -133,7 +125,7 @@ def test_the_writer_process_is_killed_between_saves(tmp_path: Path, helper: Any)
     path = tmp_path / "s"
     bytecheckpoint.save(path, states(step=1), async_checkpoint=True).result(30)
     for step in range(2, 6):
-        # Saved at once: the process may still count as running while its threads end.
+        # The process may still count as running while its threads end, so the save must not wait.
         os.kill(helper().pid, signal.SIGKILL)
         bytecheckpoint.save(path, states(step=step), async_checkpoint=True).result(30)
         assert load_step(path) == step

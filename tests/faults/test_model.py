@@ -1,4 +1,4 @@
-"""A model of the promise: a load gives exactly the last committed step, whatever failed before it.
+"""A model of the guarantee that a load gives the last committed step, whatever failed before it.
 
 Hypothesis draws sequences of saves, replacements, failures, kills and loads of two ranks on local disk. The model keeps
 the steps that the checkpoint may hold. A load must return one of them, whole, and settles which one it is.
@@ -21,7 +21,7 @@ from bytecheckpoint import CheckpointError, StorageFullError, StorageUnavailable
 from bytecheckpoint.collectives.base import Collective
 from bytecheckpoint.collectives.testing import ThreadWorld
 from bytecheckpoint.handles import SaveReport
-from tests.faults.coded import files_of, load_step, states, step_of
+from tests.faults.coded import files_of, found_step, states, step_of
 from tests.faults.ranks import outcomes, succeeded
 from tests.support.faulty_storage import Faults
 from tests.support.modes import MODES
@@ -47,7 +47,7 @@ class Checkpoints(RuleBasedStateMachine):
         bytecheckpoint.configure(writer="thread", timeout=30.0)
         self.world = ThreadWorld(RANKS)
         self.last_step = 0
-        #: What the checkpoint may hold; 0 for nothing. More than one where a save failed after it may have committed.
+        #: Steps that the checkpoint may hold, 0 for none. A failed save that may have committed adds one.
         self.possible = {0}
         self.failed_before = False
 
@@ -58,7 +58,7 @@ class Checkpoints(RuleBasedStateMachine):
         shutil.rmtree(self.folder)
 
     def save(self, mode: str) -> list[Any]:
-        """Every rank saves the next step; per rank the report or the error."""
+        """Let every rank save the next step; return each rank's report or error."""
         self.last_step += 1
         step = self.last_step
 
@@ -74,7 +74,7 @@ class Checkpoints(RuleBasedStateMachine):
     @rule(mode=st.sampled_from(list(MODES)))
     def save_works(self, mode: str) -> None:
         got = self.save(mode)
-        if self.failed_before:  # a failed asynchronous save is raised once more, by the next save, which saves nothing
+        if self.failed_before:  # the next save raises the failure of an asynchronous one, and saves nothing
             self.failed_before = False
             assert all(isinstance(raised, CheckpointError) and "earlier" in str(raised) for raised in got), got
             return
@@ -110,7 +110,7 @@ class Checkpoints(RuleBasedStateMachine):
         skip=st.integers(0, 4),
     )
     def rank_is_killed_during_a_save(self, mode: str, call: str, victim: int, skip: int) -> None:
-        """From a storage call on, the rank reaches neither storage nor ranks: its files stay. The job starts again."""
+        """From one storage call on, the rank reaches neither the storage nor other ranks. Then a new job begins."""
         world, faults, gone = self.world, self.faults, StorageUnavailableError("this rank was killed")
 
         def kill() -> None:
@@ -145,12 +145,11 @@ class Checkpoints(RuleBasedStateMachine):
 
     @rule()
     def load_in_another_layout(self) -> None:
-        try:
-            self.settle(load_step(self.path, rows=ROWS, prepare_save=False))
-        except bytecheckpoint.CheckpointNotFoundError:
-            self.settle(0)
+        """One rank loads what two have saved."""
+        self.settle(found_step(self.path, rows=ROWS))
 
     def settle(self, step: int) -> None:
+        """Note that the checkpoint holds `step`."""
         assert step in self.possible
         self.possible = {step}
 

@@ -1,7 +1,7 @@
-"""The power fails at any moment of a save, a flush or a cool-down, and unsynced bytes and names are lost or not.
+"""Losses of power at any moment of a save, a flush or a cooldown.
 
-A FUSE keeps a journal of what reaches the file system, in the order in which it does. Every beginning of the journal is
-played onto a disk of which only what was synced is certain, and every state that the disk may then be in is loaded.
+A FUSE file system keeps a journal of all changes in their order. The tests apply the journal line by line to a model of
+a disk, and after each line they load the checkpoint from every state in which a loss of power may leave the disk.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from bytecheckpoint.representation.catalog_file import decode
 from bytecheckpoint.representation.names import CATALOG_NAME
 from bytecheckpoint.tiers.cooldown import cool, plan_cooldown
 from tests.faults import power_loss
-from tests.faults.coded import load_step, states
+from tests.faults.coded import found_step, states
 from tests.faults.power_loss import Disk, Tree, mark
 from tests.faults.ranks import save_all, succeeded
 from tests.servers.faultfs import FaultFs
@@ -32,7 +32,7 @@ pytestmark = [pytest.mark.server, pytest.mark.timeout(300)]
 
 
 class Recorded:
-    """A file system with a journal; after the program, the folder in which the states of the disk are rebuilt."""
+    """A mounted file system with a journal. Its mount point later holds the states of the disk, one after the other."""
 
     def __init__(self, folder: Path) -> None:
         self._fs = FaultFs(folder, folder_of("mfusepy"))
@@ -40,33 +40,37 @@ class Recorded:
         self._journal = self._fs.record()
 
     def stop(self) -> None:
+        """Unmount the file system."""
         self._fs.stop()
 
-    def after_losses(self) -> Iterator[tuple[str, list[str]]]:
-        """Yield every state once for each list of marks: where the journal ended, and the marks.
+    def _clear(self) -> None:
+        for name in os.listdir(self.mount):
+            shutil.rmtree(self.mount / name)
 
-        States count as equal if they differ only in files that no load reads: neither catalogs nor named by one.
+    def after_losses(self) -> Iterator[tuple[str, list[str]]]:
+        """Put every possible state of the disk below the mount point; yield the place in the journal and the marks.
+
+        Of states that differ only in files that no load reads, neither catalogs nor named by one, only the first is
+        tried for each list of marks.
         """
         seen = power_loss.read(self._fs.back)
         self.stop()
-        for name in os.listdir(self.mount):
-            shutil.rmtree(self.mount / name)
+        self._clear()
         lines = self._journal.read_text().splitlines()
         disk, done, possible = Disk(), set(), 0
         for number, line in enumerate(lines):
-            disk.do(line)
+            disk.apply(line)
             for tree in disk.after_loss():
                 possible += 1
-                state = power_loss.digest(seen_by_loads(tree)), len(disk.marks)
+                state = power_loss.digest(read_by_loads(tree)), len(disk.marks)
                 if state in done:
                     continue
                 done.add(state)
                 power_loss.write(tree, self.mount)
                 yield f"after change {number} of {len(lines)}, {line[:120]}, with {sorted(tree)}", disk.marks
-                for name in os.listdir(self.mount):
-                    shutil.rmtree(self.mount / name)
-        assert disk.now() == seen, "the journal tells all that was done"
-        assert possible > 1000, "states were tried"
+                self._clear()
+        assert disk.now() == seen, "the journal holds all changes"
+        assert possible > 1000, "many states were tried"
 
 
 @functools.lru_cache
@@ -78,7 +82,7 @@ def named_by(catalog: bytes) -> frozenset[str]:
         return frozenset()
 
 
-def seen_by_loads(tree: Tree) -> Tree:
+def read_by_loads(tree: Tree) -> Tree:
     """Return the files that a load may read."""
     names = {CATALOG_NAME}.union(*(named_by(data) for path, data in tree.items() if data and is_catalog(path)))
     return {path: data for path, data in tree.items() if os.path.basename(path) in names}
@@ -97,28 +101,21 @@ def recorded(tmp_path: Path) -> Iterator[Recorded]:
     found.stop()
 
 
-def found_at(path: Path | str) -> int:
-    """Return the step at `path`, 0 for none; fail on anything but a whole step."""
-    try:
-        return load_step(path, prepare_save=False)
-    except bytecheckpoint.CheckpointNotFoundError:
-        return 0
-
-
 def check_steps(recorded: Recorded, path: Path) -> None:
-    """Whenever the power failed, the checkpoint is the last committed step or the one that was being saved."""
+    """Fail unless each state of the disk holds the last committed step or the one that was being saved."""
     found = set()
     for where, marks in recorded.after_losses():
         committed = len(marks)
-        step = found_at(path)
+        step = found_step(path)
         assert committed <= step <= committed + 1, f"step {step} after {marks}: {where}"
         found.add((committed, step))
     assert {(0, 0), (0, 1), (1, 1), (1, 2), (2, 2), (2, 3), (3, 3)} <= found
 
 
-def saved(path: Path, step: int, **options: Any) -> None:
-    got = save_all(ThreadWorld(2), path, step, **options)
-    succeeded(got)
+def save_and_mark(recorded: Recorded, path: Path, step: int, **options: Any) -> None:
+    """Save a step from two ranks, and mark the commit in the journal."""
+    succeeded(save_all(ThreadWorld(2), path, step, **options))
+    mark(recorded.mount, f"committed-{step}")
 
 
 def test_during_saves(recorded: Recorded) -> None:
@@ -129,8 +126,7 @@ def test_during_saves(recorded: Recorded) -> None:
         (3, "thread", {"async_checkpoint": True, "staging": "background"}),
     ):
         bytecheckpoint.configure(writer=writer)
-        saved(path, step, **options)
-        mark(recorded.mount, f"committed-{step}")
+        save_and_mark(recorded, path, step, **options)
     check_steps(recorded, path)
 
 
@@ -138,7 +134,7 @@ def test_during_saves(recorded: Recorded) -> None:
 def test_a_save_that_syncs_too_little_is_found_out(
     recorded: Recorded, monkeypatch: pytest.MonkeyPatch, unsynced: str
 ) -> None:
-    """A save without these syncs fails the checks of this file."""
+    """`check_steps` fails for a save that does not sync its files or its folders."""
     real = os.fsync
 
     def fsync(fd: int) -> None:
@@ -147,8 +143,7 @@ def test_a_save_that_syncs_too_little_is_found_out(
 
     monkeypatch.setattr(os, "fsync", fsync)
     for step in (1, 2, 3):
-        saved(recorded.mount / "s", step)
-        mark(recorded.mount, f"committed-{step}")
+        save_and_mark(recorded, recorded.mount / "s", step)
     with pytest.raises((AssertionError, bytecheckpoint.CorruptCheckpointError), match="/s"):
         check_steps(recorded, recorded.mount / "s")
 
@@ -157,8 +152,7 @@ def test_during_saves_into_folders_that_the_program_made(recorded: Recorded) -> 
     path = recorded.mount / "new" / "run" / "s"
     path.mkdir(parents=True)
     for step in (1, 2, 3):
-        saved(path, step)
-        mark(recorded.mount, f"committed-{step}")
+        save_and_mark(recorded, path, step)
     check_steps(recorded, path)
 
 
@@ -172,16 +166,16 @@ def test_during_flushes(recorded: Recorded, tmp_path: Path) -> None:
 
 
 def test_during_a_cooldown(recorded: Recorded) -> None:
-    """The step is at its path all the time."""
+    """The step can be loaded from its path at any time."""
     run, cold = recorded.mount / "run", recorded.mount / "cold"
     for step in (1, 2):
         bytecheckpoint.save(run / str(step), states(step=step))
     mark(recorded.mount, "saved")
     (plan, _) = plan_cooldown(str(run), str(cold), older_than=0)
     assert cool(plan).done
-    states_seen = 0
+    tried = 0
     for where, marks in recorded.after_losses():
         if "saved" in marks:
-            assert [found_at(run / str(step)) for step in (1, 2)] == [1, 2], where
-            states_seen += 1
-    assert states_seen > 10
+            assert [found_step(run / str(step)) for step in (1, 2)] == [1, 2], where
+            tried += 1
+    assert tried > 10
