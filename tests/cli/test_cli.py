@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -19,6 +20,7 @@ import bytecheckpoint
 from bytecheckpoint.cli.format import as_json, format_size, format_time, printable
 from bytecheckpoint.cli.main import run
 from bytecheckpoint.cli.tools import parse_size
+from tests.support.damage import flip_bit
 from tests.support.settings import using
 
 HOSTILE = "evil\x1b[31m\n\u202ename\x00"
@@ -55,11 +57,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model["b"].weight = model["a"].weight
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     for step in (9, 10):
-        states = {
-            "model": model,
-            "optimizer": optimizer,
-            "extra_states": {"step": step, "nan": float("nan"), HOSTILE: b"\x1b"},
-        }
+        extra = {"step": step, "nan": float("nan"), HOSTILE: b"\x1b"}
+        states = {"model": model, "optimizer": optimizer, "extra_states": extra}
         with using(writer="thread"):
             bytecheckpoint.save(folder / f"step_{step}", states)
     (folder / "notes.txt").write_text("not a checkpoint")
@@ -69,17 +68,12 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def copied(root: Path, tmp_path: Path) -> Path:
-    import shutil
-
-    shutil.copytree(root, tmp_path / "root")
-    return tmp_path / "root"
+    return Path(shutil.copytree(root, tmp_path / "root"))
 
 
 def damage(step: Path) -> str:
     (file,) = (step / "model").glob("rank-*")
-    data = bytearray(file.read_bytes())
-    data[-1] ^= 1
-    file.write_bytes(data)
+    flip_bit(file, -1)
     return f"model/{file.name}"
 
 

@@ -10,10 +10,10 @@ import bytecheckpoint
 from bytecheckpoint.collectives.base import Collective
 from bytecheckpoint.collectives.testing import ThreadWorld
 from bytecheckpoint.handles import SaveReport
-from tests.faults.coded import load_step, states
+from tests.faults.coded import ROWS, load_step, states, step_of
 from tests.support.modes import MODES
 
-__all__ = ["attempt", "check_recovery", "outcomes", "save_all", "succeeded"]
+__all__ = ["attempt", "check_recovery", "load_all", "outcomes", "save_all", "succeeded"]
 
 
 def attempt(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
@@ -38,6 +38,17 @@ def save_all(world: ThreadWorld, path: Path, step: int, **options: Any) -> list[
             return handle.result(30)
         finally:
             assert handle.staged.done() and handle.committed.done(), "both futures are set, whatever happened"
+
+    return outcomes(world, one)
+
+
+def load_all(world: ThreadWorld, path: Path, *, rows: int = ROWS, **options: Any) -> list[Any]:
+    """Let every rank load its part of the checkpoint; return each rank's step or exception."""
+
+    def one(collective: Collective) -> int:
+        loaded = states(collective.rank, world.size, rows=rows)
+        bytecheckpoint.load(path, loaded, **options)
+        return step_of(loaded)
 
     return outcomes(world, one)
 

@@ -6,12 +6,12 @@ import collections
 import dataclasses
 import gc
 import os
+import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 
 import bytecheckpoint
 from bytecheckpoint import (
-    CheckpointError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
     Entry,
@@ -28,10 +27,10 @@ from bytecheckpoint import (
     UsageError,
 )
 from bytecheckpoint.collectives import Collective, ThreadWorld
-from bytecheckpoint.opening import Checkpoint
 from bytecheckpoint.tuning import tuned
+from tests.support.damage import flip_bit
 from tests.support.faulty_storage import Faults
-from tests.support.layouts import Leaf, coded, grid_boxes
+from tests.support.layouts import DTYPES, Leaf, bits, coded, grid_boxes
 from tests.support.settings import using
 
 SHAPE = (7, 9, 5)
@@ -216,19 +215,10 @@ def test_equal_keys_are_numbered(tmp_path: Path) -> None:
     assert [checkpoint[k] for k in ("y/a.b", "y/a.b#2", "x/a/b", "lone/value")] == [1, 2, 5, 7]
 
 
-DTYPES = sorted(
-    {v for v in vars(torch).values() if isinstance(v, torch.dtype) and not str(v).startswith("torch.q")}, key=str
-)
-
-
 def test_every_dtype_empty_and_zero_dimensional(tmp_path: Path) -> None:
     tensors: dict[str, torch.Tensor] = {}
     for dtype in DTYPES:
-        if (
-            dtype in (torch.quint4x2, torch.quint2x4)
-            or "bits" in str(dtype)
-            or str(dtype)[6:] in {f"{s}int{n}" for s in ("", "u") for n in range(1, 8)}
-        ):
+        if re.search(r"\.bits|\.u?int[1-7]$", str(dtype)):
             continue
         data = torch.arange(4 * 6 * dtype.itemsize, dtype=torch.uint8)
         tensors[str(dtype)] = (data % 2).bool().reshape(4, 6) if dtype == torch.bool else data.view(dtype).reshape(4, 6)
@@ -238,20 +228,12 @@ def test_every_dtype_empty_and_zero_dimensional(tmp_path: Path) -> None:
     for name, tensor in tensors.items():
         got = checkpoint[f"model/{name}"]
         assert got.dtype == tensor.dtype
-        assert bits(got[...]) == bits(tensor), name
+        assert torch.equal(bits(got[...]), bits(tensor)), name
         if tensor.ndim == 2 and tensor.numel():
-            assert bits(got[-1, 1::2]) == bits(tensor.view(_integer(tensor))[-1, 1::2]), name
+            assert torch.equal(bits(got[-1, 1::2]), bits(tensor).view(4, 6, -1)[-1, 1::2].reshape(-1)), name
     assert checkpoint["model/empty"][:, 2].shape == (0,)
     with pytest.raises(UsageError):
         iter(checkpoint["model/scalar"])
-
-
-def _integer(tensor: torch.Tensor) -> torch.dtype:
-    return {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}[tensor.element_size()]
-
-
-def bits(tensor: torch.Tensor) -> bytes:
-    return tensor.contiguous().view(_integer(tensor)).numpy().tobytes()
 
 
 def test_only_touched_blocks_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,9 +258,7 @@ def test_damage_is_found_in_what_is_read_and_only_there(tmp_path: Path) -> None:
     full = coded((64, 16 * 1024), torch.float32)
     bytecheckpoint.save(tmp_path / "s", {"model": {"w": full}})
     (file,) = (tmp_path / "s/model").glob("rank-*")
-    data = bytearray(file.read_bytes())
-    data[-1] ^= 1
-    file.write_bytes(data)
+    flip_bit(file, -1)
     checkpoint = bytecheckpoint.open(tmp_path / "s")
     assert torch.equal(checkpoint["model/w"][:60], full[:60])
     with pytest.raises(CorruptCheckpointError, match="checksum") as caught:
@@ -369,20 +349,6 @@ def test_many_small_tensors_stream_together(tmp_path: Path) -> None:
         assert all(torch.equal(got[f"model/{name}"], tensor) for name, tensor in tensors.items())
         with pytest.raises(MissingKeyError):
             list(checkpoint.stream(["model/t1", "model/none"]))
-
-
-def test_only_checkpoint_errors_from_a_damaged_catalog(grid: str, tmp_path: Path) -> None:
-    import shutil
-
-    for position in np.linspace(0, Path(grid, "metadata.parquet").stat().st_size - 1, 40).astype(int).tolist():
-        copy = tmp_path / "copy"
-        shutil.rmtree(copy, ignore_errors=True)
-        shutil.copytree(grid, copy)
-        data = bytearray((copy / "metadata.parquet").read_bytes())
-        data[position] ^= 0x10
-        (copy / "metadata.parquet").write_bytes(data)
-        with pytest.raises(CheckpointError), Checkpoint.__enter__(bytecheckpoint.open(copy)) as checkpoint:
-            checkpoint["model/w"][...]
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="the system does not list open descriptors")

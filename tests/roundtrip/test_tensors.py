@@ -9,11 +9,8 @@ import pytest
 import torch
 
 import bytecheckpoint
-
-REFUSED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
-DTYPES = sorted(
-    {d for d in vars(torch).values() if isinstance(d, torch.dtype)} - REFUSED, key=lambda d: (d.itemsize, str(d))
-)
+from tests.support.layouts import DTYPES, bits
+from tests.support.modes import MODES
 
 
 def elements(dtype: torch.dtype, count: int) -> torch.Tensor:
@@ -24,22 +21,15 @@ def elements(dtype: torch.dtype, count: int) -> torch.Tensor:
     return pattern.view(dtype)
 
 
-def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor's elements in order."""
-    same_width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(tensor.element_size())
-    return (tensor if same_width is None else tensor.view(same_width)).contiguous().reshape(-1).view(torch.uint8)
-
-
 def save_and_load(path: Path, state: dict[str, torch.Tensor], mode: str) -> dict[str, torch.Tensor]:
-    asynchronous: dict[str, Any] = {"async_checkpoint": True, "staging": mode} if mode != "sync" else {}
-    bytecheckpoint.save(path, {"model": state}, **asynchronous).result(60)
+    bytecheckpoint.save(path, {"model": state}, **MODES[mode]).result(60)
     into: dict[str, Any] = {"model": {}}
     bytecheckpoint.load(path, into)
     found: dict[str, torch.Tensor] = into["model"]
     return found
 
 
-@pytest.mark.parametrize("mode", ["sync", "blocking", "background"])
+@pytest.mark.parametrize("mode", MODES)
 def test_every_dtype_and_form(tmp_path: Path, mode: str) -> None:
     state: dict[str, torch.Tensor] = {}
     for dtype in DTYPES:

@@ -12,6 +12,12 @@ import torch
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets, lengths
 
+_QUANTISED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
+#: All dtypes of torch but the quantised, which cannot be saved.
+DTYPES = sorted(
+    {d for d in vars(torch).values() if isinstance(d, torch.dtype)} - _QUANTISED, key=lambda d: (d.itemsize, str(d))
+)
+
 
 def coded(shape: Sequence[int], dtype: torch.dtype, salt: int = 0) -> torch.Tensor:
     """Return a tensor whose every element encodes its flat index, mixed with a salt."""
@@ -24,6 +30,12 @@ def coded(shape: Sequence[int], dtype: torch.dtype, salt: int = 0) -> torch.Tens
     if dtype == torch.bool:
         return (flat * 2654435761 % 97 % 2 == 0).reshape(tuple(shape))
     return (flat % 127).to(dtype).reshape(tuple(shape)) if dtype.itemsize == 1 else flat.to(dtype).reshape(tuple(shape))
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a tensor's elements in order, uint8 [nbytes]."""
+    same_width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(tensor.element_size())
+    return (tensor if same_width is None else tensor.view(same_width)).contiguous().reshape(-1).view(torch.uint8)
 
 
 @dataclass

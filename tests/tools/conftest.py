@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -33,42 +33,36 @@ def _trained() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
 
 
 def save_layout(path: Path, ranks: int, cuts: list[list[int]], *, epoch: int = 1, salt: int = 0) -> None:
-    """Two tensors in the boxes between `cuts`, dealt out to ranks; an optimizer, a shared and a per-rank value."""
+    """Save two tensors in the boxes between `cuts`, dealt out to ranks, an optimizer, a shared and a per-rank value."""
     boxes = grid_boxes(SHAPE, cuts)
     replicas = [_trained() for _ in range(ranks)]  # here, since threads share one random number generator
 
     def save(collective: Collective) -> None:
         rank = collective.rank
         layer, optimizer = replicas[rank]
-        model = {
-            "w": Leaf(SHAPE, boxes[rank::ranks]).fill(coded(SHAPE, torch.float32, salt), False),
-            "n": Leaf(SHAPE, boxes[rank::ranks]).fill(coded(SHAPE, torch.int64), False),
-        }
-        bytecheckpoint.save(
-            path,
-            {
-                "model": model,
-                "layer": layer,
-                "optimizer": optimizer,
-                "extra_states": {"epoch": epoch, "rng": torch.tensor([rank]), "rank": rank},
+        states = {
+            "model": {
+                "w": Leaf(SHAPE, boxes[rank::ranks]).fill(coded(SHAPE, torch.float32, salt), False),
+                "n": Leaf(SHAPE, boxes[rank::ranks]).fill(coded(SHAPE, torch.int64), False),
             },
-            timeout=30,
-        )
+            "layer": layer,
+            "optimizer": optimizer,
+            "extra_states": {"epoch": epoch, "rng": torch.tensor([rank]), "rank": rank},
+        }
+        bytecheckpoint.save(path, states, timeout=30)
 
     ThreadWorld(ranks).run(save, timeout=60)
 
 
 @pytest.fixture(scope="session")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of three ranks, which no test changes."""
     path = tmp_path_factory.mktemp("saved") / "step_1"
     save_layout(path, 3, [[10, 30], [17]])
     return path
 
 
 @pytest.fixture
-def copied(saved: Path, tmp_path: Path) -> Callable[[str], Path]:
-    def copy(name: str = "copy") -> Path:
-        shutil.copytree(saved, tmp_path / name)
-        return tmp_path / name
-
-    return copy
+def copied(saved: Path, tmp_path: Path) -> Path:
+    """A copy of `saved` for a test to damage."""
+    return Path(shutil.copytree(saved, tmp_path / "copy"))

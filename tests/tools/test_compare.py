@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -84,8 +85,6 @@ def test_infinity_and_dtypes_without_arithmetic(tmp_path: Path) -> None:
 
 
 def test_values_of_their_own(tmp_path: Path, saved: Path) -> None:
-    import shutil
-
     shutil.copytree(saved, tmp_path / "same")
     assert report(saved, tmp_path / "same").equal
     with bytecheckpoint.open(saved) as one, bytecheckpoint.open(tmp_path / "same", rank=1) as two:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ from safetensors.torch import load_file
 import bytecheckpoint
 from bytecheckpoint import CorruptCheckpointError, IncompatibleCheckpointError, UsageError
 from bytecheckpoint.tools.export import ExportReport, export_huggingface
+from tests.support.damage import flip_bit
 from tests.support.layouts import coded
 from tests.tools.conftest import SHAPE
 
@@ -124,13 +126,9 @@ def test_what_is_there_stays_unless_forced(saved: Path, tmp_path: Path) -> None:
 
 
 def test_a_damaged_block_leaves_nothing(saved: Path, tmp_path: Path) -> None:
-    import shutil
-
     shutil.copytree(saved, tmp_path / "s")
     file = next((tmp_path / "s/model").glob("rank-00002*"))
-    data = bytearray(file.read_bytes())
-    data[-1] ^= 1
-    file.write_bytes(data)
+    flip_bit(file, -1)
     with pytest.raises(CorruptCheckpointError):
         export(tmp_path / "s", tmp_path / "hf")
     assert os.listdir(tmp_path) == ["s"]

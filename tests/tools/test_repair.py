@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,9 +19,8 @@ from bytecheckpoint.tools.repair import repair_checkpoint
 from bytecheckpoint.tools.verify import verify_checkpoint
 from bytecheckpoint.tuning import tuned
 from tests.golden.make import FOLDER
+from tests.support.damage import flip_bit
 from tests.tools.conftest import save_layout
-
-Copied = Callable[..., Path]
 
 
 def files_of(path: Path, pattern: str) -> list[Path]:
@@ -31,38 +29,42 @@ def files_of(path: Path, pattern: str) -> list[Path]:
     return found
 
 
+@pytest.fixture
+def lost(copied: Path) -> Path:
+    """A checkpoint that has lost its catalog."""
+    (copied / "metadata.parquet").unlink()
+    return copied
+
+
 def same(a: Path, b: Path) -> bool:
     with bytecheckpoint.open(a) as one, bytecheckpoint.open(b) as two:
         return compare(one, two).equal and set(one) == set(two) and one.ranks == two.ranks
 
 
-def test_a_lost_catalog_comes_back(saved: Path, copied: Copied) -> None:
-    path = copied()
-    (path / "metadata.parquet").unlink()
-    report = repair_checkpoint(resolve(path))
+def test_a_lost_catalog_comes_back(saved: Path, lost: Path) -> None:
+    report = repair_checkpoint(resolve(lost))
     assert report.written and not report.findings
     assert [g.complete for g in report.generations] == [True]
-    assert same(saved, path) and verify_checkpoint(resolve(path)).ok
-    with bytecheckpoint.open(path) as checkpoint:
+    assert same(saved, lost) and verify_checkpoint(resolve(lost)).ok
+    with bytecheckpoint.open(lost) as checkpoint:
         assert checkpoint.info["world_size"] == 3 and "rebuilt" in checkpoint.info
         assert checkpoint.for_rank(2)["extra_states/rank"] == 2
     # And it loads.
     layer = torch.nn.Linear(4, 4)
     optimizer = torch.optim.AdamW(layer.parameters())
-    bytecheckpoint.load(path, {"layer": layer, "optimizer": optimizer})
+    bytecheckpoint.load(lost, {"layer": layer, "optimizer": optimizer})
     assert optimizer.param_groups[0]["lr"] == 0.1
 
 
-def test_a_damaged_catalog_is_replaced_and_a_sound_one_is_not(saved: Path, copied: Copied) -> None:
-    path = copied()
-    catalog = path / "metadata.parquet"
+def test_a_damaged_catalog_is_replaced_and_a_sound_one_is_not(saved: Path, copied: Path) -> None:
+    catalog = copied / "metadata.parquet"
     good = catalog.read_bytes()
-    assert not repair_checkpoint(resolve(path)).written
+    assert not repair_checkpoint(resolve(copied)).written
     assert catalog.read_bytes() == good
     catalog.write_bytes(good[: len(good) // 2])
-    assert repair_checkpoint(resolve(path)).written
-    assert same(saved, path)
-    assert any("replaced" in note for note in repair_checkpoint(resolve(path), force=True).notes)
+    assert repair_checkpoint(resolve(copied)).written
+    assert same(saved, copied)
+    assert any("replaced" in note for note in repair_checkpoint(resolve(copied), force=True).notes)
 
 
 def test_tied_names_come_back(tmp_path: Path) -> None:
@@ -84,13 +86,11 @@ def test_tied_names_come_back(tmp_path: Path) -> None:
         ("model/rank-00002*", "incomplete"),
     ],
 )
-def test_a_lost_file_keeps_it_from_being_rebuilt(copied: Copied, pattern: str, why: str) -> None:
-    path = copied()
-    (path / "metadata.parquet").unlink()
-    files_of(path, pattern)[0].unlink()
+def test_a_lost_file_keeps_it_from_being_rebuilt(lost: Path, pattern: str, why: str) -> None:
+    files_of(lost, pattern)[0].unlink()
     with pytest.raises(CorruptCheckpointError, match=why):
-        repair_checkpoint(resolve(path))
-    assert not (path / "metadata.parquet").exists()
+        repair_checkpoint(resolve(lost))
+    assert not (lost / "metadata.parquet").exists()
 
 
 def test_a_lost_parameter_of_the_optimizer_is_missed(tmp_path: Path) -> None:
@@ -197,32 +197,24 @@ def test_files_of_the_first_version_are_repaired_with_a_warning(tmp_path: Path) 
     assert same(FOLDER, tmp_path / "v1")
 
 
-def test_damaged_blocks_are_refused_unless_forced(copied: Copied) -> None:
-    path = copied()
-    (path / "metadata.parquet").unlink()
-    file = files_of(path, "model/rank-00001*")[0]
-    data = bytearray(file.read_bytes())
-    data[-1] ^= 1
-    file.write_bytes(data)
+def test_damaged_blocks_are_refused_unless_forced(lost: Path) -> None:
+    file = files_of(lost, "model/rank-00001*")[0]
+    flip_bit(file, -1)
     with pytest.raises(CorruptCheckpointError, match="checksum") as caught:
-        repair_checkpoint(resolve(path))
-    assert caught.value.file == str(file.relative_to(path))
-    report = repair_checkpoint(resolve(path), force=True)
+        repair_checkpoint(resolve(lost))
+    assert caught.value.file == str(file.relative_to(lost))
+    report = repair_checkpoint(resolve(lost), force=True)
     assert report.written and len(report.findings) == 1
-    with bytecheckpoint.open(path) as checkpoint, pytest.raises(CorruptCheckpointError):
+    with bytecheckpoint.open(lost) as checkpoint, pytest.raises(CorruptCheckpointError):
         checkpoint["model/w"][...], checkpoint["model/n"][...]
 
 
-def test_an_unreadable_header_is_refused_unless_the_rest_is_whole(copied: Copied) -> None:
-    path = copied()
-    (path / "metadata.parquet").unlink()
-    file = files_of(path, "layer/rank-*")[0]
-    data = bytearray(file.read_bytes())
-    data[20] ^= 1
-    file.write_bytes(data)
+def test_an_unreadable_header_is_refused_unless_the_rest_is_whole(lost: Path) -> None:
+    file = files_of(lost, "layer/rank-*")[0]
+    flip_bit(file, 20)
     with pytest.raises(CorruptCheckpointError):
-        repair_checkpoint(resolve(path))
-    report = repair_checkpoint(resolve(path), force=True)
+        repair_checkpoint(resolve(lost))
+    report = repair_checkpoint(resolve(lost), force=True)
     assert any("left out" in note for note in report.notes)
 
 
