@@ -1,7 +1,8 @@
-"""Scatter plans: a range as runs of memory fills the same elements as `scatter`."""
+"""Scatter plans: copying the runs of a range fills the same elements as `scatter`."""
 
 from __future__ import annotations
 
+import math
 import os
 
 import numpy as np
@@ -16,6 +17,12 @@ from bytecheckpoint.representation.boxes import BoxTable
 from bytecheckpoint.tuning import tuned
 
 _BLOCK = 64
+
+
+def stored_whole(shape: list[int], itemsize: int, block: int) -> StoredRows:
+    """Return the rows of a tensor that a file holds whole, from its first byte on."""
+    columns = [np.array([value], np.int64) for value in (0, 0, itemsize, math.prod(shape) * itemsize, block)]
+    return StoredRows(BoxTable.build([0], [[0] * len(shape)], [shape]), *columns)
 
 
 @st.composite
@@ -41,15 +48,7 @@ def test_runs_are_what_scatter_does(case: tuple[list[int], list[int], list[int],
         inner = outer[tuple(slice(0, lengths[d]) for d in order)]
         return inner.permute([order.index(d) for d in range(len(order))])
 
-    zero = np.zeros(1, np.int64)
-    stored = StoredRows(
-        BoxTable.build([0], [[0] * len(shape)], [shape]),
-        zero,
-        zero,
-        np.array([size], np.int64),
-        np.array([full.nbytes], np.int64),
-        np.array([_BLOCK], np.int64),
-    )
+    stored = stored_whole(shape, size, _BLOCK)
     wanted = BoxTable.build([0], [offsets], [lengths])
     one, other = destination(), destination()
     plan = plan_reads(stored, wanted, np.array([one.is_contiguous()]), 4 * _BLOCK)
@@ -73,15 +72,7 @@ def test_runs_are_what_scatter_does(case: tuple[list[int], list[int], list[int],
 
 
 def test_no_runs_for_a_cast_or_for_many_short_runs() -> None:
-    zero = np.zeros(1, np.int64)
-    stored = StoredRows(
-        BoxTable.build([0], [[0, 0]], [[64, 64]]),
-        zero,
-        zero,
-        np.array([4]),
-        np.array([64 * 64 * 4]),
-        np.array([4096]),
-    )
+    stored = stored_whole([64, 64], 4, 4096)
     wanted = BoxTable.build([0], [[0, 0]], [[64, 32]])
     plan = plan_reads(stored, wanted, np.array([True]), 1 << 20)
     assert ScatterPlan(plan, [Target(torch.zeros(64, 32), torch.float32)]).runs(0) is None

@@ -25,35 +25,18 @@ GENERATION = new_generation("world", 7)
 
 
 def test_usual_kinds_have_readable_folders() -> None:
-    kinds = ["model", "optimizer", "dataloader", "extra_states", "lr_scheduler", "my-kind_2"]
-    assert [kind_folder(kind) for kind in kinds] == [
-        "model",
-        "optimizer",
-        "dataloader",
-        "extra",
-        "lr_scheduler",
-        "my-kind_2",
-    ]
+    for kind in ("model", "optimizer", "dataloader", "lr_scheduler", "my-kind_2"):
+        assert kind_folder(kind) == kind
+    assert kind_folder("extra_states") == "extra"
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "",
-        "extra",
-        "Model",
-        "../model",
-        "a/b",
-        "con",
-        "lpt1",
-        "kind-0123456789abcdef",
-        "metadata.parquet",
-        "a" * 65,
-        "ä",
-        "_a",
-        "model\n",
-    ],
-)
+OTHER_KINDS = (
+    "", "extra", "Model", "../model", "a/b", "con", "lpt1", "kind-0123456789abcdef", "metadata.parquet", "a" * 65, "ä",
+    "_a", "model\n",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", OTHER_KINDS)
 def test_other_kinds_have_hashed_folders(kind: str) -> None:
     assert re.fullmatch(r"kind-[0-9a-f]{16}", kind_folder(kind))
 
@@ -68,9 +51,8 @@ def test_folders_are_safe_and_different_also_where_case_is_ignored(kinds: list[s
 
 def test_file_names() -> None:
     assert storage_file_name("model", 3, GENERATION) == f"model/rank-00003.{GENERATION}.safetensors"
-    assert (
-        storage_file_name("extra_states", 123456, GENERATION, 1) == f"extra/rank-123456-p001.{GENERATION}.safetensors"
-    )
+    second_part = f"extra/rank-123456-p001.{GENERATION}.safetensors"
+    assert storage_file_name("extra_states", 123456, GENERATION, 1) == second_part
     assert values_file_name("optimizer", 3, GENERATION) == f"optimizer/values-00003.{GENERATION}.safetensors"
 
 
@@ -112,26 +94,12 @@ def test_generations_depend_only_on_world_and_sequence() -> None:
     assert new_generation("a", 1) == new_generation("a", 1)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "",
-        "/etc/passwd",
-        "..",
-        "a/../b",
-        "./a",
-        "a//b",
-        "a/",
-        "C:/x",
-        "c:x",
-        "a\\b",
-        "..\\a",
-        "a\0b",
-        "a\nb",
-        "://x",
-        "s3://a\0b",
-    ],
-)
+LEAVING = (
+    "", "/etc/passwd", "..", "a/../b", "./a", "a//b", "a/", "C:/x", "c:x", "a\\b", "..\\a", "a\0b", "a\nb", "://x", "s3://a\0b",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LEAVING)
 def test_names_that_leave_the_checkpoint_are_refused(name: str) -> None:
     with pytest.raises(UsageError, match="does not stay inside"):
         check_file_name(name)

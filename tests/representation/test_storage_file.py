@@ -32,20 +32,9 @@ from tests.support.processes import environment, python
 GENERATION, LATER = "0123456789abcdef01234567", "f" * 24
 ANY_TEXT = st.text(st.characters(exclude_categories=()), max_size=30)
 HOSTILE = [
-    "",
-    "__metadata__",
-    "__metadata__#2",
-    "a",
-    "a#2",
-    "a[0:1]",
-    "state/a/b",
-    'q"\\',
-    "\0\n",
-    "\ud800",
-    "\ufdd0d800",
-    "ä" * 999,
-]
-HOSTILE += ['"bytecheckpoint.self":"0"', '{"a":1}', "../../etc/passwd", "//values"]
+    "", "__metadata__", "__metadata__#2", "a", "a#2", "a[0:1]", "state/a/b", 'q"\\', "\0\n", "\ud800", "\ufdd0d800",
+    "ä" * 999, '"bytecheckpoint.self":"0"', '{"a":1}', "../../etc/passwd", "//values",
+]  # fmt: skip
 
 
 def placed(entries: list[StoredEntry]) -> list[StoredEntry]:
@@ -93,22 +82,15 @@ def entry_lists(draw: st.DrawFn) -> list[StoredEntry]:
         shape = tuple(draw(st.lists(st.integers(0, 5), max_size=4)))
         offsets = tuple(draw(st.integers(0, n)) for n in shape)
         lengths = tuple(draw(st.integers(0, n - o)) for n, o in zip(shape, offsets, strict=True))
-        entries.append(
-            StoredEntry(
-                TensorKey(
-                    draw(ANY_TEXT),
-                    draw(ANY_TEXT | st.sampled_from(HOSTILE)),
-                    draw(st.sampled_from(["", "b", "//values"])),
-                ),
-                draw(st.sampled_from(dtype_names())),
-                shape,
-                offsets,
-                lengths,
-                tuple(draw(st.lists(ANY_TEXT, max_size=2))),
-                draw(st.booleans()),
-                draw(st.integers(-1, 9)),
-            )
+        slot = draw(st.sampled_from(["", "b", "//values"]))
+        key = TensorKey(draw(ANY_TEXT), draw(ANY_TEXT | st.sampled_from(HOSTILE)), slot)
+        aliases = tuple(draw(st.lists(ANY_TEXT, max_size=2)))
+        dtype, requires_grad, owner = (
+            draw(st.sampled_from(dtype_names())),
+            draw(st.booleans()),
+            draw(st.integers(-1, 9)),
         )
+        entries.append(StoredEntry(key, dtype, shape, offsets, lengths, aliases, requires_grad, owner))
     return placed(entries)
 
 
@@ -119,10 +101,8 @@ def test_headers_round_trip_and_safetensors_reads_them(entries: list[StoredEntry
     sums = np.arange(made.blocks, dtype=np.uint64) + np.uint64(2**63)
     text = made.render(sums, LATER)
     assert len(text) == made.data_offset and made.data_offset % 4096 == 0
-    assert (
-        header_bytes_needed(text[:8]) == header_bytes_needed(text) == made.data_offset
-        and header_bytes_needed(text[:7]) == 8
-    )
+    assert header_bytes_needed(text[:8]) == header_bytes_needed(text) == made.data_offset
+    assert header_bytes_needed(text[:7]) == 8
     header = parse_header(text + b"data")
     assert list(header.entries) == entries and not header.foreign
     assert (header.kind, header.rank, header.world_size, header.generation) == (kind, 3, 8, LATER)
@@ -210,9 +190,8 @@ def test_foreign_files_hold_whole_tensors_of_the_kind_model() -> None:
     }
     content = safetensors.torch.save(tensors, {"who": "someone"})
     header = parse_header(content)
-    assert (
-        header.foreign and header.kind == "model" and header.metadata == {"who": "someone"} and header.block_bytes == 0
-    )
+    assert header.foreign and header.metadata == {"who": "someone"}
+    assert header.kind == "model" and header.block_bytes == 0
     assert {(e.key.fqn, e.dtype, e.global_shape) for e in header.entries} == {
         (name, str(t.dtype)[6:], tuple(t.shape)) for name, t in tensors.items()
     }

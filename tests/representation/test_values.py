@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import dataclasses
 import datetime as dt
 import decimal
@@ -90,6 +91,9 @@ def dec(blob: bytes) -> typing.Any:
     return decode(blob, on_tensor=TensorRef)
 
 
+#: What the decoder may raise.
+REFUSALS = (CorruptCheckpointError, IncompatibleCheckpointError)
+
 STRUCT = np.dtype(
     {"names": ["a", "b", "c"], "formats": ["<f4", (">i2", (2, 3)), [("d", "u1"), ("e", "<M8[ns]")]],
      "offsets": [4, 8, 24], "itemsize": 40}
@@ -126,12 +130,17 @@ EXAMPLES: list[object] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("value", EXAMPLES, ids=lambda v: type(v).__name__)
-def test_round_trip_with_exact_types(value: object) -> None:
+def check_round_trip(value: object) -> None:
+    """Fail unless the value comes back equal, and is encoded to the same bytes again."""
     blob = enc(value)
     back = dec(blob)
     assert equal(value, back)
     assert enc(back) == blob
+
+
+@pytest.mark.parametrize("value", EXAMPLES, ids=lambda v: type(v).__name__)
+def test_round_trip_with_exact_types(value: object) -> None:
+    check_round_trip(value)
     nested = {"k": [value, (value,)]}
     assert equal(dec(enc(nested)), nested)
 
@@ -173,10 +182,7 @@ slow_ok = settings(deadline=None, max_examples=150, suppress_health_check=list(H
 @slow_ok
 @given(values)
 def test_any_nested_value_round_trips(value: object) -> None:
-    blob = enc(value)
-    back = dec(blob)
-    assert equal(value, back)
-    assert enc(back) == blob
+    check_round_trip(value)
 
 
 @slow_ok
@@ -187,10 +193,8 @@ def test_damaged_bytes_raise_only_our_errors(data: st.DataObject, value: object)
         del blob[data.draw(st.integers(0, len(blob) - 1)) :]
     for _ in range(data.draw(st.integers(0, 4)) if blob else 0):
         blob[data.draw(st.integers(0, len(blob) - 1))] = data.draw(st.integers(0, 255))
-    try:
+    with contextlib.suppress(*REFUSALS):
         dec(bytes(blob))
-    except (CorruptCheckpointError, IncompatibleCheckpointError):
-        pass
 
 
 @pytest.mark.parametrize("value", [EXAMPLES[37:60], EXAMPLES[60:100], EXAMPLES[100:-8], EXAMPLES[-8:]], ids=range(4))
@@ -200,11 +204,9 @@ def test_every_single_byte_flipped_or_cut(value: list[object]) -> None:
     for i in range(len(blob)):
         for changed in (rng.randrange(256), blob[i] ^ 1, blob[i] ^ 0x80):
             damaged = blob[:i] + bytes((changed,)) + blob[i + 1 :]
-            try:
+            with contextlib.suppress(*REFUSALS):
                 dec(damaged)
-            except (CorruptCheckpointError, IncompatibleCheckpointError):
-                pass
-        with pytest.raises((CorruptCheckpointError, IncompatibleCheckpointError)):
+        with pytest.raises(REFUSALS):
             dec(blob[:i])
 
 
@@ -212,10 +214,8 @@ def test_every_single_byte_flipped_or_cut(value: list[object]) -> None:
 @given(st.binary(max_size=64))
 def test_random_bytes_raise_only_our_errors(tail: bytes) -> None:
     for code in (*range(1, 17), *range(20, 30), *range(40, 45), *range(50, 53), 60, 61):
-        try:
+        with contextlib.suppress(*REFUSALS):
             dec(b"\xc1\x01" + msgspec.msgpack.encode(msgspec.msgpack.Ext(code, tail)))
-        except (CorruptCheckpointError, IncompatibleCheckpointError):
-            pass
 
 
 def ext(code: int, content: object) -> bytes:
@@ -425,11 +425,8 @@ def test_plain_containers_are_plain_messagepack() -> None:
 
 
 def test_golden_bytes_of_version_one() -> None:
-    tuple_head, pair, number = (
-        "c101c72101" + "9301",
-        "c70602929102" + "91a178",
-        "c7130a92cb" + "0" * 16 + "cb3ff" + "0" * 13,
-    )
+    tuple_head, pair = "c101c72101" + "9301", "c70602929102" + "91a178"
+    number = "c7130a92cb" + "0" * 16 + "cb3ff" + "0" * 13
     assert enc((1, {2: "x"}, 1j)).hex() == tuple_head + pair + number
 
 

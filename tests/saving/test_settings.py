@@ -8,24 +8,27 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bytecheckpoint import Settings, UsageError, configure
+from bytecheckpoint import Settings, UsageError, configure, settings
 from bytecheckpoint.settings import _from_environment
 
 WRONG: list[tuple[str, list[Any], str]] = [
-    ("timeout", [-1, 0, math.nan, math.inf, "5", True, 10**5000], "give a positive number of seconds"),
-    ("chunk_bytes", [0, -(1 << 20), 1 << 19, 1.5], "give a positive multiple of 1 MiB"),
+    ("timeout", [-1, 0, math.nan, math.inf, "5", "x", None, True, 10**5000], "give a positive number of seconds"),
+    ("chunk_bytes", [0, -(1 << 20), 1 << 19, 1.5, "x"], "give a positive multiple of 1 MiB"),
     ("writer", ["fork", 3, None], "give 'process' or 'thread'"),
     ("write_threads", [0, True, "2"], "give an integer that is at least 1"),
-    ("read_threads", [-1], "give an integer that is at least 0"),
+    ("read_threads", [-1, 1.5], "give an integer that is at least 0"),
     ("tier_hot", ["", None], "give a str that is not empty"),
 ]
 
 
 @pytest.mark.parametrize(("name", "values", "advice"), WRONG, ids=[name for name, _, _ in WRONG])
 def test_a_wrong_value_is_refused_by_name(name: str, values: list[Any], advice: str) -> None:
+    before = settings()
     for value in values:
-        with pytest.raises(UsageError, match=rf"^settings\.{name} is .*: {advice}"):
-            Settings(**{name: value})
+        for make in (Settings, configure):
+            with pytest.raises(UsageError, match=rf"^settings\.{name} is .*: {advice}"):
+                make(**{name: value})
+    assert settings() is before
 
 
 def test_numbers_of_numpy_are_numbers() -> None:
