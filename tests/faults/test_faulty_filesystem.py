@@ -1,14 +1,14 @@
-"""A file system that fails by rules (FUSE), and a slow disk (a throttled loop device); both take root."""
+"""A FUSE file system that fails by rules, and a slow disk, which is a throttled loop device; both take root."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import json
 import os
 import re
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,11 +28,13 @@ from bytecheckpoint.cli.main import run as command
 from bytecheckpoint.collectives.testing import ThreadWorld
 from bytecheckpoint.handles import SaveReport
 from bytecheckpoint.tiers.cooldown import cool, plan_cooldown
-from tests.faults.coded import files_of, load_step, states, step_of
-from tests.faults.ranks import outcomes, save_all, succeeded
+from tests.faults.coded import files_of, load_step, states
+from tests.faults.ranks import check_recovery, load_all, save_all, succeeded
 from tests.servers.faultfs import FaultFs
 from tests.servers.process import folder_of
 from tests.support.modes import MODES
+from tests.support.mounts import run_command, small_ext4
+from tests.support.processes import ROOT, python
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(200)]
 
@@ -61,9 +63,23 @@ def fs(mounted: FaultFs) -> Iterator[FaultFs]:
 
 
 @pytest.fixture
-def path(fs: FaultFs, request: pytest.FixtureRequest) -> Path:
+def folder(fs: FaultFs, request: pytest.FixtureRequest) -> Path:
+    """The name of a folder for the test alone, below the mount point."""
+    return fs.mount / re.sub(r"\W+", "-", request.node.name)
+
+
+@pytest.fixture
+def tier(folder: Path, tmp_path: Path) -> str:
+    """The URL of a tier whose durable folder is `folder`."""
+    folder.mkdir()
+    bytecheckpoint.configure(tier_hot=str(tmp_path / "hot"))
+    return f"tier+file://{folder}"
+
+
+@pytest.fixture
+def path(folder: Path) -> Path:
     """A checkpoint of step 1, saved by two ranks."""
-    path = fs.mount / re.sub(r"\W+", "-", request.node.name) / "s"
+    path = folder / "s"
     succeeded(save_all(ThreadWorld(2), path, 1))
     return path
 
@@ -92,7 +108,7 @@ def is_whole(path: Path, step: int, files: int) -> None:
 def test_a_save_meets_an_error(
     fs: FaultFs, path: Path, op: str, code: int, options: dict[str, Any], mode: str, writer: str
 ) -> None:
-    """The save fails on both ranks with the class and the place; the old step stays whole; the next save works."""
+    """The save fails on both ranks with the right class and the path; the old step stays whole; later saves work."""
     bytecheckpoint.configure(writer=writer)
     before = len(files_of(path))
     world = ThreadWorld(2)
@@ -103,15 +119,13 @@ def test_a_save_meets_an_error(
         assert type(raised) is CLASSES[code], raised
         assert os.strerror(code) in str(raised) and "/s" in str(raised) and "rank " in str(raised)
     is_whole(path, 1, before)
-    if mode != "sync":
-        assert all("earlier asynchronous save" in str(raised) for raised in save_all(world, path, 3))
-    succeeded(save_all(world, path, 4, **MODES[mode]))
+    check_recovery(world, path, mode)
     is_whole(path, 4, before)
 
 
 @pytest.mark.parametrize("op", ["fsyncdir", "unlink", "rmdir"])
-def test_what_fails_after_the_commit(fs: FaultFs, path: Path, op: str) -> None:
-    """Old files that cannot be removed fail nothing; a name that may not last fails the save, and loses nothing."""
+def test_an_error_after_the_commit(fs: FaultFs, path: Path, op: str) -> None:
+    """Old files that cannot be removed fail no save. A name that may not be durable fails the save, and loses nothing."""
     fs.rule(op, errno.EIO, name="/s" if op == "fsyncdir" else "")
     got = save_all(ThreadWorld(2), path, 2)
     fs.clear()
@@ -200,20 +214,18 @@ def test_a_save_gets_no_answer(fs: FaultFs, path: Path, op: str, place: str, mod
         assert re.search(words, str(raised)), raised
     await_publishers(path)
     assert load_step(path) in (1, 2)
-    if mode != "sync":
-        assert all("earlier asynchronous save" in str(raised) for raised in save_all(world, path, 3))
-    succeeded(save_all(world, path, 4, **MODES[mode]))
+    check_recovery(world, path, mode)
     is_whole(path, 4, before)
 
 
 def await_publishers(path: Path) -> None:
-    """Wait for publishers that go on once they have an answer: the last thing they do is to release the folder's lock."""
+    """Wait until publishers that have an answer again are done, and have released the lock of the folder."""
     folder = os.open(path, os.O_RDONLY)
     fcntl.flock(folder, fcntl.LOCK_EX)
     os.close(folder)
 
 
-def test_old_files_whose_removal_gets_no_answer_fail_nothing(fs: FaultFs, path: Path) -> None:
+def test_a_removal_of_old_files_that_gets_no_answer_fails_no_save(fs: FaultFs, path: Path) -> None:
     before = len(files_of(path))
     fs.rule("unlink", hang=True, name="rank-")
     succeeded(save_all(ThreadWorld(2), path, 2, timeout=_TIMEOUT))
@@ -228,22 +240,18 @@ def test_old_files_whose_removal_gets_no_answer_fail_nothing(fs: FaultFs, path: 
     ("op", "place"), [("getattr", ""), ("open", "metadata"), ("read", "metadata"), ("open", "rank-"), ("read", "rank-")]
 )
 def test_a_load_gets_no_answer(fs: FaultFs, path: Path, op: str, place: str, overlap: bool) -> None:
-    """The load fails. Another one does not begin while an answer may still fill the memory of both."""
+    """The load fails, and so does the next one, while a late answer could still fill memory that is in use."""
 
-    def load(collective: Any) -> int:
-        loaded = states(collective.rank, 2)
-        bytecheckpoint.load(path, loaded, timeout=_TIMEOUT, overlap_loading=overlap, prepare_save=False)
-        return step_of(loaded)
-
+    options = {"timeout": _TIMEOUT, "overlap_loading": overlap, "prepare_save": False}
     fs.rule(op, hang=True, name=place)
     for _ in range(2):
         begun = time.monotonic()
-        for raised in outcomes(ThreadWorld(2), load):
+        for raised in load_all(ThreadWorld(2), path, **options):
             assert isinstance(raised, StorageUnavailableError | CheckpointTimeoutError), raised
             assert re.search("no answer|restart the process|did not|within", str(raised)), raised
         assert time.monotonic() - begun < 20
     fs.clear()
-    assert outcomes(ThreadWorld(2), load) == [1, 1]
+    assert load_all(ThreadWorld(2), path, **options) == [1, 1]
     assert load_step(path) == 1
 
 
@@ -277,7 +285,7 @@ def test_an_open_checkpoint_gets_no_answer(fs: FaultFs, path: Path, op: str, pla
 def test_a_command_gets_no_answer(
     fs: FaultFs, path: Path, words: str, op: str, place: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The command says so, and succeeds once answers come again."""
+    """The command reports that, and succeeds once answers come again."""
     bytecheckpoint.configure(timeout=_TIMEOUT)
     new = path.parent / "new"
     if op == "readdir" and place:
@@ -292,8 +300,8 @@ def test_a_command_gets_no_answer(
     output = "".join(capsys.readouterr())
     assert re.search(r"(cannot|folder).*no answer", output.replace("\n", " ")), output
     fs.clear()
-    assert code != 0 or op == "readdir"  # that strays cannot be looked for is a note
-    again = [*line, "--force"] if op == "rename" else line  # it may take effect after all
+    assert code != 0 or op == "readdir"  # a folder that cannot be listed is only a note
+    again = [*line, "--force"] if op == "rename" else line  # the rename may have taken effect
     assert command(again) == 0, capsys.readouterr()
     assert load_step(path) == 1
     assert not [name for name in os.listdir(path.parent) if "exporting" in name]
@@ -307,15 +315,11 @@ def test_short_writes_of_the_file_system(fs: FaultFs, path: Path, most: int) -> 
         assert load_step(path) == step
 
 
-# --- tiers and cool-down on it ------------------------------------------------------------------------------------------
+# --- tiers and cooldown on it -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("op", ["create", "write", "fsync", "rename", "link"])
-def test_a_flush_meets_an_error(fs: FaultFs, tmp_path: Path, request: pytest.FixtureRequest, op: str) -> None:
-    bytecheckpoint.configure(tier_hot=str(tmp_path / "hot"))
-    run = fs.mount / re.sub(r"\W+", "-", request.node.name)
-    run.mkdir()
-    tier = f"tier+file://{run}"
+def test_a_flush_meets_an_error(fs: FaultFs, folder: Path, tier: str, op: str) -> None:
     fs.rule(op, errno.EIO)
     handle = bytecheckpoint.save(f"{tier}/1", states(step=1), async_checkpoint=True)
     handle.restorable.result(60)
@@ -329,16 +333,13 @@ def test_a_flush_meets_an_error(fs: FaultFs, tmp_path: Path, request: pytest.Fix
     assert load_step(f"{tier}/1") == 1
     fs.clear()
     assert command(["flush", tier]) == 0
-    is_whole(run / "1", 1, 6)
+    is_whole(folder / "1", 1, 6)
 
 
 @pytest.mark.parametrize("op", ["create", "write", "fsync", "rename", "link", "readdir"])
-def test_a_flush_gets_no_answer(fs: FaultFs, tmp_path: Path, request: pytest.FixtureRequest, op: str) -> None:
-    """The flush fails in time. An abandoned one may go on beside the next one, and nothing is lost by that."""
-    bytecheckpoint.configure(tier_hot=str(tmp_path / "hot"), timeout=_TIMEOUT)
-    run = fs.mount / re.sub(r"\W+", "-", request.node.name)
-    run.mkdir()
-    tier = f"tier+file://{run}"
+def test_a_flush_gets_no_answer(fs: FaultFs, folder: Path, tier: str, op: str) -> None:
+    """The flush fails in time. It may go on beside the next flush, and nothing is lost by that."""
+    bytecheckpoint.configure(timeout=_TIMEOUT)
     place = {"link": ".publishing", "rename": ".publishing", "readdir": ""}.get(op, "rank-")
     begun = time.monotonic()
     handle = bytecheckpoint.save(f"{tier}/1", states(step=1), async_checkpoint=True)
@@ -349,24 +350,21 @@ def test_a_flush_gets_no_answer(fs: FaultFs, tmp_path: Path, request: pytest.Fix
     assert time.monotonic() - begun < 25
     assert load_step(f"{tier}/1") == 1
     fs.clear()
-    if command(["flush", tier]) != 0:  # what was given up has just published, or removed its remains
+    if command(["flush", tier]) != 0:  # the flush that was given up has just published, or removed its files
         assert command(["flush", tier]) == 0
-    is_whole(run / "1", 1, 6)
+    is_whole(folder / "1", 1, 6)
 
 
 @pytest.mark.parametrize(
     ("op", "options"),
     [("write", {"after_bytes": 9000}), ("fsync", {}), ("link", {}), ("read", {"flip": True, "name": "rank-"})],
 )
-def test_a_cooldown_meets_an_error(
-    fs: FaultFs, tmp_path: Path, request: pytest.FixtureRequest, op: str, options: dict[str, Any]
-) -> None:
-    """... in the cold storage: the step stays where it is, and can be moved when that works again."""
-    cold = fs.mount / re.sub(r"\W+", "-", request.node.name)
+def test_a_cooldown_meets_an_error(fs: FaultFs, folder: Path, tmp_path: Path, op: str, options: dict[str, Any]) -> None:
+    """An error of the cold storage: the step stays where it is, and can be moved when the storage works again."""
     for step in (1, 2):
         bytecheckpoint.save(tmp_path / "run" / str(step), states(step=step))
     before = files_of(tmp_path / "run")
-    (plan, _) = plan_cooldown(str(tmp_path / "run"), str(cold), older_than=0)
+    (plan, _) = plan_cooldown(str(tmp_path / "run"), str(folder), older_than=0)
     code = errno.ENOSPC if op == "write" else errno.EIO
     if op == "link":
         fs.rule("*", code, name=".publishing")
@@ -401,42 +399,27 @@ print(json.dumps({"blocking": report.blocking_seconds, "total": report.total_sec
 
 @pytest.fixture
 def slow_disk(tmp_path: Path) -> Iterator[tuple[Path, Path]]:
-    """An ext4 that takes 10 MiB a second from the processes of a control group: the mount, and the group's list."""
-
-    def run(*words: str) -> str:
-        return subprocess.run(words, check=True, capture_output=True, text=True, timeout=60).stdout
-
-    point, image = tmp_path / "disk", tmp_path / "disk.img"
-    point.mkdir()
-    group: Path | None = None
-    try:
-        hierarchy = run("findmnt", "-nt", "cgroup", "-O", "blkio", "-o", "TARGET").split()[0]
-        with image.open("wb") as file:
-            file.truncate(200 << 20)
-        run("mkfs.ext4", "-q", "-m", "0", str(image))
-        run("mount", "-o", "loop", str(image), str(point))
-        device = run("losetup", "-j", str(image)).partition(":")[0]
-        number = run("lsblk", "-no", "MAJ:MIN", device).strip()
-        group = Path(hierarchy) / f"bytecheckpoint-{os.getpid()}"
-        group.mkdir()
-        (group / "blkio.throttle.write_bps_device").write_text(f"{number} {10 << 20}")
-    except (OSError, subprocess.CalledProcessError, IndexError) as error:
-        if os.path.ismount(point):
-            run("umount", str(point))
-        if group is not None and group.exists():
-            group.rmdir()
-        pytest.skip(f"NOT TESTED HERE: needs root, loop devices and a blkio control group (version 1): {error}")
-    yield point, group / "cgroup.procs"
-    run("umount", str(point))
-    group.rmdir()
+    """An ext4 that a control group may write at 10 MiB/s: its mount point, and the list of the group's processes."""
+    point = tmp_path / "disk"
+    with contextlib.ExitStack() as made:
+        try:
+            hierarchy = run_command("findmnt", "-nt", "cgroup", "-O", "blkio", "-o", "TARGET").split()[0]
+            image = made.enter_context(small_ext4(point, 200 << 20))
+            device = run_command("losetup", "-j", str(image)).partition(":")[0]
+            number = run_command("lsblk", "-no", "MAJ:MIN", device).strip()
+            group = Path(hierarchy) / f"bytecheckpoint-{os.getpid()}"
+            group.mkdir()
+            made.callback(group.rmdir)
+            (group / "blkio.throttle.write_bps_device").write_text(f"{number} {10 << 20}")
+        except (OSError, IndexError) as error:
+            pytest.skip(f"NOT TESTED HERE: needs root, loop devices and a blkio control group (version 1): {error}")
+        yield point, group / "cgroup.procs"
 
 
 def test_blocking_time_does_not_grow_on_a_slow_disk(slow_disk: tuple[Path, Path]) -> None:
     point, tasks = slow_disk
-    done = subprocess.run(
-        [sys.executable, "-c", _SAVE, str(point / "s"), str(tasks)],
-        cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=180, check=False,
-    )  # fmt: skip
+    command = python("-c", _SAVE, point / "s", tasks)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     facts = json.loads(done.stdout)
     assert facts["bytes"] > 15 << 20

@@ -21,8 +21,8 @@ from bytecheckpoint import CheckpointError, StorageFullError, StorageUnavailable
 from bytecheckpoint.collectives.base import Collective
 from bytecheckpoint.collectives.testing import ThreadWorld
 from bytecheckpoint.handles import SaveReport
-from tests.faults.coded import files_of, found_step, states, step_of
-from tests.faults.ranks import outcomes, succeeded
+from tests.faults.coded import files_of, found_step, states
+from tests.faults.ranks import load_all, outcomes, succeeded
 from tests.support.faulty_storage import Faults
 from tests.support.modes import MODES
 from tests.support.settings import undisturbed
@@ -129,14 +129,8 @@ class Checkpoints(RuleBasedStateMachine):
 
     @rule()
     def load(self) -> None:
-        """Two ranks load; both get the same, whole, step."""
-
-        def one(collective: Collective) -> int:
-            loaded = states(collective.rank, RANKS, None, ROWS)
-            bytecheckpoint.load(self.path, loaded)
-            return step_of(loaded)
-
-        got = outcomes(self.world, one)
+        """Two ranks load, and both get the same whole step."""
+        got = load_all(self.world, self.path, rows=ROWS)
         if self.possible == {0}:
             assert all(isinstance(raised, bytecheckpoint.CheckpointNotFoundError) for raised in got), got
             return

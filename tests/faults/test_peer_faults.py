@@ -1,7 +1,7 @@
-"""Faults of other checkpointing systems, by name: each was seen there, none may be here.
+"""Faults of other checkpointing systems, one test for each, by name: each was seen there, none may be here.
 
-Faults that need several processes are tested in test_kill.py; those of files in test_corruption.py; those of storage
-in test_failing_storage.py and test_disk_full.py. Here is one test per fault, on one process or on ranks as threads.
+These tests run in one process, some with ranks as threads. test_kill.py tests faults that need several processes,
+test_corruption.py those of files, test_failing_storage.py and test_disk_full.py those of storage.
 """
 
 from __future__ import annotations
@@ -16,18 +16,13 @@ import torch
 from torch import nn
 
 import bytecheckpoint
-from bytecheckpoint import (
-    CheckpointError,
-    CorruptCheckpointError,
-    IncompatibleCheckpointError,
-)
-from bytecheckpoint.collectives.base import Collective
+from bytecheckpoint import CheckpointError, CorruptCheckpointError, IncompatibleCheckpointError
 from bytecheckpoint.collectives.testing import ThreadWorld
 from bytecheckpoint.engine.catalogs import read_catalog
 from bytecheckpoint.storage import resolve
-from tests.faults.coded import files_of, load_step, states, step_of
-from tests.faults.ranks import outcomes, save_all
-from tests.faults.training import fresh, trained
+from tests.faults.coded import files_of, load_step, states
+from tests.faults.ranks import load_all, save_all
+from tests.faults.training import fresh, restored, trained
 from tests.support.faulty_storage import Faults
 
 # The first step of a torch optimizer imports torch's compiler: a minute on a busy machine.
@@ -38,7 +33,7 @@ pytestmark = pytest.mark.timeout(300)
 
 @pytest.mark.parametrize("replacing", [False, True])
 def test_torch_checkpointing_does_not_fsync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replacing: bool) -> None:
-    """Every file, the catalog before it gets its name, and every folder are fsynced, in this order."""
+    """A save calls fsync for every file, then its folder, then the catalog, which gets its name afterwards."""
     path = tmp_path / "s"
     events: list[str] = []
     real_fsync, naming = os.fsync, "replace" if replacing else "link"
@@ -76,9 +71,7 @@ def test_megatron_one_step_tensor_is_aliased_to_all_parameters(tmp_path: Path) -
     model, optimizer = trained()
     for number, state in enumerate(optimizer.state.values()):
         state["step"] = torch.tensor(float(10 + number))
-    bytecheckpoint.save(tmp_path / "s", {"model": model, "optimizer": optimizer})
-    other, empty = fresh()
-    bytecheckpoint.load(tmp_path / "s", {"model": other, "optimizer": empty})
+    _, empty = restored(tmp_path / "s", model, optimizer)
     steps = [empty.state[p]["step"] for group in empty.param_groups for p in group["params"]]
     assert [float(s) for s in steps] == [10.0 + n for n in range(len(steps))]
     assert len({s.data_ptr() for s in steps}) == len(steps), "every parameter has a tensor of its own"
@@ -87,18 +80,12 @@ def test_megatron_one_step_tensor_is_aliased_to_all_parameters(tmp_path: Path) -
 
 
 def test_megatron_flattened_ranges_are_gone(tmp_path: Path) -> None:
-    """Boxes from another split of the same tensor: 3 ranks save, 5, 2 and 1 load, nothing is gathered."""
+    """Three ranks save and 5, 2 and 1 load, each with its own split of the tensors; nothing is gathered."""
     path = tmp_path / "s"
     reports = ThreadWorld(3).run(lambda c: bytecheckpoint.save(path, states(c.rank, 3, 4)).result())
     assert max(r.bytes_written for r in reports) < 0.6 * sum(r.bytes_written for r in reports)
     for world in (5, 2, 1):
-
-        def load(collective: Collective, world: int = world) -> int:
-            mine = states(collective.rank, world)
-            bytecheckpoint.load(path, mine)
-            return step_of(mine)
-
-        assert ThreadWorld(world).run(load) == [4] * world
+        assert load_all(ThreadWorld(world), path) == [4] * world
 
 
 # --- DeepSpeed universal checkpoints --------------------------------------------------------------------------------
@@ -107,9 +94,7 @@ def test_megatron_flattened_ranges_are_gone(tmp_path: Path) -> None:
 def test_deepspeed_every_group_gets_the_hyperparameters_of_group_0(tmp_path: Path) -> None:
     model, optimizer = trained()
     optimizer.param_groups[2]["initial_lr"] = 0.7
-    bytecheckpoint.save(tmp_path / "s", {"model": model, "optimizer": optimizer})
-    other, empty = fresh()
-    bytecheckpoint.load(tmp_path / "s", {"model": other, "optimizer": empty})
+    _, empty = restored(tmp_path / "s", model, optimizer)
     for ours, theirs in zip(empty.param_groups, optimizer.param_groups, strict=True):
         assert {k: v for k, v in ours.items() if k != "params"} == {k: v for k, v in theirs.items() if k != "params"}
     assert [group["lr"] for group in empty.param_groups] == [0.01, 0.02, 0.001]
@@ -117,9 +102,7 @@ def test_deepspeed_every_group_gets_the_hyperparameters_of_group_0(tmp_path: Pat
 
 def test_deepspeed_frozen_parameters_and_buffers_are_not_restored(tmp_path: Path) -> None:
     model, optimizer = trained()
-    bytecheckpoint.save(tmp_path / "s", {"model": model, "optimizer": optimizer})
-    other, empty = fresh()
-    bytecheckpoint.load(tmp_path / "s", {"model": other, "optimizer": empty})
+    other, _ = restored(tmp_path / "s", model, optimizer)
     assert not other[0].weight.requires_grad
     for (name, one), two in zip(model.state_dict().items(), other.state_dict().values(), strict=True):
         assert torch.equal(one, two), name
@@ -251,8 +234,5 @@ def test_an_unverified_checkpoint_is_never_loaded_by_any_rank(tmp_path: Path) ->
         file.seek(entry.data_offset)
         file.write(struct.pack("<d", 1e300))
 
-    def load(collective: Collective) -> None:
-        bytecheckpoint.load(path, states(collective.rank, 2), overlap_loading=False)
-
-    for error in outcomes(ThreadWorld(2), load):
+    for error in load_all(ThreadWorld(2), path, overlap_loading=False):
         assert isinstance(error, CheckpointError) and entry.name in str(error)

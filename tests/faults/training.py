@@ -1,13 +1,17 @@
-"""A small training program with the things that checkpoints get wrong: frozen layers, buffers, groups, betas."""
+"""A small training program with what checkpoints often lose: frozen layers, buffers, groups, their hyperparameters."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import torch
 from torch import nn
 
+import bytecheckpoint
+
 
 def trained(seed: int = 0, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A model of two layers after three steps of AdamW, its first layer frozen, in two parameter groups."""
+    """Return a model with a frozen layer, and its AdamW with three parameter groups, after three steps."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 6), nn.Linear(6, 3)).to(dtype)
     model[0].requires_grad_(False)
@@ -26,7 +30,17 @@ def trained(seed: int = 0, dtype: torch.dtype = torch.float32) -> tuple[nn.Modul
 
 
 def fresh(dtype: torch.dtype = torch.float32) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """The same program before its first step."""
+    """Return the same program before its first step."""
     model, optimizer = trained(seed=1, dtype=dtype)
     empty = torch.optim.AdamW([{k: v for k, v in group.items() if k == "params"} for group in optimizer.param_groups])
     return model, empty
+
+
+def restored(
+    path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, dtype: torch.dtype = torch.float32
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Save the program's state to `path`; return a fresh program that has loaded it."""
+    bytecheckpoint.save(path, {"model": model, "optimizer": optimizer})
+    other, empty = fresh(dtype)
+    bytecheckpoint.load(path, {"model": other, "optimizer": empty})
+    return other, empty
