@@ -21,6 +21,7 @@ from bytecheckpoint import CheckpointError, StorageFullError, StorageUnavailable
 from bytecheckpoint.collectives.base import Collective
 from bytecheckpoint.collectives.testing import ThreadWorld
 from bytecheckpoint.handles import SaveReport
+from bytecheckpoint.world import world_of
 from tests.faults.coded import files_of, found_step, states
 from tests.faults.ranks import load_all, outcomes, succeeded
 from tests.support.faulty_storage import Faults
@@ -119,6 +120,8 @@ class Checkpoints(RuleBasedStateMachine):
 
         fault = self.faults.add(call, gone, rank=victim, skip=skip, before=kill)
         got = self.save(mode)
+        for collective in world.ranks:
+            world_of(collective).saves.close()  # no thread of a dead rank goes on once the faults are cleared
         self.faults.clear()
         if fault.hits:
             self.possible.add(self.last_step)
