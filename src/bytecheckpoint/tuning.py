@@ -38,7 +38,8 @@ class Tuning:
         open_files: engine: storage files of a checkpoint that stay open while no thread uses them.
         data_piece: collectives: bytes per frame of the data plane; a transfer that starts may have to wait for one piece.
         tier_save_timeout: tiers: time that a save waits for the durable storage's state, before it goes on without.
-        tier_load_timeout: tiers: the same of a load; longer, since it cannot tell then whether the hot copy was replaced.
+        tier_load_timeout: tiers: the same of a load or `ls`; longer, since it cannot tell then whether the hot copy was
+            replaced.
         idle_call_thread: storage: time after which a thread for calls with a timeout ends when it has no call.
         stale_pauses: storage: pauses between attempts to open a name that a network file system's cache knows wrongly.
         object_clients: storage: clients of object stores in the cache.

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-__all__ = ["ROOT", "environment", "python", "running", "state_of", "wait_until"]
+__all__ = ["ROOT", "environment", "python", "run_program", "running", "state_of", "wait_until"]
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -21,6 +22,14 @@ def environment() -> dict[str, str]:
 def python(*arguments: object) -> list[str]:
     """Return the command that runs this interpreter."""
     return [sys.executable, *map(str, arguments)]
+
+
+def run_program(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    """Run Python code that imports the package and its tests; return its exit code and output."""
+    command = python("-c", code, *arguments)
+    return subprocess.run(
+        command, env=environment(), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=200, check=False
+    )
 
 
 def state_of(pid: int) -> str:

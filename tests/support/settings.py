@@ -28,6 +28,11 @@ def undisturbed() -> Iterator[None]:
     """Restore the settings after the block, and forget a failed save, whose error the next save would raise."""
     with using():
         yield
+    forget_failure()
+
+
+def forget_failure() -> None:
+    """Wait for the saves of this process, and forget a failed one, whose error the next save would raise."""
     world = world_of(current())
     world.saves.drain()
     world.saves.forget_failure()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from bytecheckpoint.storage.posix.storage import LocalStorage
 from bytecheckpoint.tiers.flush import flusher
 from bytecheckpoint.world import world_of
 from tests.faults.coded import states, step_of
+from tests.support.processes import wait_until
 
 
 def settle(memory: str, machines: list[int], **options: Any) -> Collective:
@@ -32,10 +32,7 @@ def hold_back(gate: Path) -> None:
     real = LocalStorage.create
 
     def create(storage: LocalStorage, request: Any) -> Any:
-        deadline = time.monotonic() + 60
-        while not gate.exists():
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        assert wait_until(gate.exists, 60)
         return real(storage, request)
 
     LocalStorage.create = create  # type: ignore[method-assign]

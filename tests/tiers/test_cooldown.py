@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,8 @@ from bytecheckpoint.storage import Storage, resolve
 from bytecheckpoint.storage.posix.storage import LocalStorage
 from bytecheckpoint.tiers.cooldown import cool, plan_cooldown
 from tests.faults.coded import files_of, load_step, states
+from tests.support.damage import damage, storage_file
+from tests.support.memory import new_memory
 
 DAY = 86400.0
 
@@ -36,9 +37,13 @@ def root(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
+def planned(root: str | Path, cold: str | Path, older_than: float = 0, days: float = 1, **options: Any) -> list[Any]:
+    """The plan of a cooldown that runs in so many days."""
+    return plan_cooldown(str(root), str(cold), older_than=older_than, now=time.time() + days * DAY, **options)
+
+
 def move_all(root: str | Path, cold: str | Path, **options: Any) -> list[Any]:
-    plan = plan_cooldown(str(root), str(cold), **{"older_than": 1.0, "now": time.time() + 10, **options})
-    done = [cool(step) for step in plan]
+    done = [cool(step) for step in planned(root, cold, **options)]
     assert not any(step.error for step in done), done
     return done
 
@@ -79,30 +84,23 @@ def test_a_cold_step_can_be_replaced(root: Path, tmp_path: Path) -> None:
 
 
 def test_what_stays(root: Path, tmp_path: Path) -> None:
-    cold = str(tmp_path / "cold")
-    now = time.time()
-    plan = plan_cooldown(str(root), cold, older_than=7 * DAY, now=now)
+    cold = tmp_path / "cold"
+    plan = planned(root, cold, older_than=7 * DAY, days=0)
     assert actions(plan) == ["keep"] * 4 and [step.reason for step in plan] == ["too young"] * 3 + ["one of the newest"]
-    plan = plan_cooldown(str(root), cold, older_than=7 * DAY, now=now + 8 * DAY)
-    assert actions(plan) == ["move"] * 3 + ["keep"]
-    plan = plan_cooldown(str(root), cold, older_than=0, keep=3, now=now + DAY)
-    assert actions(plan) == ["move", "keep", "keep", "keep"]
+    assert actions(planned(root, cold, older_than=7 * DAY, days=8)) == ["move"] * 3 + ["keep"]
+    assert actions(planned(root, cold, keep=3)) == ["move", "keep", "keep", "keep"]
     # Neither the last to be saved nor the one of the highest number moves.
     bytecheckpoint.save(root / "step_2", states(step=2))
-    plan = plan_cooldown(str(root), cold, older_than=0, now=now + DAY)
-    assert {step.name: step.action for step in plan} == {
+    assert {step.name: step.action for step in planned(root, cold)} == {
         "step_1": "move", "step_2": "keep", "step_3": "move", "step_4": "keep",
     }  # fmt: skip
-    assert not Path(cold).exists(), "planning changes nothing"
+    assert not cold.exists(), "planning changes nothing"
 
 
 def test_damaged_and_unfinished_steps_stay(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (root / "step_1" / "metadata.parquet").write_bytes(b"nonsense")
     (root / "step_2" / "metadata.parquet").unlink()
-    file = next((root / "step_3" / "model").iterdir())
-    data = bytearray(file.read_bytes())
-    data[-5] ^= 1
-    file.write_bytes(data)
+    damage(storage_file(root / "step_3"), "flip", -5)
     bytecheckpoint.save(root / "step_5", states(step=5))
     before = {step: files_of(root / step) for step in os.listdir(root)}
     args = ["cooldown", str(root), str(tmp_path / "cold"), "--older-than", "0s", "--apply", "--json"]
@@ -129,8 +127,7 @@ def test_files_that_another_step_uses_stay(root: Path, tmp_path: Path) -> None:
     # step_1 of `first` now names files of `second`; within `second` another run's view of them is planned:
     shutil.copytree(first / "step_1", second / "view")
     bytecheckpoint.save(second / "step_99", states(step=99))
-    plan = plan_cooldown(str(second), str(tmp_path / "c"), older_than=0, now=time.time() + DAY)
-    named = {step.name: (step.action, step.reason) for step in plan}
+    named = {step.name: (step.action, step.reason) for step in planned(second, tmp_path / "c")}
     assert named["step_1"] == ("skip", "view uses its files")
     assert named["step_9"][0] == "move"
     assert named["view"][0] == "cold"
@@ -138,8 +135,7 @@ def test_files_that_another_step_uses_stay(root: Path, tmp_path: Path) -> None:
 
 def test_the_cold_folder_holds_something_else(root: Path, tmp_path: Path) -> None:
     bytecheckpoint.save(tmp_path / "cold" / "step_1", states(step=77))
-    plan = plan_cooldown(str(root), str(tmp_path / "cold"), older_than=0, now=time.time() + DAY)
-    done = [cool(step) for step in plan]
+    done = [cool(step) for step in planned(root, tmp_path / "cold")]
     assert "holds another checkpoint" in done[0].error and not done[0].done
     assert done[1].done and done[2].done
     assert load_step(root / "step_1") == 1 and load_step(tmp_path / "cold" / "step_1") == 77
@@ -155,7 +151,7 @@ def test_a_step_that_is_replaced_meanwhile(root: Path, tmp_path: Path, monkeypat
         real(storage, name, data, expected=expected)
 
     replaced: list[bool] = []
-    plan = plan_cooldown(str(root), str(tmp_path / "cold"), older_than=0, now=time.time() + DAY)
+    plan = planned(root, tmp_path / "cold")
     monkeypatch.setattr(LocalStorage, "publish", publish)
     done = cool(plan[0])
     assert "another save" in done.error
@@ -193,26 +189,18 @@ def test_an_age_may_be_a_timedelta(root: Path, tmp_path: Path) -> None:
         assert actions(plan) == expected
 
 
-@pytest.fixture
-def memory() -> Iterator[str]:
-    name = f"test-{uuid.uuid4().hex}"
-    yield f"mem://{name}"
-    shutil.rmtree(f"/dev/shm/bytecheckpoint-{os.geteuid()}/{name}", ignore_errors=True)
-
-
 @pytest.mark.parametrize(("hot", "cold"), [("mem", "file"), ("file", "mem"), ("mem", "fsspec"), ("fsspec", "file")])
-def test_any_scheme_to_any_other(tmp_path: Path, memory: str, hot: str, cold: str) -> None:
-    name = uuid.uuid4().hex
-    roots = {"mem": memory, "file": f"file://{tmp_path}/x y", "fsspec": f"fsspec+memory://{name}"}
-    root = roots[hot]
-    for step in (1, 2):
-        bytecheckpoint.save(f"{root}/{step}", states(step=step))
-    move_all(root, f"{roots[cold]}/cold")
-    storage = resolve(f"{root}/1")
-    assert [file for file, _ in storage.list()] == ["metadata.parquet"]
-    for step in (1, 2):
-        assert load_step(f"{root}/{step}") == step
-        assert command(["verify", f"{root}/{step}"]) == 0
+def test_any_scheme_to_any_other(tmp_path: Path, hot: str, cold: str) -> None:
+    with new_memory() as memory:
+        roots = {"mem": memory, "file": f"file://{tmp_path}/x y", "fsspec": f"fsspec+memory://{uuid.uuid4().hex}"}
+        root = roots[hot]
+        for step in (1, 2):
+            bytecheckpoint.save(f"{root}/{step}", states(step=step))
+        move_all(root, f"{roots[cold]}/cold")
+        assert [file for file, _ in resolve(f"{root}/1").list()] == ["metadata.parquet"]
+        for step in (1, 2):
+            assert load_step(f"{root}/{step}") == step
+            assert command(["verify", f"{root}/{step}"]) == 0
     fsspec.filesystem("memory").store.clear()
 
 

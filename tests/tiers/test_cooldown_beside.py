@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import os
 import shutil
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -24,12 +24,13 @@ from bytecheckpoint.cli.main import run as command
 from bytecheckpoint.storage import resolve
 from bytecheckpoint.storage.posix import storage as local
 from bytecheckpoint.storage.testing.wrappers import FaultRule, FaultyStorage
-from bytecheckpoint.tiers import lease as leases
 from bytecheckpoint.tiers.cooldown import CoolStep, cool, plan_cooldown
-from bytecheckpoint.tiers.lease import LEASE_FILE, leased
+from bytecheckpoint.tiers.lease import LEASE_FILE, Lease, leased
 from bytecheckpoint.tuning import tuned
 from tests.faults.coded import files_of, load_step, states
 from tests.faults.ranks import attempt
+from tests.support.processes import python, run_program, wait_until
+from tests.support.system_calls import failing
 
 
 @pytest.fixture
@@ -135,10 +136,7 @@ def test_many_cooldowns_at_once(tmp_path: Path) -> None:
     root, cold = tmp_path / "run", tmp_path / "cold"
     for step in range(1, 6):
         bytecheckpoint.save(root / str(step), states(step=step))
-    line = [
-        sys.executable, "-m", "bytecheckpoint.cli.main", "cooldown", str(root), str(cold), "--older-than", "0s",
-        "--apply", "--json",
-    ]  # fmt: skip
+    line = python("-m", "bytecheckpoint.cli.main", "cooldown", root, cold, "--older-than", "0s", "--apply", "--json")
     movers = [subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(4)]
     reports = []
     for mover in movers:
@@ -164,16 +162,13 @@ def short_leases() -> Iterator[None]:
 
 
 def test_the_lease_of_another_machine_is_respected_while_it_is_renewed(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, short_leases: None
+    root: Path, tmp_path: Path, short_leases: None
 ) -> None:
     (plan, *_) = planned(root, tmp_path / "cold")
     storage = resolve(plan.target)
-    with leased(storage) as theirs:
-        monkeypatch.setattr(leases, "_machine", lambda: "here/0")
-        first, deadline = storage.read(LEASE_FILE), time.monotonic() + 30
-        while storage.read(LEASE_FILE) == first:
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+    with leased(storage, machine="elsewhere/0") as theirs:
+        first = storage.read(LEASE_FILE)
+        assert wait_until(lambda: storage.read(LEASE_FILE) != first, 30)
         theirs.check()
         error = cool(plan).error
         assert "another cooldown (process" in error and "let it finish" in error
@@ -183,7 +178,7 @@ def test_the_lease_of_another_machine_is_respected_while_it_is_renewed(
 
 @pytest.mark.parametrize("content", [{"host": "elsewhere/0", "process": 7, "started": "1", "claim": "x"}, "nonsense"])
 def test_a_lease_that_is_not_renewed_is_taken_over(
-    root: Path, tmp_path: Path, content: Any, monkeypatch: pytest.MonkeyPatch, short_leases: None
+    root: Path, tmp_path: Path, content: Any, short_leases: None
 ) -> None:
     """Its holder is on another machine, so nobody can look whether it lives."""
     (plan, *_) = planned(root, tmp_path / "cold")
@@ -195,20 +190,19 @@ def test_a_lease_that_is_not_renewed_is_taken_over(
     assert LEASE_FILE not in files_of(tmp_path / "cold" / "1") and load_step(root / "1") == 1
 
 
+@tuned(lease_renewal=100.0, lease_expiry=1.0)
 def test_a_cooldown_that_has_lost_its_lease_removes_nothing(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, short_leases: None
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was stopped for longer than others wait, and finds that out before it moves the step."""
     cold = tmp_path / "cold"
     (plan, *_) = planned(root, cold)
     before = files_of(root)
-    monkeypatch.setattr(leases.Lease, "_renew_until_released", lambda lease: None)
     pause = Pause(monkeypatch, local._Writer, "finish", lambda writer, *_: str(cold) in writer._path)
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(cool, plan)
         assert pause.reached.wait(60)
-        monkeypatch.setattr(leases, "_machine", lambda: "here/0")
-        with leased(resolve(plan.target)) as second:
+        with leased(resolve(plan.target), machine="elsewhere/0") as second:
             pause.go_on.set()
             error = first.result(60).error
             assert f"this process lost {LEASE_FILE}" in error
@@ -220,7 +214,7 @@ def test_a_cooldown_that_has_lost_its_lease_removes_nothing(
 
 def test_the_lease_of_a_zombie_process_is_taken_over(tmp_path: Path) -> None:
     storage = resolve(tmp_path / "cold")
-    killed = subprocess.Popen([sys.executable, "-c", _KILLED, storage.url])
+    killed = subprocess.Popen(python("-c", _KILLED, storage.url))
     os.waitid(os.P_PID, killed.pid, os.WEXITED | os.WNOWAIT)
     with leased(storage):
         pass
@@ -272,10 +266,8 @@ def test_a_lease_is_given_back_when_the_storage_answers_again(tmp_path: Path, sh
     storage = FaultyStorage(resolve(tmp_path), [away])
     with leased(storage):
         away.times = 5
-    assert isinstance(attempt(lambda: leases.Lease(resolve(tmp_path))), StorageConflictError)
-    deadline = time.monotonic() + 30
-    while storage.list() and time.monotonic() < deadline:
-        time.sleep(0.02)
+    assert isinstance(attempt(Lease, resolve(tmp_path)), StorageConflictError)
+    wait_until(lambda: not storage.list(), 30)
     with leased(storage):
         assert away.hits == 5
     assert storage.list() == []
@@ -305,8 +297,7 @@ with leased(resolve(sys.argv[1])):
 
 def test_the_lease_of_a_killed_process_is_taken_over_by_one(tmp_path: Path) -> None:
     storage = resolve(tmp_path / "cold")
-    line = [sys.executable, "-c", _KILLED, storage.url]
-    assert subprocess.run(line, timeout=60, check=False).returncode == 9
+    assert run_program(_KILLED, storage.url).returncode == 9
     assert [name for name, _ in storage.list()] == [LEASE_FILE]
     inside, most = itertools.count(), []
     start = threading.Barrier(6)
@@ -353,14 +344,7 @@ def test_the_cold_files_are_gone(root: Path, tmp_path: Path) -> None:
 def test_the_cold_storage_does_not_answer(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cold = tmp_path / "cold"
     assert all(cool(step).done for step in planned(root, cold))
-    real = os.open
-
-    def broken(path: Any, *args: Any, **options: Any) -> int:
-        if str(path).startswith(f"{cold}/1/"):
-            raise OSError(107, "Transport endpoint is not connected")
-        return real(path, *args, **options)
-
-    monkeypatch.setattr(os, "open", broken)
+    failing(monkeypatch, "open", errno.ENOTCONN, lambda path, *_: str(path).startswith(f"{cold}/1/"))
     with pytest.raises(StorageUnavailableError, match=rf"cannot open .*{cold}/1/.*not connected"):
         load_step(root / "1")
     assert load_step(root / "2") == 2

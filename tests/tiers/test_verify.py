@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 import bytecheckpoint
-from bytecheckpoint import CheckpointError
+from bytecheckpoint import CheckpointError, CorruptCheckpointError
 from bytecheckpoint.cli.main import run as command
 from bytecheckpoint.storage import resolve
 from bytecheckpoint.tiers.storage import TierStorage
 from tests.faults.coded import load_step, states
+from tests.support.damage import damage, storage_file
 
 
 @pytest.fixture
@@ -29,19 +30,10 @@ def places(path: str) -> dict[str, Path]:
     return {"hot": Path(storage.hot.root), "durable": Path(path.removeprefix("tier+file://"))}
 
 
-def damage(place: Path, kind: str, byte: int = -100) -> None:
-    file = next((place / "model").glob("rank-*"))
-    data = bytearray(file.read_bytes())
-    if kind == "flip":
-        data[byte] ^= 1
-        file.write_bytes(data)
-    elif kind == "cut":
-        file.write_bytes(data[:-50])
-    elif kind == "header":
-        data[20] ^= 1
-        file.write_bytes(data)
-    else:
-        file.unlink()
+def damage_copy(place: Path, kind: str, byte: int = -100) -> None:
+    if kind == "header":
+        kind, byte = "flip", 20
+    damage(storage_file(place), kind, byte)
 
 
 def verify(path: str, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
@@ -72,7 +64,7 @@ def test_both_copies_are_sound(path: str, capsys: pytest.CaptureFixture[str]) ->
 @pytest.mark.parametrize("copy", ["hot", "durable"])
 @pytest.mark.parametrize("kind", ["flip", "cut", "remove", "header"])
 def test_damage_to_one_copy_is_survived(path: str, copy: str, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
-    damage(places(path)[copy], kind)
+    damage_copy(places(path)[copy], kind)
     report = verify(path, capsys)
     assert not report["ok"] and report["restorable"] and loads(path)
     assert {finding["copy"] for finding in report["findings"]} == {copy}
@@ -83,9 +75,11 @@ def test_damage_to_one_copy_is_survived(path: str, copy: str, kind: str, capsys:
 @pytest.mark.parametrize("kind", ["flip", "cut", "remove"])
 def test_damage_to_both_copies(path: str, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     for place in places(path).values():
-        damage(place, kind)
+        damage_copy(place, kind)
     report = verify(path, capsys)
-    assert not report["ok"] and not report["restorable"] and not loads(path)
+    assert not report["ok"] and not report["restorable"]
+    with pytest.raises(CorruptCheckpointError, match="checksum mismatch" if kind == "flip" else None):
+        load_step(path)
     assert {finding["copy"] for finding in report["findings"]} == {"hot", "durable"}
     assert "not restorable from here" in report["words"] and "model/rank-00000" in report["words"]
 
@@ -94,12 +88,12 @@ def test_damage_at_different_places_of_the_copies(run: str, capsys: pytest.Captu
     """Each block has one sound copy: that suffices for a load, and verify knows it."""
     path = f"{run}/1"
     bytecheckpoint.save(path, states(step=1, rows=8000)).result(60)
-    damage(places(path)["hot"], "flip", 5000)
-    damage(places(path)["durable"], "flip", -100)
+    damage_copy(places(path)["hot"], "flip", 5000)
+    damage_copy(places(path)["durable"], "flip", -100)
     report = verify(path, capsys)
     assert not report["ok"] and report["restorable"]
     assert load_step(path, rows=8000) == 1
-    damage(places(path)["hot"], "flip", -100)
+    damage_copy(places(path)["hot"], "flip", -100)
     assert not verify(path, capsys)["restorable"]
     with pytest.raises(CheckpointError):
         load_step(path, rows=8000)
@@ -120,14 +114,14 @@ def test_a_step_that_is_not_flushed_yet(path: str, run: str, capsys: pytest.Capt
     report = verify(path, capsys)
     assert report["ok"] and report["restorable"] and loads(path)
     assert any("not flushed" in note and str(durable) in note for note in report["notes"])
-    damage(places(path)["hot"], "flip")
+    damage_copy(places(path)["hot"], "flip")
     report = verify(path, capsys)
     assert not report["ok"] and not report["restorable"] and not loads(path)
 
 
 def test_a_hot_copy_that_was_replaced_elsewhere(path: str, capsys: pytest.CaptureFixture[str]) -> None:
     bytecheckpoint.save(places(path)["durable"], states(step=1))
-    damage(places(path)["hot"], "flip")
+    damage_copy(places(path)["hot"], "flip")
     report = verify(path, capsys)
     assert report["ok"] and loads(path), "nobody reads the damaged copy"
     assert any("does not count" in note for note in report["notes"])

@@ -23,11 +23,9 @@ from bytecheckpoint.representation.catalog import VALUES_SLOT, Catalog
 from bytecheckpoint.representation.names import CATALOG_NAME, generation_of
 from bytecheckpoint.storage import Storage, resolve
 from bytecheckpoint.storage.threads import call_with_timeout, parallel_map
+from bytecheckpoint.tuning import tuning
 
 __all__ = ["explain_missing_catalog", "ls", "open_catalog", "summary"]
-
-#: Seconds to wait for the durable storage of a tiered path. Without an answer only this machine's hot tier is listed.
-_DURABLE_TIMEOUT = 15.0
 
 
 def open_catalog(path: str) -> tuple[Storage, Catalog]:
@@ -59,8 +57,8 @@ def ls(path: str, *, json: bool) -> int:
     storage = resolve(path)
     hot_tier, unreachable = storage.nearest_tier(), ""
     if hot_tier is not storage:
-        try:
-            call_with_timeout(_DURABLE_TIMEOUT, storage.folders)
+        try:  # without an answer only this machine's hot tier is listed
+            call_with_timeout(tuning().tier_load_timeout, storage.folders)
         except StorageUnavailableError as error:
             unreachable = f"{storage.url}: {error}"
     listed = hot_tier if unreachable else storage

@@ -31,14 +31,18 @@ _log = logging.getLogger("bytecheckpoint")
 
 
 @contextlib.contextmanager
-def leased(storage: Storage) -> Iterator[Lease]:
+def leased(storage: Storage, machine: str = "") -> Iterator[Lease]:
     """Hold the lease on a folder inside a `with` block.
+
+    Args:
+        storage: the folder.
+        machine: see `Lease`.
 
     Raises:
         StorageConflictError: another process holds it.
         StorageError: the storage fails.
     """
-    lease = Lease(storage)
+    lease = Lease(storage, machine)
     try:
         yield lease
     finally:
@@ -50,6 +54,7 @@ class Lease:
 
     Args:
         storage: the folder.
+        machine: machine and container of the holder; "": this one. Tests give the name of another machine.
 
     Attributes:
         storage: the folder.
@@ -59,9 +64,9 @@ class Lease:
         StorageError: the storage fails.
     """
 
-    def __init__(self, storage: Storage) -> None:
+    def __init__(self, storage: Storage, machine: str = "") -> None:
         self.storage = storage
-        self._content = _Content(_machine(), os.getpid(), _start_time(os.getpid()), secrets.token_hex(8))
+        self._content = _Content(machine or _machine(), os.getpid(), _start_time(os.getpid()), secrets.token_hex(8))
         self._renewing = threading.Lock()
         self._released = threading.Event()
         try:
@@ -125,7 +130,7 @@ class Lease:
         storage = self.storage
         version, found = storage.version(LEASE_FILE), _read(storage)
         holder = _decode(found)
-        alive = holder.alive() if found else False
+        alive = holder.alive(self._content.host) if found else False
         deadline = time.monotonic() + tuning().lease_expiry
         while alive is None:
             time.sleep(tuning().lease_expiry / 20)
@@ -182,9 +187,9 @@ class _Content(msgspec.Struct, frozen=True):
     def __str__(self) -> str:
         return f"process {self.process} on {self.host}" if self.host else "an unknown process"
 
-    def alive(self) -> bool | None:
-        """Return whether the process lives; None when only its own machine can tell."""
-        return _start_time(self.process) == self.started if self.host == _machine() else None
+    def alive(self, machine: str) -> bool | None:
+        """Return whether the process lives, as `machine` sees it; None when only the process's own machine can tell."""
+        return _start_time(self.process) == self.started if self.host == machine else None
 
 
 # Built at import: msgspec (0.22) crashes if two threads use a type for the first time at once.

@@ -1,0 +1,47 @@
+"""Places in memory (`mem://`) that a test has to itself."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+import bytecheckpoint
+from bytecheckpoint.collectives import current
+from bytecheckpoint.world import world_of
+from tests.support.settings import undisturbed
+
+__all__ = ["folder_in_memory", "hot_tier", "new_memory"]
+
+
+def folder_in_memory(url: str = "") -> Path:
+    """Return the folder of a `mem://` URL; without one, that of all places of this user."""
+    return Path(f"/dev/shm/bytecheckpoint-{os.geteuid()}", url.removeprefix("mem://"))
+
+
+@contextmanager
+def new_memory() -> Iterator[str]:
+    """Yield the URL of a new place in memory, and remove the place afterwards."""
+    url = f"mem://test-{uuid.uuid4().hex}"
+    try:
+        yield url
+    finally:
+        shutil.rmtree(folder_in_memory(url), ignore_errors=True)
+
+
+@contextmanager
+def hot_tier(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Use a new hot tier, in child processes too; afterwards restore the settings, and leave nothing in flight."""
+    with new_memory() as url, undisturbed():
+        monkeypatch.setenv("BYTECHECKPOINT_TIER_HOT", url)
+        bytecheckpoint.configure(tier_hot=url)
+        yield url
+        world = world_of(current())
+        world.saves.drain()
+        world.flusher.drain()
+        world.resources.plans.clear()

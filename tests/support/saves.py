@@ -1,0 +1,48 @@
+"""Saves and loads at layouts of several ranks, which are threads of this process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import bytecheckpoint
+from bytecheckpoint.cli.main import run
+from bytecheckpoint.collectives.base import Collective
+from bytecheckpoint.collectives.testing import ThreadWorld
+from bytecheckpoint.representation.names import generation_of
+from bytecheckpoint.storage import resolve
+from tests.faults.coded import states, step_of
+from tests.faults.ranks import outcomes
+
+__all__ = ["ROWS", "check_folder", "load", "save"]
+
+#: Three tensors of 6.4 MB: files of several parts, several times a small staging pool.
+ROWS = 20_000
+
+
+def save(path: str, step: int, world: int = 1, rows: int = ROWS, **options: Any) -> list[Any]:
+    """Save from `world` ranks; return each rank's report or exception."""
+
+    def one(collective: Collective) -> Any:
+        handle = bytecheckpoint.save(path, states(collective.rank, world, step, rows), **options)
+        return handle.result(120)
+
+    return outcomes(ThreadWorld(world), one, timeout=200)
+
+
+def load(path: str, world: int, rows: int = ROWS) -> set[int]:
+    """Load at a layout of `world` ranks; return the steps that the ranks found."""
+
+    def one(collective: Collective) -> int:
+        mine = states(collective.rank, world, rows=rows)
+        bytecheckpoint.load(path, mine)
+        return step_of(mine)
+
+    return set(ThreadWorld(world).run(one, timeout=200))
+
+
+def check_folder(path: str) -> None:
+    """Fail unless the checkpoint verifies, and its folder has no storage files but those that the catalog names."""
+    assert run(["verify", path]) == 0
+    with bytecheckpoint.open(path) as checkpoint:
+        named = {file.name for file in checkpoint._catalog.files}
+    assert {name for name, _ in resolve(path).list() if generation_of(name)} == named
