@@ -258,7 +258,7 @@ def _s3(folder: Path, *, limited: bool) -> Iterator[Place]:
 def _az(folder: Path) -> Iterator[Place]:
     server = azurite(folder)
     try:
-        server.make_container("bench")
+        server.make_bucket("bench")
         variables = server.environment()
         os.environ.update(variables)
         store = obstore.store.AzureStore(

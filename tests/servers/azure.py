@@ -7,6 +7,7 @@ import datetime
 import hashlib
 import hmac
 import urllib.request
+from dataclasses import dataclass
 from pathlib import Path
 
 from tests.servers.process import Server, folder_of, free_port
@@ -19,6 +20,7 @@ _KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOt
 _opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
+@dataclass(frozen=True)
 class AzureServer:
     """A running server.
 
@@ -27,9 +29,8 @@ class AzureServer:
         endpoint: "http://127.0.0.1:port/account".
     """
 
-    def __init__(self, server: Server, endpoint: str) -> None:
-        self.server = server
-        self.endpoint = endpoint
+    server: Server
+    endpoint: str
 
     def environment(self) -> dict[str, str]:
         """Return the variables with which clients find the server."""
@@ -39,8 +40,8 @@ class AzureServer:
             "AZURE_STORAGE_ENDPOINT": self.endpoint,
         }
 
-    def make_container(self, name: str) -> None:
-        """Create a container with one signed request."""
+    def make_bucket(self, name: str) -> None:
+        """Create a bucket, which Azure calls a container, with one signed request."""
         date = datetime.datetime.now(datetime.UTC).strftime("%a, %d %b %Y %H:%M:%S GMT")
         text = f"PUT{chr(10) * 12}x-ms-date:{date}\nx-ms-version:2021-08-06\n/{ACCOUNT}/{ACCOUNT}/{name}\nrestype:container"
         signature = base64.b64encode(hmac.new(base64.b64decode(_KEY), text.encode(), hashlib.sha256).digest()).decode()

@@ -114,6 +114,11 @@ class FaultProxy:
         self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
         self._thread.start()
 
+    def add(self, call: Callable[[Request], bool], **options: Any) -> HttpFault:
+        """Add a rule; see `HttpFault` for the options."""
+        self.rules.append(HttpFault(call, **options))
+        return self.rules[-1]
+
     def close(self) -> None:
         """Stop serving, and end the connections that clients keep open."""
         self._server.shutdown()
@@ -125,7 +130,10 @@ class FaultProxy:
 
     def _rule(self, request: Request) -> HttpFault | None:
         self.requests.append(request)
-        return next((rule for rule in self.rules if rule.hit(request)), None)
+        rule = next((rule for rule in self.rules if rule.hit(request)), None)
+        if rule is not None:
+            rule.wait()
+        return rule
 
     def _serve(self, client: BaseHTTPRequestHandler) -> None:
         headers = {name.lower(): value for name, value in client.headers.items()}

@@ -6,11 +6,11 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 from bytecheckpoint.storage.testing import fault_rule
+from tests.support.processes import wait_until
 
 __all__ = ["FaultFs"]
 
@@ -42,12 +42,10 @@ class FaultFs:
                 stdout=log,
                 stderr=log,
             )
-        deadline = time.monotonic() + 60
-        while not os.path.ismount(self.mount):
-            if self._process.poll() is not None or time.monotonic() > deadline:
-                self.stop()
-                raise RuntimeError(f"faultfs did not start: {(folder / 'log').read_text()[-2000:]}")
-            time.sleep(0.02)
+        wait_until(lambda: os.path.ismount(self.mount) or self._process.poll() is not None, 60)
+        if not os.path.ismount(self.mount):
+            self.stop()
+            raise RuntimeError(f"faultfs did not start: {(folder / 'log').read_text()[-2000:]}")
 
     def rule(self, call: str, code: int = 0, **options: Any) -> None:
         """Replace all rules by one; see `faultfs_program.FileFault` for the options."""

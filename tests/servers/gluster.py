@@ -14,12 +14,12 @@ import os
 import shutil
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
 
 from tests.servers.process import free_port
+from tests.support.processes import wait_until
 
 __all__ = ["KINDS", "Gluster"]
 
@@ -100,8 +100,8 @@ class Gluster:
                 options = _STRICT if kind == "strict" else ()
                 command = ["glusterfs", "-N", "-f", "client.vol", *options, "-l", f"log/{mount.name}.log", str(mount)]
                 self._processes.append(self._start(command))
-            _until(lambda: all(os.path.ismount(mount) for mount in self.mounts))
-            _until(lambda: all(_answers(mount) for mount in self.mounts))
+            if not wait_until(lambda: all(os.path.ismount(m) and _answers(m) for m in self.mounts), 30):
+                raise RuntimeError("GlusterFS did not start")
         except BaseException:
             self.stop()
             raise
@@ -162,11 +162,3 @@ def _answers(mount: Path) -> bool:
     except OSError:
         return False
     return True
-
-
-def _until(condition, seconds: float = 30.0) -> None:  # type: ignore[no-untyped-def]  # any callable
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            raise RuntimeError("GlusterFS did not start")
-        time.sleep(0.02)

@@ -216,12 +216,7 @@ class Hdfs:
 
     def shell(self, *arguments: str) -> str:
         """Run `hdfs dfs ARGUMENTS`, Hadoop's own client; return its output."""
-        command = [
-            *self._options,
-            "-cp",
-            f"{self._conf}:{self._libraries}/*",
-            "org.apache.hadoop.fs.FsShell",
-            *arguments,
-        ]
+        classpath = f"{self._conf}:{self._libraries}/*"
+        command = [*self._options, "-cp", classpath, "org.apache.hadoop.fs.FsShell", *arguments]
         done = subprocess.run(command, check=True, timeout=600, capture_output=True, text=True, env=self._environment())
         return done.stdout

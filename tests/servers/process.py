@@ -56,7 +56,6 @@ class Server:
         url: "http://127.0.0.1:port/path"; the server is ready once this has any HTTP status.
         log: file for its output.
         env: variables, besides those of this process.
-        cwd: its working directory.
     """
 
     def __init__(
@@ -66,13 +65,11 @@ class Server:
         log: Path,
         *,
         env: Mapping[str, str] | None = None,
-        cwd: Path | None = None,
     ) -> None:
         self._command = list(command)
         self._url = url
         self._log = log
         self._env = {**os.environ, **(env or {})}
-        self._cwd = cwd
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -91,7 +88,7 @@ class Server:
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
                 ["sh", "-c", _LEASH, *self._command], stdin=subprocess.PIPE, stdout=log, stderr=log, env=self._env,
-                cwd=self._cwd, start_new_session=True,
+                start_new_session=True,
             )  # fmt: skip
         deadline = time.monotonic() + timeout
         while not self._answers():

@@ -1,4 +1,4 @@
-"""A proxy before a NameNode that lets chosen operations fail, and NameNodes that never serve: standby, hanging, gone."""
+"""A proxy before a NameNode that lets chosen operations fail, and NameNodes that never serve: standby and gone."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import contextlib
 import socket
 import struct
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from bytecheckpoint.storage.hdfs.rpc import _fields, _frame, _number, _receive, _text, _varint
 from bytecheckpoint.storage.testing.fault_rule import FaultRule
+from tests.servers.peers import listening
 
-__all__ = ["FaultRule", "RpcFaultProxy", "gone", "rpc_fault_proxy", "silent", "stands_by"]
+__all__ = ["FaultRule", "RpcFaultProxy", "gone", "rpc_fault_proxy", "stands_by"]
 
 
 class RpcFaultProxy:
@@ -25,37 +27,24 @@ class RpcFaultProxy:
 
     def __init__(self, port: int) -> None:
         self._port = port
+        self.address = ""
         self.rules: list[FaultRule] = []
-        self._open: list[socket.socket] = []
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
-        threading.Thread(target=self._accept, daemon=True).start()
 
-    def close(self) -> None:
-        """Take no more connections, and end those that clients keep open."""
-        for each in (self._listener, *self._open):
-            with contextlib.suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
+    def add(self, call: str, **options: Any) -> FaultRule:
+        """Add a rule; see `FaultRule` for the options."""
+        self.rules.append(FaultRule(call, **options))
+        return self.rules[-1]
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                client, _ = self._listener.accept()
-            except OSError:
-                return
-            self._open.append(client)
-            threading.Thread(target=self._serve, args=(client,), daemon=True).start()
-
-    def _serve(self, client: socket.socket) -> None:
+    def serve(self, client: socket.socket) -> None:
+        """Serve one connection of a client."""
         try:
             server = socket.create_connection(("127.0.0.1", self._port), 10)
+            for end in (client, server):
+                end.settimeout(None)
+                end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         except OSError:
             client.close()
             return
-        for end in (client, server):
-            end.settimeout(None)
-            end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         lost, answered = threading.Event(), threading.Event()
         threading.Thread(target=self._answers, args=(server, client, lost, answered), daemon=True).start()
         with contextlib.suppress(OSError):
@@ -97,36 +86,11 @@ def _asks_for(data: bytes, method: object) -> bool:
 def rpc_fault_proxy(port: int) -> Iterator[RpcFaultProxy]:
     """Run a proxy before the NameNode that listens on a port of this machine."""
     proxy = RpcFaultProxy(port)
-    try:
+    with listening(proxy.serve) as proxy.address:
         yield proxy
-    finally:
-        proxy.close()
 
 
 # --- NameNodes that never serve ----------------------------------------------------------------------------------------
-
-
-@contextmanager
-def _listening(serve: Callable[[socket.socket], None]) -> Iterator[str]:
-    """Listen; yield the address. `serve` gets every connection, in a thread."""
-    connections: list[socket.socket] = []
-
-    def accept() -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                connection, _ = listener.accept()
-                connections.append(connection)
-                threading.Thread(target=serve, args=(connection,), daemon=True).start()
-
-    with socket.create_server(("127.0.0.1", 0), backlog=100) as listener:
-        threading.Thread(target=accept, daemon=True).start()
-        try:
-            yield f"127.0.0.1:{listener.getsockname()[1]}"
-        finally:
-            for each in (listener, *connections):
-                with contextlib.suppress(OSError):
-                    each.shutdown(socket.SHUT_RDWR)
-                each.close()
 
 
 def _refuse(connection: socket.socket) -> None:
@@ -154,12 +118,7 @@ def _refuse(connection: socket.socket) -> None:
 
 def stands_by() -> contextlib.AbstractContextManager[str]:
     """Run a NameNode in standby; yield its address."""
-    return _listening(_refuse)
-
-
-def silent() -> contextlib.AbstractContextManager[str]:
-    """Run a NameNode that hangs: it takes connections and answers nothing."""
-    return _listening(lambda _: None)
+    return listening(_refuse)
 
 
 @contextmanager

@@ -9,6 +9,7 @@ import re
 import time
 import urllib.error
 import urllib.request
+from dataclasses import dataclass
 from pathlib import Path
 
 from tests.servers.process import Server, folder_of, free_port
@@ -21,6 +22,7 @@ _REGION = "us-east-1"
 _opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
+@dataclass(frozen=True)
 class S3Server:
     """A running server.
 
@@ -29,9 +31,8 @@ class S3Server:
         endpoint: "http://127.0.0.1:port".
     """
 
-    def __init__(self, server: Server, endpoint: str) -> None:
-        self.server = server
-        self.endpoint = endpoint
+    server: Server
+    endpoint: str
 
     def environment(self, endpoint: str = "") -> dict[str, str]:
         """Return the variables with which clients find the server."""

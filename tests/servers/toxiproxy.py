@@ -20,15 +20,14 @@ class Toxiproxy:
     Args:
         folder: for its log.
         target: "http://127.0.0.1:port" of the server.
-        listen: where to listen, by default at a free port of 127.0.0.1.
 
     Attributes:
         endpoint: "http://127.0.0.1:port", where clients reach the server.
     """
 
-    def __init__(self, folder: Path, target: str, listen: str = "") -> None:
+    def __init__(self, folder: Path, target: str) -> None:
         program = folder_of("toxiproxy") / "toxiproxy"
-        port, listen = free_port(), listen or f"127.0.0.1:{free_port()}"
+        port, listen = free_port(), f"127.0.0.1:{free_port()}"
         self._api = f"http://127.0.0.1:{port}"
         command = [str(program), "-host", "127.0.0.1", "-port", str(port)]
         self._server = Server(command, f"{self._api}/version", folder / "toxiproxy.log").start()
@@ -49,10 +48,6 @@ class Toxiproxy:
     def remove(self, kind: str) -> None:
         """Remove a toxic."""
         self._call("DELETE", f"/proxies/p/toxics/{kind}")
-
-    def enable(self, enabled: bool) -> None:
-        """Accept connections, or refuse them."""
-        self._call("POST", "/proxies/p", {"enabled": enabled})
 
     def stop(self) -> None:
         """End the proxy."""

@@ -2,35 +2,41 @@
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import os
-import shutil
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-import bytecheckpoint
-from bytecheckpoint.collectives import current
 from bytecheckpoint.storage import Storage, resolve
-from bytecheckpoint.world import world_of
+from bytecheckpoint.storage.hdfs.storage import HdfsStorage
+from bytecheckpoint.tuning import tuned
 from tests.servers.azure import AzureServer, azurite
 from tests.servers.fault_proxy import FaultProxy, fault_proxy
 from tests.servers.hdfs import Hdfs
+from tests.servers.peers import garbles, hangs_up, silent
+from tests.servers.rpc_fault_proxy import RpcFaultProxy, rpc_fault_proxy
 from tests.servers.s3 import S3Server, versitygw
+from tests.support.memory import new_memory
+from tests.support.settings import undisturbed
+from tests.support.system_calls import Fail, failing
 from tests.support.worlds import Worlds
 
 
 @pytest.fixture(autouse=True)
 def fresh_settings() -> Iterator[None]:
     """Every test begins with the defaults and no failure waiting to be raised."""
-    before = bytecheckpoint.settings()
-    yield
-    bytecheckpoint.configure(**dataclasses.asdict(before))
-    world = world_of(current())
-    world.saves.drain()
-    world.saves.forget_failure()
+    with undisturbed():
+        yield
+
+
+@pytest.fixture
+def memory() -> Iterator[str]:
+    """The URL of a place in memory."""
+    with new_memory() as url:
+        yield url
 
 
 @pytest.fixture(scope="module")
@@ -41,10 +47,26 @@ def worlds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worlds]:
     made.close()
 
 
+@pytest.fixture
+def fail(monkeypatch: pytest.MonkeyPatch) -> Fail:
+    """Lets a system call fail: `failing` without its first argument."""
+    return functools.partial(failing, monkeypatch)
+
+
 @pytest.fixture(scope="session")
 def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
     """A versitygw for all tests of the run."""
     server = versitygw(tmp_path_factory.mktemp("versitygw"))
+    yield server
+    server.server.stop()
+
+
+@pytest.fixture
+def mortal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
+    """A server of the test's own, with a bucket "bucket"."""
+    server = versitygw(tmp_path)
+    server.make_bucket("bucket")
+    use(monkeypatch, server.environment())
     yield server
     server.server.stop()
 
@@ -98,17 +120,47 @@ def hdfs_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hdfs]:
 
 
 @pytest.fixture
-def hdfs(hdfs_cluster: Hdfs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hdfs:
-    """The cluster, with the environment pointing to it as hdfs://demo_0."""
+def hdfs(hdfs_cluster: Hdfs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hdfs]:
+    """The cluster, with the environment pointing to it as hdfs://demo_0; what a test kills runs again afterwards."""
     use(monkeypatch, hdfs_cluster.configuration(tmp_path / "hadoop"))
-    return hdfs_cluster
+    yield hdfs_cluster
+    hdfs_cluster.start()
+
+
+@pytest.fixture
+def rpc_proxy(hdfs: Hdfs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RpcFaultProxy]:
+    """A proxy before the NameNode, which everything of the test goes through."""
+    with rpc_fault_proxy(hdfs.port) as made:
+        use(monkeypatch, hdfs.configuration(tmp_path / "proxy", namenode=made.address))
+        yield made
+
+
+@pytest.fixture
+def hdfs_path(hdfs: Hdfs) -> str:
+    """A step in a folder of the test's own."""
+    return f"hdfs://demo_0/tests/{uuid.uuid4().hex}/step"
+
+
+@pytest.fixture
+def hdfs_storage(hdfs_path: str) -> HdfsStorage:
+    """The storage of `hdfs_path`."""
+    made = resolve(hdfs_path)
+    assert isinstance(made, HdfsStorage)
+    return made
+
+
+@pytest.fixture
+def short_parts() -> Iterator[None]:
+    """Files on HDFS are sent in sub-files of 1 MiB."""
+    with tuned(hdfs_part_bytes=1 << 20):
+        yield
 
 
 @pytest.fixture(scope="session")
 def az_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AzureServer]:
     """An Azurite for all tests of the run, with a container "container"."""
     server = azurite(tmp_path_factory.mktemp("azurite"))
-    server.make_container("container")
+    server.make_bucket("container")
     yield server
     server.server.stop()
 
@@ -116,16 +168,24 @@ def az_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AzureServer]
 @pytest.fixture(params=["s3", "az", "hdfs", "mem"])
 def root(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
     """A place for checkpoints, by URL."""
-    yield from _place(request, monkeypatch, tmp_path)
+    yield from place(request, monkeypatch, tmp_path)
 
 
 @pytest.fixture(params=["s3", "az", "hdfs", "mem", "file", "fsspec"])
 def anywhere(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
     """The same, on every kind of storage."""
-    yield from _place(request, monkeypatch, tmp_path)
+    yield from place(request, monkeypatch, tmp_path)
 
 
-def _place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, folder: Path) -> Iterator[str]:
+@pytest.fixture(params=[silent, hangs_up, garbles])
+def peer(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The address of something that is no server."""
+    with request.param() as address:
+        yield address
+
+
+def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, folder: Path) -> Iterator[str]:
+    """Yield the URL of a new place on the kind of storage that is the fixture's parameter."""
     name = uuid.uuid4().hex
     if request.param == "s3":
         yield f"s3://{request.getfixturevalue('bucket')}/{name}"
@@ -136,8 +196,7 @@ def _place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, fold
         request.getfixturevalue("hdfs")
         yield f"hdfs://demo_0/{name}"
     elif request.param == "mem":
-        yield f"mem://test-{name}"
-        shutil.rmtree(f"/dev/shm/bytecheckpoint-{os.geteuid()}/test-{name}", ignore_errors=True)
+        yield request.getfixturevalue("memory")
     else:
         yield f"{'fsspec+' if request.param == 'fsspec' else ''}file://{folder}/place"
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +16,7 @@ from bytecheckpoint.storage.objects.storage import ObjectStorage
 from bytecheckpoint.storage.testing import FolderAccess, RawAccess, StorageTests
 from bytecheckpoint.storage.testing.wrappers import DelayedStorage, MeteredStorage, RetryingStorage
 from tests.storage.raw_access import FsspecMemoryAccess, ObstoreAccess
+from tests.support.memory import folder_in_memory
 
 
 class TestLocal(StorageTests):
@@ -35,19 +34,13 @@ class TestLocalByUrl(StorageTests):
         return resolve(f"file://{tmp_path}/step")
 
 
-def _memory(name: str) -> Path:
-    return Path(f"/dev/shm/bytecheckpoint-{os.geteuid()}", name)
-
-
 class TestMemory(StorageTests):
     @pytest.fixture
-    def storage(self) -> Iterator[Storage]:
-        name = f"test-{uuid.uuid4().hex}"
-        yield resolve(f"mem://{name}/step")
-        shutil.rmtree(_memory(name), ignore_errors=True)
+    def storage(self, memory: str) -> Storage:
+        return resolve(f"{memory}/step")
 
     def raw_access(self, storage: Storage) -> RawAccess:
-        return FolderAccess(_memory(storage.url.removeprefix("mem://")))
+        return FolderAccess(folder_in_memory(storage.url))
 
 
 class TestWrapped(StorageTests):

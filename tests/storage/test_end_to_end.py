@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import os
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,49 +14,19 @@ import torch
 import bytecheckpoint
 from bytecheckpoint import CheckpointNotFoundError, StorageError, StorageFullError, StorageUnavailableError
 from bytecheckpoint.cli.main import run
-from bytecheckpoint.collectives.base import Collective
-from bytecheckpoint.collectives.testing import ThreadWorld
-from bytecheckpoint.representation.names import generation_of
 from bytecheckpoint.storage import resolve
-from tests.faults.coded import load_step, states, step_of, whole
-from tests.faults.ranks import attempt
-from tests.servers.fault_proxy import FaultProxy, HttpFault, fault_proxy
+from tests.faults.coded import load_step, whole
+from tests.faults.ranks import succeeded
+from tests.servers.fault_proxy import FaultProxy, HttpFault, asks, fault_proxy
 from tests.servers.s3 import S3Server, versitygw
 from tests.servers.toxiproxy import Toxiproxy
 from tests.storage.conftest import use
 from tests.support.modes import MODES
+from tests.support.mounts import small_tmpfs
+from tests.support.processes import run_program
+from tests.support.saves import ROWS, check_folder, load, save
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(300)]
-
-#: Three tensors of 6.4 MB: files of several parts, several times a small staging pool.
-ROWS = 20_000
-
-
-def save(path: str, step: int, world: int = 1, rows: int = ROWS, **options: Any) -> list[Any]:
-    """Save from `world` ranks; per rank the report or the exception."""
-
-    def one(collective: Collective) -> Any:
-        handle = bytecheckpoint.save(path, states(collective.rank, world, step, rows), **options)
-        return handle.result(120)
-
-    return ThreadWorld(world).run(lambda collective: attempt(one, collective), timeout=200)
-
-
-def succeeded(got: list[Any]) -> None:
-    for report in got:
-        if isinstance(report, Exception):
-            raise report
-
-
-def load(path: str, world: int, rows: int = ROWS) -> set[int]:
-    """The steps that the ranks of another layout load."""
-
-    def one(collective: Collective) -> int:
-        mine = states(collective.rank, world, rows=rows)
-        bytecheckpoint.load(path, mine)
-        return step_of(mine)
-
-    return set(ThreadWorld(world).run(one, timeout=200))
 
 
 @pytest.mark.parametrize(
@@ -161,16 +127,6 @@ def test_a_load_asks_for_every_byte_once(s3: S3Server, bucket: str, monkeypatch:
 
 
 @pytest.fixture
-def mortal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
-    """A server of the test's own, with a bucket "bucket"."""
-    server = versitygw(tmp_path)
-    server.make_bucket("bucket")
-    use(monkeypatch, server.environment())
-    yield server
-    server.server.stop()
-
-
-@pytest.fixture
 def between(mortal: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultProxy]:
     with fault_proxy(mortal.endpoint) as made:
         use(monkeypatch, mortal.environment(made.endpoint))
@@ -180,17 +136,12 @@ def between(mortal: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fault
 def kill_at(between: FaultProxy, server: S3Server, word: str, *, again_after: float | None) -> HttpFault:
     """Kill the server as soon as a request whose method and path hold `word` comes; start it again later, or never."""
 
-    def fits(request: Any) -> bool:
-        if word not in f"{request.method} {request.path}":
-            return False
+    def kill() -> None:
         server.server.kill()
         if again_after is not None:
             threading.Timer(again_after, server.server.start).start()
-        return True
 
-    rule = HttpFault(fits)
-    between.rules.append(rule)
-    return rule
+    return between.add(lambda request: word in f"{request.method} {request.path}", before=kill)
 
 
 @pytest.mark.parametrize(
@@ -227,9 +178,7 @@ def test_a_server_killed_during_a_save_that_stays_away(
     assert run(["verify", "s3://bucket/step"]) == 0
     succeeded(save("s3://bucket/step", 3, world=2))
     assert load("s3://bucket/step", 1) == {3}
-    named = {file.name for file in bytecheckpoint.open("s3://bucket/step")._catalog.files}
-    present = {name for name, _ in resolve("s3://bucket/step").list() if generation_of(name)}
-    assert present == named, "what was left is cleaned up"
+    check_folder("s3://bucket/step")
 
 
 def test_a_server_killed_during_a_load_and_started_again(mortal: S3Server, between: FaultProxy) -> None:
@@ -250,24 +199,13 @@ def test_a_server_killed_during_a_load_that_stays_away(mortal: S3Server, between
 def test_a_load_that_meets_a_replacement_starts_again(mortal: S3Server, between: FaultProxy) -> None:
     """There is no open file that keeps the old objects alive."""
     succeeded(save("s3://bucket/step", 1))
-    done: list[Any] = []
-
-    def replace(request: Any) -> bool:
-        if request.method == "GET" and "/model/rank" in request.path and not done:
-            done.append(True)
-            done.extend(save("s3://bucket/step", 2))
-        return False
-
-    between.rules.append(HttpFault(replace))
+    rule = between.add(asks("GET", "/model/rank"), before=lambda: succeeded(save("s3://bucket/step", 2)))
     assert load_step("s3://bucket/step", rows=ROWS) == 2
-    succeeded(done[1:])
+    assert rule.hits == 1
 
 
 def test_a_full_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if os.geteuid() != 0:
-        pytest.skip("NOT TESTED HERE: mounting a small file system takes root")
-    os.system(f"mount -t tmpfs -o size=30m tmpfs {tmp_path}")
-    try:
+    with small_tmpfs(tmp_path, "30m", lazy=True):
         server = versitygw(tmp_path)
         server.make_bucket("bucket")
         use(monkeypatch, server.environment())
@@ -278,8 +216,6 @@ def test_a_full_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert isinstance(raised, StorageFullError | StorageUnavailableError)
         assert load_step("s3://bucket/step", rows=1000) == 1
         server.server.stop()
-    finally:
-        os.system(f"umount -l {tmp_path}")
 
 
 # --- slow and broken lines --------------------------------------------------------------------------------------------
@@ -354,10 +290,7 @@ for step in (1, 2):
 @pytest.mark.parametrize("staging", ["blocking", "background"])
 @pytest.mark.parametrize("writer", ["process", "thread"])
 def test_saves_in_flight_finish_when_the_program_ends(root: str, writer: str, staging: str) -> None:
-    command = [sys.executable, "-c", _SAVE_AND_LEAVE, root, writer, staging]
-    done = subprocess.run(
-        command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=200, check=False
-    )
+    done = run_program(_SAVE_AND_LEAVE, root, writer, staging)
     assert (done.returncode, done.stderr) == (0, "")
     assert {load_step(f"{root}/{step}", rows=ROWS) - step for step in (1, 2)} == {0}
 

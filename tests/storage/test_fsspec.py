@@ -16,11 +16,13 @@ from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.utils import infer_storage_options
 
 import bytecheckpoint
-from bytecheckpoint import StorageConflictError, StorageError, StorageUnavailableError, UsageError
+from bytecheckpoint import StorageConflictError, StorageError, StorageUnavailableError
 from bytecheckpoint.cli.main import run
-from bytecheckpoint.storage import resolve
+from bytecheckpoint.storage import Storage, resolve
 from bytecheckpoint.storage.testing import content, read_all, write_file
 from tests.faults.coded import load_step, states
+
+STEP = "fsspec+flaky://x/step"
 
 
 class Flaky(MemoryFileSystem):
@@ -77,6 +79,11 @@ def flaky() -> Iterator[type[Flaky]]:
     Flaky.lossy.clear()
 
 
+@pytest.fixture
+def storage(flaky: type[Flaky]) -> Storage:
+    return resolve(STEP)
+
+
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("writer", ["process", "thread"])
 @pytest.mark.parametrize("scheme", ["file", "memory"])
@@ -91,34 +98,19 @@ def test_save_replace_and_load(tmp_path: Path, scheme: str, writer: str, asynchr
     fsspec.filesystem("memory").store.clear()
 
 
-@pytest.mark.parametrize("url", ["fsspec+sftp://user:SECRET@host/x", "fsspec+s3://b/x?key=SECRET"])
-def test_a_password_in_a_url_is_refused_and_not_repeated(url: str) -> None:
-    with pytest.raises(UsageError, match="takes no password and no query") as raised:
-        resolve(url)
-    assert "SECRET" not in str(raised.value)
-
-
-def test_file_systems_that_are_not_there() -> None:
-    with pytest.raises(UsageError, match=r"fsspec\+nosuch://: Protocol not known: nosuch"):
-        resolve("fsspec+nosuch://x")
-    with pytest.raises(UsageError, match=r"'\.\.' part"):
-        resolve("fsspec+memory://x/../y")
-
-
 @pytest.mark.parametrize(
     "error", [ConnectionResetError("reset"), TimeoutError("slow"), OSError(5, "Input/output error")]
 )
 @pytest.mark.parametrize("call", ["open", "cat_file", "info", "mv"])
 def test_transient_errors_are_tried_again(flaky: type[Flaky], call: str, error: Exception) -> None:
     flaky.failing[call] = [error, error]
-    bytecheckpoint.save("fsspec+flaky://x/step", states(step=3))
-    assert load_step("fsspec+flaky://x/step") == 3
+    bytecheckpoint.save(STEP, states(step=3))
+    assert load_step(STEP) == 3
     assert flaky.failing[call] == []
 
 
-def test_errors_that_stay(flaky: type[Flaky]) -> None:
+def test_errors_that_stay(flaky: type[Flaky], storage: Storage) -> None:
     bytecheckpoint.configure(storage_timeout=0.5)
-    storage = resolve("fsspec+flaky://x/step")
     storage.publish("catalog", b"x")
     flaky.failing["cat_file"] = [ConnectionResetError("https://u:SECRET@host/?k=SECRET")] * 100
     with pytest.raises(
@@ -131,33 +123,27 @@ def test_errors_that_stay(flaky: type[Flaky]) -> None:
         storage.read("catalog")
 
 
-def test_bytes_that_do_not_arrive_are_noticed(flaky: type[Flaky]) -> None:
-    bytecheckpoint.save("fsspec+flaky://x/step", states(step=1))
-    flaky.lossy.add("size")
-    with pytest.raises(StorageError, match=r"fsspec\+flaky://x/step: \d+ bytes of \d+ arrived"):
-        bytecheckpoint.save("fsspec+flaky://x/step", states(step=2))
+@pytest.mark.parametrize(
+    ("what", "says"),
+    [("size", r"fsspec\+flaky://x/step: \d+ bytes of \d+ arrived"), ("mv", "did not replace it")],
+)
+def test_writes_that_have_no_effect_are_noticed(flaky: type[Flaky], what: str, says: str) -> None:
+    """Bytes do not arrive, or a catalog is not replaced."""
+    bytecheckpoint.save(STEP, states(step=1))
+    flaky.lossy.add(what)
+    with pytest.raises(StorageError, match=says):
+        bytecheckpoint.save(STEP, states(step=2))
     flaky.lossy.clear()
-    assert load_step("fsspec+flaky://x/step") == 1
+    assert load_step(STEP) == 1
 
 
-def test_a_file_system_that_does_not_replace(flaky: type[Flaky]) -> None:
-    bytecheckpoint.save("fsspec+flaky://x/step", states(step=1))
-    flaky.lossy.add("mv")
-    with pytest.raises(StorageError, match="did not replace it"):
-        bytecheckpoint.save("fsspec+flaky://x/step", states(step=2))
-    flaky.lossy.clear()
-    assert load_step("fsspec+flaky://x/step") == 1
-
-
-def test_short_reads_are_continued(flaky: type[Flaky]) -> None:
-    storage = resolve("fsspec+flaky://x/step")
+def test_short_reads_are_continued(flaky: type[Flaky], storage: Storage) -> None:
     write_file(storage, "model/file", content(10_000))
     flaky.lossy.add("short")
     assert (read_all(storage, "model/file") == content(10_000)).all()
 
 
-def test_another_writer(flaky: type[Flaky]) -> None:
-    storage = resolve("fsspec+flaky://x/step")
+def test_another_writer(storage: Storage) -> None:
     storage.publish("catalog", b"first", expected="")
     with pytest.raises(StorageConflictError):
         storage.publish("catalog", b"other", expected="")
@@ -175,9 +161,8 @@ def test_a_path_that_looks_like_a_pattern(tmp_path: Path, scheme: str) -> None:
     fsspec.filesystem("memory").store.clear()
 
 
-def test_a_file_that_is_not_there_by_any_other_word(flaky: type[Flaky]) -> None:
+def test_a_file_that_is_not_there_by_any_other_word(flaky: type[Flaky], storage: Storage) -> None:
     """ftp has numbers for it."""
-    storage = resolve("fsspec+flaky://x/step")
     storage.publish("catalog", b"x")
     flaky.failing["rm_file"] = [RuntimeError("550 No such file")]
     storage.delete(["absent"])
@@ -191,15 +176,14 @@ def test_a_file_that_is_not_there_by_any_other_word(flaky: type[Flaky]) -> None:
 @pytest.mark.parametrize("writer", ["process", "thread"])
 def test_a_class_that_only_this_process_knows(flaky: type[Flaky], writer: str) -> None:
     bytecheckpoint.configure(writer=writer)
-    bytecheckpoint.save("fsspec+flaky://x/step", states(step=3), async_checkpoint=True).result(60)
-    assert load_step("fsspec+flaky://x/step") == 3
+    bytecheckpoint.save(STEP, states(step=3), async_checkpoint=True).result(60)
+    assert load_step(STEP) == 3
 
 
-def test_versions_of_one_second(flaky: type[Flaky], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_versions_of_one_second(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over sftp and ftp there is nothing but whole seconds."""
     second = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)
     monkeypatch.setattr(Flaky, "info", lambda fs, path: MemoryFileSystem.info(fs, path) | {"created": second})
-    storage = resolve("fsspec+flaky://x/step")
     storage.publish("catalog", b"first", expected="")
     first = storage.version("catalog")
     storage.publish("catalog", b"other", expected=first)
@@ -210,15 +194,14 @@ def test_versions_of_one_second(flaky: type[Flaky], monkeypatch: pytest.MonkeyPa
 
 def test_a_file_without_a_size(flaky: type[Flaky], monkeypatch: pytest.MonkeyPatch) -> None:
     """As by web servers that send in chunks."""
-    resolve("fsspec+flaky://x/step").publish("catalog", b"x")
+    resolve(STEP).publish("catalog", b"x")
     monkeypatch.setattr(Flaky, "info", lambda fs, path: MemoryFileSystem.info(fs, path) | {"size": None})
     with pytest.raises(StorageError, match=r"fsspec\+flaky://x/step/catalog: its file system does not say how long"):
-        resolve("fsspec+flaky://x/step").open("catalog")
+        resolve(STEP).open("catalog")
 
 
-def test_a_listing_that_tells_no_sizes(flaky: type[Flaky], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_listing_that_tells_no_sizes(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
     """As those of web servers."""
-    storage = resolve("fsspec+flaky://x/step")
     write_file(storage, "model/file", content(1000))
     full = MemoryFileSystem.ls
     monkeypatch.setattr(Flaky, "ls", lambda fs, path, detail: [e | {"size": None} for e in full(fs, path, detail=True)])
@@ -307,9 +290,10 @@ def test_what_looks_like_a_fragment_is_part_of_the_path(flaky: type[Flaky], fold
     assert f"/{folder}/metadata.parquet" in flaky.store
 
 
-def test_folders_made_and_removed_by_others_meanwhile(flaky: type[Flaky], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folders_made_and_removed_by_others_meanwhile(
+    flaky: type[Flaky], storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All ranks make the same folders at the same moment, and a job that fails removes those that it empties."""
-    storage = resolve("fsspec+flaky://x/step")
 
     def makedirs(fs: Flaky, path: str, exist_ok: bool = False) -> None:
         MemoryFileSystem.makedirs(fs, path.rpartition("/")[0], exist_ok=True)

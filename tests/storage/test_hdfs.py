@@ -18,11 +18,9 @@ from bytecheckpoint.storage import Storage, resolve
 from bytecheckpoint.storage.hdfs.rpc import RemoteError
 from bytecheckpoint.storage.hdfs.storage import HdfsStorage
 from bytecheckpoint.storage.testing import RawAccess, StorageTests, content, read_all, write_file
-from bytecheckpoint.tuning import tuned
 from tests.faults.coded import load_step, states
-from tests.servers.hdfs import Hdfs
-from tests.servers.rpc_fault_proxy import FaultRule, RpcFaultProxy, rpc_fault_proxy
-from tests.storage.conftest import use
+from tests.servers.hdfs import Hdfs, write_configuration
+from tests.servers.rpc_fault_proxy import RpcFaultProxy
 from tests.storage.raw_access import HdfsAccess
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(300)]
@@ -42,32 +40,6 @@ class TestHdfs(StorageTests):
 
     def raw_access(self, storage: Storage) -> RawAccess:
         return HdfsAccess(self._client, storage.url.removeprefix("hdfs://demo_0"))
-
-
-@pytest.fixture
-def short_parts() -> Iterator[None]:
-    with tuned(hdfs_part_bytes=1 << 20):
-        yield
-
-
-@pytest.fixture
-def folder(hdfs: Hdfs) -> str:
-    return f"hdfs://demo_0/tests/{uuid.uuid4().hex}"
-
-
-@pytest.fixture
-def storage(folder: str) -> HdfsStorage:
-    made = resolve(f"{folder}/step")
-    assert isinstance(made, HdfsStorage)
-    return made
-
-
-@pytest.fixture
-def between(hdfs: Hdfs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RpcFaultProxy]:
-    """A proxy before the NameNode, which everything of the test goes through."""
-    with rpc_fault_proxy(hdfs.port) as made:
-        use(monkeypatch, hdfs.configuration(tmp_path / "between", namenode=made.address))
-        yield made
 
 
 # --- what it costs ----------------------------------------------------------------------------------------------------
@@ -92,9 +64,9 @@ class Operations:
         return Counter({name: count for name, count in found.items() if count})
 
 
-def test_operations_of_the_namenode(hdfs: Hdfs, storage: HdfsStorage, short_parts: None) -> None:
+def test_operations_of_the_namenode(hdfs: Hdfs, hdfs_storage: HdfsStorage, short_parts: None) -> None:
     """The table in docs/how-to/choose-a-storage.md."""
-    write_file(storage, "model/before", content(100))  # the client has asked for the server's defaults
+    write_file(hdfs_storage, "model/before", content(100))  # the client has asked for the server's defaults
     operations = Operations(hdfs)
 
     def spent(call: Callable[[], object], files: int = 0) -> Counter[str]:
@@ -104,51 +76,49 @@ def test_operations_of_the_namenode(hdfs: Hdfs, storage: HdfsStorage, short_part
         assert files <= found.pop("Complete", 0) <= 5 * files
         return found
 
-    assert spent(lambda: write_file(storage, "model/small", content(1000)), 1) == {"Create": 1, "AddBlock": 1}
-    large = spent(lambda: write_file(storage, "model/large", LARGE), 4)
+    assert spent(lambda: write_file(hdfs_storage, "model/small", content(1000)), 1) == {"Create": 1, "AddBlock": 1}
+    large = spent(lambda: write_file(hdfs_storage, "model/large", LARGE), 4)
     assert large == {"Create": 4, "AddBlock": 4, "Concat": 1}
-    assert spent(lambda: read_all(storage, "model/large")) == {"GetBlockLocations": 1}
-    assert spent(lambda: storage.read("model/small")) == {"GetBlockLocations": 1}
-    assert spent(lambda: storage.stat("model/small")) == {"GetFileInfo": 1}
-    assert spent(storage.list) == {"GetListing": 2}
-    first = spent(lambda: storage.publish(CATALOG, b"first", expected=""), 1)
+    assert spent(lambda: read_all(hdfs_storage, "model/large")) == {"GetBlockLocations": 1}
+    assert spent(lambda: hdfs_storage.read("model/small")) == {"GetBlockLocations": 1}
+    assert spent(lambda: hdfs_storage.stat("model/small")) == {"GetFileInfo": 1}
+    assert spent(hdfs_storage.list) == {"GetListing": 2}
+    first = spent(lambda: hdfs_storage.publish(CATALOG, b"first", expected=""), 1)
     assert first == {"Create": 1, "AddBlock": 1, "Rename2": 1}
-    version = storage.version(CATALOG)
+    version = hdfs_storage.version(CATALOG)
     assert operations.since() == {"GetFileInfo": 1}
-    assert spent(lambda: storage.publish(CATALOG, b"second", expected=version), 1) == {
+    assert spent(lambda: hdfs_storage.publish(CATALOG, b"second", expected=version), 1) == {
         "Create": 1, "AddBlock": 1, "Rename2": 2, "GetFileInfo": 1, "GetBlockLocations": 1,
     }  # fmt: skip
-    assert spent(lambda: storage.delete(["model/small"])) == {"Delete": 1}, "there are other files in its folder"
+    assert spent(lambda: hdfs_storage.delete(["model/small"])) == {"Delete": 1}, "there are other files in its folder"
 
 
-def test_operations_of_a_whole_save_and_load(hdfs: Hdfs, folder: str) -> None:
-    path = f"{folder}/step"
-    bytecheckpoint.save(path, states(step=1), async_checkpoint=True).result(60)  # the writer process is there
+def test_operations_of_a_whole_save_and_load(hdfs: Hdfs, hdfs_path: str) -> None:
+    bytecheckpoint.save(hdfs_path, states(step=1), async_checkpoint=True).result(60)  # the writer process is there
     operations = Operations(hdfs)
-    bytecheckpoint.save(f"{path}-2", states(step=2), async_checkpoint=True).result(60)
+    bytecheckpoint.save(f"{hdfs_path}-2", states(step=2), async_checkpoint=True).result(60)
     save = operations.since()
-    files = len(resolve(f"{path}-2").list())
+    files = len(resolve(f"{hdfs_path}-2").list())
     assert save["Create"] == save["AddBlock"] == files
     assert save["Rename2"] == 1
     assert save["GetFileInfo"] <= 1 and save["GetListing"] <= 4 and save["Delete"] == 0
     operations.since()
-    load_step(f"{path}-2")
+    load_step(f"{hdfs_path}-2")
     assert operations.since() == {"GetBlockLocations": files}, "every file is opened once, and nothing else is asked"
-    bytecheckpoint.save(f"{path}-2", states(step=3), async_checkpoint=True).result(60)
+    bytecheckpoint.save(f"{hdfs_path}-2", states(step=3), async_checkpoint=True).result(60)
     replaced = operations.since()
     assert replaced["Create"] == replaced["AddBlock"] == files
     assert replaced["Rename2"] == 2 and replaced["Delete"] == files - 1, "the old files, and no folders"
     assert replaced["GetFileInfo"] == 2 and replaced["GetListing"] <= 4 and replaced["GetBlockLocations"] == 1
 
 
-def test_a_load_reads_no_byte_twice(hdfs: Hdfs, folder: str) -> None:
+def test_a_load_reads_no_byte_twice(hdfs: Hdfs, hdfs_path: str) -> None:
     """As the DataNodes count it: with checksums of 4 bytes for 512, to which ranges are rounded."""
-    path = f"{folder}/step"
-    bytecheckpoint.save(path, states(step=1, rows=50_000))
-    sizes = sum(size for _, size in resolve(path).list())
-    reads = len(resolve(path).list()) + sizes // (2 << 20) + 50
+    bytecheckpoint.save(hdfs_path, states(step=1, rows=50_000))
+    sizes = sum(size for _, size in resolve(hdfs_path).list())
+    reads = len(resolve(hdfs_path).list()) + sizes // (2 << 20) + 50
     before = hdfs.bytes_read()
-    assert load_step(path, rows=50_000) == 1
+    assert load_step(hdfs_path, rows=50_000) == 1
     assert 0.99 * sizes < hdfs.bytes_read() - before < sizes * (1 + 4 / 512) + 1024 * reads
 
 
@@ -156,53 +126,53 @@ def test_a_load_reads_no_byte_twice(hdfs: Hdfs, folder: str) -> None:
 
 
 @pytest.mark.parametrize("stable", [True, False])
-def test_a_joined_file_is_like_any_other(hdfs: Hdfs, storage: HdfsStorage, stable: bool, short_parts: None) -> None:
-    write_file(storage, "model/file", LARGE, stable=stable, piece=1_000_003)
-    assert storage.list() == [("model/file", len(LARGE))], "no sub-files are left"
-    assert np.array_equal(read_all(storage, "model/file"), LARGE)
-    path = storage._path("model/file")
+def test_a_joined_file_is_like_any_other(
+    hdfs: Hdfs, hdfs_storage: HdfsStorage, stable: bool, short_parts: None
+) -> None:
+    write_file(hdfs_storage, "model/file", LARGE, stable=stable, piece=1_000_003)
+    assert hdfs_storage.list() == [("model/file", len(LARGE))], "no sub-files are left"
+    assert np.array_equal(read_all(hdfs_storage, "model/file"), LARGE)
+    path = hdfs_storage._path("model/file")
     assert hdfs.client().get_file_info(path).replication == 2
     if stable:  # Hadoop's own client takes seconds
         assert hdfs.shell("-checksum", path)
 
 
-def test_sub_files_that_are_left_are_seen_and_removed(hdfs: Hdfs, storage: HdfsStorage, short_parts: None) -> None:
+def test_sub_files_that_are_left_are_seen_and_removed(hdfs: Hdfs, hdfs_storage: HdfsStorage, short_parts: None) -> None:
     """As a killed writer leaves them: the file that they were to become can be removed, and they go with it."""
     client = hdfs.client()
     for name in (".bytecheckpoint-part-0001-file", ".bytecheckpoint-part-0002-file", ".bytecheckpoint-part-0001-other"):
-        client.create(storage._path(f"model/{name}")).close()
-    client.create(storage._path("model/other")).close()
-    assert storage.list() == [("model/file", 0), ("model/other", 0)]
-    storage.delete(["model/file", "model/other"])
-    assert storage.list() == []
-    assert storage.folders() == []
+        client.create(hdfs_storage._path(f"model/{name}")).close()
+    client.create(hdfs_storage._path("model/other")).close()
+    assert hdfs_storage.list() == [("model/file", 0), ("model/other", 0)]
+    hdfs_storage.delete(["model/file", "model/other"])
+    assert hdfs_storage.list() == []
+    assert hdfs_storage.folders() == []
 
 
 def test_a_cluster_that_cannot_join(
-    between: RpcFaultProxy, storage: HdfsStorage, short_parts: None, monkeypatch: Any
+    rpc_proxy: RpcFaultProxy, hdfs_storage: HdfsStorage, short_parts: None, monkeypatch: Any
 ) -> None:
     """An encryption zone, for one: files are sent as single streams there, and that is found out once."""
-    storage = resolve(storage.url)  # type: ignore[assignment]
     joined: list[str] = []
 
     def refuse(target: str, *_: Any) -> None:
         joined.append(target)
         raise RemoteError("IOException", "concat can not be called for files in encryption zone.")
 
-    monkeypatch.setattr(storage._cluster, "join", refuse)
+    monkeypatch.setattr(hdfs_storage._cluster, "join", refuse)
     for name in ("model/first", "model/second"):
-        write_file(storage, name, LARGE)
-        assert np.array_equal(read_all(storage, name), LARGE)
+        write_file(hdfs_storage, name, LARGE)
+        assert np.array_equal(read_all(hdfs_storage, name), LARGE)
     assert len(joined) == 1
-    assert storage.list() == [("model/first", len(LARGE)), ("model/second", len(LARGE))]
+    assert hdfs_storage.list() == [("model/first", len(LARGE)), ("model/second", len(LARGE))]
 
 
 @pytest.mark.parametrize("method", ["create", "addBlock", "complete", "concat", "delete"])
-def test_an_answer_that_gets_lost(between: RpcFaultProxy, folder: str, method: str, short_parts: None) -> None:
-    storage = resolve(f"{folder}/step")
+def test_an_answer_that_gets_lost(rpc_proxy: RpcFaultProxy, hdfs_path: str, method: str, short_parts: None) -> None:
+    storage = resolve(hdfs_path)
     write_file(storage, "model/small", content(10))
-    event = FaultRule(method, lose=True)
-    between.rules.append(event)
+    event = rpc_proxy.add(method, lose=True)
     write_file(storage, "model/large", LARGE)
     storage.delete(["model/small"])
     assert event.hits == 1
@@ -285,20 +255,13 @@ def test_ways_to_name_a_cluster(hdfs: Hdfs, tmp_path: Path, form: str, monkeypat
         monkeypatch.delenv("HADOOP_CONF_DIR")
         monkeypatch.setenv("HADOOP_HOME", str(tmp_path / "home"))
     else:
-        conf = hdfs.configuration(
-            tmp_path / "ha", dfs__ha__namenodes__demo_0="nn1, nn2", **{"dfs.namenode.rpc-address.demo-0": "x:1"}
-        )
-        site = Path(conf["HADOOP_CONF_DIR"]) / "hdfs-site.xml"
-        more = "".join(
-            f"<property><name>dfs.{key}</name><value>{value}</value></property>"
-            for key, value in (
-                ("ha.namenodes.demo_0", "nn1, nn2"),
-                ("namenode.rpc-address.demo_0.nn1", "127.0.0.1:1"),
-                ("namenode.rpc-address.demo_0.nn2", f"127.0.0.1:{hdfs.port}"),
-            )
-        )
-        site.write_text(site.read_text().replace("</configuration>", f"{more}</configuration>"))
-        use(monkeypatch, conf)
+        pair = {
+            "dfs.nameservices": "demo_0",
+            "dfs.ha.namenodes.demo_0": "nn1, nn2",
+            "dfs.namenode.rpc-address.demo_0.nn1": "127.0.0.1:1",
+            "dfs.namenode.rpc-address.demo_0.nn2": f"127.0.0.1:{hdfs.port}",
+        }
+        monkeypatch.setenv("HADOOP_CONF_DIR", str(write_configuration(tmp_path / "pair", {}, pair)))
     storage = resolve(url)
     write_file(storage, "model/large", LARGE)
     storage.publish(CATALOG, b"x", expected="")

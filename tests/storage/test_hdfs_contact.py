@@ -15,7 +15,7 @@ from bytecheckpoint.tuning import tuned
 from tests.faults.coded import load_step, states
 from tests.servers.hdfs import Hdfs, write_configuration
 from tests.storage.conftest import use
-from tests.storage.test_object_contact import Peer, garbles, hangs_up, silent
+from tests.support.settings import forget_failure
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +36,7 @@ def refused(path: str, says: str = "") -> None:
         with pytest.raises(StorageError, match=rf"cannot [\w ]+ {path}\S*: .*{says}.*\(attempt \d+\)") as raised:
             call()
         assert "\n" not in str(raised.value)
-        bytecheckpoint.world.world_of(bytecheckpoint.collectives.current()).saves.forget_failure()
+        forget_failure()
     assert time.monotonic() - begun < 60
 
 
@@ -49,16 +49,9 @@ def test_nobody_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: 
         load_step(f"hdfs://{authority}/step")
 
 
-@pytest.fixture(params=[silent, hangs_up, garbles])
-def peer(request: pytest.FixtureRequest) -> Iterator[Peer]:
-    made = Peer(request.param)
-    yield made
-    made.close()
-
-
-def test_something_else_is_there(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_something_else_is_there(peer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     use(monkeypatch, {"HADOOP_USER_NAME": "alice"})
-    refused(peer.endpoint.replace("http://", "hdfs://") + "/step")
+    refused(f"hdfs://{peer}/step")
 
 
 @pytest.mark.server

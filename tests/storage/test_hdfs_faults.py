@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import signal
 import subprocess
-import sys
 import threading
 import time
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,41 +16,26 @@ import pytest
 import bytecheckpoint
 from bytecheckpoint import StorageFullError, StorageUnavailableError
 from bytecheckpoint.cli.main import run
-from bytecheckpoint.representation.names import generation_of
 from bytecheckpoint.storage import resolve
 from bytecheckpoint.storage.testing import content, read_all, write_file
 from bytecheckpoint.tuning import tuned
 from tests.faults.coded import load_step
+from tests.faults.ranks import succeeded
 from tests.servers.hdfs import Hdfs
 from tests.servers.limiter import Limiter
-from tests.servers.rpc_fault_proxy import FaultRule, RpcFaultProxy, rpc_fault_proxy
+from tests.servers.rpc_fault_proxy import FaultRule, RpcFaultProxy
 from tests.storage.conftest import use
-from tests.storage.test_end_to_end import MODES, ROWS, load, save, succeeded
+from tests.support.modes import MODES
 from tests.support.mounts import small_tmpfs
+from tests.support.processes import environment, python
+from tests.support.saves import ROWS, check_folder, load, save
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(300)]
 
 
-@pytest.fixture
-def mortal(hdfs: Hdfs) -> Iterator[Hdfs]:
-    """The cluster of the run; whatever a test has killed runs again afterwards."""
-    yield hdfs
-    hdfs.start()
-
-
-@pytest.fixture
-def between(mortal: Hdfs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RpcFaultProxy]:
-    with rpc_fault_proxy(mortal.port) as made:
-        use(monkeypatch, mortal.configuration(tmp_path / "between", namenode=made.address))
-        yield made
-
-
-@pytest.fixture
-def path(mortal: Hdfs) -> str:
-    return f"hdfs://demo_0/faults/{uuid.uuid4().hex}/step"
-
-
-def kill_at(hdfs: Hdfs, method: str, *, skip: int = 0, again_after: float | None) -> FaultRule:
+def kill_at(
+    hdfs: Hdfs, rpc_proxy: RpcFaultProxy, method: str, *, skip: int = 0, again_after: float | None
+) -> FaultRule:
     """Kill the NameNode as soon as an operation is asked for; start it again later, or never."""
 
     def kill() -> None:
@@ -60,14 +43,7 @@ def kill_at(hdfs: Hdfs, method: str, *, skip: int = 0, again_after: float | None
         if again_after is not None:
             threading.Timer(again_after, hdfs.restart_namenode).start()
 
-    return FaultRule(method, before=kill, skip=skip)
-
-
-def complete(path: str) -> None:
-    """The checkpoint verifies, and nothing else is in its folder but what its catalog names."""
-    assert run(["verify", path]) == 0
-    named = {file.name for file in bytecheckpoint.open(path)._catalog.files}
-    assert {name for name, _ in resolve(path).list() if generation_of(name)} == named
+    return rpc_proxy.add(method, before=kill, skip=skip)
 
 
 # --- the NameNode -----------------------------------------------------------------------------------------------------
@@ -87,84 +63,77 @@ def complete(path: str) -> None:
 )
 @tuned(hdfs_part_bytes=2 << 20)
 def test_a_namenode_killed_during_a_save_and_started_again(
-    mortal: Hdfs,
-    between: RpcFaultProxy,
-    path: str,
-    mode: str,
-    method: str,
-    skip: int,
-    world: int,
+    hdfs: Hdfs, rpc_proxy: RpcFaultProxy, hdfs_path: str, mode: str, method: str, skip: int, world: int
 ) -> None:
     bytecheckpoint.configure(writer="thread")
-    succeeded(save(path, 1, world=world))
-    event = kill_at(mortal, method, skip=skip, again_after=1.0)
-    between.rules.append(event)
-    succeeded(save(path, 2, world=world, **MODES[mode]))
+    succeeded(save(hdfs_path, 1, world=world))
+    event = kill_at(hdfs, rpc_proxy, method, skip=skip, again_after=1.0)
+    succeeded(save(hdfs_path, 2, world=world, **MODES[mode]))
     assert event.hits == 1
-    assert load(path, 3) == {2}
-    complete(path)
+    assert load(hdfs_path, 3) == {2}
+    check_folder(hdfs_path)
 
 
-def test_the_writer_process_waits_for_a_namenode_too(mortal: Hdfs, between: RpcFaultProxy, path: str) -> None:
-    succeeded(save(path, 1, async_checkpoint=True))
-    event = kill_at(mortal, "addBlock", skip=1, again_after=1.0)
-    between.rules.append(event)
-    succeeded(save(path, 2, async_checkpoint=True))
+def test_the_writer_process_waits_for_a_namenode_too(hdfs: Hdfs, rpc_proxy: RpcFaultProxy, hdfs_path: str) -> None:
+    succeeded(save(hdfs_path, 1, async_checkpoint=True))
+    event = kill_at(hdfs, rpc_proxy, "addBlock", skip=1, again_after=1.0)
+    succeeded(save(hdfs_path, 2, async_checkpoint=True))
     assert event.hits == 1
-    assert load(path, 1) == {2}
+    assert load(hdfs_path, 1) == {2}
 
 
 @pytest.mark.parametrize(("mode", "method"), [("sync", "complete"), ("async", "create"), ("background", "rename2")])
 def test_a_namenode_killed_during_a_save_that_stays_away(
-    mortal: Hdfs, between: RpcFaultProxy, path: str, mode: str, method: str
+    hdfs: Hdfs, rpc_proxy: RpcFaultProxy, hdfs_path: str, mode: str, method: str
 ) -> None:
-    succeeded(save(path, 1, world=2))
+    succeeded(save(hdfs_path, 1, world=2))
     bytecheckpoint.configure(storage_timeout=3.0)
-    event = kill_at(mortal, method, again_after=None)
-    between.rules.append(event)
+    kill_at(hdfs, rpc_proxy, method, again_after=None)
     begun = time.monotonic()
-    got = save(path, 2, world=2, **MODES[mode])
+    got = save(hdfs_path, 2, world=2, **MODES[mode])
     assert time.monotonic() - begun < 60
     for raised in got:
         assert type(raised) is StorageUnavailableError, got
         assert "hdfs://demo_0/" in str(raised) and "attempt" in str(raised)
-    mortal.restart_namenode()
-    mortal.wait(2)
+    hdfs.restart_namenode()
+    hdfs.wait(2)
     bytecheckpoint.configure(storage_timeout=180.0)
-    assert load(path, 3) == {1}
-    assert run(["verify", path]) == 0
-    succeeded(save(path, 3, world=2))
-    assert load(path, 1) == {3}
-    complete(path)
+    assert load(hdfs_path, 3) == {1}
+    assert run(["verify", hdfs_path]) == 0
+    succeeded(save(hdfs_path, 3, world=2))
+    assert load(hdfs_path, 1) == {3}
+    check_folder(hdfs_path)
 
 
 @pytest.mark.parametrize("stays_away", [False, True])
-def test_a_namenode_killed_during_a_load(mortal: Hdfs, between: RpcFaultProxy, path: str, stays_away: bool) -> None:
-    succeeded(save(path, 1, world=2))
+def test_a_namenode_killed_during_a_load(
+    hdfs: Hdfs, rpc_proxy: RpcFaultProxy, hdfs_path: str, stays_away: bool
+) -> None:
+    succeeded(save(hdfs_path, 1, world=2))
     # With three ranks only after each has had an answer, for its catalog: a NameNode that never answered is not waited for.
     skip = 2 if stays_away else 4
-    between.rules.append(kill_at(mortal, "getBlockLocations", skip=skip, again_after=None if stays_away else 1.0))
+    kill_at(hdfs, rpc_proxy, "getBlockLocations", skip=skip, again_after=None if stays_away else 1.0)
     if not stays_away:
-        assert load(path, 3) == {1}
+        assert load(hdfs_path, 3) == {1}
         return
     bytecheckpoint.configure(storage_timeout=3.0)
-    with pytest.raises(StorageUnavailableError, match=rf"cannot \w+ {path}/.*attempt \d+"):
-        load_step(path, rows=ROWS)
+    with pytest.raises(StorageUnavailableError, match=rf"cannot \w+ {hdfs_path}/.*attempt \d+"):
+        load_step(hdfs_path, rows=ROWS)
 
 
-def test_a_restarted_namenode_is_waited_for(mortal: Hdfs, path: str) -> None:
+def test_a_restarted_namenode_is_waited_for(hdfs: Hdfs, hdfs_path: str) -> None:
     """In safe mode it answers, and refuses to write; then it knows no DataNode, and then no places of blocks."""
-    succeeded(save(path, 1))
-    for datanode in mortal.datanodes:
+    succeeded(save(hdfs_path, 1))
+    for datanode in hdfs.datanodes:
         datanode.kill()
-    mortal.namenode.kill()
-    mortal.restart_namenode()
-    assert mortal.bean("NameNode", "NameNodeInfo")["Safemode"]
-    timers = [threading.Timer(3.0 + number, datanode.start) for number, datanode in enumerate(mortal.datanodes)]
+    hdfs.namenode.kill()
+    hdfs.restart_namenode()
+    assert hdfs.bean("NameNode", "NameNodeInfo")["Safemode"]
+    timers = [threading.Timer(3.0 + number, datanode.start) for number, datanode in enumerate(hdfs.datanodes)]
     for timer in timers:
         timer.start()
-    succeeded(save(path, 2))
-    assert load(path, 2) == {2}
+    succeeded(save(hdfs_path, 2))
+    assert load(hdfs_path, 2) == {2}
     for timer in timers:
         timer.join()
 
@@ -173,66 +142,65 @@ def test_a_restarted_namenode_is_waited_for(mortal: Hdfs, path: str) -> None:
 
 
 @pytest.mark.parametrize("writer", ["process", "thread"])
-def test_a_datanode_that_is_dead_before_a_save(mortal: Hdfs, path: str, writer: str) -> None:
+def test_a_datanode_that_is_dead_before_a_save(hdfs: Hdfs, hdfs_path: str, writer: str) -> None:
     """The NameNode goes on naming it for ten minutes, and the client cannot tell it not to."""
     bytecheckpoint.configure(writer=writer)
-    succeeded(save(path, 1, world=2))
-    mortal.datanodes[1].kill()
+    succeeded(save(hdfs_path, 1, world=2))
+    hdfs.datanodes[1].kill()
     begun = time.monotonic()
-    succeeded(save(path, 2, world=2, async_checkpoint=writer == "process"))
-    assert load(path, 3) == {2}
+    succeeded(save(hdfs_path, 2, world=2, async_checkpoint=writer == "process"))
+    assert load(hdfs_path, 3) == {2}
     assert time.monotonic() - begun < 90
-    complete(path)
-    mortal.datanodes[1].start()
-    mortal.wait(2)
+    check_folder(hdfs_path)
+    hdfs.datanodes[1].start()
+    hdfs.wait(2)
     # What could have one copy only gets its second.
-    client, root = mortal.client(), path.removeprefix("hdfs://demo_0")
+    client, root = hdfs.client(), hdfs_path.removeprefix("hdfs://demo_0")
     files = [entry for entry in client.list_status(root, True) if not entry.isdir]
     assert files and {entry.replication for entry in files} == {2}
 
 
-def test_a_datanode_killed_in_the_middle_of_a_save(mortal: Hdfs, between: RpcFaultProxy, path: str) -> None:
-    succeeded(save(path, 1, world=2))
-    event = FaultRule("addBlock", before=mortal.datanodes[0].kill, skip=3)
-    between.rules.append(event)
-    succeeded(save(path, 2, world=2))
+def test_a_datanode_killed_in_the_middle_of_a_save(hdfs: Hdfs, rpc_proxy: RpcFaultProxy, hdfs_path: str) -> None:
+    succeeded(save(hdfs_path, 1, world=2))
+    event = rpc_proxy.add("addBlock", before=hdfs.datanodes[0].kill, skip=3)
+    succeeded(save(hdfs_path, 2, world=2))
     assert event.hits == 1
-    assert load(path, 1) == {2}
-    complete(path)
+    assert load(hdfs_path, 1) == {2}
+    check_folder(hdfs_path)
 
 
-def test_a_datanode_killed_in_the_middle_of_a_file(mortal: Hdfs, path: str) -> None:
+def test_a_datanode_killed_in_the_middle_of_a_file(hdfs: Hdfs, hdfs_path: str) -> None:
     """While its blocks are on their way."""
-    storage = resolve(path)
+    storage = resolve(hdfs_path)
     data = content(200 << 20)
-    threading.Timer(0.7, mortal.datanodes[0].kill).start()
+    threading.Timer(0.7, hdfs.datanodes[0].kill).start()
     write_file(storage, "model/file", data, piece=8 << 20)
-    assert np.array_equal(read_all(resolve(path), "model/file"), data)
+    assert np.array_equal(read_all(resolve(hdfs_path), "model/file"), data)
 
 
-def test_a_datanode_killed_in_the_middle_of_a_load(mortal: Hdfs, between: RpcFaultProxy, path: str) -> None:
-    succeeded(save(path, 1, world=2))
-    between.rules.append(FaultRule("getBlockLocations", before=mortal.datanodes[1].kill, skip=2))
-    assert load(path, 3) == {1}
+def test_a_datanode_killed_in_the_middle_of_a_load(hdfs: Hdfs, rpc_proxy: RpcFaultProxy, hdfs_path: str) -> None:
+    succeeded(save(hdfs_path, 1, world=2))
+    rpc_proxy.add("getBlockLocations", before=hdfs.datanodes[1].kill, skip=2)
+    assert load(hdfs_path, 3) == {1}
 
 
-def test_all_datanodes_die_and_come_back(mortal: Hdfs, between: RpcFaultProxy, path: str) -> None:
-    succeeded(save(path, 1))
+def test_all_datanodes_die_and_come_back(hdfs: Hdfs, rpc_proxy: RpcFaultProxy, hdfs_path: str) -> None:
+    succeeded(save(hdfs_path, 1))
     timers: list[threading.Timer] = []
 
     def kill() -> None:
-        for datanode in mortal.datanodes:
+        for datanode in hdfs.datanodes:
             datanode.kill()
             timers.append(threading.Timer(1.0, datanode.start))
             timers[-1].start()
 
-    between.rules.append(FaultRule("addBlock", before=kill, skip=1))
-    succeeded(save(path, 2))
+    rpc_proxy.add("addBlock", before=kill, skip=1)
+    succeeded(save(hdfs_path, 2))
     for timer in timers:
         timer.join()
-    mortal.wait(2)
-    between.rules.append(FaultRule("getBlockLocations", before=kill, skip=1))
-    assert load(path, 2) == {2}
+    hdfs.wait(2)
+    rpc_proxy.add("getBlockLocations", before=kill, skip=1)
+    assert load(hdfs_path, 2) == {2}
     for timer in timers:
         timer.join()
 
@@ -273,9 +241,9 @@ with tuned(hdfs_part_bytes=2 << 20):
     ("method", "skip"), [("create", 3), ("complete", 2), ("concat", 0), ("rename2", 0), ("rename2", 1)]
 )
 @tuned(hdfs_lock_expiry=3.0)  # the next save waits for the lock of the killed one
-def test_a_writer_that_is_killed(mortal: Hdfs, between: RpcFaultProxy, path: str, method: str, skip: int) -> None:
+def test_a_writer_that_is_killed(hdfs: Hdfs, rpc_proxy: RpcFaultProxy, hdfs_path: str, method: str, skip: int) -> None:
     """kill -9 at any moment: the checkpoint before is whole, and the next save clears away what was left."""
-    succeeded(save(path, 1))
+    succeeded(save(hdfs_path, 1))
     child: list[subprocess.Popen[bytes]] = []
     killed = threading.Event()
 
@@ -284,18 +252,20 @@ def test_a_writer_that_is_killed(mortal: Hdfs, between: RpcFaultProxy, path: str
         child[0].wait(30)
         killed.set()
 
-    between.rules.append(FaultRule(method, before=kill, skip=skip))
-    child.append(subprocess.Popen([sys.executable, "-c", _SAVE, path], cwd=Path(__file__).parents[2]))
+    rpc_proxy.add(method, before=kill, skip=skip)
+    child.append(subprocess.Popen(python("-c", _SAVE, hdfs_path), env=environment()))
     assert killed.wait(120)
-    between.rules.clear()
-    assert load(path, 2) <= {1, 2}, "the last operation may still have been carried out"
-    assert run(["verify", path]) == 0
-    succeeded(save(path, 3))
-    assert load(path, 1) == {3}
-    complete(path)
-    client = mortal.client()
+    rpc_proxy.rules.clear()
+    assert load(hdfs_path, 2) <= {1, 2}, "the last operation may still have been carried out"
+    assert run(["verify", hdfs_path]) == 0
+    succeeded(save(hdfs_path, 3))
+    assert load(hdfs_path, 1) == {3}
+    check_folder(hdfs_path)
+    client = hdfs.client()
     names = [
-        e.path.rpartition("/")[2] for e in client.list_status(path.removeprefix("hdfs://demo_0"), True) if not e.isdir
+        e.path.rpartition("/")[2]
+        for e in client.list_status(hdfs_path.removeprefix("hdfs://demo_0"), True)
+        if not e.isdir
     ]
     assert not [name for name in names if name.startswith(".bytecheckpoint-part")], "sub-files of the killed writer"
 
@@ -304,18 +274,18 @@ def test_a_writer_that_is_killed(mortal: Hdfs, between: RpcFaultProxy, path: str
 
 
 @pytest.fixture
-def limiters(mortal: Hdfs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Limiter]]:
+def limiters(hdfs: Hdfs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Limiter]]:
     """Proxies before the DataNodes, on the address by which clients know their hosts."""
-    made = [Limiter(("127.0.0.2", port), ("127.0.0.1", port)) for port in mortal.ports]
-    use(monkeypatch, mortal.configuration(tmp_path / "limited", **{"dfs.client.use.datanode.hostname": "true"}))
+    made = [Limiter(("127.0.0.2", port), ("127.0.0.1", port)) for port in hdfs.ports]
+    use(monkeypatch, hdfs.configuration(tmp_path / "limited", **{"dfs.client.use.datanode.hostname": "true"}))
     yield made
     for proxy in made:
         proxy.stop()
 
 
-def test_a_range_goes_over_several_connections(limiters: list[Limiter], path: str) -> None:
+def test_a_range_goes_over_several_connections(limiters: list[Limiter], hdfs_path: str) -> None:
     """Where every connection is limited, a file is read several times as fast as over one."""
-    storage = resolve(path)
+    storage = resolve(hdfs_path)
     data = content(32 << 20)
     write_file(storage, "model/file", data)
     for proxy in limiters:
@@ -332,8 +302,8 @@ def test_a_range_goes_over_several_connections(limiters: list[Limiter], path: st
     assert seconds[0] > 3 * seconds[1], seconds
 
 
-def test_sub_files_go_over_several_connections(limiters: list[Limiter], path: str) -> None:
-    storage = resolve(path)
+def test_sub_files_go_over_several_connections(limiters: list[Limiter], hdfs_path: str) -> None:
+    storage = resolve(hdfs_path)
     data = content(24 << 20)
     for proxy in limiters:
         proxy.up = 4 << 20
@@ -347,8 +317,8 @@ def test_sub_files_go_over_several_connections(limiters: list[Limiter], path: st
     assert seconds[0] > 2 * seconds[1], seconds
 
 
-def test_lines_that_break_for_a_while(limiters: list[Limiter], path: str) -> None:
-    succeeded(save(path, 1))
+def test_lines_that_break_for_a_while(limiters: list[Limiter], hdfs_path: str) -> None:
+    succeeded(save(hdfs_path, 1))
 
     def mend(proxy: Limiter) -> None:
         proxy.cut = 0
@@ -356,13 +326,13 @@ def test_lines_that_break_for_a_while(limiters: list[Limiter], path: str) -> Non
     for proxy in limiters:
         proxy.cut = 100_000
         threading.Timer(2.0, mend, [proxy]).start()
-    succeeded(save(path, 2))
-    assert load(path, 1) == {2}
+    succeeded(save(hdfs_path, 2))
+    assert load(hdfs_path, 1) == {2}
 
 
-def test_a_line_that_swallows_everything(limiters: list[Limiter], path: str) -> None:
+def test_a_line_that_swallows_everything(limiters: list[Limiter], hdfs_path: str) -> None:
     """A DataNode whose machine is gone without a word: the other copy is read, and it is not waited for each time."""
-    storage = resolve(path)
+    storage = resolve(hdfs_path)
     data = content(64 << 20)
     write_file(storage, "model/file", data)
     limiters[0].swallow = True

@@ -25,21 +25,10 @@ def conf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(
-    "url",
-    [
-        "hdfs://user@host/x",
-        "hdfs://a/x/../y",
-        "hdfs://a/./x",
-        "hdfs://a/x//y",
-        "hdfs://a/x:y",
-        "hdfs://a/x\ny",
-        "hdfs:///x",
-    ],
-)
-def test_what_is_no_place_in_hdfs(conf: Path, url: str) -> None:
+@pytest.mark.parametrize("place", ["user@host/x", "a/x/../y", "a/./x", "a/x//y", "a/x:y", "a/x\ny", "/x"])
+def test_what_is_no_place_in_hdfs(conf: Path, place: str) -> None:
     with pytest.raises(UsageError, match="hdfs://"):
-        parse_url(url)
+        parse_url(f"hdfs://{place}")
 
 
 def test_urls(conf: Path) -> None:
@@ -118,7 +107,26 @@ def test_a_broken_configuration(conf: Path) -> None:
         target_of("host")
 
 
-_TRACE = r"\n\tat org.apache.hadoop.hdfs.server.namenode.FSNamesystem.x(FSNamesystem.java:1)"
+def rpc_error(kind: str, message: str) -> RuntimeError:
+    """What the client raises for an error that a NameNode reports, with the trace of its stack."""
+    trace = r"\n\tat org.apache.hadoop.hdfs.server.namenode.FSNamesystem.x(FSNamesystem.java:1)"
+    return RuntimeError(f'RPCError("{kind}", "{message}{trace}")')
+
+
+def not_written(running: int) -> RuntimeError:
+    return rpc_error(
+        "java.io.IOException",
+        "File /x could only be written to 0 of the 1 minReplication nodes. "
+        f"There are {running} datanode(s) running and {running} node(s) are excluded",
+    )
+
+
+SAFE_MODE = rpc_error("org.apache.hadoop.hdfs.server.namenode.SafeModeException", "Cannot create")
+DENIED = rpc_error("org.apache.hadoop.security.AccessControlException", "Permission denied: user=a")
+ALL_FAILED = RuntimeError(
+    'DataTransferError("All DataNodes failed: [DatanodeInfoProto { id: DatanodeIdProto { secret }")'
+)
+NO_FOLDER = RuntimeError('RPCError("org.apache.hadoop.fs.ParentNotDirectoryException", "/t/a (is not a directory)")')
 
 
 @pytest.mark.parametrize(
@@ -130,51 +138,15 @@ _TRACE = r"\n\tat org.apache.hadoop.hdfs.server.namenode.FSNamesystem.x(FSNamesy
             "Connection refused (attempt 3); check",
         ),
         (TimeoutError("no answer in 3 s"), StorageUnavailableError, "no answer in 3 s (attempt 3)"),
-        (
-            RuntimeError(
-                f'RPCError("org.apache.hadoop.hdfs.server.namenode.SafeModeException", "Cannot create{_TRACE}")'
-            ),
-            StorageUnavailableError,
-            "SafeModeException: Cannot create (attempt 3)",
-        ),
-        (
-            RuntimeError(
-                f'RPCError("org.apache.hadoop.security.AccessControlException", "Permission denied: user=a{_TRACE}")'
-            ),
-            StorageError,
-            "AccessControlException: Permission denied: user=a (attempt 3); check who you are",
-        ),
+        (SAFE_MODE, StorageUnavailableError, "SafeModeException: Cannot create (attempt 3)"),
+        (DENIED, StorageError, "AccessControlException: Permission denied: user=a (attempt 3); check who you are"),
         (RemoteError("org.apache.x.DSQuotaExceededException", "over\n\tat x"), StorageFullError, "raise the quota"),
-        (
-            RuntimeError(
-                'RPCError("java.io.IOException", "File /x could only be written to 0 of the 1 minReplication nodes. '
-                f'There are 2 datanode(s) running and 2 node(s) are excluded{_TRACE}")'
-            ),
-            StorageFullError,
-            "no DataNode has room",
-        ),
-        (
-            RuntimeError(
-                'RPCError("java.io.IOException", "File /x could only be written to 0 of the 1 minReplication nodes. '
-                f'There are 0 datanode(s) running and 0 node(s) are excluded{_TRACE}")'
-            ),
-            StorageUnavailableError,
-            "0 datanode(s) running",
-        ),
-        (
-            RuntimeError(
-                'DataTransferError("All DataNodes failed: [DatanodeInfoProto { id: DatanodeIdProto { secret }")'
-            ),
-            StorageUnavailableError,
-            "All DataNodes failed (attempt 3)",
-        ),
+        (not_written(running=2), StorageFullError, "no DataNode has room"),
+        (not_written(running=0), StorageUnavailableError, "0 datanode(s) running"),
+        (ALL_FAILED, StorageUnavailableError, "All DataNodes failed (attempt 3)"),
         (RuntimeError("NoSASLMechanism"), StorageError, "NoSASLMechanism (attempt 3); check who"),
         (FileNotFoundError("/x"), FileNotFoundError, "hdfs://c/x"),
-        (
-            RuntimeError('RPCError("org.apache.hadoop.fs.ParentNotDirectoryException", "/t/a (is not a directory)")'),
-            FileNotFoundError,
-            "hdfs://c/x",
-        ),
+        (NO_FOLDER, FileNotFoundError, "hdfs://c/x"),
     ],
 )
 def test_what_errors_say(raised: Exception, kind: type[Exception], says: str) -> None:

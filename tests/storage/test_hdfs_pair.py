@@ -18,7 +18,8 @@ from bytecheckpoint.storage.testing import content, read_all, write_file
 from bytecheckpoint.tuning import tuned
 from tests.faults.coded import load_step, states
 from tests.servers.hdfs import USER, Hdfs, write_configuration
-from tests.servers.rpc_fault_proxy import FaultRule, gone, rpc_fault_proxy, silent, stands_by
+from tests.servers.peers import silent
+from tests.servers.rpc_fault_proxy import gone, rpc_fault_proxy, stands_by
 from tests.storage.conftest import use
 
 pytestmark = pytest.mark.timeout(300)
@@ -80,8 +81,7 @@ def test_a_namenode_that_hangs_on_the_way_is_left(hdfs: Hdfs, tmp_path: Path, mo
     """Its connection stays open, so the client would wait on it for ever; the other one has taken over."""
     with rpc_fault_proxy(hdfs.port) as first:
         use(monkeypatch, pair(tmp_path / "pair", first.address, f"127.0.0.1:{hdfs.port}"))
-        hang = FaultRule("addBlock", before=lambda: time.sleep(60), skip=1, times=-1)
-        first.rules.append(hang)
+        hang = first.add("addBlock", before=lambda: time.sleep(60), skip=1, times=-1)
         path = f"hdfs://demo_0/{tmp_path.name}/step"
         with tuned(hdfs_write_stall=4.0):
             bytecheckpoint.save(path, states(step=1))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
-import shutil
 import threading
 import time
 import uuid
@@ -73,12 +71,8 @@ def test_many_folders(tmp_path: Path, scheme: str) -> None:
     nothing(growth(lambda number: save_and_load(f"{scheme}{tmp_path}/{number}/step", number + 1)))
 
 
-def test_many_places_in_memory() -> None:
-    name = f"test-{uuid.uuid4().hex}"
-    try:
-        nothing(growth(lambda number: save_and_load(f"mem://{name}/{number}", number + 1)))
-    finally:
-        shutil.rmtree(f"/dev/shm/bytecheckpoint-{os.geteuid()}/{name}", ignore_errors=True)
+def test_many_places_in_memory(memory: str) -> None:
+    nothing(growth(lambda number: save_and_load(f"{memory}/{number}", number + 1)))
 
 
 @pytest.mark.server

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import shutil
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -26,35 +27,12 @@ from tests.faults.coded import files_of, load_step, states
 from tests.faults.ranks import attempt, save_all, succeeded
 from tests.support.modes import MODES
 from tests.support.mounts import small_tmpfs
+from tests.support.system_calls import Fail
 
 ROOT = os.geteuid() == 0
 
 
 # --- file systems that answer oddly -----------------------------------------------------------------------------------
-
-
-Fail = Callable[..., list[int]]
-
-
-@pytest.fixture
-def fail(monkeypatch: pytest.MonkeyPatch) -> Fail:
-    """Lets a function of os fail with an errno, for calls that fit; the list counts them."""
-
-    def make(name: str, code: int, fits: Callable[..., bool] = lambda *_: True, after: bool = False) -> list[int]:
-        real, hits = getattr(os, name), [0]
-
-        def call(*args: Any, **options: Any) -> Any:
-            if not fits(*args):
-                return real(*args, **options)
-            hits[0] += 1
-            if after:
-                real(*args, **options)
-            raise OSError(code, os.strerror(code))
-
-        monkeypatch.setattr(os, name, call)
-        return hits
-
-    return make
 
 
 @pytest.mark.parametrize("most", [1, 1000, 4096, 100_001])
@@ -117,15 +95,14 @@ def test_an_error_of_close_is_an_error_of_the_save(tmp_path: Path, fail: Fail, c
 
     def ours(fd: int) -> bool:
         try:
-            return "/s/model/rank" in os.readlink(f"/proc/self/fd/{fd}") and on[0]
+            return "/s/model/rank" in os.readlink(f"/proc/self/fd/{fd}")
         except OSError:
             return False
 
-    on = [True]
-    hits = fail("close", code, ours, after=True)
+    rule = fail("close", code, ours, lose=True)
     got = attempt(lambda: bytecheckpoint.save(tmp_path / "s", states(step=2), **MODES[mode]).result(60))
-    on[0] = False
-    assert hits[0] > 0
+    rule.times = 0
+    assert rule.hits > 0
     assert type(got) is (StorageUnavailableError if code == errno.EIO else StorageFullError), got
     assert os.strerror(code) in str(got) and "/s/model/rank" in str(got)
     assert load_step(tmp_path / "s") == 1
@@ -134,9 +111,9 @@ def test_an_error_of_close_is_an_error_of_the_save(tmp_path: Path, fail: Fail, c
 
 @pytest.mark.parametrize("code", [errno.EINVAL, errno.EBADF, errno.EOPNOTSUPP])
 def test_file_systems_that_cannot_sync_folders(tmp_path: Path, fail: Fail, code: int) -> None:
-    hits = fail("fsync", code, lambda fd: os.path.isdir(f"/proc/self/fd/{fd}"))
+    rule = fail("fsync", code, lambda fd: os.path.isdir(f"/proc/self/fd/{fd}"))
     bytecheckpoint.save(tmp_path / "new" / "s", states(step=1))
-    assert hits[0] > 3
+    assert rule.hits > 3
     assert load_step(tmp_path / "new" / "s") == 1
 
 
@@ -194,11 +171,11 @@ def test_direct_io_where_there_is_no_disk(tmp_path: Path, wanted: str, direct: b
 
 @pytest.mark.parametrize("code", [errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK])
 def test_file_systems_without_links(tmp_path: Path, fail: Fail, code: int) -> None:
-    hits = fail("link", code)
+    rule = fail("link", code)
     for step in (1, 2):
         bytecheckpoint.save(tmp_path / "s", states(step=step))
         assert load_step(tmp_path / "s") == step
-    assert hits[0] == 1 and len(files_of(tmp_path / "s")) == 6
+    assert rule.hits == 1 and len(files_of(tmp_path / "s")) == 6
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EROFS])
@@ -210,11 +187,8 @@ def test_a_link_that_fails_otherwise_fails_the_save(tmp_path: Path, fail: Fail, 
     assert files_of(tmp_path) == []
 
 
-def test_file_systems_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def flock(*_: Any) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr("bytecheckpoint.storage.posix.publish.fcntl.flock", flock)
+def test_file_systems_without_locks(tmp_path: Path, fail: Fail) -> None:
+    fail("flock", errno.ENOLCK, owner=fcntl)
     for step in (1, 2, 3):
         bytecheckpoint.save(tmp_path / "s", states(step=step))
         assert load_step(tmp_path / "s") == step
@@ -263,17 +237,15 @@ def test_listing_beside_publishers(tmp_path: Path) -> None:
         while not stop.is_set():
             storage.publish("metadata.parquet", b"x" * 100)
 
-    threads = [threading.Thread(target=publish) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    try:
-        end = time.monotonic() + 1.5
-        while time.monotonic() < end:
-            assert ("model/x", 10) in resolve(tmp_path).list()
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join()
+    with ThreadPoolExecutor(2) as pool:
+        publishers = [pool.submit(publish) for _ in range(2)]
+        try:
+            end = time.monotonic() + 1.5
+            while time.monotonic() < end:
+                assert ("model/x", 10) in resolve(tmp_path).list()
+        finally:
+            stop.set()
+    assert [publisher.result() for publisher in publishers] == [None, None]
 
 
 # --- on the way -------------------------------------------------------------------------------------------------------

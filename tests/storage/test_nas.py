@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from bytecheckpoint.storage.testing import StorageTests
 from tests.faults.coded import files_of, load_step, states, step_of
 from tests.faults.ranks import attempt
 from tests.servers.gluster import KINDS, Gluster
+from tests.support.processes import environment, python, wait_until
 from tests.support.worlds import World
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(300)]
@@ -94,9 +95,7 @@ def test_a_reader_sees_the_old_or_the_new_one_while_the_other_machine_overwrites
     here, there = places
     steps = 60
     bytecheckpoint.save(here / "s", states(step=1))
-    writer = subprocess.Popen(
-        [sys.executable, "-c", _OVERWRITE, str(here / "s"), str(steps)], cwd=Path(__file__).parents[2]
-    )
+    writer = subprocess.Popen(python("-c", _OVERWRITE, here / "s", steps), env=environment())
     seen, failed = [], []
     while writer.poll() is None:
         got = attempt(load_step, there / "s", prepare_save=False)  # fails by itself where two steps are mixed
@@ -146,18 +145,14 @@ def test_of_publishers_on_both_machines_one_wins(places: list[Path]) -> None:
         assert len(versions) == 1
         (version,) = versions
         start = threading.Barrier(len(storages))
-        got: list[Any] = []
 
-        def one(number: int, trial: int = trial, version: str = version, start: Any = start, got: Any = got) -> None:
+        def one(number: int, trial: int = trial, version: str = version, start: Any = start) -> Any:
             start.wait()
             data = b"%d/%d" % (trial, number)
-            got.append(attempt(storages[number].publish, "metadata.parquet", data, expected=version) or data)
+            return attempt(storages[number].publish, "metadata.parquet", data, expected=version) or data
 
-        threads = [threading.Thread(target=one, args=(number,)) for number in range(len(storages))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
+        with ThreadPoolExecutor(len(storages)) as pool:
+            got = list(pool.map(one, range(len(storages))))
         winners = [result for result in got if isinstance(result, bytes)]
         assert len(winners) == 1, got
         assert {storage.read("metadata.parquet") for storage in storages} == set(winners)
@@ -247,14 +242,9 @@ def test_a_server_that_dies_and_comes_back(frail: Gluster) -> None:
     with pytest.raises(StorageError):
         load_step(there / "s")
     frail.start_server()
-    deadline = time.monotonic() + 60
-    while True:
-        try:
-            assert load_step(there / "s") == 1
-            bytecheckpoint.save(here / "s", states(step=3))
-            break
-        except StorageError:
-            assert time.monotonic() < deadline
-            time.sleep(0.2)
+    assert wait_until(lambda: attempt(load_step, there / "s") == 1, 60)
+    assert wait_until(
+        lambda: not isinstance(attempt(bytecheckpoint.save, here / "s", states(step=3)), StorageError), 60
+    )
     assert load_step(there / "s") == 3
     assert len(files_of(there / "s")) == 6

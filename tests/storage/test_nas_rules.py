@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import errno
 import os
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,32 +18,9 @@ from bytecheckpoint import StorageUnavailableError
 from bytecheckpoint.storage import resolve
 from bytecheckpoint.storage.testing import content, read_all, write_file
 from bytecheckpoint.tuning import tuned
+from tests.support.system_calls import Fail
 
-Liar = Callable[..., list[int]]
-
-
-@pytest.fixture
-def lying(monkeypatch: pytest.MonkeyPatch) -> Iterator[Liar]:
-    """Lets a function of os fail some times with an errno, for some path; the list has what is left to fail."""
-
-    def lie(name: str, code: int, times: int, wanted: Callable[..., bool] = lambda *_: True) -> list[int]:
-        left = [times]
-        real = getattr(os, name)
-        lock = threading.Lock()
-
-        def call(*args: Any, **options: Any) -> Any:
-            with lock:
-                hit = left[0] > 0 and wanted(*args)
-                left[0] -= hit
-            if hit:
-                raise OSError(code, os.strerror(code))
-            return real(*args, **options)
-
-        monkeypatch.setattr(os, name, call)
-        return left
-
-    with tuned(stale_pauses=(0.0, 0.01, 0.01, 0.01)):
-        yield lie
+SHORT_PAUSES = (0.0, 0.01, 0.01, 0.01)
 
 
 def ends_with(name: str) -> Callable[..., bool]:
@@ -53,22 +28,24 @@ def ends_with(name: str) -> Callable[..., bool]:
 
 
 @pytest.mark.parametrize("code", [errno.ESTALE, errno.ENOENT])
-def test_a_name_that_the_cache_knows_wrongly_is_opened_again(tmp_path: Path, lying: Liar, code: int) -> None:
+@tuned(stale_pauses=SHORT_PAUSES)
+def test_a_name_that_the_cache_knows_wrongly_is_opened_again(tmp_path: Path, fail: Fail, code: int) -> None:
     storage = resolve(tmp_path)
     data = content(5000)
     write_file(storage, "model/file", data)
-    left = lying("open", code, 3, ends_with("model/file"))
+    rule = fail("open", code, ends_with("model/file"), times=3)
     assert np.array_equal(read_all(storage, "model/file"), data)
-    assert left == [0]
-    left[0] = 3
+    assert rule.hits == 3
+    rule.times = 3
     assert storage.stat("model/file").size == 5000
-    assert left == [0]
+    assert rule.hits == 6
 
 
-def test_a_cache_that_never_learns_is_an_error(tmp_path: Path, lying: Liar) -> None:
+@tuned(stale_pauses=SHORT_PAUSES)
+def test_a_cache_that_never_learns_is_an_error(tmp_path: Path, fail: Fail) -> None:
     storage = resolve(tmp_path)
     write_file(storage, "model/file", content(50))
-    lying("open", errno.ESTALE, 100, ends_with("model/file"))
+    fail("open", errno.ESTALE, ends_with("model/file"))
     with pytest.raises(StorageUnavailableError, match="Stale file handle"):
         storage.open("model/file")
 
@@ -84,13 +61,14 @@ def test_a_missing_file_is_reported_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 4])
-def test_an_open_file_that_becomes_stale_is_reopened(tmp_path: Path, lying: Liar, threads: int) -> None:
+@tuned(stale_pauses=SHORT_PAUSES)
+def test_an_open_file_that_becomes_stale_is_reopened(tmp_path: Path, fail: Fail, threads: int) -> None:
     storage = resolve(tmp_path)
     data = content(1 << 20)
     write_file(storage, "model/file", data)
     reader = storage.open("model/file")
     stale = reader._fd  # type: ignore[attr-defined]
-    lying("preadv", errno.ESTALE, 1000, lambda fd, *_: fd == stale)
+    fail("preadv", errno.ESTALE, lambda fd, *_: fd == stale)
     out = np.zeros(len(data), np.uint8)
     step = len(data) // 16
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,37 +15,43 @@ from bytecheckpoint import StorageConflictError, StorageError, StorageUnavailabl
 from bytecheckpoint.storage import Storage, resolve
 from bytecheckpoint.tuning import tuned
 from tests.faults.coded import load_step, states
-from tests.servers.fault_proxy import FaultProxy, HttpFault, Request, asks, s3_error
+from tests.servers.fault_proxy import FaultProxy, Request, asks, s3_error
 from tests.servers.s3 import S3Server, s3proxy
 from tests.storage.conftest import use
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(200)]
 
 
-def is_put(name: str, *, conditional: bool | None = None) -> HttpFault:
-    def fits(request: Request) -> bool:
-        given = bool({"if-none-match", "if-match"} & request.headers.keys())
-        return request.method == "PUT" and name in request.path and conditional in (None, given)
+def replaces(request: Request) -> bool:
+    return "if-match" in request.headers
 
-    return HttpFault(fits)
+
+def conditional(request: Request) -> bool:
+    return replaces(request) or "if-none-match" in request.headers
+
+
+#: What a save says that cannot replace a checkpoint.
+CANNOT_REPLACE = r"cannot replace .* \(If-Match\); save each step to a path of its own"
 
 
 # --- commit -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("replacing", [False, True])
-def test_a_put_that_meets_its_own_earlier_write_is_a_success(
-    storage: Storage, between: FaultProxy, replacing: bool
+@pytest.mark.parametrize("fault", [{"lose": True}, {"status": 409}, {"status": 412}], ids=["lost", "409", "412"])
+def test_a_conditional_put_is_tried_again(
+    storage: Storage, between: FaultProxy, replacing: bool, fault: dict[str, Any]
 ) -> None:
+    """It may meet its own earlier write, and S3 answers 409 when requests of others were under way."""
     if replacing:
         storage.publish("metadata.parquet", b"old", expected="")
     version = storage.version("metadata.parquet")
-    rule = is_put("metadata.parquet", conditional=True)
-    rule.lose, rule.times = True, 2
-    between.rules.append(rule)
+    rule = between.add(asks("PUT", "metadata"), body=s3_error("ConditionalRequestConflict"), times=2, **fault)
+    between.requests.clear()
     storage.publish("metadata.parquet", b"new", expected=version)
-    assert rule.hits >= 1
-    assert len([r for r in between.requests if r.method == "PUT" and "metadata" in r.path]) > 1, "it was tried again"
+    assert rule.hits == 2 or ("lose" in fault and rule.hits == 1)
+    puts = [request for request in between.requests if request.method == "PUT"]
+    assert len(puts) > 1 and all(map(conditional, puts))
     assert storage.read("metadata.parquet") == b"new"
 
 
@@ -82,12 +89,12 @@ def test_a_save_from_inside_an_event_loop(bucket: str) -> None:
 
 def test_a_store_that_cannot_replace_conditionally(between: FaultProxy, bucket: str) -> None:
     """Ceph refuses a right If-Match: checkpoints can be created there, each at a path of its own."""
-    between.rules.append(HttpFault(lambda r: "if-match" in r.headers, status=412, times=-1))
+    between.add(replaces, status=412, times=-1)
     path = f"s3://{bucket}/runs/step"
     bytecheckpoint.save(path, states(step=1))
     files = resolve(path).list()
     between.requests.clear()
-    with pytest.raises(StorageError, match=r"cannot replace .* \(If-Match\); save each step to a path of its own"):
+    with pytest.raises(StorageError, match=CANNOT_REPLACE):
         bytecheckpoint.save(path, states(step=2))
     assert not any(r.method in ("PUT", "POST") for r in between.requests), "the error comes before anything is sent"
     assert load_step(path) == 1
@@ -109,28 +116,10 @@ def unsigned(s3: S3Server, bucket: str, between: FaultProxy, monkeypatch: pytest
 
 @pytest.mark.usefixtures("unsigned")
 def test_a_store_that_ignores_the_condition_of_a_creation(between: FaultProxy, path: str) -> None:
-    between.rules.append(HttpFault(lambda r: "if-none-match" in r.headers, strip=("if-none-match",), times=-1))
+    between.add(lambda r: "if-none-match" in r.headers, strip=("if-none-match",), times=-1)
     with pytest.raises(StorageError, match=r"does not honour conditional puts.*settings\.commit='plain'"):
         bytecheckpoint.save(path, states(step=1))
     assert not any("/rank" in request.path for request in between.requests), "the error comes before anything is sent"
-
-
-@pytest.mark.usefixtures("unsigned")
-def test_a_store_that_ignores_the_condition_of_a_replacement(between: FaultProxy, path: str) -> None:
-    between.rules.append(HttpFault(lambda r: "if-match" in r.headers, strip=("if-match",), times=-1))
-    bytecheckpoint.save(path, states(step=1))
-    with pytest.raises(StorageError, match=r"cannot replace .*\(If-Match\); save each step to a path of its own"):
-        bytecheckpoint.save(path, states(step=2))
-    assert load_step(path) == 1
-
-
-@pytest.mark.parametrize("tag", ["", '""'])
-def test_a_store_that_does_not_tell_versions_apart(between: FaultProxy, path: str, tag: str) -> None:
-    between.rules.append(HttpFault(lambda r: r.method in ("HEAD", "PUT"), headers={"etag": tag}, times=-1))
-    bytecheckpoint.save(path, states(step=1))
-    with pytest.raises(StorageError, match=r"cannot replace .* \(If-Match\); save each step to a path of its own"):
-        bytecheckpoint.save(path, states(step=2))
-    assert load_step(path) == 1
 
 
 #: As stores answer that do not know a header.
@@ -139,10 +128,7 @@ UNKNOWN = [(501, "NotImplemented"), (400, "InvalidArgument"), (400, ""), (405, "
 
 @pytest.mark.parametrize(("status", "code"), UNKNOWN)
 def test_a_store_that_knows_no_conditions(between: FaultProxy, path: str, status: int, code: str) -> None:
-    body = s3_error(code) if code else b""
-    between.rules.append(
-        HttpFault(lambda r: bool({"if-none-match", "if-match"} & {*r.headers}), status=status, body=body, times=-1)
-    )
+    between.add(conditional, status=status, body=s3_error(code) if code else b"", times=-1)
     says = rf"cannot publish {path}/metadata\.parquet: \S+ does not honour conditional puts.*settings\.commit='plain'"
     with pytest.raises(StorageError, match=says):
         bytecheckpoint.save(path, states(step=1))
@@ -153,14 +139,29 @@ def test_a_store_that_knows_no_conditions(between: FaultProxy, path: str, status
         assert load_step(path) == step
 
 
-@pytest.mark.parametrize(("status", "code"), UNKNOWN)
-def test_a_store_that_knows_no_condition_of_a_replacement(
-    between: FaultProxy, path: str, status: int, code: str
+@pytest.mark.parametrize(
+    ("hit", "fault"),
+    [
+        (lambda r: r.method in ("HEAD", "PUT"), {"headers": {"etag": ""}}),
+        (lambda r: r.method in ("HEAD", "PUT"), {"headers": {"etag": '""'}}),
+        *((replaces, {"status": status, "body": s3_error(code) if code else b""}) for status, code in UNKNOWN),
+        (replaces, {"strip": ("if-match",)}),
+    ],
+    ids=["no tag", "an empty tag", *(f"{status} {code}" for status, code in UNKNOWN), "ignored"],
+)
+def test_a_store_without_the_condition_of_a_replacement(
+    request: pytest.FixtureRequest,
+    between: FaultProxy,
+    path: str,
+    hit: Callable[[Request], bool],
+    fault: dict[str, Any],
 ) -> None:
-    body = s3_error(code) if code else b""
-    between.rules.append(HttpFault(lambda r: "if-match" in r.headers, status=status, body=body, times=-1))
+    """It does not tell versions apart, does not know the header, or ignores it."""
+    if "strip" in fault:
+        request.getfixturevalue("unsigned")
+    between.add(hit, **fault, times=-1)
     bytecheckpoint.save(path, states(step=1))
-    with pytest.raises(StorageError, match=r"cannot replace .* \(If-Match\); save each step to a path of its own"):
+    with pytest.raises(StorageError, match=CANNOT_REPLACE):
         bytecheckpoint.save(path, states(step=2))
     assert load_step(path) == 1
 
@@ -170,7 +171,7 @@ def test_what_keeps_the_probe_from_its_puts_is_no_verdict(
     between: FaultProxy, path: str, status: int, code: str
 ) -> None:
     """The store refuses whatever is put, not the condition."""
-    between.rules.append(HttpFault(asks("PUT"), status=status, body=s3_error(code), times=-1))
+    between.add(asks("PUT"), status=status, body=s3_error(code), times=-1)
     with pytest.raises(StorageError, match=rf"cannot try conditional puts on s3://\S+: {code}: so it is"):
         bytecheckpoint.save(path, states(step=1))
     between.rules.clear()
@@ -182,10 +183,9 @@ def test_what_keeps_the_probe_from_its_puts_is_no_verdict(
 def test_a_probe_whose_answers_get_lost(between: FaultProxy, path: str) -> None:
     """What was carried out and is asked for again is refused; that is no fault of the store."""
     lost = [
-        HttpFault(lambda r, header=header: "probe" in r.path and header in r.headers, lose=True, times=1)
+        between.add(lambda r, header=header: "probe" in r.path and header in r.headers, lose=True)
         for header in ("if-match", "if-none-match")
     ]
-    between.rules += lost
     for step in (1, 2):
         bytecheckpoint.save(path, states(step=step))
         assert load_step(path) == step
@@ -217,28 +217,11 @@ def test_a_store_with_broken_conditional_puts_is_refused(racy: str) -> None:
 # --- conditional puts -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("replacing", [False, True])
-@pytest.mark.parametrize("status", [409, 412])
-def test_a_condition_refused_although_nothing_has_changed(
-    storage: Storage, between: FaultProxy, replacing: bool, status: int
-) -> None:
-    """S3 answers 409 when requests of others were under way, whatever became of them."""
-    if replacing:
-        storage.publish("metadata.parquet", b"old", expected="")
-    version = storage.version("metadata.parquet")
-    rule = HttpFault(asks("PUT", "metadata"), status=status, body=s3_error("ConditionalRequestConflict"), times=2)
-    between.rules.append(rule)
-    storage.publish("metadata.parquet", b"new", expected=version)
-    assert rule.hits == 2
-    assert storage.read("metadata.parquet") == b"new"
-
-
 @tuned(object_conflict_retry=1.0)
 def test_a_condition_refused_for_ever(storage: Storage, between: FaultProxy, path: str) -> None:
-    between.rules.append(HttpFault(asks("PUT", "metadata"), status=412, body=s3_error("PreconditionFailed"), times=-1))
-    with pytest.raises(
-        StorageUnavailableError, match=rf"cannot publish {path}/metadata\.parquet: .*nothing has changed \(\d+ attempts"
-    ):
+    between.add(asks("PUT", "metadata"), status=412, body=s3_error("PreconditionFailed"), times=-1)
+    says = rf"cannot publish {path}/metadata\.parquet: .*nothing has changed \(\d+ attempts"
+    with pytest.raises(StorageUnavailableError, match=says):
         storage.publish("metadata.parquet", b"new", expected="")
 
 
@@ -252,16 +235,14 @@ def test_a_conflict_after_refusals(storage: Storage, between: FaultProxy) -> Non
             storage.publish("metadata.parquet", b"theirs")
         return True
 
-    rule = HttpFault(refuse, status=409, body=s3_error("ConditionalRequestConflict"), times=2)
-    between.rules.append(rule)
+    rule = between.add(refuse, status=409, body=s3_error("ConditionalRequestConflict"), times=2)
     with pytest.raises(StorageConflictError, match="another save"):
         storage.publish("metadata.parquet", b"ours", expected="")
     assert storage.read("metadata.parquet") == b"theirs"
 
 
 def test_a_probe_all_of_whose_puts_are_refused_at_first(between: FaultProxy, path: str) -> None:
-    rule = HttpFault(asks("PUT", "probe"), status=409, body=s3_error("ConditionalRequestConflict"), times=12)
-    between.rules.append(rule)
+    rule = between.add(asks("PUT", "probe"), status=409, body=s3_error("ConditionalRequestConflict"), times=12)
     bytecheckpoint.save(path, states(step=1))
     assert rule.hits == 12
     assert load_step(path) == 1

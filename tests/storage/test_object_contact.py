@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +14,8 @@ from bytecheckpoint.storage import resolve
 from bytecheckpoint.storage.objects.bucket import _buckets, bucket_of
 from bytecheckpoint.tuning import tuned
 from tests.faults.coded import load_step, states
+from tests.faults.ranks import attempt
+from tests.servers.peers import silent
 from tests.storage.conftest import use
 
 _VARIABLES = {
@@ -47,53 +46,6 @@ def at(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Itera
         yield point
 
 
-class Peer:
-    """Something that listens where a store should, and does `serve` with every connection."""
-
-    def __init__(self, serve: Callable[[socket.socket], None]) -> None:
-        self._serve = serve
-        self._listener = socket.create_server(("127.0.0.1", 0), backlog=100)
-        self.endpoint = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
-        self.connections: list[socket.socket] = []
-        threading.Thread(target=self._run, daemon=True).start()
-
-    def _run(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                connection, _ = self._listener.accept()
-                self.connections.append(connection)
-                self._serve(connection)
-
-    def close(self) -> None:
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        for each in (self._listener, *self.connections):
-            each.close()
-
-
-def silent(_: socket.socket) -> None:
-    """It takes connections and says nothing."""
-
-
-def hangs_up(connection: socket.socket) -> None:
-    connection.close()
-
-
-def garbles(connection: socket.socket) -> None:
-    """Another protocol."""
-    with contextlib.suppress(OSError):
-        connection.recv(1 << 16)
-        connection.sendall(b"\x15\x03\x01\x00\x02\x02\x46" * 100)
-        connection.close()
-
-
-@pytest.fixture(params=[silent, hangs_up, garbles])
-def peer(request: pytest.FixtureRequest) -> Iterator[Peer]:
-    made = Peer(request.param)
-    yield made
-    made.close()
-
-
 @pytest.mark.parametrize("endpoint", ["http://127.0.0.1:1", "http://no-such-host.invalid"])
 def test_an_endpoint_where_nobody_is(at: Callable[[str], str], endpoint: str) -> None:
     """The default timeout of three minutes is for stores that have answered once."""
@@ -108,8 +60,8 @@ def test_an_endpoint_where_nobody_is(at: Callable[[str], str], endpoint: str) ->
     assert "MARK" not in str(raised.value)
 
 
-def test_a_peer_that_is_no_store(at: Callable[[str], str], peer: Peer) -> None:
-    path = at(peer.endpoint)
+def test_a_peer_that_is_no_store(at: Callable[[str], str], peer: str) -> None:
+    path = at(f"http://{peer}")
     begun = time.monotonic()
     with pytest.raises(StorageError, match=rf"cannot read {path}/metadata\.parquet: .*\(attempt \d+\)") as raised:
         load_step(path)
@@ -120,20 +72,13 @@ def test_a_peer_that_is_no_store(at: Callable[[str], str], peer: Peer) -> None:
 
 
 def test_threads_do_not_wait_one_after_the_other(at: Callable[[str], str]) -> None:
-    peer = Peer(silent)
-    path = at(peer.endpoint)
-
-    def one(number: int) -> str:
-        with pytest.raises(StorageUnavailableError) as raised:
-            resolve(path).read(f"file-{number}")
-        return str(raised.value)
-
-    begun = time.monotonic()
-    with ThreadPoolExecutor(16) as pool:
-        said = list(pool.map(one, range(16)))
-    assert time.monotonic() - begun < 10
-    assert all(f"cannot read {path}/file-{number}: " in text for number, text in enumerate(said))
-    peer.close()
+    with silent() as peer, ThreadPoolExecutor(16) as pool:
+        path = at(f"http://{peer}")
+        begun = time.monotonic()
+        said = list(pool.map(lambda number: attempt(resolve(path).read, f"file-{number}"), range(16)))
+        assert time.monotonic() - begun < 10
+    for number, error in enumerate(said):
+        assert isinstance(error, StorageUnavailableError) and f"cannot read {path}/file-{number}: " in str(error)
 
 
 @pytest.mark.parametrize(

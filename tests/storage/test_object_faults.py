@@ -19,8 +19,10 @@ from bytecheckpoint.cli.main import run
 from bytecheckpoint.storage import Storage, resolve
 from bytecheckpoint.storage.testing import content, read_all, write_file
 from tests.faults.coded import load_step, states
-from tests.servers.fault_proxy import FaultProxy, HttpFault, Request, asks, s3_error
+from tests.servers.fault_proxy import FaultProxy, HttpFault, asks, s3_error
 from tests.servers.s3 import S3Server
+from tests.support.names import ODD_NAMES
+from tests.support.settings import forget_failure
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(200)]
 
@@ -42,8 +44,7 @@ def undeleted(code: str) -> bytes:
 @pytest.mark.parametrize("cut", [0, 1, 100_000])
 def test_a_body_that_breaks_off_is_asked_for_again(storage: Storage, between: FaultProxy, cut: int) -> None:
     write_file(storage, "model/file", LARGE)
-    rule = HttpFault(asks("GET", "model/file"), cut=cut, times=3)
-    between.rules.append(rule)
+    rule = between.add(asks("GET", "model/file"), cut=cut, times=3)
     assert np.array_equal(read_all(storage, "model/file"), LARGE)
     assert rule.hits == 3
     rule.times = 2
@@ -55,7 +56,7 @@ def test_a_body_that_always_breaks_off(storage: Storage, between: FaultProxy, pa
     bytecheckpoint.configure(storage_timeout=1.5)
     storage = resolve(path)
     write_file(storage, "model/file", LARGE)
-    between.rules.append(HttpFault(asks("GET", "model/file"), cut=1000, times=-1))
+    between.add(asks("GET", "model/file"), cut=1000, times=-1)
     begun = time.monotonic()
     with pytest.raises(StorageUnavailableError, match=rf"cannot read {path}/model/file: .* \(attempt \d+\)"):
         read_all(storage, "model/file")
@@ -67,8 +68,7 @@ def test_a_read_that_makes_headway_is_not_given_up(path: str, between: FaultProx
     bytecheckpoint.configure(storage_timeout=0.5)
     storage = resolve(path)
     write_file(storage, "model/file", LARGE)
-    rule = HttpFault(asks("GET", "model/file"), cut=1_100_000, times=8)
-    between.rules.append(rule)
+    rule = between.add(asks("GET", "model/file"), cut=1_100_000, times=8)
     with contextlib.ExitStack() as others:
         for _ in range(16):  # so it goes as one request
             others.enter_context(storage._bucket.connections.share())  # type: ignore[attr-defined]
@@ -80,9 +80,7 @@ def test_a_store_that_knows_no_ranges(storage: Storage, between: FaultProxy, pat
     """Status 200 and the whole object: nothing of it may pass for the range."""
     write_file(storage, "model/file", LARGE)
     headers = {"etag": '"x"', "last-modified": "Mon, 02 Jan 2023 10:00:00 GMT"}
-    between.rules.append(
-        HttpFault(asks("GET", "model/file"), status=200, body=LARGE.tobytes(), headers=headers, times=-1)
-    )
+    between.add(asks("GET", "model/file"), status=200, body=LARGE.tobytes(), headers=headers, times=-1)
     out = np.zeros(1000, np.uint8)
     with (
         contextlib.closing(storage.open("model/file")) as reader,
@@ -100,7 +98,7 @@ def test_a_range_of_another_length(storage: Storage, between: FaultProxy, sent: 
         "content-range": f"bytes 5000-{5000 + sent - 1}/{len(LARGE)}",
     }  # fmt: skip
     body = LARGE[5000 : 5000 + sent].tobytes()
-    between.rules.append(HttpFault(asks("GET", "model/file"), status=206, body=body, headers=headers, times=1))
+    between.add(asks("GET", "model/file"), status=206, body=body, headers=headers, times=1)
     out = np.zeros(1000, np.uint8)
     with contextlib.closing(storage.open("model/file")) as reader:
         got = 0
@@ -112,7 +110,7 @@ def test_a_range_of_another_length(storage: Storage, between: FaultProxy, sent: 
 
 def test_an_object_that_goes_between_the_list_and_the_read(storage: Storage, between: FaultProxy, path: str) -> None:
     bytecheckpoint.save(path, states(step=1))
-    between.rules.append(HttpFault(asks("HEAD", "model/rank"), status=404, times=-1))
+    between.add(asks("HEAD", "model/rank"), status=404, times=-1)
     with pytest.raises(CorruptCheckpointError, match=rf"{path}: the storage file model/rank.* is missing"):
         load_step(path)
 
@@ -122,14 +120,7 @@ def test_an_object_that_is_replaced_while_it_is_read(storage: Storage, between: 
     bytecheckpoint.save(path, states(step=1, rows=ROWS))
     (name,) = [name for name, _ in resolve(path).list() if name.startswith("model/rank")]
     good = storage.read(name)
-
-    def replace(request: Request) -> bool:
-        if request.method == "GET" and "model/rank" in request.path and storage.read is not None:
-            between.rules.clear()
-            storage.publish(name, good[::-1])
-        return False
-
-    between.rules.append(HttpFault(replace))
+    between.add(asks("GET", "model/rank"), before=lambda: storage.publish(name, good[::-1]))
     with pytest.raises(CorruptCheckpointError, match="checksum mismatch"):
         load_step(path, rows=ROWS)
 
@@ -141,27 +132,11 @@ def test_an_object_that_is_replaced_while_it_is_read(storage: Storage, between: 
 @pytest.mark.parametrize(
     ("method", "word", "says"),
     [
-        (
-            "PUT",
-            "model/rank",
-            r"cannot upload {path}/model/rank-\S+: AccessDenied: so it is \(attempt 1\); check the cred",
-        ),
-        (
-            "PUT",
-            "metadata",
-            r"cannot publish {path}/metadata\.parquet: AccessDenied: so it is \(attempt 1\); check the c",
-        ),
-        (
-            "PUT",
-            "probe",
-            r"cannot try conditional puts on {root}/\S+: AccessDenied: so it is \(attempt 1\); check the c",
-        ),
-        ("GET", "list-type", r"cannot list {root}\S*: AccessDenied: so it is \(attempt 1\); check the credentials"),
-        (
-            "HEAD",
-            "metadata",
-            r"cannot look at {path}/metadata\.parquet: HTTP status 403 Forbidden \(attempt 1\); check",
-        ),
+        ("PUT", "model/rank", r"cannot upload {path}/model/rank-\S+: AccessDenied: so it is"),
+        ("PUT", "metadata", r"cannot publish {path}/metadata\.parquet: AccessDenied: so it is"),
+        ("PUT", "probe", r"cannot try conditional puts on {root}/\S+: AccessDenied: so it is"),
+        ("GET", "list-type", r"cannot list {root}\S*: AccessDenied: so it is"),
+        ("HEAD", "metadata", r"cannot look at {path}/metadata\.parquet: HTTP status 403 Forbidden"),
     ],
 )
 def test_permission_denied(
@@ -171,11 +146,12 @@ def test_permission_denied(
     bytecheckpoint.save(path, states(step=1))
     files = storage.list()
     resolve(path)._bucket.commits = None  # type: ignore[attr-defined]
-    between.rules.append(HttpFault(asks(method, word), status=403, body=s3_error("AccessDenied"), times=-1))
-    with pytest.raises(StorageError, match=says.format(path=path, root=path.removesuffix("/runs/step"))) as raised:
+    between.add(asks(method, word), status=403, body=s3_error("AccessDenied"), times=-1)
+    says = says.format(path=path, root=path.removesuffix("/runs/step")) + r" \(attempt 1\); check the credentials"
+    with pytest.raises(StorageError, match=says) as raised:
         bytecheckpoint.save(path, states(step=2), async_checkpoint=mode == "async").result(60)
     assert type(raised.value) is StorageError
-    bytecheckpoint.world.world_of(bytecheckpoint.collectives.current()).saves.forget_failure()
+    forget_failure()
     between.rules.clear()
     assert load_step(path) == 1
     assert run(["verify", path]) == 0
@@ -187,7 +163,7 @@ def test_permission_denied(
 @pytest.mark.parametrize(("status", "code"), [(400, "ExpiredToken"), (403, "AccessDenied"), (400, "InvalidToken")])
 def test_credentials_that_expire(storage: Storage, between: FaultProxy, path: str, status: int, code: str) -> None:
     bytecheckpoint.save(path, states(step=1))
-    between.rules.append(HttpFault(lambda r: r.method != "HEAD", status=status, body=s3_error(code), times=-1))
+    between.add(lambda r: r.method != "HEAD", status=status, body=s3_error(code), times=-1)
     says = rf"{path}\S*: {code}: so it is \(attempt 1\); check the credentials and what they are allowed to do"
     begun = time.monotonic()
     with pytest.raises(StorageError, match=rf"cannot read {says}"):
@@ -247,11 +223,11 @@ def test_a_deletion_that_fails_for_some_objects(storage: Storage, between: Fault
     """The answer to a bulk deletion is 200 even so."""
     for number in range(3):
         write_file(storage, f"model/{number}", content(10))
-    between.rules.append(HttpFault(asks("POST", "delete"), status=200, body=undeleted("InternalError"), times=2))
+    between.add(asks("POST", "delete"), status=200, body=undeleted("InternalError"), times=2)
     storage.delete([f"model/{number}" for number in range(3)])
     assert storage.list() == []
     write_file(storage, "model/1", content(10))
-    between.rules.append(HttpFault(asks("POST", "delete"), status=200, body=undeleted("AccessDenied"), times=-1))
+    between.add(asks("POST", "delete"), status=200, body=undeleted("AccessDenied"), times=-1)
     with pytest.raises(StorageError, match=rf"cannot delete from {path}: .*AccessDenied.*\(attempt 1\)") as raised:
         storage.delete(["model/1"])
     assert type(raised.value) is StorageError
@@ -260,18 +236,10 @@ def test_a_deletion_that_fails_for_some_objects(storage: Storage, between: Fault
 # --- names and numbers ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "folder", ["a b", "100%", "%2e%2e", "ünï-文", "x#y", "x&y=z+w", "it's", "(1)[2]{3}", "~", "s3:"]
-)
+@pytest.mark.parametrize("folder", [*ODD_NAMES, "s3:"])
 def test_other_tools_find_the_same_keys(s3: S3Server, bucket: str, folder: str) -> None:
     resolve(f"s3://{bucket}/{folder}/step").publish("metadata.parquet", b"catalog", expected="")
     assert s3.request("GET", urllib.parse.quote(f"/{bucket}/{folder}/step/metadata.parquet", safe="/~")) == b"catalog"
-
-
-@pytest.mark.parametrize("path", ["a//b", "a/../b", "./a", "..", "a/b?x", "a\nb", "\udcff", "a/./b", "a\\b"])
-def test_paths_that_are_none(bucket: str, path: str) -> None:
-    with pytest.raises(bytecheckpoint.UsageError, match="s3://"):
-        resolve(f"s3://{bucket}/{path}")
 
 
 def test_foreign_objects_are_no_obstacle(s3: S3Server, bucket: str) -> None:
@@ -292,9 +260,7 @@ def test_a_foreign_object_whose_key_the_client_cannot_read(storage: Storage, bet
         "<ListBucketResult><Name>b</Name><KeyCount>1</KeyCount><IsTruncated>false</IsTruncated>"
         "<CommonPrefixes><Prefix>runs/step//</Prefix></CommonPrefixes></ListBucketResult>"
     )
-    between.rules.append(HttpFault(asks("GET", "list-type"), status=200, body=listing.encode(), times=-1))
-    with pytest.raises(
-        StorageError, match=rf"cannot list {path}: .*\"runs/step//\".*whose key .* cannot read: remove it"
-    ):
+    between.add(asks("GET", "list-type"), status=200, body=listing.encode(), times=-1)
+    with pytest.raises(StorageError, match=rf"cannot list {path}: .*\"runs/step//\".*key .* cannot read: remove it"):
         storage.list()
     assert load_step(path) == 1

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import re
-import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -17,26 +16,15 @@ from bytecheckpoint.storage import NewFile, Storage, resolve
 from bytecheckpoint.storage.testing import content, read_all, write_file
 from bytecheckpoint.storage.uploading import UploadingStorage
 from tests.faults.coded import load_step, states
-from tests.servers.fault_proxy import FaultProxy, HttpFault, Request
+from tests.faults.ranks import attempt
+from tests.servers.fault_proxy import FaultProxy, asks, s3_error
 from tests.servers.s3 import S3Server
 from tests.storage.conftest import use
+from tests.support.processes import wait_until
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(200)]
 
 LARGE = content((20 << 20) + 77)
-
-
-@pytest.fixture
-def storage(bucket: str) -> Storage:
-    return resolve(f"s3://{bucket}/runs/step")
-
-
-@pytest.fixture
-def meddled(between: FaultProxy, bucket: str) -> Storage:
-    storage = resolve(f"s3://{bucket}/runs/step")
-    storage.check_publish("metadata.parquet", "")
-    between.requests.clear()
-    return storage
 
 
 # --- uploads ----------------------------------------------------------------------------------------------------------
@@ -44,54 +32,45 @@ def meddled(between: FaultProxy, bucket: str) -> Storage:
 
 @pytest.mark.parametrize("stable", [True, False])
 def test_a_large_file_goes_in_parts_and_a_small_one_in_one_request(
-    meddled: Storage, between: FaultProxy, stable: bool
+    storage: Storage, between: FaultProxy, stable: bool
 ) -> None:
-    write_file(meddled, "model/large", LARGE, stable=stable, piece=4 << 20)
+    write_file(storage, "model/large", LARGE, stable=stable, piece=4 << 20)
     parts = [r for r in between.requests if "partNumber" in r.path]
     assert len(parts) == 3
     between.requests.clear()
-    write_file(meddled, "model/small", LARGE[: 1 << 20], stable=stable)
+    write_file(storage, "model/small", LARGE[: 1 << 20], stable=stable)
     assert [r.method for r in between.requests] == ["PUT"]
 
 
-def test_parts_that_fail_are_sent_again(meddled: Storage, between: FaultProxy) -> None:
-    slow = HttpFault(
-        lambda r: "partNumber=2" in r.path, status=503, body=b"<Error><Code>SlowDown</Code></Error>", times=2
-    )
-    lost = HttpFault(lambda r: "partNumber=1" in r.path, lose=True, times=1)
-    between.rules += [slow, lost]
-    write_file(meddled, "model/large", LARGE)
+def test_parts_that_fail_are_sent_again(storage: Storage, between: FaultProxy) -> None:
+    slow = between.add(asks("PUT", "partNumber=2"), status=503, body=s3_error("SlowDown"), times=2)
+    lost = between.add(asks("PUT", "partNumber=1"), lose=True)
+    write_file(storage, "model/large", LARGE)
     assert (slow.hits, lost.hits) == (2, 1)
-    assert np.array_equal(read_all(meddled, "model/large"), LARGE)
+    assert np.array_equal(read_all(storage, "model/large"), LARGE)
 
 
-def test_a_completion_whose_answer_gets_lost(meddled: Storage, between: FaultProxy) -> None:
-    lost = HttpFault(lambda r: r.method == "POST" and "uploadId" in r.path, lose=True, times=1)
-    between.rules.append(lost)
-    write_file(meddled, "model/large", LARGE)
+def test_a_completion_whose_answer_gets_lost(storage: Storage, between: FaultProxy) -> None:
+    lost = between.add(asks("POST", "uploadId"), lose=True)
+    write_file(storage, "model/large", LARGE)
     assert lost.hits == 1
-    assert np.array_equal(read_all(meddled, "model/large"), LARGE)
+    assert np.array_equal(read_all(storage, "model/large"), LARGE)
 
 
 @pytest.mark.parametrize("answer", ["done", "no such upload"])
 @pytest.mark.parametrize("carried_out", [False, True])
 def test_a_completion_that_is_answered_wrongly(
-    meddled: Storage, between: FaultProxy, answer: str, carried_out: bool
+    storage: Storage, between: FaultProxy, answer: str, carried_out: bool
 ) -> None:
     """As servers do that were killed while they carried it out."""
-    done = "<CompleteMultipartUploadResult><ETag>&quot;x&quot;</ETag></CompleteMultipartUploadResult>"
-    body = done if answer == "done" else "<Error><Code>NoSuchUpload</Code></Error>"
-    status = 200 if answer == "done" else 404
-
-    def completes(request: Request) -> bool:
-        return request.method == "POST" and "uploadId" in request.path
-
-    wrong = HttpFault(completes, status=status, body=body.encode(), times=1)
-    # The rule that comes first is the one that applies.
-    between.rules += [HttpFault(completes, lose=True, times=1), wrong] if carried_out else [wrong]
-    write_file(meddled, "model/large", LARGE)
+    done = b"<CompleteMultipartUploadResult><ETag>&quot;x&quot;</ETag></CompleteMultipartUploadResult>"
+    status, body = (200, done) if answer == "done" else (404, s3_error("NoSuchUpload"))
+    if carried_out:  # the rule that comes first is the one that applies
+        between.add(asks("POST", "uploadId"), lose=True)
+    wrong = between.add(asks("POST", "uploadId"), status=status, body=body)
+    write_file(storage, "model/large", LARGE)
     assert wrong.hits == 1
-    assert np.array_equal(read_all(meddled, "model/large"), LARGE)
+    assert np.array_equal(read_all(storage, "model/large"), LARGE)
 
 
 def test_an_upload_that_fails_leaves_nothing(storage: Storage, s3: S3Server, bucket: str) -> None:
@@ -99,9 +78,7 @@ def test_an_upload_that_fails_leaves_nothing(storage: Storage, s3: S3Server, buc
 
     def pieces() -> Iterator[memoryview]:
         yield memoryview(LARGE)[: 18 << 20]
-        deadline = time.monotonic() + 5
-        while not s3.uploads(bucket) and time.monotonic() < deadline:
-            time.sleep(0.02)
+        wait_until(lambda: bool(s3.uploads(bucket)), 5)
         raise CheckpointError("given up")
 
     with pytest.raises(CheckpointError, match="given up"):
@@ -111,55 +88,37 @@ def test_an_upload_that_fails_leaves_nothing(storage: Storage, s3: S3Server, buc
 
 
 def test_an_upload_that_is_refused_half_way_leaves_nothing(
-    meddled: Storage, between: FaultProxy, s3: S3Server, bucket: str
+    storage: Storage, between: FaultProxy, s3: S3Server, bucket: str
 ) -> None:
-    denied = b"<Error><Code>AccessDenied</Code><Message>no</Message></Error>"
-
-    def refused(request: Request) -> bool:
-        if "partNumber=2" not in request.path:
-            return False
-        time.sleep(1)  # the other parts have arrived: versitygw may keep one that meets the abort on its way
-        return True
-
-    between.rules.append(HttpFault(refused, status=403, body=denied, times=-1))
-    with pytest.raises(
-        StorageError, match=r"cannot upload s3://.*/model/file: AccessDenied: no \(attempt 1\); check the credentials"
-    ):
-        write_file(meddled, "model/file", LARGE)
-    assert meddled.list() == []
+    # After a second the other parts have arrived: versitygw may keep one that meets the abort on its way.
+    between.add(asks("PUT", "partNumber=2"), status=403, body=s3_error("AccessDenied", "no"), times=-1, delay=1.0)
+    says = r"cannot upload s3://.*/model/file: AccessDenied: no \(attempt 1\); check the credentials"
+    with pytest.raises(StorageError, match=says):
+        write_file(storage, "model/file", LARGE)
+    assert storage.list() == []
     assert s3.uploads(bucket) == []
 
 
-def test_an_abort_ends_an_upload_that_is_under_way(meddled: Storage, between: FaultProxy) -> None:
-    writer = meddled.create(NewFile("model/file", len(LARGE) * 8, stable=True))
+def test_an_abort_ends_an_upload_that_is_under_way(storage: Storage, between: FaultProxy) -> None:
+    writer = storage.create(NewFile("model/file", len(LARGE) * 8, stable=True))
     for number in range(8):
         writer.write_at(number * len(LARGE), [memoryview(LARGE)])
-    failed: list[BaseException] = []
-
-    def finish() -> None:
-        try:
-            writer.finish(len(LARGE) * 8)
-        except CheckpointError as error:
-            failed.append(error)
-
-    thread = threading.Thread(target=finish)
-    thread.start()
-    while not any("partNumber" in r.path for r in between.requests):
-        time.sleep(0.01)
-    writer.interrupt()
-    thread.join(60)
+    with ThreadPoolExecutor(1) as pool:
+        finished = pool.submit(attempt, writer.finish, len(LARGE) * 8)
+        assert wait_until(lambda: any("partNumber" in r.path for r in between.requests), 60)
+        writer.interrupt()
     writer.abort()
-    assert failed and "was aborted" in str(failed[0])
-    assert meddled.list() == []
+    assert isinstance(finished.result(), CheckpointError) and "was aborted" in str(finished.result())
+    assert storage.list() == []
 
 
 # --- reads ------------------------------------------------------------------------------------------------------------
 
 
-def test_reads_ask_for_ranges_only(meddled: Storage, between: FaultProxy) -> None:
-    write_file(meddled, "model/file", LARGE)
+def test_reads_ask_for_ranges_only(storage: Storage, between: FaultProxy) -> None:
+    write_file(storage, "model/file", LARGE)
     between.requests.clear()
-    reader = meddled.open("model/file")
+    reader = storage.open("model/file")
     out = np.zeros(1000, np.uint8)
     reader.read_into(5 << 20, [memoryview(out)[:400], memoryview(out)[400:]])
     assert sorted(r.headers["range"] for r in between.requests if r.method == "GET") == [
@@ -168,14 +127,12 @@ def test_reads_ask_for_ranges_only(meddled: Storage, between: FaultProxy) -> Non
     assert np.array_equal(out, LARGE[5 << 20 : (5 << 20) + 1000])
 
 
-def test_reads_that_fail_are_tried_again(meddled: Storage, between: FaultProxy) -> None:
-    write_file(meddled, "model/file", LARGE)
-    between.rules += [
-        HttpFault(lambda r: r.method == "GET", status=500, times=2),
-        HttpFault(lambda r: r.method == "GET", lose=True, times=2),
-        HttpFault(lambda r: r.method == "HEAD", status=503, times=1),
-    ]
-    assert np.array_equal(read_all(meddled, "model/file"), LARGE)
+def test_reads_that_fail_are_tried_again(storage: Storage, between: FaultProxy) -> None:
+    write_file(storage, "model/file", LARGE)
+    between.add(asks("GET"), status=500, times=2)
+    between.add(asks("GET"), lose=True, times=2)
+    between.add(asks("HEAD"), status=503)
+    assert np.array_equal(read_all(storage, "model/file"), LARGE)
     assert [r.hits for r in between.rules] == [2, 2, 1]
 
 
@@ -183,11 +140,12 @@ def test_reads_that_fail_are_tried_again(meddled: Storage, between: FaultProxy) 
 
 
 @pytest.mark.parametrize("operation", ["upload", "read", "list", "publish", "delete"])
-def test_a_store_that_stays_away_is_an_error_that_says_all(between: FaultProxy, bucket: str, operation: str) -> None:
+def test_a_store_that_stays_away_is_an_error_that_says_all(
+    storage: Storage, between: FaultProxy, path: str, operation: str
+) -> None:
     bytecheckpoint.configure(storage_timeout=1.5)
-    storage = resolve(f"s3://{bucket}/runs/step")
-    storage.check_publish("metadata.parquet", "")
-    between.rules.append(HttpFault(lambda r: True, status=503, body=b"<Error><Code>SlowDown</Code></Error>", times=-1))
+    storage = resolve(path)
+    between.add(lambda r: True, status=503, body=s3_error("SlowDown"), times=-1)
     begun = time.monotonic()
     with pytest.raises(StorageUnavailableError) as raised:
         {
@@ -199,7 +157,7 @@ def test_a_store_that_stays_away_is_an_error_that_says_all(between: FaultProxy, 
         }[operation]()
     assert time.monotonic() - begun < 8
     text = str(raised.value)
-    assert re.search(rf"cannot {operation}.* s3://{bucket}/runs/step.*: SlowDown \(attempt \d+\)", text), text
+    assert re.search(rf"cannot {operation}.* {path}.*: SlowDown: so it is \(attempt \d+\)", text), text
     assert int(re.search(r"attempt (\d+)", text)[1]) > 1  # type: ignore[index]
 
 
@@ -215,12 +173,10 @@ def test_a_server_that_is_not_there(s3: S3Server, bucket: str, monkeypatch: pyte
 
 
 def test_wrong_bucket(s3: S3Server) -> None:
-    for call in (lambda: bytecheckpoint.save("s3://no-such-bucket/step", states(step=1)),
-                 lambda: load_step("s3://no-such-bucket/step")):  # fmt: skip
+    path = "s3://no-such-bucket/step"
+    for call in (lambda: bytecheckpoint.save(path, states(step=1)), lambda: load_step(path)):
         begun = time.monotonic()
-        with pytest.raises(
-            StorageError, match=r"s3://no-such-bucket/step/\S+: NoSuchBucket: .*attempt 1.*check the bucket's"
-        ):
+        with pytest.raises(StorageError, match=rf"{path}/\S+: NoSuchBucket: .*attempt 1.*check the bucket's"):
             call()
         assert time.monotonic() - begun < 5
 
@@ -232,27 +188,3 @@ def test_objects_that_stand_for_folders(storage: Storage, s3: S3Server, bucket: 
     assert storage.list() == [("model/file", 10)]
     assert storage.folders() == ["model"]
     assert resolve(f"s3://{bucket}/runs").folders() == ["step"]
-
-
-def _read_in_child(url: str, pipe: object) -> None:
-    try:
-        pipe.send(resolve(url).read("x"))  # type: ignore[attr-defined]
-    except StorageError as error:
-        pipe.send(str(error))  # type: ignore[attr-defined]
-
-
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-@pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_a_fork_is_refused_and_a_new_process_works(storage: Storage, method: str) -> None:
-    storage.publish("x", b"content")
-    context = multiprocessing.get_context(method)
-    ours, theirs = context.Pipe()
-    child = context.Process(target=_read_in_child, args=(storage.url, theirs))
-    child.start()
-    assert ours.poll(60)
-    said = ours.recv()
-    child.join(20)
-    if method == "fork":
-        assert "in a fork of a process that has used an object store" in said
-    else:
-        assert said == b"content"

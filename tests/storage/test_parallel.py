@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +16,7 @@ from bytecheckpoint.storage.posix.files import _mounts, is_in_memory
 from bytecheckpoint.storage.threads import call_with_timeout
 from bytecheckpoint.tuning import tuned
 from tests.support.mounts import small_tmpfs
+from tests.support.processes import run_program, wait_until
 
 
 def call_threads() -> int:
@@ -46,10 +45,7 @@ def test_threads_are_reused_and_end() -> None:
         assert list(pool.map(lambda n: call_with_timeout(5, lambda: n), range(500))) == list(range(500))
     idents = {call_with_timeout(5, threading.get_ident) for _ in range(50)}
     assert len(idents) == 1
-    deadline = time.monotonic() + 15  # threads of earlier tests have the default idle time
-    while call_threads() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert call_threads() == 0
+    assert wait_until(lambda: not call_threads(), 15)  # threads of earlier tests have the default idle time
     assert call_with_timeout(5, lambda: 1) == 1
 
 
@@ -85,7 +81,7 @@ if child:
 else:
     os._exit(0)
 """
-    done = subprocess.run([sys.executable, "-c", program], check=False, capture_output=True, text=True, timeout=30)
+    done = run_program(program)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["exit", "4", "last"], done.stderr
 

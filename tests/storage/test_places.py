@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -11,40 +12,23 @@ import pytest
 import torch
 
 import bytecheckpoint
-from bytecheckpoint import CheckpointError, StorageConflictError, UsageError, loading
+from bytecheckpoint import CheckpointError, StorageConflictError, StorageError, UsageError, loading
 from bytecheckpoint.cli.main import run
 from bytecheckpoint.collectives.base import Collective
 from bytecheckpoint.collectives.testing import ThreadWorld
 from bytecheckpoint.storage import resolve
 from bytecheckpoint.storage.testing.wrappers import Meter, MeteredStorage
 from tests.faults.coded import load_step, states
-from tests.servers.hdfs import Hdfs
-from tests.storage.test_end_to_end import load, save, succeeded
+from tests.faults.ranks import attempt, succeeded
+from tests.support.names import ODD_NAMES
+from tests.support.saves import load, save
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(300)]
 
 ROWS = 3000
 
 
-@pytest.mark.parametrize(
-    "folder",
-    [
-        "a b",
-        "100%",
-        "%2e%2e",
-        "ünï-文",
-        "x#y",
-        "x&y=z+w",
-        "it's",
-        "(1)[2]{3}",
-        "a/b/c",
-        "~",
-        "-",
-        "e\u0301",
-        "*",
-        "l" * 200,
-    ],
-)
+@pytest.mark.parametrize("folder", [*ODD_NAMES, "a/b/c", "-", "e\u0301", "*", "l" * 200])
 def test_paths_of_odd_characters(anywhere: str, folder: str) -> None:
     path = f"{anywhere}/{folder}/step"
     for step in (1, 2):
@@ -66,22 +50,40 @@ def test_slashes(anywhere: str) -> None:
     assert found == 1
 
 
-def test_the_root_of_a_bucket(bucket: str) -> None:
-    for step, path in enumerate((f"s3://{bucket}", f"s3://{bucket}/"), 1):
+@pytest.mark.parametrize("root", ["s3", "hdfs"], indirect=True)
+def test_the_root_of_a_bucket_or_cluster(root: str) -> None:
+    top = root.rpartition("/")[0]
+    for step, path in enumerate((top, f"{top}/"), 1):
         bytecheckpoint.save(path, states(step=step), async_checkpoint=step == 2).result(60)
         assert load_step(path) == step
         assert run(["verify", path]) == 0
-    assert run(["ls", path]) == 0
-
-
-def test_the_root_of_an_hdfs(hdfs: Hdfs) -> None:
-    for step, path in enumerate(("hdfs://demo_0", "hdfs://demo_0/"), 1):
-        bytecheckpoint.save(path, states(step=step), async_checkpoint=step == 2).result(60)
-        assert load_step(path) == step
-        assert run(["verify", path]) == 0
-    with bytecheckpoint.open("hdfs://demo_0") as checkpoint:
+    if top.startswith("s3"):
+        assert run(["ls", path]) == 0
+    with bytecheckpoint.open(top) as checkpoint:
         names = [file.name for file in checkpoint._catalog.files]
-    resolve("hdfs://demo_0").delete(["metadata.parquet", *names])
+    resolve(top).delete(["metadata.parquet", *names])  # other tests use the same cluster
+
+
+def read(url: str, pipe: Any) -> None:
+    pipe.send(attempt(lambda: resolve(url).read("x")))
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize(("root", "kind"), [("s3", "an object store"), ("hdfs", "HDFS")], indirect=["root"])
+def test_a_fork_is_refused_and_a_new_process_works(root: str, kind: str, method: str) -> None:
+    resolve(root).publish("x", b"content")
+    context = multiprocessing.get_context(method)
+    ours, theirs = context.Pipe()
+    child = context.Process(target=read, args=(root, theirs))
+    child.start()
+    assert ours.poll(60)
+    found = ours.recv()
+    child.join(20)
+    if method == "fork":
+        assert isinstance(found, StorageError) and f"in a fork of a process that has used {kind}" in str(found)
+    else:
+        assert found == b"content"
 
 
 def test_very_many_files(anywhere: str) -> None:
@@ -102,12 +104,7 @@ def test_two_jobs_that_save_to_one_path(anywhere: str) -> None:
     path = f"{anywhere}/step"
 
     def one(step: int) -> Any:
-        try:
-            return ThreadWorld(1).run(
-                lambda _: bytecheckpoint.save(path, states(step=step, rows=ROWS)).result(60), timeout=120
-            )
-        except CheckpointError as error:
-            return error
+        return save(path, step, rows=ROWS)[0]
 
     if not resolve(path).capabilities.exclusive_publish:
         pytest.skip("this storage promises less")
@@ -116,6 +113,7 @@ def test_two_jobs_that_save_to_one_path(anywhere: str) -> None:
         with ThreadPoolExecutor(2) as pool:
             got = list(pool.map(one, steps))
         failed = [g for g in got if isinstance(g, Exception)]
+        assert all(isinstance(g, CheckpointError) for g in failed), got
         # On HDFS a sub-file may be missed while it is still being written.
         raised_conflicts = [isinstance(g, StorageConflictError) or "somebody has removed it" in str(g) for g in failed]
         assert len(failed) <= 1 and all(raised_conflicts), got

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,30 +13,33 @@ from bytecheckpoint.storage import Storage, resolve
 from bytecheckpoint.storage.testing import RawAccess, StorageTests
 from tests.servers.azure import AzureServer, azurite
 from tests.servers.s3 import S3Server, minio, versitygw
+from tests.storage.conftest import use
 from tests.storage.raw_access import ObstoreAccess
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(300)]
 
 
-class _OnS3(StorageTests):
-    start: Callable[[Path], S3Server]
+class _OnServer(StorageTests):
+    """The suite in a bucket of a server that only this class uses."""
+
+    start: Callable[[Path], S3Server | AzureServer]
+    bucket = "s3://bucket"
 
     @pytest.fixture(scope="class")
     @classmethod
-    def server(cls) -> Iterator[S3Server]:
-        folder = Path(tempfile.mkdtemp(prefix="s3-"))
-        server = cls.start(folder)
+    def server(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server | AzureServer]:
+        server = cls.start(tmp_path_factory.mktemp("server"))
         server.make_bucket("bucket")
         yield server
         server.server.stop()
-        shutil.rmtree(folder, ignore_errors=True)
 
     @pytest.fixture
-    def storage(self, server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Storage:
-        for name, value in server.environment().items():
-            monkeypatch.setenv(name, value)
-        return resolve(f"s3://bucket/runs/{uuid.uuid4().hex}/step")
+    def storage(self, server: S3Server | AzureServer, monkeypatch: pytest.MonkeyPatch) -> Storage:
+        use(monkeypatch, server.environment())
+        return resolve(f"{self.bucket}/runs/{uuid.uuid4().hex}/step")
 
+
+class _OnS3(_OnServer):
     def raw_access(self, storage: Storage) -> RawAccess:
         client = obstore.store.S3Store("bucket", client_options={"allow_http": True})
         return ObstoreAccess(client, storage.url.removeprefix("s3://bucket/"))
@@ -52,19 +53,6 @@ class TestMinio(_OnS3):
     start = staticmethod(minio)
 
 
-class TestAzurite(StorageTests):
-    @pytest.fixture(scope="class")
-    @classmethod
-    def server(cls) -> Iterator[AzureServer]:
-        folder = Path(tempfile.mkdtemp(prefix="az-"))
-        server = azurite(folder)
-        server.make_container("container")
-        yield server
-        server.server.stop()
-        shutil.rmtree(folder, ignore_errors=True)
-
-    @pytest.fixture
-    def storage(self, server: AzureServer, monkeypatch: pytest.MonkeyPatch) -> Storage:
-        for name, value in server.environment().items():
-            monkeypatch.setenv(name, value)
-        return resolve(f"az://container/runs/{uuid.uuid4().hex}/step")
+class TestAzurite(_OnServer):
+    start = staticmethod(azurite)
+    bucket = "az://bucket"

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
-import shutil
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -167,12 +165,8 @@ def test_local_disk(tmp_path: Path) -> None:
     check(lambda: f"{tmp_path}/{uuid.uuid4().hex}/step", examples=15)  # each step waits for the disk
 
 
-def test_memory() -> None:
-    name = f"test-{uuid.uuid4().hex}"
-    try:
-        check(lambda: f"mem://{name}/{uuid.uuid4().hex}")
-    finally:
-        shutil.rmtree(f"/dev/shm/bytecheckpoint-{os.geteuid()}/{name}", ignore_errors=True)
+def test_memory(memory: str) -> None:
+    check(lambda: f"{memory}/{uuid.uuid4().hex}")
 
 
 def test_fsspec_memory() -> None:

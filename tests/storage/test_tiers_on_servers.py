@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 import time
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -25,43 +21,34 @@ from bytecheckpoint.collectives.testing import ThreadWorld
 from bytecheckpoint.storage import resolve
 from bytecheckpoint.storage.objects.storage import ObjectStorage
 from bytecheckpoint.storage.testing import StorageTests
-from bytecheckpoint.tiers import lease as leases
 from bytecheckpoint.tiers.cooldown import cool, plan_cooldown
 from bytecheckpoint.tiers.lease import LEASE_FILE, Lease, leased
 from bytecheckpoint.tiers.storage import TierStorage
 from bytecheckpoint.tuning import tuned
 from bytecheckpoint.world import world_of
-from tests.faults.coded import files_of, load_step, states, step_of
-from tests.servers.fault_proxy import HttpFault, fault_proxy
-from tests.servers.s3 import S3Server, versitygw
-from tests.storage.conftest import use
+from tests.faults.coded import files_of, load_step, states
+from tests.servers.fault_proxy import asks, fault_proxy
+from tests.servers.s3 import S3Server
+from tests.storage.conftest import place, use
+from tests.support.memory import folder_in_memory, hot_tier
 from tests.support.modes import MODES
+from tests.support.processes import environment, python, run_program
+from tests.support.saves import load
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(300)]
 
 
 @pytest.fixture(autouse=True)
 def hot(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A hot tier of the test's own."""
-    name = f"test-{uuid.uuid4().hex}"
-    monkeypatch.setenv("BYTECHECKPOINT_TIER_HOT", f"mem://{name}")
-    bytecheckpoint.configure(tier_hot=f"mem://{name}")
-    yield name
-    world = world_of(current())
-    world.saves.drain()
-    world.flusher.drain()
-    world.saves.forget_failure()
-    shutil.rmtree(f"/dev/shm/bytecheckpoint-{os.geteuid()}/{name}", ignore_errors=True)
+    """The URL of a hot tier of the test's own."""
+    with hot_tier(monkeypatch) as url:
+        yield url
 
 
 @pytest.fixture(params=["s3", "hdfs"])
-def durable(request: pytest.FixtureRequest) -> str:
+def durable(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
     """The URL of a training run in a durable storage."""
-    name = uuid.uuid4().hex
-    if request.param == "s3":
-        return f"s3://{request.getfixturevalue('bucket')}/{name}"
-    request.getfixturevalue("hdfs")
-    return f"hdfs://demo_0/{name}"
+    yield from place(request, monkeypatch, tmp_path)
 
 
 def forget(path: str) -> None:
@@ -73,13 +60,7 @@ def forget(path: str) -> None:
 
 def load_on(path: str, world: int) -> set[int]:
     """The steps that the ranks of another layout load."""
-
-    def one(collective: Collective) -> int:
-        mine = states(collective.rank, world)
-        bytecheckpoint.load(path, mine)
-        return step_of(mine)
-
-    return set(ThreadWorld(world).run(one, timeout=100))
+    return load(path, world, rows=24)
 
 
 class TestConformance(StorageTests):
@@ -124,14 +105,12 @@ def test_damage_to_one_copy_is_read_around_and_named(
     bytecheckpoint.save(path, states(step=1)).result(100)
     tier = resolve(path)
     assert isinstance(tier, TierStorage)
-    for name, place in (("hot", tier.hot), ("durable", tier.durable)):
-        if damage not in (name, "both"):
-            continue
-        (file,) = [file for file, _ in place.list() if file.startswith("model/rank")]
-        data = bytearray(place.read(file))
+    for copy in {"hot": [tier.hot], "durable": [tier.durable], "both": [tier.hot, tier.durable]}[damage]:
+        (file,) = [file for file, _ in copy.list() if file.startswith("model/rank")]
+        data = bytearray(copy.read(file))
         data[-100] ^= 1
-        place.delete([file])
-        place.publish(file, bytes(data), expected="")
+        copy.delete([file])
+        copy.publish(file, bytes(data), expected="")
     code = command(["verify", path])
     said = capsys.readouterr().out
     assert code == 1 and (f"the {damage} copy" in said or damage == "both")
@@ -147,14 +126,10 @@ def test_damage_to_one_copy_is_read_around_and_named(
 
 
 @pytest.fixture
-def mortal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
-    """A server of the test's own, with a bucket "bucket"."""
-    server = versitygw(tmp_path)
-    server.make_bucket("bucket")
-    use(monkeypatch, server.environment())
+def mortal(mortal: S3Server) -> Iterator[S3Server]:
+    """A server of the test's own, for which nobody waits long."""
     with tuned(tier_save_timeout=1.0, tier_load_timeout=2.0):
-        yield server
-    server.server.stop()
+        yield mortal
 
 
 def test_the_store_is_away_during_a_flush_and_comes_back_in_time(
@@ -163,14 +138,11 @@ def test_the_store_is_away_during_a_flush_and_comes_back_in_time(
     with fault_proxy(mortal.endpoint) as between:
         use(monkeypatch, mortal.environment(between.endpoint))
 
-        def dies(request: Any) -> bool:
-            if request.method != "PUT" or "/model/rank" not in request.path:
-                return False
+        def die() -> None:
             mortal.server.kill()
             threading.Timer(2.0, mortal.server.start).start()
-            return True
 
-        between.rules.append(HttpFault(dies))
+        between.add(asks("PUT", "/model/rank"), before=die)
         handle = bytecheckpoint.save("tier+s3://bucket/run/1", states(step=1), async_checkpoint=True)
         handle.restorable.result(60)
         assert load_step("tier+s3://bucket/run/1") == 1, "whatever becomes of the store"
@@ -207,52 +179,30 @@ def test_the_store_is_away_and_comes_back_later(mortal: S3Server) -> None:
         assert command(["verify", f"s3://bucket/run/{step}"]) == 0
 
 
-_KILLED = """
+_SAVE = """
 import sys
 import bytecheckpoint
 from tests.faults.coded import states
 
-path, hot = sys.argv[1:]
-bytecheckpoint.configure(tier_hot=hot)
-bytecheckpoint.save(path, states(step=1), async_checkpoint=True).restorable.result(60)
+run, step = sys.argv[1], int(sys.argv[2])
+handle = bytecheckpoint.save(f"{run}/{step}", states(step=step), async_checkpoint=step == 1)
+handle.restorable.result(60)
 print("restorable", flush=True)
-sys.stdin.read()
-"""
-
-
-_NEXT = """
-import sys
-import bytecheckpoint
-from tests.faults.coded import states
-
-path, hot = sys.argv[1:]
-bytecheckpoint.configure(tier_hot=hot)
-bytecheckpoint.save(path, states(step=2))  # it is flushed, with what was left, before the program ends
+sys.stdin.read()  # and then the step is flushed, with what was left, before the program ends
 """
 
 
 @pytest.mark.parametrize("then", ["flush", "save"])
-@pytest.mark.parametrize("moment", ["/model/rank", "/optimizer/", "metadata.parquet"])
-def test_a_job_killed_between_the_hot_commit_and_the_end_of_its_flush(
-    mortal: S3Server, hot: str, moment: str, then: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("moment", ["model/rank", "optimizer/", "metadata.parquet"])
+def test_a_job_killed_between_the_hot_commit_and_the_end_of_its_flush(mortal: S3Server, moment: str, then: str) -> None:
     """Loads find the step at once; a flush by hand, or the next job's first save, brings it to the store."""
     run = "tier+s3://bucket/run"
     reached, go_on = threading.Event(), threading.Event()
     with fault_proxy(mortal.endpoint) as between:
-
-        def holds(request: Any) -> bool:
-            if request.method == "PUT" and f"/run/1{moment if moment[0] == '/' else '/' + moment}" in request.path:
-                reached.set()
-                go_on.wait(60)
-                return True
-            return False
-
-        between.rules.append(HttpFault(holds, status=503))
+        between.add(asks("PUT", f"/run/1/{moment}"), before=reached.set, hold=go_on, status=503)
         job = subprocess.Popen(
-            [sys.executable, "-c", _KILLED, f"{run}/1", f"mem://{hot}"], cwd=Path(__file__).parents[2],
-            env={**os.environ, **mortal.environment(between.endpoint)}, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            text=True,
+            python("-c", _SAVE, run, 1), env={**environment(), **mortal.environment(between.endpoint)},
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
         assert job.stdout is not None
         assert job.stdout.readline() == "restorable\n"
@@ -266,8 +216,7 @@ def test_a_job_killed_between_the_hot_commit_and_the_end_of_its_flush(
     if then == "flush":
         assert command(["flush", run]) == 0
     else:
-        line = [sys.executable, "-c", _NEXT, f"{run}/2", f"mem://{hot}"]
-        subprocess.run(line, cwd=Path(__file__).parents[2], check=True, timeout=100)
+        assert run_program(_SAVE, run, 2).returncode == 0
         assert load_step("s3://bucket/run/2") == 2
     assert load_step("s3://bucket/run/1") == 1
     assert command(["verify", "s3://bucket/run/1"]) == 0
@@ -280,7 +229,7 @@ def test_wrong_credentials_are_told_before_anything_is_written(
     with pytest.raises(bytecheckpoint.StorageError, match=f"s3://{bucket}/run/1") as caught:
         bytecheckpoint.save(f"tier+s3://{bucket}/run/1", states(step=1))
     assert "wrong-wrong" not in str(caught.value)
-    assert files_of(f"/dev/shm/bytecheckpoint-{os.geteuid()}/{hot}") == []
+    assert files_of(folder_in_memory(hot)) == []
 
 
 # --- cool-down ----------------------------------------------------------------------------------------------------------
@@ -310,11 +259,10 @@ def test_cooldown_to_and_from_a_server(durable: str, direction: str, tmp_path: P
     assert command(["export", f"{root}/1", str(tmp_path / "hf")]) == 0
 
 
-def test_leases_are_renewed_and_taken_over(durable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leases_are_renewed_and_taken_over(durable: str) -> None:
     storage = resolve(f"{durable}/cold/1")
     with tuned(lease_renewal=0.2, lease_expiry=2.0):
-        lost = Lease(storage)
-        monkeypatch.setattr(leases, "_machine", lambda: "here/0")
+        lost = Lease(storage, machine="another")
         first = storage.read(LEASE_FILE)
         with pytest.raises(StorageConflictError, match="let it finish"):
             Lease(storage)

@@ -6,6 +6,7 @@ import errno
 import os
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from bytecheckpoint.storage.posix.storage import PosixStorage
 from bytecheckpoint.storage.testing import content, write_file
 from bytecheckpoint.storage.uploading import Pieces, UploadingStorage
 from bytecheckpoint.world import world_of
+from tests.faults.ranks import attempt
 from tests.support.mounts import small_tmpfs
 
 
@@ -78,24 +80,22 @@ def test_stable_buffers_are_sent_from_where_they_are(storage: Uploads, spool: Pa
     assert all(low <= at < high for at, length in storage.pieces if length), "a byte was copied"
 
 
+def open_files() -> list[str]:
+    descriptors = Path("/proc/self/fd")
+    return [os.readlink(fd) for fd in descriptors.iterdir() if os.path.lexists(fd)]
+
+
 def test_other_buffers_pass_through_a_file_without_a_name(storage: Uploads, spool: Path) -> None:
     data = content((17 << 20) + 5)
     writer = storage.create(NewFile("model/file", len(data), stable=False))
     writer.write_at(4096, [memoryview(data)[4096:]])
-    open_files = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if _is_open(fd)]
-    assert any(name.startswith(str(spool)) and name.endswith("(deleted)") for name in open_files)
+    assert any(name.startswith(str(spool)) and name.endswith("(deleted)") for name in open_files())
     assert list(spool.iterdir()) == []
     writer.write_at(0, [memoryview(data)[:4096]])
     writer.finish(len(data))
     assert storage.files["model/file"] == data.tobytes()
     assert max(length for _, length in storage.pieces) <= 8 << 20, "memory stays bounded"
-    assert not any(
-        str(spool) in os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if _is_open(fd)
-    )
-
-
-def _is_open(fd: str) -> bool:
-    return os.path.lexists(f"/proc/self/fd/{fd}")
+    assert not any(str(spool) in name for name in open_files())
 
 
 @pytest.mark.parametrize("stable", [True, False])
@@ -174,21 +174,12 @@ def test_abort_ends_an_upload_that_is_under_way(files_writer: Any, storage: Uplo
     writer, _ = files_writer(True)
     writer.sums()
     storage.go_on.clear()
-    failed: list[BaseException] = []
-
-    def finish() -> None:
-        try:
-            writer.finish([b"A" * 4096, b"B" * 4096])
-        except BaseException as error:  # noqa: BLE001  looked at below
-            failed.append(error)
-
-    thread = threading.Thread(target=finish)
-    thread.start()
-    assert storage.begun.wait(20)
-    threading.Timer(0.2, storage.go_on.set).start()
-    writer.abort()
-    thread.join(20)
-    assert isinstance(failed[0], CheckpointError) and "was aborted" in str(failed[0])
+    with ThreadPoolExecutor(1) as pool:
+        finished = pool.submit(attempt, writer.finish, [b"A" * 4096, b"B" * 4096])
+        assert storage.begun.wait(20)
+        threading.Timer(0.2, storage.go_on.set).start()
+        writer.abort()
+    assert isinstance(finished.result(), CheckpointError) and "was aborted" in str(finished.result())
     assert storage.files == {}
 
 

@@ -33,6 +33,7 @@ from bytecheckpoint.storage.uploading import UploadingStorage
 from bytecheckpoint.storage.wrappers import Call, WrappedStorage
 from tests.faults.coded import load_step, states
 from tests.faults.ranks import outcomes
+from tests.support.processes import wait_until
 
 _T = TypeVar("_T")
 
@@ -123,26 +124,21 @@ def test_the_last_error_names_the_attempts(local: Storage) -> None:
         storage.read("metadata.parquet")
 
 
-@pytest.mark.parametrize("operation", ["create", "finish", "publish"])
-def test_what_may_have_happened_is_not_repeated(local: Storage, operation: str) -> None:
-    fault = FaultRule(operation, StorageUnavailableError("down"), times=-1)
-    storage = RetryingStorage(FaultyStorage(local, [fault]), 20.0)
-
-    def call() -> None:
-        if operation == "publish":
-            storage.publish("catalog", b"x")
-        else:
-            write_file(storage, "model/file", content(10))
-
-    with pytest.raises(StorageUnavailableError):
-        call()
-    assert fault.hits == 1
-
-
-def test_other_errors_are_not_repeated(local: Storage) -> None:
-    fault = FaultRule("read", StorageError("forbidden"), times=-1)
-    with pytest.raises(StorageError, match="forbidden"):
-        RetryingStorage(FaultyStorage(local, [fault]), 20.0).read("x")
+@pytest.mark.parametrize(
+    ("operation", "error", "call"),
+    [
+        ("create", StorageUnavailableError("down"), lambda storage: write_file(storage, "model/file", content(10))),
+        ("finish", StorageUnavailableError("down"), lambda storage: write_file(storage, "model/file", content(10))),
+        ("publish", StorageUnavailableError("down"), lambda storage: storage.publish("catalog", b"x")),
+        ("read", StorageError("forbidden"), lambda storage: storage.read("x")),
+    ],
+)
+def test_what_may_have_happened_and_other_errors_are_not_repeated(
+    local: Storage, operation: str, error: StorageError, call: Callable[[Storage], None]
+) -> None:
+    fault = FaultRule(operation, error, times=-1)
+    with pytest.raises(type(error), match=str(error)):
+        call(RetryingStorage(FaultyStorage(local, [fault]), 20.0))
     assert fault.hits == 1
 
 
@@ -267,9 +263,7 @@ def test_calls_that_do_not_return_are_given_up(local: Storage) -> None:
     reader.close()
     assert time.monotonic() - begun < 0.1
     held.set()
-    deadline = time.monotonic() + 30
-    while storage._hanging and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_until(lambda: not storage._hanging, 30)
     assert np.array_equal(read_all(storage, "model/file"), content(1000))
 
 
