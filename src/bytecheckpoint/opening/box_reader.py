@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from bytecheckpoint.engine.file_set import FileSet
 from bytecheckpoint.engine.reading import read_all
 from bytecheckpoint.engine.scatter import ScatterPlan, Target
 from bytecheckpoint.errors import CheckpointError, CorruptCheckpointError, IncompatibleCheckpointError, UsageError
+from bytecheckpoint.frameworks.tensors.dtypes import dtype_named
 from bytecheckpoint.opening.slices import row_major_boxes
 from bytecheckpoint.planning.read_plan import StoredRows, plan_reads, stored_rows
 from bytecheckpoint.representation.boxes import BoxTable
@@ -23,7 +24,7 @@ from bytecheckpoint.representation.plans import ReadPlan
 from bytecheckpoint.settings import settings
 from bytecheckpoint.storage import Storage
 
-__all__ = ["BoxReader", "BoxRequest", "TensorPiece", "read_in_pieces", "torch_dtype"]
+__all__ = ["BoxReader", "BoxRequest", "TensorPiece", "read_in_pieces"]
 
 _MAX_BOXES_PER_READ = 2048
 
@@ -96,24 +97,20 @@ class BoxReader:
             self._files, self._pid = FileSet(self.storage, self.catalog), os.getpid()
         return self._files
 
-    def rows_of(self, tensor: int) -> slice:
-        """Return the range of the catalog's rows of one tensor."""
-        low, high = np.searchsorted(self.catalog.boxes.tensor, (tensor, tensor + 1))
-        return slice(int(low), int(high))
-
     def _stored(self, tensors: Sequence[int]) -> StoredRows:
+        """Return the rows of some tensors, which cost less to plan on than all rows of the catalog."""
         if self._rows is None:
             self._rows = stored_rows(self.catalog)
         every = self._rows
-        numbers = np.concatenate([np.arange(rows.start, rows.stop) for rows in map(self.rows_of, sorted(set(tensors)))])
-        boxes = every.boxes.take(numbers)
-        return StoredRows(
-            boxes,
-            every.file[numbers],
-            every.start[numbers],
-            every.element[numbers],
-            every.data_bytes,
-            every.block_bytes,
+        numbers = np.unique(tensors)
+        first, end = np.searchsorted(every.boxes.tensor, [numbers, numbers + 1])
+        chosen = np.concatenate([np.arange(*bounds) for bounds in zip(first, end, strict=True)])
+        return replace(
+            every,
+            boxes=every.boxes.take(chosen),
+            file=every.file[chosen],
+            start=every.start[chosen],
+            element=every.element[chosen],
         )
 
     def read(self, requests: Sequence[BoxRequest]) -> list[torch.Tensor]:
@@ -124,7 +121,7 @@ class BoxReader:
             IncompatibleCheckpointError: the checkpoint lacks some of the elements.
         """
         files, catalog = self.files(), self.catalog
-        dtypes = [torch_dtype(catalog, r.tensor) for r in requests]
+        dtypes = [dtype_named(catalog.dtype[r.tensor]) for r in requests]
         sizes = [math.prod(r.shape) * dtype.itemsize for r, dtype in zip(requests, dtypes, strict=True)]
         if any(size >= 1 << 62 for size in sizes):
             raise CorruptCheckpointError(
@@ -178,19 +175,6 @@ class BoxReader:
                 f"{url} has no data for some elements of {name}; `bytecheckpoint inspect --boxes` shows what it holds"
             )
         return plan
-
-
-def torch_dtype(catalog: Catalog, tensor: int) -> torch.dtype:
-    """Return the dtype of tensor number `tensor`.
-
-    Raises:
-        IncompatibleCheckpointError: this version of torch lacks the dtype.
-    """
-    name = catalog.dtype[tensor]
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise IncompatibleCheckpointError(f"dtype {name!r} is unknown to torch {torch.__version__}: use a newer torch")
-    return dtype
 
 
 def read_in_pieces(reader: BoxReader, tensors: Iterable[tuple[str, int]], max_bytes: int) -> Iterator[TensorPiece]:

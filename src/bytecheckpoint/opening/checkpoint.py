@@ -46,11 +46,14 @@ class Checkpoint(Mapping[str, Any]):
         self.info: Mapping[str, Any] = MappingProxyType(dict(catalog.info))
         self._catalog = catalog
         self._reader = BoxReader(storage, catalog)
-        # Built when first needed: the index of tensors for all kinds at once, plain values kind by kind.
-        self._tensors: dict[str, dict[str, int]] | None = None
-        self._numbers: dict[TensorKey, int] = {}
-        self._flat: dict[str, int] = {}
-        self._plain: dict[str, dict[str, Callable[[], Any]]] = {}
+        self._forget_index()
+
+    def _forget_index(self) -> None:
+        """Start without an index of the keys. Tensors are indexed at the first need, plain values kind by kind."""
+        self._tensor_keys: dict[str, dict[str, int]] | None = None  # kind -> key -> number of the tensor
+        self._number_of_key: dict[str, int] = {}  # the same for all kinds together
+        self._numbers: dict[TensorKey, int] = {}  # without the further names of tied tensors
+        self._plain: dict[str, dict[str, Callable[[], Any]]] = {}  # kind -> key -> function that returns the value
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -83,7 +86,8 @@ class Checkpoint(Mapping[str, Any]):
     def for_rank(self, rank: int | None) -> Checkpoint:
         """Return the checkpoint as another rank sees it; both share the open files."""
         other = Checkpoint.__new__(Checkpoint)
-        other.__dict__.update(self.__dict__, rank=rank, _tensors=None, _numbers={}, _flat={}, _plain={})
+        other.__dict__.update(self.__dict__, rank=rank)
+        other._forget_index()
         return other
 
     def own_keys(self) -> set[str]:
@@ -165,7 +169,7 @@ class Checkpoint(Mapping[str, Any]):
 
     def _similar(self, key: object) -> str:
         """Return the end of an error message for a missing key: a similar key, or what the checkpoint holds."""
-        keys = list(self._flat) if self._catalog.count <= _MAX_KEYS_SEARCHED else []
+        keys = list(self._number_of_key) if self._catalog.count <= _MAX_KEYS_SEARCHED else []
         keys += [k for values in self._plain.values() for k in values]
         if isinstance(key, str) and len(keys) <= _MAX_KEYS_SEARCHED:
             for similar in difflib.get_close_matches(key, keys, 1, 0.7):
@@ -174,7 +178,7 @@ class Checkpoint(Mapping[str, Any]):
 
     def _number(self, key: str) -> int | None:
         self._index()
-        return self._flat.get(key)
+        return self._number_of_key.get(key)
 
     def _value(self, key: str) -> Callable[[], Any] | None:
         for kind in self.kinds:
@@ -187,14 +191,15 @@ class Checkpoint(Mapping[str, Any]):
     # --- tensors ----------------------------------------------------------------------------------------------
 
     def _index(self) -> dict[str, dict[str, int]]:
-        if self._tensors is None:
+        """Return kind -> key -> number of the tensor."""
+        if self._tensor_keys is None:
             numbers = self._chosen()
             index: dict[str, dict[str, int]] = {kind: {} for kind in self.kinds}
-            flat: dict[str, int] = {}
+            number_of_key: dict[str, int] = {}
 
             def add(key: TensorKey, number: int) -> None:
-                name = unique_name(str(key), flat)
-                index[key.kind][name] = flat[name] = number
+                name = unique_name(str(key), number_of_key)
+                index[key.kind][name] = number_of_key[name] = number
 
             by_fqn: dict[tuple[str, str], list[tuple[TensorKey, int]]] = {}
             tied = {(kind, fqn) for kind, names in self._catalog.aliases.items() for fqn in names.values()}
@@ -209,18 +214,21 @@ class Checkpoint(Mapping[str, Any]):
                     for key, number in by_fqn.get((kind, fqn), []):
                         add(TensorKey(kind, alias, key.slot), number)
             self._numbers = numbers
-            self._flat = flat
-            self._tensors = index
-        return self._tensors
+            self._number_of_key = number_of_key
+            self._tensor_keys = index
+        return self._tensor_keys
 
     def _chosen(self) -> dict[TensorKey, int]:
-        """Return the number of the tensor to show under each key."""
+        """Return the number of the tensor to show under each key: this rank's own, else the shared or lowest rank's."""
         owners = self._catalog.owner.tolist()
-        own = -2 if self.rank is None else self.rank
+
+        def preference(number: int) -> tuple[bool, int]:
+            return owners[number] != self.rank, owners[number]  # SHARED is less than any rank
+
         chosen: dict[TensorKey, int] = {}
         for number, key in enumerate(self._catalog.keys()):
-            seen = chosen.get(key)
-            if seen is None or _preference(owners[number], own) < _preference(owners[seen], own):
+            known = chosen.get(key)
+            if known is None or preference(number) < preference(known):
                 chosen[key] = number
         return chosen
 
@@ -236,6 +244,7 @@ class Checkpoint(Mapping[str, Any]):
     # --- plain values -----------------------------------------------------------------------------------------
 
     def _plain_of(self, kind: str) -> dict[str, Callable[[], Any]]:
+        """Return key -> function that returns the plain value, or raises why it cannot be shown."""
         found = self._plain.get(kind)
         if found is None:
             taken = set(self._index()[kind])
@@ -264,11 +273,6 @@ class Checkpoint(Mapping[str, Any]):
         shape = self._catalog.shape(tensor)
         (data,) = self._reader.read([BoxRequest(tensor, [(0,) * len(shape)], shape)])
         return bytes(data.numpy().tobytes())
-
-
-def _preference(owner: int, own: int) -> int:
-    """Return a sort key that prefers the rank's own value, then the shared one, then that of the lowest rank."""
-    return -2 if owner == own else owner
 
 
 def _returning(value: Any) -> Callable[[], Any]:

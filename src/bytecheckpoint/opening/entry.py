@@ -10,7 +10,8 @@ import torch
 
 from bytecheckpoint.engine.tensor_bytes import movable
 from bytecheckpoint.errors import UsageError
-from bytecheckpoint.opening.box_reader import BoxReader, BoxRequest, read_in_pieces, torch_dtype
+from bytecheckpoint.frameworks.tensors.dtypes import dtype_named
+from bytecheckpoint.opening.box_reader import BoxReader, BoxRequest, read_in_pieces
 from bytecheckpoint.opening.slices import Selection, select
 from bytecheckpoint.representation.dtypes import itemsize
 
@@ -54,7 +55,7 @@ class Entry:
         Raises:
             IncompatibleCheckpointError: this version of torch lacks the dtype.
         """
-        return torch_dtype(self._reader.catalog, self._tensor)
+        return dtype_named(self._reader.catalog.dtype[self._tensor])
 
     @property
     def ndim(self) -> int:

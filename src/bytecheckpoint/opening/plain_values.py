@@ -6,9 +6,10 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 from bytecheckpoint.errors import CorruptCheckpointError, IncompatibleCheckpointError
+from bytecheckpoint.frameworks.optimizers.tree import comparable_bytes, parse_state_reference, unpack_tensors
 from bytecheckpoint.opening.entry import Entry
 from bytecheckpoint.representation.names import unique_name
-from bytecheckpoint.representation.values.codec import TensorRef, decode, encode, key_of_path, leaves_with_paths
+from bytecheckpoint.representation.values.codec import TensorRef, decode, key_of_path, leaves_with_paths
 
 __all__ = ["UnregisteredInstance", "has_complementary_trees", "plain_values"]
 
@@ -18,7 +19,7 @@ _MALFORMED = (KeyError, TypeError, AttributeError, ValueError, IndexError, Runti
 
 
 class UnregisteredInstance:
-    """The place of an instance whose class is not registered here; a deep copy of it raises an error.
+    """A stand-in for an instance whose class is not registered here; a deep copy of it raises an error.
 
     Attributes:
         name: name of the class in the checkpoint.
@@ -129,8 +130,6 @@ class _ValueCollector:
 
     def add_optimizer(self, blobs: Sequence[bytes]) -> None:
         """Add the values of optimizer trees, which complement each other."""
-        from bytecheckpoint.frameworks.optimizers.tree import parse_state_reference, unpack_tensors
-
         trees: list[dict[str, Any]] = []
         for blob in blobs:
             tree = decode(blob, on_tensor=lambda name: self._tensor(*parse_state_reference(name)))
@@ -158,7 +157,7 @@ class _ValueCollector:
 def _merged_groups(trees: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Merge the param groups of all ranks: pipeline ranks have parts of one group, with equal settings."""
     merged: list[dict[str, Any]] = []
-    settings: list[bytes] = []
+    settings: list[bytes] = []  # of each merged group
     seen: set[str] = set()
     for tree in trees:
         unmatched = list(range(len(merged)))  # two groups of one rank stay separate, even with equal settings
@@ -168,7 +167,7 @@ def _merged_groups(trees: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
                 continue
             seen.update(params)
             group_settings = {key: value for key, value in group.items() if key != "params"}
-            code = encode(group_settings, on_tensor=lambda path, tensor: "")
+            code = comparable_bytes(group_settings)
             match = next((i for i in unmatched if settings[i] == code), None)
             if match is None:
                 merged.append({"params": params, **group_settings})

@@ -1,4 +1,4 @@
-"""Index expressions as numbers for each dimension, computed before anything is read."""
+"""Turn an index expression into the start, count and step of each dimension, before anything is read."""
 
 from __future__ import annotations
 
@@ -106,12 +106,12 @@ def _of_integer(item: Any, dim: int, size: int, name: str) -> int:
     return number % size
 
 
-def row_major_boxes(shape: Sequence[int], most: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+def row_major_boxes(shape: Sequence[int], max_elements: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Yield boxes that tile a tensor of `shape` in row-major order, each one run of elements.
 
     Args:
         shape: shape of the tensor.
-        most: largest number of elements of a box, at least 1.
+        max_elements: largest number of elements of a box, at least 1.
 
     Yields:
         (offsets, lengths) of each box; one empty box for a tensor without elements.
@@ -120,14 +120,14 @@ def row_major_boxes(shape: Sequence[int], most: int) -> Iterator[tuple[tuple[int
     [((0, 0), (1, 2)), ((0, 2), (1, 1)), ((1, 0), (1, 2)), ((1, 2), (1, 1))]
     """
     inner, dim = 1, len(shape) if 0 not in shape else 0
-    while dim > 0 and inner * shape[dim - 1] <= most:
+    while dim > 0 and inner * shape[dim - 1] <= max_elements:
         dim -= 1
         inner *= shape[dim]
     if dim == 0:
         yield (0,) * len(shape), tuple(shape)
         return
     dim -= 1
-    rows = max(most // inner, 1)
+    rows = max(max_elements // inner, 1)
     outer = [0] * dim
     tail, tail_zero = tuple(shape[dim + 1 :]), (0,) * (len(shape) - dim - 1)
     while True:
