@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import collections
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from bytecheckpoint.errors import UsageError
 from bytecheckpoint.frameworks.tensors.discovery import add_shards
 from bytecheckpoint.frameworks.tensors.dtensors import PLAIN_TYPES, is_dtensor
 from bytecheckpoint.frameworks.tensors.plain import is_tensor_like, lists_own_shards
+from bytecheckpoint.representation.names import unique_name
 from bytecheckpoint.representation.shards import LiveShard, LiveState, TensorKey
 from bytecheckpoint.representation.values.codec import MAX_DEPTH, TensorRef, encode, key_of_path
 from bytecheckpoint.representation.values.registry import registration_of
@@ -30,7 +31,6 @@ __all__ = [
     "encode_value",
     "is_stateful",
     "tensor_name",
-    "unique_name",
 ]
 
 #: Kinds whose tensors are identified by name and box, not by content.
@@ -49,19 +49,12 @@ def is_stateful(value: object) -> bool:
     )
 
 
-def tensor_name(path: tuple[object, ...], taken: dict[str, Any]) -> str:
-    """Return the name of the tensor at `path` of a nested value; "value" where the tensor is the whole value."""
+def tensor_name(path: tuple[object, ...], taken: Container[str]) -> str:
+    """Return the name of the tensor at `path` of a nested value; "value" where the tensor is the whole value.
+
+    Two paths may give one name: {"a": {"b": t}, "a.b": u} has two tensors called "a.b", and the second becomes "a.b#2".
+    """
     return unique_name(key_of_path(path) or "value", taken)
-
-
-def unique_name(name: str, taken: dict[str, Any]) -> str:
-    """Return `name`, or `name#2`, `name#3`, ... when taken: {"a": {"b": t}, "a.b": u} has two tensors called "a.b"."""
-    if name not in taken:
-        return name
-    number = 2
-    while f"{name}#{number}" in taken:
-        number += 1
-    return f"{name}#{number}"
 
 
 def encode_value(kind: str, value: object, shards: list[LiveShard], *, by_content: bool = True) -> bytes:
@@ -109,7 +102,7 @@ class TensorExtractor:
 
     def __init__(self, add: Callable[[tuple[object, ...], Any], str]) -> None:
         self._add = add
-        self._open: set[int] = set()
+        self._enclosing: set[int] = set()  # ids of the containers around the current value, to notice cycles
         self.state_dicts: dict[int, Any] = {}
         self.needs_encoder = False
 
@@ -118,11 +111,11 @@ class TensorExtractor:
         kind = type(value)
         if kind in NATIVE_TYPES:
             return value
-        if kind in _CONTAINERS and id(value) not in self._open and len(self._open) < MAX_DEPTH:
+        if kind in _CONTAINERS and id(value) not in self._enclosing and len(self._enclosing) < MAX_DEPTH:
             return self._extract_container(kind, value, path)
         if is_tensor_like(value) and registration_of(kind) is None:
             return TensorRef(self._add(path, value))
-        if kind not in _CONTAINERS and is_stateful(value) and len(self._open) < MAX_DEPTH:
+        if kind not in _CONTAINERS and is_stateful(value) and len(self._enclosing) < MAX_DEPTH:
             state = self.state_dicts[id(value)] = value.state_dict()
             return self.extract(state, path)
         # Also cycles and values that are nested too deeply, which the encoder refuses by name.
@@ -130,7 +123,7 @@ class TensorExtractor:
         return value
 
     def _extract_container(self, kind: type, value: Any, path: tuple[object, ...]) -> Any:
-        self._open.add(id(value))
+        self._enclosing.add(id(value))
         is_dict = kind in _DICTS
         steps = value if is_dict else range(len(value))
         items = value.values() if is_dict else value
@@ -141,7 +134,7 @@ class TensorExtractor:
             else self.extract(item, (*path, step))
             for step, item in zip(steps, items, strict=True)
         ]
-        self._open.discard(id(value))
+        self._enclosing.discard(id(value))
         if all(map(operator.is_, extracted, items)):
             return value
         return kind(zip(steps, extracted, strict=True)) if is_dict else kind(extracted)

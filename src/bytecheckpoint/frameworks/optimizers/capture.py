@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from bytecheckpoint.errors import UsageError
 from bytecheckpoint.frameworks.base import ParameterName
-from bytecheckpoint.frameworks.objects.capture import unique_name
+from bytecheckpoint.frameworks.objects.capture import tensor_name
 from bytecheckpoint.frameworks.optimizers.names import NOT_HYPERPARAMETERS, ParameterNames, named_groups
 from bytecheckpoint.frameworks.optimizers.tree import pack_tensors, state_reference
 from bytecheckpoint.frameworks.tensors.discovery import add_shards
@@ -77,7 +77,7 @@ def capture_optimizers(
             )
         fqn = str(path[1])
         parameter, aliases, slots = context[fqn]
-        slot = unique_name(key_of_path(path[2:]) or "value", slots)
+        slot = tensor_name(path[2:], slots)
         slots[slot] = tensor
         add_shards(shards, TensorKey(kind, fqn, slot), tensor, aliases=aliases, like=layout_of(tensor, parameter))
         return state_reference(fqn, slot)
