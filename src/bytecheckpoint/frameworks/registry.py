@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING
 from bytecheckpoint.errors import UsageError
 from bytecheckpoint.frameworks.base import Framework
 from bytecheckpoint.frameworks.deepspeed.adapter import DeepSpeedFramework
-from bytecheckpoint.frameworks.deepspeed.versions import find_deepspeed
+from bytecheckpoint.frameworks.deepspeed.detection import find_deepspeed
 from bytecheckpoint.frameworks.fsdp1.adapter import FSDP1Framework
 from bytecheckpoint.frameworks.fsdp1.detection import find_fsdp1
 from bytecheckpoint.frameworks.megatron.adapter import MegatronFramework
-from bytecheckpoint.frameworks.megatron.versions import find_megatron
+from bytecheckpoint.frameworks.megatron.detection import find_megatron
 from bytecheckpoint.frameworks.native import NativeFramework
 
 if TYPE_CHECKING:

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from bytecheckpoint.errors import UsageError
 from bytecheckpoint.frameworks.base import Destination, SavedStates, UserNames
+from bytecheckpoint.frameworks.deepspeed.detection import find_deepspeed, is_partitioned, is_wrapped_optimizer
 from bytecheckpoint.frameworks.deepspeed.engines import expand_engines
 from bytecheckpoint.frameworks.deepspeed.modules import (
     ZeroModules,
@@ -26,7 +27,6 @@ from bytecheckpoint.frameworks.deepspeed.optimizers import (
 )
 from bytecheckpoint.frameworks.deepspeed.partitions import Fragment
 from bytecheckpoint.frameworks.deepspeed.progress import EngineProgress
-from bytecheckpoint.frameworks.deepspeed.versions import find_deepspeed, is_partitioned, is_wrapped_optimizer
 from bytecheckpoint.frameworks.native import NativeFramework, Scan, describe_layout
 from bytecheckpoint.representation.shards import LiveState
 
@@ -50,7 +50,7 @@ class DeepSpeedFramework(NativeFramework):
     name = "deepspeed"
 
     def matches(self, states: Mapping[str, object]) -> bool:
-        """Tell whether `states` hold an engine, its optimizer, or a module of DeepSpeed or partitioned by ZeRO."""
+        """Return whether `states` hold an engine, its optimizer, or a module of DeepSpeed or partitioned by ZeRO."""
         return bool(find_deepspeed(states))
 
     def capture(self, states: Mapping[str, object], *, names: UserNames | None = None) -> list[LiveState]:

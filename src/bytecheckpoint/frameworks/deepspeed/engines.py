@@ -12,9 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from bytecheckpoint.errors import UsageError
-from bytecheckpoint.frameworks.deepspeed.partitions import zero3_optimizer_of
-from bytecheckpoint.frameworks.deepspeed.progress import EngineProgress, engine_kind
-from bytecheckpoint.frameworks.deepspeed.versions import (
+from bytecheckpoint.frameworks.deepspeed.detection import (
     check_engine,
     check_optimizer,
     check_version,
@@ -22,6 +20,8 @@ from bytecheckpoint.frameworks.deepspeed.versions import (
     is_placeholder_optimizer,
     is_wrapped_optimizer,
 )
+from bytecheckpoint.frameworks.deepspeed.partitions import zero3_optimizer_of
+from bytecheckpoint.frameworks.deepspeed.progress import EngineProgress, engine_kind
 from bytecheckpoint.frameworks.detection import nested_objects
 from bytecheckpoint.frameworks.optimizers.master_weights import optimizer_kind
 

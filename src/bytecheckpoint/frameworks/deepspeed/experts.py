@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from bytecheckpoint.frameworks.deepspeed.versions import imported
+from bytecheckpoint.frameworks.deepspeed.detection import imported
 from bytecheckpoint.frameworks.modules import ModuleScan
 from bytecheckpoint.frameworks.wrappers import walk_modules
 

@@ -1,4 +1,4 @@
-"""Modules of an engine: a load fills low-precision weights and master weights together, so that they always match.
+"""Capture and load the modules of an engine; a load fills weights and master weights together, so that they match.
 
 A parameter that ZeRO does not partition is an ordinary one. Stage 3 leaves its parameters empty: the module has their
 names, this rank's partitions have their elements. Any parameter may have a master weight, of which this rank holds a
@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from bytecheckpoint.errors import UsageError
-from bytecheckpoint.frameworks.base import Destination, SavedStates, SavedTensor
+from bytecheckpoint.frameworks.base import Destination, ParameterName, SavedStates, SavedTensor
 from bytecheckpoint.frameworks.deepspeed.experts import number_experts
 from bytecheckpoint.frameworks.deepspeed.partitions import (
     Fragment,
@@ -28,7 +28,13 @@ from bytecheckpoint.frameworks.deepspeed.partitions import (
     masters_match_weights,
     weight_fragment,
 )
-from bytecheckpoint.frameworks.modules import ModuleScan, capture_modules, load_modules, scan_modules
+from bytecheckpoint.frameworks.modules import (
+    ModuleScan,
+    capture_modules,
+    find_saved_parameter,
+    load_modules,
+    scan_modules,
+)
 from bytecheckpoint.frameworks.optimizers.master_weights import choose_saved_weight
 from bytecheckpoint.frameworks.tensors.discovery import add_shards
 from bytecheckpoint.frameworks.tensors.dtypes import dtype_name
@@ -49,10 +55,6 @@ class _Weight:
     aliases: tuple[str, ...]
     parameter: torch.Tensor
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        return (self.fqn, *self.aliases)
-
 
 @dataclass(slots=True)
 class ZeroModules:
@@ -62,17 +64,17 @@ class ZeroModules:
         whole: what is whole on this rank: parameters of stages up to 2, buffers, extra states.
         partitioned: the parameters that stage 3 partitions.
         modules: all modules of the kind.
-        parameters: id of a parameter -> (FQN, aliases).
+        parameters: id of a parameter -> its name.
     """
 
     whole: ModuleScan
     partitioned: list[_Weight]
     modules: Sequence[nn.Module]
-    parameters: dict[int, tuple[str, tuple[str, ...]]]
+    parameters: dict[int, ParameterName]
 
 
 def scan_zero_modules(kind: str, modules: Sequence[nn.Module]) -> ZeroModules:
-    """Return the names and tensors of `modules`.
+    """Find the names and tensors of `modules`.
 
     Raises:
         UsageError: two modules use one FQN for different tensors.
@@ -85,7 +87,7 @@ def scan_zero_modules(kind: str, modules: Sequence[nn.Module]) -> ZeroModules:
 
 
 def capture_zero_modules(kind: str, scan: ZeroModules) -> LiveState:
-    """Return the shards and values of a scanned kind.
+    """Describe the shards and values of a scanned kind.
 
     Raises:
         UsageError: a partition is not in memory; names it.
@@ -104,7 +106,7 @@ def _flat_ranges(key: TensorKey, weight: _Weight, fragment: Fragment) -> list[Fl
     shape = full_shape(weight.parameter)
     if not fragment.count and 0 not in shape:
         return []
-    flat_range = FlatRange(key, shape, fragment.start, fragment.data, fragment.first, fragment.count)
+    flat_range = FlatRange(key, shape, fragment.start, fragment.data, fragment.offset, fragment.count)
     flat_range.aliases, flat_range.requires_grad = weight.aliases, weight.parameter.requires_grad
     return [flat_range]
 
@@ -157,7 +159,7 @@ def load_zero_modules(
 
 
 class _WeightLoad:
-    """The load of parameters that ZeRO partitions, or has master weights of."""
+    """The load of parameters that ZeRO partitions or that have master weights."""
 
     def __init__(self, kind: str, saved: SavedStates, into: Destination, master_kind: str | None) -> None:
         self._kind = kind
@@ -169,13 +171,14 @@ class _WeightLoad:
 
     def add(self, weight: _Weight, master: Fragment | None) -> None:
         """Request what this rank holds of one parameter: its elements, all or a partition, and its master weights."""
-        found = self._find(weight)
+        found = find_saved_parameter(self._kind, (weight.fqn, weight.aliases), self._saved, self._into)
         if found is None:
             return
         parameter = weight.parameter
         low = dtype_name(parameter.dtype)
         high = low if master is None else dtype_name(master.data.dtype)
-        exact = choose_saved_weight(self._saved, found, weight.names, high, self._master_kind)
+        names = (weight.fqn, *weight.aliases)
+        exact = choose_saved_weight(self._saved, found, names, high, self._master_kind)
         source = found if found.dtype == low else exact
         # The engine rounds master weights to weights after every step; the load may round in the same way.
         converts = high != low and exact.dtype in _EXACT_IN_FLOAT32 and high == "float32"
@@ -193,18 +196,6 @@ class _WeightLoad:
         self._want(weight, exact, master, converts)
         if converts and exact.dtype != high:
             self._inexact_masters.append(weight.fqn)
-
-    def _find(self, weight: _Weight) -> SavedTensor | None:
-        """Return the saved tensor under any of the weight's names; claim all of them."""
-        found = self._saved.find(self._kind, weight.names)
-        if found is None:
-            self._into.missing.append(str(TensorKey(self._kind, weight.fqn)))
-            return None
-        self._into.recognized.add(found.key)
-        for alias in weight.aliases:
-            if (other := self._saved.find(self._kind, (alias,))) is not None:
-                self._into.recognized.add(other.key)
-        return found
 
     def _want(self, weight: _Weight, source: SavedTensor, fragment: Fragment, converts: bool) -> None:
         if fragment.data.ndim != 1:
@@ -235,8 +226,8 @@ class _WeightLoad:
 
 
 def _is_same_memory(weight: Fragment, master: Fragment) -> bool:
-    """Tell whether the master weights are the weights (stage 3 in full precision)."""
+    """Return whether the master weights are the weights (stage 3 in full precision)."""
     if weight.data.dtype != master.data.dtype:
         return False
     size = weight.data.element_size()
-    return weight.data.data_ptr() + weight.first * size == master.data.data_ptr() + master.first * size
+    return weight.data.data_ptr() + weight.offset * size == master.data.data_ptr() + master.offset * size

@@ -1,7 +1,7 @@
-"""Optimizers of an engine: state, master weights and settings by original parameter.
+"""Optimizers of an engine: state, master weights and hyperparameters by original parameter.
 
 ZeRO gives the inner optimizer flat tensors, and each rank steps its own. An optimizer view shows original parameters to
-the ordinary code (see `frameworks.optimizers.flat_capture`).
+the ordinary code (see `optimizers/flat_tensors.py`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch.optim import Optimizer
 
 from bytecheckpoint.errors import UsageError
-from bytecheckpoint.frameworks.base import Destination, SavedStates
+from bytecheckpoint.frameworks.base import Destination, ParameterName, SavedStates
 from bytecheckpoint.frameworks.deepspeed.partitions import (
     FlatPartition,
     Fragment,
@@ -35,7 +35,7 @@ from bytecheckpoint.representation.shards import LiveState, TensorKey
 
 __all__ = ["EngineOptimizer", "capture_engine_optimizer", "load_engine_optimizer"]
 
-_WORDS = ErrorAdvice(
+_ADVICE = ErrorAdvice(
     framework="ZeRO",
     on_save="use an optimizer with one value per element",
     on_load="load it into an engine without ZeRO, or into fully_shard (FSDP2)",
@@ -46,40 +46,40 @@ _BOOKKEEPING = frozenset({"step", "moe"})
 
 
 @dataclass(slots=True, kw_only=True)
-class _ZeroMember(FlatOptimizerTensor):
-    """A flat tensor of ZeRO. ZeRO also steps a parameter without a gradient, with a gradient of zeros."""
+class _ZeroTensor(FlatOptimizerTensor):
+    """A flat tensor of ZeRO, which also steps parameters without a gradient, with a gradient of zeros."""
 
     def state(self) -> Mapping[Any, Any]:
-        """Return the live state as torch's optimizers have it: DeepSpeed's own count steps in plain numbers."""
-        own = FlatOptimizerTensor.state(self)
-        if type(own.get("step")) is int:
-            return {**own, "step": torch.tensor(float(own["step"]))}
-        return own
+        """Return the live state, with the step as a tensor: DeepSpeed's own optimizers count steps in plain numbers."""
+        live = FlatOptimizerTensor.state(self)
+        if type(live.get("step")) is int:
+            return {**live, "step": torch.tensor(float(live["step"]))}
+        return live
 
     def install(self, state: Mapping[Any, Any]) -> None:
-        """Make `state` the live state, with the step as the optimizer has it."""
+        """Replace the live state by `state`, with the step in the optimizer's own form."""
         step = state.get("step")
         if isinstance(step, torch.Tensor) and type(self.optimizer).__module__.startswith("deepspeed."):
             state = {**state, "step": int(step)}
         FlatOptimizerTensor.install(self, state)
 
     def skips_slot(self, slot: str, saved_types: set[str]) -> bool:
-        """Leave out master weights: `load_zero_modules` fills them with the weights."""
+        """Skip master weights: `load_zero_modules` fills them together with the weights."""
         return slot == MASTER
 
     @property
     def zeroes_missing_state(self) -> bool:
-        """True: a parameter without saved state goes on from zeros."""
+        """True: a parameter without saved state begins with zeros."""
         return True
 
 
 class EngineOptimizer:
-    """An engine's optimizer, with the fragments of all parameters in it.
+    """An engine's optimizer, with this rank's fragments of its parameters.
 
     Args:
         kind: name of the state.
         wrapper: the engine's optimizer.
-        names: of all parameters in the states.
+        names: names of all parameters in the states.
 
     Attributes:
         wrapper: the engine's optimizer.
@@ -88,7 +88,7 @@ class EngineOptimizer:
         masters: id of a parameter -> this rank's master weights of it.
 
     Raises:
-        UsageError: it has a parameter that is in no module in the states.
+        UsageError: the optimizer has a parameter that is in no module of the states.
     """
 
     def __init__(self, kind: str, wrapper: Any, names: ParameterNames) -> None:
@@ -114,7 +114,7 @@ class EngineOptimizer:
         for weights, masters in zip(self.wrapper.fp16_groups, self.wrapper.fp32_groups, strict=True):
             yield from zip(weights, masters, strict=True)
 
-    def _name_of(self, parameter: torch.Tensor) -> tuple[str, tuple[str, ...]]:
+    def _name_of(self, parameter: torch.Tensor) -> ParameterName:
         found = self.names.by_id.get(id(parameter))
         if found is None:
             raise UsageError(
@@ -123,51 +123,56 @@ class EngineOptimizer:
             )
         return found
 
-    def part(self, parameter: torch.Tensor, fragment: Fragment) -> ParameterRange:
-        """Return the description of one parameter in a flat tensor."""
+    def parameter_range(self, parameter: torch.Tensor, fragment: Fragment) -> ParameterRange:
+        """Describe this rank's elements of one parameter in a flat tensor."""
         fqn, aliases = self._name_of(parameter)
-        held = fragment.count > 0 and not is_pipeline_replica(parameter)
-        start, first, count = fragment.start, fragment.first, fragment.count
-        shape = full_shape(parameter)
         return ParameterRange(
-            fqn, list(aliases), shape, start, first, count, held, WHOLE_TENSOR, parameter.requires_grad
+            fqn=fqn,
+            aliases=list(aliases),
+            shape=full_shape(parameter),
+            start=fragment.start,
+            offset=fragment.offset,
+            count=fragment.count,
+            owned=fragment.count > 0 and not is_pipeline_replica(parameter),
+            box=WHOLE_TENSOR,
+            requires_grad=parameter.requires_grad,
         )
 
     def view(self, *, saves: bool) -> tuple[Optimizer, ParameterNames, list[FlatOptimizerTensor]]:
-        """Return the optimizer by original parameters, the names of these, and the flat tensors.
+        """Make the view of the optimizer by original parameters; return it, their names, and the flat tensors.
 
         Args:
-            saves: the view is for a save. Its type, which is written into the checkpoint, then names the wrapper too: it
-                tells that the master weights are not state of a plain optimizer.
+            saves: the view is for a save. The checkpoint then records the wrapper's type too, which shows that the
+                master weights are not state of a plain optimizer.
         """
-        name = type(self.base).__name__
-        view = optimizer_view(f"{type(self.wrapper).__name__}({name})" if saves else name)
+        base_type = type(self.base).__name__
+        view = optimizer_view(f"{type(self.wrapper).__name__}({base_type})" if saves else base_type)
         for group in self.base.param_groups:
             view.param_groups.append({**_hyperparameters(group), "params": []})
         if not self.partitions:
             return view, self._fill_unfused_view(view, saves=saves), []
-        by_id: dict[int, tuple[str, tuple[str, ...]]] = {}
-        members: list[FlatOptimizerTensor] = []
+        by_id: dict[int, ParameterName] = {}
+        flat_tensors: list[FlatOptimizerTensor] = []
         for number, partition in enumerate(self.partitions):
-            parts = [self.part(parameter, fragment) for parameter, fragment in partition.fragments]
-            member = _ZeroMember(
+            ranges = [self.parameter_range(parameter, fragment) for parameter, fragment in partition.fragments]
+            flat_tensor = _ZeroTensor(
                 optimizer=partition.optimizer,
                 view=view,
                 tensor=partition.data,
-                ranges=parts,
+                ranges=ranges,
                 joined=True,
                 local_shape=tuple(partition.data.shape),
                 description=f"flat tensor {number} (param group {partition.group})",
-                advice=_WORDS,
+                advice=_ADVICE,
             )
             scalar = placeholder_parameter((), partition.data, requires_grad=False)
-            for part in parts:
-                placeholder = placeholder_parameter(part.shape, scalar, requires_grad=part.requires_grad)
-                member.placeholders.append(placeholder)
-                by_id[id(placeholder)] = part.parameter_name
+            for original in ranges:
+                placeholder = placeholder_parameter(original.shape, scalar, requires_grad=original.requires_grad)
+                flat_tensor.placeholders.append(placeholder)
+                by_id[id(placeholder)] = original.parameter_name
                 view.param_groups[partition.group]["params"].append(placeholder)
-            members.append(member)
-        return view, ParameterNames(by_id), members
+            flat_tensors.append(flat_tensor)
+        return view, ParameterNames(by_id), flat_tensors
 
     def _fill_unfused_view(self, view: Optimizer, *, saves: bool) -> ParameterNames:
         """Fill a view whose parameters are the master weights themselves; return their names."""
@@ -183,7 +188,7 @@ class EngineOptimizer:
         return ParameterNames({id(master): self._name_of(weight) for weight, master in self._unfused_pairs()})
 
     def write_back(self, view: Optimizer) -> None:
-        """Copy the view's settings into the live optimizer, after its state was installed."""
+        """Copy the view's hyperparameters into the live optimizer, after its state was installed."""
         for own, group in zip(self.base.param_groups, view.param_groups, strict=True):
             own.update(_hyperparameters(group))
         link_hp_state(self.wrapper, self.partitions)
@@ -196,21 +201,21 @@ def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def capture_engine_optimizer(optimizer: EngineOptimizer) -> LiveState:
-    """Return the shards and values of an engine's optimizer.
+    """Describe the shards and values of an engine's optimizer.
 
     Raises:
         UsageError: state is neither one value per element nor one value; names it.
     """
-    view, names, members = optimizer.view(saves=True)
-    state = capture_flat_tensors(optimizer.kind, [view], names, members)
+    view, names, flat_tensors = optimizer.view(saves=True)
+    state = capture_flat_tensors(optimizer.kind, [view], names, flat_tensors)
     masters: list[FlatRange] = []
     for partition in optimizer.partitions:
         for parameter, fragment in partition.fragments:
-            part = optimizer.part(parameter, fragment)
+            original = optimizer.parameter_range(parameter, fragment)
             # The master weights of a model in full precision are its weights, which are saved already.
-            if part.owned and partition.data.dtype != parameter.dtype:
-                key = TensorKey(optimizer.kind, part.fqn, MASTER)
-                master = part.flat_range(key, partition.data.detach(), fragment.first)
+            if original.owned and partition.data.dtype != parameter.dtype:
+                key = TensorKey(optimizer.kind, original.fqn, MASTER)
+                master = original.flat_range(key, partition.data.detach(), original.offset)
                 master.requires_grad = False
                 masters.append(master)
     state.shards += flat_range_shards(masters)
@@ -218,11 +223,11 @@ def capture_engine_optimizer(optimizer: EngineOptimizer) -> LiveState:
 
 
 def load_engine_optimizer(optimizer: EngineOptimizer, saved: SavedStates, into: Destination, *, strict: bool) -> None:
-    """Plan the load of an engine's optimizer, master weights excepted.
+    """Plan the load of an engine's optimizer without its master weights.
 
     Raises:
         IncompatibleCheckpointError: as in `load_flat_tensors`.
     """
-    view, names, members = optimizer.view(saves=False)
-    load_flat_tensors(optimizer.kind, [view], names, members, saved, into, strict=strict)
+    view, names, flat_tensors = optimizer.view(saves=False)
+    load_flat_tensors(optimizer.kind, [view], names, flat_tensors, saved, into, strict=strict)
     into.finish.append(lambda: optimizer.write_back(view))

@@ -3,7 +3,7 @@
 Stages 1 and 2 flatten the parameters of a group into one tensor, cut it into equal partitions, and keep the master
 weights of one partition on each rank; each parameter knows its fragment (`_hp_mapping`). Stage 3 partitions each
 parameter by itself, row-major, and joins the partitions of a sub-group. So no rank needs to gather anything to know what
-it holds. This is the only module that reads the attributes behind that.
+it holds. Only this module reads the attributes that say so.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from bytecheckpoint.errors import UsageError
-from bytecheckpoint.frameworks.deepspeed.versions import imported
+from bytecheckpoint.frameworks.deepspeed.detection import imported
 
 __all__ = [
     "FlatPartition",
@@ -40,18 +40,18 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Fragment:
-    """Consecutive elements of a parameter, in row-major order.
+    """Consecutive elements of a parameter on this rank, in row-major order; a `FlatRange` once it has a key.
 
     Attributes:
-        data: 1-D memory that holds them; a tensor of the parameter's shape if it holds the whole parameter.
+        data: 1-D memory that holds them; or a whole tensor of the parameter's shape.
         start: number of the first element in the parameter.
-        first: its position in `data`.
+        offset: place of the first element in `data`.
         count: number of elements; 0: this rank has none.
     """
 
     data: torch.Tensor
     start: int
-    first: int
+    offset: int
     count: int
 
 
@@ -63,7 +63,7 @@ class FlatPartition:
         data: the tensor; the optimizer's state is under it.
         optimizer: the optimizer that steps it; with partial offload some sub-groups have another one than the rest.
         group: index of its param group.
-        fragments: the parameters behind it, with what it holds of each.
+        fragments: each parameter behind it, with its elements in the tensor.
     """
 
     data: torch.Tensor
@@ -73,7 +73,7 @@ class FlatPartition:
 
 
 def is_zero3_param(parameter: torch.Tensor) -> bool:
-    """Tell whether stage 3 partitions `parameter`, which is then empty unless it is gathered."""
+    """Return whether stage 3 partitions `parameter`, which is then empty unless it is gathered."""
     return "ds_id" in vars(parameter)
 
 
@@ -84,7 +84,7 @@ def full_shape(parameter: torch.Tensor) -> tuple[int, ...]:
 
 
 def is_pipeline_replica(parameter: torch.Tensor) -> bool:
-    """Tell whether another pipeline stage owns this tied parameter; that stage partitions it in its own way."""
+    """Return whether another pipeline stage owns this tied parameter; that stage partitions it in its own way."""
     return bool(vars(parameter).get("ds_pipe_replicated", False))
 
 
@@ -105,7 +105,7 @@ def weight_fragment(where: str, parameter: Any) -> Fragment:
 
 
 def _zero3_range(parameter: Any, size: int) -> tuple[int, int, int]:
-    """Return (start, first, count) of this rank's partition of `size` elements; the last partitions have padding."""
+    """Return (start, offset, count) of this rank's partition of `size` elements; the last partitions have padding."""
     start = dist.get_rank(parameter.ds_process_group) * size
     count = min(int(parameter.ds_numel) - start, size)
     return (start, 0, count) if count > 0 else (0, 0, 0)
@@ -136,9 +136,9 @@ def master_fragment(parameter: Any) -> Fragment | None:
         place = None if wrapper is None else wrapper.grad_position.get(wrapper.get_param_id(parameter))
         if place is None:
             return None
-        sub_group, first, size = place
+        sub_group, offset, size = place
         start, _, count = _zero3_range(parameter, size)
-        return Fragment(wrapper.fp32_partitioned_groups_flat[sub_group].detach(), start, first, count)
+        return Fragment(wrapper.fp32_partitioned_groups_flat[sub_group].detach(), start, offset, count)
     mapping = attributes.get("_hp_mapping")
     if mapping is None:
         return None
@@ -147,12 +147,12 @@ def master_fragment(parameter: Any) -> Fragment | None:
 
 
 def masters_match_weights(parameter: torch.Tensor, master: Fragment) -> bool:
-    """Tell whether `master`, rounded, equals the weights of `parameter`, which this rank holds whole.
+    """Return whether `master`, rounded, equals the weights of `parameter`, which this rank holds whole.
 
     DeepSpeed links wrong fragments in some settings (round-robin gradients); these have other values.
     """
     low = parameter.detach().reshape(-1)[master.start : master.start + master.count]
-    high = master.data[master.first : master.first + master.count].to(low.dtype)
+    high = master.data[master.offset : master.offset + master.count].to(low.dtype)
     return torch.allclose(high, low, rtol=0, atol=0, equal_nan=True)
 
 
@@ -162,20 +162,20 @@ def zero3_optimizer_of(parameter: torch.Tensor) -> Any:
 
 
 def has_unfused_masters(wrapper: Any) -> bool:
-    """Tell whether each parameter has a whole master weight of its own on every rank (float16 without ZeRO)."""
+    """Return whether each parameter has a whole master weight of its own on every rank (float16 without ZeRO)."""
     unfused = imported("runtime.fp16.unfused_optimizer", "FP16_UnfusedOptimizer")
     return unfused is not None and isinstance(wrapper, unfused)
 
 
 def flat_partitions(wrapper: Any) -> list[FlatPartition]:
-    """Return the flat tensors that the optimizer inside `wrapper` steps on this rank."""
+    """Find the flat tensors that the optimizer inside `wrapper` steps on this rank."""
     base: Optimizer = wrapper.optimizer
     if hasattr(wrapper, "fp32_partitioned_groups_flat"):
         return list(_sub_groups(wrapper))
     groups: Sequence[Sequence[torch.Tensor]]
     flats: Sequence[torch.Tensor]
-    process_groups: Sequence[Any] | None = None  # that partition each group; None: whole on every rank
-    offsets: Sequence[Mapping[int, int]] | None = None
+    process_groups: Sequence[Any] | None = None  # the ranks that share each group; None: it is whole on every rank
+    offsets: Sequence[Mapping[int, int]] | None = None  # id of a parameter -> its offset, for each group
     if hasattr(wrapper, "single_partition_of_fp32_groups"):
         groups, flats = wrapper.bit16_groups, wrapper.single_partition_of_fp32_groups
         process_groups = wrapper.real_dp_process_group
@@ -214,15 +214,22 @@ def _offsets_in_order(group: Sequence[torch.Tensor]) -> dict[int, int]:
 def _fragments(
     flat: torch.Tensor, group: Sequence[torch.Tensor], offsets: Mapping[int, int], partition_start: int
 ) -> list[tuple[torch.Tensor, Fragment]]:
-    """Return what the partition `flat`, which begins at `partition_start` of the flattened group, holds of each."""
+    """Return each parameter of the group with its elements in the partition `flat`.
+
+    Args:
+        flat: the partition.
+        group: the parameters that were flattened together.
+        offsets: id of a parameter -> its offset in the flattened group.
+        partition_start: offset of the partition in the flattened group.
+    """
     fragments = []
     for parameter in group:
         offset = offsets[id(parameter)]
         low = max(offset, partition_start)
         high = min(offset + parameter.numel(), partition_start + flat.numel())
         found = low < high
-        place = (low - offset, low - partition_start, high - low) if found else (0, 0, 0)
-        fragments.append((parameter, Fragment(flat, *place)))
+        start_offset_count = (low - offset, low - partition_start, high - low) if found else (0, 0, 0)
+        fragments.append((parameter, Fragment(flat, *start_offset_count)))
     return fragments
 
 
@@ -241,12 +248,12 @@ def _sub_groups(wrapper: Any) -> Iterator[FlatPartition]:
     """Yield the partitions of stage 3, one per sub-group."""
     devices = getattr(wrapper, "subgroup_to_device", {})
     for number, (flat, group) in enumerate(zip(wrapper.fp32_partitioned_groups_flat, wrapper.fp16_groups, strict=True)):
-        first, fragments = 0, []
+        offset, fragments = 0, []
         for parameter in group:
             size = int(parameter.ds_tensor.ds_numel)
             start, _, count = _zero3_range(parameter, size)
-            fragments.append((parameter, Fragment(flat, start, first if count else 0, count)))
-            first += size
+            fragments.append((parameter, Fragment(flat, start, offset if count else 0, count)))
+            offset += size
         # With partial offload a share of the sub-groups stays on the accelerator, stepped by torch's AdamW.
         optimizer = wrapper.optimizer if devices.get(number, "cpu") == "cpu" else wrapper.backup_optimizer
         yield FlatPartition(flat, optimizer, int(wrapper.sub_group_to_group_id[number]), fragments)

@@ -11,13 +11,7 @@ from torch import nn
 
 from bytecheckpoint.errors import UsageError
 from bytecheckpoint.frameworks.base import Destination, SavedStates, UserNames
-from bytecheckpoint.frameworks.megatron.layouts import ParameterLayout
-from bytecheckpoint.frameworks.megatron.main_params import as_megatron_optimizers, main_params, params_with_masters
-from bytecheckpoint.frameworks.megatron.module_scan import MegatronModuleScan, scan_megatron_modules
-from bytecheckpoint.frameworks.megatron.modules import capture_megatron_modules, load_megatron_modules
-from bytecheckpoint.frameworks.megatron.optimizers import capture_megatron_optimizers
-from bytecheckpoint.frameworks.megatron.restore import load_megatron_optimizers
-from bytecheckpoint.frameworks.megatron.versions import (
+from bytecheckpoint.frameworks.megatron.detection import (
     check_version,
     find_megatron,
     find_schedulers,
@@ -26,6 +20,12 @@ from bytecheckpoint.frameworks.megatron.versions import (
     is_model_parallel,
     torch_sharding_of,
 )
+from bytecheckpoint.frameworks.megatron.layouts import ParameterLayout
+from bytecheckpoint.frameworks.megatron.main_params import as_megatron_optimizers, main_params, params_with_masters
+from bytecheckpoint.frameworks.megatron.module_scan import MegatronModuleScan, scan_megatron_modules
+from bytecheckpoint.frameworks.megatron.modules import capture_megatron_modules, load_megatron_modules
+from bytecheckpoint.frameworks.megatron.optimizers import capture_megatron_optimizers
+from bytecheckpoint.frameworks.megatron.restore import load_megatron_optimizers
 from bytecheckpoint.frameworks.native import NativeFramework, Scan
 from bytecheckpoint.frameworks.optimizers.master_weights import optimizer_kind
 from bytecheckpoint.frameworks.optimizers.names import ParameterNames, as_optimizers
@@ -61,7 +61,7 @@ class MegatronFramework(NativeFramework):
     name = "megatron"
 
     def matches(self, states: Mapping[str, object]) -> bool:
-        """Tell whether `states` hold a module or optimizer of Megatron.
+        """Return whether `states` hold a module or optimizer of Megatron.
 
         A whole model that torch shards (FSDP1, `fully_shard`) is an ordinary module for Megatron, and for this adapter.
         """

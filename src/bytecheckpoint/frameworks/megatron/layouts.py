@@ -76,7 +76,7 @@ class TensorBox:
         return shard
 
     def flat_ranges(self, key: TensorKey, data: torch.Tensor, start: int) -> Iterator[FlatRange]:
-        """Yield the part of the box, if any, that `data` holds.
+        """Yield the elements of the box that `data` holds, if any.
 
         Args:
             key: key of the tensor.
@@ -86,9 +86,8 @@ class TensorBox:
         low = max(self.start, start)
         count = min(self.start + prod(self.lengths), start + data.numel()) - low
         if count > 0:
-            block = FlattenedBox(self.offsets, self.lengths)
-            aliases = self.names[1:]
-            yield FlatRange(key, self.global_shape, low - self.start, data, low - start, count, block, aliases)
+            box = FlattenedBox(self.offsets, self.lengths)
+            yield FlatRange(key, self.global_shape, low - self.start, data, low - start, count, box, self.names[1:])
 
 
 @dataclass(slots=True)

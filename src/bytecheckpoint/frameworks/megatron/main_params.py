@@ -15,7 +15,7 @@ import torch
 from torch.optim import Optimizer
 
 from bytecheckpoint.errors import UsageError
-from bytecheckpoint.frameworks.megatron.versions import is_megatron_optimizer, megatron_class
+from bytecheckpoint.frameworks.megatron.detection import is_megatron_optimizer, megatron_class
 
 __all__ = ["MainParam", "as_megatron_optimizers", "flatten_chain", "main_params", "params_with_masters"]
 

@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 from bytecheckpoint.errors import UsageError
+from bytecheckpoint.frameworks.megatron.detection import is_megatron_module, megatron_class, torch_sharding_of, unwrap
 from bytecheckpoint.frameworks.megatron.layouts import (
     ParameterLayout,
     boxes_of_factory,
     checkpoint_names,
     sharded_tensor_box,
 )
-from bytecheckpoint.frameworks.megatron.versions import is_megatron_module, megatron_class, torch_sharding_of, unwrap
 from bytecheckpoint.frameworks.tensors.dtensors import local_tensor
 
 __all__ = ["MegatronModuleScan", "StateDictEntry", "scan_megatron_modules"]
@@ -233,6 +233,6 @@ def _check_unique_names(kind: str, scan: MegatronModuleScan) -> None:
 
 
 def _is_instance(entry: object, name: str) -> bool:
-    """Tell whether `entry` is an instance of a class of `megatron.core.dist_checkpointing.mapping`."""
+    """Return whether `entry` is an instance of a class of `megatron.core.dist_checkpointing.mapping`."""
     found = megatron_class("dist_checkpointing.mapping", name)
     return found is not None and isinstance(entry, found)

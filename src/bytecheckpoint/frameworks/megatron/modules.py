@@ -1,4 +1,4 @@
-"""Capture and load of Megatron modules, in place."""
+"""Capture and load Megatron modules, in place."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 from bytecheckpoint.frameworks.base import Destination, SavedStates
 from bytecheckpoint.frameworks.megatron.layouts import ShardCollector, clip_to_saved_shape
 from bytecheckpoint.frameworks.megatron.module_scan import MegatronModuleScan, StateDictEntry
+from bytecheckpoint.frameworks.modules import find_saved_parameter
 from bytecheckpoint.frameworks.objects.capture import encode_value
 from bytecheckpoint.frameworks.objects.reader import ValueReader
 from bytecheckpoint.frameworks.optimizers.master_weights import choose_saved_weight
@@ -25,12 +26,12 @@ _BYTES_IO = "__bytesio__"
 
 
 def capture_megatron_modules(kind: str, scan: MegatronModuleScan) -> LiveState:
-    """Return the shards and values of a scanned kind."""
+    """Describe the shards and values of a scanned kind."""
     state = LiveState(kind, merged=True)
     trained, frozen = ShardCollector(), ShardCollector()
     for layout in scan.layouts:
         if layout.saved_by_other_stage:
-            continue  # the other stage may cut it elsewhere
+            continue  # the stages may cut the tensor at different places
         tensor = layout.tensor
         collector = trained if tensor.requires_grad else frozen
         ranges = scan.current_ranges.get(id(tensor))
@@ -64,7 +65,7 @@ def load_megatron_modules(
 
     Args:
         kind: name of the state.
-        scan: of its modules.
+        scan: the scan of its modules.
         saved: the checkpoint.
         into: receives the plan.
         master_kind: the kind whose master weights belong to these modules; None: unknown.
@@ -79,14 +80,9 @@ def load_megatron_modules(
         computed = scan.computed.get(id(layout))
         target = tensor if computed is None else torch.empty_like(tensor)
         for box in layout.boxes:
-            found = saved.find(kind, box.names)
+            found = find_saved_parameter(kind, (box.names[0], box.names[1:]), saved, into)
             if found is None:
-                into.missing.append(str(box.key(kind)))
                 continue
-            into.recognized.add(found.key)
-            for name in box.names:
-                if (other := saved.find(kind, (name,))) is not None:
-                    into.recognized.add(other.key)
             found = choose_saved_weight(saved, found, box.names, dtype_name(target.dtype), master_kind)
             shards = [box.shard(found.key, target)]
             if box.resizable:

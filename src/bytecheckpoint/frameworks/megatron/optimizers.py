@@ -1,7 +1,7 @@
-"""Capture of Megatron optimizers: state, hyperparameters and master weights by the model parameters' names.
+"""Capture Megatron optimizers: state, hyperparameters and master weights by the model parameters' names.
 
 Main params may be flat ranges or fp32 copies. An optimizer view stands for the live optimizers and shows whole model
-parameters, so that the ordinary code handles names, param groups and settings.
+parameters, so that the ordinary code handles names, param groups and hyperparameters.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ class MegatronOptimizerView:
     Args:
         kind: name of the state.
         optimizers: the live optimizers.
-        names: of all parameters.
+        names: names of all parameters.
         layouts: id of a parameter -> its layout.
         with_copies: include parameters that another pipeline stage saves.
 
     Attributes:
         params: the parameters of this rank.
         optimizer: the view.
-        names: of the view's parameters too.
+        names: names of all parameters, the view's included.
 
     Raises:
         UsageError: a parameter is not in a module in the states, or an optimizer is not supported.
@@ -123,7 +123,7 @@ class MegatronOptimizerView:
             state[_SCALER] = pack_tensors(scaler.state_dict())
 
     def write_back(self) -> None:
-        """Copy the view's settings and the loss scaler's state into the live optimizers."""
+        """Copy the view's hyperparameters and the loss scaler's state into the live optimizers."""
         for live, shown in self._groups:
             live.update((key, value) for key, value in shown.items() if key not in _LAYOUT_SETTINGS)
         scaler_state: Any = self.optimizer.state.get(_SCALER)  # type: ignore[call-overload]
@@ -136,7 +136,7 @@ class MegatronOptimizerView:
 def capture_megatron_optimizers(
     kind: str, optimizers: Sequence[Any], names: ParameterNames, layouts: Mapping[int, ParameterLayout]
 ) -> LiveState:
-    """Return the shards and values of all optimizers of one kind.
+    """Describe the shards and values of all optimizers of one kind.
 
     Raises:
         UsageError: state of a parameter is neither one value per element nor one value; names it.

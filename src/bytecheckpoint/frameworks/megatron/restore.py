@@ -1,4 +1,4 @@
-"""Load of Megatron optimizers, from state by parameter name, whatever framework saved it."""
+"""Load Megatron optimizers from state by parameter name, whatever framework saved it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from bytecheckpoint.frameworks.megatron.optimizers import MegatronOptimizerView,
 from bytecheckpoint.frameworks.optimizers.master_weights import MASTER
 from bytecheckpoint.frameworks.optimizers.names import ParameterNames
 from bytecheckpoint.frameworks.optimizers.restore import ParameterRestore, load_optimizers
-from bytecheckpoint.frameworks.optimizers.saved_trees import SavedTrees, allocate_state
+from bytecheckpoint.frameworks.optimizers.saved_trees import SavedTrees
+from bytecheckpoint.frameworks.optimizers.state_memory import allocate_state
 from bytecheckpoint.frameworks.tensors.allocation import is_writable
 from bytecheckpoint.frameworks.tensors.discovery import add_shards
 from bytecheckpoint.frameworks.tensors.dtypes import dtype_named
@@ -45,7 +46,7 @@ def load_megatron_optimizers(
     Args:
         kind: name of the state.
         optimizers: the live optimizers.
-        names: of all parameters.
+        names: names of all parameters.
         layouts: id of a parameter -> its layout.
         model_kinds: id of a parameter -> the kind of its module.
         saved: the checkpoint.

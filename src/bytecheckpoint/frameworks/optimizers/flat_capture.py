@@ -36,14 +36,14 @@ def capture_flat_tensors(
     for flat in tensors:
         state = flat.state()
         # A rank without elements of a parameter does not step it, so its state is not the parameter's.
-        owned = [(r, p) for r, p in zip(flat.ranges, flat.placeholders, strict=True) if r.owned]
+        owned = [pair for pair in zip(flat.ranges, flat.placeholders, strict=True) if pair[0].owned]
         if not state or not owned:
             continue
         elementwise, values = _split_state(kind, flat, state)
         for slot, value in elementwise.items():
-            for part, placeholder in owned:
+            for original, placeholder in owned:
                 fqn, aliases = names.by_id[id(placeholder)]
-                flat_range = part.flat_range(TensorKey(kind, fqn, slot), value, flat.offset_of(part))
+                flat_range = original.flat_range(TensorKey(kind, fqn, slot), value, flat.offset_of(original))
                 flat_range.aliases, flat_range.requires_grad = aliases, False
                 ranges.append(flat_range)
         if values:

@@ -20,7 +20,8 @@ from bytecheckpoint.frameworks.optimizers.restore import (
     first_names,
     load_optimizers,
 )
-from bytecheckpoint.frameworks.optimizers.saved_trees import SavedTrees, allocate_state
+from bytecheckpoint.frameworks.optimizers.saved_trees import SavedTrees
+from bytecheckpoint.frameworks.optimizers.state_memory import allocate_state
 from bytecheckpoint.frameworks.optimizers.tree import comparable_bytes, unpack_tensors
 from bytecheckpoint.frameworks.tensors.allocation import is_writable
 from bytecheckpoint.frameworks.tensors.discovery import add_shards
@@ -60,9 +61,9 @@ def load_flat_tensors(
     """
     restores = [_FlatTensorRestore(kind, flat) for flat in tensors]
     by_placeholder = {
-        id(placeholder): (restore, part)
+        id(placeholder): (restore, original)
         for restore in restores
-        for part, placeholder in zip(restore.flat.ranges, restore.flat.placeholders, strict=True)
+        for original, placeholder in zip(restore.flat.ranges, restore.flat.placeholders, strict=True)
     }
 
     def restorer(
@@ -71,7 +72,7 @@ def load_flat_tensors(
         found = by_placeholder.get(id(parameter))
         if found is None:
             return PlainParameterRestore(kind, optimizer, parameter, name, on_device)
-        return _RangeRestore(*found, name, on_device)
+        return found[0].add_parameter(found[1], name, on_device)
 
     load_optimizers(kind, views, names, saved, into, strict=strict, restorer=restorer)
     ranges: list[FlatRange] = []
@@ -88,15 +89,20 @@ class _FlatTensorRestore:
         kind: name of the state.
         flat: the tensor.
         wanted: the flat ranges to fill.
-        parts: FQN -> the load of that parameter, in the order of the flat tensor.
     """
 
     def __init__(self, kind: str, flat: FlatOptimizerTensor) -> None:
         self.kind = kind
         self.flat = flat
         self.wanted: list[FlatRange] = []
-        self.parts: dict[str, _RangeRestore] = {}
-        self._memory: dict[str, torch.Tensor] = {}
+        self._parameters: dict[str, _RangeRestore] = {}  # by FQN, in the order of the flat tensor
+        self._memory: dict[str, torch.Tensor] = {}  # slot -> memory of state with one value per element
+
+    def add_parameter(self, original: ParameterRange, name: ParameterName, on_device: bool) -> _RangeRestore:
+        """Make the load of one original parameter's state, which becomes a part of this load."""
+        restore = _RangeRestore(self, original, name, on_device)
+        self._parameters[restore.fqn] = restore
+        return restore
 
     def memory(self, found: SavedTensor) -> torch.Tensor:
         """Return the memory of one slot on this rank: the live tensor where it fits, else a new one."""
@@ -125,47 +131,47 @@ class _FlatTensorRestore:
         Raises:
             IncompatibleCheckpointError: parameters of one flat tensor differ in their state.
         """
-        known = {fqn: part for fqn, part in self.parts.items() if part.known}
+        known = {fqn: restore for fqn, restore in self._parameters.items() if restore.known}
         # Whether a parameter without elements ever had state does not matter.
-        known = {fqn: part for fqn, part in known.items() if part.elements} or known
+        known = {fqn: restore for fqn, restore in known.items() if restore.elements} or known
         if self.flat.zeroes_missing_state:
             known = self._without_stateless(known, into)
         if not known:
             return
         if not any(r.owned for r in self.flat.ranges) and not self.flat.joined:
             return
-        self._check_same("state", {fqn: part.slots for fqn, part in known.items()})
-        self._check_same("values", {fqn: part.values for fqn, part in known.items()})
-        unknown = [fqn for fqn, part in self.parts.items() if not part.known]
+        self._check_same("state", {fqn: restore.slots for fqn, restore in known.items()})
+        self._check_same("values", {fqn: restore.values for fqn, restore in known.items()})
+        unknown = [fqn for fqn, restore in self._parameters.items() if not restore.known]
         if unknown:
             into.notes.append(
                 f"{self.kind}: {', '.join(sorted(unknown))} keep the state that their flat parameter has here"
             )
-        if len(known) > 1 and any(part.scalars for part in known.values()):
+        if len(known) > 1 and any(restore.scalars for restore in known.values()):
             into.checks.append(partial(self._check_scalars, known))
         into.finish.append(partial(self._install, next(iter(known.values()))))
 
     def _without_stateless(self, known: dict[str, _RangeRestore], into: Destination) -> dict[str, _RangeRestore]:
-        """Drop the parameters without saved state, where others have some, and start theirs at zero."""
-        stateless = [part for part in known.values() if not part.has_state]
+        """If only some parameters have saved state, let the state of the others begin at zero, and leave those out."""
+        stateless = [restore for restore in known.values() if not restore.has_state]
         if not stateless or len(stateless) == len(known):
             return known
         into.notes.append(
             f"{self.kind}: {len(stateless)} parameters without saved state begin at zero: "
-            f"{first_names([part.fqn for part in stateless])}"
+            f"{first_names([restore.fqn for restore in stateless])}"
         )
         into.finish.append(partial(self._zero, stateless))
-        return {fqn: part for fqn, part in known.items() if part not in stateless}
+        return {fqn: restore for fqn, restore in known.items() if restore.has_state}
 
-    def _zero(self, parts: list[_RangeRestore]) -> None:
+    def _zero(self, stateless: list[_RangeRestore]) -> None:
         for memory in self._memory.values():
-            for part in parts:
-                offset = self.flat.offset_of(part.range)
-                memory[offset : offset + part.range.count].zero_()
+            for restore in stateless:
+                offset = self.flat.offset_of(restore.original)
+                memory[offset : offset + restore.original.count].zero_()
 
     def _check_scalars(self, known: dict[str, _RangeRestore]) -> None:
         for slot in next(iter(known.values())).scalars:
-            self._check_same(slot, {fqn: part.scalars[slot].tolist() for fqn, part in known.items()})
+            self._check_same(slot, {fqn: restore.scalars[slot].tolist() for fqn, restore in known.items()})
 
     def _check_same(self, what: str, found: dict[str, Any]) -> None:
         groups: dict[bytes, list[str]] = {}
@@ -183,15 +189,15 @@ class _FlatTensorRestore:
             f"{self.flat.advice.on_difference}"
         )
 
-    def _install(self, part: _RangeRestore) -> None:
-        self.flat.install({**self._memory, **part.scalars, **part.values} if part.has_state else {})
+    def _install(self, restore: _RangeRestore) -> None:
+        self.flat.install({**self._memory, **restore.scalars, **restore.values} if restore.has_state else {})
 
 
 class _RangeRestore:
     """The load of one original parameter's state (`ParameterRestore`).
 
     Attributes:
-        range: the elements on this rank.
+        original: the parameter and its elements on this rank.
         fqn: the parameter's FQN in the live optimizer.
         elements: number of elements of the whole parameter.
         known: whether the checkpoint knows the parameter at all.
@@ -200,17 +206,18 @@ class _RangeRestore:
         values: state that is not plain tensors.
     """
 
-    def __init__(self, restore: _FlatTensorRestore, part: ParameterRange, name: ParameterName, on_device: bool) -> None:
-        self._restore = restore
-        self.range = part
+    def __init__(
+        self, flat_restore: _FlatTensorRestore, original: ParameterRange, name: ParameterName, on_device: bool
+    ) -> None:
+        self._flat_restore = flat_restore
+        self.original = original
         self.fqn, self._aliases = name
         self._on_device = on_device
-        self.elements = prod(part.shape)
+        self.elements = prod(original.shape)
         self.known = False
         self.slots: dict[str, str] = {}
         self.scalars: dict[str, torch.Tensor] = {}
         self.values: dict[Any, Any] = {}
-        restore.parts[self.fqn] = self
 
     @property
     def has_state(self) -> bool:
@@ -219,7 +226,7 @@ class _RangeRestore:
 
     def plan(self, saved: SavedStates, trees: SavedTrees, into: Destination) -> bool:
         """Request this rank's elements of the state, and its single values."""
-        kind, flat = self._restore.kind, self._restore.flat
+        kind, flat = self._flat_restore.kind, self._flat_restore.flat
         names = (self.fqn, *self._aliases)
         for found in saved.slots(kind, names):
             into.recognized.add(found.key)
@@ -238,28 +245,28 @@ class _RangeRestore:
         return self.has_state
 
     def _request(self, found: SavedTensor, into: Destination) -> None:
-        flat, part = self._restore.flat, self.range
-        elementwise = found.global_shape == part.shape
+        flat, original = self._flat_restore.flat, self.original
+        elementwise = found.global_shape == original.shape
         if not elementwise and found.global_shape.count(1) != len(found.global_shape):
             raise self._does_not_fit(found, f"has shape {found.global_shape}")
-        if not part.owned and not flat.joined:
+        if not original.owned and not flat.joined:
             return
         if elementwise:
-            target = self._restore.memory(found)
+            target = self._flat_restore.memory(found)
             if dtype_name(target.dtype) == found.dtype:
-                flat_range = part.flat_range(found.key, target, flat.offset_of(part))
+                flat_range = original.flat_range(found.key, target, flat.offset_of(original))
                 flat_range.requires_grad = False
-                self._restore.wanted.append(flat_range)
+                self._flat_restore.wanted.append(flat_range)
         else:
             target = allocate_state(found, flat.tensor.detach(), on_device=self._on_device)
             self.scalars[found.key.slot] = target
             add_shards(into.wanted, found.key, target)
 
     def _does_not_fit(self, found: SavedTensor, form: str) -> IncompatibleCheckpointError:
-        advice = self._restore.flat.advice
+        advice = self._flat_restore.flat.advice
         return IncompatibleCheckpointError(
-            f"{found.key} {form}, and {advice.framework} keeps the parameter of shape {self.range.shape} flat here: state "
-            f"that does not follow its elements cannot be loaded; {advice.on_load}"
+            f"{found.key} {form}, and {advice.framework} keeps the parameter of shape {self.original.shape} flat here: "
+            f"state that does not follow its elements cannot be loaded; {advice.on_load}"
         )
 
     def install(self) -> None:

@@ -63,9 +63,9 @@ class FlatOptimizerTensor:
     advice: ErrorAdvice
     placeholders: list[torch.Tensor] = field(default_factory=list)
 
-    def offset_of(self, part: ParameterRange) -> int:
-        """Return where the elements of `part` begin in state with one value per element."""
-        return part.offset if self.joined else 0
+    def offset_of(self, original: ParameterRange) -> int:
+        """Return where the elements of `original` begin in state with one value per element."""
+        return original.offset if self.joined else 0
 
     def state(self) -> Mapping[Any, Any]:
         """Return the live state; empty where there is none."""
@@ -81,7 +81,7 @@ class FlatOptimizerTensor:
             self.optimizer.state.pop(self.tensor, None)
 
     def skips_slot(self, slot: str, saved_types: set[str]) -> bool:
-        """Return whether a saved state of that name is no state of this optimizer."""
+        """Return whether the saved state `slot` does not belong to this optimizer and is left out."""
         return is_unused_master(slot, self.state(), self.optimizer, saved_types)
 
     @property

@@ -17,7 +17,8 @@ from bytecheckpoint.frameworks.optimizers.capture import layout_of
 from bytecheckpoint.frameworks.optimizers.hyperparameters import load_globals, load_hyperparameters
 from bytecheckpoint.frameworks.optimizers.master_weights import is_unused_master
 from bytecheckpoint.frameworks.optimizers.names import ParameterNames, named_groups
-from bytecheckpoint.frameworks.optimizers.saved_trees import SavedTrees, allocate_state
+from bytecheckpoint.frameworks.optimizers.saved_trees import SavedTrees
+from bytecheckpoint.frameworks.optimizers.state_memory import allocate_state
 from bytecheckpoint.frameworks.tensors.allocation import is_writable
 from bytecheckpoint.frameworks.tensors.discovery import add_shards
 from bytecheckpoint.frameworks.tensors.dtypes import dtype_name

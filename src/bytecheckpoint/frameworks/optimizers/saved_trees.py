@@ -9,17 +9,13 @@ from typing import Any
 import torch
 
 from bytecheckpoint.errors import CorruptCheckpointError, IncompatibleCheckpointError
-from bytecheckpoint.frameworks.base import ParameterName, SavedStates, SavedTensor
+from bytecheckpoint.frameworks.base import ParameterName, SavedStates
 from bytecheckpoint.frameworks.optimizers.names import ParamGroup
+from bytecheckpoint.frameworks.optimizers.state_memory import allocate_state
 from bytecheckpoint.frameworks.optimizers.tree import TREE_KEYS, parse_state_reference
-from bytecheckpoint.frameworks.tensors.allocation import empty_like_layout, empty_on_mesh_of
-from bytecheckpoint.frameworks.tensors.dtypes import dtype_named
 from bytecheckpoint.representation.values.codec import decode
 
-__all__ = ["SavedTrees", "allocate_state"]
-
-# Scalars that torch's optimizers hold on the CPU, whatever the parameter's device, unless capturable or fused.
-_HOST_SLOTS = frozenset({"step", "mu_product"})
+__all__ = ["SavedTrees"]
 
 
 class SavedTrees:
@@ -129,19 +125,3 @@ class SavedTrees:
 
 def _note_reference(references: list[str], name: str) -> None:
     references.append(name)
-
-
-def allocate_state(found: SavedTensor, parameter: torch.Tensor, *, on_device: bool) -> torch.Tensor:
-    """Allocate a state tensor of `parameter`, distributed as the parameter is where the shape allows it.
-
-    Args:
-        found: the saved state tensor.
-        parameter: the live parameter.
-        on_device: whether the optimizer holds scalars on the parameter's device.
-    """
-    dtype = dtype_named(found.dtype)
-    if found.key.slot.rpartition(".")[2] in _HOST_SLOTS and not found.global_shape and not on_device:
-        return torch.empty((), dtype=dtype, device="cpu")
-    if found.global_shape == tuple(parameter.shape):
-        return empty_like_layout(parameter, dtype)
-    return empty_on_mesh_of(parameter, found.global_shape, dtype)

@@ -55,23 +55,23 @@ def _is_instance(value: object, *classes: tuple[str, str]) -> bool:
 
 
 def is_engine(value: object) -> bool:
-    """Tell whether `value` is an engine: what `deepspeed.initialize` returns first."""
+    """Return whether `value` is an engine: what `deepspeed.initialize` returns first."""
     return _is_instance(value, _ENGINES[0])
 
 
 def is_wrapped_optimizer(value: object) -> bool:
-    """Tell whether `value` is DeepSpeed's wrapper around an optimizer (`engine.optimizer`)."""
+    """Return whether `value` is DeepSpeed's wrapper around an optimizer (`engine.optimizer`)."""
     return _is_instance(value, ("runtime.base_optimizer", "DeepSpeedOptimizer"))
 
 
 def is_placeholder_optimizer(value: object) -> bool:
-    """Tell whether `value` is what an engine without an optimizer has in its place."""
+    """Return whether `value` is what an engine without an optimizer has in its place."""
     inner = getattr(value, "optimizer", None)
     return value is None or _is_instance(value, *_PLACEHOLDERS) or _is_instance(inner, *_PLACEHOLDERS)
 
 
 def is_partitioned(parameter: torch.Tensor) -> bool:
-    """Tell whether ZeRO partitions `parameter`, or its master weight."""
+    """Return whether ZeRO partitions `parameter`, or its master weight."""
     # vars(): asking a tensor for an attribute that it lacks takes ten times as long.
     attributes = vars(parameter)
     return "ds_id" in attributes or attributes.get("_hp_mapping") is not None

@@ -70,7 +70,7 @@ def check_version() -> None:
 
 
 def is_megatron_module(module: object) -> bool:
-    """Tell whether `module` is a Megatron module or contains one."""
+    """Return whether `module` is a Megatron module or contains one."""
     candidates = (
         megatron_class("transformer.module", "MegatronModule"),
         megatron_class("tensor_parallel.layers", "ColumnParallelLinear"),
@@ -80,7 +80,7 @@ def is_megatron_module(module: object) -> bool:
 
 
 def is_megatron_optimizer(value: object) -> bool:
-    """Tell whether `value` is a Megatron optimizer."""
+    """Return whether `value` is a Megatron optimizer."""
     found = megatron_class("optimizer.optimizer", "MegatronOptimizer")
     return found is not None and isinstance(value, found)
 
@@ -109,7 +109,7 @@ def find_megatron(states: Mapping[str, object], *, partitioned_only: bool = Fals
 
 
 def is_model_parallel() -> bool:
-    """Tell whether tensor, pipeline or expert parallelism splits the model over ranks."""
+    """Return whether tensor, pipeline or expert parallelism splits the model over ranks."""
     groups: Any = sys.modules.get(f"{_PACKAGE}.parallel_state")
     if groups is None or not groups.model_parallel_is_initialized():
         return False
