@@ -122,7 +122,7 @@ def print_json(value: Any) -> None:
 
 @contextlib.contextmanager
 def progress_bar(title: str) -> Iterator[Callable[[int, int], None] | None]:
-    """A function to call with (done, in all), which draws a bar on stderr; None where that is no terminal."""
+    """Draw a progress bar on stderr; yield a function to call with (done, in all), or None without a terminal."""
     if not sys.stderr.isatty():
         yield None
         return

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,7 +19,7 @@ from bytecheckpoint.cli.format import (
 from bytecheckpoint.engine.catalogs import read_catalog
 from bytecheckpoint.errors import CheckpointError, CheckpointNotFoundError, StorageUnavailableError
 from bytecheckpoint.representation.catalog import VALUES_SLOT, Catalog
-from bytecheckpoint.representation.names import CATALOG_NAME, generation_of
+from bytecheckpoint.representation.names import CATALOG_NAME, generation_of, natural_order
 from bytecheckpoint.storage import Storage, resolve
 from bytecheckpoint.storage.threads import call_with_timeout, parallel_map
 from bytecheckpoint.tuning import tuning
@@ -79,11 +78,6 @@ def ls(path: str, *, json: bool) -> int:
     return int(damaged or bool(unreachable))
 
 
-def _natural(name: str) -> list[tuple[int, int, str]]:
-    """Return a sort key that puts step_9 before step_10."""
-    return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in re.split(r"([0-9]+)", name)]
-
-
 def _steps(storage: Storage) -> list[dict[str, Any]]:
     """Describe the folders of a folder: checkpoints, and the files of saves that did not commit."""
     only_first_tier = storage.nearest_tier() is storage
@@ -94,15 +88,15 @@ def _steps(storage: Storage) -> list[dict[str, Any]]:
         try:
             catalog, _ = read_catalog(step)
         except CheckpointNotFoundError:
-            own = [nbytes for file, nbytes in step.list() if generation_of(file)]
-            return {"name": name, "state": "uncommitted", "bytes": sum(own), "files": len(own)} if own else None
-        except StorageUnavailableError:  # it says nothing about the step, and the other steps would time out too
+            sizes = [nbytes for file, nbytes in step.list() if generation_of(file)]
+            return {"name": name, "state": "uncommitted", "bytes": sum(sizes), "files": len(sizes)} if sizes else None
+        except StorageUnavailableError:  # the step may be sound, and the other steps would time out too
             raise
         except CheckpointError as error:
             return {"name": name, "state": "damaged", "error": str(error)}
         return {"name": name, "state": "committed", **summary(catalog)}
 
-    names = sorted(storage.folders(), key=_natural)
+    names = sorted(storage.folders(), key=natural_order)
     return [
         step for step in parallel_map(describe, names, storage.parallel_reads, "bytecheckpoint-ls") if step is not None
     ]

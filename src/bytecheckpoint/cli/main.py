@@ -25,14 +25,16 @@ FINE, FINDINGS, UNUSABLE, INTERRUPTED, PIPE = 0, 1, 2, 130, 141
 def main() -> None:
     """Entry point of the `bytecheckpoint` command."""
     code = run(sys.argv[1:])
-    lost = code == PIPE
+    stdout_works = code != PIPE
     try:
         sys.stdout.flush()
     except BrokenPipeError:
-        code, lost = PIPE, True
+        code, stdout_works = PIPE, False
     except OSError as error:
-        code, lost = code if code == UNUSABLE else _fail(_message(error), UNUSABLE), True
-    if lost:
+        stdout_works = False
+        if code != UNUSABLE:
+            code = _fail(_message(error), UNUSABLE)
+    if not stdout_works:
         # The interpreter flushes again at its exit, and would report an error.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     raise SystemExit(code)

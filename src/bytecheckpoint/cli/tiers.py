@@ -14,7 +14,7 @@ from bytecheckpoint.cli.format import (
     printable,
     progress_bar,
 )
-from bytecheckpoint.errors import UsageError
+from bytecheckpoint.errors import CheckpointError, UsageError
 
 __all__ = ["cooldown", "flush", "parse_age"]
 
@@ -42,12 +42,13 @@ def cooldown(root: str, cold: str, *, older_than: str, keep: int, apply: bool, j
     if apply:
         total = sum(step.nbytes for step in steps if step.action == "move")
         with progress_bar("moving") as progress:
-            moved = [0]
+            moved = 0
 
             def add(nbytes: int) -> None:
-                moved[0] += nbytes
+                nonlocal moved
+                moved += nbytes
                 if progress is not None:
-                    progress(moved[0], total)
+                    progress(moved, total)
 
             steps = [cool(step, add) for step in steps]
     bad = any(step.error or step.action == "skip" for step in steps)
@@ -77,7 +78,6 @@ def cooldown(root: str, cold: str, *, older_than: str, keep: int, apply: bool, j
 
 def flush(path: str, *, replicas: bool, json: bool) -> int:
     """Flush the steps that a job left in this machine's hot tier. Return 1 if a step is incomplete or fails."""
-    from bytecheckpoint.errors import CheckpointError
     from bytecheckpoint.tiers.flush.machine import flush as flush_step
     from bytecheckpoint.tiers.flush.machine import unflushed
 

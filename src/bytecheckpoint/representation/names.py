@@ -19,6 +19,7 @@ __all__ = [
     "generation_of",
     "is_uri",
     "kind_folder",
+    "natural_order",
     "new_generation",
     "storage_file_name",
     "unescape",
@@ -43,6 +44,7 @@ _URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://.+", re.DOTALL)
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _SURROGATE = re.compile("[\ud800-\udfff\ufdd0]")
 _ESCAPED = re.compile("\ufdd0([0-9a-f]{4})")
+_NUMBER = re.compile(r"([0-9]+)")
 
 
 def kind_folder(kind: str) -> str:
@@ -138,6 +140,11 @@ def unescape(text: str) -> str:
     if text.isascii():
         return text
     return _ESCAPED.sub(lambda match: chr(int(match[1], 16)), text)
+
+
+def natural_order(name: str) -> list[tuple[int, int, str]]:
+    """Return a sort key that puts step_9 before step_10."""
+    return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in _NUMBER.split(name)]
 
 
 def unique_name(name: str, taken: Container[str]) -> str:

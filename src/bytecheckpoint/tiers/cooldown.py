@@ -12,7 +12,6 @@ import contextlib
 import datetime
 import logging
 import math
-import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -30,7 +29,7 @@ from bytecheckpoint.errors import (
 )
 from bytecheckpoint.representation.catalog import Catalog
 from bytecheckpoint.representation.catalog_file import encode
-from bytecheckpoint.representation.names import CATALOG_NAME, generation_of, is_uri
+from bytecheckpoint.representation.names import CATALOG_NAME, generation_of, is_uri, natural_order
 from bytecheckpoint.settings import settings
 from bytecheckpoint.storage import Storage, resolve
 from bytecheckpoint.storage.threads import parallel_map
@@ -40,7 +39,6 @@ from bytecheckpoint.tiers.lease import LEASE_FILE, Lease, leased
 __all__ = ["CoolStep", "cool", "plan_cooldown"]
 
 _log = logging.getLogger("bytecheckpoint")
-_NUMBER = re.compile(r"([0-9]+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +69,6 @@ class CoolStep:
     nbytes: int = 0
     done: bool = False
     error: str = ""
-
-
-def _natural_key(name: str) -> list[tuple[int, int, str]]:
-    """Make a key that sorts step_9 before step_10."""
-    return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in _NUMBER.split(name)]
 
 
 def _is_number(value: object) -> TypeGuard[int | float]:
@@ -135,7 +128,7 @@ def plan_cooldown(
         raise UsageError(f"now is {now!r}: give seconds since 1970")
     found: list[tuple[Storage, str, Catalog]] = []
     steps: list[CoolStep] = []
-    for name in sorted(hot_root.folders(), key=_natural_key):
+    for name in sorted(hot_root.folders(), key=natural_order):
         step = resolve(f"{hot_root.url}/{name}")
         target = f"{cold_root.url}/{name}"
         try:
@@ -147,8 +140,8 @@ def plan_cooldown(
     if not found and not steps:
         raise CheckpointNotFoundError(f"{hot_root.url} holds no checkpoints; give the folder that has the steps in it")
     created = {name: _created(step, catalog) for step, name, catalog in found}
-    by_age = sorted(created, key=lambda name: (created[name], _natural_key(name)))
-    newest = {*by_age[-keep:], *sorted(created, key=_natural_key)[-keep:]}
+    by_age = sorted(created, key=lambda name: (created[name], natural_order(name)))
+    newest = {*by_age[-keep:], *sorted(created, key=natural_order)[-keep:]}
     uses = {file.name: name for _, name, catalog in found for file in catalog.files if is_uri(file.name)}
 
     def decide(step: Storage, name: str, catalog: Catalog) -> tuple[str, str, list[int]]:
@@ -174,7 +167,7 @@ def plan_cooldown(
         steps.append(
             CoolStep(name, step.url, f"{cold_root.url}/{name}", action, reason, created[name], len(sizes), sum(sizes))
         )
-    return sorted(steps, key=lambda step: (step.created, _natural_key(step.name)))
+    return sorted(steps, key=lambda step: (step.created, natural_order(step.name)))
 
 
 def cool(step: CoolStep, progress: Callable[[int], None] = lambda _: None) -> CoolStep:
