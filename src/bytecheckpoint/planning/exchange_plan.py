@@ -1,4 +1,4 @@
-"""Choice of the rank that reads what several ranks want (ByteCheckpoint, section 4.1: redundant reads eliminated)."""
+"""Choice of the rank that reads each chunk that several ranks want (ByteCheckpoint, section 4.1: redundant reads)."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _rank_sets(chunk: Int64s, rank: Int64s, chunks: int, world: int) -> tuple[In
 
 
 def exchange_plan_of_rank(shared: SharedChunks, ranges: Int64s, chunk_bytes: int) -> ExchangePlan:
-    """Return the part of the exchange of a rank that wants to read `ranges`.
+    """Return one rank's part of the exchange: what it reads alone, and which shared chunks it wants.
 
     Args:
         shared: result of `plan_shared_reads` over the ranges of all ranks.

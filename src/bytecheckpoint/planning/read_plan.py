@@ -21,6 +21,11 @@ from bytecheckpoint.representation.plans import Copies, ReadPlan
 
 __all__ = ["StoredRows", "plan_reads", "stored_rows"]
 
+_SHORT_RUN_RANGE = 2 << 20
+"""Largest range whose elements are copied in short runs: a range of this size stays in the second-level cache."""
+_LONG_RUN = 1 << 10
+"""Shortest run, in bytes, that does not limit the size of its range: here the number of calls determines the cost."""
+
 
 @dataclass(frozen=True, slots=True)
 class StoredRows:
@@ -56,12 +61,6 @@ def stored_rows(catalog: Catalog) -> StoredRows:
         data_bytes=np.array([f.size - f.data_offset for f in catalog.files], np.int64),
         block_bytes=np.array([f.block_bytes for f in catalog.files], np.int64),
     )
-
-
-_SHORT_RUN_RANGE = 2 << 20
-"""Longest range whose elements are copied in short runs: it is still in the second-level cache when they are copied."""
-_LONG_RUN = 1 << 10
-"""Bytes of a run from which on the length of its range is not limited: the number of calls then determines the cost."""
 
 
 def plan_reads(stored: StoredRows, wanted: BoxTable, contiguous: Mask, chunk_bytes: int) -> ReadPlan:
@@ -123,21 +122,21 @@ def _in_short_runs(
     return np.flatnonzero(~contiguous[found.right] | (run < _LONG_RUN))
 
 
-def _cut(boxes: BoxTable, start: Int64s, element: Int64s, chunk_bytes: Int64s) -> tuple[BoxTable, Int64s, Int64s]:
-    """Cut each row at the multiples of its own `chunk_bytes`.
+def _cut(boxes: BoxTable, start: Int64s, element: Int64s, piece_bytes: Int64s) -> tuple[BoxTable, Int64s, Int64s]:
+    """Cut each row at the multiples of its own `piece_bytes`.
 
     Returns:
         The pieces as boxes, the byte offset of each piece in its file's data section, and the row of each piece.
     """
     nbytes = boxes.volumes() * element
-    first = start // chunk_bytes
-    count = np.maximum(-(-(start + nbytes) // chunk_bytes) - first, 1)
+    first = start // piece_bytes
+    count = np.maximum(-(-(start + nbytes) // piece_bytes) - first, 1)
     if not (count > 1).any():
         return boxes, start, np.arange(len(boxes))
     row = np.repeat(np.arange(len(boxes)), count)
-    chunk = first[row] + np.arange(len(row)) - np.repeat(np.cumsum(count) - count, count)
-    low = np.maximum(chunk * chunk_bytes[row] - start[row], 0) // element[row]
-    high = np.minimum((chunk + 1) * chunk_bytes[row] - start[row], nbytes[row]) // element[row]
+    piece = first[row] + np.arange(len(row)) - np.repeat(np.cumsum(count) - count, count)
+    low = np.maximum(piece * piece_bytes[row] - start[row], 0) // element[row]
+    high = np.minimum((piece + 1) * piece_bytes[row] - start[row], nbytes[row]) // element[row]
     flat = flat_ranges_to_boxes(boxes.lengths[row], low, high)
     row = row[flat.source]
     pieces = BoxTable(boxes.tensor[row], boxes.offsets[row] + flat.offsets, flat.lengths)

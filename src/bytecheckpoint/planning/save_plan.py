@@ -128,7 +128,7 @@ class SavePlan:
 
 def all_rows(tables: Sequence[LocalTable]) -> tuple[list[TensorRecord], BoxTable]:
     """Return every distinct tensor, and the boxes of all ranks' rows, rank after rank."""
-    tensors, row_tensor = _join_names(tables)
+    tensors, row_tensor = _join_tensors(tables)
     return tensors, _boxes(tables, np.concatenate(row_tensor))[2]
 
 
@@ -144,7 +144,7 @@ def plan_save(tables: Sequence[LocalTable], fixed: Mapping[int, Int64s] | None =
         IncompatibleCheckpointError: ranks disagree about a tensor's shape or dtype, or their boxes leave a hole in a
             tensor or overlap without being equal.
     """
-    tensors, row_tensor = _join_names(tables)
+    tensors, row_tensor = _join_tensors(tables)
     counts = [len(t) for t in row_tensor]
     row_rank = np.repeat(np.arange(len(tables)), counts)
     row_local = np.concatenate([np.arange(c) for c in counts])
@@ -162,25 +162,25 @@ def plan_save(tables: Sequence[LocalTable], fixed: Mapping[int, Int64s] | None =
     kinds = sorted({t.kind for t in tensors})
     kind_code = np.array([kinds.index(t.kind) for t in tensors], np.int64)
     rows = written[_file_order(tensors, row_rank[written], tensor[written])]
-    of = tensor[rows]
-    file, offset, start = _lay_out(row_rank[rows], kind_code[of], nbytes[rows])
+    rank, kind = row_rank[rows], kind_code[tensor[rows]]
+    part = _parts(rank, kind)
+    file, offset, start = _lay_out(rank, kind, part, nbytes[rows])
     aliases: dict[str, dict[str, str]] = {}
     for record in tensors:
         for alias in record.aliases:
             aliases.setdefault(record.kind, {})[alias] = record.fqn
-    part = _parts(row_rank[rows], kind_code[of])
     return SavePlan(
         tensors=tensors,
         shapes=shapes,
         ndims=ndims,
         boxes=boxes.take(rows),
-        rank=row_rank[rows],
+        rank=rank,
         local=row_local[rows],
         file=file,
         offset=offset,
         nbytes=nbytes[rows],
-        file_rank=row_rank[rows][start],
-        file_kind=[kinds[k] for k in kind_code[of][start]],
+        file_rank=rank[start],
+        file_kind=[kinds[k] for k in kind[start]],
         file_part=part[start],
         aliases=aliases,
     )
@@ -208,10 +208,10 @@ def _written(
         owner = assign(group, row_rank, group_bytes, world_size)
         written = np.flatnonzero(owner[group] == row_rank)
     # A rank may hold a box in two rows (a tensor in two modules); the first row is written.
-    of = group[written]
+    written_group = group[written]
     first = np.empty(groups, np.int64)
-    first[of[::-1]] = written[::-1]
-    kept: Int64s = written[first[of] == written]
+    first[written_group[::-1]] = written[::-1]
+    kept: Int64s = written[first[written_group] == written]
     return kept
 
 
@@ -236,9 +236,7 @@ def _file_order(tensors: Sequence[TensorRecord], rank: Int64s, tensor: Int64s) -
     return np.argsort(rank * len(place) + places[tensor], kind="stable")
 
 
-def _join_names(
-    tables: Sequence[LocalTable],
-) -> tuple[list[TensorRecord], list[NDArray[np.int64]]]:
+def _join_tensors(tables: Sequence[LocalTable]) -> tuple[list[TensorRecord], list[NDArray[np.int64]]]:
     """Return every distinct tensor, and for each rank the tensor number of each of its rows."""
     tensors: list[TensorRecord] = []
     number_of: dict[TensorKey, int] = {}
@@ -348,9 +346,8 @@ def _parts(rank: Int64s, kind: Int64s) -> Int64s:
     ) // tuning().max_entries_per_file
 
 
-def _lay_out(rank: Int64s, kind: Int64s, nbytes: Int64s) -> tuple[Int64s, Int64s, Int64s]:
+def _lay_out(rank: Int64s, kind: Int64s, part: Int64s, nbytes: Int64s) -> tuple[Int64s, Int64s, Int64s]:
     """Return the file number and offset of each row, and the first row of each file."""
-    part = _parts(rank, kind)
     new = np.ones(len(rank), bool)
     new[1:] = (rank[1:] != rank[:-1]) | (kind[1:] != kind[:-1]) | (part[1:] != part[:-1])
     start = np.flatnonzero(new)
