@@ -65,13 +65,13 @@ class _NamedTensor:
         fqn: the first of its names.
         value: the tensor.
         aliases: its further names.
-        copy_of: (module, state_dict key) of the entry, when a hook made the tensor and the module does not hold its memory.
+        hook_entry: (module, state_dict key) of a tensor that a hook made, whose memory is not the module's; else None.
     """
 
     fqn: str
     value: torch.Tensor
     aliases: tuple[str, ...]
-    copy_of: tuple[_ScannedModule, str] | None
+    hook_entry: tuple[_ScannedModule, str] | None
 
 
 @dataclass(slots=True)
@@ -112,7 +112,7 @@ def scan_modules(
 
     Args:
         kind: name of the state.
-        modules: all of the kind.
+        modules: all modules of the kind.
         entries: returns the state_dict entries of a module, with keys as `walk_modules` prefixes them. None: call
             `state_dict`, which also makes FSDP2 reshard its parameters after an evaluation forward pass.
 
@@ -124,12 +124,12 @@ def scan_modules(
     by_name: dict[str, int] = {}
     names_of: list[list[str]] = []
     for scanned in scan.modules:
-        # After state_dict(), which may have swapped parameters.
-        live = set(map(id, scanned.own_tensors()))
-        storages: set[int] | None = None
+        # Read after state_dict(), which may swap parameters.
+        own_ids = set(map(id, scanned.own_tensors()))
+        own_storages: set[int] | None = None
         for key, value in scanned.entries.items():
             fqn = scanned.names[key]
-            own = id(value) in live
+            own = id(value) in own_ids
             if not is_tensor_like(value) or (not own and key.endswith("_extra_state")):
                 if fqn in scan.values:
                     raise UsageError(f"{kind}/{fqn} stands in two modules of the list: modules must not share names")
@@ -138,9 +138,9 @@ def scan_modules(
                 continue
             assert isinstance(value, torch.Tensor)
             if not own:
-                if storages is None:
-                    storages = set(map(_storage_address, scanned.own_tensors())) - {-1}
-                own = _storage_address(value) in storages
+                if own_storages is None:
+                    own_storages = set(map(_storage_address, scanned.own_tensors())) - {-1}
+                own = _storage_address(value) in own_storages
             known = by_id.get(id(value))
             earlier = by_name.get(fqn)
             if earlier is not None and earlier != known:
@@ -157,7 +157,7 @@ def scan_modules(
             tensor.aliases = tuple(names[1:])
         scan.parameters[id(tensor.value)] = (tensor.fqn, tensor.aliases)
     for scanned in scan.modules:
-        # A hook may leave parameters out of state_dict (frozen ones, say), and an optimizer may still hold them.
+        # An optimizer may hold parameters that a hook leaves out of state_dict (frozen ones, for example).
         for prefix, module in scanned.owners.items():
             for name, parameter in module._parameters.items():
                 if parameter is not None and id(parameter) not in scan.parameters:
@@ -177,6 +177,7 @@ def _scan_module(module: nn.Module, make_entries: Callable[[nn.Module], dict[str
 
 
 def _storage_address(value: torch.Tensor) -> int:
+    """Return the address of the memory behind `value` on this rank; -1 for none, and for tensors that list their shards."""
     if lists_own_shards(type(value)):
         return -1
     return local_tensor(value).untyped_storage().data_ptr() or -1
@@ -205,7 +206,7 @@ def capture_modules(kind: str, scan: ModuleScan) -> LiveState:
 def find_saved_parameter(kind: str, name: ParameterName, saved: SavedStates, into: Destination) -> SavedTensor | None:
     """Find a parameter or buffer in the checkpoint by any of its names, and recognize the keys of all of them.
 
-    A missing one is added to `into.missing`.
+    If the checkpoint lacks it, its name is added to `into.missing`.
     """
     fqn, aliases = name
     found = saved.find(kind, (fqn, *aliases))
@@ -224,15 +225,14 @@ def load_modules(kind: str, scan: ModuleScan, saved: SavedStates, into: Destinat
     """Plan the load of a scanned kind, in place."""
     loaded: list[tuple[_ScannedModule, str, torch.Tensor]] = []
     for tensor in scan.tensors:
-        name = tensor.fqn, tensor.aliases
-        found = find_saved_parameter(kind, name, saved, into)
+        found = find_saved_parameter(kind, (tensor.fqn, tensor.aliases), saved, into)
         if found is None:
             continue
         target = tensor.value
-        found = choose_saved_weight(saved, found, (name[0], *name[1]), dtype_name(target.dtype))
-        if tensor.copy_of is not None:
+        found = choose_saved_weight(saved, found, (tensor.fqn, *tensor.aliases), dtype_name(target.dtype))
+        if tensor.hook_entry is not None:
             target = empty_like_layout(tensor.value, tensor.value.dtype)
-            loaded.append((*tensor.copy_of, target))
+            loaded.append((*tensor.hook_entry, target))
         shards: list[LiveShard] = []
         add_shards(shards, found.key, target, aliases=tensor.aliases)
         into.finish += [step for shard in shards if (step := make_writable(shard)) is not None]

@@ -26,7 +26,7 @@ _WRAPPERS = (
 def walk_modules(module: nn.Module) -> Iterator[tuple[str, str, nn.Module]]:
     """Iterate over the modules inside `module`, in the order of a state_dict.
 
-    Returns:
+    Yields:
         (prefix in the state_dict, prefix in the bare model, module) for each. A module at two places comes twice.
     """
     wrappers: list[tuple[type, str, bool]] = [
@@ -68,6 +68,6 @@ def bare_name(key: str, prefixes: dict[str, str]) -> str:
     """
     end = key.rfind(".") + 1
     while (bare := prefixes.get(key[:end])) is None:
-        # A hook invented the last part of the prefix: use the module above it.
+        # No module has this prefix, since a hook made the key: use the module above it.
         end = key.rfind(".", 0, end - 1) + 1
     return bare + key[end:]

@@ -1,4 +1,4 @@
-"""The DeepSpeed adapter: what engines partition and count; everything else in the states is ordinary PyTorch."""
+"""The adapter of DeepSpeed: native PyTorch except for engines and the tensors that they partition."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class DeepSpeedFramework(NativeFramework):
         return bool(find_deepspeed(states))
 
     def capture(self, states: Mapping[str, object], *, names: UserNames | None = None) -> list[LiveState]:
-        """Return this rank's shards and values: one `LiveState` per name in `states`, and those of expanded engines.
+        """Describe this rank's shards and values: one `LiveState` per name in `states`, and those of expanded engines.
 
         Raises:
             UsageError: as in `Framework.capture`; or gradients are being accumulated.

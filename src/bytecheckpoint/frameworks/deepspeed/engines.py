@@ -1,4 +1,4 @@
-"""Engines in the states of a save or load: each one is replaced by its module, its optimizer and its progress.
+"""Replace each engine in the states of a save or load by its module, its optimizer and its progress.
 
 A program may also pass the module in the engine's place, and the optimizer and the learning-rate schedule beside it.
 """

@@ -1,7 +1,7 @@
-"""Mixtures of experts: one name for each expert, whichever rank holds it.
+"""Name each expert of a mixture of experts by its number within the layer, whichever rank holds it.
 
-Every rank of an expert-parallel group holds some of the experts and numbers them from 0. In a checkpoint an expert has
-its number within the layer, so any number of ranks may share the experts.
+Every rank of an expert-parallel group holds some of the experts and numbers them from 0. A checkpoint uses the number
+within the layer, so another number of ranks can load it.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ class EngineProgress:
         return found
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Install the saved progress, as far as this engine has it."""
+        """Install the saved progress; parts that this engine lacks are ignored."""
         if self.engine is not None:
             for name in _COUNTERS:
                 if name in state:
@@ -72,7 +72,7 @@ class EngineProgress:
             yield "data_sampler", engine.training_dataloader.data_sampler
 
     def _loss_scalers(self) -> Iterator[tuple[str, Any]]:
-        """Yield the dynamic loss scale, if there is one; a static one is configuration."""
+        """Yield (name, dynamic loss scale), if there is one; a static one is configuration."""
         for attribute, flag in (("loss_scaler", "dynamic"), ("loss_scale_config", "dynamic_loss_scale")):
             scaler = getattr(self.wrapper, attribute, None)
             if getattr(scaler, flag, False):

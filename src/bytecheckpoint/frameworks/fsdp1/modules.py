@@ -87,9 +87,9 @@ def scan_flat_modules(kind: str, modules: Sequence[nn.Module]) -> FlatModuleScan
         walked = list(walk_modules(module))
         if not any(is_fsdp1(owner) for _, _, owner in walked):
             return dict(module.state_dict(keep_vars=True))
-        own = read_flat_parameters(kind, walked)
-        flats.extend(own)
-        return _entries(walked, own, buffers)
+        module_flats = read_flat_parameters(kind, walked)
+        flats.extend(module_flats)
+        return _entries(walked, module_flats, buffers)
 
     rest = scan_modules(kind, modules, entries)
     scan = FlatModuleScan(rest, flats, buffers, dict(rest.parameters))
@@ -101,9 +101,9 @@ def scan_flat_modules(kind: str, modules: Sequence[nn.Module]) -> FlatModuleScan
 def _entries(
     walked: Sequence[tuple[str, str, nn.Module]], flats: Sequence[FlatParameter], buffers: list[_CastBuffer]
 ) -> dict[str, Any]:
-    """Return what a state_dict of the module would hold beside the flattened parameters, and append cast buffers.
+    """Return the state_dict entries of a module without flattened parameters, and append cast buffers to `buffers`.
 
-    Hooks on state_dict are not run: FSDP1's own hooks are among them, and gather.
+    Hooks on state_dict are not run, because FSDP1's own hooks, which gather, are among them.
     """
     originals = [original for flat in flats for original in flat.originals]
     flattened = {(id(original.owner), original.attribute) for original in originals}

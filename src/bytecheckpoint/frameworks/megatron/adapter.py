@@ -1,4 +1,4 @@
-"""The Megatron-Core adapter: Megatron's modules and optimizers; everything else in the states is ordinary PyTorch."""
+"""The adapter of Megatron-Core: native PyTorch except for Megatron's modules and optimizers."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class MegatronFramework(NativeFramework):
         native = super()._scan(states, names)
         by_id = dict(native.names.by_id)
         scan = _MegatronScan(native.modules, ParameterNames(by_id))
-        # A parameter in two states goes by its name in "model".
+        # A parameter in two states gets its name in "model".
         for kind, found in sorted(scan.modules.items(), key=lambda item: item[0] == "model"):
             if isinstance(found, MegatronModuleScan):
                 scan.layouts.update(found.layout_by_id)

@@ -1,4 +1,4 @@
-"""Scans of Megatron modules: the layouts of all parameters and buffers, by `sharded_state_dict()`."""
+"""Scan Megatron modules: find the layouts of all parameters and buffers by `sharded_state_dict()`."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ __all__ = ["ValueReader", "missing_tensor_error"]
 
 
 def missing_tensor_error(kind: str, name: str) -> CorruptCheckpointError:
-    """Return the error about a tree that refers to a tensor outside the catalog."""
+    """Return the error for a tree that refers to a tensor that the catalog lacks."""
     return CorruptCheckpointError(f"the values of {kind} refer to tensor {name!r}, which the catalog lacks")
 
 
@@ -119,8 +119,8 @@ class ValueReader:
             result.update(pairs)
             return result
         if type(value) is list or type(value) is tuple:
-            past = live if isinstance(live, list | tuple) else ()
-            items = [self.build(item, past[i] if i < len(past) else None) for i, item in enumerate(value)]
+            old_items = live if isinstance(live, list | tuple) else ()
+            items = [self.build(item, old_items[i] if i < len(old_items) else None) for i, item in enumerate(value)]
             if isinstance(value, tuple):
                 return tuple(items)
             target: list[Any] = live if isinstance(live, list) and self._is_reusable(value, live, root) else value

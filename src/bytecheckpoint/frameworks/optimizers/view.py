@@ -2,7 +2,7 @@
 
 Frameworks that shard by bytes give their optimizer flat tensors, or hide it in an engine. Names, groups, hyperparameters
 and plain values still belong to the original parameters. An adapter builds a view that has a placeholder for each
-original parameter, and itself handles only state with one value per element (see `tensors/flat_ranges.py`).
+original parameter. The adapter itself handles only state with one value per element (see `tensors/flat_ranges.py`).
 """
 
 from __future__ import annotations

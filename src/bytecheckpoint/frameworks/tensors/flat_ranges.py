@@ -113,11 +113,13 @@ class ParameterRange:
 
 
 class _Buffer(NamedTuple):
+    """The 1-D tensor in which flat ranges lie."""
+
     data: torch.Tensor  # detached
     dtype: str
-    size: int
+    size: int  # elements
     stride: int
-    offset: int
+    offset: int  # of the first element in its storage
 
 
 def flat_range_shards(ranges: Sequence[FlatRange]) -> list[LiveShard]:
