@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from bytecheckpoint._version import __version__
 
-# At once, not lazily: importing the module of the same name would otherwise put the module in the function's place.
+# Imported eagerly: a later import of the module `settings` would put the module in place of the function.
 from bytecheckpoint.settings import Settings, configure, settings
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ _HOME = {
 }
 
 
-if not TYPE_CHECKING:  # a type checker must not take it for leave to ask for any name
+if not TYPE_CHECKING:  # or type checkers would accept any name
 
     def __getattr__(name: str) -> Any:
         home = _HOME.get(name)
@@ -96,6 +96,6 @@ def __dir__() -> list[str]:
     return sorted(__all__)
 
 
-if not TYPE_CHECKING and "torch" in sys.modules:  # a program that trains: its first save shall not wait for imports
+if not TYPE_CHECKING and "torch" in sys.modules:  # a training program, whose first save should not wait for imports
     for _name in ("load", "save"):
         __getattr__(_name)

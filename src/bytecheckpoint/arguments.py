@@ -1,7 +1,7 @@
-"""Checks of the public calls' arguments.
+"""Check the arguments of the public calls.
 
-On several ranks a wrong argument of one rank is a failure like any other, which the other ranks must learn. So these
-checks run when the ranks can be told. The timeout is needed earlier; a wrong one is replaced until then.
+A wrong argument on one rank must fail the call on all ranks. So these checks run where a rank reports its failures to the
+others. The timeout is needed before that: a wrong one is replaced, and its error is raised with the other checks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["check_flags", "check_metadata", "check_states", "settings_with_timeo
 
 
 def settings_with_timeout(timeout: float | None) -> tuple[Settings, UsageError | None]:
-    """Return the settings in force with this timeout. A wrong one is left out and returned as an error."""
+    """Return the settings in force with this timeout, and the error if the timeout is wrong and therefore left out."""
     if timeout is None:
         return settings(), None
     try:
@@ -46,7 +46,7 @@ def check_states(states: object, names: object, *, filled: type = Mapping) -> No
 
 
 def check_flags(**flags: object) -> None:
-    """Refuse flags other than True and False: the str "False" of a configuration file would count as true."""
+    """Refuse flags other than True and False, such as the str "False" of a configuration file, which counts as true."""
     for name, value in flags.items():
         if not isinstance(value, bool | np.bool_):
             raise UsageError(f"{name}={value!r}: give True or False")

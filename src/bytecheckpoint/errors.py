@@ -33,9 +33,9 @@ class CheckpointError(Exception):
     """Base of every error of this package."""
 
     def __str__(self) -> str:
-        # KeyError's own __str__ would show the message quoted; ours is a sentence.
+        # KeyError's own __str__ would show the message in quotes.
         text = str(self.args[0]) if self.args else type(self).__name__
-        # Names of states and tensors may hold anything, yet a message is one line that any terminal or log takes.
+        # Names of states and tensors may hold anything; a message is one line that any terminal and log accepts.
         return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
@@ -64,7 +64,7 @@ class CheckpointReplacedError(CorruptCheckpointError):
 
 
 class IncompatibleCheckpointError(CheckpointError):
-    """Sound, but it does not fit: shapes, dtypes, missing or unexpected keys, a newer format. Handler: change the call."""
+    """The checkpoint is sound, but does not fit: shapes, dtypes, keys, a newer format. Handler: change the call."""
 
 
 class MissingKeyError(IncompatibleCheckpointError, KeyError):
@@ -83,7 +83,7 @@ class StorageUnavailableError(StorageError):
     """The storage does not answer, or answers with transient errors. Handler: retry later.
 
     Attributes:
-        undecided: the operation may have taken effect all the same, or may yet: its answer was lost.
+        undecided: the answer was lost: the operation may have taken effect, or may yet take effect.
     """
 
     def __init__(self, message: str, *, undecided: bool = False) -> None:
@@ -131,7 +131,7 @@ def error_report(error: BaseException) -> dict[str, str]:
     """Turn `error` into plain strings for another rank (never a pickle)."""
     name = type(error).__name__ if isinstance(error, CheckpointError) else "CheckpointError"
     text = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
-    # Names may hold lone surrogates, which no message to another process can.
+    # Names may hold lone surrogates, which UTF-8 messages cannot.
     report = {"error": name, "message": text.encode("utf-8", "backslashreplace").decode()}
     if isinstance(error, CorruptCheckpointError):
         report |= {"file": error.file, "block": str(error.block), "tensors": json.dumps(error.tensors)}

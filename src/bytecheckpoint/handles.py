@@ -14,9 +14,9 @@ __all__ = ["LoadReport", "SaveHandle", "SaveReport", "fail_handle", "pending"]
 
 
 def pending() -> Future[Any]:
-    """Make a future that nobody can cancel, because the work behind it goes on and must be able to end it.
+    """Make a future that nobody can cancel, because the work behind it continues and sets the result.
 
-    asyncio cancels a wrapped future when a `wait_for` runs out of time.
+    asyncio, for example, cancels a wrapped future when `wait_for` times out.
     """
     future: Future[Any] = Future()
     future.set_running_or_notify_cancel()

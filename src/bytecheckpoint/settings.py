@@ -1,4 +1,4 @@
-"""All settings: defaults that need no thought, each with its unit and its reason."""
+"""The settings of one process, from their defaults, the environment and `configure`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from bytecheckpoint.errors import UsageError
 
 __all__ = ["Settings", "configure", "settings"]
 
-# Clocks of locks and sockets end not far from 1e9 s.
+# Locks and sockets refuse timeouts not far above 1e9 s.
 _Seconds = Annotated[float, Meta(gt=0, le=1e9, description="a positive number of seconds, up to 1e+09")]
 _Count = Annotated[int, Meta(ge=0, description="an integer that is at least 0")]
 _PositiveCount = Annotated[int, Meta(ge=1, description="an integer that is at least 1")]
@@ -28,10 +28,10 @@ class Settings:
     """Tunables of one process. Every field can be set by `configure` or by BYTECHECKPOINT_<FIELD> in the environment.
 
     Attributes:
-        staging_bytes: size of the staging pool in bytes. 0 means: as large as the state while that is at most half of
-            the memory that the machine has free when the pool grows, shared by the ranks that its launcher started there
-            (LOCAL_WORLD_SIZE and the like). A larger state passes through that half in a ring. Also the most that a
-            synchronous save to a storage across a network keeps in memory.
+        staging_bytes: size of the staging pool in bytes. 0: as large as the state, up to this rank's share of half of the
+            memory that the machine has free when the pool grows (the launcher's LOCAL_WORLD_SIZE or the like says how
+            many ranks share it). A larger state passes through the pool in parts. Also the most that a synchronous save
+            to a storage across a network keeps in memory.
         chunk_bytes: bytes that one write or read call moves; a multiple of 1 MiB.
         writer: "process" writes asynchronous saves from a helper process over shared memory, so that the training
             loop keeps the interpreter lock to itself; "thread" writes them from threads of this process.
@@ -87,12 +87,12 @@ class Settings:
 
 @functools.cache
 def _kinds() -> dict[str, Any]:
-    """Return the type of each setting, with its limits."""
+    """Return the type of each setting with its limits, by name."""
     return get_type_hints(Settings, include_extras=True)
 
 
 def _wanted(kind: Any) -> str:
-    """Say what a setting of a type takes."""
+    """Describe the values that a setting of type `kind` accepts, for an error."""
     for limits in getattr(kind, "__metadata__", ()):
         return str(limits.description)
     return " or ".join(map(repr, get_args(kind)))

@@ -1,4 +1,4 @@
-"""What one rank keeps for one world of ranks, from call to call: saves and loads both find it by their collective."""
+"""The objects that one rank keeps from call to call: one `World` for each collective, shared by its saves and loads."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class SaveQueue:
     """The saves of one rank: their numbers, the threads of their background halves, the failure of the last one.
 
     Attributes:
-        calling: held by the call whose foreground half runs.
+        calling: the lock that a call holds while its foreground half runs.
     """
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class SaveQueue:
             last.exception()
 
     def keep_failure(self, failure: CheckpointError) -> None:
-        """Keep the failure of a background half, which the next save raises."""
+        """Keep the failure of a background half for the next save, which raises it."""
         self._failure = failure
 
     def forget_failure(self) -> None:
@@ -84,7 +84,7 @@ class World:
         collective: the ranks.
         resources: staging pool, helper process, cached plans.
         saves: the order of saves, and their threads.
-        flusher: takes commits of a tier to the durable storage.
+        flusher: copies commits of a tier to the durable storage.
     """
 
     def __init__(self, collective: Collective) -> None:
@@ -100,7 +100,7 @@ class World:
         return next(self._load_numbers)
 
     def note_prepared(self, states: Mapping[str, object]) -> None:
-        """Note the states that the next save finds prepared; empty: none."""
+        """Remember the states that are prepared for the next save; an empty mapping: none."""
         self._prepared = _identity(states)
 
     def is_prepared(self, states: Mapping[str, object]) -> bool:
@@ -120,23 +120,23 @@ class World:
 
 
 def _identity(states: Mapping[str, object]) -> tuple[object, ...]:
-    """Tell which objects these are. A new object at the address of a dead one only costs the next save a plan."""
+    """Return the identities of the objects. A new object at the address of a dead one costs the next save a plan."""
     return tuple(
         (kind, *map(id, value)) if isinstance(value, list | tuple) else (kind, id(value))
         for kind, value in states.items()
     )
 
 
-#: The worlds of this process, for the hook at its end. A world hangs on its collective and ends with it.
+#: The worlds of this process, for the hook at its exit. A collective owns its world.
 _worlds: weakref.WeakSet[World] = weakref.WeakSet()
 _worlds_lock = threading.Lock()
 
 
 def world_of(collective: Collective) -> World:
-    """Return this rank's world for `collective`; made at the first call, kept as long as the collective."""
+    """Return this rank's world for `collective`, which the first call makes; it lives as long as the collective."""
     with _worlds_lock:
         world = collective.attachment
-        if not isinstance(world, World) or world not in _worlds:  # none yet, or that of the process this is a fork of
+        if not isinstance(world, World) or world not in _worlds:  # none yet, or the parent's after a fork
             world = collective.attachment = World(collective)
             _worlds.add(world)
         return world
@@ -154,6 +154,6 @@ def _finish_all() -> None:
 
 
 os.register_at_fork(after_in_child=_forget_after_fork)
-# Executors refuse new work from the moment that concurrent.futures hears of the interpreter's exit, and a save in flight
-# still needs theirs. Such hooks run in reverse order, so this one comes first.
+# A save in flight needs its executors, which refuse work once the exit hook of concurrent.futures has run. Hooks run in
+# reverse order of registration, so this one runs before that.
 threading._register_atexit(_finish_all)  # type: ignore[attr-defined]
