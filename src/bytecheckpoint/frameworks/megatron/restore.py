@@ -22,7 +22,7 @@ from bytecheckpoint.frameworks.optimizers.master_weights import MASTER
 from bytecheckpoint.frameworks.optimizers.names import ParameterNames
 from bytecheckpoint.frameworks.optimizers.restore import ParameterRestore, load_optimizers
 from bytecheckpoint.frameworks.optimizers.saved_trees import SavedTrees
-from bytecheckpoint.frameworks.optimizers.state_memory import allocate_state
+from bytecheckpoint.frameworks.optimizers.state_memory import SINGLE_VALUE_SLOTS, allocate_state
 from bytecheckpoint.frameworks.tensors.allocation import is_writable
 from bytecheckpoint.frameworks.tensors.discovery import add_shards
 from bytecheckpoint.frameworks.tensors.dtypes import dtype_named
@@ -159,7 +159,7 @@ class _ParamLoad:
         if slot == MASTER and not self.main.is_master:
             return
         is_elementwise = shape == box.global_shape or (box.resizable and len(shape) == len(box.global_shape))
-        if is_elementwise and slot != "step":
+        if is_elementwise and slot not in SINGLE_VALUE_SLOTS:
             if box not in filled.setdefault(slot, []):
                 filled[slot].append(box)
                 self._want(found, slot, box, into)

@@ -21,7 +21,7 @@ from bytecheckpoint.frameworks.optimizers.restore import (
     load_optimizers,
 )
 from bytecheckpoint.frameworks.optimizers.saved_trees import SavedTrees
-from bytecheckpoint.frameworks.optimizers.state_memory import allocate_state
+from bytecheckpoint.frameworks.optimizers.state_memory import SINGLE_VALUE_SLOTS, allocate_state
 from bytecheckpoint.frameworks.optimizers.tree import comparable_bytes, unpack_tensors
 from bytecheckpoint.frameworks.tensors.allocation import is_writable
 from bytecheckpoint.frameworks.tensors.discovery import add_shards
@@ -246,7 +246,7 @@ class _RangeRestore:
 
     def _request(self, found: SavedTensor, into: Destination) -> None:
         flat, original = self._flat_restore.flat, self.original
-        elementwise = found.global_shape == original.shape
+        elementwise = found.global_shape == original.shape and found.key.slot not in SINGLE_VALUE_SLOTS
         if not elementwise and found.global_shape.count(1) != len(found.global_shape):
             raise self._does_not_fit(found, f"has shape {found.global_shape}")
         if not original.owned and not flat.joined:
