@@ -17,50 +17,49 @@ __all__ = ["Tuning", "tuned", "tuning"]
 class Tuning:
     """Sizes in bytes, times in seconds. Each group names the room that reads it.
 
-        Attributes:
-            max_entries_per_file: representation: entries in one storage file; a rank that writes more splits the file.
-                An entry with an ordinary name takes 200 to 400 bytes of header, and safetensors limits the header.
-            catalog_rows_per_group: representation: rows in one Parquet row group of the catalog.
-            max_value_bytes: representation: smallest size that is too large for one plain value; MessagePack's lengths have
-                32 bits.
-            intersect_pairs: planning: candidate pairs that `intersect` compares at once; temporary columns of this length
-                stay in the processor's cache.
-            intersect_rows: planning: rows of the left table that `intersect` filters at once.
-            small_group_part: planning: a group of equal boxes counts as small when it has less than this part (1/n) of the
-                mean share of its holders.
-            min_exchange_bytes: planning: ranks that have fewer bytes than this in common read them twice, which costs less
-                than an exchange.
-            relay_bytes: collectives: ranks relay a longer answer for all ranks, in worlds larger than the fan-out.
-            relay_fan_out: collectives: ranks to which one rank relays an answer.
-            handshake_timeout: collectives: time in which a new connection must authenticate itself.
-            data_piece: collectives: bytes per frame of the data plane; a transfer that starts may have to wait for one piece.
-            peer_memory: engine: ranks of one machine read each other's memory; False: they exchange bytes over sockets.
-            scatter_run_bytes: engine: average run length below which a range passes through a scratch buffer.
-            open_files: engine: storage files of a checkpoint that stay open while no thread uses them.
-            data_piece: collectives: bytes per frame of the data plane; a transfer that starts may have to wait for one piece.
+    Attributes:
+        max_entries_per_file: representation: entries in one storage file; a rank that writes more splits the file.
+            An entry with an ordinary name takes 200 to 400 bytes of header, and safetensors limits the header.
+        catalog_rows_per_group: representation: rows in one Parquet row group of the catalog.
+        max_value_bytes: representation: smallest size that is too large for one plain value; MessagePack's lengths have
+            32 bits.
+        intersect_pairs: planning: candidate pairs that `intersect` compares at once; temporary columns of this length
+            stay in the processor's cache.
+        intersect_rows: planning: rows of the left table that `intersect` filters at once.
+        small_group_part: planning: a group of equal boxes counts as small when it has less than this part (1/n) of the
+            mean share of its holders.
+        min_exchange_bytes: planning: ranks that have fewer bytes than this in common read them twice, which costs less
+            than an exchange.
+        relay_bytes: collectives: ranks relay a longer answer for all ranks, in worlds larger than the fan-out.
+        relay_fan_out: collectives: ranks to which one rank relays an answer.
+        handshake_timeout: collectives: time in which a new connection must authenticate itself.
+        data_piece: collectives: bytes per frame of the data plane; a transfer that starts may have to wait for one piece.
+        peer_memory: engine: ranks of one machine read each other's memory; False: they exchange bytes over sockets.
+        scatter_run_bytes: engine: average run length below which a range passes through a scratch buffer.
+        open_files: engine: storage files of a checkpoint that stay open while no thread uses them.
         tier_save_timeout: tiers: time that a save waits for the durable storage's state before it continues without it.
         tier_load_timeout: tiers: the same for a load or `ls`; longer, because without that state a load cannot know
             whether the hot copy was replaced.
-            idle_call_thread: storage: time after which a thread for calls with a timeout ends when it has no call.
-            stale_pauses: storage: pauses between attempts to open a name that a network file system's cache knows wrongly.
-            object_clients: storage: clients of object stores in the cache.
-            object_first_contact: storage: time to retry the first request to a bucket. A wrong endpoint is reported soon, and
-                a restarting server is waited for.
-            object_conflict_retry: storage: time to retry a conditional put that is refused although nothing has changed.
-            hdfs_clients: storage: clients of HDFS clusters in the cache.
-            hdfs_first_contact: storage: time to retry a NameNode that has never answered this process.
-            hdfs_known_contact: storage: the same for one that has answered this process, but not this save or load.
-            hdfs_first_write: storage: the same for writes, because the process that writes may make its first call while the
-                NameNode restarts.
-            hdfs_call: storage: timeout of one call once the NameNode has answered. Several NameNodes share it.
-            hdfs_first_call: storage: timeout of one call before the NameNode has answered.
-            hdfs_shortest_call: storage: lower bound of a NameNode's share of these timeouts.
-            hdfs_write_stall: storage: upper bound for one write or close of a stream; past it, the stream counts as hung.
-            hdfs_part_bytes: storage: minimum length of a sub-file.
-            hdfs_lock_expiry: storage: time after which the lock of a publisher counts as abandoned.
-            hdfs_abandoned: storage: age at which the temporary file of a publisher counts as abandoned.
-            lease_renewal: tiers: time between two renewals of a lease that is held.
-            lease_expiry: tiers: time for which a lease must stay unchanged for its holder to count as dead.
+        idle_call_thread: storage: time after which a thread for calls with a timeout ends when it has no call.
+        stale_pauses: storage: pauses between attempts to open a name that a network file system's cache knows wrongly.
+        object_clients: storage: clients of object stores in the cache.
+        object_first_contact: storage: time to retry the first request to a bucket. A wrong endpoint is reported soon, and
+            a restarting server is waited for.
+        object_conflict_retry: storage: time to retry a conditional put that is refused although nothing has changed.
+        hdfs_clients: storage: clients of HDFS clusters in the cache.
+        hdfs_first_contact: storage: time to retry a NameNode that has never answered this process.
+        hdfs_known_contact: storage: the same for one that has answered this process, but not this save or load.
+        hdfs_first_write: storage: the same for writes, because the process that writes may make its first call while the
+            NameNode restarts.
+        hdfs_call: storage: timeout of one call once the NameNode has answered. Several NameNodes share it.
+        hdfs_first_call: storage: timeout of one call before the NameNode has answered.
+        hdfs_shortest_call: storage: lower bound of a NameNode's share of these timeouts.
+        hdfs_write_stall: storage: upper bound for one write or close of a stream; past it, the stream counts as hung.
+        hdfs_part_bytes: storage: minimum length of a sub-file.
+        hdfs_lock_expiry: storage: time after which the lock of a publisher counts as abandoned.
+        hdfs_abandoned: storage: age at which the temporary file of a publisher counts as abandoned.
+        lease_renewal: tiers: time between two renewals of a lease that is held.
+        lease_expiry: tiers: time for which a lease must stay unchanged for its holder to count as dead.
     """
 
     # --- representation ---
