@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Callable
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -11,10 +12,28 @@ import numpy as np
 from bytecheckpoint.representation.boxes import Int64s
 from bytecheckpoint.tuning import tuning
 
-__all__ = ["assign"]
+__all__ = ["assign", "scrambled"]
+
+_UInt64s = np.ndarray[tuple[int], np.dtype[np.uint64]]
 
 
-def assign(group: Int64s, rank: Int64s, nbytes: Int64s, world_size: int, load: Int64s | None = None) -> Int64s:
+def scrambled(values: Int64s, seed: int) -> _UInt64s:
+    """Return a 64-bit mix of each value (the finaliser of splitmix64)."""
+    x = values.astype(np.uint64) + np.uint64((0x9E3779B97F4A7C15 * (seed + 1)) % 2**64)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def assign(
+    group: Int64s,
+    rank: Int64s,
+    nbytes: Int64s,
+    world_size: int,
+    load: Int64s | None = None,
+    *,
+    scramble: Callable[[Int64s, int], _UInt64s] = scrambled,
+) -> Int64s:
     """Choose for each group of equal boxes the rank that writes it.
 
     A group with one holder is written by this holder; such groups are counted first. Each large group, largest first,
@@ -29,6 +48,7 @@ def assign(group: Int64s, rank: Int64s, nbytes: Int64s, world_size: int, load: I
         nbytes: size of each group, [g].
         world_size: number of ranks.
         load: bytes that each rank must write in any case, [world_size]; not changed.
+        scramble: hashes ranks by a seed, [n]. A weak hash costs time, and does not change the result.
 
     Returns:
         The rank that writes each group, [g].
@@ -40,7 +60,7 @@ def assign(group: Int64s, rank: Int64s, nbytes: Int64s, world_size: int, load: I
     single = copies[group] == 1
     writer[group[single]] = rank[single]
     if not single.all():
-        sets = _holder_sets(group[~single], rank[~single], world_size)
+        sets = _holder_sets(group[~single], rank[~single], world_size, scramble)
         one_holder = sets.counts == 1
         writer[sets.groups[one_holder]] = sets.holders[sets.begins[one_holder]]
     else:
@@ -62,7 +82,9 @@ class _HolderSets(NamedTuple):
     holders: Int64s  # ascending and distinct within each group
 
 
-def _holder_sets(group: Int64s, rank: Int64s, world_size: int) -> _HolderSets:
+def _holder_sets(
+    group: Int64s, rank: Int64s, world_size: int, scramble: Callable[[Int64s, int], _UInt64s]
+) -> _HolderSets:
     keys = np.sort(group * world_size + rank)
     keys = keys[np.concatenate([[True], keys[1:] != keys[:-1]])]
     owner = keys // world_size
@@ -74,7 +96,7 @@ def _holder_sets(group: Int64s, rank: Int64s, world_size: int) -> _HolderSets:
     seed = 0
     while True:
         # Sets are compared by a 64-bit sum of scrambled ranks; the comparison rank by rank then confirms the result.
-        sums = np.add.reduceat(_scrambled(holders, seed), begins)
+        sums = np.add.reduceat(scramble(holders, seed), begins)
         _, first, ident = np.unique(sums, return_index=True, return_inverse=True)
         twin = first[ident]
         if (counts == counts[twin]).all() and (holders == holders[begins[twin][place] + within]).all():
@@ -84,14 +106,6 @@ def _holder_sets(group: Int64s, rank: Int64s, world_size: int) -> _HolderSets:
     number = np.empty(len(first), np.int64)
     number[np.argsort(first)] = np.arange(len(first))
     return _HolderSets(owner[begins], begins, counts, number[ident], holders)
-
-
-def _scrambled(values: Int64s, seed: int) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
-    """Return a 64-bit mix of each value (the finaliser of splitmix64)."""
-    x = values.astype(np.uint64) + np.uint64((0x9E3779B97F4A7C15 * (seed + 1)) % 2**64)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
 
 
 def _place(sets: _HolderSets, nbytes: Int64s, level: Int64s, writer: Int64s) -> None:
