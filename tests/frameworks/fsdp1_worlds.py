@@ -18,6 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from bytecheckpoint.frameworks.base import Destination
 from bytecheckpoint.frameworks.fsdp1.adapter import FSDP1Framework
 from tests.frameworks.memory import MemoryCheckpoint, detached
+from tests.support import comparisons
 
 Build = Callable[[], MutableMapping[str, Any]]
 CPU = torch.device("cpu")
@@ -61,17 +62,9 @@ def load(build: Build, size: int, saved: MemoryCheckpoint, **options: Any) -> Me
 def fill(states: MutableMapping[str, Any], saved: MemoryCheckpoint, rank: int = 0, **options: Any) -> Destination:
     """Load on one rank."""
     saved.rank = rank
-    destination = FSDP1Framework().destination(states, saved, **options)
-    saved.fill(destination)
-    destination.apply()
-    return destination
+    return saved.load(states, FSDP1Framework(), **options)
 
 
 def differences(want: MemoryCheckpoint, got: MemoryCheckpoint) -> list[str]:
-    """Return the keys that only one checkpoint has, or whose tensors differ."""
-    wrong = sorted(map(str, want.whole.keys() ^ got.whole.keys()))
-    for key in want.whole.keys() & got.whole.keys():
-        a, b = want.whole[key], got.whole[key]
-        if a.dtype != b.dtype or not torch.equal(a, b):
-            wrong.append(f"{key}: {b} instead of {a}")
-    return wrong
+    """Return the differences of the tensors of two checkpoints."""
+    return comparisons.differences(want.whole, got.whole)

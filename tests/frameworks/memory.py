@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from bytecheckpoint.errors import IncompatibleCheckpointError
-from bytecheckpoint.frameworks.base import Destination, SavedTensor
+from bytecheckpoint.frameworks.base import Destination, Framework, SavedTensor
 from bytecheckpoint.frameworks.native import NativeFramework
 from bytecheckpoint.representation.shards import LiveShard, LiveState, TensorKey
 
@@ -119,8 +119,8 @@ class MemoryCheckpoint:
             box = tuple(slice(o, o + n) for o, n in zip(shard.offsets, shard.lengths, strict=True))
             shard.data.copy_(source[box])
 
-    def load(self, states: MutableMapping[str, Any], **options: Any) -> Destination:
-        destination = NativeFramework().destination(states, self, **options)
+    def load(self, states: MutableMapping[str, Any], framework: Framework | None = None, **options: Any) -> Destination:
+        destination = (framework or NativeFramework()).destination(states, self, **options)
         self.fill(destination)
         destination.apply()
         return destination

@@ -18,6 +18,7 @@ from bytecheckpoint.frameworks.tensors.discovery import add_shards
 from bytecheckpoint.representation.shards import LiveShard, TensorKey
 from tests.frameworks.fsdp1_worlds import as_rank
 from tests.frameworks.memory import MemoryCheckpoint, detached
+from tests.support.layouts import Declared
 
 SHAPE = (5, 3)
 WHOLE = torch.arange(15.0).reshape(SHAPE)
@@ -107,14 +108,6 @@ def test_ragged_tensors_load_into_fresh_ones_of_any_rank() -> None:
         assert state["step"] == 3
         assert states["optimizer"].param_groups[0]["lr"] == 0.5
         assert torch.equal(states["extra_states"]["ema"].run, run)
-
-
-class Declared:
-    def __init__(self, *shards: tuple[Sequence[int], Sequence[int] | int, torch.Tensor]) -> None:
-        self.shards = shards
-
-    def __bytecheckpoint_shards__(self) -> Any:
-        return self.shards
 
 
 @pytest.mark.parametrize(

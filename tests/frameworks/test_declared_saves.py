@@ -11,6 +11,7 @@ import torch
 
 import bytecheckpoint
 from bytecheckpoint.collectives import Collective, ThreadWorld
+from tests.support.layouts import Declared
 from tests.support.settings import using
 
 SHAPE = (4, 4)
@@ -21,14 +22,6 @@ WHOLE = torch.arange(16.0).reshape(SHAPE)
 def _threads() -> Iterator[None]:
     with using(writer="thread"):
         yield
-
-
-class Listed:
-    def __init__(self, *shards: Any) -> None:
-        self.shards = shards
-
-    def __bytecheckpoint_shards__(self) -> Any:
-        return self.shards
 
 
 def rows(first: int, stop: int, *, dtype: torch.dtype = torch.float32, shape: tuple[int, int] = SHAPE) -> Any:
@@ -59,7 +52,7 @@ def test_shards_with_holes_or_overlaps_are_refused_on_every_rank(case: str, tmp_
     listed, match = REFUSED[case]
 
     def save(collective: Collective) -> None:
-        states = {"model": {"w": Listed(*listed[collective.rank]), "other": torch.ones(2)}}
+        states = {"model": {"w": Declared(*listed[collective.rank]), "other": torch.ones(2)}}
         with pytest.raises(bytecheckpoint.IncompatibleCheckpointError, match=match):
             bytecheckpoint.save(tmp_path / "step", states, timeout=20)
 
@@ -78,14 +71,14 @@ def test_shards_with_holes_or_overlaps_are_refused_on_every_rank(case: str, tmp_
 )
 def test_ranks_may_hold_no_shards_or_equal_ones(listed: list[list[Any]], tmp_path: Path) -> None:
     def save(collective: Collective) -> None:
-        bytecheckpoint.save(tmp_path / "step", {"model": {"w": Listed(*listed[collective.rank])}}, timeout=20)
+        bytecheckpoint.save(tmp_path / "step", {"model": {"w": Declared(*listed[collective.rank])}}, timeout=20)
 
     def load(collective: Collective) -> torch.Tensor:
         into = torch.zeros(SHAPE)
         parts = [(SHAPE, 5, into.view(-1)[5:16])] if collective.rank == 1 else []
         if collective.rank == 2:
             parts = [(SHAPE, (0, 1), into[:, 1:2])]
-        bytecheckpoint.load(tmp_path / "step", {"model": {"w": Listed(*parts)}}, timeout=20)
+        bytecheckpoint.load(tmp_path / "step", {"model": {"w": Declared(*parts)}}, timeout=20)
         return into
 
     ThreadWorld(3).run(save, timeout=60)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp._runtime_utils import _lazy_init
 
 from bytecheckpoint.errors import UsageError
@@ -33,6 +33,7 @@ from tests.frameworks.fsdp1_models import (
 from tests.frameworks.fsdp1_worlds import as_rank, differences, fill, load, save, unit
 from tests.frameworks.memory import MemoryCheckpoint
 from tests.frameworks.memory import save as save_plain
+from tests.support.extra_states import LinearWithExtraState
 
 layouts = st.tuples(
     st.integers(1, 7),
@@ -67,23 +68,15 @@ def test_any_layout_loads_what_one_process_saved(layout: tuple[int, str, bool, s
 def test_any_layout_loads_any_layout(source: tuple[int, str, bool, str], target: tuple[int, str, bool, str]) -> None:
     saved = save(lambda: trained_states(wrapped(*source[1:])), source[0])
     assert differences(unsharded_checkpoint(), load(lambda: fresh_states(wrapped(*target[1:])), target[0], saved)) == []
-    model = uneven_model()
-    assert differences(unsharded_checkpoint(), save_plain(loaded(saved, fresh_states(model)))) == []
-
-
-def loaded(saved: MemoryCheckpoint, states: States) -> States:
-    """Load `states` by the native adapter."""
+    states = fresh_states(uneven_model())
     saved.load(states)
-    return states
+    assert differences(unsharded_checkpoint(), save_plain(states)) == []
 
 
 def test_hybrid_sharding_has_equal_replicas_and_cuts_within_groups() -> None:
     def states() -> States:
-        mesh = init_device_mesh("cpu", (2, 3))
-        model = unit(
-            uneven_model(), device_mesh=mesh, sharding_strategy=ShardingStrategy.HYBRID_SHARD, use_orig_params=True
-        )
-        return trained_states(model)
+        hybrid = {"device_mesh": init_device_mesh("cpu", (2, 3)), "sharding_strategy": ShardingStrategy.HYBRID_SHARD}
+        return trained_states(unit(uneven_model(), use_orig_params=True, **hybrid))
 
     saved = save(states, 6)
     assert differences(unsharded_checkpoint(), saved) == []
@@ -122,24 +115,20 @@ class MemoryOrders(nn.Module):
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 def test_memory_order_does_not_matter(size: int, use_orig_params: bool) -> None:
-    def states() -> States:
-        model = unit(coordinates(MemoryOrders()), use_orig_params=use_orig_params)
-        return trained_states(model)
+    def model() -> nn.Module:
+        return unit(coordinates(MemoryOrders()), use_orig_params=use_orig_params)
 
     expected = save_plain(trained_states(coordinates(MemoryOrders())))
     if use_orig_params:  # without elements there is no gradient, and no state
         empty = [key for key in expected.whole if key.fqn == "empty" and key.slot]
         assert not empty
-    saved = save(states, size)
+    saved = save(lambda: trained_states(model()), size)
+    again = load(lambda: fresh_states(model()), size, expected)
     assert expected.whole.keys() <= saved.whole.keys()
     for key, tensor in expected.whole.items():
         assert torch.equal(saved.whole[key], tensor), key
-    assert saved.whole[TensorKey("model", "empty")].shape == (0, 3)
-    again = load(
-        lambda: fresh_states(unit(coordinates(MemoryOrders()), use_orig_params=use_orig_params)), size, expected
-    )
-    for key, tensor in expected.whole.items():
         assert torch.equal(again.whole[key], tensor), key
+    assert saved.whole[TensorKey("model", "empty")].shape == (0, 3)
 
 
 # --- names ----------------------------------------------------------------------------------------------------
@@ -169,10 +158,10 @@ def names(saved: MemoryCheckpoint) -> dict[str, set[str]]:
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
 def test_shared_parameters_are_saved_once_under_all_their_names(use_orig_params: bool) -> None:
-    def states() -> States:
-        return trained_states(unit(coordinates(Tied()), use_orig_params=use_orig_params))
+    def model() -> nn.Module:
+        return unit(coordinates(Tied()), use_orig_params=use_orig_params)
 
-    saved, expected = save(states, 3), save_plain(trained_states(coordinates(Tied())))
+    saved, expected = save(lambda: trained_states(model()), 3), save_plain(trained_states(coordinates(Tied())))
     assert differences(expected, saved) == []
     assert names(saved) == names(expected)
     assert names(saved)["embed.weight"] == {"embed.weight", "head.weight"}
@@ -180,8 +169,7 @@ def test_shared_parameters_are_saved_once_under_all_their_names(use_orig_params:
     for key in ("exp_avg", "step"):
         shards = [s for rank in saved.states for s in rank["optimizer"].shards if s.key.slot == key]
         assert {s.aliases for s in shards if s.key.fqn == "embed.weight"} == {("head.weight",)}
-    again = load(lambda: fresh_states(unit(coordinates(Tied()), use_orig_params=use_orig_params)), 2, expected)
-    assert differences(expected, again) == []
+    assert differences(expected, load(lambda: fresh_states(model()), 2, expected)) == []
 
 
 def test_a_parameter_tied_across_units_has_both_names() -> None:
@@ -252,24 +240,13 @@ def test_two_modules_of_a_list_must_not_share_names() -> None:
 # --- tensors that FSDP1 does not flatten ----------------------------------------------------------------------------------
 
 
-class WithExtra(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(3))
-        self.value: object = None
-
-    def get_extra_state(self) -> object:
-        return {"value": self.value}
-
-    def set_extra_state(self, state: Any) -> None:
-        self.value = state["value"]
-
-
 @pytest.mark.parametrize("use_orig_params", [True, False])
 def test_ignored_modules_buffers_and_extra_states(use_orig_params: bool) -> None:
     def states(value: object = 7) -> States:
-        model = nn.ModuleDict({"odd": uneven_model(), "extra": WithExtra(), "ignored": coordinates(nn.Linear(2, 3))})
-        model["extra"].value = value
+        model = nn.ModuleDict(
+            {"odd": uneven_model(), "extra": LinearWithExtraState(3, 1), "ignored": coordinates(nn.Linear(2, 3))}
+        )
+        model["extra"].extra = value
         ignored = model["ignored"]
         whole = unit(model, use_orig_params=use_orig_params, ignored_states=list(ignored.parameters()))
         return trained_states(whole)
@@ -288,7 +265,7 @@ def test_ignored_modules_buffers_and_extra_states(use_orig_params: bool) -> None
             live["model"].ignored.weight.zero_()
         live["optimizer"].state.clear()
         fill(live, saved, 1)
-        assert live["model"].extra.value == 7
+        assert live["model"].extra.extra == 7
         assert live["model"].ignored.weight[0, 1] == 1001
         assert live["optimizer"].state[live["model"].ignored.bias]["exp_avg"].shape == (3,)
 
@@ -341,6 +318,36 @@ def test_buffers_that_mixed_precision_casts_are_saved_in_the_models_dtype() -> N
         live = states()
         fill(live, saved)
         assert torch.equal(live["model"].seen, seen.bfloat16())
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+@pytest.mark.parametrize(
+    ("options", "lazy"),
+    [
+        ({"mixed_precision": MixedPrecision(param_dtype=torch.bfloat16, keep_low_precision_grads=True)}, False),
+        ({"mixed_precision": MixedPrecision(param_dtype=torch.bfloat16, keep_low_precision_grads=True)}, True),
+        ({"mixed_precision": MixedPrecision(param_dtype=torch.float16, reduce_dtype=torch.float16)}, False),
+        ({"mixed_precision": MixedPrecision(param_dtype=torch.float16, reduce_dtype=torch.float16)}, True),
+        ({"cpu_offload": CPUOffload(offload_params=True)}, False),
+    ],
+)
+def test_mixed_precision_and_offload_do_not_change_checkpoints(
+    use_orig_params: bool, strategy: str, options: dict[str, Any], lazy: bool
+) -> None:
+    """`lazy`: after the preparations of the first forward pass, which offloaded parameters need CUDA for."""
+    options = {**options, "use_orig_params": use_orig_params, "sharding_strategy": ShardingStrategy[strategy]}
+
+    def whole() -> nn.Module:
+        model = unit(uneven_model(), **options)
+        if lazy:
+            _lazy_init(model, model)
+        return model
+
+    expected = unsharded_checkpoint()
+    for size in (1, 3):
+        assert differences(expected, save(lambda: trained_states(whole()), size)) == []
+        assert differences(expected, load(lambda: fresh_states(whole()), size, expected)) == []
 
 
 # --- states of the module ------------------------------------------------------------------------------
@@ -414,21 +421,15 @@ def test_saves_inside_summon_full_params_are_refused(use_orig_params: bool) -> N
 # --- names of frameworks --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["auto", "fsdp", "fsdp1"])
-def test_fsdp1_is_found(name: str) -> None:
+def test_fsdp1_is_found_and_other_frameworks_refuse_it() -> None:
     with as_rank(0, 1):
         net = nn.Sequential(unit(nn.Linear(2, 2)))
-        assert registry.resolve(name, {"model": net}).name == "fsdp1"
-        assert registry.resolve(name, {"model": [nn.Linear(1, 1), net]}).name == "fsdp1"
-        assert registry.resolve(name, {"model": torch.compile(net, backend="eager")}).name == "fsdp1"
-
-
-@pytest.mark.parametrize("name", ["ddp", "fsdp2", "tp", "torch", "vescale"])
-def test_other_frameworks_refuse_fsdp1(name: str) -> None:
-    with as_rank(0, 1):
-        net = nn.Sequential(unit(nn.Linear(2, 2)))
-        with pytest.raises(UsageError, match=r'model: module .0. belongs to FSDP1.*framework="fsdp"'):
-            registry.resolve(name, {"model": net})
+        for name in ("auto", "fsdp", "fsdp1"):
+            for model in (net, [nn.Linear(1, 1), net], torch.compile(net, backend="eager")):
+                assert registry.resolve(name, {"model": model}).name == "fsdp1"
+        for name in ("ddp", "fsdp2", "tp", "torch", "vescale"):
+            with pytest.raises(UsageError, match=r'model: module .0. belongs to FSDP1.*framework="fsdp"'):
+                registry.resolve(name, {"model": net})
 
 
 def test_the_fsdp1_adapter_handles_native_modules_too() -> None:

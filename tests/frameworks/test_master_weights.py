@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
 
-from bytecheckpoint.frameworks.fsdp1.adapter import FSDP1Framework
 from bytecheckpoint.frameworks.native import NativeFramework
 from bytecheckpoint.frameworks.optimizers.capture import capture_optimizers
 from bytecheckpoint.frameworks.optimizers.master_weights import MASTER, optimizer_kind
@@ -17,8 +13,8 @@ from bytecheckpoint.frameworks.optimizers.names import ParameterNames
 from bytecheckpoint.frameworks.optimizers.view import optimizer_view, placeholder_parameter
 from bytecheckpoint.frameworks.tensors.flat_ranges import FlatRange, flat_range_shards
 from bytecheckpoint.representation.shards import LiveState, TensorKey
-from tests.frameworks.fsdp1_worlds import as_rank, unit
-from tests.frameworks.memory import MemoryCheckpoint, detached
+from tests.frameworks.fsdp1_worlds import as_rank, fill, unit
+from tests.frameworks.memory import MemoryCheckpoint, detached, save
 
 SHAPE = (5, 3)
 EXACT = torch.arange(15.0).reshape(SHAPE) / 3 + 1
@@ -68,12 +64,6 @@ def test_a_full_precision_model_loads_the_master_weights() -> None:
     assert TensorKey("model", "weight") in into.recognized
 
 
-def test_a_full_precision_model_loads_them_without_an_optimizer() -> None:
-    model = Model()
-    engine_checkpoint().load({"model": model})
-    assert torch.equal(model.weight, EXACT)
-
-
 def test_a_low_precision_model_loads_its_own_weights() -> None:
     model = Model(torch.bfloat16)
     adam = torch.optim.AdamW(model.parameters())
@@ -88,21 +78,18 @@ def test_fsdp1_loads_the_master_weights(use_orig_params: bool) -> None:
     with as_rank(1, 2):
         model = unit(Model(), use_orig_params=use_orig_params)
         adam = torch.optim.AdamW(model.parameters())
-        states: MutableMapping[str, Any] = {"model": model, "optimizer": adam}
-        saved.rank = 1
-        into = FSDP1Framework().destination(states, saved)
-        saved.fill(into)
-        into.apply()
+        fill({"model": model, "optimizer": adam}, saved, 1)
         flat = next(p for p in model.parameters() if p.numel())
         assert torch.equal(flat.detach().reshape(-1)[:7], EXACT.flatten()[8:])
         assert set(adam.state[flat]) == {"step", "exp_avg", "exp_avg_sq"}
 
 
-def test_other_kinds_have_their_own_optimizer() -> None:
+@pytest.mark.parametrize("kind", ["model", "critic"])
+def test_a_full_precision_model_loads_them_without_an_optimizer(kind: str) -> None:
+    """Each kind of model has an optimizer of its own in the checkpoint."""
     assert optimizer_kind("model") == "optimizer"
-    saved = engine_checkpoint("critic", optimizer_kind("critic"))
     model = Model()
-    saved.load({"critic": model})
+    engine_checkpoint(kind, optimizer_kind(kind)).load({kind: model})
     assert torch.equal(model.weight, EXACT)
 
 
@@ -139,34 +126,16 @@ class PartlyFrozen(nn.Module):
         self.frozen = nn.Parameter(torch.zeros(SHAPE), requires_grad=False)
 
 
-def test_settings_of_a_frozen_parameter_are_not_missing() -> None:
-    trained = PartlyFrozen()
-    saved = MemoryCheckpoint(
-        [
-            detached(
-                NativeFramework().capture(
-                    {"model": trained, "optimizer": torch.optim.SGD([trained.weight], lr=0.5, momentum=0.9)}
-                )
-            )
-        ]
-    )
-    model = PartlyFrozen()
+@pytest.mark.parametrize("frozen", [True, False])
+def test_settings_of_a_parameter_that_was_frozen(frozen: bool) -> None:
+    """They are missing if the parameter is trained now."""
+    trained, model = PartlyFrozen(), PartlyFrozen()
+    saved = save({"model": trained, "optimizer": torch.optim.SGD([trained.weight], lr=0.5, momentum=0.9)})
+    model.frozen.requires_grad = not frozen
     sgd = torch.optim.SGD(model.parameters(), lr=1.0)
     into = saved.load({"model": model, "optimizer": sgd})
-    assert not into.missing
-    assert sgd.param_groups[0]["lr"] == 0.5
-
-
-def test_settings_of_a_trained_parameter_are_missing() -> None:
-    trained = PartlyFrozen()
-    saved = MemoryCheckpoint(
-        [
-            detached(
-                NativeFramework().capture({"model": trained, "optimizer": torch.optim.SGD([trained.weight], lr=0.5)})
-            )
-        ]
-    )
-    model = PartlyFrozen()
-    model.frozen.requires_grad = True
-    into = saved.load({"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=1.0)})
-    assert into.missing == ["optimizer/param_groups/frozen"]
+    if frozen:
+        assert not into.missing
+        assert sgd.param_groups[0]["lr"] == 0.5
+    else:
+        assert into.missing == ["optimizer/param_groups/frozen"]

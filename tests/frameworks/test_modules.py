@@ -13,6 +13,7 @@ from bytecheckpoint.errors import IncompatibleCheckpointError, UsageError
 from bytecheckpoint.frameworks.native import NativeFramework
 from bytecheckpoint.representation.shards import LiveState
 from tests.frameworks.memory import MemoryCheckpoint, detached, save
+from tests.support.extra_states import LinearWithExtraState
 
 
 def capture(**states: Any) -> list[LiveState]:
@@ -125,21 +126,15 @@ def test_a_list_of_modules_is_one_namespace() -> None:
     assert names(state) == ["weight", "bias"]
 
 
-class WithExtra(nn.Linear):
-    def __init__(self, extra: Any) -> None:
-        super().__init__(2, 2)
-        self.extra = extra
-
-    def get_extra_state(self) -> Any:
-        return self.extra
-
-    def set_extra_state(self, state: Any) -> None:
-        self.extra = state
+def with_extra(extra: Any) -> LinearWithExtraState:
+    made = LinearWithExtraState(2, 2)
+    made.extra = extra
+    return made
 
 
 @pytest.mark.parametrize("extra", [{"scale": torch.arange(3.0), "step": 3}, torch.arange(4), None, (1, "x")])
 def test_extra_states_round_trip(extra: Any) -> None:
-    source, target = nn.Sequential(WithExtra(extra)), nn.Sequential(WithExtra("old"))
+    source, target = nn.Sequential(with_extra(extra)), nn.Sequential(with_extra("old"))
     found = save({"model": source}).load({"model": target})
     assert not found.missing
     if isinstance(extra, torch.Tensor):
@@ -151,7 +146,7 @@ def test_extra_states_round_trip(extra: Any) -> None:
 
 
 def test_an_unsaved_extra_state_is_missing() -> None:
-    found = save({"model": nn.Linear(2, 2)}).load({"model": WithExtra(1)})
+    found = save({"model": nn.Linear(2, 2)}).load({"model": with_extra(1)})
     assert found.missing == ["model/_extra_state"]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import random
-from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from bytecheckpoint.errors import UsageError
 from bytecheckpoint.frameworks.native import NativeFramework
 from bytecheckpoint.representation.values.codec import equal
 from tests.frameworks.memory import MemoryCheckpoint, detached, save
+from tests.support.layouts import Declared
 
 
 def state() -> dict[str, Any]:
@@ -192,29 +192,24 @@ def test_a_live_optimizer_fills_an_empty_dict() -> None:
     assert live["groups"][0]["lr"] == 0.001
 
 
-class Rows:
-    """A tensor of which this rank holds some rows, without torch.distributed."""
-
-    def __init__(self, whole: Sequence[int], parts: list[tuple[int, torch.Tensor]]) -> None:
-        self.whole, self.parts = whole, parts
-
-    def __bytecheckpoint_shards__(self) -> Iterable[tuple[Sequence[int], Sequence[int], torch.Tensor]]:
-        return [(self.whole, (row, 0), part) for row, part in self.parts]
+def rows(first: int, data: torch.Tensor) -> Any:
+    """Declare some rows of a tensor of 6 by 2."""
+    return (6, 2), (first, 0), data
 
 
 def test_declared_shards_are_resharded() -> None:
     whole = torch.arange(12.0).reshape(6, 2)
     ranks = [
-        detached(NativeFramework().capture({"model": {"w": Rows((6, 2), parts), "same": torch.ones(1)}}))
-        for parts in ([(0, whole[:1]), (4, whole[4:])], [(1, whole[1:4])], [])
+        detached(NativeFramework().capture({"model": {"w": Declared(*parts), "same": torch.ones(1)}}))
+        for parts in ([rows(0, whole[:1]), rows(4, whole[4:])], [rows(1, whole[1:4])], [])
     ]
     checkpoint = MemoryCheckpoint(ranks)
     pieces = [torch.zeros(2, 2), torch.zeros(3, 2)]
-    found = checkpoint.load({"model": {"w": Rows((6, 2), [(0, pieces[0]), (3, pieces[1])]), "same": torch.zeros(1)}})
+    found = checkpoint.load({"model": {"w": Declared(rows(0, pieces[0]), rows(3, pieces[1])), "same": torch.zeros(1)}})
     assert not found.missing
     assert torch.equal(pieces[0], whole[:2]) and torch.equal(pieces[1], whole[3:])
     with pytest.raises(UsageError, match="model/w"):
-        NativeFramework().capture({"model": {"w": Rows((3, 2), [(2, torch.zeros(2, 2))])}})
+        NativeFramework().capture({"model": {"w": Declared(((3, 2), (2, 0), torch.zeros(2, 2)))}})
 
 
 @pytest.mark.parametrize("make", [lambda: (x := [], x.append(x))[0], lambda: iter([1]), lambda: {"f": lambda: 0}])

@@ -65,6 +65,16 @@ class Leaf:
             assert torch.equal(piece, tensor), (self.shape, offsets, lengths)
 
 
+class Declared:
+    """In place of a tensor: the shards (global shape, offsets or number of the first element, data) that it lists."""
+
+    def __init__(self, *shards: Any) -> None:
+        self.shards = shards
+
+    def __bytecheckpoint_shards__(self) -> Any:
+        return self.shards
+
+
 def as_strided_copy(piece: torch.Tensor) -> torch.Tensor:
     """Copy the elements into a view with gaps, transposed if it has two dimensions or more."""
     if piece.ndim == 0:
