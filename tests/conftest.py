@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 from collections.abc import Iterator
@@ -71,6 +72,25 @@ def worlds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worlds]:
     pool = Worlds(tmp_path_factory.mktemp("worlds"))
     yield pool
     pool.close()
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    """Where a test saves a checkpoint."""
+    return str(tmp_path / "step")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that `on_ranks` marks on the ranks of a world, instead of here."""
+    mark = pyfuncitem.get_closest_marker("ranks")
+    if mark is None:
+        return None
+    size, timeout = mark.args
+    arguments = {name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.function).parameters}
+    number = size if isinstance(size, int) else size(**arguments)
+    pyfuncitem.funcargs["worlds"].run(number, pyfuncitem.function, *arguments.values(), timeout=timeout)
+    return True
 
 
 @pytest.hookimpl(optionalhook=True)  # unknown to pytest where pytest-xdist is not installed

@@ -4,17 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import (
-    FullyShardedDataParallel,
-    MixedPrecision,
-    ShardingStrategy,
-)
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -22,7 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.distributed.layouts import WORLD_SIZE as NATIVE
 from tests.distributed.layouts import Parallel, Trainer, mesh, tensor_parallel
 from tests.distributed.layouts import build as build_native
-from tests.support.tiny_model import Attention, Block, Experts, Gpt, MixtureOfExperts, Mlp, code
+from tests.support.tiny_model import Attention, Block, Experts, Gpt, MixtureOfExperts, Mlp
+from tests.support.worlds import on_ranks
 
 Named = Mapping[str, torch.Tensor]
 CPU = torch.device("cpu")
@@ -69,6 +65,8 @@ FSDP1 = {
     "low3-flat": Fsdp1(3, "SHARD_GRAD_OP", False, (Block,), mixed_precision=True),
 }
 WORLD_SIZE: Mapping[str, int] = {**NATIVE, **{name: layout.size for name, layout in FSDP1.items()}}
+#: Makes a test run on the ranks of its parameter `layout`.
+in_layout = on_ranks(lambda layout, **_: WORLD_SIZE[layout])
 
 
 def bare_name(name: str) -> str:
@@ -78,7 +76,7 @@ def bare_name(name: str) -> str:
     return name
 
 
-def fsdp1_model(model: nn.Module, layout: Fsdp1) -> nn.Module:
+def parallel(model: nn.Module, layout: Fsdp1) -> Parallel:
     """Wrap the model in FSDP1; a flat parameter cannot join frozen and trained parameters, so the frozen one is ignored."""
     options: dict[str, Any] = {
         "sharding_strategy": ShardingStrategy[layout.strategy],
@@ -86,6 +84,7 @@ def fsdp1_model(model: nn.Module, layout: Fsdp1) -> nn.Module:
         "device_id": CPU,
         "auto_wrap_policy": ModuleWrapPolicy(layout.units) if layout.units else None,
     }
+    data_parallel = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
     if not layout.use_orig_params and isinstance(getattr(model, "temperature", None), nn.Parameter):
         options["ignored_states"] = [model.temperature]
     if "HYBRID" in layout.strategy:
@@ -94,46 +93,32 @@ def fsdp1_model(model: nn.Module, layout: Fsdp1) -> nn.Module:
         both = mesh(dp=dist.get_world_size() // 2, tp=2)
         tensor_parallel(model, both["tp"])
         options["device_mesh"] = both["dp"]
+        data_parallel = both.get_local_rank("dp"), both.size(0), both.get_group("dp")
     if layout.mixed_precision:
         options["mixed_precision"] = MixedPrecision(
             param_dtype=torch.bfloat16, reduce_dtype=torch.float32, buffer_dtype=torch.bfloat16
         )
     if dist.get_world_size() == 1:
         options["sharding_strategy"] = ShardingStrategy.NO_SHARD
-    return FullyShardedDataParallel(model, **options)
+    return Parallel(FullyShardedDataParallel(model, **options), *data_parallel)
 
 
-def parallel(model: nn.Module, layout: Fsdp1) -> Parallel:
-    """Wrap the model, and describe this rank's part of the batch."""
-    wrapped = fsdp1_model(model, layout)
-    if layout.tp:
-        both = mesh(dp=dist.get_world_size() // 2, tp=2)
-        return Parallel(wrapped, both.get_local_rank("dp"), both.size(0), both.get_group("dp"))
-    return Parallel(wrapped, dist.get_rank(), dist.get_world_size(), dist.group.WORLD)
+def _trained(parameters: Named) -> list[torch.Tensor]:
+    return [p for p in parameters.values() if p.requires_grad]
 
 
-def adamw(parameters: Named, *, groups: int = 1) -> torch.optim.Optimizer:
-    """Make an AdamW; with two groups, matrices and the rest have different settings (by name, since shards are flat)."""
-    learning = {n: p for n, p in parameters.items() if p.requires_grad}
-    if groups == 1:
-        return torch.optim.AdamW(learning.values(), lr=3e-3, weight_decay=0.1, foreach=False)
-    vectors = {n for n in learning if n.endswith("bias") or "norm" in n}
-    return torch.optim.AdamW(
-        [
-            {"params": [p for n, p in learning.items() if n not in vectors], "weight_decay": 0.1, "lr": 3e-3},
-            {"params": [p for n, p in learning.items() if n in vectors], "weight_decay": 0.0, "lr": 1e-2},
-        ],
-        foreach=False,
-    )
+def adamw(parameters: Named) -> torch.optim.Optimizer:
+    """Make an AdamW with one group, which any flat parameter can join."""
+    return torch.optim.AdamW(_trained(parameters), lr=3e-3, weight_decay=0.1, foreach=False)
 
 
 def sgd(parameters: Named) -> torch.optim.Optimizer:
-    return torch.optim.SGD([p for p in parameters.values() if p.requires_grad], lr=0.05, momentum=0.9)
+    return torch.optim.SGD(_trained(parameters), lr=0.05, momentum=0.9)
 
 
 def adagrad(parameters: Named) -> torch.optim.Optimizer:
     """Make an Adagrad, which has state from the start, also for parameters without elements on this rank."""
-    return torch.optim.Adagrad([p for p in parameters.values() if p.requires_grad], lr=0.02)
+    return torch.optim.Adagrad(_trained(parameters), lr=0.02)
 
 
 class FlatTrainer(Trainer):
@@ -167,27 +152,6 @@ def build(
         model = wrap(model)
     extra = {"step": 0, "nested": {"history": []}}
     return FlatTrainer.start(parallel(model, FSDP1[name]), optimizer, extra, tied=tied)
-
-
-STEP = 7.0
-
-
-@torch.no_grad()
-def fill_state(trainer: Trainer, *, named_steps: bool = False) -> None:
-    """Give all optimizer state values that are computed from the parameters."""
-    names = {id(p): n for n, p in trainer.parameters().items()}
-    for number, group in enumerate(trainer.optimizer.param_groups):
-        group["lr"] = 0.5 + number
-        for p in group["params"]:
-            if isinstance(trainer, FlatTrainer) and not p.numel():
-                continue  # FSDP1 gives it no gradient on this rank, and AdamW no state
-            like = p.detach().clone()
-            step = float(code(names[id(p)])) if named_steps else STEP
-            trainer.optimizer.state[p] = {
-                "step": torch.tensor(step),
-                "exp_avg": like * 2 + 1,
-                "exp_avg_sq": like * 4 + 3,
-            }
 
 
 def full_state(trainer: Trainer) -> dict[str, Any]:
@@ -265,16 +229,3 @@ def _full(value: Any) -> Any:
     if isinstance(value, DTensor):
         value = value.full_tensor()
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
-
-
-def settings(trainer: Trainer) -> dict[str, dict[str, Any]]:
-    """Return the settings of every parameter group, by the names of its parameters (flat ones by their own names)."""
-    names = {id(p): n for n, p in trainer.parameters().items()}
-    return {
-        names[id(p)]: {k: v for k, v in group.items() if k != "params"}
-        for group in trainer.optimizer.param_groups
-        for p in group["params"]
-    }
-
-
-two_groups = partial(adamw, groups=2)

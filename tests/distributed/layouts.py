@@ -18,8 +18,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.tiny_model import Gpt, MixtureOfExperts, batch, code, loss_of
+from tests.support.worlds import on_ranks
 
-__all__ = ["LAYOUTS", "WORLD_SIZE", "Trainer", "build"]
+__all__ = ["LAYOUTS", "WORLD_SIZE", "Trainer", "build", "in_layout"]
 
 Values = Callable[[nn.Module], None]
 MakeOptimizer = Callable[[Mapping[str, torch.Tensor]], torch.optim.Optimizer]
@@ -142,17 +143,17 @@ def _pipeline(model: nn.Module, over: DeviceMesh, dp: DeviceMesh | None) -> Para
 
 
 class _TokenExchange:
-    """Sends all tokens of the expert group to each of its ranks, and returns the sum over experts to their owners."""
+    """Sends all tokens of the expert group to each of its ranks, and the sum over experts back to the tokens' ranks."""
 
     def __init__(self, group: Any) -> None:
         self.group = group
 
-    def there(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
+    def dispatch(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
         x, gates = (funcol.all_gather_tensor_autograd(t.contiguous(), 0, self.group) for t in tensors)
         local = gates.shape[-1] // dist.get_world_size(self.group)
         return [x, gates.narrow(-1, local * dist.get_rank(self.group), local)]
 
-    def back(self, out: torch.Tensor) -> torch.Tensor:
+    def combine(self, out: torch.Tensor) -> torch.Tensor:
         return funcol.reduce_scatter_tensor_autograd(out.contiguous(), "sum", 0, self.group)
 
 
@@ -193,6 +194,10 @@ EXTRA_LAYOUTS: dict[str, tuple[int, Callable[[nn.Module], Parallel]]] = {
     "tp2-fsdp3": (6, tp_fsdp),
 }
 WORLD_SIZE: Mapping[str, int] = {name: size for name, (size, _) in (LAYOUTS | EXTRA_LAYOUTS).items()}
+
+
+#: Makes a test run on the ranks of its parameter `layout`.
+in_layout = on_ranks(lambda layout, **_: WORLD_SIZE[layout])
 
 
 def stage_of(name: str) -> tuple[int, int]:
@@ -269,12 +274,10 @@ class Trainer:
 
     def _mean(self, loss: torch.Tensor | None) -> float:
         parallel = self.parallel
-        value = torch.zeros(()) if loss is None else loss.clone()
-        value = value.double()
-        if parallel.dp_group is not None:
-            dist.all_reduce(value, group=parallel.dp_group)
-        if parallel.pp_group is not None:
-            dist.all_reduce(value, group=parallel.pp_group)
+        value = torch.zeros((), dtype=torch.float64) if loss is None else loss.double().clone()
+        for group in (parallel.dp_group, parallel.pp_group):
+            if group is not None:
+                dist.all_reduce(value, group=group)
         return float(value) / parallel.dp_size
 
     def _add_up_tied_gradients(self) -> None:
@@ -293,33 +296,44 @@ class Trainer:
         """Return FQN -> parameter, by the bare model's names."""
         return dict(self.unwrapped.named_parameters())
 
+    def settings(self) -> dict[str, dict[str, Any]]:
+        """Return the settings of the param group of each parameter, by name."""
+        names = {id(p): n for n, p in self.parameters().items()}
+        return {
+            names[id(p)]: {k: v for k, v in group.items() if k != "params"}
+            for group in self.optimizer.param_groups
+            for p in group["params"]
+        }
+
     @torch.no_grad()
-    def fill_optimizer(self, dtype: torch.dtype | None = None) -> None:
-        """Give all optimizer state values that are computed from the parameters, and each group its own settings."""
+    def fill_optimizer(self, dtype: torch.dtype | None = None, step: float | None = None) -> None:
+        """Give all optimizer state values that are computed from the parameters, and each group a rate of its own.
+
+        Args:
+            dtype: of the state; None: that of the parameter.
+            step: of all parameters; None: each has its own.
+        """
         names = {id(p): "embed.weight" if self.tied and n == "head.weight" else n for n, p in self.parameters().items()}
         for number, group in enumerate(self.optimizer.param_groups):
             group["lr"] = 0.5 + number
             for p in group["params"]:
+                if not p.numel():
+                    continue  # FSDP1 gives it no gradient on this rank, and AdamW no state
                 like = p.detach().to(dtype or p.dtype)
                 self.optimizer.state[p] = {
-                    "step": torch.tensor(float(code(names[id(p)]))),
+                    "step": torch.tensor(float(code(names[id(p)])) if step is None else step),
                     "exp_avg": like * 2 + 1,
                     "exp_avg_sq": like * 4 + 3,
                 }
 
     def snapshot(self) -> dict[str, Any]:
         """Copy all that this rank holds, as plain tensors and values."""
-        found: dict[str, Any] = {}
+        found: dict[str, Any] = {f"settings/{name}": settings for name, settings in self.settings().items()}
         for name, tensor in (*self.unwrapped.named_parameters(), *self.unwrapped.named_buffers()):
             found[f"model/{name}"] = _local(tensor)
         for name, p in self.parameters().items():
             for slot, value in self.optimizer.state.get(p, {}).items():
                 found[f"optimizer/{name}/{slot}"] = _local(value) if isinstance(value, torch.Tensor) else value
-        names = {id(p): n for n, p in self.parameters().items()}
-        for group in self.optimizer.param_groups:
-            settings = {k: v for k, v in group.items() if k != "params"}
-            for p in group["params"]:
-                found[f"settings/{names[id(p)]}"] = dict(settings)
         return found
 
 
@@ -331,9 +345,10 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 def adamw(parameters: Mapping[str, torch.Tensor]) -> torch.optim.Optimizer:
     """Make an AdamW: matrices with weight decay, the rest without and at another rate; foreach cannot mix meshes."""
     learning = {n: p for n, p in parameters.items() if p.requires_grad}
+    vectors = {n for n in learning if n.endswith("bias") or "norm" in n}  # by name: FSDP1's shards are all flat
     groups = [
-        {"params": [p for p in learning.values() if p.ndim > 1], "weight_decay": 0.1, "lr": 3e-3},
-        {"params": [p for p in learning.values() if p.ndim < 2], "weight_decay": 0.0, "lr": 1e-2},
+        {"params": [p for n, p in learning.items() if n not in vectors], "weight_decay": 0.1, "lr": 3e-3},
+        {"params": [p for n, p in learning.items() if n in vectors], "weight_decay": 0.0, "lr": 1e-2},
     ]
     return torch.optim.AdamW(groups, foreach=False)
 

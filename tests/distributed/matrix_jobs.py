@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,14 +11,29 @@ import torch
 import torch.distributed as dist
 
 import bytecheckpoint
+from tests.distributed.fsdp1_layouts import full_state
 from tests.distributed.layouts import WORLD_SIZE, Trainer, build
-from tests.support.tiny_model import Gpt, fill_by_coordinates, initialise, names_of
+from tests.support.comparisons import differences, report_problems, wrong_entries
+from tests.support.tiny_model import fill_by_coordinates, initialise
 
 BEFORE, AFTER = 3, 5
 
 # Initial parameters of a run that saves, and of a run that loads.
 source_values = partial(initialise, seed=1)
 target_values = partial(initialise, seed=2)
+
+
+def coordinates(layout: str, step: float | None = None, build: Callable[..., Trainer] = build) -> Trainer:
+    """Start a run in a state of coordinates.
+
+    Args:
+        layout: the layout.
+        step: of all parameters; None: each has its own.
+        build: starts the run.
+    """
+    trainer = build(layout, fill_by_coordinates)
+    trainer.fill_optimizer(step=step)
+    return trainer
 
 
 def save_all(layout: str, folder: str) -> dict[str, Any]:
@@ -28,17 +43,13 @@ def save_all(layout: str, folder: str) -> dict[str, Any]:
     handle = bytecheckpoint.save(f"{folder}/trained/{layout}", trainer.states(), async_checkpoint=True)
     after = trainer.train(AFTER)
     report = handle.result(60)
-    filled = build(layout, fill_by_coordinates)
-    filled.fill_optimizer()
-    bytecheckpoint.save(f"{folder}/coordinates/{layout}", filled.states())
+    bytecheckpoint.save(f"{folder}/coordinates/{layout}", coordinates(layout).states())
     return {"before": before, "after": after, "written": report.bytes_written}
 
 
 def load_all(layout: str, sources: Sequence[str], folder: str) -> dict[str, dict[str, Any]]:
     """Load what every source layout saved; return problems and the next losses, by source."""
-    filled = build(layout, fill_by_coordinates)
-    filled.fill_optimizer()
-    expected = filled.snapshot()
+    expected = coordinates(layout).snapshot()
     found: dict[str, dict[str, Any]] = {}
     for source in sources:
         losses: list[float] = []
@@ -55,25 +66,6 @@ def load_all(layout: str, sources: Sequence[str], folder: str) -> dict[str, dict
             problems = [traceback.format_exc()]
         found[source] = {"problems": problems, "losses": losses}
     return found
-
-
-def differences(expected: dict[str, Any], got: dict[str, Any]) -> list[str]:
-    """Return the differences of two snapshots, bit for bit and type for type."""
-    wrong = [f"{key} is missing" for key in expected.keys() - got.keys()]
-    wrong += [f"{key} is unexpected" for key in got.keys() - expected.keys()]
-    for key in expected.keys() & got.keys():
-        want, have = expected[key], got[key]
-        if isinstance(want, torch.Tensor):
-            if not isinstance(have, torch.Tensor) or want.dtype != have.dtype or not torch.equal(want, have):
-                wrong.append(f"{key}: {have} instead of {want}")
-        elif want != have:
-            wrong.append(f"{key}: {have} instead of {want}")
-    return wrong
-
-
-def report_problems(report: bytecheckpoint.LoadReport) -> list[str]:
-    """Return what a load reports as missing, unexpected or cast."""
-    return [f"{name}: {keys}" for name in ("missing", "unexpected", "cast") if (keys := getattr(report, name))]
 
 
 def wrong_extra(trainer: Trainer, source: str) -> list[str]:
@@ -94,25 +86,13 @@ def wrong_extra(trainer: Trainer, source: str) -> list[str]:
     return wrong
 
 
-def whole_state() -> dict[str, torch.Tensor]:
-    """Return all tensors of the state of coordinates, by the keys of `bytecheckpoint.open`."""
-    model = Gpt().double()
-    fill_by_coordinates(model)
-    found = {f"model/{name}": tensor.detach() for name, tensor in names_of(model, tied=False)}
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            found[f"optimizer/state/{name}/exp_avg"] = parameter.detach() * 2 + 1
-            found[f"optimizer/state/{name}/exp_avg_sq"] = parameter.detach() * 4 + 3
-    return found
+def open_all(sources: Sequence[str], folder: str, step: float | None = None) -> dict[str, list[str]]:
+    """Compare every layout's opened state of coordinates with that of one process; return problems by source.
 
-
-def open_all(sources: Sequence[str], folder: str) -> dict[str, list[str]]:
-    """Compare every layout's opened state of coordinates with the whole tensors; return problems by source."""
-    expected = whole_state()
+    Args:
+        sources: the layouts.
+        folder: where they saved.
+        step: of all parameters; None: each has its own.
+    """
+    expected = full_state(coordinates("one", step))
     return {source: wrong_entries(f"{folder}/coordinates/{source}", expected) for source in sources}
-
-
-def wrong_entries(path: str, expected: Mapping[str, torch.Tensor]) -> list[str]:
-    """Return the keys of `expected` that an opened checkpoint lacks, or whose tensors differ."""
-    with bytecheckpoint.open(path) as checkpoint:
-        return [k for k, v in expected.items() if k not in checkpoint or not torch.equal(checkpoint[k][...], v)]

@@ -2,64 +2,284 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial
 
-from tests.distributed import model_jobs as jobs
-from tests.distributed.layouts import WORLD_SIZE
-from tests.support.worlds import Worlds
+import bytecheckpoint
+from tests.distributed.layouts import WORLD_SIZE, Parallel, Trainer, adamw, build, in_layout, mesh
+from tests.distributed.matrix_jobs import coordinates, source_values, target_values
+from tests.distributed.models import (
+    compiled_blocks,
+    tied_coordinates,
+    tied_source_values,
+    tied_target_values,
+    wrong_names,
+)
+from tests.support.comparisons import assert_same
+from tests.support.matrices import TOLERANCE
+from tests.support.tiny_model import Gpt, fill_by_coordinates
+from tests.support.worlds import Worlds, on_ranks
+
+
+def states(trainer: Trainer) -> dict[str, Any]:
+    return {"model": trainer.model, "optimizer": trainer.optimizer}
+
+
+@pytest.mark.parametrize("layout", ["ddp2", "fsdp3"])
+@in_layout
+def test_wrapped_modules_save_under_the_names_of_the_bare_ones(layout: str, path: str) -> None:
+    """A wrapped model loads into a bare one, and into a wrapped one."""
+    wrapped = build(layout, source_values, wrap=compiled_blocks)
+    # State without a training step, which would trace the compiled blocks.
+    wrapped.fill_optimizer()
+    assert any("_checkpoint_wrapped_module" in name for name, _ in wrapped.model.named_modules())
+    assert any("_orig_mod" in name for name, _ in wrapped.model.named_parameters())
+    bytecheckpoint.save(path, states(wrapped))
+    assert wrong_names(path) == []
+    bare, again = build(layout, target_values), build(layout, target_values, wrap=compiled_blocks)
+    bytecheckpoint.load(path, states(bare))
+    expected = wrapped.snapshot()
+    assert_same(
+        {k.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", ""): v for k, v in expected.items()},
+        bare.snapshot(),
+    )
+    bytecheckpoint.load(path, states(again))
+    assert_same(expected, again.snapshot())
+
+
+@on_ranks(3)
+def test_a_module_that_is_still_gathered_after_an_evaluation(path: str) -> None:
+    """After a forward pass without a backward one FSDP2 leaves the root's parameters gathered."""
+    expected, trainer = build("fsdp3", source_values), build("fsdp3", source_values)
+    fresh = build("fsdp3", target_values)
+    tokens = torch.zeros(2, 6, dtype=torch.int64)
+    trainer.model.eval()
+    with torch.no_grad():
+        trainer.model(tokens)
+    assert not isinstance(trainer.unwrapped.norm.weight, DTensor), "still gathered"
+    bytecheckpoint.save(path, states(trainer))
+    with torch.no_grad():
+        fresh.model(tokens)
+    bytecheckpoint.load(path, states(fresh))
+    assert_same(expected.snapshot(), fresh.snapshot())
+    assert fresh.train(2) == expected.train(2)
+
+
+@on_ranks(2)
+def test_unreduced_values_are_refused_by_name(path: str) -> None:
+    tensor = DTensor.from_local(torch.ones(4), mesh(dp=2), [Partial()], run_check=False)
+    with pytest.raises(bytecheckpoint.UsageError) as caught:
+        bytecheckpoint.save(path, {"model": {"inner": {"w": tensor}}})
+    assert "model/inner.w" in str(caught.value)
+    assert "partial" in str(caught.value)
+    dist.barrier()
+    assert not list(Path(path).rglob("*.safetensors"))
+
+
+# --- tied weights ---------------------------------------------------------------------------------------------
 
 TIED = ["one", "fsdp3", "tp2-fsdp2", "pp2", "pp2-fsdp2"]
 
 
-@pytest.mark.parametrize("layout", ["ddp2", "fsdp3"])
-def test_wrapped_modules_save_under_the_names_of_the_bare_ones(worlds: Worlds, layout: str, tmp_path: Path) -> None:
-    size = WORLD_SIZE[layout]
-    assert worlds.run(size, jobs.wrapped_names, layout, str(tmp_path / "step")) == [[]] * size
+def save_tied(layout: str, folder: str) -> list[float]:
+    """Save a tied model's state of coordinates and its trained state; return the next losses."""
+    filled = build(layout, tied_coordinates, tied=True)
+    filled.fill_optimizer()
+    bytecheckpoint.save(f"{folder}/coordinates/{layout}", filled.states())
+    trainer = build(layout, tied_source_values, tied=True)
+    trainer.train(2)
+    bytecheckpoint.save(f"{folder}/trained/{layout}", trainer.states())
+    return trainer.train(3)
 
 
-def test_a_module_that_is_still_gathered_after_an_evaluation(worlds: Worlds, tmp_path: Path) -> None:
-    assert worlds.run(3, jobs.gathered_after_evaluation, str(tmp_path / "step")) == [[]] * 3
-
-
-def test_unreduced_values_are_refused_by_name(worlds: Worlds, tmp_path: Path) -> None:
-    for message in worlds.run(2, jobs.partial_is_refused, str(tmp_path / "step")):
-        assert "model/inner.w" in message
-        assert "partial" in message
-    assert not list(tmp_path.rglob("*.safetensors"))
+def load_tied(layout: str, folder: str) -> dict[str, list[float]]:
+    """Load what every layout saved; compare the coordinates, and return the next losses by source."""
+    filled = build(layout, tied_coordinates, tied=True)
+    filled.fill_optimizer()
+    found = {}
+    for source in TIED:
+        fresh, resumed = (build(layout, tied_target_values, tied=True) for _ in range(2))
+        bytecheckpoint.load(f"{folder}/coordinates/{source}", fresh.states())
+        assert_same(filled.snapshot(), fresh.snapshot())
+        bytecheckpoint.load(f"{folder}/trained/{source}", resumed.states())
+        if hasattr(resumed.unwrapped, "embed") and hasattr(resumed.unwrapped, "head"):
+            assert resumed.unwrapped.embed.weight is resumed.unwrapped.head.weight, "still tied"
+        found[source] = resumed.train(3)
+    return found
 
 
 @pytest.mark.timeout(300)
 def test_tied_weights_in_every_kind_of_layout(worlds: Worlds, tmp_path: Path) -> None:
     folder = str(tmp_path)
-    losses = {layout: worlds.run(WORLD_SIZE[layout], jobs.save_tied, layout, folder)[0] for layout in TIED}
+    losses = {layout: worlds.run(WORLD_SIZE[layout], save_tied, layout, folder)[0] for layout in TIED}
     for layout in TIED:
-        assert losses[layout] == pytest.approx(losses["one"], abs=1e-9, rel=0), layout
-    for layout in TIED:
-        for rank, found in enumerate(worlds.run(WORLD_SIZE[layout], jobs.load_tied, layout, TIED, folder)):
-            for source, (wrong, after) in found.items():
-                assert wrong == [], f"{source} into rank {rank} of {layout}"
-                assert after == pytest.approx(losses["one"], abs=1e-9, rel=0), (source, layout)
-    assert worlds.run(1, jobs.open_tied, TIED, folder) == [[]]
+        assert losses[layout] == pytest.approx(losses["one"], abs=TOLERANCE, rel=0), layout
+        for found in worlds.run(WORLD_SIZE[layout], load_tied, layout, folder):
+            for source, after in found.items():
+                assert after == pytest.approx(losses["one"], abs=TOLERANCE, rel=0), (source, layout)
+    # Both names of the tied pair show the parameter and its state.
+    model = Gpt(tied=True).double()
+    tied_coordinates(model)
+    whole = model.embed.weight.detach()
+    for source in TIED:
+        with bytecheckpoint.open(f"{folder}/coordinates/{source}") as checkpoint:
+            for name in ("embed.weight", "head.weight"):
+                assert torch.equal(checkpoint[f"model/{name}"][...], whole), source
+                assert torch.equal(checkpoint[f"optimizer/state/{name}/exp_avg"][...], whole * 2 + 1), source
+
+
+# --- low precision, virtual stages -----------------------------------------------------------------------------
+
+
+def low_precision(layout: str) -> Trainer:
+    """Start a run of bf16 parameters with fp32 optimizer state."""
+    filled = build(layout, source_values, dtype=torch.bfloat16)
+    filled.fill_optimizer(torch.float32)
+    return filled
+
+
+def save_low_precision(layout: str, path: str) -> None:
+    bytecheckpoint.save(path, states(low_precision(layout)))
+
+
+def load_low_precision(layout: str, path: str) -> None:
+    """Load optimizer state, which must never have been bf16."""
+    fresh = build(layout, target_values, dtype=torch.bfloat16)
+    bytecheckpoint.load(path, states(fresh))
+    dtypes = {v.dtype for s in fresh.optimizer.state.values() for n, v in s.items() if n != "step"}
+    assert dtypes == {torch.float32}
+    assert_same(low_precision(layout).snapshot(), fresh.snapshot())
 
 
 @pytest.mark.parametrize(("source", "destination"), [("ddp2", "fsdp3"), ("fsdp3", "one"), ("ep2-fsdp2", "tp2")])
-def test_state_of_bf16_parameters_stays_fp32(worlds: Worlds, source: str, destination: str, tmp_path: Path) -> None:
-    path = str(tmp_path / "step")
-    worlds.run(WORLD_SIZE[source], jobs.low_precision, source, path)
-    for wrong in worlds.run(WORLD_SIZE[destination], jobs.load_low_precision, destination, path):
-        assert wrong == []
+def test_state_of_bf16_parameters_stays_fp32(worlds: Worlds, source: str, destination: str, path: str) -> None:
+    worlds.run(WORLD_SIZE[source], save_low_precision, source, path)
+    worlds.run(WORLD_SIZE[destination], load_low_precision, destination, path)
 
 
-def test_lists_of_virtual_stages(worlds: Worlds, tmp_path: Path) -> None:
-    path = str(tmp_path / "stages")
-    assert worlds.run(2, jobs.save_virtual_stages, path) == [[]] * 2
+def virtual_stages(values: Callable[[nn.Module], None]) -> tuple[list[Trainer], dict[str, Any]]:
+    """Start the stages of one rank, each with its own optimizer; return them, and the states: lists of both.
+
+    Rank 0 has both ends, rank 1 the middle.
+    """
+    stages = [Gpt(stage, 4).double() for stage in ((0, 3) if dist.get_rank() == 0 else (1,))]
+    for stage in stages:
+        values(stage)
+    trainers = [Trainer.start(Parallel(stage), adamw) for stage in stages]
+    return trainers, {"model": [t.model for t in trainers], "optimizer": [t.optimizer for t in trainers]}
+
+
+def save_virtual_stages(path: str) -> None:
+    trainers, lists = virtual_stages(fill_by_coordinates)
+    for trainer in trainers:
+        trainer.fill_optimizer()
+    bytecheckpoint.save(path, lists)
+
+
+def load_virtual_stages(path: str) -> None:
+    (expected, _), (fresh, lists) = virtual_stages(fill_by_coordinates), virtual_stages(target_values)
+    bytecheckpoint.load(path, lists)
+    for source, target in zip(expected, fresh, strict=True):
+        source.fill_optimizer()
+        assert_same(source.snapshot(), target.snapshot())
+
+
+def load_and_save_coordinates(layout: str, source: str, path: str) -> None:
+    expected, fresh = coordinates(layout), build(layout, target_values)
+    bytecheckpoint.load(source, states(fresh))
+    assert_same(expected.snapshot(), fresh.snapshot())
+    bytecheckpoint.save(path, states(expected))
+
+
+def test_lists_of_virtual_stages(worlds: Worlds, path: str) -> None:
+    worlds.run(2, save_virtual_stages, path)
+    worlds.run(2, load_virtual_stages, path)
     for layout in ("one", "fsdp3"):
-        size = WORLD_SIZE[layout]
-        assert worlds.run(size, jobs.load_coordinates, layout, path) == [[]] * size
-        worlds.run(size, jobs.save_coordinates, layout, path + layout)
-        assert worlds.run(2, jobs.load_virtual_stages, path + layout) == [[]] * 2
+        worlds.run(WORLD_SIZE[layout], load_and_save_coordinates, layout, path, path + layout)
+        worlds.run(2, load_virtual_stages, path + layout)
+
+
+# --- optimizers ---------------------------------------------------------------------------------------------------
+
+Named = Mapping[str, torch.Tensor]
+
+
+class MuonAndAdamW(torch.optim.Optimizer):
+    """Muon and AdamW, stepped as one optimizer and saved as a list."""
+
+    def __init__(self, parameters: Named) -> None:
+        matrices = [p for p in parameters.values() if p.ndim == 2]
+        rest = [p for p in parameters.values() if p.ndim != 2]
+        self.both: list[torch.optim.Optimizer] = [
+            torch.optim.Muon(matrices, lr=0.02),
+            torch.optim.AdamW(rest, lr=3e-3, foreach=False),
+        ]
+        super().__init__([*matrices, *rest], {"lr": 1.0})
+
+    def step(self, closure: Any = None) -> Any:
+        for optimizer in self.both:
+            optimizer.step()
+
+
+OPTIMIZERS: dict[str, Callable[[Named], torch.optim.Optimizer]] = {
+    "sgd": lambda named: torch.optim.SGD(named.values(), lr=0.05, momentum=0.9, nesterov=True, foreach=False),
+    "adafactor": lambda named: torch.optim.Adafactor(named.values(), lr=0.05, foreach=False),
+    "lbfgs": lambda named: torch.optim.LBFGS(named.values(), lr=0.5, max_iter=2, history_size=3),
+    "muon-adamw": MuonAndAdamW,
+}
+
+
+def small_run(kind: str, layout: str, seed: int) -> tuple[dict[str, Any], Callable[[int], list[float]]]:
+    """Build a small model, whose steps can run inside a closure of the optimizer; return (states, train)."""
+    model = nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 5)).double()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.randn(p.shape, generator=generator, dtype=torch.float64) * 0.5)
+    if layout.startswith("fsdp"):
+        fully_shard(model, mesh=mesh(dp=dist.get_world_size()))
+    optimizer = OPTIMIZERS[kind](dict(model.named_parameters()))
+
+    def train(steps: int) -> list[float]:
+        losses = []
+        for i in range(steps):
+            x = torch.linspace(-1, 1 + i, 24, dtype=torch.float64).reshape(4, 6)
+
+            def closure(x: torch.Tensor = x) -> torch.Tensor:
+                model.zero_grad()
+                loss = model(x).square().mean()
+                loss.backward()
+                return loss.detach()
+
+            losses.append(float(optimizer.step(closure) if kind == "lbfgs" else closure()))
+            if kind != "lbfgs":
+                optimizer.step()
+        return losses
+
+    return {"model": model, "optimizer": getattr(optimizer, "both", optimizer)}, train
+
+
+def save_optimizer(kind: str, layout: str, path: str) -> list[float]:
+    """Train three steps, save, and return the losses of three more."""
+    run, train = small_run(kind, layout, seed=1)
+    train(3)
+    bytecheckpoint.save(path, run)
+    return train(3)
+
+
+def load_optimizer(kind: str, layout: str, path: str) -> list[float]:
+    """Load into a new optimizer; return the losses of three steps."""
+    run, train = small_run(kind, layout, seed=2)
+    bytecheckpoint.load(path, run)
+    return train(3)
 
 
 # (optimizer, layout that saves, layouts that continue, tolerance of the losses after the first step).
@@ -67,21 +287,19 @@ def test_lists_of_virtual_stages(worlds: Worlds, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "source", "others", "tolerance"),
     [
-        ("sgd", "fsdp3", ["fsdp2", "one"], 1e-9),
-        ("adafactor", "ddp2", ["one"], 1e-9),
-        ("lbfgs", "ddp2", ["one"], 1e-9),
+        ("sgd", "fsdp3", ["fsdp2", "one"], TOLERANCE),
+        ("adafactor", "ddp2", ["one"], TOLERANCE),
+        ("lbfgs", "ddp2", ["one"], TOLERANCE),
         ("muon-adamw", "fsdp3", ["fsdp2", "one"], 0.02),
     ],
 )
 def test_optimizers_continue(
-    worlds: Worlds, kind: str, source: str, others: list[str], tolerance: float, tmp_path: Path
+    worlds: Worlds, kind: str, source: str, others: list[str], tolerance: float, path: str
 ) -> None:
-    path = str(tmp_path / "step")
-    size = WORLD_SIZE[source]
-    expected = worlds.run(size, jobs.save_optimizer, kind, source, path)
-    again = worlds.run(size, jobs.load_optimizer, kind, source, path)
+    expected = worlds.run(WORLD_SIZE[source], save_optimizer, kind, source, path)
+    again = worlds.run(WORLD_SIZE[source], load_optimizer, kind, source, path)
     assert again == expected, "the same layout continues bit for bit"
     for layout in others:
-        for losses in worlds.run(WORLD_SIZE[layout], jobs.load_optimizer, kind, layout, path):
-            assert losses[0] == pytest.approx(expected[0][0], abs=1e-9, rel=0), layout
+        for losses in worlds.run(WORLD_SIZE[layout], load_optimizer, kind, layout, path):
+            assert losses[0] == pytest.approx(expected[0][0], abs=TOLERANCE, rel=0), layout
             assert losses == pytest.approx(expected[0], abs=tolerance, rel=0), layout

@@ -1,77 +1,160 @@
-"""Faults of other checkpointing systems that only real ranks can show, each by name. docs/comparison has the others."""
+"""Faults of other checkpointing systems that only real ranks can show, each by name. tests/faults has the others."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
 
-from tests.distributed import peer_jobs as jobs
-from tests.distributed.layouts import WORLD_SIZE
-from tests.support.worlds import Worlds
+import bytecheckpoint
+from tests.distributed.layouts import WORLD_SIZE, build, mesh
+from tests.distributed.matrix_jobs import source_values, target_values
+from tests.support.comparisons import assert_same
+from tests.support.layouts import Declared
+from tests.support.worlds import Worlds, on_ranks
 
 MIB = 1 << 20
 
 
-def test_fsdp1_cannot_save_asynchronously_on_cpu_but_fsdp2_here_can(worlds: Worlds, tmp_path: Path) -> None:
-    assert worlds.run(2, jobs.async_on_cpu, "fsdp2", str(tmp_path / "step")) == [[]] * 2
+@on_ranks(2)
+def test_fsdp1_cannot_save_asynchronously_on_cpu_but_fsdp2_here_can(path: str) -> None:
+    trainer, fresh = build("fsdp2", source_values), build("fsdp2", target_values)
+    trainer.train(1)
+    expected = trainer.snapshot()
+    handle = bytecheckpoint.save(path, trainer.states(), async_checkpoint=True)
+    trainer.train(1)
+    handle.result(60)
+    bytecheckpoint.load(path, fresh.states())
+    assert_same(expected, fresh.snapshot())
 
 
-def test_dcp_fails_to_load_nested_extra_states_under_fsdp(worlds: Worlds, tmp_path: Path) -> None:
-    assert worlds.run(2, jobs.nested_extra_states, str(tmp_path / "step")) == [[]] * 2
+@on_ranks(2)
+def test_dcp_fails_to_load_nested_extra_states_under_fsdp(path: str) -> None:
+    """Nested extra states load into an empty dict."""
+    model = build("fsdp2", source_values).model
+    extra = {"a": {"b": [1, (2, {"c": torch.arange(4)})], 3: None}, "rank": dist.get_rank()}
+    bytecheckpoint.save(path, {"model": model, "extra_states": extra})
+    found: dict[str, Any] = {}
+    bytecheckpoint.load(path, {"model": model, "extra_states": found})
+    assert torch.equal(found["a"]["b"][1][1].pop("c"), extra["a"]["b"][1][1].pop("c"))  # type: ignore[index]
+    assert found == extra
 
 
-def test_dcp_fails_to_load_parameters_without_optimizer_state(worlds: Worlds, tmp_path: Path) -> None:
-    assert worlds.run(2, jobs.without_state, str(tmp_path / "step")) == [[]] * 2
+@on_ranks(2)
+def test_dcp_fails_to_load_parameters_without_optimizer_state(path: str) -> None:
+    source, fresh = build("fsdp2", source_values), build("fsdp2", target_values)
+    for name, parameter in source.parameters().items():
+        if "experts" not in name and parameter.requires_grad:
+            parameter.grad = torch.ones_like(parameter)
+    source.optimizer.step()
+    bytecheckpoint.save(path, {"model": source.model, "optimizer": source.optimizer})
+    fresh.train(1)  # all parameters have some state, which must go
+    report = bytecheckpoint.load(path, {"model": fresh.model, "optimizer": fresh.optimizer})
+    assert any("no state" in note for note in report.notes)
+    assert_same(source.snapshot(), fresh.snapshot())
 
 
-def test_dcp_saves_shards_that_leave_a_hole(worlds: Worlds, tmp_path: Path) -> None:
-    for message in worlds.run(2, jobs.a_hole, str(tmp_path / "step")):
-        assert "model/w" in message
-        assert "24 elements for a tensor of 32" in message
-    assert not list(tmp_path.rglob("*.*"))
+@on_ranks(2)
+def test_dcp_saves_shards_that_leave_a_hole(path: str) -> None:
+    """The error is raised before anything is written."""
+    rank = dist.get_rank()
+    rows = torch.full((3, 4), float(rank))
+    with pytest.raises(bytecheckpoint.IncompatibleCheckpointError) as caught:
+        bytecheckpoint.save(path, {"model": {"w": Declared(((8, 4), (4 * rank, 0), rows))}})
+    assert "model/w" in str(caught.value)
+    assert "24 elements for a tensor of 32" in str(caught.value)
+    dist.barrier()
+    assert not list(Path(path).rglob("*.*"))
 
 
-def test_dcp_casts_silently(worlds: Worlds, tmp_path: Path) -> None:
-    for message, *cast in worlds.run(2, jobs.no_silent_cast, str(tmp_path / "step")):
-        assert "float32 in the checkpoint and float16 here" in message
-        assert cast == ["model/w"]
+@on_ranks(2)
+def test_dcp_casts_silently(path: str) -> None:
+    whole = torch.linspace(0, 1, 12).reshape(6, 2)
+    saved, target = (
+        distribute_tensor(tensor, mesh(dp=2), [Shard(0)], src_data_rank=None)
+        for tensor in (whole, torch.zeros(6, 2).half())
+    )
+    bytecheckpoint.save(path, {"model": {"w": saved}})
+    with pytest.raises(bytecheckpoint.IncompatibleCheckpointError, match="float32 in the checkpoint and float16 here"):
+        bytecheckpoint.load(path, {"model": {"w": target}})
+    assert isinstance(target, DTensor) and not target.to_local().any()
+    report = bytecheckpoint.load(path, {"model": {"w": target}}, cast=True)
+    assert torch.equal(target.full_tensor(), whole.half())
+    assert list(report.cast) == ["model/w"]
 
 
-def test_dcp_reads_64_times_what_a_64th_needs(worlds: Worlds, tmp_path: Path) -> None:
-    for read, shape in worlds.run(2, jobs.a_64th, str(tmp_path / "step")):
-        assert shape == [1, 256 * 1024]
-        assert MIB <= read <= 3 * MIB, "the row and the rest of its checksum blocks, of 64 MiB"
+@on_ranks(2)
+def test_dcp_reads_64_times_what_a_64th_needs(path: str) -> None:
+    """A rank needs one row of 64 rows of 1 MiB."""
+    rank = dist.get_rank()
+    whole = torch.arange(64 * 256 * 1024, dtype=torch.int32).reshape(64, -1)
+    if rank == 0:
+        group = dist.new_group([0], use_local_synchronization=True)
+        bytecheckpoint.save(path, {"model": {"w": whole}}, process_group=group)
+    dist.barrier()
+    row = torch.zeros(1, 256 * 1024, dtype=torch.int32)
+    target = Declared((whole.shape, (rank, 0), row))
+    report = bytecheckpoint.load(path, {"model": {"w": target}}, overlap_loading=False, strict=False)
+    assert torch.equal(row, whole[rank : rank + 1])
+    assert MIB <= report.bytes_read <= 3 * MIB, "the row and the rest of its checksum blocks, of 64 MiB"
 
 
-@pytest.mark.parametrize("layout", ["ddp2", "ddp4"])
-def test_torch_checkpointing_has_every_ddp_rank_write_everything(worlds: Worlds, layout: str, tmp_path: Path) -> None:
-    written = worlds.run(WORLD_SIZE[layout], jobs.everyone_writes, str(tmp_path / "step"))
-    assert 4 * MIB <= sum(written) < 4.2 * MIB
+def save_ddp(path: str) -> int:
+    """Return the bytes that this rank writes of a DDP model of 4 MiB."""
+    model = DistributedDataParallel(nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(16))))
+    return bytecheckpoint.save(path, {"model": model}).result().bytes_written
 
 
-def test_the_public_bytecheckpoint_lets_ddp_rank_1_write_nothing(worlds: Worlds, tmp_path: Path) -> None:
-    written = worlds.run(2, jobs.everyone_writes, str(tmp_path / "step"))
+@pytest.mark.parametrize("size", [2, 4])
+def test_torch_checkpointing_has_every_ddp_rank_write_everything(worlds: Worlds, size: int, path: str) -> None:
+    assert 4 * MIB <= sum(worlds.run(size, save_ddp, path)) < 4.2 * MIB
+
+
+def test_the_public_bytecheckpoint_lets_ddp_rank_1_write_nothing(worlds: Worlds, path: str) -> None:
+    written = worlds.run(2, save_ddp, path)
     assert min(written) > 0.45 * sum(written)
 
 
-def test_no_other_system_notices_replicas_that_differ(worlds: Worlds, tmp_path: Path) -> None:
-    for differences in worlds.run(2, jobs.replicas_that_differ, str(tmp_path / "step")):
-        assert differences == ["model/drifted"]
+@on_ranks(2)
+def test_no_other_system_notices_replicas_that_differ(path: str) -> None:
+    states = {"model": {"same": torch.ones(5), "drifted": torch.full((5,), float(dist.get_rank()))}}
+    report = bytecheckpoint.save(path, states, check_replicas=True).result()
+    assert list(report.replica_differences) == ["model/drifted"]
 
 
-@pytest.mark.parametrize(("source", "destination"), [("tp2", "pp2"), ("pp2", "tp2"), ("ep2-fsdp2", "one")])
-def test_megatron_aliases_one_step_and_cannot_change_tp_pp_or_ep(
-    worlds: Worlds, source: str, destination: str, tmp_path: Path
-) -> None:
-    path = str(tmp_path / "step")
-    worlds.run(WORLD_SIZE[source], jobs.save_steps, source, path)
-    for wrong in worlds.run(WORLD_SIZE[destination], jobs.load_steps, destination, path):
-        assert wrong == []
+def save_steps(layout: str, path: str) -> None:
+    """Save a state in which every parameter has its own `step`, and every param group its own rate."""
+    filled = build(layout, source_values)
+    filled.fill_optimizer()
+    bytecheckpoint.save(path, {"model": filled.model, "optimizer": filled.optimizer})
 
 
-def test_deepspeed_gives_every_group_the_settings_of_group_0(worlds: Worlds, tmp_path: Path) -> None:
-    path = str(tmp_path / "step")
-    worlds.run(3, jobs.save_steps, "fsdp3", path)
-    for wrong in worlds.run(2, jobs.load_steps, "fsdp2", path):
-        assert wrong == []
+def load_steps(layout: str, path: str) -> None:
+    """Load every parameter's `step`, into memory of its own, and every group's settings."""
+    expected, fresh = build(layout, source_values), build(layout, target_values)
+    expected.fill_optimizer()
+    bytecheckpoint.load(path, {"model": fresh.model, "optimizer": fresh.optimizer})
+    steps = [state["step"] for state in fresh.optimizer.state.values()]
+    assert len({t.data_ptr() for t in steps}) == len(steps), "no two parameters share one step tensor"
+    assert len({g["lr"] for g in fresh.optimizer.param_groups}) == 2
+    assert_same(expected.snapshot(), fresh.snapshot())
+
+
+@pytest.mark.parametrize(
+    ("source", "destination"),
+    [
+        pytest.param("tp2", "pp2", id="megatron-shares-one-step-and-cannot-change-tp"),
+        pytest.param("pp2", "tp2", id="megatron-cannot-change-pp"),
+        pytest.param("ep2-fsdp2", "one", id="megatron-cannot-change-ep"),
+        pytest.param("fsdp3", "fsdp2", id="deepspeed-gives-every-group-the-settings-of-group-0"),
+    ],
+)
+def test_steps_and_settings_at_another_layout(worlds: Worlds, source: str, destination: str, path: str) -> None:
+    worlds.run(WORLD_SIZE[source], save_steps, source, path)
+    worlds.run(WORLD_SIZE[destination], load_steps, destination, path)

@@ -2,39 +2,107 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
+import bytecheckpoint
+from bytecheckpoint.collectives.base import Collective
+from bytecheckpoint.collectives.process_group import TorchCollective
 from bytecheckpoint.saving.messages import SaveStep
-from tests.distributed import save_jobs as jobs
-from tests.distributed.layouts import WORLD_SIZE
-from tests.support.worlds import Worlds
+from tests.distributed.layouts import WORLD_SIZE, build, in_layout
+from tests.distributed.matrix_jobs import source_values, target_values
+from tests.support.comparisons import assert_same
+from tests.support.tiny_model import fill_by_coordinates
+from tests.support.worlds import Worlds, on_ranks
 
 MIB = 1 << 20
 
 
+def overwrite_while_training(layout: str, path: str) -> int:
+    """Save asynchronously to one path four times: the last save wins, and is a snapshot of its moment.
+
+    Returns:
+        The bytes that the last save wrote.
+    """
+    trainer, fresh = build(layout, source_values), build(layout, target_values)
+    handles = []
+    for _ in range(4):
+        trainer.train(1)
+        expected = trainer.snapshot()
+        handles.append(bytecheckpoint.save(path, trainer.states(), async_checkpoint=True))
+    losses = trainer.train(3)
+    reports = [handle.result(60) for handle in handles]
+    assert all(report.plan_cached for report in reports[1:])
+    bytecheckpoint.load(path, fresh.states())
+    assert_same(expected, fresh.snapshot())
+    assert fresh.train(3) == losses
+    return reports[-1].bytes_written
+
+
 @pytest.mark.parametrize("layout", ["ddp2", "fsdp3", "pp2-fsdp2", "ep2-fsdp2"])
-def test_the_last_of_several_asynchronous_saves_is_there(worlds: Worlds, layout: str, tmp_path: Path) -> None:
-    path = tmp_path / "step"
-    found = worlds.run(WORLD_SIZE[layout], jobs.overwrite_while_training, layout, str(path))
-    for rank in found:
-        assert rank["wrong"] == []
-        assert all(rank["cached"][1:])
+def test_the_last_of_several_asynchronous_saves_is_there(worlds: Worlds, layout: str, path: str) -> None:
+    written = worlds.run(WORLD_SIZE[layout], overwrite_while_training, layout, path)
     # No file of the three earlier saves is left.
-    left = sum(f.stat().st_size for f in path.rglob("*.safetensors"))
-    assert left == sum(rank["written"][-1] for rank in found)
+    assert sum(f.stat().st_size for f in Path(path).rglob("*.safetensors")) == sum(written)
 
 
 @pytest.mark.parametrize("layout", ["fsdp2", "tp2-fsdp2"])
-def test_staging_behind_the_caller(worlds: Worlds, layout: str, tmp_path: Path) -> None:
-    for wrong in worlds.run(WORLD_SIZE[layout], jobs.background_staging, layout, str(tmp_path / "step")):
-        assert wrong == []
+@in_layout
+def test_background_staging(layout: str, path: str) -> None:
+    """The caller waits only for `staged` before it changes the state.
+
+    Only the caller's thread may call state_dict of a module: under FSDP2 that reshards the parameters, even in the
+    middle of a forward pass.
+    """
+    trainer, fresh = build(layout, source_values), build(layout, target_values)
+    trainer.train(1)
+    threads: list[str] = []
+    trainer.unwrapped.register_state_dict_pre_hook(lambda *_: threads.append(threading.current_thread().name))
+    bytecheckpoint.prepare(trainer.states()).result(60)
+    expected = trainer.snapshot()
+    handle = bytecheckpoint.save(path, trainer.states(), async_checkpoint=True, staging="background")
+    handle.staged.result(60)
+    trainer.train(2)
+    assert handle.result(60).plan_cached
+    with_other_plan = {"model": trainer.model, "extra_states": trainer.extra}
+    bytecheckpoint.save(f"{path}-model", with_other_plan, async_checkpoint=True, staging="background").result(60)
+    assert set(threads) == {threading.main_thread().name}
+    bytecheckpoint.load(path, fresh.states())
+    assert_same(expected, fresh.snapshot())
 
 
-def test_the_second_save_sends_no_planning_messages(worlds: Worlds, tmp_path: Path) -> None:
+def messages_of_three_saves(path: str) -> list[list[str]]:
+    """Return the steps in which this rank sends a message, or on rank 0 the coordinator's reply too, per save."""
+    trainer = build("fsdp3", source_values)
+    send = TorchCollective.send
+    found = []
+    for number in range(3):
+        steps: set[str] = set()
+
+        def recorded(this: Collective, to: int, tag: str, payload: bytes, steps: set[str] = steps) -> None:
+            steps.add("/".join(tag.split("/")[2:]))
+            send(this, to, tag, payload)  # type: ignore[arg-type]
+
+        trainer.train(1)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(TorchCollective, "send", recorded)
+            report = bytecheckpoint.save(f"{path}/{number}", trainer.states()).result()
+            dist.barrier()  # rank 0 sends its last messages on another thread
+        assert report.plan_cached == (number > 0)
+        found.append(sorted(steps))
+    return found
+
+
+def test_the_second_save_sends_no_planning_messages(worlds: Worlds, path: str) -> None:
     world = worlds.fresh(3)  # a world of the pool may have the plan cached
-    ranks = world.run(jobs.plan_messages, "fsdp3", str(tmp_path))
+    ranks = world.run(messages_of_three_saves, path)
     world.close()
     miss = [SaveStep.FIRST, SaveStep.REPORT]
     replies = [f"{step}/reply" for step in miss]
@@ -43,14 +111,36 @@ def test_the_second_save_sends_no_planning_messages(worlds: Worlds, tmp_path: Pa
         assert rank == [miss, [SaveStep.FIRST], [SaveStep.FIRST]]
 
 
-def test_a_rank_that_saves_something_else_makes_the_plan_anew(worlds: Worlds, tmp_path: Path) -> None:
-    for keys in worlds.run(3, jobs.ranks_that_disagree, str(tmp_path)):
-        assert keys == ["model/a", "model/b", "model/c"]
+@on_ranks(3)
+def test_a_rank_that_saves_something_else_makes_the_plan_anew(path: str) -> None:
+    """A tensor that one rank adds between two saves does not fit the cached plan."""
+    states: dict[str, Any] = {"model": {"a": torch.arange(6.0), "b": torch.arange(3.0)}}
+    bytecheckpoint.save(f"{path}/1", states)
+    if dist.get_rank() == 1:
+        states["model"]["c"] = torch.arange(5.0)
+    report = bytecheckpoint.save(f"{path}/2", states).result()
+    assert report.plan_cached == (dist.get_rank() != 1)
+    with bytecheckpoint.open(f"{path}/2") as checkpoint:
+        assert torch.equal(checkpoint["model/c"][...], torch.arange(5.0))
+        assert torch.equal(checkpoint["model/a"][...], torch.arange(6.0))
+        assert sorted(checkpoint) == ["model/a", "model/b", "model/c"]
+
+
+def large_replicated(path: str, overlap: bool) -> tuple[int, int]:
+    """Save and load a DDP model of 16 MiB; return (bytes read, bytes received)."""
+    model = DistributedDataParallel(nn.Linear(2048, 2048, bias=False))
+    values = torch.arange(2048.0 * 2048).reshape(2048, 2048)
+    model.module.weight.data.copy_(values)
+    bytecheckpoint.save(path, {"model": model})
+    model.module.weight.data.zero_()
+    report = bytecheckpoint.load(path, {"model": model}, overlap_loading=overlap)
+    assert torch.equal(model.module.weight, values)
+    return report.bytes_read, report.bytes_received
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_replicas_read_the_checkpoint_once(worlds: Worlds, overlap: bool, tmp_path: Path) -> None:
-    ranks = worlds.run(4, jobs.large_replicated, str(tmp_path / "step"), overlap)
+def test_replicas_read_the_checkpoint_once(worlds: Worlds, overlap: bool, path: str) -> None:
+    ranks = worlds.run(4, large_replicated, path, overlap)
     read, received = (sum(r[i] for r in ranks) for i in (0, 1))
     state = 16 * MIB
     if overlap:
@@ -62,22 +152,57 @@ def test_replicas_read_the_checkpoint_once(worlds: Worlds, overlap: bool, tmp_pa
         assert received == 0
 
 
-def test_replicas_share_out_the_writing(worlds: Worlds, tmp_path: Path) -> None:
-    written = worlds.run(4, jobs.each_writes_its_part, str(tmp_path / "step"))
+def save_replicated(path: str) -> int:
+    """Return the bytes that this rank of a DDP job writes, of a state of 16 MiB."""
+    model = DistributedDataParallel(nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(16))))
+    return bytecheckpoint.save(path, {"model": model}).result().bytes_written
+
+
+def test_replicas_share_out_the_writing(worlds: Worlds, path: str) -> None:
+    written = worlds.run(4, save_replicated, path)
     assert 16 * MIB <= sum(written) < 16.3 * MIB
     assert max(written) < 4.3 * MIB
 
 
-def test_the_group_may_end_before_the_save_does(worlds: Worlds, tmp_path: Path) -> None:
+def end_group_before_commit(path: str) -> list[str]:
+    """Call `destroy_process_group()` during a save, which no longer needs the group; return the catalogs."""
+    trainer = build("fsdp2", source_values)
+    trainer.train(1)
+    states = {**trainer.states(), "ballast": torch.ones(8 * MIB)}
+    handle = bytecheckpoint.save(path, states, async_checkpoint=True)
+    dist.destroy_process_group()
+    assert handle.result(60).bytes_written > 0
+    return sorted(file.name for file in Path(path).glob("*.parquet"))
+
+
+def test_the_group_may_end_before_the_save_does(worlds: Worlds, path: str) -> None:
     world = worlds.fresh(2)
-    found = world.run(jobs.ended_group_before_commit, "fsdp2", str(tmp_path / "step"))
-    assert found == [["metadata.parquet"]] * 2
+    assert world.run(end_group_before_commit, path) == [["metadata.parquet"]] * 2
     assert world.close() == [0, 0]
 
 
-def test_groups_save_by_themselves(worlds: Worlds, tmp_path: Path) -> None:
-    assert worlds.run(4, jobs.subgroups, str(tmp_path)) == [[]] * 4
+@on_ranks(4)
+def test_groups_save_by_themselves(path: str) -> None:
+    """The two halves of the world save and load at the same time."""
+    rank = dist.get_rank()
+    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    own_half = halves[rank // 2]
+    where = f"{path}/{rank // 2}"
+    states = {"model": {"w": torch.full((5,), float(rank // 2))}, "extra_states": {"half": rank // 2, "rank": rank}}
+    for _ in range(2):
+        bytecheckpoint.save(where, states, process_group=own_half, async_checkpoint=True).result(60)
+    fresh: dict[str, Any] = {"model": {"w": torch.zeros(5)}, "extra_states": {}}
+    bytecheckpoint.load(where, fresh, process_group=own_half)
+    for kind, state in states.items():
+        assert_same(state, fresh[kind])
+    with pytest.raises(bytecheckpoint.UsageError, match="not in the process group"):
+        bytecheckpoint.save(where, states, process_group=halves[1 - rank // 2])
 
 
-def test_open_reads_other_layouts_on_every_rank(worlds: Worlds, tmp_path: Path) -> None:
-    assert worlds.run(4, jobs.open_on_every_rank, "tp2-fsdp2", str(tmp_path / "step")) == [[]] * 4
+@on_ranks(4)
+def test_open_reads_other_layouts_on_every_rank(path: str) -> None:
+    """`open` needs no process group."""
+    bytecheckpoint.save(path, {"model": build("tp2-fsdp2", fill_by_coordinates).model})
+    with bytecheckpoint.open(path) as checkpoint:
+        for name, parameter in build("one", fill_by_coordinates).parameters().items():
+            assert torch.equal(checkpoint[f"model/{name}"][...], parameter.detach()), name

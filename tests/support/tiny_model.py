@@ -63,13 +63,13 @@ class MixtureOfExperts(nn.Module):
         super().__init__()
         self.router = nn.Linear(WIDTH, EXPERTS, bias=False)
         self.experts = Experts()
-        self.exchange: Any = None  # set by expert parallelism: (x, gates) -> same, and back
+        self.exchange: Any = None  # set by expert parallelism: dispatches (x, gates) to the experts, combines outputs
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         gates = self.router(x).softmax(-1)
         if self.exchange is None:
             return self.experts(x, gates)
-        return self.exchange.back(self.experts(*self.exchange.there(x, gates)))
+        return self.exchange.combine(self.experts(*self.exchange.dispatch(x, gates)))
 
 
 class Block(nn.Module):

@@ -17,9 +17,13 @@ from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-__all__ = ["RankError", "World", "Worlds"]
+import pytest
+
+__all__ = ["RankError", "World", "Worlds", "on_ranks"]
+
+_Test = TypeVar("_Test", bound=Callable[..., Any])
 
 _PRELOADED = ["tests.support.preloaded"]
 _GRACE = 15.0
@@ -195,6 +199,22 @@ class Worlds:
         for world in self._idle.values():
             world.close()
         self._idle.clear()
+
+
+def on_ranks(size: int | Callable[..., int], *, timeout: float = 90.0) -> Callable[[_Test], _Test]:
+    """Make a test run on every rank of a world of the fixture `worlds`; the test fails if a rank raises.
+
+    The ranks import the test by its name, and get equal copies of its arguments. conftest.py sends it to them.
+
+    Args:
+        size: number of ranks, or a function that computes it from the test's arguments.
+        timeout: seconds for all ranks.
+    """
+
+    def mark(test: _Test) -> _Test:
+        return pytest.mark.usefixtures("worlds")(pytest.mark.ranks.with_args(size, timeout)(test))
+
+    return mark
 
 
 def _serve(rank: int, size: int, folder: str, link: Connection, group: bool) -> None:

@@ -1,0 +1,37 @@
+"""Wrappers of the tiny model's blocks, and the values of a model with a tied pair."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+import bytecheckpoint
+from tests.support.tiny_model import Gpt, fill_by_coordinates, initialise
+
+tied_source_values = partial(initialise, seed=1, tied=True)
+tied_target_values = partial(initialise, seed=2, tied=True)
+tied_coordinates = partial(fill_by_coordinates, tied=True)
+
+
+def wrong_names(path: str) -> list[str]:
+    """Return the names that only the checkpoint or only the bare model has."""
+    bare = {f"model/{name}" for name in Gpt().state_dict()}
+    with bytecheckpoint.open(path) as checkpoint:
+        return sorted(bare ^ {key for key in checkpoint if key.startswith("model/")})
+
+
+def checkpointed_blocks(model: nn.Module) -> nn.Module:
+    """Wrap each block in activation checkpointing, as torchtitan does."""
+    for name, block in list(model.blocks.items()):  # type: ignore[operator, union-attr]
+        model.blocks[name] = checkpoint_wrapper(block)
+    return model
+
+
+def compiled_blocks(model: nn.Module) -> nn.Module:
+    """Wrap each block in activation checkpointing and torch.compile; eager, so that no compiler runs."""
+    for name, block in list(checkpointed_blocks(model).blocks.items()):
+        model.blocks[name] = torch.compile(block, backend="eager")
+    return model

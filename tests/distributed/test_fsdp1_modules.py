@@ -1,0 +1,278 @@
+"""FSDP1 over real ranks: gathered parameters, wrappers, tied weights, dtypes, steps, and what is communicated."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+
+import bytecheckpoint
+from bytecheckpoint.frameworks.fsdp1.adapter import FSDP1Framework
+from tests.distributed.fsdp1_layouts import FSDP1, WORLD_SIZE, FlatTrainer, build, full_state, in_layout
+from tests.distributed.layouts import Trainer, mesh
+from tests.distributed.layouts import adamw as two_groups
+from tests.distributed.matrix_jobs import AFTER, coordinates, source_values, target_values
+from tests.distributed.models import (
+    checkpointed_blocks,
+    compiled_blocks,
+    tied_source_values,
+    tied_target_values,
+    wrong_names,
+)
+from tests.support.communication import check_no_communication
+from tests.support.comparisons import assert_complete, assert_same, wrong_entries
+from tests.support.extra_states import LinearWithExtraState
+from tests.support.matrices import TOLERANCE
+from tests.support.tiny_model import Gpt, batch, fill_by_coordinates
+from tests.support.worlds import Worlds, on_ranks
+
+pytestmark = pytest.mark.timeout(400)
+
+
+def trained(layout: str, steps: int = 2) -> Trainer:
+    trainer = build(layout, source_values)
+    trainer.train(steps)
+    return trainer
+
+
+@pytest.mark.parametrize("layout", ["low2-orig", "low3-flat"])
+@in_layout
+def test_mixed_precision(layout: str, path: str) -> None:
+    """Shards, state and buffers are saved in float32; the run continues bit for bit, and a plain model loads it."""
+    trainer = build(layout, source_values, dtype=torch.float32)
+    trainer.train(2)
+    bytecheckpoint.save(path, trainer.states())
+    after = trainer.train(3)
+    with bytecheckpoint.open(path) as checkpoint:
+        for key in checkpoint:
+            if key.startswith(("model/", "optimizer/state")) and "steps_seen" not in key:
+                assert checkpoint[key].dtype == torch.float32, key
+    again = build(layout, target_values, dtype=torch.float32)
+    again.step()  # casts buffers, gathers parameters
+    bytecheckpoint.load(path, again.states())
+    assert again.train(3) == after
+    assert_complete(bytecheckpoint.load(path, {"model": Gpt()}), ("missing", "cast"))
+
+
+@pytest.mark.parametrize("layout", ["full4-orig", "full3-flat", "hybrid4-flat"])
+@in_layout
+def test_nothing_is_communicated_over_process_groups(layout: str, path: str) -> None:
+    def own_state_dict(trainer: Trainer) -> None:
+        FullyShardedDataParallel.full_optim_state_dict(trainer.model, trainer.optimizer)
+
+    check_no_communication(FSDP1Framework(), lambda: build(layout, source_values), path, own_state_dict)
+
+
+# --- states of the module ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["full4-orig", "full3-flat", "grad2-flat", "grad3-orig", "low2-orig", "low3-flat"])
+@pytest.mark.parametrize("how", ["evaluation", "evaluation with grad", "train with grad"])
+@in_layout
+def test_parameters_that_are_still_gathered(layout: str, how: str, path: str) -> None:
+    """Save and load after a forward pass without a backward one."""
+
+    def forward(trainer: Trainer) -> None:
+        trainer.model.train("train" in how)
+        with torch.set_grad_enabled("grad" in how):
+            trainer.model(batch(0)[0])
+        handles = [m._handle for m in FullyShardedDataParallel.fsdp_modules(trainer.model) if m._handle is not None]
+        assert any(not h.needs_unshard() for h in handles), "some parameters are still gathered"
+
+    undisturbed, trainer, fresh = trained(layout), trained(layout), build(layout, target_values)
+    forward(trainer)
+    bytecheckpoint.save(path, trainer.states())
+    forward(fresh)
+    bytecheckpoint.load(path, fresh.states())
+    assert_same(full_state(undisturbed), full_state(fresh))
+    if FSDP1[layout].mixed_precision and "grad" in how:
+        return  # FSDP1 itself cannot train on from here under mixed precision, with or without a checkpoint
+    fresh.model.train()
+    trainer.model.train()
+    losses = undisturbed.train(AFTER)
+    assert fresh.train(AFTER) == losses
+    assert trainer.train(AFTER) == losses, "the run that saved continues too"
+
+
+@pytest.mark.parametrize("layout", ["full2-deep", "grad2-flat", "none2-orig", "low2-orig"])
+@in_layout
+def test_a_save_after_a_failed_forward_pass(layout: str, path: str) -> None:
+    """In an exception handler parameters are gathered, and the shards are valid."""
+
+    def fail(*_: object) -> None:
+        raise MemoryError("in the middle of a forward pass")
+
+    undisturbed, trainer, fresh = trained(layout), trained(layout), build(layout, target_values)
+    hook = trainer.unwrapped.norm.register_forward_hook(fail)
+    with pytest.raises(MemoryError):
+        trainer.model(batch(0)[0])
+    hook.remove()
+    bytecheckpoint.save(path, trainer.states())
+    bytecheckpoint.load(path, fresh.states())
+    assert fresh.train(2) == undisturbed.train(2)
+    assert_same(full_state(undisturbed), full_state(fresh))
+
+
+@pytest.mark.parametrize("layout", ["full2-deep", "grad2-flat"])
+@in_layout
+def test_inside_summon_full_params_a_save_is_refused(layout: str, path: str) -> None:
+    trainer, fresh = build(layout, source_values), build(layout, target_values)
+    with FullyShardedDataParallel.summon_full_params(trainer.model):
+        with pytest.raises(bytecheckpoint.UsageError, match="summon_full_params"):
+            bytecheckpoint.save(path, trainer.states())
+        with torch.no_grad():
+            trainer.unwrapped.norm.weight += 1
+    expected = full_state(trainer)
+    bytecheckpoint.save(path, trainer.states())
+    bytecheckpoint.load(path, fresh.states())
+    assert_same(expected, full_state(fresh))
+
+
+@pytest.mark.parametrize("layout", ["full2-deep", "full3-flat", "grad2-flat"])
+@in_layout
+def test_names_are_those_of_the_bare_model(layout: str, path: str) -> None:
+    """Activation checkpointing and torch.compile inside FSDP1, and FSDP1 inside torch.compile."""
+    wrapper = checkpointed_blocks if FSDP1[layout].units else compiled_blocks
+    trainer = build(layout, fill_by_coordinates, wrap=wrapper)
+    assert any("_checkpoint_wrapped_module" in name for name, _ in trainer.model.named_modules())
+    bytecheckpoint.save(path, {"model": torch.compile(trainer.model, backend="eager")})
+    assert wrong_names(path) == []
+    fresh = build(layout, target_values, wrap=wrapper)
+    bytecheckpoint.load(path, {"model": fresh.model})
+    assert_same(full_state(trainer), full_state(fresh))
+
+
+def save_and_load_tied(layout: str, folder: str, sources: list[str]) -> dict[str, list[float]]:
+    """Save a tied model, and load what the sources saved; return losses by source, and under "" without a load."""
+    trainer = build(layout, tied_source_values, tied=True)
+    trainer.train(2)
+    bytecheckpoint.save(f"{folder}/{layout}", trainer.states())
+    found = {"": trainer.train(3)}
+    for source in sources:
+        fresh = build(layout, tied_target_values, tied=True)
+        bytecheckpoint.load(f"{folder}/{source}", fresh.states())
+        found[source] = fresh.train(3)
+    return found
+
+
+def test_tied_weights(worlds: Worlds, tmp_path: Path) -> None:
+    names = ["one", "full4-orig", "full3-flat", "grad2-flat", "fsdp3"]
+    for layout in names:
+        worlds.run(WORLD_SIZE[layout], save_and_load_tied, layout, str(tmp_path), [])
+    reference = None
+    for layout in names:
+        for found in worlds.run(WORLD_SIZE[layout], save_and_load_tied, layout, str(tmp_path), names):
+            reference = reference or found[""]
+            assert found[layout] == found[""]
+            for source, losses in found.items():
+                assert losses == pytest.approx(reference, abs=TOLERANCE, rel=0), (source, layout)
+
+
+@on_ranks(3)
+def test_extra_states_beside_flat_parameters(path: str) -> None:
+    inner = LinearWithExtraState(3, 5)
+    inner.extra = {"calls": 4}
+    model = FullyShardedDataParallel(inner, device_id=torch.device("cpu"))
+    bytecheckpoint.save(path, {"model": model})
+    inner.extra = None
+    bytecheckpoint.load(path, {"model": model})
+    assert inner.extra == {"calls": 4}
+
+
+@on_ranks(4)
+def test_hybrid_sharding_by_groups_writes_everything_once(path: str) -> None:
+    """HYBRID_SHARD with process groups instead of a mesh, in units inside the root unit."""
+    both = mesh(replicate=2, shard=2)
+    options: dict[str, Any] = {
+        "process_group": (both.get_group(1), both.get_group(0)),
+        "device_id": torch.device("cpu"),
+        "use_orig_params": True,
+        "sharding_strategy": ShardingStrategy.HYBRID_SHARD,
+    }
+    model, plain, expected = (Gpt().double() for _ in range(3))
+    fill_by_coordinates(model)
+    fill_by_coordinates(expected)
+    for block in model.blocks.values():
+        block.attention = FullyShardedDataParallel(block.attention, **options)
+    report = bytecheckpoint.save(path, {"model": FullyShardedDataParallel(model, **options)}).result()
+    bytecheckpoint.load(path, {"model": plain})
+    assert_same(expected.state_dict(), plain.state_dict())
+    size = sum(t.nbytes for t in expected.state_dict().values())
+    written = torch.tensor(float(report.bytes_written))
+    dist.all_reduce(written)
+    assert size <= written < 1.2 * size + 100_000, f"{written} bytes written of {size}"
+
+
+# --- steps, settings, dtypes -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("layout", "target"), [("full4-orig", "full4-orig"), ("grad3-orig", "fsdp3"), ("fsdp3", "grad3-orig")]
+)
+@in_layout
+def test_steps_and_settings_by_name(layout: str, target: str, path: str) -> None:
+    """Save and load a step and settings of its own for every parameter."""
+    plain, filled = (build(name, fill_by_coordinates, optimizer=two_groups) for name in ("one", layout))
+    fresh = build(target, target_values, optimizer=two_groups)
+    plain.fill_optimizer()
+    filled.fill_optimizer()
+    bytecheckpoint.save(f"{path}/1", filled.states())
+    bytecheckpoint.load(f"{path}/1", fresh.states())
+    bytecheckpoint.save(f"{path}/2", fresh.states())
+    expected = full_state(plain)
+    for number in (1, 2):
+        assert wrong_entries(f"{path}/{number}", expected) == []
+    for name, group in fresh.settings().items():
+        settings = (1.5, 0.0) if name.endswith("bias") or "norm" in name else (0.5, 0.1)
+        assert (group["lr"], group["weight_decay"]) == settings, name
+
+
+@on_ranks(3)
+def test_a_flat_parameter_has_one_step(path: str) -> None:
+    """It does not load parameters that have different steps in the checkpoint."""
+    trainer = trained("grad3-orig", 1)
+    state = trainer.optimizer.state[trainer.parameters()["norm.weight"]]
+    if state:
+        state["step"] += 3
+    bytecheckpoint.save(path, trainer.states())
+    dist.barrier()
+    fresh = build("full3-flat", target_values)
+    with pytest.raises(bytecheckpoint.IncompatibleCheckpointError) as caught:
+        bytecheckpoint.load(path, fresh.states())
+    assert isinstance(fresh, FlatTrainer) and not fresh.optimizer.state
+    for part in ("the flat parameter of 'the root'", "4.0 for 'norm.weight'", "1.0 for"):
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize("layout", ["full4-orig", "full3-flat", "none2-flat"])
+@in_layout
+def test_prepared_and_repeated_saves(layout: str, path: str) -> None:
+    """Call `prepare` before the first save, then save repeatedly with the cached plan."""
+    trainer, fresh = trained(layout, 1), build(layout, target_values)
+    bytecheckpoint.prepare(trainer.states()).result(60)
+    for _ in range(3):
+        handle = bytecheckpoint.save(path, trainer.states(), async_checkpoint=True)
+        expected = full_state(trainer)
+        trainer.train(1)
+        assert handle.result(60).plan_cached
+    assert_complete(bytecheckpoint.load(path, fresh.states()))
+    assert_same(expected, full_state(fresh))
+
+
+@pytest.mark.parametrize(("layout", "target"), [("full3-flat", "grad3-orig"), ("grad3-orig", "full3-flat")])
+@in_layout
+def test_another_dtype(layout: str, target: str, path: str) -> None:
+    """Float64 loads into float32 with `cast=True` only."""
+    bytecheckpoint.save(path, {"model": build(layout, fill_by_coordinates).model})
+    fresh = build(target, target_values, dtype=torch.float32)
+    with pytest.raises(bytecheckpoint.IncompatibleCheckpointError, match=r"is float64 .* and float32 here"):
+        bytecheckpoint.load(path, {"model": fresh.model})
+    report = bytecheckpoint.load(path, {"model": fresh.model}, cast=True)
+    whole = {k: v for k, v in full_state(coordinates("one")).items() if k.startswith("model/")}
+    got = {k: v for k, v in full_state(fresh).items() if k.startswith("model/")}
+    assert_same({k: v.float() if v.is_floating_point() else v for k, v in whole.items()}, got)
+    assert report.cast
