@@ -183,18 +183,16 @@ def test_live_state_is_filled_in_place_and_the_padding_is_harmless() -> None:
         assert live["optimizer"].state[flat]["exp_avg"][-padding:].tolist() == [0.0] * padding
 
 
-def factored(params: Any) -> torch.optim.Optimizer:
+def sgd_with(state: Callable[[torch.Tensor], dict[str, Any]], params: Any) -> torch.optim.Optimizer:
+    """Make an SGD with the state that `state` makes for each parameter."""
     optimizer = torch.optim.SGD(params)
     for p in optimizer.param_groups[0]["params"]:
-        optimizer.state[p] = {"row_var": torch.zeros(2, 1)}
+        optimizer.state[p] = state(p)
     return optimizer
 
 
-def nested(params: Any) -> torch.optim.Optimizer:
-    optimizer = torch.optim.SGD(params)
-    for p in optimizer.param_groups[0]["params"]:
-        optimizer.state[p] = {"history": [torch.zeros_like(p)]}
-    return optimizer
+factored = partial(sgd_with, lambda p: {"row_var": torch.zeros(2, 1)})
+nested = partial(sgd_with, lambda p: {"history": [torch.zeros_like(p)]})
 
 
 @pytest.mark.parametrize("use_orig_params", [True, False])

@@ -84,22 +84,21 @@ def test_only_prefixes_of_wrappers_are_removed() -> None:
     assert names(state) == ["a.module.weight", "a.module.bias"]
 
 
+def embedding_and_head(*, tied: bool) -> nn.ModuleDict:
+    made = nn.ModuleDict({"embed": nn.Embedding(4, 3), "head": nn.Linear(3, 4, bias=False)})
+    if tied:
+        made["head"].weight = made["embed"].weight
+    return made
+
+
 def test_tied_weights_are_one_tensor_with_all_names() -> None:
-    tied = nn.ModuleDict({"embed": nn.Embedding(4, 3), "head": nn.Linear(3, 4, bias=False)})
-    tied["head"].weight = tied["embed"].weight
-    (state,) = capture(model=tied)
+    (state,) = capture(model=embedding_and_head(tied=True))
     assert names(state) == ["embed.weight"]
     assert state.shards[0].aliases == ("head.weight",)
 
 
 def test_tied_and_untied_models_load_from_each_other() -> None:
-    def build(tie: bool) -> nn.ModuleDict:
-        made = nn.ModuleDict({"embed": nn.Embedding(4, 3), "head": nn.Linear(3, 4, bias=False)})
-        if tie:
-            made["head"].weight = made["embed"].weight
-        return made
-
-    source, head_only = build(True), nn.ModuleDict({"head": nn.Linear(3, 4, bias=False)})
+    source, head_only = embedding_and_head(tied=True), nn.ModuleDict({"head": nn.Linear(3, 4, bias=False)})
     checkpoint = save({"model": source})
     found = checkpoint.load({"model": head_only})
     assert not found.missing and found.recognized == set(checkpoint.keys("model"))
@@ -107,7 +106,7 @@ def test_tied_and_untied_models_load_from_each_other() -> None:
 
     stages = [nn.ModuleDict({"embed": nn.Embedding(4, 3)}), nn.ModuleDict({"head": nn.Linear(3, 4, bias=False)})]
     apart = MemoryCheckpoint([detached(capture(model=stage)) for stage in stages])
-    target = build(True)
+    target = embedding_and_head(tied=True)
     found = apart.load({"model": target})
     assert not found.missing and found.recognized == set(apart.keys("model"))
     assert target["head"].weight is target["embed"].weight

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,33 +14,22 @@ from torch import nn
 import bytecheckpoint
 from bytecheckpoint.collectives.base import Collective
 from bytecheckpoint.collectives.testing import ThreadWorld
-from bytecheckpoint.loading.saved import SavedView
+from bytecheckpoint.frameworks.native import NativeFramework
+from tests.frameworks.counted_trees import counted_trees
+from tests.support.comparisons import assert_complete
+from tests.support.extra_states import LinearWithExtraState
 
 LAYERS = 12
 
 
-class Layer(nn.Linear):
-    """A layer with a value that is no tensor."""
-
-    def __init__(self) -> None:
-        super().__init__(3, 3)
-        self.calls = 0
-
-    def get_extra_state(self) -> Any:
-        return {"calls": self.calls}
-
-    def set_extra_state(self, state: Any) -> None:
-        self.calls = state["calls"]
-
-
 def stage(layers: Sequence[int], value: float = 0.0) -> dict[str, Any]:
     """Build a pipeline stage of these layers, and its optimizer with a learning rate for each layer."""
-    model = nn.ModuleDict({f"layer{n}": Layer() for n in layers})
+    model = nn.ModuleDict({f"layer{n}": LinearWithExtraState(3, 3) for n in layers})
     optimizer = torch.optim.Adam([{"params": list(model[f"layer{n}"].parameters()), "lr": 0.5} for n in layers])
     if value:
         for n, group in zip(layers, optimizer.param_groups, strict=True):
             layer: Any = model[f"layer{n}"]
-            layer.calls = n
+            layer.extra = {"calls": n}
             group["lr"] = (n + 1) / 64
             for parameter in layer.parameters():
                 parameter.grad = torch.full_like(parameter, value)
@@ -53,54 +42,35 @@ def layers_of(rank: int, world: int) -> list[int]:
     return list(range(rank * LAYERS // world, (rank + 1) * LAYERS // world))
 
 
-@pytest.fixture
-def trees(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """Count the trees that each thread reads."""
-    found: dict[str, int] = {}
-    read: Callable[..., Any] = SavedView._read
-
-    def counted(self: SavedView, tensors: Sequence[int]) -> Any:
-        name = threading.current_thread().name
-        found[name] = found.get(name, 0) + len(tensors)
-        return read(self, tensors)
-
-    monkeypatch.setattr(SavedView, "_read", counted)
-    return found
-
-
 @pytest.mark.parametrize(
     ("loading", "most"),
     # Trees of the model and of the optimizer: its own, and those of the stages whose layers it has.
     [(6, 2), (3, 6), (4, 6), (12, 4), (1, 12)],
 )
-def test_trees_of_other_stages_are_not_read(tmp_path: Path, trees: dict[str, int], loading: int, most: int) -> None:
+def test_trees_of_other_stages_are_not_read(tmp_path: Path, loading: int, most: int) -> None:
     path = tmp_path / "step"
 
     def save(collective: Collective) -> None:
         bytecheckpoint.save(path, stage(layers_of(collective.rank, 6), 1.0))
 
-    def load(collective: Collective) -> tuple[str, list[str]]:
+    def load(collective: Collective) -> int:
         layers = layers_of(collective.rank, loading)
         states = stage(layers)
-        report = bytecheckpoint.load(path, states)
-        problems = [*report.missing, *report.unexpected, *report.notes]
+        assert_complete(bytecheckpoint.load(path, states, framework="counted"), ("missing", "unexpected", "notes"))
         for n, group in zip(layers, states["optimizer"].param_groups, strict=True):
-            if group["lr"] != (n + 1) / 64:
-                problems.append(f"lr of {n}: {group['lr']}")
-            if states["model"][f"layer{n}"].calls != n:
-                problems.append(f"calls of {n}: {states['model'][f'layer{n}'].calls}")
-            steps = [float(states["optimizer"].state[p]["step"]) for p in group["params"]]
-            problems += [f"steps of {n}: {steps}"] if steps != [1.0, 1.0] else []
-        return threading.current_thread().name, problems
+            assert group["lr"] == (n + 1) / 64
+            assert states["model"][f"layer{n}"].extra == {"calls": n}
+            assert [float(states["optimizer"].state[p]["step"]) for p in group["params"]] == [1.0, 1.0]
+        thread = threading.current_thread().name
+        return sum(number for (name, _), number in found.items() if name == thread)
 
     ThreadWorld(6).run(save)
-    trees.clear()
-    for name, problems in ThreadWorld(loading).run(load):
-        assert problems == []
-        assert 2 <= trees[name] <= most
+    with counted_trees(NativeFramework) as found:
+        for trees in ThreadWorld(loading).run(load):
+            assert 2 <= trees <= most
 
 
-def test_a_parameter_in_no_tree_is_reported_as_missing(tmp_path: Path, trees: dict[str, int]) -> None:
+def test_a_parameter_in_no_tree_is_reported_as_missing(tmp_path: Path) -> None:
     path = tmp_path / "step"
     ThreadWorld(3).run(lambda c: bytecheckpoint.save(path, stage(layers_of(c.rank, 3), 1.0)))
     states = stage([0, 1, 99])

@@ -2,12 +2,360 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.nn.parallel import DistributedDataParallel
 
-from tests.frameworks.world_cases import CASES, WORLD, run
-from tests.support.worlds import Worlds
+from bytecheckpoint.errors import UsageError
+from bytecheckpoint.frameworks.native import NativeFramework
+from bytecheckpoint.representation.shards import LiveShard
+from bytecheckpoint.representation.values.codec import equal
+from tests.distributed.layouts import mesh
+from tests.frameworks.memory import MemoryCheckpoint, detached
+from tests.support.worlds import on_ranks
+
+WORLD = 6
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_in_a_real_world(worlds: Worlds, name: str) -> None:
-    worlds.run(WORLD, run, name)
+def checkpoint(states: dict[str, Any]) -> MemoryCheckpoint:
+    """Save on all ranks: every rank gets the captures of all."""
+    gathered: list[Any] = [None] * WORLD
+    dist.all_gather_object(gathered, detached(NativeFramework().capture(states)))
+    return MemoryCheckpoint(gathered, dist.get_rank())
+
+
+def arange(*shape: int) -> torch.Tensor:
+    return torch.arange(float(torch.Size(shape).numel())).reshape(shape)
+
+
+def check_box(shard: LiveShard, whole: torch.Tensor) -> None:
+    box = tuple(slice(o, o + n) for o, n in zip(shard.offsets, shard.lengths, strict=True))
+    assert torch.equal(shard.data, whole[box]), (shard.offsets, shard.lengths)
+
+
+def check_model(net: Any, whole: dict[str, torch.Tensor]) -> None:
+    """Check this rank's shards, and the checkpoint of all ranks, against whole tensors by name."""
+    (state,) = NativeFramework().capture({"model": net})
+    for shard in state.shards:
+        check_box(shard, whole[shard.key.fqn])
+    for key, stored in checkpoint({"model": net}).whole.items():
+        assert torch.equal(stored, whole[key.fqn]), key
+
+
+@on_ranks(WORLD)
+def test_distributed_aranges() -> None:
+    strided = _StridedShard
+    placements: list[tuple[dict[str, int], list[Any]]] = [
+        ({"a": 6}, [Shard(0)]),
+        ({"a": 6}, [Replicate()]),
+        ({"a": 2, "b": 3}, [Shard(0), Shard(0)]),
+        ({"a": 2, "b": 3}, [Replicate(), Shard(0)]),
+        ({"a": 3, "b": 2}, [Shard(1), Shard(0)]),
+        ({"a": 3, "b": 2}, [strided(0, split_factor=2), Shard(0)]),
+        ({"a": 2, "b": 3}, [strided(0, split_factor=3), Shard(0)]),
+        ({"a": 2, "b": 3}, [strided(1, split_factor=3), Shard(1)]),
+        ({"a": 6}, [strided(0, split_factor=2)]),
+        ({"a": 1, "b": 3, "c": 2}, [Replicate(), strided(0, split_factor=2), Shard(0)]),
+        ({"a": 3, "b": 2, "c": 1}, [strided(0, split_factor=2), Shard(0), Shard(1)]),
+    ]
+    shapes = ((7, 5), (12, 6), (13, 4), (1, 3), (5, 2), (4, 9), (0, 3), (3, 0))
+    wholes = {str(shape): arange(*shape) for shape in shapes}
+    for extents, placed in placements:
+        over = mesh(**extents)
+        check_model({n: distribute_tensor(w, over, placed, src_data_rank=None) for n, w in wholes.items()}, wholes)
+
+
+def tensor_parallel(net: nn.Module, tp: DeviceMesh) -> nn.Module:
+    return parallelize_module(net, tp, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+
+
+def stack(hidden: int = 7, width: int = 5) -> nn.Sequential:
+    net = nn.Sequential(nn.Linear(width, hidden), nn.ReLU(), nn.Linear(hidden, width), nn.Linear(width, 3))
+    for p in net.parameters():
+        nn.init.zeros_(p)
+        p.data += torch.arange(float(p.numel())).reshape(p.shape) / 16
+    return net
+
+
+def parameters(net: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.detach() for name, p in net.named_parameters()}
+
+
+@on_ranks(WORLD)
+def test_fully_shard_over_tensor_parallelism() -> None:
+    for dp, tp in ((3, 2), (2, 3), (6, 1), (1, 6)):
+        both = mesh(dp=dp, tp=tp)
+        for hidden in (7, 12, 5, 1, 13):
+            whole = stack(hidden)
+            net = tensor_parallel(copy.deepcopy(whole), both["tp"])
+            check_model(fully_shard(net, mesh=both["dp"]), parameters(whole))
+
+
+@on_ranks(WORLD)
+def test_hybrid_and_three_dimensional_meshes() -> None:
+    whole = stack()
+    check_model(fully_shard(copy.deepcopy(whole), mesh=mesh(rep=2, shard=3)), parameters(whole))
+    for rep, shard, tp in ((1, 3, 2), (3, 1, 2), (1, 2, 3)):
+        cube = mesh(rep=rep, shard=shard, tp=tp)
+        net = tensor_parallel(copy.deepcopy(whole), cube["tp"])
+        check_model(fully_shard(net, mesh=cube["rep", "shard"]), parameters(whole))
+
+
+@on_ranks(WORLD)
+def test_sharding_another_dimension() -> None:
+    whole = nn.Sequential(nn.Linear(12, 6, bias=False), nn.Linear(6, 18, bias=False))
+    for layer in whole:
+        dist.broadcast(layer.weight.data, 0)
+    net = fully_shard(copy.deepcopy(whole), mesh=mesh(dp=6), shard_placement_fn=lambda _: Shard(1))
+    (state,) = NativeFramework().capture({"model": net})
+    assert [s.lengths for s in state.shards] == [(6, 2), (18, 1)]
+    check_model(net, parameters(whole))
+
+
+@on_ranks(WORLD)
+def test_a_module_still_gathered_after_an_evaluation_forward() -> None:
+    whole = stack()
+    net = fully_shard(copy.deepcopy(whole), mesh=mesh(dp=6), reshard_after_forward=False)
+    net.eval()
+    with torch.no_grad():
+        net(torch.ones(2, 5))
+    saved = checkpoint({"model": net})
+    for key, stored in saved.whole.items():
+        assert torch.equal(stored, whole.get_parameter(key.fqn))
+    with torch.no_grad():
+        net(torch.ones(2, 5))
+        for tensor in saved.whole.values():
+            tensor.add_(1)
+    saved.load({"model": net})
+    for name, parameter in net.named_parameters():
+        assert isinstance(parameter, DTensor)
+        assert torch.equal(parameter.full_tensor(), whole.get_parameter(name) + 1)
+
+
+@on_ranks(WORLD)
+def test_ranks_outside_the_mesh_have_no_shards() -> None:
+    part = DeviceMesh("cpu", [0, 1, 2, 3])
+    whole = arange(5, 2)
+    tensor = distribute_tensor(whole, part, [Shard(0)])
+    (state,) = NativeFramework().capture({"model": {"w": tensor}})
+    assert len(state.shards) == (1 if dist.get_rank() < 3 else 0)
+    for shard in state.shards:
+        check_box(shard, whole)
+
+
+@on_ranks(WORLD)
+def test_partial_tensors_are_refused_by_name() -> None:
+    tensor = DTensor.from_local(torch.ones(2), mesh(dp=6), [Partial()])
+    with pytest.raises(UsageError, match=r"model/inner\.w"):
+        NativeFramework().capture({"model": {"inner": {"w": tensor}}})
+
+
+class OwnState(torch.optim.Optimizer):
+    """An optimizer that only makes and updates state: `update(parameter, its state)`."""
+
+    def __init__(self, params: Any, update: Callable[[torch.Tensor, dict[str, Any]], None]) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.update = update
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.update(p, self.state[p])
+
+
+def local_state(p: torch.Tensor, state: dict[str, Any]) -> None:
+    """Make state from local tensors, as some custom optimizers do."""
+    local = p.to_local() if isinstance(p, DTensor) else p.detach()
+    state.update(local=local * 2, count=torch.tensor(1.0))
+
+
+@on_ranks(WORLD)
+def test_state_made_from_local_tensors() -> None:
+    whole = stack()
+    net = fully_shard(copy.deepcopy(whole), mesh=mesh(dp=6))
+    optimizer = OwnState(net.parameters(), local_state)
+    optimizer.step()
+    saved = checkpoint({"model": net, "optimizer": optimizer})
+    for key, stored in saved.whole.items():
+        if key.slot == "local":
+            assert torch.equal(stored, whole.get_parameter(key.fqn) * 2)
+    again = OwnState(net.parameters(), local_state)
+    again.step()
+    for p in net.parameters():
+        again.state[p]["local"].zero_()
+    saved.load({"model": net, "optimizer": again})
+    for p in net.parameters():
+        assert equal(dict(optimizer.state[p]), dict(again.state[p]))
+
+
+def factored_state(p: torch.Tensor, state: dict[str, Any]) -> None:
+    """Update state in place that has another shape than the parameter."""
+    rows = p.detach().mean(dim=-1, keepdim=True)
+    if not state:
+        state.update(rows=torch.zeros_like(rows), history=[rows * 3, {"squares": p.detach() ** 2}])
+    state["rows"].lerp_(rows, 0.5)
+
+
+@on_ranks(WORLD)
+def test_factored_and_nested_state() -> None:
+    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+        both = mesh(dp=3, tp=2)
+        net = parallelize_module(stack(), both["tp"], {"0": ColwiseParallel(), "2": ColwiseParallel()})
+        fully_shard(net, mesh=both["dp"])
+        return net, OwnState([p for p in net.parameters() if p.ndim == 2], factored_state)
+
+    (net, one), (live, two) = build(), build()
+    one.step()
+    checkpoint({"model": net, "optimizer": one}).load({"model": live, "optimizer": two})
+    one.step()
+    two.step()
+    for p, q in zip(net.parameters(), live.parameters(), strict=True):
+        assert equal(dict(one.state.get(p, {})), dict(two.state.get(q, {})))
+
+
+Layout = Callable[[], tuple[Any, Any]]
+
+
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(list(parameters), lr=0.01, amsgrad=True)
+
+
+def one_process() -> tuple[Any, Any]:
+    net = stack()
+    return net, adam(net.parameters())
+
+
+def ddp() -> tuple[Any, Any]:
+    net = DistributedDataParallel(stack())
+    return net, adam(net.parameters())
+
+
+def fsdp() -> tuple[Any, Any]:
+    net = stack()
+    for layer in net:
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer, mesh=mesh(dp=6))
+    fully_shard(net, mesh=mesh(dp=6))
+    return net, adam(net.parameters())
+
+
+def hsdp() -> tuple[Any, Any]:
+    net = fully_shard(stack(), mesh=mesh(rep=2, shard=3))
+    return net, adam(net.parameters())
+
+
+def tensor_and_fsdp(hidden: int = 7) -> tuple[Any, Any]:
+    both = mesh(dp=3, tp=2)
+    net = tensor_parallel(stack(hidden), both["tp"])
+    fully_shard(net, mesh=both["dp"])
+    return net, adam(p for p in net.parameters())
+
+
+class Stage(nn.ModuleDict):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.values():
+            x = layer(x)
+        return x
+
+
+def pipeline_and_fsdp() -> tuple[Any, Any]:
+    both = mesh(pp=2, dp=3)
+    whole = stack()
+    first = both.get_local_rank("pp") == 0
+    chunks = [Stage({n: whole[int(n)]}) for n in (("0",) if first else ("2", "3"))]
+    for chunk in chunks:
+        fully_shard(chunk, mesh=both["dp"])
+    return chunks, [adam(chunk.parameters()) for chunk in chunks]
+
+
+LAYOUTS: dict[str, Layout] = {f.__name__: f for f in (one_process, ddp, fsdp, hsdp, tensor_and_fsdp, pipeline_and_fsdp)}
+
+
+def fill_by_coordinates(net: Any, optimizer: Any) -> None:
+    """Give every state tensor values that are computed from its parameter."""
+    for one in optimizer if isinstance(optimizer, list) else [optimizer]:
+        for group in one.param_groups:
+            group["lr"] = 0.375
+            for p in group["params"]:
+                with torch.no_grad():
+                    one.state[p] = {
+                        "step": torch.tensor(float(p.numel())),
+                        "exp_avg": p.detach() * 2,
+                        "exp_avg_sq": p.detach() * 3,
+                        "max_exp_avg_sq": p.detach() * 5,
+                    }
+
+
+@on_ranks(WORLD)
+def test_every_layout_loads_every_layout() -> None:
+    reference = stack()
+    for save_as, build in LAYOUTS.items():
+        net, optimizer = build()
+        fill_by_coordinates(net, optimizer)
+        saved = checkpoint({"model": net, "optimizer": optimizer})
+        for key, stored in saved.whole.items():
+            factor = {"": 1, "exp_avg": 2, "exp_avg_sq": 3, "max_exp_avg_sq": 5}.get(key.slot)
+            if factor is not None:
+                assert torch.equal(stored, reference.get_parameter(key.fqn) * factor), (save_as, key)
+        for load_as, other in LAYOUTS.items():
+            live, fresh = other()
+            for module in live if isinstance(live, list) else [live]:
+                for p in module.parameters():
+                    p.detach().zero_()
+            found = saved.load({"model": live, "optimizer": fresh})
+            assert not found.missing, (save_as, load_as, found.missing)
+            for state in NativeFramework().capture({"model": live, "optimizer": fresh}):
+                for shard in state.shards:
+                    check_box(shard, saved.whole[shard.key])
+            for one in fresh if isinstance(fresh, list) else [fresh]:
+                assert all(group["lr"] == 0.375 for group in one.param_groups)
+
+
+@on_ranks(WORLD)
+def test_training_continues_on_a_fresh_optimizer() -> None:
+    # torch cannot compute with uneven tensor-parallel pieces: 8 columns on 2 ranks, which FSDP then splits by 3.
+    for build in (fsdp, hsdp, partial(tensor_and_fsdp, 8)):
+        net, optimizer = build()
+
+        def train(net: Any, optimizer: Any, steps: int) -> list[float]:
+            losses = []
+            for i in range(steps):
+                loss = net(torch.full((2, 5), 1.0 + i)).square().mean()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                losses.append(float(loss.detach()))
+            return losses
+
+        train(net, optimizer, 2)
+        saved = checkpoint({"model": net, "optimizer": optimizer})
+        live, fresh = build()
+        saved.load({"model": live, "optimizer": fresh})
+        assert train(net, optimizer, 3) == train(live, fresh, 3)
+
+
+@on_ranks(WORLD)
+def test_dtensors_in_extra_states() -> None:
+    whole = arange(7, 2)
+    tensor = distribute_tensor(whole, mesh(dp=6), [Shard(0)], src_data_rank=None)
+    saved = checkpoint({"extra_states": {"average": tensor, "rank": dist.get_rank()}})
+    live: dict[str, Any] = {}
+    saved.load({"extra_states": live})
+    assert torch.equal(live["average"], whole) and live["rank"] == dist.get_rank()
+    target = distribute_tensor(torch.zeros(7, 2), mesh(rep=2, shard=3), [Shard(1), Shard(0)], src_data_rank=None)
+    live = {"average": target}
+    saved.load({"extra_states": live})
+    assert live["average"] is target and torch.equal(target.full_tensor(), whole)
