@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.frameworks.real_frameworks import mean_over_ranks
+from tests.frameworks.real_frameworks import BEFORE, mean_over_ranks
 from tests.support.tiny_model import SEQUENCES, Gpt, batch, initialise, loss_of
+from tests.support.worlds import on_ranks
 
 Values = Callable[[nn.Module], None]
 
@@ -81,6 +82,10 @@ ENGINES = {
     ),
     "b3x4-hpz": Zero(4, 3, "bf16", zero_options=(("zero_hpz_partition_size", 2), *_SUB_GROUPS)),
 }
+
+
+#: Makes a test run on the ranks of the engine of its parameter `name`.
+in_engine_world = on_ranks(lambda name, **_: ENGINES[name].size, timeout=250)
 
 
 def prepare() -> None:
@@ -225,6 +230,13 @@ def build(
         schedule = torch.optim.lr_scheduler.ExponentialLR(made, gamma=0.9)
     engine, *_ = deepspeed.initialize(model=model, optimizer=made, lr_scheduler=schedule, config=settings)
     return EngineTrainer(engine)
+
+
+def trained_run(name: str, make: Any = "adamw", **options: Any) -> EngineTrainer:
+    """Return a run that has trained `BEFORE` steps; arguments as for `build`."""
+    run = build(name, trained, make, **options)
+    run.train(BEFORE)
+    return run
 
 
 def full_state(engine: Any) -> dict[str, Any]:

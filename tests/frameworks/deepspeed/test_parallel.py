@@ -2,47 +2,228 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
 
-from tests.frameworks.deepspeed import parallel_jobs as jobs
+import bytecheckpoint
+from tests.frameworks.deepspeed.engines import Zero, configuration, prepare, settings
+from tests.frameworks.real_frameworks import mean_over_ranks
+from tests.support.comparisons import assert_complete, assert_same_checkpoints
 from tests.support.worlds import Worlds
 
 pytestmark = pytest.mark.timeout(400)
 
-#: (ranks, stages). The last stage has its own copy of the tied embedding, and partitions it in its own way.
-PIPELINES = [(4, 2), (2, 2), (2, 1), (3, 3)]
+BEFORE, AFTER = 3, 4
+_VOCABULARY, _WIDTH, _ROWS = 13, 6, 8
+
+
+# --- pipelines ------------------------------------------------------------------------------------------------
+
+
+class Embedding(nn.Module):
+    """The embedding, which both ends of the pipeline have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(_VOCABULARY, _WIDTH) * 0.3)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.weight[tokens]
+
+
+def head(module: Embedding, x: torch.Tensor) -> torch.Tensor:
+    return x @ module.weight.T
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm = nn.Linear(_WIDTH, _WIDTH), nn.LayerNorm(_WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.norm(torch.tanh(self.up(x)))
+
+
+def pipeline(stages: int, stage: int, low: bool, seed: int) -> Any:
+    """Return an engine with so many pipeline stages, the ranks of a stage in data parallelism."""
+    prepare()
+    import deepspeed
+    from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+
+    size = dist.get_world_size()
+    torch.manual_seed(seed)
+    layers = [
+        TiedLayerSpec("embed", Embedding),
+        *(LayerSpec(Layer) for _ in range(4)),
+        TiedLayerSpec("embed", Embedding, forward_fn=head),
+    ]
+    module = PipelineModule(
+        layers, num_stages=stages, loss_fn=_loss, seed_layers=True, base_seed=seed, partition_method="uniform"
+    )
+    zero = Zero(size, stage, "bf16" if low else "")
+    replicas = size // stages
+    config = configuration(zero, train_micro_batch_size_per_gpu=_ROWS // replicas // 2, gradient_accumulation_steps=2)
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [p for p in parameters if p.ndim > 1], "lr": 1e-2, "weight_decay": 0.1},
+            {"params": [p for p in parameters if p.ndim < 2], "lr": 2e-2, "weight_decay": 0.0},
+        ],
+        foreach=False,
+    )
+    engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
+    return engine
+
+
+def _loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+
+def _tokens(step: int, rank: int, replicas: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randint(_VOCABULARY, (_ROWS, 5), generator=generator).chunk(replicas)[rank]
+
+
+def _batches(step: int, rank: int, replicas: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    for part in _tokens(step, rank, replicas).chunk(2):
+        yield part[:, :-1], part[:, 1:]
+
+
+def train_pipeline(engine: Any, steps: int) -> list[float]:
+    rank, replicas = engine.grid.get_data_parallel_rank(), engine.dp_world_size
+    return [float(engine.train_batch(_batches(engine.global_steps, rank, replicas))) for _ in range(steps)]
+
+
+# --- mixtures of experts --------------------------------------------------------------------------------------
+
+
+class Mixture(nn.Module):
+    """An embedding, two layers of four experts each, and a head."""
+
+    def __init__(self, ep_size: int) -> None:
+        super().__init__()
+        from deepspeed.moe.layer import MoE
+
+        self.embed = nn.Embedding(_VOCABULARY, _WIDTH)
+        self.layers = nn.ModuleList(
+            MoE(
+                _WIDTH,
+                nn.Sequential(nn.Linear(_WIDTH, 7), nn.Tanh(), nn.Linear(7, _WIDTH)),
+                num_experts=4,
+                ep_size=ep_size,
+                k=1,
+                drop_tokens=False,
+                use_rts=False,
+            )
+            for _ in range(2)
+        )
+        self.head = nn.Linear(_WIDTH, _VOCABULARY)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = x + layer(x)[0]
+        return self.head(x)
+
+
+def mixture(ep_size: int, stage: int, low: bool, seed: int) -> Any:
+    """Return an engine in which so many ranks share the experts."""
+    prepare()
+    import deepspeed
+    from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+
+    torch.manual_seed(seed)
+    model = Mixture(ep_size)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            # The ranks hold different experts.
+            part = dist.get_rank() % ep_size if "deepspeed_experts" in name else 0
+            p.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(len(name) + 7 * part + seed)) * 0.3)
+    groups = split_params_into_different_moe_groups_for_optimizer(
+        {"params": list(model.parameters()), "name": "all", "lr": 1e-2, "weight_decay": 0.1}
+    )
+    optimizer = torch.optim.AdamW(groups, foreach=False)
+    size = dist.get_world_size()
+    config = configuration(Zero(size, stage, "bf16" if low else ""), train_micro_batch_size_per_gpu=_ROWS // size)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    return engine
+
+
+def train_mixture(engine: Any, steps: int) -> list[float]:
+    losses = []
+    for _ in range(steps):
+        tokens = _tokens(engine.global_steps, dist.get_rank(), dist.get_world_size())
+        loss = _loss(engine(tokens[:, :-1]), tokens[:, 1:])
+        engine.backward(loss)
+        engine.step()
+        losses.append(mean_over_ranks(loss))
+    return losses
+
+
+# --- tests ------------------------------------------------------------------------------------------------
+
+#: How to make an engine and how to train it.
+KINDS = {"pipeline": (pipeline, train_pipeline), "mixture": (mixture, train_mixture)}
+
+
+def save(kind: str, parallel: int, stage: int, low: bool, path: str) -> list[float]:
+    """Train and save; return the losses of the next steps."""
+    make, train = KINDS[kind]
+    engine = make(parallel, stage, low, seed=1)
+    train(engine, BEFORE)
+    bytecheckpoint.save(path, {"model": engine}, async_checkpoint=kind == "pipeline").result(60)
+    return train(engine, AFTER)
+
+
+def load(kind: str, parallel: int, stage: int, low: bool, path: str) -> list[float]:
+    """Load, save again, and compare both checkpoints; return the losses of the next steps."""
+    make, train = KINDS[kind]
+    engine = make(parallel, stage, low, seed=2)
+    if kind == "pipeline":
+        train(engine, 1)
+    assert_complete(bytecheckpoint.load(path, {"model": engine}))
+    bytecheckpoint.save(f"{path}-again", {"model": engine})
+    assert_same_checkpoints(path, f"{path}-again", more_than=10)
+    last = settings(engine)[-1]
+    assert not {"moe", "name"} <= last.keys() or last["name"].startswith("ep_size"), settings(engine)
+    return train(engine, AFTER)
+
+
+def check_every_pair(
+    worlds: Worlds, kind: str, chosen: Sequence[tuple[int, int]], zero: int, low: bool, folder: Path, tolerance: float
+) -> None:
+    """Each of the worlds `chosen`, (ranks, `parallel`), loads what each has saved, and trains on alike."""
+    for ranks, parallel in chosen:
+        path = f"{folder}/{ranks}x{parallel}"
+        saved = worlds.run(ranks, save, kind, parallel, zero, low, path, timeout=200)[0]
+        for other_ranks, other_parallel in chosen:
+            loaded = worlds.run(other_ranks, load, kind, other_parallel, zero, low, path, timeout=200)
+            for losses in loaded:
+                assert losses == pytest.approx(saved, abs=tolerance, rel=0)
+            if (ranks, parallel) == (other_ranks, other_parallel):
+                assert loaded[0] == saved
 
 
 @pytest.mark.parametrize(("zero", "low"), [(1, True), (1, False), (0, False)])
 def test_pipelines(worlds: Worlds, zero: int, low: bool, tmp_path: Path) -> None:
-    chosen = PIPELINES if zero else PIPELINES[1:3]
-    for ranks, stages in chosen:
-        path = f"{tmp_path}/{ranks}x{stages}"
-        saved = worlds.run(ranks, jobs.save_pipeline, stages, zero, low, path, timeout=200)
-        for other_ranks, other_stages in chosen:
-            loaded = worlds.run(other_ranks, jobs.load_pipeline, other_stages, zero, low, path, timeout=200)
-            for rank in loaded:
-                assert rank["problems"] == []
-                tolerance = 0.02 if low else 1e-5
-                assert rank["losses"] == pytest.approx(saved[0]["losses"], abs=tolerance, rel=0)
-            if (ranks, stages) == (other_ranks, other_stages):
-                assert loaded[0]["losses"] == saved[0]["losses"]
+    # (ranks, stages). The last stage has its own copy of the tied embedding, and partitions it in its own way.
+    pipelines = [(4, 2), (2, 2), (2, 1), (3, 3)]
+    chosen = pipelines if zero else pipelines[1:3]
+    check_every_pair(worlds, "pipeline", chosen, zero, low, tmp_path, 0.02 if low else 1e-5)
 
 
 @pytest.mark.parametrize(("zero", "low"), [(1, False), (2, True), (2, False), (0, False)])
 def test_mixtures_of_experts(worlds: Worlds, zero: int, low: bool, tmp_path: Path) -> None:
     chosen = [(2, 2), (2, 1), (4, 2), (1, 1)]  # (ranks, size of the expert-parallel groups)
+    check_every_pair(worlds, "mixture", chosen, zero, low, tmp_path, 0.03 if low else 1e-4)
     for ranks, sharing in chosen:
-        path = f"{tmp_path}/{ranks}x{sharing}"
-        saved = worlds.run(ranks, jobs.save_mixture, sharing, zero, low, path, timeout=200)
-        experts = {name.split("deepspeed_experts.")[1].partition(".")[0] for name in saved[0]["names"]}
-        assert experts == {"0", "1", "2", "3"} and len(saved[0]["names"]) == 32
-        for other_ranks, other_sharing in chosen:
-            loaded = worlds.run(other_ranks, jobs.load_mixture, other_sharing, zero, low, path, timeout=200)
-            for rank in loaded:
-                assert rank["problems"] == []
-                assert rank["losses"] == pytest.approx(saved[0]["losses"], abs=0.03 if low else 1e-4, rel=0)
-            if (ranks, sharing) == (other_ranks, other_sharing):
-                assert loaded[0]["losses"] == saved[0]["losses"]
+        with bytecheckpoint.open(tmp_path / f"{ranks}x{sharing}") as checkpoint:
+            names = [key for key in checkpoint if key.startswith("model/") and "deepspeed_experts" in key]
+        assert len(names) == 32
+        assert {name.split("deepspeed_experts.")[1].partition(".")[0] for name in names} == {"0", "1", "2", "3"}

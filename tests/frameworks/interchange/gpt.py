@@ -17,7 +17,14 @@ from tests.distributed import fsdp1_layouts
 from tests.distributed.layouts import mesh
 from tests.frameworks.deepspeed import engines
 from tests.frameworks.deepspeed.engines import ENGINES
-from tests.frameworks.interchange.runs import Settings, named_groups, setting, settings_of, settings_of_engine
+from tests.frameworks.interchange.runs import (
+    Settings,
+    TrainingRun,
+    named_groups,
+    setting,
+    settings_of,
+    settings_of_engine,
+)
 from tests.frameworks.megatron import models, training
 from tests.frameworks.megatron.full_state import full_state, param_groups_by_name
 from tests.frameworks.megatron.models import LENGTH, RATE, Layout
@@ -96,7 +103,7 @@ def local_batch(step: int) -> tuple[torch.Tensor, torch.Tensor, None, torch.Tens
     return rows[:, :-1].contiguous(), torch.arange(LENGTH)[None], None, rows[:, 1:].contiguous()
 
 
-class TorchRun:
+class TorchRun(TrainingRun):
     """An ordinary module, in one process or under DDP, FSDP1 or FSDP2, with an optimizer of torch."""
 
     def __init__(self, wrapping: str, layout: Layout) -> None:
@@ -107,9 +114,6 @@ class TorchRun:
 
     def states(self) -> dict[str, Any]:
         return {"model": self.model, "optimizer": self.optimizer, "extra_states": self.extra}
-
-    def loaded(self, kinds: Collection[str]) -> None:
-        pass
 
     def train(self, steps: int) -> list[float]:
         losses = []
@@ -135,7 +139,7 @@ class TorchRun:
         return settings_of(self.model, self.optimizer)
 
 
-class EngineRun:
+class EngineRun(TrainingRun):
     """An ordinary module under ZeRO."""
 
     def __init__(self, engine: str, layout: Layout) -> None:
@@ -152,9 +156,6 @@ class EngineRun:
 
     def states(self) -> dict[str, Any]:
         return {"model": self.engine, "extra_states": self.extra}
-
-    def loaded(self, kinds: Collection[str]) -> None:
-        pass
 
     def train(self, steps: int) -> list[float]:
         losses = []

@@ -11,7 +11,8 @@ import torch.distributed as dist
 
 import bytecheckpoint
 from tests.frameworks.interchange.runs import Member, Settings, TrainingRun
-from tests.frameworks.real_frameworks import AFTER, BEFORE, report_problems, state_differences
+from tests.frameworks.real_frameworks import AFTER, BEFORE, state_differences
+from tests.support.comparisons import report_problems
 
 __all__ = ["AFTER", "load_all", "save"]
 

@@ -25,8 +25,7 @@ class TrainingRun(Protocol):
         ...
 
     def loaded(self, kinds: Collection[str]) -> None:
-        """Do what the program does after a load of these kinds, before it trains."""
-        ...
+        """Do what the program does after a load of these kinds, before it trains: by default, nothing."""
 
     def train(self, steps: int) -> list[float]:
         """Train that many steps; return their losses over the whole batch."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from tests.distributed import fsdp1_layouts
 from tests.distributed.layouts import Trainer
 from tests.frameworks.deepspeed import engines
-from tests.frameworks.interchange.runs import Settings, named_groups, settings_of, settings_of_engine
+from tests.frameworks.interchange.runs import Settings, TrainingRun, named_groups, settings_of, settings_of_engine
 from tests.frameworks.real_frameworks import without_tied_head
 from tests.support.tiny_model import initialise
 
@@ -46,7 +46,7 @@ def sgd(parameters: Named) -> torch.optim.Optimizer:
 OPTIMIZERS = {"adamw": adamw, "sgd": sgd}
 
 
-class TorchRun:
+class TorchRun(TrainingRun):
     """Under one of the layouts of tests/distributed."""
 
     def __init__(self, layout: str, optimizer: str) -> None:
@@ -58,9 +58,6 @@ class TorchRun:
     def states(self) -> dict[str, Any]:
         t = self.trainer
         return {"model": t.model, "optimizer": t.optimizer, "extra_states": self.extra}
-
-    def loaded(self, kinds: Collection[str]) -> None:
-        pass
 
     def train(self, steps: int) -> list[float]:
         self.trainer.extra["step"] = self.extra["step"]
@@ -75,7 +72,7 @@ class TorchRun:
         return settings_of(self.trainer.model, self.trainer.optimizer)
 
 
-class EngineRun:
+class EngineRun(TrainingRun):
     """Under DeepSpeed."""
 
     def __init__(self, engine: str, optimizer: str) -> None:
@@ -90,9 +87,6 @@ class EngineRun:
 
     def states(self) -> dict[str, Any]:
         return {"model": self.run.engine, "extra_states": self.run.client}
-
-    def loaded(self, kinds: Collection[str]) -> None:
-        pass
 
     def train(self, steps: int) -> list[float]:
         return self.run.train(steps)

@@ -1,11 +1,12 @@
-"""What ranks run in several tests of this folder. Each function returns plain data."""
+"""What ranks run in several tests of this folder. A job raises if a load is not complete."""
 
 from __future__ import annotations
 
 import bytecheckpoint
 from tests.frameworks.megatron.models import Layout
 from tests.frameworks.megatron.training import Trainer
-from tests.frameworks.real_frameworks import AFTER, BEFORE, report_problems
+from tests.frameworks.real_frameworks import AFTER, BEFORE
+from tests.support.comparisons import assert_complete
 
 
 def save_start(layout: Layout, path: str) -> None:
@@ -16,7 +17,7 @@ def save_start(layout: Layout, path: str) -> None:
 def train_and_save(layout: Layout, source: str, path: str) -> list[float]:
     """Train from `source` and save; return the losses of the steps after the save, which runs beside them."""
     trainer = Trainer(layout, seed=4, lr=0.5)
-    assert not report_problems(bytecheckpoint.load(source, trainer.states(), framework="megatron"))
+    assert_complete(bytecheckpoint.load(source, trainer.states(), framework="megatron"))
     trainer.loaded()
     trainer.train(BEFORE)
     handle = bytecheckpoint.save(path, trainer.states(), framework="megatron", async_checkpoint=True)
@@ -45,15 +46,12 @@ def step_of(name: str) -> float:
     return float(10 + sum(name.encode()) % 50)
 
 
-def load_and_save(layout: Layout, sources: dict[str, str], folder: str) -> dict[str, list[str]]:
-    """Load several checkpoints, each over other state, and save again; return what went wrong by name."""
-    found: dict[str, list[str]] = {}
+def load_and_save(layout: Layout, sources: dict[str, str], folder: str) -> None:
+    """Load several checkpoints, each over other state, and save each again, under its name in `sources`."""
     for name, source in sources.items():
         trainer = Trainer(layout, seed=3)
         trainer.train(1)
-        found[name] = report_problems(bytecheckpoint.load(source, trainer.states()))
+        assert_complete(bytecheckpoint.load(source, trainer.states()))
         steps = [id(state["step"]) for state in trainer.inner_states()]
-        if len(set(steps)) != len(steps):
-            found[name].append("parameters share a step")
+        assert len(set(steps)) == len(steps), "parameters share a step"
         bytecheckpoint.save(f"{folder}/{name}", trainer.states())
-    return found

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from tests.frameworks.megatron.cpu import use_cpu
+from tests.support.worlds import on_ranks
 
 VOCABULARY, LENGTH = 32, 8
 RATE = 0.01
@@ -53,6 +54,10 @@ class Layout:
         flags = [n for n in ("sequence", "overlap", "bf16", "moe") if getattr(self, n)]
         off = [] if self.distributed else ["whole"]
         return "-".join(parts + flags + off) or "one"
+
+
+#: Makes a test run on the ranks of its parameter `layout`.
+in_layout = on_ranks(lambda layout, **_: layout.world, timeout=200)
 
 
 def initialize_parallel(layout: Layout) -> None:

@@ -13,7 +13,7 @@ import torch
 from tests.frameworks.megatron import jobs
 from tests.frameworks.megatron.layouts import DENSE, HALF, HALF_MOE, MOE
 from tests.frameworks.megatron.models import coordinate_values
-from tests.frameworks.real_frameworks import saved_tensors
+from tests.support.comparisons import saved_tensors
 from tests.support.worlds import Worlds
 
 pytestmark = pytest.mark.timeout(600)
@@ -31,8 +31,7 @@ def test_coordinates(worlds: Worlds, name: str, tmp_path: Path) -> None:
     for layout in FAMILIES[name]:
         folder = tmp_path / f"through-{layout}"
         sources = {"first": first, "last": last}
-        for problems in worlds.run(layout.world, jobs.load_and_save, layout, sources, str(folder), timeout=200):
-            assert problems == {"first": [], "last": []}, layout
+        worlds.run(layout.world, jobs.load_and_save, layout, sources, str(folder), timeout=200)
         for source in sources:
             expect_coordinates(str(folder / source), half=name.startswith("half"))
         last = str(folder / "last")

@@ -1,4 +1,7 @@
-"""Faults of Megatron's own checkpoints (DESIGN, section 5) that this package must not have."""
+"""Faults of Megatron's own checkpoints (DESIGN, section 5) that this package must not have.
+
+test_states.py has one more: Megatron gathers over the data-parallel ranks, and nothing here is communicated.
+"""
 
 from __future__ import annotations
 
@@ -6,32 +9,48 @@ from pathlib import Path
 
 import pytest
 
-from tests.frameworks.megatron import edge_jobs as edge
-from tests.frameworks.megatron import jobs, state_jobs
+import bytecheckpoint
+from tests.frameworks.megatron import jobs
 from tests.frameworks.megatron.models import Layout
-from tests.frameworks.megatron.variants import load_and_save_variant, save_variant
-from tests.frameworks.real_frameworks import saved_tensors, unequal_checkpoints
+from tests.frameworks.megatron.variants import VariantModel, load_and_save_variant, save_variant
+from tests.support.comparisons import assert_same_checkpoints, saved_tensors
 from tests.support.worlds import Worlds
 
 pytestmark = pytest.mark.timeout(600)
 
 
-def test_one_step_is_not_shared_by_all_parameters(worlds: Worlds, tmp_path: Path) -> None:
+def shared_steps_of_own_load(layout: Layout) -> tuple[int, int]:
+    """Return the number of steps, and of distinct step tensors, after Megatron's own load of its own state."""
+    trained = VariantModel("thirds", layout)
+    for optimizer in trained.optimizer.chained_optimizers:
+        optimizer.load_state_dict(optimizer.state_dict())
+    states = trained.inner_states()
+    return len(states), len({s["step"].data_ptr() for s in states})
+
+
+def steps_after_load(layout: Layout, source: str) -> dict[str, float]:
+    """Return the step of each parameter, by its local name, after a load and another training step."""
+    trained = VariantModel("thirds", layout)
+    bytecheckpoint.load(source, trained.states())
+    trained.step()
+    return {name: float(state["step"]) for name, _, state in trained.named_states()}
+
+
+def test_one_step_is_not_shared_by_all_parameters(worlds: Worlds, path: str) -> None:
     """Megatron 0.19.2 with AdamW of torch gives all parameters one step tensor, which each of them then advances."""
     layout = Layout(dp=2)
-    for number, distinct in worlds.run(2, edge.shared_steps_of_own_load, layout):
+    for number, distinct in worlds.run(2, shared_steps_of_own_load, layout):
         if distinct == number:
             pytest.skip("this Megatron does not have the fault")
         assert distinct == 1 < number
-    path = str(tmp_path / "step")
-    worlds.run(1, save_variant, edge.VARIANT, Layout(), path)
+    worlds.run(1, save_variant, "thirds", Layout(), path)
     saved = {
         key.removeprefix("optimizer/state/").removesuffix("/step"): float(value)
         for key, value in saved_tensors(path).items()
         if key.endswith("/step")
     }
     assert len(set(saved.values())) > 30
-    for found in worlds.run(2, edge.steps_after_load, layout, path):
+    for found in worlds.run(2, steps_after_load, layout, path):
         assert found
         assert found == {name: saved[name] + 1 for name in found}
 
@@ -52,12 +71,10 @@ def test_parallelism_may_change(worlds: Worlds, saved: Layout, loaded: Layout, t
     """Megatron's default format cannot; the other one gathers."""
     one = Layout(bf16=saved.bf16, vocabulary=saved.vocabulary)
     first, second, third = (str(tmp_path / name) for name in ("first", "second", "third"))
-    worlds.run(1, save_variant, edge.VARIANT, one, first)
+    worlds.run(1, save_variant, "thirds", one, first)
     for layout, source, path in ((saved, first, second), (loaded, second, third)):
-        found = worlds.run(layout.world, load_and_save_variant, edge.VARIANT, layout, source, path, stepped=True)
-        assert found == [[]] * layout.world
-    assert unequal_checkpoints(first, second) == []
-    assert unequal_checkpoints(first, third) == []
+        worlds.run(layout.world, load_and_save_variant, "thirds", layout, source, path, stepped=True)
+        assert_same_checkpoints(first, path)
 
 
 @pytest.mark.parametrize("half", [False, True])
@@ -66,14 +83,7 @@ def test_expert_parallelism_may_end(worlds: Worlds, half: bool, tmp_path: Path) 
     one, two = Layout(moe=True, bf16=half), Layout(moe=True, ep=2, dp=2, bf16=half)
     first = str(tmp_path / "first")
     worlds.run(1, jobs.save_coordinates, one, first)
-    for found in worlds.run(2, jobs.load_and_save, two, {"two": first}, str(tmp_path)):
-        assert found == {"two": []}
-    assert worlds.run(1, jobs.load_and_save, one, {"one": str(tmp_path / "two")}, str(tmp_path)) == [{"one": []}]
-    assert unequal_checkpoints(first, tmp_path / "two") == []
-    assert unequal_checkpoints(first, tmp_path / "one") == []
-
-
-def test_nothing_is_gathered_over_the_data_parallel_ranks(worlds: Worlds, tmp_path: Path) -> None:
-    for found in worlds.run(2, state_jobs.communication, Layout(dp=2, bf16=True, buckets=300), str(tmp_path)):
-        assert found.pop("own way"), "the counter counts"
-        assert found == {"capture": [], "save": [], "async": [], "load": []}
+    worlds.run(2, jobs.load_and_save, two, {"two": first}, str(tmp_path))
+    worlds.run(1, jobs.load_and_save, one, {"one": str(tmp_path / "two")}, str(tmp_path))
+    assert_same_checkpoints(first, tmp_path / "two")
+    assert_same_checkpoints(first, tmp_path / "one")
