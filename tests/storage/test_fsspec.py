@@ -20,6 +20,7 @@ from bytecheckpoint import StorageConflictError, StorageError, StorageUnavailabl
 from bytecheckpoint.cli.main import run
 from bytecheckpoint.storage import Storage, resolve
 from bytecheckpoint.storage.testing import content, read_all, write_file
+from bytecheckpoint.storage.uploading import UploadingStorage
 from tests.faults.coded import load_step, states
 
 STEP = "fsspec+flaky://x/step"
@@ -250,6 +251,22 @@ def test_one_request_at_a_time(connections: list[OneConnection]) -> None:
         list(pool.map(one, range(16)))
     resolve("fsspec+oneconnection://x/other").publish("catalog", b"x")
     assert len(connections) == 1
+
+
+@pytest.mark.usefixtures("connections")
+def test_an_upload_may_read_from_its_own_file_system() -> None:
+    """Cooldown within one file system does: time limits let another thread read."""
+    source, target = resolve("fsspec+oneconnection://x/hot"), resolve("fsspec+oneconnection://x/cold")
+    assert isinstance(target, UploadingStorage)
+    data = content(100_000)
+    write_file(source, "model/0", data)
+
+    def pieces() -> Iterator[memoryview]:
+        with ThreadPoolExecutor(1) as pool:
+            yield memoryview(pool.submit(read_all, source, "model/0").result(20))
+
+    target.upload("model/0", len(data), pieces)
+    assert (read_all(target, "model/0") == data).all()
 
 
 def test_a_connection_that_is_lost_is_made_anew(connections: list[OneConnection]) -> None:
