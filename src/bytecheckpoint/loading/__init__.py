@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import os
 from collections.abc import Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ import torch
 
 from bytecheckpoint.arguments import check_flags, check_states, settings_with_timeout
 from bytecheckpoint.collectives import current
+from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.frameworks.base import Framework
 from bytecheckpoint.frameworks.registry import resolve as resolve_framework
 from bytecheckpoint.handles import LoadReport
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 __all__ = ["load"]
+
+_log = logging.getLogger("bytecheckpoint")
 
 
 def load(
@@ -60,7 +64,8 @@ def load(
         process_group: the ranks that load together; by default all.
         timeout: seconds that one step may wait for the other ranks; default `settings().timeout`.
         prepare_save: prepare the next save of the same states in the background (see `prepare`), which takes memory of
-            the state's size. By default, if an "optimizer" is among them, as in a training that resumes.
+            the state's size. By default, if an "optimizer" is among them, as in a training that resumes. All ranks
+            prepare as soon as one of them wants to.
 
     Returns:
         A report of what was read, and of what was missing, unexpected or cast.
@@ -106,13 +111,17 @@ def load(
         storage.timeout = settings.timeout
         return storage, resolve_framework(framework, states)
 
-    call = LoadCall(
-        find, states, names, settings, overlap_loading, strict, cast, prepared=lambda: world.is_prepared(states)
-    )
+    def ready() -> bool:
+        wanted = prepare_save if prepare_save is not None else "optimizer" in states
+        return not wanted or world.is_prepared(states)
+
+    def prepare_next() -> None:
+        try:
+            prepare(states, framework=framework, names=names, process_group=process_group, timeout=timeout)
+        except CheckpointError as error:  # the bytes are loaded; the first save will plan for itself
+            _log.warning("the next save could not be prepared: %s", error)
+
+    call = LoadCall(find, states, names, settings, overlap_loading, strict, cast, ready, prepare_next)
     # An optimizer's next step runs outside of inference mode and must be able to use the state that it gets here.
     with torch.inference_mode(False), contextlib.ExitStack() as memory:
-        report, prepared = load_states(collective, number, call)
-    wanted = prepare_save if prepare_save is not None else "optimizer" in states
-    if wanted and not prepared:
-        prepare(states, framework=framework, names=names, process_group=process_group, timeout=timeout)
-    return report
+        return load_states(collective, number, call)

@@ -66,7 +66,8 @@ class LoadCall:
         overlap: exchange what several ranks want.
         strict: refuse missing and unexpected keys.
         cast: convert dtypes.
-        prepared: whether the next save needs no preparation on this rank; asked when all bytes are there.
+        ready: whether the next save needs no preparation on this rank; asked when all bytes are there.
+        prepare: prepares the next save; called on every rank or on none.
     """
 
     find: Callable[[], tuple[Storage, Framework]]
@@ -76,10 +77,11 @@ class LoadCall:
     overlap: bool
     strict: bool
     cast: bool
-    prepared: Callable[[], bool]
+    ready: Callable[[], bool]
+    prepare: Callable[[], None]
 
 
-def load_states(collective: Collective, number: int, call: LoadCall) -> tuple[LoadReport, bool]:
+def load_states(collective: Collective, number: int, call: LoadCall) -> LoadReport:
     """Load; start again where another save replaced the checkpoint meanwhile.
 
     Args:
@@ -88,7 +90,7 @@ def load_states(collective: Collective, number: int, call: LoadCall) -> tuple[Lo
         call: the arguments.
 
     Returns:
-        This rank's report, and whether no rank needs preparation for its next save.
+        This rank's report.
     """
     phases = Phases()
     for attempt, pause in enumerate(_PAUSES):
@@ -142,7 +144,7 @@ class _Attempt:
         self._last = last
         self._opened: _Opened | None = None
 
-    def run(self) -> tuple[LoadReport, bool]:
+    def run(self) -> LoadReport:
         """Load, or raise `CheckpointReplacedError` on all ranks."""
         timeout = self._call.settings.timeout
         agreement = Agreement(self._collective, self._tag, timeout, urgent=(CheckpointReplacedError,))
@@ -152,8 +154,13 @@ class _Attempt:
             )
             unexpected = self._unexpected(decision)
             self._phases.mark("agree")
-            prepared = agreement.agree("read", lambda: self._read(stack, decision), all, reports=bool, decisions=bool)
-        return self._install(unexpected), prepared
+            ready = agreement.agree("read", lambda: self._read(stack, decision), all, reports=bool, decisions=bool)
+        try:
+            return self._install(unexpected)
+        finally:
+            # Even if objects of this rank refuse their values: a preparation takes the number of a save on every rank.
+            if not ready:
+                self._call.prepare()
 
     # --- the steps ------------------------------------------------------------------------------------------------
 
@@ -208,7 +215,7 @@ class _Attempt:
         return unexpected
 
     def _read(self, stack: contextlib.ExitStack, decision: FitDecision) -> bool:
-        """Fill the destinations; returns whether this rank's next save is prepared."""
+        """Fill the destinations; returns whether this rank's next save needs no preparation."""
         opened = self._checkpoint
         with _noticing_replacement(opened.storage, opened.data):
             scatter = ScatterPlan(opened.fitted.plan, opened.fitted.targets)
@@ -224,7 +231,7 @@ class _Attempt:
             )
             opened.destination.check()
         self._phases.mark("read")
-        return self._call.prepared()
+        return self._call.ready()
 
     def _install(self, unexpected: list[str]) -> LoadReport:
         """Install values, optimizer state and hyperparameters."""
