@@ -53,7 +53,7 @@ def _sane(results: list[Result]) -> None:
         ("roundtrip", "disk"),
         ("small", "tmpfs"),
         ("interference", "tmpfs"),
-        ("planning", "tmpfs"),
+        pytest.param("planning", "tmpfs", marks=pytest.mark.slow),
     ],
 )
 def test_case_of_one_rank(name: str, place: str, peers: list[Peer], tmp_path: Path) -> None:

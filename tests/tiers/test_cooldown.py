@@ -241,7 +241,8 @@ def killed_at(root: Path, cold: Path, call: int) -> subprocess.CompletedProcess[
     )  # fmt: skip
 
 
-def test_killed_at_any_moment(tmp_path: Path) -> None:
+@pytest.mark.parametrize("moments", [14, pytest.param(1000, marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
+def test_killed_at_any_moment(moments: int, tmp_path: Path) -> None:
     original, root, cold = tmp_path / "original", tmp_path / "run", tmp_path / "cold"
     for step in (1, 2):
         bytecheckpoint.save(original / str(step), states(step=step))
@@ -250,9 +251,9 @@ def test_killed_at_any_moment(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     calls = int(done.stdout)
     assert calls > 25
-    stride = max(calls // 14, 1)
-    moments = sorted({*range(1, calls + 1, stride), *range(calls - 8, calls + 1)})
-    for moment in moments:
+    # The last calls, which commit and remove, and others at even distances.
+    stride = max(2 * calls // moments, 1)
+    for moment in sorted({*range(1, calls + 1, stride), *range(max(calls - moments // 2, 1), calls + 1)}):
         shutil.rmtree(root)
         shutil.rmtree(cold, ignore_errors=True)
         shutil.copytree(original, root)

@@ -1,4 +1,4 @@
-"""The memory that a long job takes: as much after two hundred saves as after a few."""
+"""The memory that a long job takes: as much after many saves as after a few."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import os
 import threading
 from pathlib import Path
 
+import pytest
+
 import bytecheckpoint
 from bytecheckpoint.collectives import Collective, ThreadWorld, current
 from bytecheckpoint.world import world_of
 from tests.faults.coded import load_step, states
-
-SAVES = 200
 
 
 def folders_and_files(root: Path) -> tuple[int, int, int]:
@@ -24,21 +24,22 @@ def descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def test_two_hundred_saves(run: str, hot: Path) -> None:
+@pytest.mark.parametrize("saves", [60, pytest.param(200, marks=pytest.mark.slow)])
+def test_many_saves(saves: int, run: str, hot: Path) -> None:
     """In turn to a path of its own and over one and the same path."""
     seen = {}
-    for step in range(1, SAVES + 1):
+    for step in range(1, saves + 1):
         path = f"{run}/{step}" if step % 2 else f"{run}/latest"
         bytecheckpoint.save(path, states(step=step), async_checkpoint=bool(step % 3)).result(60)
-        if step in (20, SAVES):
+        if step in (20, saves):
             world_of(current()).flusher.drain()
             seen[step] = (*folders_and_files(hot), threading.active_count(), descriptors())
-    early, late = seen[20], seen[SAVES]
+    early, late = seen[20], seen[saves]
     assert late[:2] == early[:2], "folders and files in memory"
     assert abs(late[2] - early[2]) < 10_000, "bytes in memory: the digits of step numbers, and no more"
     assert late[3] <= early[3] + 2 and late[4] <= early[4] + 4, "threads and descriptors"
-    assert load_step(f"{run}/latest") == SAVES and load_step(f"{run}/{SAVES - 1}") == SAVES - 1
-    assert len(os.listdir(run.removeprefix("tier+file://"))) == SAVES // 2 + 1
+    assert load_step(f"{run}/latest") == saves and load_step(f"{run}/{saves - 1}") == saves - 1
+    assert len(os.listdir(run.removeprefix("tier+file://"))) == saves // 2 + 1
 
 
 def test_a_path_is_saved_again_while_older_steps_are_evicted(run: str) -> None:
