@@ -37,15 +37,15 @@ fresh() {
 
 done_with() { echo "$2" >"$DIR/$1/.version"; }
 
-# go_tool NAME PACKAGE: builds PACKAGE into $DIR/NAME/NAME. Go's caches, which are large, are removed again.
+# go_tool NAME PACKAGE: builds PACKAGE into $DIR/NAME/NAME. The tools share Go's caches, which are large and removed at the end.
+go_work=""
+trap '[[ -z $go_work ]] || rm -rf "$go_work"' EXIT
 go_tool() {
     fresh "$1" "$2" || return 0
     need go "$1"
-    local work
-    work=$(mktemp -d "$DIR/build-XXXXXX")
-    GOPATH=$work/path GOCACHE=$work/cache GOBIN=$work/bin GOFLAGS="-buildvcs=false -modcacherw" go install "$2"
-    mv "$work"/bin/* "$DIR/$1/$1"
-    rm -rf "$work"
+    [[ -n $go_work ]] || go_work=$(mktemp -d "$DIR/build-XXXXXX")
+    GOPATH=$go_work/path GOCACHE=$go_work/cache GOBIN=$go_work/bin GOFLAGS="-buildvcs=false -modcacherw" go install "$2"
+    mv "$go_work"/bin/* "$DIR/$1/$1"
     done_with "$1" "$2"
 }
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import os
 import threading
 import time
 import uuid
@@ -23,6 +25,19 @@ from tests.servers.s3 import S3Server
 from tests.storage.conftest import use
 
 
+def descriptors() -> int:
+    """Count the open files and sockets of this process.
+
+    Event descriptors do not count: hdfs-native leaves those of a runtime behind, three for each, for some of the clients
+    that are let go (a tenth to a third of them). A client that is kept alive shows in its threads and its socket.
+    """
+    found = 0
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # the listing's own
+            found += not os.readlink(f"/proc/self/fd/{name}").startswith("anon_inode:")
+    return found
+
+
 def growth(visit: Callable[[int], None], warm: int = 8, more: int = 20) -> dict[str, float]:
     """What stays behind after `more` visits, each to another place, once `warm` have been made.
 
@@ -36,7 +51,7 @@ def growth(visit: Callable[[int], None], warm: int = 8, more: int = 20) -> dict[
         return {
             "python threads": threading.active_count(),
             "threads": process.num_threads(),
-            "descriptors": process.num_fds(),
+            "descriptors": descriptors(),
             "MB": process.memory_info().rss / 1e6,
         }
 
