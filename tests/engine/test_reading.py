@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 import threading
+import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -83,3 +85,29 @@ def test_a_read_without_an_answer_is_an_error_and_later_loads_wait_for_it() -> N
     answer.set()
     with Readers(Files(), 1) as readers:  # type: ignore[arg-type]
         assert readers.result(readers.submit(lambda: 7)) == 7
+
+
+def test_an_interrupted_load_waits_for_its_reads() -> None:
+    """Ctrl-C during the wait is no time-out: after the block no thread writes to the caller's memory."""
+    ended = threading.Event()
+
+    def read() -> None:
+        time.sleep(0.2)
+        ended.set()
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    def load_until_interrupted() -> None:
+        with Readers(Files(), 1) as readers:  # type: ignore[arg-type]
+            future = readers.submit(read)
+            signal.setitimer(signal.ITIMER_REAL, 0.05)
+            readers.result(future)
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            load_until_interrupted()
+        assert ended.is_set()
+    finally:
+        signal.signal(signal.SIGALRM, before)

@@ -122,8 +122,9 @@ class Readers:
         """
         try:
             return storage_result(future, self._files.limit(), f"read {self._files.url}")
-        finally:
+        except StorageUnavailableError:
             self._timed_out = self._timed_out or not future.done()
+            raise
 
 
 os.register_at_fork(after_in_child=_unanswered.clear)  # they write to the parent's memory
