@@ -86,6 +86,11 @@ class SaveResources:
             weakref.finalize(self, self.running_helper.stop)
         return self.running_helper
 
+    def start_helper(self, settings: Settings) -> None:
+        """Start the helper process if the settings say that it writes, and do not wait for it to come up."""
+        if settings.writer == "process":
+            self.helper()
+
     def reserve(self, nbytes: int, settings: Settings, *, touch: bool = False) -> None:
         """Grow the shared pool to hold an image of `nbytes`, or as far as it may grow.
 
@@ -147,8 +152,7 @@ class SaveResources:
 
     def _make_ready(self, nbytes: int, settings: Settings) -> None:
         try:
-            if settings.writer == "process":
-                self.helper()
+            self.start_helper(settings)
             self.reserve(nbytes, settings, touch=True)
         except (CheckpointError, OSError) as error:
             _log.warning("the staging pool could not be made ready, the next save tries again: %s", error)

@@ -91,10 +91,7 @@ class Saver:
 
             def run() -> None:
                 try:
-                    # Nothing waits for the process to come up: a save that follows at once needs it only in its
-                    # background half.
-                    if call.settings.writer == "process":
-                        self._world.resources.helper()
+                    self._world.resources.start_helper(call.settings)
                     session.prepare()
                 except BaseException as error:  # noqa: BLE001  kept for the owner of the future
                     self._give_up(channel, phases, session, error)
