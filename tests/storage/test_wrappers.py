@@ -34,6 +34,7 @@ from bytecheckpoint.storage.wrappers import Call, WrappedStorage
 from tests.faults.coded import load_step, states
 from tests.faults.ranks import outcomes
 from tests.support.processes import wait_until
+from tests.support.variants import crossed
 
 _T = TypeVar("_T")
 
@@ -77,8 +78,9 @@ WRAPPERS: dict[str, Callable[[Storage, Sequence[FaultRule]], Storage]] = {
 }
 
 
-@pytest.mark.parametrize("scheme", ["", "fsspec+file://"])
-@pytest.mark.parametrize("order", list(itertools.permutations(WRAPPERS)), ids="-".join)
+@pytest.mark.parametrize(
+    ("order", "scheme"), crossed(list(itertools.permutations(WRAPPERS)), ["", "fsspec+file://"], every=3)
+)
 def test_wrappers_go_in_any_order(tmp_path: Path, order: tuple[str, ...], scheme: str) -> None:
     """Of a save and a load through all four, what the retrying one can hear of is tried again."""
     bytecheckpoint.configure(writer="thread")
