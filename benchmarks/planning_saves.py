@@ -238,7 +238,7 @@ def play_save(job: Job) -> tuple[Ranks, list[Line]]:
     storage: Any = ranks
     collective: Any = ranks
     info = {"created": 0.0, "world_size": len(job.shards)}
-    task = SaveTask(sequence=1, timeout=600.0, storage=storage, generation=_GENERATION, info=info, layout={})
+    task = SaveTask(number=1, timeout=600.0, storage=storage, generation=_GENERATION, info=info, layout={})
     ranks.watch.switch("coordinator: read requests, plan")
     Coordinator(collective, PlanCache(1), task).run()
     ranks.watch.switch("")

@@ -18,15 +18,13 @@ from bytecheckpoint.engine.writing import FileTask
 from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.representation.names import escape, file_stem, storage_file_name, values_file_name
 from bytecheckpoint.representation.shards import LiveShard, TensorKey
-from bytecheckpoint.saving.layout import LocalPlan, PlannedFile, lay_out_values
+from bytecheckpoint.saving.layout import LocalPlan, PlannedFile, end_of, lay_out_values
 from bytecheckpoint.saving.messages import FileRecord
 from bytecheckpoint.saving.state import Value
 from bytecheckpoint.settings import Settings
 from bytecheckpoint.storage import Storage
 
 __all__ = ["FileBatch", "RankFiles"]
-
-_ALIGN = 4096
 
 
 @dataclass(slots=True)
@@ -35,8 +33,8 @@ class FileBatch:
 
     Attributes:
         files: the files.
-        image: their tensors and places.
-        job: writes them.
+        image: their data sections.
+        job: writes the files.
     """
 
     files: list[PlannedFile]
@@ -49,13 +47,13 @@ class RankFiles:
 
     Args:
         collective: the ranks of the save.
-        generation: as below.
-        storage: where they go.
+        generation: see below.
+        storage: where the files go.
         settings: threads, chunk length, direct I/O.
 
     Attributes:
-        generation: in the names of the files.
-        bytes_written: length of the finished files, headers included.
+        generation: the part of the files' names that no other save has.
+        bytes_written: total length of the finished files, headers included.
     """
 
     def __init__(self, collective: Collective, generation: str, storage: Storage, settings: Settings) -> None:
@@ -85,11 +83,10 @@ class RankFiles:
     def _add(
         self, files: list[PlannedFile], tensors: list[torch.Tensor], targets: KnownTargets, values: Sequence[Value]
     ) -> FileBatch:
-        last = files[-1].image if files else None
         value_files, places = lay_out_values(
             values,
             first=len(tensors),
-            position=last.start + -(-last.nbytes // _ALIGN) * _ALIGN if last else 0,
+            position=end_of(files[-1].image) if files else 0,
             part=1 if self._files else 0,
             rank=self._collective.rank,
             world_size=self._collective.world_size,
@@ -113,10 +110,10 @@ class RankFiles:
         return self._places.get(value.key, (-1, 0))
 
     def finish(self, batch: FileBatch, sums: Sequence[NDArray[np.uint64]]) -> list[FileRecord]:
-        """Write the headers of a batch and make its files durable.
+        """Write the headers of a batch, make its files durable and describe them.
 
         Args:
-            batch: its data sections are written.
+            batch: files whose data sections are written.
             sums: block sums of each file.
         """
         count = len(self._files)
@@ -129,21 +126,21 @@ class RankFiles:
             self.bytes_written += size
             records.append(
                 FileRecord(
-                    self._name(file),
-                    escape(file.kind),
-                    file.part,
-                    file.values,
-                    size,
-                    template.data_offset,
-                    xxhash.xxh3_64_intdigest(header),
-                    template.block_bytes,
-                    file_sums.tobytes(),
+                    name=self._name(file),
+                    kind=escape(file.kind),
+                    part=file.part,
+                    values=file.values,
+                    size=size,
+                    data_offset=template.data_offset,
+                    header_sum=xxhash.xxh3_64_intdigest(header),
+                    block_bytes=template.block_bytes,
+                    sums=file_sums.tobytes(),
                 )
             )
         return records
 
     def start_again(self) -> None:
-        """Remove all files, to write others."""
+        """Remove all files, so that others can be written."""
         self.abort_jobs()
         self._storage.delete([self._name(f) for f in self._files])
         self._files, self._places, self.bytes_written = [], {}, 0
@@ -156,7 +153,7 @@ class RankFiles:
                 self._storage.delete([self._name(f) for f in self._files])
 
     def release(self) -> None:
-        """Let go of the jobs of a save that is over."""
+        """Drop the jobs of a save that is over."""
         self._jobs = []
 
     def abort_jobs(self) -> None:

@@ -1,4 +1,4 @@
-"""The layout of one rank's storage files: which shards and values go where in which file."""
+"""Lay out one rank's storage files: which shards and values go where in which file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from bytecheckpoint.representation.shards import LiveShard, TensorKey
 from bytecheckpoint.representation.storage_file import StoredEntry
 from bytecheckpoint.saving.state import Value
 
-__all__ = ["LocalPlan", "PlannedFile", "lay_out_rows", "lay_out_values"]
+__all__ = ["LocalPlan", "PlannedFile", "end_of", "lay_out_rows", "lay_out_values"]
 
 _ALIGN = 4096
 
@@ -76,7 +76,7 @@ def lay_out_rows(
         rows: indexes into them, in the order of the plan.
         rank: the rank.
         world_size: number of ranks.
-        generation: any; a file gets its own when the header is rendered.
+        generation: any; the one of each save takes its place when the header is rendered.
     """
     files: list[PlannedFile] = []
     position = 0
@@ -108,7 +108,7 @@ def lay_out_rows(
         section = _section(position, sizes, list(range(first, last)))
         header = _header(entries, kind, rank, world_size, generation, stems)
         files.append(PlannedFile(kind, part, False, header, section))
-        position += -(-offset // _ALIGN) * _ALIGN
+        position = end_of(section)
     return files
 
 
@@ -162,11 +162,17 @@ def lay_out_values(
         section = _section(position, sizes, [first + i for i in members])
         header = _header(entries, kind, rank, world_size, generation, stems)
         files.append(PlannedFile(kind, part, True, header, section))
-        position += -(-offset // _ALIGN) * _ALIGN
+        position = end_of(section)
     return files, [places[i] for i in range(len(values))]
 
 
+def end_of(section: ImageFile) -> int:
+    """Return where the image's next section begins: on the first boundary of 4096 bytes after `section`."""
+    return section.start + -(-section.nbytes // _ALIGN) * _ALIGN
+
+
 def _section(start: int, sizes: Sequence[int], shards: list[int]) -> ImageFile:
+    """Place tensors of these sizes one after the other from byte `start` of the image."""
     lengths = np.asarray(sizes, np.int64)
     total = int(lengths.sum())
     return ImageFile(start, total, shards, np.cumsum(lengths) - lengths, lengths)

@@ -1,4 +1,4 @@
-"""How one rank finds out what it writes: from its plan cache, or by asking the coordinator."""
+"""Find out what one rank writes: from its plan cache, or by asking the coordinator."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class RankPlanner:
         shards back, which must not happen in the middle of a forward pass.
 
         Args:
-            dry: of the `make` to come.
+            dry: as for the `make` that follows.
         """
         self._layout_captured = True
         if self._collective.rank != 0:
@@ -71,7 +71,7 @@ class RankPlanner:
             self._task.layout = self._call.framework.describe(self._call.states)
 
     def make(self, channel: CoordinatorChannel, *, dry: bool = False) -> None:
-        """Find the plan in the cache, or ask the coordinator for one.
+        """Take the plan from the cache, or ask the coordinator for one.
 
         Args:
             channel: to the coordinator.
@@ -105,14 +105,14 @@ class RankPlanner:
                 generation=self._task.generation,
             )
         self._plan = LocalPlan(
-            response.plan,
-            rows,
-            files,
-            {unescaped(key) for key in response.values},
-            {value.key for value in self.state.values},
-            table,
-            self._task.layout,
-            KnownTargets(len(files)),
+            name=response.plan,
+            rows=rows,
+            files=files,
+            write_values={unescaped(value) for value in response.values},
+            known_values={value.key for value in self.state.values},
+            table=table,
+            layout=self._task.layout,
+            targets=KnownTargets(len(files)),
         )
         self.cached = False
         self.differences = tuple(response.differences)

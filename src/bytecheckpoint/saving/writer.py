@@ -1,4 +1,4 @@
-"""The bytes of one save on one rank: which memory they pass through on their way to the files."""
+"""Write the bytes of one save on one rank, through the memory that suits the save and its storage."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["RankWriter"]
 
 @dataclass(slots=True)
 class _Staged:
-    """What an asynchronous save has copied.
+    """The bytes that an asynchronous save has copied.
 
     Attributes:
         batch: the files to write.
@@ -40,18 +40,15 @@ class _Staged:
 
 
 class RankWriter:
-    """Stages and writes what the planner says, and what the coordinator asks for beyond that.
+    """Stages and writes this rank's planned files, and further values that the coordinator asks for.
 
     Args:
-        planner: knows what this rank writes.
-        files: of this rank.
+        planner: has this rank's plan.
+        files: this rank's files.
         resources: staging pool, helper process.
         call: the arguments of the save.
-        task: on rank 0, notes which checkpoint the commit replaces; None elsewhere.
+        task: on rank 0, gets the version of the catalog that the commit replaces; None elsewhere.
         phases: of the call.
-
-    Attributes:
-        files: as given.
     """
 
     def __init__(
@@ -63,7 +60,7 @@ class RankWriter:
         task: SaveTask | None,
         phases: Phases,
     ) -> None:
-        self.files = files
+        self._files = files
         self._planner = planner
         self._resources = resources
         self._call = call
@@ -74,7 +71,7 @@ class RankWriter:
     def prepare(self) -> None:
         """Touch the pages of the staging pool that the planned files need; write nothing."""
         nbytes = self._planned_batch().image.nbytes
-        self.files.release()
+        self._files.release()
         self._resources.reserve(nbytes, self._call.settings, touch=True)
 
     def write_through(self) -> list[FileRecord]:
@@ -118,23 +115,23 @@ class RankWriter:
             self._give_back(staged.pool)
 
     def rewrite(self) -> list[FileRecord]:
-        """Remove what was written, and write the planned files of another plan from the live tensors."""
-        self.files.start_again()
+        """Remove the written files, and write those of another plan from the live tensors."""
+        self._files.start_again()
         return self._stream(self._planned_batch(), self._resources.pool)
 
     def write_values(self, values: Sequence[Value]) -> list[FileRecord]:
         """Write further values, beside the planned files."""
         pool = self._staged.pool if self._staged is not None else self._resources.pool
-        return self._stream(self.files.add_values(values), pool)
+        return self._stream(self._files.add_values(values), pool)
 
     # --- parts of these -------------------------------------------------------------------------------------------
 
     def _planned_batch(self) -> FileBatch:
         planner = self._planner
-        return self.files.add_planned(planner.plan, planner.state.shards, planner.values_to_write())
+        return self._files.add_planned(planner.plan, planner.state.shards, planner.values_to_write())
 
     def _check_target(self) -> None:
-        """On rank 0, before the first byte is written: note what the commit replaces, and refuse what cannot be."""
+        """On rank 0, before the first byte: note the catalog that the commit replaces, and check that it may."""
         if self._task is not None:
             storage = self._call.storage
             self._task.replaces = storage.version(CATALOG_NAME)
@@ -161,7 +158,7 @@ class RankWriter:
     def _finish(self, batch: FileBatch, sums: list[NDArray[np.uint64]]) -> list[FileRecord]:
         self._phases.mark("write")
         self._phases.current = "finish"
-        records = self.files.finish(batch, sums)
+        records = self._files.finish(batch, sums)
         self._phases.mark("finish")
         return records
 
