@@ -27,7 +27,7 @@ from bytecheckpoint.representation.names import new_generation, storage_file_nam
 from bytecheckpoint.representation.shards import LiveShard, TensorKey
 from bytecheckpoint.saving.call import SaveTask
 from bytecheckpoint.saving.coordinator import Coordinator
-from bytecheckpoint.saving.layout import lay_out_rows, lay_out_values
+from bytecheckpoint.saving.file_layout import lay_out_rows, lay_out_values
 from bytecheckpoint.saving.messages import (
     CommitResult,
     FileRecord,

@@ -108,7 +108,7 @@ def load(
         check_flags(overlap_loading=overlap_loading, strict=strict, cast=cast)
         if prepare_save is not None:
             check_flags(prepare_save=prepare_save)
-        check_states(states, names, filled=MutableMapping)
+        check_states(states, names, mutable=True)
         storage.timeout = settings.timeout
         return storage, resolve_framework(framework, states)
 

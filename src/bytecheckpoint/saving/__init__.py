@@ -78,7 +78,7 @@ def save(
     settings, wrong = settings_with_timeout(timeout)
     storage = _resolved(path)
 
-    def check() -> SaveCall:
+    def make_call() -> SaveCall:
         if wrong is not None:
             raise wrong
         check_flags(async_checkpoint=async_checkpoint, check_replicas=check_replicas)
@@ -88,14 +88,14 @@ def save(
             raise UsageError("staging='background' needs async_checkpoint=True")
         return _checked_call(storage, states, framework, names, check_replicas, settings, metadata)
 
-    # `check` refuses other types than bool, after every rank has taken this call's number.
+    # `make_call` refuses other types than bool, after every rank has taken this call's number.
     asynchronous = isinstance(async_checkpoint, bool | np.bool_) and bool(async_checkpoint)
     background = asynchronous and isinstance(staging, str) and staging == "background"
     handle = SaveHandle(str(path))
     with torch.inference_mode(False):  # memory that is kept for later saves must not belong to that mode
         world = world_of(current(process_group, timeout=settings.timeout))
         tier = None if isinstance(storage, Exception) else storage.tier_to_flush()
-        Saver(world, check, settings).save(handle, tier=tier, asynchronous=asynchronous, background=background)
+        Saver(world, make_call, settings).save(handle, tier=tier, asynchronous=asynchronous, background=background)
     return handle
 
 
@@ -123,13 +123,13 @@ def prepare(
     """
     settings, wrong = settings_with_timeout(timeout)
 
-    def check() -> SaveCall:
+    def make_call() -> SaveCall:
         if wrong is not None:
             raise wrong
         return _checked_call(_resolved("."), states, framework, names, False, settings, None)
 
     with torch.inference_mode(False):
-        return Saver(world_of(current(process_group, timeout=settings.timeout)), check, settings).prepare()
+        return Saver(world_of(current(process_group, timeout=settings.timeout)), make_call, settings).prepare()
 
 
 def _resolved(path: str | os.PathLike[str] | Storage) -> Storage | Exception:

@@ -18,7 +18,7 @@ from bytecheckpoint.engine.writing import FileTask
 from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.representation.names import escape, file_stem, storage_file_name, values_file_name
 from bytecheckpoint.representation.shards import LiveShard, TensorKey
-from bytecheckpoint.saving.layout import LocalPlan, PlannedFile, end_of, lay_out_values
+from bytecheckpoint.saving.file_layout import LocalPlan, PlannedFile, end_of, lay_out_values
 from bytecheckpoint.saving.messages import FileRecord
 from bytecheckpoint.saving.state import Value
 from bytecheckpoint.settings import Settings

@@ -13,7 +13,7 @@ from bytecheckpoint.monitoring.garbage_collection import gc_paused
 from bytecheckpoint.representation.names import escape
 from bytecheckpoint.saving.call import SaveCall, SaveTask
 from bytecheckpoint.saving.channel import CoordinatorChannel
-from bytecheckpoint.saving.layout import LocalPlan, lay_out_rows
+from bytecheckpoint.saving.file_layout import LocalPlan, lay_out_rows
 from bytecheckpoint.saving.messages import PlanRequest, PlanResponse, unescaped
 from bytecheckpoint.saving.state import CapturedState, Value
 

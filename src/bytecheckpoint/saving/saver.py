@@ -57,7 +57,7 @@ class Saver:
         saves = self._world.saves
         if tier is not None:
             self._world.flusher.expect(handle, tier.url, self._settings)
-        with saves.calling:
+        with saves.call_lock:
             self._take_number()
             try:
                 self._run_foreground(handle, asynchronous, background)
@@ -76,7 +76,7 @@ class Saver:
             Done when everything is ready.
         """
         done: Future[None] = pending()
-        with self._world.saves.calling:
+        with self._world.saves.call_lock:
             self._take_number()
             try:
                 session = self._capture()

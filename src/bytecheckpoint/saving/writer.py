@@ -131,7 +131,7 @@ class RankWriter:
         return self._files.add_planned(planner.plan, planner.state.shards, planner.values_to_write())
 
     def _check_target(self) -> None:
-        """On rank 0, before the first byte: note the catalog that the commit replaces, and check that it may."""
+        """On rank 0, before the first byte: note the version of the catalog there, and check that it may be replaced."""
         if self._task is not None:
             storage = self._call.storage
             self._task.replaces = storage.version(CATALOG_NAME)
@@ -163,5 +163,6 @@ class RankWriter:
         return records
 
     def _give_back(self, pool: StagingPool) -> None:
+        """Free `pool`, and the plan's views of it, if it was made for this save only."""
         if self._resources.give_back(pool):
             self._planner.plan.targets.forget()

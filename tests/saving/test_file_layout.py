@@ -8,7 +8,7 @@ from bytecheckpoint.planning.save_plan import describe
 from bytecheckpoint.representation.catalog import VALUES_SLOT
 from bytecheckpoint.representation.names import new_generation
 from bytecheckpoint.representation.shards import LiveShard, LiveState, TensorKey
-from bytecheckpoint.saving.layout import lay_out_rows, lay_out_values
+from bytecheckpoint.saving.file_layout import lay_out_rows, lay_out_values
 from bytecheckpoint.saving.messages import escaped, unescaped
 from bytecheckpoint.saving.state import CapturedState, content_digest, signature
 
