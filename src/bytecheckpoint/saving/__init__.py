@@ -126,7 +126,8 @@ def prepare(
     def make_call() -> SaveCall:
         if wrong is not None:
             raise wrong
-        return _checked_call(_resolved("."), states, framework, names, False, settings, None)
+        # Nothing is written: the path must only be equal on all ranks, whatever their working directories.
+        return _checked_call(_resolved("/"), states, framework, names, False, settings, None)
 
     with torch.inference_mode(False):
         return Saver(world_of(current(process_group, timeout=settings.timeout)), make_call, settings).prepare()
