@@ -11,14 +11,13 @@ import torch
 import xxhash
 from numpy.typing import NDArray
 
-from bytecheckpoint.collectives import Collective
 from bytecheckpoint.engine.save_job import SaveJob
 from bytecheckpoint.engine.staging import Image, KnownTargets
 from bytecheckpoint.engine.writing import FileTask
 from bytecheckpoint.errors import CheckpointError
-from bytecheckpoint.representation.names import escape, file_stem, storage_file_name, values_file_name
+from bytecheckpoint.representation.names import escape, file_stem
 from bytecheckpoint.representation.shards import LiveShard, TensorKey
-from bytecheckpoint.saving.file_layout import LocalPlan, PlannedFile, end_of, lay_out_values
+from bytecheckpoint.saving.file_layout import FileOrigin, LocalPlan, PlannedFile, end_of, lay_out_values
 from bytecheckpoint.saving.messages import FileRecord
 from bytecheckpoint.saving.state import Value
 from bytecheckpoint.settings import Settings
@@ -46,20 +45,18 @@ class RankFiles:
     """All files of one rank in one save, in batches: the planned ones first, further values if the coordinator asks.
 
     Args:
-        collective: the ranks of the save.
-        generation: see below.
+        origin: see below.
         storage: where the files go.
         settings: threads, chunk length, direct I/O.
 
     Attributes:
-        generation: the part of the files' names that no other save has.
+        origin: of the files.
         bytes_written: total length of the finished files, headers included.
     """
 
-    def __init__(self, collective: Collective, generation: str, storage: Storage, settings: Settings) -> None:
+    def __init__(self, origin: FileOrigin, storage: Storage, settings: Settings) -> None:
+        self.origin = origin
         self.bytes_written = 0
-        self._collective = collective
-        self.generation = generation
         self._storage = storage
         self._settings = settings
         self._files: list[PlannedFile] = []
@@ -85,12 +82,10 @@ class RankFiles:
     ) -> FileBatch:
         value_files, places = lay_out_values(
             values,
+            self.origin,
             first=len(tensors),
             position=end_of(files[-1].image) if files else 0,
             part=1 if self._files else 0,
-            rank=self._collective.rank,
-            world_size=self._collective.world_size,
-            generation=self.generation,
             siblings=[file_stem(self._name(f)) for f in (*self._files, *files)],
         )
         base = len(self._files) + len(files)
@@ -117,7 +112,7 @@ class RankFiles:
             sums: block sums of each file.
         """
         count = len(self._files)
-        headers = [f.header.render(s, self.generation, count) for f, s in zip(batch.files, sums, strict=True)]
+        headers = [f.header.render(s, self.origin.generation, count) for f, s in zip(batch.files, sums, strict=True)]
         batch.job.finish(headers)
         records = []
         for file, header, file_sums in zip(batch.files, headers, sums, strict=True):
@@ -163,5 +158,4 @@ class RankFiles:
         self._jobs = []
 
     def _name(self, file: PlannedFile) -> str:
-        name = values_file_name if file.values else storage_file_name
-        return name(file.kind, self._collective.rank, self.generation, file.part)
+        return self.origin.file_name(file.kind, file.part, values=file.values)

@@ -19,6 +19,7 @@ from bytecheckpoint.representation.names import escape, new_generation
 from bytecheckpoint.representation.shards import LiveState
 from bytecheckpoint.saving.call import SLOWEST_WRITE, SaveCall, SaveTask
 from bytecheckpoint.saving.channel import CoordinatorChannel
+from bytecheckpoint.saving.file_layout import FileOrigin
 from bytecheckpoint.saving.files import RankFiles
 from bytecheckpoint.saving.messages import (
     MIXED_PLANS,
@@ -67,16 +68,16 @@ class SaveSession:
         states: Sequence[LiveState],
         phases: Phases,
     ) -> None:
-        generation = new_generation(collective.world_id, task.number)
-        task.generation = generation
+        task.generation = new_generation(collective.world_id, task.number)
         if collective.rank == 0:
             task.storage = call.storage
             task.info = _info(call, collective.world_size)
         self.call = call
         self.blocking_seconds = 0.0
-        self.planner = RankPlanner(collective, resources, call, task, CapturedState(states))
+        origin = FileOrigin(collective.rank, collective.world_size, task.generation)
+        self.planner = RankPlanner(origin, resources, call, task, CapturedState(states))
         own_task = task if collective.rank == 0 else None
-        self._files = RankFiles(collective, generation, call.storage, call.settings)
+        self._files = RankFiles(origin, call.storage, call.settings)
         self._writer = RankWriter(self.planner, self._files, resources, call, own_task, phases)
         self._channel = channel
         self._phases = phases
@@ -148,7 +149,7 @@ class SaveSession:
             total_seconds=total,
             phases=dict(self._phases.seconds),
             plan_cached=self.planner.cached,
-            generation=self._files.generation,
+            generation=self._files.origin.generation,
             replica_differences=self.planner.differences,
         )
 
