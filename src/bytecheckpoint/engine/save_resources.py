@@ -24,7 +24,7 @@ _Plan = TypeVar("_Plan")
 
 _log = logging.getLogger("bytecheckpoint")
 _RANK_PLANS = 4
-_WORLD_PLANS = 16
+_GLOBAL_PLANS = 16
 
 
 class PlanCache(Generic[_Key, _Plan]):
@@ -69,14 +69,14 @@ class SaveResources:
     Attributes:
         pool: the staging pool that all saves share.
         plans: this rank's plans, by the signature of its table.
-        world_plans: on rank 0, the coordinator's plans, by name.
+        global_plans: on rank 0, the coordinator's plans, by name.
         running_helper: the helper process that was started last, None before the first.
     """
 
     def __init__(self) -> None:
         self.pool = StagingPool()
         self.plans: PlanCache[bytes, Any] = PlanCache(_RANK_PLANS)
-        self.world_plans: PlanCache[str, Any] = PlanCache(_WORLD_PLANS)
+        self.global_plans: PlanCache[str, Any] = PlanCache(_GLOBAL_PLANS)
         self.running_helper: HelperProcess | None = None
 
     def helper(self) -> HelperProcess:

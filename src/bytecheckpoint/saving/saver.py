@@ -107,7 +107,7 @@ class Saver:
         world = self._world
         self._task = SaveTask(world.saves.next_number(), self._settings.timeout)
         if world.collective.rank == 0:
-            world.saves.coordinate(Coordinator(world.collective, world.resources.world_plans, self._task).run)
+            world.saves.coordinate(Coordinator(world.collective, world.resources.global_plans, self._task).run)
         self._channel = CoordinatorChannel(world.collective, self._task.number)
 
     def _capture(self) -> SaveSession:
