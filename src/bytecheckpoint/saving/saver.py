@@ -70,10 +70,10 @@ class Saver:
             raise failure
 
     def prepare(self) -> Future[None]:
-        """Plan, reserve and touch in the background, so that the next save finds everything ready.
+        """Plan the next save and touch the staging pool, in the background.
 
         Returns:
-            Done when everything is ready.
+            A future, done when the plan and the pool are ready.
         """
         done: Future[None] = pending()
         with self._world.saves.call_lock:
