@@ -21,6 +21,8 @@ R = TypeVar("R")
 
 
 class _ThreadRank(InboxCollective):
+    """The collective of one rank of a `ThreadWorld`."""
+
     def __init__(self, world: ThreadWorld, rank: int) -> None:
         super().__init__(rank, world.size, world.world_id)
         self._world = world
