@@ -108,6 +108,7 @@ class Collective(ABC):
     def collect(self, sources: Collection[int], tag: str, *, timeout: float) -> list[bytes]:
         """Receive one message from each of `sources` under one deadline; errors name every missing rank."""
 
+    @abstractmethod
     def close(self) -> None:
         """Leave the world. Messages already sent still arrive; later calls raise `PeerLostError`."""
 

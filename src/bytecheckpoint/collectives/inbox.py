@@ -181,6 +181,9 @@ class InboxCollective(Collective):
     def collect(self, sources: Collection[int], tag: str, *, timeout: float) -> list[bytes]:  # noqa: D102
         return self.inbox.take(sources, tag, timeout=timeout)
 
+    def close(self) -> None:  # noqa: D102 (inherited)
+        self.inbox.close("this world was closed")
+
     # --- served data: of this rank to itself ---
 
     @contextlib.contextmanager

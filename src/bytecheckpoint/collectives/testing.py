@@ -45,9 +45,6 @@ class _ThreadRank(InboxCollective):
             self.recv(rank, f"{tag}/answer", timeout=timeout)  # raises: the answer never comes
         InboxCollective.fetch(self._world.ranks[rank], rank, tag, request, into, timeout=timeout)
 
-    def close(self) -> None:
-        self.inbox.close("this world was closed")
-
 
 class ThreadWorld:
     """N ranks on threads of one process.

@@ -129,16 +129,16 @@ class Connections(Loop):
                 raise CheckpointError(f"rank {self.rank}: cannot listen for other ranks: {error}") from error
             self._port = listener.getsockname()[1]
             self._accept_from(listener)
-        if not peer.setup.address_sent:
-            peer.setup.address_sent = True
+        if not peer.setup.message_sent:
+            peer.setup.message_sent = True
             address = {"address": self._star.address_for(peer.rank), "port": self._port}
             self._star.send(peer.rank, _ADDRESS, json.dumps(address).encode())
 
     def _ask_for_address(self, peer: Peer) -> None:
         # In an exchange the other rank sends its address unasked. A rank that serves data does not know who fetches it.
         fetches = any(transfer.request is not None for transfer in peer.to_request)
-        if fetches and not peer.setup.address_wanted:
-            peer.setup.address_wanted = True
+        if fetches and not peer.setup.message_sent:
+            peer.setup.message_sent = True
             self._star.send(peer.rank, _ADDRESS, b"{}")
 
     def _on_address(self, source: int, payload: bytes) -> None:
@@ -245,7 +245,7 @@ class Connections(Loop):
         if link.rank >= 0:
             peer = self._peer(link.rank)
             if peer.link is link:
-                peer.link, peer.setup.address_sent, peer.setup.address_wanted = None, False, False
+                peer.link, peer.setup.message_sent = None, False
                 self._lose(peer, self._lost.get(peer.rank, _CLOSED))
                 self._connect_if_needed(peer)  # the rank may live, and wait for an exchange that was given up here
         elif link.dialled is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections import deque
+from dataclasses import dataclass
 from typing import TypeVar
 
 from bytecheckpoint.collectives.transport.transfers import PeerLink, Report, Transfer
@@ -15,47 +16,28 @@ T = TypeVar("T")
 _REMEMBERED = 64  # failed exchanges with one peer: more than can be under way between two ranks
 
 
+@dataclass
 class ConnectionSetup:
-    """What two ranks have done so far to connect.
+    """What two ranks have done so far to connect."""
 
-    Attributes:
-        wanted: whether the other rank has asked for a connection since the last one was made.
-        address: where the other rank listens, once it has said so; only of lower ranks.
-        address_wanted: whether the other rank was asked for its address; only of lower ranks.
-        address_sent: whether the other rank knows where this rank listens; only of higher ranks.
-        dialling: a connection that is being made.
-        failure: why the last attempt to make one failed.
-    """
-
-    def __init__(self) -> None:
-        self.wanted = False
-        self.address: tuple[str, int] | None = None
-        self.address_wanted = False
-        self.address_sent = False
-        self.dialling: socket.socket | PeerLink | None = None
-        self.failure = ""
+    wanted: bool = False  # the other rank has asked for a connection since the last one was made
+    message_sent: bool = False  # this rank has sent its address to a higher rank, or asked a lower one for it
+    address: tuple[str, int] | None = None  # where the other rank listens; only of lower ranks
+    dialling: socket.socket | PeerLink | None = None  # a connection that is being made
+    failure: str = ""  # why the last attempt to make one failed
 
 
 class Peer:
-    """What one rank knows of another.
-
-    Attributes:
-        rank: the other.
-        link: the connection, if there is one.
-        setup: the state of making one.
-        offers: outgoing transfers that the other rank has not requested yet, by tag.
-        to_request: incoming transfers to be requested once there is a connection.
-        given_up_here: by tag, reports of exchanges that this rank gave up before the other rank did; None: it knows.
-        given_up_there: by tag, reports of exchanges that the other rank gave up before they began here.
-    """
+    """What one rank knows of another."""
 
     def __init__(self, rank: int) -> None:
-        self.rank = rank
+        self.rank = rank  # the other
         self.link: PeerLink | None = None
         self.setup = ConnectionSetup()
-        self.offers: dict[str, deque[Transfer]] = {}
-        self.to_request: set[Transfer] = set()
-        self.given_up_here: dict[str, Report | None] = {}
+        self.offers: dict[str, deque[Transfer]] = {}  # by tag, outgoing, not requested by the other rank yet
+        self.to_request: set[Transfer] = set()  # incoming, to be requested once there is a connection
+        # By tag, the reports of exchanges that one of the two ranks has given up before the other one.
+        self.given_up_here: dict[str, Report | None] = {}  # None: the other rank knows
         self.given_up_there: dict[str, Report] = {}
 
     @property

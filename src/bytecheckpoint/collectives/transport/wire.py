@@ -54,17 +54,13 @@ Frame = tuple[Kind, int, int, bytes, Payload]
 
 
 class FrameReader:
-    """Assembles frames from the bytes of a connection, each payload in the memory that `_allocate` provides.
-
-    Attributes:
-        target: memory for the next bytes.
-    """
+    """Assembles frames from the bytes of a connection, each payload in the memory that `_allocate` provides."""
 
     def __init__(self) -> None:
         self._header = bytearray(_HEADER.size)
         self._tag: bytearray | None = None  # None while the header is incomplete
         self._payload: Payload | None = None  # None while header or tag are incomplete
-        self.target = memoryview(self._header)
+        self.target = memoryview(self._header)  # memory for the next bytes
 
     def advance(self, count: int, *, authenticated: bool) -> Frame | None:
         """Note that `count` bytes have come into `target`; return the frame that they complete, if they complete one.
@@ -106,12 +102,7 @@ class FrameReader:
 
 
 class Link:
-    """One non-blocking connection, with the queue of data to send and the frame that is being received.
-
-    Args:
-        sock: the connection.
-        reader: assembles the frames that arrive.
-    """
+    """One non-blocking connection, with the queue of data to send and the reader of the frames that arrive."""
 
     def __init__(self, sock: socket.socket, reader: FrameReader) -> None:
         sock.setblocking(False)
