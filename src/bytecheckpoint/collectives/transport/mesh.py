@@ -92,9 +92,10 @@ class Mesh(Connections):
             yield
         finally:
             del self._services[tag]
-            for request in service.close():
-                self._refuse(request, self._not_served(tag))
-            self._call_soon(partial(self._end_answers, tag))
+            # On the thread: it may have found the service already for a request that it has not submitted yet.
+            end = partial(self._end_service, tag, service)
+            if not self._call_soon(end):
+                end()
 
     def _answer(self, tag: str, request: Request, data: NDArray[np.uint8]) -> None:
         """Send what a rank has fetched; return when it is sent or cannot be sent."""
@@ -322,7 +323,9 @@ class Mesh(Connections):
                 answer.link.send(transfer)
             self._flush(answer.link)
 
-    def _end_answers(self, tag: str) -> None:
+    def _end_service(self, tag: str, service: Service) -> None:
+        for request in service.close():
+            self._refuse(request, self._not_served(tag))
         for operation in list(self._operations):
             if isinstance(operation, Answer) and operation.tag == tag:
                 self._fail(operation, self._not_served(tag))
