@@ -286,7 +286,7 @@ class _Attempt:
             opened.files,
             scatter,
             chunk_bytes=opened.fit.chunk_bytes,
-            chunks=decision.chunks_per_round,
+            chunks_per_round=decision.chunks_per_round,
             settings=self._call.settings,
         )
         return exchange, plan.private.tolist() if overlap else range(len(ranges))
