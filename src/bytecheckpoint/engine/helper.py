@@ -28,7 +28,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from bytecheckpoint.engine.writing import FilesWriter, FileTask
+from bytecheckpoint.engine.writing import FilesWriter, FileTask, StagedChunk
 from bytecheckpoint.errors import CheckpointError, CheckpointTimeoutError, UsageError, error_from_report, error_report
 from bytecheckpoint.representation.names import escape, unescape
 from bytecheckpoint.settings import configure
@@ -246,12 +246,8 @@ class _Server:
         self._writer = FilesWriter(resolve(unescape(url)), files, direct=direct, threads=threads, stable=stable)
         return {}
 
-    def do_write(self, *, chunks: list[tuple[int, int, int, int]], fds: list[int]) -> dict[str, Any]:
-        writer = self._opened()
-        self._batches.append([])
-        for file, start, at, count in chunks:
-            padded = memoryview(self._pool[at : at + -(-count // 4096) * 4096])
-            self._batches[-1].append(writer.submit(writer.write, file, start, [padded[:count]], padded))
+    def do_write(self, *, chunks: list[list[int]], fds: list[int]) -> dict[str, Any]:
+        self._batches.append(self._opened().write_staged([StagedChunk(*c) for c in chunks], memoryview(self._pool)))
         return {"batch": len(self._batches) - 1}
 
     def do_wait(self, *, batch: int, fds: list[int]) -> dict[str, Any]:
@@ -279,6 +275,7 @@ class _Server:
 
 
 def _end_with(parent: int) -> None:
+    """End this process soon after its parent."""
     # Children that the training process forked hold copies of its end of the socket, so its death may not close it.
     while os.getppid() == parent:
         time.sleep(1)

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from bytecheckpoint.engine.pool import StagingPool
 from bytecheckpoint.engine.save_job import SaveJob
 from bytecheckpoint.engine.save_resources import SaveResources
+from bytecheckpoint.engine.writing import StagedChunk
 from bytecheckpoint.monitoring.phases import Phases
 from bytecheckpoint.representation.names import CATALOG_NAME
 from bytecheckpoint.saving.call import SaveCall, SaveTask
@@ -35,7 +36,7 @@ class _Staged:
 
     batch: FileBatch
     pool: StagingPool
-    chunks: list[tuple[int, int, int, int]]
+    chunks: list[StagedChunk]
     nbytes: int
 
 
@@ -85,7 +86,7 @@ class RankWriter:
         if pool is None:
             return self._stream(batch, self._resources.pool)
         try:
-            batch.job.open_backend(pool, None)
+            batch.job.create_files(pool, None)
             return self._finish(batch, batch.job.write_staged(batch.job.stage(pool)))
         finally:
             self._give_back(pool)
@@ -97,7 +98,7 @@ class RankWriter:
         image = batch.image
         pool = self._resources.staging_pool(image.nbytes, self._call.settings)
         if pool.capacity < image.nbytes:
-            self._open_backend(batch.job, pool)
+            self._create_files(batch.job, pool)
         self._staged = _Staged(batch, pool, batch.job.stage(pool), image.nbytes)
         image.tensors = []
         self._phases.mark("stage")
@@ -109,7 +110,7 @@ class RankWriter:
         if staged.pool is self._resources.pool:
             return self._write_staged(staged)
         try:
-            with self._resources.made_ready(staged.nbytes, self._call.settings):
+            with self._resources.warming_up(staged.nbytes, self._call.settings):
                 return self._write_staged(staged)
         finally:
             self._give_back(staged.pool)
@@ -137,16 +138,16 @@ class RankWriter:
             self._task.replaces = storage.version(CATALOG_NAME)
             storage.check_publish(CATALOG_NAME, self._task.replaces)
 
-    def _open_backend(self, job: SaveJob, pool: StagingPool) -> None:
+    def _create_files(self, job: SaveJob, pool: StagingPool) -> None:
         self._check_target()
         by_helper = pool.shared and self._call.settings.writer == "process"
-        job.open_backend(pool, self._resources.helper if by_helper else None)
+        job.create_files(pool, self._resources.helper if by_helper else None)
 
     def _write_staged(self, staged: _Staged) -> list[FileRecord]:
         self._phases.current = "write"
         job = staged.batch.job
         if not job.opened:
-            self._open_backend(job, staged.pool)
+            self._create_files(job, staged.pool)
         return self._finish(staged.batch, job.write_staged(staged.chunks))
 
     def _stream(self, batch: FileBatch, pool: StagingPool) -> list[FileRecord]:
