@@ -144,6 +144,7 @@ class StagingPool:
             self._pinned = False
         # A finished save may still hold views; the mapping is freed with the last of them.
         self._array = np.zeros(0, np.uint8)
+        self.capacity = 0
 
     def release(self) -> None:
         """Free the memory; the next save reserves it anew."""
@@ -152,4 +153,3 @@ class StagingPool:
             if self.fd >= 0:
                 self._close()
                 self.fd = -1
-            self.capacity = 0
