@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from bytecheckpoint.engine.tensor_bytes import copy_all, flat_bytes, movable, views_at
-from bytecheckpoint.representation.boxes import Int64s
+from bytecheckpoint.representation.boxes import Int64s, Mask
 from bytecheckpoint.representation.plans import Copies, ReadPlan
 from bytecheckpoint.tuning import tuning
 
@@ -59,38 +59,6 @@ class MemoryRuns:
     segments: Int64s
 
 
-@dataclass(frozen=True, slots=True)
-class _CopyLists:
-    """The columns of `Copies` that are read one element at a time, as lists: that takes a fraction of the time."""
-
-    wanted: list[int]
-    source: list[int]
-    elements: list[int]
-    nbytes: list[int]
-    flat: list[bool]
-    target: list[int]
-
-    @staticmethod
-    def of(copies: Copies, nbytes: Int64s) -> _CopyLists:
-        columns = (copies.wanted, copies.source, copies.elements, nbytes, copies.flat, copies.target)
-        return _CopyLists(*(column.tolist() for column in columns))
-
-
-def _direct_ranges(plan: ReadPlan, targets: Sequence[Target], nbytes: Int64s) -> list[bool]:
-    """Return whether storage reads each range straight into its destinations; `nbytes` is the length of each copy."""
-    copies, first = plan.copies, plan.first_copy[:-1]
-    if not len(first):
-        return []
-    addressable = np.array([t.addressable for t in targets], bool)
-    overlaps_previous = np.zeros(len(nbytes), bool)
-    overlaps_previous[1:] = copies.source[1:] < (copies.source + nbytes)[:-1]
-    overlaps_previous[first] = False
-    direct = np.logical_and.reduceat(copies.flat & addressable[copies.wanted] & ~overlaps_previous, first)
-    long = np.add.reduceat(nbytes, first) >= np.diff(plan.first_copy) * _DIRECT_BYTES
-    directs: list[bool] = (direct & long).tolist()
-    return directs
-
-
 class ScatterPlan:
     """Copies the bytes of a read plan's ranges to their destinations.
 
@@ -107,9 +75,10 @@ class ScatterPlan:
         nbytes = plan.copies.elements * element[plan.copies.wanted]
         self._copies = _CopyLists.of(plan.copies, nbytes)
         self._first = plan.first_copy.tolist()
-        self._direct = _direct_ranges(plan, targets, nbytes)
+        direct = _direct_ranges(plan, targets, nbytes)
+        self._direct = direct.tolist()
         # Computed now: later the bytes that stream through the processor's caches push the code for this out of them.
-        ranges = np.flatnonzero(self._direct).tolist()
+        ranges = np.flatnonzero(direct).tolist()
         wanted = {w for r in ranges for w in self._copies.wanted[self._first[r] : self._first[r + 1]]}
         self._memory = {w: memoryview(flat_bytes(targets[w].data).numpy()) for w in wanted}
 
@@ -183,19 +152,20 @@ class ScatterPlan:
         targets: list[torch.Tensor] = []
         whole: list[torch.Tensor] = []
         whole_at: list[int] = []
+        copies = self._copies
         for copy in range(self._first[index], self._first[index + 1]):
-            target = self.targets[self._copies.wanted[copy]]
-            at = self._copies.source[copy] - start
+            target = self.targets[copies.wanted[copy]]
+            at = copies.source[copy] - start
             into = target.data
             same = into.dtype == target.dtype
-            if self._copies.flat[copy]:
-                count = self._copies.elements[copy]
+            if copies.flat[copy]:
+                count = copies.elements[copy]
                 if same and count == into.numel():
                     whole.append(movable(into))
                     whole_at.append(at)
                     continue
                 source = data[at : at + count * target.dtype.itemsize].view(target.dtype)
-                begin = self._copies.target[copy]
+                begin = copies.target[copy]
                 into = into.view(-1)[begin : begin + count]
             else:
                 source, into = self._box(copy, data, at, target)
@@ -224,6 +194,37 @@ class ScatterPlan:
         for dim, (begin, length) in enumerate(zip(copies.target_offsets[copy].tolist(), lengths, strict=False)):
             into = into.narrow(dim, begin, length)
         return source, into
+
+
+@dataclass(frozen=True, slots=True)
+class _CopyLists:
+    """The columns of `Copies` that are read one element at a time, as lists: that takes a fraction of the time."""
+
+    wanted: list[int]
+    source: list[int]
+    elements: list[int]
+    nbytes: list[int]
+    flat: list[bool]
+    target: list[int]
+
+    @staticmethod
+    def of(copies: Copies, nbytes: Int64s) -> _CopyLists:
+        columns = (copies.wanted, copies.source, copies.elements, nbytes, copies.flat, copies.target)
+        return _CopyLists(*(column.tolist() for column in columns))
+
+
+def _direct_ranges(plan: ReadPlan, targets: Sequence[Target], nbytes: Int64s) -> Mask:
+    """Return whether storage reads each range straight into its destinations; `nbytes` is the length of each copy."""
+    copies, first = plan.copies, plan.first_copy[:-1]
+    if not len(first):
+        return np.zeros(0, bool)
+    addressable = np.array([t.addressable for t in targets], bool)
+    overlaps_previous = np.zeros(len(nbytes), bool)
+    overlaps_previous[1:] = copies.source[1:] < (copies.source + nbytes)[:-1]
+    overlaps_previous[first] = False
+    direct = np.logical_and.reduceat(copies.flat & addressable[copies.wanted] & ~overlaps_previous, first)
+    long = np.add.reduceat(nbytes, first) >= np.diff(plan.first_copy) * _DIRECT_BYTES
+    return direct & long
 
 
 def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
