@@ -269,6 +269,19 @@ def test_calls_that_do_not_return_are_given_up(local: Storage) -> None:
     assert np.array_equal(read_all(storage, "model/file"), content(1000))
 
 
+@pytest.mark.parametrize(
+    ("names", "place"), [(["model/my file"], "/step/model/my file"), (["model/a", "model/b"], "/step"), ([], "/step")]
+)
+def test_a_call_of_one_file_that_is_given_up_names_it(local: Storage, names: list[str], place: str) -> None:
+    held = threading.Event()
+    storage = TimeLimitedStorage(FaultyStorage(local, [FaultRule("delete", hold=held)]))
+    storage.timeout = 0.05
+    with pytest.raises(StorageUnavailableError, match=rf"cannot delete .*{place}: no answer within"):
+        storage.delete(names)
+    held.set()
+    wait_until(lambda: not storage._hanging, 30)
+
+
 def test_a_late_abort_leaves_what_another_attempt_has_written(local: Storage) -> None:
     first = local.create(NewFile("model/file", 10))
     local.delete(["model/file"])
