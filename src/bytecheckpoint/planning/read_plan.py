@@ -72,7 +72,7 @@ class _Sources:
         row: catalog row that holds each box, int64 [n].
         file, element: of that row, as in `StoredRows`.
         start: byte offset of each box in its file's data section, int64 [n].
-        range_bytes: a range that reads the box ends at the next multiple of this, int64 [n].
+        range_bytes: where to cut: a row at the multiples of this, and the ranges that read it, int64 [n].
     """
 
     boxes: BoxTable
@@ -105,7 +105,7 @@ def plan_reads(stored: StoredRows, wanted: BoxTable, contiguous: Mask, chunk_byt
         byte      0       8       16      24
         stored    WW......WW......WW......
         sources   [2 x 8         ][1 x 8 ]    the row, cut where a chunk ends
-        copies    [0      1      ][2     ]    intersections with the wanted box, split at gaps of whole blocks
+        copies    00      11      22          intersections with the wanted box, split at gaps of whole blocks
         ranges    []      []      []          blocks that hold the copies
 
     >>> matrix = StoredRows(BoxTable.build([0], [[0, 0]], [[3, 8]]), *np.array([[0], [0], [1], [24], [2]]))
