@@ -312,6 +312,19 @@ def test_leaving_ends_what_is_under_way(world: DataWorld) -> None:
         waiting()
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_exchange_whose_data_thread_died_is_an_error(world: DataWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even if the end of the thread could not fail the exchange: its array was never filled."""
+    monkeypatch.setattr(world.mesh(1), "_on_end", lambda reason: None)
+    waiting = world.start(1, "never", {}, {2: np.zeros(9, np.uint8)}, timeout=2)
+    until(lambda: world.meshes[1]._operations)
+    world.meshes[1]._call_soon(sys.exit)
+    with pytest.raises(
+        PeerLostError, match="rank 1: exchange 'never': the thread bytecheckpoint-data failed: SystemExit"
+    ):
+        waiting()
+
+
 def test_a_rank_that_cannot_be_dialled_is_named_with_the_reason(
     world: DataWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:

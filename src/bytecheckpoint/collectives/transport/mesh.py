@@ -126,6 +126,8 @@ class Mesh(Connections):
                 pass
         if operation.error is not None:
             raise operation.error
+        if not operation.over.is_set():
+            raise self._closed_error(operation, self._ended or "this world was closed")
 
     def _closed_error(self, operation: Operation, reason: str) -> PeerLostError:
         return PeerLostError(f"rank {self.rank}: {operation.title}: {reason}")
