@@ -39,7 +39,7 @@ class TorchCollective(InboxCollective):
 
     Args:
         pg: the ranks that take part; None: the default group.
-        timeout: seconds for construction.
+        timeout: seconds for connecting. The broadcast before that has the time limit of the group.
         linger: most seconds by which the end of the program is delayed to deliver the last messages.
 
     Raises:
