@@ -34,9 +34,7 @@ _GPU_TESTS = Path(__file__).parent / "gpu"
 _SHARED_UNITS = {
     "worlds": ("tests/distributed/",),
     "interchange": ("tests/frameworks/interchange/",),
-    "hdfs": tuple(
-        f"tests/storage/test_{name}.py" for name in ("hdfs", "hdfs_commit", "hdfs_contact", "hdfs_pair", "leaks")
-    ),
+    "hdfs": tuple(f"tests/storage/test_{name}.py" for name in ("hdfs", "hdfs_commit", "hdfs_contact", "leaks")),
     "places": tuple(
         f"tests/storage/test_{name}.py" for name in ("end_to_end", "frameworks", "places", "tiers_on_servers", "worlds")
     ),

@@ -143,10 +143,6 @@ class Hdfs:
         for server in (*self.datanodes, self.namenode):
             server.kill()
 
-    def restart_namenode(self) -> None:
-        """Start the killed NameNode again. It is in safe mode at first."""
-        self.namenode.start()
-
     def wait(self, datanodes: int, timeout: float = 120.0) -> None:
         """Wait until so many DataNodes have registered and the NameNode has left safe mode."""
         deadline = time.monotonic() + timeout

@@ -8,6 +8,7 @@ import random
 import signal
 import socket
 import subprocess
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -58,14 +59,7 @@ class Server:
         env: variables, besides those of this process.
     """
 
-    def __init__(
-        self,
-        command: Sequence[str],
-        url: str,
-        log: Path,
-        *,
-        env: Mapping[str, str] | None = None,
-    ) -> None:
+    def __init__(self, command: Sequence[str], url: str, log: Path, *, env: Mapping[str, str] | None = None) -> None:
         self._command = list(command)
         self._url = url
         self._log = log
@@ -114,6 +108,11 @@ class Server:
     def kill(self) -> None:
         """End the server with SIGKILL."""
         self._end(signal.SIGKILL)
+
+    def kill_for(self, seconds: float) -> None:
+        """End the server with SIGKILL, and start it again so many seconds later, while others go on."""
+        self.kill()
+        threading.Timer(seconds, self.start).start()
 
     def _end(self, how: signal.Signals) -> None:
         process, self._process = self._process, None

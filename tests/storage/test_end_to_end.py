@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -17,7 +16,7 @@ from bytecheckpoint.cli.main import run
 from bytecheckpoint.storage import resolve
 from tests.faults.coded import load_step, whole
 from tests.faults.ranks import succeeded
-from tests.servers.fault_proxy import FaultProxy, HttpFault, asks, fault_proxy
+from tests.servers.fault_proxy import FaultProxy, Request, asks, fault_proxy
 from tests.servers.s3 import S3Server, versitygw
 from tests.servers.toxiproxy import Toxiproxy
 from tests.storage.conftest import use
@@ -137,15 +136,9 @@ def between(mortal: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fault
         yield made
 
 
-def kill_at(between: FaultProxy, server: S3Server, word: str, *, again_after: float | None) -> HttpFault:
-    """Kill the server as soon as a request whose method and path hold `word` comes; start it again later, or never."""
-
-    def kill() -> None:
-        server.server.kill()
-        if again_after is not None:
-            threading.Timer(again_after, server.server.start).start()
-
-    return between.add(lambda request: word in f"{request.method} {request.path}", before=kill)
+def at(word: str) -> Callable[[Request], bool]:
+    """Return a predicate: requests whose method and path hold `word`."""
+    return lambda request: word in f"{request.method} {request.path}"
 
 
 @pytest.mark.parametrize(
@@ -159,7 +152,7 @@ def test_a_server_killed_during_a_save_and_started_again(
     mortal: S3Server, between: FaultProxy, mode: str, moment: str
 ) -> None:
     succeeded(save("s3://bucket/step", 1))
-    rule = kill_at(between, mortal, moment, again_after=1.5)
+    rule = between.add(at(moment), before=lambda: mortal.server.kill_for(1.5))
     succeeded(save("s3://bucket/step", 2, **MODES[mode]))
     assert rule.hits == 1
     assert load("s3://bucket/step", 2) == {2}
@@ -175,7 +168,7 @@ def test_a_server_killed_during_a_save_that_stays_away(
 ) -> None:
     succeeded(save("s3://bucket/step", 1, world=2))
     bytecheckpoint.configure(storage_timeout=3.0)
-    kill_at(between, mortal, moment, again_after=None)
+    between.add(at(moment), before=mortal.server.kill)
     got = save("s3://bucket/step", 2, world=2, **MODES[mode])
     for raised in got:
         assert type(raised) is StorageUnavailableError, got
@@ -191,7 +184,7 @@ def test_a_server_killed_during_a_save_that_stays_away(
 
 def test_a_server_killed_during_a_load_and_started_again(mortal: S3Server, between: FaultProxy) -> None:
     succeeded(save("s3://bucket/step", 1, world=2))
-    rule = kill_at(between, mortal, "GET /bucket/step/model/rank-00001", again_after=1.5)
+    rule = between.add(asks("GET", "/model/rank-00001"), before=lambda: mortal.server.kill_for(1.5))
     assert load("s3://bucket/step", 3) == {1}
     assert rule.hits == 1
 
@@ -199,7 +192,7 @@ def test_a_server_killed_during_a_load_and_started_again(mortal: S3Server, betwe
 def test_a_server_killed_during_a_load_that_stays_away(mortal: S3Server, between: FaultProxy) -> None:
     succeeded(save("s3://bucket/step", 1, world=2))
     bytecheckpoint.configure(storage_timeout=3.0)
-    kill_at(between, mortal, "GET /bucket/step/model/rank-00001", again_after=None)
+    between.add(asks("GET", "/model/rank-00001"), before=mortal.server.kill)
     with pytest.raises(StorageUnavailableError, match=r"cannot read s3://bucket/step/\w+/rank-0000\d.*attempt \d+"):
         load_step("s3://bucket/step", rows=ROWS)
 
@@ -305,4 +298,4 @@ def test_saves_in_flight_finish_when_the_program_ends(root: str, writer: str, st
 def test_nothing_there(root: str) -> None:
     with pytest.raises(CheckpointNotFoundError, match=root):
         load_step(f"{root}/step")
-    assert np.shape(resolve(root).list()) == (0,)
+    assert resolve(root).list() == []

@@ -22,6 +22,7 @@ from bytecheckpoint.storage import Storage, resolve
 from bytecheckpoint.storage.testing import content, read_all, write_file
 from bytecheckpoint.storage.uploading import UploadingStorage
 from tests.faults.coded import load_step, states
+from tests.storage.checks import check_file, check_save
 
 STEP = "fsspec+flaky://x/step"
 
@@ -91,9 +92,7 @@ def storage(flaky: type[Flaky]) -> Storage:
 def test_save_replace_and_load(tmp_path: Path, scheme: str, writer: str, asynchronous: bool) -> None:
     bytecheckpoint.configure(writer=writer)
     root = f"fsspec+{scheme}://{tmp_path}"
-    for step in (1, 2):
-        bytecheckpoint.save(f"{root}/step", states(step=step), async_checkpoint=asynchronous).result(60)
-        assert load_step(f"{root}/step") == step
+    check_save(f"{root}/step", 1, 2, async_checkpoint=asynchronous)
     assert run(["verify", f"{root}/step"]) == 0
     assert run(["ls", root]) == 0
     fsspec.filesystem("memory").store.clear()
@@ -105,8 +104,7 @@ def test_save_replace_and_load(tmp_path: Path, scheme: str, writer: str, asynchr
 @pytest.mark.parametrize("call", ["open", "cat_file", "info", "mv"])
 def test_transient_errors_are_tried_again(flaky: type[Flaky], call: str, error: Exception) -> None:
     flaky.failing[call] = [error, error]
-    bytecheckpoint.save(STEP, states(step=3))
-    assert load_step(STEP) == 3
+    check_save(STEP, 3)
     assert flaky.failing[call] == []
 
 
@@ -177,8 +175,7 @@ def test_a_file_that_is_not_there_by_any_other_word(flaky: type[Flaky], storage:
 @pytest.mark.parametrize("writer", ["process", "thread"])
 def test_a_class_that_only_this_process_knows(flaky: type[Flaky], writer: str) -> None:
     bytecheckpoint.configure(writer=writer)
-    bytecheckpoint.save(STEP, states(step=3), async_checkpoint=True).result(60)
-    assert load_step(STEP) == 3
+    check_save(STEP, 3, async_checkpoint=True)
 
 
 def test_versions_of_one_second(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,14 +238,8 @@ def connections(flaky: type[Flaky]) -> Iterator[list[OneConnection]]:
 
 def test_one_request_at_a_time(connections: list[OneConnection]) -> None:
     storage = resolve("fsspec+oneconnection://x/step")
-    data = content(100_000)
-
-    def one(number: int) -> None:
-        write_file(storage, f"model/{number}", data)
-        assert (read_all(storage, f"model/{number}") == data).all()
-
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(one, range(16)))
+        list(pool.map(lambda number: check_file(storage, f"model/{number}", content(100_000)), range(16)))
     resolve("fsspec+oneconnection://x/other").publish("catalog", b"x")
     assert len(connections) == 1
 
@@ -302,8 +293,7 @@ class Hosted(Flaky):
 @pytest.mark.parametrize("folder", ["a#b", "#", "a/#/b", "100%#%41"])
 def test_what_looks_like_a_fragment_is_part_of_the_path(flaky: type[Flaky], folder: str) -> None:
     fsspec.register_implementation("hosted", Hosted, clobber=True)
-    bytecheckpoint.save(f"fsspec+hosted://somewhere/{folder}", states(step=2))
-    assert load_step(f"fsspec+hosted://somewhere/{folder}") == 2
+    check_save(f"fsspec+hosted://somewhere/{folder}", 2)
     assert f"/{folder}/metadata.parquet" in flaky.store
 
 
@@ -321,8 +311,7 @@ def test_folders_made_and_removed_by_others_meanwhile(
     made: list[str] = []
     monkeypatch.setattr(Flaky, "makedirs", makedirs)
     flaky.failing["open"] = [FileNotFoundError(2, "No such file")]
-    write_file(storage, "model/file", content(1000))
-    assert (read_all(storage, "model/file") == content(1000)).all()
+    check_file(storage, "model/file", content(1000))
     assert flaky.failing["open"] == [] and len(made) == 3
 
 

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from bytecheckpoint.storage.testing import RawAccess, StorageTests, content, rea
 from tests.faults.coded import load_step, states
 from tests.servers.hdfs import Hdfs, write_configuration
 from tests.servers.rpc_fault_proxy import RpcFaultProxy
+from tests.storage.checks import check_file
 from tests.storage.raw_access import HdfsAccess
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(300)]
@@ -129,9 +131,8 @@ def test_a_load_reads_no_byte_twice(hdfs: Hdfs, hdfs_path: str) -> None:
 def test_a_joined_file_is_like_any_other(
     hdfs: Hdfs, hdfs_storage: HdfsStorage, stable: bool, short_parts: None
 ) -> None:
-    write_file(hdfs_storage, "model/file", LARGE, stable=stable, piece=1_000_003)
+    check_file(hdfs_storage, "model/file", LARGE, stable=stable, piece=1_000_003)
     assert hdfs_storage.list() == [("model/file", len(LARGE))], "no sub-files are left"
-    assert np.array_equal(read_all(hdfs_storage, "model/file"), LARGE)
     path = hdfs_storage._path("model/file")
     assert hdfs.client().get_file_info(path).replication == 2
     if stable:  # Hadoop's own client takes seconds
@@ -154,17 +155,11 @@ def test_a_cluster_that_cannot_join(
     rpc_proxy: RpcFaultProxy, hdfs_storage: HdfsStorage, short_parts: None, monkeypatch: Any
 ) -> None:
     """An encryption zone, for one: files are sent as single streams there, and that is found out once."""
-    joined: list[str] = []
-
-    def refuse(target: str, *_: Any) -> None:
-        joined.append(target)
-        raise RemoteError("IOException", "concat can not be called for files in encryption zone.")
-
-    monkeypatch.setattr(hdfs_storage._cluster, "join", refuse)
+    refusal = RemoteError("IOException", "concat can not be called for files in encryption zone.")
+    monkeypatch.setattr(hdfs_storage._cluster, "join", join := Mock(side_effect=refusal))
     for name in ("model/first", "model/second"):
-        write_file(hdfs_storage, name, LARGE)
-        assert np.array_equal(read_all(hdfs_storage, name), LARGE)
-    assert len(joined) == 1
+        check_file(hdfs_storage, name, LARGE)
+    assert join.call_count == 1
     assert hdfs_storage.list() == [("model/first", len(LARGE)), ("model/second", len(LARGE))]
 
 

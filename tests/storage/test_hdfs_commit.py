@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import Mock
 
-import numpy as np
 import pytest
 
 import bytecheckpoint
 from bytecheckpoint import StorageConflictError, StorageError
 from bytecheckpoint.storage import Storage, resolve
 from bytecheckpoint.storage.hdfs.storage import HdfsStorage
-from bytecheckpoint.storage.testing import content, read_all, write_file
+from bytecheckpoint.storage.testing import content
 from bytecheckpoint.tuning import tuned
 from tests.faults.coded import load_step, states
 from tests.faults.ranks import succeeded
 from tests.servers.hdfs import Hdfs
 from tests.servers.rpc_fault_proxy import RpcFaultProxy
+from tests.storage.checks import check_file
 from tests.support.modes import MODES
 from tests.support.saves import ROWS, save
 
@@ -132,20 +133,15 @@ def test_a_file_that_is_removed_once_is_written_again(hdfs: Hdfs, rpc_proxy: Rpc
     storage, client = resolve(hdfs_path), hdfs.client()
     path = f"{hdfs_path}/model/file".removeprefix("hdfs://demo_0")
     event = rpc_proxy.add("complete", before=lambda: client.delete(path))
-    write_file(storage, "model/file", LARGE)
+    check_file(storage, "model/file", LARGE)
     assert event.hits == 1
-    assert np.array_equal(read_all(storage, "model/file"), LARGE)
     assert [entry.path for entry in hdfs_files(storage) if not entry.isdir] == [path]
 
 
 def test_a_publisher_that_is_refused_leaves_nothing(hdfs_storage: HdfsStorage, monkeypatch: pytest.MonkeyPatch) -> None:
-    storage = hdfs_storage
-    storage.publish(CATALOG, b"before")
-
-    def refuse(*_: Any, **__: Any) -> bool:
-        raise StorageError("refused")
-
-    monkeypatch.setattr(storage, "_rename", refuse)
+    hdfs_storage.publish(CATALOG, b"before")
+    version = hdfs_storage.version(CATALOG)
+    monkeypatch.setattr(hdfs_storage, "_rename", Mock(side_effect=StorageError("refused")))
     with pytest.raises(StorageError, match="refused"):
-        storage.publish(CATALOG, b"after", expected=storage.version(CATALOG))
-    assert storage.read(CATALOG) == b"before" and len(hdfs_files(storage)) == 1
+        hdfs_storage.publish(CATALOG, b"after", expected=version)
+    assert hdfs_storage.read(CATALOG) == b"before" and len(hdfs_files(hdfs_storage)) == 1

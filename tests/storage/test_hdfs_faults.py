@@ -23,7 +23,8 @@ from tests.faults.coded import load_step
 from tests.faults.ranks import succeeded
 from tests.servers.hdfs import Hdfs
 from tests.servers.limiter import Limiter
-from tests.servers.rpc_fault_proxy import FaultRule, RpcFaultProxy
+from tests.servers.rpc_fault_proxy import RpcFaultProxy
+from tests.storage.checks import within
 from tests.storage.conftest import use
 from tests.support.modes import MODES
 from tests.support.mounts import small_tmpfs
@@ -34,56 +35,38 @@ from tests.support.variants import quick
 pytestmark = [pytest.mark.server, pytest.mark.timeout(300)]
 
 
-def kill_at(
-    hdfs: Hdfs, rpc_proxy: RpcFaultProxy, method: str, *, skip: int = 0, again_after: float | None
-) -> FaultRule:
-    """Kill the NameNode as soon as an operation is asked for; start it again later, or never."""
-
-    def kill() -> None:
-        hdfs.namenode.kill()
-        if again_after is not None:
-            threading.Timer(again_after, hdfs.restart_namenode).start()
-
-    return rpc_proxy.add(method, before=kill, skip=skip)
-
-
 # --- the NameNode -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("mode", "method", "skip", "world"),
-    quick(
-        [
-            ("async", "addBlock", 2, 1),
-            ("sync", "create", 1, 1),
-            ("sync", "concat", 0, 2),
-            ("background", "complete", 1, 2),
-            ("background", "rename2", 1, 2),
-            ("async", "rename2", 0, 2),
-            ("sync", "delete", 0, 2),
-        ],
-        every=2,
-    ),
+    ("writer", "mode", "method", "skip", "world"),
+    [
+        ("process", "async", "addBlock", 1, 1),
+        *quick(
+            [
+                ("thread", "async", "addBlock", 2, 1),
+                ("thread", "sync", "create", 1, 1),
+                ("thread", "sync", "concat", 0, 2),
+                ("thread", "background", "complete", 1, 2),
+                ("thread", "background", "rename2", 1, 2),
+                ("thread", "async", "rename2", 0, 2),
+                ("thread", "sync", "delete", 0, 2),
+            ],
+            every=2,
+        ),
+    ],
 )
 @tuned(hdfs_part_bytes=2 << 20)
 def test_a_namenode_killed_during_a_save_and_started_again(
-    hdfs: Hdfs, rpc_proxy: RpcFaultProxy, hdfs_path: str, mode: str, method: str, skip: int, world: int
+    hdfs: Hdfs, rpc_proxy: RpcFaultProxy, hdfs_path: str, writer: str, mode: str, method: str, skip: int, world: int
 ) -> None:
-    bytecheckpoint.configure(writer="thread")
-    succeeded(save(hdfs_path, 1, world=world))
-    event = kill_at(hdfs, rpc_proxy, method, skip=skip, again_after=1.0)
+    bytecheckpoint.configure(writer=writer)
+    succeeded(save(hdfs_path, 1, world=world, async_checkpoint=writer == "process"))
+    event = rpc_proxy.add(method, before=lambda: hdfs.namenode.kill_for(1.0), skip=skip)
     succeeded(save(hdfs_path, 2, world=world, **MODES[mode]))
     assert event.hits == 1
     assert load(hdfs_path, 3) == {2}
     check_folder(hdfs_path)
-
-
-def test_the_writer_process_waits_for_a_namenode_too(hdfs: Hdfs, rpc_proxy: RpcFaultProxy, hdfs_path: str) -> None:
-    succeeded(save(hdfs_path, 1, async_checkpoint=True))
-    event = kill_at(hdfs, rpc_proxy, "addBlock", skip=1, again_after=1.0)
-    succeeded(save(hdfs_path, 2, async_checkpoint=True))
-    assert event.hits == 1
-    assert load(hdfs_path, 1) == {2}
 
 
 @pytest.mark.parametrize(
@@ -94,15 +77,13 @@ def test_a_namenode_killed_during_a_save_that_stays_away(
 ) -> None:
     succeeded(save(hdfs_path, 1, world=2))
     bytecheckpoint.configure(storage_timeout=3.0)
-    kill_at(hdfs, rpc_proxy, method, again_after=None)
-    begun = time.monotonic()
-    got = save(hdfs_path, 2, world=2, **MODES[mode])
-    assert time.monotonic() - begun < 60
+    rpc_proxy.add(method, before=hdfs.namenode.kill)
+    with within(60):
+        got = save(hdfs_path, 2, world=2, **MODES[mode])
     for raised in got:
         assert type(raised) is StorageUnavailableError, got
         assert "hdfs://demo_0/" in str(raised) and "attempt" in str(raised)
-    hdfs.restart_namenode()
-    hdfs.wait(2)
+    hdfs.start()
     bytecheckpoint.configure(storage_timeout=180.0)
     assert load(hdfs_path, 3) == {1}
     assert run(["verify", hdfs_path]) == 0
@@ -117,8 +98,8 @@ def test_a_namenode_killed_during_a_load(
 ) -> None:
     succeeded(save(hdfs_path, 1, world=2))
     # With three ranks only after each has had an answer, for its catalog: a NameNode that never answered is not waited for.
-    skip = 2 if stays_away else 4
-    kill_at(hdfs, rpc_proxy, "getBlockLocations", skip=skip, again_after=None if stays_away else 1.0)
+    skip, kill = (2, hdfs.namenode.kill) if stays_away else (4, lambda: hdfs.namenode.kill_for(1.0))
+    rpc_proxy.add("getBlockLocations", before=kill, skip=skip)
     if not stays_away:
         assert load(hdfs_path, 3) == {1}
         return
@@ -133,7 +114,7 @@ def test_a_restarted_namenode_is_waited_for(hdfs: Hdfs, hdfs_path: str) -> None:
     for datanode in hdfs.datanodes:
         datanode.kill()
     hdfs.namenode.kill()
-    hdfs.restart_namenode()
+    hdfs.namenode.start()
     assert hdfs.bean("NameNode", "NameNodeInfo")["Safemode"]
     timers = [threading.Timer(3.0 + number, datanode.start) for number, datanode in enumerate(hdfs.datanodes)]
     for timer in timers:
@@ -153,13 +134,11 @@ def test_a_datanode_that_is_dead_before_a_save(hdfs: Hdfs, hdfs_path: str, write
     bytecheckpoint.configure(writer=writer)
     succeeded(save(hdfs_path, 1, world=2))
     hdfs.datanodes[1].kill()
-    begun = time.monotonic()
-    succeeded(save(hdfs_path, 2, world=2, async_checkpoint=writer == "process"))
-    assert load(hdfs_path, 3) == {2}
-    assert time.monotonic() - begun < 90
+    with within(90):
+        succeeded(save(hdfs_path, 2, world=2, async_checkpoint=writer == "process"))
+        assert load(hdfs_path, 3) == {2}
     check_folder(hdfs_path)
-    hdfs.datanodes[1].start()
-    hdfs.wait(2)
+    hdfs.start()
     # What could have one copy only gets its second.
     client, root = hdfs.client(), hdfs_path.removeprefix("hdfs://demo_0")
     files = [entry for entry in client.list_status(root, True) if not entry.isdir]
@@ -267,13 +246,8 @@ def test_a_writer_that_is_killed(hdfs: Hdfs, rpc_proxy: RpcFaultProxy, hdfs_path
     succeeded(save(hdfs_path, 3))
     assert load(hdfs_path, 1) == {3}
     check_folder(hdfs_path)
-    client = hdfs.client()
-    names = [
-        e.path.rpartition("/")[2]
-        for e in client.list_status(hdfs_path.removeprefix("hdfs://demo_0"), True)
-        if not e.isdir
-    ]
-    assert not [name for name in names if name.startswith(".bytecheckpoint-part")], "sub-files of the killed writer"
+    paths = [entry.path for entry in hdfs.client().list_status(hdfs_path.removeprefix("hdfs://demo_0"), True)]
+    assert not [path for path in paths if "/.bytecheckpoint-part" in path], "sub-files of the killed writer"
 
 
 # --- slow lines -------------------------------------------------------------------------------------------------------
@@ -325,13 +299,9 @@ def test_sub_files_go_over_several_connections(limiters: list[Limiter], hdfs_pat
 
 def test_lines_that_break_for_a_while(limiters: list[Limiter], hdfs_path: str) -> None:
     succeeded(save(hdfs_path, 1))
-
-    def mend(proxy: Limiter) -> None:
-        proxy.cut = 0
-
     for proxy in limiters:
         proxy.cut = 100_000
-        threading.Timer(2.0, mend, [proxy]).start()
+        threading.Timer(2.0, setattr, [proxy, "cut", 0]).start()
     succeeded(save(hdfs_path, 2))
     assert load(hdfs_path, 1) == {2}
 
@@ -342,6 +312,5 @@ def test_a_line_that_swallows_everything(limiters: list[Limiter], hdfs_path: str
     data = content(64 << 20)
     write_file(storage, "model/file", data)
     limiters[0].swallow = True
-    begun = time.monotonic()
-    assert np.array_equal(read_all(storage, "model/file"), data)
-    assert time.monotonic() - begun < 70, "20 s for the first ranges, 2 s for others"
+    with within(70):  # 20 s for the first ranges, 2 s for others
+        assert np.array_equal(read_all(storage, "model/file"), data)

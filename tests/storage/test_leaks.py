@@ -19,9 +19,9 @@ from bytecheckpoint.storage import resolve
 from bytecheckpoint.storage.hdfs.cluster import _clusters
 from bytecheckpoint.storage.objects.bucket import _buckets
 from bytecheckpoint.tuning import tuned
-from tests.faults.coded import load_step, states
 from tests.servers.hdfs import Hdfs
 from tests.servers.s3 import S3Server
+from tests.storage.checks import check_save
 from tests.storage.conftest import use
 
 
@@ -77,8 +77,7 @@ def nothing(found: dict[str, float]) -> None:
 
 
 def save_and_load(path: str, step: int) -> None:
-    bytecheckpoint.save(path, states(step=step, rows=200))
-    assert load_step(path, rows=200) == step
+    check_save(path, step, rows=200)
     with bytecheckpoint.open(path) as checkpoint:
         assert "model/w" in checkpoint
 

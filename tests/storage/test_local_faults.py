@@ -6,9 +6,9 @@ import errno
 import fcntl
 import os
 import shutil
+import signal
 import threading
 import time
-import uuid
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,14 @@ import pytest
 import bytecheckpoint
 from bytecheckpoint import StorageError, StorageFullError, StorageUnavailableError
 from bytecheckpoint.collectives.testing import ThreadWorld
-from bytecheckpoint.storage import NewFile, resolve
-from bytecheckpoint.storage.posix import storage as local
+from bytecheckpoint.storage import FileWriter, NewFile, resolve
+from bytecheckpoint.storage.posix.storage import PosixStorage
 from bytecheckpoint.storage.testing import content, read_all, write_file
 from bytecheckpoint.tuning import tuned
 from tests.faults.coded import files_of, load_step, states
 from tests.faults.ranks import attempt, save_all, succeeded
+from tests.storage.checks import check_file, check_save
+from tests.support.faulty_storage import Faults
 from tests.support.modes import MODES
 from tests.support.mounts import small_tmpfs
 from tests.support.system_calls import Fail
@@ -50,12 +52,9 @@ def test_short_writes_and_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     writev, readv = os.pwritev, os.preadv
     monkeypatch.setattr(os, "pwritev", lambda fd, buffers, offset: writev(fd, cut(buffers), offset))
     monkeypatch.setattr(os, "preadv", lambda fd, buffers, offset: readv(fd, cut(buffers), offset))
-    storage = resolve(tmp_path)
-    write_file(storage, "model/x", content(size))
-    assert np.array_equal(read_all(storage, "model/x"), content(size))
+    check_file(resolve(tmp_path), "model/x", content(size))
     if most > 1:
-        bytecheckpoint.save(tmp_path / "s", states(step=1, rows=300))
-        assert load_step(tmp_path / "s", rows=300) == 1
+        check_save(tmp_path / "s", 1, rows=300)
 
 
 def test_a_write_that_takes_nothing_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,16 +68,13 @@ def test_a_write_that_takes_nothing_is_an_error(tmp_path: Path, monkeypatch: pyt
 
 def test_signals_interrupt_nothing(tmp_path: Path) -> None:
     """System calls that a signal interrupts go on."""
-    import signal
 
     bytecheckpoint.configure(writer="thread")
     seen = [0]
     before = signal.signal(signal.SIGALRM, lambda *_: seen.__setitem__(0, seen[0] + 1))
     signal.setitimer(signal.ITIMER_REAL, 0.001, 0.001)
     try:
-        for step in range(1, 6):
-            bytecheckpoint.save(tmp_path / "s", states(step=step, rows=3000))
-            assert load_step(tmp_path / "s", rows=3000) == step
+        check_save(tmp_path / "s", 1, 2, 3, 4, 5, rows=3000)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
@@ -112,9 +108,8 @@ def test_an_error_of_close_is_an_error_of_the_save(tmp_path: Path, fail: Fail, c
 @pytest.mark.parametrize("code", [errno.EINVAL, errno.EBADF, errno.EOPNOTSUPP])
 def test_file_systems_that_cannot_sync_folders(tmp_path: Path, fail: Fail, code: int) -> None:
     rule = fail("fsync", code, lambda fd: os.path.isdir(f"/proc/self/fd/{fd}"))
-    bytecheckpoint.save(tmp_path / "new" / "s", states(step=1))
+    check_save(tmp_path / "new" / "s", 1)
     assert rule.hits > 3
-    assert load_step(tmp_path / "new" / "s") == 1
 
 
 @pytest.mark.parametrize("code", [errno.EINVAL, errno.EOPNOTSUPP])
@@ -152,29 +147,27 @@ def test_blocks_that_cannot_be_reserved(tmp_path: Path, fail: Fail, code: int, d
 
 
 @pytest.mark.parametrize(("wanted", "direct"), [("auto", False), ("on", True), ("off", False)])
-def test_direct_io_where_there_is_no_disk(tmp_path: Path, wanted: str, direct: bool) -> None:
+def test_direct_io_where_there_is_no_disk(tmp_path: Path, fail: Fail, wanted: str, direct: bool) -> None:
     """Network file systems may take it; a tmpfs does so too."""
     bytecheckpoint.configure(direct_io=wanted)
-    opened: list[bool] = []
-    real = local._Writer.finish
-    with small_tmpfs(tmp_path / "t", "8m"), pytest.MonkeyPatch.context() as patch:
+    written: list[bool] = []
+    with small_tmpfs(tmp_path / "t", "8m"):
         probe = resolve(tmp_path / "t").create(NewFile("model/x", 5001, direct=True))
         if wanted == "on" and not probe.direct:
             pytest.skip("NOT TESTED HERE: this kernel's tmpfs takes no direct I/O")
         probe.abort()
-        patch.setattr(local._Writer, "finish", lambda self, size: (opened.append(self.direct), real(self, size))[1])
+        # No write fails: the predicate only looks at the flags of its file.
+        fail("pwritev", 0, lambda fd, *_: written.append(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT != 0))
         for mode in MODES.values():
             bytecheckpoint.save(tmp_path / "t" / "s", states(step=1), **mode).result(60)
             assert load_step(tmp_path / "t" / "s", prepare_save=False) == 1
-    assert set(opened) == {direct}
+    assert set(written) == {direct}
 
 
 @pytest.mark.parametrize("code", [errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK])
 def test_file_systems_without_links(tmp_path: Path, fail: Fail, code: int) -> None:
     rule = fail("link", code)
-    for step in (1, 2):
-        bytecheckpoint.save(tmp_path / "s", states(step=step))
-        assert load_step(tmp_path / "s") == step
+    check_save(tmp_path / "s", 1, 2)
     assert rule.hits == 1 and len(files_of(tmp_path / "s")) == 6
 
 
@@ -189,9 +182,7 @@ def test_a_link_that_fails_otherwise_fails_the_save(tmp_path: Path, fail: Fail, 
 
 def test_file_systems_without_locks(tmp_path: Path, fail: Fail) -> None:
     fail("flock", errno.ENOLCK, owner=fcntl)
-    for step in (1, 2, 3):
-        bytecheckpoint.save(tmp_path / "s", states(step=step))
-        assert load_step(tmp_path / "s") == step
+    check_save(tmp_path / "s", 1, 2, 3)
     assert len(files_of(tmp_path / "s")) == 6
 
 
@@ -258,23 +249,13 @@ def test_the_directory_is_removed_in_the_middle(
 ) -> None:
     """Somebody's `rm -r` while a save is under way: the save fails, or nothing of it is missing."""
     bytecheckpoint.configure(writer="thread")
-    path = tmp_path / "s"
-    world = ThreadWorld(ranks)
-    real = local._Writer.finish
-    gone = threading.Lock()
-
-    def finish(writer: Any, size: int) -> None:
-        with gone:
-            real(writer, size)
-            if "optimizer" in writer._path and path.exists():
-                shutil.rmtree(path, ignore_errors=True)  # another rank makes files there meanwhile
-
-    monkeypatch.setattr(local._Writer, "finish", finish)
+    path, world, faults = tmp_path / "s", ThreadWorld(ranks), Faults().install(monkeypatch)
+    # Errors are ignored because another rank makes files there meanwhile.
+    faults.add("finish", name="optimizer", times=-1, before=lambda: shutil.rmtree(path, ignore_errors=True))
     got = save_all(world, path, 1, **MODES[mode])
     assert all(isinstance(raised, StorageError) and str(path) in str(raised) for raised in got), got
     assert files_of(path) == []
-    monkeypatch.undo()
-    bytecheckpoint.configure(writer="thread")
+    faults.clear()
     if mode != "sync":
         save_all(world, path, 2)
     succeeded(save_all(world, path, 3, **MODES[mode]))
@@ -300,22 +281,18 @@ def test_one_rank_has_no_space(tmp_path: Path, mode: str) -> None:
     path, world = tmp_path / "s", ThreadWorld(3)
     succeeded(save_all(world, path, 1))
     before = files_of(path)
-    real = local.PosixStorage.create
-    small = tmp_path / "small"
+    real, small = PosixStorage.create, tmp_path / "small"
 
-    def create(storage: Any, request: NewFile) -> Any:
-        if "rank-00001" in request.name and storage.root == str(path) and small.is_mount():
-            place, shown = str(small / uuid.uuid4().hex), f"{path}/{request.name}"
-            return local._Writer(place, shown, request.size, direct=False, reserve=False)
-        return real(storage, request)
+    def create(storage: PosixStorage, request: NewFile) -> FileWriter:
+        return real(resolve(small) if "rank-00001" in request.name else storage, request)
 
     with small_tmpfs(small, "4k"):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(local.PosixStorage, "create", create)
+            patch.setattr(PosixStorage, "create", create)
             got = save_all(world, path, 2, **MODES[mode])
         assert all(type(raised) is StorageFullError for raised in got), got
         assert all("No space left on device" in str(raised) and "rank-00001" in str(raised) for raised in got)
-        assert os.listdir(small) == [], "nothing is left"
+        assert files_of(small) == [], "nothing is left"
     assert files_of(path) == before and load_step(path) == 1
     if mode != "sync":
         assert all("earlier" in str(raised) for raised in save_all(world, path, 3))

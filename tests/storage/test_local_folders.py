@@ -1,4 +1,4 @@
-"""Local folders and memory: odd paths, links, files of several users, what crashed saves leave."""
+"""Local folders and `mem://`: odd paths, links, files of several users, what crashed saves leave."""
 
 from __future__ import annotations
 
@@ -15,14 +15,17 @@ import numpy as np
 import pytest
 
 import bytecheckpoint
-from bytecheckpoint import StorageError
+from bytecheckpoint import CheckpointNotFoundError, StorageError, StorageFullError
 from bytecheckpoint.cli.main import run as command
 from bytecheckpoint.collectives.testing import ThreadWorld
 from bytecheckpoint.storage import resolve
 from bytecheckpoint.storage.testing import content, read_all, write_file
 from tests.faults.coded import files_of, load_step, states
 from tests.faults.ranks import attempt, save_all
+from tests.storage.checks import check_save
+from tests.support.memory import folder_in_memory
 from tests.support.modes import MODES
+from tests.support.mounts import small_tmpfs
 from tests.support.processes import run_program
 from tests.support.worlds import World
 
@@ -63,7 +66,7 @@ def test_symbolic_links(tmp_path: Path) -> None:
     (tmp_path / "dangling").symlink_to("nowhere/at/all")
     with pytest.raises(StorageError, match=rf"{tmp_path}/dangling"):
         bytecheckpoint.save(tmp_path / "dangling", states(step=1))
-    with pytest.raises(bytecheckpoint.CheckpointNotFoundError):
+    with pytest.raises(CheckpointNotFoundError):
         load_step(tmp_path / "dangling")
 
 
@@ -76,7 +79,7 @@ def test_a_path_that_leads_through_a_file(tmp_path: Path, place: str) -> None:
         )
         assert type(got) is StorageError and str(tmp_path / place) in str(got) and "Not a directory" in str(got)
         attempt(bytecheckpoint.save, tmp_path / "other", states(step=1))  # raises the earlier one
-    with pytest.raises(bytecheckpoint.CheckpointNotFoundError):
+    with pytest.raises(CheckpointNotFoundError):
         load_step(tmp_path / place)
     assert command(["ls", str(tmp_path / place)]) == 2
     assert (tmp_path / "step").read_text() == "precious"
@@ -92,11 +95,8 @@ def test_a_file_where_a_kind_is_to_go(tmp_path: Path) -> None:
 
 def test_long_names(tmp_path: Path) -> None:
     longest = "n" * 255
-    bytecheckpoint.save(tmp_path / longest, states(step=1))
-    assert load_step(tmp_path / longest) == 1
-    deep = tmp_path.joinpath(*["d" * 200] * 15)
-    bytecheckpoint.save(deep, states(step=2))
-    assert load_step(deep) == 2
+    check_save(tmp_path / longest, 1)
+    check_save(tmp_path.joinpath(*["d" * 200] * 15), 2)
     for path in (tmp_path / ("n" * 256), tmp_path.joinpath(*["d" * 200] * 25)):
         for call in (lambda path=path: bytecheckpoint.save(path, states(step=1)), lambda path=path: load_step(path)):
             with pytest.raises(StorageError, match="File name too long"):
@@ -122,13 +122,11 @@ def test_copies_that_share_their_bytes_stay_as_they_are(tmp_path: Path, flags: l
     bytecheckpoint.save(path, states(step=1))
     subprocess.run(["cp", *flags, str(path), str(copy)], check=True)
     assert load_step(copy) == 1 and command(["verify", str(copy)]) == 0
-    for step in (2, 3):
-        bytecheckpoint.save(path, states(step=step))
-        assert load_step(path) == step
+    check_save(path, 2, 3)
     if "-as" not in flags:  # symbolic links share names, which is another thing
         assert load_step(copy) == 1 and command(["verify", str(copy)]) == 0
-    bytecheckpoint.save(copy, states(step=4))
-    assert load_step(copy) == 4 and load_step(path) == 3
+    check_save(copy, 4)
+    assert load_step(path) == 3
 
 
 def act(user: int, mask: int, root: str, what: str, name: str, memory: str) -> str:
@@ -214,17 +212,70 @@ def test_a_folder_that_can_be_written_and_not_listed(tmp_path: Path, as_user: Ca
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 
-_CRASH = """
-import os, sys
-import bytecheckpoint
-from bytecheckpoint.storage.posix import storage as local
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("writer", ["process", "thread"])
+def test_saves_in_memory(memory: str, asynchronous: bool, writer: str, capsys: pytest.CaptureFixture[str]) -> None:
+    bytecheckpoint.configure(writer=writer)
+    for step in (1, 2):
+        report = bytecheckpoint.save(f"{memory}/step", states(step=step), async_checkpoint=asynchronous).result(60)
+        assert report.path == f"{memory}/step"
+        assert load_step(f"{memory}/step") == step
+    assert command(["verify", f"{memory}/step"]) == 0
+    assert command(["ls", memory]) == 0
+    assert "committed" in capsys.readouterr().out
+    assert stat.S_IMODE(folder_in_memory().stat().st_mode) == 0o700
+    assert (folder_in_memory(memory) / "step" / "metadata.parquet").exists()
+
+
+def test_memory_outlives_the_process(memory: str) -> None:
+    program = """
+import os, sys, bytecheckpoint
 from tests.faults.coded import states
-real = local._Writer.finish
-def finish(writer, size):
-    if "optimizer" in writer._path:
-        os._exit(9)
-    real(writer, size)
-local._Writer.finish = finish
+bytecheckpoint.save(sys.argv[1], states(step=5))
+os._exit(9)
+"""
+    assert run_program(program, f"{memory}/step").returncode == 9
+    assert load_step(f"{memory}/step") == 5
+
+
+def test_nothing_is_in_memory(memory: str) -> None:
+    with pytest.raises(CheckpointNotFoundError, match=memory):
+        bytecheckpoint.open(f"{memory}/step")
+
+
+@pytest.mark.parametrize("wrong", ["open", "link"])
+def test_a_folder_in_memory_that_others_can_reach_is_refused(tmp_path: Path, wrong: str) -> None:
+    folder = tmp_path / f"bytecheckpoint-{os.geteuid()}"
+    if wrong == "open":
+        folder.mkdir()
+        folder.chmod(0o755)
+    else:
+        (tmp_path / "elsewhere").mkdir(mode=0o700)
+        folder.symlink_to(tmp_path / "elsewhere")
+    bytecheckpoint.configure(memory_dir=str(tmp_path))
+    with pytest.raises(StorageError, match="belongs to somebody else or is open to others"):
+        resolve("mem://x")
+
+
+def test_the_memory_dir_reaches_the_writer_process(tmp_path: Path) -> None:
+    bytecheckpoint.configure(memory_dir=str(tmp_path), writer="process")
+    check_save("mem://x/step", 4, async_checkpoint=True)
+    assert (tmp_path / f"bytecheckpoint-{os.geteuid()}" / "x" / "step" / "metadata.parquet").exists()
+
+
+def test_no_room_in_memory(tmp_path: Path) -> None:
+    with small_tmpfs(tmp_path, "1m"):
+        bytecheckpoint.configure(memory_dir=str(tmp_path))
+        with pytest.raises(StorageFullError, match=r"mem://x/step/.*No space left"):
+            bytecheckpoint.save("mem://x/step", states(step=4, rows=10_000))
+        assert resolve("mem://x/step").list() == []
+
+
+_CRASH = """
+import os, sys, pytest, bytecheckpoint
+from tests.faults.coded import states
+from tests.support.faulty_storage import Faults
+Faults().install(pytest.MonkeyPatch()).add("finish", name="optimizer", before=lambda: os._exit(9))
 bytecheckpoint.configure(writer="thread")
 bytecheckpoint.save(sys.argv[1], states(step=2))
 """
@@ -239,17 +290,16 @@ def test_what_a_crashed_saver_left_in_memory_goes_with_the_next_save(memory: str
     left = len(resolve(path).list())
     assert left > (0 if first else 6)
     found = attempt(load_step, path)
-    assert isinstance(found, bytecheckpoint.CheckpointNotFoundError) if first else found == 1
-    bytecheckpoint.save(path, states(step=3))
-    assert load_step(path) == 3
+    assert isinstance(found, CheckpointNotFoundError) if first else found == 1
+    check_save(path, 3)
     assert len(resolve(path).list()) == 6
 
 
 @pytest.mark.parametrize("name", ["with space", "ünï-文", "100%41", "a+b&c=d,e;f", "~", "#x?y", "-rf", "x" * 200])
 def test_odd_names_in_memory(memory: str, name: str) -> None:
     path = f"{memory}/{name}/{name}"
-    bytecheckpoint.save(path, states(step=1), async_checkpoint=True).result(60)
-    assert load_step(path) == 1 and load_step(f"{path}/") == 1
+    check_save(path, 1, async_checkpoint=True)
+    assert load_step(f"{path}/") == 1
     assert resolve(f"{memory}/{name}").folders() == [name]
     assert command(["verify", path]) == 0
 

@@ -31,10 +31,9 @@ def ends_with(name: str) -> Callable[..., bool]:
 @tuned(stale_pauses=SHORT_PAUSES)
 def test_a_name_that_the_cache_knows_wrongly_is_opened_again(tmp_path: Path, fail: Fail, code: int) -> None:
     storage = resolve(tmp_path)
-    data = content(5000)
-    write_file(storage, "model/file", data)
+    write_file(storage, "model/file", content(5000))
     rule = fail("open", code, ends_with("model/file"), times=3)
-    assert np.array_equal(read_all(storage, "model/file"), data)
+    assert np.array_equal(read_all(storage, "model/file"), content(5000))
     assert rule.hits == 3
     rule.times = 3
     assert storage.stat("model/file").size == 5000

@@ -17,6 +17,7 @@ from bytecheckpoint.tuning import tuned
 from tests.faults.coded import load_step, states
 from tests.servers.fault_proxy import FaultProxy, Request, asks, s3_error
 from tests.servers.s3 import S3Server, s3proxy
+from tests.storage.checks import check_save
 from tests.storage.conftest import use
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(200)]
@@ -26,8 +27,12 @@ def replaces(request: Request) -> bool:
     return "if-match" in request.headers
 
 
+def creates(request: Request) -> bool:
+    return "if-none-match" in request.headers
+
+
 def conditional(request: Request) -> bool:
-    return replaces(request) or "if-none-match" in request.headers
+    return replaces(request) or creates(request)
 
 
 #: What a save says that cannot replace a checkpoint.
@@ -56,7 +61,7 @@ def test_a_conditional_put_is_tried_again(
 
 
 @pytest.mark.parametrize("replacing", [False, True])
-def test_a_put_that_meets_another_writers_is_a_conflict(storage: Storage, between: FaultProxy, replacing: bool) -> None:
+def test_a_put_that_meets_another_writers_is_a_conflict(storage: Storage, replacing: bool) -> None:
     if replacing:
         storage.publish("metadata.parquet", b"old", expected="")
     version = storage.version("metadata.parquet")
@@ -100,8 +105,7 @@ def test_a_store_that_cannot_replace_conditionally(between: FaultProxy, bucket: 
     assert load_step(path) == 1
     assert resolve(path).list() == files
     bytecheckpoint.configure(commit="plain")
-    bytecheckpoint.save(path, states(step=3))
-    assert load_step(path) == 3
+    check_save(path, 3)
 
 
 @pytest.fixture
@@ -116,7 +120,7 @@ def unsigned(s3: S3Server, bucket: str, between: FaultProxy, monkeypatch: pytest
 
 @pytest.mark.usefixtures("unsigned")
 def test_a_store_that_ignores_the_condition_of_a_creation(between: FaultProxy, path: str) -> None:
-    between.add(lambda r: "if-none-match" in r.headers, strip=("if-none-match",), times=-1)
+    between.add(creates, strip=("if-none-match",), times=-1)
     with pytest.raises(StorageError, match=r"does not honour conditional puts.*settings\.commit='plain'"):
         bytecheckpoint.save(path, states(step=1))
     assert not any("/rank" in request.path for request in between.requests), "the error comes before anything is sent"
@@ -134,9 +138,7 @@ def test_a_store_that_knows_no_conditions(between: FaultProxy, path: str, status
         bytecheckpoint.save(path, states(step=1))
     assert resolve(path).list() == []
     bytecheckpoint.configure(commit="plain")
-    for step in (2, 3):
-        bytecheckpoint.save(path, states(step=step))
-        assert load_step(path) == step
+    check_save(path, 2, 3)
 
 
 @pytest.mark.parametrize(
@@ -175,20 +177,13 @@ def test_what_keeps_the_probe_from_its_puts_is_no_verdict(
     with pytest.raises(StorageError, match=rf"cannot try conditional puts on s3://\S+: {code}: so it is"):
         bytecheckpoint.save(path, states(step=1))
     between.rules.clear()
-    for step in (2, 3):
-        bytecheckpoint.save(path, states(step=step))
-        assert load_step(path) == step
+    check_save(path, 2, 3)
 
 
 def test_a_probe_whose_answers_get_lost(between: FaultProxy, path: str) -> None:
     """What was carried out and is asked for again is refused; that is no fault of the store."""
-    lost = [
-        between.add(lambda r, header=header: "probe" in r.path and header in r.headers, lose=True)
-        for header in ("if-match", "if-none-match")
-    ]
-    for step in (1, 2):
-        bytecheckpoint.save(path, states(step=step))
-        assert load_step(path) == step
+    lost = [between.add(lambda r, fits=fits: "probe" in r.path and fits(r), lose=True) for fits in (replaces, creates)]
+    check_save(path, 1, 2)
     assert [rule.hits for rule in lost] == [1, 1]
 
 
@@ -206,12 +201,10 @@ def test_a_store_with_broken_conditional_puts_is_refused(racy: str) -> None:
         bytecheckpoint.save(racy, states(step=1))
     assert resolve(racy).list() == []
     bytecheckpoint.configure(commit="plain")
-    counts = set()
-    for step in (2, 3):
-        bytecheckpoint.save(racy, states(step=step), async_checkpoint=step == 3).result(60)
-        assert load_step(racy) == step
-        counts.add(len(resolve(racy).list()))
-    assert len(counts) == 1, "files of the replaced step are gone, without the bulk deletion that this store lacks"
+    check_save(racy, 2)
+    count = len(resolve(racy).list())
+    check_save(racy, 3, async_checkpoint=True)
+    assert len(resolve(racy).list()) == count, "files of the replaced step are gone, without the bulk deletion it lacks"
 
 
 # --- conditional puts -------------------------------------------------------------------------------------------------
@@ -229,7 +222,7 @@ def test_a_conflict_after_refusals(storage: Storage, between: FaultProxy) -> Non
     """Refused twice for nothing; then another writer was quicker indeed."""
 
     def refuse(request: Request) -> bool:
-        if request.method != "PUT" or "metadata" not in request.path or "if-none-match" not in request.headers:
+        if not (asks("PUT", "metadata")(request) and creates(request)):
             return False
         if rule.hits == 1:
             storage.publish("metadata.parquet", b"theirs")
@@ -243,6 +236,5 @@ def test_a_conflict_after_refusals(storage: Storage, between: FaultProxy) -> Non
 
 def test_a_probe_all_of_whose_puts_are_refused_at_first(between: FaultProxy, path: str) -> None:
     rule = between.add(asks("PUT", "probe"), status=409, body=s3_error("ConditionalRequestConflict"), times=12)
-    bytecheckpoint.save(path, states(step=1))
+    check_save(path, 1)
     assert rule.hits == 12
-    assert load_step(path) == 1

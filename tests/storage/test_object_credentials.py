@@ -10,7 +10,6 @@ import time
 import types
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +23,9 @@ from bytecheckpoint.storage.objects.config import _Profile
 from bytecheckpoint.storage.testing import content, write_file
 from bytecheckpoint.world import world_of
 from tests.faults.coded import load_step, states
-from tests.servers.fault_proxy import fault_proxy, s3_error
+from tests.servers.fault_proxy import FaultProxy, HttpFault, fault_proxy, s3_error
 from tests.servers.s3 import KEY, SECRET, S3Server
+from tests.storage.checks import check_save, within
 from tests.storage.conftest import use
 from tests.support.settings import forget_failure
 
@@ -40,23 +40,20 @@ def storage(bucket: str) -> Storage:
 def test_wrong_credentials(s3: S3Server, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
     variables = s3.environment() | {"AWS_SECRET_ACCESS_KEY": "WRONG-SECRET", "AWS_SESSION_TOKEN": "TOKEN-SECRET"}
     use(monkeypatch, variables)
-    begun = time.monotonic()
     for asynchronous in (False, True):
-        with pytest.raises(StorageError, match=rf"s3://{bucket}/step/\S+: \w+: .*check the credentials") as raised:
+        says = rf"s3://{bucket}/step/\S+: \w+: .*check the credentials"
+        with within(5), pytest.raises(StorageError, match=says) as raised:
             bytecheckpoint.save(f"s3://{bucket}/step", states(step=1), async_checkpoint=asynchronous).result(60)
         for secret in ("WRONG-SECRET", "TOKEN-SECRET", SECRET, "Signature=", "StringToSign"):
             assert secret not in str(raised.value)
         forget_failure()
-    assert time.monotonic() - begun < 10
 
 
 def test_no_credentials(s3: S3Server, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
     nowhere = {"AWS_METADATA_ENDPOINT": "http://127.0.0.1:1", "HOME": "/nowhere"}
     use(monkeypatch, {"AWS_ENDPOINT_URL": s3.endpoint, **nowhere})
-    begun = time.monotonic()
-    with pytest.raises(StorageError, match="found no credentials in the environment"):
+    with within(10), pytest.raises(StorageError, match="found no credentials in the environment"):
         resolve(f"s3://{bucket}/step").read("metadata.parquet")
-    assert time.monotonic() - begun < 10
 
 
 # --- profiles ---------------------------------------------------------------------------------------------------------
@@ -116,8 +113,7 @@ def test_credentials_of_a_profile(sdk: Sdk, bucket: str, monkeypatch: pytest.Mon
     if profile:
         monkeypatch.setenv("AWS_PROFILE", profile)
     bytecheckpoint.configure(writer="thread")
-    bytecheckpoint.save(f"s3://{bucket}/step", states(step=1), async_checkpoint=True).result(60)
-    assert load_step(f"s3://{bucket}/step") == 1
+    check_save(f"s3://{bucket}/step", 1, async_checkpoint=True)
     assert sdk.renewed
 
 
@@ -171,83 +167,55 @@ def test_a_profile_needs_boto3(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- the machine's own service ----------------------------------------------------------------------------------------
 
 
-class Metadata(ThreadingHTTPServer):
-    """Lends the server's credentials to whoever asks, as the machines of a cloud do.
-
-    Attributes:
-        seconds: for how long they hold.
-        status: of the answers.
-        asked: how often.
-    """
-
-    daemon_threads = True
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Lender)
-        self.seconds = 3600.0
-        self.status = 200
-        self.asked = 0
-        threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
-
-
-class _Lender(BaseHTTPRequestHandler):
-    def do_GET(self) -> None:
-        server = self.server
-        assert isinstance(server, Metadata)
-        server.asked += 1
-        end = datetime.now(UTC) + timedelta(seconds=server.seconds)
-        lent = {
-            "Code": "Success", "AccessKeyId": KEY, "SecretAccessKey": SECRET, "Token": "",
-            "Expiration": f"{end:%Y-%m-%dT%H:%M:%SZ}", "LastUpdated": "2023-01-02T03:04:05Z", "Type": "AWS-HMAC",
-        }  # fmt: skip
-        body = json.dumps(lent).encode() if self.path.endswith("/role") else b"role"
-        self.send_response_only(server.status)
-        self.send_header("content-length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    do_PUT = do_GET
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
 @pytest.fixture
-def metadata(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Metadata]:
-    with Metadata() as made:
+def metadata(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultProxy]:
+    """What lends the server's credentials to whoever asks, for a second each, as the machines of a cloud do."""
+    lent = {
+        "Code": "Success", "AccessKeyId": KEY, "SecretAccessKey": SECRET, "Token": "",
+        "LastUpdated": "2023-01-02T03:04:05Z", "Type": "AWS-HMAC",
+    }  # fmt: skip
+
+    def lend() -> None:
+        end = datetime.now(UTC) + timedelta(seconds=1)
+        credentials.body = json.dumps({**lent, "Expiration": f"{end:%Y-%m-%dT%H:%M:%SZ}"}).encode()
+
+    with fault_proxy("http://127.0.0.1:1") as made:
+        credentials = made.add(lambda request: request.path.endswith("/role"), status=200, before=lend, times=-1)
+        made.add(lambda request: True, status=200, body=b"role", times=-1)
         variables = {
-            "AWS_ENDPOINT_URL": s3.endpoint, "AWS_REGION": "us-east-1",
-            "AWS_METADATA_ENDPOINT": f"http://127.0.0.1:{made.server_port}",
+            "AWS_ENDPOINT_URL": s3.endpoint, "AWS_REGION": "us-east-1", "AWS_METADATA_ENDPOINT": made.endpoint,
             "AWS_SHARED_CREDENTIALS_FILE": "/nowhere", "AWS_CONFIG_FILE": "/nowhere",
         }  # fmt: skip
         use(monkeypatch, variables)
         yield made
-        made.shutdown()
 
 
-def test_credentials_that_the_machine_lends(metadata: Metadata, bucket: str) -> None:
+def fail(metadata: FaultProxy, status: int, seconds: float) -> None:
+    """Let the service refuse everything for some seconds."""
+    rule = HttpFault(lambda request: True, status=status, times=-1)
+    metadata.rules.insert(0, rule)
+    threading.Timer(seconds, setattr, [rule, "times", 0]).start()
+
+
+def test_credentials_that_the_machine_lends(metadata: FaultProxy, bucket: str) -> None:
     """Each holds for a second only: it is asked for again in the middle of a save."""
-    metadata.seconds = 1.0
-    for step in (1, 2):
-        bytecheckpoint.save(f"s3://{bucket}/step", states(step=step), async_checkpoint=step == 2).result(60)
-        assert load_step(f"s3://{bucket}/step") == step
-    assert metadata.asked > 10
+    check_save(f"s3://{bucket}/step", 1)
+    check_save(f"s3://{bucket}/step", 2, async_checkpoint=True)
+    assert len(metadata.requests) > 10
 
 
 @pytest.mark.parametrize("status", [500, 429])
-def test_a_service_of_credentials_that_fails_for_a_while(metadata: Metadata, bucket: str, status: int) -> None:
+def test_a_service_of_credentials_that_fails_for_a_while(metadata: FaultProxy, bucket: str, status: int) -> None:
     """As when all ranks of a job ask it at the same time: it is tried again, at the first contact too."""
-    metadata.status, metadata.seconds = status, 1.0
-    threading.Timer(1.5, setattr, [metadata, "status", 200]).start()
+    fail(metadata, status, 1.5)
     bytecheckpoint.save(f"s3://{bucket}/step", states(step=1))
-    metadata.status = status
-    threading.Timer(1.5, setattr, [metadata, "status", 200]).start()
+    fail(metadata, status, 1.5)
     assert load_step(f"s3://{bucket}/step") == 1
 
 
-def test_a_service_of_credentials_that_goes_on_failing(metadata: Metadata, bucket: str) -> None:
+def test_a_service_of_credentials_that_goes_on_failing(metadata: FaultProxy, bucket: str) -> None:
     bytecheckpoint.configure(storage_timeout=2.0)
-    metadata.status = 503
+    fail(metadata, 503, 10)
     begun = time.monotonic()
     with pytest.raises(StorageUnavailableError, match=r"service that lends credentials .*503.*, attempt \d+\)"):
         load_step(f"s3://{bucket}/step")
@@ -284,8 +252,7 @@ def test_the_writer_process_follows_the_environment(
         bytecheckpoint.save(path, states(step=2), async_checkpoint=True).result(60)
     forget_failure()
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
-    bytecheckpoint.save(path, states(step=3), async_checkpoint=True).result(60)
-    assert load_step(path) == 3
+    check_save(path, 3, async_checkpoint=True)
     assert world_of(current()).resources.running_helper is helper, "it is the same process"
 
 

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import time
 import urllib.parse
 
 import numpy as np
 import pytest
 
 import bytecheckpoint
-from bytecheckpoint import (
-    CorruptCheckpointError,
-    StorageError,
-    StorageUnavailableError,
-)
+from bytecheckpoint import CorruptCheckpointError, StorageError, StorageUnavailableError
 from bytecheckpoint.cli.main import run
 from bytecheckpoint.storage import Storage, resolve
 from bytecheckpoint.storage.testing import content, read_all, write_file
 from tests.faults.coded import load_step, states
 from tests.servers.fault_proxy import FaultProxy, HttpFault, asks, s3_error
 from tests.servers.s3 import S3Server
+from tests.storage.checks import check_save, within
 from tests.support.names import ODD_NAMES
 from tests.support.settings import forget_failure
 from tests.support.variants import quick
@@ -58,10 +54,9 @@ def test_a_body_that_always_breaks_off(storage: Storage, between: FaultProxy, pa
     storage = resolve(path)
     write_file(storage, "model/file", LARGE)
     between.add(asks("GET", "model/file"), cut=1000, times=-1)
-    begun = time.monotonic()
-    with pytest.raises(StorageUnavailableError, match=rf"cannot read {path}/model/file: .* \(attempt \d+\)"):
+    says = rf"cannot read {path}/model/file: .* \(attempt \d+\)"
+    with within(10), pytest.raises(StorageUnavailableError, match=says):
         read_all(storage, "model/file")
-    assert time.monotonic() - begun < 10
 
 
 def test_a_read_that_makes_headway_is_not_given_up(path: str, between: FaultProxy) -> None:
@@ -82,12 +77,9 @@ def test_a_store_that_knows_no_ranges(storage: Storage, between: FaultProxy, pat
     write_file(storage, "model/file", LARGE)
     headers = {"etag": '"x"', "last-modified": "Mon, 02 Jan 2023 10:00:00 GMT"}
     between.add(asks("GET", "model/file"), status=200, body=LARGE.tobytes(), headers=headers, times=-1)
-    out = np.zeros(1000, np.uint8)
-    with (
-        contextlib.closing(storage.open("model/file")) as reader,
-        pytest.raises(StorageError, match=rf"cannot read {path}/model/file: .*attempt"),
-    ):
-        reader.read_into(5000, [memoryview(out)])
+    error = pytest.raises(StorageError, match=rf"cannot read {path}/model/file: .*attempt")
+    with contextlib.closing(storage.open("model/file")) as reader, error:
+        reader.read_into(5000, [memoryview(bytearray(1000))])
 
 
 @pytest.mark.parametrize("sent", [999, 1, 1500])
@@ -157,8 +149,7 @@ def test_permission_denied(
     assert load_step(path) == 1
     assert run(["verify", path]) == 0
     assert storage.list() == files, "what the failed save has sent is removed"
-    bytecheckpoint.save(path, states(step=3))
-    assert load_step(path) == 3
+    check_save(path, 3)
 
 
 @pytest.mark.parametrize(("status", "code"), [(400, "ExpiredToken"), (403, "AccessDenied"), (400, "InvalidToken")])
@@ -166,22 +157,20 @@ def test_credentials_that_expire(storage: Storage, between: FaultProxy, path: st
     bytecheckpoint.save(path, states(step=1))
     between.add(lambda r: r.method != "HEAD", status=status, body=s3_error(code), times=-1)
     says = rf"{path}\S*: {code}: so it is \(attempt 1\); check the credentials and what they are allowed to do"
-    begun = time.monotonic()
-    with pytest.raises(StorageError, match=rf"cannot read {says}"):
-        load_step(path)
-    with pytest.raises(StorageError, match=says.replace(path, path.removesuffix("/runs/step"))):
-        bytecheckpoint.save(path, states(step=2))
-    assert time.monotonic() - begun < 10
+    with within(10):
+        with pytest.raises(StorageError, match=rf"cannot read {says}"):
+            load_step(path)
+        with pytest.raises(StorageError, match=says.replace(path, path.removesuffix("/runs/step"))):
+            bytecheckpoint.save(path, states(step=2))
     between.rules.clear()
     assert load_step(path) == 1
 
 
 def test_a_wrong_region(s3: S3Server, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_REGION", "eu-nowhere-1")
-    begun = time.monotonic()
-    with pytest.raises(StorageError, match=rf"cannot read s3://{bucket}/step/metadata\.parquet: .*attempt 1.*region"):
+    says = rf"cannot read s3://{bucket}/step/metadata\.parquet: .*attempt 1.*region"
+    with within(10), pytest.raises(StorageError, match=says):
         load_step(f"s3://{bucket}/step")
-    assert time.monotonic() - begun < 10
 
 
 @pytest.mark.parametrize(

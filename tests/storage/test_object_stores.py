@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -19,6 +18,7 @@ from tests.faults.coded import load_step, states
 from tests.faults.ranks import attempt
 from tests.servers.fault_proxy import FaultProxy, asks, s3_error
 from tests.servers.s3 import S3Server
+from tests.storage.checks import check_file, within
 from tests.storage.conftest import use
 from tests.support.processes import wait_until
 
@@ -45,16 +45,14 @@ def test_a_large_file_goes_in_parts_and_a_small_one_in_one_request(
 def test_parts_that_fail_are_sent_again(storage: Storage, between: FaultProxy) -> None:
     slow = between.add(asks("PUT", "partNumber=2"), status=503, body=s3_error("SlowDown"), times=2)
     lost = between.add(asks("PUT", "partNumber=1"), lose=True)
-    write_file(storage, "model/large", LARGE)
+    check_file(storage, "model/large", LARGE)
     assert (slow.hits, lost.hits) == (2, 1)
-    assert np.array_equal(read_all(storage, "model/large"), LARGE)
 
 
 def test_a_completion_whose_answer_gets_lost(storage: Storage, between: FaultProxy) -> None:
     lost = between.add(asks("POST", "uploadId"), lose=True)
-    write_file(storage, "model/large", LARGE)
+    check_file(storage, "model/large", LARGE)
     assert lost.hits == 1
-    assert np.array_equal(read_all(storage, "model/large"), LARGE)
 
 
 @pytest.mark.parametrize("answer", ["done", "no such upload"])
@@ -68,9 +66,8 @@ def test_a_completion_that_is_answered_wrongly(
     if carried_out:  # the rule that comes first is the one that applies
         between.add(asks("POST", "uploadId"), lose=True)
     wrong = between.add(asks("POST", "uploadId"), status=status, body=body)
-    write_file(storage, "model/large", LARGE)
+    check_file(storage, "model/large", LARGE)
     assert wrong.hits == 1
-    assert np.array_equal(read_all(storage, "model/large"), LARGE)
 
 
 def test_an_upload_that_fails_leaves_nothing(storage: Storage, s3: S3Server, bucket: str) -> None:
@@ -146,8 +143,7 @@ def test_a_store_that_stays_away_is_an_error_that_says_all(
     bytecheckpoint.configure(storage_timeout=1.5)
     storage = resolve(path)
     between.add(lambda r: True, status=503, body=s3_error("SlowDown"), times=-1)
-    begun = time.monotonic()
-    with pytest.raises(StorageUnavailableError) as raised:
+    with within(8), pytest.raises(StorageUnavailableError) as raised:
         {
             "upload": lambda: write_file(storage, "model/file", content(100)),
             "read": lambda: storage.read("model/file"),
@@ -155,7 +151,6 @@ def test_a_store_that_stays_away_is_an_error_that_says_all(
             "publish": lambda: storage.publish("model/file", b"x", expected=""),
             "delete": lambda: storage.delete(["model/file"]),
         }[operation]()
-    assert time.monotonic() - begun < 8
     text = str(raised.value)
     assert re.search(rf"cannot {operation}.* {path}.*: SlowDown: so it is \(attempt \d+\)", text), text
     assert int(re.search(r"attempt (\d+)", text)[1]) > 1  # type: ignore[index]
@@ -164,10 +159,9 @@ def test_a_store_that_stays_away_is_an_error_that_says_all(
 def test_a_server_that_is_not_there(s3: S3Server, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
     use(monkeypatch, s3.environment("http://127.0.0.1:1"))
     bytecheckpoint.configure(storage_timeout=2.0)
-    begun = time.monotonic()
-    with pytest.raises(StorageUnavailableError, match=rf"s3://{bucket}.*Connection refused.*attempt \d+"):
+    says = rf"s3://{bucket}.*Connection refused.*attempt \d+"
+    with within(15), pytest.raises(StorageUnavailableError, match=says):
         bytecheckpoint.save(f"s3://{bucket}/step", states(step=1))
-    assert time.monotonic() - begun < 15
     with pytest.raises(StorageUnavailableError, match=rf"s3://{bucket}/step.*Connection refused"):
         load_step(f"s3://{bucket}/step")
 
@@ -175,10 +169,9 @@ def test_a_server_that_is_not_there(s3: S3Server, bucket: str, monkeypatch: pyte
 def test_wrong_bucket(s3: S3Server) -> None:
     path = "s3://no-such-bucket/step"
     for call in (lambda: bytecheckpoint.save(path, states(step=1)), lambda: load_step(path)):
-        begun = time.monotonic()
-        with pytest.raises(StorageError, match=rf"{path}/\S+: NoSuchBucket: .*attempt 1.*check the bucket's"):
+        says = rf"{path}/\S+: NoSuchBucket: .*attempt 1.*check the bucket's"
+        with within(5), pytest.raises(StorageError, match=says):
             call()
-        assert time.monotonic() - begun < 5
 
 
 def test_objects_that_stand_for_folders(storage: Storage, s3: S3Server, bucket: str) -> None:

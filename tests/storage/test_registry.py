@@ -15,6 +15,7 @@ from bytecheckpoint.storage import known_schemes, resolve
 from bytecheckpoint.storage.posix.storage import LocalStorage
 from bytecheckpoint.world import world_of
 from tests.faults.coded import load_step, states
+from tests.storage.checks import check_save
 from tests.support.processes import run_program
 
 _PLUGIN = """
@@ -49,14 +50,8 @@ def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_paths_and_file_urls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for given in (
-        tmp_path / "a",
-        str(tmp_path / "a"),
-        "a",
-        "./b/../a",
-        f"file://{tmp_path}/a",
-        f"FILE://{tmp_path}/a/",
-    ):
+    urls = (f"file://{tmp_path}/a", f"FILE://{tmp_path}/a/")
+    for given in (tmp_path / "a", str(tmp_path / "a"), "a", "./b/../a", *urls):
         storage = resolve(given)
         assert isinstance(storage, LocalStorage)
         assert storage.url == str(tmp_path / "a")
@@ -184,8 +179,7 @@ def test_a_scheme_of_another_package(plugin: Path) -> None:
 def test_the_writer_process_finds_it_too(plugin: Path) -> None:
     bytecheckpoint.configure(writer="process")
     world_of(current()).resources.helper().stop()  # an earlier test's process does not know the package
-    bytecheckpoint.save("tape://one/step", states(step=3), async_checkpoint=True).result(60)
-    assert load_step("tape://one/step") == 3
+    check_save("tape://one/step", 3, async_checkpoint=True)
     assert (plugin / "one" / "step" / "metadata.parquet").exists()
 
 
