@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from bytecheckpoint.engine.staging import Image, ImageFile, KnownTargets, chunks_of
-from bytecheckpoint.engine.tensor_bytes import dense, flat_bytes
+from bytecheckpoint.engine.tensor_bytes import copy_all, dense, flat_bytes
 
 #: Of all kinds: large and contiguous, not contiguous, small, of a dtype that few kernels copy, empty.
 TENSORS = [
@@ -56,3 +56,14 @@ def test_chunks_of_any_length_hold_every_file(chunk_bytes: int, by_reference: bo
         assert (chunk.start, chunk.nbytes) == (len(found[chunk.file]), len(data))
         found[chunk.file] += data
     assert found == [expected(file.shards) for file in whole.files]
+
+
+def test_copies_wait_for_the_device_of_their_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not for the calling thread's device. There is no accelerator here: torch's "meta" device stands for one."""
+    waited: list[torch.device | None] = []
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda device=None: waited.append(device))
+    copy_all([torch.empty(3, device="meta")], [torch.ones(3)])
+    copy_all([torch.empty(3, device="meta")], [torch.ones(3, device="meta")])
+    assert waited == [torch.device("meta")] * 2
+    copy_all([torch.empty(3)], [torch.ones(3)])
+    assert len(waited) == 2

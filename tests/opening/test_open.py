@@ -7,8 +7,8 @@ import dataclasses
 import gc
 import os
 import re
-import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -303,20 +303,13 @@ def test_an_unregistered_class_hides_nothing_else(tmp_path: Path) -> None:
 def test_threads_and_a_forked_child(grid: str) -> None:
     full = coded(SHAPE, torch.int64)
     checkpoint = bytecheckpoint.open(grid)
-    wrong: list[object] = []
 
-    def read(number: int) -> None:
-        for i in range(20):
-            at = (number + i) % SHAPE[0]
-            if not torch.equal(checkpoint["model/w"][at], full[at]):
-                wrong.append(at)
+    def read(number: int) -> bool:
+        rows = [(number + i) % SHAPE[0] for i in range(20)]
+        return all(torch.equal(checkpoint["model/w"][row], full[row]) for row in rows)
 
-    threads = [threading.Thread(target=read, args=(n,)) for n in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(read, range(4)))
     # A fork while some thread holds the lock: the child must not wait for it.
     files = checkpoint._reader.files()
     with files._lock:

@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import math
 import struct
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +23,7 @@ from bytecheckpoint.representation.names import new_generation, storage_file_nam
 from bytecheckpoint.representation.shards import TensorKey
 from bytecheckpoint.tuning import tuned
 from tests.support.catalogs import resealed, with_footer
+from tests.support.processes import run_program
 
 GENERATION = new_generation("test", 0)
 ANY_TEXT = st.text(st.characters(exclude_categories=()), max_size=6)
@@ -386,8 +385,8 @@ print("torch" in sys.modules, "pandas" in sys.modules, len(os.listdir("/proc/sel
 """
     if not Path("/proc/self/task").exists():
         pytest.skip("needs /proc")
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout.split() == ["False", "False", "0"]
+    done = run_program(program)
+    assert done.stdout.split() == ["False", "False", "0"], done.stderr
 
 
 def test_several_row_groups_are_one_catalog() -> None:

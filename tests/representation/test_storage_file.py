@@ -3,7 +3,6 @@ from __future__ import annotations
 import json
 import math
 import struct
-import subprocess
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +26,7 @@ from bytecheckpoint.representation.names import file_stem
 from bytecheckpoint.representation.shards import TensorKey
 from bytecheckpoint.representation.storage_file import StoredEntry, safetensors_keys
 from tests.golden.make import FOLDER
-from tests.support.processes import environment, python
+from tests.support.processes import run_program
 
 GENERATION, LATER = "0123456789abcdef01234567", "f" * 24
 ANY_TEXT = st.text(st.characters(exclude_categories=()), max_size=30)
@@ -51,21 +50,10 @@ def whole(fqn: str, dtype: str, shape: tuple[int, ...], slot: str = "", **fields
     return StoredEntry(TensorKey("model", fqn, slot), dtype, shape, (0,) * len(shape), shape, **fields)
 
 
-def template(
-    entries: list[StoredEntry], kind: str = "model", siblings: tuple[str, ...] = (), **options: int
-) -> HeaderTemplate:
+def template(entries: list[StoredEntry], **options: Any) -> HeaderTemplate:
     length = sum(entry.byte_length for entry in entries)
-    return build_header(
-        entries,
-        kind=kind,
-        rank=3,
-        world_size=8,
-        generation=GENERATION,
-        data_length=length,
-        block_bytes=block_bytes(length),
-        siblings=siblings,
-        **options,
-    )
+    options = {"kind": "model", "rank": 3, "world_size": 8, "generation": GENERATION, "siblings": (), **options}
+    return build_header(entries, data_length=length, block_bytes=block_bytes(length), **options)
 
 
 def file_of(entries: list[StoredEntry], data: bytes | None = None) -> bytes:
@@ -85,11 +73,8 @@ def entry_lists(draw: st.DrawFn) -> list[StoredEntry]:
         slot = draw(st.sampled_from(["", "b", "//values"]))
         key = TensorKey(draw(ANY_TEXT), draw(ANY_TEXT | st.sampled_from(HOSTILE)), slot)
         aliases = tuple(draw(st.lists(ANY_TEXT, max_size=2)))
-        dtype, requires_grad, owner = (
-            draw(st.sampled_from(dtype_names())),
-            draw(st.booleans()),
-            draw(st.integers(-1, 9)),
-        )
+        dtype, requires_grad = draw(st.sampled_from(dtype_names())), draw(st.booleans())
+        owner = draw(st.integers(-1, 9))
         entries.append(StoredEntry(key, dtype, shape, offsets, lengths, aliases, requires_grad, owner))
     return placed(entries)
 
@@ -97,7 +82,7 @@ def entry_lists(draw: st.DrawFn) -> list[StoredEntry]:
 @settings(deadline=None, max_examples=150)
 @given(entry_lists(), ANY_TEXT)
 def test_headers_round_trip_and_safetensors_reads_them(entries: list[StoredEntry], kind: str) -> None:
-    made = template(entries, kind)
+    made = template(entries, kind=kind)
     sums = np.arange(made.blocks, dtype=np.uint64) + np.uint64(2**63)
     text = made.render(sums, LATER)
     assert len(text) == made.data_offset and made.data_offset % 4096 == 0
@@ -309,7 +294,5 @@ with ThreadPoolExecutor(32) as pool:
 
 def test_threads_of_a_fresh_process_read_headers_at_the_same_time() -> None:
     """msgspec (0.22) crashes in most runs of this program if `header_reader` makes no decoders at import."""
-    done = subprocess.run(
-        python("-c", _READ_AT_ONCE, FOLDER), env=environment(), capture_output=True, text=True, timeout=100, check=False
-    )
+    done = run_program(_READ_AT_ONCE, FOLDER)
     assert done.returncode == 0, done.stderr[-2000:]

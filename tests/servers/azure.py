@@ -10,14 +10,13 @@ import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.servers.process import Server, folder_of, free_port
+from tests.servers.process import Server, folder_of, free_port, opener
 
 __all__ = ["ACCOUNT", "AzureServer", "azurite"]
 
 ACCOUNT = "devstoreaccount1"
 #: Azurite's well-known key from its manual: no secret.
 _KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
-_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,7 @@ class AzureServer:
                 "x-ms-date": date, "x-ms-version": "2021-08-06", "Authorization": f"SharedKey {ACCOUNT}:{signature}",
             },
         )  # fmt: skip
-        _opener.open(request, timeout=30).close()
+        opener.open(request, timeout=30).close()
 
 
 def azurite(folder: Path) -> AzureServer:

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import time
-import urllib.request
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,13 +14,12 @@ from xml.sax.saxutils import escape
 
 import hdfs_native
 
-from tests.servers.process import Server, folder_of, free_port
+from tests.servers.process import Server, folder_of, free_port, opener
 
 __all__ = ["USER", "Hdfs", "write_configuration"]
 
 #: The user who starts the NameNode is its superuser.
 USER = "superuser"
-_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 _JAVA = ["java", "--add-opens", "java.base/java.lang=ALL-UNNAMED", "--add-opens", "java.base/java.util=ALL-UNNAMED"]
 #: Options with which Java starts in half the time, and runs slower later.
 _QUICK = ("-XX:TieredStopAtLevel=1", "-XX:+UseSerialGC")
@@ -162,7 +160,7 @@ class Hdfs:
         url = f"http://127.0.0.1:{self._http}/jmx?qry=Hadoop:service={service},name={name}"
         deadline = time.monotonic() + 60
         while True:
-            with _opener.open(url, timeout=10) as answer:
+            with opener.open(url, timeout=10) as answer:
                 beans: list[dict[str, Any]] = json.load(answer)["beans"]
             if beans:
                 return beans[0]
@@ -178,7 +176,7 @@ class Hdfs:
     @staticmethod
     def _counter(http: int, name: str) -> int:
         url = f"http://127.0.0.1:{http}/jmx?qry=Hadoop:service=DataNode,name=DataNodeActivity-*"
-        with _opener.open(url, timeout=10) as answer:
+        with opener.open(url, timeout=10) as answer:
             return sum(int(bean[name]) for bean in json.load(answer)["beans"])
 
     def blocks(self, datanode: int) -> list[Path]:

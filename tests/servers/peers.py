@@ -12,8 +12,8 @@ __all__ = ["garbles", "hangs_up", "listening", "silent"]
 
 
 @contextmanager
-def listening(serve: Callable[[socket.socket], None]) -> Iterator[str]:
-    """Listen; yield the address, "127.0.0.1:port". `serve` gets every connection, in a thread."""
+def listening(serve: Callable[[socket.socket], None], host: str = "127.0.0.1") -> Iterator[str]:
+    """Listen; yield the address, "127.0.0.1:port" or "[::1]:port". `serve` gets every connection, in a thread."""
     connections: list[socket.socket] = []
 
     def accept() -> None:
@@ -23,10 +23,11 @@ def listening(serve: Callable[[socket.socket], None]) -> Iterator[str]:
                 connections.append(connection)
                 threading.Thread(target=serve, args=(connection,), daemon=True).start()
 
-    with socket.create_server(("127.0.0.1", 0), backlog=100) as listener:
+    family = socket.AF_INET6 if "[" in host else socket.AF_INET
+    with socket.create_server((host.strip("[]"), 0), family=family, backlog=100) as listener:
         threading.Thread(target=accept, daemon=True).start()
         try:
-            yield f"127.0.0.1:{listener.getsockname()[1]}"
+            yield f"{host}:{listener.getsockname()[1]}"
         finally:
             for each in (listener, *connections):
                 with contextlib.suppress(OSError):

@@ -17,12 +17,12 @@ from pathlib import Path
 
 import pytest
 
-__all__ = ["Server", "folder_of", "free_port"]
+__all__ = ["Server", "folder_of", "free_port", "opener"]
 
 #: Runs a command, and ends it when the test run ends in any way: the pipe at descriptor 0 closes then.
 _LEASH = 'exec 3<&0; "$0" "$@" </dev/null & pid=$!; { read -r _ <&3; kill -9 $pid; } & wait $pid'
-# Requests to servers of this machine go past the proxy of the environment.
-_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+#: Sends requests to servers of this machine, past the proxy of the environment.
+opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 def folder_of(name: str) -> Path:
@@ -94,7 +94,7 @@ class Server:
 
     def _answers(self) -> bool:
         try:
-            _opener.open(self._url, timeout=5).close()
+            opener.open(self._url, timeout=5).close()
         except urllib.error.HTTPError:
             return True
         except (OSError, ValueError):

@@ -12,14 +12,13 @@ import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.servers.process import Server, folder_of, free_port
+from tests.servers.process import Server, folder_of, free_port, opener
 
 __all__ = ["KEY", "SECRET", "S3Server", "minio", "s3proxy", "versitygw"]
 
 KEY = "testtest"
 SECRET = "testtest-secret"
 _REGION = "us-east-1"
-_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,7 @@ class S3Server:
                 "Authorization": f"AWS4-HMAC-SHA256 Credential={KEY}/{scope}, SignedHeaders={names}, Signature={signature}",
             },
         )
-        with _opener.open(request, timeout=30) as answer:
+        with opener.open(request, timeout=30) as answer:
             data: bytes = answer.read()
             return data
 

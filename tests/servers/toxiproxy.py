@@ -7,11 +7,9 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from tests.servers.process import Server, folder_of, free_port
+from tests.servers.process import Server, folder_of, free_port, opener
 
 __all__ = ["Toxiproxy"]
-
-_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 class Toxiproxy:
@@ -38,7 +36,7 @@ class Toxiproxy:
     def _call(self, method: str, path: str, record: dict[str, Any] | None = None) -> None:
         data = json.dumps(record).encode() if record is not None else None
         request = urllib.request.Request(self._api + path, data=data, method=method)
-        _opener.open(request, timeout=10).close()
+        opener.open(request, timeout=10).close()
 
     def add(self, kind: str, *, stream: str = "upstream", **attributes: int) -> None:
         """Add a toxic: "latency" (latency=ms), "bandwidth" (rate=KB/s), "timeout" (timeout=0), "limit_data" (bytes=n)."""

@@ -1,9 +1,9 @@
-"""The conformance suite on every storage that needs no server."""
+"""The conformance suite on every storage that needs no server, and against real object stores."""
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import fsspec
@@ -15,24 +15,40 @@ from bytecheckpoint.storage.objects.bucket import Bucket
 from bytecheckpoint.storage.objects.storage import ObjectStorage
 from bytecheckpoint.storage.testing import FolderAccess, RawAccess, StorageTests
 from bytecheckpoint.storage.testing.wrappers import DelayedStorage, MeteredStorage, RetryingStorage
+from tests.servers.azure import AzureServer, azurite
+from tests.servers.s3 import S3Server, minio, versitygw
+from tests.storage.conftest import use
 from tests.storage.raw_access import FsspecMemoryAccess, ObstoreAccess
 from tests.support.memory import folder_in_memory
 
 
 class TestLocal(StorageTests):
+    prefix = ""
+
     @pytest.fixture
     def storage(self, tmp_path: Path) -> Storage:
-        return resolve(tmp_path / "new" / "step")
+        return resolve(f"{self.prefix}{tmp_path}/new/step")
 
     def raw_access(self, storage: Storage) -> RawAccess:
-        return FolderAccess(Path(storage.url))
+        return FolderAccess(Path(storage.url.rpartition("://")[2]))
 
 
 @pytest.mark.slow
-class TestLocalByUrl(StorageTests):
+class TestLocalByUrl(TestLocal):
+    prefix = "file://"
+
+
+@pytest.mark.slow
+class TestFsspecLocal(TestLocal):
+    prefix = "fsspec+file://"
+
+
+class TestWrapped(TestLocal):
+    """The wrappers change nothing."""
+
     @pytest.fixture
     def storage(self, tmp_path: Path) -> Storage:
-        return resolve(f"file://{tmp_path}/step")
+        return MeteredStorage(RetryingStorage(DelayedStorage(resolve(tmp_path / "step"), 0.0), 1.0))
 
 
 class TestMemory(StorageTests):
@@ -42,17 +58,6 @@ class TestMemory(StorageTests):
 
     def raw_access(self, storage: Storage) -> RawAccess:
         return FolderAccess(folder_in_memory(storage.url))
-
-
-class TestWrapped(StorageTests):
-    """The wrappers change nothing."""
-
-    @pytest.fixture
-    def storage(self, tmp_path: Path) -> Storage:
-        return MeteredStorage(RetryingStorage(DelayedStorage(resolve(tmp_path / "step"), 0.0), 1.0))
-
-    def raw_access(self, storage: Storage) -> RawAccess:
-        return FolderAccess(Path(storage.url))
 
 
 class _InProcess(StorageTests):
@@ -105,11 +110,43 @@ class TestFsspecMemory(StorageTests):
         return FsspecMemoryAccess(storage.url.partition("://")[2])
 
 
-@pytest.mark.slow
-class TestFsspecLocal(StorageTests):
-    @pytest.fixture
-    def storage(self, tmp_path: Path) -> Storage:
-        return resolve(f"fsspec+file://{tmp_path}/step")
+@pytest.mark.server
+@pytest.mark.timeout(300)
+class _OnServer(StorageTests):
+    """The suite in a bucket of a server that only this class uses."""
 
+    start: Callable[[Path], S3Server | AzureServer]
+    bucket = "s3://bucket"
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def server(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server | AzureServer]:
+        server = cls.start(tmp_path_factory.mktemp("server"))
+        server.make_bucket("bucket")
+        yield server
+        server.server.stop()
+
+    @pytest.fixture
+    def storage(self, server: S3Server | AzureServer, monkeypatch: pytest.MonkeyPatch) -> Storage:
+        use(monkeypatch, server.environment())
+        return resolve(f"{self.bucket}/runs/{uuid.uuid4().hex}/step")
+
+
+class _OnS3(_OnServer):
     def raw_access(self, storage: Storage) -> RawAccess:
-        return FolderAccess(Path(storage.url.partition("://")[2]))
+        client = obstore.store.S3Store("bucket", client_options={"allow_http": True})
+        return ObstoreAccess(client, storage.url.removeprefix("s3://bucket/"))
+
+
+class TestVersityGateway(_OnS3):
+    start = staticmethod(versitygw)
+
+
+@pytest.mark.slow
+class TestMinio(_OnS3):
+    start = staticmethod(minio)
+
+
+class TestAzurite(_OnServer):
+    start = staticmethod(azurite)
+    bucket = "az://bucket"

@@ -142,13 +142,6 @@ def test_short_reads_are_continued(flaky: type[Flaky], storage: Storage) -> None
     assert (read_all(storage, "model/file") == content(10_000)).all()
 
 
-def test_another_writer(storage: Storage) -> None:
-    storage.publish("catalog", b"first", expected="")
-    with pytest.raises(StorageConflictError):
-        storage.publish("catalog", b"other", expected="")
-    assert storage.list() == [("catalog", 5)]
-
-
 @pytest.mark.parametrize("scheme", ["memory", "file"])
 def test_a_path_that_looks_like_a_pattern(tmp_path: Path, scheme: str) -> None:
     root = f"fsspec+{scheme}://{tmp_path}"

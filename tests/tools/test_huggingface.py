@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,7 @@ from bytecheckpoint import CorruptCheckpointError, IncompatibleCheckpointError, 
 from bytecheckpoint.tools.export import ExportReport, export_huggingface
 from tests.support.damage import flip_bit
 from tests.support.layouts import coded
+from tests.support.processes import run_program
 from tests.tools.conftest import SHAPE
 
 
@@ -153,8 +152,7 @@ def test_memory_does_not_grow_with_the_tensors(tmp_path: Path) -> None:
     big = torch.ones(256, 512, 1024)  # 512 MiB in one tensor
     bytecheckpoint.save(tmp_path / "s", {"model": {"big": big, "small": torch.ones(3)}})
     del big
-    script = [sys.executable, "-c", _PEAK, str(tmp_path / "s"), str(tmp_path / "hf")]
-    done = subprocess.run(script, capture_output=True, text=True, timeout=100, check=True)
+    done = run_program(_PEAK, tmp_path / "s", tmp_path / "hf")
     assert int(done.stdout) < 150, f"{done.stdout} MiB more than before"
     with safe_open(tmp_path / "hf/model.safetensors", "pt") as file:
         assert file.get_slice("big").get_shape() == [256, 512, 1024]
