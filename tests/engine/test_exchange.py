@@ -19,7 +19,9 @@ from bytecheckpoint.engine import peer_memory
 from bytecheckpoint.engine.exchange import Exchange
 from bytecheckpoint.engine.file_set import FileSet
 from bytecheckpoint.errors import CheckpointError, CorruptCheckpointError
+from bytecheckpoint.storage.testing.fault_rule import FaultRule
 from bytecheckpoint.tuning import tuned
+from tests.faults.ranks import outcomes
 from tests.support.layouts import Leaf, coded
 
 #: 4.5 chunks of a tensor, a tensor whose bytes are no multiple of 16, and one that is cut by columns.
@@ -88,44 +90,30 @@ def test_a_reader_that_fails_fails_the_load_everywhere(
     step: Path, hosts: list[str], call: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At once and with the cause, whichever chunk it is."""
-    original, calls = FileSet.fetch, []
+    original, rule = FileSet.fetch, FaultRule(lambda nbytes: nbytes > 1 << 19, skip=call)
 
     def fetch(self: FileSet, file: int, start: int, stop: int, buffers: Any) -> None:
-        if stop - start > 1 << 19:
-            calls.append(start)
-            if len(calls) == call + 1:
-                raise CorruptCheckpointError("a chunk is damaged", file="x")
+        if rule.hit(stop - start):
+            raise CorruptCheckpointError("a chunk is damaged", file="x")
         original(self, file, start, stop, buffers)
 
     monkeypatch.setattr(FileSet, "fetch", fetch)
-    seen: list[str] = []
-
-    def run(collective: Collective) -> None:
-        with pytest.raises(CheckpointError, match="a chunk is damaged") as caught:
-            load(collective, step, hosts, True, False)
-        seen.append(str(caught.value))
-
-    ThreadWorld(3).run(run, timeout=25)
-    assert len(seen) == 3
+    got = outcomes(ThreadWorld(3), lambda collective: load(collective, step, hosts, True, False), timeout=25)
+    assert all(isinstance(raised, CheckpointError) and "a chunk is damaged" in str(raised) for raised in got), got
 
 
 def test_a_peer_whose_memory_is_gone_fails_the_load_everywhere(step: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    original, calls = peer_memory.read_peer_memory, []
+    original, rule = peer_memory.read_peer_memory, FaultRule(lambda nbytes: nbytes > 1 << 19, skip=1)
 
     def broken(pid: int, remote: Any, local: Any) -> None:
-        if sum(n for _, n in local) > 1 << 19:
-            calls.append(pid)
-            if len(calls) == 2:
-                raise OSError(3, "No such process")
+        if rule.hit(sum(n for _, n in local)):
+            raise OSError(3, "No such process")
         original(pid, remote, local)
 
     monkeypatch.setattr("bytecheckpoint.engine.exchange_chunks.read_peer_memory", broken)
-
-    def run(collective: Collective) -> None:
-        with pytest.raises(CheckpointError, match="went away during an exchange"):
-            load(collective, step, ["m"] * 3, True, False)
-
-    ThreadWorld(3).run(run, timeout=25)
+    got = outcomes(ThreadWorld(3), lambda collective: load(collective, step, ["m"] * 3, True, False), timeout=25)
+    said = "went away during an exchange"
+    assert all(isinstance(raised, CheckpointError) and said in str(raised) for raised in got), got
 
 
 def test_addresses_go_to_ranks_of_the_same_machine_only(step: Path, monkeypatch: pytest.MonkeyPatch) -> None:

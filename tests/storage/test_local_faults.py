@@ -114,18 +114,11 @@ def test_file_systems_that_cannot_sync_folders(tmp_path: Path, fail: Fail, code:
 
 @pytest.mark.parametrize("code", [errno.EINVAL, errno.EOPNOTSUPP])
 @pytest.mark.parametrize("created", [False, True])
-def test_direct_io_that_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, created: bool) -> None:
-    """At the open, or only where blocks are to be reserved."""
-    real = os.open
-
-    def refuse(path: Any, flags: int, *args: Any, **options: Any) -> int:
-        if flags & os.O_DIRECT:
-            if created:
-                os.close(real(path, flags & ~os.O_DIRECT, *args, **options))
-            raise OSError(code, os.strerror(code))
-        return real(path, flags, *args, **options)
-
-    monkeypatch.setattr(os, "open", refuse)
+def test_direct_io_that_is_refused(
+    tmp_path: Path, fail: Fail, monkeypatch: pytest.MonkeyPatch, code: int, created: bool
+) -> None:
+    """Before the file is made, or after that."""
+    fail("open", code, lambda path, flags, *_: bool(flags & os.O_DIRECT), lose=created)
     monkeypatch.setattr(os, "major", lambda _: 8)
     writer = resolve(tmp_path).create(NewFile("model/x", 5001, direct=True))
     assert not writer.direct
@@ -201,22 +194,12 @@ def test_files_that_vanish_while_a_folder_is_listed(tmp_path: Path, monkeypatch:
         write_file(storage, name, content(10))
     real = os.scandir
 
-    class Entry:
-        def __init__(self, entry: Any) -> None:
-            self._entry, self.name, self.path = entry, entry.name, entry.path
+    def scandir(path: str) -> list[os.DirEntry[str]]:
+        found = list(real(path))
+        Path(path, "b").unlink(missing_ok=True)
+        return found
 
-        def is_dir(self, **options: Any) -> bool:
-            return bool(self._entry.is_dir(**options))
-
-        def is_file(self) -> bool:
-            return True
-
-        def stat(self) -> Any:
-            if self.name == "b":
-                raise FileNotFoundError(2, "No such file or directory")
-            return self._entry.stat()
-
-    monkeypatch.setattr(os, "scandir", lambda path: [Entry(entry) for entry in real(path)])
+    monkeypatch.setattr(os, "scandir", scandir)
     assert storage.list() == [("a", 10), ("c", 10), ("model/a", 10), ("model/c", 10)]
 
 

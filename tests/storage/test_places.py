@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import bytecheckpoint
-from bytecheckpoint import CheckpointError, StorageConflictError, StorageError, UsageError, loading
+from bytecheckpoint import CheckpointError, StorageConflictError, StorageError, UsageError
 from bytecheckpoint.cli.main import run
 from bytecheckpoint.collectives.base import Collective
 from bytecheckpoint.collectives.testing import ThreadWorld
@@ -20,6 +20,7 @@ from bytecheckpoint.storage import resolve
 from bytecheckpoint.storage.testing.wrappers import Meter, MeteredStorage
 from tests.faults.coded import load_step, states
 from tests.faults.ranks import attempt, succeeded
+from tests.storage.checks import check_save
 from tests.support.names import ODD_NAMES
 from tests.support.saves import load, save
 
@@ -54,8 +55,7 @@ def test_slashes(anywhere: str) -> None:
 def test_the_root_of_a_bucket_or_cluster(root: str) -> None:
     top = root.rpartition("/")[0]
     for step, path in enumerate((top, f"{top}/"), 1):
-        bytecheckpoint.save(path, states(step=step), async_checkpoint=step == 2).result(60)
-        assert load_step(path) == step
+        check_save(path, step, async_checkpoint=step == 2)
         assert run(["verify", path]) == 0
     if top.startswith("s3"):
         assert run(["ls", path]) == 0
@@ -121,16 +121,14 @@ def test_two_jobs_that_save_to_one_path(anywhere: str) -> None:
         assert load_step(path, rows=ROWS) in steps
 
 
-def test_a_load_reads_no_byte_twice(anywhere: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_load_reads_no_byte_twice(anywhere: str) -> None:
     """All ranks of the world together ask for what is stored, once, whatever is sharded or replicated."""
     path = f"{anywhere}/step"
     succeeded(save(path, 1, world=2))
     sizes = sum(size for name, size in resolve(path).list() if "/" in name)
     for world in (1, 2, 3, 4):
         meter = Meter()
-        with monkeypatch.context() as patch:
-            patch.setattr(loading, "resolve_storage", lambda url, meter=meter: MeteredStorage(resolve(url), meter))
-            assert load(path, world) == {1}
+        assert load(MeteredStorage(resolve(path), meter), world) == {1}
         # What is small and wanted by all (plain values) each rank may read for itself.
         spare = (world - 1) * 64_000
         assert 0.95 * sizes < meter.bytes("read_into") <= sizes + spare, f"{meter.bytes('read_into')} of {sizes}"
@@ -159,7 +157,7 @@ LAYOUTS: dict[str, Callable[[int, int, int, int], tuple[Sequence[int], Sequence[
 }
 
 
-def test_a_load_reads_no_byte_twice_whatever_the_layout(anywhere: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_load_reads_no_byte_twice_whatever_the_layout(anywhere: str) -> None:
     """Replicas together read what one of them would, and so do ranks whose columns lie between one another's."""
     path, rows, columns = f"{anywhere}/step", 2000, 600
     names = [f"layer.{number}" for number in range(6)]
@@ -184,12 +182,11 @@ def test_a_load_reads_no_byte_twice_whatever_the_layout(anywhere: str, monkeypat
             assert 0.95 * part * total < read <= part * total + spare, f"{layout}, {world} ranks: {read} of {total}"
 
 
-def test_a_part_of_a_tensor_takes_that_part_of_its_bytes(anywhere: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_of_a_tensor_takes_that_part_of_its_bytes(anywhere: str) -> None:
     path = f"{anywhere}/step"
     whole = torch.arange(1 << 22, dtype=torch.float32).reshape(64, -1)
     bytecheckpoint.save(path, {"model": {"w": whole}})
-    meter = Meter()
-    monkeypatch.setattr("bytecheckpoint.opening.resolve", lambda url: MeteredStorage(resolve(url), meter))
-    with bytecheckpoint.open(path) as checkpoint:
+    storage = MeteredStorage(resolve(path))
+    with bytecheckpoint.open(storage) as checkpoint:
         assert torch.equal(checkpoint["model/w"][5:6], whole[5:6])
-    assert meter.bytes("read_into") <= 3 << 20
+    assert storage.meter.bytes("read_into") <= 3 << 20

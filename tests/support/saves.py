@@ -9,7 +9,7 @@ from bytecheckpoint.cli.main import run
 from bytecheckpoint.collectives.base import Collective
 from bytecheckpoint.collectives.testing import ThreadWorld
 from bytecheckpoint.representation.names import generation_of
-from bytecheckpoint.storage import resolve
+from bytecheckpoint.storage import Storage, resolve
 from tests.faults.coded import states, step_of
 from tests.faults.ranks import outcomes
 
@@ -29,7 +29,7 @@ def save(path: str, step: int, world: int = 1, rows: int = ROWS, **options: Any)
     return outcomes(ThreadWorld(world), one, timeout=200)
 
 
-def load(path: str, world: int, rows: int = ROWS) -> set[int]:
+def load(path: str | Storage, world: int, rows: int = ROWS) -> set[int]:
     """Load at a layout of `world` ranks; return the steps that the ranks found."""
 
     def one(collective: Collective) -> int:
