@@ -95,16 +95,13 @@ def test_an_interrupted_load_waits_for_its_reads() -> None:
         time.sleep(0.2)
         ended.set()
 
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
     def load_until_interrupted() -> None:
         with Readers(Files(), 1) as readers:  # type: ignore[arg-type]
             future = readers.submit(read)
             signal.setitimer(signal.ITIMER_REAL, 0.05)
             readers.result(future)
 
-    before = signal.signal(signal.SIGALRM, interrupt)
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt):
             load_until_interrupted()

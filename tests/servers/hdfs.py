@@ -42,6 +42,12 @@ def write_configuration(folder: Path, core: Mapping[str, str], hdfs: Mapping[str
     return folder
 
 
+def _beans(http: int, service: str, name: str) -> list[dict[str, Any]]:
+    with opener.open(f"http://127.0.0.1:{http}/jmx?qry=Hadoop:service={service},name={name}", timeout=10) as answer:
+        beans: list[dict[str, Any]] = json.load(answer)["beans"]
+    return beans
+
+
 class Hdfs:
     """A running cluster.
 
@@ -77,9 +83,7 @@ class Hdfs:
             [*self._java("namenode.NameNode", 256), "-format", "-nonInteractive"], check=True, timeout=300,
             capture_output=True, env=self._environment(),
         )  # fmt: skip
-        self.namenode = self._server(
-            self._java("namenode.NameNode", 512), f"http://127.0.0.1:{self._http}/jmx?qry=x", "nn"
-        )
+        self.namenode = self._server(self._java("namenode.NameNode", 512), self._http, "nn")
         self.datanodes: list[Server] = []
         self.ports: list[int] = []
         self._data = data or folder
@@ -94,7 +98,7 @@ class Hdfs:
             ]  # fmt: skip
             self.ports.append(taken)
             self._datanode_http.append(http)
-            self.datanodes.append(self._server(command, f"http://127.0.0.1:{http}/jmx?qry=x", f"dn{number}"))
+            self.datanodes.append(self._server(command, http, f"dn{number}"))
 
     def _configure(self, datanodes: int, properties: Mapping[str, str]) -> Path:
         conf = self._folder / "conf"
@@ -125,8 +129,9 @@ class Hdfs:
     def _environment() -> dict[str, str]:
         return {**os.environ, "HADOOP_USER_NAME": USER}
 
-    def _server(self, command: list[str], url: str, name: str) -> Server:
-        return Server(command, url, self._folder / f"{name}.log", env={"HADOOP_USER_NAME": USER})
+    def _server(self, command: list[str], http: int, name: str) -> Server:
+        url, log = f"http://127.0.0.1:{http}/jmx?qry=x", self._folder / f"{name}.log"
+        return Server(command, url, log, env={"HADOOP_USER_NAME": USER})
 
     def start(self) -> Hdfs:
         """Start every server that does not run, and wait until files can be written."""
@@ -157,27 +162,18 @@ class Hdfs:
 
     def bean(self, service: str, name: str) -> dict[str, Any]:
         """Return a record of the NameNode's monitoring interface."""
-        url = f"http://127.0.0.1:{self._http}/jmx?qry=Hadoop:service={service},name={name}"
         deadline = time.monotonic() + 60
-        while True:
-            with opener.open(url, timeout=10) as answer:
-                beans: list[dict[str, Any]] = json.load(answer)["beans"]
-            if beans:
-                return beans[0]
+        while not (beans := _beans(self._http, service, name)):
             if time.monotonic() > deadline:
                 raise LookupError(f"the NameNode has no {name}")
             time.sleep(0.1)  # its server answers before everything in it is registered
+        return beans[0]
 
     def bytes_read(self) -> int:
         """Return the bytes that the DataNodes have sent since they started."""
         time.sleep(0.7)
-        return sum(self._counter(http, "BytesRead") for http in self._datanode_http)
-
-    @staticmethod
-    def _counter(http: int, name: str) -> int:
-        url = f"http://127.0.0.1:{http}/jmx?qry=Hadoop:service=DataNode,name=DataNodeActivity-*"
-        with opener.open(url, timeout=10) as answer:
-            return sum(int(bean[name]) for bean in json.load(answer)["beans"])
+        beans = [bean for http in self._datanode_http for bean in _beans(http, "DataNode", "DataNodeActivity-*")]
+        return sum(int(bean["BytesRead"]) for bean in beans)
 
     def blocks(self, datanode: int) -> list[Path]:
         """Return the files of a DataNode's blocks."""

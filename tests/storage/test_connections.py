@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import obstore
-import obstore.store
 import pytest
 import torch
+from obstore.store import S3Store
 
 import bytecheckpoint
 from bytecheckpoint.storage import resolve
@@ -38,9 +38,9 @@ def limiter(s3: S3Server, bucket: str, monkeypatch: pytest.MonkeyPatch) -> Itera
 
 
 @pytest.fixture
-def single(limiter: Limiter, bucket: str) -> obstore.store.S3Store:
+def single(limiter: Limiter, bucket: str) -> S3Store:
     """The plain client."""
-    return obstore.store.S3Store(bucket, client_options={"allow_http": True})
+    return S3Store(bucket, client_options={"allow_http": True})
 
 
 def seconds(call: Callable[[], object]) -> float:
@@ -49,7 +49,7 @@ def seconds(call: Callable[[], object]) -> float:
     return time.monotonic() - begun
 
 
-def test_an_upload_is_twice_as_fast_as_one_stream(limiter: Limiter, single: obstore.store.S3Store, bucket: str) -> None:
+def test_an_upload_is_twice_as_fast_as_one_stream(limiter: Limiter, single: S3Store, bucket: str) -> None:
     storage = resolve(f"s3://{bucket}/step")
     storage.check_publish("metadata.parquet", "")
     limiter.up = _RATE
@@ -60,9 +60,7 @@ def test_an_upload_is_twice_as_fast_as_one_stream(limiter: Limiter, single: obst
     assert alone > 2 * ours, (alone, ours)
 
 
-def test_a_read_is_three_times_as_fast_as_one_stream(
-    limiter: Limiter, single: obstore.store.S3Store, bucket: str
-) -> None:
+def test_a_read_is_three_times_as_fast_as_one_stream(limiter: Limiter, single: S3Store, bucket: str) -> None:
     storage = resolve(f"s3://{bucket}/step")
     write_file(storage, "model/file", DATA)
     limiter.down = _RATE
@@ -74,9 +72,7 @@ def test_a_read_is_three_times_as_fast_as_one_stream(
     assert alone > 3 * ours, (alone, ours)
 
 
-def test_a_load_is_three_times_as_fast_as_one_stream(
-    limiter: Limiter, single: obstore.store.S3Store, bucket: str
-) -> None:
+def test_a_load_is_three_times_as_fast_as_one_stream(limiter: Limiter, single: S3Store, bucket: str) -> None:
     """With the settings that everybody has."""
     path = f"s3://{bucket}/step"
     tensor = torch.from_numpy(DATA.view(np.int64).copy())

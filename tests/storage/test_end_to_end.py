@@ -19,11 +19,12 @@ from tests.faults.ranks import succeeded
 from tests.servers.fault_proxy import FaultProxy, Request, asks, fault_proxy
 from tests.servers.s3 import S3Server, versitygw
 from tests.servers.toxiproxy import Toxiproxy
+from tests.storage.checks import check_outage
 from tests.storage.conftest import use
 from tests.support.modes import MODES
 from tests.support.mounts import small_tmpfs
 from tests.support.processes import run_program
-from tests.support.saves import ROWS, check_folder, load, save
+from tests.support.saves import ROWS, load, save
 from tests.support.variants import crossed, quick
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(300)]
@@ -167,19 +168,8 @@ def test_a_server_killed_during_a_save_that_stays_away(
     mortal: S3Server, between: FaultProxy, mode: str, moment: str
 ) -> None:
     succeeded(save("s3://bucket/step", 1, world=2))
-    bytecheckpoint.configure(storage_timeout=3.0)
     between.add(at(moment), before=mortal.server.kill)
-    got = save("s3://bucket/step", 2, world=2, **MODES[mode])
-    for raised in got:
-        assert type(raised) is StorageUnavailableError, got
-        assert "s3://bucket" in str(raised) and "attempt" in str(raised)
-    mortal.server.start()
-    bytecheckpoint.configure(storage_timeout=180.0)
-    assert load("s3://bucket/step", 3) == {1}
-    assert run(["verify", "s3://bucket/step"]) == 0
-    succeeded(save("s3://bucket/step", 3, world=2))
-    assert load("s3://bucket/step", 1) == {3}
-    check_folder("s3://bucket/step")
+    check_outage("s3://bucket/step", mode, mortal.server.start)
 
 
 def test_a_server_killed_during_a_load_and_started_again(mortal: S3Server, between: FaultProxy) -> None:

@@ -24,7 +24,7 @@ from tests.faults.ranks import succeeded
 from tests.servers.hdfs import Hdfs
 from tests.servers.limiter import Limiter
 from tests.servers.rpc_fault_proxy import RpcFaultProxy
-from tests.storage.checks import within
+from tests.storage.checks import check_outage, within
 from tests.storage.conftest import use
 from tests.support.modes import MODES
 from tests.support.mounts import small_tmpfs
@@ -76,20 +76,8 @@ def test_a_namenode_killed_during_a_save_that_stays_away(
     hdfs: Hdfs, rpc_proxy: RpcFaultProxy, hdfs_path: str, mode: str, method: str
 ) -> None:
     succeeded(save(hdfs_path, 1, world=2))
-    bytecheckpoint.configure(storage_timeout=3.0)
     rpc_proxy.add(method, before=hdfs.namenode.kill)
-    with within(60):
-        got = save(hdfs_path, 2, world=2, **MODES[mode])
-    for raised in got:
-        assert type(raised) is StorageUnavailableError, got
-        assert "hdfs://demo_0/" in str(raised) and "attempt" in str(raised)
-    hdfs.start()
-    bytecheckpoint.configure(storage_timeout=180.0)
-    assert load(hdfs_path, 3) == {1}
-    assert run(["verify", hdfs_path]) == 0
-    succeeded(save(hdfs_path, 3, world=2))
-    assert load(hdfs_path, 1) == {3}
-    check_folder(hdfs_path)
+    check_outage(hdfs_path, mode, hdfs.start)
 
 
 @pytest.mark.parametrize("stays_away", [False, True])

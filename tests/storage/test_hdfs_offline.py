@@ -122,6 +122,7 @@ def not_written(running: int) -> RuntimeError:
     )
 
 
+REFUSED = OSError("Connection refused (os error 111)")
 SAFE_MODE = rpc_error("org.apache.hadoop.hdfs.server.namenode.SafeModeException", "Cannot create")
 DENIED = rpc_error("org.apache.hadoop.security.AccessControlException", "Permission denied: user=a")
 ALL_FAILED = RuntimeError(
@@ -133,11 +134,7 @@ NO_FOLDER = RuntimeError('RPCError("org.apache.hadoop.fs.ParentNotDirectoryExcep
 @pytest.mark.parametrize(
     ("raised", "kind", "says"),
     [
-        (
-            OSError("Connection refused (os error 111)"),
-            StorageUnavailableError,
-            "Connection refused (attempt 3); check",
-        ),
+        (REFUSED, StorageUnavailableError, "Connection refused (attempt 3); check"),
         (TimeoutError("no answer in 3 s"), StorageUnavailableError, "no answer in 3 s (attempt 3)"),
         (SAFE_MODE, StorageUnavailableError, "SafeModeException: Cannot create (attempt 3)"),
         (DENIED, StorageError, "AccessControlException: Permission denied: user=a (attempt 3); check who you are"),

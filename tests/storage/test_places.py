@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -21,6 +21,7 @@ from bytecheckpoint.storage.testing.wrappers import Meter, MeteredStorage
 from tests.faults.coded import load_step, states
 from tests.faults.ranks import attempt, succeeded
 from tests.storage.checks import check_save
+from tests.support.layouts import Box, Leaf
 from tests.support.names import ODD_NAMES
 from tests.support.saves import load, save
 
@@ -135,45 +136,32 @@ def test_a_load_reads_no_byte_twice(anywhere: str) -> None:
         assert meter.bytes("write") == 0
 
 
-class Box:
-    """A blank box of a tensor, to be loaded."""
-
-    def __init__(self, shape: Sequence[int], offsets: Sequence[int], lengths: Sequence[int]) -> None:
-        self.shape, self.offsets = shape, offsets
-        self.data = torch.full(tuple(lengths), -1.0)
-
-    def __bytecheckpoint_shards__(self) -> Iterable[tuple[Sequence[int], Sequence[int], torch.Tensor]]:
-        yield self.shape, self.offsets, self.data
-
-
-#: Which box of a tensor of this shape a rank wants: offsets and lengths.
-LAYOUTS: dict[str, Callable[[int, int, int, int], tuple[Sequence[int], Sequence[int]]]] = {
-    "replicated": lambda rank, world, rows, columns: ((0, 0), (rows, columns)),
-    "halves, each replicated": lambda rank, world, rows, columns: ((rank % 2 * rows // 2, 0), (rows // 2, columns)),
-    "columns": lambda rank, world, rows, columns: (
-        (0, columns * rank // world),
-        (rows, columns * (rank + 1) // world - columns * rank // world),
-    ),
+SHAPE = (2000, 600)
+#: Which box of a tensor of this shape a rank wants, by rank and world size.
+LAYOUTS: dict[str, Callable[[int, int], Box]] = {
+    "replicated": lambda rank, world: ((0, 0), SHAPE),
+    "halves, each replicated": lambda rank, world: ((rank % 2 * 1000, 0), (1000, 600)),
+    "columns": lambda rank, world: ((0, 600 * rank // world), (2000, 600 * (rank + 1) // world - 600 * rank // world)),
 }
 
 
 def test_a_load_reads_no_byte_twice_whatever_the_layout(anywhere: str) -> None:
     """Replicas together read what one of them would, and so do ranks whose columns lie between one another's."""
-    path, rows, columns = f"{anywhere}/step", 2000, 600
-    names = [f"layer.{number}" for number in range(6)]
-    whole = torch.arange(rows * columns, dtype=torch.float32).reshape(rows, columns)
-    bytecheckpoint.save(path, {"model": {name: whole + number for number, name in enumerate(names)}})
+    path = f"{anywhere}/step"
+    whole = torch.arange(2000 * 600, dtype=torch.float32).reshape(SHAPE)
+    tensors = {f"layer.{number}": whole + number for number in range(6)}
+    bytecheckpoint.save(path, {"model": dict(tensors)})
     total = sum(size for name, size in resolve(path).list() if name.startswith("model/"))
     for world in (1, 2, 3, 4):
         for layout, box_of in LAYOUTS.items():
             meter = Meter()
 
             def one(collective: Collective, box_of: Any = box_of, meter: Meter = meter) -> None:
-                offsets, lengths = box_of(collective.rank, collective.world_size, rows, columns)
-                states = {name: Box((rows, columns), offsets, lengths) for name in names}
+                box = box_of(collective.rank, collective.world_size)
+                states = {name: Leaf(SHAPE, [box]).fill(torch.full(SHAPE, -1.0), False) for name in tensors}
                 bytecheckpoint.load(MeteredStorage(resolve(path), meter), {"model": states})
-                wanted = whole[offsets[0] : offsets[0] + lengths[0], offsets[1] : offsets[1] + lengths[1]]
-                assert all(torch.equal(states[name].data, wanted + number) for number, name in enumerate(names))
+                for name, leaf in states.items():
+                    leaf.check(tensors[name])
 
             ThreadWorld(world).run(one, timeout=120)
             part = 0.5 if world == 1 and layout.startswith("halves") else 1.0

@@ -58,17 +58,12 @@ def test_a_meter_counts_calls_bytes_and_seconds(local: Storage) -> None:
         storage.read("absent")
     assert (meter.calls("read"), meter.failures("read"), meter.bytes("read")) == (1, 1, 0)
     assert meter.calls("publish") == 0 and meter.seconds("publish") == 0.0
-
-
-def test_a_meter_counts_what_was_read(local: Storage) -> None:
-    storage = MeteredStorage(local)
     storage.publish("catalog", b"x" * 700)
     assert storage.read("catalog") == b"x" * 700
     reader = storage.open("catalog")
     assert reader.read_into(600, [memoryview(bytearray(500))]) == 100
     reader.close()
-    meter = storage.meter
-    assert (meter.bytes("publish"), meter.bytes("read"), meter.bytes("read_into")) == (700, 700, 100)
+    assert (meter.bytes("publish"), meter.bytes("read"), meter.bytes("read_into")) == (700, 700, 10_100)
 
 
 WRAPPERS: dict[str, Callable[[Storage, Sequence[FaultRule]], Storage]] = {

@@ -80,11 +80,7 @@ def test_tied_names_come_back(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("pattern", "why"),
-    [
-        ("model/rank-00001*", "incomplete"),
-        ("optimizer/values-00000*", "settings"),
-        ("model/rank-00002*", "incomplete"),
-    ],
+    [("model/rank-00001*", "incomplete"), ("optimizer/values-00000*", "settings"), ("model/rank-00002*", "incomplete")],
 )
 def test_a_lost_file_keeps_it_from_being_rebuilt(lost: Path, pattern: str, why: str) -> None:
     files_of(lost, pattern)[0].unlink()
