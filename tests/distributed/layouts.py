@@ -326,6 +326,15 @@ class Trainer:
                     "exp_avg_sq": like * 4 + 3,
                 }
 
+    @torch.no_grad()
+    def erase(self) -> None:
+        """Zero the model and the rates, and drop the optimizer's state, as if nothing had been loaded yet."""
+        for tensor in (*self.model.parameters(), *self.model.buffers()):
+            tensor.zero_()
+        self.optimizer.state.clear()
+        for group in self.optimizer.param_groups:
+            group["lr"] = 0.0
+
     def snapshot(self) -> dict[str, Any]:
         """Copy all that this rank holds, as plain tensors and values."""
         found: dict[str, Any] = {f"settings/{name}": settings for name, settings in self.settings().items()}
