@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import bytecheckpoint
-from tests.distributed.layouts import WORLD_SIZE, build, mesh
+from tests.distributed.layouts import WORLD_SIZE, Trainer, build, mesh
 from tests.distributed.matrix_jobs import source_values, target_values
 from tests.support.comparisons import assert_same
 from tests.support.layouts import Declared
@@ -112,13 +112,14 @@ def save_ddp(path: str) -> int:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_torch_checkpointing_has_every_ddp_rank_write_everything(worlds: Worlds, size: int, path: str) -> None:
-    assert 4 * MIB <= sum(worlds.run(size, save_ddp, path)) < 4.2 * MIB
-
-
-def test_the_public_bytecheckpoint_lets_ddp_rank_1_write_nothing(worlds: Worlds, path: str) -> None:
-    written = worlds.run(2, save_ddp, path)
-    assert min(written) > 0.45 * sum(written)
+def test_other_systems_have_every_ddp_rank_write_everything_or_rank_0_alone(
+    worlds: Worlds, size: int, path: str
+) -> None:
+    """The first is torch_checkpointing, the second the public release of ByteCheckpoint."""
+    written = worlds.run(size, save_ddp, path)
+    assert 4 * MIB <= sum(written) < 4.07 * MIB
+    assert max(written) < 1.07 * 4 * MIB / size
+    assert min(written) > 0.9 * 4 * MIB / size
 
 
 @on_ranks(2)
@@ -128,22 +129,27 @@ def test_no_other_system_notices_replicas_that_differ(path: str) -> None:
     assert list(report.replica_differences) == ["model/drifted"]
 
 
-def save_steps(layout: str, path: str) -> None:
-    """Save a state in which every parameter has its own `step`, and every param group its own rate."""
-    filled = build(layout, source_values)
-    filled.fill_optimizer()
+def start_filled(layout: str) -> Trainer:
+    """Start a run of bf16 parameters with fp32 state, a `step` of its own for each, and a rate for each group."""
+    filled = build(layout, source_values, dtype=torch.bfloat16)
+    filled.fill_optimizer(torch.float32)
+    return filled
+
+
+def save_filled(layout: str, path: str) -> None:
+    filled = start_filled(layout)
     bytecheckpoint.save(path, {"model": filled.model, "optimizer": filled.optimizer})
 
 
-def load_steps(layout: str, path: str) -> None:
-    """Load every parameter's `step`, into memory of its own, and every group's settings."""
-    expected, fresh = build(layout, source_values), build(layout, target_values)
-    expected.fill_optimizer()
+def load_filled(layout: str, path: str) -> None:
+    """Load every parameter's state, which must never have been bf16, its `step` into memory of its own, and settings."""
+    fresh = build(layout, target_values, dtype=torch.bfloat16)
     bytecheckpoint.load(path, {"model": fresh.model, "optimizer": fresh.optimizer})
-    steps = [state["step"] for state in fresh.optimizer.state.values()]
-    assert len({t.data_ptr() for t in steps}) == len(steps), "no two parameters share one step tensor"
-    assert len({g["lr"] for g in fresh.optimizer.param_groups}) == 2
-    assert_same(expected.snapshot(), fresh.snapshot())
+    states = fresh.optimizer.state.values()
+    assert {value.dtype for state in states for value in state.values()} == {torch.float32}
+    assert len({state["step"].data_ptr() for state in states}) == len(states), "no two parameters share one step tensor"
+    assert len({group["lr"] for group in fresh.optimizer.param_groups}) == 2
+    assert_same(start_filled(layout).snapshot(), fresh.snapshot())
 
 
 @pytest.mark.parametrize(
@@ -152,9 +158,12 @@ def load_steps(layout: str, path: str) -> None:
         pytest.param("tp2", "pp2", id="megatron-shares-one-step-and-cannot-change-tp"),
         pytest.param("pp2", "tp2", id="megatron-cannot-change-pp"),
         pytest.param("ep2-fsdp2", "one", id="megatron-cannot-change-ep"),
+        pytest.param("ep2-fsdp2", "tp2", id="megatron-cannot-change-ep-and-tp"),
         pytest.param("fsdp3", "fsdp2", id="deepspeed-gives-every-group-the-settings-of-group-0"),
+        pytest.param("fsdp3", "one", id="dcp-casts-fp32-state-to-the-dtype-of-bf16-parameters"),
+        pytest.param("ddp2", "fsdp3", id="dcp-casts-replicated-state-too"),
     ],
 )
-def test_steps_and_settings_at_another_layout(worlds: Worlds, source: str, destination: str, path: str) -> None:
-    worlds.run(WORLD_SIZE[source], save_steps, source, path)
-    worlds.run(WORLD_SIZE[destination], load_steps, destination, path)
+def test_state_steps_and_settings_at_another_layout(worlds: Worlds, source: str, destination: str, path: str) -> None:
+    worlds.run(WORLD_SIZE[source], save_filled, source, path)
+    worlds.run(WORLD_SIZE[destination], load_filled, destination, path)

@@ -152,18 +152,6 @@ def test_replicas_read_the_checkpoint_once(worlds: Worlds, overlap: bool, path: 
         assert received == 0
 
 
-def save_replicated(path: str) -> int:
-    """Return the bytes that this rank of a DDP job writes, of a state of 16 MiB."""
-    model = DistributedDataParallel(nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(16))))
-    return bytecheckpoint.save(path, {"model": model}).result().bytes_written
-
-
-def test_replicas_share_out_the_writing(worlds: Worlds, path: str) -> None:
-    written = worlds.run(4, save_replicated, path)
-    assert 16 * MIB <= sum(written) < 16.3 * MIB
-    assert max(written) < 4.3 * MIB
-
-
 def end_group_before_commit(path: str) -> list[str]:
     """Call `destroy_process_group()` during a save, which no longer needs the group; return the catalogs."""
     trainer = build("fsdp2", source_values)
