@@ -92,12 +92,12 @@ def parameters(net: nn.Module) -> dict[str, torch.Tensor]:
 
 @on_ranks(WORLD)
 def test_fully_shard_over_tensor_parallelism() -> None:
+    whole = nn.Sequential(*(stack(hidden) for hidden in (7, 12, 5, 1, 13)))
     for dp, tp in ((3, 2), (2, 3), (6, 1), (1, 6)):
-        both = mesh(dp=dp, tp=tp)
-        for hidden in (7, 12, 5, 1, 13):
-            whole = stack(hidden)
-            net = tensor_parallel(copy.deepcopy(whole), both["tp"])
-            check_model(fully_shard(net, mesh=both["dp"]), parameters(whole))
+        both, net = mesh(dp=dp, tp=tp), copy.deepcopy(whole)
+        for part in net:
+            tensor_parallel(part, both["tp"])
+        check_model(fully_shard(net, mesh=both["dp"]), parameters(whole))
 
 
 @on_ranks(WORLD)
@@ -227,11 +227,11 @@ def hsdp() -> tuple[Any, Any]:
     return net, adam(net.parameters())
 
 
-def tensor_and_fsdp(hidden: int = 7) -> tuple[Any, Any]:
+def tensor_and_fsdp() -> tuple[Any, Any]:
     both = mesh(dp=3, tp=2)
-    net = tensor_parallel(stack(hidden), both["tp"])
+    net = tensor_parallel(stack(), both["tp"])
     fully_shard(net, mesh=both["dp"])
-    return net, adam(p for p in net.parameters())
+    return net, adam(net.parameters())
 
 
 class Stage(nn.ModuleDict):
@@ -254,9 +254,13 @@ def pipeline_and_fsdp() -> tuple[Any, Any]:
 LAYOUTS: dict[str, Layout] = {f.__name__: f for f in (one_process, ddp, fsdp, hsdp, tensor_and_fsdp, pipeline_and_fsdp)}
 
 
-def fill_by_coordinates(net: Any, optimizer: Any) -> None:
+def listed(one_or_more: Any) -> list[Any]:
+    return one_or_more if isinstance(one_or_more, list) else [one_or_more]
+
+
+def fill_by_coordinates(optimizer: Any) -> None:
     """Give every state tensor values that are computed from its parameter."""
-    for one in optimizer if isinstance(optimizer, list) else [optimizer]:
+    for one in listed(optimizer):
         for group in one.param_groups:
             group["lr"] = 0.375
             for p in group["params"]:
@@ -271,27 +275,31 @@ def fill_by_coordinates(net: Any, optimizer: Any) -> None:
 
 @on_ranks(WORLD)
 def test_every_layout_loads_every_layout() -> None:
-    reference = stack()
+    reference, checkpoints = stack(), {}
     for save_as, build in LAYOUTS.items():
         net, optimizer = build()
-        fill_by_coordinates(net, optimizer)
-        saved = checkpoint({"model": net, "optimizer": optimizer})
+        fill_by_coordinates(optimizer)
+        saved = checkpoints[save_as] = checkpoint({"model": net, "optimizer": optimizer})
         for key, stored in saved.whole.items():
             factor = {"": 1, "exp_avg": 2, "exp_avg_sq": 3, "max_exp_avg_sq": 5}.get(key.slot)
             if factor is not None:
                 assert torch.equal(stored, reference.get_parameter(key.fqn) * factor), (save_as, key)
-        for load_as, other in LAYOUTS.items():
-            live, fresh = other()
-            for module in live if isinstance(live, list) else [live]:
+    for load_as, build in LAYOUTS.items():
+        net, optimizer = build()
+        for save_as, saved in checkpoints.items():
+            for module in listed(net):
                 for p in module.parameters():
                     p.detach().zero_()
-            found = saved.load({"model": live, "optimizer": fresh})
+            for one in listed(optimizer):
+                one.state.clear()
+                for group in one.param_groups:
+                    group["lr"] = 0.0
+            found = saved.load({"model": net, "optimizer": optimizer})
             assert not found.missing, (save_as, load_as, found.missing)
-            for state in NativeFramework().capture({"model": live, "optimizer": fresh}):
+            for state in NativeFramework().capture({"model": net, "optimizer": optimizer}):
                 for shard in state.shards:
                     check_box(shard, saved.whole[shard.key])
-            for one in fresh if isinstance(fresh, list) else [fresh]:
-                assert all(group["lr"] == 0.375 for group in one.param_groups)
+            assert all(group["lr"] == 0.375 for one in listed(optimizer) for group in one.param_groups)
 
 
 @on_ranks(WORLD)
