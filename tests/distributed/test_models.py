@@ -144,7 +144,7 @@ def virtual_stages(values: Callable[[nn.Module], None]) -> tuple[list[Trainer], 
     stages = [Gpt(stage, 4).double() for stage in ((0, 3) if dist.get_rank() == 0 else (1,))]
     for stage in stages:
         values(stage)
-    trainers = [Trainer.start(Parallel(stage), adamw) for stage in stages]
+    trainers = [Trainer(Parallel(stage), adamw) for stage in stages]
     return trainers, {"model": [t.model for t in trainers], "optimizer": [t.optimizer for t in trainers]}
 
 
