@@ -64,12 +64,23 @@ _FIRST = (
 )
 
 
+_POOL = pytest.StashKey[Worlds]()
+
+
 @pytest.fixture(scope="session")
-def worlds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worlds]:
+def worlds(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worlds]:
     """The pool of process worlds of this run."""
-    pool = Worlds(tmp_path_factory.mktemp("worlds"))
+    pool = request.config.stash[_POOL] = Worlds(tmp_path_factory.mktemp("worlds"))
     yield pool
     pool.close()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """End the worlds of a folder after its tests: of an idle rank, gloo wakes a thread per group 100 times a second."""
+    pool = item.config.stash.get(_POOL, None)
+    if pool is not None and (nextitem is None or nextitem.path.parent != item.path.parent):
+        pool.close()
 
 
 @pytest.fixture

@@ -151,7 +151,7 @@ def build(
     if wrap is not None:
         model = wrap(model)
     extra = {"step": 0, "nested": {"history": []}}
-    return FlatTrainer.start(parallel(model, FSDP1[name]), optimizer, extra, tied=tied)
+    return FlatTrainer(parallel(model, FSDP1[name]), optimizer, extra, tied=tied)
 
 
 def full_state(trainer: Trainer) -> dict[str, Any]:

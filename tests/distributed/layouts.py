@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Self
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -206,33 +206,22 @@ def stage_of(name: str) -> tuple[int, int]:
     return (dist.get_rank() * 2 // size, 2) if name.startswith("pp") else (0, 1)
 
 
-@dataclass
 class Trainer:
     """A training run in one layout: model, optimizer with two groups, schedule, further states.
 
-    Attributes:
+    Args:
         parallel: the model.
-        optimizer: its optimizer.
-        schedule: the learning rate schedule.
+        optimizer: makes the optimizer from FQN -> parameter.
         extra: step, random state, nested values.
         tied: whether embedding and head are one parameter.
     """
 
-    parallel: Parallel
-    optimizer: torch.optim.Optimizer
-    schedule: torch.optim.lr_scheduler.LRScheduler
-    extra: dict[str, Any] = field(default_factory=dict)
-    tied: bool = False
-
-    @classmethod
-    def start(
-        cls, parallel: Parallel, optimizer: MakeOptimizer, extra: dict[str, Any] | None = None, *, tied: bool = False
-    ) -> Self:
-        """Start a run of `parallel` with an optimizer made from FQN -> parameter."""
-        trainer = cls(parallel, None, None, extra or {}, tied)  # type: ignore[arg-type]
-        trainer.optimizer = optimizer(trainer.parameters())
-        trainer.schedule = torch.optim.lr_scheduler.ExponentialLR(trainer.optimizer, gamma=0.9)
-        return trainer
+    def __init__(
+        self, parallel: Parallel, optimizer: MakeOptimizer, extra: dict[str, Any] | None = None, *, tied: bool = False
+    ) -> None:
+        self.parallel, self.extra, self.tied = parallel, extra or {}, tied
+        self.optimizer = optimizer(self.parameters())
+        self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, gamma=0.9)
 
     @property
     def model(self) -> nn.Module:
@@ -326,6 +315,15 @@ class Trainer:
                     "exp_avg_sq": like * 4 + 3,
                 }
 
+    @torch.no_grad()
+    def erase(self) -> None:
+        """Zero the model and the rates, and drop the optimizer's state, as if nothing had been loaded yet."""
+        for tensor in (*self.model.parameters(), *self.model.buffers()):
+            tensor.zero_()
+        self.optimizer.state.clear()
+        for group in self.optimizer.param_groups:
+            group["lr"] = 0.0
+
     def snapshot(self) -> dict[str, Any]:
         """Copy all that this rank holds, as plain tensors and values."""
         found: dict[str, Any] = {f"settings/{name}": settings for name, settings in self.settings().items()}
@@ -383,4 +381,4 @@ def build(
         "rng": torch.Generator().manual_seed(rank).get_state(),
         "nested": {"history": [], ("a", 1): {"π": float("inf"), "tensor": torch.arange(3.0)}},
     }
-    return Trainer.start(parallel, optimizer, extra, tied=tied)
+    return Trainer(parallel, optimizer, extra, tied=tied)

@@ -1,7 +1,8 @@
-"""Wrappers of the tiny model's blocks, and the values of a model with a tied pair."""
+"""Wrappers of the tiny model's blocks; values, saves and loads of a model with a tied pair."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -9,11 +10,32 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import bytecheckpoint
+from tests.distributed.layouts import Trainer
 from tests.support.tiny_model import Gpt, fill_by_coordinates, initialise
 
 tied_source_values = partial(initialise, seed=1, tied=True)
 tied_target_values = partial(initialise, seed=2, tied=True)
 tied_coordinates = partial(fill_by_coordinates, tied=True)
+
+
+def save_tied(layout: str, folder: str, build: Callable[..., Trainer]) -> list[float]:
+    """Train a tied model and save it under the layout's name; return the next losses."""
+    trainer = build(layout, tied_source_values, tied=True)
+    trainer.train(2)
+    bytecheckpoint.save(f"{folder}/{layout}", trainer.states())
+    return trainer.train(3)
+
+
+def load_tied(
+    layout: str, folder: str, sources: Sequence[str], build: Callable[..., Trainer]
+) -> dict[str, list[float]]:
+    """Load what each layout saved; return the next losses by source."""
+    resumed = build(layout, tied_target_values, tied=True)
+    found = {}
+    for source in sources:
+        bytecheckpoint.load(f"{folder}/{source}", resumed.states())
+        found[source] = resumed.train(3)
+    return found
 
 
 def wrong_names(path: str) -> list[str]:

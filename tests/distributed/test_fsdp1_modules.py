@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +13,19 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
 import bytecheckpoint
 from bytecheckpoint.frameworks.fsdp1.adapter import FSDP1Framework
-from tests.distributed.fsdp1_layouts import FSDP1, WORLD_SIZE, FlatTrainer, build, full_state, in_layout
+from tests.distributed.fsdp1_layouts import FSDP1, WORLD_SIZE, build, full_state, in_layout
 from tests.distributed.layouts import Trainer, mesh
 from tests.distributed.layouts import adamw as two_groups
 from tests.distributed.matrix_jobs import AFTER, coordinates, source_values, target_values
 from tests.distributed.models import (
     checkpointed_blocks,
     compiled_blocks,
-    tied_source_values,
-    tied_target_values,
+    load_tied,
+    save_tied,
     wrong_names,
 )
 from tests.support.communication import check_no_communication
 from tests.support.comparisons import assert_complete, assert_same, wrong_entries
-from tests.support.extra_states import LinearWithExtraState
 from tests.support.matrices import TOLERANCE
 from tests.support.tiny_model import Gpt, batch, fill_by_coordinates
 from tests.support.variants import crossed
@@ -38,6 +38,13 @@ def trained(layout: str, steps: int = 2) -> Trainer:
     trainer = build(layout, source_values)
     trainer.train(steps)
     return trainer
+
+
+@cache
+def undisturbed(layout: str) -> tuple[dict[str, Any], list[float], dict[str, Any]]:
+    """Return the full state of a trained run, the losses that follow, and the state after those; computed once."""
+    trainer = trained(layout)
+    return full_state(trainer), trainer.train(AFTER), full_state(trainer)
 
 
 @pytest.mark.parametrize("layout", ["low2-orig", "low3-flat"])
@@ -89,17 +96,17 @@ def test_parameters_that_are_still_gathered(layout: str, how: str, path: str) ->
         handles = [m._handle for m in FullyShardedDataParallel.fsdp_modules(trainer.model) if m._handle is not None]
         assert any(not h.needs_unshard() for h in handles), "some parameters are still gathered"
 
-    undisturbed, trainer, fresh = trained(layout), trained(layout), build(layout, target_values)
+    state, losses, _ = undisturbed(layout)
+    trainer, fresh = trained(layout), build(layout, target_values)
     forward(trainer)
     bytecheckpoint.save(path, trainer.states())
     forward(fresh)
     bytecheckpoint.load(path, fresh.states())
-    assert_same(full_state(undisturbed), full_state(fresh))
+    assert_same(state, full_state(fresh))
     if FSDP1[layout].mixed_precision and "grad" in how:
         return  # FSDP1 itself cannot train on from here under mixed precision, with or without a checkpoint
     fresh.model.train()
     trainer.model.train()
-    losses = undisturbed.train(AFTER)
     assert fresh.train(AFTER) == losses
     assert trainer.train(AFTER) == losses, "the run that saved continues too"
 
@@ -112,15 +119,16 @@ def test_a_save_after_a_failed_forward_pass(layout: str, path: str) -> None:
     def fail(*_: object) -> None:
         raise MemoryError("in the middle of a forward pass")
 
-    undisturbed, trainer, fresh = trained(layout), trained(layout), build(layout, target_values)
+    _, losses, last = undisturbed(layout)
+    trainer, fresh = trained(layout), build(layout, target_values)
     hook = trainer.unwrapped.norm.register_forward_hook(fail)
     with pytest.raises(MemoryError):
         trainer.model(batch(0)[0])
     hook.remove()
     bytecheckpoint.save(path, trainer.states())
     bytecheckpoint.load(path, fresh.states())
-    assert fresh.train(2) == undisturbed.train(2)
-    assert_same(full_state(undisturbed), full_state(fresh))
+    assert fresh.train(AFTER) == losses
+    assert_same(last, full_state(fresh))
 
 
 @pytest.mark.parametrize("layout", ["full2-deep", "grad2-flat"])
@@ -152,41 +160,14 @@ def test_names_are_those_of_the_bare_model(layout: str, path: str) -> None:
     assert_same(full_state(trainer), full_state(fresh))
 
 
-def save_and_load_tied(layout: str, folder: str, sources: list[str]) -> dict[str, list[float]]:
-    """Save a tied model, and load what the sources saved; return losses by source, and under "" without a load."""
-    trainer = build(layout, tied_source_values, tied=True)
-    trainer.train(2)
-    bytecheckpoint.save(f"{folder}/{layout}", trainer.states())
-    found = {"": trainer.train(3)}
-    for source in sources:
-        fresh = build(layout, tied_target_values, tied=True)
-        bytecheckpoint.load(f"{folder}/{source}", fresh.states())
-        found[source] = fresh.train(3)
-    return found
-
-
 def test_tied_weights(worlds: Worlds, tmp_path: Path) -> None:
-    names = ["one", "full4-orig", "full3-flat", "grad2-flat", "fsdp3"]
+    names, folder = ["one", "full4-orig", "full3-flat", "grad2-flat", "fsdp3"], str(tmp_path)
+    losses = {layout: worlds.run(WORLD_SIZE[layout], save_tied, layout, folder, build)[0] for layout in names}
     for layout in names:
-        worlds.run(WORLD_SIZE[layout], save_and_load_tied, layout, str(tmp_path), [])
-    reference = None
-    for layout in names:
-        for found in worlds.run(WORLD_SIZE[layout], save_and_load_tied, layout, str(tmp_path), names):
-            reference = reference or found[""]
-            assert found[layout] == found[""]
-            for source, losses in found.items():
-                assert losses == pytest.approx(reference, abs=TOLERANCE, rel=0), (source, layout)
-
-
-@on_ranks(3)
-def test_extra_states_beside_flat_parameters(path: str) -> None:
-    inner = LinearWithExtraState(3, 5)
-    inner.extra = {"calls": 4}
-    model = FullyShardedDataParallel(inner, device_id=torch.device("cpu"))
-    bytecheckpoint.save(path, {"model": model})
-    inner.extra = None
-    bytecheckpoint.load(path, {"model": model})
-    assert inner.extra == {"calls": 4}
+        for found in worlds.run(WORLD_SIZE[layout], load_tied, layout, folder, names, build):
+            assert found[layout] == losses[layout]
+            for source, after in found.items():
+                assert after == pytest.approx(losses["one"], abs=TOLERANCE, rel=0), (source, layout)
 
 
 @on_ranks(4)
@@ -235,23 +216,6 @@ def test_steps_and_settings_by_name(layout: str, target: str, path: str) -> None
     for name, group in fresh.settings().items():
         settings = (1.5, 0.0) if name.endswith("bias") or "norm" in name else (0.5, 0.1)
         assert (group["lr"], group["weight_decay"]) == settings, name
-
-
-@on_ranks(3)
-def test_a_flat_parameter_has_one_step(path: str) -> None:
-    """It does not load parameters that have different steps in the checkpoint."""
-    trainer = trained("grad3-orig", 1)
-    state = trainer.optimizer.state[trainer.parameters()["norm.weight"]]
-    if state:
-        state["step"] += 3
-    bytecheckpoint.save(path, trainer.states())
-    dist.barrier()
-    fresh = build("full3-flat", target_values)
-    with pytest.raises(bytecheckpoint.IncompatibleCheckpointError) as caught:
-        bytecheckpoint.load(path, fresh.states())
-    assert isinstance(fresh, FlatTrainer) and not fresh.optimizer.state
-    for part in ("the flat parameter of 'the root'", "4.0 for 'norm.weight'", "1.0 for"):
-        assert part in str(caught.value)
 
 
 @pytest.mark.parametrize("layout", ["full4-orig", "full3-flat", "none2-flat"])

@@ -18,8 +18,9 @@ from tests.distributed.layouts import WORLD_SIZE, Parallel, Trainer, adamw, buil
 from tests.distributed.matrix_jobs import coordinates, source_values, target_values
 from tests.distributed.models import (
     compiled_blocks,
+    load_tied,
+    save_tied,
     tied_coordinates,
-    tied_source_values,
     tied_target_values,
     wrong_names,
 )
@@ -89,42 +90,36 @@ def test_unreduced_values_are_refused_by_name(path: str) -> None:
 TIED = ["one", "fsdp3", "tp2-fsdp2", "pp2", "pp2-fsdp2"]
 
 
-def save_tied(layout: str, folder: str) -> list[float]:
+def save_both_tied(layout: str, folder: str) -> list[float]:
     """Save a tied model's state of coordinates and its trained state; return the next losses."""
     filled = build(layout, tied_coordinates, tied=True)
     filled.fill_optimizer()
     bytecheckpoint.save(f"{folder}/coordinates/{layout}", filled.states())
-    trainer = build(layout, tied_source_values, tied=True)
-    trainer.train(2)
-    bytecheckpoint.save(f"{folder}/trained/{layout}", trainer.states())
-    return trainer.train(3)
+    return save_tied(layout, f"{folder}/trained", build)
 
 
-def load_tied(layout: str, folder: str, sources: list[str]) -> dict[str, list[float]]:
+def load_both_tied(layout: str, folder: str, sources: list[str]) -> dict[str, list[float]]:
     """Load what other layouts saved; compare the coordinates, and return the next losses by source."""
-    filled = build(layout, tied_coordinates, tied=True)
+    filled, fresh = build(layout, tied_coordinates, tied=True), build(layout, tied_target_values, tied=True)
     filled.fill_optimizer()
-    found = {}
     for source in sources:
-        fresh, resumed = (build(layout, tied_target_values, tied=True) for _ in range(2))
+        fresh.erase()
         bytecheckpoint.load(f"{folder}/coordinates/{source}", fresh.states())
         assert_same(filled.snapshot(), fresh.snapshot())
-        bytecheckpoint.load(f"{folder}/trained/{source}", resumed.states())
-        if hasattr(resumed.unwrapped, "embed") and hasattr(resumed.unwrapped, "head"):
-            assert resumed.unwrapped.embed.weight is resumed.unwrapped.head.weight, "still tied"
-        found[source] = resumed.train(3)
-    return found
+        if hasattr(fresh.unwrapped, "embed") and hasattr(fresh.unwrapped, "head"):
+            assert fresh.unwrapped.embed.weight is fresh.unwrapped.head.weight, "still tied"
+    return load_tied(layout, f"{folder}/trained", sources, build)
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("pairs", ["short", pytest.param("all", marks=pytest.mark.slow)])
 def test_tied_weights_in_every_kind_of_layout(pairs: str, worlds: Worlds, tmp_path: Path) -> None:
     folder = str(tmp_path)
-    losses = {layout: worlds.run(WORLD_SIZE[layout], save_tied, layout, folder)[0] for layout in TIED}
+    losses = {layout: worlds.run(WORLD_SIZE[layout], save_both_tied, layout, folder)[0] for layout in TIED}
     for number, layout in enumerate(TIED):
         sources = TIED if pairs == "all" else [layout, TIED[number - 1]]
         assert losses[layout] == pytest.approx(losses["one"], abs=TOLERANCE, rel=0), layout
-        for found in worlds.run(WORLD_SIZE[layout], load_tied, layout, folder, sources):
+        for found in worlds.run(WORLD_SIZE[layout], load_both_tied, layout, folder, sources):
             for source, after in found.items():
                 assert after == pytest.approx(losses["one"], abs=TOLERANCE, rel=0), (source, layout)
     # Both names of the tied pair show the parameter and its state.
@@ -138,33 +133,7 @@ def test_tied_weights_in_every_kind_of_layout(pairs: str, worlds: Worlds, tmp_pa
                 assert torch.equal(checkpoint[f"optimizer/state/{name}/exp_avg"][...], whole * 2 + 1), source
 
 
-# --- low precision, virtual stages -----------------------------------------------------------------------------
-
-
-def low_precision(layout: str) -> Trainer:
-    """Start a run of bf16 parameters with fp32 optimizer state."""
-    filled = build(layout, source_values, dtype=torch.bfloat16)
-    filled.fill_optimizer(torch.float32)
-    return filled
-
-
-def save_low_precision(layout: str, path: str) -> None:
-    bytecheckpoint.save(path, states(low_precision(layout)))
-
-
-def load_low_precision(layout: str, path: str) -> None:
-    """Load optimizer state, which must never have been bf16."""
-    fresh = build(layout, target_values, dtype=torch.bfloat16)
-    bytecheckpoint.load(path, states(fresh))
-    dtypes = {v.dtype for s in fresh.optimizer.state.values() for n, v in s.items() if n != "step"}
-    assert dtypes == {torch.float32}
-    assert_same(low_precision(layout).snapshot(), fresh.snapshot())
-
-
-@pytest.mark.parametrize(("source", "destination"), [("ddp2", "fsdp3"), ("fsdp3", "one"), ("ep2-fsdp2", "tp2")])
-def test_state_of_bf16_parameters_stays_fp32(worlds: Worlds, source: str, destination: str, path: str) -> None:
-    worlds.run(WORLD_SIZE[source], save_low_precision, source, path)
-    worlds.run(WORLD_SIZE[destination], load_low_precision, destination, path)
+# --- virtual stages -----------------------------------------------------------------------------------------------
 
 
 def virtual_stages(values: Callable[[nn.Module], None]) -> tuple[list[Trainer], dict[str, Any]]:
@@ -175,7 +144,7 @@ def virtual_stages(values: Callable[[nn.Module], None]) -> tuple[list[Trainer], 
     stages = [Gpt(stage, 4).double() for stage in ((0, 3) if dist.get_rank() == 0 else (1,))]
     for stage in stages:
         values(stage)
-    trainers = [Trainer.start(Parallel(stage), adamw) for stage in stages]
+    trainers = [Trainer(Parallel(stage), adamw) for stage in stages]
     return trainers, {"model": [t.model for t in trainers], "optimizer": [t.optimizer for t in trainers]}
 
 

@@ -2,48 +2,19 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import bytecheckpoint
-from tests.distributed.layouts import WORLD_SIZE, build, mesh
+from tests.distributed.layouts import WORLD_SIZE, Trainer, build, mesh
 from tests.distributed.matrix_jobs import source_values, target_values
 from tests.support.comparisons import assert_same
-from tests.support.layouts import Declared
 from tests.support.worlds import Worlds, on_ranks
 
 MIB = 1 << 20
-
-
-@on_ranks(2)
-def test_fsdp1_cannot_save_asynchronously_on_cpu_but_fsdp2_here_can(path: str) -> None:
-    trainer, fresh = build("fsdp2", source_values), build("fsdp2", target_values)
-    trainer.train(1)
-    expected = trainer.snapshot()
-    handle = bytecheckpoint.save(path, trainer.states(), async_checkpoint=True)
-    trainer.train(1)
-    handle.result(60)
-    bytecheckpoint.load(path, fresh.states())
-    assert_same(expected, fresh.snapshot())
-
-
-@on_ranks(2)
-def test_dcp_fails_to_load_nested_extra_states_under_fsdp(path: str) -> None:
-    """Nested extra states load into an empty dict."""
-    model = build("fsdp2", source_values).model
-    extra = {"a": {"b": [1, (2, {"c": torch.arange(4)})], 3: None}, "rank": dist.get_rank()}
-    bytecheckpoint.save(path, {"model": model, "extra_states": extra})
-    found: dict[str, Any] = {}
-    bytecheckpoint.load(path, {"model": model, "extra_states": found})
-    assert torch.equal(found["a"]["b"][1][1].pop("c"), extra["a"]["b"][1][1].pop("c"))  # type: ignore[index]
-    assert found == extra
 
 
 @on_ranks(2)
@@ -58,19 +29,6 @@ def test_dcp_fails_to_load_parameters_without_optimizer_state(path: str) -> None
     report = bytecheckpoint.load(path, {"model": fresh.model, "optimizer": fresh.optimizer})
     assert any("no state" in note for note in report.notes)
     assert_same(source.snapshot(), fresh.snapshot())
-
-
-@on_ranks(2)
-def test_dcp_saves_shards_that_leave_a_hole(path: str) -> None:
-    """The error is raised before anything is written."""
-    rank = dist.get_rank()
-    rows = torch.full((3, 4), float(rank))
-    with pytest.raises(bytecheckpoint.IncompatibleCheckpointError) as caught:
-        bytecheckpoint.save(path, {"model": {"w": Declared(((8, 4), (4 * rank, 0), rows))}})
-    assert "model/w" in str(caught.value)
-    assert "24 elements for a tensor of 32" in str(caught.value)
-    dist.barrier()
-    assert not list(Path(path).rglob("*.*"))
 
 
 @on_ranks(2)
@@ -89,22 +47,6 @@ def test_dcp_casts_silently(path: str) -> None:
     assert list(report.cast) == ["model/w"]
 
 
-@on_ranks(2)
-def test_dcp_reads_64_times_what_a_64th_needs(path: str) -> None:
-    """A rank needs one row of 64 rows of 1 MiB."""
-    rank = dist.get_rank()
-    whole = torch.arange(64 * 256 * 1024, dtype=torch.int32).reshape(64, -1)
-    if rank == 0:
-        group = dist.new_group([0], use_local_synchronization=True)
-        bytecheckpoint.save(path, {"model": {"w": whole}}, process_group=group)
-    dist.barrier()
-    row = torch.zeros(1, 256 * 1024, dtype=torch.int32)
-    target = Declared((whole.shape, (rank, 0), row))
-    report = bytecheckpoint.load(path, {"model": {"w": target}}, overlap_loading=False, strict=False)
-    assert torch.equal(row, whole[rank : rank + 1])
-    assert MIB <= report.bytes_read <= 3 * MIB, "the row and the rest of its checksum blocks, of 64 MiB"
-
-
 def save_ddp(path: str) -> int:
     """Return the bytes that this rank writes of a DDP model of 4 MiB."""
     model = DistributedDataParallel(nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(16))))
@@ -112,38 +54,37 @@ def save_ddp(path: str) -> int:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_torch_checkpointing_has_every_ddp_rank_write_everything(worlds: Worlds, size: int, path: str) -> None:
-    assert 4 * MIB <= sum(worlds.run(size, save_ddp, path)) < 4.2 * MIB
+def test_other_systems_have_every_ddp_rank_write_everything_or_rank_0_alone(
+    worlds: Worlds, size: int, path: str
+) -> None:
+    """The first is torch_checkpointing, the second the public release of ByteCheckpoint."""
+    written = worlds.run(size, save_ddp, path)
+    assert 4 * MIB <= sum(written) < 4.07 * MIB
+    assert max(written) < 1.07 * 4 * MIB / size
+    assert min(written) > 0.9 * 4 * MIB / size
 
 
-def test_the_public_bytecheckpoint_lets_ddp_rank_1_write_nothing(worlds: Worlds, path: str) -> None:
-    written = worlds.run(2, save_ddp, path)
-    assert min(written) > 0.45 * sum(written)
+def start_filled(layout: str) -> Trainer:
+    """Start a run of bf16 parameters with fp32 state, a `step` of its own for each, and a rate for each group."""
+    filled = build(layout, source_values, dtype=torch.bfloat16)
+    filled.fill_optimizer(torch.float32)
+    return filled
 
 
-@on_ranks(2)
-def test_no_other_system_notices_replicas_that_differ(path: str) -> None:
-    states = {"model": {"same": torch.ones(5), "drifted": torch.full((5,), float(dist.get_rank()))}}
-    report = bytecheckpoint.save(path, states, check_replicas=True).result()
-    assert list(report.replica_differences) == ["model/drifted"]
-
-
-def save_steps(layout: str, path: str) -> None:
-    """Save a state in which every parameter has its own `step`, and every param group its own rate."""
-    filled = build(layout, source_values)
-    filled.fill_optimizer()
+def save_filled(layout: str, path: str) -> None:
+    filled = start_filled(layout)
     bytecheckpoint.save(path, {"model": filled.model, "optimizer": filled.optimizer})
 
 
-def load_steps(layout: str, path: str) -> None:
-    """Load every parameter's `step`, into memory of its own, and every group's settings."""
-    expected, fresh = build(layout, source_values), build(layout, target_values)
-    expected.fill_optimizer()
+def load_filled(layout: str, path: str) -> None:
+    """Load every parameter's state, which must never have been bf16, its `step` into memory of its own, and settings."""
+    fresh = build(layout, target_values, dtype=torch.bfloat16)
     bytecheckpoint.load(path, {"model": fresh.model, "optimizer": fresh.optimizer})
-    steps = [state["step"] for state in fresh.optimizer.state.values()]
-    assert len({t.data_ptr() for t in steps}) == len(steps), "no two parameters share one step tensor"
-    assert len({g["lr"] for g in fresh.optimizer.param_groups}) == 2
-    assert_same(expected.snapshot(), fresh.snapshot())
+    states = fresh.optimizer.state.values()
+    assert {value.dtype for state in states for value in state.values()} == {torch.float32}
+    assert len({state["step"].data_ptr() for state in states}) == len(states), "no two parameters share one step tensor"
+    assert len({group["lr"] for group in fresh.optimizer.param_groups}) == 2
+    assert_same(start_filled(layout).snapshot(), fresh.snapshot())
 
 
 @pytest.mark.parametrize(
@@ -152,9 +93,12 @@ def load_steps(layout: str, path: str) -> None:
         pytest.param("tp2", "pp2", id="megatron-shares-one-step-and-cannot-change-tp"),
         pytest.param("pp2", "tp2", id="megatron-cannot-change-pp"),
         pytest.param("ep2-fsdp2", "one", id="megatron-cannot-change-ep"),
+        pytest.param("ep2-fsdp2", "tp2", id="megatron-cannot-change-ep-and-tp"),
         pytest.param("fsdp3", "fsdp2", id="deepspeed-gives-every-group-the-settings-of-group-0"),
+        pytest.param("fsdp3", "one", id="dcp-casts-fp32-state-to-the-dtype-of-bf16-parameters"),
+        pytest.param("ddp2", "fsdp3", id="dcp-casts-replicated-state-too"),
     ],
 )
-def test_steps_and_settings_at_another_layout(worlds: Worlds, source: str, destination: str, path: str) -> None:
-    worlds.run(WORLD_SIZE[source], save_steps, source, path)
-    worlds.run(WORLD_SIZE[destination], load_steps, destination, path)
+def test_state_steps_and_settings_at_another_layout(worlds: Worlds, source: str, destination: str, path: str) -> None:
+    worlds.run(WORLD_SIZE[source], save_filled, source, path)
+    worlds.run(WORLD_SIZE[destination], load_filled, destination, path)

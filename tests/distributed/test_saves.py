@@ -13,9 +13,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import bytecheckpoint
-from bytecheckpoint.collectives.base import Collective
-from bytecheckpoint.collectives.process_group import TorchCollective
-from bytecheckpoint.saving.messages import SaveStep
 from tests.distributed.layouts import WORLD_SIZE, build, in_layout
 from tests.distributed.matrix_jobs import source_values, target_values
 from tests.support.comparisons import assert_same
@@ -78,54 +75,6 @@ def test_background_staging(layout: str, path: str) -> None:
     assert_same(expected, fresh.snapshot())
 
 
-def messages_of_three_saves(path: str) -> list[list[str]]:
-    """Return the steps in which this rank sends a message, or on rank 0 the coordinator's reply too, per save."""
-    trainer = build("fsdp3", source_values)
-    send = TorchCollective.send
-    found = []
-    for number in range(3):
-        steps: set[str] = set()
-
-        def recorded(this: Collective, to: int, tag: str, payload: bytes, steps: set[str] = steps) -> None:
-            steps.add("/".join(tag.split("/")[2:]))
-            send(this, to, tag, payload)  # type: ignore[arg-type]
-
-        trainer.train(1)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(TorchCollective, "send", recorded)
-            report = bytecheckpoint.save(f"{path}/{number}", trainer.states()).result()
-            dist.barrier()  # rank 0 sends its last messages on another thread
-        assert report.plan_cached == (number > 0)
-        found.append(sorted(steps))
-    return found
-
-
-def test_the_second_save_sends_no_planning_messages(worlds: Worlds, path: str) -> None:
-    world = worlds.fresh(3)  # a world of the pool may have the plan cached
-    ranks = world.run(messages_of_three_saves, path)
-    world.close()
-    miss = [SaveStep.FIRST, SaveStep.REPORT]
-    replies = [f"{step}/reply" for step in miss]
-    assert ranks[0] == [sorted(miss + replies), *[sorted([miss[0], replies[0]])] * 2]
-    for rank in ranks[1:]:
-        assert rank == [miss, [SaveStep.FIRST], [SaveStep.FIRST]]
-
-
-@on_ranks(3)
-def test_a_rank_that_saves_something_else_makes_the_plan_anew(path: str) -> None:
-    """A tensor that one rank adds between two saves does not fit the cached plan."""
-    states: dict[str, Any] = {"model": {"a": torch.arange(6.0), "b": torch.arange(3.0)}}
-    bytecheckpoint.save(f"{path}/1", states)
-    if dist.get_rank() == 1:
-        states["model"]["c"] = torch.arange(5.0)
-    report = bytecheckpoint.save(f"{path}/2", states).result()
-    assert report.plan_cached == (dist.get_rank() != 1)
-    with bytecheckpoint.open(f"{path}/2") as checkpoint:
-        assert torch.equal(checkpoint["model/c"][...], torch.arange(5.0))
-        assert torch.equal(checkpoint["model/a"][...], torch.arange(6.0))
-        assert sorted(checkpoint) == ["model/a", "model/b", "model/c"]
-
-
 def large_replicated(path: str, overlap: bool) -> tuple[int, int]:
     """Save and load a DDP model of 16 MiB; return (bytes read, bytes received)."""
     model = DistributedDataParallel(nn.Linear(2048, 2048, bias=False))
@@ -150,18 +99,6 @@ def test_replicas_read_the_checkpoint_once(worlds: Worlds, overlap: bool, path: 
     else:
         assert 4 * state <= read < 4.05 * state
         assert received == 0
-
-
-def save_replicated(path: str) -> int:
-    """Return the bytes that this rank of a DDP job writes, of a state of 16 MiB."""
-    model = DistributedDataParallel(nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(16))))
-    return bytecheckpoint.save(path, {"model": model}).result().bytes_written
-
-
-def test_replicas_share_out_the_writing(worlds: Worlds, path: str) -> None:
-    written = worlds.run(4, save_replicated, path)
-    assert 16 * MIB <= sum(written) < 16.3 * MIB
-    assert max(written) < 4.3 * MIB
 
 
 def end_group_before_commit(path: str) -> list[str]:

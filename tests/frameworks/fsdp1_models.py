@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import MutableMapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -75,5 +76,6 @@ def fresh_states(model: nn.Module) -> States:
     return {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
 
 
+@cache
 def unsharded_checkpoint() -> MemoryCheckpoint:
     return save_plain(trained_states(uneven_model()))

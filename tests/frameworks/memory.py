@@ -11,6 +11,7 @@ from bytecheckpoint.errors import IncompatibleCheckpointError
 from bytecheckpoint.frameworks.base import Destination, Framework, SavedTensor
 from bytecheckpoint.frameworks.native import NativeFramework
 from bytecheckpoint.representation.shards import LiveShard, LiveState, TensorKey
+from tests.support.layouts import bits
 
 
 def detached(states: list[LiveState]) -> list[LiveState]:
@@ -55,8 +56,7 @@ class MemoryCheckpoint:
         mask = self.filled.setdefault(key, torch.zeros(shard.global_shape, dtype=torch.bool))
         box = tuple(slice(o, o + n) for o, n in zip(shard.offsets, shard.lengths, strict=True))
         if bool(mask[box].all()) and mask[box].numel():
-            same = torch.equal(whole[box].contiguous().view(-1).view(torch.uint8), bits(shard.data))
-            assert same, f"replicas of {key} differ"
+            assert torch.equal(bits(whole[box]), bits(shard.data)), f"replicas of {key} differ"
         whole[box] = shard.data
         mask[box] = True
 
@@ -70,19 +70,20 @@ class MemoryCheckpoint:
         return None if tensor is None else SavedTensor(key, self.dtypes[key], tuple(tensor.shape))
 
     def find(self, kind: str, names: Sequence[str], slot: str = "") -> SavedTensor | None:
-        for name in names:
-            for fqn in (name, self.aliases.get((kind, name))):
-                if fqn is not None and (found := self._saved(TensorKey(kind, fqn, slot))) is not None:
-                    return found
-        return None
+        found = (self._saved(TensorKey(kind, fqn, slot)) for fqn in self._with_aliases(kind, names))
+        return next(filter(None, found), None)
 
     def slots(self, kind: str, names: Sequence[str]) -> list[SavedTensor]:
-        for name in names:
-            for fqn in (name, self.aliases.get((kind, name))):
-                found = [k for k in self.whole if k.kind == kind and k.fqn == fqn and k.slot]
-                if found:
-                    return [s for k in found if (s := self._saved(k)) is not None]
+        for fqn in self._with_aliases(kind, names):
+            if found := [k for k in self.whole if k.kind == kind and k.fqn == fqn and k.slot]:
+                return [SavedTensor(k, self.dtypes[k], tuple(self.whole[k].shape)) for k in found]
         return []
+
+    def _with_aliases(self, kind: str, names: Sequence[str]) -> Iterator[str]:
+        for name in names:
+            yield name
+            if (kind, name) in self.aliases:
+                yield self.aliases[kind, name]
 
     def keys(self, kind: str) -> list[TensorKey]:
         return [k for k in self.dtypes if k.kind == kind]
@@ -129,8 +130,3 @@ class MemoryCheckpoint:
 def save(states: MutableMapping[str, Any], **options: Any) -> MemoryCheckpoint:
     """Save in one process."""
     return MemoryCheckpoint([detached(NativeFramework().capture(states, **options))])
-
-
-def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a tensor, so that nan equals nan and dtypes matter."""
-    return tensor.detach().contiguous().view(-1).view(torch.uint8)

@@ -43,34 +43,24 @@ layouts = st.tuples(
 )
 
 
-@settings(max_examples=25)
-@given(layouts)
-def test_any_layout_saves_what_one_process_saves(layout: tuple[int, str, bool, str]) -> None:
-    size, *how = layout
-    saved = save(lambda: trained_states(wrapped(*how)), size)
-    assert differences(unsharded_checkpoint(), saved) == []
-
-
-@settings(max_examples=15)
-@given(layouts, st.booleans())
-def test_any_layout_loads_what_one_process_saved(layout: tuple[int, str, bool, str], fresh: bool) -> None:
-    size, *how = layout
+@settings(max_examples=30)
+@given(st.none() | layouts, layouts, st.booleans())
+def test_any_layout_loads_what_any_layout_or_one_process_saves(
+    source: tuple[int, str, bool, str] | None, target: tuple[int, str, bool, str], fresh: bool
+) -> None:
+    """Every layout saves what one process saves, and loads it over a state or without one; so does one process."""
 
     def states() -> States:
-        model = wrapped(*how)
+        model = wrapped(*target[1:])
         return fresh_states(model) if fresh else trained_states(model, step=9.0)
 
-    assert differences(unsharded_checkpoint(), load(states, size, unsharded_checkpoint())) == []
-
-
-@settings(max_examples=15)
-@given(layouts, layouts)
-def test_any_layout_loads_any_layout(source: tuple[int, str, bool, str], target: tuple[int, str, bool, str]) -> None:
-    saved = save(lambda: trained_states(wrapped(*source[1:])), source[0])
-    assert differences(unsharded_checkpoint(), load(lambda: fresh_states(wrapped(*target[1:])), target[0], saved)) == []
-    states = fresh_states(uneven_model())
-    saved.load(states)
-    assert differences(unsharded_checkpoint(), save_plain(states)) == []
+    expected = unsharded_checkpoint()
+    saved = expected if source is None else save(lambda: trained_states(wrapped(*source[1:])), source[0])
+    assert differences(expected, saved) == []
+    assert differences(expected, load(states, target[0], saved)) == []
+    plain = fresh_states(uneven_model())
+    saved.load(plain)
+    assert differences(expected, save_plain(plain)) == []
 
 
 def test_hybrid_sharding_has_equal_replicas_and_cuts_within_groups() -> None:

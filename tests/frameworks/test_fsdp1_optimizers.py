@@ -49,26 +49,6 @@ def test_saved_steps_come_from_ranks_with_elements() -> None:
         assert live["model"].bias not in live["optimizer"].state
 
 
-def test_plain_values_are_saved_by_original_parameter() -> None:
-    def states(value: int) -> States:
-        live = trained_states(wrapped("f", False))
-        for state in live["optimizer"].state.values():
-            state["step"] = value
-            state["history"] = [value, {"mean": 0.5}]
-        return live
-
-    saved = save(partial(states, 3), 3)
-    tree: Any = decode(saved.trees("optimizer")[0], on_tensor=lambda name: None)
-    assert tree["state"]["first.weight"] == {"step": 3, "history": [3, {"mean": 0.5}]}
-    with as_rank(2, 3):
-        live = states(0)
-        fill(live, saved, 2)
-        for state in live["optimizer"].state.values():
-            assert state["step"] == 3
-            assert state["history"] == [3, {"mean": 0.5}]
-            assert set(state) == {"step", "history", "exp_avg", "exp_avg_sq"}
-
-
 def test_settings_are_saved_by_original_parameter() -> None:
     def states(lr: float) -> States:
         model = wrapped("f", False)
@@ -293,23 +273,28 @@ def test_an_optimizer_that_was_made_before_the_wrapping() -> None:
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @pytest.mark.parametrize("sizes", [(3, 2), (3, 5), (2, 3), (5, 1)])
-def test_plain_values_are_found_whichever_ranks_saved_them(sizes: tuple[int, int], use_orig_params: bool) -> None:
+def test_plain_values_are_saved_by_original_parameter_and_found_whichever_ranks_saved_them(
+    sizes: tuple[int, int], use_orig_params: bool
+) -> None:
     """A rank saves the values of its own parameters; in another world, other ranks need them."""
 
-    def states() -> States:
+    def states(value: int) -> States:
         live = trained_states(wrapped("f", use_orig_params))
         for state in live["optimizer"].state.values():
-            state.update(step=3, history=[3, {"mean": 0.5}], momentum_buffer=None)
+            state.update(step=value, history=[value, {"mean": 0.5}], momentum_buffer=None)
         return live
 
-    saved = save(states, sizes[0])
+    saved = save(partial(states, 3), sizes[0])
     wanted = {"step": 3, "history": [3, {"mean": 0.5}], "momentum_buffer": None}
+    tree: Any = decode(saved.trees("optimizer")[0], on_tensor=lambda name: None)
+    assert tree["state"]["first.weight"] == wanted
     for rank in range(sizes[1]):
         with as_rank(rank, sizes[1]):
-            live = fresh_states(wrapped("f", use_orig_params))
-            fill(live, saved, rank)
-            for p in (p for p in live["model"].parameters() if p.numel()):
-                assert {key: live["optimizer"].state[p][key] for key in wanted} == wanted
+            for live in (fresh_states(wrapped("f", use_orig_params)), states(0)):
+                fill(live, saved, rank)
+                for state in (live["optimizer"].state[p] for p in live["model"].parameters() if p.numel()):
+                    assert {key: state[key] for key in wanted} == wanted
+                    assert state.keys() == {*wanted, "exp_avg", "exp_avg_sq"}
     model = uneven_model()
     optimizer = torch.optim.AdamW(model.parameters())
     saved.load({"model": model, "optimizer": optimizer})

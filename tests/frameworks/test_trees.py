@@ -42,21 +42,24 @@ def layers_of(rank: int, world: int) -> list[int]:
     return list(range(rank * LAYERS // world, (rank + 1) * LAYERS // world))
 
 
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of six stages."""
+    path = tmp_path_factory.mktemp("trees") / "step"
+    ThreadWorld(6).run(lambda collective: bytecheckpoint.save(path, stage(layers_of(collective.rank, 6), 1.0)))
+    return path
+
+
 @pytest.mark.parametrize(
     ("loading", "most"),
     # Trees of the model and of the optimizer: its own, and those of the stages whose layers it has.
     [(6, 2), (3, 6), (4, 6), (12, 4), (1, 12)],
 )
-def test_trees_of_other_stages_are_not_read(tmp_path: Path, loading: int, most: int) -> None:
-    path = tmp_path / "step"
-
-    def save(collective: Collective) -> None:
-        bytecheckpoint.save(path, stage(layers_of(collective.rank, 6), 1.0))
-
+def test_trees_of_other_stages_are_not_read(saved: Path, loading: int, most: int) -> None:
     def load(collective: Collective) -> int:
         layers = layers_of(collective.rank, loading)
         states = stage(layers)
-        assert_complete(bytecheckpoint.load(path, states, framework="counted"), ("missing", "unexpected", "notes"))
+        assert_complete(bytecheckpoint.load(saved, states, framework="counted"), ("missing", "unexpected", "notes"))
         for n, group in zip(layers, states["optimizer"].param_groups, strict=True):
             assert group["lr"] == (n + 1) / 64
             assert states["model"][f"layer{n}"].extra == {"calls": n}
@@ -64,16 +67,13 @@ def test_trees_of_other_stages_are_not_read(tmp_path: Path, loading: int, most: 
         thread = threading.current_thread().name
         return sum(number for (name, _), number in found.items() if name == thread)
 
-    ThreadWorld(6).run(save)
     with counted_trees(NativeFramework) as found:
         for trees in ThreadWorld(loading).run(load):
             assert 2 <= trees <= most
 
 
-def test_a_parameter_in_no_tree_is_reported_as_missing(tmp_path: Path) -> None:
-    path = tmp_path / "step"
-    ThreadWorld(3).run(lambda c: bytecheckpoint.save(path, stage(layers_of(c.rank, 3), 1.0)))
+def test_a_parameter_in_no_tree_is_reported_as_missing(saved: Path) -> None:
     states = stage([0, 1, 99])
-    report = bytecheckpoint.load(path, states, strict=False)
+    report = bytecheckpoint.load(saved, states, strict=False)
     assert "optimizer/param_groups/layer99.weight" in report.missing
     assert [g["lr"] for g in states["optimizer"].param_groups] == [1 / 64, 2 / 64, 0.5]

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.parallel import DistributedDataParallel
 
-from bytecheckpoint.errors import UsageError
 from bytecheckpoint.frameworks.native import NativeFramework
 from bytecheckpoint.representation.shards import LiveShard
 from bytecheckpoint.representation.values.codec import equal
@@ -95,12 +92,12 @@ def parameters(net: nn.Module) -> dict[str, torch.Tensor]:
 
 @on_ranks(WORLD)
 def test_fully_shard_over_tensor_parallelism() -> None:
+    whole = nn.Sequential(*(stack(hidden) for hidden in (7, 12, 5, 1, 13)))
     for dp, tp in ((3, 2), (2, 3), (6, 1), (1, 6)):
-        both = mesh(dp=dp, tp=tp)
-        for hidden in (7, 12, 5, 1, 13):
-            whole = stack(hidden)
-            net = tensor_parallel(copy.deepcopy(whole), both["tp"])
-            check_model(fully_shard(net, mesh=both["dp"]), parameters(whole))
+        both, net = mesh(dp=dp, tp=tp), copy.deepcopy(whole)
+        for part in net:
+            tensor_parallel(part, both["tp"])
+        check_model(fully_shard(net, mesh=both["dp"]), parameters(whole))
 
 
 @on_ranks(WORLD)
@@ -125,26 +122,6 @@ def test_sharding_another_dimension() -> None:
 
 
 @on_ranks(WORLD)
-def test_a_module_still_gathered_after_an_evaluation_forward() -> None:
-    whole = stack()
-    net = fully_shard(copy.deepcopy(whole), mesh=mesh(dp=6), reshard_after_forward=False)
-    net.eval()
-    with torch.no_grad():
-        net(torch.ones(2, 5))
-    saved = checkpoint({"model": net})
-    for key, stored in saved.whole.items():
-        assert torch.equal(stored, whole.get_parameter(key.fqn))
-    with torch.no_grad():
-        net(torch.ones(2, 5))
-        for tensor in saved.whole.values():
-            tensor.add_(1)
-    saved.load({"model": net})
-    for name, parameter in net.named_parameters():
-        assert isinstance(parameter, DTensor)
-        assert torch.equal(parameter.full_tensor(), whole.get_parameter(name) + 1)
-
-
-@on_ranks(WORLD)
 def test_ranks_outside_the_mesh_have_no_shards() -> None:
     part = DeviceMesh("cpu", [0, 1, 2, 3])
     whole = arange(5, 2)
@@ -153,13 +130,6 @@ def test_ranks_outside_the_mesh_have_no_shards() -> None:
     assert len(state.shards) == (1 if dist.get_rank() < 3 else 0)
     for shard in state.shards:
         check_box(shard, whole)
-
-
-@on_ranks(WORLD)
-def test_partial_tensors_are_refused_by_name() -> None:
-    tensor = DTensor.from_local(torch.ones(2), mesh(dp=6), [Partial()])
-    with pytest.raises(UsageError, match=r"model/inner\.w"):
-        NativeFramework().capture({"model": {"inner": {"w": tensor}}})
 
 
 class OwnState(torch.optim.Optimizer):
@@ -257,11 +227,11 @@ def hsdp() -> tuple[Any, Any]:
     return net, adam(net.parameters())
 
 
-def tensor_and_fsdp(hidden: int = 7) -> tuple[Any, Any]:
+def tensor_and_fsdp() -> tuple[Any, Any]:
     both = mesh(dp=3, tp=2)
-    net = tensor_parallel(stack(hidden), both["tp"])
+    net = tensor_parallel(stack(), both["tp"])
     fully_shard(net, mesh=both["dp"])
-    return net, adam(p for p in net.parameters())
+    return net, adam(net.parameters())
 
 
 class Stage(nn.ModuleDict):
@@ -284,9 +254,13 @@ def pipeline_and_fsdp() -> tuple[Any, Any]:
 LAYOUTS: dict[str, Layout] = {f.__name__: f for f in (one_process, ddp, fsdp, hsdp, tensor_and_fsdp, pipeline_and_fsdp)}
 
 
-def fill_by_coordinates(net: Any, optimizer: Any) -> None:
+def listed(one_or_more: Any) -> list[Any]:
+    return one_or_more if isinstance(one_or_more, list) else [one_or_more]
+
+
+def fill_by_coordinates(optimizer: Any) -> None:
     """Give every state tensor values that are computed from its parameter."""
-    for one in optimizer if isinstance(optimizer, list) else [optimizer]:
+    for one in listed(optimizer):
         for group in one.param_groups:
             group["lr"] = 0.375
             for p in group["params"]:
@@ -301,50 +275,31 @@ def fill_by_coordinates(net: Any, optimizer: Any) -> None:
 
 @on_ranks(WORLD)
 def test_every_layout_loads_every_layout() -> None:
-    reference = stack()
+    reference, checkpoints = stack(), {}
     for save_as, build in LAYOUTS.items():
         net, optimizer = build()
-        fill_by_coordinates(net, optimizer)
-        saved = checkpoint({"model": net, "optimizer": optimizer})
+        fill_by_coordinates(optimizer)
+        saved = checkpoints[save_as] = checkpoint({"model": net, "optimizer": optimizer})
         for key, stored in saved.whole.items():
             factor = {"": 1, "exp_avg": 2, "exp_avg_sq": 3, "max_exp_avg_sq": 5}.get(key.slot)
             if factor is not None:
                 assert torch.equal(stored, reference.get_parameter(key.fqn) * factor), (save_as, key)
-        for load_as, other in LAYOUTS.items():
-            live, fresh = other()
-            for module in live if isinstance(live, list) else [live]:
+    for load_as, build in LAYOUTS.items():
+        net, optimizer = build()
+        for save_as, saved in checkpoints.items():
+            for module in listed(net):
                 for p in module.parameters():
                     p.detach().zero_()
-            found = saved.load({"model": live, "optimizer": fresh})
+            for one in listed(optimizer):
+                one.state.clear()
+                for group in one.param_groups:
+                    group["lr"] = 0.0
+            found = saved.load({"model": net, "optimizer": optimizer})
             assert not found.missing, (save_as, load_as, found.missing)
-            for state in NativeFramework().capture({"model": live, "optimizer": fresh}):
+            for state in NativeFramework().capture({"model": net, "optimizer": optimizer}):
                 for shard in state.shards:
                     check_box(shard, saved.whole[shard.key])
-            for one in fresh if isinstance(fresh, list) else [fresh]:
-                assert all(group["lr"] == 0.375 for group in one.param_groups)
-
-
-@on_ranks(WORLD)
-def test_training_continues_on_a_fresh_optimizer() -> None:
-    # torch cannot compute with uneven tensor-parallel pieces: 8 columns on 2 ranks, which FSDP then splits by 3.
-    for build in (fsdp, hsdp, partial(tensor_and_fsdp, 8)):
-        net, optimizer = build()
-
-        def train(net: Any, optimizer: Any, steps: int) -> list[float]:
-            losses = []
-            for i in range(steps):
-                loss = net(torch.full((2, 5), 1.0 + i)).square().mean()
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-                losses.append(float(loss.detach()))
-            return losses
-
-        train(net, optimizer, 2)
-        saved = checkpoint({"model": net, "optimizer": optimizer})
-        live, fresh = build()
-        saved.load({"model": live, "optimizer": fresh})
-        assert train(net, optimizer, 3) == train(live, fresh, 3)
+            assert all(group["lr"] == 0.375 for one in listed(optimizer) for group in one.param_groups)
 
 
 @on_ranks(WORLD)

@@ -54,9 +54,9 @@ def test_the_second_save_sends_nothing_before_its_report(tmp_path: Path) -> None
 
     for reports in world.run(run, timeout=60):
         assert [r.plan_cached for r in reports] == [False, True, True]
-    later = [name for _, name in sent if not name.startswith("save/1/")]
-    # One report from each rank and one result to each rank, for each of the two saves.
-    assert Counter(later) == {name(save, SaveStep.FIRST): 3 for save in (2, 3) for name in (tag, reply_tag)}
+    # From each rank its table and its report, and later only a report; each has one reply.
+    steps = [(1, SaveStep.FIRST), (1, SaveStep.REPORT), (2, SaveStep.FIRST), (3, SaveStep.FIRST)]
+    assert Counter(name for _, name in sent) == {name(*step): 3 for step in steps for name in (tag, reply_tag)}
 
 
 def test_a_rank_with_new_state_is_planned_around_the_others(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ _Test = TypeVar("_Test", bound=Callable[..., Any])
 _PRELOADED = ["tests.support.preloaded"]
 _GRACE = 15.0
 _LOG_TAIL = 3000
-_MOST_PROCESSES = 10  # of idle worlds: those of 1, 2, 3 and 4 ranks
+_MOST_PROCESSES = 16  # of idle worlds: those of 1, 2, 3, 4 and 6 ranks
 
 
 class RankError(AssertionError):

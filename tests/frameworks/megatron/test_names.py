@@ -25,58 +25,44 @@ from bytecheckpoint.frameworks.megatron.layouts import (
 )
 from bytecheckpoint.representation.shards import LiveShard, TensorKey
 
-LAYER = "decoder.layers"
+#: Key of the state dict, key in the checkpoint, prepended dimensions, names; "@" stands for "decoder.layers.".
+NAMES = [
+    ("@1.mlp.linear_fc2.weight", "@3.mlp.linear_fc2.weight", (), ["@3.mlp.linear_fc2.weight"]),
+    (
+        "@0.input_layernorm.weight",
+        "@2.self_attention.linear_qkv.layer_norm_weight",
+        (),
+        ["@2.input_layernorm.weight", "@2.self_attention.linear_qkv.layer_norm_weight"],
+    ),
+    (
+        "@1.mlp.experts.local_experts.0.linear_fc1.weight",
+        "@3.mlp.experts.experts.linear_fc1.weight",
+        (2,),
+        ["@3.mlp.experts.local_experts.2.linear_fc1.weight"],
+    ),
+    (
+        "@1.mlp.experts.linear_fc1.weight0",
+        "@3.mlp.experts.experts.linear_fc1.weight",
+        (12,),
+        ["@3.mlp.experts.linear_fc1.weight12", "@3.mlp.experts.local_experts.12.linear_fc1.weight"],
+    ),
+    ("output_layer.weight", "embedding.word_embeddings.weight", (), ["embedding.word_embeddings.weight"]),
+    ("output_layer.weight", "output_layer.weight", (), ["output_layer.weight"]),
+    ("decoder.final_layernorm.weight", "decoder.final_layernorm.weight", (), ["decoder.final_layernorm.weight"]),
+    # A key that stacks layers along a prepended dimension.
+    ("@0.mlp.linear_fc1.weight", "@mlp.linear_fc1.weight", (5,), ["@mlp.linear_fc1.weight"]),
+    (
+        "mtp.layers.0.mtp_model_layer.mlp.linear_fc1.weight",
+        "mtp.layers.0.transformer_layer.mlp.linear_fc1.weight",
+        (),
+        ["mtp.layers.0.mtp_model_layer.mlp.linear_fc1.weight", "mtp.layers.0.transformer_layer.mlp.linear_fc1.weight"],
+    ),
+]
 
 
-@pytest.mark.parametrize(
-    ("state_key", "key", "prepended", "names"),
-    [
-        (
-            f"{LAYER}.1.mlp.linear_fc2.weight",
-            f"{LAYER}.3.mlp.linear_fc2.weight",
-            (),
-            [f"{LAYER}.3.mlp.linear_fc2.weight"],
-        ),
-        (
-            f"{LAYER}.0.input_layernorm.weight",
-            f"{LAYER}.2.self_attention.linear_qkv.layer_norm_weight",
-            (),
-            [f"{LAYER}.2.input_layernorm.weight", f"{LAYER}.2.self_attention.linear_qkv.layer_norm_weight"],
-        ),
-        (
-            f"{LAYER}.1.mlp.experts.local_experts.0.linear_fc1.weight",
-            f"{LAYER}.3.mlp.experts.experts.linear_fc1.weight",
-            (2,),
-            [f"{LAYER}.3.mlp.experts.local_experts.2.linear_fc1.weight"],
-        ),
-        (
-            f"{LAYER}.1.mlp.experts.linear_fc1.weight0",
-            f"{LAYER}.3.mlp.experts.experts.linear_fc1.weight",
-            (12,),
-            [f"{LAYER}.3.mlp.experts.linear_fc1.weight12", f"{LAYER}.3.mlp.experts.local_experts.12.linear_fc1.weight"],
-        ),
-        ("output_layer.weight", "embedding.word_embeddings.weight", (), ["embedding.word_embeddings.weight"]),
-        ("output_layer.weight", "output_layer.weight", (), ["output_layer.weight"]),
-        ("decoder.final_layernorm.weight", "decoder.final_layernorm.weight", (), ["decoder.final_layernorm.weight"]),
-        # A key that stacks layers along a prepended dimension.
-        (
-            f"{LAYER}.0.mlp.linear_fc1.weight",
-            f"{LAYER}.mlp.linear_fc1.weight",
-            (5,),
-            [f"{LAYER}.mlp.linear_fc1.weight"],
-        ),
-        (
-            "mtp.layers.0.mtp_model_layer.mlp.linear_fc1.weight",
-            "mtp.layers.0.transformer_layer.mlp.linear_fc1.weight",
-            (),
-            [
-                "mtp.layers.0.mtp_model_layer.mlp.linear_fc1.weight",
-                "mtp.layers.0.transformer_layer.mlp.linear_fc1.weight",
-            ],
-        ),
-    ],
-)
+@pytest.mark.parametrize(("state_key", "key", "prepended", "names"), NAMES)
 def test_names(state_key: str, key: str, prepended: tuple[int, ...], names: list[str]) -> None:
+    state_key, key, *names = (name.replace("@", "decoder.layers.") for name in (state_key, key, *names))
     found, dims_in_name = checkpoint_names(state_key, key, prepended)
     assert list(found) == names
     assert dims_in_name == (1 if ".experts.experts." in key else 0)
