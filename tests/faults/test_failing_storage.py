@@ -23,7 +23,7 @@ from bytecheckpoint import (
 from bytecheckpoint.collectives.base import Collective
 from bytecheckpoint.collectives.testing import ThreadWorld
 from tests.faults.coded import files_of, load_step, states
-from tests.faults.ranks import check_recovery, load_all, outcomes, save_all, succeeded
+from tests.faults.ranks import check_recovery, load_all, outcomes, save_all, saved, succeeded
 from tests.support.faulty_storage import Faults
 from tests.support.modes import MODES
 
@@ -50,10 +50,9 @@ def expect_failure(got: list[Any], error: type[CheckpointError], rank: int, stag
     ("call", "rank"), [(call, rank) for call in STAGES for rank in (0, 2) if call != "publish" or rank == 0]
 )
 def test_a_failure_on_one_rank_fails_the_save_on_every_rank(
-    tmp_path: Path, faults: Faults, call: str, rank: int, mode: str
+    path: Path, faults: Faults, call: str, rank: int, mode: str
 ) -> None:
-    world, path = ThreadWorld(3), tmp_path / "s"
-    succeeded(save_all(world, path, 1, **MODES[mode]))
+    world = saved(path, 3, **MODES[mode])
     before = files_of(path)
     error = list(ERRORS)[len(call) % 3]
     rule = faults.add(call, error(ERRORS[error]), rank=rank)
@@ -68,9 +67,8 @@ def test_a_failure_on_one_rank_fails_the_save_on_every_rank(
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("skip", [0, 3])
-def test_a_write_that_stops_half_way(tmp_path: Path, faults: Faults, skip: int, mode: str) -> None:
-    world, path = ThreadWorld(2), tmp_path / "s"
-    save_all(world, path, 1)
+def test_a_write_that_stops_half_way(path: Path, faults: Faults, skip: int, mode: str) -> None:
+    world = saved(path)
     faults.add("write", StorageFullError("disk full"), rank=1, skip=skip, partial=True)
     expect_failure(
         save_all(world, path, 2, **MODES[mode]), StorageFullError, 1, "write" if not skip else "", "disk full"
@@ -79,8 +77,8 @@ def test_a_write_that_stops_half_way(tmp_path: Path, faults: Faults, skip: int, 
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_the_first_save_of_a_path_fails_and_leaves_no_checkpoint(tmp_path: Path, faults: Faults, mode: str) -> None:
-    world, path = ThreadWorld(2), tmp_path / "s"
+def test_the_first_save_of_a_path_fails_and_leaves_no_checkpoint(path: Path, faults: Faults, mode: str) -> None:
+    world = ThreadWorld(2)
     faults.add("finish", StorageFullError("disk full"), rank=1)
     got = save_all(world, path, 1, **MODES[mode])
     expect_failure(got, StorageFullError, 1, "finish", "disk full")
@@ -90,9 +88,8 @@ def test_the_first_save_of_a_path_fails_and_leaves_no_checkpoint(tmp_path: Path,
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_all_ranks_fail_at_once(tmp_path: Path, faults: Faults, mode: str) -> None:
-    world, path = ThreadWorld(3), tmp_path / "s"
-    save_all(world, path, 1)
+def test_all_ranks_fail_at_once(path: Path, faults: Faults, mode: str) -> None:
+    world = saved(path, 3)
     faults.add("write", StorageFullError("disk full"), times=-1)
     got = save_all(world, path, 2, **MODES[mode])
     assert all(type(raised) is StorageFullError for raised in got), got
@@ -102,9 +99,8 @@ def test_all_ranks_fail_at_once(tmp_path: Path, faults: Faults, mode: str) -> No
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_an_error_that_no_backend_should_raise(tmp_path: Path, faults: Faults, mode: str) -> None:
-    world, path = ThreadWorld(2), tmp_path / "s"
-    save_all(world, path, 1)
+def test_an_error_that_no_backend_should_raise(path: Path, faults: Faults, mode: str) -> None:
+    world = saved(path)
     faults.add("write", RuntimeError("a bug in the backend"), rank=1)
     got = save_all(world, path, 2, **MODES[mode])
     assert type(got[0]) is CheckpointError and "rank 1, write: RuntimeError: a bug in the backend" in str(got[0])
@@ -114,10 +110,9 @@ def test_an_error_that_no_backend_should_raise(tmp_path: Path, faults: Faults, m
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_publish_that_fails_after_the_catalog_stands(tmp_path: Path, faults: Faults, mode: str) -> None:
+def test_a_publish_that_fails_after_the_catalog_stands(path: Path, faults: Faults, mode: str) -> None:
     """The fsync of the folder fails after the rename. The files stay, because the visible catalog may name them."""
-    world, path = ThreadWorld(2), tmp_path / "s"
-    save_all(world, path, 1)
+    world = saved(path)
     inner = bytecheckpoint.storage.posix.storage.fsync_directory
     calls: list[str] = []
 
@@ -139,9 +134,8 @@ def test_a_publish_that_fails_after_the_catalog_stands(tmp_path: Path, faults: F
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_commit_that_comes_after_the_time_limit_keeps_its_files(tmp_path: Path, faults: Faults, mode: str) -> None:
-    world, path = ThreadWorld(2), tmp_path / "s"
-    save_all(world, path, 1)
+def test_a_commit_that_comes_after_the_time_limit_keeps_its_files(path: Path, faults: Faults, mode: str) -> None:
+    world = saved(path)
     gate = threading.Event()
     rule = faults.add("publish", hold=gate)
     got = save_all(world, path, 2, timeout=1.5, **MODES[mode])
@@ -156,10 +150,9 @@ def test_a_commit_that_comes_after_the_time_limit_keeps_its_files(tmp_path: Path
 @pytest.mark.parametrize("error", [StorageUnavailableError("gone"), RuntimeError("a bug"), OSError("raw")])
 @pytest.mark.parametrize("call", ["list", "delete"])
 def test_old_files_that_cannot_be_removed_do_not_fail_the_save(
-    tmp_path: Path, faults: Faults, call: str, error: Exception, caplog: pytest.LogCaptureFixture
+    path: Path, faults: Faults, call: str, error: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
-    world, path = ThreadWorld(2), tmp_path / "s"
-    save_all(world, path, 1)
+    world = saved(path)
     before = files_of(path)
     faults.add(call, error)
     with caplog.at_level(logging.WARNING, "bytecheckpoint"):
@@ -186,8 +179,7 @@ def test_a_failed_asynchronous_save_is_logged_and_raised_once_at_the_next_save(
 
 
 @pytest.mark.parametrize("mode", ["async", "background"])
-def test_slow_storage_does_not_lengthen_the_call(tmp_path: Path, faults: Faults, mode: str) -> None:
-    path = tmp_path / "s"
+def test_slow_storage_does_not_lengthen_the_call(path: Path, faults: Faults, mode: str) -> None:
     bytecheckpoint.save(path, states(step=1), **MODES[mode]).result(20)
     gate = threading.Event()
     rule = faults.add("write", hold=gate, times=-1)
@@ -228,10 +220,9 @@ def test_result_with_a_time_limit_leaves_the_save_running(tmp_path: Path, faults
 @pytest.mark.parametrize("victim", [0, 2])
 @pytest.mark.parametrize("silent", [True, False])
 def test_a_rank_that_hangs_or_dies_is_named_in_time(
-    tmp_path: Path, faults: Faults, victim: int, silent: bool, mode: str
+    path: Path, faults: Faults, victim: int, silent: bool, mode: str
 ) -> None:
-    world, path = ThreadWorld(3), tmp_path / "s"
-    save_all(world, path, 1)
+    world = saved(path, 3)
     begun = time.monotonic()
 
     def one(collective: Collective) -> Any:
@@ -258,10 +249,9 @@ def test_a_rank_that_hangs_or_dies_is_named_in_time(
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("overlap", [True, False])
 def test_a_read_that_fails_on_one_rank_fails_the_load_on_every_rank(
-    tmp_path: Path, faults: Faults, call: str, rank: int, overlap: bool
+    path: Path, faults: Faults, call: str, rank: int, overlap: bool
 ) -> None:
-    world, path = ThreadWorld(2), tmp_path / "s"
-    save_all(world, path, 1)
+    world = saved(path)
     rule = faults.add(call, StorageUnavailableError("the device is gone"), rank=rank)
 
     got = load_all(world, path, overlap_loading=overlap)
@@ -274,9 +264,8 @@ def test_a_read_that_fails_on_one_rank_fails_the_load_on_every_rank(
     assert load_all(world, path, overlap_loading=overlap) == [1, 1], "the next load works"
 
 
-def test_a_load_that_waits_for_a_hung_rank_ends(tmp_path: Path, faults: Faults) -> None:
-    world, path = ThreadWorld(3), tmp_path / "s"
-    save_all(world, path, 1)
+def test_a_load_that_waits_for_a_hung_rank_ends(path: Path, faults: Faults) -> None:
+    world = saved(path, 3)
 
     def one(collective: Collective) -> Any:
         if collective.rank == 2:
@@ -292,15 +281,14 @@ def test_a_load_that_waits_for_a_hung_rank_ends(tmp_path: Path, faults: Faults) 
 
 
 @pytest.mark.parametrize("error", [StorageFullError("disk full"), RuntimeError("a bug")])
-def test_wrong_states_on_one_rank_fail_the_save_everywhere(tmp_path: Path, faults: Faults, error: Exception) -> None:
+def test_wrong_states_on_one_rank_fail_the_save_everywhere(path: Path, faults: Faults, error: Exception) -> None:
     class Broken:
         def state_dict(self) -> dict[str, Any]:
             raise error
 
         def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
-    world, path = ThreadWorld(2), tmp_path / "s"
-    save_all(world, path, 1)
+    world = saved(path)
 
     def one(collective: Collective) -> Any:
         mine = states(collective.rank, 2, 2)

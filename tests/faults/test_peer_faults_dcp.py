@@ -37,8 +37,7 @@ from tests.support.faulty_storage import Faults
 pytestmark = pytest.mark.timeout(300)
 
 
-def test_dcp_a_flipped_byte_loads_silently(tmp_path: Path) -> None:
-    path = tmp_path / "s"
+def test_dcp_a_flipped_byte_loads_silently(path: Path) -> None:
     bytecheckpoint.save(path, states(step=1))
     (name,) = [n for n in files_of(path) if n.startswith("model/rank")]
     with (path / name).open("r+b") as file:
@@ -56,8 +55,7 @@ class Bomb:
 
 
 @pytest.mark.parametrize("place", ["catalog", "file"])
-def test_dcp_pickled_metadata_executes_code(tmp_path: Path, place: str) -> None:
-    path = tmp_path / "s"
+def test_dcp_pickled_metadata_executes_code(path: Path, place: str) -> None:
     bytecheckpoint.save(path, states(step=1))
     victims = ["metadata.parquet"] if place == "catalog" else [n for n in files_of(path) if "values" in n]
     for victim in victims:
@@ -84,9 +82,8 @@ def test_dcp_enospc_in_a_writer_thread_reports_success(tmp_path: Path, faults: F
     assert rule.hits == 1 and load_step(tmp_path / "s") == 1
 
 
-def test_dcp_a_coverage_hole_keeps_old_values_silently(tmp_path: Path) -> None:
+def test_dcp_a_coverage_hole_keeps_old_values_silently(path: Path) -> None:
     """Only ranks 0 and 1 of three say what they hold, so a third of the rows is nowhere: no such save commits."""
-    path = tmp_path / "s"
 
     def save(collective: Collective) -> None:
         bytecheckpoint.save(path, {"model": {"w": Rows(collective.rank, 3, 1, 0)}})
@@ -97,9 +94,8 @@ def test_dcp_a_coverage_hole_keeps_old_values_silently(tmp_path: Path) -> None:
     assert files_of(path) == []
 
 
-def test_dcp_a_coverage_hole_in_a_catalog_keeps_old_values_silently(tmp_path: Path) -> None:
+def test_dcp_a_coverage_hole_in_a_catalog_keeps_old_values_silently(path: Path) -> None:
     """A load refuses the catalog of another writer if it has a hole."""
-    path = tmp_path / "s"
     bytecheckpoint.save(path, {"model": {"w": Rows(0, 1, 1, 0)}})
     catalog, _ = read_catalog(resolve(path))
     number = catalog.keys().index(TensorKey("model", "w"))
@@ -112,8 +108,7 @@ def test_dcp_a_coverage_hole_in_a_catalog_keeps_old_values_silently(tmp_path: Pa
     assert (blank.data == -1).all(), "a load that is refused changes nothing"
 
 
-def test_dcp_silent_cast(tmp_path: Path) -> None:
-    path = tmp_path / "s"
+def test_dcp_silent_cast(path: Path) -> None:
     bytecheckpoint.save(path, {"model": {"w": torch.full((4,), 1.2345678)}})
     half = torch.zeros(4, dtype=torch.float16)
     with pytest.raises(IncompatibleCheckpointError, match=r"model/w.*float32.*float16"):
@@ -123,8 +118,7 @@ def test_dcp_silent_cast(tmp_path: Path) -> None:
     assert report.cast == ("model/w",) and half[0] == torch.tensor(1.2345678).half()
 
 
-def test_dcp_a_64th_of_a_tensor_reads_all_of_it(tmp_path: Path, faults: Faults) -> None:
-    path = tmp_path / "s"
+def test_dcp_a_64th_of_a_tensor_reads_all_of_it(path: Path, faults: Faults) -> None:
     rows, world = 64 * 1024, 64
     bytecheckpoint.save(path, {"model": {"w": Rows(0, 1, 1, 0, rows)}})
     faults.bytes_read.clear()
@@ -137,8 +131,8 @@ def test_dcp_a_64th_of_a_tensor_reads_all_of_it(tmp_path: Path, faults: Faults) 
     assert report.bytes_read < rows * 40 * 8 / 8
 
 
-def test_dcp_a_failed_overwrite_mixes_two_steps(tmp_path: Path, faults: Faults) -> None:
-    world, path = ThreadWorld(2), tmp_path / "s"
+def test_dcp_a_failed_overwrite_mixes_two_steps(path: Path, faults: Faults) -> None:
+    world = ThreadWorld(2)
     save_all(world, path, 1)
     for step, call in enumerate(("create", "write", "finish", "sync", "publish"), 2):
         faults.add(call, StorageFullError("full"), rank=0)
@@ -158,9 +152,8 @@ def test_dcp_async_save_restages_from_scratch(tmp_path: Path) -> None:
     assert len(set(pools[1:])) == 1, "the pool's pages are touched once"
 
 
-def test_dcp_every_replica_rereads(tmp_path: Path, faults: Faults) -> None:
+def test_dcp_every_replica_rereads(path: Path, faults: Faults) -> None:
     """Four data-parallel ranks, 32 MiB: storage is read about once, not four times."""
-    path = tmp_path / "s"
     size = 4 << 20
     bytecheckpoint.save(path, {"model": {"w": torch.arange(size, dtype=torch.float64)}})
     faults.bytes_read.clear()
@@ -178,9 +171,8 @@ def test_dcp_every_replica_rereads(tmp_path: Path, faults: Faults) -> None:
     assert all(r.bytes_received > 0 for r in reports)
 
 
-def test_dcp_every_replica_is_written(tmp_path: Path) -> None:
+def test_dcp_every_replica_is_written(path: Path) -> None:
     """Each of four ranks writes about a fourth. In other systems rank 0 writes everything."""
-    path = tmp_path / "s"
     tensors = {f"t{i}": torch.full((10_000 + 100 * i,), float(i)) for i in range(16)}
     total = sum(tensor.nbytes for tensor in tensors.values())
     reports = ThreadWorld(4).run(lambda _: bytecheckpoint.save(path, {"model": tensors}).result())
