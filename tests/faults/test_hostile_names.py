@@ -74,13 +74,6 @@ def test_any_text_is_a_name(tmp_path_factory: pytest.TempPathFactory, kind: str,
     assert blank[kind]["n"] == {key: [1, key]} if key != "n" else True
 
 
-@pytest.mark.parametrize("states", [{"": {}}, {3: {}}, {}, None, {None: {}}])
-def test_wrong_names_of_states_are_refused(tmp_path: Path, states: Any) -> None:
-    with pytest.raises(UsageError, match=r"state"):
-        bytecheckpoint.save(tmp_path / "s", states)
-    assert not (tmp_path / "s").exists()
-
-
 @pytest.mark.parametrize("path", ["", "a\0b", "unknown://x/y"])
 def test_wrong_paths_are_refused(path: str) -> None:
     for call in (bytecheckpoint.save, bytecheckpoint.load):
