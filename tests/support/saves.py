@@ -24,7 +24,7 @@ def save(path: str, step: int, world: int = 1, rows: int = ROWS, **options: Any)
 
 def load(path: str, world: int, rows: int = ROWS) -> set[int]:
     """Load at a layout of `world` ranks; return the steps that the ranks found."""
-    return set(load_all(ThreadWorld(world), path, rows=rows))
+    return set(load_all(ThreadWorld(world), path, rows=rows, prepare_save=False))
 
 
 def check_folder(path: str) -> None:
