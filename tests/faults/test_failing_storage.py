@@ -164,18 +164,18 @@ def test_old_files_that_cannot_be_removed_do_not_fail_the_save(
 
 
 def test_a_failed_asynchronous_save_is_logged_and_raised_once_at_the_next_save(
-    tmp_path: Path, faults: Faults, caplog: pytest.LogCaptureFixture
+    path: Path, faults: Faults, caplog: pytest.LogCaptureFixture
 ) -> None:
     faults.add("write", StorageFullError("disk full"))
     with caplog.at_level(logging.ERROR, "bytecheckpoint"):
-        handle = bytecheckpoint.save(tmp_path / "s", states(step=1), async_checkpoint=True)
+        handle = bytecheckpoint.save(path, states(step=1), async_checkpoint=True)
         with pytest.raises(StorageFullError):
             handle.result(20)
     assert any("disk full" in record.getMessage() and record.levelno == logging.ERROR for record in caplog.records)
     with pytest.raises(StorageFullError, match="earlier asynchronous save failed"):
-        bytecheckpoint.save(tmp_path / "s", states(step=2))
-    bytecheckpoint.save(tmp_path / "s", states(step=3))
-    assert load_step(tmp_path / "s") == 3
+        bytecheckpoint.save(path, states(step=2))
+    bytecheckpoint.save(path, states(step=3))
+    assert load_step(path) == 3
 
 
 @pytest.mark.parametrize("mode", ["async", "background"])
@@ -193,27 +193,27 @@ def test_slow_storage_does_not_lengthen_the_call(path: Path, faults: Faults, mod
     assert report.blocking_seconds <= report.total_seconds - 0.2
 
 
-def test_saves_queue_behind_a_slow_one_and_all_commit(tmp_path: Path, faults: Faults) -> None:
+def test_saves_queue_behind_a_slow_one_and_all_commit(path: Path, faults: Faults) -> None:
     faults.add("publish", delay=0.2, times=-1)
     handles = [
-        bytecheckpoint.save(tmp_path / "s", states(step=step), async_checkpoint=True, staging="background")
+        bytecheckpoint.save(path, states(step=step), async_checkpoint=True, staging="background")
         for step in range(1, 4)
     ]
     generations = [handle.result(20).generation for handle in handles]
-    assert load_step(tmp_path / "s") == 3
-    assert {name.split(".")[1] for name in files_of(tmp_path / "s") if "-" in name} == {generations[-1]}
+    assert load_step(path) == 3
+    assert {name.split(".")[1] for name in files_of(path) if "-" in name} == {generations[-1]}
 
 
-def test_result_with_a_time_limit_leaves_the_save_running(tmp_path: Path, faults: Faults) -> None:
+def test_result_with_a_time_limit_leaves_the_save_running(path: Path, faults: Faults) -> None:
     gate = threading.Event()
     faults.add("publish", hold=gate)
-    handle = bytecheckpoint.save(tmp_path / "s", states(step=1), async_checkpoint=True)
+    handle = bytecheckpoint.save(path, states(step=1), async_checkpoint=True)
     with pytest.raises(CheckpointTimeoutError, match="still running"):
         handle.result(0.1)
     assert handle.staged.done() and not handle.done()
     gate.set()
     assert handle.result(20).bytes_written > 0
-    assert load_step(tmp_path / "s") == 1
+    assert load_step(path) == 1
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -7,7 +7,6 @@ import random
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -88,18 +87,10 @@ def test_kill_a_random_rank_sixty_times(worlds: Worlds, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def helper() -> Iterator[Any]:
+def helper() -> Any:
     """Return a function that returns the running helper process."""
     bytecheckpoint.configure(writer="process", timeout=3.0)
-    world = world_of(current())
-    yield world.resources.helper
-    world.saves.drain()
-    world.saves.forget_failure()
-
-
-def stop(pid: int) -> None:
-    os.kill(pid, signal.SIGSTOP)
-    assert wait_until(lambda: state_of(pid) == "T", 5)
+    return world_of(current()).resources.helper
 
 
 def test_the_writer_process_is_killed_during_a_save(path: Path, helper: Any) -> None:
@@ -133,7 +124,8 @@ def test_the_writer_process_is_killed_between_saves(path: Path, helper: Any) -> 
 def test_a_writer_process_that_hangs_ends_the_save_in_time(path: Path, helper: Any) -> None:
     bytecheckpoint.save(path, states(step=1), async_checkpoint=True).result(30)
     pid = helper().pid
-    stop(pid)
+    os.kill(pid, signal.SIGSTOP)
+    assert wait_until(lambda: state_of(pid) == "T", 5)
     begun = time.monotonic()
     handle = bytecheckpoint.save(path, states(step=2), async_checkpoint=True)
     with pytest.raises(CheckpointTimeoutError, match=r"rank 0, write: the writer process did not finish"):

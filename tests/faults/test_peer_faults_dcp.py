@@ -31,6 +31,7 @@ from bytecheckpoint.world import world_of
 from tests.faults.coded import Rows, check_rows, files_of, load_step, states
 from tests.faults.ranks import outcomes, save_all
 from tests.faults.training import restored, trained
+from tests.support.damage import flip_bit
 from tests.support.faulty_storage import Faults
 
 # The first step of a torch optimizer imports torch's compiler: a minute on a busy machine.
@@ -40,9 +41,7 @@ pytestmark = pytest.mark.timeout(300)
 def test_dcp_a_flipped_byte_loads_silently(path: Path) -> None:
     bytecheckpoint.save(path, states(step=1))
     (name,) = [n for n in files_of(path) if n.startswith("model/rank")]
-    with (path / name).open("r+b") as file:
-        file.seek(4096 + 1000)
-        file.write(b"\xff")
+    flip_bit(path / name, 4096 + 1000)
     with pytest.raises(CorruptCheckpointError, match="checksum mismatch"):
         load_step(path)
 
@@ -67,19 +66,19 @@ def test_dcp_pickled_metadata_executes_code(path: Path, place: str) -> None:
     assert not os.path.exists("/tmp/bytecheckpoint-was-unpickled")
 
 
-def test_dcp_an_object_that_only_pickle_takes_is_refused_by_name(tmp_path: Path) -> None:
+def test_dcp_an_object_that_only_pickle_takes_is_refused_by_name(path: Path) -> None:
     with pytest.raises(UsageError, match=r"extra_states/sampler\.state"):
-        bytecheckpoint.save(tmp_path / "s", {"extra_states": {"sampler": {"state": Bomb()}}})
-    assert not (tmp_path / "s").exists(), "nothing was written"
+        bytecheckpoint.save(path, {"extra_states": {"sampler": {"state": Bomb()}}})
+    assert not path.exists(), "nothing was written"
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_dcp_enospc_in_a_writer_thread_reports_success(tmp_path: Path, faults: Faults, asynchronous: bool) -> None:
-    bytecheckpoint.save(tmp_path / "s", states(step=1))
+def test_dcp_enospc_in_a_writer_thread_reports_success(path: Path, faults: Faults, asynchronous: bool) -> None:
+    bytecheckpoint.save(path, states(step=1))
     rule = faults.add("write", StorageFullError("No space left on device"), skip=1)
     with pytest.raises(StorageFullError):
-        bytecheckpoint.save(tmp_path / "s", states(step=2), async_checkpoint=asynchronous).result(20)
-    assert rule.hits == 1 and load_step(tmp_path / "s") == 1
+        bytecheckpoint.save(path, states(step=2), async_checkpoint=asynchronous).result(20)
+    assert rule.hits == 1 and load_step(path) == 1
 
 
 def test_dcp_a_coverage_hole_keeps_old_values_silently(path: Path) -> None:
@@ -140,11 +139,11 @@ def test_dcp_a_failed_overwrite_mixes_two_steps(path: Path, faults: Faults) -> N
         assert load_step(path) == 1
 
 
-def test_dcp_async_save_restages_from_scratch(tmp_path: Path) -> None:
+def test_dcp_async_save_restages_from_scratch(path: Path) -> None:
     bytecheckpoint.configure(writer="thread")
     plans, pools = [], []
     for step in range(1, 5):
-        handle = bytecheckpoint.save(tmp_path / "s", states(step=step), async_checkpoint=True)
+        handle = bytecheckpoint.save(path, states(step=step), async_checkpoint=True)
         plans.append(handle.result(20).plan_cached)
         pool = world_of(current()).resources.pool
         pools.append((pool.generation, pool.tensor().data_ptr()))
@@ -181,11 +180,11 @@ def test_dcp_every_replica_is_written(path: Path) -> None:
     assert max(written) < 1.3 * min(written) and max(written) < 1.1 * total / 4 + 3 * 8192, written
 
 
-def test_dcp_fp32_state_of_bf16_parameters_comes_back_as_bf16(tmp_path: Path) -> None:
+def test_dcp_fp32_state_of_bf16_parameters_comes_back_as_bf16(path: Path) -> None:
     model, optimizer = trained(dtype=torch.bfloat16)
     for state in optimizer.state.values():
         state["exp_avg"] = state["exp_avg"].float() + 1e-6
-    other, empty = restored(tmp_path / "s", model, optimizer, torch.bfloat16)
+    other, empty = restored(path, model, optimizer, torch.bfloat16)
     for one, two in zip(model.parameters(), other.parameters(), strict=True):
         if one in optimizer.state:
             assert empty.state[two]["exp_avg"].dtype == torch.float32
@@ -193,42 +192,42 @@ def test_dcp_fp32_state_of_bf16_parameters_comes_back_as_bf16(tmp_path: Path) ->
             assert empty.state[two]["exp_avg_sq"].dtype == torch.bfloat16
 
 
-def test_dcp_parameters_without_optimizer_state_fail_to_load(tmp_path: Path) -> None:
+def test_dcp_parameters_without_optimizer_state_fail_to_load(path: Path) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     optimizer = torch.optim.Adam(model.parameters())
     model[0](torch.randn(2, 3)).sum().backward()  # the second layer takes no part
     optimizer.step()
-    bytecheckpoint.save(tmp_path / "s", {"model": model, "optimizer": optimizer})
+    bytecheckpoint.save(path, {"model": model, "optimizer": optimizer})
     other = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     empty = torch.optim.Adam(other.parameters())
     other(torch.randn(2, 3)).sum().backward()
     empty.step()  # every parameter has some state now
-    bytecheckpoint.load(tmp_path / "s", {"model": other, "optimizer": empty})
+    bytecheckpoint.load(path, {"model": other, "optimizer": empty})
     assert set(empty.state) == set(other[0].parameters())
 
 
-def test_dcp_tied_weights_fail_to_load(tmp_path: Path) -> None:
+def test_dcp_tied_weights_fail_to_load(path: Path) -> None:
     def tied() -> nn.Module:
         model = nn.ModuleDict({"embed": nn.Embedding(7, 4), "head": nn.Linear(4, 7, bias=False)})
         model["head"].weight = model["embed"].weight
         return model
 
     model, other = tied(), tied()
-    bytecheckpoint.save(tmp_path / "s", {"model": model})
-    bytecheckpoint.load(tmp_path / "s", {"model": other})
+    bytecheckpoint.save(path, {"model": model})
+    bytecheckpoint.load(path, {"model": other})
     assert torch.equal(other["head"].weight, model["embed"].weight)
     assert other["head"].weight is other["embed"].weight
     untied = nn.ModuleDict({"embed": nn.Embedding(7, 4), "head": nn.Linear(4, 7, bias=False)})
-    bytecheckpoint.load(tmp_path / "s", {"model": untied})
+    bytecheckpoint.load(path, {"model": untied})
     assert torch.equal(untied["head"].weight, model["embed"].weight)
 
 
-def test_dcp_nested_extra_states_fail_to_load(tmp_path: Path) -> None:
+def test_dcp_nested_extra_states_fail_to_load(path: Path) -> None:
     extra = {"a": {"b": [1, {"c": (torch.arange(3), None, b"x")}]}, 5: {"set": {1, 2}}}
-    bytecheckpoint.save(tmp_path / "s", {"extra_states": extra})
+    bytecheckpoint.save(path, {"extra_states": extra})
     blank: dict[str, Any] = {"extra_states": {"old": 1, "a": 3}}
-    bytecheckpoint.load(tmp_path / "s", blank)
+    bytecheckpoint.load(path, blank)
     got = blank["extra_states"]
     assert list(got) == ["a", 5] and got[5] == {"set": {1, 2}}
     assert torch.equal(got["a"]["b"][1]["c"][0], torch.arange(3)) and got["a"]["b"][1]["c"][1:] == (None, b"x")
