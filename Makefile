@@ -14,7 +14,7 @@ WORKERS ?= $(shell cores=$$(nproc); echo $$((cores < 8 ? cores + 1 : 8)))
 PYTEST := $(PY) -m pytest -n $(WORKERS)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv lint types imports format check test test-all servers test-servers test-oldest test-frameworks test-frameworks-short test-frameworks-servers soak demo demo-short bench bench-short bench-storage bench-storage-short bench-frameworks docs lock clean
+.PHONY: help venv lint types imports format check test test-all servers test-servers test-servers-all test-oldest test-frameworks test-frameworks-short test-frameworks-servers soak demo demo-short bench bench-short bench-storage bench-storage-short bench-frameworks docs lock clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */\1\t/' | awk -F'\t' '{printf "  %-21s %s\n", $$1, $$2}'
@@ -49,10 +49,14 @@ test: venv lint types imports ## linters, types, and all tests but slow, soak an
 test-all: venv lint types imports ## the same, with the slow tests (tests/README.md lists them)
 	$(PYTEST) -m "not soak and not server"
 
-servers: ## install the servers that the storages are tested against (SERVERS_DIR)
+servers: ## install the servers that test-servers needs (SERVERS_DIR)
 	./scripts/install-servers.sh
 
-test-servers: venv servers ## the storages against real servers; a missing server is a failure
+test-servers: venv servers ## the storages against real servers, without the slow tests; a missing server is a failure
+	BYTECHECKPOINT_REQUIRE_SERVERS=1 $(PYTEST) -m "server and not slow"
+
+test-servers-all: venv servers ## the same, with the slow tests, and MinIO
+	./scripts/install-servers.sh minio
 	BYTECHECKPOINT_REQUIRE_SERVERS=1 $(PYTEST) -m server
 
 # What a change of Python can break; the many parallel layouts are tested on one Python only.

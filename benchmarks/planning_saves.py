@@ -23,11 +23,11 @@ from bytecheckpoint.representation import catalog_file
 from bytecheckpoint.representation.boxes import BoxTable, Int64s
 from bytecheckpoint.representation.catalog import VALUES_SLOT, Catalog, StorageFile
 from bytecheckpoint.representation.checksums import block_bytes, block_count
-from bytecheckpoint.representation.names import new_generation, storage_file_name, values_file_name
+from bytecheckpoint.representation.names import new_generation, storage_file_name
 from bytecheckpoint.representation.shards import LiveShard, TensorKey
 from bytecheckpoint.saving.call import SaveTask
 from bytecheckpoint.saving.coordinator import Coordinator
-from bytecheckpoint.saving.layout import lay_out_rows, lay_out_values
+from bytecheckpoint.saving.file_layout import FileOrigin, lay_out_rows, lay_out_values
 from bytecheckpoint.saving.messages import (
     CommitResult,
     FileRecord,
@@ -203,20 +203,19 @@ class Ranks:
         self.watch.switch("ranks: lay out files, headers but for sums")
         answer = decode(self.answers.pop(rank))
         assert isinstance(answer, PlanResponse), answer
-        world = {"rank": rank, "world_size": self.world_size, "generation": _GENERATION}
+        origin = FileOrigin(rank, self.world_size, _GENERATION)
         rows = np.frombuffer(answer.rows, np.int64).tolist()
-        files = lay_out_rows(self.job.shards[rank], rows, **world)
+        files = lay_out_rows(self.job.shards[rank], rows, origin)
         written = [v for v in self.job.values[rank] if tuple(v.key) in answer.values]
-        more, places = lay_out_values(written, first=len(rows), position=0, part=0, **world)
+        more, places = lay_out_values(written, origin, first=len(rows), position=0, part=0)
         where = {v.key: (len(files) + f, offset) for v, (f, offset) in zip(written, places, strict=True)}
         records = []
         random = np.random.default_rng(rank)
         for file in (*files, *more):
-            name = values_file_name if file.values else storage_file_name
             header = file.header
             records.append(
                 FileRecord(
-                    name(file.kind, rank, _GENERATION, file.part),
+                    origin.file_name(file.kind, file.part, values=file.values),
                     file.kind,
                     file.part,
                     file.values,
@@ -238,7 +237,7 @@ def play_save(job: Job) -> tuple[Ranks, list[Line]]:
     storage: Any = ranks
     collective: Any = ranks
     info = {"created": 0.0, "world_size": len(job.shards)}
-    task = SaveTask(sequence=1, timeout=600.0, storage=storage, generation=_GENERATION, info=info, layout={})
+    task = SaveTask(number=1, timeout=600.0, storage=storage, generation=_GENERATION, info=info, layout={})
     ranks.watch.switch("coordinator: read requests, plan")
     Coordinator(collective, PlanCache(1), task).run()
     ranks.watch.switch("")

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Installs the servers and tools that the storage tests run against (`make test-servers`), each in the version named here.
 #
-#   install-servers.sh [NAME...]   all by default: versitygw minio s3proxy azurite toxiproxy hadoop mfusepy glusterfs
+#   install-servers.sh [NAME...]   by default all but minio: versitygw s3proxy azurite toxiproxy hadoop mfusepy glusterfs
 #
 #   SERVERS_DIR  where (default: ~/.cache/bytecheckpoint-servers). What is there in the right version stays as it is.
 #
@@ -11,7 +11,7 @@ set -euo pipefail
 
 DIR=${SERVERS_DIR:-${XDG_CACHE_HOME:-$HOME/.cache}/bytecheckpoint-servers}
 VERSITYGW=github.com/versity/versitygw/cmd/versitygw@v1.8.0
-MINIO=github.com/minio/minio@v0.0.0-20260212201848-7aac2a2c5b7c # AGPL: a tool for tests, not a part of the package
+MINIO=github.com/minio/minio@v0.0.0-20260212201848-7aac2a2c5b7c # AGPL: a tool for tests, not a part of the package; builds for minutes
 TOXIPROXY=github.com/Shopify/toxiproxy/v2/cmd/server@v2.5.0
 S3PROXY=org.gaul:s3proxy:2.9.0
 AZURITE=azurite@3.35.0
@@ -112,7 +112,7 @@ glusterfs() {
 
 mkdir -p "$DIR"
 names=("$@")
-[[ ${#names[@]} -gt 0 ]] || names=(versitygw minio s3proxy azurite toxiproxy hadoop mfusepy glusterfs)
+[[ ${#names[@]} -gt 0 ]] || names=(versitygw s3proxy azurite toxiproxy hadoop mfusepy glusterfs)
 for name in "${names[@]}"; do
     case $name in
     versitygw | minio | s3proxy | azurite | toxiproxy | hadoop | mfusepy | glusterfs) "$name" ;;

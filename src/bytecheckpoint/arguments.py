@@ -7,7 +7,7 @@ others. The timeout is needed before that: a wrong one is replaced, and its erro
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import replace
 
 import numpy as np
@@ -19,7 +19,7 @@ __all__ = ["check_flags", "check_metadata", "check_states", "settings_with_timeo
 
 
 def settings_with_timeout(timeout: float | None) -> tuple[Settings, UsageError | None]:
-    """Return the settings in force with this timeout, and the error if the timeout is wrong and therefore left out."""
+    """Return the settings in force with this timeout. If it is wrong, return them without it, and the error."""
     if timeout is None:
         return settings(), None
     try:
@@ -28,15 +28,15 @@ def settings_with_timeout(timeout: float | None) -> tuple[Settings, UsageError |
         return settings(), UsageError(str(error).replace("settings.timeout", "timeout"))
 
 
-def check_states(states: object, names: object, *, filled: type = Mapping) -> None:
+def check_states(states: object, names: object, *, mutable: bool = False) -> None:
     """Refuse states that are no mapping of names to objects, and names that are no mapping.
 
     Args:
         states: the argument.
         names: the argument.
-        filled: the type that `states` must have.
+        mutable: `states` must be a mutable mapping, because a load replaces values in it.
     """
-    if not isinstance(states, filled) or not isinstance(states, Mapping) or not states:
+    if not isinstance(states, MutableMapping if mutable else Mapping) or not states:
         raise UsageError("states must be a non-empty dict of name -> object, such as {'model': model}")
     for name in states:
         if not isinstance(name, str) or not name:
@@ -78,7 +78,7 @@ def _check_json(where: str, value: object) -> None:
         except UnicodeEncodeError:
             raise UsageError(f"metadata must be plain JSON: {where} has a lone surrogate, {value!r}") from None
     elif isinstance(value, float) and not math.isfinite(value):
-        # Other readers of JSON stop at these.
+        # Python writes these, but other readers of JSON refuse them.
         raise UsageError(f"metadata must be plain JSON: {where} is {value}; give None or a str")
     elif not (value is None or isinstance(value, bool | int | float)):
         raise UsageError(f"metadata must be plain JSON: {where} is of type {type(value).__name__}")

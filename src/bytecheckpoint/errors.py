@@ -108,22 +108,7 @@ class UsageError(CheckpointError, ValueError):
 
 
 _BY_NAME: dict[str, type[CheckpointError]] = {
-    cls.__name__: cls
-    for cls in (
-        CheckpointError,
-        CheckpointNotFoundError,
-        CorruptCheckpointError,
-        CheckpointReplacedError,
-        IncompatibleCheckpointError,
-        MissingKeyError,
-        StorageError,
-        StorageConflictError,
-        StorageFullError,
-        StorageUnavailableError,
-        PeerLostError,
-        CheckpointTimeoutError,
-        UsageError,
-    )
+    cls.__name__: cls for cls in list(globals().values()) if isinstance(cls, type) and issubclass(cls, CheckpointError)
 }
 
 

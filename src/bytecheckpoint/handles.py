@@ -99,7 +99,7 @@ class SaveHandle:
     committed: Future[SaveReport] = field(default_factory=pending)
 
     def done(self) -> bool:
-        """Whether the save has ended, well or not."""
+        """Return whether the save has ended, well or not."""
         return self.committed.done()
 
     def result(self, timeout: float | None = None) -> SaveReport:
@@ -121,7 +121,7 @@ class SaveHandle:
 
 
 def fail_handle(handle: SaveHandle, error: BaseException) -> None:
-    """End the futures of `handle` that are not done with `error`."""
+    """Set `error` on those futures of `handle` that are not done."""
     for future in (handle.staged, handle.restorable, handle.committed):
         if not future.done():
             future.set_exception(error)

@@ -25,7 +25,7 @@ _Address = Annotated[str, Meta(min_length=1, description="a str that is not empt
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Tunables of one process. Every field can be set by `configure` or by BYTECHECKPOINT_<FIELD> in the environment.
+    """The settings of one process. Every field can be set by `configure` or by BYTECHECKPOINT_<FIELD> in the environment.
 
     Attributes:
         staging_bytes: size of the staging pool in bytes. 0: as large as the state, up to this rank's share of half of the
@@ -74,7 +74,7 @@ class Settings:
         """Refuse values that would fail later, far from their cause."""
         for name, kind in _kinds().items():
             value = getattr(self, name)
-            # Subclasses of numbers, such as those of numpy, count as what they are; True and False are no numbers.
+            # msgspec refuses subclasses of numbers, such as numpy's. True and False are subclasses that it shall refuse.
             number = next((base for base in (float, int) if isinstance(value, base)), None)
             plain = number(value) if number is not None and not isinstance(value, bool) else value
             try:
@@ -99,6 +99,7 @@ def _wanted(kind: Any) -> str:
 
 
 def _from_environment() -> Settings:
+    """Read the settings from BYTECHECKPOINT_<FIELD> in the environment."""
     found: dict[str, Any] = {}
     for name, kind in _kinds().items():
         variable = f"BYTECHECKPOINT_{name.upper()}"

@@ -21,11 +21,11 @@ class SaveQueue:
     """The saves of one rank: their numbers, the threads of their background halves, the failure of the last one.
 
     Attributes:
-        calling: the lock that a call holds while its foreground half runs.
+        call_lock: held by a call while its foreground half runs.
     """
 
     def __init__(self) -> None:
-        self.calling = threading.Lock()
+        self.call_lock = threading.Lock()
         self._numbers = itertools.count(1)
         self._background = ThreadPoolExecutor(1, thread_name_prefix="bytecheckpoint-save")
         self._coordination = ThreadPoolExecutor(1, thread_name_prefix="bytecheckpoint-coordinate")
@@ -33,7 +33,7 @@ class SaveQueue:
         self._failure: CheckpointError | None = None
 
     def next_number(self) -> int:
-        """Number a save."""
+        """Return the number of the next save."""
         return next(self._numbers)
 
     def coordinate(self, work: Callable[[], None]) -> None:
@@ -52,13 +52,13 @@ class SaveQueue:
         self._last = self._background.submit(work)
 
     def drain(self) -> None:
-        """Wait until no earlier save is in flight; its failure is not raised here."""
+        """Wait until no earlier save is in flight. Raise no failure."""
         last = self._last
         if last is not None:
             last.exception()
 
     def keep_failure(self, failure: CheckpointError) -> None:
-        """Keep the failure of a background half for the next save, which raises it."""
+        """Keep the failure of a background half, so that the next save raises it."""
         self._failure = failure
 
     def forget_failure(self) -> None:
@@ -78,7 +78,7 @@ class SaveQueue:
 
 
 class World:
-    """What one rank keeps for one world of ranks.
+    """What one rank keeps for one world of ranks. The ranks make the same calls, so their numbers are the same.
 
     Attributes:
         collective: the ranks.
@@ -96,15 +96,15 @@ class World:
         self._prepared: tuple[object, ...] = ()
 
     def next_load_number(self) -> int:
-        """Number a load: every rank gets the same number for the same load."""
+        """Return the number of the next load."""
         return next(self._load_numbers)
 
     def note_prepared(self, states: Mapping[str, object]) -> None:
-        """Remember the states that are prepared for the next save; an empty mapping: none."""
+        """Remember the states that the next save is prepared for. An empty mapping stands for none."""
         self._prepared = _identity(states)
 
     def is_prepared(self, states: Mapping[str, object]) -> bool:
-        """Whether these very objects were saved or prepared last, without a failure since."""
+        """Return whether these very objects were saved or prepared last, without a failure since."""
         return self._prepared == _identity(states)
 
     def drain(self) -> None:
@@ -120,7 +120,7 @@ class World:
 
 
 def _identity(states: Mapping[str, object]) -> tuple[object, ...]:
-    """Return the identities of the objects. A new object at the address of a dead one costs the next save a plan."""
+    """Return the identities of the objects. They may name a new object at a dead one's address: that costs a plan only."""
     return tuple(
         (kind, *map(id, value)) if isinstance(value, list | tuple) else (kind, id(value))
         for kind, value in states.items()

@@ -50,10 +50,10 @@ def _sane(results: list[Result]) -> None:
     ("name", "place"),
     [
         ("roundtrip", "tmpfs"),
-        ("roundtrip", "disk"),
-        ("small", "tmpfs"),
-        ("interference", "tmpfs"),
-        pytest.param("planning", "tmpfs", marks=pytest.mark.slow),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("roundtrip", "disk"), ("small", "tmpfs"), ("interference", "tmpfs"), ("planning", "tmpfs"))
+        ),
     ],
 )
 def test_case_of_one_rank(name: str, place: str, peers: list[Peer], tmp_path: Path) -> None:
@@ -110,6 +110,7 @@ def test_arms_take_turns_and_a_failing_one_is_dropped() -> None:
     assert results[0].extra == {"blocking": [1.0, 1.0]}
 
 
+@pytest.mark.slow
 def test_table_and_chart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     results = [
         Result("save", "tmpfs", 1, "raw pwrite", 2**30, [0.5], [0.5]),

@@ -11,6 +11,7 @@ import pytest
 
 from bytecheckpoint.collectives import Collective, SingleProcess, ThreadWorld
 from bytecheckpoint.collectives.base import DataProvider
+from bytecheckpoint.collectives.transport.serving import Request, Service
 from bytecheckpoint.errors import CheckpointError, CheckpointTimeoutError, PeerLostError, StorageFullError
 from tests.collectives.data_world import MIB, DataWorld, content, until
 
@@ -131,6 +132,25 @@ def test_a_service_ends_with_what_it_has_not_answered(world: DataWorld, slow: Sl
     slow.go_on.set()
     for call in calls:
         assert "does not serve 'data' now" in str(call.exception(30))
+
+
+def test_a_request_that_comes_while_a_service_ends_is_refused(
+    world: DataWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The data thread has found the service when the block ends, and submits the request after that."""
+    submit, submitting, ended = Service.submit, threading.Event(), threading.Event()
+
+    def late(service: Service, request: Request) -> None:
+        submitting.set()
+        assert ended.wait(30)
+        submit(service, request)
+
+    monkeypatch.setattr(Service, "submit", late)
+    with world.mesh(0).serve("data", by_size):
+        call = world.pool.submit(fetch, world, 1, 0, b"9 0", 9, 10)
+        assert submitting.wait(30)
+    ended.set()
+    assert "does not serve 'data' now" in str(call.exception(30))
 
 
 def test_nothing_is_written_after_a_timeout(world: DataWorld, slow: SlowProvider) -> None:

@@ -28,6 +28,7 @@ from tests.support.comparisons import assert_complete, assert_same, wrong_entrie
 from tests.support.extra_states import LinearWithExtraState
 from tests.support.matrices import TOLERANCE
 from tests.support.tiny_model import Gpt, batch, fill_by_coordinates
+from tests.support.variants import crossed
 from tests.support.worlds import Worlds, on_ranks
 
 pytestmark = pytest.mark.timeout(400)
@@ -70,8 +71,13 @@ def test_nothing_is_communicated_over_process_groups(layout: str, path: str) -> 
 # --- states of the module ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("layout", ["full4-orig", "full3-flat", "grad2-flat", "grad3-orig", "low2-orig", "low3-flat"])
-@pytest.mark.parametrize("how", ["evaluation", "evaluation with grad", "train with grad"])
+@pytest.mark.parametrize(
+    ("layout", "how"),
+    crossed(
+        ["full4-orig", "full3-flat", "grad2-flat", "grad3-orig", "low2-orig", "low3-flat"],
+        ["evaluation", "evaluation with grad", "train with grad"],
+    ),
+)
 @in_layout
 def test_parameters_that_are_still_gathered(layout: str, how: str, path: str) -> None:
     """Save and load after a forward pass without a backward one."""

@@ -7,6 +7,7 @@ import pytest
 from tests.distributed import matrix_jobs
 from tests.distributed.layouts import EXTRA_LAYOUTS, LAYOUTS, WORLD_SIZE
 from tests.support.matrices import Matrix, pairs
+from tests.support.variants import quick
 from tests.support.worlds import Worlds
 
 # The first test that needs a world's run pays for all tests that share the run.
@@ -44,12 +45,12 @@ def test_open_shows_whole_tensors_of_every_layout(opened: dict[str, list[str]], 
 
 
 # 6 processes: TP 2 × FSDP 3 cuts 7 rows of a tensor-parallel piece into 3, 3 and 1, which is an uneven _StridedShard.
-@pytest.mark.parametrize("source", ["one", "fsdp4", "tp2-fsdp2", "tp2-fsdp3"])
+@pytest.mark.parametrize("source", quick(["fsdp4", "one", "tp2-fsdp2", "tp2-fsdp3"], every=4))
 def test_an_uneven_strided_shard_loads(matrix: Matrix, source: str) -> None:
-    matrix.check(source, "tp2-fsdp3", ("one", "fsdp4", "tp2-fsdp2", "tp2-fsdp3"))
+    matrix.check(source, "tp2-fsdp3", (source,))
 
 
-@pytest.mark.parametrize("destination", ["one", "fsdp3", "tp2-fsdp2"])
+@pytest.mark.parametrize("destination", quick(["fsdp3", "one", "tp2-fsdp2"], every=3))
 def test_a_saved_uneven_strided_shard_loads(matrix: Matrix, destination: str) -> None:
     matrix.check("tp2-fsdp3", destination, ("tp2-fsdp3",))
 

@@ -119,7 +119,7 @@ def test_a_peer_whose_memory_is_gone_fails_the_load_everywhere(step: Path, monke
                 raise OSError(3, "No such process")
         original(pid, remote, local)
 
-    monkeypatch.setattr("bytecheckpoint.engine.exchange_items.read_peer_memory", broken)
+    monkeypatch.setattr("bytecheckpoint.engine.exchange_chunks.read_peer_memory", broken)
 
     def run(collective: Collective) -> None:
         with pytest.raises(CheckpointError, match="went away during an exchange"):

@@ -1,10 +1,11 @@
-"""How much memory the staging pool may take."""
+"""The staging pool: how much memory it may take, and what it does without."""
 
 from __future__ import annotations
 
 import pytest
 
-from bytecheckpoint.engine.pool import available_memory
+from bytecheckpoint.engine.pool import StagingPool, available_memory
+from bytecheckpoint.errors import CheckpointError
 
 _NAMES = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE")
 
@@ -29,3 +30,14 @@ def test_ranks_of_a_machine_share_its_memory(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert available_memory() == pytest.approx(whole / ranks, rel=0.2)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_pool_that_could_not_grow_can_be_reserved_again(shared: bool) -> None:
+    pool = StagingPool(shared=shared)
+    pool.reserve(8192, touch=True)
+    with pytest.raises(CheckpointError, match="cannot reserve"):
+        pool.reserve(1 << 60, touch=False)
+    pool.reserve(4096, touch=True)
+    assert pool.tensor().numel() == len(pool.view()) == pool.capacity == 4096
+    pool.release()

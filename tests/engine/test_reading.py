@@ -30,7 +30,7 @@ class Files:
     def __init__(self, before: Callable[[int], object] = lambda start: None) -> None:
         self.before = before
 
-    def limit(self) -> float:
+    def read_timeout(self) -> float:
         return 0.3
 
     def threads(self, wanted: int) -> int:

@@ -26,6 +26,7 @@ from tests.faults.coded import files_of, load_step, states
 from tests.faults.ranks import check_recovery, load_all, outcomes, save_all, saved, succeeded
 from tests.support.faulty_storage import Faults
 from tests.support.modes import MODES
+from tests.support.variants import crossed
 
 #: Call of the storage -> the stage in the error of the other ranks.
 STAGES = {"create": "write", "write": "write", "finish": "finish", "sync": "finish", "publish": "commit"}
@@ -216,12 +217,11 @@ def test_result_with_a_time_limit_leaves_the_save_running(path: Path, faults: Fa
     assert load_step(path) == 1
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("victim", [0, 2])
-@pytest.mark.parametrize("silent", [True, False])
+@pytest.mark.parametrize(("mode", "loss"), crossed(list(MODES), [(0, "hangs"), (2, "dies"), (0, "dies"), (2, "hangs")]))
 def test_a_rank_that_hangs_or_dies_is_named_in_time(
-    path: Path, faults: Faults, victim: int, silent: bool, mode: str
+    path: Path, faults: Faults, loss: tuple[int, str], mode: str
 ) -> None:
+    victim, silent = loss[0], loss[1] == "hangs"
     world = saved(path, 3)
     begun = time.monotonic()
 

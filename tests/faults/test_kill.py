@@ -77,7 +77,7 @@ def kill_ranks(worlds: Worlds, folder: Path, kills: int, seed: int) -> None:
 
 @pytest.mark.timeout(300)
 def test_kill_a_random_rank_during_saves_and_overwrites(worlds: Worlds, tmp_path: Path) -> None:
-    kill_ranks(worlds, tmp_path, 12, seed=20240720)
+    kill_ranks(worlds, tmp_path, 6, seed=20240720)
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import torch
 
 import bytecheckpoint
 from bytecheckpoint.engine.catalogs import read_catalog
-from bytecheckpoint.loading.decision import FitReport, claimed_bitmap, decide_fit, unexpected_keys
+from bytecheckpoint.loading.decision import FitReport, decide_fit, recognized_bitmap, unexpected_keys
 from bytecheckpoint.representation.plans import SharedChunks
 from bytecheckpoint.storage import resolve
 
@@ -25,11 +25,11 @@ def test_catalogs_that_differ() -> None:
     assert decision.catalogs_differ and not decision.shared
 
 
-def test_claims_are_joined() -> None:
-    reports = [FitReport(b"a", claimed_bitmap(10, numbers)) for numbers in ([0, 9, -1], [1], [])]
+def test_what_ranks_recognize_is_joined() -> None:
+    reports = [FitReport(b"a", recognized_bitmap(10, numbers)) for numbers in ([0, 9, -1], [1], [])]
     decision = decide_fit(reports, CHUNK, 2)
-    claimed = np.unpackbits(np.frombuffer(decision.claimed, np.uint8), count=10)
-    assert np.flatnonzero(claimed).tolist() == [0, 1, 9]
+    recognized = np.unpackbits(np.frombuffer(decision.recognized, np.uint8), count=10)
+    assert np.flatnonzero(recognized).tolist() == [0, 1, 9]
     assert not decision.catalogs_differ and not decision.hosts, "nothing is shared"
 
 
@@ -39,7 +39,9 @@ def test_what_several_ranks_want_is_shared() -> None:
     reports = [FitReport(b"a", b"\0", wanted, host, bytes([rank])) for rank, host in enumerate(hosts)]
     decision = decide_fit(reports, CHUNK, 3)
     assert len(SharedChunks.from_columns(decision.shared)) == 8
-    assert decision.hosts == [0, 1, 0] and decision.handshakes == [b"\0", b"\1", b"\2"] and decision.chunks == 3
+    assert (
+        decision.hosts == [0, 1, 0] and decision.handshakes == [b"\0", b"\1", b"\2"] and decision.chunks_per_round == 3
+    )
 
 
 def test_keys_that_no_rank_wants(tmp_path: Path) -> None:
@@ -47,6 +49,6 @@ def test_keys_that_no_rank_wants(tmp_path: Path) -> None:
     bytecheckpoint.save(tmp_path / "s", states)
     catalog, _ = read_catalog(resolve(tmp_path / "s"))
     wanted = [i for i in range(catalog.count) if str(catalog.key(i)) == "model/a"]
-    claimed = claimed_bitmap(catalog.count, wanted)
-    assert unexpected_keys(catalog, ["model"], claimed) == ["model/b"]
-    assert unexpected_keys(catalog, ["extra_states", "other"], claimed) == []
+    recognized = recognized_bitmap(catalog.count, wanted)
+    assert unexpected_keys(catalog, ["model"], recognized) == ["model/b"]
+    assert unexpected_keys(catalog, ["extra_states", "other"], recognized) == []

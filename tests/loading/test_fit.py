@@ -30,7 +30,7 @@ def fit(tmp_path: Path) -> Iterator[Any]:
     storage = resolve(tmp_path / "s")
     catalog, _ = read_catalog(storage)
     with FileSet(storage, catalog) as files:
-        view = SavedView(catalog, files, 0, Settings())
+        view = SavedView(catalog, files, 0)
 
         def run(*wanted: LiveShard, cast: bool = False) -> Fit:
             return fit_wanted("here", catalog, view, wanted, MiB, cast=cast)

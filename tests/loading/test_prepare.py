@@ -10,6 +10,7 @@ import torch
 
 import bytecheckpoint
 from bytecheckpoint.collectives import Collective, ThreadWorld
+from tests.support.variants import crossed
 
 RANKS = 2
 
@@ -36,8 +37,7 @@ def run(world: ThreadWorld, path: Path, *optimizers: int, prepare_on: int | None
     world.run(one, timeout=100)
 
 
-@pytest.mark.parametrize("optimizers", [(), (0,), (1,), (0, 1)])
-@pytest.mark.parametrize("prepare_on", [None, 0, 1])
+@pytest.mark.parametrize(("optimizers", "prepare_on"), crossed([(0,), (1,), (0, 1), ()], [None, 0, 1]))
 def test_ranks_that_want_different_preparations(
     tmp_path: Path, optimizers: tuple[int, ...], prepare_on: int | None
 ) -> None:

@@ -16,6 +16,7 @@ from bytecheckpoint.collectives import Collective, ThreadWorld
 from tests.support.layouts import Leaf, coded, grid_boxes
 from tests.support.modes import MODES
 from tests.support.settings import using
+from tests.support.variants import crossed
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool, torch.int16]
 
@@ -98,9 +99,12 @@ def big_state(rank: int, world: int, columns: bool) -> tuple[dict[str, Leaf], di
     return state, full
 
 
-@pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize(("columns_before", "columns_after"), [(False, True), (True, False), (True, True)])
-def test_tensors_of_many_chunks(tmp_path: Any, columns_before: bool, columns_after: bool, overlap: bool) -> None:
+@pytest.mark.parametrize(
+    ("columns", "overlap"), crossed([(False, True), (True, False), (True, True)], [True, False], every=2)
+)
+def test_tensors_of_many_chunks(tmp_path: Any, columns: tuple[bool, bool], overlap: bool) -> None:
+    columns_before, columns_after = columns
+
     def save(collective: Collective) -> None:
         state, full = big_state(collective.rank, 2, columns_before)
         bytecheckpoint.save(

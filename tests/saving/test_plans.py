@@ -11,7 +11,7 @@ from bytecheckpoint.engine.save_resources import PlanCache
 from bytecheckpoint.planning.save_plan import LocalTable, describe, plan_save
 from bytecheckpoint.representation.shards import LiveShard, TensorKey
 from bytecheckpoint.saving.messages import PlanRequest, WriteReport
-from bytecheckpoint.saving.plans import KnownPlan, check_reports, check_urls, differing_replicas, plan_around
+from bytecheckpoint.saving.plans import GlobalPlan, check_reports, check_urls, differing_replicas, plan_around
 
 
 def table(*names: str, elements: int = 4) -> LocalTable:
@@ -51,7 +51,7 @@ def test_tables_that_belong_to_different_states() -> None:
 
 def test_reports_belong_to_one_plan_and_one_path() -> None:
     tables = [table("a"), table("a")]
-    known = KnownPlan("new", plan_save(tables), tables, ["old", "new"])
+    known = GlobalPlan("new", plan_save(tables), tables, ["old", "new"])
     good = {0: report("old"), 1: report("new")}
     assert known.fits(good) and known.fits({1: report("new")}) and not known.fits({0: report("new")})
     check_reports(good, known)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import bytecheckpoint
-from bytecheckpoint.collectives import Collective, ThreadWorld
+from bytecheckpoint.collectives import Collective, ThreadWorld, current
 from bytecheckpoint.saving.messages import SaveStep, reply_tag, tag
 from bytecheckpoint.storage import resolve
 from bytecheckpoint.tools.verify import verify_checkpoint
@@ -295,6 +295,12 @@ def test_prepare_makes_the_first_save_a_cached_one(tmp_path: Path) -> None:
         return bytecheckpoint.save(tmp_path / "s", states, async_checkpoint=True).result(30).plan_cached
 
     assert ThreadWorld(2).run(run, timeout=60) == [True, True]
+
+
+def test_ranks_in_different_working_directories_may_prepare(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Home directories of machines may differ. `prepare` has no path on which the ranks could disagree."""
+    monkeypatch.setattr("os.getcwd", lambda: f"/home/{current().rank}")
+    ThreadWorld(2).run(lambda c: bytecheckpoint.prepare({"model": rows(c.rank, 2)}).result(30), timeout=60)
 
 
 def test_threads_of_one_process_may_save_at_the_same_time(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ class TestLocal(StorageTests):
         return FolderAccess(Path(storage.url))
 
 
+@pytest.mark.slow
 class TestLocalByUrl(StorageTests):
     @pytest.fixture
     def storage(self, tmp_path: Path) -> Storage:
@@ -81,6 +82,7 @@ class TestObstoreMemory(_InProcess):
         return ObstoreAccess(self._client, "runs/step")
 
 
+@pytest.mark.slow
 class TestObstoreLocal(_InProcess):
     replaces = False
 
@@ -103,6 +105,7 @@ class TestFsspecMemory(StorageTests):
         return FsspecMemoryAccess(storage.url.partition("://")[2])
 
 
+@pytest.mark.slow
 class TestFsspecLocal(StorageTests):
     @pytest.fixture
     def storage(self, tmp_path: Path) -> Storage:

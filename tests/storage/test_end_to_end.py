@@ -25,16 +25,20 @@ from tests.support.modes import MODES
 from tests.support.mounts import small_tmpfs
 from tests.support.processes import run_program
 from tests.support.saves import ROWS, check_folder, load, save
+from tests.support.variants import crossed, quick
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(300)]
 
 
 @pytest.mark.parametrize(
     ("mode", "writer", "pool"),
-    [
-        ("sync", "process", "whole"),
-        *((m, w, p) for m in ("async", "background") for w in ("process", "thread") for p in ("whole", "ring")),
-    ],
+    quick(
+        [
+            ("sync", "process", "whole"),
+            *((m, w, p) for m in ("async", "background") for w in ("process", "thread") for p in ("whole", "ring")),
+        ],
+        every=4,
+    ),
 )
 def test_save_replace_and_load_at_another_layout(root: str, mode: str, writer: str, pool: str) -> None:
     bytecheckpoint.configure(writer=writer, chunk_bytes=1 << 20, staging_bytes=4 << 20 if pool == "ring" else 0)
@@ -145,10 +149,12 @@ def kill_at(between: FaultProxy, server: S3Server, word: str, *, again_after: fl
 
 
 @pytest.mark.parametrize(
-    "moment",
-    ["HEAD", "partNumber=2", "POST /bucket/step/model", "/optimizer/rank", "PUT /bucket/step/metadata", "delete"],
+    ("moment", "mode"),
+    crossed(
+        ["HEAD", "partNumber=2", "POST /bucket/step/model", "/optimizer/rank", "PUT /bucket/step/metadata", "delete"],
+        list(MODES),
+    ),
 )
-@pytest.mark.parametrize("mode", MODES)
 def test_a_server_killed_during_a_save_and_started_again(
     mortal: S3Server, between: FaultProxy, mode: str, moment: str
 ) -> None:
@@ -160,8 +166,10 @@ def test_a_server_killed_during_a_save_and_started_again(
     assert run(["verify", "s3://bucket/step"]) == 0
 
 
-@pytest.mark.parametrize("moment", ["HEAD", "PUT /bucket/step/model/rank-00001", "PUT /bucket/step/metadata"])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("moment", "mode"),
+    crossed(["HEAD", "PUT /bucket/step/model/rank-00001", "PUT /bucket/step/metadata"], list(MODES)),
+)
 def test_a_server_killed_during_a_save_that_stays_away(
     mortal: S3Server, between: FaultProxy, mode: str, moment: str
 ) -> None:
@@ -287,8 +295,7 @@ for step in (1, 2):
 """
 
 
-@pytest.mark.parametrize("staging", ["blocking", "background"])
-@pytest.mark.parametrize("writer", ["process", "thread"])
+@pytest.mark.parametrize(("staging", "writer"), crossed(["blocking", "background"], ["process", "thread"]))
 def test_saves_in_flight_finish_when_the_program_ends(root: str, writer: str, staging: str) -> None:
     done = run_program(_SAVE_AND_LEAVE, root, writer, staging)
     assert (done.returncode, done.stderr) == (0, "")

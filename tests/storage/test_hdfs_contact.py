@@ -20,7 +20,7 @@ from tests.support.settings import forget_failure
 
 @pytest.fixture(autouse=True)
 def short_timeouts() -> Iterator[None]:
-    with tuned(hdfs_first_contact=2.0, hdfs_first_write=2.0, hdfs_first_call=2.0):
+    with tuned(hdfs_first_contact=1.0, hdfs_first_write=1.0, hdfs_first_call=1.0):
         yield
 
 

@@ -29,6 +29,7 @@ from tests.support.modes import MODES
 from tests.support.mounts import small_tmpfs
 from tests.support.processes import environment, python
 from tests.support.saves import ROWS, check_folder, load, save
+from tests.support.variants import quick
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(300)]
 
@@ -51,15 +52,18 @@ def kill_at(
 
 @pytest.mark.parametrize(
     ("mode", "method", "skip", "world"),
-    [
-        ("sync", "create", 1, 1),
-        ("async", "addBlock", 2, 1),
-        ("background", "complete", 1, 2),
-        ("sync", "concat", 0, 2),
-        ("async", "rename2", 0, 2),
-        ("background", "rename2", 1, 2),
-        ("sync", "delete", 0, 2),
-    ],
+    quick(
+        [
+            ("async", "addBlock", 2, 1),
+            ("sync", "create", 1, 1),
+            ("sync", "concat", 0, 2),
+            ("background", "complete", 1, 2),
+            ("background", "rename2", 1, 2),
+            ("async", "rename2", 0, 2),
+            ("sync", "delete", 0, 2),
+        ],
+        every=2,
+    ),
 )
 @tuned(hdfs_part_bytes=2 << 20)
 def test_a_namenode_killed_during_a_save_and_started_again(
@@ -82,7 +86,9 @@ def test_the_writer_process_waits_for_a_namenode_too(hdfs: Hdfs, rpc_proxy: RpcF
     assert load(hdfs_path, 1) == {2}
 
 
-@pytest.mark.parametrize(("mode", "method"), [("sync", "complete"), ("async", "create"), ("background", "rename2")])
+@pytest.mark.parametrize(
+    ("mode", "method"), quick([("background", "rename2"), ("sync", "complete"), ("async", "create")], every=3)
+)
 def test_a_namenode_killed_during_a_save_that_stays_away(
     hdfs: Hdfs, rpc_proxy: RpcFaultProxy, hdfs_path: str, mode: str, method: str
 ) -> None:
@@ -141,7 +147,7 @@ def test_a_restarted_namenode_is_waited_for(hdfs: Hdfs, hdfs_path: str) -> None:
 # --- DataNodes --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("writer", ["process", "thread"])
+@pytest.mark.parametrize("writer", quick(["process", "thread"], every=2))
 def test_a_datanode_that_is_dead_before_a_save(hdfs: Hdfs, hdfs_path: str, writer: str) -> None:
     """The NameNode goes on naming it for ten minutes, and the client cannot tell it not to."""
     bytecheckpoint.configure(writer=writer)
@@ -238,7 +244,7 @@ with tuned(hdfs_part_bytes=2 << 20):
 
 
 @pytest.mark.parametrize(
-    ("method", "skip"), [("create", 3), ("complete", 2), ("concat", 0), ("rename2", 0), ("rename2", 1)]
+    ("method", "skip"), quick([("concat", 0), ("create", 3), ("rename2", 1), ("complete", 2), ("rename2", 0)], every=2)
 )
 @tuned(hdfs_lock_expiry=3.0)  # the next save waits for the lock of the killed one
 def test_a_writer_that_is_killed(hdfs: Hdfs, rpc_proxy: RpcFaultProxy, hdfs_path: str, method: str, skip: int) -> None:

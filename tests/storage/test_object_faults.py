@@ -23,6 +23,7 @@ from tests.servers.fault_proxy import FaultProxy, HttpFault, asks, s3_error
 from tests.servers.s3 import S3Server
 from tests.support.names import ODD_NAMES
 from tests.support.settings import forget_failure
+from tests.support.variants import quick
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(200)]
 
@@ -190,7 +191,7 @@ def test_a_wrong_region(s3: S3Server, bucket: str, monkeypatch: pytest.MonkeyPat
         (429, "TooManyRequests"), (400, "RequestTimeout"), (409, "OperationAborted"),
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("size", [100, len(LARGE)])
+@pytest.mark.parametrize("size", quick([len(LARGE), 100], every=2))
 def test_a_burst_of_passing_refusals(storage: Storage, between: FaultProxy, size: int, status: int, code: str) -> None:
     """Every operation is hit twice in a row, and nobody notices."""
     data = LARGE[:size]

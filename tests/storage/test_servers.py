@@ -49,6 +49,7 @@ class TestVersityGateway(_OnS3):
     start = staticmethod(versitygw)
 
 
+@pytest.mark.slow
 class TestMinio(_OnS3):
     start = staticmethod(minio)
 

@@ -34,6 +34,7 @@ from tests.support.memory import folder_in_memory, hot_tier
 from tests.support.modes import MODES
 from tests.support.processes import environment, python, run_program
 from tests.support.saves import load
+from tests.support.variants import crossed
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(300)]
 
@@ -192,8 +193,9 @@ sys.stdin.read()  # and then the step is flushed, with what was left, before the
 """
 
 
-@pytest.mark.parametrize("then", ["flush", "save"])
-@pytest.mark.parametrize("moment", ["model/rank", "optimizer/", "metadata.parquet"])
+@pytest.mark.parametrize(
+    ("moment", "then"), crossed(["model/rank", "optimizer/", "metadata.parquet"], ["flush", "save"])
+)
 def test_a_job_killed_between_the_hot_commit_and_the_end_of_its_flush(mortal: S3Server, moment: str, then: str) -> None:
     """Loads find the step at once; a flush by hand, or the next job's first save, brings it to the store."""
     run = "tier+s3://bucket/run"

@@ -34,6 +34,7 @@ from bytecheckpoint.storage.wrappers import Call, WrappedStorage
 from tests.faults.coded import load_step, states
 from tests.faults.ranks import outcomes
 from tests.support.processes import wait_until
+from tests.support.variants import crossed
 
 _T = TypeVar("_T")
 
@@ -77,8 +78,9 @@ WRAPPERS: dict[str, Callable[[Storage, Sequence[FaultRule]], Storage]] = {
 }
 
 
-@pytest.mark.parametrize("scheme", ["", "fsspec+file://"])
-@pytest.mark.parametrize("order", list(itertools.permutations(WRAPPERS)), ids="-".join)
+@pytest.mark.parametrize(
+    ("order", "scheme"), crossed(list(itertools.permutations(WRAPPERS)), ["", "fsspec+file://"], every=3)
+)
 def test_wrappers_go_in_any_order(tmp_path: Path, order: tuple[str, ...], scheme: str) -> None:
     """Of a save and a load through all four, what the retrying one can hear of is tried again."""
     bytecheckpoint.configure(writer="thread")
@@ -265,6 +267,19 @@ def test_calls_that_do_not_return_are_given_up(local: Storage) -> None:
     held.set()
     wait_until(lambda: not storage._hanging, 30)
     assert np.array_equal(read_all(storage, "model/file"), content(1000))
+
+
+@pytest.mark.parametrize(
+    ("names", "place"), [(["model/my file"], "/step/model/my file"), (["model/a", "model/b"], "/step"), ([], "/step")]
+)
+def test_a_call_of_one_file_that_is_given_up_names_it(local: Storage, names: list[str], place: str) -> None:
+    held = threading.Event()
+    storage = TimeLimitedStorage(FaultyStorage(local, [FaultRule("delete", hold=held)]))
+    storage.timeout = 0.05
+    with pytest.raises(StorageUnavailableError, match=rf"cannot delete .*{place}: no answer within"):
+        storage.delete(names)
+    held.set()
+    wait_until(lambda: not storage._hanging, 30)
 
 
 def test_a_late_abort_leaves_what_another_attempt_has_written(local: Storage) -> None:

@@ -16,14 +16,14 @@ __all__ = ["TOLERANCE", "Matrix", "pairs"]
 #: Of losses about 3.5 in float64: the order of summation differs between layouts.
 TOLERANCE = 1e-9
 #: The short pass loads into each layout what those at these distances in the list of sources have saved.
-_SHORT_DISTANCES = (0, 1, 4)
+_SHORT_DISTANCES = (0, 4)
 
 
 def pairs(destinations: Sequence[str], sources: Sequence[str]) -> list[Any]:
     """List parameters (destination, source, batch) for every pair; all but the short pass are marked slow.
 
-    The sources of a batch are loaded in one run. In the short pass each layout saves, and each loads three others' or,
-    if it is among the sources, its own and two others' checkpoints.
+    The sources of a batch are loaded in one run. In the short pass each layout saves, and each loads two others' or,
+    if it is among the sources, its own and another's checkpoint.
     """
     parameters = []
     for number, destination in enumerate(destinations):

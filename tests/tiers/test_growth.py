@@ -12,6 +12,7 @@ import bytecheckpoint
 from bytecheckpoint.collectives import Collective, ThreadWorld, current
 from bytecheckpoint.world import world_of
 from tests.faults.coded import load_step, states
+from tests.support.variants import quick
 
 
 def folders_and_files(root: Path) -> tuple[int, int, int]:
@@ -24,14 +25,14 @@ def descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-@pytest.mark.parametrize("saves", [60, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("saves", quick([40, 200], every=2))
 def test_many_saves(saves: int, run: str, hot: Path) -> None:
     """In turn to a path of its own and over one and the same path."""
     seen = {}
     for step in range(1, saves + 1):
         path = f"{run}/{step}" if step % 2 else f"{run}/latest"
         bytecheckpoint.save(path, states(step=step), async_checkpoint=bool(step % 3)).result(60)
-        if step in (20, saves):
+        if step in (20, saves):  # the first saves start threads and clients
             world_of(current()).flusher.drain()
             seen[step] = (*folders_and_files(hot), threading.active_count(), descriptors())
     early, late = seen[20], seen[saves]

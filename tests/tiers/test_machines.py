@@ -18,6 +18,7 @@ from tests.support.damage import damage, storage_file
 from tests.support.memory import durable_folder, hot_folder
 from tests.support.mounts import small_tmpfs
 from tests.support.processes import environment, python
+from tests.support.variants import quick
 from tests.support.worlds import World
 from tests.tiers import machines as jobs
 
@@ -132,7 +133,8 @@ def test_the_number_of_replicas(cluster: Cluster, run: str, replicas: int) -> No
 
 
 @pytest.mark.parametrize(
-    ("lost", "new"), [(0, [0, 1]), (1, [0, 1]), (0, [0, 0, 1]), (0, [0, 1, 2, 2]), (1, [0, 1, 2, 2]), (0, [2, 3])]
+    ("lost", "new"),
+    quick([(0, [0, 1]), (1, [0, 1]), (1, [0, 1, 2, 2]), (0, [0, 1, 2, 2]), (0, [2, 3]), (0, [0, 0, 1])], every=2),
 )
 def test_a_lost_machine_loses_nothing(cluster: Cluster, run: str, lost: int, new: list[int]) -> None:
     """The durable storage has nothing yet, and the job that loads may have other ranks, on new machines."""
@@ -157,7 +159,7 @@ def test_a_new_machine_keeps_no_folder_of_steps_that_it_never_had(cluster: Clust
         assert steps_in(cluster.step_in(machine, f"{run}/1").parent) == ["2"]
 
 
-@pytest.mark.parametrize("away", [False, True])
+@pytest.mark.parametrize("away", quick([True, False], every=2))
 def test_a_job_killed_before_other_machines_heard_of_the_commit(cluster: Cluster, run: str, away: bool) -> None:
     """The files are there without a catalog; loads find the step, and so does the next flush that works."""
     cluster.save_and_kill(f"{run}/1", 1, 0, 1, tier_replicas=0)
@@ -189,7 +191,7 @@ def test_without_replicas_a_lost_machine_loses_the_step(cluster: Cluster, run: s
     assert cluster.load(path, 0, 1, 1) == {1}
 
 
-@pytest.mark.parametrize("new", [[0, 1, 2], [2], [0, 0, 1, 2]])
+@pytest.mark.parametrize("new", quick([[0, 0, 1, 2], [0, 1, 2], [2]], every=3))
 def test_two_lost_machines(cluster: Cluster, run: str, new: list[int]) -> None:
     """One replica does not survive two neighbours: a load finds an older durable step, or names what is missing."""
     path, other = f"{run}/s", f"{run}/t"
@@ -278,7 +280,7 @@ def test_a_damaged_copy_is_flushed_from_another_machine(cluster: Cluster, run: s
     assert command(["verify", str(durable_folder(path))]) == 0
 
 
-@pytest.mark.parametrize("files", [1, 2, 3])
+@pytest.mark.parametrize("files", quick([3, 2, 1], every=3))
 def test_a_job_that_is_killed_in_the_middle_of_a_flush(cluster: Cluster, run: str, hot: Path, files: int) -> None:
     path = f"{run}/2"
     job = cluster.start(0, 1)

@@ -41,6 +41,7 @@ from tests.support.modes import MODES
 from tests.support.mounts import small_tmpfs
 from tests.support.processes import wait_until
 from tests.support.saves import load, save
+from tests.support.variants import crossed
 
 
 class TestConformance(StorageTests):
@@ -435,9 +436,9 @@ def test_steps_of_odd_names(run: str, name: str, capsys: pytest.CaptureFixture[s
 # --- several ranks on one machine, other world sizes ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(("ranks", "others"), [(3, 2), (2, 4), (4, 1)])
-def test_another_world_size(run: str, ranks: int, others: int, mode: str) -> None:
+@pytest.mark.parametrize(("worlds", "mode"), crossed([(3, 2), (2, 4), (4, 1)], list(MODES)))
+def test_another_world_size(run: str, worlds: tuple[int, int], mode: str) -> None:
+    ranks, others = worlds
     succeeded(save(f"{run}/1", 1, ranks, rows=24, **MODES[mode]))
     assert load(f"{run}/1", others, rows=24) == {1}
     assert load_step(durable_folder(run) / "1") == 1

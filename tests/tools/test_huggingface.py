@@ -148,6 +148,7 @@ print(peak() - before)
 """
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_tensors(tmp_path: Path) -> None:
     big = torch.ones(256, 512, 1024)  # 512 MiB in one tensor
     bytecheckpoint.save(tmp_path / "s", {"model": {"big": big, "small": torch.ones(3)}})

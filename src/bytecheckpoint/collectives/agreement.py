@@ -115,7 +115,10 @@ class Agreement:
         reports: Any = Any,
         decisions: Any = Any,
     ) -> _Decision:
-        """As `agree`, with one decision per rank. An object that stands for several ranks is encoded once."""
+        """Run `work` on every rank, let rank 0 make one decision per rank, return its decision on every rank.
+
+        All else is as of `agree`. A decision object that stands for several ranks is encoded once.
+        """
         if self.collective.world_size == 1:
             return decide([work()])[0]
         own: BaseException | None = None

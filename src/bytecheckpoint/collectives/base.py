@@ -1,8 +1,8 @@
 """The `Collective` protocol: tagged messages between ranks, and the collective operations built from them.
 
-Control messages never travel through the training's process groups. The pair (source, tag) names a message. It waits at
-its receiver until a thread takes it, in no order relative to other messages. So the foreground and background threads of
-a rank can communicate at the same time, and a failed operation leaves nothing behind that disturbs a later one.
+Control messages never travel through the training's process groups. The pair (source, tag) names a message. A
+message waits at its receiver until a thread takes it, whatever came before or after it. So the foreground and background
+threads of a rank can communicate at the same time, and a failed operation leaves nothing behind that disturbs a later one.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from bytecheckpoint.tuning import tuning
 
 __all__ = ["Collective", "DataProvider", "host_id", "names_of_ranks", "new_world_id", "provide"]
 
-#: Serves data to other ranks: a request -> contiguous 1-D uint8. Several threads call it. What it raises is raised by
-#: the `fetch` of the rank that asked.
+#: Makes the data that other ranks fetch: request -> contiguous 1-D uint8. Several threads call it. The `fetch` of the
+#: rank that asked raises what the provider raises.
 DataProvider = Callable[[bytes], NDArray[np.uint8]]
 
 
@@ -50,7 +50,7 @@ def names_of_ranks(ranks: Collection[int], limit: int = 16) -> str:
     return ("rank " if len(listed) == 1 else "ranks ") + ", ".join(map(str, listed[:limit])) + more
 
 
-# First byte of rank 0's answer. After it comes the answer, the report of an error, or the length of a relayed answer.
+# First byte of rank 0's answer. The rest is the answer, the report of an error, or the length of a relayed answer.
 _ANSWER, _ERROR, _RELAYED = b"\0", b"\1", b"\2"
 
 
@@ -108,6 +108,7 @@ class Collective(ABC):
     def collect(self, sources: Collection[int], tag: str, *, timeout: float) -> list[bytes]:
         """Receive one message from each of `sources` under one deadline; errors name every missing rank."""
 
+    @abstractmethod
     def close(self) -> None:
         """Leave the world. Messages already sent still arrive; later calls raise `PeerLostError`."""
 
@@ -119,7 +120,7 @@ class Collective(ABC):
         return [payload, *self.collect(range(1, self.world_size), tag, timeout=timeout)]
 
     def scatter(self, tag: str, payloads: Sequence[bytes] | None, *, timeout: float) -> bytes:
-        """Return to each rank its own of rank 0's `payloads`, of which there is one per rank."""
+        """Return this rank's own of the payloads that rank 0 gives, one per rank; other ranks give None."""
         if self.rank != 0:
             return self.recv(0, tag, timeout=timeout)
         assert payloads is not None and len(payloads) == self.world_size
@@ -160,8 +161,8 @@ class Collective(ABC):
             The answer for this rank.
 
         Raises:
-            CheckpointTimeoutError, PeerLostError: on every rank at once when a payload is missing; what `decide`
-                raised, likewise.
+            CheckpointTimeoutError, PeerLostError: a payload is missing. Every rank raises the error at once.
+            CheckpointError: `decide` failed. Every rank raises the error at once; rank 0 raises it as it is.
         """
         deadline = time.monotonic() + timeout
         up, down = f"{tag}/up", f"{tag}/down"
@@ -193,7 +194,7 @@ class Collective(ABC):
         return message[1:]
 
     def _relays(self, nbytes: int) -> bool:
-        """Whether ranks relay an answer for all: rank 0 alone would take long to send a long one to many ranks."""
+        """Whether ranks relay an answer for all. Rank 0 alone would take long to send a long answer to many ranks."""
         return nbytes > tuning().relay_bytes and self.world_size > tuning().relay_fan_out
 
     def _relay(self, tag: str, data: NDArray[np.uint8], deadline: float) -> None:
@@ -241,24 +242,24 @@ class Collective(ABC):
 
     @abstractmethod
     def serve(self, tag: str, provider: DataProvider) -> AbstractContextManager[None]:
-        """Answer what other ranks fetch under `tag`, inside a `with` block.
+        """Serve data that other ranks fetch under `tag`, inside a `with` block.
 
         At most four answers are in memory at a time, however many ranks ask.
 
         Args:
-            tag: names the service. The others may fetch when they know that it has begun.
+            tag: names the service. The other ranks may fetch when they know that the block has begun.
             provider: makes the answers; its arrays must not change afterwards.
         """
 
     @abstractmethod
     def fetch(self, rank: int, tag: str, request: bytes, into: NDArray[np.uint8], *, timeout: float) -> None:
-        """Fill an array with what another rank serves. That rank need not make a call for it.
+        """Fill an array with data that another rank serves. That rank makes no call for it.
 
         Args:
             rank: of the server.
             tag: of its service.
             request: what to fetch, for the server's provider.
-            into: contiguous, 1-D; of the size that the provider answers. Several MiB suit: the server holds an answer in
+            into: contiguous, 1-D; of the size of the provider's answer. Several MiB suit: the server holds an answer in
                 memory.
             timeout: seconds.
 
@@ -266,12 +267,12 @@ class Collective(ABC):
             FileNotFoundError: the provider raised it.
             CheckpointError: the provider raised it (another error as `CheckpointError`), or nothing is served under
                 `tag` any more.
-            CheckpointTimeoutError, PeerLostError: as `recv`. What `into` holds is then undefined.
+            CheckpointTimeoutError, PeerLostError: as `recv`. The content of `into` is then undefined.
         """
 
 
 def provide(provider: DataProvider, request: bytes, size: int) -> NDArray[np.uint8]:
-    """Return a provider's answer, which must have `size` bytes."""
+    """Return a provider's answer; raise `CheckpointError` if it has not `size` bytes."""
     data = provider(request)
     if data.nbytes != size:
         raise CheckpointError(f"has {data.nbytes} bytes for a fetch of {size}")

@@ -26,7 +26,11 @@ _override: ContextVar[Collective | None] = ContextVar("bytecheckpoint_collective
 
 
 class _State:
-    """The collectives of this process. A forked child starts with a new state."""
+    """The collectives of this process. A forked child starts with a new state.
+
+    Args:
+        inherited: in a forked child, the default process group of its parent, which the child cannot use.
+    """
 
     def __init__(self, inherited: object = None) -> None:
         self.lock = threading.Lock()
@@ -40,7 +44,7 @@ _state = _State()
 
 
 def _default_group() -> Any:
-    """Return the default process group, or None; never import torch."""
+    """Return the default process group, or None, without importing torch."""
     torch = sys.modules.get("torch")
     dist = getattr(torch, "distributed", None)
     if dist is None or not dist.is_available() or not dist.is_initialized():

@@ -53,7 +53,7 @@ class Inbox:
         self._lock = threading.Lock()
 
     def put(self, source: int, tag: str, payload: bytes) -> None:
-        """Add a message, and wake the threads for which it was the last one missing."""
+        """Give a message to the handler of its tag, or keep it and wake the threads that have all their messages now."""
         with self._lock:
             if (handler := self._handlers.get(tag)) is not None:
                 handler.on_message(source, payload)
@@ -88,7 +88,7 @@ class Inbox:
                 wait.over.notify()
 
     def set_handler(self, tag: str, handler: MessageHandler) -> None:
-        """Give all messages under `tag` and all losses to `handler`, those of the past included."""
+        """Give all messages under `tag` and all losses to `handler`, also those of the past."""
         with self._lock:
             self._handlers[tag] = handler
             for source, messages in self._messages.pop(tag, {}).items():
@@ -105,7 +105,7 @@ class Inbox:
         return self._closed
 
     def has(self, source: int, tag: str) -> bool:
-        """Whether `take` would return at once."""
+        """Whether a message of rank `source` under `tag` has arrived."""
         return source in self._messages.get(tag, ())
 
     def take(self, sources: Collection[int], tag: str, *, timeout: float) -> list[bytes]:
@@ -122,7 +122,7 @@ class Inbox:
                 if not missing:
                     return [self._pop(source, tag) for source in sources]
                 if self._lost or self._closed is not None:
-                    self._raise_if_hopeless(sorted(missing), tag)
+                    self._raise_if_lost(sorted(missing), tag)
                 remaining = deadline - time.monotonic()
                 if remaining <= 0:
                     raise CheckpointTimeoutError(
@@ -149,7 +149,7 @@ class Inbox:
             del self._messages[tag]
         return payload
 
-    def _raise_if_hopeless(self, missing: list[int], tag: str) -> None:
+    def _raise_if_lost(self, missing: list[int], tag: str) -> None:
         lost = [s for s in missing if s in self._lost]
         if lost:
             raise PeerLostError(
@@ -180,6 +180,9 @@ class InboxCollective(Collective):
 
     def collect(self, sources: Collection[int], tag: str, *, timeout: float) -> list[bytes]:  # noqa: D102
         return self.inbox.take(sources, tag, timeout=timeout)
+
+    def close(self) -> None:  # noqa: D102 (inherited)
+        self.inbox.close("this world was closed")
 
     # --- served data: of this rank to itself ---
 

@@ -39,7 +39,7 @@ class TorchCollective(InboxCollective):
 
     Args:
         pg: the ranks that take part; None: the default group.
-        timeout: seconds for construction.
+        timeout: seconds for connecting. The broadcast before that has the time limit of the group.
         linger: most seconds by which the end of the program is delayed to deliver the last messages.
 
     Raises:
@@ -59,6 +59,7 @@ class TorchCollective(InboxCollective):
         self._star: Star = self._host_star(pg, deadline) if self.rank == 0 else self._join_star(pg, deadline)
 
     def _host_star(self, pg: dist.ProcessGroup | None, deadline: float) -> Hub:
+        """Listen as rank 0, tell the other ranks the address, and wait until they have connected."""
         secret = secrets.token_bytes(32)
         self.world_id = new_world_id()
         try:
@@ -82,6 +83,7 @@ class TorchCollective(InboxCollective):
         return hub
 
     def _join_star(self, pg: dist.ProcessGroup | None, deadline: float) -> Spoke:
+        """Connect to rank 0, and wait until all ranks have connected."""
         invitation: dict[str, Any] = json.loads(_broadcast(None, pg))
         if "refused" in invitation:
             raise error_from_report(invitation["refused"])

@@ -25,7 +25,3 @@ class SingleProcess(InboxCollective):
         if self.inbox.closed is not None:
             raise PeerLostError(f"rank 0: cannot send {tag!r}: {self.inbox.closed}")
         self.inbox.put(0, tag, payload)
-
-    def close(self) -> None:
-        """Refuse further messages."""
-        self.inbox.close("this world was closed")

@@ -21,6 +21,8 @@ R = TypeVar("R")
 
 
 class _ThreadRank(InboxCollective):
+    """The collective of one rank of a `ThreadWorld`."""
+
     def __init__(self, world: ThreadWorld, rank: int) -> None:
         super().__init__(rank, world.size, world.world_id)
         self._world = world
@@ -42,9 +44,6 @@ class _ThreadRank(InboxCollective):
         if not {rank, self.rank}.isdisjoint(self._world.killed):
             self.recv(rank, f"{tag}/answer", timeout=timeout)  # raises: the answer never comes
         InboxCollective.fetch(self._world.ranks[rank], rank, tag, request, into, timeout=timeout)
-
-    def close(self) -> None:
-        self.inbox.close("this world was closed")
 
 
 class ThreadWorld:

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from bytecheckpoint.collectives import Collective
 from bytecheckpoint.collectives.agreement import Agreement
-from bytecheckpoint.engine.exchange_items import ItemMover, LoadedItem
-from bytecheckpoint.engine.exchange_rounds import MachineItems, Machines
+from bytecheckpoint.engine.exchange_chunks import ChunkMover, LoadedChunk
+from bytecheckpoint.engine.exchange_rounds import MachineChunks, Machines
 from bytecheckpoint.engine.file_set import FileSet
 from bytecheckpoint.engine.peer_memory import segments_of_buffers
 from bytecheckpoint.engine.reading import Readers
@@ -30,34 +30,34 @@ __all__ = ["Exchange"]
 
 
 class _Schedule:
-    """Which rank reads which items in which round.
+    """Which rank reads which chunks in which round.
 
     Args:
-        plan: the items.
+        plan: the chunks.
         world_size: number of ranks.
-        chunks: items that each rank reads in a round.
+        chunks_per_round: chunks that each rank reads in a round.
 
     Attributes:
         rounds: number of rounds.
-        wanted_by: the ranks that want each item.
+        wanted_by: the ranks that want each chunk.
     """
 
-    def __init__(self, plan: SharedChunks, world_size: int, chunks: int) -> None:
-        self._chunks = chunks
+    def __init__(self, plan: SharedChunks, world_size: int, chunks_per_round: int) -> None:
+        self._chunks_per_round = chunks_per_round
         self._by_reader: list[list[int]] = [np.flatnonzero(plan.reader == rank).tolist() for rank in range(world_size)]
-        self.rounds = max((-(-len(items) // chunks) for items in self._by_reader), default=0)
+        self.rounds = max((-(-len(chunks) // chunks_per_round) for chunks in self._by_reader), default=0)
         rank_sets = plan.rank_sets()
         self.wanted_by = [rank_sets[number] for number in plan.wanted_by.tolist()]
 
-    def items_of(self, rank: int, number: int) -> list[int]:
-        """Return the items that a rank reads in round `number`."""
-        return self._by_reader[rank][number * self._chunks : (number + 1) * self._chunks]
+    def chunks_of(self, rank: int, number: int) -> list[int]:
+        """Return the chunks that a rank reads in round `number`."""
+        return self._by_reader[rank][number * self._chunks_per_round : (number + 1) * self._chunks_per_round]
 
     def of_round(self, number: int) -> Iterator[tuple[int, int]]:
-        """Iterate over the readers and items of round `number`, in the same order on every rank."""
+        """Iterate over the readers and chunks of round `number`, in the same order on every rank."""
         for reader in range(len(self._by_reader)):
-            for item in self.items_of(reader, number):
-                yield reader, item
+            for chunk in self.chunks_of(reader, number):
+                yield reader, chunk
 
 
 class Exchange:
@@ -66,13 +66,13 @@ class Exchange:
     Args:
         collective: the ranks.
         tag: names the exchange; unique.
-        plan: the shared chunks ("items"), equal on all ranks, and this rank's part.
+        plan: the shared chunks, equal on all ranks, and this rank's part.
         hosts: a number for each rank, equal for ranks of one host.
         handshakes: `peer_memory.peer_handshake` of every rank.
         files: the checkpoint's files.
         scatter_plan: this rank's read plan with its destinations.
-        chunk_bytes: longest item.
-        chunks: items that each rank reads in a round, equal on all ranks.
+        chunk_bytes: longest chunk.
+        chunks_per_round: chunks that each rank reads in a round, equal on all ranks.
         settings: threads and time limit.
 
     Attributes:
@@ -92,21 +92,21 @@ class Exchange:
         scatter_plan: ScatterPlan,
         *,
         chunk_bytes: int,
-        chunks: int,
+        chunks_per_round: int,
         settings: Settings,
     ) -> None:
         self.rank = collective.rank
         self._agreement = Agreement(collective, tag, settings.timeout)
         self._files = files
         self._threads = files.threads(settings.read_threads)
-        self._mover = ItemMover(plan, files, scatter_plan, chunk_bytes)
-        self._schedule = _Schedule(plan.shared, collective.world_size, chunks)
-        self._items = MachineItems(self._agreement, Machines(hosts, collective.rank, handshakes))
+        self._mover = ChunkMover(plan, files, scatter_plan, chunk_bytes)
+        self._schedule = _Schedule(plan.shared, collective.world_size, chunks_per_round)
+        self._machine_chunks = MachineChunks(self._agreement, Machines(hosts, collective.rank, handshakes))
         self.read = 0
         self.received = 0
 
     def run(self) -> None:
-        """Read this rank's share of the items, and deliver all items that this rank wants.
+        """Read this rank's share of the chunks, and deliver all chunks that this rank wants.
 
         Raises:
             CorruptCheckpointError: as `FileSet.fetch`, on every rank.
@@ -118,76 +118,76 @@ class Exchange:
             Readers(self._files, self._threads) as readers,
             ThreadPoolExecutor(self._threads, thread_name_prefix="bytecheckpoint-take") as copiers,
         ):
-            reads: dict[int, Future[LoadedItem]] = {}
+            reads: dict[int, Future[LoadedChunk]] = {}
             for number in range(-1, self._schedule.rounds):
                 # One round ahead. That takes buffers for three rounds: one being read, one whose readers wait for
                 # slower ranks, one being copied.
-                for item in self._schedule.items_of(self.rank, number + 1):
-                    reads[item] = readers.submit(self._mover.load, item)
+                for chunk in self._schedule.chunks_of(self.rank, number + 1):
+                    reads[chunk] = readers.submit(self._mover.load, chunk)
                 if number >= 0:
                     self._run_round(number, reads, readers, copiers)
-            if self._items.failure is not None:
-                raise self._items.failure
+            if self._machine_chunks.failure is not None:
+                raise self._machine_chunks.failure
 
     def release(self) -> None:
         """Release the memory from which other ranks copy. Call it when every rank has returned from `run`."""
-        self._items.loaded = {}
+        self._machine_chunks.loaded = {}
 
     def _run_round(
-        self, number: int, reads: dict[int, Future[LoadedItem]], readers: Readers, copiers: ThreadPoolExecutor
+        self, number: int, reads: dict[int, Future[LoadedChunk]], readers: Readers, copiers: ThreadPoolExecutor
     ) -> None:
-        loaded: dict[int, LoadedItem] = {}
+        loaded: dict[int, LoadedChunk] = {}
         try:
-            for item in self._schedule.items_of(self.rank, number):
-                loaded[item] = readers.result(reads.pop(item))
-                self.read += self._mover.nbytes(item)
+            for chunk in self._schedule.chunks_of(self.rank, number):
+                loaded[chunk] = readers.result(reads.pop(chunk))
+                self.read += self._mover.nbytes(chunk)
         except BaseException as error:  # noqa: BLE001  reported to the other ranks, then raised
-            self._items.failure = self._items.failure or error
-        for item_before in self._items.start_round(str(number), loaded):
-            self._mover.recycle(item_before)
-        if len(set(self._items.machines.numbers)) > 1:
+            self._machine_chunks.failure = self._machine_chunks.failure or error
+        for previous in self._machine_chunks.start_round(str(number), loaded):
+            self._mover.recycle(previous)
+        if len(set(self._machine_chunks.machines.numbers)) > 1:
             self._exchange_with_machines(number)
         try:
             self._deliver(number, copiers)
         except BaseException as error:  # noqa: BLE001  reported to the other ranks in the next round, then raised
-            self._items.failure = error
+            self._machine_chunks.failure = error
 
     def _deliver(self, number: int, copiers: ThreadPoolExecutor) -> None:
-        """Bring the items of a round to this rank's destinations."""
+        """Bring the chunks of a round to this rank's destinations."""
         copies = []
-        for _, item in self._schedule.of_round(number):
-            if not self._mover.wants(item):
+        for _, chunk in self._schedule.of_round(number):
+            if not self._mover.wants(chunk):
                 continue
-            loaded = self._items.loaded.get(item)
+            loaded = self._machine_chunks.loaded.get(chunk)
             if loaded is None:
-                copies.append(copiers.submit(self._copy_from_rank, item, *self._items.place_of(item)))
+                copies.append(copiers.submit(self._copy_from_rank, chunk, *self._machine_chunks.place_of(chunk)))
             elif not loaded.delivered:
-                self._mover.deliver(item, loaded.buffers[0])
+                self._mover.deliver(chunk, loaded.buffers[0])
         for copy in copies:
             self.received += copy.result()
 
-    def _copy_from_rank(self, item: int, rank: int, segments: bytes) -> int:
+    def _copy_from_rank(self, chunk: int, rank: int, segments: bytes) -> int:
         try:
             memory = np.frombuffer(segments, np.int64).reshape(-1, 2)
-            return self._mover.copy_from_peer(item, self._items.machines.pids[rank], memory)
+            return self._mover.copy_from_peer(chunk, self._machine_chunks.machines.pids[rank], memory)
         except OSError as error:
             raise PeerLostError(f"rank {self.rank}: rank {rank} went away during an exchange: {error}") from error
 
     # --- other machines ---------------------------------------------------------------------------------------
 
     def _exchange_with_machines(self, number: int) -> None:
-        """Send items that this rank has read to other machines, and receive items for this machine."""
+        """Send chunks that this rank has read to other machines, and receive chunks for this machine."""
         outgoing: dict[int, list[NDArray[np.uint8]]] = {}
         incoming: dict[int, list[int]] = {}
-        for reader, item in self._schedule.of_round(number):
-            receivers = self._items.machines.receivers(item, reader, self._schedule.wanted_by[item])
+        for reader, chunk in self._schedule.of_round(number):
+            receivers = self._machine_chunks.machines.receivers(chunk, reader, self._schedule.wanted_by[chunk])
             if reader == self.rank:
                 for rank in receivers:
-                    pieces = (np.frombuffer(b, np.uint8) for b in self._items.loaded[item].buffers)
+                    pieces = (np.frombuffer(b, np.uint8) for b in self._machine_chunks.loaded[chunk].buffers)
                     outgoing.setdefault(rank, []).extend(pieces)
             elif self.rank in receivers:
-                incoming.setdefault(reader, []).append(item)
-        memory = {rank: np.empty(sum(map(self._mover.nbytes, items)), np.uint8) for rank, items in incoming.items()}
+                incoming.setdefault(reader, []).append(chunk)
+        memory = {rank: np.empty(sum(map(self._mover.nbytes, chunks)), np.uint8) for rank, chunks in incoming.items()}
         try:
             self._agreement.collective.exchange(
                 f"{self._agreement.tag}/{number}/far",
@@ -196,15 +196,15 @@ class Exchange:
                 timeout=self._agreement.timeout,
             )
         except BaseException as error:  # noqa: BLE001  reported to the other ranks, then raised
-            self._items.failure = error
-        received: dict[int, LoadedItem] = {}
-        for rank, items in incoming.items():
+            self._machine_chunks.failure = error
+        received: dict[int, LoadedChunk] = {}
+        for rank, chunks in incoming.items():
             begin = 0
-            for item in items:
-                data = memory[rank][begin : begin + self._mover.nbytes(item)]
+            for chunk in chunks:
+                data = memory[rank][begin : begin + self._mover.nbytes(chunk)]
                 # `scatter` needs aligned data.
                 buffers = [memoryview(data if begin % 16 == 0 else data.copy())]
-                received[item] = LoadedItem(buffers, segments_of_buffers(buffers))
+                received[chunk] = LoadedChunk(buffers, segments_of_buffers(buffers))
                 self.received += data.nbytes
                 begin += data.nbytes
-        self._items.add(f"{number}/across", received)
+        self._machine_chunks.add(f"{number}/across", received)

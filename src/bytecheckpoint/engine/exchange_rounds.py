@@ -7,17 +7,17 @@ from collections.abc import Collection, Mapping, Sequence
 import msgspec
 
 from bytecheckpoint.collectives.agreement import Agreement
-from bytecheckpoint.engine.exchange_items import LoadedItem
+from bytecheckpoint.engine.exchange_chunks import LoadedChunk
 from bytecheckpoint.engine.peer_memory import pid_if_readable
 
-__all__ = ["MachineItems", "Machines"]
+__all__ = ["MachineChunks", "Machines"]
 
 
 class _RoundReport(msgspec.Struct, frozen=True, array_like=True):
     """What a rank has in memory at the end of a round.
 
     Attributes:
-        segments: item -> memory of its bytes, int64 rows of `Segments`.
+        segments: chunk -> memory of its bytes, int64 rows of `Segments`.
         unreadable: this rank cannot read the memory of some rank of its host. Only known in the first round.
     """
 
@@ -29,7 +29,7 @@ class _RoundDecision(msgspec.Struct, frozen=True, array_like=True):
     """What the ranks of one machine have in memory. Its size does not grow with the number of machines.
 
     Attributes:
-        segments: rank of the same machine -> item -> memory of its bytes.
+        segments: rank of the same machine -> chunk -> memory of its bytes.
         unreadable_hosts: hosts on which some rank cannot read the memory of another.
     """
 
@@ -65,17 +65,17 @@ class Machines:
         """Return the hosts of some ranks, ascending."""
         return sorted({self._hosts[rank] for rank in ranks})
 
-    def numbers_without(self, unreadable_hosts: Sequence[int]) -> list[int]:
+    def number_machines(self, unreadable_hosts: Sequence[int]) -> list[int]:
         """Number the machines; every rank of an unreadable host is a machine of its own."""
         names = [(host, rank if host in unreadable_hosts else -1) for rank, host in enumerate(self._hosts)]
         numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
         return [numbers[name] for name in names]
 
-    def receivers(self, item: int, reader: int, ranks: Sequence[int]) -> list[int]:
-        """Choose the rank of each other machine that receives an item, spreading the items over its ranks.
+    def receivers(self, chunk: int, reader: int, ranks: Sequence[int]) -> list[int]:
+        """Choose the rank of each other machine that receives a chunk, spreading the chunks over its ranks.
 
         Args:
-            item: number of the item.
+            chunk: number of the chunk.
             reader: the rank that reads it.
             ranks: the ranks that want it.
         """
@@ -83,11 +83,11 @@ class Machines:
         for rank in ranks:
             by_machine.setdefault(self.numbers[rank], []).append(rank)
         by_machine.pop(self.numbers[reader], None)
-        return [machine[item % len(machine)] for machine in by_machine.values()]
+        return [machine[chunk % len(machine)] for machine in by_machine.values()]
 
 
-class MachineItems:
-    """The items of one round, and where in the memory of this rank's machine they are.
+class MachineChunks:
+    """The chunks of one round, and where in the memory of this rank's machine they are.
 
     Args:
         agreement: of all ranks of the exchange.
@@ -95,26 +95,26 @@ class MachineItems:
 
     Attributes:
         machines: as given.
-        loaded: items in this rank's memory.
+        loaded: chunks in this rank's memory.
         failure: of this rank; raised on every rank at the next agreement.
     """
 
     def __init__(self, agreement: Agreement, machines: Machines) -> None:
         self.machines = machines
-        self.loaded: dict[int, LoadedItem] = {}
+        self.loaded: dict[int, LoadedChunk] = {}
         self.failure: BaseException | None = None
         self._agreement = agreement
         self._remote: dict[int, tuple[int, bytes]] = {}
 
-    def start_round(self, step: str, loaded: dict[int, LoadedItem]) -> Collection[LoadedItem]:
-        """Report the items that this rank has read, and hear of those that other ranks of its machine have read.
+    def start_round(self, step: str, loaded: dict[int, LoadedChunk]) -> Collection[LoadedChunk]:
+        """Report the chunks that this rank has read, and hear of those that other ranks of its machine have read.
 
         Args:
             step: names the agreement; unique.
-            loaded: the items, now in this rank's memory.
+            loaded: the chunks, now in this rank's memory.
 
         Returns:
-            The items of the round before. Other ranks have copied all they want of them.
+            The chunks of the round before. Other ranks have copied all they want of them.
 
         Raises:
             CheckpointError: the failure of any rank.
@@ -123,35 +123,37 @@ class MachineItems:
         before, self.loaded, self._remote = self.loaded, loaded, remote
         return before.values()
 
-    def add(self, step: str, received: dict[int, LoadedItem]) -> None:
-        """Report and hear of items that came from other machines, as `start_round`."""
+    def add(self, step: str, received: dict[int, LoadedChunk]) -> None:
+        """Report and hear of chunks that came from other machines, as `start_round`."""
         self._remote.update(self._agree(step, received))
         self.loaded.update(received)
 
-    def place_of(self, item: int) -> tuple[int, bytes]:
-        """Return the rank of this machine that has an item, and the memory of the item there."""
-        return self._remote[item]
+    def place_of(self, chunk: int) -> tuple[int, bytes]:
+        """Return the rank of this machine that has a chunk, and the memory of the chunk there."""
+        return self._remote[chunk]
 
-    def _agree(self, step: str, loaded: Mapping[int, LoadedItem]) -> dict[int, tuple[int, bytes]]:
+    def _agree(self, step: str, loaded: Mapping[int, LoadedChunk]) -> dict[int, tuple[int, bytes]]:
         machines = self.machines
 
         def report() -> _RoundReport:
             if self.failure is not None:
                 raise self.failure
-            segments = {item: entry.segments.tobytes() for item, entry in loaded.items()}
+            segments = {chunk: entry.segments.tobytes() for chunk, entry in loaded.items()}
             return _RoundReport(segments, not machines.numbers and machines.has_unreadable_rank())
 
         decision: _RoundDecision = self._agreement.agree_each(
             step, report, self._decide, reports=_RoundReport, decisions=_RoundDecision
         )
         if not machines.numbers:
-            machines.numbers = machines.numbers_without(decision.unreadable_hosts)
-        return {item: (rank, segments) for rank, items in decision.segments.items() for item, segments in items.items()}
+            machines.numbers = machines.number_machines(decision.unreadable_hosts)
+        return {
+            chunk: (rank, segments) for rank, chunks in decision.segments.items() for chunk, segments in chunks.items()
+        }
 
     def _decide(self, reports: Sequence[_RoundReport]) -> list[_RoundDecision]:
         """Make one decision per machine, for all its ranks. Runs on rank 0."""
         unreadable_hosts = self.machines.hosts_of([rank for rank, report in enumerate(reports) if report.unreadable])
-        machines = self.machines.numbers or self.machines.numbers_without(unreadable_hosts)
+        machines = self.machines.numbers or self.machines.number_machines(unreadable_hosts)
         segments: dict[int, dict[int, dict[int, bytes]]] = {}
         for rank, report in enumerate(reports):
             segments.setdefault(machines[rank], {})[rank] = report.segments

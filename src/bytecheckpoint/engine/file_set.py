@@ -68,7 +68,7 @@ class FileSet:
             _close_all(idle)
             return
         with contextlib.suppress(StorageUnavailableError):
-            call_with_timeout(self.limit(), lambda: _close_all(idle))
+            call_with_timeout(self.read_timeout(), lambda: _close_all(idle))
 
     @functools.cached_property
     def in_memory(self) -> bool:
@@ -88,7 +88,7 @@ class FileSet:
         """The URL of the checkpoint."""
         return self._storage.url
 
-    def limit(self) -> float:
+    def read_timeout(self) -> float:
         """Return the seconds that one read may take."""
         return self._storage.call_timeout()
 
@@ -158,7 +158,7 @@ class FileSet:
             failed: CorruptCheckpointError | StorageError | None = None
             for copy in itertools.chain([reader], reader.other_copies()):
                 try:
-                    self._fetch(copy, file, start, stop, buffers)
+                    self._fetch_copy(copy, file, start, stop, buffers)
                 except (CorruptCheckpointError, StorageError) as error:
                     failed = failed or error
                 else:
@@ -168,7 +168,8 @@ class FileSet:
         assert failed is not None
         raise failed
 
-    def _fetch(self, reader: FileReader, file: int, start: int, stop: int, buffers: Sequence[memoryview]) -> None:
+    def _fetch_copy(self, reader: FileReader, file: int, start: int, stop: int, buffers: Sequence[memoryview]) -> None:
+        """Read and verify as `fetch`, from one copy of the file."""
         entry = self._catalog.files[file]
         sums = self._catalog.sums(file)
         block = start // entry.block_bytes
@@ -196,7 +197,7 @@ class FileSet:
         high = min(-(-(start + nbytes) // entry.block_bytes) * entry.block_bytes, entry.size - entry.data_offset)
         data = bytearray(high - low)
         what = f"cannot read {self._storage.url}"
-        call_with_timeout(self.limit(), lambda: self.fetch(file, low, high, [memoryview(data)]), what)
+        call_with_timeout(self.read_timeout(), lambda: self.fetch(file, low, high, [memoryview(data)]), what)
         return bytes(memoryview(data)[start - low : start - low + nbytes])
 
     def _damaged(self, file: int, block: int) -> CorruptCheckpointError:

@@ -28,11 +28,12 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from bytecheckpoint.engine.writing import FilesWriter, FileTask
+from bytecheckpoint.engine.writing import FilesWriter, FileTask, StagedChunk
 from bytecheckpoint.errors import CheckpointError, CheckpointTimeoutError, UsageError, error_from_report, error_report
 from bytecheckpoint.representation.names import escape, unescape
 from bytecheckpoint.settings import configure
 from bytecheckpoint.storage import resolve
+from bytecheckpoint.tuning import tuning
 
 __all__ = ["HelperProcess"]
 
@@ -58,11 +59,10 @@ class _Channel:
     def receive(self) -> tuple[dict[str, Any] | None, list[int]]:
         """Receive a record and the descriptors that came with it; None when the other side has closed."""
         head, fds, _, _ = socket.recv_fds(self.sock, _LENGTH.size, 1)
-        head += self._exactly(_LENGTH.size - len(head)) if 0 < len(head) < _LENGTH.size else b""
-        if len(head) < _LENGTH.size:
-            return None, list(fds)
-        body = self._exactly(_LENGTH.unpack(head)[0])
-        return (msgspec.msgpack.decode(body) if body is not None else None), list(fds)
+        if not head:
+            return None, []
+        head += self._exactly(_LENGTH.size - len(head))
+        return msgspec.msgpack.decode(self._exactly(_LENGTH.unpack(head)[0])), list(fds)
 
     def _exactly(self, count: int) -> bytes:
         parts = bytearray(count)
@@ -119,7 +119,7 @@ class HelperProcess:
 
         Raises:
             CheckpointTimeoutError: no answer in time; the helper is stopped.
-            CheckpointError: the helper died, or the error that it met.
+            CheckpointError: the helper died or closed its channel, or the error that it met.
         """
         with self._lock:
             try:
@@ -132,11 +132,16 @@ class HelperProcess:
                     f"the writer process did not finish {record['op']!r} within {timeout:g} s; storage may hang"
                 ) from None
             except OSError as error:
-                answer, cause = None, error
                 self.stop()
-                raise CheckpointError(f"the writer process died during {record['op']!r}: {cause}") from cause
+                raise CheckpointError(f"the writer process died during {record['op']!r}: {error}") from error
         if answer is None:
-            code = self._process.wait()
+            try:
+                code = self._process.wait(tuning().helper_end)
+            except subprocess.TimeoutExpired:
+                self.stop()
+                raise CheckpointError(
+                    f"the writer process closed its channel during {record['op']!r} and has not ended; storage may hang"
+                ) from None
             raise CheckpointError(f"the writer process died during {record['op']!r} (exit status {code})")
         if "error" in answer:
             raise error_from_report(answer)
@@ -180,12 +185,12 @@ class HelperProcess:
         self._channel.sock.close()
         if self._owner == os.getpid() and self._process.poll() is None:
             try:
-                self._process.wait(5)
+                self._process.wait(tuning().helper_end)
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 # A process inside a call of a file system that hangs dies when that answers.
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    self._process.wait(5)
+                    self._process.wait(tuning().helper_end)
 
 
 class _Server:
@@ -241,12 +246,8 @@ class _Server:
         self._writer = FilesWriter(resolve(unescape(url)), files, direct=direct, threads=threads, stable=stable)
         return {}
 
-    def do_write(self, *, chunks: list[tuple[int, int, int, int]], fds: list[int]) -> dict[str, Any]:
-        writer = self._opened()
-        self._batches.append([])
-        for file, start, at, count in chunks:
-            padded = memoryview(self._pool[at : at + -(-count // 4096) * 4096])
-            self._batches[-1].append(writer.submit(writer.write, file, start, [padded[:count]], padded))
+    def do_write(self, *, chunks: list[list[int]], fds: list[int]) -> dict[str, Any]:
+        self._batches.append(self._opened().write_staged([StagedChunk(*c) for c in chunks], memoryview(self._pool)))
         return {"batch": len(self._batches) - 1}
 
     def do_wait(self, *, batch: int, fds: list[int]) -> dict[str, Any]:
@@ -274,6 +275,7 @@ class _Server:
 
 
 def _end_with(parent: int) -> None:
+    """End this process soon after its parent."""
     # Children that the training process forked hold copies of its end of the socket, so its death may not close it.
     while os.getppid() == parent:
         time.sleep(1)

@@ -75,10 +75,8 @@ class StagingPool:
         self.capacity = 0
         self.fd = -1
         self.generation = 0
-        self._map: mmap.mmap | None = None
-        self._pinned = 0
+        self._pinned = False
         self._lock = threading.Lock()
-        self._tensor: torch.Tensor | None = None
         self._array: NDArray[np.uint8] = np.zeros(0, np.uint8)
 
     def reserve(self, nbytes: int, *, touch: bool) -> None:
@@ -103,31 +101,29 @@ class StagingPool:
         try:
             if self.shared:
                 os.ftruncate(self.fd, nbytes)
-                self._map = mmap.mmap(self.fd, nbytes)
+                memory = mmap.mmap(self.fd, nbytes)
             else:
-                self._map = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+                memory = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
                 with contextlib.suppress(OSError):  # a kernel without huge pages
-                    self._map.madvise(mmap.MADV_HUGEPAGE)
+                    memory.madvise(mmap.MADV_HUGEPAGE)
         except OSError as error:
             raise CheckpointError(f"cannot reserve {nbytes} bytes for staging: {error}; set staging_bytes") from error
         self.capacity = nbytes
         self.generation += 1
-        self._tensor = torch.frombuffer(self._map, dtype=torch.uint8)
-        self._array = np.frombuffer(self._map, np.uint8)
+        self._array = np.frombuffer(memory, np.uint8)
         self._pin()
 
     def _pin(self) -> None:
         """Page-lock the pool where there is an accelerator, so that D2H copies run beside the compute stream."""
         if torch.cuda.is_available() and torch.cuda.is_initialized():
-            assert self._tensor is not None
-            code = torch.cuda.cudart().cudaHostRegister(self._tensor.data_ptr(), self.capacity, 0)
-            self._pinned = self.capacity if int(code) == 0 else 0
+            code = torch.cuda.cudart().cudaHostRegister(self._array.ctypes.data, self.capacity, 0)
+            self._pinned = int(code) == 0
 
     def _touch(self) -> None:
         # The C call releases the interpreter lock. Short steps let a growing pool be interrupted.
-        if self._tensor is None or self._pinned:
+        if self._pinned:
             return
-        base = self._tensor.data_ptr()
+        base = self._array.ctypes.data
         for start in range(0, self.capacity, _TOUCH_STEP):
             size = min(_TOUCH_STEP, self.capacity - start)
             if _libc.madvise(ctypes.c_void_p(base + start), ctypes.c_size_t(size), _MADV_POPULATE_WRITE) != 0:
@@ -135,24 +131,20 @@ class StagingPool:
 
     def tensor(self) -> torch.Tensor:
         """Return the pool as a uint8 tensor of shape [capacity]."""
-        assert self._tensor is not None, "the pool was not reserved"
-        return self._tensor
+        assert self.capacity, "the pool was not reserved"
+        return torch.from_numpy(self._array)
 
-    def view(self, start: int, nbytes: int) -> memoryview:
-        """Return bytes [start, start + nbytes) of the pool."""
-        return memoryview(self._array[start : start + nbytes])
+    def view(self) -> memoryview:
+        """Return the bytes of the pool."""
+        return memoryview(self._array)
 
     def _unmap(self) -> None:
-        if self._pinned and self._tensor is not None:
-            torch.cuda.cudart().cudaHostUnregister(self._tensor.data_ptr())
-            self._pinned = 0
-        self._tensor = None
+        if self._pinned:
+            torch.cuda.cudart().cudaHostUnregister(self._array.ctypes.data)
+            self._pinned = False
+        # A finished save may still hold views; the mapping is freed with the last of them.
         self._array = np.zeros(0, np.uint8)
-        if self._map is not None:
-            # A finished save may still hold views; the old mapping is freed with the last of them.
-            with contextlib.suppress(BufferError):
-                self._map.close()
-            self._map = None
+        self.capacity = 0
 
     def release(self) -> None:
         """Free the memory; the next save reserves it anew."""
@@ -161,4 +153,3 @@ class StagingPool:
             if self.fd >= 0:
                 self._close()
                 self.fd = -1
-            self.capacity = 0

@@ -91,7 +91,7 @@ class Readers:
         self._futures: list[Future[Any]] = []
         self._timed_out = False
         for future in list(_unanswered):
-            if not wait([future], files.limit()).done:
+            if not wait([future], files.read_timeout()).done:
                 raise StorageUnavailableError(
                     "a read of an earlier load has had no answer yet, and may still fill memory that this load fills; "
                     "restart the process"
@@ -105,7 +105,7 @@ class Readers:
 
     def __exit__(self, *_: object) -> None:
         # After a time-out there is no time left to wait; each thread ends after its present read.
-        if not self._workers.shutdown(cancel=True, seconds=0.0 if self._timed_out else self._files.limit()):
+        if not self._workers.shutdown(cancel=True, seconds=0.0 if self._timed_out else self._files.read_timeout()):
             _unanswered.extend(future for future in self._futures if not future.done())
 
     def submit(self, function: Callable[..., _T], *args: object) -> Future[_T]:
@@ -121,7 +121,7 @@ class Readers:
             StorageUnavailableError: the file system does not answer.
         """
         try:
-            return storage_result(future, self._files.limit(), f"read {self._files.url}")
+            return storage_result(future, self._files.read_timeout(), f"read {self._files.url}")
         except StorageUnavailableError:
             self._timed_out = self._timed_out or not future.done()
             raise

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from bytecheckpoint.engine.helper import HelperProcess
 from bytecheckpoint.engine.pool import StagingPool
 from bytecheckpoint.engine.staging import Chunk, Image, chunks_of
-from bytecheckpoint.engine.writing import FilesWriter, FileTask
+from bytecheckpoint.engine.writing import FilesWriter, FileTask, StagedChunk
 from bytecheckpoint.representation.names import escape
 from bytecheckpoint.settings import Settings
 from bytecheckpoint.storage import Storage
@@ -32,10 +32,10 @@ __all__ = ["SaveJob"]
 _GRACE = 5.0
 
 
-class _Backend(Protocol):
-    """Writes chunks of the staging pool: (file, start in its data section, place in the pool, length)."""
+class _StagedWriter(Protocol):
+    """Writes files from the staging pool. `write` starts a batch of chunks and returns its number, for `wait`."""
 
-    def write(self, chunks: list[tuple[int, int, int, int]]) -> int: ...
+    def write(self, chunks: Sequence[StagedChunk]) -> int: ...
 
     def wait(self, batch: int) -> None: ...
 
@@ -46,18 +46,16 @@ class _Backend(Protocol):
     def abort(self) -> None: ...
 
 
-class _ThreadBackend:
+class _ThreadWriter:
+    """Writes on threads of this process."""
+
     def __init__(self, writer: FilesWriter, pool: StagingPool) -> None:
         self._writer = writer
         self._pool = pool
         self._batches: list[list[Future[None]]] = []
 
-    def write(self, chunks: list[tuple[int, int, int, int]]) -> int:
-        futures = []
-        for file, start, at, count in chunks:
-            padded = self._pool.view(at, -(-count // 4096) * 4096)
-            futures.append(self._writer.submit(self._writer.write, file, start, [padded[:count]], padded))
-        self._batches.append(futures)
+    def write(self, chunks: Sequence[StagedChunk]) -> int:
+        self._batches.append(self._writer.write_staged(chunks, self._pool.view()))
         return len(self._batches) - 1
 
     def wait(self, batch: int) -> None:
@@ -73,7 +71,9 @@ class _ThreadBackend:
         self._writer.abort()
 
 
-class _HelperBackend:
+class _HelperWriter:
+    """Has the helper process write."""
+
     def __init__(
         self,
         running_helper: Callable[[], HelperProcess],
@@ -102,7 +102,7 @@ class _HelperBackend:
     def _call(self, op: str, **arguments: Any) -> dict[str, Any]:
         return self._helper.call({"op": op, **arguments}, timeout=self._timeout)
 
-    def write(self, chunks: list[tuple[int, int, int, int]]) -> int:
+    def write(self, chunks: Sequence[StagedChunk]) -> int:
         return int(self._call("write", chunks=chunks)["batch"])
 
     def wait(self, batch: int) -> None:
@@ -135,12 +135,12 @@ class SaveJob:
         self._tasks = tasks
         self._storage = storage
         self._settings = settings
-        self._backend: _Backend | None = None
+        self._writer: _StagedWriter | None = None
 
     @property
     def opened(self) -> bool:
         """Whether the files were created."""
-        return self._backend is not None
+        return self._writer is not None
 
     def slot_bytes(self) -> int:
         """Return the bytes that `write_through` needs of a pool."""
@@ -160,7 +160,7 @@ class SaveJob:
         writer = FilesWriter(
             self._storage, self._tasks, direct=settings.direct_io != "off", threads=settings.write_threads
         )
-        self._backend = _ThreadBackend(writer, pool)
+        self._writer = _ThreadWriter(writer, pool)
         chunks = chunks_of(self._image.files, settings.chunk_bytes)
         slots: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
         size = self.slot_bytes() // settings.write_threads
@@ -183,7 +183,7 @@ class SaveJob:
             writer.submit(write, chunk)
         return writer.sums()
 
-    def open_backend(self, pool: StagingPool, helper: Callable[[], HelperProcess] | None) -> None:
+    def create_files(self, pool: StagingPool, helper: Callable[[], HelperProcess] | None) -> None:
         """Create the files, so that a full or read-only storage shows before anything is staged.
 
         Args:
@@ -194,18 +194,18 @@ class SaveJob:
         # A pool that holds the whole image keeps it until the save ends. A smaller pool is reused for later chunks.
         stable = pool.capacity >= self._image.nbytes
         if helper is not None and self._storage.capabilities.shared:
-            self._backend = _HelperBackend(helper, self._storage, self._tasks, settings, pool, stable)
+            self._writer = _HelperWriter(helper, self._storage, self._tasks, settings, pool, stable)
         else:
             direct = settings.direct_io != "off"
             threads = settings.write_threads
             writer = FilesWriter(self._storage, self._tasks, direct=direct, threads=threads, stable=stable)
-            self._backend = _ThreadBackend(writer, pool)
+            self._writer = _ThreadWriter(writer, pool)
 
-    def stage(self, pool: StagingPool) -> list[tuple[int, int, int, int]]:
+    def stage(self, pool: StagingPool) -> list[StagedChunk]:
         """Copy the image into the pool, which is all that the caller of an asynchronous save waits for.
 
         When the pool is smaller than the image, chunks pass through its two halves in turn, and the caller waits for
-        the storage (back-pressure); `open_backend` must then have been called.
+        the storage (back-pressure); `create_files` must then have been called.
 
         Returns:
             The chunks in the pool that are not written yet, for `write_staged`.
@@ -216,38 +216,38 @@ class SaveJob:
             return []
         if pool.capacity >= image.nbytes:
             image.stage(pool.tensor(), pool.generation)
-            return [(c.file, c.start, image.files[c.file].start + c.start, c.nbytes) for c in chunks]
-        assert self._backend is not None
+            return [StagedChunk(c.file, c.start, image.files[c.file].start + c.start, c.nbytes) for c in chunks]
+        assert self._writer is not None
         per_half = pool.capacity // chunk_bytes // 2
         assert per_half >= 1, "the pool holds at least two chunks"
         batches: list[int] = []
-        batch: list[tuple[int, int, int, int]] = []
+        batch: list[StagedChunk] = []
         for number, begin in enumerate(range(0, len(chunks), per_half)):
             if number >= 2:
-                self._backend.wait(batches[number - 2])
+                self._writer.wait(batches[number - 2])
             batch = []
             for place, chunk in enumerate(chunks[begin : begin + per_half]):
                 at = (number % 2 * per_half + place) * chunk_bytes
                 slot = pool.tensor()[at : at + chunk_bytes]
                 image.fill(chunk, slot, {})
-                batch.append((chunk.file, chunk.start, at, chunk.nbytes))
+                batch.append(StagedChunk(chunk.file, chunk.start, at, chunk.nbytes))
             if begin + per_half < len(chunks):
-                batches.append(self._backend.write(batch))
+                batches.append(self._writer.write(batch))
         return batch
 
-    def write_staged(self, chunks: list[tuple[int, int, int, int]]) -> list[NDArray[np.uint64]]:
+    def write_staged(self, chunks: list[StagedChunk]) -> list[NDArray[np.uint64]]:
         """Write the chunks that `stage` left in the pool; returns the block sums of each file."""
-        assert self._backend is not None
-        self._backend.write(chunks)
-        return self._backend.sums()
+        assert self._writer is not None
+        self._writer.write(chunks)
+        return self._writer.sums()
 
     def finish(self, headers: Sequence[bytes]) -> None:
         """Write the headers and make the files durable."""
-        assert self._backend is not None
-        self._backend.finish(headers)
+        assert self._writer is not None
+        self._writer.finish(headers)
 
     def abort(self) -> None:
         """Remove the files that were started; never raises."""
-        if self._backend is not None:
-            self._backend.abort()
-            self._backend = None
+        if self._writer is not None:
+            self._writer.abort()
+            self._writer = None

@@ -24,7 +24,7 @@ _Plan = TypeVar("_Plan")
 
 _log = logging.getLogger("bytecheckpoint")
 _RANK_PLANS = 4
-_WORLD_PLANS = 16
+_GLOBAL_PLANS = 16
 
 
 class PlanCache(Generic[_Key, _Plan]):
@@ -69,14 +69,14 @@ class SaveResources:
     Attributes:
         pool: the staging pool that all saves share.
         plans: this rank's plans, by the signature of its table.
-        world_plans: on rank 0, the coordinator's plans, by name.
+        global_plans: on rank 0, the coordinator's plans, by name.
         running_helper: the helper process that was started last, None before the first.
     """
 
     def __init__(self) -> None:
         self.pool = StagingPool()
         self.plans: PlanCache[bytes, Any] = PlanCache(_RANK_PLANS)
-        self.world_plans: PlanCache[str, Any] = PlanCache(_WORLD_PLANS)
+        self.global_plans: PlanCache[str, Any] = PlanCache(_GLOBAL_PLANS)
         self.running_helper: HelperProcess | None = None
 
     def helper(self) -> HelperProcess:
@@ -99,7 +99,7 @@ class SaveResources:
             settings: `staging_bytes` and `chunk_bytes`.
             touch: write to every new page now.
         """
-        limit = self._limit(settings)
+        limit = self._pool_limit(settings)
         if nbytes > limit:
             nbytes = max(limit // settings.chunk_bytes, 2) * settings.chunk_bytes
         if nbytes:
@@ -110,7 +110,7 @@ class SaveResources:
 
         With an accelerator the shared pool is used at once: host pages must be locked there, which touches them anyway.
         """
-        affordable = 2 * nbytes <= self._limit(settings)
+        affordable = 2 * nbytes <= self._pool_limit(settings)
         if nbytes > self.pool.capacity and affordable and not torch.accelerator.is_available():
             pool = StagingPool(shared=False)
             pool.reserve(nbytes, touch=False)
@@ -120,7 +120,7 @@ class SaveResources:
 
     def whole_pool(self, nbytes: int, settings: Settings) -> StagingPool | None:
         """Return a pool as `staging_pool` does, if it may hold the whole image of `nbytes`; else None."""
-        affordable = nbytes <= max(self.pool.capacity, self._limit(settings))
+        affordable = nbytes <= max(self.pool.capacity, self._pool_limit(settings))
         return self.staging_pool(nbytes, settings) if affordable else None
 
     def give_back(self, pool: StagingPool) -> bool:
@@ -131,15 +131,15 @@ class SaveResources:
         return True
 
     @contextlib.contextmanager
-    def made_ready(self, nbytes: int, settings: Settings) -> Iterator[None]:
-        """Start the helper and touch the shared pool beside the body, for the saves to come.
+    def warming_up(self, nbytes: int, settings: Settings) -> Iterator[None]:
+        """Start the helper and touch the shared pool on a thread while the body runs, for later saves.
 
         Args:
             nbytes: length of an image in bytes.
             settings: of the save.
         """
         thread = threading.Thread(
-            target=self._make_ready, args=(nbytes, settings), name="bytecheckpoint-ready", daemon=True
+            target=self._warm_up, args=(nbytes, settings), name="bytecheckpoint-ready", daemon=True
         )
         with contextlib.suppress(RuntimeError):  # the interpreter ends: there will be no later saves
             thread.start()
@@ -150,7 +150,7 @@ class SaveResources:
                 # A new process first closes what this one has open, for which a file system that hangs lets it wait.
                 thread.join(settings.timeout)
 
-    def _make_ready(self, nbytes: int, settings: Settings) -> None:
+    def _warm_up(self, nbytes: int, settings: Settings) -> None:
         try:
             self.start_helper(settings)
             self.reserve(nbytes, settings, touch=True)
@@ -163,5 +163,5 @@ class SaveResources:
             self.running_helper.stop()
         self.pool.release()
 
-    def _limit(self, settings: Settings) -> int:
+    def _pool_limit(self, settings: Settings) -> int:
         return settings.staging_bytes or (self.pool.capacity + available_memory()) // 2

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from bytecheckpoint.engine.tensor_bytes import copy_all, flat_bytes, movable, views_at
-from bytecheckpoint.representation.boxes import Int64s
-from bytecheckpoint.representation.plans import ReadPlan
+from bytecheckpoint.representation.boxes import Int64s, Mask
+from bytecheckpoint.representation.plans import Copies, ReadPlan
 from bytecheckpoint.tuning import tuning
 
 __all__ = ["MemoryRuns", "ScatterPlan", "Target"]
@@ -71,30 +71,15 @@ class ScatterPlan:
         self.plan = plan
         self.targets = targets
         self._many_copies_lock = threading.Lock()
-        copies = plan.copies
-        self._wanted = copies.wanted.tolist()
-        self._source = copies.source.tolist()
-        self._elements = copies.elements.tolist()
-        self._flat = copies.flat.tolist()
-        self._target = copies.target.tolist()
-        self._first = plan.first_copy.tolist()
         element = np.array([t.dtype.itemsize for t in targets], np.int64)
-        nbytes = copies.elements * (element[copies.wanted] if len(targets) else 1)
-        addressable = np.array([t.addressable for t in targets], bool)
-        direct = copies.flat & (addressable[copies.wanted] if len(targets) else copies.flat)
-        direct[1:] &= copies.source[1:] >= (copies.source + nbytes)[:-1]
-        self._nbytes = nbytes.tolist()
-        starts = plan.first_copy[:-1]
-        if len(starts):
-            count = np.diff(plan.first_copy)
-            total = np.add.reduceat(nbytes, starts)
-            direct[starts] |= copies.flat[starts] & addressable[copies.wanted[starts]]
-            self._direct = (np.logical_and.reduceat(direct, starts) & (total >= count * _DIRECT_BYTES)).tolist()
-        else:
-            self._direct = []
+        nbytes = plan.copies.elements * element[plan.copies.wanted]
+        self._copies = _CopyLists.of(plan.copies, nbytes)
+        self._first = plan.first_copy.tolist()
+        direct = _direct_ranges(plan, targets, nbytes)
+        self._direct = direct.tolist()
         # Computed now: later the bytes that stream through the processor's caches push the code for this out of them.
-        ranges = np.flatnonzero(self._direct).tolist()
-        wanted = {w for r in ranges for w in self._wanted[self._first[r] : self._first[r + 1]]}
+        ranges = np.flatnonzero(direct).tolist()
+        wanted = {w for r in ranges for w in self._copies.wanted[self._first[r] : self._first[r + 1]]}
         self._memory = {w: memoryview(flat_bytes(targets[w].data).numpy()) for w in wanted}
 
     def direct_buffers(self, index: int) -> list[memoryview] | None:
@@ -104,11 +89,11 @@ class ScatterPlan:
         position, stop = int(self.plan.start[index]), int(self.plan.stop[index])
         buffers: list[memoryview] = []
         for copy in range(self._first[index], self._first[index + 1]):
-            source, nbytes = self._source[copy], self._nbytes[copy]
+            source, nbytes = self._copies.source[copy], self._copies.nbytes[copy]
             if source > position:
                 buffers.append(memoryview(bytearray(source - position)))
-            wanted = self._wanted[copy]
-            begin = self._target[copy] * self.targets[wanted].dtype.itemsize
+            wanted = self._copies.wanted[copy]
+            begin = self._copies.target[copy] * self.targets[wanted].dtype.itemsize
             buffers.append(self._memory[wanted][begin : begin + nbytes])
             position = source + nbytes
         if stop > position:
@@ -120,18 +105,18 @@ class ScatterPlan:
         parts: list[tuple[Int64s, Int64s, int]] = []
         total = count = 0
         for copy in range(self._first[index], self._first[index + 1]):
-            target = self.targets[self._wanted[copy]]
+            target = self.targets[self._copies.wanted[copy]]
             data = target.data
             if data.device.type != "cpu" or data.dtype != target.dtype or data.is_conj() or data.is_neg():
                 return None
-            if self._flat[copy]:
-                begin = np.array([self._target[copy]], np.int64)
-                source, length = np.zeros(1, np.int64), self._elements[copy]
+            if self._copies.flat[copy]:
+                begin = np.array([self._copies.target[copy]], np.int64)
+                source, length = np.zeros(1, np.int64), self._copies.elements[copy]
             else:
                 source, begin, length = self._runs_of_box(copy, data)
             size = target.dtype.itemsize
-            parts.append((self._source[copy] + source * size, data.data_ptr() + begin * size, length * size))
-            total += self._nbytes[copy]
+            parts.append((self._copies.source[copy] + source * size, data.data_ptr() + begin * size, length * size))
+            total += self._copies.nbytes[copy]
             count += len(source)
             if total < count * tuning().scatter_run_bytes:
                 return None
@@ -162,23 +147,25 @@ class ScatterPlan:
             self._scatter(index, data, start)
 
     def _scatter(self, index: int, data: torch.Tensor, start: int) -> None:
+        """Pair the source and target views of all copies of a range, then copy them by one call."""
         sources: list[torch.Tensor] = []
         targets: list[torch.Tensor] = []
         whole: list[torch.Tensor] = []
         whole_at: list[int] = []
+        copies = self._copies
         for copy in range(self._first[index], self._first[index + 1]):
-            target = self.targets[self._wanted[copy]]
-            at = self._source[copy] - start
+            target = self.targets[copies.wanted[copy]]
+            at = copies.source[copy] - start
             into = target.data
             same = into.dtype == target.dtype
-            if self._flat[copy]:
-                count = self._elements[copy]
+            if copies.flat[copy]:
+                count = copies.elements[copy]
                 if same and count == into.numel():
                     whole.append(movable(into))
                     whole_at.append(at)
                     continue
                 source = data[at : at + count * target.dtype.itemsize].view(target.dtype)
-                begin = self._target[copy]
+                begin = copies.target[copy]
                 into = into.view(-1)[begin : begin + count]
             else:
                 source, into = self._box(copy, data, at, target)
@@ -193,6 +180,7 @@ class ScatterPlan:
         copy_all(targets, sources)
 
     def _box(self, copy: int, data: torch.Tensor, at: int, target: Target) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return strided views of the source, which begins at byte `at` of `data`, and of the target of a box."""
         copies = self.plan.copies
         ndim = target.data.ndim
         shape = copies.source_shape[copy].tolist()
@@ -206,6 +194,37 @@ class ScatterPlan:
         for dim, (begin, length) in enumerate(zip(copies.target_offsets[copy].tolist(), lengths, strict=False)):
             into = into.narrow(dim, begin, length)
         return source, into
+
+
+@dataclass(frozen=True, slots=True)
+class _CopyLists:
+    """The columns of `Copies` that are read one element at a time, as lists: that takes a fraction of the time."""
+
+    wanted: list[int]
+    source: list[int]
+    elements: list[int]
+    nbytes: list[int]
+    flat: list[bool]
+    target: list[int]
+
+    @staticmethod
+    def of(copies: Copies, nbytes: Int64s) -> _CopyLists:
+        columns = (copies.wanted, copies.source, copies.elements, nbytes, copies.flat, copies.target)
+        return _CopyLists(*(column.tolist() for column in columns))
+
+
+def _direct_ranges(plan: ReadPlan, targets: Sequence[Target], nbytes: Int64s) -> Mask:
+    """Return whether storage reads each range straight into its destinations; `nbytes` is the length of each copy."""
+    copies, first = plan.copies, plan.first_copy[:-1]
+    if not len(first):
+        return np.zeros(0, bool)
+    addressable = np.array([t.addressable for t in targets], bool)
+    overlaps_previous = np.zeros(len(nbytes), bool)
+    overlaps_previous[1:] = copies.source[1:] < (copies.source + nbytes)[:-1]
+    overlaps_previous[first] = False
+    direct = np.logical_and.reduceat(copies.flat & addressable[copies.wanted] & ~overlaps_previous, first)
+    long = np.add.reduceat(nbytes, first) >= np.diff(plan.first_copy) * _DIRECT_BYTES
+    return direct & long
 
 
 def _row_major(shape: Sequence[int]) -> tuple[int, ...]:

@@ -89,8 +89,8 @@ class Image:
     Attributes:
         tensors: the live shards' elements.
         files: the data sections that they make up.
-        known: places in the pool of the tensors of the first files, reused by the next save.
-        filling: the lock of the thread that fills a chunk of many small tensors.
+        known: views of the pool for the tensors of the first files, which later saves use again.
+        filling: held by the thread that fills a chunk of many small tensors.
     """
 
     tensors: list[torch.Tensor]

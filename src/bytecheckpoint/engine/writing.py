@@ -10,7 +10,7 @@ import contextlib
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -22,7 +22,7 @@ from bytecheckpoint.errors import CheckpointError, StorageUnavailableError
 from bytecheckpoint.storage import FileWriter, NewFile, Storage
 from bytecheckpoint.storage.threads import call_with_timeout
 
-__all__ = ["FileTask", "FilesWriter"]
+__all__ = ["FileTask", "FilesWriter", "StagedChunk"]
 
 
 class FileTask(msgspec.Struct, frozen=True):
@@ -39,6 +39,22 @@ class FileTask(msgspec.Struct, frozen=True):
     data_offset: int
     data_bytes: int
     block_bytes: int
+
+
+class StagedChunk(NamedTuple):
+    """A chunk of a file that lies in the staging pool.
+
+    Attributes:
+        file: index of the file.
+        start: byte offset in the file's data section.
+        at: byte offset in the pool, a multiple of 4096.
+        nbytes: length.
+    """
+
+    file: int
+    start: int
+    at: int
+    nbytes: int
 
 
 class _OpenFile:
@@ -75,7 +91,7 @@ class FilesWriter:
         self._pending: list[Future[None]] = []
         self._lock = threading.Lock()
         # Not `call_with_timeout` per chunk: that takes a tenth more processor time, here and in reading.py.
-        self._pool = Workers(threads, "bytecheckpoint-write")
+        self._workers = Workers(threads, "bytecheckpoint-write")
 
         def create(number: int) -> None:
             task = tasks[number]
@@ -87,7 +103,7 @@ class FilesWriter:
                 for number in range(len(tasks)):
                     create(number)
             else:
-                self.wait([self._pool.submit(create, number) for number in range(len(tasks))])
+                self.wait([self._workers.submit(create, number) for number in range(len(tasks))])
         except BaseException:
             self.abort()
             raise
@@ -100,7 +116,7 @@ class FilesWriter:
 
     def submit(self, function: Any, *args: Any) -> Future[None]:
         """Run `function(*args)` on a writer thread; `sums` raises its failure."""
-        future: Future[None] = self._pool.submit(function, *args)
+        future: Future[None] = self._workers.submit(function, *args)
         with self._lock:
             self._pending.append(future)
         return future
@@ -135,6 +151,14 @@ class FilesWriter:
         except BaseException as error:
             self._failed = self._failed or error
             raise
+
+    def write_staged(self, chunks: Sequence[StagedChunk], pool: memoryview) -> list[Future[None]]:
+        """Write chunks of the staging pool on the writer threads."""
+        futures = []
+        for file, start, at, nbytes in chunks:
+            padded = pool[at : at + -(-nbytes // 4096) * 4096]
+            futures.append(self.submit(self.write, file, start, [padded[:nbytes]], padded))
+        return futures
 
     def wait(self, futures: Sequence[Future[None]], nbytes: int = 0) -> None:
         """Wait for submitted calls in this order, and raise the first failure.
@@ -175,11 +199,11 @@ class FilesWriter:
             headers: one per file, exactly `data_offset` bytes long.
         """
         pairs = zip(self._files, headers, strict=True)
-        futures = [self._pool.submit(self._finish_one, entry, header) for entry, header in pairs]
+        futures = [self._workers.submit(self._finish_one, entry, header) for entry, header in pairs]
         self.wait(futures, sum(f.task.data_bytes for f in self._files))
         if self._files:
             self._storage.sync([f.task.name for f in self._files])
-        self._pool.shutdown()
+        self._workers.shutdown()
         # From now on a catalog may name the files: `abort` must not remove them any more.
         self._files.clear()
         self._created.clear()
@@ -187,7 +211,7 @@ class FilesWriter:
     @staticmethod
     def _finish_one(entry: _OpenFile, header: bytes) -> None:
         assert len(header) == entry.task.data_offset
-        entry.writer.write_at(0, [aligned_copy(header) if entry.writer.direct else memoryview(header)])
+        entry.writer.write_at(0, [_aligned_copy(header) if entry.writer.direct else memoryview(header)])
         entry.writer.finish(entry.task.data_offset + entry.task.data_bytes)
 
     def abort(self) -> None:
@@ -202,20 +226,15 @@ class FilesWriter:
             call_with_timeout(0.0 if self._timed_out else self._storage.call_timeout(), self._remove_files)
 
     def _remove_files(self) -> None:
-        self._pool.shutdown(cancel=True)  # no file may be closed while a thread is using it
+        self._workers.shutdown(cancel=True)  # no file may be closed while a thread is using it
         for entry in self._created.values():
             entry.writer.abort()
 
 
-def aligned_buffer(nbytes: int) -> NDArray[np.uint8]:
-    """Allocate a zeroed buffer of `nbytes` whose address is a multiple of 4096."""
-    raw = np.zeros(nbytes + 4096, np.uint8)
+def _aligned_copy(data: bytes) -> memoryview:
+    """Copy `data` to memory whose address is a multiple of 4096."""
+    raw = np.empty(len(data) + 4096, np.uint8)
     shift = -raw.ctypes.data % 4096
-    return raw[shift : shift + nbytes]
-
-
-def aligned_copy(data: bytes) -> memoryview:
-    """Copy `data`, whose length is a multiple of 4096, to aligned memory."""
-    buffer = aligned_buffer(len(data))
+    buffer = raw[shift : shift + len(data)]
     buffer[:] = np.frombuffer(data, np.uint8)
     return memoryview(buffer)

@@ -51,11 +51,6 @@ class _ScannedModule:
     owners: dict[str, nn.Module]
     prefixes: dict[str, str]
 
-    def own_tensors(self) -> list[torch.Tensor]:
-        """Return the parameters and buffers of the module, under whatever names."""
-        held = (t for m in self.owners.values() for t in (*m._parameters.values(), *m._buffers.values()))
-        return [t for t in held if t is not None]
-
 
 @dataclass(slots=True)
 class _NamedTensor:
@@ -120,49 +115,75 @@ def scan_modules(
         UsageError: two modules use one FQN for different tensors.
     """
     scan = ModuleScan([_scan_module(m, entries) for m in modules])
-    by_id: dict[int, int] = {}
-    by_name: dict[str, int] = {}
-    names_of: list[list[str]] = []
+    tensors = _TensorNames(kind)
     for scanned in scan.modules:
-        # Read after state_dict(), which may swap parameters.
-        own_ids = set(map(id, scanned.own_tensors()))
-        own_storages: set[int] | None = None
+        own = _OwnTensors(scanned)
         for key, value in scanned.entries.items():
             fqn = scanned.names[key]
-            own = id(value) in own_ids
-            if not is_tensor_like(value) or (not own and key.endswith("_extra_state")):
-                if fqn in scan.values:
-                    raise UsageError(f"{kind}/{fqn} stands in two modules of the list: modules must not share names")
-                scan.values[fqn] = value
-                scan.setters[fqn] = _setter(scanned, key)
+            # An extra state may be a tensor, and a parameter or buffer may be called "..._extra_state".
+            if is_tensor_like(value) and (value in own or not key.endswith("_extra_state")):
+                assert isinstance(value, torch.Tensor)
+                tensors.add(fqn, value, None if own.share_memory(value) else (scanned, key))
                 continue
-            assert isinstance(value, torch.Tensor)
-            if not own:
-                if own_storages is None:
-                    own_storages = set(map(_storage_address, scanned.own_tensors())) - {-1}
-                own = _storage_address(value) in own_storages
-            known = by_id.get(id(value))
-            earlier = by_name.get(fqn)
-            if earlier is not None and earlier != known:
-                raise UsageError(f"{kind}/{fqn} names two different tensors: modules of one list must not share names")
-            if known is None:
-                by_id[id(value)] = by_name[fqn] = len(scan.tensors)
-                scan.tensors.append(_NamedTensor(fqn, value, (), None if own else (scanned, key)))
-                names_of.append([fqn])
-            elif earlier is None:
-                by_name[fqn] = known
-                names_of[known].append(fqn)
-    for tensor, names in zip(scan.tensors, names_of, strict=True):
-        if len(names) > 1:
-            tensor.aliases = tuple(names[1:])
-        scan.parameters[id(tensor.value)] = (tensor.fqn, tensor.aliases)
+            if fqn in scan.values:
+                raise UsageError(f"{kind}/{fqn} stands in two modules of the list: modules must not share names")
+            scan.values[fqn] = value
+            scan.setters[fqn] = _setter(scanned, key)
+    scan.tensors = [*tensors.by_id.values()]
+    scan.parameters = {id(tensor.value): (tensor.fqn, tensor.aliases) for tensor in scan.tensors}
     for scanned in scan.modules:
-        # An optimizer may hold parameters that a hook leaves out of state_dict (frozen ones, for example).
-        for prefix, module in scanned.owners.items():
-            for name, parameter in module._parameters.items():
-                if parameter is not None and id(parameter) not in scan.parameters:
-                    scan.parameters[id(parameter)] = (scanned.prefixes[prefix] + name, ())
+        _add_hidden_parameters(scan, scanned)
     return scan
+
+
+class _TensorNames:
+    """Collects the tensors of a kind: each once, under the first of its names, with the others as aliases."""
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+        self.by_id: dict[int, _NamedTensor] = {}
+        self._by_fqn: dict[str, _NamedTensor] = {}
+
+    def add(self, fqn: str, value: torch.Tensor, hook_entry: tuple[_ScannedModule, str] | None) -> None:
+        """Add a state_dict entry; the arguments are those of `_NamedTensor`."""
+        tensor = self.by_id.get(id(value))
+        if tensor is None:
+            tensor = self.by_id[id(value)] = _NamedTensor(fqn, value, (), hook_entry)
+        elif fqn not in self._by_fqn:
+            tensor.aliases += (fqn,)
+        if self._by_fqn.setdefault(fqn, tensor) is not tensor:
+            raise UsageError(
+                f"{self._kind}/{fqn} names two different tensors: modules of one list must not share names"
+            )
+
+
+class _OwnTensors:
+    """The parameters and buffers of a module. Made after its state_dict(), which may swap parameters."""
+
+    def __init__(self, scanned: _ScannedModule) -> None:
+        owners = scanned.owners.values()
+        held = (t for owner in owners for t in (*owner._parameters.values(), *owner._buffers.values()))
+        self._tensors = {id(t): t for t in held if t is not None}
+        self._storages: set[int] | None = None  # rarely needed
+
+    def __contains__(self, value: object) -> bool:
+        return id(value) in self._tensors
+
+    def share_memory(self, value: torch.Tensor) -> bool:
+        """Return whether `value` is one of these tensors or a view of one's memory, rather than made by a hook."""
+        if value in self:
+            return True
+        if self._storages is None:
+            self._storages = set(map(_storage_address, self._tensors.values())) - {-1}
+        return _storage_address(value) in self._storages
+
+
+def _add_hidden_parameters(scan: ModuleScan, scanned: _ScannedModule) -> None:
+    """Name the parameters that a hook leaves out of state_dict (frozen ones, for example): optimizers may hold them."""
+    for prefix, module in scanned.owners.items():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) not in scan.parameters:
+                scan.parameters[id(parameter)] = (scanned.prefixes[prefix] + name, ())
 
 
 def _scan_module(module: nn.Module, make_entries: Callable[[nn.Module], dict[str, Any]] | None) -> _ScannedModule:

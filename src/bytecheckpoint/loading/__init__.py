@@ -93,27 +93,28 @@ def load(
     world = world_of(collective)
     number = world.next_load_number()
     attempts = itertools.count()
+    copies = contextlib.ExitStack()  # hot copies that this rank serves to the others
 
     def agree(tier: TierStorage) -> Storage:
         if collective.world_size == 1:
             return tier
-        return agree_on_copy(tier, collective, f"load/{number}.{next(attempts)}/tier", settings, memory)
+        return agree_on_copy(tier, collective, f"load/{number}.{next(attempts)}/tier", settings, copies)
 
     def find() -> tuple[Storage, Framework]:
-        # The ranks talk in `agree`, so nothing that may fail on one of them alone comes before it.
+        # Ranks wait for each other in `agree`, so nothing that may fail on one rank alone comes before it.
         storage = resolve_storage(path).agree_on_copy(agree)
         if wrong is not None:
             raise wrong
         check_flags(overlap_loading=overlap_loading, strict=strict, cast=cast)
         if prepare_save is not None:
             check_flags(prepare_save=prepare_save)
-        check_states(states, names, filled=MutableMapping)
+        check_states(states, names, mutable=True)
         storage.timeout = settings.timeout
         return storage, resolve_framework(framework, states)
 
-    def ready() -> bool:
+    def wants_prepare() -> bool:
         wanted = prepare_save if prepare_save is not None else "optimizer" in states
-        return not wanted or world.is_prepared(states)
+        return bool(wanted) and not world.is_prepared(states)
 
     def prepare_next() -> None:
         try:
@@ -121,7 +122,7 @@ def load(
         except CheckpointError as error:  # the bytes are loaded; the first save will plan for itself
             _log.warning("the next save could not be prepared: %s", error)
 
-    call = LoadCall(find, states, names, settings, overlap_loading, strict, cast, ready, prepare_next)
+    call = LoadCall(find, states, names, settings, overlap_loading, strict, cast, wants_prepare, prepare_next)
     # An optimizer's next step runs outside of inference mode and must be able to use the state that it gets here.
-    with torch.inference_mode(False), contextlib.ExitStack() as memory:
+    with torch.inference_mode(False), copies:
         return load_states(collective, number, call)

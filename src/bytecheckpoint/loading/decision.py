@@ -12,97 +12,97 @@ from bytecheckpoint.planning.exchange_plan import plan_shared_reads
 from bytecheckpoint.representation.catalog import SHARED, VALUES_SLOT, Catalog
 from bytecheckpoint.representation.plans import ReadPlan
 
-__all__ = ["FitDecision", "FitReport", "claimed_bitmap", "decide_fit", "ranges_of", "unexpected_keys"]
+__all__ = ["FitDecision", "FitReport", "decide_fit", "ranges_of", "recognized_bitmap", "unexpected_keys"]
 
 
 class FitReport(msgspec.Struct, frozen=True):
-    """What one rank has found: the checkpoint fits.
+    """The message of a rank to rank 0: the checkpoint fits what this rank wants.
 
     Attributes:
         catalog: digest of the catalog that it read.
-        claimed: bitmap of the catalog's tensors that it accounts for.
+        recognized: bitmap of the catalog's tensors that it recognizes (see `Destination`).
         ranges: the ranges that it reads if it takes part in the exchange: int64 (file, start, stop) triples as bytes.
         host: ranks with the same one are on one machine.
         peer_handshake: for `peer_memory.sees`.
     """
 
     catalog: bytes
-    claimed: bytes
+    recognized: bytes
     ranges: bytes = b""
     host: str = ""
     peer_handshake: bytes = b""
 
 
 class FitDecision(msgspec.Struct, frozen=True):
-    """What rank 0 makes of all reports: every rank's report at every rank would not scale.
+    """The message of rank 0 to all ranks: its summary of their reports, which grows less with the ranks than these.
 
     Attributes:
         catalogs_differ: the ranks read different catalogs; nothing else is set.
-        claimed: bitmap of the catalog's tensors that some rank accounts for.
+        recognized: bitmap of the catalog's tensors that some rank recognizes.
         shared: columns of `SharedChunks`: what several ranks want.
         hosts: a number for each rank, equal for ranks of one machine, where something is shared.
         handshakes: each rank's, where something is shared.
-        chunks: how many of the shared chunks each rank reads in a round.
+        chunks_per_round: how many of the shared chunks each rank reads in a round.
     """
 
     catalogs_differ: bool = False
-    claimed: bytes = b""
+    recognized: bytes = b""
     shared: list[bytes] = []
     hosts: list[int] = []
     handshakes: list[bytes] = []
-    chunks: int = 0
+    chunks_per_round: int = 0
 
 
-def decide_fit(reports: Sequence[FitReport], chunk_bytes: int, chunks: int) -> FitDecision:
-    """Compare the ranks' catalogs, join their claims and find what several of them want.
+def decide_fit(reports: Sequence[FitReport], chunk_bytes: int, chunks_per_round: int) -> FitDecision:
+    """Compare the ranks' catalogs, join what they recognize and find the chunks that several of them want.
 
     Args:
         reports: in order of rank.
         chunk_bytes: length of one read.
-        chunks: how many chunks each rank reads in a round.
+        chunks_per_round: how many shared chunks each rank reads in a round.
     """
     if len({r.catalog for r in reports}) > 1:
         return FitDecision(catalogs_differ=True)
-    claimed = np.bitwise_or.reduce([np.frombuffer(r.claimed, np.uint8) for r in reports]).tobytes()
+    recognized = np.bitwise_or.reduce([np.frombuffer(r.recognized, np.uint8) for r in reports]).tobytes()
     shared = plan_shared_reads([np.frombuffer(r.ranges, np.int64).reshape(-1, 3) for r in reports], chunk_bytes)
     if not len(shared):
-        return FitDecision(claimed=claimed)
+        return FitDecision(recognized=recognized)
     numbers = {host: number for number, host in enumerate(dict.fromkeys(r.host for r in reports))}
     return FitDecision(
-        claimed=claimed,
+        recognized=recognized,
         shared=shared.to_columns(),
         hosts=[numbers[r.host] for r in reports],
         handshakes=[r.peer_handshake for r in reports],
-        chunks=chunks,
+        chunks_per_round=chunks_per_round,
     )
 
 
-def claimed_bitmap(count: int, numbers: Sequence[int]) -> bytes:
-    """Mark the tensors that a rank accounts for.
+def recognized_bitmap(count: int, numbers: Sequence[int]) -> bytes:
+    """Make the bitmap of the tensors that a rank recognizes.
 
     Args:
-        count: of the catalog's tensors.
-        numbers: of the rank's tensors, -1 for one that the catalog lacks.
+        count: how many tensors the catalog has.
+        numbers: the recognized tensors by their number in the catalog, -1 for one that it lacks.
     """
     found = np.array(numbers, np.int64)
-    claimed = np.zeros(count, bool)
-    claimed[found[found >= 0]] = True
-    return np.packbits(claimed).tobytes()
+    recognized = np.zeros(count, bool)
+    recognized[found[found >= 0]] = True
+    return np.packbits(recognized).tobytes()
 
 
-def unexpected_keys(catalog: Catalog, kinds: Collection[str], claimed: bytes) -> list[str]:
-    """List what the checkpoint holds, within the kinds asked for, and no rank wants.
+def unexpected_keys(catalog: Catalog, kinds: Collection[str], recognized: bytes) -> list[str]:
+    """List the keys of the checkpoint that no rank recognizes.
 
     Args:
         catalog: of the checkpoint.
-        kinds: asked for.
-        claimed: bitmap of the tensors that some rank accounts for.
+        kinds: the kinds that the caller loads; keys of others are left out.
+        recognized: bitmap of the tensors that some rank recognizes.
     """
-    wanted = np.unpackbits(np.frombuffer(claimed, np.uint8), count=catalog.count).astype(bool)
+    known = np.unpackbits(np.frombuffer(recognized, np.uint8), count=catalog.count).astype(bool)
     asked = np.isin(catalog.kind.codes, catalog.kind.codes_of([k for k in kinds if k in catalog.kind.values]))
     tree = catalog.slot.codes == catalog.slot.codes_of([VALUES_SLOT])[0]
-    unclaimed = np.flatnonzero(asked & ~wanted & ~tree & (catalog.owner == SHARED))
-    return [str(catalog.key(i)) for i in unclaimed.tolist()]
+    unexpected = np.flatnonzero(asked & ~known & ~tree & (catalog.owner == SHARED))
+    return [str(catalog.key(i)) for i in unexpected.tolist()]
 
 
 def ranges_of(plan: ReadPlan) -> NDArray[np.int64]:

@@ -1,4 +1,4 @@
-"""Whether a checkpoint fits what a rank wants, and which bytes to read for that."""
+"""Check that a checkpoint fits what a rank wants, and plan what the rank reads."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ from bytecheckpoint.settings import Settings
 
 __all__ = ["Fit", "fit_wanted", "listed", "read_length", "refuse_missing"]
 
+#: Names that a message lists; the others are counted.
 _SHOWN = 5
 _SMALLEST_READ = 1 << 20
-#: Readers of one rank that there are enough reads for, where the settings leave their number open.
+#: Readers that `read_length` counts for each rank if the settings leave their number open.
 _READERS = 2
 
 
@@ -35,13 +36,15 @@ class Fit:
 
     Attributes:
         plan: ranges of files, and where their bytes go.
-        targets: the destinations.
+        targets: the memory to fill, for each wanted box.
         converted: keys of the tensors that are cast.
+        chunk_bytes: length of one read.
     """
 
     plan: ReadPlan
     targets: list[Target]
     converted: list[str]
+    chunk_bytes: int
 
 
 def refuse_missing(url: str, missing: Sequence[str]) -> None:
@@ -55,13 +58,13 @@ def refuse_missing(url: str, missing: Sequence[str]) -> None:
 def fit_wanted(
     url: str, catalog: Catalog, view: SavedView, wanted: Sequence[LiveShard], chunk_bytes: int, *, cast: bool
 ) -> Fit:
-    """Match a rank's destinations with the stored shards.
+    """Match the boxes that a rank wants with the stored shards, and plan the reads.
 
     Args:
         url: of the checkpoint.
         catalog: of the checkpoint.
         view: of the catalog, for this rank.
-        wanted: the destinations; every key of theirs is in the checkpoint.
+        wanted: the boxes to fill; the checkpoint has all their keys.
         chunk_bytes: length of one read.
         cast: convert dtypes.
 
@@ -73,51 +76,63 @@ def fit_wanted(
     for by_content in (False, True):
         chosen = [i for i, s in enumerate(wanted) if s.by_content == by_content]
         numbers[chosen] = view.resolve([wanted[i].key for i in chosen], by_content=by_content)
+    assert (numbers >= 0).all(), "every wanted tensor was found in the checkpoint"
+    targets, converted = _make_targets(url, view, wanted, numbers.tolist(), cast=cast)
+    boxes = BoxTable.build(numbers.tolist(), [s.offsets for s in wanted], [s.lengths for s in wanted])
+    contiguous = np.array([t.contiguous for t in targets], bool)
+    plan = plan_reads(view.rows, boxes, contiguous, chunk_bytes)
+    _prove_coverage(url, catalog, boxes, plan)
+    return Fit(plan, targets, converted, chunk_bytes)
+
+
+def _make_targets(
+    url: str, view: SavedView, wanted: Sequence[LiveShard], numbers: Sequence[int], *, cast: bool
+) -> tuple[list[Target], list[str]]:
+    """Make the target of each wanted box; return them with the keys of the tensors that are cast.
+
+    Raises:
+        IncompatibleCheckpointError: shapes or dtypes differ.
+    """
     targets: list[Target] = []
     wrong: list[str] = []
     converted: list[str] = []
-    dtypes = {name: getattr(torch, name) for name in catalog.dtype.values}
-    assert (numbers >= 0).all(), "every wanted tensor was found in the checkpoint"
-    for shard, number in zip(wanted, numbers.tolist(), strict=True):
-        _, dtype, shape = view.saved(number)
+    for shard, number in zip(wanted, numbers, strict=True):
+        _, dtype, shape = view.tensors[number]
+        stored_dtype = getattr(torch, dtype)
         if shape != shard.global_shape:
             wrong.append(f"{shard.key} has shape {shape} in the checkpoint and {shard.global_shape} here")
         elif dtype != shard.dtype and not (cast or shard.converts):
             wrong.append(f"{shard.key} is {dtype} in the checkpoint and {shard.dtype} here (cast=True converts)")
         elif dtype != shard.dtype and not shard.converts:
-            if not _torch_converts(dtypes[dtype], shard.data.dtype):
+            if not _torch_converts(stored_dtype, shard.data.dtype):
                 wrong.append(f"{shard.key} is {dtype} in the checkpoint, which torch cannot convert to {shard.dtype}")
             converted.append(str(shard.key))
-        targets.append(Target(shard.data, dtypes[dtype]))
+        targets.append(Target(shard.data, stored_dtype))
     if wrong:
         more = f"; and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
         raise IncompatibleCheckpointError(f"{url} does not fit: {'; '.join(wrong[:_SHOWN])}{more}")
-    boxes = BoxTable.build(numbers.tolist(), [s.offsets for s in wanted], [s.lengths for s in wanted])
-    contiguous = np.array([t.contiguous for t in targets], bool)
-    plan = plan_reads(view.rows, boxes, contiguous, chunk_bytes)
-    _prove_coverage(url, catalog, boxes, plan)
-    return Fit(plan, targets, converted)
+    return targets, converted
 
 
 def read_length(catalog: Catalog, world_size: int, settings: Settings) -> int:
-    """Choose the length of one read in bytes: shorter for a small checkpoint, so that every reader of every rank has some.
+    """Choose the length of one read in bytes: short enough that every reader of every rank gets two reads.
 
     Args:
         catalog: of the checkpoint.
         world_size: number of ranks.
-        settings: `chunk_bytes`, which is the most, and `read_threads`.
+        settings: `chunk_bytes`, which is the longest read, and `read_threads`.
     """
-    most = settings.chunk_bytes
+    length = settings.chunk_bytes
     readers = world_size * (settings.read_threads or _READERS)
     fair = sum(file.size for file in catalog.files) // (2 * readers)
     block = max((file.block_bytes for file in catalog.files), default=1)
-    while most % 2 == 0 and most > max(fair, _SMALLEST_READ) and (most // 2) % max(block, 1) == 0:
-        most //= 2
-    return most
+    while length % 2 == 0 and length > max(fair, _SMALLEST_READ) and (length // 2) % max(block, 1) == 0:
+        length //= 2
+    return length
 
 
 def listed(names: Sequence[str]) -> str:
-    """Join the first names, for messages."""
+    """Join the first few of `names` for a message, and count the others."""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more
 
@@ -146,7 +161,7 @@ def _prove_coverage(url: str, catalog: Catalog, boxes: BoxTable, plan: ReadPlan)
 
 @functools.cache
 def _torch_converts(saved: torch.dtype, live: torch.dtype) -> bool:
-    """Whether torch copies elements of one dtype into a tensor of the other."""
+    """Return whether torch copies elements of dtype `saved` into a tensor of dtype `live`."""
     try:
         torch.empty(1, dtype=live, device="cpu").copy_(torch.empty(1, dtype=saved, device="cpu"))
     except RuntimeError:  # NotImplementedError is one

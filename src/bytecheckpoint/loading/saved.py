@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from functools import cached_property
 
 import numpy as np
 
@@ -13,65 +14,72 @@ from bytecheckpoint.planning.read_plan import stored_rows
 from bytecheckpoint.representation.boxes import Int64s
 from bytecheckpoint.representation.catalog import SHARED, VALUES_SLOT, Catalog
 from bytecheckpoint.representation.shards import TensorKey
-from bytecheckpoint.settings import Settings
 
 __all__ = ["SavedView"]
 
 
 class SavedView:
-    """Implements `frameworks.base.SavedStates` over a catalog, for one rank.
+    """Implements `frameworks.base.SavedStates` over a catalog, for one rank. Its tensors go by their number in the catalog.
+
+    Args:
+        catalog: of the checkpoint.
+        files: of the checkpoint.
+        rank: whose view this is.
 
     Attributes:
+        rows: the stored shards, ordered by tensor.
         from_rank_0: names of the kinds and keys for which this rank has no copy of its own and got rank 0's.
         bytes_read: bytes read for trees so far.
     """
 
-    def __init__(self, catalog: Catalog, files: FileSet, rank: int, settings: Settings) -> None:
+    def __init__(self, catalog: Catalog, files: FileSet, rank: int) -> None:
         self._catalog = catalog
         self._files = files
         self._rank = rank
-        self._settings = settings
         self.rows = stored_rows(catalog)
         self.from_rank_0: list[str] = []
         self.bytes_read = 0
         self._trees: dict[str, list[bytes]] = {}
-        self._slots: dict[tuple[str, str], list[SavedTensor]] | None = None
-        # By (kind, FQN, slot): a plain tuple is made in a third of the time of a TensorKey, and equals it.
-        self._numbers: dict[tuple[str, str, str], int] | None = None
-        self._all: list[SavedTensor] = []
 
     def kinds(self) -> Collection[str]:  # noqa: D102 (protocol)
         return self._catalog.kinds()
 
-    def saved(self, index: int) -> SavedTensor:
-        """Return tensor number `index` of the catalog."""
-        if not self._all:
-            # Whole columns at once: one at a time costs several microseconds each.
-            catalog = self._catalog
-            shapes = (tuple(s[:n]) for s, n in zip(catalog.shapes.tolist(), catalog.ndims.tolist(), strict=True))
-            self._all = list(map(SavedTensor, catalog.keys(), catalog.dtype.to_list(), shapes))
-        return self._all[index]
+    @cached_property
+    def tensors(self) -> list[SavedTensor]:
+        """All tensors, by number."""
+        # Whole columns at once: one at a time costs several microseconds each.
+        catalog = self._catalog
+        shapes = (tuple(s[:n]) for s, n in zip(catalog.shapes.tolist(), catalog.ndims.tolist(), strict=True))
+        return list(map(SavedTensor, catalog.keys(), catalog.dtype.to_list(), shapes))
 
-    @property
+    @cached_property
     def _shared(self) -> dict[tuple[str, str, str], int]:
-        """Number the tensors that all ranks share."""
-        if self._numbers is None:
-            if self._catalog.count:
-                self.saved(0)
-            owners = self._catalog.owner.tolist()
-            self._numbers = {
-                saved.key: number
-                for number, (saved, owner) in enumerate(zip(self._all, owners, strict=True))
-                if owner == SHARED
-            }
-        return self._numbers
+        """Numbers of the tensors that all ranks share, by key."""
+        # Looked up by (kind, FQN, slot): a plain tuple is made in a third of the time of a TensorKey, and equals it.
+        owners = self._catalog.owner.tolist()
+        return {
+            saved.key: number
+            for number, (saved, owner) in enumerate(zip(self.tensors, owners, strict=True))
+            if owner == SHARED
+        }
+
+    @cached_property
+    def _slots(self) -> dict[tuple[str, str], list[SavedTensor]]:
+        """The optimizer state tensors that all ranks share, by (kind, FQN)."""
+        slots: dict[tuple[str, str], list[SavedTensor]] = {}
+        for number in self._shared.values():
+            key = self.tensors[number].key
+            if key.slot and key.slot != VALUES_SLOT:
+                slots.setdefault((key.kind, key.fqn), []).append(self.tensors[number])
+        return slots
 
     def find(self, kind: str, names: Sequence[str], slot: str = "") -> SavedTensor | None:  # noqa: D102 (protocol)
         number = self._number(kind, names, slot)
-        return self._all[number] if number >= 0 else None
+        return self.tensors[number] if number >= 0 else None
 
     def _number(self, kind: str, names: Sequence[str], slot: str) -> int:
-        shared = self._numbers if self._numbers is not None else self._shared
+        """Find a shared tensor by the first of `names` that is a name or alias of one; -1 if none is."""
+        shared = self._shared
         for name in names:
             number = shared.get((kind, name, slot), -1)
             if number < 0 and (aliases := self._catalog.aliases.get(kind)) is not None and name in aliases:
@@ -81,7 +89,7 @@ class SavedView:
         return -1
 
     def numbers(self, keys: Iterable[TensorKey]) -> list[int]:
-        """Find shared tensors by any of their names; -1 where there is none."""
+        """Find the shared tensor of each key, also by an alias; -1 where there is none."""
         shared = self._shared
         found = [shared.get(key, -1) for key in keys]
         if -1 in found:
@@ -92,12 +100,6 @@ class SavedView:
         return found
 
     def slots(self, kind: str, names: Sequence[str]) -> list[SavedTensor]:  # noqa: D102 (protocol)
-        if self._slots is None:
-            self._slots = {}
-            for number in self._shared.values():
-                key = self._all[number].key
-                if key.slot and key.slot != VALUES_SLOT:
-                    self._slots.setdefault((key.kind, key.fqn), []).append(self._all[number])
         for name in names:
             found = self._slots.get((kind, name))
             if found is None and (aliases := self._catalog.aliases.get(kind)) is not None and name in aliases:
@@ -112,9 +114,12 @@ class SavedView:
         return list(dict.fromkeys(k for k in keys if k.slot != VALUES_SLOT))
 
     def resolve(self, keys: Sequence[TensorKey], *, by_content: bool) -> list[int]:
-        """Find the tensors for this rank; -1 where there is none.
+        """Find the tensor that this rank loads for each key; -1 where there is none.
 
-        A value that may differ between ranks is this rank's own copy, else the shared one, else rank 0's.
+        Args:
+            keys: what to find.
+            by_content: these are values, which may differ between ranks: take this rank's own copy, else the shared one,
+                else rank 0's. False: take the shared tensor, also by an alias.
         """
         if not keys:
             return []
@@ -131,9 +136,9 @@ class SavedView:
     def tree(self, kind: str) -> bytes | None:  # noqa: D102 (protocol)
         key = TensorKey(kind, "", VALUES_SLOT)
         before = len(self.from_rank_0)
-        (index,) = self.resolve([key], by_content=True)
+        (number,) = self.resolve([key], by_content=True)
         self.from_rank_0[before:] = [kind] if len(self.from_rank_0) > before else []
-        return self._read([index])[0] if index >= 0 else None
+        return self._read([number])[0] if number >= 0 else None
 
     def trees(self, kind: str) -> list[bytes]:  # noqa: D102 (protocol)
         known = self._trees.get(kind)
@@ -177,9 +182,9 @@ class SavedView:
 
     def find_by_content(self, kind: str, fqn: str) -> SavedTensor | None:  # noqa: D102 (protocol)
         for owner in (self._rank, SHARED, 0):
-            index = self._catalog.find_one(TensorKey(kind, fqn), owner)
-            if index >= 0:
-                return self.saved(index)
+            number = self._catalog.find_one(TensorKey(kind, fqn), owner)
+            if number >= 0:
+                return self.tensors[number]
         return None
 
     def _read(self, tensors: Sequence[int]) -> list[bytes]:

@@ -29,9 +29,9 @@ from bytecheckpoint.handles import LoadReport
 from bytecheckpoint.loading.decision import (
     FitDecision,
     FitReport,
-    claimed_bitmap,
     decide_fit,
     ranges_of,
+    recognized_bitmap,
     unexpected_keys,
 )
 from bytecheckpoint.loading.fit import Fit, fit_wanted, listed, read_length, refuse_missing
@@ -59,14 +59,14 @@ class LoadCall:
     """The arguments of one load.
 
     Attributes:
-        find: checks the arguments and finds storage and adapter; called anew by each attempt.
+        find: checks the arguments and returns storage and adapter; called anew by each attempt.
         states: what to fill.
         names: explicit parameter names.
         settings: in force at the call.
         overlap: exchange what several ranks want.
         strict: refuse missing and unexpected keys.
         cast: convert dtypes.
-        ready: whether the next save needs no preparation on this rank; asked when all bytes are there.
+        wants_prepare: returns whether this rank wants its next save prepared; called when its bytes are there.
         prepare: prepares the next save; called on every rank or on none.
     """
 
@@ -77,16 +77,16 @@ class LoadCall:
     overlap: bool
     strict: bool
     cast: bool
-    ready: Callable[[], bool]
+    wants_prepare: Callable[[], bool]
     prepare: Callable[[], None]
 
 
 def load_states(collective: Collective, number: int, call: LoadCall) -> LoadReport:
-    """Load; start again where another save replaced the checkpoint meanwhile.
+    """Load a checkpoint; start again if another save replaced it meanwhile.
 
     Args:
         collective: the ranks; all of them call this.
-        number: of the load, equal on all ranks.
+        number: number of the load, equal on all ranks.
         call: the arguments.
 
     Returns:
@@ -105,7 +105,7 @@ def load_states(collective: Collective, number: int, call: LoadCall) -> LoadRepo
 
 
 @dataclass(slots=True)
-class _Opened:
+class _OpenCheckpoint:
     """A checkpoint that is being loaded, and what this rank wants of it.
 
     Attributes:
@@ -114,11 +114,10 @@ class _Opened:
         data: the bytes of the catalog.
         files: its files.
         view: the catalog as the adapter sees it.
-        chunk_bytes: length of one read.
         destination: what this rank fills.
-        fitted: what this rank reads.
-        bytes_read: from storage, so far.
-        bytes_received: from other ranks, so far.
+        fit: what this rank reads.
+        bytes_read: bytes read from storage.
+        bytes_received: bytes received from other ranks.
     """
 
     storage: Storage
@@ -126,9 +125,8 @@ class _Opened:
     data: bytes
     files: FileSet
     view: SavedView
-    chunk_bytes: int
     destination: Destination
-    fitted: Fit
+    fit: Fit
     bytes_read: int = 0
     bytes_received: int = 0
 
@@ -142,7 +140,7 @@ class _Attempt:
         self._call = call
         self._phases = phases
         self._last = last
-        self._opened: _Opened | None = None
+        self._opened: _OpenCheckpoint | None = None
 
     def run(self) -> LoadReport:
         """Load, or raise `CheckpointReplacedError` on all ranks."""
@@ -152,14 +150,14 @@ class _Attempt:
             decision: FitDecision = agreement.agree(
                 "fit", lambda: self._fit(stack), self._decide, reports=FitReport, decisions=FitDecision
             )
-            unexpected = self._unexpected(decision)
+            unexpected = self._check_decision(decision)
             self._phases.mark("agree")
-            ready = agreement.agree("read", lambda: self._read(stack, decision), all, reports=bool, decisions=bool)
+            prepare = agreement.agree("read", lambda: self._read(stack, decision), any, reports=bool, decisions=bool)
         try:
             return self._install(unexpected)
         finally:
             # Even if objects of this rank refuse their values: a preparation takes the number of a save on every rank.
-            if not ready:
+            if prepare:
                 self._call.prepare()
 
     # --- the steps ------------------------------------------------------------------------------------------------
@@ -169,36 +167,37 @@ class _Attempt:
         call = self._call
         storage, adapter = call.find()
         catalog, data = read_catalog(storage)
-        with _noticing_replacement(storage, data):
+        with _detect_replacement(storage, data):
             files = stack.enter_context(FileSet(storage, catalog))
             self._phases.mark("catalog")
             chunk_bytes = read_length(catalog, self._collective.world_size, call.settings)
-            view = SavedView(catalog, files, self._collective.rank, call.settings)
+            view = SavedView(catalog, files, self._collective.rank)
             with gc_paused():
                 destination = adapter.destination(call.states, view, strict=call.strict, names=call.names)
                 self._phases.mark("destination")
                 refuse_missing(storage.url, destination.missing if call.strict else ())
-                fitted = fit_wanted(storage.url, catalog, view, destination.wanted, chunk_bytes, cast=call.cast)
+                fit = fit_wanted(storage.url, catalog, view, destination.wanted, chunk_bytes, cast=call.cast)
                 self._phases.mark("plan")
-        self._opened = _Opened(storage, catalog, data, files, view, chunk_bytes, destination, fitted)
+        self._opened = _OpenCheckpoint(storage, catalog, data, files, view, destination, fit)
         exchanges = call.overlap and self._collective.world_size > 1
-        ranges = ranges_of(fitted.plan).tobytes() if exchanges else b""
+        ranges = ranges_of(fit.plan).tobytes() if exchanges else b""
         return FitReport(
             catalog=xxhash.xxh3_128_digest(data),
-            claimed=claimed_bitmap(catalog.count, view.numbers(list(destination.recognized))),
+            recognized=recognized_bitmap(catalog.count, view.numbers(list(destination.recognized))),
             ranges=ranges,
             host=self._collective.host,
             peer_handshake=peer_handshake() if ranges else b"",
         )
 
     def _decide(self, reports: list[FitReport]) -> FitDecision:
+        """On rank 0, sum up the reports of all ranks."""
         opened = self._checkpoint
         # Half of the readers take a round's chunks while the other half reads the next.
-        chunks = max(opened.files.threads(self._call.settings.read_threads) // 2, _FEWEST_CHUNKS)
-        return decide_fit(reports, opened.chunk_bytes, chunks)
+        chunks_per_round = max(opened.files.threads(self._call.settings.read_threads) // 2, _FEWEST_CHUNKS)
+        return decide_fit(reports, opened.fit.chunk_bytes, chunks_per_round)
 
-    def _unexpected(self, decision: FitDecision) -> list[str]:
-        """Find what no rank wants, which a strict load refuses."""
+    def _check_decision(self, decision: FitDecision) -> list[str]:
+        """Refuse different catalogs, and keys that no rank wants if the load is strict; return those keys."""
         opened = self._checkpoint
         url = opened.storage.url
         if decision.catalogs_differ:
@@ -207,7 +206,7 @@ class _Attempt:
                 f"ranks see different checkpoints at {url}; it was replaced during the load, or the path is "
                 f"not shared; load again"
             )
-        unexpected = unexpected_keys(opened.catalog, self._call.states, decision.claimed)
+        unexpected = unexpected_keys(opened.catalog, self._call.states, decision.recognized)
         if unexpected and self._call.strict:
             raise IncompatibleCheckpointError(
                 f"{url} holds {listed(unexpected)}, which no rank wants; load with strict=False to ignore that"
@@ -215,23 +214,23 @@ class _Attempt:
         return unexpected
 
     def _read(self, stack: contextlib.ExitStack, decision: FitDecision) -> bool:
-        """Fill the destinations; returns whether this rank's next save needs no preparation."""
+        """Fill the destinations; return whether this rank wants its next save prepared."""
         opened = self._checkpoint
-        with _noticing_replacement(opened.storage, opened.data):
-            scatter = ScatterPlan(opened.fitted.plan, opened.fitted.targets)
+        with _detect_replacement(opened.storage, opened.data):
+            scatter = ScatterPlan(opened.fit.plan, opened.fit.targets)
             exchange, private = self._exchange(stack, scatter, decision)
             if exchange is not None:
-                # Other ranks copy from this rank's memory until all have agreed, which is when the stack ends.
+                # Other ranks copy from this rank's memory until all have agreed; the stack is closed then.
                 stack.callback(exchange.release)
                 exchange.run()
                 opened.bytes_read, opened.bytes_received = exchange.read, exchange.received
             threads = self._call.settings.read_threads
             opened.bytes_read += read_all(
-                opened.files, scatter, private, threads=threads, chunk_bytes=opened.chunk_bytes
+                opened.files, scatter, private, threads=threads, chunk_bytes=opened.fit.chunk_bytes
             )
             opened.destination.check()
         self._phases.mark("read")
-        return self._call.ready()
+        return self._call.wants_prepare()
 
     def _install(self, unexpected: list[str]) -> LoadReport:
         """Install values, optimizer state and hyperparameters."""
@@ -254,29 +253,29 @@ class _Attempt:
             phases=dict(self._phases.seconds),
             missing=tuple(opened.destination.missing),
             unexpected=tuple(unexpected),
-            cast=tuple(opened.fitted.converted),
+            cast=tuple(opened.fit.converted),
             notes=tuple(notes),
         )
 
     # --- parts of the steps ---------------------------------------------------------------------------------------
 
     @property
-    def _checkpoint(self) -> _Opened:
+    def _checkpoint(self) -> _OpenCheckpoint:
         assert self._opened is not None, "the checkpoint is open"
         return self._opened
 
     def _exchange(
         self, stack: contextlib.ExitStack, scatter: ScatterPlan, decision: FitDecision
     ) -> tuple[Exchange | None, Sequence[int]]:
-        """Make the exchange of what several ranks want; returns it with the ranges that this rank reads for itself."""
+        """Plan the exchange of what several ranks want; return it with the ranges that this rank reads for itself."""
         opened = self._checkpoint
         shared = SharedChunks.from_columns(decision.shared)
         if not len(shared):
             return None, range(len(scatter.plan.file))
-        # A rank that does not want to exchange meets the others all the same.
+        # A rank that asked for no exchange (overlap_loading=False) still takes part in the others' messages.
         ranges = ranges_of(scatter.plan)
         overlap = self._call.overlap
-        plan = exchange_plan_of_rank(shared, ranges if overlap else ranges[:0], opened.chunk_bytes)
+        plan = exchange_plan_of_rank(shared, ranges if overlap else ranges[:0], opened.fit.chunk_bytes)
         stack.enter_context(allow_peer_reads())
         exchange = Exchange(
             self._collective,
@@ -286,16 +285,16 @@ class _Attempt:
             decision.handshakes,
             opened.files,
             scatter,
-            chunk_bytes=opened.chunk_bytes,
-            chunks=decision.chunks,
+            chunk_bytes=opened.fit.chunk_bytes,
+            chunks_per_round=decision.chunks_per_round,
             settings=self._call.settings,
         )
         return exchange, plan.private.tolist() if overlap else range(len(ranges))
 
 
 @contextlib.contextmanager
-def _noticing_replacement(storage: Storage, catalog: bytes) -> Iterator[None]:
-    """Tell damage from replacement: another save that replaces the checkpoint removes the files of `catalog`."""
+def _detect_replacement(storage: Storage, catalog: bytes) -> Iterator[None]:
+    """Turn a damaged read into `CheckpointReplacedError` if another save has replaced `catalog` and removed its files."""
     try:
         yield
     except CorruptCheckpointError as error:

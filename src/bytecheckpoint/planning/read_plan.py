@@ -2,12 +2,12 @@
 
 The plan intersects stored boxes with wanted boxes, for every pair of layouts alike. All data are columns; no loop runs
 over shards. Files are read in block-aligned ranges, each inside one chunk of a fixed grid, so that no block is read or
-verified twice. A stored box that crosses chunks is first cut into boxes that lie in one chunk each.
+verified twice. `plan_reads` has a worked example.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -63,6 +63,34 @@ def stored_rows(catalog: Catalog) -> StoredRows:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Sources:
+    """Boxes to read from: stored rows, or boxes cut out of stored rows.
+
+    Attributes:
+        boxes: the boxes, [n].
+        row: catalog row that holds each box, int64 [n].
+        file, element: of that row, as in `StoredRows`.
+        start: byte offset of each box in its file's data section, int64 [n].
+        range_bytes: where to cut: a row at the multiples of this, and the ranges that read it, int64 [n].
+    """
+
+    boxes: BoxTable
+    row: Int64s
+    file: Int64s
+    element: Int64s
+    start: Int64s
+    range_bytes: Int64s
+
+    def __len__(self) -> int:
+        return len(self.boxes)
+
+    def take(self, index: Int64s) -> _Sources:
+        """Return the boxes at `index`, in that order."""
+        columns = (self.row, self.file, self.element, self.start, self.range_bytes)
+        return _Sources(self.boxes.take(index), *(column[index] for column in columns))
+
+
 def plan_reads(stored: StoredRows, wanted: BoxTable, contiguous: Mask, chunk_bytes: int) -> ReadPlan:
     """Plan the reads that fill `wanted`.
 
@@ -71,43 +99,56 @@ def plan_reads(stored: StoredRows, wanted: BoxTable, contiguous: Mask, chunk_byt
         wanted: boxes to fill, numbered by the catalog's tensors.
         contiguous: whether the destination of each wanted box is contiguous, [len(wanted)].
         chunk_bytes: size of a chunk, which is a multiple of every file's block length; no range crosses a multiple of it.
-    """
-    width = max(stored.boxes.ndim, wanted.ndim)
-    wanted = wanted.widened(width)
-    asked = np.zeros(max(stored.boxes.tensor.max(initial=-1), wanted.tensor.max(initial=-1)) + 1, bool)
-    asked[wanted.tensor] = True
-    of_interest = np.flatnonzero(asked[stored.boxes.tensor])
-    boxes = stored.boxes.widened(width).take(of_interest)
-    hits = intersect(boxes, wanted)
-    missing = missing_volume(wanted, hits)
-    touched, position = np.unique(hits.left, return_inverse=True)
-    boxes = boxes.take(touched)
-    rows = of_interest[touched]
-    overlaps = overlapping(boxes)
 
-    found = Intersections(position.reshape(-1), hits.right, hits.offsets, hits.lengths)
-    piece_bytes = np.full(len(boxes), chunk_bytes, np.int64)
+    Example: columns 0 and 1 (`W`) of a stored matrix of 3 x 8 bytes, in blocks of 2 bytes and chunks of 16 bytes.
+
+        byte      0       8       16      24
+        stored    WW......WW......WW......
+        sources   [2 x 8         ][1 x 8 ]    the row, cut where a chunk ends
+        copies    00      11      22          intersections with the wanted box, split at gaps of whole blocks
+        ranges    []      []      []          blocks that hold the copies
+
+    >>> matrix = StoredRows(BoxTable.build([0], [[0, 0]], [[3, 8]]), *np.array([[0], [0], [1], [24], [2]]))
+    >>> plan = plan_reads(matrix, BoxTable.build([0], [[0, 0]], [[3, 2]]), np.array([True]), 16)
+    >>> plan.start.tolist(), plan.stop.tolist(), plan.copies.target.tolist()
+    ([0, 8, 16], [2, 10, 18], [0, 2, 4])
+    """
+    wanted = wanted.widened(max(stored.boxes.ndim, wanted.ndim))
+    rows, found = _rows_to_read(stored, wanted, contiguous, chunk_bytes)
+    missing = missing_volume(wanted, found)
+    overlaps = overlapping(rows.boxes)
+
+    sources = _cut(rows)
+    if len(sources) != len(rows):
+        found = intersect(sources.boxes, wanted)
+    found = _split_gaps(found, sources, stored.block_bytes[sources.file])
+    copies = _copies(found, sources, wanted, contiguous)
+
+    order = np.lexsort((copies.wanted, copies.source, sources.file[found.left]))
+    copies, source_of = copies.take(order), found.left[order]
+    copies, first_parts = _merged(copies, sources.file[source_of], sources.element[source_of], chunk_bytes)
+    ranges = _ranges(stored, copies, sources, source_of[first_parts], chunk_bytes)
+    overlapping_rows = rows.row[np.stack([overlaps.left, overlaps.right], axis=1)]
+    return ReadPlan(*ranges, copies=copies, missing=missing, overlaps=overlapping_rows)
+
+
+def _rows_to_read(
+    stored: StoredRows, wanted: BoxTable, contiguous: Mask, chunk_bytes: int
+) -> tuple[_Sources, Intersections]:
+    """Find the stored rows that hold wanted elements, and their intersections with the wanted boxes."""
+    is_wanted = np.zeros(max(stored.boxes.tensor.max(initial=-1), wanted.tensor.max(initial=-1)) + 1, bool)
+    is_wanted[wanted.tensor] = True
+    candidates = np.flatnonzero(is_wanted[stored.boxes.tensor])
+    boxes = stored.boxes.take(candidates).widened(wanted.ndim)
+    found = intersect(boxes, wanted)
+    touched, left = np.unique(found.left, return_inverse=True)
+    found = Intersections(left.reshape(-1), found.right, found.offsets, found.lengths)
+    boxes, rows = boxes.take(touched), candidates[touched]
+    element = stored.element[rows]
+    range_bytes = np.full(len(rows), chunk_bytes, np.int64)
     if chunk_bytes % _SHORT_RUN_RANGE == 0:
-        piece_bytes[found.left[_in_short_runs(found, boxes, wanted, contiguous, stored.element[rows])]] = (
-            _SHORT_RUN_RANGE
-        )
-    pieces, base, row = _cut(boxes, stored.start[rows], stored.element[rows], piece_bytes)
-    if len(pieces) != len(boxes):
-        found = intersect(pieces, wanted)
-    piece_bytes = piece_bytes[row]
-    source_row = rows[row]
-    found, pieces_of = _split_gaps(
-        found, pieces, stored.element[source_row], stored.block_bytes[stored.file[source_row]]
-    )
-    element = stored.element[source_row][pieces_of]
-    file = stored.file[source_row][pieces_of]
-    copies, file, element, pieces_of = _copies(
-        found, pieces.take(pieces_of), base[pieces_of], element, file, wanted, contiguous, chunk_bytes, pieces_of
-    )
-    ranges = _ranges(stored, copies, file, element, chunk_bytes, piece_bytes[pieces_of])
-    return ReadPlan(
-        *ranges, copies=copies, missing=missing, overlaps=rows[np.stack([overlaps.left, overlaps.right], axis=1)]
-    )
+        range_bytes[found.left[_in_short_runs(found, boxes, wanted, contiguous, element)]] = _SHORT_RUN_RANGE
+    return _Sources(boxes, rows, stored.file[rows], element, stored.start[rows], range_bytes), found
 
 
 def _in_short_runs(
@@ -122,25 +163,27 @@ def _in_short_runs(
     return np.flatnonzero(~contiguous[found.right] | (run < _LONG_RUN))
 
 
-def _cut(boxes: BoxTable, start: Int64s, element: Int64s, piece_bytes: Int64s) -> tuple[BoxTable, Int64s, Int64s]:
-    """Cut each row at the multiples of its own `piece_bytes`.
-
-    Returns:
-        The pieces as boxes, the byte offset of each piece in its file's data section, and the row of each piece.
-    """
-    nbytes = boxes.volumes() * element
-    first = start // piece_bytes
-    count = np.maximum(-(-(start + nbytes) // piece_bytes) - first, 1)
+def _cut(rows: _Sources) -> _Sources:
+    """Cut each row at the multiples of its `range_bytes`, into boxes."""
+    nbytes = rows.boxes.volumes() * rows.element
+    first = rows.start // rows.range_bytes
+    count = np.maximum(-(-(rows.start + nbytes) // rows.range_bytes) - first, 1)
     if not (count > 1).any():
-        return boxes, start, np.arange(len(boxes))
-    row = np.repeat(np.arange(len(boxes)), count)
-    piece = first[row] + np.arange(len(row)) - np.repeat(np.cumsum(count) - count, count)
-    low = np.maximum(piece * piece_bytes[row] - start[row], 0) // element[row]
-    high = np.minimum((piece + 1) * piece_bytes[row] - start[row], nbytes[row]) // element[row]
-    flat = flat_ranges_to_boxes(boxes.lengths[row], low, high)
-    row = row[flat.source]
-    pieces = BoxTable(boxes.tensor[row], boxes.offsets[row] + flat.offsets, flat.lengths)
-    return pieces, start[row] + flat.flat_start * element[row], row
+        return rows
+    row = np.repeat(np.arange(len(rows)), count)
+    begin = (first[row] + _numbers_within(count)) * rows.range_bytes[row] - rows.start[row]
+    low = np.maximum(begin, 0) // rows.element[row]
+    high = np.minimum(begin + rows.range_bytes[row], nbytes[row]) // rows.element[row]
+    flat = flat_ranges_to_boxes(rows.boxes.lengths[row], low, high)
+    cut = rows.take(row[flat.source])
+    boxes = BoxTable(cut.boxes.tensor, cut.boxes.offsets + flat.offsets, flat.lengths)
+    return replace(cut, boxes=boxes, start=cut.start + flat.flat_start * cut.element)
+
+
+def _numbers_within(counts: Int64s) -> Int64s:
+    """Return the numbers 0 to `count - 1` for each count, one count after the other."""
+    ends = np.cumsum(counts)
+    return np.arange(ends[-1]) - np.repeat(ends - counts, counts)
 
 
 def _strides(shape: Int64s) -> Int64s:
@@ -151,32 +194,45 @@ def _strides(shape: Int64s) -> Int64s:
     return strides
 
 
-def _split_gaps(found: Intersections, pieces: BoxTable, element: Int64s, block: Int64s) -> tuple[Intersections, Int64s]:
-    """Split intersections whose runs in the file have whole blocks between them, which then are not read.
-
-    Returns:
-        The intersections, and the piece of each.
-    """
-    left = found.left
-    strides = _strides(pieces.lengths)[left]
-    # `inner` spans the elements of one index of a dimension; the rest of the stride is the gap.
+def _split_gaps(found: Intersections, sources: _Sources, block_bytes: Int64s) -> Intersections:
+    """Split intersections whose runs in the file have whole blocks between them, so that these are not read."""
+    strides = _strides(sources.boxes.lengths)[found.left]
+    # One index of a dimension spans `inner` elements of the file; the rest of the stride is the gap before the next.
     reach = (found.lengths - 1) * strides
     inner = np.cumsum(reach[:, ::-1], axis=1)[:, ::-1] - reach + 1
-    gap = (strides - inner) * element[left][:, None]
-    wide = (gap >= 2 * block[left][:, None]) & (found.lengths > 1)
+    gap = (strides - inner) * sources.element[found.left][:, None]
+    wide = (gap >= 2 * block_bytes[found.left][:, None]) & (found.lengths > 1)
     if not wide.any():
-        return found, left
+        return found
+    # Each index of the dimensions up to the last one with wide gaps becomes an intersection of its own.
     dims = found.lengths.shape[1]
     depth = np.where(wide.any(axis=1), dims - np.argmax(wide[:, ::-1], axis=1), 0)
     outer = np.arange(dims) < depth[:, None]
     counts = np.where(outer, found.lengths, 1)
     total = np.prod(counts, axis=1)
-    source = np.repeat(np.arange(len(left)), total)
-    number = np.arange(len(source)) - np.repeat(np.cumsum(total) - total, total)
-    index = number[:, None] // _strides(counts)[source] % counts[source]
-    lengths = np.where(outer, 1, found.lengths)[source]
-    split = Intersections(left[source], found.right[source], found.offsets[source] + index, lengths)
-    return split, split.left
+    origin = np.repeat(np.arange(len(found)), total)
+    split = found.take(origin)
+    index = _numbers_within(total)[:, None] // _strides(counts)[origin] % counts[origin]
+    return replace(split, offsets=split.offsets + index, lengths=np.where(outer[origin], 1, split.lengths))
+
+
+def _copies(found: Intersections, sources: _Sources, wanted: BoxTable, contiguous: Mask) -> Copies:
+    """Return the copy of each intersection, from its source to its wanted box."""
+    boxes = sources.boxes.take(found.left)
+    first = ((found.offsets - boxes.offsets) * _strides(boxes.lengths)).sum(axis=1)
+    target_shape = wanted.lengths[found.right]
+    target_offsets = found.offsets - wanted.offsets[found.right]
+    one_run = _is_one_run(found.lengths, boxes.lengths) & _is_one_run(found.lengths, target_shape)
+    return Copies(
+        wanted=found.right,
+        source=sources.start[found.left] + first * sources.element[found.left],
+        elements=np.prod(found.lengths, axis=1),
+        flat=contiguous[found.right] & one_run,
+        target=(target_offsets * _strides(target_shape)).sum(axis=1),
+        source_shape=boxes.lengths,
+        target_offsets=target_offsets,
+        lengths=found.lengths,
+    )
 
 
 def _is_one_run(lengths: Int64s, shape: Int64s) -> Mask:
@@ -189,72 +245,52 @@ def _is_one_run(lengths: Int64s, shape: Int64s) -> Mask:
     return runs
 
 
-def _copies(
-    found: Intersections,
-    pieces: BoxTable,
-    base: Int64s,
-    element: Int64s,
-    file: Int64s,
-    wanted: BoxTable,
-    contiguous: Mask,
-    chunk_bytes: int,
-    pieces_of: Int64s,
-) -> tuple[Copies, Int64s, Int64s, Int64s]:
-    """Return the copies in file order, adjacent copies merged, and the file, element size and piece of each."""
-    inside = found.offsets - pieces.offsets
-    target_shape = wanted.lengths[found.right]
-    target_offsets = found.offsets - wanted.offsets[found.right]
-    source = base + (inside * _strides(pieces.lengths)).sum(axis=1) * element
-    target = (target_offsets * _strides(target_shape)).sum(axis=1)
-    elements = np.prod(found.lengths, axis=1)
-    flat = (
-        contiguous[found.right] & _is_one_run(found.lengths, pieces.lengths) & _is_one_run(found.lengths, target_shape)
-    )
+def _merged(copies: Copies, file: Int64s, element: Int64s, chunk_bytes: int) -> tuple[Copies, Int64s]:
+    """Merge flat copies of one chunk that follow each other in the file and in the destination.
 
-    order = np.lexsort((found.right, source, file))
-    right, source, elements, target = found.right[order], source[order], elements[order], target[order]
-    shape, offsets, lengths = pieces.lengths[order], target_offsets[order], found.lengths[order]
-    flat, file, element = flat[order], file[order], element[order]
-    joins = np.zeros(len(order), bool)
-    joins[1:] = (
-        flat[1:]
-        & flat[:-1]
+    Returns:
+        The merged copies, and the position in `copies` of the first part of each.
+    """
+    stop, target_stop = copies.source + copies.elements * element, copies.target + copies.elements
+    chunk = copies.source // chunk_bytes
+    follows = np.zeros(len(file), bool)
+    follows[1:] = (
+        copies.flat[1:]
+        & copies.flat[:-1]
         & (file[1:] == file[:-1])
-        & (right[1:] == right[:-1])
-        & (source[1:] == source[:-1] + (elements * element)[:-1])
-        & (source[1:] // chunk_bytes == source[:-1] // chunk_bytes)
-        & (target[1:] == target[:-1] + elements[:-1])
+        & (copies.wanted[1:] == copies.wanted[:-1])
+        & (copies.source[1:] == stop[:-1])
+        & (chunk[1:] == chunk[:-1])
+        & (copies.target[1:] == target_stop[:-1])
     )
-    heads = np.flatnonzero(~joins)
-    total = np.add.reduceat(elements, heads) if len(heads) else elements
-    merged = Copies(
-        right[heads], source[heads], total, flat[heads], target[heads], shape[heads], offsets[heads], lengths[heads]
-    )
-    return merged, file[heads], element[heads], pieces_of[order][heads]
+    first = np.flatnonzero(~follows)
+    elements = np.add.reduceat(copies.elements, first) if len(first) else copies.elements
+    return replace(copies.take(first), elements=elements), first
 
 
 def _ranges(
-    stored: StoredRows, copies: Copies, file: Int64s, element: Int64s, chunk_bytes: int, piece_bytes: Int64s
+    stored: StoredRows, copies: Copies, sources: _Sources, source_of: Int64s, chunk_bytes: int
 ) -> tuple[Int64s, Int64s, Int64s, Int64s]:
-    """Return block-aligned ranges that cover the copies: (file, start, stop, first copy)."""
+    """Return the ranges of whole blocks that hold the copies: (file, start, stop, first copy), as in `ReadPlan`.
+
+    Copies are in file order; `source_of` is the position in `sources` of the box that each one reads from.
+    """
+    file = sources.file[source_of]
+    if not len(file):
+        return file, file, file, np.zeros(1, np.int64)
     spread = ((copies.lengths - 1) * _strides(copies.source_shape)).sum(axis=1) + 1
-    span = np.where(copies.flat, copies.elements, spread) * element
+    nbytes = np.where(copies.flat, copies.elements, spread) * sources.element[source_of]
     block = stored.block_bytes[file]
     low = copies.source // block * block
-    high = np.minimum(-(-(copies.source + span) // block) * block, stored.data_bytes[file])
+    high = np.minimum(-(-(copies.source + nbytes) // block) * block, stored.data_bytes[file])
     # All files share one number line, where a running maximum finds the gaps in the union of ranges.
-    base = np.cumsum(stored.data_bytes) - stored.data_bytes
-    ends = np.maximum.accumulate(base[file] + high)
+    base = (np.cumsum(stored.data_bytes) - stored.data_bytes)[file]
+    begins, ends = base + low, np.maximum.accumulate(base + high)
     chunk = copies.source // chunk_bytes
+    part = copies.source // sources.range_bytes[source_of]
     new = np.ones(len(file), bool)
-    new[1:] = (base[file] + low)[1:] > ends[:-1]
-    new[1:] |= (chunk[1:] != chunk[:-1]) | (file[1:] != file[:-1])
-    piece = copies.source // piece_bytes
-    apart = (base[file] + low)[1:] >= ends[:-1]
-    new[1:] |= apart & (piece[1:] != piece[:-1]) & ~(copies.flat[1:] & copies.flat[:-1])
+    new[1:] = (begins[1:] > ends[:-1]) | (chunk[1:] != chunk[:-1]) | (file[1:] != file[:-1])
+    # Ranges of short runs end at `range_bytes`, but not inside a block.
+    new[1:] |= (part[1:] != part[:-1]) & (begins[1:] >= ends[:-1]) & ~(copies.flat[1:] & copies.flat[:-1])
     first = np.flatnonzero(new)
-    if not len(first):
-        empty = np.zeros(0, np.int64)
-        return empty, empty, empty, np.zeros(1, np.int64)
-    stop = np.maximum.reduceat(high, first)
-    return file[first], low[first], stop, np.append(first, len(file))
+    return file[first], low[first], np.maximum.reduceat(high, first), np.append(first, len(file))

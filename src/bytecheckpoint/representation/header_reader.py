@@ -19,7 +19,6 @@ from bytecheckpoint.representation.dtypes import from_safetensors_code, itemsize
 from bytecheckpoint.representation.names import GENERATION_LENGTH, unescape
 from bytecheckpoint.representation.shards import TensorKey
 from bytecheckpoint.representation.storage_file import (
-    ENTRIES_FIELD,
     FILE_FORMAT_VERSION,
     MAX_HEADER_BYTES,
     METADATA_PREFIX,
@@ -116,20 +115,55 @@ def parse_header(first_bytes: bytes, *, file: str = "") -> StorageHeader:
 
 
 def _parse_own(text: bytes, metadata: dict[str, str], tensors: dict[str, SafetensorsEntry], file: str) -> StorageHeader:
-    stated_sum = metadata.get(METADATA_PREFIX + "self", "")
-    sum_at = text.find(f'"{METADATA_PREFIX}self":"{stated_sum}"'.encode()) + len(METADATA_PREFIX) + 8
-    actual_sum = xxhash.xxh3_64(text[:sum_at])
-    actual_sum.update(b"0" * SUM_DIGITS)
-    actual_sum.update(text[sum_at + SUM_DIGITS :])
-    if actual_sum.hexdigest() != stated_sum:
-        raise _damaged(file, "its header does not match the header's own checksum")
+    """Parse the header of a file of this package: first its checksum and version, then the rest."""
+    _check_own_sum(text, metadata, file)
     version = _number(metadata, "version", file)
     if version > FILE_FORMAT_VERSION:
         raise IncompatibleCheckpointError(
             f"storage file {file!r} has format version {version}, this package reads up to {FILE_FORMAT_VERSION}: "
             "upgrade it"
         )
-    records = _decode_records(metadata.get(ENTRIES_FIELD, ""))
+    entries = _own_entries(_decode_records(metadata.get(METADATA_PREFIX + "entries", "")), tensors, file)
+    data_length = entries[-1].byte_offset + entries[-1].byte_length if entries else 0
+    block_bytes = _number(metadata, "block_bytes", file)
+    sums = metadata.get(METADATA_PREFIX + "sums", "")
+    generation = metadata.get(METADATA_PREFIX + "generation", "")
+    if block_bytes == 0 or len(sums) != SUM_DIGITS * block_count(data_length, block_bytes) or not _HEX.fullmatch(sums):
+        raise _damaged(file, "its checksums do not fit its data")
+    if len(generation) != GENERATION_LENGTH or not _HEX.fullmatch(generation):
+        raise _damaged(file, f"its generation {generation[:80]!r} is not 24 hex digits")
+    return StorageHeader(
+        entries=tuple(entries),
+        data_offset=len(text),
+        data_length=data_length,
+        kind=unescape(metadata.get(METADATA_PREFIX + "kind", "")),
+        rank=_number(metadata, "rank", file),
+        world_size=_number(metadata, "world_size", file),
+        generation=generation,
+        block_bytes=block_bytes,
+        sums=np.frombuffer(bytes.fromhex(sums), ">u8").astype(np.uint64),
+        # The first writers of format version 1 left out both fields.
+        files=_number({METADATA_PREFIX + "files": "0"} | metadata, "files", file),
+        siblings=msgspec.json.decode(metadata.get(METADATA_PREFIX + "siblings", "[]"), type=tuple[str, ...]),
+        foreign=False,
+        metadata={},
+    )
+
+
+def _check_own_sum(text: bytes, metadata: dict[str, str], file: str) -> None:
+    """Check the header's own checksum, which was taken with zeros in its place."""
+    stated = metadata.get(METADATA_PREFIX + "self", "")
+    prefix = f'"{METADATA_PREFIX}self":"'
+    sum_at = text.find(f'{prefix}{stated}"'.encode()) + len(prefix)
+    actual = xxhash.xxh3_64(text[:sum_at])
+    actual.update(b"0" * SUM_DIGITS)
+    actual.update(text[sum_at + SUM_DIGITS :])
+    if actual.hexdigest() != stated:
+        raise _damaged(file, "its header does not match the header's own checksum")
+
+
+def _own_entries(records: list[EntryRecord], tensors: dict[str, SafetensorsEntry], file: str) -> list[StoredEntry]:
+    """Return the entries of a file, whose two descriptions must agree: its records and its table of tensors."""
     if len(records) != len(tensors):
         raise _damaged(file, f"it lists {len(tensors)} tensors and describes {len(records)}")
     entries = []
@@ -137,6 +171,14 @@ def _parse_own(text: bytes, metadata: dict[str, str], tensors: dict[str, Safeten
     for record, (name, tensor) in zip(records, tensors.items(), strict=True):
         dtype, shape, offsets, lengths = record.dtype, record.global_shape, record.offsets, record.lengths
         start, end = end, end + _byte_length(dtype, lengths)
+        inside = len(shape) == len(offsets) == len(lengths) and all(
+            o + n <= size for o, n, size in zip(offsets, lengths, shape, strict=True)
+        )
+        code = safetensors_code(dtype) or "U8"
+        if not inside or (tensor.dtype, tensor.shape) != (code, stored_shape(dtype, lengths)):
+            raise _damaged(file, f"the two descriptions of tensor {name!r} differ")
+        if tensor.data_offsets != (start, end):
+            raise _damaged(file, f"tensor {name!r} does not start where the tensor before ends")
         entries.append(
             StoredEntry(
                 key=TensorKey(unescape(record.kind), unescape(record.fqn), unescape(record.slot)),
@@ -151,39 +193,9 @@ def _parse_own(text: bytes, metadata: dict[str, str], tensors: dict[str, Safeten
                 byte_length=end - start,
             )
         )
-        inside = len(shape) == len(offsets) == len(lengths) and all(
-            o + n <= size for o, n, size in zip(offsets, lengths, shape, strict=True)
-        )
-        code = safetensors_code(dtype) or "U8"
-        if not inside or (tensor.dtype, tensor.shape) != (code, stored_shape(dtype, lengths)):
-            raise _damaged(file, f"the two descriptions of tensor {name!r} differ")
-        if tensor.data_offsets != (start, end):
-            raise _damaged(file, f"tensor {name!r} does not start where the tensor before ends")
     if safetensors_keys(entries) != list(map(unescape, tensors)):
         raise _damaged(file, "the names of its tensors differ from their description")
-    block_bytes = _number(metadata, "block_bytes", file)
-    sums = metadata.get(METADATA_PREFIX + "sums", "")
-    generation = metadata.get(METADATA_PREFIX + "generation", "")
-    if block_bytes == 0 or len(sums) != SUM_DIGITS * block_count(end, block_bytes) or not _HEX.fullmatch(sums):
-        raise _damaged(file, "its checksums do not fit its data")
-    if len(generation) != GENERATION_LENGTH or not _HEX.fullmatch(generation):
-        raise _damaged(file, f"its generation {generation[:80]!r} is not 24 hex digits")
-    return StorageHeader(
-        entries=tuple(entries),
-        data_offset=len(text),
-        data_length=end,
-        kind=unescape(metadata.get(METADATA_PREFIX + "kind", "")),
-        rank=_number(metadata, "rank", file),
-        world_size=_number(metadata, "world_size", file),
-        generation=generation,
-        block_bytes=block_bytes,
-        sums=np.frombuffer(bytes.fromhex(sums), ">u8").astype(np.uint64),
-        # The first writers of format version 1 left out both fields.
-        files=_number({METADATA_PREFIX + "files": "0"} | metadata, "files", file),
-        siblings=msgspec.json.decode(metadata.get(METADATA_PREFIX + "siblings", "[]"), type=tuple[str, ...]),
-        foreign=False,
-        metadata={},
-    )
+    return entries
 
 
 def _parse_foreign(

@@ -19,7 +19,6 @@ from bytecheckpoint.representation.shards import TensorKey
 from bytecheckpoint.representation.storage_file import (
     COUNT_DIGITS,
     DATA_ALIGNMENT,
-    ENTRIES_FIELD,
     FILE_FORMAT_VERSION,
     MAX_HEADER_BYTES,
     METADATA_PREFIX,
@@ -113,35 +112,23 @@ def build_header(
     if not _is_ascii(entries, keys):  # rare; to escape 50,000 names costs as much as the rest of this function
         keys = list(map(escape, keys))
         entries = [_escaped(entry) for entry in entries]
-    table: dict[str, SafetensorsEntry] = {}
-    end = 0
-    for key, entry in zip(keys, entries, strict=True):
-        start, end = end, end + entry.byte_length
-        assert entry.byte_offset == start, f"{key} starts at {entry.byte_offset}, the entry before ends at {start}"
-        dtype = entry.dtype
-        table[key] = SafetensorsEntry(safetensors_code(dtype) or "U8", stored_shape(dtype, entry.lengths), (start, end))
-    records = [
-        EntryRecord(*e.key, e.dtype, e.global_shape, e.offsets, e.lengths, e.aliases, e.requires_grad, e.owner)
-        for e in entries
-    ]
-    assert end == data_length, f"entries hold {end} bytes, not {data_length}"
+    table = _safetensors_table(entries, keys, data_length)
     blocks = block_count(data_length, block_bytes)
+    text = bytearray(8)  # for the length of the header
+    text += b'{"__metadata__":{"format":"pt"'
     # Fields of fixed width come first: their places depend only on the text before them.
-    text = bytearray(8)
-    text += b'{"__metadata__":{"format":"pt",'
-    text += f'"{METADATA_PREFIX}version":"{FILE_FORMAT_VERSION}","{METADATA_PREFIX}self":"'.encode()
-    self_at = len(text)
-    text += b"0" * SUM_DIGITS + f'","{METADATA_PREFIX}generation":"'.encode()
-    generation_at = len(text)
-    text += f'{generation}","{METADATA_PREFIX}files":"'.encode()
-    files_at = len(text)
-    text += b"0" * COUNT_DIGITS
-    text += f'","{METADATA_PREFIX}rank":"{rank}","{METADATA_PREFIX}world_size":"{world_size}",'.encode()
-    text += f'"{METADATA_PREFIX}block_bytes":"{block_bytes}","{METADATA_PREFIX}sums":"'.encode()
-    sums_at = len(text)
-    text += b"0" * (SUM_DIGITS * blocks) + f'","{METADATA_PREFIX}kind":'.encode() + msgspec.json.encode(escape(kind))
-    text += f',"{METADATA_PREFIX}siblings":'.encode() + msgspec.json.encode(msgspec.json.encode(siblings).decode())
-    text += f',"{ENTRIES_FIELD}":'.encode() + msgspec.json.encode(msgspec.json.encode(records).decode()) + b"}"
+    _add_field(text, "version", str(FILE_FORMAT_VERSION))
+    self_at = _add_field(text, "self", "0" * SUM_DIGITS)
+    generation_at = _add_field(text, "generation", generation)
+    files_at = _add_field(text, "files", "0" * COUNT_DIGITS)
+    _add_field(text, "rank", str(rank))
+    _add_field(text, "world_size", str(world_size))
+    _add_field(text, "block_bytes", str(block_bytes))
+    sums_at = _add_field(text, "sums", "0" * (SUM_DIGITS * blocks))
+    _add_field(text, "kind", escape(kind))
+    _add_field(text, "siblings", msgspec.json.encode(siblings).decode())
+    _add_field(text, "entries", _records(entries))
+    text += b"}"
     body = msgspec.json.encode(table)
     text += b"," + body[1:] if table else b"}"
     text += b" " * (-len(text) % DATA_ALIGNMENT)
@@ -162,6 +149,38 @@ def build_header(
         _self_at=self_at,
         _sums_at=sums_at,
     )
+
+
+def _add_field(text: bytearray, name: str, value: str) -> int:
+    """Append a field of this package to the metadata in `text`; return the place of the value."""
+    text += f',"{METADATA_PREFIX}{name}":'.encode()
+    place = len(text) + len('"')
+    text += msgspec.json.encode(value)
+    return place
+
+
+def _safetensors_table(
+    entries: Sequence[StoredEntry], keys: Sequence[str], data_length: int
+) -> dict[str, SafetensorsEntry]:
+    """Describe the tensors as every safetensors file does, by key."""
+    table: dict[str, SafetensorsEntry] = {}
+    end = 0
+    for key, entry in zip(keys, entries, strict=True):
+        start, end = end, end + entry.byte_length
+        assert entry.byte_offset == start, f"{key} starts at {entry.byte_offset}, the entry before ends at {start}"
+        dtype = entry.dtype
+        table[key] = SafetensorsEntry(safetensors_code(dtype) or "U8", stored_shape(dtype, entry.lengths), (start, end))
+    assert end == data_length, f"entries hold {end} bytes, not {data_length}"
+    return table
+
+
+def _records(entries: Sequence[StoredEntry]) -> str:
+    """Describe the entries by what a safetensors file has no place for, as JSON."""
+    records = [
+        EntryRecord(*e.key, e.dtype, e.global_shape, e.offsets, e.lengths, e.aliases, e.requires_grad, e.owner)
+        for e in entries
+    ]
+    return msgspec.json.encode(records).decode()
 
 
 def _is_ascii(entries: Sequence[StoredEntry], keys: list[str]) -> bool:

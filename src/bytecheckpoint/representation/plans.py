@@ -39,6 +39,10 @@ class Copies:
     target_offsets: Int64s
     lengths: Int64s
 
+    def take(self, index: Int64s) -> Copies:
+        """Return the copies at `index`, in that order."""
+        return Copies(*(getattr(self, name)[index] for name in self.__slots__))
+
 
 @dataclass(frozen=True, slots=True)
 class ReadPlan:

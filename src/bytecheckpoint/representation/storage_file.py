@@ -13,7 +13,6 @@ from bytecheckpoint.representation.shards import TensorKey
 __all__ = [
     "COUNT_DIGITS",
     "DATA_ALIGNMENT",
-    "ENTRIES_FIELD",
     "FILE_FORMAT_VERSION",
     "MAX_HEADER_BYTES",
     "METADATA_PREFIX",
@@ -30,7 +29,6 @@ MAX_HEADER_BYTES: Final = 100_000_000
 """Largest header that safetensors accepts."""
 
 METADATA_PREFIX: Final = "bytecheckpoint."
-ENTRIES_FIELD: Final = METADATA_PREFIX + "entries"
 SUM_DIGITS: Final = 16
 COUNT_DIGITS: Final = 8
 

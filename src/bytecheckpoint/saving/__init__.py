@@ -78,7 +78,7 @@ def save(
     settings, wrong = settings_with_timeout(timeout)
     storage = _resolved(path)
 
-    def check() -> SaveCall:
+    def make_call() -> SaveCall:
         if wrong is not None:
             raise wrong
         check_flags(async_checkpoint=async_checkpoint, check_replicas=check_replicas)
@@ -86,16 +86,16 @@ def save(
             raise UsageError(f"staging={staging!r}: use 'blocking' or 'background'")
         if staging == "background" and not async_checkpoint:
             raise UsageError("staging='background' needs async_checkpoint=True")
-        return _call(storage, states, framework, names, check_replicas, settings, metadata)
+        return _checked_call(storage, states, framework, names, check_replicas, settings, metadata)
 
-    # `check` refuses other types than bool, after every rank has taken this call's number.
+    # `make_call` refuses other types than bool, after every rank has taken this call's number.
     asynchronous = isinstance(async_checkpoint, bool | np.bool_) and bool(async_checkpoint)
     background = asynchronous and isinstance(staging, str) and staging == "background"
     handle = SaveHandle(str(path))
     with torch.inference_mode(False):  # memory that is kept for later saves must not belong to that mode
         world = world_of(current(process_group, timeout=settings.timeout))
         tier = None if isinstance(storage, Exception) else storage.tier_to_flush()
-        Saver(world).save(check, settings, handle, tier=tier, asynchronous=asynchronous, background=background)
+        Saver(world, make_call, settings).save(handle, tier=tier, asynchronous=asynchronous, background=background)
     return handle
 
 
@@ -123,24 +123,25 @@ def prepare(
     """
     settings, wrong = settings_with_timeout(timeout)
 
-    def check() -> SaveCall:
+    def make_call() -> SaveCall:
         if wrong is not None:
             raise wrong
-        return _call(_resolved("."), states, framework, names, False, settings, None)
+        # Nothing is written: the path must only be equal on all ranks, whatever their working directories.
+        return _checked_call(_resolved("/"), states, framework, names, False, settings, None)
 
     with torch.inference_mode(False):
-        return Saver(world_of(current(process_group, timeout=settings.timeout))).prepare(check, settings)
+        return Saver(world_of(current(process_group, timeout=settings.timeout)), make_call, settings).prepare()
 
 
 def _resolved(path: str | os.PathLike[str] | Storage) -> Storage | Exception:
     """Resolve a path. An error is returned, to be raised where all ranks can be told."""
     try:
         return resolve_storage(path)
-    except Exception as error:  # noqa: BLE001  raised by `_call`
+    except Exception as error:  # noqa: BLE001  raised by `_checked_call`
         return error
 
 
-def _call(
+def _checked_call(
     storage: Storage | Exception,
     states: Mapping[str, object],
     framework: str,
@@ -149,6 +150,7 @@ def _call(
     settings: Settings,
     metadata: Mapping[str, Any] | None,
 ) -> SaveCall:
+    """Check the arguments, and find the adapter and the storage to write to."""
     check_states(states, names)
     check_metadata(metadata)
     if isinstance(storage, Exception):

@@ -41,10 +41,10 @@ class SaveCall:
 
 @dataclass(slots=True)
 class SaveTask:
-    """What rank 0's own save tells the coordinator besides the messages.
+    """The number of one save and, on rank 0, what its own save tells the coordinator besides the messages.
 
     Attributes:
-        sequence: number of the save.
+        number: number of the save, equal on all ranks.
         timeout: seconds that a step may take, beyond the time for moving bytes.
         storage: where the checkpoint goes; set before rank 0 sends its first message.
         replaces: version of the catalog that was there when rank 0 began to write, "" for none.
@@ -53,7 +53,7 @@ class SaveTask:
         layout: how the objects are distributed. Rank 0 reads it when it asks for a plan, and caches it with the plan.
     """
 
-    sequence: int
+    number: int
     timeout: float
     storage: Storage | None = None
     replaces: str = ""

@@ -1,4 +1,4 @@
-"""The catalog of a save, made from the plan and the ranks' reports."""
+"""Make the catalog of a save from the plan and the ranks' reports."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ __all__ = ["build_catalog"]
 def build_catalog(
     plan: SavePlan, reports: Mapping[int, WriteReport], generation: str, info: Mapping[str, Any]
 ) -> Catalog:
-    """Join the plan with the ranks' reports.
+    """Join the plan and the ranks' reports to a catalog.
 
     Args:
         plan: rows and files of all ranks.
-        reports: one per rank.
+        reports: of all ranks.
         generation: of the files.
         info: facts about the save as a whole.
     """
@@ -35,14 +35,14 @@ def build_catalog(
     def add(rank: int, record: FileRecord) -> int:
         files.append(
             StorageFile(
-                record.name,
-                unescape(record.kind),
-                rank,
-                record.size,
-                record.data_offset,
-                record.header_sum,
-                record.block_bytes,
-                generation,
+                name=record.name,
+                kind=unescape(record.kind),
+                rank=rank,
+                size=record.size,
+                data_offset=record.data_offset,
+                header_sum=record.header_sum,
+                block_bytes=record.block_bytes,
+                generation=generation,
             )
         )
         sums.append(np.frombuffer(record.sums, np.uint64))

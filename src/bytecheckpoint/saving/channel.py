@@ -29,7 +29,7 @@ class CoordinatorChannel:
 
     Args:
         collective: the ranks of the save.
-        sequence: number of the save.
+        number: number of the save.
 
     Attributes:
         expected: the step of the message that the coordinator expects from this rank; None while this rank waits for a
@@ -37,11 +37,11 @@ class CoordinatorChannel:
         undecided: this rank has sent a message and had no reply, so the save may be committed or not.
     """
 
-    def __init__(self, collective: Collective, sequence: int) -> None:
+    def __init__(self, collective: Collective, number: int) -> None:
         self.expected: SaveStep | None = SaveStep.FIRST
         self.undecided = False
         self._collective = collective
-        self._sequence = sequence
+        self._number = number
 
     def ask(self, message: RankMessage, timeout: float) -> Reply:
         """Send the message of the expected step and wait for the reply.
@@ -57,16 +57,15 @@ class CoordinatorChannel:
         step = self.expected
         assert step is not None, "the coordinator expects no message"
         self.undecided = True
-        self._collective.send(0, tag(self._sequence, step), encode(message))
+        self._collective.send(0, tag(self._number, step), encode(message))
         self.expected = None
-        reply = decode(self._collective.recv(0, reply_tag(self._sequence, step), timeout=timeout))
+        reply: Reply | Failure = decode(self._collective.recv(0, reply_tag(self._number, step), timeout=timeout))
         self.undecided = isinstance(reply, Failure) and reply.undecided
         if isinstance(reply, Failure):
             raise reply.as_error()
-        over = isinstance(message, PlanRequest) and message.dry
-        self.expected = None if over else NEXT_STEP.get(type(reply))
-        answer: Reply = reply
-        return answer
+        ends_with_plan = isinstance(message, PlanRequest) and message.dry
+        self.expected = None if ends_with_plan else NEXT_STEP.get(type(reply))
+        return reply
 
     def fail(self, stage: str, error: BaseException) -> bool:
         """Report that this rank cannot go on, if the coordinator expects a message from it.
@@ -83,7 +82,7 @@ class CoordinatorChannel:
             return False
         failure = Failure.of(self._collective.rank, stage, error)
         try:
-            self._collective.send(0, tag(self._sequence, step), encode(failure))
+            self._collective.send(0, tag(self._number, step), encode(failure))
         except CheckpointError as lost:
-            _log.warning("save %d: the failure cannot be reported to the coordinator: %s", self._sequence, lost)
+            _log.warning("save %d: the failure cannot be reported to the coordinator: %s", self._number, lost)
         return True

@@ -1,4 +1,4 @@
-"""The commit of a save in its storage: see that all files are there, publish the catalog, remove old files."""
+"""The steps around the publish of a catalog: check that all files are there, judge a failed publish, remove old files."""
 
 from __future__ import annotations
 
@@ -15,16 +15,19 @@ _log = logging.getLogger("bytecheckpoint")
 
 
 def stale_files(storage: Storage, named: Mapping[str, int], replaces: str) -> list[str]:
-    """List the storage files that the new catalog does not name: the replaced checkpoint's, and those of killed saves.
+    """Check by a listing that the new files are there, and return the storage files that the new catalog does not name.
 
     Args:
         storage: as rank 0 sees it.
         named: the new files and their sizes.
         replaces: version of the catalog that the new one replaces.
 
+    Returns:
+        Files of the replaced checkpoint and of killed saves; none if the storage cannot be listed.
+
     Raises:
-        StorageConflictError: another save has committed meanwhile, and has removed these files as a killed save's.
-        StorageError: a file that a rank has written is not here, or has another size: ranks do not share the path.
+        StorageConflictError: another save has committed meanwhile, and has removed new files as a killed save's.
+        StorageError: a new file is not there, or has another size: ranks do not share the path.
     """
     try:
         present = dict(storage.list())
@@ -43,7 +46,7 @@ def stale_files(storage: Storage, named: Mapping[str, int], replaces: str) -> li
 
 
 def may_have_committed(storage: Storage, catalog: bytes, error: BaseException) -> bool:
-    """Whether a publish that raised `error` may have taken effect: a lost answer, an fsync after the rename."""
+    """Return whether a publish that raised `error` may have taken effect: a lost answer, an fsync after the rename."""
     if isinstance(error, StorageUnavailableError) and error.undecided:
         return True
     try:
@@ -63,7 +66,7 @@ def remove_stale_files(storage: Storage, stale: Sequence[str]) -> None:
 
 
 def _refuse_unseen(storage: Storage, name: str, size: int) -> None:
-    """Look at a file that the listing lacks: listings of network file systems may come from a cache."""
+    """Refuse a file that `stat` does not see either: listings of network file systems may come from a cache."""
     try:
         present = storage.stat(name).size
     except FileNotFoundError:

@@ -40,7 +40,7 @@ from bytecheckpoint.saving.messages import (
     reply_tag,
     tag,
 )
-from bytecheckpoint.saving.plans import KnownPlan, check_reports, check_urls, differing_replicas, plan_around
+from bytecheckpoint.saving.plans import GlobalPlan, check_reports, check_urls, differing_replicas, plan_around
 from bytecheckpoint.saving.values import assign_values, unwritten_values
 
 __all__ = ["Coordinator"]
@@ -49,7 +49,7 @@ _log = logging.getLogger("bytecheckpoint")
 
 
 class _StepFailedError(Exception):
-    """A step failed for the reason in `failure`, which every waiting rank gets as it is."""
+    """Ends a save with `failure`, which every waiting rank gets unchanged."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure.error["message"])
@@ -57,7 +57,7 @@ class _StepFailedError(Exception):
 
 
 class Coordinator:
-    """Sees one save through.
+    """Coordinates one save of all ranks.
 
     Args:
         collective: the ranks.
@@ -65,12 +65,12 @@ class Coordinator:
         task: the save.
     """
 
-    def __init__(self, collective: Collective, plans: PlanCache[str, KnownPlan], task: SaveTask) -> None:
+    def __init__(self, collective: Collective, plans: PlanCache[str, GlobalPlan], task: SaveTask) -> None:
         self._collective = collective
         self._plans = plans
         self._task = task
-        #: The step whose reply each rank waits for, now or when it comes to that.
-        self._waits: dict[int, SaveStep] = dict.fromkeys(range(collective.world_size), SaveStep.FIRST)
+        #: The step of the next reply to each rank. A rank to which no reply is due is not in it.
+        self._due: dict[int, SaveStep] = dict.fromkeys(range(collective.world_size), SaveStep.FIRST)
 
     def run(self) -> None:
         """Run the save to its end. Never raises: every waiting rank gets the failure as its reply."""
@@ -82,26 +82,27 @@ class Coordinator:
             self._fail(Failure.of(0, "coordination", error))
 
     def _fail(self, failure: Failure) -> None:
+        """Reply to every rank with `failure`. The next save plans anew."""
         self._plans.clear()
-        for rank in list(self._waits):
+        for rank in list(self._due):
             self._reply(rank, failure)
 
     def _run(self) -> None:
         # A rank with a cached plan first writes, and only then sends its first message.
-        writing_seconds = max((known.writing_seconds() for known in self._plans.newest_first()), default=0.0)
-        first = self._collect(self._waits, SaveStep.FIRST, writing_seconds)
+        writing_seconds = max((plan.writing_seconds() for plan in self._plans.newest_first()), default=0.0)
+        first = self._collect(self._due, SaveStep.FIRST, writing_seconds)
         requests: dict[int, PlanRequest] = {r: m for r, m in first.items() if isinstance(m, PlanRequest)}
         reports: dict[int, WriteReport] = {r: m for r, m in first.items() if isinstance(m, WriteReport)}
-        known, replies = self._plan(requests, reports)
+        plan, replies = self._plan(requests, reports)
         for rank, reply in replies.items():
             self._reply(rank, reply)
         if requests and all(r.dry for r in requests.values()):
-            return
-        reports.update(self._collect(replies, SaveStep.REPORT, known.writing_seconds()))
-        check_reports(reports, known)
+            return  # `prepare` ends with the plan
+        reports.update(self._collect(replies, SaveStep.REPORT, plan.writing_seconds()))
+        check_reports(reports, plan)
         self._complete_values(reports)
-        self._commit(reports, known)
-        for rank in list(self._waits):
+        self._commit(reports, plan)
+        for rank in list(self._due):
             self._reply(rank, CommitResult())
 
     # --- messages -------------------------------------------------------------------------------------------------
@@ -112,29 +113,30 @@ class Coordinator:
         if not order:
             return {}
         timeout = self._task.timeout + writing_seconds
-        received = self._collective.collect(order, tag(self._task.sequence, step), timeout=timeout)
+        received = self._collective.collect(order, tag(self._task.number, step), timeout=timeout)
         messages = {rank: decode(message) for rank, message in zip(order, received, strict=True)}
         failures = [message for message in messages.values() if isinstance(message, Failure)]
         for failure in failures:
-            self._waits.pop(failure.rank, None)  # it knows
+            self._due.pop(failure.rank, None)  # it waits for no reply
         if failures:
             raise _StepFailedError(failures[0])
         return messages
 
     def _reply(self, rank: int, reply: Reply | Failure) -> None:
-        step = self._waits.pop(rank)
+        """Send the reply that is due to `rank`."""
+        step = self._due.pop(rank)
         if type(reply) in NEXT_STEP:
-            self._waits[rank] = NEXT_STEP[type(reply)]
+            self._due[rank] = NEXT_STEP[type(reply)]
         try:
-            self._collective.send(rank, reply_tag(self._task.sequence, step), encode(reply))
+            self._collective.send(rank, reply_tag(self._task.number, step), encode(reply))
         except CheckpointError as error:
-            _log.warning("save %d: no reply can be sent to rank %d: %s", self._task.sequence, rank, error)
+            _log.warning("save %d: no reply can be sent to rank %d: %s", self._task.number, rank, error)
 
     # --- plan -----------------------------------------------------------------------------------------------------
 
     def _plan(
         self, requests: dict[int, PlanRequest], reports: dict[int, WriteReport]
-    ) -> tuple[KnownPlan, dict[int, PlanResponse | RewriteRequest]]:
+    ) -> tuple[GlobalPlan, dict[int, PlanResponse | RewriteRequest]]:
         """Find or make the plan that this save follows.
 
         Args:
@@ -151,22 +153,22 @@ class Coordinator:
         tables = {rank: request.table for rank, request in requests.items()}
         if old is not None:
             tables |= {rank: old.tables[rank] for rank in reports}
-            fixed = {rank: old.plan.locals_of(rank) for rank in reports}
+            fixed = {rank: old.columns.locals_of(rank) for rank in reports}
         else:
             described = self._describe(reports)
             tables |= {rank: description.table for rank, description in described.items()}
             fixed = {rank: np.frombuffer(description.rows, np.int64) for rank, description in described.items()}
         return self._make_plan([tables[rank] for rank in range(len(tables))], fixed, requests, reports)
 
-    def _cached_plan(self, reports: Mapping[int, WriteReport]) -> KnownPlan | None:
+    def _cached_plan(self, reports: Mapping[int, WriteReport]) -> GlobalPlan | None:
         """Find the plan that all of `reports` followed, if it is cached."""
-        found = next((known for known in self._plans.newest_first() if known.fits(reports)), None)
+        found = next((plan for plan in self._plans.newest_first() if plan.fits(reports)), None)
         if found is not None:
             self._plans.get(found.name)  # ranks keep the plans that they used last, so this side does too
         return found
 
     def _describe(self, ranks: Collection[int]) -> dict[int, PlanDescription]:
-        """Ask ranks that followed unknown plans what they hold, and what they wrote."""
+        """Ask ranks that followed unknown plans for their shards, and for the rows that they wrote."""
         for rank in ranks:
             self._reply(rank, DescribeRequest())
         return self._collect(ranks, SaveStep.DESCRIPTION)
@@ -177,22 +179,23 @@ class Coordinator:
         fixed: Mapping[int, NDArray[np.int64]],
         requests: Mapping[int, PlanRequest],
         reports: Mapping[int, WriteReport],
-    ) -> tuple[KnownPlan, dict[int, PlanResponse | RewriteRequest]]:
-        plan, rewrite_reason = plan_around(tables, fixed)
-        name = f"{self._collective.world_id}-{self._task.sequence}"
+    ) -> tuple[GlobalPlan, dict[int, PlanResponse | RewriteRequest]]:
+        """Make a plan in which the ranks keep the rows that they wrote (`fixed`), if possible; return as `_plan` does."""
+        columns, rewrite_reason = plan_around(tables, fixed)
+        name = f"{self._collective.world_id}-{self._task.number}"
         values = {rank: request.values for rank, request in requests.items()}
         if rewrite_reason:
             values |= {rank: report.values for rank, report in reports.items()}
         expected = [name if rank in values else reports[rank].plan for rank in range(len(tables))]
-        known = KnownPlan(name, plan, tables, expected)
-        self._plans.add(name, known)
+        plan = GlobalPlan(name, columns, tables, expected)
+        self._plans.add(name, plan)
         assigned = assign_values(values, whole_world=len(values) == len(tables))
         differences = differing_replicas(requests, tables)
         replies: dict[int, PlanResponse | RewriteRequest] = {}
         for rank in values:
-            response = PlanResponse(name, plan.locals_of(rank).tobytes(), sorted(assigned[rank]), differences)
+            response = PlanResponse(name, columns.locals_of(rank).tobytes(), sorted(assigned[rank]), differences)
             replies[rank] = response if rank in requests else RewriteRequest(response, rewrite_reason)
-        return known, replies
+        return plan, replies
 
     # --- commit ---------------------------------------------------------------------------------------------------
 
@@ -203,11 +206,12 @@ class Coordinator:
             self._reply(rank, ValuesRequest(sorted(keys)))
         reports.update(self._collect(unwritten, SaveStep.VALUES))
 
-    def _commit(self, reports: Mapping[int, WriteReport], known: KnownPlan) -> None:
+    def _commit(self, reports: Mapping[int, WriteReport], plan: GlobalPlan) -> None:
+        """Check that all files are there, publish the catalog, remove the files that it replaces."""
         task = self._task
         storage = task.storage
         assert storage is not None
-        catalog = build_catalog(known.plan, reports, task.generation, {**task.info, "layout": task.layout})
+        catalog = build_catalog(plan.columns, reports, task.generation, {**task.info, "layout": task.layout})
         # Listed before the commit: files that appear later belong to a save that begins later.
         stale = stale_files(storage, {f.name: f.size for f in catalog.files}, task.replaces)
         data = encode_catalog(catalog)

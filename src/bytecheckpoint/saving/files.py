@@ -11,22 +11,19 @@ import torch
 import xxhash
 from numpy.typing import NDArray
 
-from bytecheckpoint.collectives import Collective
 from bytecheckpoint.engine.save_job import SaveJob
 from bytecheckpoint.engine.staging import Image, KnownTargets
 from bytecheckpoint.engine.writing import FileTask
 from bytecheckpoint.errors import CheckpointError
-from bytecheckpoint.representation.names import escape, file_stem, storage_file_name, values_file_name
+from bytecheckpoint.representation.names import escape, file_stem
 from bytecheckpoint.representation.shards import LiveShard, TensorKey
-from bytecheckpoint.saving.layout import LocalPlan, PlannedFile, lay_out_values
+from bytecheckpoint.saving.file_layout import FileOrigin, LocalPlan, PlannedFile, end_of, lay_out_values
 from bytecheckpoint.saving.messages import FileRecord
 from bytecheckpoint.saving.state import Value
 from bytecheckpoint.settings import Settings
 from bytecheckpoint.storage import Storage
 
 __all__ = ["FileBatch", "RankFiles"]
-
-_ALIGN = 4096
 
 
 @dataclass(slots=True)
@@ -35,8 +32,8 @@ class FileBatch:
 
     Attributes:
         files: the files.
-        image: their tensors and places.
-        job: writes them.
+        image: their data sections.
+        job: writes the files.
     """
 
     files: list[PlannedFile]
@@ -48,20 +45,18 @@ class RankFiles:
     """All files of one rank in one save, in batches: the planned ones first, further values if the coordinator asks.
 
     Args:
-        collective: the ranks of the save.
-        generation: as below.
-        storage: where they go.
+        origin: see below.
+        storage: where the files go.
         settings: threads, chunk length, direct I/O.
 
     Attributes:
-        generation: in the names of the files.
-        bytes_written: length of the finished files, headers included.
+        origin: of the files.
+        bytes_written: total length of the finished files, headers included.
     """
 
-    def __init__(self, collective: Collective, generation: str, storage: Storage, settings: Settings) -> None:
+    def __init__(self, origin: FileOrigin, storage: Storage, settings: Settings) -> None:
+        self.origin = origin
         self.bytes_written = 0
-        self._collective = collective
-        self.generation = generation
         self._storage = storage
         self._settings = settings
         self._files: list[PlannedFile] = []
@@ -85,15 +80,12 @@ class RankFiles:
     def _add(
         self, files: list[PlannedFile], tensors: list[torch.Tensor], targets: KnownTargets, values: Sequence[Value]
     ) -> FileBatch:
-        last = files[-1].image if files else None
         value_files, places = lay_out_values(
             values,
+            self.origin,
             first=len(tensors),
-            position=last.start + -(-last.nbytes // _ALIGN) * _ALIGN if last else 0,
+            position=end_of(files[-1].image) if files else 0,
             part=1 if self._files else 0,
-            rank=self._collective.rank,
-            world_size=self._collective.world_size,
-            generation=self.generation,
             siblings=[file_stem(self._name(f)) for f in (*self._files, *files)],
         )
         base = len(self._files) + len(files)
@@ -113,14 +105,14 @@ class RankFiles:
         return self._places.get(value.key, (-1, 0))
 
     def finish(self, batch: FileBatch, sums: Sequence[NDArray[np.uint64]]) -> list[FileRecord]:
-        """Write the headers of a batch and make its files durable.
+        """Write the headers of a batch, make its files durable and describe them.
 
         Args:
-            batch: its data sections are written.
+            batch: files whose data sections are written.
             sums: block sums of each file.
         """
         count = len(self._files)
-        headers = [f.header.render(s, self.generation, count) for f, s in zip(batch.files, sums, strict=True)]
+        headers = [f.header.render(s, self.origin.generation, count) for f, s in zip(batch.files, sums, strict=True)]
         batch.job.finish(headers)
         records = []
         for file, header, file_sums in zip(batch.files, headers, sums, strict=True):
@@ -129,21 +121,21 @@ class RankFiles:
             self.bytes_written += size
             records.append(
                 FileRecord(
-                    self._name(file),
-                    escape(file.kind),
-                    file.part,
-                    file.values,
-                    size,
-                    template.data_offset,
-                    xxhash.xxh3_64_intdigest(header),
-                    template.block_bytes,
-                    file_sums.tobytes(),
+                    name=self._name(file),
+                    kind=escape(file.kind),
+                    part=file.part,
+                    values=file.values,
+                    size=size,
+                    data_offset=template.data_offset,
+                    header_sum=xxhash.xxh3_64_intdigest(header),
+                    block_bytes=template.block_bytes,
+                    sums=file_sums.tobytes(),
                 )
             )
         return records
 
     def start_again(self) -> None:
-        """Remove all files, to write others."""
+        """Remove all files, so that others can be written."""
         self.abort_jobs()
         self._storage.delete([self._name(f) for f in self._files])
         self._files, self._places, self.bytes_written = [], {}, 0
@@ -156,7 +148,7 @@ class RankFiles:
                 self._storage.delete([self._name(f) for f in self._files])
 
     def release(self) -> None:
-        """Let go of the jobs of a save that is over."""
+        """Drop the jobs of a save that is over."""
         self._jobs = []
 
     def abort_jobs(self) -> None:
@@ -166,5 +158,4 @@ class RankFiles:
         self._jobs = []
 
     def _name(self, file: PlannedFile) -> str:
-        name = values_file_name if file.values else storage_file_name
-        return name(file.kind, self._collective.rank, self.generation, file.part)
+        return self.origin.file_name(file.kind, file.part, values=file.values)

@@ -89,7 +89,7 @@ class ValueRecord(msgspec.Struct, frozen=True, array_like=True):
 
 
 class FileRecord(msgspec.Struct, frozen=True, array_like=True):
-    """A finished, durable storage file."""
+    """A finished, durable storage file, as the catalog will describe it (`StorageFile`); `sums` are its block sums."""
 
     name: str
     kind: str
@@ -103,7 +103,7 @@ class FileRecord(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Failure(msgspec.Struct, frozen=True, tag="failure"):
-    """A rank, or the coordinator, cannot go on.
+    """Tells that a rank, or the coordinator, cannot go on.
 
     Attributes:
         rank: the rank that failed.
@@ -131,7 +131,7 @@ class Failure(msgspec.Struct, frozen=True, tag="failure"):
 
 
 class PlanRequest(msgspec.Struct, frozen=True, tag="plan-request"):
-    """What a rank holds that has no cached plan.
+    """Asks for a plan; describes what a rank without a cached plan holds.
 
     Attributes:
         url: where the checkpoint goes.
@@ -149,7 +149,7 @@ class PlanRequest(msgspec.Struct, frozen=True, tag="plan-request"):
 
 
 class PlanDescription(msgspec.Struct, frozen=True, tag="plan-description"):
-    """What a rank holds, and what of it the rank has written by a plan that the coordinator does not remember.
+    """Describes a rank's shards, and which of them it has written by a plan that the coordinator does not remember.
 
     Attributes:
         table: the rank's shards.
@@ -161,7 +161,7 @@ class PlanDescription(msgspec.Struct, frozen=True, tag="plan-description"):
 
 
 class WriteReport(msgspec.Struct, frozen=True, tag="write-report"):
-    """A rank's files are durable.
+    """Reports that a rank's files are durable.
 
     Attributes:
         url: where the checkpoint goes.
@@ -180,7 +180,7 @@ class WriteReport(msgspec.Struct, frozen=True, tag="write-report"):
 
 
 class PlanResponse(msgspec.Struct, frozen=True, tag="plan-response"):
-    """One rank's part of a new plan: it writes that and reports.
+    """Gives a rank its part of a new plan. The rank writes that and reports.
 
     Attributes:
         plan: the name of the global plan.
@@ -200,11 +200,11 @@ class DescribeRequest(msgspec.Struct, frozen=True, tag="describe-request"):
 
 
 class RewriteRequest(msgspec.Struct, frozen=True, tag="rewrite-request"):
-    """Asks a rank to remove what it wrote, to write by another plan and to report again.
+    """Asks a rank to remove its files, to write by another plan and to report again.
 
     Attributes:
         plan: what the rank writes now.
-        reason: why what it wrote is of no use.
+        reason: why the removed files are of no use.
     """
 
     plan: PlanResponse
@@ -222,7 +222,7 @@ class ValuesRequest(msgspec.Struct, frozen=True, tag="values-request"):
 
 
 class CommitResult(msgspec.Struct, frozen=True, tag="commit-result"):
-    """The checkpoint is committed; the save is over."""
+    """Tells a rank that the checkpoint is committed; the save is over."""
 
 
 RankMessage = PlanRequest | PlanDescription | WriteReport
@@ -237,14 +237,14 @@ NEXT_STEP: dict[type[Any], SaveStep] = {
 _decoder = msgspec.msgpack.Decoder(RankMessage | Reply | Failure)
 
 
-def tag(sequence: int, step: SaveStep) -> str:
-    """Name the message that a rank sends in one step of save number `sequence`."""
-    return f"save/{sequence}/{step}"
+def tag(number: int, step: SaveStep) -> str:
+    """Name the message that a rank sends in one step of save `number`."""
+    return f"save/{number}/{step}"
 
 
-def reply_tag(sequence: int, step: SaveStep) -> str:
+def reply_tag(number: int, step: SaveStep) -> str:
     """Name the coordinator's reply to that message."""
-    return f"save/{sequence}/{step}/reply"
+    return f"save/{number}/{step}/reply"
 
 
 def encode(message: RankMessage | Reply | Failure) -> bytes:

@@ -1,4 +1,4 @@
-"""How one rank finds out what it writes: from its plan cache, or by asking the coordinator."""
+"""Find out what one rank writes: from its plan cache, or by asking the coordinator."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from bytecheckpoint.collectives import Collective
 from bytecheckpoint.engine.save_resources import SaveResources
 from bytecheckpoint.engine.staging import KnownTargets
 from bytecheckpoint.monitoring.garbage_collection import gc_paused
 from bytecheckpoint.representation.names import escape
 from bytecheckpoint.saving.call import SaveCall, SaveTask
 from bytecheckpoint.saving.channel import CoordinatorChannel
-from bytecheckpoint.saving.layout import LocalPlan, lay_out_rows
+from bytecheckpoint.saving.file_layout import FileOrigin, LocalPlan, lay_out_rows
 from bytecheckpoint.saving.messages import PlanRequest, PlanResponse, unescaped
 from bytecheckpoint.saving.state import CapturedState, Value
 
@@ -24,7 +23,7 @@ class RankPlanner:
     """One rank's plan in one save.
 
     Args:
-        collective: the ranks of the save.
+        origin: of the files that this rank writes.
         resources: with the cached plans.
         call: the arguments of the save.
         task: on rank 0, gets the layout for the catalog.
@@ -37,12 +36,12 @@ class RankPlanner:
     """
 
     def __init__(
-        self, collective: Collective, resources: SaveResources, call: SaveCall, task: SaveTask, state: CapturedState
+        self, origin: FileOrigin, resources: SaveResources, call: SaveCall, task: SaveTask, state: CapturedState
     ) -> None:
         self.state = state
         self.cached = False
         self.differences: tuple[str, ...] = ()
-        self._collective = collective
+        self._origin = origin
         self._plans = resources.plans
         self._call = call
         self._task = task
@@ -62,16 +61,16 @@ class RankPlanner:
         shards back, which must not happen in the middle of a forward pass.
 
         Args:
-            dry: of the `make` to come.
+            dry: as for the `make` that follows.
         """
         self._layout_captured = True
-        if self._collective.rank != 0:
+        if self._origin.rank != 0:
             return
         if dry or self._call.check_replicas or self.state.described()[1] not in self._plans:
             self._task.layout = self._call.framework.describe(self._call.states)
 
     def make(self, channel: CoordinatorChannel, *, dry: bool = False) -> None:
-        """Find the plan in the cache, or ask the coordinator for one.
+        """Take the plan from the cache, or ask the coordinator for one.
 
         Args:
             channel: to the coordinator.
@@ -84,7 +83,7 @@ class RankPlanner:
             self._task.layout = cached.layout
             return
         digests = self.state.shard_digests() if self._call.check_replicas else b""
-        if self._collective.rank == 0 and not self._layout_captured:
+        if self._origin.rank == 0 and not self._layout_captured:
             self._task.layout = self._call.framework.describe(self._call.states)
         values = [value.record() for value in self.state.values]
         request = PlanRequest(escape(self._call.storage.url), table, values, digests, dry)
@@ -97,22 +96,16 @@ class RankPlanner:
         table, key = self.state.described()
         rows = np.frombuffer(response.rows, np.int64).tolist()
         with gc_paused():
-            files = lay_out_rows(
-                self.state.shards,
-                rows,
-                rank=self._collective.rank,
-                world_size=self._collective.world_size,
-                generation=self._task.generation,
-            )
+            files = lay_out_rows(self.state.shards, rows, self._origin)
         self._plan = LocalPlan(
-            response.plan,
-            rows,
-            files,
-            {unescaped(key) for key in response.values},
-            {value.key for value in self.state.values},
-            table,
-            self._task.layout,
-            KnownTargets(len(files)),
+            name=response.plan,
+            rows=rows,
+            files=files,
+            write_values={unescaped(value) for value in response.values},
+            known_values={value.key for value in self.state.values},
+            table=table,
+            layout=self._task.layout,
+            targets=KnownTargets(len(files)),
         )
         self.cached = False
         self.differences = tuple(response.differences)

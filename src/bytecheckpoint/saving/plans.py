@@ -1,4 +1,4 @@
-"""The coordinator's plans: made from all ranks' tables, remembered, and recognised by the ranks' reports."""
+"""Make the coordinator's plans from all ranks' tables, and check the ranks' reports against them."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ from bytecheckpoint.planning.save_plan import LocalTable, SavePlan, all_rows, pl
 from bytecheckpoint.saving.call import SLOWEST_WRITE
 from bytecheckpoint.saving.messages import MIXED_PLANS, PlanRequest, WriteReport
 
-__all__ = ["KnownPlan", "check_reports", "check_urls", "differing_replicas", "plan_around"]
+__all__ = ["GlobalPlan", "check_reports", "check_urls", "differing_replicas", "plan_around"]
 
 
 @dataclass(frozen=True, slots=True)
-class KnownPlan:
-    """A plan that the coordinator has made.
+class GlobalPlan:
+    """A plan that the coordinator has made for all ranks.
 
     Attributes:
         name: identity of the plan.
-        plan: rows and files of all ranks.
+        columns: rows and files of all ranks.
         tables: the shards of each rank.
         expected: the plan name that each rank reports when it follows this plan.
     """
 
     name: str
-    plan: SavePlan
+    columns: SavePlan
     tables: list[LocalTable]
     expected: list[str]
 
     def fits(self, reports: Mapping[int, WriteReport]) -> bool:
-        """Whether all reporting ranks have followed this plan."""
+        """Return whether all reporting ranks have followed this plan."""
         return all(self.expected[rank] == report.plan for rank, report in reports.items())
 
     def writing_seconds(self) -> float:
         """Bound the time that the busiest rank may need to write its part."""
-        loads = np.bincount(self.plan.rank, self.plan.nbytes, minlength=1)
+        loads = np.bincount(self.columns.rank, self.columns.nbytes, minlength=1)
         return int(loads.max(initial=0)) / SLOWEST_WRITE
 
 
@@ -48,11 +48,11 @@ def plan_around(tables: Sequence[LocalTable], fixed: Mapping[int, NDArray[np.int
 
     Args:
         tables: the shards of each rank.
-        fixed: the ranks that have written, and the rows that they wrote. The others write the rest.
+        fixed: the rows that each of these ranks has written.
 
     Returns:
-        The plan, and "". Or else a plan without regard to what was written, and the reason: a rank relied on another
-        one for a shard that the other no longer holds. The ranks in `fixed` must then write anew.
+        A plan in which the other ranks write the other rows, and "". If there is none, a plan in which all ranks write
+        anew, and the reason: for example, a rank has left a shard to another rank that no longer holds it.
 
     Raises:
         IncompatibleCheckpointError: the states of all ranks do not make whole tensors.
@@ -77,17 +77,17 @@ def plan_around(tables: Sequence[LocalTable], fixed: Mapping[int, NDArray[np.int
 
 
 def check_urls(messages: Mapping[int, PlanRequest | WriteReport]) -> None:
-    """Refuse ranks that save to different paths."""
+    """Refuse messages of ranks that save to different paths."""
     urls = sorted({message.url for message in messages.values()})
     if len(urls) > 1:
         raise UsageError(f"ranks save to different paths: {', '.join(urls[:3])}; give all the same path")
 
 
-def check_reports(reports: Mapping[int, WriteReport], known: KnownPlan) -> None:
+def check_reports(reports: Mapping[int, WriteReport], plan: GlobalPlan) -> None:
     """Refuse reports that do not belong to one plan and one path."""
     check_urls(reports)
     for rank, report in reports.items():
-        if report.plan != known.expected[rank]:
+        if report.plan != plan.expected[rank]:
             raise IncompatibleCheckpointError(f"rank {rank} followed another save plan; the next save plans anew")
 
 

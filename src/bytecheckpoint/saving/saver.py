@@ -1,11 +1,10 @@
-"""The order of one rank's saves: one at a time, each in a foreground and a background half."""
+"""Run one save of one rank: a foreground half in the caller's thread, and a background half after earlier saves."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future
-from functools import partial
 
 from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.handles import SaveHandle, SaveReport, fail_handle, pending
@@ -24,167 +23,145 @@ _log = logging.getLogger("bytecheckpoint")
 
 
 class Saver:
-    """Runs saves of one rank: decides which steps run in the caller's thread, and what follows their end.
+    """Runs one save or one preparation of this rank: decides which steps run in the caller's thread, and handles failures.
 
     A save takes a number on every rank as it is called, whatever happens then. Messages carry the number, so ranks
     that fail at different places still speak of the same save.
 
     Args:
         world: what this rank keeps from save to save.
+        make_call: checks the arguments; what it raises fails the save on all ranks.
+        settings: in force at the call.
     """
 
-    def __init__(self, world: World) -> None:
-        self._world = world
+    # Set as soon as the save has its number.
+    _task: SaveTask
+    _channel: CoordinatorChannel
 
-    def save(
-        self,
-        make_call: Callable[[], SaveCall],
-        settings: Settings,
-        handle: SaveHandle,
-        *,
-        tier: Storage | None,
-        asynchronous: bool,
-        background: bool,
-    ) -> None:
-        """Run one save.
+    def __init__(self, world: World, make_call: Callable[[], SaveCall], settings: Settings) -> None:
+        self._world = world
+        self._make_call = make_call
+        self._settings = settings
+        self._phases = Phases()
+        self._session: SaveSession | None = None
+
+    def save(self, handle: SaveHandle, *, tier: Storage | None, asynchronous: bool, background: bool) -> None:
+        """Save, or start a save that goes on in the background.
 
         Args:
-            make_call: checks the arguments; what it raises fails the save on all ranks.
-            settings: in force at the call.
             handle: of the save.
             tier: where the save goes, if that is a tier; the save waits while too many of its steps are not flushed.
             asynchronous: return when staged.
             background: return before that.
         """
-        phases = Phases()
         saves = self._world.saves
         if tier is not None:
-            self._world.flusher.expect(handle, tier.url, settings)
-        with saves.calling:
-            self._start(make_call, settings, handle, phases, asynchronous, background)
-        if not asynchronous and (error := handle.restorable.exception()) is not None:
+            self._world.flusher.expect(handle, tier.url, self._settings)
+        with saves.call_lock:
+            self._take_number()
+            try:
+                self._run_foreground(handle, asynchronous, background)
+            except BaseException as error:
+                self._give_up(error)
+                fail_handle(handle, error)
+                raise
+        if not asynchronous and (failure := handle.restorable.exception()) is not None:
             saves.forget_failure()  # it is raised here
-            raise error
+            raise failure
 
-    def prepare(self, make_call: Callable[[], SaveCall], settings: Settings) -> Future[None]:
-        """Plan, reserve and touch in the background, so that the next save finds everything ready.
-
-        Args:
-            make_call: checks the arguments.
-            settings: in force at the call.
+    def prepare(self) -> Future[None]:
+        """Plan the next save and touch the staging pool, in the background.
 
         Returns:
-            Done when everything is ready.
+            A future, done when the plan and the pool are ready.
         """
-        with self._world.saves.calling:
-            task, channel = self._number(settings)
-            phases = Phases()
+        done: Future[None] = pending()
+        with self._world.saves.call_lock:
+            self._take_number()
             try:
-                call = make_call()
-                session = self._session(call, task, channel, phases)
+                session = self._capture()
                 session.planner.capture_layout(dry=True)
             except BaseException as error:
-                self._give_up(channel, phases, None, error)
+                self._give_up(error)
                 raise
-
-            done: Future[None] = pending()
 
             def run() -> None:
                 try:
-                    self._world.resources.start_helper(call.settings)
+                    self._world.resources.start_helper(self._settings)
                     session.prepare()
                 except BaseException as error:  # noqa: BLE001  kept for the owner of the future
-                    self._give_up(channel, phases, session, error)
+                    self._give_up(error)
                     _log.warning("prepare failed, the first save will plan for itself: %s", error)
                     done.set_exception(error)
                 else:
                     done.set_result(None)
 
-            self._world.note_prepared(call.states)
+            self._world.note_prepared(session.call.states)
             self._world.saves.submit(run)
-            return done
+        return done
 
     # --- the foreground half --------------------------------------------------------------------------------------
 
-    def _start(
-        self,
-        make_call: Callable[[], SaveCall],
-        settings: Settings,
-        handle: SaveHandle,
-        phases: Phases,
-        asynchronous: bool,
-        background: bool,
-    ) -> None:
-        saves = self._world.saves
-        task, channel = self._number(settings)
-        session: SaveSession | None = None
-        try:
-            if not background:
-                saves.drain()
-            phases.mark("wait")
-            saves.raise_failure()
-            call = make_call()
-            handle.path = call.storage.url
-            session = self._session(call, task, channel, phases)
-            committed = partial(self._committed, call, handle, task.sequence)
-            phases.mark("capture")
-            if background:
-                session.planner.capture_layout()
-                session.blocking_seconds = phases.total()
-                work = partial(self._run_in_background, session, phases, handle)
-                self._submit(channel, phases, session, handle, work, committed)
-                return
-            session.plan()
-            self._world.note_prepared(call.states)
-            if asynchronous:
-                session.stage(handle)
-                session.blocking_seconds = phases.total()
-                self._submit(channel, phases, session, handle, session.write_staged, committed)
-            else:
-                committed(session.write_through(handle))
-        except BaseException as error:
-            self._give_up(channel, phases, session, error)
-            fail_handle(handle, error)
-            raise
-
-    def _number(self, settings: Settings) -> tuple[SaveTask, CoordinatorChannel]:
+    def _take_number(self) -> None:
         """Give the save its number; on rank 0, have the coordinator wait for its messages."""
         world = self._world
-        task = SaveTask(world.saves.next_number(), settings.timeout)
+        self._task = SaveTask(world.saves.next_number(), self._settings.timeout)
         if world.collective.rank == 0:
-            world.saves.coordinate(Coordinator(world.collective, world.resources.world_plans, task).run)
-        return task, CoordinatorChannel(world.collective, task.sequence)
+            world.saves.coordinate(Coordinator(world.collective, world.resources.global_plans, self._task).run)
+        self._channel = CoordinatorChannel(world.collective, self._task.number)
 
-    def _session(self, call: SaveCall, task: SaveTask, channel: CoordinatorChannel, phases: Phases) -> SaveSession:
-        states = call.framework.capture(call.states, names=call.names)
+    def _capture(self) -> SaveSession:
+        """Check the arguments, and capture the caller's objects."""
         world = self._world
-        return SaveSession(world.collective, world.resources, call, task, channel, states, phases)
+        call = self._make_call()
+        states = call.framework.capture(call.states, names=call.names)
+        self._session = SaveSession(
+            world.collective, world.resources, call, self._task, self._channel, states, self._phases
+        )
+        return self._session
+
+    def _run_foreground(self, handle: SaveHandle, asynchronous: bool, background: bool) -> None:
+        saves = self._world.saves
+        if not background:
+            saves.drain()
+        self._phases.mark("wait")
+        saves.raise_failure()
+        session = self._capture()
+        handle.path = session.call.storage.url
+        self._phases.mark("capture")
+        if background:
+            session.planner.capture_layout()
+            session.blocking_seconds = self._phases.total()
+            self._submit(session, handle, lambda: self._run_in_background(session, handle))
+            return
+        session.plan()
+        self._world.note_prepared(session.call.states)
+        if asynchronous:
+            session.stage(handle)
+            session.blocking_seconds = self._phases.total()
+            self._submit(session, handle, session.write_staged)
+        else:
+            self._report_commit(session, handle, session.write_through(handle))
 
     # --- the background half --------------------------------------------------------------------------------------
 
-    def _run_in_background(self, session: SaveSession, phases: Phases, handle: SaveHandle) -> SaveReport:
-        """Run all of a save whose caller does not even wait for the copy."""
+    def _run_in_background(self, session: SaveSession, handle: SaveHandle) -> SaveReport:
+        """Run all steps of a save whose caller does not even wait for the copy."""
         self._world.saves.raise_failure()
-        phases.mark("wait")
+        self._phases.mark("wait")
         session.plan()
         session.stage(handle)
         return session.write_staged()
 
-    def _submit(
-        self,
-        channel: CoordinatorChannel,
-        phases: Phases,
-        session: SaveSession,
-        handle: SaveHandle,
-        work: Callable[[], SaveReport],
-        committed: Callable[[SaveReport], None],
-    ) -> None:
+    def _submit(self, session: SaveSession, handle: SaveHandle, work: Callable[[], SaveReport]) -> None:
+        """Run `work`, the background half, after those of earlier saves."""
+
         def run() -> None:
             try:
-                committed(work())
+                self._report_commit(session, handle, work())
             except BaseException as error:  # noqa: BLE001  kept for result() and the next save
-                self._give_up(channel, phases, session, error)
-                where = f"rank {self._world.collective.rank}, {phases.current}"
+                self._give_up(error)
+                where = f"rank {self._world.collective.rank}, {self._phases.current}"
                 failure = error if isinstance(error, CheckpointError) else CheckpointError(f"{where}: {error!r}")
                 _log.error("asynchronous save to %s failed: %s", handle.path, failure)
                 self._world.saves.keep_failure(failure)
@@ -194,25 +171,23 @@ class Saver:
 
     # --- the end --------------------------------------------------------------------------------------------------
 
-    def _committed(self, call: SaveCall, handle: SaveHandle, number: int, report: SaveReport) -> None:
+    def _report_commit(self, session: SaveSession, handle: SaveHandle, report: SaveReport) -> None:
         """Report the commit to the caller, or hand the step to the flusher if the path is a tier."""
-        tier = call.storage.tier_to_flush()
+        tier = session.call.storage.tier_to_flush()
         if tier is not None:
             keep_failure = self._world.saves.keep_failure
-            self._world.flusher.take(number, tier, handle, report, call.settings, keep_failure)
+            self._world.flusher.take(self._task.number, tier, handle, report, self._settings, keep_failure)
             return
         handle.restorable.set_result(None)
         handle.committed.set_result(report)
 
-    def _give_up(
-        self, channel: CoordinatorChannel, phases: Phases, session: SaveSession | None, error: BaseException
-    ) -> None:
+    def _give_up(self, error: BaseException) -> None:
         """Report to the coordinator that this rank cannot go on, and remove what it wrote."""
-        stage = phases.current
-        if channel.fail(stage, error) and session is not None and isinstance(error, CheckpointError):
+        stage = self._phases.current
+        if self._channel.fail(stage, error) and self._session is not None and isinstance(error, CheckpointError):
             # The other ranks read where it happened; this one shall too.
             error.args = (f"rank {self._world.collective.rank}, {stage}: {error}", *error.args[1:])
         self._world.resources.plans.clear()
         self._world.note_prepared({})
-        if session is not None:
-            session.discard()
+        if self._session is not None:
+            self._session.discard()

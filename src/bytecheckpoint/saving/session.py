@@ -19,6 +19,7 @@ from bytecheckpoint.representation.names import escape, new_generation
 from bytecheckpoint.representation.shards import LiveState
 from bytecheckpoint.saving.call import SLOWEST_WRITE, SaveCall, SaveTask
 from bytecheckpoint.saving.channel import CoordinatorChannel
+from bytecheckpoint.saving.file_layout import FileOrigin
 from bytecheckpoint.saving.files import RankFiles
 from bytecheckpoint.saving.messages import (
     MIXED_PLANS,
@@ -45,13 +46,14 @@ class SaveSession:
     Args:
         collective: the ranks.
         resources: staging pool, helper process, cached plans.
-        call: the arguments.
+        call: the arguments of the save.
         task: number of the save; on rank 0, shared with the coordinator.
         channel: to the coordinator.
         states: what the adapter captured.
         phases: of the call.
 
     Attributes:
+        call: as given.
         blocking_seconds: how long the caller waited; 0.0 until that is known.
         planner: finds this rank's plan.
     """
@@ -66,17 +68,17 @@ class SaveSession:
         states: Sequence[LiveState],
         phases: Phases,
     ) -> None:
-        generation = new_generation(collective.world_id, task.sequence)
-        task.generation = generation
+        task.generation = new_generation(collective.world_id, task.number)
         if collective.rank == 0:
             task.storage = call.storage
             task.info = _info(call, collective.world_size)
+        self.call = call
         self.blocking_seconds = 0.0
-        self.planner = RankPlanner(collective, resources, call, task, CapturedState(states))
-        files = RankFiles(collective, generation, call.storage, call.settings)
+        origin = FileOrigin(collective.rank, collective.world_size, task.generation)
+        self.planner = RankPlanner(origin, resources, call, task, CapturedState(states))
         own_task = task if collective.rank == 0 else None
-        self._writer = RankWriter(self.planner, files, resources, call, own_task, phases)
-        self._call = call
+        self._files = RankFiles(origin, call.storage, call.settings)
+        self._writer = RankWriter(self.planner, self._files, resources, call, own_task, phases)
         self._channel = channel
         self._phases = phases
         phases.current = "plan"
@@ -84,7 +86,7 @@ class SaveSession:
     # --- the steps ------------------------------------------------------------------------------------------------
 
     def plan(self) -> None:
-        """Find out what this rank writes."""
+        """Find this rank's plan."""
         self.planner.make(self._channel)
         self._phases.mark("plan")
 
@@ -110,9 +112,9 @@ class SaveSession:
             handle: its `staged` is set.
         """
         self._writer.stage()
-        # The coordinator may still ask for values that another rank's copy stands for.
+        # Other ranks' copies stand for these values. The coordinator may still ask for them if a copy turns out to differ.
         for value in self.planner.state.values:
-            if self._writer.files.place_of(value)[0] < 0:
+            if self._files.place_of(value)[0] < 0:
                 value.data = value.data.clone()
         # The live tensors are not needed any more, and must not be kept alive.
         self.planner.state.release()
@@ -125,9 +127,9 @@ class SaveSession:
     def discard(self) -> None:
         """Remove what this rank wrote, after a failure, unless a commit may still name it."""
         if self._channel.undecided:
-            self._writer.files.abort_jobs()
+            self._files.abort_jobs()
         else:
-            self._writer.files.discard()
+            self._files.discard()
 
     # --- commit ---------------------------------------------------------------------------------------------------
 
@@ -138,22 +140,21 @@ class SaveSession:
         while not isinstance(reply, CommitResult):
             reply = self._answer(reply, records)
         self._phases.mark("commit")
-        files = self._writer.files
-        files.release()
+        self._files.release()
         total = self._phases.total()
         return SaveReport(
-            path=self._call.storage.url,
-            bytes_written=files.bytes_written,
+            path=self.call.storage.url,
+            bytes_written=self._files.bytes_written,
             blocking_seconds=self.blocking_seconds or total,
             total_seconds=total,
             phases=dict(self._phases.seconds),
             plan_cached=self.planner.cached,
-            generation=files.generation,
+            generation=self._files.origin.generation,
             replica_differences=self.planner.differences,
         )
 
     def _answer(self, request: Reply, records: list[FileRecord]) -> Reply:
-        """Do what the coordinator asks for; `records` of all this rank's files are brought up to date."""
+        """Do what the coordinator asks for, update the `records` of this rank's files, and report."""
         plan = self.planner.plan
         if isinstance(request, DescribeRequest):
             description = PlanDescription(plan.table, np.array(plan.rows, np.int64).tobytes())
@@ -166,19 +167,19 @@ class SaveSession:
         return self._report(records)
 
     def _report(self, records: list[FileRecord]) -> Reply:
-        values = [value.record(self._writer.files.place_of(value)) for value in self.planner.state.values]
-        report = WriteReport(escape(self._call.storage.url), self.planner.plan.name, records, values)
+        values = [value.record(self._files.place_of(value)) for value in self.planner.state.values]
+        report = WriteReport(escape(self.call.storage.url), self.planner.plan.name, records, values)
         return self._channel.ask(report, self._waiting_seconds())
 
     def _waiting_seconds(self) -> float:
-        """Bound the wait for the slowest rank. Its bytes are not known here; this rank's are a measure."""
-        return 2 * self._call.settings.timeout + 4 * self._writer.files.bytes_written / SLOWEST_WRITE
+        """Bound the wait for the slowest rank, whose bytes are estimated by this rank's."""
+        return 2 * self.call.settings.timeout + 4 * self._files.bytes_written / SLOWEST_WRITE
 
     def _rewrite(self, request: RewriteRequest) -> list[FileRecord]:
-        """Write anew: what the cached plan made this rank write does not fit what other ranks hold now.
+        """Write by the plan in `request`, because the cached plan does not fit the other ranks' states any more.
 
         Raises:
-            IncompatibleCheckpointError: only what the cached plan wanted was copied, and the caller has gone on since.
+            IncompatibleCheckpointError: the save staged only what the cached plan named, and the caller has gone on since.
         """
         if not self.planner.state.live:
             raise IncompatibleCheckpointError(f"{MIXED_PLANS}: {request.reason}")
@@ -193,7 +194,7 @@ class SaveSession:
 
 
 def _info(call: SaveCall, world_size: int) -> dict[str, Any]:
-    """Collect the facts about the save as a whole that the catalog holds."""
+    """Collect what the catalog says about the save as a whole."""
     return {
         "created": time.time(),
         "world_size": world_size,

@@ -21,7 +21,10 @@ __all__ = ["CapturedState", "Value", "content_digest", "signature"]
 
 @dataclass(slots=True)
 class Value:
-    """A value that is compared by content: a tree of plain values, or a tensor that may differ between ranks."""
+    """A value that is compared by content: a tree of plain values, or a tensor that may differ between ranks.
+
+    `data` is a dense CPU tensor. The other fields are those of `ValueRecord`.
+    """
 
     key: TensorKey
     data: torch.Tensor
@@ -72,7 +75,7 @@ class CapturedState:
                 self.values.append(_value(TensorKey(state.kind, "", VALUES_SLOT), tree, "uint8", merged=state.merged))
 
     def described(self) -> tuple[LocalTable, bytes]:
-        """Return the table of the shards and its signature, made once."""
+        """Describe the shards: return their table and its signature, made once."""
         if self._table is None:
             with gc_paused():
                 table = describe(self.shards)
@@ -106,7 +109,7 @@ def content_digest(data: torch.Tensor, dtype: str) -> bytes:
 
 
 def signature(table: LocalTable) -> bytes:
-    """Hash a table; equal for tables that lead to the same plan."""
+    """Hash a table: tables that lead to the same plan have the same signature."""
     digest = xxhash.xxh3_128()
     for part in (*table.tensors, table.ndims, table.boxes):
         digest.update(len(part).to_bytes(8, "little"))

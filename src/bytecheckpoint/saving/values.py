@@ -1,4 +1,4 @@
-"""Who writes which value, and which ranks one written copy stands for (pure functions over the ranks' records)."""
+"""Decide which rank writes which value, and for which ranks a written copy stands (pure functions over records)."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def owners_of_values(values: RankValues, shared: int) -> list[tuple[int, ValueRe
         values: of all ranks.
         shared: the owner of a copy that stands for all ranks. Any further copy belongs to its writer.
     """
-    unclaimed = {
+    shared_keys = {
         key
         for key, by_rank in _by_key(values).items()
         if len({r.digest for r in by_rank.values()}) == 1
@@ -64,8 +64,8 @@ def owners_of_values(values: RankValues, shared: int) -> list[tuple[int, ValueRe
             if record.file < 0:
                 continue
             owner = rank
-            if record.key in unclaimed:
-                unclaimed.discard(record.key)
+            if record.key in shared_keys:
+                shared_keys.discard(record.key)
                 owner = shared
             rows.append((rank, record, owner))
     return rows

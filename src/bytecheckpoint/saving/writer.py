@@ -1,4 +1,4 @@
-"""The bytes of one save on one rank: which memory they pass through on their way to the files."""
+"""Write the bytes of one save on one rank, through the memory that suits the save and its storage."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from bytecheckpoint.engine.pool import StagingPool
 from bytecheckpoint.engine.save_job import SaveJob
 from bytecheckpoint.engine.save_resources import SaveResources
+from bytecheckpoint.engine.writing import StagedChunk
 from bytecheckpoint.monitoring.phases import Phases
 from bytecheckpoint.representation.names import CATALOG_NAME
 from bytecheckpoint.saving.call import SaveCall, SaveTask
@@ -24,7 +25,7 @@ __all__ = ["RankWriter"]
 
 @dataclass(slots=True)
 class _Staged:
-    """What an asynchronous save has copied.
+    """The bytes that an asynchronous save has copied.
 
     Attributes:
         batch: the files to write.
@@ -35,23 +36,20 @@ class _Staged:
 
     batch: FileBatch
     pool: StagingPool
-    chunks: list[tuple[int, int, int, int]]
+    chunks: list[StagedChunk]
     nbytes: int
 
 
 class RankWriter:
-    """Stages and writes what the planner says, and what the coordinator asks for beyond that.
+    """Stages and writes this rank's planned files, and further values that the coordinator asks for.
 
     Args:
-        planner: knows what this rank writes.
-        files: of this rank.
+        planner: has this rank's plan.
+        files: this rank's files.
         resources: staging pool, helper process.
         call: the arguments of the save.
-        task: on rank 0, notes which checkpoint the commit replaces; None elsewhere.
+        task: on rank 0, gets the version of the catalog that the commit replaces; None elsewhere.
         phases: of the call.
-
-    Attributes:
-        files: as given.
     """
 
     def __init__(
@@ -63,7 +61,7 @@ class RankWriter:
         task: SaveTask | None,
         phases: Phases,
     ) -> None:
-        self.files = files
+        self._files = files
         self._planner = planner
         self._resources = resources
         self._call = call
@@ -74,7 +72,7 @@ class RankWriter:
     def prepare(self) -> None:
         """Touch the pages of the staging pool that the planned files need; write nothing."""
         nbytes = self._planned_batch().image.nbytes
-        self.files.release()
+        self._files.release()
         self._resources.reserve(nbytes, self._call.settings, touch=True)
 
     def write_through(self) -> list[FileRecord]:
@@ -88,7 +86,7 @@ class RankWriter:
         if pool is None:
             return self._stream(batch, self._resources.pool)
         try:
-            batch.job.open_backend(pool, None)
+            batch.job.create_files(pool, None)
             return self._finish(batch, batch.job.write_staged(batch.job.stage(pool)))
         finally:
             self._give_back(pool)
@@ -100,7 +98,7 @@ class RankWriter:
         image = batch.image
         pool = self._resources.staging_pool(image.nbytes, self._call.settings)
         if pool.capacity < image.nbytes:
-            self._open_backend(batch.job, pool)
+            self._create_files(batch.job, pool)
         self._staged = _Staged(batch, pool, batch.job.stage(pool), image.nbytes)
         image.tensors = []
         self._phases.mark("stage")
@@ -112,44 +110,44 @@ class RankWriter:
         if staged.pool is self._resources.pool:
             return self._write_staged(staged)
         try:
-            with self._resources.made_ready(staged.nbytes, self._call.settings):
+            with self._resources.warming_up(staged.nbytes, self._call.settings):
                 return self._write_staged(staged)
         finally:
             self._give_back(staged.pool)
 
     def rewrite(self) -> list[FileRecord]:
-        """Remove what was written, and write the planned files of another plan from the live tensors."""
-        self.files.start_again()
+        """Remove the written files, and write those of another plan from the live tensors."""
+        self._files.start_again()
         return self._stream(self._planned_batch(), self._resources.pool)
 
     def write_values(self, values: Sequence[Value]) -> list[FileRecord]:
         """Write further values, beside the planned files."""
         pool = self._staged.pool if self._staged is not None else self._resources.pool
-        return self._stream(self.files.add_values(values), pool)
+        return self._stream(self._files.add_values(values), pool)
 
     # --- parts of these -------------------------------------------------------------------------------------------
 
     def _planned_batch(self) -> FileBatch:
         planner = self._planner
-        return self.files.add_planned(planner.plan, planner.state.shards, planner.values_to_write())
+        return self._files.add_planned(planner.plan, planner.state.shards, planner.values_to_write())
 
     def _check_target(self) -> None:
-        """On rank 0, before the first byte is written: note what the commit replaces, and refuse what cannot be."""
+        """On rank 0, before the first byte: note the version of the catalog there, and check that it may be replaced."""
         if self._task is not None:
             storage = self._call.storage
             self._task.replaces = storage.version(CATALOG_NAME)
             storage.check_publish(CATALOG_NAME, self._task.replaces)
 
-    def _open_backend(self, job: SaveJob, pool: StagingPool) -> None:
+    def _create_files(self, job: SaveJob, pool: StagingPool) -> None:
         self._check_target()
         by_helper = pool.shared and self._call.settings.writer == "process"
-        job.open_backend(pool, self._resources.helper if by_helper else None)
+        job.create_files(pool, self._resources.helper if by_helper else None)
 
     def _write_staged(self, staged: _Staged) -> list[FileRecord]:
         self._phases.current = "write"
         job = staged.batch.job
         if not job.opened:
-            self._open_backend(job, staged.pool)
+            self._create_files(job, staged.pool)
         return self._finish(staged.batch, job.write_staged(staged.chunks))
 
     def _stream(self, batch: FileBatch, pool: StagingPool) -> list[FileRecord]:
@@ -161,10 +159,11 @@ class RankWriter:
     def _finish(self, batch: FileBatch, sums: list[NDArray[np.uint64]]) -> list[FileRecord]:
         self._phases.mark("write")
         self._phases.current = "finish"
-        records = self.files.finish(batch, sums)
+        records = self._files.finish(batch, sums)
         self._phases.mark("finish")
         return records
 
     def _give_back(self, pool: StagingPool) -> None:
+        """Free `pool`, and the plan's views of it, if it was made for this save only."""
         if self._resources.give_back(pool):
             self._planner.plan.targets.forget()

@@ -35,8 +35,7 @@ class TimeLimitedStorage(WrappedStorage):
         self._lock = threading.Lock()
 
     def around(self, call: Call, function: Callable[[], _T]) -> _T:
-        one_file = call.name and " " not in call.name
-        where = f"{self.url}/{call.name}" if one_file else self.url
+        where = f"{self.url}/{call.names[0]}" if len(call.names) == 1 else self.url
         what = f"cannot {_VERBS.get(call.operation, call.operation)} {where}"
         if self._hanging:
             raise StorageUnavailableError(f"{what}: an earlier call has had no answer; check the device or mount")

@@ -20,15 +20,20 @@ class Call:
 
     Attributes:
         operation: name of the method; "write" stands for `FileWriter.write_at`.
-        name: name of the file; several are separated by spaces; "" for none.
+        names: names of the files, any number of them.
         nbytes: bytes that the caller gives or asks for; 0 for "read", whose result shows them.
         tear: for "write": writes the first half of the first buffer, so that a fault can leave a torn write behind.
     """
 
     operation: str
-    name: str = ""
+    names: tuple[str, ...] = ()
     nbytes: int = 0
     tear: Callable[[], None] | None = None
+
+    @property
+    def name(self) -> str:
+        """The names in one string, for rules that look for a part of a name."""
+        return " ".join(self.names)
 
 
 class WrappedStorage(Storage):
@@ -88,23 +93,23 @@ class WrappedStorage(Storage):
         return new
 
     def create(self, request: NewFile) -> FileWriter:
-        call = Call("create", request.name, request.size)
+        call = Call("create", (request.name,), request.size)
         return self.around(call, lambda: _WrappedWriter(self, self.inner.create(request), request.name))
 
     def open(self, name: str) -> FileReader:
-        return self.around(Call("open", name), lambda: _WrappedReader(self, self.inner.open(name), name))
+        return self.around(Call("open", (name,)), lambda: _WrappedReader(self, self.inner.open(name), name))
 
     def read(self, name: str) -> bytes:
-        return self.around(Call("read", name), lambda: self.inner.read(name))
+        return self.around(Call("read", (name,)), lambda: self.inner.read(name))
 
     def stat(self, name: str) -> FileStat:
-        return self.around(Call("stat", name), lambda: self.inner.stat(name))
+        return self.around(Call("stat", (name,)), lambda: self.inner.stat(name))
 
     def version(self, name: str) -> str:
-        return self.around(Call("version", name), lambda: self.inner.version(name))
+        return self.around(Call("version", (name,)), lambda: self.inner.version(name))
 
     def publish(self, name: str, data: bytes, *, expected: str | None = None) -> None:
-        self.around(Call("publish", name, len(data)), lambda: self.inner.publish(name, data, expected=expected))
+        self.around(Call("publish", (name,), len(data)), lambda: self.inner.publish(name, data, expected=expected))
 
     def folders(self) -> list[str]:
         return self.around(Call("folders"), self.inner.folders)
@@ -113,15 +118,15 @@ class WrappedStorage(Storage):
         return self.around(Call("list"), self.inner.list)
 
     def delete(self, names: Iterable[str]) -> None:
-        names = list(names)
-        self.around(Call("delete", " ".join(names)), lambda: self.inner.delete(names))
+        names = tuple(names)
+        self.around(Call("delete", names), lambda: self.inner.delete(names))
 
     def sync(self, names: Iterable[str]) -> None:
-        names = list(names)
-        self.around(Call("sync", " ".join(names)), lambda: self.inner.sync(names))
+        names = tuple(names)
+        self.around(Call("sync", names), lambda: self.inner.sync(names))
 
     def check_publish(self, name: str, expected: str) -> None:
-        self.around(Call("check_publish", name), lambda: self.inner.check_publish(name, expected))
+        self.around(Call("check_publish", (name,)), lambda: self.inner.check_publish(name, expected))
 
 
 class _WrappedWriter(FileWriter):
@@ -133,11 +138,11 @@ class _WrappedWriter(FileWriter):
         def tear() -> None:
             self._inner.write_at(offset, [buffers[0][: len(buffers[0]) // 2]])
 
-        call = Call("write", self._name, sum(map(len, buffers)), tear)
+        call = Call("write", (self._name,), sum(map(len, buffers)), tear)
         self._storage.around(call, lambda: self._inner.write_at(offset, buffers))
 
     def finish(self, size: int) -> None:
-        self._storage.around(Call("finish", self._name, size), lambda: self._inner.finish(size))
+        self._storage.around(Call("finish", (self._name,), size), lambda: self._inner.finish(size))
 
     def interrupt(self) -> None:
         self._inner.interrupt()
@@ -152,7 +157,7 @@ class _WrappedReader(FileReader):
         self.size, self.preferred_bytes = inner.size, inner.preferred_bytes
 
     def read_into(self, offset: int, buffers: Sequence[memoryview]) -> int:
-        call = Call("read_into", self._name, sum(map(len, buffers)))
+        call = Call("read_into", (self._name,), sum(map(len, buffers)))
         return self._storage.around(call, lambda: self._inner.read_into(offset, buffers))
 
     def match_size(self, size: int) -> bool:

@@ -13,7 +13,7 @@ import datetime
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeGuard
 
@@ -71,27 +71,6 @@ class CoolStep:
     error: str = ""
 
 
-def _is_number(value: object) -> TypeGuard[int | float]:
-    return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
-
-
-def _uri(storage: Storage, name: str) -> str:
-    """Return the URI by which catalogs of other folders name a file of `storage`."""
-    return f"{storage.url}/{name}" if "://" in storage.url else f"file://{storage.url}/{name}"
-
-
-def _created(storage: Storage, catalog: Catalog) -> float:
-    created = catalog.info.get("created")
-    if _is_number(created):
-        return float(created)
-    return storage.stat(CATALOG_NAME).modified
-
-
-def _names_before_move(catalog: Catalog) -> list[str]:
-    """Return the names that the moved files of a catalog had before."""
-    return ["/".join(file.name.rsplit("/", 2)[1:]) for file in catalog.files if is_uri(file.name)]
-
-
 def plan_cooldown(
     root: str, cold: str, *, older_than: float | datetime.timedelta, keep: int = 1, now: float | None = None
 ) -> list[CoolStep]:
@@ -112,12 +91,7 @@ def plan_cooldown(
         CheckpointNotFoundError: there are no checkpoints.
         StorageError: `root` cannot be read.
     """
-    hot_root, cold_root = resolve(root), resolve(cold)
-    if hot_root.capabilities.machine_only or cold_root.capabilities.machine_only:
-        raise UsageError("cooldown moves files between storages that last: leave tier+ out of both paths")
-    first, second = f"{hot_root.url}/", f"{cold_root.url}/"
-    if first.startswith(second) or second.startswith(first):
-        raise UsageError(f"cooldown from {hot_root.url} to {cold_root.url}: neither may lie in the other")
+    hot_root, cold_root = _resolve_roots(root, cold)
     age = older_than.total_seconds() if isinstance(older_than, datetime.timedelta) else older_than
     if not _is_number(age) or age < 0:
         raise UsageError(f"older_than is {older_than!r}: give seconds, or a timedelta, not below 0")
@@ -126,48 +100,111 @@ def plan_cooldown(
     now = time.time() if now is None else now
     if not _is_number(now):
         raise UsageError(f"now is {now!r}: give seconds since 1970")
-    found: list[tuple[Storage, str, Catalog]] = []
-    steps: list[CoolStep] = []
+    steps, unreadable = _read_steps(hot_root, cold_root)
+    if not steps and not unreadable:
+        raise CheckpointNotFoundError(f"{hot_root.url} holds no checkpoints; give the folder that has the steps in it")
+    kept = {step.name: "too young" for step in steps if now - step.created < age}
+    kept.update(dict.fromkeys(_newest_names(steps, keep), "one of the newest"))
+    users = {file.name: step.name for step in steps for file in step.catalog.files if is_uri(file.name)}
+    plan = unreadable + [_plan_step(step, kept, users) for step in steps]
+    return sorted(plan, key=lambda step: (step.created, natural_order(step.name)))
+
+
+@dataclass(frozen=True, slots=True)
+class _ReadStep:
+    """A step whose catalog was read; `name`, `target` and `created` are those of its `CoolStep`."""
+
+    name: str
+    target: str
+    created: float
+    storage: Storage
+    catalog: Catalog
+
+    def planned(self, action: str, reason: str, sizes: Sequence[int] = ()) -> CoolStep:
+        """Return the step with an action, which moves or removes files of these sizes."""
+        url, created = self.storage.url, self.created
+        return CoolStep(self.name, url, self.target, action, reason, created, len(sizes), sum(sizes))
+
+
+def _resolve_roots(root: str, cold: str) -> tuple[Storage, Storage]:
+    hot_root, cold_root = resolve(root), resolve(cold)
+    if hot_root.capabilities.machine_only or cold_root.capabilities.machine_only:
+        raise UsageError("cooldown moves files between storages that last: leave tier+ out of both paths")
+    first, second = f"{hot_root.url}/", f"{cold_root.url}/"
+    if first.startswith(second) or second.startswith(first):
+        raise UsageError(f"cooldown from {hot_root.url} to {cold_root.url}: neither may lie in the other")
+    return hot_root, cold_root
+
+
+def _read_steps(hot_root: Storage, cold_root: Storage) -> tuple[list[_ReadStep], list[CoolStep]]:
+    """Read the catalogs of all steps. The second list has the steps whose catalog cannot be read, with action "skip"."""
+    steps: list[_ReadStep] = []
+    unreadable: list[CoolStep] = []
     for name in sorted(hot_root.folders(), key=natural_order):
-        step = resolve(f"{hot_root.url}/{name}")
-        target = f"{cold_root.url}/{name}"
+        storage, target = resolve(f"{hot_root.url}/{name}"), f"{cold_root.url}/{name}"
         try:
-            found.append((step, name, read_catalog(step)[0]))
+            catalog, _ = read_catalog(storage)
         except CheckpointNotFoundError:
             continue
         except CheckpointError as error:
-            steps.append(CoolStep(name, step.url, target, "skip", str(error)))
-    if not found and not steps:
-        raise CheckpointNotFoundError(f"{hot_root.url} holds no checkpoints; give the folder that has the steps in it")
-    created = {name: _created(step, catalog) for step, name, catalog in found}
-    by_age = sorted(created, key=lambda name: (created[name], natural_order(name)))
-    newest = {*by_age[-keep:], *sorted(created, key=natural_order)[-keep:]}
-    uses = {file.name: name for _, name, catalog in found for file in catalog.files if is_uri(file.name)}
+            unreadable.append(CoolStep(name, storage.url, target, "skip", str(error)))
+        else:
+            steps.append(_ReadStep(name, target, _created(storage, catalog), storage, catalog))
+    return steps, unreadable
 
-    def decide(step: Storage, name: str, catalog: Catalog) -> tuple[str, str, list[int]]:
-        """Return the action, its reason, and the sizes of the files that it moves or removes."""
-        own = [catalog.files[number] for number in own_files(catalog)]
-        if not own and catalog.files:
-            moved = set(_names_before_move(catalog))
-            left = [size for file, size in step.list() if file in moved]
-            return ("finish", "its files were moved, and are still here", left) if left else ("cold", "moved", [])
-        if name in newest:
-            return "keep", "one of the newest", []
-        if now - created[name] < age:
-            return "keep", "too young", []
-        user = next((user for file in own if (user := uses.get(_uri(step, file.name), name)) != name), None)
-        if user is not None:
-            return "skip", f"{user} uses its files", []
-        if not all(file.block_bytes for file in own):
-            return "skip", "a file has no checksums, so a copy cannot be proved", []
-        return "move", "older than the threshold", [file.size for file in own]
 
-    for step, name, catalog in found:
-        action, reason, sizes = decide(step, name, catalog)
-        steps.append(
-            CoolStep(name, step.url, f"{cold_root.url}/{name}", action, reason, created[name], len(sizes), sum(sizes))
-        )
-    return sorted(steps, key=lambda step: (step.created, natural_order(step.name)))
+def _created(storage: Storage, catalog: Catalog) -> float:
+    created = catalog.info.get("created")
+    if _is_number(created):
+        return float(created)
+    return storage.stat(CATALOG_NAME).modified
+
+
+def _newest_names(steps: Sequence[_ReadStep], keep: int) -> set[str]:
+    """Return the steps saved last and those of the highest numbers, `keep` of each; they differ if one was saved again."""
+    by_number = sorted((step.name for step in steps), key=natural_order)
+    created = {step.name: step.created for step in steps}
+    by_time = sorted(by_number, key=lambda name: created[name])
+    return {*by_time[-keep:], *by_number[-keep:]}
+
+
+def _plan_step(step: _ReadStep, kept: Mapping[str, str], users: Mapping[str, str]) -> CoolStep:
+    """Plan the action for one step. `kept`: step to stay -> reason; `users`: URI of a file -> a step that names it."""
+    files = step.catalog.files
+    own = [files[number] for number in own_files(step.catalog)]
+    if files and not own:
+        moved = {name for _, name, _ in _moved_files(step.catalog)}
+        if left := [size for name, size in step.storage.list() if name in moved]:
+            return step.planned("finish", "its files were moved, and are still here", left)
+        return step.planned("cold", "moved")
+    if step.name in kept:
+        return step.planned("keep", kept[step.name])
+    for file in own:
+        user = users.get(_uri(step.storage, file.name), step.name)
+        if user != step.name:
+            return step.planned("skip", f"{user} uses its files")
+    if not all(file.block_bytes for file in own):
+        return step.planned("skip", "a file has no checksums, so a copy cannot be proved")
+    return step.planned("move", "older than the threshold", [file.size for file in own])
+
+
+def _moved_files(catalog: Catalog) -> list[tuple[str, str, int]]:
+    """Return (cold folder, name there and in the hot folder, size) of the files that were moved."""
+    moved: list[tuple[str, str, int]] = []
+    for file in catalog.files:
+        if is_uri(file.name):
+            folder, kind, base = file.name.rsplit("/", 2)
+            moved.append((folder, f"{kind}/{base}", file.size))
+    return moved
+
+
+def _uri(storage: Storage, name: str) -> str:
+    """Return the URI by which catalogs of other folders name a file of `storage`."""
+    return f"{storage.url}/{name}" if "://" in storage.url else f"file://{storage.url}/{name}"
+
+
+def _is_number(value: object) -> TypeGuard[int | float]:
+    return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
 
 
 def cool(step: CoolStep, progress: Callable[[int], None] = lambda _: None) -> CoolStep:
@@ -265,12 +302,9 @@ def _remove_moved(hot: Storage) -> None:
     catalog, data = read_catalog(hot)
     present = {name for name, _ in hot.list()}
     moved: dict[str, dict[str, int]] = {}
-    for file in catalog.files:
-        if is_uri(file.name):
-            folder, kind, base = file.name.rsplit("/", 2)
-            name = f"{kind}/{base}"
-            if name in present and generation_of(name) is not None:
-                moved.setdefault(folder, {})[name] = file.size
+    for folder, name, size in _moved_files(catalog):
+        if name in present and generation_of(name) is not None:
+            moved.setdefault(folder, {})[name] = size
     for folder, sizes in moved.items():
         cold = resolve(folder)
         with contextlib.suppress(FileNotFoundError):

@@ -36,56 +36,66 @@ def verify_tier(storage: TierStorage, progress: Progress | None = None, *, threa
     findings: list[Finding] = []
     if unreachable:
         findings.append(_copy_finding("durable", "unreadable", storage.durable.url, unreachable))
-    catalog: Catalog | None = None
-    record = None
-    if hot is not None:
-        record = storage.hot_folder.record(hot)
-        try:
-            catalog = decode(hot)
-        except CheckpointError as error:
-            findings.append(_copy_finding("hot", "unreadable", storage.hot.url, f"its catalog is damaged: {error}"))
-        else:
-            if not unreachable and not storage.hot_copy_counts(hot, record):
-                notes.append(f"the hot copy ({storage.hot.url}) is of an older save and does not count")
-                catalog = None
+    catalog, ranks = _hot_catalog(storage, hot, bool(unreachable), findings, notes)
     if catalog is None:
         return _verify_durable(storage, findings, notes, progress, threads)
     flushed = durable == hot
     if not flushed and not unreachable:
         notes.append(f"not flushed: {storage.durable.url} has {'an older checkpoint' if durable else 'no checkpoint'}")
-    # Files of ranks on other machines are usually missing here.
-    ranks = set(record.ranks) if record is not None else set()
     hot_progress = progress if unreachable else _half_progress(progress, 0)
     hot_report = verify_catalog(storage.hot, catalog, hot_progress, threads=threads)
-    bad = {"hot": _bad_blocks(hot_report.findings)}
-    findings += [
-        _with_copy(finding, "hot", storage.hot.url)
-        for finding in hot_report.findings
-        if not (finding.kind == "missing" and ranks and _writer_of(catalog, finding.file) not in ranks)
-    ]
-    read = hot_report.bytes_read
+    reports = [hot_report]
+    for finding in hot_report.findings:
+        # Files of ranks on other machines are usually missing here.
+        if finding.kind != "missing" or not ranks or _writer_of(catalog, finding.file) in ranks:
+            findings.append(_with_copy(finding, "hot", storage.hot.url))
     if not unreachable:
         durable_report = verify_catalog(storage.durable, catalog, _half_progress(progress, 1), threads=threads)
-        read += durable_report.bytes_read
-        bad["durable"] = _bad_blocks(durable_report.findings)
-        findings += [
-            _with_copy(finding, "durable", storage.durable.url)
-            for finding in durable_report.findings
-            if finding.file and (flushed or finding.kind != "missing")
-        ]
+        reports.append(durable_report)
+        for finding in durable_report.findings:
+            # The pass over the hot copy has found what is wrong with the catalog itself. A flush brings missing files.
+            if finding.file and (flushed or finding.kind != "missing"):
+                findings.append(_with_copy(finding, "durable", storage.durable.url))
         notes += durable_report.notes if flushed else ()
-    lost = [file.name for file in catalog.files if not is_uri(file.name) and _is_lost(file.name, bad.values())]
-    holes = any(not finding.file for finding in hot_report.findings)
-    restorable = not lost and not holes
-    if findings or lost:
-        where = f"; {len(lost)} files are in no copy here that is sound (the first: {lost[0]})" if lost else ""
-        verdict = _verdict("a load reads what is wrong in one copy from the other", restorable) + where
-    else:
-        verdict = ""
     notes += [note for note in hot_report.notes if not INTERNAL_FILES.match(note)]
+    bad_blocks = [_bad_blocks(report.findings) for report in reports]
+    lost = [file.name for file in catalog.files if not is_uri(file.name) and _is_lost(file.name, bad_blocks)]
+    restorable = not lost and all(finding.file for finding in hot_report.findings)
+    verdict = ""
+    if findings or lost:
+        verdict = _verdict("a load reads what is wrong in one copy from the other", restorable)
+    if lost:
+        verdict += f"; {len(lost)} files are in no copy here that is sound (the first: {lost[0]})"
+    read = sum(report.bytes_read for report in reports)
     return VerifyReport(
         storage.url, len(catalog.files), read, hot_report.tensors, tuple(findings), tuple(notes), restorable, verdict
     )
+
+
+def _hot_catalog(
+    storage: TierStorage, data: bytes | None, unreachable: bool, findings: list[Finding], notes: list[str]
+) -> tuple[Catalog | None, set[int]]:
+    """Return the hot catalog, and the ranks whose files lie beside it (none: not recorded).
+
+    Args:
+        storage: the tier.
+        data: bytes of the hot catalog, if there is one.
+        unreachable: whether the durable storage gives no answer, so that the hot copy counts in any case.
+        findings: receives that the hot catalog is damaged.
+        notes: receives that the hot catalog is too old.
+    """
+    if data is None:
+        return None, set()
+    record = storage.hot_folder.record(data)
+    try:
+        catalog = decode(data)
+    except CheckpointError as error:
+        findings.append(_copy_finding("hot", "unreadable", storage.hot.url, f"its catalog is damaged: {error}"))
+        return None, set()
+    if not unreachable and not storage.hot_copy_counts(data, record):
+        notes.append(f"the hot copy ({storage.hot.url}) is of an older save and does not count")
+        return None, set()
+    return catalog, set(record.ranks) if record is not None else set()
 
 
 def _verify_durable(

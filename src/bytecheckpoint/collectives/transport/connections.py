@@ -16,9 +16,10 @@ from collections.abc import Collection
 from functools import partial
 
 from bytecheckpoint.collectives.transport.loop import Loop
+from bytecheckpoint.collectives.transport.peers import Peer
 from bytecheckpoint.collectives.transport.sockets import is_loopback, listen, reserve_descriptors
 from bytecheckpoint.collectives.transport.star import Spoke, Star
-from bytecheckpoint.collectives.transport.transfers import Peer, PeerLink
+from bytecheckpoint.collectives.transport.transfers import PeerLink
 from bytecheckpoint.collectives.transport.wire import Kind, Link, Payload
 from bytecheckpoint.errors import CheckpointError
 
@@ -44,8 +45,8 @@ class Connections(Loop):
         self._peers: dict[int, Peer] = {}
         self._port: int | None = None
         self._lost: dict[int, str] = {}
-        self._no_messages: str | None = None
-        self._reserved: set[int] = set()
+        self._star_closed: str | None = None  # why no messages come any more
+        self._reserved: set[int] = set()  # ranks for whose connection a descriptor is reserved
 
     def _start(self) -> None:
         self._star.inbox.set_handler(_ADDRESS, self)
@@ -67,25 +68,25 @@ class Connections(Loop):
         self._call_soon(partial(self._on_lost_rank, source, reason))
 
     def on_closed(self, reason: str) -> None:  # noqa: D102 (MessageHandler)
-        self._call_soon(partial(self._on_no_messages, reason))
+        self._call_soon(partial(self._on_star_closed, reason))
 
-    # What moves over the connections decides about these. On the thread only, as all that follows.
+    # Implemented by the subclass, which knows what moves over the connections. All below runs on the thread only.
 
     @abstractmethod
-    def _serves(self) -> bool:
-        """Whether other ranks may need a connection to this one, although nothing here waits for it."""
+    def _serves_data(self) -> bool:
+        """Whether other ranks may fetch data from this one."""
 
     @abstractmethod
     def _on_connected(self, peer: Peer) -> None:
-        """`peer.link` is new."""
+        """Handle a new connection with `peer`."""
 
     @abstractmethod
     def _fail_all(self, peer: Peer, error: CheckpointError) -> None:
         """Fail all operations with `peer`."""
 
     @abstractmethod
-    def _lose(self, peer: Peer, how: str) -> None:
-        """Fail all operations with `peer`, because it or its connection is lost."""
+    def _lose(self, peer: Peer, reason: str) -> None:
+        """Fail all operations with `peer`, because the rank or its connection is lost."""
 
     @abstractmethod
     def _on_data_frame(self, peer: Peer, link: PeerLink, kind: Kind, tag: bytes, payload: Payload) -> None: ...
@@ -98,13 +99,14 @@ class Connections(Loop):
         return self._peers[rank]
 
     def _needs_link(self, peer: Peer) -> bool:
-        return peer.busy or bool(peer.unreported) or (peer.asks_for_link and self._serves())
+        waiting = peer.offers or peer.to_request or peer.unreported
+        return bool(waiting) or (peer.setup.wanted and self._serves_data())
 
-    def _reach(self, peer: Peer) -> None:
-        """Do this rank's part for a connection, if one is needed."""
+    def _connect_if_needed(self, peer: Peer) -> None:
+        """Do this rank's part for a connection with `peer`, if one is needed."""
         if peer.link is not None or self._deadline is not None or not self._needs_link(peer):
             return
-        if (reason := self._lost.get(peer.rank, self._no_messages)) is not None:
+        if (reason := self._lost.get(peer.rank, self._star_closed)) is not None:
             self._lose(peer, reason)
             return
         try:
@@ -112,10 +114,10 @@ class Connections(Loop):
                 self._star.watch(peer.rank)
             if self.rank < peer.rank:
                 self._send_address(peer)
-            elif peer.address is None:
+            elif peer.setup.address is None:
                 self._ask_for_address(peer)
-            elif peer.dialling is None:
-                self._dial(peer, *peer.address)
+            elif peer.setup.dialling is None:
+                self._dial(peer, *peer.setup.address)
         except CheckpointError as error:
             self._fail_all(peer, error)
 
@@ -127,27 +129,28 @@ class Connections(Loop):
                 raise CheckpointError(f"rank {self.rank}: cannot listen for other ranks: {error}") from error
             self._port = listener.getsockname()[1]
             self._accept_from(listener)
-        if not peer.address_sent:
-            peer.address_sent = True
+        if not peer.setup.message_sent:
+            peer.setup.message_sent = True
             address = {"address": self._star.address_for(peer.rank), "port": self._port}
             self._star.send(peer.rank, _ADDRESS, json.dumps(address).encode())
 
     def _ask_for_address(self, peer: Peer) -> None:
-        # In an exchange the other rank sends its address unasked. Who serves data does not know who will fetch it.
-        if peer.fetching and not peer.address_wanted:
-            peer.address_wanted = True
+        # In an exchange the other rank sends its address unasked. A rank that serves data does not know who fetches it.
+        fetches = any(transfer.request is not None for transfer in peer.to_request)
+        if fetches and not peer.setup.message_sent:
+            peer.setup.message_sent = True
             self._star.send(peer.rank, _ADDRESS, b"{}")
 
     def _on_address(self, source: int, payload: bytes) -> None:
         message = json.loads(payload)
         peer = self._peer(source)
-        peer.asks_for_link = True
+        peer.setup.wanted = True
         if message:
             assert isinstance(self._star, Spoke)  # addresses go to higher ranks only
-            # Who has reached rank 0 over a loopback address is on the machine of rank 0.
+            # A rank that has reached rank 0 over a loopback address is on the machine of rank 0.
             loopback = is_loopback(message["address"])
-            peer.address = (self._star.hub_address if loopback else message["address"], message["port"])
-        self._reach(peer)
+            peer.setup.address = (self._star.hub_address if loopback else message["address"], message["port"])
+        self._connect_if_needed(peer)
 
     def _on_lost_rank(self, rank: int, reason: str) -> None:
         self._lost[rank] = reason
@@ -156,11 +159,11 @@ class Connections(Loop):
         if peer.link is None:
             self._lose(peer, reason)
         else:
-            # What it has sent may still be under way, and then the connection ends by itself: unless its machine is gone.
+            # Its last bytes may still be under way, and the connection ends after them; not if its machine is gone.
             self._call_later(self.linger, partial(self._cut, peer, peer.link))
 
-    def _on_no_messages(self, reason: str) -> None:
-        self._no_messages = reason
+    def _on_star_closed(self, reason: str) -> None:
+        self._star_closed = reason
         self._on_lost_rank(0, reason)
         for peer in list(self._peers.values()):
             if peer.link is None:
@@ -185,7 +188,7 @@ class Connections(Loop):
                 sock.close()
             self._redial_later(peer, str(error))
             return
-        peer.dialling = sock
+        peer.setup.dialling = sock
         self._selector.register(sock, selectors.EVENT_WRITE, partial(self._on_dialled, peer, sock))
 
     def _on_dialled(self, peer: Peer, sock: socket.socket, _mask: int) -> None:
@@ -194,16 +197,17 @@ class Connections(Loop):
             sock.close()
             self._redial_later(peer, os.strerror(code))
             return
-        peer.dialling = link = PeerLink(sock, peer.rank)
+        peer.setup.dialling = link = PeerLink(sock, peer.rank)
         self._add(link)
         self._post(link, Kind.HELLO, self.rank, peer.rank, b"", self.secret)
 
     def _redial_later(self, peer: Peer, failure: str) -> None:
-        peer.dialling = None
-        assert peer.address is not None
-        peer.failure = f"{peer.address[0]} port {peer.address[1]}: {failure}"
+        peer.setup.dialling = None
+        assert peer.setup.address is not None
+        host, port = peer.setup.address
+        peer.setup.failure = f"{host} port {port}: {failure}"
         if self._needs_link(peer):
-            self._call_later(_REDIAL, partial(self._reach, peer))
+            self._call_later(_REDIAL, partial(self._connect_if_needed, peer))
 
     def _new_link(self, sock: socket.socket) -> PeerLink:
         return PeerLink(sock)
@@ -219,18 +223,19 @@ class Connections(Loop):
         if self._is_secret(payload) and kind is Kind.HELLO and link.dialled is None:
             if to == self.rank < source < self.world_size:
                 self._post(link, Kind.WELCOME, self.rank, source, b"", self.secret)
-                self._on_linked(self._peer(source), link)
+                self._on_authenticated(self._peer(source), link)
                 return
         elif self._is_secret(payload) and kind is Kind.WELCOME and link.dialled is not None:
-            self._on_linked(self._peer(link.dialled), link)
+            self._on_authenticated(self._peer(link.dialled), link)
             return
         raise OSError("not a rank of this world")
 
-    def _on_linked(self, peer: Peer, link: PeerLink) -> None:
+    def _on_authenticated(self, peer: Peer, link: PeerLink) -> None:
         link.rank = peer.rank
         if (old := peer.link) is not None:
             self._drop(old)  # the other rank has noticed first that it broke
-        peer.link, peer.dialling, peer.failure, peer.asks_for_link = link, None, "", False
+        peer.link = link
+        peer.setup.dialling, peer.setup.failure, peer.setup.wanted = None, "", False
         if old is not None:
             self._lose(peer, "its connection broke and was made anew")
         self._on_connected(peer)
@@ -240,9 +245,9 @@ class Connections(Loop):
         if link.rank >= 0:
             peer = self._peer(link.rank)
             if peer.link is link:
-                peer.link, peer.address_sent, peer.address_wanted = None, False, False
+                peer.link, peer.setup.message_sent = None, False
                 self._lose(peer, self._lost.get(peer.rank, _CLOSED))
-                self._reach(peer)  # it may live, and wait for an exchange that was given up here
+                self._connect_if_needed(peer)  # the rank may live, and wait for an exchange that was given up here
         elif link.dialled is not None:
             self._redial_later(
                 self._peer(link.dialled), "the connection closed before the ranks had greeted each other"
@@ -251,8 +256,8 @@ class Connections(Loop):
     def _on_leave(self) -> None:
         self._stop_accepting()
         for peer in self._peers.values():
-            if isinstance(peer.dialling, socket.socket):
-                self._selector.unregister(peer.dialling)
-                peer.dialling.close()
+            if isinstance(peer.setup.dialling, socket.socket):
+                self._selector.unregister(peer.setup.dialling)
+                peer.setup.dialling.close()
         for link in self._open:
             self._hang_up(link)

@@ -1,4 +1,4 @@
-"""The I/O thread of one rank: it serves non-blocking connections without polling or waiting for any single one."""
+"""The I/O thread of one rank, which serves non-blocking connections without polling or waiting for any single one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from collections.abc import Callable
 from functools import partial
 
 from bytecheckpoint.collectives.transport.sockets import SCARCE
-from bytecheckpoint.collectives.transport.wire import Kind, Link, Payload
+from bytecheckpoint.collectives.transport.wire import FrameReader, Kind, Link, Payload
 from bytecheckpoint.errors import UsageError
 from bytecheckpoint.tuning import tuning
 
@@ -47,7 +47,7 @@ class Loop(ABC):
         self._open: set[Link] = set()
         self._calls: deque[Callable[[], None]] = deque()
         self._calls_lock = threading.Lock()
-        self._over = False
+        self._ended: str | None = None  # why the thread has ended
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
         self._listeners: set[socket.socket] = set()
@@ -56,7 +56,7 @@ class Loop(ABC):
         self._wake_write.setblocking(False)
         self._selector.register(self._wake_read, selectors.EVENT_READ, self._drain_wakes)
         self._leave_asked = False
-        self._deadline: float | None = None  # for leaving
+        self._deadline: float | None = None  # of leaving; None before it begins
         self._pid = os.getpid()
         self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
         _loops.add(self)
@@ -89,9 +89,9 @@ class Loop(ABC):
             self._wake()
 
     def _call_soon(self, action: Callable[[], None]) -> bool:
-        """Let the thread call `action`; False when the thread has ended and will not."""
+        """Let the thread call `action`; return False if the thread has ended and will not."""
         with self._calls_lock:
-            if self._over:
+            if self._ended is not None:
                 return False
             self._calls.append(action)
         self._wake()
@@ -110,24 +110,24 @@ class Loop(ABC):
 
     @abstractmethod
     def _on_gone(self, link: Link) -> None:
-        """Handle the end of `link`: the other side closed it or it broke. It is dropped already."""
+        """Handle the end of `link`, which is dropped already: the other side closed it, or it broke."""
 
     @abstractmethod
     def _on_leave(self) -> None: ...
 
     @abstractmethod
     def _on_end(self, reason: str) -> None:
-        """Handle the end of the thread: it sends and receives nothing any more."""
+        """Handle the end of the thread, which sends and receives nothing any more."""
 
     def _on_turn(self) -> None:
         """Act after each round of events."""
 
     def _new_link(self, sock: socket.socket) -> Link:
-        return Link(sock)
+        return Link(sock, FrameReader())
 
     def _add(self, link: Link) -> None:
         self._open.add(link)
-        self._selector.register(link.sock, selectors.EVENT_READ, partial(self._serve, link))
+        self._selector.register(link.sock, selectors.EVENT_READ, partial(self._on_events, link))
 
     def _drop(self, link: Link) -> None:
         if link in self._open:
@@ -178,7 +178,7 @@ class Loop(ABC):
         return self._deadline is not None and (not self._open or time.monotonic() > self._deadline)
 
     def _seconds_to_timer(self) -> float | None:
-        """Seconds until the next timer or deadline; None without one."""
+        """Return the seconds until the next timer or deadline; None without one."""
         times = [self._deadline] if self._deadline is not None else []
         if self._timers:
             times.append(self._timers[0][0])
@@ -197,7 +197,7 @@ class Loop(ABC):
                 while self._unsent:
                     link = self._unsent.popleft()
                     if link in self._open:
-                        self._watch_for(link, selectors.EVENT_READ | selectors.EVENT_WRITE)
+                        self._set_events(link, selectors.EVENT_READ | selectors.EVENT_WRITE)
                 if self._leave_asked and self._deadline is None:
                     self._deadline = time.monotonic() + self.linger
                     self._on_leave()
@@ -207,18 +207,18 @@ class Loop(ABC):
             raise
         finally:
             with self._calls_lock:
-                self._over = True
+                self._ended = reason
             self._on_end(reason)
             self._release()
 
-    def _watch_for(self, link: Link, mask: int) -> None:
+    def _set_events(self, link: Link, mask: int) -> None:
         self._selector.modify(link.sock, mask, self._selector.get_key(link.sock).data)
 
-    def _serve(self, link: Link, mask: int) -> None:
+    def _on_events(self, link: Link, mask: int) -> None:
         if link not in self._open:
             return  # dropped by another event of this round
         if mask & selectors.EVENT_WRITE and link.flush():
-            self._watch_for(link, selectors.EVENT_READ)
+            self._set_events(link, selectors.EVENT_READ)
         if mask & selectors.EVENT_READ:
             try:
                 for kind, source, to, tag, payload in link.frames():

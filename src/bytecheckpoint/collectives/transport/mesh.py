@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from bytecheckpoint.collectives.base import DataProvider, names_of_ranks
 from bytecheckpoint.collectives.transport.connections import Connections
+from bytecheckpoint.collectives.transport.peers import Peer
 from bytecheckpoint.collectives.transport.serving import Request, Service
 from bytecheckpoint.collectives.transport.star import Star
 from bytecheckpoint.collectives.transport.transfers import (
@@ -29,7 +30,6 @@ from bytecheckpoint.collectives.transport.transfers import (
     Exchange,
     Fetch,
     Operation,
-    Peer,
     PeerLink,
     Report,
     Transfer,
@@ -62,7 +62,6 @@ class Mesh(Connections):
         self._operations: set[Operation] = set()
         self._services: dict[str, Service] = {}
         self._request_numbers = itertools.count()
-        self._ended: str | None = None
         self._start()
 
     # Called from any thread.
@@ -75,42 +74,43 @@ class Mesh(Connections):
         *,
         timeout: float,
     ) -> None:
-        """As `Collective.exchange`, with other ranks, none of the arrays empty."""
+        """Exchange arrays with other ranks, as `Collective.exchange`. None of the arrays is empty."""
         self._run(Exchange(tag, outgoing, incoming, self._operations.discard), timeout)
 
     def fetch(self, rank: int, tag: str, request: bytes, into: NDArray[np.uint8], *, timeout: float) -> None:
-        """As `Collective.fetch`, from another rank."""
+        """Fill an array with data that another rank serves, as `Collective.fetch`."""
         assert into.nbytes and into.flags.c_contiguous and into.flags.writeable
         self._run(Fetch(tag, rank, request, into, self._operations.discard), timeout)
 
     @contextlib.contextmanager
     def serve(self, tag: str, provider: DataProvider) -> Iterator[None]:
-        """As `Collective.serve`, for other ranks."""
+        """Serve data to other ranks, as `Collective.serve`."""
         self.check_process()
-        service = self._services[tag] = Service(tag, provider, self)
-        self._call_soon(self._reach_askers)
+        service = self._services[tag] = Service(provider, partial(self._answer, tag), self._refuse)
+        self._call_soon(self._connect_where_wanted)
         try:
             yield
         finally:
             del self._services[tag]
-            for request in service.close():
-                self.refuse(request, self._not_served(tag))
-            self._call_soon(partial(self._end_answers, tag))
+            # On the thread: it may have found the service already for a request that it has not submitted yet.
+            end = partial(self._end_service, tag, service)
+            if not self._call_soon(end):
+                end()
 
-    def answer(self, tag: str, request: Request, data: NDArray[np.uint8]) -> None:
-        """Send what a rank has fetched; returns when it is sent or cannot be sent."""
+    def _answer(self, tag: str, request: Request, data: NDArray[np.uint8]) -> None:
+        """Send what a rank has fetched; return when it is sent or cannot be sent."""
         answer = Answer(tag, request.link, request.number, data, self._operations.discard)
         if self._call_soon(partial(self._begin_answer, answer)):
             answer.over.wait()
 
-    def refuse(self, request: Request, error: BaseException) -> None:
+    def _refuse(self, request: Request, error: BaseException) -> None:
         """Report to a rank that its fetch has failed."""
         report = {"missing": str(error.filename or error)} if isinstance(error, FileNotFoundError) else None
-        self._refuse(request.link, request.number, report or error_report(error))
+        self._send_refusal(request.link, request.number, report or error_report(error))
 
     def _run(self, operation: Operation, timeout: float) -> None:
         self.check_process()
-        self._reserve({transfer.peer for transfer in operation.left})
+        self._reserve({transfer.rank for transfer in operation.left})
         if not self._call_soon(partial(self._begin, operation)):
             raise self._closed_error(operation, "this world was closed")
         try:
@@ -121,11 +121,13 @@ class Mesh(Connections):
             self._call_soon(partial(self._fail, operation, interrupted))
             raise
         finally:
-            # The arrays are the caller's again only when the thread, which never waits, has let go of them.
+            # The thread uses the caller's arrays until the operation is over. It never waits, so that is soon.
             while not operation.over.wait(1.0) and self._thread.is_alive():
                 pass
         if operation.error is not None:
             raise operation.error
+        if not operation.over.is_set():
+            raise self._closed_error(operation, self._ended or "this world was closed")
 
     def _closed_error(self, operation: Operation, reason: str) -> PeerLostError:
         return PeerLostError(f"rank {self.rank}: {operation.title}: {reason}")
@@ -133,7 +135,7 @@ class Mesh(Connections):
     def _not_served(self, tag: str) -> CheckpointError:
         return CheckpointError(f"rank {self.rank} does not serve {tag!r} now")
 
-    def _refuse(self, link: PeerLink, number: int, report: Report) -> None:
+    def _send_refusal(self, link: PeerLink, number: int, report: Report) -> None:
         self._post(link, Kind.REFUSED, self.rank, link.rank, NUMBER.pack(number), json.dumps(report).encode())
 
     # Below: on the thread only.
@@ -143,44 +145,45 @@ class Mesh(Connections):
             operation.fail(self._closed_error(operation, self._ended or "this world was closed"))
             return
         self._operations.add(operation)
-        peers = [self._peer(rank) for rank in sorted({transfer.peer for transfer in operation.left})]
+        peers = [self._peer(rank) for rank in sorted({transfer.rank for transfer in operation.left})]
         if isinstance(operation, Exchange):
             for peer in peers:
-                peer.given_up.pop(operation.tag, None)
-                if (report := peer.failed.pop(operation.tag, None)) is not None:
-                    self._fail_with(operation, peer, report)
+                peer.given_up_here.pop(operation.tag, None)
+                if (report := peer.given_up_there.pop(operation.tag, None)) is not None:
+                    self._fail_as(peer, operation, report)
                     return
         for transfer in list(operation.left):
-            peer = self._peer(transfer.peer)
+            peer = self._peer(transfer.rank)
             if not transfer.outgoing:
                 self._request(peer, transfer)
-            elif peer.link is not None and (wanted := pop_first(peer.link.wanted, operation.tag)) is not None:
-                self._offer(peer.link, transfer, *wanted)
+            elif peer.link is not None and (early := pop_first(peer.link.early_requests, operation.tag)) is not None:
+                self._send_array(peer.link, transfer, *early)
                 if operation.over.is_set():
                     return
             else:
                 peer.offers.setdefault(operation.tag, deque()).append(transfer)
         for peer in peers:
-            self._reach(peer)
+            self._connect_if_needed(peer)
 
     def _request(self, peer: Peer, transfer: Transfer) -> None:
         if peer.link is None:
-            peer.waiting.add(transfer)
+            peer.to_request.add(transfer)
             return
         transfer.number = next(self._request_numbers)
-        peer.link.expect(transfer)
+        peer.link.arrays.expect(transfer)
         kind = Kind.WANT if transfer.request is None else Kind.FETCH
         payload = _WANT.pack(transfer.number, len(transfer.view)) + (transfer.request or b"")
         self._post(peer.link, kind, self.rank, peer.rank, transfer.operation.tag.encode(), payload)
 
-    def _offer(self, link: PeerLink, transfer: Transfer, number: int, size: int) -> None:
+    def _send_array(self, link: PeerLink, transfer: Transfer, number: int, size: int) -> None:
+        """Answer request `number` for an array of `size` bytes."""
         if size != len(transfer.view):
             message = f"has {len(transfer.view)} bytes for rank {link.rank}, which expects {size}"
             operation = transfer.operation
             self._fail(operation, CheckpointError(f"rank {self.rank}: {operation.title}: {message}"))
             return
         transfer.number = number
-        link.offer(transfer)
+        link.send(transfer)
         self._flush(link)
 
     def _flush(self, link: PeerLink) -> None:
@@ -195,7 +198,7 @@ class Mesh(Connections):
         parts += [f"not all bytes went to {names_of_ranks(targets)}"] if targets else []
         unlinked = [peer for rank in sorted(sources | targets) if (peer := self._peer(rank)).link is None]
         for peer in unlinked[:1]:
-            failure = f" ({peer.failure})" if peer.failure else ""
+            failure = f" ({peer.setup.failure})" if peer.setup.failure else ""
             parts.append(f"not connected with {names_of_ranks([p.rank for p in unlinked])}{failure}")
         self._fail(
             operation,
@@ -211,72 +214,72 @@ class Mesh(Connections):
             return
         report = report or error_report(error)
         for transfer in operation.left:
-            self._peer(transfer.peer).withdraw(transfer)
+            self._peer(transfer.rank).withdraw(transfer)
         if isinstance(operation, Answer) and self._peer(operation.link.rank).link is operation.link:
-            self._refuse(operation.link, operation.number, report)
+            self._send_refusal(operation.link, operation.number, report)
         if isinstance(operation, Exchange):
-            for rank in {transfer.peer for transfer in operation.left}:
+            for rank in {transfer.rank for transfer in operation.left}:
                 peer = self._peer(rank)
                 peer.give_up(operation.tag, report)
                 self._report_failures(peer)
         operation.fail(error)
 
     def _report_failures(self, peer: Peer) -> None:
-        """Tell another rank what was given up here, as soon as there is a connection."""
+        """Tell `peer` which exchanges were given up here; without a connection, do nothing yet."""
         if peer.link is not None:
             for tag, report in peer.unreported.items():
                 self._post(peer.link, Kind.FAILED, self.rank, peer.rank, tag.encode(), json.dumps(report).encode())
-                peer.given_up[tag] = None
+                peer.given_up_here[tag] = None
 
-    def _fail_with(self, exchange: Operation, peer: Peer, report: Report) -> None:
-        """Give up what `peer` has given up. The report that is passed on is of the first cause."""
+    def _fail_as(self, peer: Peer, exchange: Operation, report: Report) -> None:
+        """Give up an exchange that `peer` has given up, and pass on the report of the first cause."""
         prefix = f"rank {self.rank}: {exchange.title} was given up by rank {peer.rank}: "
         self._fail(exchange, error_from_report(report, prefix=prefix), report)
 
-    def _with(self, peer: Peer) -> list[Operation]:
-        return [each for each in self._operations if any(transfer.peer == peer.rank for transfer in each.left)]
+    def _operations_with(self, peer: Peer) -> list[Operation]:
+        return [each for each in self._operations if any(transfer.rank == peer.rank for transfer in each.left)]
 
     def _fail_all(self, peer: Peer, error: CheckpointError) -> None:
-        for operation in self._with(peer):
+        for operation in self._operations_with(peer):
             self._fail(operation, error)
 
-    def _lose(self, peer: Peer, how: str) -> None:
-        for operation in self._with(peer):
+    def _lose(self, peer: Peer, reason: str) -> None:
+        for operation in self._operations_with(peer):
             self._fail(
                 operation,
                 PeerLostError(
-                    f"rank {self.rank}: {operation.title}: lost rank {peer.rank}: {how}; "
+                    f"rank {self.rank}: {operation.title}: lost rank {peer.rank}: {reason}; "
                     "restart the job from its last committed checkpoint"
                 ),
             )
 
     # Connections and frames.
 
-    def _serves(self) -> bool:
+    def _serves_data(self) -> bool:
         return bool(self._services)
 
-    def _reach_askers(self) -> None:
+    def _connect_where_wanted(self) -> None:
         for peer in self._peers.values():
-            if peer.asks_for_link:
-                self._reach(peer)
+            if peer.setup.wanted:
+                self._connect_if_needed(peer)
 
     def _on_connected(self, peer: Peer) -> None:
         self._report_failures(peer)
-        waiting = list(peer.waiting)
-        peer.waiting.clear()
-        for transfer in waiting:
+        transfers = list(peer.to_request)
+        peer.to_request.clear()
+        for transfer in transfers:
             self._request(peer, transfer)
 
     def _on_data_frame(self, peer: Peer, link: PeerLink, kind: Kind, tag: bytes, payload: Payload) -> None:
         if kind is Kind.DATA:
-            link.filled(len(payload))
+            link.arrays.on_data(len(payload))
         elif kind is Kind.WANT:
             number, size = _WANT.unpack(payload)
             transfer = pop_first(peer.offers, tag.decode())
             if transfer is not None:
-                self._offer(link, transfer, number, size)
+                self._send_array(link, transfer, number, size)
             else:
-                link.wanted.setdefault(tag.decode(), deque()).append((number, size))
+                link.early_requests.setdefault(tag.decode(), deque()).append((number, size))
         elif kind is Kind.FAILED:
             self._on_failed(peer, link, tag.decode(), json.loads(bytes(payload)))
         elif kind is Kind.FETCH:
@@ -286,21 +289,21 @@ class Mesh(Connections):
             self._on_refused(link, NUMBER.unpack(tag)[0], json.loads(bytes(payload)))
 
     def _on_failed(self, peer: Peer, link: PeerLink, tag: str, report: Report) -> None:
-        link.wanted.pop(tag, None)
-        exchanges = [each for each in self._with(peer) if isinstance(each, Exchange) and each.tag == tag]
+        link.early_requests.pop(tag, None)
+        exchanges = [each for each in self._operations_with(peer) if isinstance(each, Exchange) and each.tag == tag]
         for exchange in exchanges:
-            self._fail_with(exchange, peer, report)
+            self._fail_as(peer, exchange, report)
         if not exchanges:
             peer.on_given_up(tag, report)
 
     def _on_fetch(self, tag: str, request: Request) -> None:
         if (service := self._services.get(tag)) is None:
-            self.refuse(request, self._not_served(tag))
+            self._refuse(request, self._not_served(tag))
         else:
             service.submit(request)
 
     def _on_refused(self, link: PeerLink, number: int, report: Report) -> None:
-        if (transfer := link.requested(number)) is None:
+        if (transfer := link.arrays.requested(number)) is None:
             return
         error: Exception
         if "missing" in report:
@@ -319,10 +322,12 @@ class Mesh(Connections):
         else:
             self._operations.add(answer)
             for transfer in answer.left:
-                answer.link.offer(transfer)
+                answer.link.send(transfer)
             self._flush(answer.link)
 
-    def _end_answers(self, tag: str) -> None:
+    def _end_service(self, tag: str, service: Service) -> None:
+        for request in service.close():
+            self._refuse(request, self._not_served(tag))
         for operation in list(self._operations):
             if isinstance(operation, Answer) and operation.tag == tag:
                 self._fail(operation, self._not_served(tag))
@@ -335,7 +340,6 @@ class Mesh(Connections):
         super()._on_leave()
 
     def _on_end(self, reason: str) -> None:
-        self._ended = reason
         for operation in list(self._operations):
             operation.fail(self._closed_error(operation, reason))
         while self._calls:

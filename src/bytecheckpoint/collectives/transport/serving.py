@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import queue
 import threading
-from typing import NamedTuple, Protocol
+from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,18 +15,18 @@ from bytecheckpoint.collectives.transport.transfers import PeerLink
 
 __all__ = ["Request", "Service"]
 
-#: Answers that are made and sent at the same time: they bound the memory that a service takes.
+#: Answers that are made and sent at the same time. More would take more memory.
 _THREADS = 4
 
 
 class Request(NamedTuple):
-    """What another rank wants of a service.
+    """One request of another rank for served data.
 
     Attributes:
         link: the connection to that rank.
-        number: of the request, for the answer.
+        number: of the request; the answer carries it.
         size: bytes that the rank expects.
-        content: what it wants.
+        content: what to fetch, for the provider.
     """
 
     link: PeerLink
@@ -34,35 +35,30 @@ class Request(NamedTuple):
     content: bytes
 
 
-class Answerer(Protocol):
-    """What sends the answers of a service."""
-
-    def answer(self, tag: str, request: Request, data: NDArray[np.uint8]) -> None:
-        """Send the data; returns when they are sent or cannot be sent."""
-
-    def refuse(self, request: Request, error: BaseException) -> None:
-        """Report that there is no answer."""
-
-
 class Service:
-    """What is served under one tag: a few threads that get the data and have them sent.
+    """The threads that answer the requests for what a rank serves under one tag.
 
     Args:
-        tag: names the service.
         provider: makes the answers; called from several threads.
-        answerer: sends them.
+        answer: sends the data; returns when they are sent or cannot be sent.
+        refuse: reports that a request has no answer.
     """
 
-    def __init__(self, tag: str, provider: DataProvider, answerer: Answerer) -> None:
-        self.tag = tag
+    def __init__(
+        self,
+        provider: DataProvider,
+        answer: Callable[[Request, NDArray[np.uint8]], None],
+        refuse: Callable[[Request, BaseException], None],
+    ) -> None:
         self._provider = provider
-        self._answerer = answerer
+        self._answer = answer
+        self._refuse = refuse
         self._requests: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
         for _ in range(_THREADS):
             threading.Thread(target=self._work, name="bytecheckpoint-serve", daemon=True).start()
 
     def submit(self, request: Request) -> None:
-        """Have a request answered."""
+        """Queue a request for the threads."""
         self._requests.put(request)
 
     def close(self) -> list[Request]:
@@ -83,7 +79,7 @@ class Service:
             try:
                 data = provide(self._provider, request.content, request.size)
             except BaseException as error:  # noqa: BLE001  raised on the rank that asked
-                self._answerer.refuse(request, error)
+                self._refuse(request, error)
             else:
-                self._answerer.answer(self.tag, request, data)
+                self._answer(request, data)
                 del data  # not needed while the thread waits

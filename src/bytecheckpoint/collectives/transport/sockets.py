@@ -69,7 +69,7 @@ def remote_end(sock: socket.socket) -> str:
     return _without_mapping(str(sock.getpeername()[0]))
 
 
-def _in_use() -> int:
+def _open_descriptors() -> int:
     for folder in ("/proc/self/fd", "/dev/fd"):
         try:
             return len(os.listdir(folder))
@@ -78,23 +78,23 @@ def _in_use() -> int:
     return 0
 
 
-def reserve_descriptors(count: int, purpose: str) -> None:
+def reserve_descriptors(count: int, owner: str) -> None:
     """Raise the soft limit on open descriptors where `count` more would exceed it.
 
     Args:
         count: number of descriptors.
-        purpose: who needs the descriptors, for the error message.
+        owner: name of what needs the descriptors, for the error message.
 
     Raises:
         UsageError: the hard limit does not allow it.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = _in_use() + count + _SPARE
+    needed = _open_descriptors() + count + _SPARE
     if soft == resource.RLIM_INFINITY or needed <= soft:
         return
     if hard != resource.RLIM_INFINITY and needed > hard:
         raise UsageError(
-            f"{purpose} needs {count} open descriptors more, {needed} in all, but the hard limit of this process is "
+            f"{owner} needs {count} open descriptors more, {needed} in all, but the hard limit of this process is "
             f"{hard}: raise it to {needed} or more before the start (ulimit -Hn, LimitNOFILE= of systemd, --ulimit "
             "nofile= of a container)"
         )
@@ -105,6 +105,6 @@ def reserve_descriptors(count: int, purpose: str) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (new, hard))
     except (OSError, ValueError) as error:
         raise UsageError(
-            f"{purpose} needs {needed} open descriptors, but the limit of {soft} could not be raised ({error}): "
+            f"{owner} needs {needed} open descriptors, but the limit of {soft} could not be raised ({error}): "
             f"run `ulimit -n {needed}` before the start"
         ) from error

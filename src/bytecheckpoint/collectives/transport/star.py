@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from bytecheckpoint.collectives.inbox import Inbox
 from bytecheckpoint.collectives.transport.loop import Loop
 from bytecheckpoint.collectives.transport.sockets import listen, remote_end, reserve_descriptors
-from bytecheckpoint.collectives.transport.wire import Kind, Link, Payload
+from bytecheckpoint.collectives.transport.wire import FrameReader, Kind, Link, Payload
 from bytecheckpoint.errors import CheckpointTimeoutError, PeerLostError
 
 __all__ = ["Hub", "Spoke", "Star"]
@@ -45,14 +45,17 @@ class Star(Loop):
 
     @abstractmethod
     def watch(self, other: int) -> None:
-        """Let the inbox learn when rank `other` is gone."""
+        """Report to the inbox when rank `other` is gone."""
 
     @abstractmethod
     def address_for(self, other: int) -> str:
         """Return the address of this machine that rank `other` can best reach."""
 
     def check_open(self, tag: str) -> None:
-        """Raise where nothing can be sent under `tag`.
+        """Raise if no messages can be sent.
+
+        Args:
+            tag: of the message to send, for the error.
 
         Raises:
             PeerLostError: this world was closed, or rank 0 is gone.
@@ -186,7 +189,7 @@ class Spoke(Star):
         """
         deadline = time.monotonic() + timeout
         sock, self.hub_address = self._dial(list(hosts), port, deadline)
-        self._link = Link(sock)
+        self._link = Link(sock, FrameReader())
         self._add(self._link)
         self._post(self._link, Kind.HELLO, self.rank, 0, b"", self.secret)
         self._thread.start()
@@ -197,7 +200,7 @@ class Spoke(Star):
             raise PeerLostError(f"rank {self.rank}: rank 0 went away while the ranks were connecting to it")
 
     def address_for(self, other: int) -> str:
-        """Return the address of the interface that leads to rank 0: other ranks can probably reach it too."""
+        """Return the address of the interface that leads to rank 0. Other ranks can probably reach it too."""
         return self._link.local
 
     def _dial(self, hosts: list[str], port: int, deadline: float) -> tuple[socket.socket, str]:

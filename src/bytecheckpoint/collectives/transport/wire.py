@@ -1,7 +1,8 @@
-"""Frames, the units of the protocol between two ranks, and non-blocking connections that send and receive them."""
+"""Frames, the units of the protocol between two ranks, and the non-blocking connections that carry them."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import socket
 import struct
@@ -12,7 +13,7 @@ from enum import IntEnum
 
 from bytecheckpoint.collectives.transport.sockets import local_end
 
-__all__ = ["Frame", "Kind", "Link", "Payload", "header"]
+__all__ = ["Frame", "FrameReader", "Kind", "Link", "Payload", "header"]
 
 _HEADER = struct.Struct("<BIIIQ")  # kind, source, destination, length of tag, length of payload
 _HANDSHAKE_BYTES = 256  # longest payload and tag that an unauthenticated connection may send
@@ -52,10 +53,58 @@ Frame = tuple[Kind, int, int, bytes, Payload]
 """Kind, source, destination, tag, payload."""
 
 
-class Link:
-    """One non-blocking connection, with the queue of data to send and the frame that is being received."""
+class FrameReader:
+    """Assembles frames from the bytes of a connection, each payload in the memory that `_allocate` provides."""
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self) -> None:
+        self._header = bytearray(_HEADER.size)
+        self._tag: bytearray | None = None  # None while the header is incomplete
+        self._payload: Payload | None = None  # None while header or tag are incomplete
+        self.target = memoryview(self._header)  # memory for the next bytes
+
+    def advance(self, count: int, *, authenticated: bool) -> Frame | None:
+        """Note that `count` bytes have come into `target`; return the frame that they complete, if they complete one.
+
+        Raises:
+            OSError: the bytes are no frame, or one that an unauthenticated connection may not send.
+        """
+        self.target = self.target[count:]
+        if self.target:
+            return None
+        number, source, to, tag_size, size = _HEADER.unpack(self._header)
+        if self._tag is None:
+            handshake = number in (Kind.HELLO, Kind.WELCOME) and tag_size + size <= _HANDSHAKE_BYTES
+            if number not in _KINDS or not (authenticated or handshake):
+                raise OSError("not a rank of this world")
+            self._tag = bytearray(tag_size)
+            self.target = memoryview(self._tag)
+            if tag_size:
+                return None
+        kind, tag = Kind(number), bytes(self._tag)
+        if self._payload is None:
+            self._payload = self._allocate(kind, tag, size)
+            self.target = memoryview(self._payload)
+            if size:
+                return None
+        payload = self._payload
+        self._tag = self._payload = None
+        self.target = memoryview(self._header)
+        return kind, source, to, tag, payload
+
+    def _allocate(self, kind: Kind, tag: bytes, size: int) -> Payload:
+        """Provide memory for the next payload."""
+        return bytearray(size)
+
+    def _discard_payload(self) -> None:
+        """Read the rest of the current payload into other memory; its frame has an empty payload."""
+        self._payload = bytearray()
+        self.target = memoryview(bytearray(len(self.target)))
+
+
+class Link:
+    """One non-blocking connection, with the queue of data to send and the reader of the frames that arrive."""
+
+    def __init__(self, sock: socket.socket, reader: FrameReader) -> None:
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         # A machine that loses power closes no connection: probe after 15 s of silence, give up after another 30.
@@ -65,16 +114,13 @@ class Link:
                 sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
         self.sock = sock
         self.local = local_end(sock)
-        self.rank = -1  # unauthenticated until a valid HELLO or WELCOME
+        self.rank = -1  # of the other side; unauthenticated until a valid HELLO or WELCOME
         self.said_bye = False
         self.hang_up = False  # shut down for writing once the queue is empty
-        self.dead = False  # nothing can be sent any more
-        self._out: deque[memoryview] = deque()
+        self._dead = False  # nothing can be sent any more
+        self._queue: deque[memoryview] = deque()
         self._lock = threading.Lock()
-        self._header = bytearray(_HEADER.size)
-        self._tag: bytearray | None = None  # None while the header is incomplete
-        self._payload: Payload | None = None  # None while header or tag are incomplete
-        self._target = memoryview(self._header)  # memory for the next bytes
+        self._reader = reader
 
     def post(self, kind: Kind, source: int, to: int, tag: bytes, payload: Payload) -> bool:
         """Send as much as the socket takes and queue the rest; False when something is queued. From any thread."""
@@ -82,10 +128,10 @@ class Link:
         if payload:
             parts.append(memoryview(payload).cast("B"))
         with self._lock:
-            if self.dead:
+            if self._dead:
                 return True
-            idle = not self._out
-            self._out.extend(parts)
+            idle = not self._queue
+            self._queue.extend(parts)
             return self._flush() if idle else False
 
     def flush(self) -> bool:
@@ -95,40 +141,34 @@ class Link:
 
     def _flush(self) -> bool:
         refills = 0
-        while not self.dead and (self._out or self._refill()):
+        while not self._dead and (self._queue or self._refill()):
             try:
-                sent = self.sock.sendmsg(itertools.islice(self._out, 16))
+                sent = self.sock.sendmsg(itertools.islice(self._queue, 16))
             except (BlockingIOError, InterruptedError):
                 return False
             except OSError:
                 # Reading from the broken connection fails too, and reports it.
-                self.dead = True
-                self._out.clear()
+                self._dead = True
+                self._queue.clear()
                 return True
             while sent:
-                head = self._out.popleft()
+                head = self._queue.popleft()
                 if sent < len(head):
-                    self._out.appendleft(head[sent:])
+                    self._queue.appendleft(head[sent:])
                     break
                 sent -= len(head)
-            refills += not self._out
+            refills += not self._queue
             if refills > _REFILLS_PER_TURN:
                 return False
         if self.hang_up:
             self.hang_up = False
-            try:
+            with contextlib.suppress(OSError):
                 self.sock.shutdown(socket.SHUT_WR)
-            except OSError:
-                pass
         return True
 
     def _refill(self) -> bool:
         """Add more data to the empty queue; False when there is none."""
         return False
-
-    def _room(self, kind: Kind, tag: bytes, size: int) -> Payload:
-        """Provide memory for the next payload."""
-        return bytearray(size)
 
     def frames(self) -> Iterable[Frame]:
         """Yield the frames that have arrived.
@@ -139,40 +179,17 @@ class Link:
         """
         for _ in range(_READS_PER_TURN):
             try:
-                count = self.sock.recv_into(self._target)
+                count = self.sock.recv_into(self._reader.target)
             except (BlockingIOError, InterruptedError):
                 return
             if count == 0:
                 raise EOFError
-            self._target = self._target[count:]
-            if not self._target and (frame := self._advance()) is not None:
+            if (frame := self._reader.advance(count, authenticated=self.rank >= 0)) is not None:
                 yield frame
-
-    def _advance(self) -> Frame | None:
-        """Go on after a complete part: return the whole frame, or let `_target` be the next part and return None."""
-        number, source, to, tag_size, size = _HEADER.unpack(self._header)
-        if self._tag is None:
-            handshake = number in (Kind.HELLO, Kind.WELCOME) and tag_size + size <= _HANDSHAKE_BYTES
-            if number not in _KINDS or (self.rank < 0 and not handshake):
-                raise OSError("not a rank of this world")
-            self._tag = bytearray(tag_size)
-            self._target = memoryview(self._tag)
-            if tag_size:
-                return None
-        kind, tag = Kind(number), bytes(self._tag)
-        if self._payload is None:
-            self._payload = self._room(kind, tag, size)
-            self._target = memoryview(self._payload)
-            if size:
-                return None
-        payload = self._payload
-        self._tag = self._payload = None
-        self._target = memoryview(self._header)
-        return kind, source, to, tag, payload
 
     def kill(self) -> None:
         """Close the connection and clear the queue."""
         with self._lock:
-            self.dead = True
-            self._out.clear()
+            self._dead = True
+            self._queue.clear()
             self.sock.close()

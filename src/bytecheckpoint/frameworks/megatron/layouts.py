@@ -83,11 +83,12 @@ class TensorBox:
             data: 1-D, consecutive elements of the parameter.
             start: number of the first of them in the parameter.
         """
-        low = max(self.start, start)
-        count = min(self.start + prod(self.lengths), start + data.numel()) - low
-        if count > 0:
+        first = max(self.start, start)
+        end = min(self.start + prod(self.lengths), start + data.numel())
+        if first < end:
             box = FlattenedBox(self.offsets, self.lengths)
-            yield FlatRange(key, self.global_shape, low - self.start, data, low - start, count, box, self.names[1:])
+            in_box, in_data = first - self.start, first - start
+            yield FlatRange(key, self.global_shape, in_box, data, in_data, end - first, box, self.names[1:])
 
 
 @dataclass(slots=True)
@@ -111,9 +112,14 @@ class ParameterLayout:
         box = self.boxes[0]
         lengths = list(box.lengths)
         if len(self.boxes) > 1 and all(other.names == box.names for other in self.boxes):
+            # The boxes of a fused gate lie in one checkpoint tensor: together they have the parameter's shape.
             lengths[-self.tensor.ndim :] = self.tensor.shape
-        cuts = [(dim, s // n) for dim, (n, s) in enumerate(zip(lengths, box.global_shape, strict=True)) if 0 < n < s]
-        return ", ".join(f"dim {dim} in {parts}" for dim, parts in cuts) or "whole"
+        cuts = [
+            f"dim {dim} in {whole // length}"
+            for dim, (length, whole) in enumerate(zip(lengths, box.global_shape, strict=True))
+            if 0 < length < whole
+        ]
+        return ", ".join(cuts) or "whole"
 
 
 class ShardCollector:
@@ -159,36 +165,49 @@ def clip_to_saved_shape(shards: list[LiveShard], saved_shape: tuple[int, ...]) -
 def checkpoint_names(state_key: str, key: str, prepended: Sequence[int]) -> tuple[tuple[str, ...], int]:
     """Return all names of a tensor, the one of the model without parallelism first.
 
+    A rank's module numbers its layers and experts from 0, Megatron's name has their numbers in the whole model. The first
+    name is the module's, with the numbers of the whole model. Megatron's name is an alias, if it differs:
+
+        state_key: decoder.layers.1.mlp.experts.linear_fc1.weight0         the rank's second layer and first expert
+        key:       decoder.layers.3.mlp.experts.experts.linear_fc1.weight  with prepended = (12,), the expert
+        1st name:  decoder.layers.3.mlp.experts.linear_fc1.weight12
+        alias:     decoder.layers.3.mlp.experts.local_experts.12.linear_fc1.weight
+
     Args:
-        state_key: the name in this rank's module; layers and experts are numbered within the rank.
+        state_key: the name in this rank's module.
         key: the name in Megatron's own checkpoints.
         prepended: coordinates along the dimensions that Megatron prepends to the tensor's own.
 
     Returns:
-        The names, and how many of the prepended dimensions they stand for.
+        The names, and how many of the prepended dimensions are a number in them (1 in the example).
     """
-    dims_in_name = 0
+    expert: int | None = None
     if len(prepended) == 1 and _STACKED_EXPERTS.search(key):
-        # The name of expert number n in a module that holds all experts one by one.
-        key = _STACKED_EXPERTS.sub(rf"\1experts.local_experts.{prepended[0]}.", key, count=1)
-        dims_in_name = 1
+        expert = prepended[0]
+        key = _STACKED_EXPERTS.sub(rf"\1experts.local_experts.{expert}.", key, count=1)
+    dims_in_name = 0 if expert is None else 1
     if len(prepended) > dims_in_name:
-        return (key,), dims_in_name
-    local_parts, key_parts = state_key.split("."), key.split(".")
+        return (key,), dims_in_name  # all layers are stacked in one tensor, whose name has no layer number
+    return tuple(dict.fromkeys((_name_in_whole_model(state_key, key, expert), key))), dims_in_name
+
+
+def _name_in_whole_model(state_key: str, key: str, expert: int | None) -> str:
+    """Return `state_key` with the layer number that `key` has, and with the number of the expert, if any."""
+    local_parts = state_key.split(".")
     common: list[str] = []
-    for local_part, key_part in zip(local_parts, key_parts, strict=False):
-        if local_part != key_part and not (local_part.isdecimal() and key_part.isdecimal()):
+    for local_part, key_part in zip(local_parts, key.split("."), strict=False):
+        both_numbers = local_part.isdecimal() and key_part.isdecimal()
+        if local_part != key_part and not both_numbers:
             break
         common.append(key_part)
     if not any(map(str.isdecimal, common)):
-        # A tensor that is stored under another one's name (an output layer that is tied to the embedding).
-        return (key,), dims_in_name
+        return key  # not in a layer; if the names differ, `key` is that of a tied tensor (embedding and output layer)
     rest = ".".join(local_parts[len(common) :])
-    if dims_in_name and rest:
-        rest, replaced = _LOCAL_EXPERT.subn(rf"\1local_experts.{prepended[0]}.", rest, count=1)
+    if expert is not None:
+        rest, replaced = _LOCAL_EXPERT.subn(rf"\1local_experts.{expert}.", rest, count=1)
         if not replaced:
-            rest = _TRAILING_NUMBER.sub(str(prepended[0]), rest)
-    return tuple(dict.fromkeys((".".join([*common, rest] if rest else common), key))), dims_in_name
+            rest = _TRAILING_NUMBER.sub(str(expert), rest)
+    return ".".join([*common, rest] if rest else common)
 
 
 def sharded_tensor_box(where: str, state_key: str, sharded: Any, parameter_key: str | None = None) -> TensorBox:
@@ -204,9 +223,11 @@ def sharded_tensor_box(where: str, state_key: str, sharded: Any, parameter_key: 
         UsageError: the box does not lie inside its tensor.
     """
     prepended = int(sharded.prepend_axis_num)
+    # Parts of a fused parameter have its key, or that key with a suffix, which state_key lacks.
     key = parameter_key if parameter_key is not None and sharded.key.startswith(parameter_key) else sharded.key
+    suffix = sharded.key[len(key) :]
     names, dims_in_name = checkpoint_names(state_key, key, tuple(sharded.global_offset[:prepended]))
-    names = tuple(name + sharded.key[len(key) :] for name in names)
+    names = tuple(name + suffix for name in names)
     local_shape = tuple(sharded.local_shape)
     offsets = tuple(sharded.global_offset[dims_in_name:])
     lengths = (1,) * (prepended - dims_in_name) + local_shape

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim import Optimizer
@@ -34,24 +34,14 @@ def capture_optimizers(
             state is on other ranks.
     """
     state = LiveState(kind, merged=True)
-    shards = state.shards
     groups = named_groups(kind, optimizers, names)
-    values: dict[str, dict[Any, Any]] = {}
-    # FQN -> (parameter, its aliases, slots in use), for parameters that have values.
-    context: dict[str, tuple[torch.Tensor, tuple[str, ...], dict[str, Any]]] = {}
-    aliases_of: dict[str, list[str]] = {}
+    with_values: dict[str, _CapturedParameter] = {}  # by FQN
     for group in groups:
         all_state = group.optimizer.state
-        for parameter, (fqn, aliases) in zip(group.params, group.names, strict=True):
-            if aliases:
-                aliases_of[fqn] = list(aliases)
+        for parameter, name in zip(group.params, group.names, strict=True):
             own = all_state.get(parameter)
-            if not own:
-                continue
-            slots, plain = _capture_state(kind, (fqn, aliases), parameter, own, shards)
-            if plain:
-                values[fqn] = plain
-                context[fqn] = (parameter, aliases, slots)
+            if own and (captured := _capture_state(kind, name, parameter, own, state.shards)).values:
+                with_values[name[0]] = captured
     tree = {
         "groups": [
             {
@@ -60,8 +50,8 @@ def capture_optimizers(
             }
             for group in groups
         ],
-        "state": values,
-        "aliases": aliases_of,
+        "state": {fqn: captured.values for fqn, captured in with_values.items()},
+        "aliases": {fqn: list(aliases) for group in groups for fqn, aliases in group.names if aliases},
         "globals": [
             {key: pack_tensors(value) for key, value in o.state.items() if not isinstance(key, torch.Tensor)}
             for o in optimizers
@@ -70,28 +60,39 @@ def capture_optimizers(
         **({"complete": True} if complete else {}),
     }
 
-    def add(path: tuple[object, ...], tensor: torch.Tensor) -> str:
+    def add_nested(path: tuple[object, ...], tensor: torch.Tensor) -> str:
+        """Store a tensor that lies inside a plain value, under a slot of its own; return the reference to it."""
         if path[0] != "state":
             raise UsageError(
                 f"{kind}/{key_of_path(path)}: a tensor in a value of this type cannot be stored: use dicts, lists"
             )
         fqn = str(path[1])
-        parameter, aliases, slots = context[fqn]
-        slot = tensor_name(path[2:], slots)
-        slots[slot] = tensor
-        add_shards(shards, TensorKey(kind, fqn, slot), tensor, aliases=aliases, like=layout_of(tensor, parameter))
+        owner = with_values[fqn]
+        slot = tensor_name(path[2:], owner.slots)
+        owner.slots[slot] = tensor
+        like = layout_of(tensor, owner.parameter)
+        add_shards(state.shards, TensorKey(kind, fqn, slot), tensor, aliases=owner.aliases, like=like)
         return state_reference(fqn, slot)
 
-    state.tree = encode(tree, on_tensor=add)
+    state.tree = encode(tree, on_tensor=add_nested)
     return state
+
+
+class _CapturedParameter(NamedTuple):
+    """The state of one parameter: tensors by slot, which are shards, and other values, which the tree holds."""
+
+    parameter: torch.Tensor
+    aliases: tuple[str, ...]
+    slots: dict[str, Any]
+    values: dict[Any, Any]
 
 
 def _capture_state(
     kind: str, name: ParameterName, parameter: torch.Tensor, own: Mapping[Any, Any], shards: list[LiveShard]
-) -> tuple[dict[str, Any], dict[Any, Any] | None]:
-    """Append the state tensors of one parameter; return its slots, and the entries that the tree must hold."""
-    plain: dict[Any, Any] | None = None
+) -> _CapturedParameter:
+    """Append the state tensors of one parameter to `shards`."""
     slots: dict[str, Any] = {}
+    values: dict[Any, Any] = {}
     fqn, aliases = name
     sharded = is_dtensor(parameter)
     for slot, value in own.items():
@@ -99,11 +100,9 @@ def _capture_state(
             slots[slot] = value
             like = layout_of(value, parameter) if sharded else None
             add_shards(shards, TensorKey(kind, fqn, slot), value, aliases=aliases, like=like)
-        elif plain is None:
-            plain = {slot: value}
         else:
-            plain[slot] = value
-    return slots, plain
+            values[slot] = value
+    return _CapturedParameter(parameter, aliases, slots, values)
 
 
 def layout_of(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor | None:

@@ -52,17 +52,7 @@ def load_hyperparameters(
             sources.setdefault(id(saved_group), (saved_group, fqn))
     if not sources:
         return {}
-    (first, first_fqn), *others = sources.values()
-    settings = {key: value for key, value in first.items() if key not in NOT_HYPERPARAMETERS}
-    differences = []
-    for other, fqn in others:
-        for key in dict.fromkeys((*first, *other)):
-            if key in NOT_HYPERPARAMETERS or _is_same(first, other, key):
-                continue
-            differences.append(
-                f"{key!r} is {_display(first, key)} for {first_fqn!r}, {_display(other, key)} for {fqn!r}"
-            )
-            settings.pop(key, None)
+    settings, differences = _common_settings(list(sources.values()))
     if differences:
         omitted = len(differences) - _MAX_LISTED
         more = f" and {omitted} more" if omitted > 0 else ""
@@ -73,9 +63,8 @@ def load_hyperparameters(
         if strict:
             raise IncompatibleCheckpointError(f"{message}: split the group as it was, or load with strict=False")
         into.notes.append(f"{message}; the values here were kept")
-    unsaved = [
-        key for key in group.live if key not in NOT_HYPERPARAMETERS and not any(key in g for g, _ in sources.values())
-    ]
+    saved_keys = {key for saved_group, _ in sources.values() for key in saved_group}
+    unsaved = [key for key in group.live if key not in NOT_HYPERPARAMETERS and key not in saved_keys]
     if unsaved:
         into.notes.append(
             f"{kind}: group {index} keeps {', '.join(map(repr, unsaved))}, which the checkpoint does not have"
@@ -83,6 +72,26 @@ def load_hyperparameters(
     if settings:
         into.finish.append(partial(_set_hyperparameters, group, settings))
     return settings
+
+
+def _common_settings(sources: Sequence[tuple[dict[str, Any], str]]) -> tuple[dict[str, Any], list[str]]:
+    """Return the hyperparameters that are equal in all saved groups, and a sentence for each difference.
+
+    Args:
+        sources: (saved group, FQN of one of its parameters).
+    """
+    (first, first_fqn), *others = sources
+    settings = {key: value for key, value in first.items() if key not in NOT_HYPERPARAMETERS}
+    differences: list[str] = []
+    for other, fqn in others:
+        for key in dict.fromkeys((*first, *other)):
+            if key in NOT_HYPERPARAMETERS or _is_same(first, other, key):
+                continue
+            differences.append(
+                f"{key!r} is {_display(first, key)} for {first_fqn!r}, {_display(other, key)} for {fqn!r}"
+            )
+            settings.pop(key, None)
+    return settings, differences
 
 
 def _is_same(first: dict[str, Any], second: dict[str, Any], key: str) -> bool:

@@ -126,8 +126,8 @@ def flat_range_shards(ranges: Sequence[FlatRange]) -> list[LiveShard]:
     """Decompose flat ranges into the boxes that tile them, as views of their memory, in the order of the ranges.
 
     A range of a tensor with `k` dimensions longer than 1 becomes at most `2 * k - 1` shards, which follow each other in
-    memory. A range without elements becomes none, unless its whole tensor has none: the checkpoint must keep that
-    tensor, so it becomes one empty shard.
+    memory: elements 4 to 13 of a (5, 3) tensor become [1:2, 1:3], [2:4, 0:3] and [4:5, 0:2]. A range without elements
+    becomes none, unless its whole tensor has none: the checkpoint must keep that tensor, so it becomes one empty shard.
 
     Raises:
         UsageError: the memory of a range is not a plain 1-D tensor, or the range reaches beyond its memory or its box;
@@ -137,20 +137,7 @@ def flat_range_shards(ranges: Sequence[FlatRange]) -> list[LiveShard]:
         return []
     buffers = _buffers(ranges)
     shapes = _shapes_in_memory_order(ranges)
-    start = np.array([r.start for r in ranges], np.int64)
-    offset = np.array([r.offset for r in ranges], np.int64)
-    size = np.array([b.size for b in buffers], np.int64)
-    count = np.array([r.count for r in ranges], np.int64)
-    count = np.where(count < 0, size - offset, count)
-    start[count == 0] = offset[count == 0] = 0  # an empty range may name any place
-    wrong = (offset < 0) | (count < 0) | (offset + count > size) | (start < 0) | (start + count > shapes.prod(axis=1))
-    if wrong.any():
-        row = int(np.flatnonzero(wrong)[0])
-        raise UsageError(
-            f"{ranges[row].key}: {int(count[row])} elements from number {int(start[row])}, at place "
-            f"{int(offset[row])} of a buffer of {int(size[row])}, do not lie inside the buffer and the tensor's box of "
-            f"{int(shapes[row].prod())} elements"
-        )
+    start, offset, count = _range_columns(ranges, buffers, shapes)
     boxes = flat_ranges_to_boxes(shapes, start, start + count)
 
     # One as_strided makes a view of any box; slicing and reshaping take several calls.
@@ -166,14 +153,8 @@ def flat_range_shards(ranges: Sequence[FlatRange]) -> list[LiveShard]:
         boxes.source.tolist(), offset_rows, length_rows, stride_rows, places.tolist(), strict=True
     ):
         flat, buffer = ranges[source], buffers[source]
-        box = flat.box
-        if box is not WHOLE_TENSOR:
-            if box.order is not None:
-                # Entry k of the columns is dimension order[k] of the tensor.
-                back = sorted(range(len(offsets)), key=box.order.__getitem__)
-                offsets, lengths, steps = (tuple(column[k] for k in back) for column in (offsets, lengths, steps))
-            if box.offsets is not None:
-                offsets = tuple(o + b for o, b in zip(offsets, box.offsets, strict=True))
+        if flat.box is not WHOLE_TENSOR:
+            offsets, lengths, steps = _in_tensor(flat.box, offsets, lengths, steps)
         data = buffer.data.as_strided(lengths, steps, place)
         out.append(_shard(flat, buffer, offsets, lengths, data))
     for row in np.flatnonzero(shapes.prod(axis=1) == 0).tolist():
@@ -181,6 +162,40 @@ def flat_range_shards(ranges: Sequence[FlatRange]) -> list[LiveShard]:
         if 0 in shape:
             out.append(_shard(ranges[row], buffers[row], (0,) * len(shape), shape, buffers[row].data.new_empty(shape)))
     return out
+
+
+def _range_columns(
+    ranges: Sequence[FlatRange], buffers: Sequence[_Buffer], shapes: Int64s
+) -> tuple[Int64s, Int64s, Int64s]:
+    """Return start, offset and count of the ranges, shape [n] each, after a check that they lie where they say."""
+    start = np.array([r.start for r in ranges], np.int64)
+    offset = np.array([r.offset for r in ranges], np.int64)
+    size = np.array([b.size for b in buffers], np.int64)
+    count = np.array([r.count for r in ranges], np.int64)
+    count = np.where(count < 0, size - offset, count)
+    start[count == 0] = offset[count == 0] = 0  # an empty range may name any place
+    wrong = (offset < 0) | (count < 0) | (offset + count > size) | (start < 0) | (start + count > shapes.prod(axis=1))
+    if wrong.any():
+        row = int(np.flatnonzero(wrong)[0])
+        raise UsageError(
+            f"{ranges[row].key}: {int(count[row])} elements from number {int(start[row])}, at place "
+            f"{int(offset[row])} of a buffer of {int(size[row])}, do not lie inside the buffer and the tensor's box of "
+            f"{int(shapes[row].prod())} elements"
+        )
+    return start, offset, count
+
+
+def _in_tensor(
+    box: FlattenedBox, offsets: tuple[int, ...], lengths: tuple[int, ...], strides: tuple[int, ...]
+) -> tuple[tuple[int, ...], ...]:
+    """Convert offsets, lengths and strides from the memory order of a flattened box to its tensor's dimensions."""
+    if box.order is not None:
+        # Entry k in memory order is dimension order[k] of the tensor.
+        back = sorted(range(len(offsets)), key=box.order.__getitem__)
+        offsets, lengths, strides = (tuple(column[k] for k in back) for column in (offsets, lengths, strides))
+    if box.offsets is not None:
+        offsets = tuple(o + b for o, b in zip(offsets, box.offsets, strict=True))
+    return offsets, lengths, strides
 
 
 def _shard(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bytecheckpoint.engine.catalogs import read_catalog
 from bytecheckpoint.errors import CheckpointNotFoundError, StorageConflictError
+from bytecheckpoint.representation.catalog import Catalog
 from bytecheckpoint.representation.names import CATALOG_NAME
-from bytecheckpoint.storage import resolve
+from bytecheckpoint.storage import Storage, resolve
 from bytecheckpoint.tiers.copying import commit, copy_if_missing, is_sound, own_files
 from bytecheckpoint.tiers.flush.lock import expected_version, flush_lock
 from bytecheckpoint.tiers.hot_folder import UNKNOWN, HotStep, StepRecord
@@ -98,26 +100,30 @@ def flush(storage: TierStorage, *, replicas: bool = False) -> FlushReport:
                 f"{durable.url} was replaced since {storage.url} was saved, so that is not flushed; remove the hot copy"
             )
         hot_sizes, durable_sizes = dict(hot.list()), dict(durable.list())
-        files = nbytes = 0
-        others = []
+        copied: list[int] = []  # bytes of each file
+        others: list[int] = []  # numbers of the files that other machines flush
         for number in own_files(catalog):
             file = catalog.files[number]
             wanted = replicas or not record.ranks or file.rank in record.ranks
             if wanted and hot_sizes.get(file.name) == file.size:
-                copied = copy_if_missing(hot, durable, catalog, number, durable_sizes.get(file.name))
-                files, nbytes = files + bool(copied), nbytes + copied
+                copied.append(copy_if_missing(hot, durable, catalog, number, durable_sizes.get(file.name)))
             else:
                 others.append(number)
+        files, nbytes = sum(map(bool, copied)), sum(copied)
         # Only after the copies: if several machines flush at once, the last one must see all files and commit.
-        durable_sizes = dict(durable.list()) if others else {}
-        lacking = [
-            catalog.files[number].name
-            for number in others
-            if durable_sizes.get(catalog.files[number].name) != catalog.files[number].size
-            or not is_sound(durable, catalog, number)
-        ]
-        if lacking:
-            return FlushReport(durable.url, "incomplete", files, nbytes, tuple(lacking))
+        if lacking := _not_sound(durable, catalog, others):
+            return FlushReport(durable.url, "incomplete", files, nbytes, lacking)
         commit(durable, catalog, data, expected_version(record))
         storage.hot_folder.update_record(step, record.ranks, flushed=True)
     return FlushReport(durable.url, "committed", files, nbytes)
+
+
+def _not_sound(durable: Storage, catalog: Catalog, numbers: Sequence[int]) -> tuple[str, ...]:
+    """Return the names of those files that are missing or damaged in the durable storage."""
+    sizes = dict(durable.list()) if numbers else {}
+    files = [(number, catalog.files[number]) for number in numbers]
+    return tuple(
+        file.name
+        for number, file in files
+        if sizes.get(file.name) != file.size or not is_sound(durable, catalog, number)
+    )

@@ -8,11 +8,11 @@ from bytecheckpoint.planning.save_plan import describe
 from bytecheckpoint.representation.catalog import VALUES_SLOT
 from bytecheckpoint.representation.names import new_generation
 from bytecheckpoint.representation.shards import LiveShard, LiveState, TensorKey
-from bytecheckpoint.saving.layout import lay_out_rows, lay_out_values
+from bytecheckpoint.saving.file_layout import FileOrigin, lay_out_rows, lay_out_values
 from bytecheckpoint.saving.messages import escaped, unescaped
 from bytecheckpoint.saving.state import CapturedState, content_digest, signature
 
-RANK = {"rank": 3, "world_size": 4, "generation": new_generation("world", 1)}
+ORIGIN = FileOrigin(rank=3, world_size=4, generation=new_generation("world", 1))
 
 
 def shard(name: str, data: torch.Tensor, kind: str = "model", *, by_content: bool = False) -> LiveShard:
@@ -56,7 +56,7 @@ def test_a_signature_is_that_of_the_layout() -> None:
 
 def test_each_kind_has_a_file_and_data_sections_are_aligned() -> None:
     shards = [shard("a", torch.ones(3)), shard("b", torch.ones(2)), shard("c", torch.ones(5), "optimizer")]
-    files = lay_out_rows(shards, [0, 1, 2], **RANK)  # type: ignore[arg-type]
+    files = lay_out_rows(shards, [0, 1, 2], ORIGIN)
     assert [(f.kind, f.part, f.values) for f in files] == [("model", 0, False), ("optimizer", 0, False)]
     assert [(f.image.start, f.image.nbytes, f.image.shards) for f in files] == [(0, 20, [0, 1]), (4096, 20, [2])]
     assert files[0].image.starts.tolist() == [0, 12]
@@ -66,7 +66,7 @@ def test_values_stand_largest_elements_first_and_know_their_places() -> None:
     tensors = [torch.ones(3, dtype=torch.uint8), torch.ones(2, dtype=torch.float64), torch.ones(1)]
     owned = [shard(str(i), t, "extra_states", by_content=True) for i, t in enumerate(tensors)]
     values = CapturedState([LiveState("extra_states", owned)]).values
-    files, places = lay_out_values(values, first=7, position=8192, part=1, **RANK)  # type: ignore[arg-type]
+    files, places = lay_out_values(values, ORIGIN, first=7, position=8192, part=1)
     assert [(f.kind, f.part, f.values, f.image.start) for f in files] == [("extra_states", 1, True, 8192)]
     assert files[0].image.shards == [8, 9, 7]
     assert places == [(0, 20), (0, 0), (0, 16)]

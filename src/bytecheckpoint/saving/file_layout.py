@@ -1,4 +1,4 @@
-"""The layout of one rank's storage files: which shards and values go where in which file."""
+"""Lay out one rank's storage files: which shards and values go where in which file."""
 
 from __future__ import annotations
 
@@ -17,9 +17,29 @@ from bytecheckpoint.representation.shards import LiveShard, TensorKey
 from bytecheckpoint.representation.storage_file import StoredEntry
 from bytecheckpoint.saving.state import Value
 
-__all__ = ["LocalPlan", "PlannedFile", "lay_out_rows", "lay_out_values"]
+__all__ = ["FileOrigin", "LocalPlan", "PlannedFile", "end_of", "lay_out_rows", "lay_out_values"]
 
 _ALIGN = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class FileOrigin:
+    """The origin of storage files, which their names and headers state.
+
+    Attributes:
+        rank: the rank that writes them.
+        world_size: number of ranks.
+        generation: of the save.
+    """
+
+    rank: int
+    world_size: int
+    generation: str
+
+    def file_name(self, kind: str, part: int, *, values: bool) -> str:
+        """Name a file of planned shards or of values."""
+        name = values_file_name if values else storage_file_name
+        return name(kind, self.rank, self.generation, part)
 
 
 @dataclass(slots=True)
@@ -66,22 +86,18 @@ class LocalPlan:
     targets: KnownTargets = field(default_factory=KnownTargets)
 
 
-def lay_out_rows(
-    shards: Sequence[LiveShard], rows: Sequence[int], *, rank: int, world_size: int, generation: str
-) -> list[PlannedFile]:
+def lay_out_rows(shards: Sequence[LiveShard], rows: Sequence[int], origin: FileOrigin) -> list[PlannedFile]:
     """Lay out the files of one rank's part of a plan.
 
     Args:
         shards: the rank's shards.
         rows: indexes into them, in the order of the plan.
-        rank: the rank.
-        world_size: number of ranks.
-        generation: any; a file gets its own when the header is rendered.
+        origin: of the files. Each header gets the generation of its own save when it is rendered.
     """
     files: list[PlannedFile] = []
     position = 0
     bounds = file_bounds([shards[i].key.kind for i in rows])
-    stems = [file_stem(storage_file_name(kind, rank, generation, part)) for kind, part, _, _ in bounds]
+    stems = [file_stem(origin.file_name(kind, part, values=False)) for kind, part, _, _ in bounds]
     for kind, part, first, last in bounds:
         entries = []
         sizes = []
@@ -106,33 +122,29 @@ def lay_out_rows(
             sizes.append(size)
             offset += size
         section = _section(position, sizes, list(range(first, last)))
-        header = _header(entries, kind, rank, world_size, generation, stems)
+        header = _header(entries, kind, origin, stems)
         files.append(PlannedFile(kind, part, False, header, section))
-        position += -(-offset // _ALIGN) * _ALIGN
+        position = end_of(section)
     return files
 
 
 def lay_out_values(
     values: Sequence[Value],
+    origin: FileOrigin,
     *,
     first: int,
     position: int,
     part: int,
-    rank: int,
-    world_size: int,
-    generation: str,
     siblings: Sequence[str] = (),
 ) -> tuple[list[PlannedFile], list[tuple[int, int]]]:
     """Lay out the files of the values that one rank writes in one save.
 
     Args:
         values: what to write.
+        origin: of the files.
         first: index of the first of them among the image's tensors.
         position: byte of the image where they begin; a multiple of 4096.
         part: part number of the files.
-        rank: of this process.
-        world_size: number of ranks.
-        generation: of this save.
         siblings: `names.file_stem` of the rank's other files.
 
     Returns:
@@ -143,7 +155,7 @@ def lay_out_values(
     by_kind: dict[str, list[int]] = {}
     for index, value in enumerate(values):
         by_kind.setdefault(value.key.kind, []).append(index)
-    stems = [*siblings, *(file_stem(values_file_name(kind, rank, generation, part)) for kind in by_kind)]
+    stems = [*siblings, *(file_stem(origin.file_name(kind, part, values=True)) for kind in by_kind)]
     for kind, members in by_kind.items():
         members.sort(key=lambda i: (-values[i].data.element_size(), values[i].dtype, i))
         entries = []
@@ -153,36 +165,49 @@ def lay_out_values(
             shape = tuple(value.data.shape)
             entries.append(
                 StoredEntry(
-                    value.key, value.dtype, shape, (0,) * len(shape), shape, (), False, rank, offset, value.nbytes
+                    value.key,
+                    value.dtype,
+                    shape,
+                    (0,) * len(shape),
+                    shape,
+                    (),
+                    False,
+                    origin.rank,
+                    offset,
+                    value.nbytes,
                 )
             )
             places[i] = (len(files), offset)
             offset += value.nbytes
         sizes = [values[i].nbytes for i in members]
         section = _section(position, sizes, [first + i for i in members])
-        header = _header(entries, kind, rank, world_size, generation, stems)
+        header = _header(entries, kind, origin, stems)
         files.append(PlannedFile(kind, part, True, header, section))
-        position += -(-offset // _ALIGN) * _ALIGN
+        position = end_of(section)
     return files, [places[i] for i in range(len(values))]
 
 
+def end_of(section: ImageFile) -> int:
+    """Return where the image's next section begins: on the first boundary of 4096 bytes after `section`."""
+    return section.start + -(-section.nbytes // _ALIGN) * _ALIGN
+
+
 def _section(start: int, sizes: Sequence[int], shards: list[int]) -> ImageFile:
+    """Place tensors of these sizes one after the other from byte `start` of the image."""
     lengths = np.asarray(sizes, np.int64)
     total = int(lengths.sum())
     return ImageFile(start, total, shards, np.cumsum(lengths) - lengths, lengths)
 
 
-def _header(
-    entries: Sequence[StoredEntry], kind: str, rank: int, world_size: int, generation: str, siblings: Sequence[str]
-) -> HeaderTemplate:
+def _header(entries: Sequence[StoredEntry], kind: str, origin: FileOrigin, siblings: Sequence[str]) -> HeaderTemplate:
     """Build the header of a file whose data section `entries` tile."""
     length = entries[-1].byte_offset + entries[-1].byte_length
     return build_header(
         entries,
         kind=kind,
-        rank=rank,
-        world_size=world_size,
-        generation=generation,
+        rank=origin.rank,
+        world_size=origin.world_size,
+        generation=origin.generation,
         data_length=length,
         block_bytes=block_bytes(length),
         siblings=siblings,

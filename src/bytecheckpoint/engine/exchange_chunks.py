@@ -1,4 +1,4 @@
-"""Items of an exchange on one rank: read from storage, copied from another rank, scattered to the destinations."""
+"""Chunks of an exchange on one rank: read from storage, copied from another rank, scattered to the destinations."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from bytecheckpoint.engine.reading import ScratchBuffers, scratch_buffer
 from bytecheckpoint.engine.scatter import ScatterPlan
 from bytecheckpoint.representation.plans import ExchangePlan
 
-__all__ = ["ItemMover", "LoadedItem"]
+__all__ = ["ChunkMover", "LoadedChunk"]
 
 
 @dataclass(slots=True)
-class LoadedItem:
-    """An item in this rank's memory.
+class LoadedChunk:
+    """A chunk in this rank's memory.
 
     Attributes:
-        buffers: the item's bytes, one buffer after the other.
+        buffers: the chunk's bytes, one buffer after the other.
         segments: the memory of `buffers`.
-        pooled: the buffer to give back by `ItemMover.recycle`, if any.
-        delivered: whether this rank's own destinations hold the item.
+        pooled: the buffer to give back by `ChunkMover.recycle`, if any.
+        delivered: whether this rank's own destinations hold the chunk.
     """
 
     buffers: list[memoryview]
@@ -33,46 +33,46 @@ class LoadedItem:
     delivered: bool = False
 
 
-class ItemMover:
-    """Moves the items that one rank wants to its destinations. Several threads may use it.
+class ChunkMover:
+    """Moves the chunks that one rank wants to its destinations. Several threads may use it.
 
     Args:
-        plan: the items, and the ranges of this rank's read plan that they cover.
+        plan: the chunks, and the ranges of this rank's read plan that they cover.
         files: the checkpoint's files.
         scatter_plan: the read plan with its destinations.
-        chunk_bytes: longest item.
+        chunk_bytes: longest chunk.
     """
 
     def __init__(self, plan: ExchangePlan, files: FileSet, scatter_plan: ScatterPlan, chunk_bytes: int) -> None:
-        self._items = plan.shared
+        self._shared = plan.shared
         self._files = files
         self._scatter_plan = scatter_plan
         self._chunk_bytes = chunk_bytes
         self._scratch = ScratchBuffers(scatter_plan, chunk_bytes)
         self._free: list[torch.Tensor] = []
         self._ranges: dict[int, list[int]] = {}
-        for index, item in zip(plan.covered_ranges.tolist(), plan.covering_chunks.tolist(), strict=True):
-            self._ranges.setdefault(item, []).append(index)
+        for index, chunk in zip(plan.covered_ranges.tolist(), plan.covering_chunks.tolist(), strict=True):
+            self._ranges.setdefault(chunk, []).append(index)
 
-    def wants(self, item: int) -> bool:
-        """Whether this rank has a destination for bytes of the item."""
-        return item in self._ranges
+    def wants(self, chunk: int) -> bool:
+        """Whether this rank has a destination for bytes of the chunk."""
+        return chunk in self._ranges
 
-    def nbytes(self, item: int) -> int:
-        """Return the length of the item."""
-        return int(self._items.stop[item] - self._items.start[item])
+    def nbytes(self, chunk: int) -> int:
+        """Return the length of the chunk."""
+        return int(self._shared.stop[chunk] - self._shared.start[chunk])
 
-    def load(self, item: int) -> LoadedItem:
-        """Read an item from storage and deliver it, without a copy where it fills one range."""
-        start, stop = int(self._items.start[item]), int(self._items.stop[item])
-        file = int(self._items.file[item])
-        indexes = self._ranges[item]
+    def load(self, chunk: int) -> LoadedChunk:
+        """Read a chunk from storage and deliver it, without a copy where it fills one range."""
+        start, stop = int(self._shared.start[chunk]), int(self._shared.stop[chunk])
+        file = int(self._shared.file[chunk])
+        indexes = self._ranges[chunk]
         buffers = None
         if len(indexes) == 1 and self._bounds(indexes[0]) == (start, stop):
             buffers = self._scatter_plan.direct_buffers(indexes[0])
         if buffers is not None:
             self._files.fetch(file, start, stop, buffers)
-            return LoadedItem(buffers, segments_of_buffers(buffers), delivered=True)
+            return LoadedChunk(buffers, segments_of_buffers(buffers), delivered=True)
         try:
             pooled = self._free.pop()
         except IndexError:
@@ -87,21 +87,21 @@ class ItemMover:
                 done = end
             if index is not None:
                 self._scratch.scatter(index, pooled, start)
-        return LoadedItem(buffers, segments_of_buffers(buffers), pooled, delivered=True)
+        return LoadedChunk(buffers, segments_of_buffers(buffers), pooled, delivered=True)
 
-    def deliver(self, item: int, memory: memoryview) -> None:
-        """Scatter an item to this rank's destinations."""
+    def deliver(self, chunk: int, memory: memoryview) -> None:
+        """Scatter a chunk to this rank's destinations."""
         data = torch.frombuffer(memory, dtype=torch.uint8)
-        for index in self._ranges[item]:
-            self._scratch.scatter(index, data, int(self._items.start[item]))
+        for index in self._ranges[chunk]:
+            self._scratch.scatter(index, data, int(self._shared.start[chunk]))
 
-    def copy_from_peer(self, item: int, pid: int, segments: Segments) -> int:
-        """Copy the wanted bytes of an item from the memory of another process, directly to their destinations if possible.
+    def copy_from_peer(self, chunk: int, pid: int, segments: Segments) -> int:
+        """Copy the wanted bytes of a chunk from the memory of another process, directly to their destinations if possible.
 
         Args:
-            item: number of the item.
+            chunk: number of the chunk.
             pid: the process.
-            segments: memory of the whole item there.
+            segments: memory of the whole chunk there.
 
         Returns:
             The number of bytes copied.
@@ -109,9 +109,9 @@ class ItemMover:
         Raises:
             OSError: the process is gone.
         """
-        first = int(self._items.start[item])
+        first = int(self._shared.start[chunk])
         total = 0
-        for index in self._ranges[item]:
+        for index in self._ranges[chunk]:
             start, stop = self._bounds(index)
             runs = self._scatter_plan.runs(index)
             if runs is not None:
@@ -126,8 +126,8 @@ class ItemMover:
                 total += stop - start
         return total
 
-    def recycle(self, loaded: LoadedItem) -> None:
-        """Use the buffer of an item again, once no other rank reads it any more."""
+    def recycle(self, loaded: LoadedChunk) -> None:
+        """Use the buffer of a chunk again, once no other rank reads it any more."""
         if loaded.pooled is not None:
             self._free.append(loaded.pooled)
 
