@@ -1,4 +1,6 @@
-"""Measures exchanges between two processes of this machine: `python -m tests.collectives.exchange_speed [MiB]`.
+"""Measures exchanges between two processes of this machine.
+
+    torchrun --nproc-per-node 2 -m tests.collectives.exchange_speed [MiB]
 
 Prints one JSON object. For arrays that go one way, and for arrays that go both ways: the milliseconds of the first
 exchange, which connects the ranks, and the best and the median of seven exchanges. Then the microseconds of an exchange
@@ -8,26 +10,20 @@ of 64 bytes.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 import time
 from datetime import timedelta
 
 import numpy as np
+import torch.distributed as dist
 
-from tests.collectives.test_torch_world import job_environments
-from tests.support.processes import python
+from bytecheckpoint.collectives import current
 
 ROUNDS = 7
 
 
 def measure(size: int) -> None:
     """Exchange arrays of `size` bytes as one rank; rank 0 prints the times."""
-    import torch.distributed as dist
-
-    from bytecheckpoint.collectives import current
-
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     collective = current()
     me, other = collective.rank, 1 - collective.rank
@@ -54,15 +50,5 @@ def measure(size: int) -> None:
         print(json.dumps(times))
 
 
-def main() -> None:
-    if "RANK" in os.environ:
-        measure(int(sys.argv[1]) << 20)
-        return
-    size = sys.argv[1] if len(sys.argv) > 1 else "256"
-    command = python("-m", "tests.collectives.exchange_speed", size)
-    ranks = [subprocess.Popen(command, env=job) for job in job_environments(2)]
-    sys.exit(max(process.wait() for process in ranks))
-
-
 if __name__ == "__main__":
-    main()
+    measure(int(sys.argv[1] if len(sys.argv) > 1 else 256) << 20)

@@ -10,16 +10,14 @@ import pytest
 from bytecheckpoint.collectives import Collective, SingleProcess, ThreadWorld
 from bytecheckpoint.collectives.agreement import Agreement
 from bytecheckpoint.errors import CheckpointError, CorruptCheckpointError, StorageError, UsageError
+from tests.faults.ranks import attempt
 
 
 def outcomes(size: int, conversation: Any) -> list[Any]:
     """What each rank of a world returned or raised."""
 
     def body(collective: Collective) -> Any:
-        try:
-            return conversation(Agreement(collective, "test", 20.0, urgent=(CorruptCheckpointError,)))
-        except CheckpointError as error:
-            return error
+        return attempt(conversation, Agreement(collective, "test", 20.0, urgent=(CorruptCheckpointError,)))
 
     return ThreadWorld(size).run(body)
 

@@ -6,19 +6,17 @@ A block that cannot run is marked on the line above it with `<!-- no-run: why --
 from __future__ import annotations
 
 import re
-import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from markdown_it import MarkdownIt
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [page for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))) if page.is_file()]
 
-# A fence may be indented (lists, tabs) and its info string may go on after the language.
-_FENCE = re.compile(r"^(?P<indent> *)(?P<fence>`{3,}|~{3,}) *(?P<language>[\w+-]*)(?P<rest>.*)$")
-_NO_RUN = re.compile(r"^ *<!-- *no-run: *(?P<reason>.*?) *-->$")
+_NO_RUN = re.compile(r"^<!-- *no-run: *(?P<reason>.*?) *-->$")
 
 
 @dataclass(frozen=True)
@@ -33,27 +31,16 @@ class Block:
 def python_blocks(text: str) -> list[Block]:
     """The `python` blocks of a Markdown text, in order. Blocks of other languages are passed over."""
     blocks: list[Block] = []
-    lines = text.splitlines()
-    position, reason = 0, ""
-    while position < len(lines):
-        line = lines[position]
-        position += 1
-        opening = _FENCE.match(line)
-        if opening is None:
-            if line.strip():  # the comment counts for a block that follows it directly or after blank lines
-                marked = _NO_RUN.match(line)
-                if marked:
-                    assert marked["reason"], f"line {position}: no-run needs a reason"
-                reason = marked["reason"] if marked else ""
-            continue
-        start = position
-        closing = re.compile(rf"^ *{opening['fence'][0]}{{{len(opening['fence'])},}} *$")
-        while position < len(lines) and not closing.match(lines[position]):
-            position += 1
-        assert position < len(lines), f"line {start}: the block is never closed"
-        if opening["language"] in {"python", "py"}:
-            blocks.append(Block(start + 1, textwrap.dedent("\n".join(lines[start:position])) + "\n", reason))
-        position, reason = position + 1, ""
+    lines, reason = text.splitlines(), ""
+    for token in MarkdownIt().parse(text):
+        if token.type == "fence":
+            first, end = token.map or (0, 0)
+            assert lines[end - 1].strip() == token.markup, f"line {first + 1}: the block is never closed"
+            if token.info.split()[:1] in (["python"], ["py"]):
+                blocks.append(Block(first + 2, token.content, reason))
+        marked = _NO_RUN.match(token.content.strip()) if token.type == "html_block" else None
+        assert not marked or marked["reason"], "no-run needs a reason"
+        reason = marked["reason"] if marked else ""  # it counts for the block that follows it directly
     return blocks
 
 

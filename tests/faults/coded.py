@@ -77,6 +77,17 @@ def load_step(path: str | Path, *, rows: int = ROWS, **options: Any) -> int:
     return step_of(loaded)
 
 
+def save_steps(root: str | Path, *steps: int) -> None:
+    """Save each step from one process to the folder of its number below `root`."""
+    for step in steps:
+        bytecheckpoint.save(f"{root}/{step}", states(step=step)).result(60)
+
+
+def check_steps(root: str | Path, *steps: int) -> None:
+    """Fail unless the folder of each number below `root` holds that step."""
+    assert [load_step(f"{root}/{step}") for step in steps] == list(steps)
+
+
 def found_step(path: str | Path, **options: Any) -> int:
     """Return the step that the checkpoint at `path` holds, 0 for none; fail on a mixture or damage."""
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -23,3 +24,9 @@ def faults(monkeypatch: pytest.MonkeyPatch) -> Faults:
     """A storage that fails on demand, for all saves and loads of the test."""
     bytecheckpoint.configure(writer="thread", timeout=20.0)
     return Faults().install(monkeypatch)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """Where a test saves a checkpoint."""
+    return tmp_path / "s"

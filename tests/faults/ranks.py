@@ -13,7 +13,7 @@ from bytecheckpoint.handles import SaveReport
 from tests.faults.coded import ROWS, load_step, states, step_of
 from tests.support.modes import MODES
 
-__all__ = ["attempt", "check_recovery", "load_all", "outcomes", "save_all", "succeeded"]
+__all__ = ["attempt", "check_recovery", "load_all", "outcomes", "save_all", "saved", "succeeded"]
 
 
 def attempt(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
@@ -29,20 +29,20 @@ def outcomes(world: ThreadWorld, function: Callable[[Collective], Any], timeout:
     return world.run(lambda collective: attempt(function, collective), timeout=timeout)
 
 
-def save_all(world: ThreadWorld, path: Path, step: int, **options: Any) -> list[Any]:
+def save_all(world: ThreadWorld, path: str | Path, step: int, *, rows: int = ROWS, **options: Any) -> list[Any]:
     """Let every rank save `step` and wait; return each rank's report or exception."""
 
     def one(collective: Collective) -> Any:
-        handle = bytecheckpoint.save(path, states(collective.rank, world.size, step), **options)
+        handle = bytecheckpoint.save(path, states(collective.rank, world.size, step, rows), **options)
         try:
-            return handle.result(30)
+            return handle.result(120)
         finally:
             assert handle.staged.done() and handle.committed.done(), "both futures are set, whatever happened"
 
-    return outcomes(world, one)
+    return outcomes(world, one, timeout=200)
 
 
-def load_all(world: ThreadWorld, path: Path, *, rows: int = ROWS, **options: Any) -> list[Any]:
+def load_all(world: ThreadWorld, path: str | Path, *, rows: int = ROWS, **options: Any) -> list[Any]:
     """Let every rank load its part of the checkpoint; return each rank's step or exception."""
 
     def one(collective: Collective) -> int:
@@ -50,7 +50,14 @@ def load_all(world: ThreadWorld, path: Path, *, rows: int = ROWS, **options: Any
         bytecheckpoint.load(path, loaded, **options)
         return step_of(loaded)
 
-    return outcomes(world, one)
+    return outcomes(world, one, timeout=200)
+
+
+def saved(path: Path, ranks: int = 2, **options: Any) -> ThreadWorld:
+    """Save step 1 from a new world of ranks; return the world."""
+    world = ThreadWorld(ranks)
+    succeeded(save_all(world, path, 1, **options))
+    return world
 
 
 def succeeded(got: list[Any]) -> None:

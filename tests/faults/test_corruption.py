@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -14,13 +15,21 @@ import torch
 import xxhash
 
 import bytecheckpoint
-from bytecheckpoint import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError
+from bytecheckpoint import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    IncompatibleCheckpointError,
+)
 from bytecheckpoint.collectives.testing import ThreadWorld
 from bytecheckpoint.engine.catalogs import read_catalog
 from bytecheckpoint.representation.catalog import Catalog
+from bytecheckpoint.representation.catalog_file import encode
 from bytecheckpoint.storage import resolve
 from tests.faults.coded import files_of, load_step, states
 from tests.faults.ranks import attempt, load_all, save_all, succeeded
+from tests.support.catalogs import resealed, with_footer
+from tests.support.damage import flip_bit
 
 CATALOG = "metadata.parquet"
 ROWS = 4
@@ -124,8 +133,7 @@ def test_a_flipped_bit_in_a_header_is_harmless_to_a_load_and_known_to_the_catalo
             assert xxhash.xxh3_64_intdigest(header) != entry.header_sum, f"{entry.name}: no sum covers byte {place}"
 
 
-def test_the_damaged_block_and_only_its_tensors_are_named(tmp_path: Path) -> None:
-    path = tmp_path / "s"
+def test_the_damaged_block_and_only_its_tensors_are_named(path: Path) -> None:
     saved = {"model": {f"t{i}": torch.full((16384,), float(i)) for i in range(12)}}  # one 64 KiB block each
     bytecheckpoint.save(path, saved)
     (entry,) = [f for f in catalog_of(path).files if "rank-" in f.name]
@@ -161,6 +169,13 @@ def test_open_detects_a_flipped_bit(damaged: Path) -> None:
         got = [attempt(checkpoint[key].__getitem__, ...) for key in checkpoint if key.startswith("model/")]
         errors = [error for error in got if isinstance(error, Exception)]
         assert errors and all(type(error) is CorruptCheckpointError and error.file == name for error in errors)
+
+
+def test_damage_that_one_rank_reads_fails_the_load_of_all(damaged: Path) -> None:
+    (entry,) = [file for file in catalog_of(damaged).files if "model/rank-00001" in file.name]
+    flip_bit(damaged / entry.name, entry.data_offset)
+    for error in load_all(ThreadWorld(2), damaged, rows=ROWS, overlap_loading=False):
+        assert isinstance(error, CorruptCheckpointError) and entry.name in str(error)
 
 
 def append(file: Path, data: bytes) -> None:
@@ -269,6 +284,30 @@ def test_a_foreign_file_as_catalog(damaged: Path, content: str) -> None:
     corrupt(damaged, CATALOG)
     with pytest.raises(CorruptCheckpointError):
         bytecheckpoint.open(damaged)
+
+
+def test_a_catalog_of_a_newer_version(damaged: Path) -> None:
+    data = (damaged / CATALOG).read_bytes()
+    newer = with_footer(data, lambda footer: footer.update(version=7))
+    for content, version in ((resealed(data, b"bytecheckpoint02"), "02"), (newer, "7")):
+        (damaged / CATALOG).write_bytes(content)
+        error = refused(damaged)
+        assert type(error) is IncompatibleCheckpointError
+        assert f"version {version}" in str(error) and "upgrade" in str(error)
+
+
+OUTSIDE = ("../../secret", "/etc/passwd", "model/../../secret", "..", "C:/x", "model\\..\\x")
+MALFORMED = ("", ".", "a\0b", "a//b", "a\nb")
+
+
+@pytest.mark.parametrize("name", OUTSIDE + MALFORMED)
+def test_a_catalog_that_names_files_outside_is_refused(damaged: Path, tmp_path: Path, name: str) -> None:
+    catalog = catalog_of(damaged)
+    (tmp_path / "secret").write_bytes((damaged / catalog.files[0].name).read_bytes())
+    first = dataclasses.replace(catalog.files[0], name=name)
+    hostile = dataclasses.replace(catalog, files=(first, *catalog.files[1:]))
+    (damaged / CATALOG).write_bytes(encode(hostile, check=False))
+    corrupt(damaged, CATALOG)
 
 
 def test_places_that_are_no_checkpoint(tmp_path: Path) -> None:

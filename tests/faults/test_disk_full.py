@@ -16,7 +16,7 @@ from bytecheckpoint import StorageError, StorageFullError
 from bytecheckpoint.collectives.testing import ThreadWorld
 from bytecheckpoint.storage import NewFile, resolve
 from tests.faults.coded import files_of, load_step, states
-from tests.faults.ranks import check_recovery, save_all, succeeded
+from tests.faults.ranks import check_recovery, save_all, saved, succeeded
 from tests.support.mounts import run_command, small_ext4, small_tmpfs
 
 MODES: dict[str, dict[str, Any]] = {"sync": {}, "async": {"async_checkpoint": True}}
@@ -46,19 +46,6 @@ def failed(got: list[Any], error: type[Exception]) -> None:
         assert "rank " in str(raised) and "\n" not in str(raised)
 
 
-def save_big(world: ThreadWorld, path: Path, step: int, **options: Any) -> list[Any]:
-    def one(collective: Any) -> Any:
-        try:
-            handle = bytecheckpoint.save(path, states(collective.rank, world.size, step, BIG), **options)
-        except bytecheckpoint.CheckpointError as error:
-            return error
-        error = handle.committed.exception(60)
-        assert handle.staged.done()
-        return error or handle.result()
-
-    return world.run(one, timeout=100)
-
-
 def after_a_failure(world: ThreadWorld, path: Path, before: list[str], mode: str) -> None:
     """Fail unless step 1 is whole, nothing else is left, and the next saves work."""
     assert load_step(path) == 1
@@ -73,10 +60,9 @@ def after_a_failure(world: ThreadWorld, path: Path, before: list[str], mode: str
 def test_a_full_tmpfs(mount: Mount, ranks: int, mode: str, writer: str) -> None:
     bytecheckpoint.configure(writer=writer)
     path = mount("tmpfs", size="2m") / "s"
-    world = ThreadWorld(ranks)
-    succeeded(save_all(world, path, 1))
+    world = saved(path, ranks)
     before = files_of(path)
-    got = save_big(world, path, 2, **MODES[mode])
+    got = save_all(world, path, 2, rows=BIG, **MODES[mode])
     failed(got, StorageFullError)
     assert all("No space left" in str(raised) and "free space" in str(raised) for raised in got)
     after_a_failure(world, path, before, mode)
@@ -140,28 +126,26 @@ def test_a_full_ext4_with_direct_io(mount: Mount, mode: str) -> None:
     probe = resolve(path).create(NewFile("model/probe", 10, direct=True))
     assert probe.direct, "a loop device takes direct I/O, so that is what is tested"
     probe.abort()
-    world = ThreadWorld(2)
-    succeeded(save_all(world, path, 1, **MODES[mode]))
+    world = saved(path, **MODES[mode])
     assert load_step(path) == 1
     before = files_of(path)
-    failed(save_big(world, path, 2, **MODES[mode]), StorageFullError)
+    failed(save_all(world, path, 2, rows=BIG, **MODES[mode]), StorageFullError)
     after_a_failure(world, path, before, mode)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 511, 513, 4095])
 @pytest.mark.parametrize("mode", MODES)
-def test_direct_io_of_any_length(mount: Mount, rows: int, mode: str) -> None:
+def test_direct_io_of_any_length(mount: Mount, mode: str) -> None:
     path = mount("ext4", size=24 << 20) / "s"
-    bytecheckpoint.save(path, states(step=7, rows=rows), **MODES[mode]).result(30)
-    assert load_step(path, rows=rows) == 7
+    for rows in (1, 2, 511, 513, 4095):
+        bytecheckpoint.save(path, states(step=rows, rows=rows), **MODES[mode]).result(30)
+        assert load_step(path, rows=rows) == rows
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_file_system_that_turns_read_only(mount: Mount, mode: str) -> None:
     root = mount("ext4", size=24 << 20)
     path = root / "s"
-    world = ThreadWorld(2)
-    succeeded(save_all(world, path, 1))
+    world = saved(path)
     before = files_of(path)
     run_command("mount", "-o", "remount,ro", str(root))
     assert load_step(path) == 1, "reading needs no writing"
@@ -178,8 +162,7 @@ def test_one_folder_alone_has_no_space(mount: Mount) -> None:
     """The folder of one kind is a full file system of its own. The files of the failed save in other folders go too."""
     root, full = mount("tmpfs", size="4m", name="large"), mount("tmpfs", size="16k", name="small")
     path = root / "s"
-    world = ThreadWorld(2)
-    succeeded(save_all(world, path, 1))
+    world = saved(path)
     before = files_of(path)
     for name in os.listdir(path / "extra"):
         shutil.copy(path / "extra" / name, full / name)

@@ -1,4 +1,4 @@
-"""The end of a program during a save: the save commits, no message is printed, and no process hangs or remains."""
+"""Trainers that end or fork during saves: the save commits, no message is printed, and no process hangs or remains."""
 
 from __future__ import annotations
 
@@ -15,29 +15,23 @@ from tests.support.processes import ROOT, environment, python, running, wait_unt
 
 pytestmark = pytest.mark.timeout(400)
 
-
-def play(folder: Path, names: list[str]) -> dict[str, dict[str, Any]]:
-    """Run the scenarios in one program, which imports torch once; return how each ended, by name."""
-    done = subprocess.run(
-        python("-W", "ignore::DeprecationWarning", "-m", "tests.faults.scenarios", folder, *names),
-        cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=380, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    return {fact["name"]: fact for fact in map(json.loads, done.stdout.splitlines())}
-
-
-ENDS = [name for name in SCENARIOS if name.startswith("end_")]
 #: Exit codes other than 0.
 CODES = {"end_by_sys_exit": 3, "end_by_an_exception": 1, "end_by_interrupt": -2, "end_by_sigterm": -15}
 
 
 @pytest.fixture(scope="module")
 def played(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, dict[str, Any]]]:
-    folder = tmp_path_factory.mktemp("ends")
-    return folder, play(folder, ENDS)
+    """Run all scenarios in one program, which imports torch once; return their folder, and how each ended."""
+    folder = tmp_path_factory.mktemp("scenarios")
+    done = subprocess.run(
+        python("-W", "ignore::DeprecationWarning", "-m", "tests.faults.scenarios", folder, *SCENARIOS),
+        cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=380, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return folder, {fact["name"]: fact for fact in map(json.loads, done.stdout.splitlines())}
 
 
-@pytest.mark.parametrize("name", ENDS)
+@pytest.mark.parametrize("name", SCENARIOS)
 def test_end(name: str, played: tuple[Path, dict[str, dict[str, Any]]]) -> None:
     folder, facts = played
     fact, path = facts[name], folder / name / "s"
@@ -55,6 +49,8 @@ def test_end(name: str, played: tuple[Path, dict[str, dict[str, Any]]]) -> None:
     step = load_step(path, rows=ROWS)
     assert step == 2 or (name == "end_by_sigterm" and step == 1), "a save in flight is finished"
     assert len(files_of(path)) <= 6 or name == "end_by_sigterm"
+    if name == "end_with_flushes_in_flight":
+        assert [load_step(folder / name / str(step), rows=ROWS) for step in (3, 4)] == [3, 4]
     if (folder / name / "helper").exists():
         helper = int((folder / name / "helper").read_text())
         assert wait_until(lambda: not running(helper), 5), "the helper process outlives its trainer"

@@ -23,7 +23,7 @@ from bytecheckpoint import (
 from bytecheckpoint.collectives.base import Collective
 from bytecheckpoint.collectives.testing import ThreadWorld
 from tests.faults.coded import files_of, load_step, states
-from tests.faults.ranks import check_recovery, load_all, outcomes, save_all, succeeded
+from tests.faults.ranks import check_recovery, load_all, outcomes, save_all, saved, succeeded
 from tests.support.faulty_storage import Faults
 from tests.support.modes import MODES
 from tests.support.variants import crossed
@@ -51,10 +51,9 @@ def expect_failure(got: list[Any], error: type[CheckpointError], rank: int, stag
     ("call", "rank"), [(call, rank) for call in STAGES for rank in (0, 2) if call != "publish" or rank == 0]
 )
 def test_a_failure_on_one_rank_fails_the_save_on_every_rank(
-    tmp_path: Path, faults: Faults, call: str, rank: int, mode: str
+    path: Path, faults: Faults, call: str, rank: int, mode: str
 ) -> None:
-    world, path = ThreadWorld(3), tmp_path / "s"
-    succeeded(save_all(world, path, 1, **MODES[mode]))
+    world = saved(path, 3, **MODES[mode])
     before = files_of(path)
     error = list(ERRORS)[len(call) % 3]
     rule = faults.add(call, error(ERRORS[error]), rank=rank)
@@ -69,9 +68,8 @@ def test_a_failure_on_one_rank_fails_the_save_on_every_rank(
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("skip", [0, 3])
-def test_a_write_that_stops_half_way(tmp_path: Path, faults: Faults, skip: int, mode: str) -> None:
-    world, path = ThreadWorld(2), tmp_path / "s"
-    save_all(world, path, 1)
+def test_a_write_that_stops_half_way(path: Path, faults: Faults, skip: int, mode: str) -> None:
+    world = saved(path)
     faults.add("write", StorageFullError("disk full"), rank=1, skip=skip, partial=True)
     expect_failure(
         save_all(world, path, 2, **MODES[mode]), StorageFullError, 1, "write" if not skip else "", "disk full"
@@ -80,8 +78,8 @@ def test_a_write_that_stops_half_way(tmp_path: Path, faults: Faults, skip: int, 
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_the_first_save_of_a_path_fails_and_leaves_no_checkpoint(tmp_path: Path, faults: Faults, mode: str) -> None:
-    world, path = ThreadWorld(2), tmp_path / "s"
+def test_the_first_save_of_a_path_fails_and_leaves_no_checkpoint(path: Path, faults: Faults, mode: str) -> None:
+    world = ThreadWorld(2)
     faults.add("finish", StorageFullError("disk full"), rank=1)
     got = save_all(world, path, 1, **MODES[mode])
     expect_failure(got, StorageFullError, 1, "finish", "disk full")
@@ -91,9 +89,8 @@ def test_the_first_save_of_a_path_fails_and_leaves_no_checkpoint(tmp_path: Path,
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_all_ranks_fail_at_once(tmp_path: Path, faults: Faults, mode: str) -> None:
-    world, path = ThreadWorld(3), tmp_path / "s"
-    save_all(world, path, 1)
+def test_all_ranks_fail_at_once(path: Path, faults: Faults, mode: str) -> None:
+    world = saved(path, 3)
     faults.add("write", StorageFullError("disk full"), times=-1)
     got = save_all(world, path, 2, **MODES[mode])
     assert all(type(raised) is StorageFullError for raised in got), got
@@ -103,9 +100,8 @@ def test_all_ranks_fail_at_once(tmp_path: Path, faults: Faults, mode: str) -> No
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_an_error_that_no_backend_should_raise(tmp_path: Path, faults: Faults, mode: str) -> None:
-    world, path = ThreadWorld(2), tmp_path / "s"
-    save_all(world, path, 1)
+def test_an_error_that_no_backend_should_raise(path: Path, faults: Faults, mode: str) -> None:
+    world = saved(path)
     faults.add("write", RuntimeError("a bug in the backend"), rank=1)
     got = save_all(world, path, 2, **MODES[mode])
     assert type(got[0]) is CheckpointError and "rank 1, write: RuntimeError: a bug in the backend" in str(got[0])
@@ -115,10 +111,9 @@ def test_an_error_that_no_backend_should_raise(tmp_path: Path, faults: Faults, m
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_publish_that_fails_after_the_catalog_stands(tmp_path: Path, faults: Faults, mode: str) -> None:
+def test_a_publish_that_fails_after_the_catalog_stands(path: Path, faults: Faults, mode: str) -> None:
     """The fsync of the folder fails after the rename. The files stay, because the visible catalog may name them."""
-    world, path = ThreadWorld(2), tmp_path / "s"
-    save_all(world, path, 1)
+    world = saved(path)
     inner = bytecheckpoint.storage.posix.storage.fsync_directory
     calls: list[str] = []
 
@@ -140,9 +135,8 @@ def test_a_publish_that_fails_after_the_catalog_stands(tmp_path: Path, faults: F
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_commit_that_comes_after_the_time_limit_keeps_its_files(tmp_path: Path, faults: Faults, mode: str) -> None:
-    world, path = ThreadWorld(2), tmp_path / "s"
-    save_all(world, path, 1)
+def test_a_commit_that_comes_after_the_time_limit_keeps_its_files(path: Path, faults: Faults, mode: str) -> None:
+    world = saved(path)
     gate = threading.Event()
     rule = faults.add("publish", hold=gate)
     got = save_all(world, path, 2, timeout=1.5, **MODES[mode])
@@ -157,10 +151,9 @@ def test_a_commit_that_comes_after_the_time_limit_keeps_its_files(tmp_path: Path
 @pytest.mark.parametrize("error", [StorageUnavailableError("gone"), RuntimeError("a bug"), OSError("raw")])
 @pytest.mark.parametrize("call", ["list", "delete"])
 def test_old_files_that_cannot_be_removed_do_not_fail_the_save(
-    tmp_path: Path, faults: Faults, call: str, error: Exception, caplog: pytest.LogCaptureFixture
+    path: Path, faults: Faults, call: str, error: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
-    world, path = ThreadWorld(2), tmp_path / "s"
-    save_all(world, path, 1)
+    world = saved(path)
     before = files_of(path)
     faults.add(call, error)
     with caplog.at_level(logging.WARNING, "bytecheckpoint"):
@@ -172,23 +165,22 @@ def test_old_files_that_cannot_be_removed_do_not_fail_the_save(
 
 
 def test_a_failed_asynchronous_save_is_logged_and_raised_once_at_the_next_save(
-    tmp_path: Path, faults: Faults, caplog: pytest.LogCaptureFixture
+    path: Path, faults: Faults, caplog: pytest.LogCaptureFixture
 ) -> None:
     faults.add("write", StorageFullError("disk full"))
     with caplog.at_level(logging.ERROR, "bytecheckpoint"):
-        handle = bytecheckpoint.save(tmp_path / "s", states(step=1), async_checkpoint=True)
+        handle = bytecheckpoint.save(path, states(step=1), async_checkpoint=True)
         with pytest.raises(StorageFullError):
             handle.result(20)
     assert any("disk full" in record.getMessage() and record.levelno == logging.ERROR for record in caplog.records)
     with pytest.raises(StorageFullError, match="earlier asynchronous save failed"):
-        bytecheckpoint.save(tmp_path / "s", states(step=2))
-    bytecheckpoint.save(tmp_path / "s", states(step=3))
-    assert load_step(tmp_path / "s") == 3
+        bytecheckpoint.save(path, states(step=2))
+    bytecheckpoint.save(path, states(step=3))
+    assert load_step(path) == 3
 
 
 @pytest.mark.parametrize("mode", ["async", "background"])
-def test_slow_storage_does_not_lengthen_the_call(tmp_path: Path, faults: Faults, mode: str) -> None:
-    path = tmp_path / "s"
+def test_slow_storage_does_not_lengthen_the_call(path: Path, faults: Faults, mode: str) -> None:
     bytecheckpoint.save(path, states(step=1), **MODES[mode]).result(20)
     gate = threading.Event()
     rule = faults.add("write", hold=gate, times=-1)
@@ -202,36 +194,35 @@ def test_slow_storage_does_not_lengthen_the_call(tmp_path: Path, faults: Faults,
     assert report.blocking_seconds <= report.total_seconds - 0.2
 
 
-def test_saves_queue_behind_a_slow_one_and_all_commit(tmp_path: Path, faults: Faults) -> None:
+def test_saves_queue_behind_a_slow_one_and_all_commit(path: Path, faults: Faults) -> None:
     faults.add("publish", delay=0.2, times=-1)
     handles = [
-        bytecheckpoint.save(tmp_path / "s", states(step=step), async_checkpoint=True, staging="background")
+        bytecheckpoint.save(path, states(step=step), async_checkpoint=True, staging="background")
         for step in range(1, 4)
     ]
     generations = [handle.result(20).generation for handle in handles]
-    assert load_step(tmp_path / "s") == 3
-    assert {name.split(".")[1] for name in files_of(tmp_path / "s") if "-" in name} == {generations[-1]}
+    assert load_step(path) == 3
+    assert {name.split(".")[1] for name in files_of(path) if "-" in name} == {generations[-1]}
 
 
-def test_result_with_a_time_limit_leaves_the_save_running(tmp_path: Path, faults: Faults) -> None:
+def test_result_with_a_time_limit_leaves_the_save_running(path: Path, faults: Faults) -> None:
     gate = threading.Event()
     faults.add("publish", hold=gate)
-    handle = bytecheckpoint.save(tmp_path / "s", states(step=1), async_checkpoint=True)
+    handle = bytecheckpoint.save(path, states(step=1), async_checkpoint=True)
     with pytest.raises(CheckpointTimeoutError, match="still running"):
         handle.result(0.1)
     assert handle.staged.done() and not handle.done()
     gate.set()
     assert handle.result(20).bytes_written > 0
-    assert load_step(tmp_path / "s") == 1
+    assert load_step(path) == 1
 
 
 @pytest.mark.parametrize(("mode", "loss"), crossed(list(MODES), [(0, "hangs"), (2, "dies"), (0, "dies"), (2, "hangs")]))
 def test_a_rank_that_hangs_or_dies_is_named_in_time(
-    tmp_path: Path, faults: Faults, loss: tuple[int, str], mode: str
+    path: Path, faults: Faults, loss: tuple[int, str], mode: str
 ) -> None:
     victim, silent = loss[0], loss[1] == "hangs"
-    world, path = ThreadWorld(3), tmp_path / "s"
-    save_all(world, path, 1)
+    world = saved(path, 3)
     begun = time.monotonic()
 
     def one(collective: Collective) -> Any:
@@ -258,10 +249,9 @@ def test_a_rank_that_hangs_or_dies_is_named_in_time(
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("overlap", [True, False])
 def test_a_read_that_fails_on_one_rank_fails_the_load_on_every_rank(
-    tmp_path: Path, faults: Faults, call: str, rank: int, overlap: bool
+    path: Path, faults: Faults, call: str, rank: int, overlap: bool
 ) -> None:
-    world, path = ThreadWorld(2), tmp_path / "s"
-    save_all(world, path, 1)
+    world = saved(path)
     rule = faults.add(call, StorageUnavailableError("the device is gone"), rank=rank)
 
     got = load_all(world, path, overlap_loading=overlap)
@@ -274,9 +264,8 @@ def test_a_read_that_fails_on_one_rank_fails_the_load_on_every_rank(
     assert load_all(world, path, overlap_loading=overlap) == [1, 1], "the next load works"
 
 
-def test_a_load_that_waits_for_a_hung_rank_ends(tmp_path: Path, faults: Faults) -> None:
-    world, path = ThreadWorld(3), tmp_path / "s"
-    save_all(world, path, 1)
+def test_a_load_that_waits_for_a_hung_rank_ends(path: Path, faults: Faults) -> None:
+    world = saved(path, 3)
 
     def one(collective: Collective) -> Any:
         if collective.rank == 2:
@@ -292,15 +281,14 @@ def test_a_load_that_waits_for_a_hung_rank_ends(tmp_path: Path, faults: Faults) 
 
 
 @pytest.mark.parametrize("error", [StorageFullError("disk full"), RuntimeError("a bug")])
-def test_wrong_states_on_one_rank_fail_the_save_everywhere(tmp_path: Path, faults: Faults, error: Exception) -> None:
+def test_wrong_states_on_one_rank_fail_the_save_everywhere(path: Path, faults: Faults, error: Exception) -> None:
     class Broken:
         def state_dict(self) -> dict[str, Any]:
             raise error
 
         def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
-    world, path = ThreadWorld(2), tmp_path / "s"
-    save_all(world, path, 1)
+    world = saved(path)
 
     def one(collective: Collective) -> Any:
         mine = states(collective.rank, 2, 2)

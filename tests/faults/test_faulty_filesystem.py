@@ -28,7 +28,7 @@ from bytecheckpoint.cli.main import run as command
 from bytecheckpoint.collectives.testing import ThreadWorld
 from bytecheckpoint.handles import SaveReport
 from bytecheckpoint.tiers.cooldown import cool, plan_cooldown
-from tests.faults.coded import files_of, load_step, states
+from tests.faults.coded import files_of, load_step, save_steps, states
 from tests.faults.ranks import check_recovery, load_all, save_all, succeeded
 from tests.servers.faultfs import FaultFs
 from tests.servers.process import folder_of
@@ -361,8 +361,7 @@ def test_a_flush_gets_no_answer(fs: FaultFs, folder: Path, tier: str, op: str) -
 )
 def test_a_cooldown_meets_an_error(fs: FaultFs, folder: Path, tmp_path: Path, op: str, options: dict[str, Any]) -> None:
     """An error of the cold storage: the step stays where it is, and can be moved when the storage works again."""
-    for step in (1, 2):
-        bytecheckpoint.save(tmp_path / "run" / str(step), states(step=step))
+    save_steps(tmp_path / "run", 1, 2)
     before = files_of(tmp_path / "run")
     (plan, _) = plan_cooldown(str(tmp_path / "run"), str(folder), older_than=0)
     code = errno.ENOSPC if op == "write" else errno.EIO

@@ -74,13 +74,6 @@ def test_any_text_is_a_name(tmp_path_factory: pytest.TempPathFactory, kind: str,
     assert blank[kind]["n"] == {key: [1, key]} if key != "n" else True
 
 
-@pytest.mark.parametrize("states", [{"": {}}, {3: {}}, {}, None, {None: {}}])
-def test_wrong_names_of_states_are_refused(tmp_path: Path, states: Any) -> None:
-    with pytest.raises(UsageError, match=r"state"):
-        bytecheckpoint.save(tmp_path / "s", states)
-    assert not (tmp_path / "s").exists()
-
-
 @pytest.mark.parametrize("path", ["", "a\0b", "unknown://x/y"])
 def test_wrong_paths_are_refused(path: str) -> None:
     for call in (bytecheckpoint.save, bytecheckpoint.load):
@@ -88,12 +81,12 @@ def test_wrong_paths_are_refused(path: str) -> None:
             call(path, {"model": {"w": torch.zeros(1)}})
 
 
-def test_a_hostile_name_in_an_error_is_one_line(tmp_path: Path) -> None:
+def test_a_hostile_name_in_an_error_is_one_line(path: Path) -> None:
     with pytest.raises(UsageError) as caught:
-        bytecheckpoint.save(tmp_path / "s", {"extra_states": {"two\nlines": object()}})
+        bytecheckpoint.save(path, {"extra_states": {"two\nlines": object()}})
     assert "\n" not in str(caught.value) and "two" in str(caught.value)
-    bytecheckpoint.save(tmp_path / "s", {"model": {"two\nlines": torch.zeros(2)}})
+    bytecheckpoint.save(path, {"model": {"two\nlines": torch.zeros(2)}})
     with pytest.raises(bytecheckpoint.IncompatibleCheckpointError) as other:
-        bytecheckpoint.load(tmp_path / "s", {"model": {"three\nlines": torch.zeros(2), "\ud800": torch.zeros(2)}})
+        bytecheckpoint.load(path, {"model": {"three\nlines": torch.zeros(2), "\ud800": torch.zeros(2)}})
     str(other.value).encode()  # can be printed
     assert "\n" not in str(other.value)

@@ -7,7 +7,6 @@ import random
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -88,22 +87,14 @@ def test_kill_a_random_rank_sixty_times(worlds: Worlds, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def helper() -> Iterator[Any]:
+def helper() -> Any:
     """Return a function that returns the running helper process."""
     bytecheckpoint.configure(writer="process", timeout=3.0)
-    world = world_of(current())
-    yield world.resources.helper
-    world.saves.drain()
-    world.saves.forget_failure()
+    return world_of(current()).resources.helper
 
 
-def stop(pid: int) -> None:
-    os.kill(pid, signal.SIGSTOP)
-    assert wait_until(lambda: state_of(pid) == "T", 5)
-
-
-def test_the_writer_process_is_killed_during_a_save(tmp_path: Path, helper: Any) -> None:
-    path, rows = tmp_path / "s", 100_000  # 96 MB
+def test_the_writer_process_is_killed_during_a_save(path: Path, helper: Any) -> None:
+    rows = 100_000  # 96 MB
     bytecheckpoint.save(path, states(step=1, rows=rows), async_checkpoint=True).result(30)
     before = files_of(path)
     pid = helper().pid
@@ -121,8 +112,7 @@ def test_the_writer_process_is_killed_during_a_save(tmp_path: Path, helper: Any)
     assert load_step(path) == 4 and len(files_of(path)) == len(before)
 
 
-def test_the_writer_process_is_killed_between_saves(tmp_path: Path, helper: Any) -> None:
-    path = tmp_path / "s"
+def test_the_writer_process_is_killed_between_saves(path: Path, helper: Any) -> None:
     bytecheckpoint.save(path, states(step=1), async_checkpoint=True).result(30)
     for step in range(2, 6):
         # The process may still count as running while its threads end, so the save must not wait.
@@ -131,11 +121,11 @@ def test_the_writer_process_is_killed_between_saves(tmp_path: Path, helper: Any)
         assert load_step(path) == step
 
 
-def test_a_writer_process_that_hangs_ends_the_save_in_time(tmp_path: Path, helper: Any) -> None:
-    path = tmp_path / "s"
+def test_a_writer_process_that_hangs_ends_the_save_in_time(path: Path, helper: Any) -> None:
     bytecheckpoint.save(path, states(step=1), async_checkpoint=True).result(30)
     pid = helper().pid
-    stop(pid)
+    os.kill(pid, signal.SIGSTOP)
+    assert wait_until(lambda: state_of(pid) == "T", 5)
     begun = time.monotonic()
     handle = bytecheckpoint.save(path, states(step=2), async_checkpoint=True)
     with pytest.raises(CheckpointTimeoutError, match=r"rank 0, write: the writer process did not finish"):
@@ -159,7 +149,7 @@ if os.fork() == 0:  # as the workers of a DataLoader: holds copies of all descri
     sys.stdout.close()
     time.sleep(30)
     os._exit(0)
-big = states(step=2, rows=400_000)
+big = states(step=2, rows=100_000)
 print(world_of(current()).resources.running_helper.pid, flush=True)
 while True:
     handle = bytecheckpoint.save(path + "-big", big, async_checkpoint=True)
@@ -169,8 +159,7 @@ while True:
 
 
 @pytest.mark.timeout(120)
-def test_the_writer_process_ends_when_the_trainer_is_killed(tmp_path: Path) -> None:
-    path = tmp_path / "s"
+def test_the_writer_process_ends_when_the_trainer_is_killed(path: Path) -> None:
     trainer = subprocess.Popen(
         python("-c", TRAINER, path),
         cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True, start_new_session=True,

@@ -18,12 +18,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 import bytecheckpoint
 from bytecheckpoint import CheckpointError, StorageFullError, StorageUnavailableError
-from bytecheckpoint.collectives.base import Collective
 from bytecheckpoint.collectives.testing import ThreadWorld
 from bytecheckpoint.handles import SaveReport
 from bytecheckpoint.world import world_of
-from tests.faults.coded import files_of, found_step, states
-from tests.faults.ranks import load_all, outcomes, succeeded
+from tests.faults.coded import files_of, found_step
+from tests.faults.ranks import load_all, save_all, succeeded
 from tests.support.faulty_storage import Faults
 from tests.support.modes import MODES
 from tests.support.settings import undisturbed
@@ -61,12 +60,7 @@ class Checkpoints(RuleBasedStateMachine):
     def save(self, mode: str) -> list[Any]:
         """Let every rank save the next step; return each rank's report or error."""
         self.last_step += 1
-        step = self.last_step
-
-        def one(collective: Collective) -> Any:
-            return bytecheckpoint.save(self.path, states(collective.rank, RANKS, step, ROWS), **MODES[mode]).result(60)
-
-        return outcomes(self.world, one)
+        return save_all(self.world, self.path, self.last_step, rows=ROWS, **MODES[mode])
 
     @initialize(mode=st.sampled_from(list(MODES)))
     def first_save(self, mode: str) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import os
-import struct
 from pathlib import Path
 
 import pytest
@@ -16,10 +15,8 @@ import torch
 from torch import nn
 
 import bytecheckpoint
-from bytecheckpoint import CheckpointError, CorruptCheckpointError, IncompatibleCheckpointError
+from bytecheckpoint import CorruptCheckpointError, IncompatibleCheckpointError
 from bytecheckpoint.collectives.testing import ThreadWorld
-from bytecheckpoint.engine.catalogs import read_catalog
-from bytecheckpoint.storage import resolve
 from tests.faults.coded import files_of, load_step, states
 from tests.faults.ranks import load_all, save_all
 from tests.faults.training import fresh, restored, trained
@@ -32,9 +29,8 @@ pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.mark.parametrize("replacing", [False, True])
-def test_torch_checkpointing_does_not_fsync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replacing: bool) -> None:
+def test_torch_checkpointing_does_not_fsync(path: Path, monkeypatch: pytest.MonkeyPatch, replacing: bool) -> None:
     """A save calls fsync for every file, then its folder, then the catalog, which gets its name afterwards."""
-    path = tmp_path / "s"
     events: list[str] = []
     real_fsync, naming = os.fsync, "replace" if replacing else "link"
     real_naming = getattr(os, naming)
@@ -67,11 +63,11 @@ def test_torch_checkpointing_does_not_fsync(tmp_path: Path, monkeypatch: pytest.
 # --- Megatron-Core ----------------------------------------------------------------------------------------------------
 
 
-def test_megatron_one_step_tensor_is_aliased_to_all_parameters(tmp_path: Path) -> None:
+def test_megatron_one_step_tensor_is_aliased_to_all_parameters(path: Path) -> None:
     model, optimizer = trained()
     for number, state in enumerate(optimizer.state.values()):
         state["step"] = torch.tensor(float(10 + number))
-    _, empty = restored(tmp_path / "s", model, optimizer)
+    _, empty = restored(path, model, optimizer)
     steps = [empty.state[p]["step"] for group in empty.param_groups for p in group["params"]]
     assert [float(s) for s in steps] == [10.0 + n for n in range(len(steps))]
     assert len({s.data_ptr() for s in steps}) == len(steps), "every parameter has a tensor of its own"
@@ -79,30 +75,29 @@ def test_megatron_one_step_tensor_is_aliased_to_all_parameters(tmp_path: Path) -
     assert float(steps[1]) == 11.0
 
 
-def test_megatron_flattened_ranges_are_gone(tmp_path: Path) -> None:
+def test_megatron_flattened_ranges_are_gone(path: Path) -> None:
     """Three ranks save and 5, 2 and 1 load, each with its own split of the tensors; nothing is gathered."""
-    path = tmp_path / "s"
     reports = ThreadWorld(3).run(lambda c: bytecheckpoint.save(path, states(c.rank, 3, 4)).result())
     assert max(r.bytes_written for r in reports) < 0.6 * sum(r.bytes_written for r in reports)
     for world in (5, 2, 1):
-        assert load_all(ThreadWorld(world), path) == [4] * world
+        assert load_all(ThreadWorld(world), path, prepare_save=False) == [4] * world
 
 
 # --- DeepSpeed universal checkpoints --------------------------------------------------------------------------------
 
 
-def test_deepspeed_every_group_gets_the_hyperparameters_of_group_0(tmp_path: Path) -> None:
+def test_deepspeed_every_group_gets_the_hyperparameters_of_group_0(path: Path) -> None:
     model, optimizer = trained()
     optimizer.param_groups[2]["initial_lr"] = 0.7
-    _, empty = restored(tmp_path / "s", model, optimizer)
+    _, empty = restored(path, model, optimizer)
     for ours, theirs in zip(empty.param_groups, optimizer.param_groups, strict=True):
         assert {k: v for k, v in ours.items() if k != "params"} == {k: v for k, v in theirs.items() if k != "params"}
     assert [group["lr"] for group in empty.param_groups] == [0.01, 0.02, 0.001]
 
 
-def test_deepspeed_frozen_parameters_and_buffers_are_not_restored(tmp_path: Path) -> None:
+def test_deepspeed_frozen_parameters_and_buffers_are_not_restored(path: Path) -> None:
     model, optimizer = trained()
-    other, _ = restored(tmp_path / "s", model, optimizer)
+    other, _ = restored(path, model, optimizer)
     assert not other[0].weight.requires_grad
     for (name, one), two in zip(model.state_dict().items(), other.state_dict().values(), strict=True):
         assert torch.equal(one, two), name
@@ -110,7 +105,7 @@ def test_deepspeed_frozen_parameters_and_buffers_are_not_restored(tmp_path: Path
 
 
 @pytest.mark.parametrize("kind", ["SGD", "Adafactor", "RMSprop", "LBFGS"])
-def test_deepspeed_only_adam_shaped_optimizers(tmp_path: Path, kind: str) -> None:
+def test_deepspeed_only_adam_shaped_optimizers(path: Path, kind: str) -> None:
     torch.manual_seed(0)
     options = {"momentum": 0.9} if kind in ("SGD", "RMSprop") else {}
 
@@ -130,9 +125,9 @@ def test_deepspeed_only_adam_shaped_optimizers(tmp_path: Path, kind: str) -> Non
     model, optimizer = make()
     for _ in range(3):
         step(model, optimizer)
-    bytecheckpoint.save(tmp_path / "s", {"model": model, "optimizer": optimizer})
+    bytecheckpoint.save(path, {"model": model, "optimizer": optimizer})
     other, empty = make()
-    bytecheckpoint.load(tmp_path / "s", {"model": other, "optimizer": empty})
+    bytecheckpoint.load(path, {"model": other, "optimizer": empty})
     for _ in range(3):
         step(model, optimizer)
         step(other, empty)
@@ -142,8 +137,7 @@ def test_deepspeed_only_adam_shaped_optimizers(tmp_path: Path, kind: str) -> Non
 # --- ByteCheckpoint's public release ---------------------------------------------------------------------------------
 
 
-def test_bytecheckpoint_a_truncated_file_loads_uninitialised_memory(tmp_path: Path) -> None:
-    path = tmp_path / "s"
+def test_bytecheckpoint_a_truncated_file_loads_uninitialised_memory(path: Path) -> None:
     bytecheckpoint.save(path, states(step=1))
     for name in [n for n in files_of(path) if n != "metadata.parquet"]:
         size = (path / name).stat().st_size
@@ -156,9 +150,9 @@ def test_bytecheckpoint_a_truncated_file_loads_uninitialised_memory(tmp_path: Pa
             (path / name).write_bytes(kept)
 
 
-def test_bytecheckpoint_the_plan_cache_never_hits(tmp_path: Path) -> None:
+def test_bytecheckpoint_the_plan_cache_never_hits(path: Path) -> None:
     world = ThreadWorld(3)
-    got = [[r.plan_cached for r in save_all(world, tmp_path / "s", step)] for step in (1, 2, 3)]
+    got = [[r.plan_cached for r in save_all(world, path, step)] for step in (1, 2, 3)]
     assert got == [[False] * 3, [True] * 3, [True] * 3]
 
 
@@ -170,8 +164,8 @@ def test_bytecheckpoint_a_plan_that_is_used_often_outlives_many_others(tmp_path:
     assert load_step(tmp_path / "s") == 77
 
 
-def test_bytecheckpoint_no_plan_is_used_for_states_that_changed(tmp_path: Path) -> None:
-    world, path = ThreadWorld(2), tmp_path / "s"
+def test_bytecheckpoint_no_plan_is_used_for_states_that_changed(path: Path) -> None:
+    world = ThreadWorld(2)
     for step, rows in ((1, 24), (2, 24), (3, 48), (4, 24)):
         world.run(lambda c, step=step, rows=rows: bytecheckpoint.save(path, states(c.rank, 2, step, rows)))
         assert load_step(path, rows=rows) == step
@@ -182,12 +176,12 @@ def test_bytecheckpoint_no_plan_is_used_for_states_that_changed(tmp_path: Path) 
 
 @pytest.mark.parametrize("writer", ["thread", "process"])
 @pytest.mark.parametrize("staging", ["blocking", "background"])
-def test_datastates_live_memory_is_written_unfenced(tmp_path: Path, staging: str, writer: str) -> None:
+def test_datastates_live_memory_is_written_unfenced(path: Path, staging: str, writer: str) -> None:
     """Values that change right after `staged` are not in the checkpoint."""
     bytecheckpoint.configure(writer=writer)
     for step in (1, 2, 3):
         live = states(step=step, rows=4000)
-        handle = bytecheckpoint.save(tmp_path / "s", live, async_checkpoint=True, staging=staging)
+        handle = bytecheckpoint.save(path, live, async_checkpoint=True, staging=staging)
         handle.staged.result(30)
         for tensor in (live["model"]["w"].data, live["model"]["v"].data, live["model"]["bias"]):
             tensor.fill_(-7.0)
@@ -195,12 +189,12 @@ def test_datastates_live_memory_is_written_unfenced(tmp_path: Path, staging: str
         live["extra_states"]["own"].fill_(-7.0)
         live["extra_states"]["step"] = -7
         handle.result(60)
-        assert load_step(tmp_path / "s", rows=4000) == step
+        assert load_step(path, rows=4000) == step
 
 
-def test_datastates_committed_before_it_is_durable(tmp_path: Path, faults: Faults) -> None:
+def test_datastates_committed_before_it_is_durable(path: Path, faults: Faults) -> None:
     rule = faults.add("finish", delay=0.3, times=-1)
-    handle = bytecheckpoint.save(tmp_path / "s", states(step=1), async_checkpoint=True)
+    handle = bytecheckpoint.save(path, states(step=1), async_checkpoint=True)
     assert handle.staged.done() and not handle.committed.done()
     handle.result(20)
     assert rule.hits == 5
@@ -211,8 +205,7 @@ def test_datastates_committed_before_it_is_durable(tmp_path: Path, faults: Fault
 # --- all of them -----------------------------------------------------------------------------------------------------
 
 
-def test_a_refused_load_leaves_the_destination_untouched(tmp_path: Path) -> None:
-    path = tmp_path / "s"
+def test_a_refused_load_leaves_the_destination_untouched(path: Path) -> None:
     model, optimizer = trained()
     bytecheckpoint.save(path, {"model": model, "optimizer": optimizer})
     other, empty = fresh()
@@ -222,17 +215,3 @@ def test_a_refused_load_leaves_the_destination_untouched(tmp_path: Path) -> None
         bytecheckpoint.load(path, {"model": other, "optimizer": empty})
     assert all(torch.equal(before[name], value) for name, value in other.state_dict().items())
     assert not empty.state
-
-
-def test_an_unverified_checkpoint_is_never_loaded_by_any_rank(tmp_path: Path) -> None:
-    """One rank's damaged bytes fail the load of all, by the name of the file."""
-    path = tmp_path / "s"
-    ThreadWorld(2).run(lambda c: bytecheckpoint.save(path, states(c.rank, 2, 1)))
-    catalog, _ = read_catalog(resolve(path))
-    entry = next(f for f in catalog.files if f.rank == 1 and f.kind == "model")
-    with (path / entry.name).open("r+b") as file:
-        file.seek(entry.data_offset)
-        file.write(struct.pack("<d", 1e300))
-
-    for error in load_all(ThreadWorld(2), path, overlap_loading=False):
-        assert isinstance(error, CheckpointError) and entry.name in str(error)

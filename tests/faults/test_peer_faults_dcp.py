@@ -31,19 +31,17 @@ from bytecheckpoint.world import world_of
 from tests.faults.coded import Rows, check_rows, files_of, load_step, states
 from tests.faults.ranks import outcomes, save_all
 from tests.faults.training import restored, trained
+from tests.support.damage import flip_bit
 from tests.support.faulty_storage import Faults
 
 # The first step of a torch optimizer imports torch's compiler: a minute on a busy machine.
 pytestmark = pytest.mark.timeout(300)
 
 
-def test_dcp_a_flipped_byte_loads_silently(tmp_path: Path) -> None:
-    path = tmp_path / "s"
+def test_dcp_a_flipped_byte_loads_silently(path: Path) -> None:
     bytecheckpoint.save(path, states(step=1))
     (name,) = [n for n in files_of(path) if n.startswith("model/rank")]
-    with (path / name).open("r+b") as file:
-        file.seek(4096 + 1000)
-        file.write(b"\xff")
+    flip_bit(path / name, 4096 + 1000)
     with pytest.raises(CorruptCheckpointError, match="checksum mismatch"):
         load_step(path)
 
@@ -56,8 +54,7 @@ class Bomb:
 
 
 @pytest.mark.parametrize("place", ["catalog", "file"])
-def test_dcp_pickled_metadata_executes_code(tmp_path: Path, place: str) -> None:
-    path = tmp_path / "s"
+def test_dcp_pickled_metadata_executes_code(path: Path, place: str) -> None:
     bytecheckpoint.save(path, states(step=1))
     victims = ["metadata.parquet"] if place == "catalog" else [n for n in files_of(path) if "values" in n]
     for victim in victims:
@@ -69,24 +66,23 @@ def test_dcp_pickled_metadata_executes_code(tmp_path: Path, place: str) -> None:
     assert not os.path.exists("/tmp/bytecheckpoint-was-unpickled")
 
 
-def test_dcp_an_object_that_only_pickle_takes_is_refused_by_name(tmp_path: Path) -> None:
+def test_dcp_an_object_that_only_pickle_takes_is_refused_by_name(path: Path) -> None:
     with pytest.raises(UsageError, match=r"extra_states/sampler\.state"):
-        bytecheckpoint.save(tmp_path / "s", {"extra_states": {"sampler": {"state": Bomb()}}})
-    assert not (tmp_path / "s").exists(), "nothing was written"
+        bytecheckpoint.save(path, {"extra_states": {"sampler": {"state": Bomb()}}})
+    assert not path.exists(), "nothing was written"
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_dcp_enospc_in_a_writer_thread_reports_success(tmp_path: Path, faults: Faults, asynchronous: bool) -> None:
-    bytecheckpoint.save(tmp_path / "s", states(step=1))
+def test_dcp_enospc_in_a_writer_thread_reports_success(path: Path, faults: Faults, asynchronous: bool) -> None:
+    bytecheckpoint.save(path, states(step=1))
     rule = faults.add("write", StorageFullError("No space left on device"), skip=1)
     with pytest.raises(StorageFullError):
-        bytecheckpoint.save(tmp_path / "s", states(step=2), async_checkpoint=asynchronous).result(20)
-    assert rule.hits == 1 and load_step(tmp_path / "s") == 1
+        bytecheckpoint.save(path, states(step=2), async_checkpoint=asynchronous).result(20)
+    assert rule.hits == 1 and load_step(path) == 1
 
 
-def test_dcp_a_coverage_hole_keeps_old_values_silently(tmp_path: Path) -> None:
+def test_dcp_a_coverage_hole_keeps_old_values_silently(path: Path) -> None:
     """Only ranks 0 and 1 of three say what they hold, so a third of the rows is nowhere: no such save commits."""
-    path = tmp_path / "s"
 
     def save(collective: Collective) -> None:
         bytecheckpoint.save(path, {"model": {"w": Rows(collective.rank, 3, 1, 0)}})
@@ -97,9 +93,8 @@ def test_dcp_a_coverage_hole_keeps_old_values_silently(tmp_path: Path) -> None:
     assert files_of(path) == []
 
 
-def test_dcp_a_coverage_hole_in_a_catalog_keeps_old_values_silently(tmp_path: Path) -> None:
+def test_dcp_a_coverage_hole_in_a_catalog_keeps_old_values_silently(path: Path) -> None:
     """A load refuses the catalog of another writer if it has a hole."""
-    path = tmp_path / "s"
     bytecheckpoint.save(path, {"model": {"w": Rows(0, 1, 1, 0)}})
     catalog, _ = read_catalog(resolve(path))
     number = catalog.keys().index(TensorKey("model", "w"))
@@ -112,8 +107,7 @@ def test_dcp_a_coverage_hole_in_a_catalog_keeps_old_values_silently(tmp_path: Pa
     assert (blank.data == -1).all(), "a load that is refused changes nothing"
 
 
-def test_dcp_silent_cast(tmp_path: Path) -> None:
-    path = tmp_path / "s"
+def test_dcp_silent_cast(path: Path) -> None:
     bytecheckpoint.save(path, {"model": {"w": torch.full((4,), 1.2345678)}})
     half = torch.zeros(4, dtype=torch.float16)
     with pytest.raises(IncompatibleCheckpointError, match=r"model/w.*float32.*float16"):
@@ -123,8 +117,7 @@ def test_dcp_silent_cast(tmp_path: Path) -> None:
     assert report.cast == ("model/w",) and half[0] == torch.tensor(1.2345678).half()
 
 
-def test_dcp_a_64th_of_a_tensor_reads_all_of_it(tmp_path: Path, faults: Faults) -> None:
-    path = tmp_path / "s"
+def test_dcp_a_64th_of_a_tensor_reads_all_of_it(path: Path, faults: Faults) -> None:
     rows, world = 64 * 1024, 64
     bytecheckpoint.save(path, {"model": {"w": Rows(0, 1, 1, 0, rows)}})
     faults.bytes_read.clear()
@@ -137,8 +130,8 @@ def test_dcp_a_64th_of_a_tensor_reads_all_of_it(tmp_path: Path, faults: Faults) 
     assert report.bytes_read < rows * 40 * 8 / 8
 
 
-def test_dcp_a_failed_overwrite_mixes_two_steps(tmp_path: Path, faults: Faults) -> None:
-    world, path = ThreadWorld(2), tmp_path / "s"
+def test_dcp_a_failed_overwrite_mixes_two_steps(path: Path, faults: Faults) -> None:
+    world = ThreadWorld(2)
     save_all(world, path, 1)
     for step, call in enumerate(("create", "write", "finish", "sync", "publish"), 2):
         faults.add(call, StorageFullError("full"), rank=0)
@@ -146,11 +139,11 @@ def test_dcp_a_failed_overwrite_mixes_two_steps(tmp_path: Path, faults: Faults) 
         assert load_step(path) == 1
 
 
-def test_dcp_async_save_restages_from_scratch(tmp_path: Path) -> None:
+def test_dcp_async_save_restages_from_scratch(path: Path) -> None:
     bytecheckpoint.configure(writer="thread")
     plans, pools = [], []
     for step in range(1, 5):
-        handle = bytecheckpoint.save(tmp_path / "s", states(step=step), async_checkpoint=True)
+        handle = bytecheckpoint.save(path, states(step=step), async_checkpoint=True)
         plans.append(handle.result(20).plan_cached)
         pool = world_of(current()).resources.pool
         pools.append((pool.generation, pool.tensor().data_ptr()))
@@ -158,9 +151,8 @@ def test_dcp_async_save_restages_from_scratch(tmp_path: Path) -> None:
     assert len(set(pools[1:])) == 1, "the pool's pages are touched once"
 
 
-def test_dcp_every_replica_rereads(tmp_path: Path, faults: Faults) -> None:
+def test_dcp_every_replica_rereads(path: Path, faults: Faults) -> None:
     """Four data-parallel ranks, 32 MiB: storage is read about once, not four times."""
-    path = tmp_path / "s"
     size = 4 << 20
     bytecheckpoint.save(path, {"model": {"w": torch.arange(size, dtype=torch.float64)}})
     faults.bytes_read.clear()
@@ -178,9 +170,8 @@ def test_dcp_every_replica_rereads(tmp_path: Path, faults: Faults) -> None:
     assert all(r.bytes_received > 0 for r in reports)
 
 
-def test_dcp_every_replica_is_written(tmp_path: Path) -> None:
+def test_dcp_every_replica_is_written(path: Path) -> None:
     """Each of four ranks writes about a fourth. In other systems rank 0 writes everything."""
-    path = tmp_path / "s"
     tensors = {f"t{i}": torch.full((10_000 + 100 * i,), float(i)) for i in range(16)}
     total = sum(tensor.nbytes for tensor in tensors.values())
     reports = ThreadWorld(4).run(lambda _: bytecheckpoint.save(path, {"model": tensors}).result())
@@ -189,11 +180,11 @@ def test_dcp_every_replica_is_written(tmp_path: Path) -> None:
     assert max(written) < 1.3 * min(written) and max(written) < 1.1 * total / 4 + 3 * 8192, written
 
 
-def test_dcp_fp32_state_of_bf16_parameters_comes_back_as_bf16(tmp_path: Path) -> None:
+def test_dcp_fp32_state_of_bf16_parameters_comes_back_as_bf16(path: Path) -> None:
     model, optimizer = trained(dtype=torch.bfloat16)
     for state in optimizer.state.values():
         state["exp_avg"] = state["exp_avg"].float() + 1e-6
-    other, empty = restored(tmp_path / "s", model, optimizer, torch.bfloat16)
+    other, empty = restored(path, model, optimizer, torch.bfloat16)
     for one, two in zip(model.parameters(), other.parameters(), strict=True):
         if one in optimizer.state:
             assert empty.state[two]["exp_avg"].dtype == torch.float32
@@ -201,42 +192,42 @@ def test_dcp_fp32_state_of_bf16_parameters_comes_back_as_bf16(tmp_path: Path) ->
             assert empty.state[two]["exp_avg_sq"].dtype == torch.bfloat16
 
 
-def test_dcp_parameters_without_optimizer_state_fail_to_load(tmp_path: Path) -> None:
+def test_dcp_parameters_without_optimizer_state_fail_to_load(path: Path) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     optimizer = torch.optim.Adam(model.parameters())
     model[0](torch.randn(2, 3)).sum().backward()  # the second layer takes no part
     optimizer.step()
-    bytecheckpoint.save(tmp_path / "s", {"model": model, "optimizer": optimizer})
+    bytecheckpoint.save(path, {"model": model, "optimizer": optimizer})
     other = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     empty = torch.optim.Adam(other.parameters())
     other(torch.randn(2, 3)).sum().backward()
     empty.step()  # every parameter has some state now
-    bytecheckpoint.load(tmp_path / "s", {"model": other, "optimizer": empty})
+    bytecheckpoint.load(path, {"model": other, "optimizer": empty})
     assert set(empty.state) == set(other[0].parameters())
 
 
-def test_dcp_tied_weights_fail_to_load(tmp_path: Path) -> None:
+def test_dcp_tied_weights_fail_to_load(path: Path) -> None:
     def tied() -> nn.Module:
         model = nn.ModuleDict({"embed": nn.Embedding(7, 4), "head": nn.Linear(4, 7, bias=False)})
         model["head"].weight = model["embed"].weight
         return model
 
     model, other = tied(), tied()
-    bytecheckpoint.save(tmp_path / "s", {"model": model})
-    bytecheckpoint.load(tmp_path / "s", {"model": other})
+    bytecheckpoint.save(path, {"model": model})
+    bytecheckpoint.load(path, {"model": other})
     assert torch.equal(other["head"].weight, model["embed"].weight)
     assert other["head"].weight is other["embed"].weight
     untied = nn.ModuleDict({"embed": nn.Embedding(7, 4), "head": nn.Linear(4, 7, bias=False)})
-    bytecheckpoint.load(tmp_path / "s", {"model": untied})
+    bytecheckpoint.load(path, {"model": untied})
     assert torch.equal(untied["head"].weight, model["embed"].weight)
 
 
-def test_dcp_nested_extra_states_fail_to_load(tmp_path: Path) -> None:
+def test_dcp_nested_extra_states_fail_to_load(path: Path) -> None:
     extra = {"a": {"b": [1, {"c": (torch.arange(3), None, b"x")}]}, 5: {"set": {1, 2}}}
-    bytecheckpoint.save(tmp_path / "s", {"extra_states": extra})
+    bytecheckpoint.save(path, {"extra_states": extra})
     blank: dict[str, Any] = {"extra_states": {"old": 1, "a": 3}}
-    bytecheckpoint.load(tmp_path / "s", blank)
+    bytecheckpoint.load(path, blank)
     got = blank["extra_states"]
     assert list(got) == ["a", 5] and got[5] == {"set": {1, 2}}
     assert torch.equal(got["a"]["b"][1]["c"][0], torch.arange(3)) and got["a"]["b"][1]["c"][1:] == (None, b"x")

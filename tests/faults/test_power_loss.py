@@ -22,7 +22,7 @@ from bytecheckpoint.representation.catalog_file import decode
 from bytecheckpoint.representation.names import CATALOG_NAME
 from bytecheckpoint.tiers.cooldown import cool, plan_cooldown
 from tests.faults import power_loss
-from tests.faults.coded import found_step, states
+from tests.faults.coded import found_step, save_steps, states
 from tests.faults.power_loss import Disk, Tree, mark
 from tests.faults.ranks import save_all, succeeded
 from tests.servers.faultfs import FaultFs
@@ -168,8 +168,7 @@ def test_during_flushes(recorded: Recorded, tmp_path: Path) -> None:
 def test_during_a_cooldown(recorded: Recorded) -> None:
     """The step can be loaded from its path at any time."""
     run, cold = recorded.mount / "run", recorded.mount / "cold"
-    for step in (1, 2):
-        bytecheckpoint.save(run / str(step), states(step=step))
+    save_steps(run, 1, 2)
     mark(recorded.mount, "saved")
     (plan, _) = plan_cooldown(str(run), str(cold), older_than=0)
     assert cool(plan).done

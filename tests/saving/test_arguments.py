@@ -46,7 +46,7 @@ def calls(tmp_path: Path) -> dict[str, Call]:
 WRONG: list[tuple[str, list[Any]]] = [
     ("timeout", ["5", [], True, math.nan, math.inf, 0, -1, 10**400]),
     ("framework", [None, 3, ["auto"], "FSDP"]),
-    ("states", [None, {}, [], "model", {"": {}}, {3: {}}]),
+    ("states", [None, {}, [], "model", {"": {}}, {3: {}}, {None: {}}]),
     ("names", ["x", 3, ["x"], object()]),
 ]
 FLAGS = {"save": ["async_checkpoint", "check_replicas"], "load": ["overlap_loading", "strict", "cast", "prepare_save"]}
@@ -54,11 +54,11 @@ FLAGS = {"save": ["async_checkpoint", "check_replicas"], "load": ["overlap_loadi
 
 @pytest.mark.parametrize("name", ["save", "prepare", "load"])
 @pytest.mark.parametrize(("argument", "values"), WRONG, ids=[argument for argument, _ in WRONG])
-def test_wrong_arguments(calls: dict[str, Call], name: str, argument: str, values: list[Any]) -> None:
+def test_wrong_arguments(calls: dict[str, Call], tmp_path: Path, name: str, argument: str, values: list[Any]) -> None:
     for value in values:
-        with pytest.raises(UsageError) as failure:
+        with pytest.raises(UsageError, match=argument.removesuffix("s")) as failure:
             calls[name](**{argument: value})
-        assert "\n" not in str(failure.value)
+        assert "\n" not in str(failure.value) and not (tmp_path / "t").exists()
     calls[name]()
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import uuid
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +21,9 @@ from bytecheckpoint.collectives.testing import ThreadWorld
 from bytecheckpoint.saving.commit import may_have_committed, stale_files
 from bytecheckpoint.storage import resolve
 from tests.faults.coded import files_of, load_step, states
-from tests.faults.ranks import attempt, save_all
+from tests.faults.ranks import attempt, save_all, succeeded
 from tests.support.faulty_storage import Faults
+from tests.support.processes import wait_until
 from tests.support.settings import using
 
 
@@ -35,22 +38,29 @@ def faults(monkeypatch: pytest.MonkeyPatch) -> Faults:
     return Faults().install(monkeypatch)
 
 
+@contextlib.contextmanager
+def save_that_waits(faults: Faults, call: str, path: Path, ranks: int) -> Iterator[Future[list[Any]]]:
+    """Save step 2 on another thread; run the block while the save stands still at a call of its storage."""
+    gate = threading.Event()
+    rule = faults.add(call, hold=gate)
+    with ThreadPoolExecutor(1) as pool:
+        saving = pool.submit(save_all, ThreadWorld(ranks), path, 2)
+        try:
+            assert wait_until(lambda: rule.hits > 0, 30)
+            yield saving
+        finally:
+            gate.set()
+
+
 @pytest.mark.parametrize("replacing", [False, True])
 def test_the_second_of_two_jobs_gets_an_error(tmp_path: Path, faults: Faults, replacing: bool) -> None:
     """It began before the first one's commit, which removes its files: it must not commit after that."""
     path = tmp_path / "s"
     if replacing:
         save_all(ThreadWorld(1), path, 1)
-    gate = threading.Event()
-    late = faults.add("publish", hold=gate)
-    got: list[Any] = []
-    thread = threading.Thread(target=lambda: got.extend(save_all(ThreadWorld(2), path, 2)))
-    thread.start()
-    while not late.hits:
-        gate.wait(0.01)
-    save_all(ThreadWorld(3), path, 3)
-    gate.set()
-    thread.join(30)
+    with save_that_waits(faults, "publish", path, ranks=2) as saving:
+        save_all(ThreadWorld(3), path, 3)
+    got = saving.result(30)
     assert all(type(raised) is StorageConflictError for raised in got), got
     assert "another save" in str(got[0]) and "metadata.parquet" in str(got[0])
     assert load_step(path) == 3
@@ -63,16 +73,8 @@ def test_a_save_that_begins_during_anothers_commit_keeps_its_files(tmp_path: Pat
     """What the first job removes after its commit was there before it: the second's files are not among that."""
     path = tmp_path / "s"
     save_all(ThreadWorld(1), path, 1)
-    gate = threading.Event()
-    cleaning = faults.add("delete", hold=gate)
-    thread = threading.Thread(target=lambda: save_all(ThreadWorld(1), path, 2))
-    thread.start()
-    while not cleaning.hits:
-        gate.wait(0.01)
-    report = save_all(ThreadWorld(2), path, 3)
-    gate.set()
-    thread.join(30)
-    assert not isinstance(report[0], Exception)
+    with save_that_waits(faults, "delete", path, ranks=1):
+        succeeded(save_all(ThreadWorld(2), path, 3))
     assert load_step(path) == 3
 
 

@@ -13,15 +13,29 @@ import pytest
 
 import bytecheckpoint
 from bytecheckpoint.collectives import current
+from bytecheckpoint.storage import resolve
+from bytecheckpoint.tiers.storage import TierStorage
 from bytecheckpoint.world import world_of
 from tests.support.settings import undisturbed
 
-__all__ = ["folder_in_memory", "hot_tier", "new_memory"]
+__all__ = ["durable_folder", "folder_in_memory", "hot_folder", "hot_tier", "new_memory"]
 
 
 def folder_in_memory(url: str = "") -> Path:
     """Return the folder of a `mem://` URL; without one, that of all places of this user."""
     return Path(f"/dev/shm/bytecheckpoint-{os.geteuid()}", url.removeprefix("mem://"))
+
+
+def hot_folder(path: str) -> Path:
+    """Return the folder of the hot copy of a step behind a tier."""
+    storage = resolve(path)
+    assert isinstance(storage, TierStorage)
+    return Path(storage.hot.root)
+
+
+def durable_folder(path: str) -> Path:
+    """Return the folder behind a `tier+file://` URL."""
+    return Path(path.removeprefix("tier+file://"))
 
 
 @contextmanager

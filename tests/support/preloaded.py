@@ -1,5 +1,7 @@
 """What the template process imports before it forks the ranks of test worlds. No import here may start a thread."""
 
+import gc
+
 import pytest  # noqa: F401
 import torch
 import torch.distributed as dist  # noqa: F401
@@ -13,3 +15,5 @@ import torch.profiler  # noqa: F401
 
 import bytecheckpoint.loading
 import bytecheckpoint.saving  # noqa: F401
+
+gc.freeze()  # no collection in a rank visits, and so copies, what was imported here

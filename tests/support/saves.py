@@ -6,12 +6,10 @@ from typing import Any
 
 import bytecheckpoint
 from bytecheckpoint.cli.main import run
-from bytecheckpoint.collectives.base import Collective
 from bytecheckpoint.collectives.testing import ThreadWorld
 from bytecheckpoint.representation.names import generation_of
 from bytecheckpoint.storage import Storage, resolve
-from tests.faults.coded import states, step_of
-from tests.faults.ranks import outcomes
+from tests.faults.ranks import load_all, save_all
 
 __all__ = ["ROWS", "check_folder", "load", "save"]
 
@@ -21,23 +19,12 @@ ROWS = 20_000
 
 def save(path: str, step: int, world: int = 1, rows: int = ROWS, **options: Any) -> list[Any]:
     """Save from `world` ranks; return each rank's report or exception."""
-
-    def one(collective: Collective) -> Any:
-        handle = bytecheckpoint.save(path, states(collective.rank, world, step, rows), **options)
-        return handle.result(120)
-
-    return outcomes(ThreadWorld(world), one, timeout=200)
+    return save_all(ThreadWorld(world), path, step, rows=rows, **options)
 
 
 def load(path: str | Storage, world: int, rows: int = ROWS) -> set[int]:
     """Load at a layout of `world` ranks; return the steps that the ranks found."""
-
-    def one(collective: Collective) -> int:
-        mine = states(collective.rank, world, rows=rows)
-        bytecheckpoint.load(path, mine)
-        return step_of(mine)
-
-    return set(ThreadWorld(world).run(one, timeout=200))
+    return set(load_all(ThreadWorld(world), path, rows=rows, prepare_save=False))
 
 
 def check_folder(path: str) -> None:

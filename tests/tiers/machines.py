@@ -15,15 +15,19 @@ from bytecheckpoint.storage.posix.storage import LocalStorage
 from bytecheckpoint.tiers.flush import flusher
 from bytecheckpoint.world import world_of
 from tests.faults.coded import states, step_of
+from tests.support.memory import durable_folder
 from tests.support.processes import wait_until
 
 
-def settle(memory: str, machines: list[int], **options: Any) -> Collective:
-    """Put this rank on machine number `machines[rank]`, whose memory is `memory`/<number>."""
+def settle(memory: str, machines: list[int], writer: str = "thread", **options: Any) -> Collective:
+    """Put this rank on machine number `machines[rank]`, whose memory is `memory`/<number>.
+
+    Starting the helper process would take longer than the rest of most tests.
+    """
     collective = current()
     machine = machines[collective.rank]
     collective.host = f"machine {machine}"
-    bytecheckpoint.configure(tier_hot=f"mem://{memory}/{machine}", timeout=20.0, **options)
+    bytecheckpoint.configure(tier_hot=f"mem://{memory}/{machine}", timeout=20.0, writer=writer, **options)
     return collective
 
 
@@ -65,7 +69,7 @@ def save_where(path: str, folders: list[str], step: int, rows: int) -> bool:
         path, states(collective.rank, collective.world_size, step, rows), async_checkpoint=True
     )
     handle.restorable.result(60)
-    durable = Path(path.removeprefix("tier+file://"), "metadata.parquet").exists()
+    durable = (durable_folder(path) / "metadata.parquet").exists()
     handle.result(60)
     world_of(collective).flusher.drain()
     return durable
@@ -128,7 +132,7 @@ def load(path: str, memory: str, machines: list[int], rows: int = 24) -> tuple[i
     """The step, and the bytes read."""
     collective = settle(memory, machines)
     mine = states(collective.rank, collective.world_size, rows=rows)
-    report = bytecheckpoint.load(path, mine)
+    report = bytecheckpoint.load(path, mine, prepare_save=False)
     if dist.is_initialized():
         dist.barrier()
     return step_of(mine), report.bytes_read

@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 import time
 import uuid
 from pathlib import Path
@@ -22,9 +21,10 @@ from bytecheckpoint.cli.main import run as command
 from bytecheckpoint.storage import Storage, resolve
 from bytecheckpoint.storage.posix.storage import LocalStorage
 from bytecheckpoint.tiers.cooldown import cool, plan_cooldown
-from tests.faults.coded import files_of, load_step, states
+from tests.faults.coded import files_of, load_step, save_steps, states
 from tests.support.damage import damage, storage_file
 from tests.support.memory import new_memory
+from tests.support.processes import environment, python
 
 DAY = 86400.0
 
@@ -176,9 +176,9 @@ def test_folders_that_are_refused(tmp_path: Path, root: str, cold: str) -> None:
         {"older_than": 0, "keep": 1.5}, {"older_than": 0, "keep": True}, {"older_than": 0, "now": "today"},
     ],
 )  # fmt: skip
-def test_invalid_policies(root: Path, tmp_path: Path, options: dict[str, Any]) -> None:
+def test_invalid_policies(tmp_path: Path, options: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match=r"older_than|keep|now"):
-        plan_cooldown(str(root), str(tmp_path / "cold"), **options)
+        plan_cooldown(str(tmp_path / "run"), str(tmp_path / "cold"), **options)
 
 
 def test_an_age_may_be_a_timedelta(root: Path, tmp_path: Path) -> None:
@@ -194,8 +194,7 @@ def test_any_scheme_to_any_other(tmp_path: Path, hot: str, cold: str) -> None:
     with new_memory() as memory:
         roots = {"mem": memory, "file": f"file://{tmp_path}/x y", "fsspec": f"fsspec+memory://{uuid.uuid4().hex}"}
         root = roots[hot]
-        for step in (1, 2):
-            bytecheckpoint.save(f"{root}/{step}", states(step=step))
+        save_steps(root, 1, 2)
         move_all(root, f"{roots[cold]}/cold")
         assert [file for file, _ in resolve(f"{root}/1").list()] == ["metadata.parquet"]
         for step in (1, 2):
@@ -204,14 +203,13 @@ def test_any_scheme_to_any_other(tmp_path: Path, hot: str, cold: str) -> None:
     fsspec.filesystem("memory").store.clear()
 
 
+#: For each line "root cold call" of its input, forks a process that moves a step, and ends at its call of that number.
 _KILLED = """
 import os, sys
-sys.argv[0] = "bytecheckpoint"  # starts without torch
 from bytecheckpoint.storage.posix import storage as local
 from bytecheckpoint.tiers.cooldown import cool, plan_cooldown
 
-root, cold, last = sys.argv[1], sys.argv[2], int(sys.argv[3])
-calls = 0
+calls = last = 0
 
 def counted(owner, name):
     real = getattr(owner, name)
@@ -227,45 +225,50 @@ for owner, names in ((local.LocalStorage, ("create", "publish", "delete", "sync"
                      (local._Writer, ("write_at", "finish")), (os, ("fsync", "replace", "unlink"))):
     for name in names:
         counted(owner, name)
-for step in plan_cooldown(root, cold, older_than=0, keep=1):
-    assert not cool(step).error
-print(calls)
+for line in sys.stdin:
+    root, cold, last = line.split()
+    last = int(last)
+    if os.fork() == 0:
+        for step in plan_cooldown(root, cold, older_than=0, keep=1):
+            assert not cool(step).error
+        print(calls, end=" ", flush=True)
+        os._exit(0)
+    print(os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
 """
-
-
-def killed_at(root: Path, cold: Path, call: int) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "BYTECHECKPOINT_WRITE_THREADS": "1"}
-    return subprocess.run(
-        [sys.executable, "-c", _KILLED, str(root), str(cold), str(call)],
-        capture_output=True, text=True, timeout=60, check=False, env=environment,
-    )  # fmt: skip
 
 
 @pytest.mark.parametrize("moments", [14, pytest.param(1000, marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
 def test_killed_at_any_moment(moments: int, tmp_path: Path) -> None:
     original, root, cold = tmp_path / "original", tmp_path / "run", tmp_path / "cold"
-    for step in (1, 2):
-        bytecheckpoint.save(original / str(step), states(step=step))
-    shutil.copytree(original, root)
-    done = killed_at(root, cold, 10**6)
-    assert done.returncode == 0, done.stderr
-    calls = int(done.stdout)
-    assert calls > 25
-    # The last calls, which commit and remove, and others at even distances.
-    stride = max(2 * calls // moments, 1)
-    for moment in sorted({*range(1, calls + 1, stride), *range(max(calls - moments // 2, 1), calls + 1)}):
-        shutil.rmtree(root)
+    save_steps(original, 1, 2)
+    program = subprocess.Popen(
+        python("-c", _KILLED), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        env=environment() | {"BYTECHECKPOINT_WRITE_THREADS": "1"},
+    )  # fmt: skip
+
+    def killed_at(call: int) -> list[int]:
+        """Return the exit code, after the number of calls if the process came to its end."""
+        assert program.stdin is not None and program.stdout is not None
+        shutil.rmtree(root, ignore_errors=True)
         shutil.rmtree(cold, ignore_errors=True)
         shutil.copytree(original, root)
-        done = killed_at(root, cold, moment)
-        assert done.returncode == 9, (moment, done.stderr)
-        for step in (1, 2):
-            assert load_step(root / str(step)) == step, f"killed at call {moment} of {calls}"
-        if (cold / "1" / "metadata.parquet").exists():
-            assert load_step(cold / "1") == 1
-        move_all(root, cold)
-        assert files_of(root / "1") == ["metadata.parquet"]
-        assert load_step(root / "1") == 1 and load_step(cold / "1") == 1
+        print(root, cold, call, file=program.stdin, flush=True)
+        return [int(word) for word in program.stdout.readline().split()]
+
+    with program:
+        calls, code = killed_at(10**6)
+        assert code == 0 and calls > 25
+        # The last calls, which commit and remove, and others at even distances.
+        stride = max(2 * calls // moments, 1)
+        for moment in sorted({*range(1, calls + 1, stride), *range(max(calls - moments // 2, 1), calls + 1)}):
+            assert killed_at(moment) == [9]
+            for step in (1, 2):
+                assert load_step(root / str(step)) == step, f"killed at call {moment} of {calls}"
+            if (cold / "1" / "metadata.parquet").exists():
+                assert load_step(cold / "1") == 1
+            move_all(root, cold)
+            assert files_of(root / "1") == ["metadata.parquet"]
+            assert load_step(root / "1") == 1 and load_step(cold / "1") == 1
 
 
 def test_the_command_line(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,8 +10,9 @@ import shutil
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from bytecheckpoint.storage.testing.wrappers import FaultRule, FaultyStorage
 from bytecheckpoint.tiers.cooldown import CoolStep, cool, plan_cooldown
 from bytecheckpoint.tiers.lease import LEASE_FILE, Lease, leased
 from bytecheckpoint.tuning import tuned
-from tests.faults.coded import files_of, load_step, states
+from tests.faults.coded import check_steps, files_of, load_step, save_steps
 from tests.faults.ranks import attempt
 from tests.support.processes import python, run_program, wait_until
 from tests.support.system_calls import failing
@@ -36,8 +37,7 @@ from tests.support.system_calls import failing
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     """Steps 1 to 3."""
-    for step in (1, 2, 3):
-        bytecheckpoint.save(tmp_path / "run" / str(step), states(step=step))
+    save_steps(tmp_path / "run", 1, 2, 3)
     return tmp_path / "run"
 
 
@@ -45,43 +45,43 @@ def planned(root: Path, cold: Path | str) -> list[CoolStep]:
     return [step for step in plan_cooldown(str(root), str(cold), older_than=0) if step.action == "move"]
 
 
-class Pause:
-    """Stops the first call of a method that fits, until it may go on."""
+@contextmanager
+def paused(owner: Any, name: str, fits: Callable[..., bool], work: Callable[..., Any], *given: Any) -> Iterator[Any]:
+    """Begin `work(*given)` on a thread; run the block while the first call of `owner.name` that fits stands still."""
+    reached, go_on = threading.Event(), threading.Event()
+    real = getattr(owner, name)
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, fits: Any) -> None:
-        self.reached, self.go_on = threading.Event(), threading.Event()
-        real = getattr(owner, name)
+    def call(this: Any, *args: Any, **options: Any) -> Any:
+        if not reached.is_set() and fits(this, *args):
+            reached.set()
+            assert go_on.wait(60)
+        return real(this, *args, **options)
 
-        def call(this: Any, *args: Any, **options: Any) -> Any:
-            if not self.reached.is_set() and fits(this, *args):
-                self.reached.set()
-                assert self.go_on.wait(60)
-            return real(this, *args, **options)
-
-        monkeypatch.setattr(owner, name, call)
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(1) as pool:
+        patch.setattr(owner, name, call)
+        future = pool.submit(work, *given)
+        try:
+            assert reached.wait(60)
+            yield future
+        finally:
+            go_on.set()
+            future.exception(60)
 
 
 @pytest.mark.parametrize("moment", ["catalog read", "file opened", "file read"])
-def test_a_step_that_moves_while_it_is_loaded(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
-) -> None:
+def test_a_step_that_moves_while_it_is_loaded(root: Path, tmp_path: Path, moment: str) -> None:
     """The load finds the files at their new place, or goes on reading the old ones, and never fails for it."""
     (plan, *_) = planned(root, tmp_path / "cold")
     here = str(root / "1")
-    pause = {
-        "catalog read": lambda: Pause(monkeypatch, local.PosixStorage, "open", lambda s, n: s.root == here),
-        "file opened": lambda: Pause(monkeypatch, local._Reader, "read_into", lambda r, *_: here in r._path),
-        "file read": lambda: Pause(
-            monkeypatch, local._Reader, "read_into", lambda r, *_: f"{here}/optimizer" in r._path
-        ),
-    }[moment]()
-    with ThreadPoolExecutor(1) as pool:
-        loading = pool.submit(load_step, root / "1")
-        assert pause.reached.wait(60)
+    owner, name, fits = {
+        "catalog read": (local.PosixStorage, "open", lambda storage, _: storage.root == here),
+        "file opened": (local._Reader, "read_into", lambda reader, *_: here in reader._path),
+        "file read": (local._Reader, "read_into", lambda reader, *_: f"{here}/optimizer" in reader._path),
+    }[moment]
+    with paused(owner, name, fits, load_step, root / "1") as loading:
         assert cool(plan).done
         assert files_of(root / "1") == ["metadata.parquet"]
-        pause.go_on.set()
-        assert loading.result(60) == 1
+    assert loading.result() == 1
 
 
 def test_a_step_that_moves_while_it_is_open(root: Path, tmp_path: Path) -> None:
@@ -114,19 +114,13 @@ def test_a_cooled_step_can_be_exported_and_compared(root: Path, tmp_path: Path) 
 # --- two at once --------------------------------------------------------------------------------------------------------
 
 
-def test_a_second_cooldown_leaves_the_step_to_the_first(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_cooldown_leaves_the_step_to_the_first(root: Path, tmp_path: Path) -> None:
     cold = tmp_path / "cold"
     (plan, *_) = planned(root, cold)
-    pause = Pause(monkeypatch, local._Writer, "finish", lambda writer, *_: str(cold) in writer._path)
-    with ThreadPoolExecutor(1) as pool:
-        first = pool.submit(cool, plan)
-        assert pause.reached.wait(60)
+    with paused(local._Writer, "finish", lambda writer, *_: str(cold) in writer._path, cool, plan) as first:
         second = cool(plan)
         assert not second.done and "being filled by another cooldown" in second.error
-        pause.go_on.set()
-        assert first.result(60).done
+    assert first.result().done
     assert cool(plan).done, "and nothing is left to do"
     assert load_step(root / "1") == load_step(cold / "1") == 1
     assert LEASE_FILE not in files_of(cold / "1")
@@ -134,8 +128,7 @@ def test_a_second_cooldown_leaves_the_step_to_the_first(
 
 def test_many_cooldowns_at_once(tmp_path: Path) -> None:
     root, cold = tmp_path / "run", tmp_path / "cold"
-    for step in range(1, 6):
-        bytecheckpoint.save(root / str(step), states(step=step))
+    save_steps(root, *range(1, 6))
     line = python("-m", "bytecheckpoint.cli.main", "cooldown", root, cold, "--older-than", "0s", "--apply", "--json")
     movers = [subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(4)]
     reports = []
@@ -145,8 +138,7 @@ def test_many_cooldowns_at_once(tmp_path: Path) -> None:
         reports.append(json.loads(out))
     problems = [step["error"] for report in reports for step in report["steps"] if step["error"]]
     assert all("another cooldown" in text or "another save" in text for text in problems), problems
-    for step in range(1, 6):
-        assert load_step(root / str(step)) == step
+    check_steps(root, *range(1, 6))
     assert command(["cooldown", str(root), str(cold), "--older-than", "0s", "--apply"]) == 0
     for step in range(1, 5):
         assert files_of(root / str(step)) == ["metadata.parquet"]
@@ -191,22 +183,16 @@ def test_a_lease_that_is_not_renewed_is_taken_over(
 
 
 @tuned(lease_renewal=100.0, lease_expiry=1.0)
-def test_a_cooldown_that_has_lost_its_lease_removes_nothing(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cooldown_that_has_lost_its_lease_removes_nothing(root: Path, tmp_path: Path) -> None:
     """It was stopped for longer than others wait, and finds that out before it moves the step."""
     cold = tmp_path / "cold"
     (plan, *_) = planned(root, cold)
     before = files_of(root)
-    pause = Pause(monkeypatch, local._Writer, "finish", lambda writer, *_: str(cold) in writer._path)
-    with ThreadPoolExecutor(1) as pool:
-        first = pool.submit(cool, plan)
-        assert pause.reached.wait(60)
-        with leased(resolve(plan.target), machine="elsewhere/0") as second:
-            pause.go_on.set()
-            error = first.result(60).error
-            assert f"this process lost {LEASE_FILE}" in error
-            second.check()
+    with ExitStack() as leases:
+        with paused(local._Writer, "finish", lambda writer, *_: str(cold) in writer._path, cool, plan) as first:
+            second = leases.enter_context(leased(resolve(plan.target), machine="elsewhere/0"))
+        assert f"this process lost {LEASE_FILE}" in first.result().error
+        second.check()
     assert files_of(root) == before and load_step(root / "1") == 1
     assert not (cold / "1" / "metadata.parquet").exists()
     assert cool(plan).done and load_step(root / "1") == load_step(cold / "1") == 1

@@ -13,10 +13,9 @@ import pytest
 
 import bytecheckpoint
 from bytecheckpoint.cli.main import run as command
-from bytecheckpoint.storage import resolve
-from bytecheckpoint.tiers.storage import TierStorage
-from tests.faults.coded import files_of, load_step, states
+from tests.faults.coded import check_steps, files_of, load_step, states
 from tests.support.damage import damage, storage_file
+from tests.support.memory import durable_folder, hot_folder
 from tests.support.mounts import small_tmpfs
 from tests.support.processes import environment, python
 from tests.support.variants import quick
@@ -84,9 +83,7 @@ class Cluster:
     def step_in(self, machine: int, path: str) -> Path:
         """The folder of a step in a machine's memory."""
         bytecheckpoint.configure(tier_hot=self.memory(machine))
-        storage = resolve(path)
-        assert isinstance(storage, TierStorage)
-        return Path(storage.hot.root)
+        return hot_folder(path)
 
     def lose(self, machine: int) -> None:
         """Lose what a machine has in memory."""
@@ -112,21 +109,16 @@ def ranks_in(folder: Path) -> set[int]:
     return {int(file.name.split("-")[1][:5]) for file in (folder / "model").iterdir()}
 
 
-def durable(path: str) -> Path:
-    return Path(path.removeprefix("tier+file://"))
-
-
 def test_partners_hold_replicas(cluster: Cluster, run: str, tmp_path: Path) -> None:
     path, gate = f"{run}/1", tmp_path / "gate"
     job = cluster.start(0, 0, 1, 1, 2)
-    assert not any(rank["committed"] for rank in job.save(path, 1, gate))
+    assert not any(rank["committed"] for rank in job.save(path, 1, gate, writer="process"))
     for machine, ranks in enumerate([{0, 1, 4}, {0, 1, 2, 3}, {2, 3, 4}]):
         assert ranks_in(cluster.step_in(machine, path)) == ranks
         assert (cluster.step_in(machine, path) / "metadata.parquet").exists()
     gate.touch()
-    job.save(f"{run}/2", 2)
-    for step in (1, 2):
-        assert load_step(durable(run) / str(step)) == step
+    job.save(f"{run}/2", 2, writer="process")
+    check_steps(durable_folder(run), 1, 2)
     for machine in range(3):
         assert steps_in(cluster.step_in(machine, path).parent) == ["2"], "flushed steps go, but for the newest"
 
@@ -137,7 +129,7 @@ def test_the_number_of_replicas(cluster: Cluster, run: str, replicas: int) -> No
     cluster.start(0, 1, 2).save(path, 1, tier_replicas=replicas)
     for machine in range(3):
         assert ranks_in(cluster.step_in(machine, path)) == ({0, 1, 2} if replicas else {machine})
-    assert load_step(durable(path)) == 1
+    assert load_step(durable_folder(path)) == 1
 
 
 @pytest.mark.parametrize(
@@ -149,7 +141,7 @@ def test_a_lost_machine_loses_nothing(cluster: Cluster, run: str, lost: int, new
     path = f"{run}/1"
     cluster.save_and_kill(path, 1, 0, 0, 1, 1, rows=4000)
     cluster.lose(lost)
-    assert not durable(path).joinpath("metadata.parquet").exists()
+    assert not durable_folder(path).joinpath("metadata.parquet").exists()
     if new == [2, 3]:  # no rank runs on the machine that is left: nobody can reach its memory
         errors = cluster.start(*new).run(jobs.load_and_fail, path)
         assert all(error.startswith("CheckpointNotFoundError") for error in errors)
@@ -162,7 +154,7 @@ def test_a_new_machine_keeps_no_folder_of_steps_that_it_never_had(cluster: Clust
     cluster.save_and_kill(f"{run}/1", 1, 0, 1)
     cluster.lose(1)
     cluster.start(0, 1).save(f"{run}/2", 2)
-    assert load_step(durable(run) / "1") == 1
+    assert load_step(durable_folder(run) / "1") == 1
     for machine in range(2):
         assert steps_in(cluster.step_in(machine, f"{run}/1").parent) == ["2"]
 
@@ -177,13 +169,13 @@ def test_a_job_killed_before_other_machines_heard_of_the_commit(cluster: Cluster
     assert cluster.load(f"{run}/1", 0, 1) == {1}
     job = cluster.start(0, 1)
     if away:
-        (durable(run) / "1").mkdir(parents=True)
-        (durable(run) / "1" / "model").write_text("a file where a folder should be")
+        (durable_folder(run) / "1").mkdir(parents=True)
+        (durable_folder(run) / "1" / "model").write_text("a file where a folder should be")
     job.save(f"{run}/2", 2)
     if away:
-        (durable(run) / "1" / "model").unlink()
+        (durable_folder(run) / "1" / "model").unlink()
         job.save(f"{run}/3", 3)
-    assert load_step(durable(run) / "1") == 1
+    assert load_step(durable_folder(run) / "1") == 1
     assert steps_in(here.parent) == ["3" if away else "2"]
 
 
@@ -224,7 +216,7 @@ def test_a_partner_without_room(cluster: Cluster, run: str, tmp_path: Path) -> N
         for step in (1, 2):
             got = cluster.start(0, 1).world.run(jobs.save_where, f"{run}/{step}", folders, step, 3000)
             assert got == [True, True], "it is not restorable before"
-            assert load_step(durable(f"{run}/{step}"), rows=3000) == step
+            assert load_step(durable_folder(f"{run}/{step}"), rows=3000) == step
         assert files_of(small) == [], "what nobody would find is removed"
 
 
@@ -238,8 +230,8 @@ def test_machines_that_flush_at_the_same_time(cluster: Cluster, run: str) -> Non
         for machine in range(3)
     ]
     assert 0 in [flush.wait(100) for flush in flushes]
-    assert load_step(durable(path), rows=4000) == 1
-    assert command(["verify", str(durable(path))]) == 0
+    assert load_step(durable_folder(path), rows=4000) == 1
+    assert command(["verify", str(durable_folder(path))]) == 0
 
 
 def test_files_that_a_lost_machine_had_flushed_count(cluster: Cluster, run: str) -> None:
@@ -250,16 +242,16 @@ def test_files_that_a_lost_machine_had_flushed_count(cluster: Cluster, run: str)
     job.kill()
     for step in (1, 2):
         assert cluster.flush(0, f"{run}/{step}") == 1, "its half"
-    damage(storage_file(durable(f"{run}/2")))
+    damage(storage_file(durable_folder(f"{run}/2")))
     for step in (1, 2):
         here, there = (cluster.step_in(machine, f"{run}/{step}") for machine in (0, 1))
         for name in ("metadata.parquet", *(file.name for file in here.glob("tier-*"))):
             shutil.copy(here / name, there)
     cluster.lose(0)
     cluster.start(0, 1).save(f"{run}/3", 3)
-    assert load_step(durable(run) / "1") == 1
-    assert not (durable(run) / "2" / "metadata.parquet").exists()
-    assert load_step(durable(run) / "3") == 3
+    assert load_step(durable_folder(run) / "1") == 1
+    assert not (durable_folder(run) / "2" / "metadata.parquet").exists()
+    assert load_step(durable_folder(run) / "3") == 3
 
 
 @pytest.mark.parametrize("machine", [0, 1])
@@ -273,8 +265,8 @@ def test_a_damaged_copy_is_read_from_another_machine(cluster: Cluster, run: str,
 
 def test_a_copy_that_cannot_be_read_is_flushed_from_another_machine(cluster: Cluster, run: str) -> None:
     cluster.start(0, 1, 1).run(jobs.save_with_a_failing_disk, f"{run}/1", 1, 1)
-    assert load_step(durable(f"{run}/1")) == 1
-    assert command(["verify", str(durable(f"{run}/1"))]) == 0
+    assert load_step(durable_folder(f"{run}/1")) == 1
+    assert command(["verify", str(durable_folder(f"{run}/1"))]) == 0
 
 
 def test_a_damaged_copy_is_flushed_from_another_machine(cluster: Cluster, run: str, tmp_path: Path) -> None:
@@ -284,8 +276,8 @@ def test_a_damaged_copy_is_flushed_from_another_machine(cluster: Cluster, run: s
     damage(storage_file(cluster.step_in(1, path), rank="00001"))
     gate.touch()
     job.save(f"{run}/2", 2)
-    assert load_step(durable(path)) == 1
-    assert command(["verify", str(durable(path))]) == 0
+    assert load_step(durable_folder(path)) == 1
+    assert command(["verify", str(durable_folder(path))]) == 0
 
 
 @pytest.mark.parametrize("files", quick([3, 2, 1], every=3))
@@ -296,36 +288,36 @@ def test_a_job_that_is_killed_in_the_middle_of_a_flush(cluster: Cluster, run: st
     outcomes = job.world.start(jobs.save_and_die, path, hot.name, [0, 1], 2, files).outcomes()
     died = [text for ok, text in outcomes if not ok]
     assert died and all("died with exit code -9" in text for text in died)
-    assert not (durable(path) / "metadata.parquet").exists()
+    assert not (durable_folder(path) / "metadata.parquet").exists()
     assert cluster.load(path, 0, 1, 1) == {2}
     if files == 1:  # the next job flushes it beside its own first step
         cluster.start(0, 1).save(f"{run}/3", 3)
-        assert load_step(durable(run) / "3") == 3
+        assert load_step(durable_folder(run) / "3") == 3
     elif files == 2:  # by hand, on each machine; the last one commits
         assert [cluster.flush(machine, run) for machine in (0, 1)] == [1, 0]
     else:  # one machine is lost, the other flushes what it keeps for it
         cluster.lose(0)
         assert cluster.flush(1, path) == 1
         assert cluster.flush(1, path, "--replicas") == 0
-    assert load_step(durable(path)) == 2
-    assert command(["verify", str(durable(path))]) == 0
-    assert command(["ls", str(durable(run))]) == 0
+    assert load_step(durable_folder(path)) == 2
+    assert command(["verify", str(durable_folder(path))]) == 0
+    assert command(["ls", str(durable_folder(run))]) == 0
 
 
 def test_a_flush_that_fails_on_one_rank_fails_on_all(cluster: Cluster, run: str) -> None:
     path = f"{run}/1"
-    durable(path).mkdir(parents=True)
-    (durable(path) / "model").write_text("a file where a folder should be")
+    durable_folder(path).mkdir(parents=True)
+    (durable_folder(path) / "model").write_text("a file where a folder should be")
     for error in cluster.start(0, 1, 1).run(jobs.save_and_fail, path, 1):
         assert error.startswith("StorageError") and "flush of tier+file" in error
-    assert not (durable(path) / "metadata.parquet").exists()
+    assert not (durable_folder(path) / "metadata.parquet").exists()
 
 
 def test_steps_that_were_replaced_elsewhere_are_not_flushed(cluster: Cluster, run: str) -> None:
     path = f"{run}/1"
     cluster.save_and_kill(path, 1, 0, 1)
-    bytecheckpoint.save(durable(path), states(step=7))
+    bytecheckpoint.save(durable_folder(path), states(step=7))
     assert cluster.load(path, 0, 1) == {7}
     assert cluster.flush(0, path) == 1
-    assert load_step(durable(path)) == 7
+    assert load_step(durable_folder(path)) == 7
     assert os.path.exists(cluster.step_in(0, path))

@@ -7,7 +7,6 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -32,15 +31,15 @@ from bytecheckpoint.storage.posix.storage import LocalStorage
 from bytecheckpoint.storage.testing import StorageTests
 from bytecheckpoint.storage.testing.wrappers import MeteredStorage
 from bytecheckpoint.tiers.flush.unflushed import UnflushedSteps
-from bytecheckpoint.tiers.storage import TierStorage
 from bytecheckpoint.tuning import tuned
 from bytecheckpoint.world import world_of
-from tests.faults.coded import files_of, load_step, states
+from tests.faults.coded import check_steps, files_of, load_step, save_steps, states
 from tests.faults.ranks import succeeded
 from tests.support.damage import damage, storage_file
+from tests.support.memory import durable_folder, hot_folder
 from tests.support.modes import MODES
 from tests.support.mounts import small_tmpfs
-from tests.support.processes import run_program, wait_until
+from tests.support.processes import wait_until
 from tests.support.saves import load, save
 from tests.support.variants import crossed
 
@@ -51,18 +50,8 @@ class TestConformance(StorageTests):
         return resolve(f"{run}/step")
 
 
-def folder_of(path: str) -> Path:
-    return Path(path.removeprefix("tier+file://"))
-
-
-def hot_of(path: str) -> Path:
-    storage = resolve(path)
-    assert isinstance(storage, TierStorage)
-    return Path(storage.hot.root)
-
-
 def hot_steps(run: str) -> list[str]:
-    return sorted(os.listdir(hot_of(f"{run}/1").parent))
+    return sorted(os.listdir(hot_folder(f"{run}/1").parent))
 
 
 def away(storage: LocalStorage, *_: Any) -> Any:
@@ -118,16 +107,16 @@ def test_a_save_is_restorable_first_and_durable_later(run: str, gate: Gate, mode
     handle.restorable.result(60)
     assert gate.met.wait(60)
     assert not handle.committed.done() and not handle.done()
-    assert not (folder_of(run) / "1" / "metadata.parquet").exists()
+    assert not (durable_folder(run) / "1" / "metadata.parquet").exists()
     assert load_step(f"{run}/1") == 1, "from memory"
     with pytest.raises(CheckpointNotFoundError):
-        load_step(folder_of(run) / "1")
+        load_step(durable_folder(run) / "1")
     gate.open.set()
     report = handle.result(60)
     assert report.path == f"{run}/1" and report.phases["flush"] > 0
-    assert load_step(folder_of(run) / "1") == 1, "a checkpoint like any other"
+    assert load_step(durable_folder(run) / "1") == 1, "a checkpoint like any other"
     assert load_step(f"{run}/1") == 1
-    assert command(["verify", str(folder_of(run) / "1")]) == 0
+    assert command(["verify", str(durable_folder(run) / "1")]) == 0
     assert command(["verify", f"{run}/1"]) == 0
 
 
@@ -141,21 +130,14 @@ def test_other_paths_are_restorable_when_they_are_committed(tmp_path: Path) -> N
 def test_a_tier_in_a_wrapper_is_flushed_too(run: str) -> None:
     storage = MeteredStorage(resolve(f"{run}/1"))
     bytecheckpoint.save(storage, states(step=1), async_checkpoint=True).result(60)
-    assert load_step(folder_of(run) / "1") == 1
+    assert load_step(durable_folder(run) / "1") == 1
     assert storage.meter.calls("publish") == 1
-
-
-def test_memory_is_read_before_the_durable_storage(run: str) -> None:
-    bytecheckpoint.save(f"{run}/1", states(step=1)).result(60)
-    for file in (folder_of(run) / "1" / "model").iterdir():
-        file.write_bytes(b"damaged")
-    assert load_step(f"{run}/1") == 1
 
 
 @pytest.mark.parametrize("how", ["flip", "cut", "extend", "remove", "catalog", "memory"])
 def test_a_damaged_hot_copy_falls_through(run: str, how: str, caplog: pytest.LogCaptureFixture) -> None:
     bytecheckpoint.save(f"{run}/1", states(step=1)).result(60)
-    hot = hot_of(f"{run}/1")
+    hot = hot_folder(f"{run}/1")
     if how == "catalog":
         (hot / "metadata.parquet").write_bytes(b"nonsense" * 50)
     elif how == "memory":
@@ -172,11 +154,11 @@ def test_a_damaged_hot_copy_falls_through(run: str, how: str, caplog: pytest.Log
 
 def test_a_damaged_hot_copy_is_not_flushed(run: str, gate: Gate) -> None:
     handle = bytecheckpoint.save(f"{run}/1", states(step=1))
-    damage(storage_file(hot_of(f"{run}/1"), "optimizer"))
+    damage(storage_file(hot_folder(f"{run}/1"), "optimizer"))
     gate.open.set()
     with pytest.raises(CorruptCheckpointError, match="no machine has a sound copy"):
         handle.result(60)
-    assert not (folder_of(run) / "1" / "metadata.parquet").exists()
+    assert not (durable_folder(run) / "1" / "metadata.parquet").exists()
 
 
 # --- failures ---------------------------------------------------------------------------------------------------------
@@ -194,12 +176,11 @@ def test_a_failed_flush_is_raised_at_the_next_save_and_repeated(run: str, gate: 
         bytecheckpoint.save(f"{run}/2", states(step=2))
     assert load_step(f"{run}/1") == 1
     with pytest.raises(CheckpointNotFoundError):
-        load_step(folder_of(run) / "1")
+        load_step(durable_folder(run) / "1")
     gate.error = None
     bytecheckpoint.save(f"{run}/2", states(step=2)).result(60)
     drain()
-    for step in (1, 2):
-        assert load_step(folder_of(run) / str(step)) == step
+    check_steps(durable_folder(run), 1, 2)
     assert hot_steps(run) == ["2"], "the older one is not needed any more"
     assert command(["flush", run]) == 0
 
@@ -210,11 +191,10 @@ def test_a_step_that_no_flush_can_take_is_tried_once(run: str, gate: Gate, caplo
     with pytest.raises(StorageUnavailableError):
         bytecheckpoint.save(f"{run}/1", states(step=1), async_checkpoint=True).result(60)
     gate.error = None
-    damage(storage_file(hot_of(f"{run}/1")))
+    damage(storage_file(hot_folder(f"{run}/1")))
     with pytest.raises(StorageUnavailableError, match="earlier"):
         bytecheckpoint.save(f"{run}/2", states(step=2))
-    for step in (2, 3, 4):
-        bytecheckpoint.save(f"{run}/{step}", states(step=step)).result(60)
+    save_steps(run, 2, 3, 4)
     drain()
     assert caplog.text.count("which is left in memory, cannot be flushed") == 1
     assert hot_steps(run) == ["1", "4"], "it is as many steps as may be waiting"
@@ -238,7 +218,7 @@ def test_steps_that_cannot_be_flushed_do_not_fill_the_memory(run: str, gate: Gat
         bytecheckpoint.save(f"{run}/7", states(step=7))
     bytecheckpoint.save(f"{run}/7", states(step=7)).result(60)
     drain()
-    assert sorted(os.listdir(folder_of(run))) == ["5", "6", "7"]
+    assert sorted(os.listdir(durable_folder(run))) == ["5", "6", "7"]
 
 
 def test_the_durable_storage_is_away(tmp_path: Path, run: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,7 +231,7 @@ def test_the_durable_storage_is_away(tmp_path: Path, run: str, monkeypatch: pyte
             handle.result(60)
         assert load_step(f"{run}/1") == 1, "the hot copy needs no durable one"
     assert command(["flush", run]) == 0
-    assert load_step(folder_of(run) / "1") == 1
+    assert load_step(durable_folder(run) / "1") == 1
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -277,8 +257,7 @@ def test_waiting_steps_are_bounded(run: str, gate: Gate) -> None:
         gate.open.set()
         report = third.result(60).result(60)
     assert report.phases["wait"] > 0.5 and report.blocking_seconds > 0.5
-    for step in (1, 2, 3):
-        assert load_step(folder_of(run) / str(step)) == step
+    check_steps(durable_folder(run), 1, 2, 3)
 
 
 def test_a_path_is_replaced_only_after_its_flush(run: str, gate: Gate) -> None:
@@ -293,8 +272,8 @@ def test_a_path_is_replaced_only_after_its_flush(run: str, gate: Gate) -> None:
     for step in (3, 4):
         bytecheckpoint.save(f"{run}/s", states(step=step)).result(60)
         assert load_step(f"{run}/s") == step
-        assert load_step(folder_of(run) / "s") == step
-        assert len(files_of(folder_of(run) / "s")) == 6
+        assert load_step(durable_folder(run) / "s") == step
+        assert len(files_of(durable_folder(run) / "s")) == 6
 
 
 @pytest.mark.parametrize("keep", [0, 1, 3])
@@ -305,41 +284,40 @@ def test_memory_is_bounded(run: str, keep: int) -> None:
     handle.result(60)
     wanted = [str(step) for step in range(6 - keep, 6)]
     assert wait_until(lambda: hot_steps(run) == wanted, 20), hot_steps(run)
-    for step in range(1, 6):
-        assert load_step(f"{run}/{step}") == step
+    check_steps(run, *range(1, 6))
 
 
 def test_a_checkpoint_that_was_replaced_without_the_tier_counts(run: str) -> None:
     bytecheckpoint.save(f"{run}/s", states(step=1)).result(60)
-    bytecheckpoint.save(folder_of(run) / "s", states(step=2))
+    bytecheckpoint.save(durable_folder(run) / "s", states(step=2))
     assert load_step(f"{run}/s") == 2
     bytecheckpoint.save(f"{run}/s", states(step=3)).result(60)
-    assert load_step(f"{run}/s") == 3 and load_step(folder_of(run) / "s") == 3
+    assert load_step(f"{run}/s") == 3 and load_step(durable_folder(run) / "s") == 3
 
 
 @pytest.mark.parametrize("replacing", [False, True])
 def test_a_flush_does_not_overwrite_what_another_job_saved_meanwhile(run: str, gate: Gate, replacing: bool) -> None:
     gate.open.set()
-    other = folder_of(run) / "other"
+    other = durable_folder(run) / "other"
     bytecheckpoint.save(other, states(step=9))
     if replacing:
-        bytecheckpoint.save(folder_of(run) / "s", states(step=1))
+        bytecheckpoint.save(durable_folder(run) / "s", states(step=1))
     gate.open.clear()
     gate.met.clear()
     handle = bytecheckpoint.save(f"{run}/s", states(step=2), async_checkpoint=True)
     handle.restorable.result(60)
     assert gate.met.wait(60)
-    shutil.copytree(other, folder_of(run) / "s", dirs_exist_ok=True)
+    shutil.copytree(other, durable_folder(run) / "s", dirs_exist_ok=True)
     gate.open.set()
     with pytest.raises(StorageConflictError, match="another save"):
         handle.result(60)
-    assert load_step(folder_of(run) / "s") == 9
+    assert load_step(durable_folder(run) / "s") == 9
     assert load_step(f"{run}/s") == 9, "the hot copy is void"
     with pytest.raises(StorageConflictError, match="earlier"):
         bytecheckpoint.save(f"{run}/s", states(step=3))
     bytecheckpoint.save(f"{run}/s", states(step=3)).result(60)
-    assert load_step(folder_of(run) / "s") == 3
-    assert len(files_of(folder_of(run) / "s")) == 6
+    assert load_step(durable_folder(run) / "s") == 3
+    assert len(files_of(durable_folder(run) / "s")) == 6
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -352,20 +330,20 @@ def test_a_hot_tier_without_room(run: str, tmp_path: Path, mode: str) -> None:
         with pytest.raises(StorageFullError, match=rf"{hot}/.*/run/2/.*No space left on device; free space"):
             bytecheckpoint.save(f"{run}/2", states(step=2, rows=10_000), **MODES[mode]).result(60)
         drain()
-        assert files_of(hot) == before and not (folder_of(run) / "2").exists()
+        assert files_of(hot) == before and not (durable_folder(run) / "2").exists()
         if mode != "sync":
             with pytest.raises(StorageFullError, match="earlier"):
                 bytecheckpoint.save(f"{run}/3", states(step=3))
         bytecheckpoint.save(f"{run}/3", states(step=3), **MODES[mode]).result(60)
         drain()
-        assert load_step(f"{run}/3") == load_step(folder_of(run) / "3") == 3 and load_step(f"{run}/1") == 1
+        assert load_step(f"{run}/3") == load_step(durable_folder(run) / "3") == 3 and load_step(f"{run}/1") == 1
         assert hot_steps(run) == ["3"]
 
 
 def test_an_incomplete_hot_step_does_not_count(run: str, gate: Gate) -> None:
     """The error says that files are missing."""
     bytecheckpoint.save(f"{run}/1", states(step=1))
-    for file in (hot_of(f"{run}/1") / "optimizer").iterdir():
+    for file in (hot_folder(f"{run}/1") / "optimizer").iterdir():
         file.unlink()
     with pytest.raises(
         CheckpointNotFoundError, match=r"tier\+file.* of the step in memory \d files are on other machines"
@@ -379,7 +357,7 @@ def test_an_incomplete_hot_step_does_not_count(run: str, gate: Gate) -> None:
 def test_what_killed_saves_leave_in_memory_is_removed_by_the_next_job(run: str) -> None:
     bytecheckpoint.save(f"{run}/9", states(step=9)).result(60)
     drain()
-    steps = hot_of(f"{run}/9").parent
+    steps = hot_folder(f"{run}/9").parent
     old_file = storage_file(steps / "9")
     remains = [
         steps / "folder only" / "model",
@@ -410,20 +388,12 @@ def test_what_killed_saves_leave_in_memory_is_removed_by_the_next_job(run: str) 
         hot = resolve(f"{run}/{step}").nearest_tier()
         named = {file.name for file in read_catalog(hot)[0].files}
         assert {name for name, _ in hot.list()} == {*named, "metadata.parquet"}
-        shutil.rmtree(folder_of(run) / str(step))
+        shutil.rmtree(durable_folder(run) / str(step))
         assert load_step(f"{run}/{step}") == step
 
 
-@pytest.fixture
-def short_waits() -> Iterator[None]:
-    """Nobody waits long for a durable storage."""
-    with tuned(tier_save_timeout=0.3, tier_load_timeout=0.3):
-        yield
-
-
-def test_a_durable_storage_that_does_not_answer_is_not_waited_for(
-    run: str, monkeypatch: pytest.MonkeyPatch, short_waits: None
-) -> None:
+@tuned(tier_save_timeout=0.3, tier_load_timeout=0.3)
+def test_a_durable_storage_that_does_not_answer_is_not_waited_for(run: str, monkeypatch: pytest.MonkeyPatch) -> None:
     bytecheckpoint.save(f"{run}/1", states(step=1)).result(60)
     hang = threading.Event()
     real = LocalStorage.stat
@@ -446,8 +416,8 @@ def test_a_step_that_is_removed_leaves_nothing(run: str) -> None:
     bytecheckpoint.save(f"{run}/1", states(step=1)).result(60)
     storage = resolve(f"{run}/1")
     storage.delete([name for name, _ in storage.list()])
-    assert not hot_of(f"{run}/1").exists()
-    assert files_of(folder_of(run) / "1") == []
+    assert not hot_folder(f"{run}/1").exists()
+    assert files_of(durable_folder(run) / "1") == []
 
 
 @pytest.mark.parametrize("name", ["run 7 %20", "a:b", "100%41", "ünï-文" * 20, "#x?y=z&", "back\\slash"])
@@ -471,8 +441,8 @@ def test_another_world_size(run: str, worlds: tuple[int, int], mode: str) -> Non
     ranks, others = worlds
     succeeded(save(f"{run}/1", 1, ranks, rows=24, **MODES[mode]))
     assert load(f"{run}/1", others, rows=24) == {1}
-    assert load_step(folder_of(run) / "1") == 1
-    for file in (folder_of(run) / "1" / "model").iterdir():
+    assert load_step(durable_folder(run) / "1") == 1
+    for file in (durable_folder(run) / "1" / "model").iterdir():
         file.unlink()
     assert load(f"{run}/1", others, rows=24) == {1}, "memory alone"
 
@@ -510,7 +480,7 @@ def test_ls_while_the_durable_storage_is_away(
     said = capsys.readouterr()
     assert "committed" in said.out
     assert "only what is near is listed" in said.err
-    assert f"{run}: cannot reach {folder_of(run)}: Transport endpoint" in said.err
+    assert f"{run}: cannot reach {durable_folder(run)}: Transport endpoint" in said.err
     assert command(["ls", run, "--json"]) == 1
     listed = json.loads(capsys.readouterr().out)
     assert [(step["name"], step["state"]) for step in listed["checkpoints"]] == [("1", "committed")]
@@ -518,7 +488,7 @@ def test_ls_while_the_durable_storage_is_away(
     assert command(["ls", f"{run}/1", "--json"]) == 1, "it is hot, but may have been replaced"
     listed = json.loads(capsys.readouterr().out)
     assert listed["state"] == "committed" and "cannot reach" in listed["unreachable"]
-    for path in (f"{run}/nothing", str(folder_of(run))):
+    for path in (f"{run}/nothing", str(durable_folder(run))):
         assert command(["ls", path]) == 2
         assert "not connected" in capsys.readouterr().err
     gate.error = StorageUnavailableError("cannot write here")
@@ -538,20 +508,3 @@ def test_the_hot_tier_must_be_local(tmp_path: Path) -> None:
 def test_errors_name_the_tier(run: str) -> None:
     with pytest.raises(CheckpointError, match=r"tier\+file"):
         load_step(f"{run}/nothing")
-
-
-_SAVE_AND_LEAVE = """
-import sys
-import bytecheckpoint
-from tests.faults.coded import states
-
-for step in (1, 2, 3):
-    bytecheckpoint.save(f"{sys.argv[1]}/{step}", states(step=step), async_checkpoint=True)
-"""
-
-
-def test_flushes_finish_when_the_program_ends(run: str) -> None:
-    done = run_program(_SAVE_AND_LEAVE, run)
-    assert (done.returncode, done.stderr) == (0, "")
-    for step in (1, 2, 3):
-        assert load_step(folder_of(run) / str(step)) == step

@@ -12,9 +12,9 @@ import bytecheckpoint
 from bytecheckpoint import CheckpointError, CorruptCheckpointError
 from bytecheckpoint.cli.main import run as command
 from bytecheckpoint.storage import resolve
-from bytecheckpoint.tiers.storage import TierStorage
 from tests.faults.coded import load_step, states
 from tests.support.damage import damage, storage_file
+from tests.support.memory import durable_folder, hot_folder
 
 
 @pytest.fixture
@@ -25,9 +25,7 @@ def path(run: str) -> str:
 
 
 def places(path: str) -> dict[str, Path]:
-    storage = resolve(path)
-    assert isinstance(storage, TierStorage)
-    return {"hot": Path(storage.hot.root), "durable": Path(path.removeprefix("tier+file://"))}
+    return {"hot": hot_folder(path), "durable": durable_folder(path)}
 
 
 def damage_copy(place: Path, kind: str, byte: int = -100) -> None:
