@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from bytecheckpoint.calls import refusal
 from bytecheckpoint.errors import UsageError
 from bytecheckpoint.settings import Settings, settings
 
@@ -19,11 +20,14 @@ __all__ = ["check_flags", "check_metadata", "check_states", "settings_with_timeo
 
 
 def settings_with_timeout(timeout: float | None) -> tuple[Settings, UsageError | None]:
-    """Return the settings in force with this timeout. If it is wrong, return them without it, and the error."""
+    """Return the settings in force with this timeout, and the error that the call must raise on all ranks, if any.
+
+    That is the refusal of an inner call, or the error of a wrong timeout, which is then left out.
+    """
     if timeout is None:
-        return settings(), None
+        return settings(), refusal()
     try:
-        return replace(settings(), timeout=timeout), None
+        return replace(settings(), timeout=timeout), refusal()
     except UsageError as error:
         return settings(), UsageError(str(error).replace("settings.timeout", "timeout"))
 

@@ -6,21 +6,42 @@ import concurrent.futures
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TypeVar
 
 from bytecheckpoint.errors import CheckpointTimeoutError
 
-__all__ = ["LoadReport", "SaveHandle", "SaveReport", "fail_handle", "pending"]
+__all__ = ["LoadReport", "Outcome", "SaveHandle", "SaveReport", "fail_handle"]
+
+_T = TypeVar("_T")
 
 
-def pending() -> Future[Any]:
-    """Make a future that nobody can cancel, because the work behind it continues and sets the result.
+class Outcome(Future[_T]):
+    """A future that nobody can cancel, because the work behind it continues and sets the result.
 
     asyncio, for example, cancels a wrapped future when `wait_for` times out.
+
+    Attributes:
+        failure_seen: somebody has got the failure.
     """
-    future: Future[Any] = Future()
-    future.set_running_or_notify_cancel()
-    return future
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.failure_seen = False
+        self.set_running_or_notify_cancel()
+
+    def result(self, timeout: float | None = None) -> _T:
+        """As `Future.result`."""
+        try:
+            return super().result(timeout)
+        except BaseException as error:
+            self.failure_seen = self.failure_seen or (self.done() and super().exception() is error)
+            raise
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """As `Future.exception`."""
+        error = super().exception(timeout)
+        self.failure_seen = self.failure_seen or error is not None
+        return error
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +115,14 @@ class SaveHandle:
     """
 
     path: str
-    staged: Future[None] = field(default_factory=pending)
-    restorable: Future[None] = field(default_factory=pending)
-    committed: Future[SaveReport] = field(default_factory=pending)
+    staged: Outcome[None] = field(default_factory=Outcome)
+    restorable: Outcome[None] = field(default_factory=Outcome)
+    committed: Outcome[SaveReport] = field(default_factory=Outcome)
+
+    @property
+    def failure_seen(self) -> bool:
+        """Whether somebody has got the failure of this save. The next save raises it otherwise, once."""
+        return any(future.failure_seen for future in (self.staged, self.restorable, self.committed))
 
     def done(self) -> bool:
         """Return whether the save has ended, well or not."""

@@ -33,6 +33,7 @@ class Tuning:
         relay_bytes: collectives: ranks relay a longer answer for all ranks, in worlds larger than the fan-out.
         relay_fan_out: collectives: ranks to which one rank relays an answer.
         handshake_timeout: collectives: time in which a new connection must authenticate itself.
+        outlook_timeout: collectives: time in which a rank that is waited for must say that it is alive.
         data_piece: collectives: bytes per frame of the data plane; a transfer that starts may have to wait for one piece.
         peer_memory: engine: ranks of one machine read each other's memory; False: they exchange bytes over sockets.
         scatter_run_bytes: engine: average run length below which a range passes through a scratch buffer.
@@ -78,6 +79,7 @@ class Tuning:
     relay_bytes: int = 256 << 10
     relay_fan_out: int = 8
     handshake_timeout: float = 30.0
+    outlook_timeout: float = 10.0
     data_piece: int = 4 << 20
 
     # --- storage ---

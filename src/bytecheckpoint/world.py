@@ -2,35 +2,59 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from bytecheckpoint.collectives import Collective
 from bytecheckpoint.engine.save_resources import SaveResources
-from bytecheckpoint.errors import CheckpointError, UsageError
+from bytecheckpoint.errors import CheckpointError, CheckpointTimeoutError, UsageError
+from bytecheckpoint.handles import SaveHandle
+from bytecheckpoint.liveness import seconds_busy, seconds_idle
 from bytecheckpoint.tiers.flush.flusher import Flusher
 
 __all__ = ["SaveQueue", "World", "world_of"]
 
 
 class SaveQueue:
-    """The saves of one rank: their numbers, the threads of their background halves, the failure of the last one.
-
-    Attributes:
-        call_lock: held by a call while its foreground half runs.
-    """
+    """The saves of one rank: their numbers, the threads of their background halves, the failures nobody has seen."""
 
     def __init__(self) -> None:
-        self.call_lock = threading.Lock()
+        self._call_lock = threading.Lock()
         self._numbers = itertools.count(1)
         self._background = ThreadPoolExecutor(1, thread_name_prefix="bytecheckpoint-save")
         self._coordination = ThreadPoolExecutor(1, thread_name_prefix="bytecheckpoint-coordinate")
         self._last: Future[None] | None = None
-        self._failure: CheckpointError | None = None
+        self._failures: list[tuple[SaveHandle, CheckpointError]] = []
+
+    @contextlib.contextmanager
+    def calling(self, timeout: float) -> Iterator[CheckpointTimeoutError | None]:
+        """Keep other threads' calls away while the foreground half of one runs in the `with` block.
+
+        Args:
+            timeout: seconds without progress of the call that runs, after which this one gives up.
+
+        Yields:
+            None, or the error that this call must raise once it has a number.
+        """
+        while not (held := self._call_lock.acquire(timeout=timeout)):
+            if seconds_busy() < 0 and seconds_idle() > timeout:
+                break
+        try:
+            yield (
+                None
+                if held
+                else CheckpointTimeoutError(
+                    f"a save or prepare of another thread has gone no further for {timeout:g} s; look for what it waits for"
+                )
+            )
+        finally:
+            if held:
+                self._call_lock.release()
 
     def next_number(self) -> int:
         """Return the number of the next save."""
@@ -57,19 +81,16 @@ class SaveQueue:
         if last is not None:
             last.exception()
 
-    def keep_failure(self, failure: CheckpointError) -> None:
-        """Keep the failure of a background half, so that the next save raises it."""
-        self._failure = failure
-
-    def forget_failure(self) -> None:
-        """Forget a failure that was raised elsewhere."""
-        self._failure = None
+    def keep_failure(self, handle: SaveHandle, failure: CheckpointError) -> None:
+        """Keep the failure of a background half. The next save raises it if nobody has got it from `handle`."""
+        self._failures.append((handle, failure))
 
     def raise_failure(self) -> None:
-        """Raise the failure of an earlier background half, once."""
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise type(failure)(f"an earlier asynchronous save failed: {failure}") from failure
+        """Raise the newest failure of an earlier background half that nobody has seen; forget all of them."""
+        failures, self._failures = self._failures, []
+        unseen = [failure for handle, failure in failures if not handle.failure_seen]
+        if unseen:
+            raise type(unseen[-1])(f"an earlier asynchronous save failed: {unseen[-1]}") from unseen[-1]
 
     def close(self) -> None:
         """End the threads, after the saves in flight."""

@@ -482,9 +482,17 @@ def test_a_rank_stopped_in_the_middle_of_an_exchange() -> None:
     assert play("stopped") == [0, 0]
 
 
-def signal_self_while_sending(mesh: Mesh, number: signal.Signals) -> TrippedSocket:
-    """Send this process a signal in the middle of the next array for rank 1."""
-    return trip(mesh._peer(1).link, MIB, lambda: os.kill(os.getpid(), number))
+def signal_self_while_sending(mesh: Mesh, number: signal.Signals) -> list[TrippedSocket]:
+    """Send this process a signal in the middle of the next array, whichever rank asks for its array first."""
+    tripped: list[TrippedSocket] = []
+
+    def action() -> None:
+        for sock in tripped:
+            sock.disarm()
+        os.kill(os.getpid(), number)
+
+    tripped += [trip(mesh._peer(rank).link, MIB, action) for rank in (0, 1)]
+    return tripped
 
 
 def check_survivors(mesh: Mesh) -> None:
@@ -514,7 +522,8 @@ def stopped(star: Star, mesh: Mesh) -> None:
         tripped = signal_self_while_sending(mesh, signal.SIGSTOP)
         with pytest.raises(CheckpointTimeoutError, match=r"was given up by rank [01]"):
             all_to_all(mesh, "stopped", 64 * MIB, 3600)
-        tripped.disarm()  # on a busy machine the others may have given up before this rank sent anything
+        for sock in tripped:
+            sock.disarm()  # on a busy machine the others may have given up before this rank sent anything
     else:
         started = time.monotonic()
         with pytest.raises(CheckpointTimeoutError, match=r"rank 2"):

@@ -65,14 +65,7 @@ def succeeded(got: list[Any]) -> None:
     assert all(isinstance(report, SaveReport) for report in got), got
 
 
-def check_recovery(world: ThreadWorld, path: Path, mode: str) -> list[Any]:
-    """Fail unless the saves after a failed save of `mode` raise its error once and then work.
-
-    Returns:
-        what each rank raised at the next save; nothing after a synchronous save, which raises its error at once.
-    """
-    raised = save_all(world, path, 3, **MODES[mode]) if mode != "sync" else []
-    assert all("earlier asynchronous save failed" in str(error) for error in raised), raised
+def check_recovery(world: ThreadWorld, path: Path, mode: str) -> None:
+    """Fail unless the save after a failed save of `mode`, whose error every rank has got, simply works."""
     succeeded(save_all(world, path, 4, **MODES[mode]))
     assert load_step(path) == 4
-    return raised

@@ -105,8 +105,6 @@ def test_the_writer_process_is_killed_during_a_save(path: Path, helper: Any) -> 
         handle.result(20)
     assert handle.staged.done() and handle.committed.done()
     assert load_step(path, rows=rows) == 1 and files_of(path) == before
-    with pytest.raises(CheckpointError, match="earlier asynchronous save failed"):
-        bytecheckpoint.save(path, states(step=3), async_checkpoint=True)
     assert bytecheckpoint.save(path, states(step=4), async_checkpoint=True).result(30).bytes_written > 0
     assert helper().pid != pid
     assert load_step(path) == 4 and len(files_of(path)) == len(before)
@@ -132,8 +130,6 @@ def test_a_writer_process_that_hangs_ends_the_save_in_time(path: Path, helper: A
         handle.result(40)
     assert time.monotonic() - begun < 20
     assert not Path(f"/proc/{pid}").exists() or load_step(path) == 1
-    with pytest.raises(CheckpointError, match="earlier asynchronous save failed"):
-        bytecheckpoint.save(path, states(step=3))
     bytecheckpoint.save(path, states(step=4), async_checkpoint=True).result(30)
     assert load_step(path) == 4
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 import bytecheckpoint
 from bytecheckpoint import CheckpointError, StorageFullError, StorageUnavailableError
@@ -49,7 +49,6 @@ class Checkpoints(RuleBasedStateMachine):
         self.last_step = 0
         #: Steps that the checkpoint may hold, 0 for none. A failed save that may have committed adds one.
         self.possible = {0}
-        self.failed_before = False
 
     def teardown(self) -> None:
         self.faults.clear()
@@ -68,15 +67,9 @@ class Checkpoints(RuleBasedStateMachine):
 
     @rule(mode=st.sampled_from(list(MODES)))
     def save_works(self, mode: str) -> None:
-        got = self.save(mode)
-        if self.failed_before:  # the next save raises the failure of an asynchronous one, and saves nothing
-            self.failed_before = False
-            assert all(isinstance(raised, CheckpointError) and "earlier" in str(raised) for raised in got), got
-            return
-        succeeded(got)
+        succeeded(self.save(mode))
         self.possible = {self.last_step}
 
-    @precondition(lambda self: not self.failed_before)
     @rule(
         mode=st.sampled_from(list(MODES)),
         call=st.sampled_from(CALLS),
@@ -95,9 +88,7 @@ class Checkpoints(RuleBasedStateMachine):
         assert fault.hits, got
         assert all(isinstance(raised, CheckpointError) for raised in got), got
         self.possible.add(self.last_step)
-        self.failed_before = mode != "sync"
 
-    @precondition(lambda self: not self.failed_before)
     @rule(
         mode=st.sampled_from(list(MODES)),
         call=st.sampled_from(CALLS),

@@ -54,9 +54,6 @@ def test_the_quick_pool_is_used_once(tmp_path: Path, pools: list[Any], fails: bo
         gc.collect()
         assert (left := quick[0]()) is None or not left.capacity, "the memory of the first save is still held"
         assert world.resources.pool.capacity >= 700 * 1024 * 4, "the next save would have to touch its pages"
-        if fails:
-            with pytest.raises(bytecheckpoint.CheckpointError, match="earlier"):
-                bytecheckpoint.save(tmp_path / "x", {"model": state})
         state["w"] += 1
         bytecheckpoint.save(tmp_path / "second", {"model": state}, async_checkpoint=True).result(60)
         assert len([p for p in pools if isinstance(p, weakref.ref)]) == 1

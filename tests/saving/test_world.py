@@ -11,6 +11,7 @@ import torch
 
 from bytecheckpoint import StorageError
 from bytecheckpoint.collectives import SingleProcess
+from bytecheckpoint.handles import SaveHandle, fail_handle
 from bytecheckpoint.world import SaveQueue, World, world_of
 
 
@@ -55,8 +56,12 @@ def test_saves_run_in_order_and_a_failure_is_raised_once() -> None:
     gate.set()
     saves.drain()
     assert seen == [1, 2]
-    saves.keep_failure(StorageError("full"))
-    with pytest.raises(StorageError, match="an earlier asynchronous save failed: full"):
+    seen_one, unseen_one = SaveHandle("a"), SaveHandle("b")
+    for handle in (seen_one, unseen_one):
+        saves.keep_failure(handle, StorageError(f"{handle.path} is full"))
+        fail_handle(handle, StorageError("full"))
+    assert isinstance(seen_one.committed.exception(), StorageError)
+    with pytest.raises(StorageError, match="an earlier asynchronous save failed: b is full"):
         saves.raise_failure()
     saves.raise_failure()
     saves.close()

@@ -34,5 +34,6 @@ def undisturbed() -> Iterator[None]:
 def forget_failure() -> None:
     """Wait for the saves of this process, and forget a failed one, whose error the next save would raise."""
     world = world_of(current())
-    world.saves.drain()
-    world.saves.forget_failure()
+    world.drain()
+    with contextlib.suppress(bytecheckpoint.CheckpointError):
+        world.saves.raise_failure()

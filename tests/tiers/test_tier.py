@@ -169,10 +169,11 @@ def test_a_failed_flush_is_raised_at_the_next_save_and_repeated(run: str, gate: 
     gate.error = StorageFullError("cannot write here: No space left on device; free space")
     gate.open.set()
     handle = bytecheckpoint.save(f"{run}/1", states(step=1), async_checkpoint=True)
-    with pytest.raises(StorageFullError, match=r"rank 0, flush of tier\+file.*No space left"):
-        handle.result(60)
+    drain()
     assert handle.restorable.result() is None
-    with pytest.raises(StorageFullError, match="earlier asynchronous save failed"):
+    with pytest.raises(
+        StorageFullError, match=r"earlier asynchronous save failed: .*flush of tier\+file.*No space left"
+    ):
         bytecheckpoint.save(f"{run}/2", states(step=2))
     assert load_step(f"{run}/1") == 1
     with pytest.raises(CheckpointNotFoundError):
@@ -192,8 +193,6 @@ def test_a_step_that_no_flush_can_take_is_tried_once(run: str, gate: Gate, caplo
         bytecheckpoint.save(f"{run}/1", states(step=1), async_checkpoint=True).result(60)
     gate.error = None
     damage(storage_file(hot_folder(f"{run}/1")))
-    with pytest.raises(StorageUnavailableError, match="earlier"):
-        bytecheckpoint.save(f"{run}/2", states(step=2))
     save_steps(run, 2, 3, 4)
     drain()
     assert caplog.text.count("which is left in memory, cannot be flushed") == 1
@@ -204,18 +203,11 @@ def test_steps_that_cannot_be_flushed_do_not_fill_the_memory(run: str, gate: Gat
     gate.open.set()
     gate.error = StorageUnavailableError("cannot write here: Input/output error")
     for step in range(1, 7):
-        handle = None
-        while handle is None:
-            try:
-                handle = bytecheckpoint.save(f"{run}/{step}", states(step=step), async_checkpoint=True)
-            except StorageUnavailableError:
-                continue
+        handle = bytecheckpoint.save(f"{run}/{step}", states(step=step), async_checkpoint=True)
         assert isinstance(handle.committed.exception(60), StorageUnavailableError)
     drain()
     assert hot_steps(run) == ["5", "6"]
     gate.error = None
-    with pytest.raises(StorageUnavailableError, match="earlier"):
-        bytecheckpoint.save(f"{run}/7", states(step=7))
     bytecheckpoint.save(f"{run}/7", states(step=7)).result(60)
     drain()
     assert sorted(os.listdir(durable_folder(run))) == ["5", "6", "7"]
@@ -313,8 +305,6 @@ def test_a_flush_does_not_overwrite_what_another_job_saved_meanwhile(run: str, g
         handle.result(60)
     assert load_step(durable_folder(run) / "s") == 9
     assert load_step(f"{run}/s") == 9, "the hot copy is void"
-    with pytest.raises(StorageConflictError, match="earlier"):
-        bytecheckpoint.save(f"{run}/s", states(step=3))
     bytecheckpoint.save(f"{run}/s", states(step=3)).result(60)
     assert load_step(durable_folder(run) / "s") == 3
     assert len(files_of(durable_folder(run) / "s")) == 6
@@ -331,9 +321,6 @@ def test_a_hot_tier_without_room(run: str, tmp_path: Path, mode: str) -> None:
             bytecheckpoint.save(f"{run}/2", states(step=2, rows=10_000), **MODES[mode]).result(60)
         drain()
         assert files_of(hot) == before and not (durable_folder(run) / "2").exists()
-        if mode != "sync":
-            with pytest.raises(StorageFullError, match="earlier"):
-                bytecheckpoint.save(f"{run}/3", states(step=3))
         bytecheckpoint.save(f"{run}/3", states(step=3), **MODES[mode]).result(60)
         drain()
         assert load_step(f"{run}/3") == load_step(durable_folder(run) / "3") == 3 and load_step(f"{run}/1") == 1

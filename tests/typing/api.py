@@ -55,8 +55,9 @@ handle = bytecheckpoint.save(
     timeout=30,
 )
 assert_type(handle.path, str)
-assert_type(handle.staged, Future[None])
-assert_type(handle.committed, Future[SaveReport])
+staged: Future[None] = handle.staged
+committed: Future[SaveReport] = handle.committed
+assert_type(committed.result(), SaveReport)
 assert_type(handle.done(), bool)
 assert_type(handle.result(timeout=1.5), SaveReport)
 assert_type(bytecheckpoint.prepare(mixed), Future[None])

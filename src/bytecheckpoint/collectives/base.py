@@ -189,7 +189,7 @@ class Collective(ABC):
             raise error_from_report(json.loads(message[1:]), prefix=f"rank {self.rank}: {tag!r} failed on rank 0: ")
         if message[:1] == _RELAYED:
             data = np.empty(int.from_bytes(message[1:], "little"), np.uint8) if relayed is None else relayed
-            self._relay(tag, data, deadline)
+            self._relay(tag, data, time.monotonic() + timeout)
             return data.tobytes()
         return message[1:]
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from bytecheckpoint.collectives.base import Collective
 from bytecheckpoint.collectives.single import SingleProcess
 from bytecheckpoint.collectives.transport import loop
-from bytecheckpoint.errors import UsageError
+from bytecheckpoint.errors import CheckpointTimeoutError, UsageError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -92,7 +92,7 @@ def current(process_group: ProcessGroup | None = None, *, timeout: float = 300.0
     if default is None and process_group is not None:
         raise UsageError("a process group was given, but torch.distributed is not initialized (any more)")
     group = process_group if process_group is not None else default
-    with state.lock:
+    with _locked(state, timeout):
         if group is None:
             return _single(state)
         import torch.distributed as dist
@@ -119,6 +119,19 @@ def current(process_group: ProcessGroup | None = None, *, timeout: float = 300.0
 
         state.by_group[group] = new = TorchCollective(group, timeout=timeout)
         return new
+
+
+@contextmanager
+def _locked(state: _State, timeout: float) -> Iterator[None]:
+    """Hold the lock of `state`; another thread's first call for a group holds it until all ranks are connected."""
+    if not state.lock.acquire(timeout=timeout):
+        raise CheckpointTimeoutError(
+            f"another thread has not connected the ranks of its process group in {timeout:g} s"
+        )
+    try:
+        yield
+    finally:
+        state.lock.release()
 
 
 def _single(state: _State) -> SingleProcess:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
+import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Protocol
 
 import numpy as np
@@ -15,8 +17,16 @@ from numpy.typing import NDArray
 
 from bytecheckpoint.collectives.base import Collective, DataProvider, host_id, names_of_ranks, provide
 from bytecheckpoint.errors import CheckpointError, CheckpointTimeoutError, PeerLostError
+from bytecheckpoint.liveness import note_activity, seconds_busy, seconds_idle
+from bytecheckpoint.tuning import tuning
 
-__all__ = ["Inbox", "InboxCollective", "MessageHandler"]
+__all__ = ["ASK", "Inbox", "InboxCollective", "MessageHandler"]
+
+#: Tag of a message to which the transport of its receiver answers with `Inbox.outlook`, under the tag in the payload.
+ASK = "outlook?"
+_OUTLOOK = struct.Struct("<dd")
+#: Seconds for which a rank is waited for beyond the time at which it must have ended or gone on.
+_GRACE = 5.0
 
 
 class MessageHandler(Protocol):
@@ -32,12 +42,19 @@ class MessageHandler(Protocol):
         """Note that no rank sends any more messages."""
 
 
-class _Wait:
+class _Receiver:
     """One thread that waits for messages under one tag."""
 
     def __init__(self, missing: set[int], lock: threading.Lock) -> None:
         self.missing = missing
         self.over = threading.Condition(lock)
+
+
+class _Wait:
+    """One call of `take`: the time at which it ends, unless ranks that it waits for are alive."""
+
+    def __init__(self, until: float) -> None:
+        self.until = until
 
 
 class Inbox:
@@ -46,7 +63,9 @@ class Inbox:
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self._messages: dict[str, dict[int, deque[bytes]]] = {}  # by tag, then source
-        self._waits: dict[str, list[_Wait]] = {}  # by tag
+        self._receivers: dict[str, list[_Receiver]] = {}  # by tag
+        self._current: set[_Wait] = set()
+        self._questions = itertools.count()
         self._handlers: dict[str, MessageHandler] = {}  # by tag
         self._lost: dict[int, str] = {}
         self._closed: str | None = None
@@ -59,10 +78,10 @@ class Inbox:
                 handler.on_message(source, payload)
                 return
             self._messages.setdefault(tag, {}).setdefault(source, deque()).append(payload)
-            for wait in self._waits.get(tag, ()):
-                wait.missing.discard(source)
-                if not wait.missing:
-                    wait.over.notify()
+            for receiver in self._receivers.get(tag, ()):
+                receiver.missing.discard(source)
+                if not receiver.missing:
+                    receiver.over.notify()
 
     def mark_lost(self, source: int, reason: str) -> None:
         """Fail all waits for rank `source`, now and later. Messages that have arrived stay."""
@@ -72,9 +91,9 @@ class Inbox:
             self._lost[source] = reason
             for handler in self._handlers.values():
                 handler.on_lost(source, reason)
-            for wait in itertools.chain(*self._waits.values()):
-                if source in wait.missing:
-                    wait.over.notify()
+            for receiver in itertools.chain(*self._receivers.values()):
+                if source in receiver.missing:
+                    receiver.over.notify()
 
     def close(self, reason: str) -> None:
         """Fail all waits, now and later. Messages that have arrived stay."""
@@ -84,8 +103,8 @@ class Inbox:
             self._closed = reason
             for handler in self._handlers.values():
                 handler.on_closed(reason)
-            for wait in itertools.chain(*self._waits.values()):
-                wait.over.notify()
+            for receiver in itertools.chain(*self._receivers.values()):
+                receiver.over.notify()
 
     def set_handler(self, tag: str, handler: MessageHandler) -> None:
         """Give all messages under `tag` and all losses to `handler`, also those of the past."""
@@ -108,37 +127,102 @@ class Inbox:
         """Whether a message of rank `source` under `tag` has arrived."""
         return source in self._messages.get(tag, ())
 
-    def take(self, sources: Collection[int], tag: str, *, timeout: float) -> list[bytes]:
+    def take(
+        self, sources: Collection[int], tag: str, *, timeout: float, ask: Callable[[int, str], None] | None = None
+    ) -> list[bytes]:
         """Wait for one message under `tag` from each of `sources`, and take all of them or none.
+
+        Args:
+            sources: ranks.
+            tag: of the messages.
+            timeout: seconds. After that, a rank that is alive (`liveness`) is waited for as long as it is.
+            ask: `ask(rank, tag)` lets a rank send its `outlook` under a tag. Without it, nobody is waited for longer.
 
         Raises:
             CheckpointTimeoutError, PeerLostError: as `Collective.collect`.
         """
-        deadline = time.monotonic() + timeout
-        with self._lock:
+        wait = _Wait(time.monotonic() + timeout)
+        self._current.add(wait)
+        try:
+            limit = wait.until
             while True:
-                by_source = self._messages.get(tag, {})
-                missing = {source for source in sources if source not in by_source}
-                if not missing:
-                    return [self._pop(source, tag) for source in sources]
-                if self._lost or self._closed is not None:
-                    self._raise_if_lost(sorted(missing), tag)
-                remaining = deadline - time.monotonic()
-                if remaining <= 0:
+                with self._lock:
+                    missing = self._wait(sources, tag, limit)
+                    if not missing:
+                        note_activity()
+                        return [self._pop(source, tag) for source in sources]
+                silent = sorted(missing)
+                if ask is not None:
+                    wait.until, silent = self._earliest_outlook(missing, timeout, ask)
+                    limit = wait.until + min(_GRACE, timeout / 4)
+                    if missing == {0}:
+                        # Rank 0 waits for others: it asks them too, and then tells all ranks which one is silent.
+                        limit += min(_GRACE, timeout / 4) + min(tuning().outlook_timeout, timeout)
+                if limit <= time.monotonic():
+                    with self._lock:
+                        self._raise_if_lost(sorted(missing), tag)
                     raise CheckpointTimeoutError(
-                        f"rank {self.rank}: no message {tag!r} from {names_of_ranks(missing)} within {timeout:g} s; "
+                        f"rank {self.rank}: no message {tag!r} from {names_of_ranks(silent)} within {timeout:g} s; "
                         "look for a hung rank, or raise the time-out"
                     )
-                # Woken when nothing is missing, not by each message: that would be quadratic in the number of ranks.
-                wait = _Wait(missing, self._lock)
-                waits = self._waits.setdefault(tag, [])
-                waits.append(wait)
-                try:
-                    wait.over.wait(remaining)
-                finally:
-                    waits.remove(wait)
-                    if not waits:
-                        del self._waits[tag]
+        finally:
+            self._current.discard(wait)
+
+    def outlook(self) -> bytes:
+        """Return for how long this rank may still be silent, and since when it has been inactive, for `ask`."""
+        waiting = max((wait.until for wait in list(self._current)), default=-math.inf) - time.monotonic()
+        return _OUTLOOK.pack(max(seconds_busy(), waiting), seconds_idle())
+
+    def _earliest_outlook(
+        self, ranks: Collection[int], timeout: float, ask: Callable[[int, str], None]
+    ) -> tuple[float, list[int]]:
+        """Ask ranks for how long they may be silent.
+
+        Returns:
+            The time at which the first of them counts as hung, and the ranks that count as hung then.
+        """
+        tag = f"outlook/{next(self._questions)}"
+        asked = sorted(ranks)
+        for rank in asked:
+            ask(rank, tag)
+        with self._lock:
+            with contextlib.suppress(PeerLostError):
+                self._wait(asked, tag, time.monotonic() + min(tuning().outlook_timeout, timeout))
+            answers = {rank: self._pop(rank, tag) for rank in asked if self.has(rank, tag)}
+        now = time.monotonic()
+        until = dict.fromkeys(asked, -math.inf)
+        for rank, answer in answers.items():
+            busy, idle = _OUTLOOK.unpack(answer)
+            until[rank] = now + max(busy, timeout - idle)
+        earliest = min(until.values())
+        return earliest, [rank for rank in asked if until[rank] <= max(earliest, now)]
+
+    def _wait(self, sources: Collection[int], tag: str, limit: float) -> set[int]:
+        """Wait until a message under `tag` has come from each of `sources`, or until the time `limit`.
+
+        The caller holds the lock.
+
+        Returns:
+            The ranks whose message is missing.
+        """
+        while True:
+            by_source = self._messages.get(tag, {})
+            missing = {source for source in sources if source not in by_source}
+            if missing and (self._lost or self._closed is not None):
+                self._raise_if_lost(sorted(missing), tag)
+            remaining = limit - time.monotonic()
+            if not missing or remaining <= 0:
+                return missing
+            # Woken when nothing is missing, not by each message: that would be quadratic in the number of ranks.
+            receiver = _Receiver(missing, self._lock)
+            receivers = self._receivers.setdefault(tag, [])
+            receivers.append(receiver)
+            try:
+                receiver.over.wait(remaining)
+            finally:
+                receivers.remove(receiver)
+                if not receivers:
+                    del self._receivers[tag]
 
     def _pop(self, source: int, tag: str) -> bytes:
         by_source = self._messages[tag]
@@ -179,7 +263,15 @@ class InboxCollective(Collective):
         return self.collect((source,), tag, timeout=timeout)[0]
 
     def collect(self, sources: Collection[int], tag: str, *, timeout: float) -> list[bytes]:  # noqa: D102
-        return self.inbox.take(sources, tag, timeout=timeout)
+        return self.inbox.take(sources, tag, timeout=timeout, ask=self._ask)
+
+    def _ask(self, rank: int, tag: str) -> None:
+        """Let a rank send its outlook under `tag`. Every transport answers `ASK` itself, whatever its threads do."""
+        if rank == self.rank:
+            self.inbox.put(rank, tag, self.inbox.outlook())
+            return
+        with contextlib.suppress(CheckpointError):  # what is wrong shows in the wait
+            self.send(rank, ASK, tag.encode())
 
     def close(self) -> None:  # noqa: D102 (inherited)
         self.inbox.close("this world was closed")

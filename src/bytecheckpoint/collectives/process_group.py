@@ -9,11 +9,12 @@ import secrets
 import threading
 import time
 import weakref
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import Future
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
-import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
@@ -23,23 +24,32 @@ from bytecheckpoint.collectives.transport.loop import Loop
 from bytecheckpoint.collectives.transport.mesh import Mesh
 from bytecheckpoint.collectives.transport.sockets import is_loopback, local_addresses
 from bytecheckpoint.collectives.transport.star import Hub, Spoke, Star
-from bytecheckpoint.errors import CheckpointError, PeerLostError, error_from_report, error_report
+from bytecheckpoint.errors import (
+    CheckpointError,
+    CheckpointTimeoutError,
+    PeerLostError,
+    error_from_report,
+    error_report,
+)
 
 __all__ = ["TorchCollective"]
 
-_INVITATION_BYTES = 4096
+#: Names the message within the store of its group.
+_KEY = "bytecheckpoint"
+#: Seconds beyond the deadline in which the store itself reports that it has passed.
+_STORE_GRACE = 1.0
 
 
 class TorchCollective(InboxCollective):
     """The collective of a process group's ranks, over TCP connections of its own.
 
-    Construction is a collective operation of all ranks of the group, in the foreground: one broadcast over the group
-    tells every rank where rank 0 listens. The group is not used after that. So this world outlives
-    `destroy_process_group()`, and background threads never touch the training's communicators.
+    Construction is a collective operation of all ranks of the group, in the foreground: the store of the
+    group tells every rank where rank 0 listens. The group is not used after that. So this world outlives
+    `destroy_process_group()`, and nothing ever touches the training's communicators.
 
     Args:
         pg: the ranks that take part; None: the default group.
-        timeout: seconds for connecting. The broadcast before that has the time limit of the group.
+        timeout: seconds for construction.
         linger: most seconds by which the end of the program is delayed to deliver the last messages.
 
     Raises:
@@ -56,45 +66,49 @@ class TorchCollective(InboxCollective):
         self._mesh: Mesh | None = None  # started by the first exchange
         self._mesh_lock = threading.Lock()
         deadline = time.monotonic() + timeout
-        self._star: Star = self._host_star(pg, deadline) if self.rank == 0 else self._join_star(pg, deadline)
+        invitation = _Invitation(pg, deadline)
+        self._star: Star = (self._host_star if self.rank == 0 else self._join_star)(invitation, deadline)
 
-    def _host_star(self, pg: dist.ProcessGroup | None, deadline: float) -> Hub:
+    def _host_star(self, invitation: _Invitation, deadline: float) -> Hub:
         """Listen as rank 0, tell the other ranks the address, and wait until they have connected."""
         secret = secrets.token_bytes(32)
         self.world_id = new_world_id()
         try:
             hub = Hub(self.world_size, self.inbox, secret, self._linger)
         except (CheckpointError, OSError) as error:
-            # The other ranks wait for this broadcast.
-            _broadcast(json.dumps({"refused": error_report(error)}).encode(), pg)
+            invitation.send({"refused": error_report(error)})
             if isinstance(error, CheckpointError):
                 raise
             raise CheckpointError(f"rank 0: cannot listen for the other ranks: {error}") from error
         self._loops.append(hub)
-        invitation = {
-            "world": self.world_id,
-            "secret": secret.hex(),
-            "hosts": local_addresses(os.environ.get("MASTER_ADDR")),
-            "port": hub.port,
-            "host": self.host,
-        }
-        _broadcast(json.dumps(invitation).encode(), pg)
-        hub.wait_ready(deadline - time.monotonic())
+        invitation.send(
+            {
+                "world": self.world_id,
+                "secret": secret.hex(),
+                "hosts": local_addresses(os.environ.get("MASTER_ADDR")),
+                "port": hub.port,
+                "host": self.host,
+            }
+        )
+        try:
+            hub.wait_ready(deadline - time.monotonic())
+        finally:
+            invitation.remove()
         return hub
 
-    def _join_star(self, pg: dist.ProcessGroup | None, deadline: float) -> Spoke:
+    def _join_star(self, invitation: _Invitation, deadline: float) -> Spoke:
         """Connect to rank 0, and wait until all ranks have connected."""
-        invitation: dict[str, Any] = json.loads(_broadcast(None, pg))
-        if "refused" in invitation:
-            raise error_from_report(invitation["refused"])
-        self.world_id = invitation["world"]
-        same_host = invitation["host"] == self.host
+        told = invitation.receive()
+        if "refused" in told:
+            raise error_from_report(told["refused"])
+        self.world_id = told["world"]
+        same_host = told["host"] == self.host
         # Some machines resolve their own name to 127.0.1.1, which leads nowhere from another machine.
-        hosts = [h for h in invitation["hosts"] if same_host or not is_loopback(h)]
+        hosts = [h for h in told["hosts"] if same_host or not is_loopback(h)]
         hosts += ["localhost"] if same_host else []
-        spoke = Spoke(self.rank, self.world_size, self.inbox, bytes.fromhex(invitation["secret"]), self._linger)
+        spoke = Spoke(self.rank, self.world_size, self.inbox, bytes.fromhex(told["secret"]), self._linger)
         self._loops.append(spoke)
-        spoke.connect(hosts, invitation["port"], deadline - time.monotonic())
+        spoke.connect(hosts, told["port"], deadline - time.monotonic())
         return spoke
 
     def send(self, to: int, tag: str, payload: bytes) -> None:  # noqa: D102 (inherited)
@@ -158,19 +172,80 @@ def _leave(loops: list[Loop]) -> None:
         loop.leave()
 
 
-def _broadcast(message: bytes | None, pg: dist.ProcessGroup | None) -> bytes:
-    """Broadcast rank 0's message over the process group, on a device that its backend supports."""
-    devices = {part.split(":")[0] for part in str(dist.get_backend_config(pg)).split(",")}
-    accelerator = torch.accelerator.current_accelerator()
-    device = torch.device("cpu") if "cpu" in devices or accelerator is None else torch.device(accelerator.type)
-    assert message is None or len(message) <= _INVITATION_BYTES
-    padded = (message or b"").ljust(_INVITATION_BYTES, b" ")
-    tensor = torch.frombuffer(bytearray(padded), dtype=torch.uint8).to(device)
-    try:
-        dist.broadcast(tensor, group=pg, group_src=0)
-    except RuntimeError as error:
-        raise PeerLostError(
-            f"rank {dist.get_rank(pg)}: lost another rank while rank 0 told the ranks its address: "
-            f"{str(error).splitlines()[0]}; restart the job from its last committed checkpoint"
-        ) from error
-    return tensor.cpu().numpy().tobytes().rstrip()
+class _Invitation:
+    """What rank 0 tells the other ranks of a process group once, through the key-value store of the group.
+
+    The store, and no collective operation: the group's backend waits for a hung rank for as long as the training allows,
+    and an operation that was given up would meet the training's next one.
+
+    Args:
+        pg: the group; None: the default group.
+        deadline: time at which to give up.
+    """
+
+    def __init__(self, pg: dist.ProcessGroup | None, deadline: float) -> None:
+        group: dist.ProcessGroup = dist.group.WORLD if pg is None else pg  # type: ignore[assignment]  # initialized
+        self._group = group
+        self._store = group.get_group_store()
+        self._deadline = deadline
+        self._rank = dist.get_rank(pg)
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Tell the other ranks. Errors as of `receive`."""
+        text = json.dumps({**message, "nonce": secrets.token_hex(8)})
+        self._ask_store(lambda: self._store.set(_KEY, text))
+
+    def remove(self) -> None:
+        """Remove the message: it holds a secret, and nobody may find it after a failure."""
+        with contextlib.suppress(CheckpointError):  # a store that cannot delete, or that has ended
+            self._ask_store(lambda: self._store.delete_key(_KEY))
+
+    def receive(self) -> dict[str, Any]:
+        """Wait for a message that this rank has not had before; it may have failed then, and rank 0 not removed it.
+
+        Raises:
+            CheckpointTimeoutError: rank 0 has told nothing in time.
+            PeerLostError: the store is gone.
+        """
+
+        def get() -> dict[str, Any]:
+            while True:
+                self._store.wait([_KEY], timedelta(seconds=max(0.001, self._deadline - time.monotonic())))
+                message: dict[str, Any] = json.loads(self._store.get(_KEY))
+                if _heard.get(self._group) != message["nonce"]:
+                    return message
+                if time.monotonic() > self._deadline:
+                    raise TimeoutError
+                time.sleep(0.02)
+
+        message: dict[str, Any] = self._ask_store(get)
+        _heard[self._group] = message["nonce"]
+        return message
+
+    def _ask_store(self, call: Callable[[], Any]) -> Any:
+        """Return `call()`. It runs on another thread: torch's store waits for ever for a server that was stopped."""
+        done: Future[Any] = Future()
+
+        def run() -> None:
+            try:
+                done.set_result(call())
+            except BaseException as error:  # noqa: BLE001  raised below
+                done.set_exception(error)
+
+        threading.Thread(target=run, name="bytecheckpoint-invite", daemon=True).start()
+        try:
+            return done.result(max(0.0, self._deadline - time.monotonic()) + _STORE_GRACE)
+        except (RuntimeError, TimeoutError) as error:
+            if time.monotonic() < self._deadline:
+                raise PeerLostError(
+                    f"rank {self._rank}: the store of the process group, through which rank 0 tells its address, is gone: "
+                    f"{str(error).splitlines()[0]}; restart the job from its last committed checkpoint"
+                ) from error
+            raise CheckpointTimeoutError(
+                f"rank {self._rank}: rank 0 has not told its address in time: it made no save or load for this group, "
+                "or the store of the group does not answer; look for a hung rank, or raise the time-out"
+            ) from None
+
+
+#: The message that this process has had last, by its nonce.
+_heard: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDictionary()

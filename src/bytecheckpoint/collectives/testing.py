@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from bytecheckpoint.collectives.base import Collective, new_world_id
 from bytecheckpoint.collectives.current import use
-from bytecheckpoint.collectives.inbox import InboxCollective
+from bytecheckpoint.collectives.inbox import ASK, InboxCollective
 from bytecheckpoint.errors import CheckpointTimeoutError, PeerLostError
 
 __all__ = ["ThreadWorld"]
@@ -33,7 +33,10 @@ class _ThreadRank(InboxCollective):
             return
         if self.inbox.closed is not None:
             raise PeerLostError(f"rank {self.rank}: cannot send {tag!r}: {self.inbox.closed}")
-        self._world.ranks[to].inbox.put(self.rank, tag, bytes(payload))
+        if tag != ASK:
+            self._world.ranks[to].inbox.put(self.rank, tag, bytes(payload))
+        elif to not in self._world.killed:
+            self.inbox.put(to, payload.decode(), self._world.ranks[to].inbox.outlook())
 
     def collect(self, sources: Collection[int], tag: str, *, timeout: float) -> list[bytes]:
         if self.rank in self._world.killed:

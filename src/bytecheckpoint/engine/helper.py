@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 
 from bytecheckpoint.engine.writing import FilesWriter, FileTask, StagedChunk
 from bytecheckpoint.errors import CheckpointError, CheckpointTimeoutError, UsageError, error_from_report, error_report
+from bytecheckpoint.liveness import busy
 from bytecheckpoint.representation.names import escape, unescape
 from bytecheckpoint.settings import configure
 from bytecheckpoint.storage import resolve
@@ -124,8 +125,9 @@ class HelperProcess:
         with self._lock:
             try:
                 self._channel.sock.settimeout(timeout)
-                self._channel.send(record, fds)
-                answer, _ = self._channel.receive()
+                with busy(timeout):
+                    self._channel.send(record, fds)
+                    answer, _ = self._channel.receive()
             except TimeoutError:
                 self.stop()
                 raise CheckpointTimeoutError(

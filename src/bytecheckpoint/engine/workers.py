@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from bytecheckpoint.errors import StorageUnavailableError
+from bytecheckpoint.liveness import busy
 
 __all__ = ["Workers", "storage_result"]
 
@@ -93,7 +94,8 @@ def storage_result(future: Future[_T], seconds: float, what: str) -> _T:
         StorageUnavailableError: the call did not end in time. `future` is then not done.
     """
     try:
-        return future.result(seconds)
+        with busy(seconds):
+            return future.result(seconds)
     except TimeoutError:
         if future.done():  # raised by the call itself
             raise

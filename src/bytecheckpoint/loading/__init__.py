@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from bytecheckpoint.arguments import check_flags, check_states, settings_with_timeout
+from bytecheckpoint.calls import one_at_a_time
 from bytecheckpoint.collectives import current
 from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.frameworks.base import Framework
 from bytecheckpoint.frameworks.registry import resolve as resolve_framework
 from bytecheckpoint.handles import LoadReport
 from bytecheckpoint.loading.session import LoadCall, load_states
-from bytecheckpoint.saving import prepare
+from bytecheckpoint.saving import prepare_next
 from bytecheckpoint.storage import Storage
 from bytecheckpoint.storage import resolve as resolve_storage
 from bytecheckpoint.tiers.restore import agree_on_copy
@@ -33,6 +34,7 @@ __all__ = ["load"]
 _log = logging.getLogger("bytecheckpoint")
 
 
+@one_at_a_time
 def load(
     path: str | os.PathLike[str] | Storage,
     states: MutableMapping[str, Any],
@@ -116,13 +118,13 @@ def load(
         wanted = prepare_save if prepare_save is not None else "optimizer" in states
         return bool(wanted) and not world.is_prepared(states)
 
-    def prepare_next() -> None:
+    def prepare_save_of_states() -> None:
         try:
-            prepare(states, framework=framework, names=names, process_group=process_group, timeout=timeout)
+            prepare_next(states, framework, names, process_group, timeout)
         except CheckpointError as error:  # the bytes are loaded; the first save will plan for itself
             _log.warning("the next save could not be prepared: %s", error)
 
-    call = LoadCall(find, states, names, settings, overlap_loading, strict, cast, wants_prepare, prepare_next)
+    call = LoadCall(find, states, names, settings, overlap_loading, strict, cast, wants_prepare, prepare_save_of_states)
     # An optimizer's next step runs outside of inference mode and must be able to use the state that it gets here.
     with torch.inference_mode(False), copies:
         return load_states(collective, number, call)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 
+from bytecheckpoint.liveness import note_activity
+
 __all__ = ["Phases"]
 
 
@@ -22,6 +24,7 @@ class Phases:
 
     def mark(self, name: str) -> None:
         """Add the time since the last mark to phase `name`."""
+        note_activity()
         now = time.perf_counter()
         self.seconds[name] = self.seconds.get(name, 0.0) + now - self._last
         self._last = now

@@ -11,12 +11,14 @@ import numpy as np
 import torch
 
 from bytecheckpoint.arguments import check_flags, check_metadata, check_states, settings_with_timeout
+from bytecheckpoint.calls import one_at_a_time
 from bytecheckpoint.collectives import current
 from bytecheckpoint.errors import UsageError
 from bytecheckpoint.frameworks.registry import resolve as resolve_framework
 from bytecheckpoint.handles import SaveHandle
 from bytecheckpoint.saving.call import SaveCall
 from bytecheckpoint.saving.saver import Saver
+from bytecheckpoint.saving.steps import check_step
 from bytecheckpoint.settings import Settings
 from bytecheckpoint.storage import Storage
 from bytecheckpoint.storage import resolve as resolve_storage
@@ -25,9 +27,10 @@ from bytecheckpoint.world import world_of
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["prepare", "save"]
+__all__ = ["prepare", "prepare_next", "save"]
 
 
+@one_at_a_time
 def save(
     path: str | os.PathLike[str] | Storage,
     states: Mapping[str, object],
@@ -38,6 +41,7 @@ def save(
     check_replicas: bool = False,
     names: Mapping[Any, Any] | None = None,
     metadata: Mapping[str, Any] | None = None,
+    step: int | None = None,
     process_group: ProcessGroup | None = None,
     timeout: float | None = None,
 ) -> SaveHandle:
@@ -55,6 +59,8 @@ def save(
         check_replicas: compare the content of all copies of replicated tensors; differences are in the report.
         names: parameter -> FQN (or FQN -> parameter), when an optimizer's module is not among `states`.
         metadata: the caller's own facts (plain JSON), stored in the catalog.
+        step: the training step of the states. A save to which ranks bring different steps fails. By default the steps
+            that the states show are compared: of optimizers and schedulers, "step" and the like among plain values.
         process_group: the ranks that save together; by default all.
         timeout: seconds that one step may wait for the other ranks; default `settings().timeout`.
 
@@ -86,7 +92,7 @@ def save(
             raise UsageError(f"staging={staging!r}: use 'blocking' or 'background'")
         if staging == "background" and not async_checkpoint:
             raise UsageError("staging='background' needs async_checkpoint=True")
-        return _checked_call(storage, states, framework, names, check_replicas, settings, metadata)
+        return _checked_call(storage, states, framework, names, check_replicas, settings, metadata, step)
 
     # `make_call` refuses other types than bool, after every rank has taken this call's number.
     asynchronous = isinstance(async_checkpoint, bool | np.bool_) and bool(async_checkpoint)
@@ -99,6 +105,7 @@ def save(
     return handle
 
 
+@one_at_a_time
 def prepare(
     states: Mapping[str, object],
     *,
@@ -121,6 +128,17 @@ def prepare(
     Returns:
         A future, done when everything is ready. A failure is also logged, and the first save then plans for itself.
     """
+    return prepare_next(states, framework, names, process_group, timeout)
+
+
+def prepare_next(
+    states: Mapping[str, object],
+    framework: str,
+    names: Mapping[Any, Any] | None,
+    process_group: ProcessGroup | None,
+    timeout: float | None,
+) -> Future[None]:
+    """Prepare the next save, as `prepare`, from inside another public call."""
     settings, wrong = settings_with_timeout(timeout)
 
     def make_call() -> SaveCall:
@@ -149,13 +167,15 @@ def _checked_call(
     check_replicas: bool,
     settings: Settings,
     metadata: Mapping[str, Any] | None,
+    step: object = None,
 ) -> SaveCall:
     """Check the arguments, and find the adapter and the storage to write to."""
     check_states(states, names)
     check_metadata(metadata)
+    number = check_step(step)
     if isinstance(storage, Exception):
         raise storage
     storage = storage.nearest_tier()
     storage.timeout = settings.timeout
     adapter = resolve_framework(framework, states)
-    return SaveCall(storage, adapter, dict(states), names, check_replicas, settings, dict(metadata or {}))
+    return SaveCall(storage, adapter, dict(states), names, check_replicas, settings, dict(metadata or {}), number)

@@ -10,10 +10,7 @@ from bytecheckpoint.frameworks.base import Framework
 from bytecheckpoint.settings import Settings
 from bytecheckpoint.storage import Storage
 
-__all__ = ["SLOWEST_WRITE", "SaveCall", "SaveTask"]
-
-#: A rank that writes fewer bytes per second than this counts as hanging.
-SLOWEST_WRITE = 4 << 20
+__all__ = ["SaveCall", "SaveTask"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +25,7 @@ class SaveCall:
         check_replicas: compare all copies of replicated tensors.
         settings: in force at the call.
         metadata: the caller's own facts for the catalog.
+        step: the training step that the caller gave.
     """
 
     storage: Storage
@@ -37,6 +35,7 @@ class SaveCall:
     check_replicas: bool
     settings: Settings
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    step: int | None = None
 
 
 @dataclass(slots=True)

@@ -88,9 +88,7 @@ class Coordinator:
             self._reply(rank, failure)
 
     def _run(self) -> None:
-        # A rank with a cached plan first writes, and only then sends its first message.
-        writing_seconds = max((plan.writing_seconds() for plan in self._plans.newest_first()), default=0.0)
-        first = self._collect(self._due, SaveStep.FIRST, writing_seconds)
+        first = self._collect(self._due, SaveStep.FIRST)
         requests: dict[int, PlanRequest] = {r: m for r, m in first.items() if isinstance(m, PlanRequest)}
         reports: dict[int, WriteReport] = {r: m for r, m in first.items() if isinstance(m, WriteReport)}
         plan, replies = self._plan(requests, reports)
@@ -98,7 +96,7 @@ class Coordinator:
             self._reply(rank, reply)
         if requests and all(r.dry for r in requests.values()):
             return  # `prepare` ends with the plan
-        reports.update(self._collect(replies, SaveStep.REPORT, plan.writing_seconds()))
+        reports.update(self._collect(replies, SaveStep.REPORT))
         check_reports(reports, plan)
         self._complete_values(reports)
         self._commit(reports, plan)
@@ -107,13 +105,12 @@ class Coordinator:
 
     # --- messages -------------------------------------------------------------------------------------------------
 
-    def _collect(self, ranks: Collection[int], step: SaveStep, writing_seconds: float = 0.0) -> dict[int, Any]:
+    def _collect(self, ranks: Collection[int], step: SaveStep) -> dict[int, Any]:
         """Wait for the message of `step` from each of `ranks`; raise the first failure among them."""
         order = sorted(ranks)
         if not order:
             return {}
-        timeout = self._task.timeout + writing_seconds
-        received = self._collective.collect(order, tag(self._task.number, step), timeout=timeout)
+        received = self._collective.collect(order, tag(self._task.number, step), timeout=self._task.timeout)
         messages = {rank: decode(message) for rank, message in zip(order, received, strict=True)}
         failures = [message for message in messages.values() if isinstance(message, Failure)]
         for failure in failures:

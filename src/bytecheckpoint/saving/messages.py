@@ -168,12 +168,16 @@ class WriteReport(msgspec.Struct, frozen=True, tag="write-report"):
         plan: the name of the global plan that the rank followed.
         files: the files that it wrote.
         values: all its values, written or not.
+        steps: training steps that its states belong to, by name.
+        optimizer_steps: float64 of `steps_of_shards` as bytes.
     """
 
     url: str
     plan: str
     files: list[FileRecord]
     values: list[ValueRecord]
+    steps: dict[str, int] = {}
+    optimizer_steps: bytes = b""
 
 
 # --- from the coordinator to a rank ---------------------------------------------------------------------------------

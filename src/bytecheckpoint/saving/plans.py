@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 from bytecheckpoint.errors import IncompatibleCheckpointError, UsageError
 from bytecheckpoint.planning.replicas import group_equal
 from bytecheckpoint.planning.save_plan import LocalTable, SavePlan, all_rows, plan_save
-from bytecheckpoint.saving.call import SLOWEST_WRITE
+from bytecheckpoint.representation.names import unescape
 from bytecheckpoint.saving.messages import MIXED_PLANS, PlanRequest, WriteReport
+from bytecheckpoint.saving.steps import check_optimizer_steps, check_steps
 
 __all__ = ["GlobalPlan", "check_reports", "check_urls", "differing_replicas", "plan_around"]
 
@@ -36,11 +37,6 @@ class GlobalPlan:
     def fits(self, reports: Mapping[int, WriteReport]) -> bool:
         """Return whether all reporting ranks have followed this plan."""
         return all(self.expected[rank] == report.plan for rank, report in reports.items())
-
-    def writing_seconds(self) -> float:
-        """Bound the time that the busiest rank may need to write its part."""
-        loads = np.bincount(self.columns.rank, self.columns.nbytes, minlength=1)
-        return int(loads.max(initial=0)) / SLOWEST_WRITE
 
 
 def plan_around(tables: Sequence[LocalTable], fixed: Mapping[int, NDArray[np.int64]]) -> tuple[SavePlan, str]:
@@ -84,11 +80,16 @@ def check_urls(messages: Mapping[int, PlanRequest | WriteReport]) -> None:
 
 
 def check_reports(reports: Mapping[int, WriteReport], plan: GlobalPlan) -> None:
-    """Refuse reports that do not belong to one plan and one path."""
+    """Refuse reports that do not belong to one plan, one path and one training step."""
     check_urls(reports)
     for rank, report in reports.items():
         if report.plan != plan.expected[rank]:
             raise IncompatibleCheckpointError(f"rank {rank} followed another save plan; the next save plans anew")
+    check_steps(
+        {rank: {unescape(name): step for name, step in report.steps.items()} for rank, report in reports.items()}
+    )
+    optimizer_steps = {rank: np.frombuffer(report.optimizer_steps, np.float64) for rank, report in reports.items()}
+    check_optimizer_steps(optimizer_steps, plan.tables)
 
 
 def differing_replicas(requests: Mapping[int, PlanRequest], tables: Sequence[LocalTable]) -> list[str]:

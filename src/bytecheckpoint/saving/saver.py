@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 
 from bytecheckpoint.errors import CheckpointError
-from bytecheckpoint.handles import SaveHandle, SaveReport, fail_handle, pending
+from bytecheckpoint.handles import Outcome, SaveHandle, SaveReport, fail_handle
 from bytecheckpoint.monitoring.phases import Phases
 from bytecheckpoint.saving.call import SaveCall, SaveTask
 from bytecheckpoint.saving.channel import CoordinatorChannel
@@ -57,16 +58,17 @@ class Saver:
         saves = self._world.saves
         if tier is not None:
             self._world.flusher.expect(handle, tier.url, self._settings)
-        with saves.call_lock:
+        with saves.calling(self._settings.timeout) as stuck:
             self._take_number()
             try:
+                if stuck is not None:
+                    raise stuck
                 self._run_foreground(handle, asynchronous, background)
             except BaseException as error:
                 self._give_up(error)
                 fail_handle(handle, error)
                 raise
         if not asynchronous and (failure := handle.restorable.exception()) is not None:
-            saves.forget_failure()  # it is raised here
             raise failure
 
     def prepare(self) -> Future[None]:
@@ -75,11 +77,13 @@ class Saver:
         Returns:
             A future, done when the plan and the pool are ready.
         """
-        done: Future[None] = pending()
-        with self._world.saves.call_lock:
+        done = Outcome[None]()
+        with self._world.saves.calling(self._settings.timeout) as stuck:
             self._take_number()
             try:
-                session = self._capture()
+                if stuck is not None:
+                    raise stuck
+                session = self._capture(self._make_call())
                 session.planner.capture_layout(dry=True)
             except BaseException as error:
                 self._give_up(error)
@@ -110,10 +114,9 @@ class Saver:
             world.saves.coordinate(Coordinator(world.collective, world.resources.global_plans, self._task).run)
         self._channel = CoordinatorChannel(world.collective, self._task.number)
 
-    def _capture(self) -> SaveSession:
-        """Check the arguments, and capture the caller's objects."""
+    def _capture(self, call: SaveCall) -> SaveSession:
+        """Capture the caller's objects."""
         world = self._world
-        call = self._make_call()
         states = call.framework.capture(call.states, names=call.names)
         self._session = SaveSession(
             world.collective, world.resources, call, self._task, self._channel, states, self._phases
@@ -125,8 +128,9 @@ class Saver:
         if not background:
             saves.drain()
         self._phases.mark("wait")
+        call = self._make_call()  # first, so that a call that is refused leaves the failure to the next one
         saves.raise_failure()
-        session = self._capture()
+        session = self._capture(call)
         handle.path = session.call.storage.url
         self._phases.mark("capture")
         if background:
@@ -164,7 +168,7 @@ class Saver:
                 where = f"rank {self._world.collective.rank}, {self._phases.current}"
                 failure = error if isinstance(error, CheckpointError) else CheckpointError(f"{where}: {error!r}")
                 _log.error("asynchronous save to %s failed: %s", handle.path, failure)
-                self._world.saves.keep_failure(failure)
+                self._world.saves.keep_failure(handle, failure)
                 fail_handle(handle, failure)
 
         self._world.saves.submit(run)
@@ -175,7 +179,7 @@ class Saver:
         """Report the commit to the caller, or hand the step to the flusher if the path is a tier."""
         tier = session.call.storage.tier_to_flush()
         if tier is not None:
-            keep_failure = self._world.saves.keep_failure
+            keep_failure = partial(self._world.saves.keep_failure, handle)
             self._world.flusher.take(self._task.number, tier, handle, report, self._settings, keep_failure)
             return
         handle.restorable.set_result(None)

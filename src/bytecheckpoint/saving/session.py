@@ -17,7 +17,7 @@ from bytecheckpoint.handles import SaveHandle, SaveReport
 from bytecheckpoint.monitoring.phases import Phases
 from bytecheckpoint.representation.names import escape, new_generation
 from bytecheckpoint.representation.shards import LiveState
-from bytecheckpoint.saving.call import SLOWEST_WRITE, SaveCall, SaveTask
+from bytecheckpoint.saving.call import SaveCall, SaveTask
 from bytecheckpoint.saving.channel import CoordinatorChannel
 from bytecheckpoint.saving.file_layout import FileOrigin
 from bytecheckpoint.saving.files import RankFiles
@@ -35,6 +35,7 @@ from bytecheckpoint.saving.messages import (
 )
 from bytecheckpoint.saving.planner import RankPlanner
 from bytecheckpoint.saving.state import CapturedState
+from bytecheckpoint.saving.steps import steps_of_objects, steps_of_shards
 from bytecheckpoint.saving.writer import RankWriter
 
 __all__ = ["SaveSession"]
@@ -81,6 +82,9 @@ class SaveSession:
         self._writer = RankWriter(self.planner, self._files, resources, call, own_task, phases)
         self._channel = channel
         self._phases = phases
+        # Now: in a background save the caller's counters go on.
+        self._steps = steps_of_objects(call.states) if call.step is None else {"step=": call.step}
+        self._optimizer_steps = b""
         phases.current = "plan"
 
     # --- the steps ------------------------------------------------------------------------------------------------
@@ -102,6 +106,7 @@ class SaveSession:
             handle: its `staged` is set when all bytes are written.
         """
         records = self._writer.write_through()
+        self._add_optimizer_steps()
         handle.staged.set_result(None)
         return self._commit(records)
 
@@ -112,6 +117,7 @@ class SaveSession:
             handle: its `staged` is set.
         """
         self._writer.stage()
+        self._add_optimizer_steps()
         # Other ranks' copies stand for these values. The coordinator may still ask for them if a copy turns out to differ.
         for value in self.planner.state.values:
             if self._files.place_of(value)[0] < 0:
@@ -153,12 +159,17 @@ class SaveSession:
             replica_differences=self.planner.differences,
         )
 
+    def _add_optimizer_steps(self) -> None:
+        """Note the steps of the optimizers, whose tensors still hold what is saved."""
+        if self.call.step is None:
+            self._optimizer_steps = steps_of_shards(self.planner.state.shards).tobytes()
+
     def _answer(self, request: Reply, records: list[FileRecord]) -> Reply:
         """Do what the coordinator asks for, update the `records` of this rank's files, and report."""
         plan = self.planner.plan
         if isinstance(request, DescribeRequest):
             description = PlanDescription(plan.table, np.array(plan.rows, np.int64).tobytes())
-            return self._channel.ask(description, self._waiting_seconds())
+            return self._channel.ask(description, self.call.settings.timeout)
         if isinstance(request, RewriteRequest):
             records[:] = self._rewrite(request)
         else:
@@ -168,12 +179,11 @@ class SaveSession:
 
     def _report(self, records: list[FileRecord]) -> Reply:
         values = [value.record(self._files.place_of(value)) for value in self.planner.state.values]
-        report = WriteReport(escape(self.call.storage.url), self.planner.plan.name, records, values)
-        return self._channel.ask(report, self._waiting_seconds())
-
-    def _waiting_seconds(self) -> float:
-        """Bound the wait for the slowest rank, whose bytes are estimated by this rank's."""
-        return 2 * self.call.settings.timeout + 4 * self._files.bytes_written / SLOWEST_WRITE
+        steps = {escape(name): step for name, step in self._steps.items()}
+        report = WriteReport(
+            escape(self.call.storage.url), self.planner.plan.name, records, values, steps, self._optimizer_steps
+        )
+        return self._channel.ask(report, self.call.settings.timeout)
 
     def _rewrite(self, request: RewriteRequest) -> list[FileRecord]:
         """Write by the plan in `request`, because the cached plan does not fit the other ranks' states any more.

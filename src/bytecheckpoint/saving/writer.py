@@ -12,6 +12,7 @@ from bytecheckpoint.engine.pool import StagingPool
 from bytecheckpoint.engine.save_job import SaveJob
 from bytecheckpoint.engine.save_resources import SaveResources
 from bytecheckpoint.engine.writing import StagedChunk
+from bytecheckpoint.liveness import busy
 from bytecheckpoint.monitoring.phases import Phases
 from bytecheckpoint.representation.names import CATALOG_NAME
 from bytecheckpoint.saving.call import SaveCall, SaveTask
@@ -21,6 +22,9 @@ from bytecheckpoint.saving.planner import RankPlanner
 from bytecheckpoint.saving.state import Value
 
 __all__ = ["RankWriter"]
+
+#: Bytes per second that staging copies at least, unless a device hangs.
+_SLOWEST_COPY = 64 << 20
 
 
 @dataclass(slots=True)
@@ -99,7 +103,8 @@ class RankWriter:
         pool = self._resources.staging_pool(image.nbytes, self._call.settings)
         if pool.capacity < image.nbytes:
             self._create_files(batch.job, pool)
-        self._staged = _Staged(batch, pool, batch.job.stage(pool), image.nbytes)
+        with busy(self._call.settings.timeout + image.nbytes / _SLOWEST_COPY):
+            self._staged = _Staged(batch, pool, batch.job.stage(pool), image.nbytes)
         image.tensors = []
         self._phases.mark("stage")
 

@@ -50,7 +50,7 @@ class Connections:
 
     def __init__(self) -> None:
         self._reads = 0
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # re-entrant: see storage/remote.py
 
     @contextlib.contextmanager
     def share(self) -> Iterator[int]:

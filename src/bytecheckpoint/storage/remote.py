@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from typing import ClassVar, Generic, TypeVar
 
 from bytecheckpoint.errors import CheckpointError, StorageError
+from bytecheckpoint.liveness import busy
+from bytecheckpoint.settings import settings
 from bytecheckpoint.storage.ranged import Connections
 from bytecheckpoint.storage.retry import Attempts
 
@@ -90,7 +92,8 @@ class RemoteClient:
         while True:
             count += 1
             try:
-                return call()
+                with busy(settings().storage_timeout):
+                    return call()
             except CheckpointError:
                 raise
             except BaseException as error:  # noqa: BLE001  `classify` raises errors of other origin
@@ -117,18 +120,20 @@ class ClientCache(Generic[_K, _C]):
     def __init__(self, limit: Callable[[], int]) -> None:
         self._limit = limit
         self._clients: dict[_K, _C] = {}  # the most recently used last
-        self._lock = threading.Lock()
+        self._replace_lock()
         os.register_at_fork(after_in_child=self._replace_lock)
 
     def _replace_lock(self) -> None:
-        self._lock = threading.Lock()  # the parent's thread that held it does not exist in the child
+        # New in a forked child, where the parent's thread that held it does not exist. Re-entrant, as all locks that the
+        # storages of a process share: a signal handler may save while the thread below it reads through `open`.
+        self._lock = threading.RLock()
 
     def get(self, key: _K, make: Callable[[Iterable[tuple[_K, _C]]], _C]) -> _C:
         """Return the client for `key`; `make` creates it, given the cached keys and clients."""
         with self._lock:
             client = self._clients.pop(key, None)
             if client is None:
-                client = make(self._clients.items())
+                client = make(list(self._clients.items()))
             self._clients[key] = client
             while len(self._clients) > self._limit():
                 del self._clients[next(iter(self._clients))]

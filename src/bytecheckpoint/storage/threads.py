@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import ClassVar, TypeVar
 
 from bytecheckpoint.errors import StorageUnavailableError
+from bytecheckpoint.liveness import busy
 from bytecheckpoint.tuning import tuning
 
 __all__ = ["CallTimeoutError", "call_with_timeout", "parallel_map", "wait_for_call"]
@@ -133,7 +134,8 @@ def wait_for_call(function: Callable[[], _R], seconds: float) -> _R:
     except RuntimeError:  # the interpreter shuts down
         return function()
     thread.calls.put(work)
-    done.acquire(timeout=seconds)
+    with busy(seconds):
+        done.acquire(timeout=seconds)
     if errors:
         raise errors[0]
     if not results:

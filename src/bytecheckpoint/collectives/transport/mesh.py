@@ -43,6 +43,7 @@ from bytecheckpoint.errors import (
     error_from_report,
     error_report,
 )
+from bytecheckpoint.liveness import busy
 
 __all__ = ["Mesh"]
 
@@ -114,7 +115,9 @@ class Mesh(Connections):
         if not self._call_soon(partial(self._begin, operation)):
             raise self._closed_error(operation, "this world was closed")
         try:
-            if not operation.over.wait(timeout):
+            with busy(timeout):
+                over = operation.over.wait(timeout)
+            if not over:
                 self._call_soon(partial(self._expire, operation, timeout))
         except BaseException:
             interrupted = CheckpointError(f"rank {self.rank}: {operation.title} was interrupted")

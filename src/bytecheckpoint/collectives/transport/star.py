@@ -8,17 +8,18 @@ never return while its server is stopped, and each timed wait that ends logs two
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 import time
 from abc import abstractmethod
 from collections.abc import Iterable
 
-from bytecheckpoint.collectives.inbox import Inbox
+from bytecheckpoint.collectives.inbox import ASK, Inbox
 from bytecheckpoint.collectives.transport.loop import Loop
 from bytecheckpoint.collectives.transport.sockets import listen, remote_end, reserve_descriptors
 from bytecheckpoint.collectives.transport.wire import FrameReader, Kind, Link, Payload
-from bytecheckpoint.errors import CheckpointTimeoutError, PeerLostError
+from bytecheckpoint.errors import CheckpointError, CheckpointTimeoutError, PeerLostError
 
 __all__ = ["Hub", "Spoke", "Star"]
 
@@ -67,7 +68,11 @@ class Star(Loop):
             raise PeerLostError(f"rank {self.rank}: cannot send {tag!r}: {reason}")
 
     def _receive(self, source: int, tag: bytes, payload: Payload) -> None:
-        self.inbox.put(source, tag.decode(), bytes(payload))
+        if tag != ASK.encode():
+            self.inbox.put(source, tag.decode(), bytes(payload))
+            return
+        with contextlib.suppress(CheckpointError):  # this world was closed
+            self.send(source, bytes(payload).decode(), self.inbox.outlook())
 
     def _on_end(self, reason: str) -> None:
         self.inbox.close(reason)

@@ -75,7 +75,7 @@ class Cluster(RemoteClient):
         super().__init__(f"hdfs://{target.authority}")
         self.joins = not target.secure
         self._target = target
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # re-entrant: see storage/remote.py
         self._answered_before = False
         self._joined_by: Address | None = None
         self.client: Any = self._connect({})

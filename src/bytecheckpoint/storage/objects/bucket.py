@@ -61,14 +61,14 @@ class Bucket(RemoteClient):
         super().__init__(name)
         self.seconds = seconds
         self.commits: Any = None
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()  # re-entrant: see storage/remote.py
         self._client = client
         self._single = client if single is None else single
         self._make_deleter = make_deleter
         self._first = self._single if first is None else first
         self._checked = False
         self._no_answer: tuple[float, BaseException] | None = None
-        self._checking = threading.Lock()
+        self._checking = threading.RLock()
 
     def check(self, action: str, label: str) -> None:
         """Raise an error for a missing bucket, refused credentials or a store that does not answer.

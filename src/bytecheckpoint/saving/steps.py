@@ -1,0 +1,143 @@
+"""The training step that a rank's states belong to: ranks of different steps must not share a checkpoint."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from bytecheckpoint.collectives.base import names_of_ranks
+from bytecheckpoint.errors import IncompatibleCheckpointError, UsageError
+from bytecheckpoint.planning.replicas import group_equal
+from bytecheckpoint.planning.save_plan import LocalTable, all_rows
+from bytecheckpoint.representation.names import unescape
+from bytecheckpoint.representation.shards import LiveShard, TensorKey
+
+__all__ = ["check_optimizer_steps", "check_step", "check_steps", "steps_of_objects", "steps_of_shards"]
+
+#: Names under which programs keep their step among plain values.
+_NAMES = ("step", "global_step", "iteration", "last_epoch")
+#: The slot in which optimizers keep the step of a parameter.
+_SLOT = "step"
+
+
+def check_step(step: object) -> int | None:
+    """Return the argument `step` as an int, or None.
+
+    Raises:
+        UsageError: it is no integer, or negative.
+    """
+    if step is None:
+        return None
+    if not isinstance(step, bool | np.bool_ | float):
+        try:
+            number = operator.index(step)  # type: ignore[arg-type]  # whatever has no index raises
+        except TypeError:
+            number = -1
+        if number >= 0:
+            return number
+    raise UsageError(f"step={step!r}: give an integer that is at least 0")
+
+
+def steps_of_objects(states: Mapping[str, object]) -> dict[str, int]:
+    """Find the steps that the caller's objects show: plain values with a usual name, and learning rate schedulers.
+
+    Returns:
+        Steps by a name for messages: {"extra_states/step": 30}.
+    """
+    return {
+        "/".join(path): value
+        for kind, state in states.items()
+        for path, holder in (((kind,), state), *_nested(kind, state))
+        for path, value in _named(path, holder)
+    }
+
+
+def _nested(kind: str, state: object) -> Iterator[tuple[tuple[str, ...], object]]:
+    if isinstance(state, Mapping):
+        yield from (((kind, name), inner) for name, inner in state.items() if isinstance(name, str))
+
+
+def _named(path: tuple[str, ...], holder: object) -> Iterator[tuple[tuple[str, ...], int]]:
+    if isinstance(holder, Mapping):
+        found = {name: holder.get(name) for name in _NAMES}
+    else:
+        found = {"last_epoch": getattr(holder, "last_epoch", None)}  # of a scheduler
+    for name, value in found.items():
+        if type(value) is int:
+            yield (*path, name), value
+
+
+def steps_of_shards(shards: Iterable[LiveShard]) -> NDArray[np.float64]:
+    """Read the steps that optimizers keep for each parameter, in the order of the shards; one number if all are equal."""
+    steps = [shard.data.detach().reshape(()).double() for shard in shards if shard.key.slot == _SLOT and _single(shard)]
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    for step in steps:
+        by_device.setdefault(step.device, []).append(step)
+    read = {device: iter(torch.stack(group).tolist()) for device, group in by_device.items()}
+    values = np.array([next(read[step.device]) for step in steps], np.float64)
+    return values[:1] if (values == values[:1]).all() else values
+
+
+def _single(shard: LiveShard) -> bool:
+    return shard.data.numel() == 1 and not shard.by_content
+
+
+def check_steps(steps: Mapping[int, Mapping[str, int]]) -> None:
+    """Refuse a save to which ranks bring different steps.
+
+    Args:
+        steps: by rank, then by name.
+
+    Raises:
+        IncompatibleCheckpointError: the steps of one name differ.
+    """
+    for name in sorted({name for by_name in steps.values() for name in by_name}):
+        ranks: dict[int, list[int]] = {}
+        for rank in sorted(steps):
+            if name in steps[rank]:
+                ranks.setdefault(steps[rank][name], []).append(rank)
+        if len(ranks) > 1:
+            raise IncompatibleCheckpointError(
+                f"ranks save different steps: {name} is "
+                + " and ".join(f"{step} on {names_of_ranks(found)}" for step, found in list(ranks.items())[:3])
+                + "; let all ranks save at the same step, or give step= if these numbers may differ"
+            )
+
+
+def check_optimizer_steps(steps: Mapping[int, NDArray[np.float64]], tables: Sequence[LocalTable]) -> None:
+    """Refuse a save to which ranks bring different steps of one parameter, as their optimizers count them.
+
+    Parameters may differ among each other: an expert without tokens lags behind, a layer was frozen for a while.
+
+    Args:
+        steps: by rank, of `steps_of_shards`.
+        tables: the shards of each rank.
+
+    Raises:
+        IncompatibleCheckpointError: the step of a parameter differs.
+    """
+    if len(np.unique(np.concatenate(list(steps.values())))) <= 1:
+        return
+    tensors, boxes = all_rows(tables)
+    is_step = np.array([tensor.slot == _SLOT for tensor in tensors], bool)[boxes.tensor] & (boxes.volumes() == 1)
+    counts = [len(table.ndims) // 4 for table in tables]
+    rank = np.repeat(np.arange(len(tables)), counts)
+    value = np.full(len(rank), np.nan)
+    for number, of_rank in steps.items():
+        rows = np.flatnonzero(is_step & (rank == number))
+        if len(of_rank) in (1, len(rows)):
+            value[rows] = of_rank
+    known = np.flatnonzero(~np.isnan(value))
+    group = group_equal(boxes)[known]
+    order = known[np.argsort(group, kind="stable")]
+    groups = np.sort(group)
+    differs = np.flatnonzero((groups[1:] == groups[:-1]) & (value[order[1:]] != value[order[:-1]]))
+    if len(differs):
+        of_group = order[groups == groups[differs[0]]]
+        tensor = tensors[int(boxes.tensor[of_group[0]])]
+        name = str(TensorKey(*map(unescape, (tensor.kind, tensor.fqn, tensor.slot))))
+        check_steps({int(rank[row]): {name: int(value[row])} for row in of_group})

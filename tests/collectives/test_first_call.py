@@ -1,0 +1,36 @@
+"""The first call for a process group: within its own time limit, without a trace in the training's group."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from bytecheckpoint import CheckpointTimeoutError, PeerLostError
+from bytecheckpoint.collectives import current
+from tests.support.worlds import on_ranks
+
+
+@on_ranks(3)
+def test_a_rank_that_makes_no_call() -> None:
+    rank = dist.get_rank()
+    for absent in (2, 0):
+        group = dist.new_group([0, 1, 2], timeout=timedelta(seconds=90))
+        begun = time.monotonic()
+        if rank != absent:
+            says = "ranks .2. of 3 did not connect|not every rank connected|rank 0 has not told|rank 0 went away"
+            with pytest.raises((CheckpointTimeoutError, PeerLostError), match=says):
+                current(group, timeout=2.0)
+            assert time.monotonic() - begun < 10
+        else:
+            time.sleep(3.5)
+        for _ in range(2):  # the training goes on
+            total = torch.ones(1)
+            dist.all_reduce(total, group=group)
+            assert total.item() == 3
+        collective = current(group, timeout=60)
+        collective.barrier("all here", timeout=30)
+        assert current(group) is collective

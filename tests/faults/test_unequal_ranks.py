@@ -1,0 +1,112 @@
+"""Ranks that need very different times: a slow one is waited for as long as it goes forward, a hung one is not."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import bytecheckpoint
+from bytecheckpoint import CheckpointTimeoutError
+from bytecheckpoint.collectives import Collective, ThreadWorld, current
+from bytecheckpoint.liveness import busy
+from tests.faults.coded import load_step, states
+from tests.faults.ranks import attempt, load_all, outcomes, succeeded
+from tests.support.faulty_storage import Faults
+from tests.support.modes import MODES
+from tests.support.variants import crossed
+from tests.support.worlds import Worlds
+
+pytestmark = pytest.mark.timeout(100)
+ROWS = 6000
+
+
+def save(world: ThreadWorld, path: Path, step: int, **options: Any) -> list[Any]:
+    def one(collective: Collective) -> Any:
+        own = states(collective.rank, world.size, step, ROWS)
+        return bytecheckpoint.save(path, own, timeout=1.0, **options).result(60)
+
+    return outcomes(world, one)
+
+
+@pytest.mark.parametrize(("mode", "slow"), crossed(list(MODES), [1, 0]))
+def test_a_slow_writer_is_waited_for(tmp_path: Path, faults: Faults, slow: int, mode: str) -> None:
+    """Each call of its storage takes less than the time limit, all together several limits; planned anew and cached."""
+    bytecheckpoint.configure(write_threads=1, chunk_bytes=1 << 20)
+    world = ThreadWorld(3)
+    faults.add("write", rank=slow, before=lambda: time.sleep(0.7), times=-1)
+    for step in (1, 2):
+        begun = time.monotonic()
+        succeeded(save(world, tmp_path / "s", step, **MODES[mode]))
+        assert time.monotonic() - begun > 2.5
+    assert load_step(tmp_path / "s", rows=ROWS) == 2
+
+
+def test_a_slow_reader_is_waited_for(tmp_path: Path, faults: Faults) -> None:
+    bytecheckpoint.configure(read_threads=1, chunk_bytes=1 << 20)
+    world = ThreadWorld(3)
+    succeeded(save(world, tmp_path / "s", 1))
+    faults.add("read_into", rank=1, before=lambda: time.sleep(0.7), times=-1)
+    begun = time.monotonic()
+    assert load_all(world, tmp_path / "s", rows=ROWS, timeout=1.0) == [1, 1, 1]
+    assert time.monotonic() - begun > 2.5
+
+
+# --- in processes -----------------------------------------------------------------------------------------------------
+
+
+def exchange_with(work: Callable[[Collective], None], timeout: float) -> tuple[str, float]:
+    """Rank 0 waits for all, all wait for rank 0; return what this rank got, and after how many seconds."""
+    collective = current()
+    name = f"unequal/{work.__name__}"  # a world uses no tag twice
+    collective.barrier(f"{name}/start", timeout=30)
+    begun = time.monotonic()
+    if collective.rank == 2:
+        work(collective)
+    got = attempt(collective.all_gather, name, b"%d" % collective.rank, timeout=timeout)
+    return (str(got) if isinstance(got, Exception) else "all"), time.monotonic() - begun
+
+
+def work_for_long(_: Collective) -> None:
+    for _ in range(8):
+        with busy(5.0):
+            time.sleep(0.5)
+
+
+def do_something_else(collective: Collective) -> None:
+    """A rank in another call than the others: they wait for each other."""
+    attempt(collective.recv, 0, "another call", timeout=1.0)
+    time.sleep(5)
+
+
+def sleep(_: Collective) -> None:
+    time.sleep(6)
+
+
+def test_a_busy_process_is_waited_for(worlds: Worlds) -> None:
+    for got, seconds in worlds.run(4, exchange_with, work_for_long, 1.0):
+        assert got == "all" and 3.5 < seconds < 20
+
+
+@pytest.mark.parametrize("work", [sleep, do_something_else])
+def test_a_hung_process_is_not(worlds: Worlds, work: Callable[[Collective], None]) -> None:
+    results = worlds.run(4, exchange_with, work, 1.0)
+    for rank in (0, 1, 3):
+        got, seconds = results[rank]
+        assert "from rank 2 within 1 s" in got, "every rank hears which one hangs"
+        assert seconds < 8
+
+
+def test_ranks_that_wait_for_each_other_do_not_wait_for_ever() -> None:
+    """One rank saves, the other one loads."""
+
+    def one(collective: Collective) -> Any:
+        return attempt(collective.recv, 1 - collective.rank, "something", timeout=1.0)
+
+    begun = time.monotonic()
+    got = ThreadWorld(2).run(one, timeout=30)
+    assert all(isinstance(error, CheckpointTimeoutError) for error in got)
+    assert time.monotonic() - begun < 5

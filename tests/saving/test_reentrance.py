@@ -1,0 +1,178 @@
+"""Calls from inside a call, by signal handlers and hooks: refused at once, on all ranks, and the next save works."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import bytecheckpoint
+from bytecheckpoint import CheckpointError, UsageError
+from bytecheckpoint.collectives import Collective, ThreadWorld
+from bytecheckpoint.storage.remote import ClientCache
+from tests.faults.coded import load_step, states
+from tests.support.modes import MODES
+
+pytestmark = pytest.mark.timeout(60)
+
+
+class Hooked:
+    """An object whose state_dict calls something first."""
+
+    def __init__(self, call: Callable[[], object]) -> None:
+        self.call = call
+
+    def state_dict(self) -> dict[str, Any]:
+        self.call()
+        return {"w": torch.arange(3.0)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.call()
+
+
+@pytest.fixture
+def on_signal() -> Iterator[Callable[[Callable[[], object]], None]]:
+    """Returns a function that sets what SIGUSR1 does."""
+    before = signal.getsignal(signal.SIGUSR1)
+    yield lambda action: signal.signal(signal.SIGUSR1, lambda *_: action())
+    signal.signal(signal.SIGUSR1, before)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("verb", ["save", "load", "prepare"])
+def test_a_hook_that_calls_back_is_refused_at_once(tmp_path: Path, verb: str, mode: str) -> None:
+    bytecheckpoint.save(tmp_path / "1", states(step=1))
+    calls: dict[str, Callable[[], object]] = {
+        "save": lambda: bytecheckpoint.save(tmp_path / "inner", states(step=9)),
+        "load": lambda: bytecheckpoint.load(tmp_path / "1", states(step=0)),
+        "prepare": lambda: bytecheckpoint.prepare(states(step=9)),
+    }
+    begun = time.monotonic()
+    with pytest.raises(UsageError, match=f"{verb} was called inside of save, by a signal handler or by a hook"):
+        bytecheckpoint.save(tmp_path / "2", {"model": Hooked(calls[verb])}, **MODES[mode]).result(20)
+    assert time.monotonic() - begun < 10
+    assert not (tmp_path / "inner").exists() and not (tmp_path / "2" / "metadata.parquet").exists()
+    bytecheckpoint.save(tmp_path / "3", states(step=3), **MODES[mode]).result(20)
+    assert load_step(tmp_path / "3") == 3
+
+
+def test_a_load_refuses_inner_calls_too(tmp_path: Path) -> None:
+    bytecheckpoint.save(tmp_path / "1", {"model": Hooked(lambda: None)})
+    hooked = Hooked(lambda: bytecheckpoint.save(tmp_path / "inner", states(step=9)))
+    with pytest.raises(UsageError, match="save was called inside of load"):
+        bytecheckpoint.load(tmp_path / "1", {"model": hooked})
+    bytecheckpoint.save(tmp_path / "2", states(step=2))
+    assert load_step(tmp_path / "2") == 2
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("inside_of", [0, 1])
+def test_numbers_of_saves_stay_equal_on_all_ranks(tmp_path: Path, inside_of: int, mode: str) -> None:
+    """The signal comes to one rank inside of its save, and to the other one after it: both make two calls."""
+
+    def one(collective: Collective) -> list[str]:
+        refused: list[str] = []
+
+        def inner() -> None:
+            try:
+                bytecheckpoint.save(
+                    tmp_path / "inner", states(collective.rank, 2, 9), timeout=20, **MODES[mode]
+                ).result(20)
+            except CheckpointError as error:
+                refused.append(str(error))
+
+        hook = inner if collective.rank == inside_of else (lambda: None)
+        outer = {"model": Hooked(hook), "rank": {"rank": collective.rank}}
+        bytecheckpoint.save(tmp_path / "outer", outer, timeout=20, **MODES[mode]).result(20)
+        if collective.rank != inside_of:
+            inner()
+        report = bytecheckpoint.save(
+            tmp_path / "next", states(collective.rank, 2, 3), timeout=20, **MODES[mode]
+        ).result(20)
+        assert report.bytes_written
+        return refused
+
+    begun = time.monotonic()
+    refused = ThreadWorld(2).run(one, timeout=50)
+    assert time.monotonic() - begun < 15, "nobody has waited for a time limit"
+    assert [len(messages) for messages in refused] == [1, 1]
+    assert "save was called inside of save" in refused[inside_of][0]
+    assert f"rank {inside_of}" in refused[1 - inside_of][0] and "inside of save" in refused[1 - inside_of][0]
+    assert not (tmp_path / "inner" / "metadata.parquet").exists()
+
+
+def test_numbers_of_loads_stay_equal_on_all_ranks(tmp_path: Path) -> None:
+    bytecheckpoint.save(tmp_path / "1", states(step=1))
+
+    def one(collective: Collective) -> None:
+        def inner() -> None:
+            with pytest.raises(CheckpointError, match="load was called inside of save"):
+                bytecheckpoint.load(tmp_path / "1", states(collective.rank, 2, 0), timeout=20)
+
+        hook = inner if collective.rank == 0 else (lambda: None)
+        bytecheckpoint.save(tmp_path / "outer", {"model": Hooked(hook), "r": {"r": collective.rank}}, timeout=20)
+        if collective.rank:
+            inner()
+        bytecheckpoint.load(tmp_path / "1", states(collective.rank, 2, 0), timeout=20)
+
+    ThreadWorld(2).run(one, timeout=50)
+
+
+@pytest.mark.parametrize("call", ["save", "load", "open"])
+def test_signals_at_any_moment(tmp_path: Path, call: str, on_signal: Any) -> None:
+    """A handler that saves, as preemption handlers do, at some hundred moments of each call."""
+    path = tmp_path / "s"
+    bytecheckpoint.save(path, states(step=1))
+    outcomes: list[str] = []
+
+    def handler() -> None:
+        try:
+            bytecheckpoint.save(tmp_path / "handler", states(step=2))
+            outcomes.append("saved")
+        except UsageError:
+            outcomes.append("refused")
+
+    def work() -> None:
+        with contextlib.suppress(UsageError):
+            if call == "save":
+                bytecheckpoint.save(path, states(step=1), async_checkpoint=True).result(20)
+            elif call == "load":
+                bytecheckpoint.load(path, states(step=0))
+            else:
+                with bytecheckpoint.open(path) as checkpoint:
+                    checkpoint["model/w"][...]
+
+    on_signal(handler)
+    over = threading.Event()
+
+    def disturb() -> None:
+        while not over.wait(0.003):
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+    disturber = threading.Thread(target=disturb)
+    disturber.start()
+    try:
+        end = time.monotonic() + 4
+        while time.monotonic() < end:
+            work()
+    finally:
+        over.set()
+        disturber.join()
+    assert len(outcomes) > 30
+    assert call == "open" or "refused" in outcomes
+    bytecheckpoint.save(path, states(step=5))
+    assert load_step(path) == 5
+
+
+def test_a_handler_may_use_the_clients_that_its_thread_was_looking_up() -> None:
+    cache: ClientCache[str, int] = ClientCache(lambda: 2)
+    assert cache.get("a", lambda _: cache.get("b", lambda _: 1) + 1) == 2
+    assert len(cache) == 2

@@ -1,0 +1,118 @@
+"""Ranks of different steps never share a checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import bytecheckpoint
+from bytecheckpoint import CheckpointNotFoundError, IncompatibleCheckpointError, UsageError
+from bytecheckpoint.collectives import Collective, ThreadWorld
+from bytecheckpoint.saving.steps import check_step, steps_of_objects
+from tests.faults.coded import load_step, states
+from tests.faults.ranks import outcomes, succeeded
+from tests.support.modes import MODES
+
+
+def trained(steps: int) -> tuple[torch.nn.Module, torch.optim.Optimizer, Any]:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10)
+    for _ in range(steps):
+        model(torch.ones(4)).sum().backward()
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+    return model, optimizer, scheduler
+
+
+def shown(by: str, step: int) -> dict[str, Any]:
+    """States of one rank that show a step in one way only."""
+    model, optimizer, scheduler = trained(step)
+    if by == "optimizer":
+        return {"model": model, "optimizer": optimizer}
+    if by == "scheduler":
+        return {"model": model, "scheduler": scheduler}
+    if by == "scheduler's state":
+        return {"model": model, "extra_states": {"scheduler": scheduler.state_dict()}}
+    return {"model": model, "extra_states": {by: step}}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("by", ["optimizer", "scheduler", "scheduler's state", "step", "iteration", "step="])
+def test_ranks_that_slip_by_one_save_commit_nothing(tmp_path: Path, by: str, mode: str) -> None:
+    path = tmp_path / "latest"
+    world = ThreadWorld(3)
+
+    def save(collective: Collective, steps: tuple[int, int, int]) -> Any:
+        step = steps[collective.rank]
+        own = {"model": trained(0)[0]} if by == "step=" else shown(by, step)
+        options = {"step": step} if by == "step=" else {}
+        return bytecheckpoint.save(path, own, timeout=20, **options, **MODES[mode]).result(30)
+
+    for first in ((3, 4, 3), (4, 3, 3)):
+        for raised in outcomes(world, lambda c, first=first: save(c, first)):
+            assert isinstance(raised, IncompatibleCheckpointError), raised
+            assert "ranks save different steps" in str(raised) and "3 on ranks" in str(raised)
+            assert f"4 on rank {first.index(4)}" in str(raised)
+        with pytest.raises(CheckpointNotFoundError):
+            bytecheckpoint.open(path)
+        assert [file for file in path.rglob("*") if file.is_file()] == [], "nothing is left"
+    succeeded(outcomes(world, lambda c: save(c, (4, 4, 4))))
+    succeeded(outcomes(world, lambda c: save(c, (5, 5, 5))))
+    assert bytecheckpoint.open(path)
+
+
+def test_a_given_step_counts_alone(tmp_path: Path) -> None:
+    """A program whose counters differ between ranks on purpose."""
+
+    def save(collective: Collective) -> Any:
+        own = states(collective.rank, 2, 7)
+        own["own"] = {"step": collective.rank}
+        return bytecheckpoint.save(tmp_path / "s", own, step=7, timeout=20)
+
+    ThreadWorld(2).run(save, timeout=60)
+    assert load_step(tmp_path / "s") == 7
+
+
+def test_parameters_that_lag_behind_are_no_other_step(tmp_path: Path) -> None:
+    """An expert that got no tokens; a rank without an optimizer; stages of a pipeline that were unfrozen one by one."""
+
+    def save(collective: Collective) -> Any:
+        model, optimizer, _ = trained(3)
+        optimizer.state[model.bias]["step"] -= 1
+        stage, of_stage, _ = trained(collective.rank)
+        own = {"model": model} if collective.rank == 2 else {"model": model, "optimizer": optimizer}
+        stages = torch.nn.ModuleDict({f"stage{collective.rank}": stage})
+        own |= {"stages": stages, "of_stages": of_stage}
+        names = {parameter: f"stages.{name}" for name, parameter in stages.named_parameters()}
+        return bytecheckpoint.save(tmp_path / "s", own, names=names, timeout=20)
+
+    ThreadWorld(3).run(save, timeout=60)
+
+
+def test_what_shows_a_step() -> None:
+    _, _, scheduler = trained(2)
+    found = steps_of_objects(
+        {
+            "scheduler": scheduler,
+            "extra_states": {"step": 3, "global_step": True, "iteration": 2.5, "inner": {"iteration": 4, 5: 6}, 7: 8},
+            "data": [1, {"step": 9}],
+        }
+    )
+    assert found == {"scheduler/last_epoch": 2, "extra_states/step": 3, "extra_states/inner/iteration": 4}
+
+
+@pytest.mark.parametrize("step", [-1, 1.0, True, "1", np.float32(1), [1]])
+def test_wrong_steps_are_refused(tmp_path: Path, step: Any) -> None:
+    with pytest.raises(UsageError, match="give an integer that is at least 0"):
+        bytecheckpoint.save(tmp_path / "s", states(step=1), step=step)
+
+
+def test_integers_of_any_kind_are_steps() -> None:
+    assert [check_step(step) for step in (0, 5, np.int64(7), torch.tensor(8), None)] == [0, 5, 7, 8, None]
