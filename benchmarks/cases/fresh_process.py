@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -24,6 +25,7 @@ _ARMS = (
     "bytecheckpoint prepared",
     "bytecheckpoint after a load",
     "DCP",
+    "DCP, kept stager",
     "torch_checkpointing",
 )
 
@@ -44,7 +46,7 @@ def first_calls(bench: Bench) -> None:
     """Measure the blocking seconds of the first, second and tenth call, each arm in a process of its own."""
     known = {p.name for p in bench.peers} | {"memcpy"}
     for arm in _ARMS:
-        if arm.split(" ")[0] not in known:
+        if re.split("[ ,]", arm)[0] not in known:
             continue
         results = [
             Result(f"async save: {which} call", bench.place, 1, arm, 0) for which in ("first", "second", "tenth")
@@ -79,7 +81,8 @@ def main(arm: str, path: str, nbytes: int) -> dict[str, Any]:
             raw.copy()
             blocking.append(time.perf_counter() - begin)
         return {"blocking": blocking, "nbytes": size_of(state)}
-    peer = next(p for p in all_peers() if arm.startswith(p.name))
+    ways = [way for peer in all_peers() for way in (*peer.async_ways(), peer)]
+    peer = next(way for way in ways if arm.startswith(way.name))
     if arm.startswith("bytecheckpoint "):
         import bytecheckpoint
 

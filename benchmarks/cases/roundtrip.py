@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import shutil
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import bytecheckpoint
 from benchmarks.bench import Bench
-from benchmarks.measure import Arm, drop_cached, peak_memory
+from benchmarks.measure import Arm, drop_cached, measure, peak_memory
 from benchmarks.peers import Peer
 from benchmarks.peers.base import fsync_all
-from benchmarks.raw import Raw
+from benchmarks.raw import COPIES, READS, WRITES, Raw
 from benchmarks.state import Tensors, dense, fresh, same, sharded, size_of
 
-__all__ = ["roundtrip"]
+__all__ = ["quickest", "roundtrip"]
+
+_TRIALS = 2  # of each raw way
 
 
 def roundtrip(bench: Bench) -> None:
@@ -33,19 +37,23 @@ def _raw_file(bench: Bench) -> Path:
     return bench.folder / f"raw-{bench.world.rank}"
 
 
+def quickest(bench: Bench, arms: list[Arm]) -> list[Arm]:
+    """Try the ways to move bytes, and return the two quickest: which these are depends on the place.
+
+    A way that fails (a file system may refuse O_DIRECT) is left out.
+    """
+    tried = measure(bench.world, "", bench.place, 0, arms, rounds=_TRIALS, warm=False)
+    best = sorted((r for r in tried if r.wall), key=lambda r: min(r.wall))[:2]
+    return [arm for arm in arms if arm.name in {r.arm for r in best}]
+
+
 def _save(bench: Bench, peers: list[Peer], state: Tensors, raw: Raw) -> None:
     file = _raw_file(bench)
 
     def remove() -> None:
-        file.unlink(missing_ok=True)
+        shutil.rmtree(file, ignore_errors=True)
 
-    modes = [("raw pwrite", 1, False), ("raw pwrite 2 threads", 2, False)]
-    if bench.place == "disk":
-        modes.append(("raw O_DIRECT 2 threads", 2, True))
-    arms = [
-        Arm(name, lambda n=threads, d=direct: raw.write(file, n, direct=d), remove, remove)  # type: ignore[misc]
-        for name, threads, direct in modes
-    ]
+    arms = quickest(bench, [Arm(f"raw {way}", partial(raw.write, file, way), remove, remove) for way in WRITES])
     for peer in peers:
 
         def run(peer: Peer = peer) -> None:
@@ -73,8 +81,10 @@ def _durable_name(peer: Peer) -> str:
 
 def _async(bench: Bench, peers: list[Peer], state: Tensors, raw: Raw) -> None:
     """Measure asynchronous saves: first their blocking time, then the time to their end."""
+    ways = [way for peer in peers for way in peer.async_ways()]
+    peers = [*peers, *ways]
     arms = [
-        Arm("memcpy into touched memory", raw.copy),
+        *quickest(bench, [Arm(f"memcpy {way}", partial(raw.copy, way)) for way in COPIES]),
         Arm("memcpy, tensor by tensor", partial(raw.copy_of, list(state.values()))),
     ]
     waiting: list[object] = []
@@ -115,16 +125,15 @@ def _async(bench: Bench, peers: list[Peer], state: Tensors, raw: Raw) -> None:
     bench.measure("async save: end to end", size_of(state), ends, warm=False)
     for peer in peers:
         bench.clear(peer.name)
+    for way in ways:
+        way.close()
 
 
 def _load(bench: Bench, peers: list[Peer], state: Tensors, raw: Raw) -> None:
     file = _raw_file(bench)
     raw.write(file)
     target = fresh(state)
-    loads: list[tuple[str, Path, object]] = [
-        ("raw preadv", file, lambda: raw.read(file)),
-        ("raw preadv 2 threads", file, lambda: raw.read(file, 2)),
-    ]
+    loads: list[tuple[str, Path, Callable[[], None]]] = []
     for peer in peers:
         folder = bench.folder / peer.name
         bench.world.barrier()
@@ -136,12 +145,14 @@ def _load(bench: Bench, peers: list[Peer], state: Tensors, raw: Raw) -> None:
             tensor.zero_()
         peer.load(folder, target)
         assert same(state, target), f"{peer.name} loads other values than it saved"
-        loads.append((peer.name, folder, lambda p=peer, f=folder: p.load(f, target)))
-    arms = [Arm(name, run) for name, _, run in loads]  # type: ignore[arg-type]
+        loads.append((peer.name, folder, partial(peer.load, folder, target)))
+    cached = quickest(bench, [Arm(f"raw {way}", partial(raw.read, file, way)) for way in READS if not way.direct])
+    arms = cached + [Arm(name, run) for name, _, run in loads]
     bench.measure("load (page cache)", size_of(state), arms, rounds=2 * bench.options.rounds)
     if bench.place == "disk":
-        cold = [Arm(name, run, lambda p=path: drop_cached(p)) for name, path, run in loads]  # type: ignore[arg-type,misc]
-        bench.measure("load (cold)", size_of(state), cold, warm=False)
+        ways = [Arm(f"raw {way}", partial(raw.read, file, way), partial(drop_cached, file)) for way in READS]
+        cold = [Arm(name, run, partial(drop_cached, path)) for name, path, run in loads]
+        bench.measure("load (cold)", size_of(state), quickest(bench, ways) + cold, warm=False)
 
 
 def _memory(bench: Bench, peers: list[Peer], state: Tensors) -> None:

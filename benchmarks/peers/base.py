@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import ClassVar
 
@@ -41,6 +41,10 @@ class Peer:
     def save_async(self, path: Path, state: Tensors) -> Callable[[], object]:
         """Start a save, and return when `state` may change; calling the result waits for the save's end."""
         raise NotImplementedError
+
+    def async_ways(self) -> Sequence[Peer]:
+        """List further ways of this library to save asynchronously, as peers of which only `save_async` is measured."""
+        return ()
 
     def load(self, path: Path, state: Tensors) -> None:
         """Fill the tensors of `state` in place."""

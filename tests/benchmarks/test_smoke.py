@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import subprocess
+import time
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from benchmarks.bench import Bench, Options
 from benchmarks.cases import CASES
+from benchmarks.cases.roundtrip import quickest
 from benchmarks.measure import Arm, Result, World, measure
 from benchmarks.peers import Peer, all_peers
+from benchmarks.raw import Raw, Way
 from benchmarks.report import chart, table
 from tests.support.processes import ROOT, environment, python
 
@@ -68,6 +74,11 @@ def test_case_of_one_rank(name: str, place: str, peers: list[Peer], tmp_path: Pa
     arms = {result.arm for result in bench.results}
     assert any(arm.startswith("bytecheckpoint") for arm in arms)
     assert any(arm.startswith("DCP") for arm in arms)
+    if name == "roundtrip":
+        kept = {result.case for result in bench.results if result.arm == "DCP, kept stager"}
+        assert kept == {"async save: blocking", "async save: end to end"}
+        raw = [result for result in bench.results if result.arm.startswith("raw")]
+        assert {result.case for result in raw} >= {"save", "load (page cache)"}
 
 
 @pytest.mark.slow
@@ -108,6 +119,37 @@ def test_arms_take_turns_and_a_failing_one_is_dropped() -> None:
     assert [len(r.wall) for r in results] == [2, 0, 2]
     assert "no" in results[1].error
     assert results[0].extra == {"blocking": [1.0, 1.0]}
+
+
+def test_the_two_quickest_raw_ways_are_measured(tmp_path: Path) -> None:
+    def refused() -> None:
+        raise OSError("no O_DIRECT here")
+
+    seconds = {"slow": 0.02, "quick": 0.0, "medium": 0.01}
+    arms = [Arm(name, partial(time.sleep, wait)) for name, wait in seconds.items()]
+    bench = Bench(_options(tmp_path), World(), [])
+    assert [arm.name for arm in quickest(bench, [Arm("refused", refused), *arms])] == ["quick", "medium"]
+    assert not bench.results
+
+
+@pytest.mark.parametrize("way", [Way(), Way(2, 4096), Way(2, 8192, files=2), Way(3, 0), Way(2, direct=True)], ids=str)
+def test_every_raw_way_moves_all_bytes(way: Way, tmp_path: Path) -> None:
+    raw = Raw(5 * 4096 + 1)
+    raw.buffer[:] = np.arange(len(raw.buffer)) % 251
+    try:
+        raw.write(tmp_path / "raw", way)
+    except OSError as error:
+        if way.direct and error.errno == errno.EINVAL:
+            pytest.skip("this file system has no O_DIRECT")
+        raise
+    written = b"".join(path.read_bytes() for path in sorted((tmp_path / "raw").iterdir()))
+    assert written == raw.buffer.tobytes() and len(list((tmp_path / "raw").iterdir())) == way.files
+    raw.copy(way)
+    assert raw.copied.tobytes() == written
+    if way.files == 1:
+        raw.buffer[:] = 0
+        raw.read(tmp_path / "raw", way)
+        assert raw.buffer.tobytes() == written
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from bytecheckpoint.errors import IncompatibleCheckpointError, UsageError
 from bytecheckpoint.frameworks.native import NativeFramework
 from bytecheckpoint.representation.shards import LiveState
 from tests.frameworks.memory import MemoryCheckpoint, detached, save
+from tests.frameworks.test_declared import ragged
 from tests.support.extra_states import LinearWithExtraState
 
 
@@ -118,8 +120,6 @@ def test_a_list_of_modules_is_one_namespace() -> None:
     stages = [nn.ModuleDict({"0": whole[0]}), nn.ModuleDict({"1": whole[1], "2": whole[2]})]
     (state,) = capture(model=stages)
     assert names(state) == BARE
-    with pytest.raises(UsageError, match="model/weight"):
-        capture(model=[nn.Linear(1, 1), nn.Linear(1, 1)])
     same = nn.Linear(1, 1)
     (state,) = capture(model=[same, same])
     assert names(state) == ["weight", "bias"]
@@ -237,3 +237,72 @@ def test_a_rank_without_a_stage_has_no_shards() -> None:
     assert [s.shards for s in states] == [[], [], []]
     checkpoint = MemoryCheckpoint([detached(capture(model=model(), optimizer=[], extra=[]))])
     assert not checkpoint.load({"model": [], "optimizer": [], "extra": [1]}).missing
+
+
+def test_tensors_of_several_modules_with_one_name_are_replicas() -> None:
+    chunks = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    (state,) = capture(model=chunks)
+    assert names(state) == ["weight", "bias", "weight", "bias"]
+    chunks[1].load_state_dict(chunks[0].state_dict())
+    targets = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    found = save({"model": chunks}).load({"model": targets})
+    assert not found.missing
+    for target in targets:
+        assert torch.equal(target.weight, chunks[0].weight) and torch.equal(target.bias, chunks[0].bias)
+
+
+def test_replicas_that_share_a_name_by_ties_are_stored_under_the_first_of_all_names() -> None:
+    def module(*tied: str) -> nn.Module:
+        made = nn.Module()
+        weight = nn.Parameter(torch.ones(2))
+        for name in tied:
+            setattr(made, name, weight)
+        return made
+
+    (state,) = capture(model=[module("a"), module("c", "b"), module("d"), module("b", "a")])
+    found = {(s.key.fqn, s.aliases) for s in state.shards}
+    assert names(state) == ["a", "a", "d", "a"]
+    assert found == {("a", ()), ("a", ("c", "b")), ("d", ()), ("a", ("b",))}
+
+
+def test_boxes_of_one_tensor_in_two_modules() -> None:
+    def chunks(*, zero: bool = False) -> list[nn.Module]:
+        made = [nn.Module(), nn.Module()]
+        for module, rank in ((made[0], 0), (made[0], 1), (made[1], 2), (made[1], 3)):
+            module.register_parameter("w" if rank % 2 else "v", nn.Parameter(ragged(rank, zero=zero)))
+        return made
+
+    # "v" has elements 0-3 in one module and 4-12 in the other, "w" none and 13-14; further ranks hold the rest.
+    def rest(*, zero: bool = False) -> nn.Module:
+        module = nn.Module()
+        module.v, module.w = nn.Parameter(ragged(3, zero=zero)), nn.Parameter(ragged(0, zero=zero))
+        return module
+
+    more = nn.Module()
+    more.w = nn.Parameter(ragged(2))
+    checkpoint = MemoryCheckpoint([detached(capture(model=[*chunks(), rest(), more]))])
+    target = [*chunks(zero=True), rest(zero=True)]
+    found = checkpoint.load({"model": target})
+    assert not found.missing
+    for module, rank, name in ((target[0], 0, "v"), (target[1], 2, "v"), (target[1], 3, "w"), (target[2], 0, "w")):
+        assert torch.equal(getattr(module, name).detach().run, ragged(rank).run)
+
+
+def test_extra_states_of_several_modules_with_one_name_are_replicas() -> None:
+    source = [with_extra({"scale": torch.arange(3.0), "step": 3})]
+    source.append(copy.deepcopy(source[0]))
+    target = [with_extra({}), with_extra({})]
+    save({"model": source}).load({"model": target})
+    for one in target:
+        assert torch.equal(one.extra["scale"], torch.arange(3.0)) and one.extra["step"] == 3
+    assert target[0].extra["scale"] is not target[1].extra["scale"]
+    source[1].extra["scale"][0] = 1.0
+    with pytest.raises(IncompatibleCheckpointError, match="model/_extra_state is held twice"):
+        capture(model=source)
+
+
+def test_what_several_modules_lack_is_missing_once() -> None:
+    found = save({"model": nn.Linear(2, 2, bias=False)}).load(
+        {"model": [nn.Linear(2, 2), nn.Linear(2, 2)]}, strict=False
+    )
+    assert set(found.missing) == {"model/bias"}

@@ -294,3 +294,92 @@ def test_an_optimizer_made_from_named_parameters_keeps_its_own_names() -> None:
     two = torch.optim.Adam([(f"my.{n}", p) for n, p in other.named_parameters()])
     save({"model": net, "optimizer": one}).load({"model": other, "optimizer": two})
     assert two.param_groups[0]["lr"] == 0.5 and two.param_groups[0]["param_names"][0] == "my.0.weight"
+
+
+class Chunks:
+    """Two chunks that hold the parameter "tied", each with an optimizer of its own, whose settings differ."""
+
+    def __init__(self, seed: int = 0, *, apart: bool = False, rates: tuple[float, float] = (0.5, 0.25)) -> None:
+        torch.manual_seed(seed)
+        self.modules = [nn.ParameterDict({"tied": torch.ones(3), str(i): torch.randn(3)}) for i in range(2)]
+        self.optimizers = []
+        for i, (module, rate) in enumerate(zip(self.modules, rates, strict=True)):
+            groups: list[dict[str, Any]] = [{"params": [module["tied"]]}, {"params": [module[str(i)]], "lr": rate / 2}]
+            made = torch.optim.Adam(groups if apart else module.parameters(), lr=rate)
+            self.optimizers.append(made)
+
+    def step(self) -> None:
+        for module, optimizer in zip(self.modules, self.optimizers, strict=True):
+            sum(p.square().sum() for p in module.parameters()).backward()
+            optimizer.step()
+            module["tied"].data.fill_(1.0)
+
+    @property
+    def states(self) -> dict[str, Any]:
+        return {"model": self.modules, "optimizer": self.optimizers}
+
+    @property
+    def rates(self) -> list[float]:
+        return [group["lr"] for optimizer in self.optimizers for group in optimizer.param_groups]
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["joined", "apart"])
+def test_replicas_keep_the_hyperparameters_of_their_own_optimizer(apart: bool) -> None:
+    source, target = Chunks(apart=apart), Chunks(1, apart=apart, rates=(9.0, 9.0))
+    source.step()
+    checkpoint = save(source.states)
+    found = checkpoint.load(target.states)
+    assert not found.missing and target.rates == source.rates
+    for one, two, module, other in zip(
+        source.optimizers, target.optimizers, source.modules, target.modules, strict=True
+    ):
+        assert_same_state(one, two, module, other)
+    states = [o.state[m["tied"]]["exp_avg"] for o, m in zip(target.optimizers, target.modules, strict=True)]
+    assert states[0].data_ptr() != states[1].data_ptr()
+
+    # In another order, a group is recognized by its other parameters; one of its own goes by its place.
+    target = Chunks(1, rates=(9.0, 9.0))
+    target.optimizers.reverse()
+    if not apart:
+        checkpoint.load(target.states)
+        assert target.rates == source.rates[::-1]
+
+
+def test_one_parameter_in_place_of_replicas_whose_hyperparameters_differ() -> None:
+    source = Chunks(apart=True)
+    checkpoint = save(source.states)
+    one = nn.ParameterDict({"tied": torch.ones(3)})
+    with pytest.raises(IncompatibleCheckpointError, match=r"'lr' is 0\.5 for 'tied', 0\.25 for 'tied'"):
+        checkpoint.load({"model": one, "optimizer": torch.optim.Adam(one.parameters())})
+    optimizer = torch.optim.Adam(one.parameters(), lr=7.0)
+    checkpoint.load({"model": one, "optimizer": optimizer}, strict=False)
+    assert optimizer.param_groups[0]["lr"] == 7.0
+
+
+def test_nested_state_of_replicas_is_not_shared() -> None:
+    source, target = Chunks(), Chunks(1)
+    for module, optimizer in zip(source.modules, source.optimizers, strict=True):
+        optimizer.state[module["tied"]] = {"factors": [torch.arange(4.0), 3]}
+    save(source.states).load(target.states)
+    loaded = [o.state[m["tied"]]["factors"] for o, m in zip(target.optimizers, target.modules, strict=True)]
+    for factors in loaded:
+        assert torch.equal(factors[0], torch.arange(4.0)) and factors[1] == 3
+    assert loaded[0][0] is not loaded[1][0] and loaded[0] is not loaded[1]
+    source.optimizers[1].state[source.modules[1]["tied"]]["factors"][1] = 4
+    with pytest.raises(IncompatibleCheckpointError, match="optimizer/state/tied is held twice"):
+        NativeFramework().capture(source.states)
+
+
+@pytest.mark.parametrize("case", ["two states", "one parameter", "explicit"])
+def test_equal_names_that_are_no_replicas_are_refused(case: str) -> None:
+    one, two = nn.Linear(2, 2), nn.Linear(2, 2)
+    states: dict[str, Any] = {"optimizer": [torch.optim.SGD(m.parameters(), lr=0.1) for m in (one, two)]}
+    names: dict[Any, str] | None = None
+    if case == "two states":
+        states |= {"generator": [one], "critic": [two]}
+    elif case == "one parameter":
+        states |= {"model": one, "optimizer": [torch.optim.SGD(one.parameters(), lr=0.1) for _ in range(2)]}
+    else:
+        names = {parameter: name for m in (one, two) for name, parameter in m.named_parameters()}
+    with pytest.raises(UsageError, match="'weight' names two parameters of the optimizer"):
+        NativeFramework().capture(states, names=names)

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bytecheckpoint.planning.replicas import group_equal
+from bytecheckpoint.planning.replicas import group_equal, repeated_rows
 from bytecheckpoint.representation.boxes import BoxTable
 
 # Few values, near and far: ties are frequent, and the far ones make the packed key overflow.
@@ -28,3 +28,8 @@ def test_the_argument_is_not_changed() -> None:
     table = BoxTable.build([3, 1, 3], [[0], [0], [0]], [[2], [2], [2]])
     assert group_equal(table).tolist() == [1, 0, 1]
     assert table.tensor.tolist() == [3, 1, 3]
+
+
+def test_repeated_rows_name_the_first_row_of_their_box() -> None:
+    assert repeated_rows(np.array([1, 0, 1, 2, 0, 1])) == [(0, 2), (1, 4), (0, 5)]
+    assert repeated_rows(np.array([2, 0, 1])) == [] == repeated_rows(np.zeros(0, np.int64))

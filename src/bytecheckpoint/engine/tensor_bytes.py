@@ -11,7 +11,7 @@ from torch._utils import _unflatten_dense_tensors
 
 from bytecheckpoint.storage.threads import parallel_map
 
-__all__ = ["copy_all", "dense", "flat_bytes", "movable", "views_at"]
+__all__ = ["copy_all", "dense", "flat_bytes", "movable", "same_bits", "views_at"]
 
 #: From this length on memcpy takes 0.6 of the time of torch's copy loop, which reads the target before it writes.
 _MEMCPY_BYTES = 64 << 10
@@ -48,6 +48,17 @@ def dense(tensor: torch.Tensor) -> torch.Tensor:
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """View the bytes of a contiguous tensor as uint8 of shape [nbytes]."""
     return movable(tensor).reshape(-1).view(torch.uint8)
+
+
+def same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Return whether two tensors of one shape and dtype hold the same bits; their strides and devices may differ."""
+    if first.data_ptr() == second.data_ptr() and first.stride() == second.stride() and first.device == second.device:
+        return True
+    if first.dtype == torch.complex128:
+        first, second = torch.view_as_real(first), torch.view_as_real(second)
+    # As integers: nan equals nan, and 0.0 differs from -0.0.
+    integer = _INTEGER[first.element_size()]
+    return torch.equal(first.view(integer), second.view(integer).to(first.device))
 
 
 def views_at(

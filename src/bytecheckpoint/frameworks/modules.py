@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
 
-from bytecheckpoint.errors import UsageError
+from bytecheckpoint.errors import IncompatibleCheckpointError
 from bytecheckpoint.frameworks.base import Destination, ParameterName, SavedStates, SavedTensor
 from bytecheckpoint.frameworks.objects.capture import encode_value
 from bytecheckpoint.frameworks.objects.reader import ValueReader
@@ -22,6 +24,7 @@ from bytecheckpoint.frameworks.tensors.dtypes import dtype_name
 from bytecheckpoint.frameworks.tensors.plain import is_tensor_like, lists_own_shards
 from bytecheckpoint.frameworks.wrappers import bare_name, walk_modules
 from bytecheckpoint.representation.shards import LiveShard, LiveState, TensorKey
+from bytecheckpoint.representation.values.codec import equal
 
 __all__ = [
     "ModuleScan",
@@ -57,7 +60,7 @@ class _NamedTensor:
     """One tensor of a kind.
 
     Attributes:
-        fqn: the first of its names.
+        fqn: the first of its names. Several tensors of a kind may have it: replicas, in several modules of a list.
         value: the tensor.
         aliases: its further names.
         hook_entry: (module, state_dict key) of a tensor that a hook made, whose memory is not the module's; else None.
@@ -76,15 +79,15 @@ class ModuleScan:
     Attributes:
         modules: the modules, in their order.
         tensors: each tensor once, in state_dict order.
-        values: FQN -> entry that is not a tensor of the module itself (extra states).
-        setters: FQN of such an entry -> the function that installs a loaded value.
+        values: FQN -> entries that are not tensors of a module itself (extra states), one of each module that has the FQN.
+        setters: FQN of such entries -> for each of them, the function that installs a loaded value.
         parameters: id of a parameter -> its name.
     """
 
     modules: list[_ScannedModule]
     tensors: list[_NamedTensor] = field(default_factory=list)
-    values: dict[str, Any] = field(default_factory=dict)
-    setters: dict[str, Callable[[Any], None]] = field(default_factory=dict)
+    values: dict[str, list[Any]] = field(default_factory=dict)
+    setters: dict[str, list[Callable[[Any], None]]] = field(default_factory=dict)
     parameters: dict[int, ParameterName] = field(default_factory=dict)
 
 
@@ -103,19 +106,16 @@ def as_modules(kind: str, value: object) -> list[nn.Module] | None:
 def scan_modules(
     kind: str, modules: Sequence[nn.Module], entries: Callable[[nn.Module], dict[str, Any]] | None = None
 ) -> ModuleScan:
-    """Find the names and tensors of `modules`.
+    """Find the names and tensors of `modules`. Tensors of several modules that share a name are replicas of one tensor.
 
     Args:
         kind: name of the state.
         modules: all modules of the kind.
         entries: returns the state_dict entries of a module, with keys as `walk_modules` prefixes them. None: call
             `state_dict`, which also makes FSDP2 reshard its parameters after an evaluation forward pass.
-
-    Raises:
-        UsageError: two modules use one FQN for different tensors.
     """
     scan = ModuleScan([_scan_module(m, entries) for m in modules])
-    tensors = _TensorNames(kind)
+    tensors = _TensorNames()
     for scanned in scan.modules:
         own = _OwnTensors(scanned)
         for key, value in scanned.entries.items():
@@ -125,11 +125,9 @@ def scan_modules(
                 assert isinstance(value, torch.Tensor)
                 tensors.add(fqn, value, None if own.share_memory(value) else (scanned, key))
                 continue
-            if fqn in scan.values:
-                raise UsageError(f"{kind}/{fqn} stands in two modules of the list: modules must not share names")
-            scan.values[fqn] = value
-            scan.setters[fqn] = _setter(scanned, key)
-    scan.tensors = [*tensors.by_id.values()]
+            scan.values.setdefault(fqn, []).append(value)
+            scan.setters.setdefault(fqn, []).append(_setter(scanned, key))
+    scan.tensors = tensors.named()
     scan.parameters = {id(tensor.value): (tensor.fqn, tensor.aliases) for tensor in scan.tensors}
     for scanned in scan.modules:
         _add_hidden_parameters(scan, scanned)
@@ -139,22 +137,48 @@ def scan_modules(
 class _TensorNames:
     """Collects the tensors of a kind: each once, under the first of its names, with the others as aliases."""
 
-    def __init__(self, kind: str) -> None:
-        self._kind = kind
-        self.by_id: dict[int, _NamedTensor] = {}
+    def __init__(self) -> None:
+        self._by_id: dict[int, _NamedTensor] = {}
         self._by_fqn: dict[str, _NamedTensor] = {}
+        self._replicated = False
 
     def add(self, fqn: str, value: torch.Tensor, hook_entry: tuple[_ScannedModule, str] | None) -> None:
         """Add a state_dict entry; the arguments are those of `_NamedTensor`."""
-        tensor = self.by_id.get(id(value))
+        tensor = self._by_id.get(id(value))
         if tensor is None:
-            tensor = self.by_id[id(value)] = _NamedTensor(fqn, value, (), hook_entry)
-        elif fqn not in self._by_fqn:
+            tensor = self._by_id[id(value)] = _NamedTensor(fqn, value, (), hook_entry)
+        elif fqn != tensor.fqn and fqn not in tensor.aliases:
             tensor.aliases += (fqn,)
         if self._by_fqn.setdefault(fqn, tensor) is not tensor:
-            raise UsageError(
-                f"{self._kind}/{fqn} names two different tensors: modules of one list must not share names"
-            )
+            self._replicated = True
+
+    def named(self) -> list[_NamedTensor]:
+        """Return the tensors. Those that share a name are replicas, and get the first of all their names."""
+        tensors = list(self._by_id.values())
+        if self._replicated:
+            first = _first_equivalent([(tensor.fqn, *tensor.aliases) for tensor in tensors])
+            for tensor in tensors:
+                names = (tensor.fqn, *tensor.aliases)
+                tensor.fqn = first[tensor.fqn]
+                tensor.aliases = tuple(name for name in names if name != tensor.fqn)
+        return tensors
+
+
+def _first_equivalent(groups: Sequence[tuple[str, ...]]) -> dict[str, str]:
+    """Map each name to the first name that is equivalent to it; names of one group are equivalent."""
+    order = {name: number for number, name in enumerate(dict.fromkeys(chain.from_iterable(groups)))}
+    first = {name: name for name in order}
+
+    def find(name: str) -> str:
+        while first[name] != name:
+            name = first[name]
+        return name
+
+    for name, *others in groups:
+        for other in others:
+            low, high = sorted((find(name), find(other)), key=order.__getitem__)
+            first[high] = low
+    return {name: find(name) for name in first}
 
 
 class _OwnTensors:
@@ -220,8 +244,19 @@ def capture_modules(kind: str, scan: ModuleScan) -> LiveState:
     for tensor in scan.tensors:
         add_shards(shards, TensorKey(kind, tensor.fqn), tensor.value, aliases=tensor.aliases)
     if scan.values:
-        state.tree = encode_value(kind, scan.values, shards)
+        state.tree = encode_value(kind, {fqn: values[0] for fqn, values in scan.values.items()}, shards)
+        _check_equal_values(kind, scan)
     return state
+
+
+def _check_equal_values(kind: str, scan: ModuleScan) -> None:
+    """Refuse to save extra states that share a name and differ."""
+    for fqn, (first, *others) in scan.values.items():
+        if not all(equal(first, other) for other in others):
+            raise IncompatibleCheckpointError(
+                f"{kind}/{fqn} is held twice by the modules of this rank, with different contents: keep replicas equal, "
+                "or give different extra states different names"
+            )
 
 
 def find_saved_parameter(kind: str, name: ParameterName, saved: SavedStates, into: Destination) -> SavedTensor | None:
@@ -284,10 +319,12 @@ def _load_values(kind: str, scan: ModuleScan, saved: SavedStates, into: Destinat
     reader.request_tensors()
     for fqn in scan.values:
         if fqn in found:
-            into.finish.append(partial(_install_value, scan.setters[fqn], reader, found[fqn]))
+            for number, setter in enumerate(scan.setters[fqn]):
+                into.finish.append(partial(_install_value, setter, reader, found[fqn], copies=number > 0))
         else:
             into.missing.append(str(TensorKey(kind, fqn)))
 
 
-def _install_value(setter: Callable[[Any], None], reader: ValueReader, value: object) -> None:
-    setter(reader.build(value, None))
+def _install_value(setter: Callable[[Any], None], reader: ValueReader, value: object, *, copies: bool) -> None:
+    built = reader.build(value, None)
+    setter(copy.deepcopy(built) if copies else built)

@@ -174,6 +174,7 @@ class _Attempt:
             view = SavedView(catalog, files, self._collective.rank)
             with gc_paused():
                 destination = adapter.destination(call.states, view, strict=call.strict, names=call.names)
+                destination.missing = list(dict.fromkeys(destination.missing))  # replicas lack the same tensor
                 self._phases.mark("destination")
                 refuse_missing(storage.url, destination.missing if call.strict else ())
                 fit = fit_wanted(storage.url, catalog, view, destination.wanted, chunk_bytes, cast=call.cast)

@@ -6,7 +6,7 @@ import numpy as np
 
 from bytecheckpoint.representation.boxes import BoxTable, Int64s
 
-__all__ = ["group_equal"]
+__all__ = ["group_equal", "repeated_rows"]
 
 
 def group_equal(table: BoxTable) -> Int64s:
@@ -36,6 +36,20 @@ def group_equal(table: BoxTable) -> Int64s:
             key += digit
             size *= base
     return _ranks(key)
+
+
+def repeated_rows(group: Int64s) -> list[tuple[int, int]]:
+    """List each row whose box an earlier row has too, as (first row with that box, this row).
+
+    Args:
+        group: number of each row's box, as `group_equal` returns it, [n].
+    """
+    if not len(group) or int(group.max()) + 1 == len(group):
+        return []
+    _, first = np.unique(group, return_index=True)
+    holder = first[group]
+    later = np.flatnonzero(holder != np.arange(len(group)))
+    return list(zip(holder[later].tolist(), later.tolist(), strict=True))
 
 
 def _digits(column: Int64s) -> tuple[Int64s, int]:

@@ -207,7 +207,7 @@ def _written(
     else:
         owner = assign(group, row_rank, group_bytes, world_size)
         written = np.flatnonzero(owner[group] == row_rank)
-    # A rank may hold a box in two rows (a tensor in two modules); the first row is written.
+    # A rank may hold a box in two rows (a tensor in two modules of a list); the first row is written.
     written_group = group[written]
     first = np.empty(groups, np.int64)
     first[written_group[::-1]] = written[::-1]
@@ -251,7 +251,7 @@ def _join_tensors(tables: Sequence[LocalTable]) -> tuple[list[TensorRecord], lis
                 tensors.append(record)
             elif tensors[number].dtype != record.dtype:
                 raise IncompatibleCheckpointError(
-                    f"{record.key} is {record.dtype} on rank {rank} and {tensors[number].dtype} on another rank; "
+                    f"{record.key} is {record.dtype} on rank {rank} and {tensors[number].dtype} elsewhere; "
                     f"one tensor has one dtype"
                 )
             elif set(record.aliases) - set(tensors[number].aliases):
@@ -305,8 +305,8 @@ def _shapes_of(
         given = tuple(row_shape[row, : row_ndim[row]].tolist())
         agreed_shape = tuple(shapes[tensor[row], : ndims[tensor[row]]].tolist())
         raise IncompatibleCheckpointError(
-            f"{tensors[int(tensor[row])].key} has global shape {given} on rank {int(row_rank[row])} and {agreed_shape} on "
-            f"another rank; give parts of a tensor as DTensors, and different tensors different names"
+            f"{tensors[int(tensor[row])].key} has global shape {given} on rank {int(row_rank[row])} and {agreed_shape} "
+            f"elsewhere; give parts of a tensor as DTensors, and different tensors different names"
         )
     return shapes, ndims
 

@@ -56,7 +56,8 @@ def save(
         async_checkpoint: return when the state is copied ("staged"), and write in the background.
         staging: with async_checkpoint, "blocking" returns when staged, "background" at once: the caller then waits
             for `handle.staged` before it changes its state.
-        check_replicas: compare the content of all copies of replicated tensors; differences are in the report.
+        check_replicas: compare the content of all copies of replicated tensors; differences are in the report. Copies on
+            one rank (in several modules or optimizers of a list) are always compared, and must be equal.
         names: parameter -> FQN (or FQN -> parameter), when an optimizer's module is not among `states`.
         metadata: the caller's own facts (plain JSON), stored in the catalog.
         step: the training step of the states. A save to which ranks bring different steps fails. By default the steps
@@ -70,6 +71,7 @@ def save(
 
     Raises:
         UsageError: wrong arguments, or an object that cannot be represented, by name. Nothing was written.
+        IncompatibleCheckpointError: copies of a tensor on one rank differ, or ranks disagree about a tensor, by name.
         StorageError: the storage refused (`StorageFullError`, `StorageUnavailableError`).
         PeerLostError, CheckpointTimeoutError: another rank is gone or hangs.
         CheckpointError: one of these on another rank, or in an earlier asynchronous save.

@@ -72,6 +72,7 @@ class LocalPlan:
         write_values: keys of the values that it writes; other ranks write the others.
         known_values: keys of all values of that save. A value that is not among them is written.
         table: the shards that the plan was made for.
+        replicas: pairs of shards of this rank that are one box of one tensor.
         layout: how the objects are distributed, on rank 0.
         targets: places of the shards in the staging pool.
     """
@@ -82,6 +83,7 @@ class LocalPlan:
     write_values: set[TensorKey]
     known_values: set[TensorKey]
     table: LocalTable
+    replicas: list[tuple[int, int]] = field(default_factory=list)
     layout: dict[str, Any] | None = None
     targets: KnownTargets = field(default_factory=KnownTargets)
 

@@ -9,6 +9,8 @@ import numpy as np
 from bytecheckpoint.engine.save_resources import SaveResources
 from bytecheckpoint.engine.staging import KnownTargets
 from bytecheckpoint.monitoring.garbage_collection import gc_paused
+from bytecheckpoint.planning.replicas import group_equal, repeated_rows
+from bytecheckpoint.planning.save_plan import all_rows
 from bytecheckpoint.representation.names import escape
 from bytecheckpoint.saving.call import SaveCall, SaveTask
 from bytecheckpoint.saving.channel import CoordinatorChannel
@@ -75,12 +77,16 @@ class RankPlanner:
         Args:
             channel: to the coordinator.
             dry: ask in any case, and only plan (`prepare`).
+
+        Raises:
+            IncompatibleCheckpointError: replicas on this rank differ.
         """
         table, key = self.state.described()
         cached = None if self._call.check_replicas or dry else self._plans.get(key)
         if cached is not None:
             self._plan, self.cached = cached, True
             self._task.layout = cached.layout
+            self.state.check_replicas(cached.replicas)
             return
         digests = self.state.shard_digests() if self._call.check_replicas else b""
         if self._origin.rank == 0 and not self._layout_captured:
@@ -90,6 +96,8 @@ class RankPlanner:
         response = channel.ask(request, self._call.settings.timeout)
         assert isinstance(response, PlanResponse), response
         self.adopt(response)
+        if not dry:
+            self.state.check_replicas(self.plan.replicas)
 
     def adopt(self, response: PlanResponse) -> None:
         """Make the coordinator's response this rank's plan, and cache it."""
@@ -104,6 +112,7 @@ class RankPlanner:
             write_values={unescaped(value) for value in response.values},
             known_values={value.key for value in self.state.values},
             table=table,
+            replicas=repeated_rows(group_equal(all_rows([table])[1])),
             layout=self._task.layout,
             targets=KnownTargets(len(files)),
         )

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 import xxhash
 
-from bytecheckpoint.engine.tensor_bytes import dense, flat_bytes
+from bytecheckpoint.engine.tensor_bytes import dense, flat_bytes, same_bits
+from bytecheckpoint.errors import IncompatibleCheckpointError
 from bytecheckpoint.monitoring.garbage_collection import gc_paused
 from bytecheckpoint.planning.save_plan import LocalTable, describe
 from bytecheckpoint.representation.catalog import VALUES_SLOT
@@ -88,6 +89,20 @@ class CapturedState:
         for i, shard in enumerate(self.shards):
             sums[i] = xxhash.xxh3_64_intdigest(content_digest(dense(shard.data.cpu()), shard.dtype))
         return sums.tobytes()
+
+    def check_replicas(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Check that pairs of shards, which are one box of one tensor, have one content.
+
+        Raises:
+            IncompatibleCheckpointError: two differ; the message names the tensor.
+        """
+        for first, second in pairs:
+            shard, replica = self.shards[first], self.shards[second]
+            if not same_bits(shard.data, replica.data):
+                raise IncompatibleCheckpointError(
+                    f"{shard.key} is held twice by the modules or optimizers of this rank, with different contents: keep "
+                    "replicas equal, or give different tensors different names"
+                )
 
     def release(self) -> None:
         """Let go of the live tensors, which the caller changes from now on."""

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch.optim import Optimizer
 
-from bytecheckpoint.errors import UsageError
+from bytecheckpoint.errors import IncompatibleCheckpointError, UsageError
 from bytecheckpoint.frameworks.base import ParameterName
 from bytecheckpoint.frameworks.objects.capture import tensor_name
-from bytecheckpoint.frameworks.optimizers.names import NOT_HYPERPARAMETERS, ParameterNames, named_groups
-from bytecheckpoint.frameworks.optimizers.tree import pack_tensors, state_reference
+from bytecheckpoint.frameworks.optimizers.names import NOT_HYPERPARAMETERS, ParameterNames, ParamGroup, named_groups
+from bytecheckpoint.frameworks.optimizers.tree import comparable_bytes, pack_tensors, state_reference
 from bytecheckpoint.frameworks.tensors.discovery import add_shards
 from bytecheckpoint.frameworks.tensors.dtensors import is_dtensor, local_tensor
 from bytecheckpoint.representation.shards import LiveShard, LiveState, TensorKey
@@ -36,12 +37,18 @@ def capture_optimizers(
     state = LiveState(kind, merged=True)
     groups = named_groups(kind, optimizers, names)
     with_values: dict[str, _CapturedParameter] = {}  # by FQN
+    replicas: dict[str, list[_CapturedParameter]] = {}  # by FQN
     for group in groups:
         all_state = group.optimizer.state
         for parameter, name in zip(group.params, group.names, strict=True):
             own = all_state.get(parameter)
-            if own and (captured := _capture_state(kind, name, parameter, own, state.shards)).values:
-                with_values[name[0]] = captured
+            if not own:
+                continue
+            captured = _capture_state(kind, name, parameter, own, state.shards)
+            if captured.values:
+                with_values.setdefault(name[0], captured)
+            if id(parameter) in names.replicas:
+                replicas.setdefault(name[0], []).append(captured)
     tree = {
         "groups": [
             {
@@ -51,7 +58,7 @@ def capture_optimizers(
             for group in groups
         ],
         "state": {fqn: captured.values for fqn, captured in with_values.items()},
-        "aliases": {fqn: list(aliases) for group in groups for fqn, aliases in group.names if aliases},
+        "aliases": _aliases(groups),
         "globals": [
             {key: pack_tensors(value) for key, value in o.state.items() if not isinstance(key, torch.Tensor)}
             for o in optimizers
@@ -60,22 +67,38 @@ def capture_optimizers(
         **({"complete": True} if complete else {}),
     }
 
-    def add_nested(path: tuple[object, ...], tensor: torch.Tensor) -> str:
+    def add_nested(
+        path: tuple[object, ...], tensor: torch.Tensor, owners: Mapping[str, _CapturedParameter] = with_values
+    ) -> str:
         """Store a tensor that lies inside a plain value, under a slot of its own; return the reference to it."""
         if path[0] != "state":
             raise UsageError(
                 f"{kind}/{key_of_path(path)}: a tensor in a value of this type cannot be stored: use dicts, lists"
             )
         fqn = str(path[1])
-        owner = with_values[fqn]
+        owner = owners[fqn]
         slot = tensor_name(path[2:], owner.slots)
         owner.slots[slot] = tensor
         like = layout_of(tensor, owner.parameter)
         add_shards(state.shards, TensorKey(kind, fqn, slot), tensor, aliases=owner.aliases, like=like)
         return state_reference(fqn, slot)
 
+    for fqn, (first, *others) in replicas.items():
+        for other in others:
+            _check_equal_state(kind, fqn, first, other)
+            encode({"state": {fqn: other.values}}, on_tensor=partial(add_nested, owners={fqn: other}))
     state.tree = encode(tree, on_tensor=add_nested)
     return state
+
+
+def _aliases(groups: Sequence[ParamGroup]) -> dict[str, list[str]]:
+    """Return the further names of each parameter that has some: those of all its replicas."""
+    found: dict[str, list[str]] = {}
+    for group in groups:
+        for fqn, aliases in group.names:
+            if aliases:
+                found[fqn] = list(dict.fromkeys((*found.get(fqn, ()), *aliases)))
+    return found
 
 
 class _CapturedParameter(NamedTuple):
@@ -103,6 +126,15 @@ def _capture_state(
         else:
             values[slot] = value
     return _CapturedParameter(parameter, aliases, slots, values)
+
+
+def _check_equal_state(kind: str, fqn: str, first: _CapturedParameter, other: _CapturedParameter) -> None:
+    """Refuse state of two replicas that differs in anything but the content of tensors, which the save compares."""
+    if first.slots.keys() != other.slots.keys() or comparable_bytes(first.values) != comparable_bytes(other.values):
+        raise IncompatibleCheckpointError(
+            f"{kind}/state/{fqn} is held twice by the optimizers of this rank, with different contents: keep the state of "
+            "replicas equal, or give different parameters different names"
+        )
 
 
 def layout_of(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor | None:

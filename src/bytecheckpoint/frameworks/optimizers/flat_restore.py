@@ -240,8 +240,7 @@ class _RangeRestore:
             # Tied here, but stored separately: the load knows the other copies.
             into.recognized.update(other.key for name in names for other in saved.slots(kind, (name,)))
         self.values = trees.values_of(self.fqn, self._aliases)
-        (group,) = trees.groups_of([(self.fqn, self._aliases)])
-        self.known = self.has_state or group is not None
+        self.known = self.has_state or trees.knows((self.fqn, self._aliases))
         return self.has_state
 
     def _request(self, found: SavedTensor, into: Destination) -> None:

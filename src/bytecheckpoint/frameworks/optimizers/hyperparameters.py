@@ -25,7 +25,7 @@ def load_hyperparameters(
     kind: str,
     index: int,
     group: ParamGroup,
-    saved_groups: Sequence[dict[str, Any] | None],
+    saved_groups: Sequence[Sequence[dict[str, Any]]],
     into: Destination,
     *,
     strict: bool,
@@ -36,7 +36,8 @@ def load_hyperparameters(
         kind: name of the state.
         index: number of the live group.
         group: the live group.
-        saved_groups: the saved group of each of its parameters; None where the checkpoint has none.
+        saved_groups: the saved groups of each of its parameters: none if the checkpoint has none, several for a parameter
+            that had replicas, if it stands for more than one of them.
         into: receives the plan.
         strict: as in `load`.
 
@@ -47,8 +48,8 @@ def load_hyperparameters(
         IncompatibleCheckpointError: the saved groups differ, and `strict` is set.
     """
     sources: dict[int, tuple[dict[str, Any], str]] = {}
-    for (fqn, _), saved_group in zip(group.names, saved_groups, strict=True):
-        if saved_group is not None:
+    for (fqn, _), found in zip(group.names, saved_groups, strict=True):
+        for saved_group in found:
             sources.setdefault(id(saved_group), (saved_group, fqn))
     if not sources:
         return {}

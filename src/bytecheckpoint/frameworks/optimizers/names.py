@@ -20,9 +20,15 @@ NOT_HYPERPARAMETERS = frozenset({"params", "param_names"})
 
 @dataclass(frozen=True, slots=True)
 class ParameterNames:
-    """id of a parameter -> its name, from the modules of the same states and from an explicit mapping."""
+    """Names of parameters, from the modules of the same states and from an explicit mapping.
+
+    Attributes:
+        by_id: id of a parameter -> its name.
+        replicas: ids of the parameters that share their name with others of one list of modules, and with no others.
+    """
 
     by_id: Mapping[int, ParameterName]
+    replicas: frozenset[int] = frozenset()
 
     @staticmethod
     def build(scanned: Sequence[Mapping[int, ParameterName]], names: UserNames | None) -> ParameterNames:
@@ -45,7 +51,23 @@ class ParameterNames:
                     f"{type(value).__name__}"
                 )
             merged[id(parameter)] = (fqn, ())
-        return ParameterNames(merged)
+        return ParameterNames(merged, _replicas(merged, scanned))
+
+
+def _replicas(by_id: Mapping[int, ParameterName], scanned: Sequence[Mapping[int, ParameterName]]) -> frozenset[int]:
+    """Return the ids of the parameters that share their name with others of one item of `scanned`, and with no others."""
+    if len({fqn for fqn, _ in by_id.values()}) == len(by_id):
+        return frozenset()
+    holders: dict[str, list[tuple[int, int]]] = {}  # name -> (id, number of the item)
+    for number, name in by_id.items():
+        item = next((i for i, parameters in enumerate(scanned) if parameters.get(number) == name), -1)
+        holders.setdefault(name[0], []).append((number, item))
+    return frozenset(
+        number
+        for found in holders.values()
+        if len(found) > 1 and len({item for _, item in found}) == 1 and found[0][1] >= 0
+        for number, _ in found
+    )
 
 
 @dataclass(slots=True)
@@ -57,12 +79,14 @@ class ParamGroup:
         live: its param group.
         params: the parameters of the group.
         names: their names, in the same order.
+        copies: for each of them, the number of its replicas in earlier groups.
     """
 
     optimizer: Optimizer
     live: dict[str, Any]
     params: list[torch.Tensor]
     names: list[ParameterName]
+    copies: list[int]
 
 
 def as_optimizers(kind: str, value: object) -> list[Optimizer] | None:
@@ -80,9 +104,9 @@ def named_groups(kind: str, optimizers: Sequence[Optimizer], names: ParameterNam
     """Return all param groups of `optimizers` with the names of their parameters.
 
     Raises:
-        UsageError: a parameter has no name, or one name (or parameter) stands in two groups.
+        UsageError: a parameter has no name or stands in two groups, or two parameters that are not replicas share a name.
     """
-    seen: set[str] = set()
+    seen: dict[str, list[int]] = {}  # name -> ids of its parameters
     groups: list[ParamGroup] = []
     for optimizer in optimizers:
         if type(optimizer).__name__ == "ZeroRedundancyOptimizer":
@@ -92,6 +116,7 @@ def named_groups(kind: str, optimizers: Sequence[Optimizer], names: ParameterNam
         for index, group in enumerate(optimizer.param_groups):
             params: list[torch.Tensor] = group["params"]
             found: list[ParameterName] = []
+            copies: list[int] = []
             for position, parameter in enumerate(params):
                 name = names.by_id.get(id(parameter))
                 if name is None:
@@ -100,12 +125,14 @@ def named_groups(kind: str, optimizers: Sequence[Optimizer], names: ParameterNam
                         f"{tuple(parameter.shape)}, group {index}, position {position}): put its module into the "
                         "same states, or pass names="
                     )
-                if name[0] in seen:
+                earlier = seen.setdefault(name[0], [])
+                if earlier and (id(parameter) in earlier or id(parameter) not in names.replicas):
                     raise UsageError(
                         f"{kind}: {name[0]!r} names two parameters of the optimizer(s), or one that stands in two groups: "
                         "pass names= that tell them apart"
                     )
-                seen.add(name[0])
                 found.append(name)
-            groups.append(ParamGroup(optimizer, group, params, found))
+                copies.append(len(earlier))
+                earlier.append(id(parameter))
+            groups.append(ParamGroup(optimizer, group, params, found, copies))
     return groups

@@ -74,14 +74,14 @@ def load_optimizers(
     trees = SavedTrees(kind, saved, groups)
     stateless: list[str] = []
     for index, group in enumerate(groups):
-        saved_groups = trees.groups_of(group.names)
-        for parameter, (fqn, _), saved_group in zip(group.params, group.names, saved_groups, strict=True):
+        saved_groups = trees.groups_of(group)
+        for parameter, (fqn, _), found in zip(group.params, group.names, saved_groups, strict=True):
             # ZeRO's groups have trained parameters only; a frozen one needs no hyperparameters.
-            if saved_group is None and parameter.requires_grad:
+            if not found and parameter.requires_grad:
                 into.missing.append(f"{kind}/param_groups/{fqn}")
         settings = load_hyperparameters(kind, index, group, saved_groups, into, strict=strict)
         on_device = any(settings.get(key, group.live.get(key)) for key in ("capturable", "fused"))
-        for parameter, name, saved_group in zip(group.params, group.names, saved_groups, strict=True):
+        for parameter, name, found in zip(group.params, group.names, saved_groups, strict=True):
             restore: ParameterRestore
             if restorer is None:
                 restore = PlainParameterRestore(kind, group.optimizer, parameter, name, on_device)
@@ -89,7 +89,7 @@ def load_optimizers(
                 restore = restorer(group.optimizer, parameter, name, on_device)
             if restore.plan(saved, trees, into):
                 into.finish.append(restore.install)
-            elif saved_group is not None:
+            elif found:
                 into.finish.append(restore.clear)
                 stateless.append(name[0])
     if stateless:
@@ -125,12 +125,13 @@ class PlainParameterRestore:
         names = (self._fqn, *self._aliases)
         live = self._optimizer.state.get(self._parameter) or {}
         used: set[int] = set()
+        self._values, nested = trees.take_values(self._fqn, self._aliases)
         for found in saved.slots(self._kind, names):
             slot = found.key.slot
             into.recognized.add(found.key)
             if is_unused_master(slot, live, self._optimizer, trees.optimizer_types):
                 continue
-            target = trees.nested.get((found.key.fqn, slot))
+            target = nested.get((found.key.fqn, slot))
             if target is None:
                 target = live.get(slot)
                 if not (isinstance(target, torch.Tensor) and id(target) not in used and self._fits(target, found)):
@@ -142,7 +143,6 @@ class PlainParameterRestore:
         if self._aliases:
             # Tied here, but stored separately (two pipeline stages): the load knows the other copies.
             into.recognized.update(other.key for name in names for other in saved.slots(self._kind, (name,)))
-        self._values = trees.values_of(self._fqn, self._aliases)
         return bool(self._tensors or self._values)
 
     def install(self) -> None:

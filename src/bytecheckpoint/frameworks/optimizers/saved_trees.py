@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -16,6 +17,8 @@ from bytecheckpoint.frameworks.optimizers.tree import TREE_KEYS, parse_state_ref
 from bytecheckpoint.representation.values.codec import decode
 
 __all__ = ["SavedTrees"]
+
+_Found = TypeVar("_Found")
 
 
 class SavedTrees:
@@ -30,7 +33,8 @@ class SavedTrees:
         live: the param groups to find.
 
     Attributes:
-        groups: saved FQN -> saved param group.
+        groups: saved FQN -> the saved param groups that have the parameter or a replica of it, each with the number of
+            its tree in the order of reading.
         values: saved FQN -> state that is not plain tensors.
         fqn_of_alias: alias -> saved FQN.
         globals: state that belongs to no parameter, one dict per optimizer.
@@ -39,7 +43,7 @@ class SavedTrees:
     """
 
     def __init__(self, kind: str, saved: SavedStates, live: Sequence[ParamGroup]) -> None:
-        self.groups: dict[str, dict[str, Any]] = {}
+        self.groups: dict[str, list[tuple[int, dict[str, Any]]]] = {}
         self.values: dict[str, dict[Any, Any]] = {}
         self.fqn_of_alias: dict[str, str] = {}
         self.globals: list[dict[Any, Any]] = []
@@ -48,6 +52,7 @@ class SavedTrees:
         self._kind = kind
         self._saved = saved
         self._live = live
+        self._taken: set[int] = set()  # ids of the values that a parameter has got
         self._live_parameters: dict[str, torch.Tensor] | None = None  # by saved name
         missing = [name for group in live for name in group.names]
         all_names = [name for fqn, aliases in missing for name in (fqn, *aliases)]
@@ -55,14 +60,13 @@ class SavedTrees:
             tree = self._read(blob)
             for group in tree["groups"]:
                 for fqn in group["params"]:
-                    self.groups.setdefault(fqn, group)
+                    self.groups.setdefault(fqn, []).append((position, group))
             for fqn, values in tree["state"].items():
                 self.values.setdefault(fqn, values)
             if position == 0:
                 self.globals = tree["globals"]
             if tree.get("complete", False):
-                found = self.groups_of(missing)
-                missing = [name for name, group in zip(missing, found, strict=True) if group is None]
+                missing = [name for name in missing if not self.knows(name)]
                 if not missing:
                     break
 
@@ -105,15 +109,52 @@ class SavedTrees:
             }
         return self._live_parameters.get(saved_fqn)
 
-    def groups_of(self, names: Sequence[ParameterName]) -> list[dict[str, Any] | None]:
-        """Return the saved param group of each parameter, found by any of its names."""
-        return [self._by_name(self.groups, fqn, aliases) for fqn, aliases in names]
+    def knows(self, name: ParameterName) -> bool:
+        """Return whether a saved param group has the parameter."""
+        return bool(self._by_name(self.groups, *name))
+
+    def groups_of(self, group: ParamGroup) -> list[list[dict[str, Any]]]:
+        """Return for each parameter of a live group the saved groups that its hyperparameters come from.
+
+        They are none or one, unless the parameter had replicas in several saved groups. Then it is the group that has
+        other parameters of the live group too, else the one of the replica with the same number. All of them, if the
+        number of replicas differs.
+        """
+        named = [self._by_name(self.groups, *name) or [] for name in group.names]
+        sole = {id(found[0][1]) for found in named if len(found) == 1}
+        return [
+            [saved for _, saved in found] if len(found) < 2 else self._groups_of_replica(found, sole, name, number)
+            for found, name, number in zip(named, group.names, group.copies, strict=True)
+        ]
+
+    def _groups_of_replica(
+        self, found: list[tuple[int, dict[str, Any]]], sole: set[int], name: ParameterName, number: int
+    ) -> list[dict[str, Any]]:
+        for _, saved in found:
+            if id(saved) in sole:
+                return [saved]
+        # Other trees describe replicas on other ranks.
+        own = [saved for tree, saved in found if tree == found[0][0]]
+        live = sum(fqn == name[0] for group in self._live for fqn, _ in group.names)
+        return [own[number]] if len(own) == live else own
 
     def values_of(self, fqn: str, aliases: tuple[str, ...]) -> dict[Any, Any]:
         """Return the saved state of a parameter that is not plain tensors."""
         return self._by_name(self.values, fqn, aliases) or {}
 
-    def _by_name(self, table: dict[str, dict[Any, Any]], fqn: str, aliases: tuple[str, ...]) -> dict[Any, Any] | None:
+    def take_values(
+        self, fqn: str, aliases: tuple[str, ...]
+    ) -> tuple[dict[Any, Any], Mapping[tuple[str, str], torch.Tensor]]:
+        """Return `values_of` a parameter and `nested`; for a further replica of the parameter, copies of both."""
+        values = self.values_of(fqn, aliases)
+        if id(values) not in self._taken:
+            self._taken.add(id(values))
+            return values, self.nested
+        copies: dict[int, Any] = {}
+        values = copy.deepcopy(values, copies)
+        return values, {key: copies[id(tensor)] for key, tensor in self.nested.items() if id(tensor) in copies}
+
+    def _by_name(self, table: Mapping[str, _Found], fqn: str, aliases: tuple[str, ...]) -> _Found | None:
         found = table.get(fqn)
         if found is None and (aliases or self.fqn_of_alias):
             for name in (fqn, *aliases):
