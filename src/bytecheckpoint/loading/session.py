@@ -15,7 +15,7 @@ from bytecheckpoint.collectives.agreement import Agreement
 from bytecheckpoint.engine.catalogs import read_catalog
 from bytecheckpoint.engine.exchange import Exchange
 from bytecheckpoint.engine.file_set import FileSet
-from bytecheckpoint.engine.peer_memory import allow_peer_reads, peer_handshake
+from bytecheckpoint.engine.peer_memory import peer_handshake
 from bytecheckpoint.engine.reading import read_all
 from bytecheckpoint.engine.scatter import ScatterPlan
 from bytecheckpoint.errors import (
@@ -218,7 +218,7 @@ class _Attempt:
         opened = self._checkpoint
         with _detect_replacement(opened.storage, opened.data):
             scatter = ScatterPlan(opened.fit.plan, opened.fit.targets)
-            exchange, private = self._exchange(stack, scatter, decision)
+            exchange, private = self._exchange(scatter, decision)
             if exchange is not None:
                 # Other ranks copy from this rank's memory until all have agreed; the stack is closed then.
                 stack.callback(exchange.release)
@@ -264,9 +264,7 @@ class _Attempt:
         assert self._opened is not None, "the checkpoint is open"
         return self._opened
 
-    def _exchange(
-        self, stack: contextlib.ExitStack, scatter: ScatterPlan, decision: FitDecision
-    ) -> tuple[Exchange | None, Sequence[int]]:
+    def _exchange(self, scatter: ScatterPlan, decision: FitDecision) -> tuple[Exchange | None, Sequence[int]]:
         """Plan the exchange of what several ranks want; return it with the ranges that this rank reads for itself."""
         opened = self._checkpoint
         shared = SharedChunks.from_columns(decision.shared)
@@ -276,7 +274,6 @@ class _Attempt:
         ranges = ranges_of(scatter.plan)
         overlap = self._call.overlap
         plan = exchange_plan_of_rank(shared, ranges if overlap else ranges[:0], opened.fit.chunk_bytes)
-        stack.enter_context(allow_peer_reads())
         exchange = Exchange(
             self._collective,
             f"{self._tag}/exchange",
