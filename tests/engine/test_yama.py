@@ -19,6 +19,7 @@ import bytecheckpoint
 from bytecheckpoint.engine import peer_memory
 from bytecheckpoint.engine.exchange_rounds import Machines
 from bytecheckpoint.engine.peer_memory import peer_handshake
+from tests.support.memory import as_on_disk
 from tests.support.worlds import on_ranks
 
 _ELEMENTS = 4 << 20
@@ -76,7 +77,7 @@ def test_memory_is_open_before_the_handshake_is_sent_and_stays_open(tmp_path: Pa
     target = {"w": torch.zeros_like(state["w"])}
     yama = _Yama(tmp_path, delay=0.3 * rank)
     with yama.in_force():
-        report = bytecheckpoint.load(tmp_path / "step", {"model": target})
+        report = bytecheckpoint.load(as_on_disk(tmp_path / "step"), {"model": target})
     assert torch.equal(target["w"], state["w"])
     assert yama.refused == 0
     assert yama.bytes_read >= report.bytes_received > 0

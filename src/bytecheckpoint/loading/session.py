@@ -179,8 +179,7 @@ class _Attempt:
                 fit = fit_wanted(storage.url, catalog, view, destination.wanted, chunk_bytes, cast=call.cast)
                 self._phases.mark("plan")
         self._opened = _OpenCheckpoint(storage, catalog, data, files, view, destination, fit)
-        exchanges = call.overlap and self._collective.world_size > 1
-        ranges = ranges_of(fit.plan).tobytes() if exchanges else b""
+        ranges = ranges_of(fit.plan).tobytes() if self._exchanges() else b""
         return FitReport(
             catalog=xxhash.xxh3_128_digest(data),
             recognized=recognized_bitmap(catalog.count, view.numbers(list(destination.recognized))),
@@ -264,16 +263,20 @@ class _Attempt:
         assert self._opened is not None, "the checkpoint is open"
         return self._opened
 
+    def _exchanges(self) -> bool:
+        """Whether this rank exchanges with others: not if it reads from memory, which a copy from a rank is too."""
+        return self._call.overlap and self._collective.world_size > 1 and not self._checkpoint.files.in_memory
+
     def _exchange(self, scatter: ScatterPlan, decision: FitDecision) -> tuple[Exchange | None, Sequence[int]]:
         """Plan the exchange of what several ranks want; return it with the ranges that this rank reads for itself."""
         opened = self._checkpoint
         shared = SharedChunks.from_columns(decision.shared)
         if not len(shared):
             return None, range(len(scatter.plan.file))
-        # A rank that asked for no exchange (overlap_loading=False) still takes part in the others' messages.
+        # A rank that does not exchange still takes part in the others' messages.
         ranges = ranges_of(scatter.plan)
-        overlap = self._call.overlap
-        plan = exchange_plan_of_rank(shared, ranges if overlap else ranges[:0], opened.fit.chunk_bytes)
+        exchanges = self._exchanges()
+        plan = exchange_plan_of_rank(shared, ranges if exchanges else ranges[:0], opened.fit.chunk_bytes)
         exchange = Exchange(
             self._collective,
             f"{self._tag}/exchange",
@@ -286,7 +289,7 @@ class _Attempt:
             chunks_per_round=decision.chunks_per_round,
             settings=self._call.settings,
         )
-        return exchange, plan.private.tolist() if overlap else range(len(ranges))
+        return exchange, plan.private.tolist() if exchanges else range(len(ranges))
 
 
 @contextlib.contextmanager
