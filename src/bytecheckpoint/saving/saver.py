@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future
 
 from bytecheckpoint.errors import CheckpointError
+from bytecheckpoint.frameworks.tensors.plain import is_lazy_view
 from bytecheckpoint.handles import SaveHandle, SaveReport, fail_handle, pending
 from bytecheckpoint.monitoring.phases import Phases
 from bytecheckpoint.saving.call import SaveCall, SaveTask
@@ -115,6 +117,9 @@ class Saver:
         world = self._world
         call = self._make_call()
         states = call.framework.capture(call.states, names=call.names)
+        for shard in itertools.chain.from_iterable(state.shards for state in states):
+            if is_lazy_view(shard.data):
+                shard.data = shard.data.resolve_conj().resolve_neg()
         self._session = SaveSession(
             world.collective, world.resources, call, self._task, self._channel, states, self._phases
         )
