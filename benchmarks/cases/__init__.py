@@ -43,7 +43,7 @@ CASES: dict[str, Case] = {
     "interference": Case(interference),
     "slice": Case(slices),
     "reshard": Case(reshard, (1, 2, 4)),
-    "cuts": Case(cuts, (1, 2, 4)),
+    "cuts": Case(cuts, (1, 2, 4), ("tmpfs", "disk")),
     "ddp": Case(ddp_load, (2, 4)),
     "irregular": Case(irregular, (2, 4)),
     "planning": Case(planning),

@@ -54,7 +54,7 @@ def cuts(bench: Bench) -> None:
     loads = {f"rows {ranks} to {world}": (f"by-{ranks}", rows) for ranks in (world, *_SAVED_BY)}
     loads |= {f"rows {world} to columns {world}": (f"by-{world}", columns)}
     loads |= {f"rows {world} to DDP {world}": (f"by-{world}", replica)}
-    for slow in (False, True) if world > 1 else (False,):
+    for slow in (False, True) if world > 1 and bench.place == "tmpfs" else (False,):
         arms = []
         for name, (folder, target) in loads.items():
             for overlap in (True, False) if world > 1 else (True,):
