@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from benchmarks.bench import Bench
+from benchmarks.cases.cuts import cuts
 from benchmarks.cases.ddp import ddp_load
 from benchmarks.cases.fresh_process import first_calls
 from benchmarks.cases.interference import interference
@@ -42,6 +43,7 @@ CASES: dict[str, Case] = {
     "interference": Case(interference),
     "slice": Case(slices),
     "reshard": Case(reshard, (1, 2, 4)),
+    "cuts": Case(cuts, (1, 2, 4), ("tmpfs", "disk")),
     "ddp": Case(ddp_load, (2, 4)),
     "irregular": Case(irregular, (2, 4)),
     "planning": Case(planning),

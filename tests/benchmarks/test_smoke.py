@@ -85,7 +85,7 @@ def test_case_of_one_rank(name: str, place: str, peers: list[Peer], tmp_path: Pa
 @pytest.mark.timeout(600)
 def test_the_command_runs_the_cases_of_several_ranks(tmp_path: Path) -> None:
     command = python("-m", "benchmarks", "--short", "--size", 1, "--tensors", 40, "--rounds", 1)
-    command += ["--worlds", "1", "2", "4", "--places", "tmpfs", "--only", "reshard", "ddp", "slice"]
+    command += ["--worlds", "1", "2", "4", "--places", "tmpfs", "--only", "reshard", "cuts", "ddp", "slice"]
     command += ["--peers", "DCP", "--out", str(tmp_path)]
     done = subprocess.run(
         command, env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=580, check=False
@@ -94,6 +94,8 @@ def test_the_command_runs_the_cases_of_several_ranks(tmp_path: Path) -> None:
     results = [Result(**r) for r in json.loads((tmp_path / "results.json").read_text())["results"]]
     _sane(results)
     assert {(r.case, r.world) for r in results} >= {
+        ("cuts", 1),
+        ("cuts, slow storage", 4),
         ("DDP load", 2),
         ("DDP load", 4),
         ("load at a layout", 2),

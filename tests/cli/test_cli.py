@@ -160,6 +160,13 @@ def test_inspect(cli: Cli, root: Path) -> None:
     assert "values" not in found
 
 
+def test_inspect_refuses_a_rank_that_did_not_save(cli: Cli, root: Path) -> None:
+    for options in ([], ["--values"]):
+        done = cli("inspect", root / "step_9", "--rank", 7, *options)
+        assert done.code != 0 and "has no rank 7: it was saved by rank 0 only" in done.err
+        assert cli("inspect", root / "step_9", "--rank", 0, *options).code == 0
+
+
 def test_inspect_values_as_json(cli: Cli, root: Path) -> None:
     found = cli("inspect", root / "step_9", "extra_states/*", "--values", "--json").json
     values = {value["key"]: (value["type"], value["value"]) for value in found["values"]}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tests.support.memory import as_on_disk
 from tests.support.worlds import World
 
 SIZE = (40 << 20) + 1236
@@ -23,7 +24,7 @@ def load_on_two_hosts(path: str) -> tuple[int, int, list[int]]:
     collective = current()
     collective.host = f"host {rank // 2}"
     filled = torch.zeros_like(expected)
-    report = bytecheckpoint.load(path, {"model": {"w": filled}})
+    report = bytecheckpoint.load(as_on_disk(path), {"model": {"w": filled}})
     assert torch.equal(filled, expected)
     mesh = collective._mesh  # type: ignore[attr-defined]
     linked = sorted(peer.rank for peer in mesh._peers.values() if peer.link is not None)

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from itertools import pairwise
 
+import psutil
 import pytest
 
 from bytecheckpoint.collectives.inbox import Inbox
-from bytecheckpoint.collectives.transport.sockets import local_addresses
+from bytecheckpoint.collectives.transport.sockets import is_loopback, local_addresses
 from bytecheckpoint.collectives.transport.star import Hub, Spoke, Star
 from bytecheckpoint.collectives.transport.wire import Kind, header
-from bytecheckpoint.errors import CheckpointTimeoutError, PeerLostError
+from bytecheckpoint.errors import CheckpointError, CheckpointTimeoutError, PeerLostError
 from tests.servers.process import free_port
+from tests.support.system_calls import failing
 
 MIB = 1 << 20
 SECRET = b"s" * 32
@@ -101,7 +105,46 @@ def test_rank_0_that_cannot_be_reached_is_an_error_in_time() -> None:
 
 def test_addresses_follow_the_route_to_the_master() -> None:
     assert local_addresses("127.0.0.1")[0] == "127.0.0.1"
-    assert local_addresses(None) == local_addresses("no such host.invalid") == [socket.gethostname()]
+    assert local_addresses(None) == local_addresses("no such host.invalid")
+    assert local_addresses(None)[0] == socket.gethostname()
+
+
+def test_the_addresses_of_all_interfaces_are_offered() -> None:
+    """Without MASTER_ADDR another machine may not know this one's name."""
+    up = [name for name, found in psutil.net_if_stats().items() if found.isup]
+    first = [
+        next((a.address for a in psutil.net_if_addrs().get(name, []) if a.family == socket.AF_INET), None)
+        for name in up
+    ]
+    expected = {address for address in first if address and not address.startswith("127.")}
+    offered = local_addresses(None)[1:]
+    assert expected <= set(offered)
+    assert not any(is_loopback(address) or address.startswith("fe80") for address in offered)
+    assert all(":" in later for address, later in pairwise(offered) if ":" in address), "IPv4 first"
+    for address in offered:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        with socket.create_server((address, 0), family=family) as server:
+            socket.create_connection(server.getsockname()[:2], 5).close()
+
+
+def test_an_unknown_name_of_rank_0_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: "no such host.invalid")
+    addresses = local_addresses(None)
+    if len(addresses) == 1:
+        pytest.skip("this machine has no interface but loopback")
+    center = hub(2)
+    outer = spoke(1, 2)
+    outer.connect(addresses, center.port, 20)
+    assert not is_loopback(outer.hub_address)
+    for loop in (outer, center):
+        loop.leave()
+    assert outer.join(10) and center.join(10)
+
+
+def test_a_denied_socket_pair_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    failing(monkeypatch, "socketpair", errno.EPERM, owner=socket)
+    with pytest.raises(CheckpointError, match=r"rank 1: cannot open a socket pair.*not permitted"):
+        spoke(1, 2)
 
 
 def test_importing_collectives_does_not_import_torch() -> None:

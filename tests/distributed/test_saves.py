@@ -16,6 +16,7 @@ import bytecheckpoint
 from tests.distributed.layouts import WORLD_SIZE, build, in_layout
 from tests.distributed.matrix_jobs import source_values, target_values
 from tests.support.comparisons import assert_same
+from tests.support.memory import as_on_disk
 from tests.support.tiny_model import fill_by_coordinates
 from tests.support.worlds import Worlds, on_ranks
 
@@ -82,7 +83,7 @@ def large_replicated(path: str, overlap: bool) -> tuple[int, int]:
     model.module.weight.data.copy_(values)
     bytecheckpoint.save(path, {"model": model})
     model.module.weight.data.zero_()
-    report = bytecheckpoint.load(path, {"model": model}, overlap_loading=overlap)
+    report = bytecheckpoint.load(as_on_disk(path), {"model": model}, overlap_loading=overlap)
     assert torch.equal(model.module.weight, values)
     return report.bytes_read, report.bytes_received
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import tempfile
 import threading
 import time
 import weakref
@@ -23,6 +24,7 @@ from bytecheckpoint.storage.testing.fault_rule import FaultRule
 from bytecheckpoint.tuning import tuned
 from tests.faults.ranks import outcomes
 from tests.support.layouts import Leaf, coded
+from tests.support.memory import as_on_disk
 
 #: 4.5 chunks of a tensor, a tensor whose bytes are no multiple of 16, and one that is cut by columns.
 SHAPES = {"a": (1500, 8192), "b": (3, 1_000_001), "c": (512, 4096)}
@@ -56,11 +58,14 @@ def boxes(rank: int, world: int, replicated: bool) -> dict[str, Leaf]:
     }
 
 
-def load(collective: Collective, step: Path, hosts: list[str], replicated: bool, strided: bool) -> Any:
+def load(
+    collective: Collective, step: Path, hosts: list[str], replicated: bool, strided: bool, on_disk: bool = True
+) -> Any:
     collective.host = hosts[collective.rank]
     wanted = boxes(collective.rank, len(hosts), replicated)
     state = {name: leaf.fill(torch.zeros_like(FULL[name]), strided) for name, leaf in wanted.items()}
-    report = bytecheckpoint.load(step, {"model": state}, timeout=30)
+    source = as_on_disk(step) if on_disk else step
+    report = bytecheckpoint.load(source, {"model": state}, timeout=30)
     for name, leaf in wanted.items():
         leaf.check(FULL[name])
     return report
@@ -76,6 +81,15 @@ def test_every_byte_is_read_once(step: Path, machines: str, replicated: bool, st
     if replicated:
         assert sum(r.bytes_received for r in reports) == pytest.approx(3 * NBYTES, rel=0.02)
         assert max(r.bytes_read for r in reports) < NBYTES * 0.4
+
+
+def test_each_rank_reads_from_memory_for_itself() -> None:
+    """A copy from another rank would cost as much as a read from a tmpfs."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        path = Path(folder) / "step"
+        bytecheckpoint.save(path, {"model": dict(FULL)})
+        reports = ThreadWorld(3).run(load, path, ["m"] * 3, True, False, False, timeout=60)
+    assert [r.bytes_received for r in reports] == [0, 0, 0]
 
 
 @tuned(peer_memory=False)

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from bytecheckpoint.engine.peer_memory import (
-    allow_peer_reads,
     make_segments,
     peer_handshake,
     pid_if_readable,
@@ -24,11 +23,10 @@ from bytecheckpoint.tuning import tuned
 OTHER_PROCESS = """
 import sys
 import numpy as np
-from bytecheckpoint.engine.peer_memory import allow_peer_reads, peer_handshake, segments_of_buffers
+from bytecheckpoint.engine.peer_memory import peer_handshake, segments_of_buffers
 data = np.arange(1000, dtype=np.uint8)
-with allow_peer_reads():
-    print(peer_handshake().hex(), *segments_of_buffers([memoryview(data)])[0], flush=True)
-    sys.stdin.read()
+print(peer_handshake().hex(), *segments_of_buffers([memoryview(data)])[0], flush=True)
+sys.stdin.read()
 """
 
 
@@ -64,13 +62,6 @@ def test_memory_of_another_process_is_read_until_it_ends() -> None:
     finally:
         other.kill()
         other.communicate()
-
-
-def test_permissions_nest() -> None:
-    with allow_peer_reads():
-        with allow_peer_reads():
-            pass
-        assert pid_if_readable(peer_handshake()) == os.getpid()
 
 
 def test_slices_of_segments() -> None:

@@ -189,7 +189,6 @@ def holder(tensor: torch.Tensor) -> nn.Module:
         (torch.eye(2).to_sparse(), "sparse"),
         (torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8), "quantised"),
         (torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged), "NestedTensor"),
-        (torch.ones(2, dtype=torch.complex64).conj(), "conjugate"),
     ],
 )
 def test_tensors_without_plain_bytes_are_refused_by_name(tensor: torch.Tensor, what: str) -> None:

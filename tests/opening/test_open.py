@@ -166,11 +166,20 @@ def test_values_that_differ_between_ranks(grid: str) -> None:
             assert own["extra_states/rng"][...].tolist() == [rank] * 3
             assert own["extra_states/same"] == "all"
             assert torch.equal(own["model/w"][0], checkpoint["model/w"][0])
-    assert bytecheckpoint.open(grid, rank=9)["extra_states/rank"] == 0
     assert checkpoint.for_rank(2)["extra_states/rank"] == 2
     for rank in (-1, True, "0"):
         with pytest.raises(UsageError):
             bytecheckpoint.open(grid, rank=rank)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="no rank 9: it was saved by ranks 0 to 2"):
+        bytecheckpoint.open(grid, rank=9)
+
+
+def test_a_rank_without_values_of_its_own_sees_the_shared_ones(tmp_path: Path) -> None:
+    ThreadWorld(2).run(lambda _: bytecheckpoint.save(tmp_path / "step", {"extra_states": {"epoch": 3}}))
+    assert bytecheckpoint.open(tmp_path / "step").ranks == ()
+    assert bytecheckpoint.open(tmp_path / "step", rank=1)["extra_states/epoch"] == 3
+    with pytest.raises(UsageError, match="no rank 2: it was saved by ranks 0 to 1"):
+        bytecheckpoint.open(tmp_path / "step", rank=2)
 
 
 def test_param_groups_of_pipeline_stages_are_merged(tmp_path: Path) -> None:

@@ -58,7 +58,6 @@ def test_every_dtype_and_form(tmp_path: Path, mode: str) -> None:
         (torch.empty(3, device="meta"), "meta"),
         (torch.eye(3).to_sparse(), "sparse"),
         (torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8), "quant"),
-        (torch.ones(3, dtype=torch.complex64).conj(), "conj"),
         (torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged), "nested"),
     ],
 )
@@ -68,6 +67,59 @@ def test_what_cannot_be_saved_is_refused_by_name_before_anything_is_written(
     with pytest.raises(bytecheckpoint.UsageError, match=f"(?is)odd one.*{word}"):
         bytecheckpoint.save(tmp_path / "s", {"model": {"fine": torch.ones(3), "odd one": tensor}})
     assert not (tmp_path / "s").exists()
+
+
+def lazy_views(dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Return conjugate and negative views, of every form."""
+    base = torch.complex(torch.arange(1.0, 25.0), torch.arange(30.0, 54.0)).to(dtype).reshape(4, 6)
+    large = torch.complex(torch.arange(200_000.0) % 99, torch.arange(200_000.0) % 77 + 1).to(dtype)
+    return {
+        "conjugate": base.clone().conj(),
+        "transposed": base.clone().mH,
+        "columns": base.clone().conj()[:, 1:3],
+        "imaginary": base.clone().conj().imag,
+        "both": torch._neg_view(base.clone().conj()),
+        "expanded": base[:1].clone().conj().expand(5, 6),
+        "scalar": base[1, 1].clone().conj(),
+        "empty": base[:0].clone().conj(),
+        "large": large.conj(),
+        "large imaginary": large.clone().conj().imag,
+    }
+
+
+@pytest.mark.parametrize("kind", ["model", "extra_states"])
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+@pytest.mark.parametrize("mode", MODES)
+def test_conjugate_and_negative_views(tmp_path: Path, mode: str, dtype: torch.dtype, kind: str) -> None:
+    """They are stored as the program sees them, and a load writes through them."""
+    live = lazy_views(dtype)
+    seen = {name: tensor.clone() for name, tensor in live.items()}
+    assert all(tensor.is_conj() or tensor.is_neg() for tensor in live.values())
+    bytecheckpoint.save(tmp_path / "s", {kind: live}, **MODES[mode]).result(30)
+    with bytecheckpoint.open(tmp_path / "s") as checkpoint:
+        for name, tensor in seen.items():
+            assert torch.equal(checkpoint[f"{kind}/{name}"][...], tensor), name
+    for tensor in live.values():
+        (tensor[:1] if 0 in tensor.stride() else tensor).zero_()
+    given = dict(live)
+    bytecheckpoint.load(tmp_path / "s", {kind: live})
+    for name, tensor in seen.items():
+        assert torch.equal(live[name], tensor), name
+        if kind == "model":
+            assert torch.equal(given[name], tensor), name
+
+
+def test_a_load_writes_through_a_conjugate_view_to_its_base(tmp_path: Path) -> None:
+    saved = torch.complex(torch.arange(6.0), torch.arange(6.0) + 1)
+    bytecheckpoint.save(tmp_path / "s", {"model": {"w": saved}})
+    for base in (torch.zeros_like(saved), inference_zeros(saved)):
+        bytecheckpoint.load(tmp_path / "s", {"model": {"w": base.conj()}})
+        assert torch.equal(base, saved.conj().resolve_conj())
+
+
+@torch.inference_mode()
+def inference_zeros(like: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(like)
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Places in memory (`mem://`) that a test has to itself."""
+"""Places in memory (`mem://`) that a test has to itself, and places that pass for a disk."""
 
 from __future__ import annotations
 
@@ -13,12 +13,19 @@ import pytest
 
 import bytecheckpoint
 from bytecheckpoint.collectives import current
-from bytecheckpoint.storage import resolve
+from bytecheckpoint.storage import Storage, resolve
 from bytecheckpoint.tiers.storage import TierStorage
 from bytecheckpoint.world import world_of
 from tests.support.settings import undisturbed
 
-__all__ = ["durable_folder", "folder_in_memory", "hot_folder", "hot_tier", "new_memory"]
+__all__ = ["as_on_disk", "durable_folder", "folder_in_memory", "hot_folder", "hot_tier", "new_memory"]
+
+
+def as_on_disk(path: str | Path) -> Storage:
+    """Return the storage of a path which counts as a disk, also on a tmpfs: ranks exchange what they read from it."""
+    storage = resolve(path)
+    storage.in_memory = False
+    return storage
 
 
 def folder_in_memory(url: str = "") -> Path:

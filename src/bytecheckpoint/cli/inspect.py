@@ -11,6 +11,7 @@ import numpy as np
 
 from bytecheckpoint.cli.format import as_json, format_size, plural, print_json, print_table, printable, typed_value
 from bytecheckpoint.cli.ls import open_catalog, summary
+from bytecheckpoint.engine.catalogs import check_rank
 from bytecheckpoint.representation.catalog import SHARED, VALUES_SLOT, Catalog
 
 __all__ = ["inspect"]
@@ -19,6 +20,7 @@ __all__ = ["inspect"]
 def inspect(path: str, patterns: Sequence[str], *, values: bool, boxes: bool, rank: int | None, json: bool) -> int:
     """Print the tensors, the layout and the writers of a checkpoint."""
     storage, catalog = open_catalog(path)
+    check_rank(storage.url, catalog, rank)
     tensors = _tensors(catalog, patterns, boxes)
     writers = _writers(catalog)
     info = catalog.info

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from bytecheckpoint.errors import CheckpointNotFoundError, CorruptCheckpointError
+from bytecheckpoint.errors import CheckpointNotFoundError, CorruptCheckpointError, UsageError
 from bytecheckpoint.representation.catalog import Catalog
 from bytecheckpoint.representation.catalog_file import decode
 from bytecheckpoint.representation.names import CATALOG_NAME
 from bytecheckpoint.storage import Storage
 
-__all__ = ["read_catalog"]
+__all__ = ["check_rank", "read_catalog"]
 
 
 def read_catalog(storage: Storage) -> tuple[Catalog, bytes]:
@@ -29,3 +29,20 @@ def read_catalog(storage: Storage) -> tuple[Catalog, bytes]:
         return decode(data), data
     except CorruptCheckpointError as error:
         raise CorruptCheckpointError(f"{storage.url}/{CATALOG_NAME}: {error}", file=CATALOG_NAME) from None
+
+
+def check_rank(url: str, catalog: Catalog, rank: int | None) -> None:
+    """Check that a checkpoint has a rank; a rank that saved no values of its own counts too.
+
+    Args:
+        url: of the checkpoint.
+        catalog: of the checkpoint.
+        rank: its number; None: no particular rank.
+
+    Raises:
+        UsageError: it has no such rank.
+    """
+    world_size = max(int(catalog.info.get("world_size", 0)), *(file.rank + 1 for file in catalog.files), 1)
+    if rank is not None and rank >= world_size:
+        has = f"ranks 0 to {world_size - 1}" if world_size > 1 else "rank 0 only"
+        raise UsageError(f"{url} has no rank {rank}: it was saved by {has}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Mapping, Sequence
 
 import msgspec
@@ -18,7 +19,7 @@ class _RoundReport(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         segments: chunk -> memory of its bytes, int64 rows of `Segments`.
-        unreadable: this rank cannot read the memory of some rank of its host. Only known in the first round.
+        unreadable: this rank cannot read the memory of some rank of its host, and should. Only known in the first round.
     """
 
     segments: dict[int, bytes] = {}
@@ -43,7 +44,7 @@ class Machines:
     Args:
         hosts: a number for each rank, equal for ranks of one host.
         rank: this rank.
-        handshakes: `peer_handshake` of every rank.
+        handshakes: `peer_handshake` of every rank; empty for one that takes no part in the exchange.
 
     Attributes:
         pids: process id of each rank of this host, 0 where this rank cannot read its memory.
@@ -52,14 +53,16 @@ class Machines:
 
     def __init__(self, hosts: Sequence[int], rank: int, handshakes: Sequence[bytes]) -> None:
         self._hosts = list(hosts)
-        self._host = hosts[rank]
-        pairs = zip(hosts, handshakes, strict=True)
-        self.pids = [pid_if_readable(handshake) if host == self._host else 0 for host, handshake in pairs]
+        host = hosts[rank]
+        pairs = list(zip(hosts, handshakes, strict=True))
+        self.pids = [pid_if_readable(handshake) if other == host else 0 for other, handshake in pairs]
+        takes_part = [other == host and handshake != b"" for other, handshake in pairs]
+        self._peers = list(itertools.compress(self.pids, takes_part)) if handshakes[rank] else []
         self.numbers: list[int] = []
 
     def has_unreadable_rank(self) -> bool:
-        """Whether this rank cannot read the memory of some rank of its host."""
-        return any(host == self._host and not pid for host, pid in zip(self._hosts, self.pids, strict=True))
+        """Whether this rank cannot read the memory of some rank of its host with which it exchanges."""
+        return not all(self._peers)
 
     def hosts_of(self, ranks: Sequence[int]) -> list[int]:
         """Return the hosts of some ranks, ascending."""

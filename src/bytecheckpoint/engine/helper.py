@@ -82,19 +82,27 @@ _NICENESS = 5
 
 
 class HelperProcess:
-    """The training process's side of the helper. Serves one save at a time; calls raise the error that the helper met."""
+    """The training process's side of the helper. Serves one save at a time; calls raise the error that the helper met.
+
+    Raises:
+        OSError: this process may not make a socket pair or start another process.
+    """
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
         self._environment = dict(os.environ)
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "bytecheckpoint.engine.helper", str(theirs.fileno())],
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            env=environment,
-        )
-        theirs.close()
+        with theirs:
+            try:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-P", "-m", "bytecheckpoint.engine.helper", str(theirs.fileno())],
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    env=environment,
+                )
+            except OSError:
+                ours.close()
+                raise
         self._channel = _Channel(ours)
         self._mapped = -1
         self._owner = os.getpid()

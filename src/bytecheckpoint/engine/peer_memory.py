@@ -7,13 +7,11 @@ secret and the secret's address. A process that finds the secret at that address
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import secrets
 import struct
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +20,6 @@ from bytecheckpoint.tuning import tuning
 
 __all__ = [
     "Segments",
-    "allow_peer_reads",
     "make_segments",
     "peer_handshake",
     "pid_if_readable",
@@ -38,7 +35,7 @@ _HANDSHAKE = struct.Struct("<QQ16s")  # process id, address of the secret, secre
 _MAX_SEGMENTS = 1024  # that the kernel takes in one call
 _PR_SET_PTRACER = 0x59616D61
 _ANY_PROCESS = ctypes.c_ulong(-1)
-_NO_PROCESS = ctypes.c_ulong(0)
+_YAMA_SCOPE = "/proc/sys/kernel/yama/ptrace_scope"
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _readv = getattr(_libc, "process_vm_readv", None)
@@ -53,12 +50,16 @@ if _readv is not None:
         ctypes.c_ulong,
     )
 _secret = ctypes.create_string_buffer(secrets.token_bytes(16), 16)
-_permissions = 0  # `allow_peer_reads` blocks that are active
-_lock = threading.Lock()
 
 
 def peer_handshake() -> bytes:
-    """Return the bytes by which another process tests whether it can read the memory of this one."""
+    """Let other processes of this user read the memory of this one; return the bytes by which they test whether they can.
+
+    Yama, a security module, by default restricts such reads to parents. The restriction is lifted before the handshake
+    exists, so nobody tests too early. It stays lifted: a process has one permission, which it cannot read, and
+    UCX and MPI set the same one for as long as they run. Without Yama every process is as open as this one is then.
+    """
+    _allow_reads_by_any_process()
     return _HANDSHAKE.pack(os.getpid(), ctypes.addressof(_secret), _secret.raw)
 
 
@@ -78,34 +79,14 @@ def pid_if_readable(handshake: bytes) -> int:
     return int(pid) if found.raw == secret else 0
 
 
-@contextlib.contextmanager
-def allow_peer_reads() -> Iterator[None]:
-    """Let any process of this user read the memory of this one, inside a `with` block.
-
-    Yama, a security module, by default restricts that to parents.
-    """
-    global _permissions  # noqa: PLW0603  several ranks may be threads of one process
-    with _lock:
-        _permissions += 1
-        if _permissions == 1:
-            _set_allowed_reader(_ANY_PROCESS)
+def _allow_reads_by_any_process() -> None:
     try:
-        yield
-    finally:
-        with _lock:
-            _permissions -= 1
-            if not _permissions:
-                _set_allowed_reader(_NO_PROCESS)
-
-
-def _set_allowed_reader(process: ctypes.c_ulong) -> None:
-    try:
-        with open("/proc/sys/kernel/yama/ptrace_scope") as file:
+        with open(_YAMA_SCOPE) as file:
             restricted = file.read().strip() == "1"
     except OSError:
         return
     if restricted:
-        _libc.prctl(_PR_SET_PTRACER, process, 0, 0, 0)
+        _libc.prctl(_PR_SET_PTRACER, _ANY_PROCESS, 0, 0, 0)
 
 
 def make_segments(pieces: Sequence[tuple[int, int]]) -> Segments:

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
+import logging
 import mmap
 import os
 import threading
@@ -25,6 +27,7 @@ from bytecheckpoint.errors import CheckpointError
 
 __all__ = ["StagingPool", "available_memory"]
 
+_log = logging.getLogger("bytecheckpoint")
 _PAGE = 4096
 _TOUCH_STEP = 64 << 20
 _MADV_POPULATE_WRITE = 23
@@ -64,7 +67,7 @@ class StagingPool:
         shared: the helper process can map it.
 
     Attributes:
-        shared: as given.
+        shared: as given, and False from the growth on at which a sandbox denies shared memory; that is logged.
         capacity: bytes now reserved.
         fd: file descriptor of the shared memory, for the helper process; -1 before the first `reserve`.
         generation: counts the growths, so that the helper process knows when to map the memory again.
@@ -94,11 +97,9 @@ class StagingPool:
 
     def _grow(self, nbytes: int) -> None:
         self._unmap()
-        if self.shared and self.fd < 0:
-            self.fd = os.memfd_create("bytecheckpoint-staging", os.MFD_CLOEXEC)
-            self._close = weakref.finalize(self, os.close, self.fd)
-            self._close.atexit = False
         try:
+            if self.shared and self.fd < 0:
+                self._create_file()
             if self.shared:
                 os.ftruncate(self.fd, nbytes)
                 memory = mmap.mmap(self.fd, nbytes)
@@ -112,6 +113,18 @@ class StagingPool:
         self.generation += 1
         self._array = np.frombuffer(memory, np.uint8)
         self._pin()
+
+    def _create_file(self) -> None:
+        try:
+            self.fd = os.memfd_create("bytecheckpoint-staging", os.MFD_CLOEXEC)
+        except OSError as error:
+            if error.errno not in (errno.EPERM, errno.EACCES, errno.ENOSYS):
+                raise
+            self.shared = False
+            _log.warning("threads of this process write asynchronous saves: memfd_create fails: %s", error)
+            return
+        self._close = weakref.finalize(self, os.close, self.fd)
+        self._close.atexit = False
 
     def _pin(self) -> None:
         """Page-lock the pool where there is an accelerator, so that D2H copies run beside the compute stream."""

@@ -78,18 +78,40 @@ class SaveResources:
         self.plans: PlanCache[bytes, Any] = PlanCache(_RANK_PLANS)
         self.global_plans: PlanCache[str, Any] = PlanCache(_GLOBAL_PLANS)
         self.running_helper: HelperProcess | None = None
+        self._warned = False
 
     def helper(self) -> HelperProcess:
-        """Return the helper process, started if it does not run."""
+        """Return the helper process, started if it does not run.
+
+        Raises:
+            CheckpointError: this process may not start another one.
+        """
         if self.running_helper is None or not self.running_helper.alive:
-            self.running_helper = HelperProcess()
+            try:
+                self.running_helper = HelperProcess()
+            except OSError as error:
+                raise CheckpointError(
+                    f"cannot start the writer process: {error}; allow it, or set writer='thread'"
+                ) from error
             weakref.finalize(self, self.running_helper.stop)
         return self.running_helper
 
-    def start_helper(self, settings: Settings) -> None:
-        """Start the helper process if the settings say that it writes, and do not wait for it to come up."""
-        if settings.writer == "process":
+    def start_helper(self, settings: Settings) -> bool:
+        """Start the helper process if the settings say that it writes, and do not wait for it to come up.
+
+        Returns:
+            Whether it writes. Otherwise threads do, also where a sandbox denies the start; that is logged once.
+        """
+        if settings.writer != "process":
+            return False
+        try:
             self.helper()
+        except CheckpointError as error:
+            if not self._warned:
+                _log.warning("threads of this process write asynchronous saves: %s", error)
+            self._warned = True
+            return False
+        return True
 
     def reserve(self, nbytes: int, settings: Settings, *, touch: bool = False) -> None:
         """Grow the shared pool to hold an image of `nbytes`, or as far as it may grow.

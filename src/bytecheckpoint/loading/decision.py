@@ -23,7 +23,7 @@ class FitReport(msgspec.Struct, frozen=True):
         recognized: bitmap of the catalog's tensors that it recognizes (see `Destination`).
         ranges: the ranges that it reads if it takes part in the exchange: int64 (file, start, stop) triples as bytes.
         host: ranks with the same one are on one machine.
-        peer_handshake: for `peer_memory.sees`.
+        peer_handshake: of `peer_memory`; empty for a rank that takes no part in the exchange.
     """
 
     catalog: bytes

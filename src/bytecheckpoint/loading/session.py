@@ -15,7 +15,7 @@ from bytecheckpoint.collectives.agreement import Agreement
 from bytecheckpoint.engine.catalogs import read_catalog
 from bytecheckpoint.engine.exchange import Exchange
 from bytecheckpoint.engine.file_set import FileSet
-from bytecheckpoint.engine.peer_memory import allow_peer_reads, peer_handshake
+from bytecheckpoint.engine.peer_memory import peer_handshake
 from bytecheckpoint.engine.reading import read_all
 from bytecheckpoint.engine.scatter import ScatterPlan
 from bytecheckpoint.errors import (
@@ -180,8 +180,7 @@ class _Attempt:
                 fit = fit_wanted(storage.url, catalog, view, destination.wanted, chunk_bytes, cast=call.cast)
                 self._phases.mark("plan")
         self._opened = _OpenCheckpoint(storage, catalog, data, files, view, destination, fit)
-        exchanges = call.overlap and self._collective.world_size > 1
-        ranges = ranges_of(fit.plan).tobytes() if exchanges else b""
+        ranges = ranges_of(fit.plan).tobytes() if self._exchanges() else b""
         return FitReport(
             catalog=xxhash.xxh3_128_digest(data),
             recognized=recognized_bitmap(catalog.count, view.numbers(list(destination.recognized))),
@@ -219,7 +218,7 @@ class _Attempt:
         opened = self._checkpoint
         with _detect_replacement(opened.storage, opened.data):
             scatter = ScatterPlan(opened.fit.plan, opened.fit.targets)
-            exchange, private = self._exchange(stack, scatter, decision)
+            exchange, private = self._exchange(scatter, decision)
             if exchange is not None:
                 # Other ranks copy from this rank's memory until all have agreed; the stack is closed then.
                 stack.callback(exchange.release)
@@ -265,19 +264,20 @@ class _Attempt:
         assert self._opened is not None, "the checkpoint is open"
         return self._opened
 
-    def _exchange(
-        self, stack: contextlib.ExitStack, scatter: ScatterPlan, decision: FitDecision
-    ) -> tuple[Exchange | None, Sequence[int]]:
+    def _exchanges(self) -> bool:
+        """Whether this rank exchanges with others: not if it reads from memory, which a copy from a rank is too."""
+        return self._call.overlap and self._collective.world_size > 1 and not self._checkpoint.files.in_memory
+
+    def _exchange(self, scatter: ScatterPlan, decision: FitDecision) -> tuple[Exchange | None, Sequence[int]]:
         """Plan the exchange of what several ranks want; return it with the ranges that this rank reads for itself."""
         opened = self._checkpoint
         shared = SharedChunks.from_columns(decision.shared)
         if not len(shared):
             return None, range(len(scatter.plan.file))
-        # A rank that asked for no exchange (overlap_loading=False) still takes part in the others' messages.
+        # A rank that does not exchange still takes part in the others' messages.
         ranges = ranges_of(scatter.plan)
-        overlap = self._call.overlap
-        plan = exchange_plan_of_rank(shared, ranges if overlap else ranges[:0], opened.fit.chunk_bytes)
-        stack.enter_context(allow_peer_reads())
+        exchanges = self._exchanges()
+        plan = exchange_plan_of_rank(shared, ranges if exchanges else ranges[:0], opened.fit.chunk_bytes)
         exchange = Exchange(
             self._collective,
             f"{self._tag}/exchange",
@@ -290,7 +290,7 @@ class _Attempt:
             chunks_per_round=decision.chunks_per_round,
             settings=self._call.settings,
         )
-        return exchange, plan.private.tolist() if overlap else range(len(ranges))
+        return exchange, plan.private.tolist() if exchanges else range(len(ranges))
 
 
 @contextlib.contextmanager

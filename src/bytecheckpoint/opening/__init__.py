@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from bytecheckpoint.engine.catalogs import read_catalog
+from bytecheckpoint.engine.catalogs import check_rank, read_catalog
 from bytecheckpoint.errors import UsageError
 from bytecheckpoint.opening.checkpoint import Checkpoint
 from bytecheckpoint.opening.entry import Entry
@@ -33,6 +33,7 @@ def open(path: str | os.PathLike[str] | Storage, *, rank: int | None = None) -> 
         CheckpointNotFoundError: `path` holds no committed checkpoint.
         CorruptCheckpointError: the catalog is damaged.
         IncompatibleCheckpointError: a newer version wrote the checkpoint.
+        UsageError: no such rank saved it.
 
     Examples:
         >>> import tempfile, torch, bytecheckpoint
@@ -46,4 +47,5 @@ def open(path: str | os.PathLike[str] | Storage, *, rank: int | None = None) -> 
         raise UsageError(f"open(rank={rank!r}): give the number of a rank that saved, or None")
     storage = resolve(path)
     catalog, _ = read_catalog(storage)
+    check_rank(storage.url, catalog, rank)
     return Checkpoint(storage, catalog, rank)

@@ -7,19 +7,25 @@ from collections.abc import Sequence
 import numpy as np
 
 from bytecheckpoint.planning.balance import assign
-from bytecheckpoint.representation.boxes import Int64s
+from bytecheckpoint.representation.boxes import Int64s, Mask
 from bytecheckpoint.representation.plans import ExchangePlan, SharedChunks
 from bytecheckpoint.tuning import tuning
 
 __all__ = ["exchange_plan_of_rank", "plan_shared_reads"]
 
+#: A copy from another rank costs about as much as a read from the page cache. In a split of rows it would be needed
+#: for 3 to 8 bytes to save one (`python -m benchmarks --only cuts`), in replicas and columns for one or less.
+_MOST_COPIES = 2
 _NO_CHUNKS = SharedChunks.from_columns([])
 
 
 def plan_shared_reads(ranges: Sequence[Int64s], chunk_bytes: int) -> SharedChunks:
     """Assign each chunk that several ranks want to one of them, Worst-Fit by bytes.
 
-    When there are fewer such bytes than `tuning().min_exchange_bytes`, no chunk is shared.
+    A chunk is shared where ranks copy at most `_MOST_COPIES` bytes from each other for each byte that is not read again.
+    So replicas share their chunks, and so do columns of stored rows. Neighbours do not share a chunk in which they want
+    different rows: both read the block at their border. When there are fewer bytes to share than
+    `tuning().min_exchange_bytes`, no chunk is shared.
 
     Args:
         ranges: byte ranges that each rank wants: (file, start, stop) rows, int64 [r, 3].
@@ -36,9 +42,14 @@ def plan_shared_reads(ranges: Sequence[Int64s], chunk_bytes: int) -> SharedChunk
     new[1:] = (position[1:] != position[:-1]) | (rows[1:, 0] != rows[:-1, 0])
     first = np.flatnonzero(new)
     last = np.append(first[1:], len(rows)) - 1
+    start, stop = np.minimum.reduceat(rows[:, 1], first), np.maximum.reduceat(rows[:, 2], first)
     shared = rank[first] != rank[last]
-    start = np.minimum.reduceat(rows[:, 1], first)[shared]
-    stop = np.maximum.reduceat(rows[:, 2], first)[shared]
+    shared &= _saves_enough(
+        ranks=np.add.reduceat(new | (np.diff(rank, prepend=-1) != 0), first, dtype=np.int64),
+        alone=np.add.reduceat(rows[:, 2] - rows[:, 1], first),
+        once=stop - start,
+    )
+    start, stop = start[shared], stop[shared]
     if (stop - start).sum() < tuning().min_exchange_bytes:
         return _NO_CHUNKS
     chunk = np.cumsum(new) - 1
@@ -49,6 +60,18 @@ def plan_shared_reads(ranges: Sequence[Int64s], chunk_bytes: int) -> SharedChunk
     once[1:] = (chunk[1:] != chunk[:-1]) | (rank[1:] != rank[:-1])
     sets = _rank_sets(chunk[once], rank[once], len(start), len(ranges))
     return SharedChunks(rows[first[shared], 0], start, stop, reader, *sets)
+
+
+def _saves_enough(ranks: Int64s, alone: Int64s, once: Int64s) -> Mask:
+    """Return whether sharing a chunk saves enough bytes of reading for those that ranks copy from each other.
+
+    Args:
+        ranks: number of ranks that want each chunk, [n].
+        alone: bytes of it that they read in all, each for itself, [n].
+        once: bytes that one of them reads for all, [n].
+    """
+    enough: Mask = (alone - once) * _MOST_COPIES * ranks >= alone * (ranks - 1)
+    return enough
 
 
 def _rank_sets(chunk: Int64s, rank: Int64s, chunks: int, world: int) -> tuple[Int64s, Int64s, Int64s]:

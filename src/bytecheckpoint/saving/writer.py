@@ -145,7 +145,7 @@ class RankWriter:
 
     def _create_files(self, job: SaveJob, pool: StagingPool) -> None:
         self._check_target()
-        by_helper = pool.shared and self._call.settings.writer == "process"
+        by_helper = pool.shared and self._resources.start_helper(self._call.settings)
         job.create_files(pool, self._resources.helper if by_helper else None)
 
     def _write_staged(self, staged: _Staged) -> list[FileRecord]:

@@ -18,7 +18,7 @@ from functools import partial
 
 from bytecheckpoint.collectives.transport.sockets import SCARCE
 from bytecheckpoint.collectives.transport.wire import FrameReader, Kind, Link, Payload
-from bytecheckpoint.errors import UsageError
+from bytecheckpoint.errors import CheckpointError, UsageError
 from bytecheckpoint.tuning import tuning
 
 __all__ = ["Loop", "leave_all", "release_inherited"]
@@ -51,7 +51,10 @@ class Loop(ABC):
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
         self._listeners: set[socket.socket] = set()
-        self._wake_read, self._wake_write = socket.socketpair()
+        try:
+            self._wake_read, self._wake_write = socket.socketpair()
+        except OSError as error:
+            raise CheckpointError(f"rank {rank}: cannot open a socket pair, for messages of ranks: {error}") from error
         self._wake_read.setblocking(False)
         self._wake_write.setblocking(False)
         self._selector.register(self._wake_read, selectors.EVENT_READ, self._drain_wakes)

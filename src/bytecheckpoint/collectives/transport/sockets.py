@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
 import os
 import resource
 import socket
+import struct
 
 from bytecheckpoint.errors import UsageError
 
@@ -14,6 +17,8 @@ __all__ = ["SCARCE", "is_loopback", "listen", "local_addresses", "local_end", "r
 SCARCE = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM))
 """Errors of `accept` for lack of descriptors or memory: the connection can be accepted later."""
 
+_SIOCGIFFLAGS, _SIOCGIFADDR = 0x8913, 0x8915  # requests of netdevice(7)
+_IFF_UP = 1
 _SPARE = 64  # descriptors for the files that the program opens meanwhile
 
 
@@ -32,7 +37,26 @@ def local_addresses(towards: str | None) -> list[str]:
     except OSError:
         pass
     found.append(socket.gethostname())
+    found += _interface_addresses()  # the name may be unknown elsewhere, as in containers
     return list(dict.fromkeys(found))
+
+
+def _interface_addresses() -> list[str]:
+    """Return the addresses of the interfaces that are up, without loopback and link-local ones; IPv4 first."""
+    found: list[str] = []
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            request = name.encode().ljust(256, b"\0")
+            with contextlib.suppress(OSError):  # an interface without such an address
+                (flags,) = struct.unpack_from("H", fcntl.ioctl(probe, _SIOCGIFFLAGS, request), 16)
+                if flags & _IFF_UP:
+                    found.append(socket.inet_ntoa(fcntl.ioctl(probe, _SIOCGIFADDR, request)[20:24]))
+    with contextlib.suppress(OSError), open("/proc/net/if_inet6") as lines:
+        for line in lines:
+            address, _, _, scope, *_ = line.split()
+            if int(scope, 16) == 0:  # global; an interface that is down has none
+                found.append(socket.inet_ntop(socket.AF_INET6, bytes.fromhex(address)))
+    return [address for address in found if not is_loopback(address)]
 
 
 def listen(backlog: int) -> socket.socket:

@@ -10,7 +10,7 @@ import torch
 from bytecheckpoint.errors import IncompatibleCheckpointError, UsageError
 from bytecheckpoint.frameworks.tensors.discovery import add_shards
 from bytecheckpoint.frameworks.tensors.dtensors import is_dtensor, local_tensor
-from bytecheckpoint.frameworks.tensors.plain import is_storable, lists_own_shards
+from bytecheckpoint.frameworks.tensors.plain import is_lazy_view, is_storable, lists_own_shards
 from bytecheckpoint.representation.shards import LiveShard, TensorKey
 
 __all__ = ["empty_like_layout", "empty_on_mesh_of", "is_writable", "make_writable"]
@@ -21,7 +21,7 @@ def is_writable(value: torch.Tensor) -> bool:
     local = local_tensor(value)
     if lists_own_shards(type(value)) or lists_own_shards(type(local)):
         return True
-    return is_storable(local) and not _is_expanded(local) and not local.is_inference()
+    return is_storable(local) and not (_is_expanded(local) or is_lazy_view(local) or local.is_inference())
 
 
 def _is_expanded(value: torch.Tensor) -> bool:
@@ -32,11 +32,12 @@ def _is_expanded(value: torch.Tensor) -> bool:
 def make_writable(shard: LiveShard) -> Callable[[], None] | None:
     """Make `shard.data` safe to write element by element.
 
-    An expanded tensor shows one element at several coordinates: its shard gets memory of its own. Only threads in
-    inference mode may write into an inference tensor: its shard gets an ordinary tensor over the same memory.
+    An expanded tensor shows one element at several coordinates, and a lazy view shows other elements than its memory
+    holds: such a shard gets memory of its own. Only threads in inference mode may write into an inference tensor: its
+    shard gets an ordinary tensor over the same memory.
 
     Returns:
-        The step that copies the loaded elements back into an expanded tensor; None for other tensors.
+        The step that copies the loaded elements back into such a tensor; None for other tensors.
 
     Raises (from the step):
         IncompatibleCheckpointError: the checkpoint holds different values where the live tensor has one element.
@@ -44,22 +45,27 @@ def make_writable(shard: LiveShard) -> Callable[[], None] | None:
     live = shard.data
     if live.is_inference():
         alias = torch.empty(0, dtype=live.dtype, device=live.device)
-        live = alias.set_(live.untyped_storage(), live.storage_offset(), live.shape, live.stride())
+        alias.set_(live.untyped_storage(), live.storage_offset(), live.shape, live.stride())
+        alias = alias.conj() if live.is_conj() else alias
+        live = torch._neg_view(alias) if live.is_neg() else alias
         shard.data = live
-    if not _is_expanded(live):
+    expanded = _is_expanded(live)
+    if not (expanded or is_lazy_view(live)):
         return None
     loaded = torch.empty(live.shape, dtype=live.dtype, device=live.device)
     shard.data = loaded
     first = tuple(slice(0, 1) if s == 0 else slice(None) for s in live.stride())
 
     def write_back() -> None:
-        values = loaded[first]
-        if not torch.equal(values.expand(live.shape).contiguous().view(torch.uint8), loaded.view(torch.uint8)):
+        values = loaded[first] if expanded else loaded
+        if expanded and not torch.equal(
+            values.expand(live.shape).contiguous().view(torch.uint8), loaded.view(torch.uint8)
+        ):
             raise IncompatibleCheckpointError(
                 f"{shard.key} is an expanded tensor here, but the checkpoint holds values that differ along that "
                 "dimension: make it contiguous before loading"
             )
-        live[first].copy_(values)
+        (live[first] if expanded else live).copy_(values)
 
     return write_back
 

@@ -14,7 +14,15 @@ from bytecheckpoint.frameworks.tensors.dtensors import dtensor_type
 from bytecheckpoint.frameworks.tensors.dtypes import dtype_name
 from bytecheckpoint.representation.shards import LiveShard, TensorKey
 
-__all__ = ["check_storable", "is_storable", "is_tensor_like", "lists_own_shards", "origin_of", "plain_shard"]
+__all__ = [
+    "check_storable",
+    "is_lazy_view",
+    "is_storable",
+    "is_tensor_like",
+    "lists_own_shards",
+    "origin_of",
+    "plain_shard",
+]
 
 _TORCH_PROTOCOL = ("__create_write_items__", "__create_chunk_list__", "__get_tensor_shard__")
 _ORIGINS = tuple((0,) * n for n in range(65))
@@ -70,6 +78,11 @@ def check_storable(key: TensorKey, tensor: torch.Tensor) -> None:
         raise UsageError(f"{key} {_form_fault(tensor)}")
 
 
+def is_lazy_view(tensor: torch.Tensor) -> bool:
+    """Return whether `tensor` shows the conjugates or negatives of the elements in its memory."""
+    return tensor.is_neg() or tensor.is_conj()
+
+
 def is_storable(tensor: torch.Tensor) -> bool:
     """Return whether `check_storable` accepts `tensor`."""
     return not (_type_fault(type(tensor)) or _has_unusual_form(tensor))
@@ -98,8 +111,6 @@ def _has_unusual_form(tensor: torch.Tensor) -> bool:
         or tensor.is_meta
         or tensor.is_quantized
         or tensor.is_nested
-        or tensor.is_neg()
-        or (tensor.dtype.is_complex and tensor.is_conj())
         or _is_freed(tensor)
     )
 
@@ -118,6 +129,4 @@ def _form_fault(tensor: torch.Tensor) -> str:
         return "is a quantised tensor, which is not supported: store its int_repr() and its scales"
     if tensor.is_nested:
         return "is a nested tensor, which is not supported: store its values and offsets"
-    if tensor.is_conj() or tensor.is_neg():
-        return "is a lazy conjugate or negative view: call resolve_conj().resolve_neg() on it first"
     return f"has no memory behind its {tensor.numel()} elements (freed storage): fill it first"

@@ -1,0 +1,67 @@
+"""Sandboxes that deny shared memory, socket pairs or new processes: saves do without them."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import socket
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import bytecheckpoint
+from bytecheckpoint.collectives import Collective, ThreadWorld
+from tests.support.modes import MODES
+from tests.support.system_calls import failing
+
+DENIED: dict[str, tuple[str, Any]] = {
+    "memfd_create": ("memfd_create", os),
+    "socketpair": ("socketpair", socket),
+    "process": ("Popen", subprocess),
+}
+STATE = {"w": torch.arange(3 << 20), "b": torch.ones(7)}
+
+
+@pytest.mark.parametrize("code", [errno.EPERM, errno.ENOSYS])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("call", DENIED)
+def test_a_save_does_without_what_is_denied(
+    call: str, mode: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    name, owner = DENIED[call]
+
+    def saves(_: Collective) -> None:
+        for step in range(3):
+            bytecheckpoint.save(tmp_path / f"step_{step}", {"model": STATE}, **MODES[mode]).result(30)
+
+    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING, "bytecheckpoint"):
+        rule = failing(patch, name, code, owner=owner)
+        ThreadWorld(1).run(saves)
+    for step in range(3):
+        found = {key: torch.zeros_like(tensor) for key, tensor in STATE.items()}
+        bytecheckpoint.load(tmp_path / f"step_{step}", {"model": found})
+        assert all(torch.equal(found[key], tensor) for key, tensor in STATE.items())
+    warnings = [record.getMessage() for record in caplog.records]
+    assert len(warnings) == min(rule.hits, 1), warnings
+    if warnings:
+        assert "threads of this process write" in warnings[0] and os.strerror(code) in warnings[0]
+    assert mode == "sync" or rule.hits, "asynchronous saves try"
+
+
+@pytest.mark.parametrize("call", DENIED)
+def test_a_preparation_does_without_what_is_denied(
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    name, owner = DENIED[call]
+
+    def prepare_and_save(_: Collective) -> None:
+        bytecheckpoint.prepare({"model": STATE}).result(30)
+        bytecheckpoint.save(tmp_path / "step", {"model": STATE}, async_checkpoint=True).result(30)
+
+    failing(monkeypatch, name, errno.EPERM, owner=owner)
+    ThreadWorld(1).run(prepare_and_save)
+    assert len(caplog.records) == 1
