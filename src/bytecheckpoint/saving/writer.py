@@ -73,6 +73,7 @@ class RankWriter:
         """Touch the pages of the staging pool that the planned files need; write nothing."""
         nbytes = self._planned_batch().image.nbytes
         self._files.release()
+        self._resources.note_need(nbytes)
         self._resources.reserve(nbytes, self._call.settings, touch=True)
 
     def write_through(self) -> list[FileRecord]:
@@ -83,8 +84,11 @@ class RankWriter:
         # A storage that takes whole files gets them from memory, if there is room, else from a spool file.
         whole_files = self._call.storage.capabilities.whole_files
         pool = self._resources.whole_pool(batch.image.nbytes, self._call.settings) if whole_files else None
+        self._resources.note_need(batch.job.slot_bytes() if pool is None else batch.image.nbytes)
         if pool is None:
-            return self._stream(batch, self._resources.pool)
+            records = self._stream(batch, self._resources.pool)
+            self._resources.fit_pool()
+            return records
         try:
             batch.job.create_files(pool, None)
             return self._finish(batch, batch.job.write_staged(batch.job.stage(pool)))
@@ -96,8 +100,10 @@ class RankWriter:
         self._phases.current = "stage"
         batch = self._planned_batch()
         image = batch.image
+        self._resources.note_need(image.nbytes)
         pool = self._resources.staging_pool(image.nbytes, self._call.settings)
         if pool.capacity < image.nbytes:
+            self._resources.warn_of_small_pool(image.nbytes, self._call.settings)
             self._create_files(batch.job, pool)
         self._staged = _Staged(batch, pool, batch.job.stage(pool), image.nbytes)
         image.tensors = []
@@ -108,7 +114,9 @@ class RankWriter:
         staged = self._staged
         assert staged is not None
         if staged.pool is self._resources.pool:
-            return self._write_staged(staged)
+            records = self._write_staged(staged)
+            self._resources.fit_pool()
+            return records
         try:
             with self._resources.warming_up(staged.nbytes, self._call.settings):
                 return self._write_staged(staged)
