@@ -91,5 +91,5 @@ def test_a_small_pool_is_explained_once(caplog: pytest.LogCaptureFixture, settin
         resources.warn_of_small_pool(500 << 20, settings)
         resources.warn_of_small_pool(500 << 20, settings)
     (record,) = caplog.records
-    assert "500 MiB" in record.getMessage()
+    assert "500.0 MiB" in record.getMessage()
     assert reason in record.getMessage()

@@ -155,10 +155,10 @@ class SaveResources:
                 f"{ranks} rank{'s' * (ranks > 1)}; set settings.staging_bytes to take more, or give the job more memory"
             )
         _log.warning(
-            "an asynchronous save of %d MiB passes through a staging pool of %d MiB, so its caller waits while most of it "
-            "is written. The pool is that small because %s",
-            nbytes >> 20,
-            self.pool.capacity >> 20,
+            "an asynchronous save of %.1f MiB passes through a staging pool of %.1f MiB, so its caller waits while most of "
+            "it is written. The pool is that small because %s",
+            nbytes / 2**20,
+            self.pool.capacity / 2**20,
             why,
         )
 
