@@ -126,6 +126,11 @@ class Image:
             targets = targets + self._views(pool, sources[len(targets) :], other_files)
         copy_all(targets, sources)
 
+    def staged(self, tensor: torch.Tensor, file: int, offset: int, pool: torch.Tensor) -> torch.Tensor:
+        """Return the copy of `tensor` that `stage` has made in `pool`, at byte `offset` of the data section of `file`."""
+        (copy,) = views_at(pool, [movable(tensor)], [self.files[file].start + offset])
+        return copy.view(tensor.dtype)
+
     @staticmethod
     def _views(pool: torch.Tensor, sources: list[torch.Tensor], files: Sequence[ImageFile]) -> list[torch.Tensor]:
         views: list[torch.Tensor] = []

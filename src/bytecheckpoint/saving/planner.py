@@ -73,6 +73,8 @@ class RankPlanner:
             dry: as for the `make` that follows.
         """
         self._layout_captured = True
+        if dry:
+            self._hash_values()  # the caller may change them while `make` runs
         if self._origin.rank != 0:
             return
         if dry or self._call.check_replicas or self.state.described()[1] not in self._plans:
@@ -94,6 +96,7 @@ class RankPlanner:
         digests = self.state.shard_digests() if self._call.check_replicas else b""
         if self._origin.rank == 0 and not self._layout_captured:
             self._task.layout = self._call.framework.describe(self._call.states)
+        self._hash_values()
         values = [value.record() for value in self.state.values]
         request = PlanRequest(escape(self._call.storage.url), table, values, digests, dry, self._host)
         response = channel.ask(request, self._call.settings.timeout)
@@ -120,6 +123,11 @@ class RankPlanner:
         self.differences = tuple(response.differences)
         self._plans.add(key, self._plan)
         self._resources.local_ranks = response.local_ranks or self._resources.local_ranks
+
+    def _hash_values(self) -> None:
+        """Hash the values for the coordinator, which compares them between ranks."""
+        if self._origin.world_size > 1:
+            self.state.hash_values()
 
     def values_to_write(self) -> Sequence[Value]:
         """List the values that this rank writes: those that the plan gives it, and those that the plan does not know."""

@@ -115,7 +115,7 @@ class SaveSession:
         # Other ranks' copies stand for these values. The coordinator may still ask for them if a copy turns out to differ.
         for value in self.planner.state.values:
             if self._files.place_of(value)[0] < 0:
-                value.data = value.data.clone()
+                value.data = value.data.to("cpu", copy=True)
         # The live tensors are not needed any more, and must not be kept alive.
         self.planner.state.release()
         handle.staged.set_result(None)
@@ -167,6 +167,7 @@ class SaveSession:
         return self._report(records)
 
     def _report(self, records: list[FileRecord]) -> Reply:
+        self.planner.state.hash_values()
         values = [value.record(self._files.place_of(value)) for value in self.planner.state.values]
         report = WriteReport(escape(self.call.storage.url), self.planner.plan.name, records, values)
         return self._channel.ask(report, self._waiting_seconds())

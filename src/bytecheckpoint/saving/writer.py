@@ -32,12 +32,14 @@ class _Staged:
         pool: holds the chunks that are still to be written.
         chunks: those chunks.
         nbytes: length of the whole image.
+        values: the values among what was copied.
     """
 
     batch: FileBatch
     pool: StagingPool
     chunks: list[StagedChunk]
     nbytes: int
+    values: Sequence[Value]
 
 
 class RankWriter:
@@ -105,14 +107,25 @@ class RankWriter:
         if pool.capacity < image.nbytes:
             self._resources.warn_of_small_pool(image.nbytes, self._call.settings)
             self._create_files(batch.job, pool)
-        self._staged = _Staged(batch, pool, batch.job.stage(pool), image.nbytes)
+        values = self._planner.values_to_write()
+        # The hash of a value is that of the staged copy. If no copy stays, the caller waits for it.
+        if pool.capacity < image.nbytes:
+            for value in values:
+                value.release()
+        self._staged = _Staged(batch, pool, batch.job.stage(pool), image.nbytes, values)
         image.tensors = []
+        if pool.capacity >= image.nbytes:
+            for value in values:
+                file, offset = self._files.place_of(value)
+                value.data = image.staged(value.data, file, offset, pool.tensor())
         self._phases.mark("stage")
 
     def write_staged(self) -> list[FileRecord]:
         """Write what `stage` has copied."""
         staged = self._staged
         assert staged is not None
+        for value in staged.values:
+            value.release()  # other saves use the pool later
         if staged.pool is self._resources.pool:
             records = self._write_staged(staged)
             self._resources.fit_pool()
