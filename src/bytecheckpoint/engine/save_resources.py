@@ -118,8 +118,10 @@ class SaveResources:
 
         With an accelerator the shared pool is used at once: host pages must be locked there, which touches them anyway.
         """
+        if nbytes <= self.pool.capacity:
+            return self.pool
         affordable = 2 * nbytes <= self._pool_limit(settings)
-        if nbytes > self.pool.capacity and affordable and not torch.accelerator.is_available():
+        if affordable and not torch.accelerator.is_available():
             pool = StagingPool(shared=False)
             pool.reserve(nbytes, touch=False)
             return pool
@@ -128,7 +130,7 @@ class SaveResources:
 
     def whole_pool(self, nbytes: int, settings: Settings) -> StagingPool | None:
         """Return a pool as `staging_pool` does, if it may hold the whole image of `nbytes`; else None."""
-        affordable = nbytes <= max(self.pool.capacity, self._pool_limit(settings))
+        affordable = nbytes <= self.pool.capacity or nbytes <= self._pool_limit(settings)
         return self.staging_pool(nbytes, settings) if affordable else None
 
     def note_need(self, nbytes: int) -> None:

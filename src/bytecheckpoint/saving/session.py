@@ -112,10 +112,6 @@ class SaveSession:
             handle: its `staged` is set.
         """
         self._writer.stage()
-        # Other ranks' copies stand for these values. The coordinator may still ask for them if a copy turns out to differ.
-        for value in self.planner.state.values:
-            if self._files.place_of(value)[0] < 0:
-                value.data = value.data.to("cpu", copy=True)
         # The live tensors are not needed any more, and must not be kept alive.
         self.planner.state.release()
         handle.staged.set_result(None)
@@ -130,6 +126,7 @@ class SaveSession:
             self._files.abort_jobs()
         else:
             self._files.discard()
+        self.planner.state.release_values()
 
     # --- commit ---------------------------------------------------------------------------------------------------
 
@@ -141,6 +138,7 @@ class SaveSession:
             reply = self._answer(reply, records)
         self._phases.mark("commit")
         self._files.release()
+        self.planner.state.release_values()
         total = self._phases.total()
         return SaveReport(
             path=self.call.storage.url,

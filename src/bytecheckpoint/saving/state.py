@@ -46,8 +46,7 @@ class Value:
             self.digest = content_digest(self.data, self.dtype)
 
     def release(self) -> None:
-        """Let go of the content, and keep its hash and shape."""
-        self.hash()
+        """Let go of the content, and keep its hash, if it has one, and its shape."""
         self.data = torch.empty_like(self.data, device="meta")
 
     def record(self, place: tuple[int, int] = (-1, 0)) -> ValueRecord:
@@ -100,6 +99,11 @@ class CapturedState:
         """Hash the content of every value that is not hashed yet."""
         for value in self.values:
             value.hash()
+
+    def release_values(self) -> None:
+        """Let go of the content of all values, which may lie in the staging pool."""
+        for value in self.values:
+            value.release()
 
     def shard_digests(self) -> bytes:
         """Hash the content of every shard, uint64 as bytes."""

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from bytecheckpoint.engine.pool import StagingPool
 from bytecheckpoint.engine.save_job import SaveJob
 from bytecheckpoint.engine.save_resources import SaveResources
+from bytecheckpoint.engine.staging import Image
 from bytecheckpoint.engine.writing import StagedChunk
 from bytecheckpoint.monitoring.phases import Phases
 from bytecheckpoint.representation.names import CATALOG_NAME
@@ -18,6 +19,7 @@ from bytecheckpoint.saving.call import SaveCall, SaveTask
 from bytecheckpoint.saving.files import FileBatch, RankFiles
 from bytecheckpoint.saving.messages import FileRecord
 from bytecheckpoint.saving.planner import RankPlanner
+from bytecheckpoint.saving.spare_values import SpareValues
 from bytecheckpoint.saving.state import Value
 
 __all__ = ["RankWriter"]
@@ -31,7 +33,7 @@ class _Staged:
         batch: the files to write.
         pool: holds the chunks that are still to be written.
         chunks: those chunks.
-        nbytes: length of the whole image.
+        nbytes: bytes that a pool needs to hold all of them.
         values: the values among what was copied.
     """
 
@@ -72,8 +74,9 @@ class RankWriter:
         self._staged: _Staged | None = None
 
     def prepare(self) -> None:
-        """Touch the pages of the staging pool that the planned files need; write nothing."""
-        nbytes = self._planned_batch().image.nbytes
+        """Touch the pages of the staging pool that `stage` needs; write nothing."""
+        image = self._planned_batch().image
+        nbytes = max(image.nbytes, self._spare_values(image).image.nbytes)
         self._files.release()
         self._resources.note_need(nbytes)
         self._resources.reserve(nbytes, self._call.settings, touch=True)
@@ -102,22 +105,25 @@ class RankWriter:
         self._phases.current = "stage"
         batch = self._planned_batch()
         image = batch.image
-        self._resources.note_need(image.nbytes)
-        pool = self._resources.staging_pool(image.nbytes, self._call.settings)
-        if pool.capacity < image.nbytes:
-            self._resources.warn_of_small_pool(image.nbytes, self._call.settings)
-            self._create_files(batch.job, pool)
         values = self._planner.values_to_write()
-        # The hash of a value is that of the staged copy. If no copy stays, the caller waits for it.
+        spare = self._spare_values(image)
+        nbytes = max(image.nbytes, spare.image.nbytes)
+        settings = self._call.settings
+        self._resources.note_need(nbytes)
+        pool = self._resources.whole_pool(nbytes, settings) or self._resources.staging_pool(image.nbytes, settings)
         if pool.capacity < image.nbytes:
+            self._resources.warn_of_small_pool(image.nbytes, settings)
+            self._create_files(batch.job, pool)
             for value in values:
+                value.hash()  # no copy stays that could be hashed later
                 value.release()
-        self._staged = _Staged(batch, pool, batch.job.stage(pool), image.nbytes, values)
-        image.tensors = []
+        self._staged = _Staged(batch, pool, batch.job.stage(pool), nbytes, values)
         if pool.capacity >= image.nbytes:
             for value in values:
                 file, offset = self._files.place_of(value)
                 value.data = image.staged(value.data, file, offset, pool.tensor())
+        spare.stage(pool)
+        image.tensors = []
         self._phases.mark("stage")
 
     def write_staged(self) -> list[FileRecord]:
@@ -125,6 +131,7 @@ class RankWriter:
         staged = self._staged
         assert staged is not None
         for value in staged.values:
+            value.hash()
             value.release()  # other saves use the pool later
         if staged.pool is self._resources.pool:
             records = self._write_staged(staged)
@@ -143,14 +150,25 @@ class RankWriter:
 
     def write_values(self, values: Sequence[Value]) -> list[FileRecord]:
         """Write further values, beside the planned files."""
-        pool = self._staged.pool if self._staged is not None else self._resources.pool
-        return self._stream(self._files.add_values(values), pool)
+        batch = self._files.add_values(values)
+        if self._staged is None:
+            return self._stream(batch, self._resources.pool)
+        pool = StagingPool(shared=False)  # the values lie in the pool that they were staged into
+        try:
+            return self._stream(batch, pool)
+        finally:
+            pool.release()
 
     # --- parts of these -------------------------------------------------------------------------------------------
 
     def _planned_batch(self) -> FileBatch:
         planner = self._planner
         return self._files.add_planned(planner.plan, planner.state.shards, planner.values_to_write())
+
+    def _spare_values(self, image: Image) -> SpareValues:
+        """Collect the values that this rank does not write, to be staged behind `image`."""
+        others = [v for v in self._planner.state.values if self._files.place_of(v)[0] < 0]
+        return SpareValues(others, image.nbytes)
 
     def _check_target(self) -> None:
         """On rank 0, before the first byte: note the version of the catalog there, and check that it may be replaced."""
