@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from bytecheckpoint.engine.tensor_bytes import copy_all, dense, flat_bytes, movable, views_at
+from bytecheckpoint.engine.tensor_bytes import copy_all, dense_bytes, flat_bytes, movable, views_at
 
 __all__ = ["Chunk", "Image", "ImageFile", "KnownTargets", "chunks_of"]
 
@@ -177,7 +177,7 @@ class Image:
                 whole.append(movable(tensor))
                 whole_starts.append(at)
                 continue
-            piece = flat_bytes(dense(tensor))[low - begin : high - begin]
+            piece = dense_bytes(tensor, low - begin, high - begin)
             if piece.device.type == "cpu":
                 np.copyto(slot[at : at + high - low].numpy(), piece.numpy())
             else:
