@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from bytecheckpoint.opening import Checkpoint, Entry, open
     from bytecheckpoint.representation.values.codec import register
     from bytecheckpoint.saving import prepare, save
+    from bytecheckpoint.world import release_memory
 
 __all__ = [
     "Checkpoint",
@@ -66,6 +67,7 @@ __all__ = [
     "open",
     "prepare",
     "register",
+    "release_memory",
     "save",
     "settings",
 ]
@@ -77,6 +79,7 @@ _HOME = {
     "register": "representation.values.registry",
     "load": "loading",
     "prepare": "saving",
+    "release_memory": "world",
     "save": "saving",
 }
 

@@ -29,9 +29,9 @@ class Settings:
 
     Attributes:
         staging_bytes: size of the staging pool in bytes. 0: as large as the state, up to this rank's share of half of the
-            memory that the machine has free when the pool grows (the launcher's LOCAL_WORLD_SIZE or the like says how
-            many ranks share it). A larger state passes through the pool in parts. Also the most that a synchronous save
-            to a storage across a network keeps in memory.
+            memory that is free when the pool grows, on the machine and in the cgroups of this process (page cache counts as
+            free). The ranks of the machine share it. A larger state passes through the pool in parts, and a warning says
+            so. Also the most that a synchronous save to a storage across a network keeps in memory.
         chunk_bytes: bytes that one write or read call moves; a multiple of 1 MiB.
         writer: "process" writes asynchronous saves from a helper process over shared memory, so that the training
             loop keeps the interpreter lock to itself; "thread" writes them from threads of this process.

@@ -10,14 +10,16 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 
+from bytecheckpoint.calls import one_at_a_time
 from bytecheckpoint.collectives import Collective
 from bytecheckpoint.engine.save_resources import SaveResources
 from bytecheckpoint.errors import CheckpointError, CheckpointTimeoutError, UsageError
 from bytecheckpoint.handles import SaveHandle
 from bytecheckpoint.liveness import seconds_busy, seconds_idle
+from bytecheckpoint.settings import settings
 from bytecheckpoint.tiers.flush.flusher import Flusher
 
-__all__ = ["SaveQueue", "World", "world_of"]
+__all__ = ["SaveQueue", "World", "release_memory", "world_of"]
 
 
 class SaveQueue:
@@ -133,11 +135,20 @@ class World:
         self.saves.drain()
         self.flusher.drain()
 
+    def release_memory(self) -> None:
+        """Give the staging memory back and end the helper process, after the saves in flight."""
+        with self.saves.calling(settings().timeout) as stuck:  # no save begins meanwhile
+            if stuck is not None:
+                raise stuck
+            self.saves.drain()
+            self.resources.release()
+            self.note_prepared({})
+
     def close(self) -> None:
         """End threads and the helper process and give the staging memory back, after the saves in flight."""
         self.drain()
         self.saves.close()
-        self.resources.close()
+        self.resources.release()
 
 
 def _identity(states: Mapping[str, object]) -> tuple[object, ...]:
@@ -161,6 +172,23 @@ def world_of(collective: Collective) -> World:
             world = collective.attachment = World(collective)
             _worlds.add(world)
         return world
+
+
+@one_at_a_time
+def release_memory() -> None:
+    """Free the memory that this process keeps for later saves, and end its helper processes.
+
+    Waits for the saves in flight. Saves and loads go on as before: the next asynchronous save reserves its memory anew,
+    which makes it as slow as a first one. Ranks need not call it together.
+
+    Examples:
+        >>> import bytecheckpoint
+        >>> bytecheckpoint.release_memory()  # before a phase that saves nothing and needs the memory itself
+    """
+    with _worlds_lock:
+        worlds = list(_worlds)
+    for world in worlds:
+        world.release_memory()
 
 
 def _forget_after_fork() -> None:

@@ -1,35 +1,13 @@
-"""The staging pool: how much memory it may take, and what it does without."""
+"""The staging pool: it grows, it shrinks, and it does without memory that it cannot have."""
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
-from bytecheckpoint.engine.pool import StagingPool, available_memory
+from bytecheckpoint.engine.pool import StagingPool
 from bytecheckpoint.errors import CheckpointError
-
-_NAMES = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE")
-
-
-@pytest.mark.parametrize(
-    ("variables", "ranks"),
-    [
-        ({}, 1),
-        ({"LOCAL_WORLD_SIZE": "8"}, 8),
-        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, 4),
-        ({"SLURM_NTASKS_PER_NODE": "1", "LOCAL_WORLD_SIZE": "8"}, 8),
-        ({"LOCAL_WORLD_SIZE": "many", "SLURM_NTASKS_PER_NODE": "2"}, 2),
-        ({"LOCAL_WORLD_SIZE": "0"}, 1),
-    ],
-)
-def test_ranks_of_a_machine_share_its_memory(
-    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], ranks: int
-) -> None:
-    for name in _NAMES:
-        monkeypatch.delenv(name, raising=False)
-    whole = available_memory()
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    assert available_memory() == pytest.approx(whole / ranks, rel=0.2)
 
 
 @pytest.mark.parametrize("shared", [True, False])
@@ -41,3 +19,27 @@ def test_a_pool_that_could_not_grow_can_be_reserved_again(shared: bool) -> None:
     pool.reserve(4096, touch=True)
     assert pool.tensor().numel() == len(pool.view()) == pool.capacity == 4096
     pool.release()
+
+
+def test_a_pool_shrinks_in_place_and_grows_again() -> None:
+    pool = StagingPool()
+    pool.reserve(8 << 20, touch=True)
+    pool.tensor()[:] = 7
+    pool.shrink((1 << 20) - 5)
+    assert pool.capacity == pool.tensor().numel() == 1 << 20
+    assert os.fstat(pool.fd).st_blocks * 512 == 1 << 20, "the memory was not given back"
+    assert bool((pool.tensor() == 7).all())
+    pool.shrink(2 << 20)
+    assert pool.capacity == 1 << 20
+    generation = pool.generation
+    pool.reserve(2 << 20, touch=True)
+    assert pool.capacity == 2 << 20
+    assert pool.generation > generation, "the helper process would keep the old mapping"
+    pool.release()
+
+
+def test_a_private_pool_does_not_shrink() -> None:
+    pool = StagingPool(shared=False)
+    pool.reserve(1 << 20, touch=False)
+    pool.shrink(4096)
+    assert pool.capacity == 1 << 20

@@ -42,13 +42,14 @@ def test_device_tensors_round_trip(tmp_path: Path, mode: str, writer: str) -> No
         assert into[name].device == tensor.device
 
 
-def test_changes_after_staging_do_not_reach_the_checkpoint(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["model", "extra_states"])
+def test_changes_after_staging_do_not_reach_the_checkpoint(tmp_path: Path, kind: str) -> None:
     tensor = coded((4 << 20,), torch.float32).to(device())
     expected = tensor.cpu()
-    handle = bytecheckpoint.save(tmp_path / "s", {"model": {"w": tensor}}, async_checkpoint=True)
+    handle = bytecheckpoint.save(tmp_path / "s", {kind: {"w": tensor}}, async_checkpoint=True)
     tensor.zero_()
     handle.result(60)
-    assert torch.equal(bytecheckpoint.open(tmp_path / "s")["model/w"][...], expected)
+    assert torch.equal(bytecheckpoint.open(tmp_path / "s")[f"{kind}/w"][...], expected)
 
 
 def test_training_resumes_exactly_on_the_device(tmp_path: Path) -> None:

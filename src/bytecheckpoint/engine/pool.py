@@ -25,39 +25,14 @@ from numpy.typing import NDArray
 
 from bytecheckpoint.errors import CheckpointError
 
-__all__ = ["StagingPool", "available_memory"]
+__all__ = ["StagingPool"]
 
 _log = logging.getLogger("bytecheckpoint")
 _PAGE = 4096
 _TOUCH_STEP = 64 << 20
 _MADV_POPULATE_WRITE = 23
+_MADV_REMOVE = 9
 _libc = ctypes.CDLL(None, use_errno=True)
-
-
-def available_memory() -> int:
-    """Return the bytes of memory that this process may still take without pushing others out.
-
-    That is this rank's share of the machine's free memory, or of its cgroup's: the ranks beside it ask at the same time.
-    """
-    available = 1 << 62
-    with contextlib.suppress(OSError, ValueError), open("/proc/meminfo") as file:
-        fields = dict(line.split(":", 1) for line in file)
-        available = int(fields["MemAvailable"].split()[0]) << 10
-    with (
-        contextlib.suppress(OSError, ValueError),
-        open("/sys/fs/cgroup/memory.max") as limit,
-        open("/sys/fs/cgroup/memory.current") as used,
-    ):
-        available = min(available, int(limit.read()) - int(used.read()))
-    return max(available, 0) // _local_ranks()
-
-
-def _local_ranks() -> int:
-    """Count the ranks of the job on this machine, as far as its launcher says."""
-    for name in ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE"):
-        with contextlib.suppress(ValueError):
-            return max(int(os.environ.get(name, "")), 1)
-    return 1
 
 
 class StagingPool:
@@ -94,6 +69,23 @@ class StagingPool:
                 self._grow(-(-nbytes // _PAGE) * _PAGE)
             if touch:
                 self._touch()
+
+    def shrink(self, nbytes: int) -> None:
+        """Free the memory beyond the first `nbytes`, which stay as they are. Must not be called while a save uses the pool.
+
+        Mappings keep their length, so a stale view of the freed part reads zeros. A private pool does not shrink.
+        """
+        with self._lock:
+            keep = max(-(-nbytes // _PAGE), 1) * _PAGE
+            if not self.shared or keep >= self.capacity:
+                return
+            self._unpin()
+            rest = self._array[keep:]
+            address, size = ctypes.c_void_p(rest.ctypes.data), ctypes.c_size_t(rest.nbytes)
+            if _libc.madvise(address, size, _MADV_REMOVE) == 0:
+                self._array = self._array[:keep]
+                self.capacity = keep
+            self._pin()
 
     def _grow(self, nbytes: int) -> None:
         self._unmap()
@@ -151,10 +143,13 @@ class StagingPool:
         """Return the bytes of the pool."""
         return memoryview(self._array)
 
-    def _unmap(self) -> None:
+    def _unpin(self) -> None:
         if self._pinned:
             torch.cuda.cudart().cudaHostUnregister(self._array.ctypes.data)
             self._pinned = False
+
+    def _unmap(self) -> None:
+        self._unpin()
         # A finished save may still hold views; the mapping is freed with the last of them.
         self._array = np.zeros(0, np.uint8)
         self.capacity = 0

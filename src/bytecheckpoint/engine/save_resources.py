@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import threading
 import weakref
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterator
 from typing import Any, Generic, TypeVar
 
 import torch
 
 from bytecheckpoint.engine.helper import HelperProcess
-from bytecheckpoint.engine.pool import StagingPool, available_memory
+from bytecheckpoint.engine.memory import free_memory
+from bytecheckpoint.engine.pool import StagingPool
 from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.settings import Settings
 
@@ -25,6 +27,8 @@ _Plan = TypeVar("_Plan")
 _log = logging.getLogger("bytecheckpoint")
 _RANK_PLANS = 4
 _GLOBAL_PLANS = 16
+#: The pool shrinks when this many saves in a row needed less than half of it.
+_SHRINK_AFTER = 8
 
 
 class PlanCache(Generic[_Key, _Plan]):
@@ -71,6 +75,7 @@ class SaveResources:
         plans: this rank's plans, by the signature of its table.
         global_plans: on rank 0, the coordinator's plans, by name.
         running_helper: the helper process that was started last, None before the first.
+        local_ranks: ranks of the world on this machine; 0 until a plan has told.
     """
 
     def __init__(self) -> None:
@@ -78,7 +83,9 @@ class SaveResources:
         self.plans: PlanCache[bytes, Any] = PlanCache(_RANK_PLANS)
         self.global_plans: PlanCache[str, Any] = PlanCache(_GLOBAL_PLANS)
         self.running_helper: HelperProcess | None = None
-        self._warned = False
+        self.local_ranks = 0
+        self._needs: deque[int] = deque(maxlen=_SHRINK_AFTER)
+        self._warned_of_threads = self._warned_of_pool = False
 
     def helper(self) -> HelperProcess:
         """Return the helper process, started if it does not run.
@@ -107,9 +114,9 @@ class SaveResources:
         try:
             self.helper()
         except CheckpointError as error:
-            if not self._warned:
+            if not self._warned_of_threads:
                 _log.warning("threads of this process write asynchronous saves: %s", error)
-            self._warned = True
+            self._warned_of_threads = True
             return False
         return True
 
@@ -132,8 +139,10 @@ class SaveResources:
 
         With an accelerator the shared pool is used at once: host pages must be locked there, which touches them anyway.
         """
+        if nbytes <= self.pool.capacity:
+            return self.pool
         affordable = 2 * nbytes <= self._pool_limit(settings)
-        if nbytes > self.pool.capacity and affordable and not torch.accelerator.is_available():
+        if affordable and not torch.accelerator.is_available():
             pool = StagingPool(shared=False)
             pool.reserve(nbytes, touch=False)
             return pool
@@ -142,8 +151,39 @@ class SaveResources:
 
     def whole_pool(self, nbytes: int, settings: Settings) -> StagingPool | None:
         """Return a pool as `staging_pool` does, if it may hold the whole image of `nbytes`; else None."""
-        affordable = nbytes <= max(self.pool.capacity, self._pool_limit(settings))
+        affordable = nbytes <= self.pool.capacity or nbytes <= self._pool_limit(settings)
         return self.staging_pool(nbytes, settings) if affordable else None
+
+    def note_need(self, nbytes: int) -> None:
+        """Remember that a save needs `nbytes` of staging memory."""
+        self._needs.append(nbytes)
+
+    def fit_pool(self) -> None:
+        """Shrink the shared pool if the last saves needed much less. Must not be called while a save uses the pool."""
+        if len(self._needs) == _SHRINK_AFTER and 2 * max(self._needs) <= self.pool.capacity:
+            self.pool.shrink(max(self._needs))
+
+    def warn_of_small_pool(self, nbytes: int, settings: Settings) -> None:
+        """Log, once, why an image of `nbytes` does not fit in the pool, which makes an asynchronous save wait."""
+        if self._warned_of_pool:
+            return
+        self._warned_of_pool = True
+        if settings.staging_bytes:
+            why = f"settings.staging_bytes is {settings.staging_bytes}; raise it"
+        else:
+            ranks = self._sharing_ranks()
+            free = free_memory()
+            why = (
+                f"it may take half of the memory that is free, {free.nbytes >> 20} MiB of {free.source} shared by "
+                f"{ranks} rank{'s' * (ranks > 1)}; set settings.staging_bytes to take more, or give the job more memory"
+            )
+        _log.warning(
+            "an asynchronous save of %.1f MiB passes through a staging pool of %.1f MiB, so its caller waits while most of "
+            "it is written. The pool is that small because %s",
+            nbytes / 2**20,
+            self.pool.capacity / 2**20,
+            why,
+        )
 
     def give_back(self, pool: StagingPool) -> bool:
         """Free `pool` if it was made for one save only; returns whether it was."""
@@ -179,11 +219,29 @@ class SaveResources:
         except (CheckpointError, OSError) as error:
             _log.warning("the staging pool could not be made ready, the next save tries again: %s", error)
 
-    def close(self) -> None:
-        """End the helper process and give the staging memory back."""
+    def release(self) -> None:
+        """End the helper process and give the staging memory back. The next save starts and reserves them anew."""
         if self.running_helper is not None:
             self.running_helper.stop()
+        for plan in self.plans.newest_first():
+            plan.targets.forget()
+        self._needs.clear()
         self.pool.release()
 
     def _pool_limit(self, settings: Settings) -> int:
-        return settings.staging_bytes or (self.pool.capacity + available_memory()) // 2
+        if settings.staging_bytes:
+            return settings.staging_bytes
+        # The other ranks of the machine ask at the same time.
+        return (self.pool.capacity + free_memory().nbytes // self._sharing_ranks()) // 2
+
+    def _sharing_ranks(self) -> int:
+        """Count the ranks that share this machine's memory: those of the world, or of the job as its launcher says."""
+        return max(self.local_ranks, _launched_ranks())
+
+
+def _launched_ranks() -> int:
+    """Count the ranks of the job on this machine, as far as its launcher says. They may be in several worlds."""
+    for name in ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE"):
+        with contextlib.suppress(ValueError):
+            return max(int(os.environ.get(name, "")), 1)
+    return 1

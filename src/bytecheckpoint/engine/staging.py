@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from bytecheckpoint.engine.tensor_bytes import copy_all, dense, flat_bytes, movable, views_at
+from bytecheckpoint.engine.tensor_bytes import copy_all, dense_bytes, flat_bytes, movable, views_at
 
 __all__ = ["Chunk", "Image", "ImageFile", "KnownTargets", "chunks_of"]
 
@@ -126,6 +126,11 @@ class Image:
             targets = targets + self._views(pool, sources[len(targets) :], other_files)
         copy_all(targets, sources)
 
+    def staged(self, tensor: torch.Tensor, file: int, offset: int, pool: torch.Tensor) -> torch.Tensor:
+        """Return the copy of `tensor` that `stage` has made in `pool`, at byte `offset` of the data section of `file`."""
+        (copy,) = views_at(pool, [movable(tensor)], [self.files[file].start + offset])
+        return copy.view(tensor.dtype)
+
     @staticmethod
     def _views(pool: torch.Tensor, sources: list[torch.Tensor], files: Sequence[ImageFile]) -> list[torch.Tensor]:
         views: list[torch.Tensor] = []
@@ -172,7 +177,7 @@ class Image:
                 whole.append(movable(tensor))
                 whole_starts.append(at)
                 continue
-            piece = flat_bytes(dense(tensor))[low - begin : high - begin]
+            piece = dense_bytes(tensor, low - begin, high - begin)
             if piece.device.type == "cpu":
                 np.copyto(slot[at : at + high - low].numpy(), piece.numpy())
             else:

@@ -11,7 +11,7 @@ from torch._utils import _unflatten_dense_tensors
 
 from bytecheckpoint.storage.threads import parallel_map
 
-__all__ = ["copy_all", "dense", "flat_bytes", "movable", "same_bits", "views_at"]
+__all__ = ["copy_all", "dense", "dense_bytes", "flat_bytes", "movable", "same_bits", "views_at"]
 
 #: From this length on memcpy takes 0.6 of the time of torch's copy loop, which reads the target before it writes.
 _MEMCPY_BYTES = 64 << 10
@@ -43,6 +43,17 @@ def movable(tensor: torch.Tensor) -> torch.Tensor:
 def dense(tensor: torch.Tensor) -> torch.Tensor:
     """Return `tensor` if its elements are in row-major order, else a copy in that order."""
     return movable(tensor).contiguous().view(tensor.dtype)
+
+
+def dense_bytes(tensor: torch.Tensor, first: int, last: int) -> torch.Tensor:
+    """Return bytes [first, last) of a tensor in row-major order, uint8. At most the rows that hold them are copied."""
+    if tensor.is_contiguous():
+        return flat_bytes(tensor)[first:last]
+    row = tensor[0].nbytes
+    top, bottom = first // row, -(-last // row)
+    if bottom - top == 1:
+        return dense_bytes(tensor[top], first - top * row, last - top * row)
+    return flat_bytes(dense(tensor[top:bottom]))[first - top * row : last - top * row]
 
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:

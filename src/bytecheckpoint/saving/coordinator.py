@@ -7,6 +7,7 @@ protocol (docs/architecture.md, "A save"). Whatever happens here ends in a reply
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -188,9 +189,12 @@ class Coordinator:
         self._plans.add(name, plan)
         assigned = assign_values(values, whole_world=len(values) == len(tables))
         differences = differing_replicas(requests, tables)
+        on_host = Counter(request.host for request in requests.values())
         replies: dict[int, PlanResponse | RewriteRequest] = {}
         for rank in values:
-            response = PlanResponse(name, columns.locals_of(rank).tobytes(), sorted(assigned[rank]), differences)
+            rows = columns.locals_of(rank).tobytes()
+            local_ranks = on_host[requests[rank].host] if len(requests) == len(tables) else 0
+            response = PlanResponse(name, rows, sorted(assigned[rank]), differences, local_ranks)
             replies[rank] = response if rank in requests else RewriteRequest(response, rewrite_reason)
         return plan, replies
 

@@ -17,7 +17,7 @@ from bytecheckpoint.representation.shards import LiveShard, TensorKey
 from bytecheckpoint.representation.storage_file import StoredEntry
 from bytecheckpoint.saving.state import Value
 
-__all__ = ["FileOrigin", "LocalPlan", "PlannedFile", "end_of", "lay_out_rows", "lay_out_values"]
+__all__ = ["FileOrigin", "LocalPlan", "PlannedFile", "end_of", "lay_out_rows", "lay_out_values", "place_values"]
 
 _ALIGN = 4096
 
@@ -187,6 +187,11 @@ def lay_out_values(
         files.append(PlannedFile(kind, part, True, header, section))
         position = end_of(section)
     return files, [places[i] for i in range(len(values))]
+
+
+def place_values(values: Sequence[Value], position: int) -> ImageFile:
+    """Place values one after the other from byte `position` of an image that has no other tensors."""
+    return _section(position, [value.nbytes for value in values], list(range(len(values))))
 
 
 def end_of(section: ImageFile) -> int:

@@ -139,6 +139,7 @@ class PlanRequest(msgspec.Struct, frozen=True, tag="plan-request"):
         values: its values.
         digests: with check_replicas, uint64 content hash of every row as bytes.
         dry: only plan (`prepare`); the rank sends no report.
+        host: equal for ranks of one machine (`Collective.host`).
     """
 
     url: str
@@ -146,6 +147,7 @@ class PlanRequest(msgspec.Struct, frozen=True, tag="plan-request"):
     values: list[ValueRecord]
     digests: bytes = b""
     dry: bool = False
+    host: str = ""
 
 
 class PlanDescription(msgspec.Struct, frozen=True, tag="plan-description"):
@@ -191,12 +193,14 @@ class PlanResponse(msgspec.Struct, frozen=True, tag="plan-response"):
         rows: int64 indexes of the shards that the rank writes, in file order, as bytes.
         values: keys of the values that the rank writes.
         differences: with check_replicas, keys of tensors whose copies differ.
+        local_ranks: how many ranks of the world are on the rank's machine; 0 if not all ranks asked for a plan.
     """
 
     plan: str
     rows: bytes
     values: list[Key]
     differences: list[str] = []
+    local_ranks: int = 0
 
 
 class DescribeRequest(msgspec.Struct, frozen=True, tag="describe-request"):

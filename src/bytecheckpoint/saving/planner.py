@@ -26,10 +26,11 @@ class RankPlanner:
 
     Args:
         origin: of the files that this rank writes.
-        resources: with the cached plans.
+        resources: with the cached plans; gets the number of ranks on this machine.
         call: the arguments of the save.
         task: on rank 0, gets the layout for the catalog.
         state: the captured state.
+        host: of this rank (`Collective.host`).
 
     Attributes:
         state: as given.
@@ -38,15 +39,23 @@ class RankPlanner:
     """
 
     def __init__(
-        self, origin: FileOrigin, resources: SaveResources, call: SaveCall, task: SaveTask, state: CapturedState
+        self,
+        origin: FileOrigin,
+        resources: SaveResources,
+        call: SaveCall,
+        task: SaveTask,
+        state: CapturedState,
+        host: str,
     ) -> None:
         self.state = state
         self.cached = False
         self.differences: tuple[str, ...] = ()
         self._origin = origin
+        self._resources = resources
         self._plans = resources.plans
         self._call = call
         self._task = task
+        self._host = host
         self._layout_captured = False
         self._plan: LocalPlan | None = None
 
@@ -66,6 +75,8 @@ class RankPlanner:
             dry: as for the `make` that follows.
         """
         self._layout_captured = True
+        if dry:
+            self._hash_values()  # the caller may change them while `make` runs
         if self._origin.rank != 0:
             return
         if dry or self._call.check_replicas or self.state.described()[1] not in self._plans:
@@ -91,8 +102,9 @@ class RankPlanner:
         digests = self.state.shard_digests() if self._call.check_replicas else b""
         if self._origin.rank == 0 and not self._layout_captured:
             self._task.layout = self._call.framework.describe(self._call.states)
+        self._hash_values()
         values = [value.record() for value in self.state.values]
-        request = PlanRequest(escape(self._call.storage.url), table, values, digests, dry)
+        request = PlanRequest(escape(self._call.storage.url), table, values, digests, dry, self._host)
         response = channel.ask(request, self._call.settings.timeout)
         assert isinstance(response, PlanResponse), response
         self.adopt(response)
@@ -119,6 +131,12 @@ class RankPlanner:
         self.cached = False
         self.differences = tuple(response.differences)
         self._plans.add(key, self._plan)
+        self._resources.local_ranks = response.local_ranks or self._resources.local_ranks
+
+    def _hash_values(self) -> None:
+        """Hash the values for the coordinator, which compares them between ranks."""
+        if self._origin.world_size > 1:
+            self.state.hash_values()
 
     def values_to_write(self) -> Sequence[Value]:
         """List the values that this rank writes: those that the plan gives it, and those that the plan does not know."""

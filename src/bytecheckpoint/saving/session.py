@@ -76,7 +76,7 @@ class SaveSession:
         self.call = call
         self.blocking_seconds = 0.0
         origin = FileOrigin(collective.rank, collective.world_size, task.generation)
-        self.planner = RankPlanner(origin, resources, call, task, CapturedState(states))
+        self.planner = RankPlanner(origin, resources, call, task, CapturedState(states), collective.host)
         own_task = task if collective.rank == 0 else None
         self._files = RankFiles(origin, call.storage, call.settings)
         self._writer = RankWriter(self.planner, self._files, resources, call, own_task, phases)
@@ -118,10 +118,6 @@ class SaveSession:
         """
         self._writer.stage()
         self._add_optimizer_steps()
-        # Other ranks' copies stand for these values. The coordinator may still ask for them if a copy turns out to differ.
-        for value in self.planner.state.values:
-            if self._files.place_of(value)[0] < 0:
-                value.data = value.data.clone()
         # The live tensors are not needed any more, and must not be kept alive.
         self.planner.state.release()
         handle.staged.set_result(None)
@@ -136,6 +132,7 @@ class SaveSession:
             self._files.abort_jobs()
         else:
             self._files.discard()
+        self.planner.state.release_values()
 
     # --- commit ---------------------------------------------------------------------------------------------------
 
@@ -147,6 +144,7 @@ class SaveSession:
             reply = self._answer(reply, records)
         self._phases.mark("commit")
         self._files.release()
+        self.planner.state.release_values()
         total = self._phases.total()
         return SaveReport(
             path=self.call.storage.url,
@@ -178,6 +176,7 @@ class SaveSession:
         return self._report(records)
 
     def _report(self, records: list[FileRecord]) -> Reply:
+        self.planner.state.hash_values()
         values = [value.record(self._files.place_of(value)) for value in self.planner.state.values]
         steps = {escape(name): step for name, step in self._steps.items()}
         report = WriteReport(

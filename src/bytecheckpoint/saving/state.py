@@ -19,24 +19,36 @@ from bytecheckpoint.saving.messages import ValueRecord, escaped
 
 __all__ = ["CapturedState", "Value", "content_digest", "signature"]
 
+_PIECE = 32 << 20
+
 
 @dataclass(slots=True)
 class Value:
     """A value that is compared by content: a tree of plain values, or a tensor that may differ between ranks.
 
-    `data` is a dense CPU tensor. The other fields are those of `ValueRecord`.
+    `data` is contiguous: live memory on any device until the value is staged, a copy after that. The other fields are
+    those of `ValueRecord`; `digest` is b"" until `hash` is called.
     """
 
     key: TensorKey
     data: torch.Tensor
     dtype: str
     merged: bool
-    digest: bytes
+    digest: bytes = b""
 
     @property
     def nbytes(self) -> int:
         """Length in bytes."""
         return self.data.numel() * self.data.element_size()
+
+    def hash(self) -> None:
+        """Hash the content, once."""
+        if not self.digest:
+            self.digest = content_digest(self.data, self.dtype)
+
+    def release(self) -> None:
+        """Let go of the content, and keep its hash, if it has one, and its shape."""
+        self.data = torch.empty_like(self.data, device="meta")
 
     def record(self, place: tuple[int, int] = (-1, 0)) -> ValueRecord:
         """Describe the value for the coordinator.
@@ -68,12 +80,13 @@ class CapturedState:
         for state in states:
             for shard in state.shards:
                 if shard.by_content:
-                    self.values.append(_value(shard.key, shard.data, shard.dtype, merged=False))
+                    data = _contiguous(shard.data.detach())
+                    self.values.append(Value(shard.key, data, shard.dtype, merged=False))
                 else:
                     self.shards.append(shard)
             if state.tree is not None:
                 tree = torch.frombuffer(bytearray(state.tree), dtype=torch.uint8)
-                self.values.append(_value(TensorKey(state.kind, "", VALUES_SLOT), tree, "uint8", merged=state.merged))
+                self.values.append(Value(TensorKey(state.kind, "", VALUES_SLOT), tree, "uint8", merged=state.merged))
 
     def described(self) -> tuple[LocalTable, bytes]:
         """Describe the shards: return their table and its signature, made once."""
@@ -83,11 +96,21 @@ class CapturedState:
             self._table = table, signature(table)
         return self._table
 
+    def hash_values(self) -> None:
+        """Hash the content of every value that is not hashed yet."""
+        for value in self.values:
+            value.hash()
+
+    def release_values(self) -> None:
+        """Let go of the content of all values, which may lie in the staging pool."""
+        for value in self.values:
+            value.release()
+
     def shard_digests(self) -> bytes:
         """Hash the content of every shard, uint64 as bytes."""
         sums = np.zeros(len(self.shards), np.uint64)
         for i, shard in enumerate(self.shards):
-            sums[i] = xxhash.xxh3_64_intdigest(content_digest(dense(shard.data.cpu()), shard.dtype))
+            sums[i] = xxhash.xxh3_64_intdigest(content_digest(shard.data, shard.dtype))
         return sums.tobytes()
 
     def check_replicas(self, pairs: Sequence[tuple[int, int]]) -> None:
@@ -111,15 +134,16 @@ class CapturedState:
         self._table = None
 
 
-def _value(key: TensorKey, data: torch.Tensor, dtype: str, *, merged: bool) -> Value:
-    data = dense(data.detach().cpu())
-    return Value(key, data, dtype, merged, content_digest(data, dtype))
+def _contiguous(data: torch.Tensor) -> torch.Tensor:
+    """Return `data` if its elements are in row-major order, else a copy in host memory."""
+    return data if data.is_contiguous() else dense(data.cpu())
 
 
 def content_digest(data: torch.Tensor, dtype: str) -> bytes:
-    """Hash a dense CPU tensor's dtype, shape and bytes."""
+    """Hash a tensor's dtype, shape and bytes. Those of an accelerator pass through host memory in pieces."""
     digest = xxhash.xxh3_128(f"{dtype}{tuple(data.shape)}".encode())
-    digest.update(flat_bytes(data).numpy())
+    for piece in flat_bytes(_contiguous(data)).split(_PIECE):
+        digest.update(piece.cpu().numpy())
     return digest.digest()
 
 

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from bytecheckpoint.engine.pool import StagingPool
 from bytecheckpoint.engine.save_job import SaveJob
 from bytecheckpoint.engine.save_resources import SaveResources
+from bytecheckpoint.engine.staging import Image
 from bytecheckpoint.engine.writing import StagedChunk
 from bytecheckpoint.liveness import busy
 from bytecheckpoint.monitoring.phases import Phases
@@ -19,6 +20,7 @@ from bytecheckpoint.saving.call import SaveCall, SaveTask
 from bytecheckpoint.saving.files import FileBatch, RankFiles
 from bytecheckpoint.saving.messages import FileRecord
 from bytecheckpoint.saving.planner import RankPlanner
+from bytecheckpoint.saving.spare_values import SpareValues
 from bytecheckpoint.saving.state import Value
 
 __all__ = ["RankWriter"]
@@ -35,13 +37,15 @@ class _Staged:
         batch: the files to write.
         pool: holds the chunks that are still to be written.
         chunks: those chunks.
-        nbytes: length of the whole image.
+        nbytes: bytes that a pool needs to hold all of them.
+        values: the values among what was copied.
     """
 
     batch: FileBatch
     pool: StagingPool
     chunks: list[StagedChunk]
     nbytes: int
+    values: Sequence[Value]
 
 
 class RankWriter:
@@ -74,9 +78,11 @@ class RankWriter:
         self._staged: _Staged | None = None
 
     def prepare(self) -> None:
-        """Touch the pages of the staging pool that the planned files need; write nothing."""
-        nbytes = self._planned_batch().image.nbytes
+        """Touch the pages of the staging pool that `stage` needs; write nothing."""
+        image = self._planned_batch().image
+        nbytes = max(image.nbytes, self._spare_values(image).image.nbytes)
         self._files.release()
+        self._resources.note_need(nbytes)
         self._resources.reserve(nbytes, self._call.settings, touch=True)
 
     def write_through(self) -> list[FileRecord]:
@@ -87,8 +93,11 @@ class RankWriter:
         # A storage that takes whole files gets them from memory, if there is room, else from a spool file.
         whole_files = self._call.storage.capabilities.whole_files
         pool = self._resources.whole_pool(batch.image.nbytes, self._call.settings) if whole_files else None
+        self._resources.note_need(batch.job.slot_bytes() if pool is None else batch.image.nbytes)
         if pool is None:
-            return self._stream(batch, self._resources.pool)
+            records = self._stream(batch, self._resources.pool)
+            self._resources.fit_pool()
+            return records
         try:
             batch.job.create_files(pool, None)
             return self._finish(batch, batch.job.write_staged(batch.job.stage(pool)))
@@ -100,11 +109,25 @@ class RankWriter:
         self._phases.current = "stage"
         batch = self._planned_batch()
         image = batch.image
-        pool = self._resources.staging_pool(image.nbytes, self._call.settings)
+        values = self._planner.values_to_write()
+        spare = self._spare_values(image)
+        nbytes = max(image.nbytes, spare.image.nbytes)
+        settings = self._call.settings
+        self._resources.note_need(nbytes)
+        pool = self._resources.whole_pool(nbytes, settings) or self._resources.staging_pool(image.nbytes, settings)
         if pool.capacity < image.nbytes:
+            self._resources.warn_of_small_pool(image.nbytes, settings)
             self._create_files(batch.job, pool)
-        with busy(self._call.settings.timeout + image.nbytes / _SLOWEST_COPY):
-            self._staged = _Staged(batch, pool, batch.job.stage(pool), image.nbytes)
+            for value in values:
+                value.hash()  # no copy stays that could be hashed later
+                value.release()
+        with busy(settings.timeout + nbytes / _SLOWEST_COPY):
+            self._staged = _Staged(batch, pool, batch.job.stage(pool), nbytes, values)
+        if pool.capacity >= image.nbytes:
+            for value in values:
+                file, offset = self._files.place_of(value)
+                value.data = image.staged(value.data, file, offset, pool.tensor())
+        spare.stage(pool)
         image.tensors = []
         self._phases.mark("stage")
 
@@ -112,8 +135,13 @@ class RankWriter:
         """Write what `stage` has copied."""
         staged = self._staged
         assert staged is not None
+        for value in staged.values:
+            value.hash()
+            value.release()  # other saves use the pool later
         if staged.pool is self._resources.pool:
-            return self._write_staged(staged)
+            records = self._write_staged(staged)
+            self._resources.fit_pool()
+            return records
         try:
             with self._resources.warming_up(staged.nbytes, self._call.settings):
                 return self._write_staged(staged)
@@ -127,14 +155,25 @@ class RankWriter:
 
     def write_values(self, values: Sequence[Value]) -> list[FileRecord]:
         """Write further values, beside the planned files."""
-        pool = self._staged.pool if self._staged is not None else self._resources.pool
-        return self._stream(self._files.add_values(values), pool)
+        batch = self._files.add_values(values)
+        if self._staged is None:
+            return self._stream(batch, self._resources.pool)
+        pool = StagingPool(shared=False)  # the values lie in the pool that they were staged into
+        try:
+            return self._stream(batch, pool)
+        finally:
+            pool.release()
 
     # --- parts of these -------------------------------------------------------------------------------------------
 
     def _planned_batch(self) -> FileBatch:
         planner = self._planner
         return self._files.add_planned(planner.plan, planner.state.shards, planner.values_to_write())
+
+    def _spare_values(self, image: Image) -> SpareValues:
+        """Collect the values that this rank does not write, to be staged behind `image`."""
+        others = [v for v in self._planner.state.values if self._files.place_of(v)[0] < 0]
+        return SpareValues(others, image.nbytes)
 
     def _check_target(self) -> None:
         """On rank 0, before the first byte: note the version of the catalog there, and check that it may be replaced."""
