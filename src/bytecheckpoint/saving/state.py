@@ -48,7 +48,9 @@ class Value:
 
     def release(self) -> None:
         """Let go of the content, and keep its hash, if it has one, and its shape."""
-        self.data = torch.empty_like(self.data, device="meta")
+        # One element, shown in the same shape. A meta tensor would import torch's compiler: seconds, and while the
+        # interpreter ends after Ctrl-C the classes that it makes reset the exit status of the program.
+        self.data = torch.empty([1] * self.data.ndim, dtype=self.data.dtype).expand(self.data.shape)
 
     def record(self, place: tuple[int, int] = (-1, 0)) -> ValueRecord:
         """Describe the value for the coordinator.
