@@ -9,6 +9,7 @@ import numpy as np
 import torch
 import xxhash
 
+from bytecheckpoint.engine.device_copies import DeviceCopies
 from bytecheckpoint.engine.tensor_bytes import dense, flat_bytes
 from bytecheckpoint.monitoring.garbage_collection import gc_paused
 from bytecheckpoint.planning.save_plan import LocalTable, describe
@@ -48,7 +49,7 @@ class Value:
 
 
 class CapturedState:
-    """One rank's shards and values in one save.
+    """One rank's shards and values in one save. Construct it in the caller's thread, for the sake of `copies`.
 
     Args:
         states: what the adapter captured.
@@ -56,6 +57,7 @@ class CapturedState:
     Attributes:
         shards: live tensors by key and box; empty after `release`.
         values: values, with data of their own or views of live memory.
+        copies: copies shards from devices, after the work that the caller had queued when it saved.
         live: the caller waits, so the live tensors still hold what is saved.
     """
 
@@ -73,6 +75,7 @@ class CapturedState:
             if state.tree is not None:
                 tree = torch.frombuffer(bytearray(state.tree), dtype=torch.uint8)
                 self.values.append(_value(TensorKey(state.kind, "", VALUES_SLOT), tree, "uint8", merged=state.merged))
+        self.copies = DeviceCopies({shard.data.device for shard in self.shards}, to_host=True)
 
     def described(self) -> tuple[LocalTable, bytes]:
         """Describe the shards: return their table and its signature, made once."""
@@ -86,7 +89,9 @@ class CapturedState:
         """Hash the content of every shard, uint64 as bytes."""
         sums = np.zeros(len(self.shards), np.uint64)
         for i, shard in enumerate(self.shards):
-            sums[i] = xxhash.xxh3_64_intdigest(content_digest(dense(shard.data.cpu()), shard.dtype))
+            with self.copies.queued():
+                data = dense(shard.data.cpu())
+            sums[i] = xxhash.xxh3_64_intdigest(content_digest(data, shard.dtype))
         return sums.tobytes()
 
     def release(self) -> None:

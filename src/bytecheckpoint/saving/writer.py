@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from bytecheckpoint.engine.pool import StagingPool
@@ -73,7 +74,7 @@ class RankWriter:
         """Touch the pages of the staging pool that the planned files need; write nothing."""
         nbytes = self._planned_batch().image.nbytes
         self._files.release()
-        self._resources.reserve(nbytes, self._call.settings, touch=True)
+        self._resources.reserve(nbytes, self._call.settings, touch=True, device=self._device)
 
     def write_through(self) -> list[FileRecord]:
         """Write the planned files while the caller waits."""
@@ -82,7 +83,9 @@ class RankWriter:
         batch = self._planned_batch()
         # A storage that takes whole files gets them from memory, if there is room, else from a spool file.
         whole_files = self._call.storage.capabilities.whole_files
-        pool = self._resources.whole_pool(batch.image.nbytes, self._call.settings) if whole_files else None
+        pool = (
+            self._resources.whole_pool(batch.image.nbytes, self._call.settings, self._device) if whole_files else None
+        )
         if pool is None:
             return self._stream(batch, self._resources.pool)
         try:
@@ -96,7 +99,7 @@ class RankWriter:
         self._phases.current = "stage"
         batch = self._planned_batch()
         image = batch.image
-        pool = self._resources.staging_pool(image.nbytes, self._call.settings)
+        pool = self._resources.staging_pool(image.nbytes, self._call.settings, self._device)
         if pool.capacity < image.nbytes:
             self._create_files(batch.job, pool)
         self._staged = _Staged(batch, pool, batch.job.stage(pool), image.nbytes)
@@ -124,6 +127,12 @@ class RankWriter:
         """Write further values, beside the planned files."""
         pool = self._staged.pool if self._staged is not None else self._resources.pool
         return self._stream(self._files.add_values(values), pool)
+
+    @property
+    def _device(self) -> torch.device | None:
+        """A device that copies into the pool."""
+        devices = self._planner.state.copies.devices
+        return devices[0] if devices else None
 
     # --- parts of these -------------------------------------------------------------------------------------------
 
@@ -153,7 +162,7 @@ class RankWriter:
     def _stream(self, batch: FileBatch, pool: StagingPool) -> list[FileRecord]:
         """Write a batch through a few small buffers of `pool`."""
         # The pool's pages are touched already; touching new ones would cost more than copying into them.
-        pool.reserve(batch.job.slot_bytes(), touch=False)
+        pool.reserve(batch.job.slot_bytes(), touch=False, device=self._device)
         return self._finish(batch, batch.job.write_through(pool))
 
     def _finish(self, batch: FileBatch, sums: list[NDArray[np.uint64]]) -> list[FileRecord]:
