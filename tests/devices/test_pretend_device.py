@@ -368,14 +368,14 @@ def test_the_pretend_device_shows_missing_waits(tmp_path: Path) -> None:
     pretend.load()
     tensor = torch.zeros(1000, device=pretend.device())
     target = torch.zeros(1000)
-    with pretend.delays(kernel=_LATE):
+    with pretend.delays(kernel=_BUSY):
         tensor.fill_(1)
         with torch.Stream(pretend.device()) as stream:
             target.copy_(tensor, non_blocking=True)
         stream.synchronize()
         assert not target.any(), "another stream does not wait"
         assert tensor.cpu().all(), "the same stream does"
-    with pretend.delays(to_host=_LATE):
+    with pretend.delays(to_host=_BUSY):
         target.copy_(tensor, non_blocking=True)
         assert not target.any(), "the host does not wait"
         torch.accelerator.synchronize(pretend.device())
