@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 
 import pytest
+import torch
 
+from bytecheckpoint.engine import pool as pool_module
 from bytecheckpoint.engine.pool import StagingPool
 from bytecheckpoint.errors import CheckpointError
 
@@ -43,3 +45,23 @@ def test_a_private_pool_does_not_shrink() -> None:
     pool.reserve(1 << 20, touch=False)
     pool.shrink(4096)
     assert pool.capacity == 1 << 20
+
+
+def test_pages_are_locked_once_for_each_mapping(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a save of device tensors, also in a pool that grew before. A failure is not tried again before the pool grows."""
+    calls: list[tuple[str, int]] = []
+    answers = [True, False]
+
+    def lock(address: int, nbytes: int, device: torch.device) -> bool:
+        calls.append(("lock", nbytes))
+        return answers.pop(0)
+
+    monkeypatch.setattr(pool_module, "lock_pages", lock)
+    monkeypatch.setattr(pool_module, "unlock_pages", lambda address, device: calls.append(("unlock", 0)))
+    pool, device = StagingPool(), torch.device("cuda", 1)
+    pool.reserve(4096, touch=True)
+    assert not calls
+    for nbytes in (4096, 4096, 8192, 8192):
+        pool.reserve(nbytes, touch=True, device=device)
+    pool.release()
+    assert calls == [("lock", 4096), ("unlock", 0), ("lock", 8192)]

@@ -9,7 +9,7 @@ import torch
 
 from bytecheckpoint.engine.file_set import FileSet
 from bytecheckpoint.engine.peer_memory import Segments, read_peer_memory, segments_of_buffers, slice_segments
-from bytecheckpoint.engine.reading import ScratchBuffers, scratch_buffer
+from bytecheckpoint.engine.reading import ScratchBuffers
 from bytecheckpoint.engine.scatter import ScatterPlan
 from bytecheckpoint.representation.plans import ExchangePlan
 
@@ -76,7 +76,7 @@ class ChunkMover:
         try:
             pooled = self._free.pop()
         except IndexError:
-            pooled = scratch_buffer(self._chunk_bytes, self._scratch.accelerator)
+            pooled = self._scratch.new_buffer()
         buffers = [memoryview(pooled[: stop - start].numpy())]
         # Each range is scattered while it is in the processor's cache. Other ranks may want the bytes between ranges.
         done = start

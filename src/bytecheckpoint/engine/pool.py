@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from bytecheckpoint.engine.pinning import lock_pages, unlock_pages
 from bytecheckpoint.errors import CheckpointError
 
 __all__ = ["StagingPool"]
@@ -53,20 +54,26 @@ class StagingPool:
         self.capacity = 0
         self.fd = -1
         self.generation = 0
-        self._pinned = False
+        self._locked_for: torch.device | None = None  # the pages are locked, for this device's copies
+        self._tried_to_lock = False
         self._lock = threading.Lock()
         self._array: NDArray[np.uint8] = np.zeros(0, np.uint8)
 
-    def reserve(self, nbytes: int, *, touch: bool) -> None:
+    def reserve(self, nbytes: int, *, touch: bool, device: torch.device | None = None) -> None:
         """Grow the pool to at least `nbytes`. Must not be called while a save uses the pool.
 
         Args:
             nbytes: bytes wanted.
             touch: write to every new page now (about 0.8 s per GiB), instead of at the first copy into it.
+            device: an accelerator that copies into the pool, whose pages are locked then; None where there is none.
         """
         with self._lock:
             if nbytes > self.capacity:
                 self._grow(-(-nbytes // _PAGE) * _PAGE)
+            if device is not None and self.capacity and not self._tried_to_lock:
+                self._tried_to_lock = True
+                locked = lock_pages(self._array.ctypes.data, self.capacity, device)
+                self._locked_for = device if locked else None
             if touch:
                 self._touch()
 
@@ -79,13 +86,12 @@ class StagingPool:
             keep = max(-(-nbytes // _PAGE), 1) * _PAGE
             if not self.shared or keep >= self.capacity:
                 return
-            self._unpin()
+            self._unlock()  # the next save locks what is left
             rest = self._array[keep:]
             address, size = ctypes.c_void_p(rest.ctypes.data), ctypes.c_size_t(rest.nbytes)
             if _libc.madvise(address, size, _MADV_REMOVE) == 0:
                 self._array = self._array[:keep]
                 self.capacity = keep
-            self._pin()
 
     def _grow(self, nbytes: int) -> None:
         self._unmap()
@@ -104,7 +110,6 @@ class StagingPool:
         self.capacity = nbytes
         self.generation += 1
         self._array = np.frombuffer(memory, np.uint8)
-        self._pin()
 
     def _create_file(self) -> None:
         try:
@@ -118,15 +123,9 @@ class StagingPool:
         self._close = weakref.finalize(self, os.close, self.fd)
         self._close.atexit = False
 
-    def _pin(self) -> None:
-        """Page-lock the pool where there is an accelerator, so that D2H copies run beside the compute stream."""
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
-            code = torch.cuda.cudart().cudaHostRegister(self._array.ctypes.data, self.capacity, 0)
-            self._pinned = int(code) == 0
-
     def _touch(self) -> None:
         # The C call releases the interpreter lock. Short steps let a growing pool be interrupted.
-        if self._pinned:
+        if self._locked_for is not None:
             return
         base = self._array.ctypes.data
         for start in range(0, self.capacity, _TOUCH_STEP):
@@ -143,13 +142,14 @@ class StagingPool:
         """Return the bytes of the pool."""
         return memoryview(self._array)
 
-    def _unpin(self) -> None:
-        if self._pinned:
-            torch.cuda.cudart().cudaHostUnregister(self._array.ctypes.data)
-            self._pinned = False
+    def _unlock(self) -> None:
+        if self._locked_for is not None:
+            unlock_pages(self._array.ctypes.data, self._locked_for)
+            self._locked_for = None
+        self._tried_to_lock = False
 
     def _unmap(self) -> None:
-        self._unpin()
+        self._unlock()
         # A finished save may still hold views; the mapping is freed with the last of them.
         self._array = np.zeros(0, np.uint8)
         self.capacity = 0

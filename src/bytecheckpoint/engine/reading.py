@@ -9,67 +9,53 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 
+from bytecheckpoint.engine.device_copies import DeviceCopies
 from bytecheckpoint.engine.file_set import FileSet
+from bytecheckpoint.engine.pinning import host_buffer
 from bytecheckpoint.engine.scatter import ScatterPlan
 from bytecheckpoint.engine.workers import Workers, storage_result
 from bytecheckpoint.errors import StorageUnavailableError
 
-__all__ = ["Readers", "ScratchBuffers", "read_all", "scratch_buffer"]
+__all__ = ["Readers", "ScratchBuffers", "read_all"]
 
 _T = TypeVar("_T")
 #: Reads of failed loads that had no answer when the load ended. They write to the memory of that load when one comes.
 _unanswered: list[Future[Any]] = []
 
 
-def scratch_buffer(nbytes: int, pinned: bool) -> torch.Tensor:
-    """Allocate a buffer that is aligned to 4096 bytes, and pinned for copies to an accelerator if asked."""
-    if pinned:
-        buffer = torch.empty(nbytes + 4096, dtype=torch.uint8, pin_memory=True)
-    else:
-        # numpy asks for huge pages, whose first touch takes a third of the time.
-        buffer = torch.from_numpy(np.empty(nbytes + 4096, np.uint8))
-    shift = -buffer.data_ptr() % 4096
-    return buffer[shift : shift + nbytes]
-
-
 class ScratchBuffers:
     """A buffer per thread, for ranges that storage cannot read into their destinations.
+
+    Construct it in the caller's thread: copies to devices start after the work that its streams have now.
 
     Args:
         plan: the destinations.
         chunk_bytes: longest range.
-
-    Attributes:
-        accelerator: whether some destination is on an accelerator. Buffers are then pinned, and each thread has a stream.
     """
 
     def __init__(self, plan: ScatterPlan, chunk_bytes: int) -> None:
         self._plan = plan
         self._chunk_bytes = chunk_bytes
         self._local = threading.local()
-        self._device = next((t.data.device for t in plan.targets if t.data.device.type != "cpu"), None)
-        self.accelerator = self._device is not None
+        self._copies = DeviceCopies({t.data.device for t in plan.targets}, to_host=False)
 
     def buffer(self, nbytes: int) -> torch.Tensor:
         """Return `nbytes` of this thread's buffer, at most `chunk_bytes`. The next call overwrites them."""
         if not hasattr(self._local, "scratch"):
-            self._local.scratch = scratch_buffer(self._chunk_bytes, self.accelerator)
+            self._local.scratch = self.new_buffer()
         buffer: torch.Tensor = self._local.scratch[:nbytes]
         return buffer
 
+    def new_buffer(self) -> torch.Tensor:
+        """Allocate a buffer of `chunk_bytes`, pinned if some destination is on a device."""
+        return host_buffer(self._chunk_bytes, self._copies.devices)
+
     def scatter(self, index: int, data: torch.Tensor, start: int) -> None:
-        """Copy range `index` from `data` to its destinations, as `ScatterPlan.scatter`, and wait for an accelerator."""
-        if not self.accelerator:
+        """Copy range `index` from `data` to its destinations, as `ScatterPlan.scatter`, and wait for its devices."""
+        with self._copies.queued():
             self._plan.scatter(index, data, start)
-            return
-        if not hasattr(self._local, "stream"):
-            self._local.stream = torch.Stream(self._device)
-        with self._local.stream:
-            self._plan.scatter(index, data, start)
-        self._local.stream.synchronize()
 
 
 class Readers:

@@ -120,39 +120,48 @@ class SaveResources:
             return False
         return True
 
-    def reserve(self, nbytes: int, settings: Settings, *, touch: bool = False) -> None:
+    def reserve(
+        self, nbytes: int, settings: Settings, *, touch: bool = False, device: torch.device | None = None
+    ) -> None:
         """Grow the shared pool to hold an image of `nbytes`, or as far as it may grow.
 
         Args:
             nbytes: length of the image in bytes.
             settings: `staging_bytes` and `chunk_bytes`.
             touch: write to every new page now.
+            device: an accelerator that copies into the pool.
         """
         limit = self._pool_limit(settings)
         if nbytes > limit:
             nbytes = max(limit // settings.chunk_bytes, 2) * settings.chunk_bytes
         if nbytes:
-            self.pool.reserve(nbytes, touch=touch)
+            self.pool.reserve(nbytes, touch=touch, device=device)
 
-    def staging_pool(self, nbytes: int, settings: Settings) -> StagingPool:
+    def staging_pool(self, nbytes: int, settings: Settings, device: torch.device | None) -> StagingPool:
         """Return a pool for an image of `nbytes`: the shared one if it is ready, else a private one for this save only.
 
-        With an accelerator the shared pool is used at once: host pages must be locked there, which touches them anyway.
+        Args:
+            nbytes: length of the image in bytes.
+            settings: `staging_bytes` and `chunk_bytes`.
+            device: an accelerator that copies into the pool; None where there is none. With one the shared pool is used
+                at once: its pages must be locked, which touches them anyway.
         """
         if nbytes <= self.pool.capacity:
+            if device is not None:
+                self.pool.reserve(nbytes, touch=False, device=device)  # locks its pages
             return self.pool
         affordable = 2 * nbytes <= self._pool_limit(settings)
-        if affordable and not torch.accelerator.is_available():
+        if affordable and device is None:
             pool = StagingPool(shared=False)
             pool.reserve(nbytes, touch=False)
             return pool
-        self.reserve(nbytes, settings)
+        self.reserve(nbytes, settings, device=device)
         return self.pool
 
-    def whole_pool(self, nbytes: int, settings: Settings) -> StagingPool | None:
+    def whole_pool(self, nbytes: int, settings: Settings, device: torch.device | None) -> StagingPool | None:
         """Return a pool as `staging_pool` does, if it may hold the whole image of `nbytes`; else None."""
         affordable = nbytes <= self.pool.capacity or nbytes <= self._pool_limit(settings)
-        return self.staging_pool(nbytes, settings) if affordable else None
+        return self.staging_pool(nbytes, settings, device) if affordable else None
 
     def note_need(self, nbytes: int) -> None:
         """Remember that a save needs `nbytes` of staging memory."""

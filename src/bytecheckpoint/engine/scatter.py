@@ -133,7 +133,7 @@ class ScatterPlan:
         return source, target_at + sum(o * s for o, s in zip(offsets, target.stride(), strict=False)), run
 
     def scatter(self, index: int, data: torch.Tensor, start: int) -> None:
-        """Copy range `index` from `data` to its destinations.
+        """Copy range `index` from `data` to its destinations. Copies to devices are only queued.
 
         Args:
             index: number of the range.

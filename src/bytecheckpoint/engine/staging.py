@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from bytecheckpoint.engine.device_copies import DeviceCopies
 from bytecheckpoint.engine.tensor_bytes import copy_all, dense_bytes, flat_bytes, movable, views_at
 
 __all__ = ["Chunk", "Image", "ImageFile", "KnownTargets", "chunks_of"]
@@ -89,12 +90,14 @@ class Image:
     Attributes:
         tensors: the live shards' elements.
         files: the data sections that they make up.
+        copies: copies tensors on devices, in order with the caller's work.
         known: views of the pool for the tensors of the first files, which later saves use again.
         filling: held by the thread that fills a chunk of many small tensors.
     """
 
     tensors: list[torch.Tensor]
     files: list[ImageFile]
+    copies: DeviceCopies
     known: KnownTargets = field(default_factory=KnownTargets)
     filling: threading.Lock = field(default_factory=threading.Lock)
 
@@ -124,7 +127,8 @@ class Image:
         other_files = self.files[self.known.files :]
         if other_files:
             targets = targets + self._views(pool, sources[len(targets) :], other_files)
-        copy_all(targets, sources)
+        with self.copies.queued():
+            copy_all(targets, sources)
 
     def staged(self, tensor: torch.Tensor, file: int, offset: int, pool: torch.Tensor) -> torch.Tensor:
         """Return the copy of `tensor` that `stage` has made in `pool`, at byte `offset` of the data section of `file`."""
@@ -150,6 +154,10 @@ class Image:
         Returns:
             Buffers that hold the chunk, one after the other.
         """
+        with self.copies.queued():
+            return self._fill(chunk, slot, large)
+
+    def _fill(self, chunk: Chunk, slot: torch.Tensor, large: Mapping[int, memoryview]) -> list[memoryview]:
         file = self.files[chunk.file]
         stop = chunk.start + chunk.nbytes
         first = int(np.searchsorted(file.starts + file.sizes, chunk.start, "right"))
@@ -181,7 +189,7 @@ class Image:
             if piece.device.type == "cpu":
                 np.copyto(slot[at : at + high - low].numpy(), piece.numpy())
             else:
-                slot[at : at + high - low].copy_(piece)
+                slot[at : at + high - low].copy_(piece, non_blocking=True)
         if whole:
             with self.filling if len(whole) > _MANY_TENSORS else contextlib.nullcontext():
                 copy_all(views_at(slot, whole, whole_starts), whole)

@@ -96,16 +96,17 @@ def views_at(
 
 
 def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """Copy each source to its target. All copies from or to an accelerator are queued, then waited for once."""
+    """Copy each source to its target. Copies from or to a device are only queued, for `DeviceCopies.queued`."""
     if not targets:
         return
     with torch.no_grad():
         if not (all(t.is_cpu for t in targets) and all(s.is_cpu for s in sources)):
-            torch._foreach_copy_(targets, sources, non_blocking=True)
-            # By name: the current device of a new thread is the first one, not the one that the process has chosen.
-            for device in {t.device for t in (*targets, *sources) if not t.is_cpu}:
-                torch.accelerator.synchronize(device)
-            return
+            on_host = [t.is_cpu and s.is_cpu for t, s in zip(targets, sources, strict=True)]
+            queued = [i for i, host in enumerate(on_host) if not host]
+            torch._foreach_copy_([targets[i] for i in queued], [sources[i] for i in queued], non_blocking=True)
+            # The others are copied while the device works.
+            targets = [t for t, host in zip(targets, on_host, strict=True) if host]
+            sources = [s for s, host in zip(sources, on_host, strict=True) if host]
         large = [
             i
             for i, s in enumerate(sources)

@@ -11,6 +11,7 @@ import torch
 import xxhash
 from numpy.typing import NDArray
 
+from bytecheckpoint.engine.device_copies import DeviceCopies
 from bytecheckpoint.engine.save_job import SaveJob
 from bytecheckpoint.engine.staging import Image, KnownTargets
 from bytecheckpoint.engine.writing import FileTask
@@ -48,17 +49,19 @@ class RankFiles:
         origin: see below.
         storage: where the files go.
         settings: threads, chunk length, direct I/O.
+        copies: copies the shards that are on devices.
 
     Attributes:
         origin: of the files.
         bytes_written: total length of the finished files, headers included.
     """
 
-    def __init__(self, origin: FileOrigin, storage: Storage, settings: Settings) -> None:
+    def __init__(self, origin: FileOrigin, storage: Storage, settings: Settings, copies: DeviceCopies) -> None:
         self.origin = origin
         self.bytes_written = 0
         self._storage = storage
         self._settings = settings
+        self._copies = copies
         self._files: list[PlannedFile] = []
         self._jobs: list[SaveJob] = []
         self._places: dict[TensorKey, tuple[int, int]] = {}
@@ -92,7 +95,7 @@ class RankFiles:
         self._places.update({v.key: (base + f, offset) for v, (f, offset) in zip(values, places, strict=True)})
         files += value_files
         self._files += files
-        image = Image([*tensors, *(v.data for v in values)], [f.image for f in files], targets)
+        image = Image([*tensors, *(v.data for v in values)], [f.image for f in files], self._copies, targets)
         tasks = [
             FileTask(self._name(f), f.header.data_offset, f.header.data_length, f.header.block_bytes) for f in files
         ]

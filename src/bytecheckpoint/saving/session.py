@@ -78,7 +78,7 @@ class SaveSession:
         origin = FileOrigin(collective.rank, collective.world_size, task.generation)
         self.planner = RankPlanner(origin, resources, call, task, CapturedState(states), collective.host)
         own_task = task if collective.rank == 0 else None
-        self._files = RankFiles(origin, call.storage, call.settings)
+        self._files = RankFiles(origin, call.storage, call.settings, self.planner.state.copies)
         self._writer = RankWriter(self.planner, self._files, resources, call, own_task, phases)
         self._channel = channel
         self._phases = phases

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 import xxhash
 
+from bytecheckpoint.engine.device_copies import DeviceCopies
 from bytecheckpoint.engine.tensor_bytes import dense, flat_bytes, same_bits
 from bytecheckpoint.errors import IncompatibleCheckpointError
 from bytecheckpoint.monitoring.garbage_collection import gc_paused
@@ -63,7 +64,7 @@ class Value:
 
 
 class CapturedState:
-    """One rank's shards and values in one save.
+    """One rank's shards and values in one save. Construct it in the caller's thread, for the sake of `copies`.
 
     Args:
         states: what the adapter captured.
@@ -71,6 +72,7 @@ class CapturedState:
     Attributes:
         shards: live tensors by key and box; empty after `release`.
         values: values, with data of their own or views of live memory.
+        copies: copies shards from devices, after the work that the caller had queued when it saved.
         live: the caller waits, so the live tensors still hold what is saved.
     """
 
@@ -89,6 +91,8 @@ class CapturedState:
             if state.tree is not None:
                 tree = torch.frombuffer(bytearray(state.tree), dtype=torch.uint8)
                 self.values.append(Value(TensorKey(state.kind, "", VALUES_SLOT), tree, "uint8", merged=state.merged))
+        tensors = [*(shard.data for shard in self.shards), *(value.data for value in self.values)]
+        self.copies = DeviceCopies({tensor.device for tensor in tensors}, to_host=True)
 
     def described(self) -> tuple[LocalTable, bytes]:
         """Describe the shards: return their table and its signature, made once."""
@@ -100,8 +104,9 @@ class CapturedState:
 
     def hash_values(self) -> None:
         """Hash the content of every value that is not hashed yet."""
-        for value in self.values:
-            value.hash()
+        with self.copies.queued():
+            for value in self.values:
+                value.hash()
 
     def release_values(self) -> None:
         """Let go of the content of all values, which may lie in the staging pool."""
@@ -112,7 +117,8 @@ class CapturedState:
         """Hash the content of every shard, uint64 as bytes."""
         sums = np.zeros(len(self.shards), np.uint64)
         for i, shard in enumerate(self.shards):
-            sums[i] = xxhash.xxh3_64_intdigest(content_digest(shard.data, shard.dtype))
+            with self.copies.queued():
+                sums[i] = xxhash.xxh3_64_intdigest(content_digest(shard.data, shard.dtype))
         return sums.tobytes()
 
     def check_replicas(self, pairs: Sequence[tuple[int, int]]) -> None:
@@ -123,7 +129,9 @@ class CapturedState:
         """
         for first, second in pairs:
             shard, replica = self.shards[first], self.shards[second]
-            if not same_bits(shard.data, replica.data):
+            with self.copies.queued():
+                same = same_bits(shard.data, replica.data)
+            if not same:
                 raise IncompatibleCheckpointError(
                     f"{shard.key} is held twice by the modules or optimizers of this rank, with different contents: keep "
                     "replicas equal, or give different tensors different names"

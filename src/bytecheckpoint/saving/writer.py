@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from bytecheckpoint.engine.pool import StagingPool
@@ -83,7 +84,7 @@ class RankWriter:
         nbytes = max(image.nbytes, self._spare_values(image).image.nbytes)
         self._files.release()
         self._resources.note_need(nbytes)
-        self._resources.reserve(nbytes, self._call.settings, touch=True)
+        self._resources.reserve(nbytes, self._call.settings, touch=True, device=self._device)
 
     def write_through(self) -> list[FileRecord]:
         """Write the planned files while the caller waits."""
@@ -92,7 +93,9 @@ class RankWriter:
         batch = self._planned_batch()
         # A storage that takes whole files gets them from memory, if there is room, else from a spool file.
         whole_files = self._call.storage.capabilities.whole_files
-        pool = self._resources.whole_pool(batch.image.nbytes, self._call.settings) if whole_files else None
+        pool = (
+            self._resources.whole_pool(batch.image.nbytes, self._call.settings, self._device) if whole_files else None
+        )
         self._resources.note_need(batch.job.slot_bytes() if pool is None else batch.image.nbytes)
         if pool is None:
             records = self._stream(batch, self._resources.pool)
@@ -114,13 +117,17 @@ class RankWriter:
         nbytes = max(image.nbytes, spare.image.nbytes)
         settings = self._call.settings
         self._resources.note_need(nbytes)
-        pool = self._resources.whole_pool(nbytes, settings) or self._resources.staging_pool(image.nbytes, settings)
+        device = self._device
+        pool = self._resources.whole_pool(nbytes, settings, device)
+        if pool is None:
+            pool = self._resources.staging_pool(image.nbytes, settings, device)
         if pool.capacity < image.nbytes:
             self._resources.warn_of_small_pool(image.nbytes, settings)
             self._create_files(batch.job, pool)
-            for value in values:
-                value.hash()  # no copy stays that could be hashed later
-                value.release()
+            with self._planner.state.copies.queued():
+                for value in values:
+                    value.hash()  # no copy stays that could be hashed later
+                    value.release()
         with busy(settings.timeout + nbytes / _SLOWEST_COPY):
             self._staged = _Staged(batch, pool, batch.job.stage(pool), nbytes, values)
         if pool.capacity >= image.nbytes:
@@ -164,6 +171,12 @@ class RankWriter:
         finally:
             pool.release()
 
+    @property
+    def _device(self) -> torch.device | None:
+        """A device that copies into the pool."""
+        devices = self._planner.state.copies.devices
+        return devices[0] if devices else None
+
     # --- parts of these -------------------------------------------------------------------------------------------
 
     def _planned_batch(self) -> FileBatch:
@@ -173,7 +186,7 @@ class RankWriter:
     def _spare_values(self, image: Image) -> SpareValues:
         """Collect the values that this rank does not write, to be staged behind `image`."""
         others = [v for v in self._planner.state.values if self._files.place_of(v)[0] < 0]
-        return SpareValues(others, image.nbytes)
+        return SpareValues(others, image.nbytes, self._planner.state.copies)
 
     def _check_target(self) -> None:
         """On rank 0, before the first byte: note the version of the catalog there, and check that it may be replaced."""
@@ -197,7 +210,7 @@ class RankWriter:
     def _stream(self, batch: FileBatch, pool: StagingPool) -> list[FileRecord]:
         """Write a batch through a few small buffers of `pool`."""
         # The pool's pages are touched already; touching new ones would cost more than copying into them.
-        pool.reserve(batch.job.slot_bytes(), touch=False)
+        pool.reserve(batch.job.slot_bytes(), touch=False, device=self._device)
         return self._finish(batch, batch.job.write_through(pool))
 
     def _finish(self, batch: FileBatch, sums: list[NDArray[np.uint64]]) -> list[FileRecord]:

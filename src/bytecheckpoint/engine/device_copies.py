@@ -1,0 +1,88 @@
+"""Copies between devices and the host: on streams of their own, in order with the caller's work.
+
+The threads that copy have other current streams than the caller, and the current stream of the caller belongs to its
+computations. So every device has one stream for copies to the host and one for copies from it. Copies wait for what the
+caller had queued, and the host waits for the copies alone. Nothing waits for a whole device, which would stop the
+caller's computations and is not allowed while a graph is captured.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterable, Iterator
+
+import torch
+
+from bytecheckpoint.errors import UsageError
+
+__all__ = ["DeviceCopies"]
+
+
+class DeviceCopies:
+    """The copies of one save or load, from or to devices. Construct it in the caller's thread, use it in any.
+
+    It takes the streams that are current there as the caller's. Copies start after the work that these have now.
+
+    Args:
+        devices: devices of the tensors that are copied. Those of the host need nothing.
+        to_host: whether the tensors are copied to the host, else from it.
+
+    Attributes:
+        devices: the accelerators among them.
+
+    Raises:
+        UsageError: a graph is being captured on the current stream.
+    """
+
+    def __init__(self, devices: Iterable[torch.device], *, to_host: bool) -> None:
+        accelerator = torch.accelerator.current_accelerator()
+        kind = accelerator.type if accelerator is not None else None
+        self.devices = sorted({d for d in devices if d.type == kind}, key=lambda device: device.index)
+        self._to_host = to_host
+        self._caller_events: list[torch.Event] = []
+        if self.devices and _capturing(self.devices[0].type):
+            raise UsageError(
+                "a graph is being captured on the current stream: save and load before or after the capture"
+            )
+        for device in self.devices:
+            event = torch.Event(device)
+            event.record(torch.accelerator.current_stream(device))
+            self._caller_events.append(event)
+
+    @contextlib.contextmanager
+    def queued(self) -> Iterator[None]:
+        """Queue what the body copies on the streams for copies; at its end, wait until the copies are done.
+
+        The body uses `non_blocking=True`, and keeps both sides of every copy alive until its end. What it computes on a
+        device runs on these streams too.
+        """
+        if not self.devices:
+            yield
+            return
+        streams = [_copy_stream(device, self._to_host) for device in self.devices]
+        with contextlib.ExitStack() as stack:
+            for stream, event in zip(streams, self._caller_events, strict=True):
+                # First the device: a stream alone would make a context on device 0 when a new thread leaves it.
+                stack.enter_context(torch.accelerator.device_index(stream.device.index))
+                stack.enter_context(stream)
+                stream.wait_event(event)
+            try:
+                yield
+            finally:  # also after a failure: the copies that were queued still use the memory of both sides
+                for stream in streams:
+                    done = torch.Event(stream.device, blocking=True)
+                    done.record(stream)
+                    done.synchronize()
+
+
+@functools.cache
+def _copy_stream(device: torch.device, to_host: bool) -> torch.Stream:
+    """Return the stream for all copies of one direction: torch caches memory by stream, so a new one costs memory."""
+    return torch.Stream(device)
+
+
+def _capturing(kind: str) -> bool:
+    """Return whether a graph is being captured on the current stream; not all kinds of devices have graphs."""
+    capturing = getattr(torch.get_device_module(kind), "is_current_stream_capturing", None)
+    return capturing is not None and bool(capturing())
