@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import os
 import sys
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 
+import bytecheckpoint
 from tests.support.worlds import Worlds
 
 # Set before anything imports torch, and inherited by every child process: many ranks share few cores.
@@ -81,6 +83,14 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     pool = item.config.stash.get(_POOL, None)
     if pool is not None and (nextitem is None or nextitem.path.parent != item.path.parent):
         pool.close()
+
+
+@pytest.fixture(autouse=True)
+def restored_settings() -> Iterator[None]:
+    """Undo what a test configures, so that no other test depends on the order."""
+    before = dataclasses.asdict(bytecheckpoint.settings())
+    yield
+    bytecheckpoint.configure(**before)
 
 
 @pytest.fixture
