@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -55,13 +56,17 @@ class Chunk(nn.Module):
         return x
 
 
+_seeding = threading.Lock()  # ranks are threads, and share torch's generator
+
+
 class Run:
     """The training of a model of `chunks` virtual stages, each with an optimizer of its own."""
 
     def __init__(self, chunks: int, maker: str = "adamw", seed: int = 0) -> None:
-        torch.manual_seed(seed)
         each = LAYERS // chunks
-        self.chunks = [Chunk(range(i * each, (i + 1) * each)) for i in range(chunks)]
+        with _seeding:
+            torch.manual_seed(seed)
+            self.chunks = [Chunk(range(i * each, (i + 1) * each)) for i in range(chunks)]
         for chunk in self.chunks[1:]:
             with torch.no_grad():
                 chunk.embed.copy_(self.chunks[0].embed)

@@ -17,7 +17,7 @@ from tests.support.settings import using
 SHAPE = (48, 40)
 
 
-@pytest.fixture(autouse=True, scope="session")
+@pytest.fixture(autouse=True)
 def _threads() -> Iterator[None]:
     with using(writer="thread"):
         yield
