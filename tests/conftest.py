@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import os
 import sys
@@ -13,7 +12,6 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 
-import bytecheckpoint
 from tests.support.worlds import Worlds
 
 # Set before anything imports torch, and inherited by every child process: many ranks share few cores.
@@ -88,9 +86,10 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 @pytest.fixture(autouse=True)
 def restored_settings() -> Iterator[None]:
     """Undo what a test configures, so that no other test depends on the order."""
-    before = dataclasses.asdict(bytecheckpoint.settings())
-    yield
-    bytecheckpoint.configure(**before)
+    from tests.support.settings import using  # imports torch, which pytest's own process need not do
+
+    with using():
+        yield
 
 
 @pytest.fixture

@@ -147,8 +147,7 @@ class SaveResources:
                 at once: its pages must be locked, which touches them anyway.
         """
         if nbytes <= self.pool.capacity:
-            if device is not None:
-                self.pool.reserve(nbytes, touch=False, device=device)  # locks its pages
+            self.pool.reserve(nbytes, touch=False, device=device)  # locks its pages for the first save of a device
             return self.pool
         affordable = 2 * nbytes <= self._pool_limit(settings)
         if affordable and device is None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+from numpy.typing import NDArray
 
 from bytecheckpoint.representation.boxes import BoxTable, Int64s
 
-__all__ = ["group_equal", "repeated_rows"]
+__all__ = ["differing_rows", "group_equal", "repeated_rows"]
 
 
 def group_equal(table: BoxTable) -> Int64s:
@@ -50,6 +53,19 @@ def repeated_rows(group: Int64s) -> list[tuple[int, int]]:
     holder = first[group]
     later = np.flatnonzero(holder != np.arange(len(group)))
     return list(zip(holder[later].tolist(), later.tolist(), strict=True))
+
+
+def differing_rows(group: Int64s, value: NDArray[Any]) -> Int64s:
+    """Find the rows whose value differs from that of another row of the same group; of each two such rows, one.
+
+    Args:
+        group: number of each row's box, as `group_equal` returns it, [n].
+        value: of each row, [n].
+    """
+    order = np.argsort(group, kind="stable")
+    same_group = group[order][1:] == group[order][:-1]
+    found: Int64s = order[1:][same_group & (value[order][1:] != value[order][:-1])]
+    return found
 
 
 def _digits(column: Int64s) -> tuple[Int64s, int]:

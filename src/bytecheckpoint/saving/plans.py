@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bytecheckpoint.errors import IncompatibleCheckpointError, UsageError
-from bytecheckpoint.planning.replicas import group_equal
+from bytecheckpoint.planning.replicas import differing_rows, group_equal
 from bytecheckpoint.planning.save_plan import LocalTable, SavePlan, all_rows, plan_save
 from bytecheckpoint.representation.names import unescape
 from bytecheckpoint.saving.messages import MIXED_PLANS, PlanRequest, WriteReport
@@ -100,9 +100,5 @@ def differing_replicas(requests: Mapping[int, PlanRequest], tables: Sequence[Loc
     digests: NDArray[np.uint64] = np.concatenate(
         [np.frombuffer(requests[r].digests, np.uint64) for r in sorted(requests)]
     )
-    group = group_equal(boxes)
-    order = np.argsort(group, kind="stable")
-    same_group = group[order][1:] == group[order][:-1]
-    differs = same_group & (digests[order][1:] != digests[order][:-1])
-    rows = order[1:][differs]
+    rows = differing_rows(group_equal(boxes), digests)
     return sorted({str(tensors[int(t)].key) for t in boxes.tensor[rows]})

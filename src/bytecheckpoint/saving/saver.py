@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 
 from bytecheckpoint.errors import CheckpointError
-from bytecheckpoint.frameworks.tensors.plain import is_lazy_view
 from bytecheckpoint.handles import Outcome, SaveHandle, SaveReport, fail_handle
 from bytecheckpoint.monitoring.phases import Phases
 from bytecheckpoint.saving.call import SaveCall, SaveTask
@@ -120,9 +118,6 @@ class Saver:
         """Capture the caller's objects."""
         world = self._world
         states = call.framework.capture(call.states, names=call.names)
-        for shard in itertools.chain.from_iterable(state.shards for state in states):
-            if is_lazy_view(shard.data):
-                shard.data = shard.data.resolve_conj().resolve_neg()
         self._session = SaveSession(
             world.collective, world.resources, call, self._task, self._channel, states, self._phases
         )

@@ -160,7 +160,9 @@ class SaveSession:
     def _add_optimizer_steps(self) -> None:
         """Note the steps of the optimizers, whose tensors still hold what is saved."""
         if self.call.step is None:
-            self._optimizer_steps = steps_of_shards(self.planner.state.shards).tobytes()
+            state = self.planner.state
+            with state.copies.queued():
+                self._optimizer_steps = steps_of_shards(state.shards).tobytes()
 
     def _answer(self, request: Reply, records: list[FileRecord]) -> Reply:
         """Do what the coordinator asks for, update the `records` of this rank's files, and report."""

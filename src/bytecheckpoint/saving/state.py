@@ -12,6 +12,7 @@ import xxhash
 from bytecheckpoint.engine.device_copies import DeviceCopies
 from bytecheckpoint.engine.tensor_bytes import dense, flat_bytes, same_bits
 from bytecheckpoint.errors import IncompatibleCheckpointError
+from bytecheckpoint.frameworks.tensors.plain import is_lazy_view
 from bytecheckpoint.monitoring.garbage_collection import gc_paused
 from bytecheckpoint.planning.save_plan import LocalTable, describe
 from bytecheckpoint.representation.catalog import VALUES_SLOT
@@ -83,6 +84,8 @@ class CapturedState:
         self._table: tuple[LocalTable, bytes] | None = None
         for state in states:
             for shard in state.shards:
+                if is_lazy_view(shard.data):
+                    shard.data = shard.data.resolve_conj().resolve_neg()
                 if shard.by_content:
                     data = _contiguous(shard.data.detach())
                     self.values.append(Value(shard.key, data, shard.dtype, merged=False))
@@ -116,8 +119,8 @@ class CapturedState:
     def shard_digests(self) -> bytes:
         """Hash the content of every shard, uint64 as bytes."""
         sums = np.zeros(len(self.shards), np.uint64)
-        for i, shard in enumerate(self.shards):
-            with self.copies.queued():
+        with self.copies.queued():
+            for i, shard in enumerate(self.shards):
                 sums[i] = xxhash.xxh3_64_intdigest(content_digest(shard.data, shard.dtype))
         return sums.tobytes()
 
@@ -127,15 +130,14 @@ class CapturedState:
         Raises:
             IncompatibleCheckpointError: two differ; the message names the tensor.
         """
-        for first, second in pairs:
-            shard, replica = self.shards[first], self.shards[second]
-            with self.copies.queued():
-                same = same_bits(shard.data, replica.data)
-            if not same:
-                raise IncompatibleCheckpointError(
-                    f"{shard.key} is held twice by the modules or optimizers of this rank, with different contents: keep "
-                    "replicas equal, or give different tensors different names"
-                )
+        with self.copies.queued():
+            for first, second in pairs:
+                shard, replica = self.shards[first], self.shards[second]
+                if not same_bits(shard.data, replica.data):
+                    raise IncompatibleCheckpointError(
+                        f"{shard.key} is held twice by the modules or optimizers of this rank, with different contents: "
+                        "keep replicas equal, or give different tensors different names"
+                    )
 
     def release(self) -> None:
         """Let go of the live tensors, which the caller changes from now on."""
