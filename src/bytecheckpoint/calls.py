@@ -17,7 +17,7 @@ from typing import ParamSpec, TypeVar
 
 from bytecheckpoint.errors import CheckpointError, UsageError
 
-__all__ = ["one_at_a_time", "refusal"]
+__all__ = ["SharedLock", "one_at_a_time", "refusal"]
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -30,15 +30,47 @@ class _ThreadCalls(threading.local):
         running: name of the call that the thread is inside of.
         refused: inner calls to be made again, with the error that each has raised.
         refusal: the error of the inner call that is being made again.
+        shared_locks: number of `SharedLock` that the thread holds or waits for.
     """
 
     def __init__(self) -> None:
         self.running: str | None = None
         self.refused: deque[tuple[Callable[[], object], UsageError]] = deque()
         self.refusal: UsageError | None = None
+        self.shared_locks = 0
+
+    def inside_of(self) -> str | None:
+        """Return what the thread is inside of, so that it cannot begin a call."""
+        if self.running is None and self.shared_locks:
+            return "a read of a storage"
+        return self.running
 
 
 _calls = _ThreadCalls()
+
+
+class SharedLock:
+    """A re-entrant lock of what the storages of a process share, such as a client.
+
+    A thread that reads through `open` may hold it while a signal handler runs. Threads of a save that the handler makes
+    would wait for it as long as the handler waits for them, so `one_at_a_time` refuses that save.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+
+    def __enter__(self) -> None:
+        calls = _calls
+        calls.shared_locks += 1  # first, as a signal may come between the two
+        try:
+            self._lock.acquire()
+        except BaseException:
+            calls.shared_locks -= 1
+            raise
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.release()
+        _calls.shared_locks -= 1
 
 
 def refusal() -> UsageError | None:
@@ -53,10 +85,10 @@ def one_at_a_time(function: Callable[_P, _R]) -> Callable[_P, _R]:
     @functools.wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         calls = _calls
-        if calls.running is not None:
+        if (running := calls.inside_of()) is not None:
             error = UsageError(
-                f"{name} was called inside of {calls.running}, by a signal handler or by a hook of an object that is "
-                f"saved or loaded: let the handler set a flag, and call {name} after {calls.running} has returned"
+                f"{name} was called inside of {running}, by a signal handler or by a hook of an object that is "
+                f"saved or loaded: let the handler set a flag, and call {name} after {running} has returned"
             )
             calls.refused.append((functools.partial(function, *args, **kwargs), error))
             raise error

@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ import torch
 
 import bytecheckpoint
 from bytecheckpoint import CheckpointError, UsageError
+from bytecheckpoint.calls import SharedLock
 from bytecheckpoint.collectives import Collective, ThreadWorld
+from bytecheckpoint.lazy import lazy
 from bytecheckpoint.storage.remote import ClientCache
 from tests.faults.coded import load_step, states
 from tests.support.modes import MODES
@@ -178,3 +181,31 @@ def test_a_handler_may_use_the_clients_that_its_thread_was_looking_up() -> None:
     cache: ClientCache[str, int] = ClientCache(lambda: 2)
     assert cache.get("a", lambda _: cache.get("b", lambda _: 1) + 1) == 2
     assert len(cache) == 2
+
+
+def test_a_save_by_a_handler_does_not_wait_for_a_lock_of_the_thread_below(tmp_path: Path) -> None:
+    """The threads of the save would wait for the handler's own thread, which reads through `open`."""
+    lock = SharedLock()
+    with lock, lock, pytest.raises(UsageError, match="save was called inside of a read of a storage"):
+        bytecheckpoint.save(tmp_path / "1", states(step=1))
+    bytecheckpoint.save(tmp_path / "2", states(step=2))
+    assert load_step(tmp_path / "2") == 2
+
+
+def test_lazy_attributes_hold_no_lock() -> None:
+    """As `functools.cached_property` does in Python 3.11, for all objects of a class at once."""
+
+    class Lazy:
+        def __init__(self, inner: Lazy | None) -> None:
+            self.inner = inner
+
+        @lazy
+        def depth(self) -> int:
+            if self.inner is None:
+                return 0
+            with ThreadPoolExecutor(1) as pool:
+                return 1 + pool.submit(lambda: self.inner.depth).result(10)  # type: ignore[union-attr]
+
+    outer = Lazy(Lazy(None))
+    assert outer.depth == 1
+    assert vars(outer)["depth"] == 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import logging
 import threading
@@ -15,6 +14,7 @@ import numpy as np
 
 from bytecheckpoint.engine.buffers import block_sums, split_buffers
 from bytecheckpoint.errors import CheckpointError, CorruptCheckpointError, StorageError, StorageUnavailableError
+from bytecheckpoint.lazy import lazy
 from bytecheckpoint.representation.catalog import Catalog
 from bytecheckpoint.representation.names import is_uri
 from bytecheckpoint.storage import FileReader, Storage, open_named, resolve
@@ -70,12 +70,12 @@ class FileSet:
         with contextlib.suppress(StorageUnavailableError):
             call_with_timeout(self.read_timeout(), lambda: _close_all(idle))
 
-    @functools.cached_property
+    @lazy
     def in_memory(self) -> bool:
         """Whether all files are in memory, so that no read waits for a device or a server."""
         return self._storage.in_memory and not _other_folders(self._catalog)
 
-    @functools.cached_property
+    @lazy
     def _reads(self) -> int:
         return parallel_reads(self._storage, self._catalog)
 

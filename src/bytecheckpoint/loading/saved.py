@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from functools import cached_property
 
 import numpy as np
 
 from bytecheckpoint.engine.file_set import FileSet
 from bytecheckpoint.errors import CorruptCheckpointError
 from bytecheckpoint.frameworks.base import SavedTensor
+from bytecheckpoint.lazy import lazy
 from bytecheckpoint.planning.read_plan import stored_rows
 from bytecheckpoint.representation.boxes import Int64s
 from bytecheckpoint.representation.catalog import SHARED, VALUES_SLOT, Catalog
@@ -44,7 +44,7 @@ class SavedView:
     def kinds(self) -> Collection[str]:  # noqa: D102 (protocol)
         return self._catalog.kinds()
 
-    @cached_property
+    @lazy
     def tensors(self) -> list[SavedTensor]:
         """All tensors, by number."""
         # Whole columns at once: one at a time costs several microseconds each.
@@ -52,7 +52,7 @@ class SavedView:
         shapes = (tuple(s[:n]) for s, n in zip(catalog.shapes.tolist(), catalog.ndims.tolist(), strict=True))
         return list(map(SavedTensor, catalog.keys(), catalog.dtype.to_list(), shapes))
 
-    @cached_property
+    @lazy
     def _shared(self) -> dict[tuple[str, str, str], int]:
         """Numbers of the tensors that all ranks share, by key."""
         # Looked up by (kind, FQN, slot): a plain tuple is made in a third of the time of a TensorKey, and equals it.
@@ -63,7 +63,7 @@ class SavedView:
             if owner == SHARED
         }
 
-    @cached_property
+    @lazy
     def _slots(self) -> dict[tuple[str, str], list[SavedTensor]]:
         """The optimizer state tensors that all ranks share, by (kind, FQN)."""
         slots: dict[tuple[str, str], list[SavedTensor]] = {}

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import repeat
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from bytecheckpoint.lazy import lazy
 from bytecheckpoint.representation.boxes import BoxTable, Int64s
 from bytecheckpoint.representation.checksums import block_count
 from bytecheckpoint.representation.shards import TensorKey
@@ -225,12 +225,12 @@ class Catalog:
         """Return the global shape of tensor `i`."""
         return tuple(self._shape_rows[i][: self._ndim_list[i]])
 
-    @cached_property
+    @lazy
     def _shape_rows(self) -> list[list[int]]:
         rows: list[list[int]] = self.shapes.tolist()
         return rows
 
-    @cached_property
+    @lazy
     def _ndim_list(self) -> list[int]:
         ndims: list[int] = self.ndims.tolist()
         return ndims
@@ -252,7 +252,7 @@ class Catalog:
         """Return the sums of the blocks of one file's data section, shape [blocks]."""
         return self.file_sums[file_index]
 
-    @cached_property
+    @lazy
     def untiled(self) -> NDArray[np.bool_]:
         """Mask of the files whose data section the rows do not cover exactly once, shape [files].
 
@@ -337,15 +337,15 @@ class Catalog:
         code = (kind * len(self.slot.values) + slot) * len(self.fqn.values) + fqn
         return np.asarray(code * max(len(self._owners), 1) + owner, np.int64)
 
-    @cached_property
+    @lazy
     def _owners(self) -> NDArray[np.int32]:
         return np.unique(self.owner)
 
-    @cached_property
+    @lazy
     def _owner_numbers(self) -> dict[int, int]:
         return {owner: number for number, owner in enumerate(self._owners.tolist())}
 
-    @cached_property
+    @lazy
     def _by_composite(self) -> tuple[Int64s, Int64s]:
         """The composite integers of all tensors, ascending, and the number of each one's tensor."""
         owners = np.searchsorted(self._owners, self.owner)

@@ -22,6 +22,7 @@ import numpy as np
 import xxhash
 from fsspec.registry import known_implementations
 
+from bytecheckpoint.calls import SharedLock
 from bytecheckpoint.errors import (
     CheckpointError,
     StorageError,
@@ -292,7 +293,7 @@ def _exclusive(fs: Any) -> Iterator[None]:
     if fs.async_impl:
         yield
         return
-    with vars(fs).setdefault("_bytecheckpoint_lock", threading.RLock()):  # all storages on it share the lock
+    with vars(fs).setdefault("_bytecheckpoint_lock", SharedLock()):  # all storages on it share the lock
         yield
 
 

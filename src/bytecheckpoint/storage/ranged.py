@@ -7,13 +7,13 @@ times as fast. Each request costs processor time on both sides, so requests must
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from bytecheckpoint.calls import SharedLock
 from bytecheckpoint.storage.threads import parallel_map
 
 __all__ = ["Connections", "RangeRequest", "RequestSizes", "read_in_parallel"]
@@ -50,7 +50,7 @@ class Connections:
 
     def __init__(self) -> None:
         self._reads = 0
-        self._lock = threading.RLock()  # re-entrant: see storage/remote.py
+        self._lock = SharedLock()
 
     @contextlib.contextmanager
     def share(self) -> Iterator[int]:

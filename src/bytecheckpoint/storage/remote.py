@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from typing import ClassVar, Generic, TypeVar
 
+from bytecheckpoint.calls import SharedLock
 from bytecheckpoint.errors import CheckpointError, StorageError
 from bytecheckpoint.liveness import busy
 from bytecheckpoint.settings import settings
@@ -124,9 +124,8 @@ class ClientCache(Generic[_K, _C]):
         os.register_at_fork(after_in_child=self._replace_lock)
 
     def _replace_lock(self) -> None:
-        # New in a forked child, where the parent's thread that held it does not exist. Re-entrant, as all locks that the
-        # storages of a process share: a signal handler may save while the thread below it reads through `open`.
-        self._lock = threading.RLock()
+        # New in a forked child, where the parent's thread that held it does not exist.
+        self._lock = SharedLock()
 
     def get(self, key: _K, make: Callable[[Iterable[tuple[_K, _C]]], _C]) -> _C:
         """Return the client for `key`; `make` creates it, given the cached keys and clients."""

@@ -8,13 +8,13 @@ restarts or another one takes over. If it has not answered yet, retries end soon
 from __future__ import annotations
 
 import math
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import hdfs_native
 
+from bytecheckpoint.calls import SharedLock
 from bytecheckpoint.errors import StorageError
 from bytecheckpoint.settings import settings
 from bytecheckpoint.storage.hdfs.config import Address, Target, target_of
@@ -75,7 +75,7 @@ class Cluster(RemoteClient):
         super().__init__(f"hdfs://{target.authority}")
         self.joins = not target.secure
         self._target = target
-        self._lock = threading.RLock()  # re-entrant: see storage/remote.py
+        self._lock = SharedLock()
         self._answered_before = False
         self._joined_by: Address | None = None
         self.client: Any = self._connect({})

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import obstore
 
+from bytecheckpoint.calls import SharedLock
 from bytecheckpoint.errors import StorageError, StorageUnavailableError
 from bytecheckpoint.settings import settings
 from bytecheckpoint.storage.objects.config import environment, fingerprint, make_client
@@ -61,14 +61,14 @@ class Bucket(RemoteClient):
         super().__init__(name)
         self.seconds = seconds
         self.commits: Any = None
-        self.lock = threading.RLock()  # re-entrant: see storage/remote.py
+        self.lock = SharedLock()
         self._client = client
         self._single = client if single is None else single
         self._make_deleter = make_deleter
         self._first = self._single if first is None else first
         self._checked = False
         self._no_answer: tuple[float, BaseException] | None = None
-        self._checking = threading.RLock()
+        self._checking = SharedLock()
 
     def check(self, action: str, label: str) -> None:
         """Raise an error for a missing bucket, refused credentials or a store that does not answer.
