@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 import numpy as np
@@ -125,8 +126,13 @@ def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
 
 
 def _copy_large(pairs: list[tuple[NDArray[np.uint8], NDArray[np.uint8]]]) -> None:
-    """Copy each (target, source) pair by memcpy, on as many threads as torch itself would use."""
-    threads = min(torch.get_num_threads(), _COPY_THREADS, sum(t.nbytes for t, _ in pairs) // _COPY_PIECE)
+    """Copy each (target, source) pair by memcpy, on as many threads as torch itself would use, or on two.
+
+    Launchers set torch to one thread per rank. A second one takes 0.8 of the time where a core is idle, and costs nothing
+    where none is (512 MiB by 1, 2 and 4 ranks on two cores).
+    """
+    wanted = max(torch.get_num_threads(), min(2, len(os.sched_getaffinity(0))))
+    threads = min(wanted, _COPY_THREADS, sum(t.nbytes for t, _ in pairs) // _COPY_PIECE)
     if threads < 2:
         for target, source in pairs:
             np.copyto(target, source)
