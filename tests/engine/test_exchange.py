@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import tempfile
 import threading
 import time
@@ -20,6 +21,7 @@ from bytecheckpoint.engine import peer_memory
 from bytecheckpoint.engine.exchange import Exchange
 from bytecheckpoint.engine.file_set import FileSet
 from bytecheckpoint.errors import CheckpointError, CorruptCheckpointError
+from bytecheckpoint.storage import resolve
 from bytecheckpoint.storage.testing.fault_rule import FaultRule
 from bytecheckpoint.tuning import tuned
 from tests.faults.ranks import outcomes
@@ -90,6 +92,24 @@ def test_each_rank_reads_from_memory_for_itself() -> None:
         bytecheckpoint.save(path, {"model": dict(FULL)})
         reports = ThreadWorld(3).run(load, path, ["m"] * 3, True, False, False, timeout=60)
     assert [r.bytes_received for r in reports] == [0, 0, 0]
+
+
+def test_each_rank_reads_from_the_page_cache_for_itself(step: Path) -> None:
+    for path in filter(Path.is_file, step.rglob("*")):
+        path.read_bytes()
+    reports = ThreadWorld(3).run(load, step, ["m"] * 3, True, False, False, timeout=60)
+    assert [r.bytes_received for r in reports] == [0, 0, 0]
+
+
+def test_what_the_page_cache_lacks_is_exchanged(step: Path) -> None:
+    if resolve(step).in_memory:
+        pytest.skip("the temporary files are on a tmpfs")
+    for path in filter(Path.is_file, step.rglob("*")):
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    reports = ThreadWorld(3).run(load, step, ["m"] * 3, True, False, False, timeout=60)
+    assert all(r.bytes_received > NBYTES / 2 for r in reports)
 
 
 @tuned(peer_memory=False)

@@ -22,9 +22,10 @@ __all__ = ["as_on_disk", "durable_folder", "folder_in_memory", "hot_folder", "ho
 
 
 def as_on_disk(path: str | Path) -> Storage:
-    """Return the storage of a path which counts as a disk, also on a tmpfs: ranks exchange what they read from it."""
+    """Return the storage of a path which counts as a slow disk: ranks exchange what they read from it."""
     storage = resolve(path)
     storage.in_memory = False
+    storage.is_cached = lambda name, offsets: False  # type: ignore[method-assign]
     return storage
 
 

@@ -15,6 +15,7 @@ import numpy as np
 from bytecheckpoint.engine.buffers import block_sums, split_buffers
 from bytecheckpoint.errors import CheckpointError, CorruptCheckpointError, StorageError, StorageUnavailableError
 from bytecheckpoint.lazy import lazy
+from bytecheckpoint.representation.boxes import Int64s
 from bytecheckpoint.representation.catalog import Catalog
 from bytecheckpoint.representation.names import is_uri
 from bytecheckpoint.storage import FileReader, Storage, open_named, resolve
@@ -23,6 +24,8 @@ from bytecheckpoint.tuning import tuning
 
 __all__ = ["FileSet", "parallel_reads"]
 
+#: Ranges that are looked at in order to know whether the page cache has all of them.
+_CACHE_SAMPLES = 64
 _log = logging.getLogger("bytecheckpoint")
 
 
@@ -74,6 +77,25 @@ class FileSet:
     def in_memory(self) -> bool:
         """Whether all files are in memory, so that no read waits for a device or a server."""
         return self._storage.in_memory and not _other_folders(self._catalog)
+
+    def is_cached(self, ranges: Int64s) -> bool:
+        """Return whether samples of some ranges are in this machine's memory, so that reads wait for nothing.
+
+        Args:
+            ranges: (file, start, stop) rows, int64 [n, 3].
+        """
+        if self.in_memory or not len(ranges):
+            return self.in_memory
+        sample = ranges[np.unique(np.linspace(0, len(ranges) - 1, _CACHE_SAMPLES).astype(np.int64))]
+        for file in np.unique(sample[:, 0]).tolist():
+            entry = self._catalog.files[file]
+            offsets = entry.data_offset + sample[sample[:, 0] == file, 1:] - (0, 1)  # first and last byte
+            try:
+                if is_uri(entry.name) or not self._storage.is_cached(entry.name, offsets.reshape(-1).tolist()):
+                    return False
+            except FileNotFoundError:
+                return False
+        return True
 
     @lazy
     def _reads(self) -> int:

@@ -39,6 +39,7 @@ from bytecheckpoint.loading.saved import SavedView
 from bytecheckpoint.monitoring.garbage_collection import gc_paused
 from bytecheckpoint.monitoring.phases import Phases
 from bytecheckpoint.planning.exchange_plan import exchange_plan_of_rank
+from bytecheckpoint.representation.boxes import Int64s
 from bytecheckpoint.representation.catalog import Catalog
 from bytecheckpoint.representation.names import CATALOG_NAME
 from bytecheckpoint.representation.plans import SharedChunks
@@ -116,6 +117,7 @@ class _OpenCheckpoint:
         view: the catalog as the adapter sees it.
         destination: what this rank fills.
         fit: what this rank reads.
+        exchanges: whether this rank exchanges with others what several want.
         bytes_read: bytes read from storage.
         bytes_received: bytes received from other ranks.
     """
@@ -127,6 +129,7 @@ class _OpenCheckpoint:
     view: SavedView
     destination: Destination
     fit: Fit
+    exchanges: bool
     bytes_read: int = 0
     bytes_received: int = 0
 
@@ -179,14 +182,15 @@ class _Attempt:
                 refuse_missing(storage.url, destination.missing if call.strict else ())
                 fit = fit_wanted(storage.url, catalog, view, destination.wanted, chunk_bytes, cast=call.cast)
                 self._phases.mark("plan")
-        self._opened = _OpenCheckpoint(storage, catalog, data, files, view, destination, fit)
-        ranges = ranges_of(fit.plan).tobytes() if self._exchanges() else b""
+        ranges = ranges_of(fit.plan)
+        exchanges = self._exchanges(files, ranges)
+        self._opened = _OpenCheckpoint(storage, catalog, data, files, view, destination, fit, exchanges)
         return FitReport(
             catalog=xxhash.xxh3_128_digest(data),
             recognized=recognized_bitmap(catalog.count, view.numbers(list(destination.recognized))),
-            ranges=ranges,
+            ranges=ranges.tobytes() if exchanges else b"",
             host=self._collective.host,
-            peer_handshake=peer_handshake() if ranges else b"",
+            peer_handshake=peer_handshake() if exchanges else b"",
         )
 
     def _decide(self, reports: list[FitReport]) -> FitDecision:
@@ -264,9 +268,9 @@ class _Attempt:
         assert self._opened is not None, "the checkpoint is open"
         return self._opened
 
-    def _exchanges(self) -> bool:
+    def _exchanges(self, files: FileSet, ranges: Int64s) -> bool:
         """Whether this rank exchanges with others: not if it reads from memory, which a copy from a rank is too."""
-        return self._call.overlap and self._collective.world_size > 1 and not self._checkpoint.files.in_memory
+        return self._call.overlap and self._collective.world_size > 1 and not files.is_cached(ranges)
 
     def _exchange(self, scatter: ScatterPlan, decision: FitDecision) -> tuple[Exchange | None, Sequence[int]]:
         """Plan the exchange of what several ranks want; return it with the ranges that this rank reads for itself."""
@@ -276,8 +280,7 @@ class _Attempt:
             return None, range(len(scatter.plan.file))
         # A rank that does not exchange still takes part in the others' messages.
         ranges = ranges_of(scatter.plan)
-        exchanges = self._exchanges()
-        plan = exchange_plan_of_rank(shared, ranges if exchanges else ranges[:0], opened.fit.chunk_bytes)
+        plan = exchange_plan_of_rank(shared, ranges if opened.exchanges else ranges[:0], opened.fit.chunk_bytes)
         exchange = Exchange(
             self._collective,
             f"{self._tag}/exchange",
@@ -290,7 +293,7 @@ class _Attempt:
             chunks_per_round=decision.chunks_per_round,
             settings=self._call.settings,
         )
-        return exchange, plan.private.tolist() if exchanges else range(len(ranges))
+        return exchange, plan.private.tolist() if opened.exchanges else range(len(ranges))
 
 
 @contextlib.contextmanager

@@ -226,6 +226,13 @@ class Storage(ABC):
     def delete(self, names: Iterable[str]) -> None:
         """Remove files, and folders that become empty; absent files are ignored."""
 
+    def is_cached(self, name: str, offsets: Sequence[int]) -> bool:
+        """Return whether the bytes at `offsets` of a file are known to be in this machine's memory now.
+
+        This starts no read. Raises FileNotFoundError.
+        """
+        return self.in_memory
+
     def nearest_tier(self) -> Storage:
         """Return the part of this storage that works while the durable storage behind it does not; by default all of it."""
         return self

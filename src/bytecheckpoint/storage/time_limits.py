@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from bytecheckpoint.errors import StorageUnavailableError
@@ -57,6 +57,9 @@ class TimeLimitedStorage(WrappedStorage):
                 timed_out = not returned
                 self._hanging += timed_out
             raise
+
+    def is_cached(self, name: str, offsets: Sequence[int]) -> bool:
+        return self.around(Call("open", (name,)), lambda: self.inner.is_cached(name, offsets))
 
     def _wrap(self, inner: Storage) -> Storage:
         return TimeLimitedStorage(inner)  # counts its own hanging calls: the other storage may answer

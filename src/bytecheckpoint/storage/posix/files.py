@@ -20,6 +20,7 @@ __all__ = [
     "TRANSIENT_ERRNOS",
     "fsync_directory",
     "fsync_parents",
+    "in_page_cache",
     "is_in_memory",
     "open_file",
     "retry_stale",
@@ -153,6 +154,14 @@ def open_file(path: str) -> tuple[int, os.stat_result]:
 def version_of(found: os.stat_result) -> str:
     """Return a token that changes when the file is replaced or its content changes."""
     return f"{found.st_ino}-{found.st_size}-{found.st_mtime_ns}"
+
+
+def in_page_cache(fd: int, offset: int) -> bool:
+    """Return whether the byte at `offset` of a file is in the page cache. Network file systems do not tell: False."""
+    try:
+        return os.preadv(fd, [bytearray(1)], offset, os.RWF_NOWAIT) == 1
+    except (OSError, AttributeError):  # EAGAIN: it is not; EOPNOTSUPP or no such flag: unknown
+        return False
 
 
 def is_in_memory(path: str) -> bool:

@@ -15,6 +15,7 @@ from bytecheckpoint.storage.base import FileReader, FileStat, FileWriter, NewFil
 from bytecheckpoint.storage.posix.files import (
     fsync_directory,
     fsync_parents,
+    in_page_cache,
     is_in_memory,
     open_file,
     stat_file,
@@ -230,6 +231,19 @@ class PosixStorage(Storage):
                     return file.read()
 
         return self._with_timeout("read", label, read)
+
+    def is_cached(self, name: str, offsets: Sequence[int]) -> bool:
+        path, label = self._path(name), self._label(name)
+
+        def probe() -> bool:
+            with translated("open", label, may_be_absent=True):
+                fd, _ = open_file(path)
+            try:
+                return all(in_page_cache(fd, offset) for offset in offsets)
+            finally:
+                os.close(fd)
+
+        return self.in_memory or self._with_timeout("open", label, probe)
 
     def stat(self, name: str) -> FileStat:
         path, label = self._path(name), self._label(name)
