@@ -57,8 +57,7 @@ def load(
         states: as for `save`. Other kinds of the checkpoint are not read.
         framework: as for `save`.
         overlap_loading: read bytes that several ranks want once, and exchange them between the ranks (section 4.1).
-            False: each rank reads for itself, as it does in any case from a tmpfs; that is quicker for a few ranks of
-            one host if the checkpoint is in the page cache.
+            Bytes that a tmpfs or the page cache has are not exchanged. False: each rank reads for itself.
         strict: refuse a checkpoint that lacks something the program wants, or holds something no rank wants. False:
             report both.
         cast: convert dtypes; otherwise a difference is an error.
