@@ -19,14 +19,16 @@ from tests.support.memory import durable_folder
 from tests.support.processes import wait_until
 
 
-def settle(memory: str, machines: list[int], writer: str = "thread", **options: Any) -> Collective:
-    """Put this rank on machine number `machines[rank]`, whose memory is `memory`/<number>.
+def settle(
+    memory: str, machines: list[int], writer: str = "thread", one_name: bool = False, **options: Any
+) -> Collective:
+    """Put this rank on machine number `machines[rank]`, whose memory is `memory`/<number>, of a name of its own or not.
 
     Starting the helper process would take longer than the rest of most tests.
     """
     collective = current()
     machine = machines[collective.rank]
-    collective.host = f"machine {machine}"
+    collective.host = "a name of all" if one_name else f"machine {machine}"
     bytecheckpoint.configure(tier_hot=f"mem://{memory}/{machine}", timeout=20.0, writer=writer, **options)
     return collective
 

@@ -149,6 +149,15 @@ def test_a_lost_machine_loses_nothing(cluster: Cluster, run: str, lost: int, new
     assert cluster.load(path, *new, rows=4000) == {1}
 
 
+def test_containers_of_one_name_are_machines_of_their_own(cluster: Cluster, run: str) -> None:
+    """Pods in their host's network have its name and boot, and memories of their own."""
+    path = f"{run}/1"
+    cluster.save_and_kill(path, 1, 0, 1, rows=4000, one_name=True)
+    assert ranks_in(cluster.step_in(0, path)) == ranks_in(cluster.step_in(1, path)) == {0, 1}
+    cluster.lose(0)
+    assert cluster.load(path, 0, 1, rows=4000) == {1}
+
+
 def test_a_new_machine_keeps_no_folder_of_steps_that_it_never_had(cluster: Cluster, run: str) -> None:
     """It takes part in the flush of a killed job's step, of which it has no files."""
     cluster.save_and_kill(f"{run}/1", 1, 0, 1)

@@ -31,6 +31,7 @@ from bytecheckpoint.storage.posix.storage import LocalStorage
 from bytecheckpoint.storage.testing import StorageTests
 from bytecheckpoint.storage.testing.wrappers import MeteredStorage
 from bytecheckpoint.tiers.flush.unflushed import UnflushedSteps
+from bytecheckpoint.tiers.hot_folder import HotFolder
 from bytecheckpoint.tuning import tuned
 from bytecheckpoint.world import world_of
 from tests.faults.coded import check_steps, files_of, load_step, save_steps, states
@@ -164,25 +165,26 @@ def test_a_damaged_hot_copy_is_not_flushed(run: str, gate: Gate) -> None:
 # --- failures ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_failed_flush_is_raised_at_the_next_save_and_repeated(run: str, gate: Gate) -> None:
-    """The next save whose flush succeeds flushes the step too."""
+def test_a_failed_flush_stops_no_save_and_is_repeated(run: str, gate: Gate, caplog: pytest.LogCaptureFixture) -> None:
+    """Restarts can use the step. The next save whose flush succeeds flushes it too."""
     gate.error = StorageFullError("cannot write here: No space left on device; free space")
     gate.open.set()
     handle = bytecheckpoint.save(f"{run}/1", states(step=1), async_checkpoint=True)
     drain()
     assert handle.restorable.result() is None
-    with pytest.raises(
-        StorageFullError, match=r"earlier asynchronous save failed: .*flush of tier\+file.*No space left"
-    ):
-        bytecheckpoint.save(f"{run}/2", states(step=2))
+    assert "No space left" in caplog.text
+    assert bytecheckpoint.save(f"{run}/2", states(step=2)).restorable.result(60) is None
+    drain()
+    with pytest.raises(StorageFullError, match=r"flush of tier\+file.*No space left"):
+        handle.result()
     assert load_step(f"{run}/1") == 1
     with pytest.raises(CheckpointNotFoundError):
         load_step(durable_folder(run) / "1")
     gate.error = None
-    bytecheckpoint.save(f"{run}/2", states(step=2)).result(60)
+    bytecheckpoint.save(f"{run}/3", states(step=3)).result(60)
     drain()
-    check_steps(durable_folder(run), 1, 2)
-    assert hot_steps(run) == ["2"], "the older one is not needed any more"
+    check_steps(durable_folder(run), 1, 2, 3)
+    assert hot_steps(run) == ["3"], "the older ones are not needed any more"
     assert command(["flush", run]) == 0
 
 
@@ -311,20 +313,71 @@ def test_a_flush_does_not_overwrite_what_another_job_saved_meanwhile(run: str, g
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_hot_tier_without_room(run: str, tmp_path: Path, mode: str) -> None:
+@pytest.mark.parametrize("writer", ["thread", "process"])
+def test_a_hot_tier_without_room(
+    run: str, tmp_path: Path, mode: str, writer: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What does not fit goes straight to the durable storage."""
     hot = tmp_path / "hot"
     with small_tmpfs(hot, "1m"):
-        bytecheckpoint.configure(tier_hot=str(hot), writer="thread")
+        bytecheckpoint.configure(tier_hot=str(hot), writer=writer)
         bytecheckpoint.save(f"{run}/1", states(step=1)).result(60)
-        before = files_of(hot)
-        with pytest.raises(StorageFullError, match=rf"{hot}/.*/run/2/.*No space left on device; free space"):
-            bytecheckpoint.save(f"{run}/2", states(step=2, rows=10_000), **MODES[mode]).result(60)
+        handle = bytecheckpoint.save(f"{run}/2", states(step=2, rows=10_000), **MODES[mode])
+        handle.restorable.result(60)
+        assert load_step(f"{run}/2", rows=10_000) == 2
+        handle.result(60)
         drain()
-        assert files_of(hot) == before and not (durable_folder(run) / "2").exists()
+        assert writer == "process" or "goes straight to the durable storage: the hot tier" in caplog.text
+        assert load_step(durable_folder(run) / "2", rows=10_000) == 2
         bytecheckpoint.save(f"{run}/3", states(step=3), **MODES[mode]).result(60)
         drain()
-        assert load_step(f"{run}/3") == load_step(durable_folder(run) / "3") == 3 and load_step(f"{run}/1") == 1
+        check_steps(durable_folder(run), 1, 3)
         assert hot_steps(run) == ["3"]
+
+
+def test_flushed_steps_of_any_run_make_room(run: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    hot = tmp_path / "hot"
+    with small_tmpfs(hot, "24m"):
+        bytecheckpoint.configure(tier_hot=str(hot), writer="thread", tier_keep=9)
+        for step in range(6):
+            path = f"{run}-{step % 2}/{step}"
+            bytecheckpoint.save(path, states(step=step, rows=10_000)).result(60)
+            drain()
+            assert load_step(durable_folder(path), rows=10_000) == step
+        assert "straight" not in caplog.text
+        assert hot_steps(f"{run}-0") == ["4"] and hot_steps(f"{run}-1") == ["5"]
+
+
+def test_a_save_that_fails_leaves_nothing_in_the_durable_storage(
+    run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hot = tmp_path / "hot"
+
+    def full(*_: Any) -> Any:
+        raise StorageFullError("cannot publish")
+
+    with small_tmpfs(hot, "300k"):
+        bytecheckpoint.configure(tier_hot=str(hot), writer="thread")
+        bytecheckpoint.save(durable_folder(f"{run}/1"), states(step=1))
+        before = files_of(durable_folder(run))
+        monkeypatch.setattr(HotFolder, "write_record", full)
+        with pytest.raises(StorageFullError):
+            bytecheckpoint.save(f"{run}/1", states(step=2, rows=10_000))
+        drain()
+        assert files_of(durable_folder(run)) == before
+        assert load_step(f"{run}/1") == 1
+
+
+def test_flushed_steps_of_earlier_runs_are_evicted(run: str, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each job saves to a folder of its own. What is not durable stays."""
+    gate.open.set()
+    for job, error in enumerate([None, StorageUnavailableError("away"), None]):
+        gate.error = error
+        flusher = world_of(current()).flusher
+        monkeypatch.setattr(flusher, "_unflushed", UnflushedSteps(time.time()))
+        bytecheckpoint.save(f"{run}-{job}/1", states(step=1)).committed.exception(60)
+        drain()
+    assert [hot_folder(f"{run}-{job}/1").exists() for job in range(3)] == [False, True, True]
 
 
 def test_an_incomplete_hot_step_does_not_count(run: str, gate: Gate) -> None:

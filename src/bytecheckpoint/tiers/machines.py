@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import logging
+import os
+import secrets
+from collections.abc import Hashable, Sequence
 
 from bytecheckpoint.collectives.agreement import Agreement
+from bytecheckpoint.errors import StorageError
+from bytecheckpoint.storage.posix.storage import PosixStorage
 
 __all__ = ["Machines", "find_machines"]
+
+_log = logging.getLogger("bytecheckpoint")
 
 
 class Machines:
     """Which ranks share a machine.
 
     Args:
-        hosts: the name of each rank's machine.
+        hosts: for each rank, what names its machine.
 
     Attributes:
         groups: the ranks of each machine, machines in the order of their first rank.
         machine_of: number of each rank's machine, in `groups`.
     """
 
-    def __init__(self, hosts: Sequence[str]) -> None:
-        groups: dict[str, list[int]] = {}
+    def __init__(self, hosts: Sequence[Hashable]) -> None:
+        groups: dict[Hashable, list[int]] = {}
         for rank, host in enumerate(hosts):
             groups.setdefault(host, []).append(rank)
         self.groups = list(groups.values())
@@ -47,7 +55,36 @@ class Machines:
         return found
 
 
-def find_machines(agreement: Agreement) -> Machines:
-    """Find out which ranks share a machine. Every rank calls it."""
-    hosts: list[str] = agreement.agree("hosts", lambda: agreement.collective.host, lambda hosts: hosts)
-    return Machines(hosts)
+def find_machines(agreement: Agreement, root: PosixStorage) -> Machines:
+    """Find out which ranks share a machine: those that see each other's files in the hot tier. Every rank calls it.
+
+    Names prove nothing: containers may have one host name and boot, and memories of their own.
+
+    Args:
+        agreement: the ranks.
+        root: this rank's hot tier. A rank that cannot write there counts as a machine of its own.
+    """
+    if agreement.collective.world_size == 1:
+        return Machines([0])
+    name = f".rank-{secrets.token_hex(8)}"
+
+    def show() -> str:
+        try:
+            root.publish(name, b"")
+        except StorageError as error:
+            _log.warning("rank %d: %s", agreement.rank, error)
+        return name
+
+    def look(names: list[str]) -> int:
+        present = {name}
+        with contextlib.suppress(OSError):
+            present.update(os.listdir(root.root))
+        return next(rank for rank, other in enumerate(names) if other in present)
+
+    try:
+        names: list[str] = agreement.agree("machines", show, lambda names: names)
+        first: list[int] = agreement.agree("first", lambda: look(names), lambda first: first)
+    finally:
+        with contextlib.suppress(StorageError):
+            root.delete([name])
+    return Machines(first)

@@ -45,7 +45,7 @@ def agree_on_copy(
         The storage to load from: it reads the hot step that the machines have among them, or the durable one.
     """
     agreement = Agreement(collective, tag, settings.timeout)
-    machines = find_machines(agreement)
+    machines = find_machines(agreement, storage.hot_root)
     leads = machines.leads(collective.rank)
     catalog = storage.hot_folder.catalog() if leads else None
 

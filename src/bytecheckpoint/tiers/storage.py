@@ -10,9 +10,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
-from bytecheckpoint.errors import StorageError, StorageUnavailableError, UsageError
+from bytecheckpoint.errors import StorageError, StorageFullError, StorageUnavailableError, UsageError
+from bytecheckpoint.representation.catalog_file import decode
 from bytecheckpoint.representation.names import CATALOG_NAME
 from bytecheckpoint.settings import settings
 from bytecheckpoint.storage.base import Capabilities, FileReader, FileStat, FileWriter, NewFile, Storage, check_name
@@ -22,6 +23,7 @@ from bytecheckpoint.tiers.copies import AnyCopy
 from bytecheckpoint.tiers.current_copy import hot_copy_counts, missing_files, read_durable_catalog
 from bytecheckpoint.tiers.hot_folder import UNKNOWN, HotFolder, StepRecord, list_own_files
 from bytecheckpoint.tiers.names import hot_folder_of, step_name
+from bytecheckpoint.tiers.room import with_room
 from bytecheckpoint.tuning import tuning
 
 __all__ = ["PREFIX", "HotTier", "TierStorage"]
@@ -38,7 +40,8 @@ class TierStorage(Storage):
         url: the URL of the durable storage, behind the prefix `tier+`.
 
     Attributes:
-        hot: this machine's folder for the checkpoint.
+        hot_root: this machine's hot tier.
+        hot: its folder for the checkpoint.
         hot_folder: the step in that folder, with its record.
         durable: the storage that flushes copy the checkpoint to.
     """
@@ -55,10 +58,10 @@ class TierStorage(Storage):
         local = isinstance(self.durable, PosixStorage) and "://" not in self.durable.url
         self.url = f"{PREFIX}file://{self.durable.url}" if local else PREFIX + self.durable.url
         root = settings().tier_hot.rstrip("/")
-        hot = resolve(f"{root}/{hot_folder_of(self.url[len(PREFIX) :])}")
-        if not isinstance(hot, PosixStorage):
+        hot_root, hot = resolve(root), resolve(f"{root}/{hot_folder_of(self.url[len(PREFIX) :])}")
+        if not isinstance(hot_root, PosixStorage) or not isinstance(hot, PosixStorage):
             raise UsageError(f"settings.tier_hot is {root!r}: use mem://name or a folder of a local disk")
-        self.hot = hot
+        self.hot_root, self.hot = hot_root, hot
         self.hot_folder = HotFolder(hot, self.url)
         self.parallel_reads = self.durable.parallel_reads  # a machine without a hot copy reads the durable one
 
@@ -84,7 +87,12 @@ class TierStorage(Storage):
     # --- Storage ----------------------------------------------------------------------------------------------
 
     def create(self, request: NewFile) -> FileWriter:
-        return self.hot.create(request)
+        """Start a new file in the hot tier, or in the durable storage if the hot tier has no room for it."""
+        try:
+            return with_room(self.hot_root, request.size, lambda: self.hot.create(request))
+        except StorageFullError as error:
+            _log.warning("%s/%s goes straight to the durable storage: %s", self.url, request.name, error)
+            return self.durable.create(request)
 
     def open(self, name: str) -> FileReader:
         check_name(name)
@@ -118,10 +126,14 @@ class TierStorage(Storage):
 
     def publish(self, name: str, data: bytes, *, expected: str | None = None) -> None:
         hot_version, _, durable_version = (expected or " ").partition(" ")
-        if name == CATALOG_NAME:
-            replaces = durable_version if expected is not None else UNKNOWN
-            self.hot_folder.write_record(data, StepRecord(self.durable.url, replaces, time.time()))
-        self.hot.publish(name, data, expected=None if expected is None else hot_version)
+
+        def publish() -> None:
+            if name == CATALOG_NAME:
+                replaces = durable_version if expected is not None else UNKNOWN
+                self.hot_folder.write_record(data, StepRecord(self.durable.url, replaces, time.time()))
+            self.hot.publish(name, data, expected=None if expected is None else hot_version)
+
+        with_room(self.hot_root, len(data), publish)
         if name == CATALOG_NAME:
             self.hot_folder.remove_other_records(data)
 
@@ -146,7 +158,16 @@ class TierStorage(Storage):
         self.durable.delete(names)
 
     def sync(self, names: Iterable[str]) -> None:
-        self.hot.sync(names)
+        hot, others = self._by_place(names)
+        if hot:
+            self.hot.sync(hot)
+        if others:
+            self.durable.sync(others)
+
+    def _by_place(self, names: Iterable[str]) -> tuple[Sequence[str], Sequence[str]]:
+        """Divide files into those that the hot tier has and the others."""
+        names, present = tuple(names), dict(self.hot.list())
+        return [n for n in names if n in present], [n for n in names if n not in present]
 
     def check_publish(self, name: str, expected: str) -> None:
         _, _, durable_version = expected.partition(" ")
@@ -180,4 +201,11 @@ class HotTier(TierStorage):
         return self
 
     def delete(self, names: Iterable[str]) -> None:
-        self.hot_folder.remove(names)
+        hot, others = self._by_place(names)
+        self.hot_folder.remove(hot)
+        if others:
+            # Files for which the hot tier had no room. What the durable checkpoint names stays in any case.
+            needed = {CATALOG_NAME}
+            with contextlib.suppress(FileNotFoundError):
+                needed |= {file.name for file in decode(self.durable.read(CATALOG_NAME)).files}
+            self.durable.delete([name for name in others if name not in needed])

@@ -214,7 +214,7 @@ class PosixStorage(Storage):
                 # tmpfs, overlay and network file systems have anonymous device numbers, and rarely gain from direct I/O.
                 disk = os.major(os.stat(folder).st_dev) != 0
                 direct = request.direct and (disk or settings().direct_io == "on")
-            return _Writer(path, label, request.size, direct=direct, reserve=disk)
+            return _Writer(path, label, request.size, direct=direct, reserve=disk or self.in_memory)
 
         return _retry_if_removed(create)
 

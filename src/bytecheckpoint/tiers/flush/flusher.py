@@ -12,9 +12,9 @@ import msgspec
 from bytecheckpoint.collectives import Collective
 from bytecheckpoint.collectives.agreement import Agreement
 from bytecheckpoint.engine.workers import Workers
-from bytecheckpoint.errors import CheckpointError, CheckpointTimeoutError, PeerLostError
+from bytecheckpoint.errors import CheckpointError, CheckpointTimeoutError, PeerLostError, StorageError
 from bytecheckpoint.handles import SaveHandle, SaveReport
-from bytecheckpoint.representation.names import CATALOG_NAME, generation_of
+from bytecheckpoint.representation.names import CATALOG_NAME, generation_of, is_uri
 from bytecheckpoint.settings import Settings
 from bytecheckpoint.tiers.flush.job import flush_together
 from bytecheckpoint.tiers.flush.pending import PendingFlush, Stage
@@ -118,7 +118,7 @@ class Flusher:
         """Bring the step to every machine, and its files to the partners. Then the step is restorable."""
         try:
             agreement = Agreement(self._collective, f"tier/{flush.number}", flush.settings.timeout)
-            machines = self._machines = self._machines or find_machines(agreement)
+            machines = self._machines = self._machines or find_machines(agreement, flush.storage.hot_root)
             flush.step = agreement.agree(
                 "step", lambda: self._find_step(flush.storage), lambda steps: steps[0],
                 reports=HotStep | None, decisions=HotStep | None,
@@ -142,11 +142,9 @@ class Flusher:
 
     def _share(self, agreement: Agreement, machines: Machines, flush: PendingFlush) -> bool:
         """Bring the step to the other machines. Return False if that fails, which does not harm the flush."""
-        if len(machines.groups) == 1:
-            self._record_ranks(machines, flush)
-            return True
-        replicas = flush.settings.tier_replicas
+        replicas = flush.settings.tier_replicas if len(machines.groups) > 1 else 0
         try:
+            agreement.agree("present", lambda: self._check_presence(flush), lambda _: None)
             if replicas:
                 agreement.agree(
                     "replicas",
@@ -157,9 +155,20 @@ class Flusher:
         except (PeerLostError, CheckpointTimeoutError):
             raise
         except Exception as error:  # noqa: BLE001  logged; the flush needs no replicas
-            _log.warning("%s cannot be copied to other machines, so it is flushed first: %s", flush.storage.url, error)
+            _log.warning("%s is not restorable before its flush: %s", flush.storage.url, error)
             return False
         return True
+
+    def _check_presence(self, flush: PendingFlush) -> None:
+        """Check that this rank's files are where it reads them. Nobody has looked: other machines cannot be seen."""
+        names = [file for file in flush.catalog.files if file.rank == self._collective.rank and not is_uri(file.name)]
+        present = dict(flush.storage.hot.list())
+        lacking = {file.name: file.size for file in names if present.get(file.name) != file.size}
+        if lacking:  # the hot tier had no room for them
+            present = dict(flush.storage.durable.list())
+        for name, size in lacking.items():
+            if present.get(name) != size:
+                raise StorageError(f"{flush.storage.hot.url}/{name} is not there with its {size} bytes")
 
     def _commit_here(self, machines: Machines, flush: PendingFlush) -> None:
         """Commit the step on this machine too, and remove what it replaces here."""
@@ -220,7 +229,7 @@ class Flusher:
         """Evict the steps that are not needed any more. A failure here fails no save."""
         try:
             if self._machines is not None and self._machines.leads(self._collective.rank):
-                evict(flush.storage, self._busy_urls(), self._remove, flush.settings)
+                evict(flush.storage, self._busy_urls(), self._remove, flush.settings, self._unflushed.begun)
                 self._remove_orphans(flush)
         except Exception as error:  # noqa: BLE001  logged; the step itself is safe
             _log.warning("%s: the hot tier could not be tidied up: %s", flush.storage.url, error)

@@ -38,7 +38,7 @@ class PendingFlush:
         handle: whose `restorable` and `committed` are set.
         report: of the save so far.
         settings: of the save.
-        on_failure: called with the error of a flush that fails.
+        on_failure: called with the error if the step never became restorable.
         begun: when the save began, as `time.perf_counter`.
         stage: how far the flush is.
         step: the step, once the ranks have agreed upon it.
@@ -93,7 +93,8 @@ class PendingFlush:
         return kind(f"rank {rank}, {self.stage} of {self.storage.url}: {cause}")
 
     def set_failed(self, failure: CheckpointError) -> None:
-        """Report that the flush has failed."""
+        """Report that the flush has failed. Later saves go on if a restart can use the step."""
         self.stage = Stage.FAILED
-        self.on_failure(failure)
+        if not self.handle.restorable.done():
+            self.on_failure(failure)
         fail_handle(self.handle, failure)

@@ -16,8 +16,9 @@ from bytecheckpoint.tiers.flush.job import flush_together, transfer_limit
 from bytecheckpoint.tiers.hot_folder import HotStep
 from bytecheckpoint.tiers.machines import Machines
 from bytecheckpoint.tiers.names import INTERNAL_FILES, LOCK
+from bytecheckpoint.tiers.room import hot_steps
 from bytecheckpoint.tiers.run import folders_of_run, run_of, steps_of_run
-from bytecheckpoint.tiers.storage import TierStorage
+from bytecheckpoint.tiers.storage import PREFIX, TierStorage
 
 __all__ = ["UnflushedSteps", "evict"]
 
@@ -32,7 +33,7 @@ class UnflushedSteps:
     """
 
     def __init__(self, begun: float) -> None:
-        self._begun = begun
+        self.begun = begun
         self._flushed_runs: set[str] = set()  # runs of which every step is flushed
         self._failed: dict[str, bytes] = {}  # steps of this job whose flush failed, with their catalogs, oldest first
         self._hopeless: set[str] = set()  # steps that no later flush can take; known to rank 0 only
@@ -111,7 +112,7 @@ class UnflushedSteps:
         return {
             storage.url: step
             for storage, step in steps_of_run(run)
-            if (step.record.saved < self._begun or storage.url in self._failed)
+            if (step.record.saved < self.begun or storage.url in self._failed)
             and not step.record.flushed
             and storage.url not in busy
         }
@@ -167,7 +168,7 @@ class UnflushedSteps:
                 needed = step.hot_folder.needed_files()
                 names = [name for name, _ in step.hot.list() if name not in needed and _is_of_a_save(name)]
                 times = [step.hot.stat(name).modified for name in names if name != LOCK]
-                if max(times, default=os.stat(step.hot.root).st_mtime) < self._begun:
+                if max(times, default=os.stat(step.hot.root).st_mtime) < self.begun:
                     step.hot_folder.remove(names)
 
 
@@ -176,15 +177,22 @@ def _is_of_a_save(name: str) -> bool:
 
 
 def evict(
-    storage: TierStorage, busy: Collection[str], remove: Callable[[TierStorage, bytes], None], settings: Settings
+    storage: TierStorage,
+    busy: Collection[str],
+    remove: Callable[[TierStorage, bytes], None],
+    settings: Settings,
+    begun: float,
 ) -> None:
     """Remove the oldest hot steps of a run, beyond the numbers of flushed and unflushed steps that the settings keep.
+
+    Of other runs all flushed steps go that were saved before this job began: their jobs have ended, or will save others.
 
     Args:
         storage: any step of the run.
         busy: URLs of the steps that this job is saving or flushing; they do not count.
         remove: removes a step from the hot tier, given its catalog, unless a save to its path is under way.
         settings: how many.
+        begun: when this job began, seconds since 1970.
     """
     found = [(tier, step) for tier, step in steps_of_run(run_of(storage.url)) if tier.url not in busy]
     found.sort(key=lambda item: item[1].record.saved, reverse=True)
@@ -195,3 +203,7 @@ def evict(
     for tier, step in unflushed[settings.tier_waiting :]:
         _log.warning("%s was not flushed, and is removed from memory to make room for newer steps", tier.url)
         remove(tier, step.catalog)
+    for folder, step in hot_steps(storage.hot_root):
+        same_run = run_of(TierStorage(f"{PREFIX}{step.record.url}").url) == run_of(storage.url)
+        if step.record.flushed and step.record.saved < begun and not same_run:
+            folder.remove_step(step.catalog)
