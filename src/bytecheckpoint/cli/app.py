@@ -143,6 +143,34 @@ def flush(
 
 
 @app.command()
+def rm(
+    paths: Annotated[list[str], typer.Argument(metavar="PATH...", help="Checkpoints.", show_default=False)],
+    cold: Annotated[bool, typer.Option("--cold", help="Also their files in a cold storage.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be removed.")] = False,
+    json: Json = False,
+) -> Job:
+    """Remove checkpoints, with whatever killed saves left at their paths. `tier+...`: this machine's copy too."""
+    from bytecheckpoint.cli.removal import rm
+
+    return partial(rm, paths, cold=cold, dry_run=dry_run, json=json)
+
+
+@app.command()
+def gc(
+    paths: Annotated[
+        list[str] | None, typer.Argument(metavar="[PATH]...", help="Checkpoints, or folders of them.")
+    ] = None,
+    older_than: Annotated[str, typer.Option(help="Only what is older: 30m, 12h, 7d, 2w.")] = "1d",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be removed.")] = False,
+    json: Json = False,
+) -> Job:
+    """Remove what killed saves left there, and flushed steps from this machine's memory (all runs)."""
+    from bytecheckpoint.cli.removal import gc
+
+    return partial(gc, paths or [], older_than=older_than, dry_run=dry_run, json=json)
+
+
+@app.command()
 def cooldown(
     root: Annotated[str, typer.Argument(metavar="ROOT", help="A folder of steps.", show_default=False)],
     cold: Annotated[str, typer.Argument(metavar="COLD", help="Where older steps go.", show_default=False)],

@@ -95,6 +95,10 @@ class HotFolder:
         record = self.record(catalog) if catalog is not None else None
         return HotStep(catalog, record) if catalog is not None and record is not None else None
 
+    def files(self) -> dict[str, int]:
+        """Return all files of the folder with their sizes."""
+        return dict(self._files.list())
+
     def needed_files(self) -> set[str]:
         """Return the names of all files that the step needs; none when no step is committed here."""
         step = self.step()

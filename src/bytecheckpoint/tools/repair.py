@@ -27,7 +27,7 @@ from bytecheckpoint.storage.time_limits import with_time_limits
 from bytecheckpoint.tools.rebuild import build_catalog
 from bytecheckpoint.tools.verify_files import Finding, Progress, verify_catalog
 
-__all__ = ["GenerationReport", "RepairReport", "repair_checkpoint"]
+__all__ = ["GenerationReport", "RepairReport", "repair_checkpoint", "reports_of_saves"]
 
 _PART = re.compile(r"/(rank|values)-([0-9]+)(?:-p([0-9]+))?(?=\.|$)")
 
@@ -124,6 +124,11 @@ def repair_checkpoint(storage: Storage, *, force: bool = False, progress: Progre
     if sound:
         notes.append("a sound catalog was replaced")
     return RepairReport(storage.url, True, chosen.name, reports, verified.findings, tuple(notes))
+
+
+def reports_of_saves(storage: Storage) -> list[GenerationReport]:
+    """Report on each save whose files are in a folder, newest first, as far as the files' headers tell."""
+    return [generation.report(storage, False) for generation in _generations(storage)]
 
 
 def _choice_notes(chosen: _Generation, reports: Sequence[GenerationReport]) -> Iterable[str]:

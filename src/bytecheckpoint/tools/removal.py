@@ -1,0 +1,216 @@
+"""Remove checkpoints, and what killed saves and finished runs have left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from bytecheckpoint.engine.catalogs import read_catalog
+from bytecheckpoint.errors import CheckpointError, CheckpointNotFoundError, UsageError
+from bytecheckpoint.representation.names import CATALOG_NAME, generation_of, is_uri, natural_order
+from bytecheckpoint.storage import Storage, resolve
+from bytecheckpoint.storage.time_limits import with_time_limits
+from bytecheckpoint.tiers.flush.lock import flush_lock
+from bytecheckpoint.tiers.lease import LEASE_FILE
+from bytecheckpoint.tiers.names import INTERNAL_FILES
+from bytecheckpoint.tiers.room import hot_steps
+from bytecheckpoint.tiers.storage import PREFIX, TierStorage
+from bytecheckpoint.tools.repair import reports_of_saves
+
+__all__ = ["Removal", "collect_garbage", "collect_hot_garbage", "remove_checkpoint"]
+
+#: Temporary files of publishes and probes. A process that ends removes its own.
+_TEMPORARY = re.compile(r"\.(publishing|bytecheckpoint-publishing|bytecheckpoint-probe)-[^/]+")
+
+
+@dataclass(frozen=True, slots=True)
+class Removal:
+    """Files that were removed, would be removed, or stay although one might expect otherwise.
+
+    Attributes:
+        path: their folder.
+        what: "checkpoint", "uncommitted", "temporary" or "hot copy".
+        files: number of files.
+        nbytes: their size.
+        kept: why they stay; "" if they go.
+    """
+
+    path: str
+    what: str
+    files: int
+    nbytes: int
+    kept: str = ""
+
+
+def remove_checkpoint(path: str, *, cold: bool = False, dry_run: bool = False) -> list[Removal]:
+    """Remove a checkpoint, committed or not, and whatever other saves have left at its path.
+
+    The catalog goes first, so a kill leaves uncommitted files and no damaged checkpoint. Files that are not a
+    checkpoint's stay. At a `tier+` path both copies go, of the hot ones that on this machine.
+
+    Args:
+        path: of the checkpoint.
+        cold: also remove the files in other folders that its catalog names (those of a cooled step).
+        dry_run: only look.
+
+    Raises:
+        CheckpointNotFoundError: there is none.
+        UsageError: files are in other folders, and `cold` is False; or another step of the run uses this one's files.
+        StorageConflictError: the step is being flushed.
+        StorageError: the storage fails.
+    """
+    storage = resolve(path)
+    places = [storage.hot, storage.durable] if isinstance(storage, TierStorage) else [storage]
+    places = [with_time_limits(place) for place in places]
+    elsewhere = {folder for place in places for folder in _other_folders(place)}
+    if elsewhere and not cold:
+        raise UsageError(f"{storage.url} names files in {', '.join(sorted(elsewhere))}: --cold removes these too")
+    if user := next((user for place in places for user in _users(place)), ""):
+        raise UsageError(f"{user} uses files of {storage.url}: remove that first")
+    places += [with_time_limits(resolve(folder)) for folder in sorted(elsewhere)]
+    found = [(place, names) for place in places if (names := _own_names(place))]
+    if not any(name == CATALOG_NAME or generation_of(name) is not None for _, names in found for name in names):
+        steps = [name for name in storage.folders() if CATALOG_NAME in dict(resolve(f"{storage.url}/{name}").list())]
+        hint = f"; it is a folder of {len(steps)} steps: name those" if steps else ""
+        raise CheckpointNotFoundError(f"{storage.url} holds no checkpoint{hint}")
+    removed = [Removal(place.url, "checkpoint", len(names), sum(names.values())) for place, names in found]
+    if dry_run:
+        return removed
+    with contextlib.ExitStack() as stack:
+        if isinstance(storage, TierStorage):
+            stack.enter_context(flush_lock(storage, exclusive=True, timeout=0.0))
+        for place, names in found:
+            if CATALOG_NAME in names:
+                place.delete([CATALOG_NAME])
+        for place, names in found:
+            place.delete([name for name in names if name != CATALOG_NAME])
+    if isinstance(storage, TierStorage):
+        storage.hot_folder.remove_if_empty()
+    return removed
+
+
+def _users(storage: Storage) -> Iterator[str]:
+    """Yield the checkpoints beside a folder whose catalogs name files in it."""
+    inside = f"{storage.url}/" if "://" in storage.url else f"file://{storage.url}/"
+    run = resolve(storage.url.rpartition("/")[0] or "/")
+    for name in run.folders():
+        step = resolve(f"{run.url}/{name}")
+        with contextlib.suppress(CheckpointError):
+            if step.url != storage.url and any(f.name.startswith(inside) for f in read_catalog(step)[0].files):
+                yield step.url
+
+
+def _own_names(storage: Storage) -> dict[str, int]:
+    """Return the files of a folder that belong to checkpoints, with their sizes."""
+    return {name: size for name, size in storage.list() if _is_own(name)}
+
+
+def _is_own(name: str) -> bool:
+    return (
+        name in (CATALOG_NAME, LEASE_FILE)
+        or generation_of(name) is not None
+        or _TEMPORARY.fullmatch(name) is not None
+        or INTERNAL_FILES.fullmatch(name) is not None
+    )
+
+
+def _other_folders(storage: Storage) -> set[str]:
+    try:
+        catalog, _ = read_catalog(storage)
+    except CheckpointError:
+        return set()
+    # The name of a storage file has two parts: the folder of its kind, and its own.
+    return {file.name.rsplit("/", 2)[0] for file in catalog.files if is_uri(file.name)}
+
+
+def collect_garbage(path: str, *, older_than: float, dry_run: bool = False) -> list[Removal]:
+    """Remove what killed saves left in a checkpoint's folder, or in all folders of a run.
+
+    These are storage files that no catalog names, and temporary files. What is younger stays: a save may be writing it.
+    Files that would make a whole checkpoint if they had a catalog stay too.
+
+    Args:
+        path: a checkpoint, or a folder of them.
+        older_than: seconds since the newest file of a save was written.
+        dry_run: only look.
+
+    Raises:
+        StorageError: the storage fails.
+    """
+    storage = resolve(path)
+    if isinstance(storage, TierStorage):
+        storage = storage.durable
+    folders = [storage, *(resolve(f"{storage.url}/{name}") for name in sorted(storage.folders(), key=natural_order))]
+    before = time.time() - older_than
+    return [removal for folder in folders for removal in _collect(with_time_limits(folder), before, dry_run)]
+
+
+def _collect(storage: Storage, before: float, dry_run: bool) -> Iterator[Removal]:
+    present = dict(storage.list())
+    temporary = [
+        name for name in present if _TEMPORARY.fullmatch(name) is not None and _is_older(storage, name, before)
+    ]
+    yield from _remove(storage, "temporary", {name: present[name] for name in temporary}, dry_run)
+    saves: dict[str, dict[str, int]] = {}
+    for name, size in present.items():
+        if (generation := generation_of(name)) is not None:
+            saves.setdefault(generation, {})[name] = size
+    whole: set[str] = set()
+    try:
+        needed = {file.name for file in read_catalog(storage)[0].files} if saves else set()
+    except CheckpointNotFoundError:
+        needed = set()
+        whole = {save.generation for save in reports_of_saves(storage) if save.complete}
+    except CheckpointError as error:
+        files = {name: size for names in saves.values() for name, size in names.items()}
+        yield _removal(storage, "uncommitted", files, f"the catalog cannot be read: {error}")
+        return
+    for generation, files in saves.items():
+        if needed.isdisjoint(files) and all(_is_older(storage, name, before) for name in files):
+            if generation in whole:
+                yield _removal(storage, "uncommitted", files, "only the catalog is missing: run `repair` or `rm`")
+            else:
+                yield from _remove(storage, "uncommitted", files, dry_run)
+
+
+def _is_older(storage: Storage, name: str, before: float) -> bool:
+    try:
+        return storage.stat(name).modified < before
+    except FileNotFoundError:
+        return False
+
+
+def _remove(storage: Storage, what: str, files: dict[str, int], dry_run: bool) -> Iterator[Removal]:
+    if files:
+        if not dry_run:
+            storage.delete(list(files))
+        yield _removal(storage, what, files)
+
+
+def _removal(storage: Storage, what: str, files: dict[str, int], kept: str = "") -> Removal:
+    return Removal(storage.url, what, len(files), sum(files.values()), kept)
+
+
+def collect_hot_garbage(*, older_than: float, dry_run: bool = False) -> list[Removal]:
+    """Remove the flushed steps of all runs from this machine's hot tier. Steps that are not flushed stay.
+
+    Args:
+        older_than: seconds since the step was saved.
+        dry_run: only look.
+    """
+    found = []
+    before = time.time() - older_than
+    root = TierStorage(f"{PREFIX}file:///-").hot_root
+    for folder, step in sorted(hot_steps(root), key=lambda item: item[1].record.saved):
+        files = folder.files()
+        removal = Removal(f"{PREFIX}{step.record.url}", "hot copy", len(files), sum(files.values()))
+        if not step.record.flushed:
+            found.append(replace(removal, kept="not durable yet: `flush` copies it, `rm` removes it"))
+        elif step.record.saved < before:
+            if not dry_run:
+                folder.remove_step(step.catalog)
+            found.append(removal)
+    return found
