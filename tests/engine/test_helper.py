@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from pathlib import Path
 
 import pytest
 
+import bytecheckpoint
 from bytecheckpoint.engine.helper import HelperProcess
+from bytecheckpoint.engine.pool import StagingPool
+from bytecheckpoint.engine.save_job import _HelperWriter
+from bytecheckpoint.engine.writing import FileTask
 from bytecheckpoint.errors import CheckpointError
+from bytecheckpoint.storage import resolve
 from bytecheckpoint.tuning import tuned
 
 _CLOSES_ITS_CHANNEL = f"""#!{sys.executable}
 import os, sys, time
-channel = int(sys.argv[-1])
+channel = int(sys.argv[-2])
 os.read(channel, 1 << 20)
 os.close(channel)
 time.sleep(60)
@@ -31,3 +37,44 @@ def test_a_call_fails_when_the_helper_has_closed_its_channel_but_does_not_end(
     with tuned(helper_end=0.1), pytest.raises(CheckpointError, match="closed its channel during 'ping' and has not"):
         helper.call({"op": "ping"}, timeout=20.0)
     assert not helper.alive
+
+
+def helper_writer(helper: HelperProcess, folder: Path, nbytes: int) -> _HelperWriter:
+    """A writer of a file with a header of 8 bytes and a data section of `nbytes`."""
+    tasks, settings = [FileTask("x", 8, nbytes, 1 << 20)], bytecheckpoint.settings()
+    return _HelperWriter(lambda: helper, resolve(folder), tasks, settings, StagingPool(), False)
+
+
+def call_until_it_fails(writer: _HelperWriter) -> None:
+    """A stop takes another way than the calls, which may overtake it."""
+    while True:
+        writer.sums()
+
+
+def test_a_job_is_stopped_and_the_next_one_is_not(tmp_path: Path) -> None:
+    bytecheckpoint.configure(direct_io="off")
+    helper = HelperProcess()
+    writer = helper_writer(helper, tmp_path, 1 << 20)
+    writer.open()
+    writer.stop(CheckpointError("another rank failed"))
+    with pytest.raises(CheckpointError, match="another rank failed"):
+        call_until_it_fails(writer)
+    writer.abort()
+    assert list(tmp_path.iterdir()) == []
+    writer = helper_writer(helper, tmp_path, 0)
+    writer.open()
+    writer.sums()
+    writer.finish([b"8 bytes."])
+    assert (tmp_path / "x").read_bytes() == b"8 bytes."
+    helper.stop()
+
+
+def test_a_stop_may_come_before_its_job(tmp_path: Path) -> None:
+    helper = HelperProcess()
+    writer = helper_writer(helper, tmp_path, 1 << 20)
+    writer.stop(CheckpointError("another rank failed"))
+    with contextlib.suppress(CheckpointError):
+        writer.open()
+    with pytest.raises(CheckpointError):
+        call_until_it_fails(writer)
+    helper.stop()

@@ -35,7 +35,9 @@ def test_sums_and_parts_do_not_depend_on_how_bytes_are_cut_into_buffers(ends: tu
 
 def writer_of(path: Path, *names: str) -> FilesWriter:
     tasks = [FileTask(name, 4096, len(DATA), BLOCK) for name in names]
-    return FilesWriter(resolve(path), tasks, direct=False, threads=2)
+    writer = FilesWriter(resolve(path), tasks, direct=False, threads=2)
+    writer.open()
+    return writer
 
 
 def test_files_hold_header_and_data_and_sums_are_returned(tmp_path: Path) -> None:

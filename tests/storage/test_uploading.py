@@ -132,6 +132,7 @@ def files_writer(storage: Uploads) -> Iterator[Callable[..., tuple[FilesWriter, 
         data = content(40 << 20)
         tasks = [FileTask(f"model/{n}", 4096, len(data) // 2, 1 << 20) for n in range(2)]
         writer = FilesWriter(storage, tasks, direct=True, threads=2, stable=stable)
+        writer.open()
         made.append(writer)
         for file in range(2):
             for start in range(0, len(data) // 2, 8 << 20):

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from bytecheckpoint.errors import CheckpointError, error_from_report, error_report
 from bytecheckpoint.tuning import tuning
 
-__all__ = ["Collective", "DataProvider", "host_id", "names_of_ranks", "new_world_id", "provide"]
+__all__ = ["Collective", "DataProvider", "InterruptedWaitError", "host_id", "names_of_ranks", "new_world_id", "provide"]
 
 #: Makes the data that other ranks fetch: request -> contiguous 1-D uint8. Several threads call it. The `fetch` of the
 #: rank that asked raises what the provider raises.
@@ -66,6 +66,14 @@ def _unpack(message: bytes, count: int) -> list[bytes]:
     return [message[start:end] for start, end in zip([head, *ends[:-1]], ends, strict=True)]
 
 
+class InterruptedWaitError(Exception):
+    """Ends a `collect`, with the message that came in place of the others."""
+
+    def __init__(self, payload: bytes) -> None:
+        super().__init__("another message came first")
+        self.payload = payload
+
+
 class Collective(ABC):
     """One rank's view of a world of ranks.
 
@@ -105,8 +113,31 @@ class Collective(ABC):
         """
 
     @abstractmethod
-    def collect(self, sources: Collection[int], tag: str, *, timeout: float) -> list[bytes]:
-        """Receive one message from each of `sources` under one deadline; errors name every missing rank."""
+    def collect(self, sources: Collection[int], tag: str, *, timeout: float, unless: str = "") -> list[bytes]:
+        """Receive one message from each of `sources` under one deadline; errors name every missing rank.
+
+        Args:
+            sources: ranks.
+            tag: of the messages.
+            timeout: seconds.
+            unless: a tag. A message under it, from any rank, ends the wait.
+
+        Raises:
+            InterruptedWaitError: such a message has come.
+            CheckpointTimeoutError, PeerLostError: as `recv`.
+        """
+
+    @abstractmethod
+    def watch(self, tag: str, on_message: Callable[[bytes], None]) -> Callable[[], None]:
+        """Give messages under `tag` to a function, on the transport's thread: it must return at once and never raise.
+
+        Returns:
+            A function that ends this.
+        """
+
+    @abstractmethod
+    def forget(self, tag: str) -> None:
+        """Drop the messages under `tag`, those that have come and those still to come: nobody waits for them any more."""
 
     @abstractmethod
     def close(self) -> None:

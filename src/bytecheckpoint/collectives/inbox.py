@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import math
 import struct
@@ -15,7 +16,14 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from bytecheckpoint.collectives.base import Collective, DataProvider, host_id, names_of_ranks, provide
+from bytecheckpoint.collectives.base import (
+    Collective,
+    DataProvider,
+    InterruptedWaitError,
+    host_id,
+    names_of_ranks,
+    provide,
+)
 from bytecheckpoint.errors import CheckpointError, CheckpointTimeoutError, PeerLostError
 from bytecheckpoint.liveness import note_activity, seconds_busy, seconds_idle
 from bytecheckpoint.tuning import tuning
@@ -45,9 +53,25 @@ class MessageHandler(Protocol):
 class _Receiver:
     """One thread that waits for messages under one tag."""
 
-    def __init__(self, missing: set[int], lock: threading.Lock) -> None:
+    def __init__(self, missing: set[int], lock: threading.Lock, over: threading.Condition | None = None) -> None:
         self.missing = missing
-        self.over = threading.Condition(lock)
+        self.over = over or threading.Condition(lock)
+
+
+class _Watcher:
+    """A handler that passes messages on to a function."""
+
+    def __init__(self, on_message: Callable[[bytes], None]) -> None:
+        self._on_message = on_message
+
+    def on_message(self, source: int, payload: bytes) -> None:
+        self._on_message(payload)
+
+    def on_lost(self, source: int, reason: str) -> None:
+        pass
+
+    def on_closed(self, reason: str) -> None:
+        pass
 
 
 class _Wait:
@@ -67,6 +91,7 @@ class Inbox:
         self._current: set[_Wait] = set()
         self._questions = itertools.count()
         self._handlers: dict[str, MessageHandler] = {}  # by tag
+        self._forgotten: set[str] = set()  # tags
         self._lost: dict[int, str] = {}
         self._closed: str | None = None
         self._lock = threading.Lock()
@@ -74,6 +99,8 @@ class Inbox:
     def put(self, source: int, tag: str, payload: bytes) -> None:
         """Give a message to the handler of its tag, or keep it and wake the threads that have all their messages now."""
         with self._lock:
+            if tag in self._forgotten:
+                return
             if (handler := self._handlers.get(tag)) is not None:
                 handler.on_message(source, payload)
                 return
@@ -118,6 +145,17 @@ class Inbox:
             if self._closed is not None:
                 handler.on_closed(self._closed)
 
+    def remove_handler(self, tag: str) -> None:
+        """Keep messages under `tag` again."""
+        with self._lock:
+            self._handlers.pop(tag, None)
+
+    def forget(self, tag: str) -> None:
+        """Drop the messages under `tag`, now and later."""
+        with self._lock:
+            self._forgotten.add(tag)
+            self._messages.pop(tag, None)
+
     @property
     def closed(self) -> str | None:
         """Why no more messages come, or None."""
@@ -128,7 +166,13 @@ class Inbox:
         return source in self._messages.get(tag, ())
 
     def take(
-        self, sources: Collection[int], tag: str, *, timeout: float, ask: Callable[[int, str], None] | None = None
+        self,
+        sources: Collection[int],
+        tag: str,
+        *,
+        timeout: float,
+        ask: Callable[[int, str], None] | None = None,
+        unless: str = "",
     ) -> list[bytes]:
         """Wait for one message under `tag` from each of `sources`, and take all of them or none.
 
@@ -137,9 +181,10 @@ class Inbox:
             tag: of the messages.
             timeout: seconds. After that, a rank that is alive (`liveness`) is waited for as long as it is.
             ask: `ask(rank, tag)` lets a rank send its `outlook` under a tag. Without it, nobody is waited for longer.
+            unless: a tag; a message under it ends the wait.
 
         Raises:
-            CheckpointTimeoutError, PeerLostError: as `Collective.collect`.
+            InterruptedWaitError, CheckpointTimeoutError, PeerLostError: as `Collective.collect`.
         """
         wait = _Wait(time.monotonic() + timeout)
         self._current.add(wait)
@@ -147,7 +192,7 @@ class Inbox:
             limit = wait.until
             while True:
                 with self._lock:
-                    missing = self._wait(sources, tag, limit)
+                    missing = self._wait(sources, tag, limit, unless)
                     if not missing:
                         note_activity()
                         return [self._pop(source, tag) for source in sources]
@@ -197,15 +242,20 @@ class Inbox:
         earliest = min(until.values())
         return earliest, [rank for rank in asked if until[rank] <= max(earliest, now)]
 
-    def _wait(self, sources: Collection[int], tag: str, limit: float) -> set[int]:
+    def _wait(self, sources: Collection[int], tag: str, limit: float, unless: str = "") -> set[int]:
         """Wait until a message under `tag` has come from each of `sources`, or until the time `limit`.
 
         The caller holds the lock.
 
         Returns:
             The ranks whose message is missing.
+
+        Raises:
+            InterruptedWaitError: a message under the tag `unless` has come.
         """
         while True:
+            if unless in self._messages:
+                raise InterruptedWaitError(self._pop(next(iter(self._messages[unless])), unless))
             by_source = self._messages.get(tag, {})
             missing = {source for source in sources if source not in by_source}
             if missing and (self._lost or self._closed is not None):
@@ -215,14 +265,18 @@ class Inbox:
                 return missing
             # Woken when nothing is missing, not by each message: that would be quadratic in the number of ranks.
             receiver = _Receiver(missing, self._lock)
-            receivers = self._receivers.setdefault(tag, [])
-            receivers.append(receiver)
+            waits = {tag: receiver}
+            if unless:
+                waits[unless] = _Receiver(set(), self._lock, receiver.over)
+            for name, entry in waits.items():
+                self._receivers.setdefault(name, []).append(entry)
             try:
                 receiver.over.wait(remaining)
             finally:
-                receivers.remove(receiver)
-                if not receivers:
-                    del self._receivers[tag]
+                for name, entry in waits.items():
+                    self._receivers[name].remove(entry)
+                    if not self._receivers[name]:
+                        del self._receivers[name]
 
     def _pop(self, source: int, tag: str) -> bytes:
         by_source = self._messages[tag]
@@ -262,8 +316,17 @@ class InboxCollective(Collective):
     def recv(self, source: int, tag: str, *, timeout: float) -> bytes:  # noqa: D102 (inherited)
         return self.collect((source,), tag, timeout=timeout)[0]
 
-    def collect(self, sources: Collection[int], tag: str, *, timeout: float) -> list[bytes]:  # noqa: D102
-        return self.inbox.take(sources, tag, timeout=timeout, ask=self._ask)
+    def collect(  # noqa: D102 (inherited)
+        self, sources: Collection[int], tag: str, *, timeout: float, unless: str = ""
+    ) -> list[bytes]:
+        return self.inbox.take(sources, tag, timeout=timeout, ask=self._ask, unless=unless)
+
+    def watch(self, tag: str, on_message: Callable[[bytes], None]) -> Callable[[], None]:  # noqa: D102
+        self.inbox.set_handler(tag, _Watcher(on_message))
+        return functools.partial(self.inbox.remove_handler, tag)
+
+    def forget(self, tag: str) -> None:  # noqa: D102 (inherited)
+        self.inbox.forget(tag)
 
     def _ask(self, rank: int, tag: str) -> None:
         """Let a rank send its outlook under `tag`. Every transport answers `ASK` itself, whatever its threads do."""

@@ -114,12 +114,14 @@ class TorchCollective(InboxCollective):
     def send(self, to: int, tag: str, payload: bytes) -> None:  # noqa: D102 (inherited)
         self._star.send(to, tag, payload)
 
-    def collect(self, sources: Collection[int], tag: str, *, timeout: float) -> list[bytes]:  # noqa: D102
+    def collect(  # noqa: D102 (inherited)
+        self, sources: Collection[int], tag: str, *, timeout: float, unless: str = ""
+    ) -> list[bytes]:
         self._star.check_process()
         for source in sources:
             if source not in (0, self.rank) and not self.inbox.has(source, tag):
                 self._star.watch(source)
-        return super().collect(sources, tag, timeout=timeout)
+        return super().collect(sources, tag, timeout=timeout, unless=unless)
 
     def exchange(  # noqa: D102 (inherited)
         self,

@@ -38,10 +38,10 @@ class _ThreadRank(InboxCollective):
         elif to not in self._world.killed:
             self.inbox.put(to, payload.decode(), self._world.ranks[to].inbox.outlook())
 
-    def collect(self, sources: Collection[int], tag: str, *, timeout: float) -> list[bytes]:
+    def collect(self, sources: Collection[int], tag: str, *, timeout: float, unless: str = "") -> list[bytes]:
         if self.rank in self._world.killed:
             raise PeerLostError(f"rank {self.rank}: was killed")
-        return super().collect(sources, tag, timeout=timeout)
+        return super().collect(sources, tag, timeout=timeout, unless=unless)
 
     def fetch(self, rank: int, tag: str, request: bytes, into: NDArray[np.uint8], *, timeout: float) -> None:
         if not {rank, self.rank}.isdisjoint(self._world.killed):

@@ -4,7 +4,7 @@ A thread of the training process would take the interpreter lock after every chu
 training loop (docs/decisions/0004). The helper maps the same staging memory, so only small messages pass between the two
 processes: msgpack records, each behind its length, over a socket pair. The helper ends when the training process ends.
 
-Run as a program (`python -m bytecheckpoint.engine.helper FD`) this module is the helper; imported, it is the client.
+Run as a program (`python -m bytecheckpoint.engine.helper FD STOPS`) this module is the helper; imported, it is the client.
 Nothing imported here may import torch: the helper starts in a fraction of a second and stays small.
 """
 
@@ -90,18 +90,21 @@ class HelperProcess:
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
+        self._stops, stops = socket.socketpair()
         self._environment = dict(os.environ)
+        fds = [theirs.fileno(), stops.fileno()]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-        with theirs:
+        with theirs, stops:
             try:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-P", "-m", "bytecheckpoint.engine.helper", str(theirs.fileno())],
-                    pass_fds=[theirs.fileno()],
+                    [sys.executable, "-P", "-m", "bytecheckpoint.engine.helper", *map(str, fds)],
+                    pass_fds=fds,
                     stdin=subprocess.DEVNULL,
                     env=environment,
                 )
             except OSError:
                 ours.close()
+                self._stops.close()
                 raise
         self._channel = _Channel(ours)
         self._mapped = -1
@@ -190,9 +193,15 @@ class HelperProcess:
         self.call({"op": "environ", "changed": changed, "gone": gone}, timeout=timeout)
         self._environment = now
 
+    def stop_job(self, job: int) -> None:
+        """Make the calls of a job fail soon, also one that is in progress; return at once."""
+        with contextlib.suppress(OSError):  # the helper is gone
+            self._stops.send(_LENGTH.pack(job), socket.MSG_DONTWAIT)
+
     def stop(self) -> None:
         """End the helper. A file that it was writing stays unfinished."""
         self._channel.sock.close()
+        self._stops.close()
         if self._owner == os.getpid() and self._process.poll() is None:
             try:
                 self._process.wait(tuning().helper_end)
@@ -208,6 +217,7 @@ class _Server:
 
     def __init__(self, channel: _Channel) -> None:
         self._channel = channel
+        self._job = self._stopped_job = 0
         self._pool: NDArray[np.uint8] = np.zeros(0, np.uint8)
         self._writer: FilesWriter | None = None
         self._batches: list[list[Future[None]]] = []
@@ -246,15 +256,34 @@ class _Server:
         return {}
 
     def do_open(
-        self, *, url: str, tasks: list[dict[str, Any]], settings: dict[str, Any], stable: bool, fds: list[int]
+        self,
+        *,
+        job: int,
+        url: str,
+        tasks: list[dict[str, Any]],
+        settings: dict[str, Any],
+        stable: bool,
+        fds: list[int],
     ) -> dict[str, Any]:
         self.do_abort()
+        self._job = job
         self._batches = []
         current = configure(**settings)
         files = [msgspec.convert(t, FileTask) for t in tasks]
         direct, threads = current.direct_io != "off", current.write_threads
         self._writer = FilesWriter(resolve(unescape(url)), files, direct=direct, threads=threads, stable=stable)
+        if job == self._stopped_job:
+            self._writer.stop(_stopped())
+        self._writer.open()
         return {}
+
+    def stop_jobs(self, sock: socket.socket) -> None:
+        """Stop the jobs whose numbers come from `sock`. Runs on a thread of its own."""
+        while len(data := sock.recv(_LENGTH.size)) == _LENGTH.size:
+            self._stopped_job = _LENGTH.unpack(data)[0]
+            writer = self._writer
+            if writer is not None and self._job == self._stopped_job:
+                writer.stop(_stopped())
 
     def do_write(self, *, chunks: list[list[int]], fds: list[int]) -> dict[str, Any]:
         self._batches.append(self._opened().write_staged([StagedChunk(*c) for c in chunks], memoryview(self._pool)))
@@ -284,6 +313,10 @@ class _Server:
         return self._writer
 
 
+def _stopped() -> CheckpointError:
+    return CheckpointError("another rank failed")  # the training process knows more
+
+
 def _end_with(parent: int) -> None:
     """End this process soon after its parent."""
     # Children that the training process forked hold copies of its end of the socket, so its death may not close it.
@@ -300,7 +333,10 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     os.nice(_NICENESS)
-    _Server(_Channel(socket.socket(fileno=int(sys.argv[1])))).serve()
+    channel, stops = (socket.socket(fileno=int(fd)) for fd in sys.argv[1:])
+    server = _Server(_Channel(channel))
+    threading.Thread(target=server.stop_jobs, args=(stops,), daemon=True).start()
+    server.serve()
 
 
 if __name__ == "__main__":

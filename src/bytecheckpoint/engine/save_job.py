@@ -7,6 +7,7 @@ save does so too if the storage takes whole files only.
 
 from __future__ import annotations
 
+import itertools
 import queue
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -22,12 +23,15 @@ from bytecheckpoint.engine.helper import HelperProcess
 from bytecheckpoint.engine.pool import StagingPool
 from bytecheckpoint.engine.staging import Chunk, Image, chunks_of
 from bytecheckpoint.engine.writing import FilesWriter, FileTask, StagedChunk
+from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.representation.names import escape
 from bytecheckpoint.settings import Settings
 from bytecheckpoint.storage import Storage
 
 __all__ = ["SaveJob"]
 
+#: Numbers of the jobs of helper processes.
+_jobs = itertools.count(1)
 #: Seconds that the helper gets beyond its own time limits, whose errors name the file.
 _GRACE = 5.0
 
@@ -43,6 +47,10 @@ class _StagedWriter(Protocol):
 
     def finish(self, headers: Sequence[bytes]) -> None: ...
 
+    def open(self) -> None: ...
+
+    def stop(self, error: CheckpointError) -> None: ...
+
     def abort(self) -> None: ...
 
 
@@ -53,6 +61,12 @@ class _ThreadWriter:
         self._writer = writer
         self._pool = pool
         self._batches: list[list[Future[None]]] = []
+
+    def open(self) -> None:
+        self._writer.open()
+
+    def stop(self, error: CheckpointError) -> None:
+        self._writer.stop(error)
 
     def write(self, chunks: Sequence[StagedChunk]) -> int:
         self._batches.append(self._writer.write_staged(chunks, self._pool.view()))
@@ -91,13 +105,20 @@ class _HelperWriter:
         if pool.capacity:
             self._helper.map_pool(pool.fd, pool.capacity, pool.generation, timeout=self._timeout)
         self._helper.follow_environment(timeout=self._timeout)
-        self._call(
-            "open",
-            url=escape(storage.url),
-            tasks=[msgspec.to_builtins(t) for t in tasks],
-            settings=asdict(settings),
-            stable=stable,
-        )
+        self._job = next(_jobs)
+        self._request = {
+            "job": self._job,
+            "url": escape(storage.url),
+            "tasks": [msgspec.to_builtins(t) for t in tasks],
+            "settings": asdict(settings),
+            "stable": stable,
+        }
+
+    def open(self) -> None:
+        self._call("open", **self._request)
+
+    def stop(self, error: CheckpointError) -> None:
+        self._helper.stop_job(self._job)
 
     def _call(self, op: str, **arguments: Any) -> dict[str, Any]:
         return self._helper.call({"op": op, **arguments}, timeout=self._timeout)
@@ -136,6 +157,20 @@ class SaveJob:
         self._storage = storage
         self._settings = settings
         self._writer: _StagedWriter | None = None
+        self._stopped: CheckpointError | None = None
+
+    def stop(self, error: CheckpointError) -> None:
+        """Make all calls in progress and to come fail soon; return at once. `abort` must follow."""
+        self._stopped = error
+        if (writer := self._writer) is not None:
+            writer.stop(error)
+
+    def _open(self, writer: _StagedWriter) -> None:
+        """Create the files, unless the job was stopped."""
+        self._writer = writer  # first: `stop` may come at any moment
+        if self._stopped is not None:
+            raise self._stopped
+        writer.open()
 
     @property
     def opened(self) -> bool:
@@ -160,7 +195,7 @@ class SaveJob:
         writer = FilesWriter(
             self._storage, self._tasks, direct=settings.direct_io != "off", threads=settings.write_threads
         )
-        self._writer = _ThreadWriter(writer, pool)
+        self._open(_ThreadWriter(writer, pool))
         chunks = chunks_of(self._image.files, settings.chunk_bytes)
         slots: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
         size = self.slot_bytes() // settings.write_threads
@@ -194,12 +229,12 @@ class SaveJob:
         # A pool that holds the whole image keeps it until the save ends. A smaller pool is reused for later chunks.
         stable = pool.capacity >= self._image.nbytes
         if helper is not None and self._storage.capabilities.shared:
-            self._writer = _HelperWriter(helper, self._storage, self._tasks, settings, pool, stable)
+            self._open(_HelperWriter(helper, self._storage, self._tasks, settings, pool, stable))
         else:
             direct = settings.direct_io != "off"
             threads = settings.write_threads
             writer = FilesWriter(self._storage, self._tasks, direct=direct, threads=threads, stable=stable)
-            self._writer = _ThreadWriter(writer, pool)
+            self._open(_ThreadWriter(writer, pool))
 
     def stage(self, pool: StagingPool) -> list[StagedChunk]:
         """Copy the image into the pool, which is all that the caller of an asynchronous save waits for.

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from typing import Any, TypeVar
 
 from bytecheckpoint.errors import StorageUnavailableError
@@ -105,9 +106,16 @@ def storage_result(future: Future[_T], seconds: float, what: str) -> _T:
 
 def _run_task(task: _Task) -> None:
     future, function, args = task
-    if not future.set_running_or_notify_cancel():
+    try:
+        if future.done() or not future.set_running_or_notify_cancel():
+            return
+    except RuntimeError:  # ended between the two, by `FilesWriter.stop`
         return
     try:
-        future.set_result(function(*args))
+        result = function(*args)
     except BaseException as error:  # noqa: BLE001  raised by `Future.result`
-        future.set_exception(error)
+        with contextlib.suppress(InvalidStateError):
+            future.set_exception(error)
+    else:
+        with contextlib.suppress(InvalidStateError):  # nobody waits any more: see `FilesWriter.stop`
+            future.set_result(result)

@@ -7,9 +7,10 @@ must not import torch, nor anything that does.
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from typing import Any, NamedTuple
 
 import msgspec
@@ -21,6 +22,7 @@ from bytecheckpoint.engine.workers import Workers, storage_result
 from bytecheckpoint.errors import CheckpointError, StorageUnavailableError
 from bytecheckpoint.storage import FileWriter, NewFile, Storage
 from bytecheckpoint.storage.threads import call_with_timeout
+from bytecheckpoint.tuning import tuning
 
 __all__ = ["FileTask", "FilesWriter", "StagedChunk"]
 
@@ -69,11 +71,12 @@ class _OpenFile:
 class FilesWriter:
     """Writes the files of one rank's part of one save.
 
-    The calls come in this order: construct, `write` any number of times, `sums`, `finish`; or `abort` at any time.
+    The calls come in this order: `open`, `write` any number of times, `sums`, `finish`. `stop` may come at any time from
+    another thread, and `abort` at any time.
 
     Args:
         storage: receives the files.
-        tasks: the files; the constructor creates all of them.
+        tasks: the files.
         direct: bypass the page cache where the storage can. Then buffers must be aligned to 4096 bytes, and chunks
             that do not end their file must have lengths that are multiples of 4096.
         threads: chunks written at the same time.
@@ -85,21 +88,30 @@ class FilesWriter:
         self, storage: Storage, tasks: Sequence[FileTask], *, direct: bool, threads: int, stable: bool = False
     ) -> None:
         self._storage = storage
+        self._tasks = tasks
+        self._request = functools.partial(NewFile, direct=direct, stable=stable)
         self._created: dict[int, _OpenFile] = {}
+        self._files: list[_OpenFile] = []
         self._failed: BaseException | None = None
         self._timed_out = False
+        self._stopped: CheckpointError | None = None
+        self._awaited: Future[None] | None = None
         self._pending: list[Future[None]] = []
         self._lock = threading.Lock()
         # Not `call_with_timeout` per chunk: that takes a tenth more processor time, here and in reading.py.
         self._workers = Workers(threads, "bytecheckpoint-write")
 
+    def open(self) -> None:
+        """Create the files."""
+        tasks = self._tasks
+
         def create(number: int) -> None:
             task = tasks[number]
-            request = NewFile(task.name, task.data_offset + task.data_bytes, direct=direct, stable=stable)
-            self._created[number] = _OpenFile(task, storage.create(request))
+            request = self._request(task.name, task.data_offset + task.data_bytes)
+            self._created[number] = _OpenFile(task, self._storage.create(request))
 
         try:
-            if storage.in_memory:
+            if self._storage.in_memory:
                 for number in range(len(tasks)):
                     create(number)
             else:
@@ -108,6 +120,16 @@ class FilesWriter:
             self.abort()
             raise
         self._files = [self._created[number] for number in range(len(tasks))]
+
+    def stop(self, error: CheckpointError) -> None:
+        """Make calls in progress and to come raise `error`, also those that wait for the storage; return at once."""
+        self._stopped = error
+        self._failed = self._failed or error
+        for entry in list(self._created.values()):
+            entry.writer.interrupt()
+        if (awaited := self._awaited) is not None:
+            with contextlib.suppress(InvalidStateError):  # it has ended
+                awaited.set_exception(error)
 
     @property
     def direct(self) -> bool:
@@ -172,6 +194,9 @@ class FilesWriter:
         """
         seconds = self._storage.call_timeout(nbytes)
         for future in futures:
+            self._awaited = future
+            if self._stopped is not None:
+                raise self._stopped
             try:
                 storage_result(future, seconds, f"write {self._storage.url}")
             except StorageUnavailableError as error:
@@ -222,8 +247,11 @@ class FilesWriter:
         self._failed = self._failed or CheckpointError("aborted")
         for entry in list(self._created.values()):
             entry.writer.interrupt()
+        seconds = 0.0 if self._timed_out else self._storage.call_timeout()
+        if self._stopped is not None:
+            seconds = min(seconds, tuning().stopped_writes)
         with contextlib.suppress(StorageUnavailableError):
-            call_with_timeout(0.0 if self._timed_out else self._storage.call_timeout(), self._remove_files)
+            call_with_timeout(seconds, self._remove_files)
 
     def _remove_files(self) -> None:
         self._workers.shutdown(cancel=True)  # no file may be closed while a thread is using it

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 from bytecheckpoint.collectives import Collective
 from bytecheckpoint.errors import CheckpointError
@@ -15,7 +16,9 @@ from bytecheckpoint.saving.messages import (
     SaveStep,
     decode,
     encode,
+    failed_tag,
     reply_tag,
+    stop_tag,
     tag,
 )
 
@@ -35,13 +38,32 @@ class CoordinatorChannel:
         expected: the step of the message that the coordinator expects from this rank; None while this rank waits for a
             reply, and at the end.
         undecided: this rank has sent a message and had no reply, so the save may be committed or not.
+        stopped: what another rank failed with while this one was at work.
+        on_stop: called with that, on the transport's thread; must return at once.
     """
 
     def __init__(self, collective: Collective, number: int) -> None:
         self.expected: SaveStep | None = SaveStep.FIRST
         self.undecided = False
+        self.stopped: CheckpointError | None = None
+        self.on_stop: Callable[[CheckpointError], None] = lambda _: None
         self._collective = collective
         self._number = number
+        self._end_watch = collective.watch(stop_tag(number), self._stop)
+
+    def _stop(self, payload: bytes) -> None:
+        failure = decode(payload)
+        assert isinstance(failure, Failure)
+        self.stopped = failure.as_error()
+        self.on_stop(self.stopped)
+
+    def close(self) -> None:
+        """End the part of this rank in the save."""
+        self._end_watch()
+        self.on_stop = lambda _: None
+        if self.stopped is not None:
+            for step in SaveStep:
+                self._collective.forget(reply_tag(self._number, step))
 
     def ask(self, message: RankMessage, timeout: float) -> Reply:
         """Send the message of the expected step and wait for the reply.
@@ -76,13 +98,15 @@ class CoordinatorChannel:
 
         Returns:
             Whether the coordinator expected a message. If not, the failure came from the coordinator or from the wait.
+            The coordinator is interrupted if it waits for other ranks.
         """
         step = self.expected
-        if step is None:
+        if step is None or self.stopped is not None:
             return False
         failure = Failure.of(self._collective.rank, stage, error)
         try:
             self._collective.send(0, tag(self._number, step), encode(failure))
+            self._collective.send(0, failed_tag(self._number), encode(failure))
         except CheckpointError as lost:
             _log.warning("save %d: the failure cannot be reported to the coordinator: %s", self._number, lost)
         return True

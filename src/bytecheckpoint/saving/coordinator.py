@@ -6,6 +6,7 @@ protocol (docs/architecture.md, "A save"). Whatever happens here ends in a reply
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections import Counter
 from collections.abc import Collection, Mapping
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bytecheckpoint.collectives import Collective
+from bytecheckpoint.collectives import Collective, InterruptedWaitError
 from bytecheckpoint.engine.save_resources import PlanCache
 from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.planning.save_plan import LocalTable
@@ -38,7 +39,9 @@ from bytecheckpoint.saving.messages import (
     WriteReport,
     decode,
     encode,
+    failed_tag,
     reply_tag,
+    stop_tag,
     tag,
 )
 from bytecheckpoint.saving.plans import GlobalPlan, check_reports, check_urls, differing_replicas, plan_around
@@ -83,10 +86,14 @@ class Coordinator:
             self._fail(Failure.of(0, "coordination", error))
 
     def _fail(self, failure: Failure) -> None:
-        """Reply to every rank with `failure`. The next save plans anew."""
+        """Reply to every rank with `failure`, and stop those that still write. The next save plans anew."""
         self._plans.clear()
         for rank in list(self._due):
+            with contextlib.suppress(CheckpointError):  # the reply says so
+                self._collective.send(rank, stop_tag(self._task.number), encode(failure))
             self._reply(rank, failure)
+        for name in (failed_tag(self._task.number), *(tag(self._task.number, step) for step in SaveStep)):
+            self._collective.forget(name)
 
     def _run(self) -> None:
         first = self._collect(self._due, SaveStep.FIRST)
@@ -111,7 +118,16 @@ class Coordinator:
         order = sorted(ranks)
         if not order:
             return {}
-        received = self._collective.collect(order, tag(self._task.number, step), timeout=self._task.timeout)
+        number = self._task.number
+        try:
+            received = self._collective.collect(
+                order, tag(number, step), timeout=self._task.timeout, unless=failed_tag(number)
+            )
+        except InterruptedWaitError as interrupted:
+            failure = decode(interrupted.payload)
+            assert isinstance(failure, Failure)
+            self._due.pop(failure.rank, None)
+            raise _StepFailedError(failure) from None
         messages = {rank: decode(message) for rank, message in zip(order, received, strict=True)}
         failures = [message for message in messages.values() if isinstance(message, Failure)]
         for failure in failures:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -25,6 +25,10 @@ from bytecheckpoint.settings import Settings
 from bytecheckpoint.storage import Storage
 
 __all__ = ["FileBatch", "RankFiles"]
+
+_log = logging.getLogger("bytecheckpoint")
+#: File names in a message.
+_SHOWN = 3
 
 
 @dataclass(slots=True)
@@ -65,6 +69,13 @@ class RankFiles:
         self._files: list[PlannedFile] = []
         self._jobs: list[SaveJob] = []
         self._places: dict[TensorKey, tuple[int, int]] = {}
+        self._stopped: CheckpointError | None = None
+
+    def stop(self, error: CheckpointError) -> None:
+        """Make all writes fail with `error`, soon; return at once."""
+        self._stopped = error
+        for job in list(self._jobs):
+            job.stop(error)
 
     def add_planned(self, plan: LocalPlan, shards: Sequence[LiveShard], values: Sequence[Value]) -> FileBatch:
         """Make the batch of a plan's files.
@@ -101,6 +112,8 @@ class RankFiles:
         ]
         job = SaveJob(image, tasks, self._storage, self._settings)
         self._jobs.append(job)
+        if self._stopped is not None:
+            job.stop(self._stopped)
         return FileBatch(files, image, job)
 
     def place_of(self, value: Value) -> tuple[int, int]:
@@ -146,9 +159,18 @@ class RankFiles:
     def discard(self) -> None:
         """Remove all files after a failure; never raises for the storage."""
         self.abort_jobs()
-        if self._files:
-            with contextlib.suppress(CheckpointError, OSError):
-                self._storage.delete([self._name(f) for f in self._files])
+        names = [self._name(f) for f in self._files]
+        try:
+            self._storage.delete(names)
+        except (CheckpointError, OSError) as error:
+            shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+            _log.warning(
+                "%s: what a failed save has written may stay (%s): %s; the next save there, or `bytecheckpoint gc`, "
+                "removes it",
+                self._storage.url,
+                shown,
+                error,
+            )
 
     def release(self) -> None:
         """Drop the jobs of a save that is over."""

@@ -36,7 +36,9 @@ __all__ = [
     "decode",
     "encode",
     "escaped",
+    "failed_tag",
     "reply_tag",
+    "stop_tag",
     "tag",
     "unescaped",
 ]
@@ -253,6 +255,16 @@ def tag(number: int, step: SaveStep) -> str:
 def reply_tag(number: int, step: SaveStep) -> str:
     """Name the coordinator's reply to that message."""
     return f"save/{number}/{step}/reply"
+
+
+def failed_tag(number: int) -> str:
+    """Name the message by which a rank that fails in save `number` interrupts the coordinator's wait for others."""
+    return f"save/{number}/failed"
+
+
+def stop_tag(number: int) -> str:
+    """Name the message by which the coordinator interrupts ranks that still write."""
+    return f"save/{number}/stop"
 
 
 def encode(message: RankMessage | Reply | Failure) -> bytes:

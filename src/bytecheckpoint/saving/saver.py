@@ -65,8 +65,10 @@ class Saver:
                     raise stuck
                 self._run_foreground(handle, asynchronous, background)
             except BaseException as error:
-                self._give_up(error)
-                fail_handle(handle, error)
+                cause = self._give_up(error)
+                fail_handle(handle, cause)
+                if cause is not error:
+                    raise cause from None
                 raise
         if not asynchronous and (failure := handle.restorable.exception()) is not None:
             raise failure
@@ -94,10 +96,11 @@ class Saver:
                     self._world.resources.start_helper(self._settings)
                     session.prepare()
                 except BaseException as error:  # noqa: BLE001  kept for the owner of the future
-                    self._give_up(error)
-                    _log.warning("prepare failed, the first save will plan for itself: %s", error)
-                    done.set_exception(error)
+                    cause = self._give_up(error)
+                    _log.warning("prepare failed, the first save will plan for itself: %s", cause)
+                    done.set_exception(cause)
                 else:
+                    self._channel.close()
                     done.set_result(None)
 
             self._world.note_prepared(session.call.states)
@@ -163,8 +166,8 @@ class Saver:
         def run() -> None:
             try:
                 self._report_commit(session, handle, work())
-            except BaseException as error:  # noqa: BLE001  kept for result() and the next save
-                self._give_up(error)
+            except BaseException as found:  # noqa: BLE001  kept for result() and the next save
+                error = self._give_up(found)
                 where = f"rank {self._world.collective.rank}, {self._phases.current}"
                 failure = error if isinstance(error, CheckpointError) else CheckpointError(f"{where}: {error!r}")
                 _log.error("asynchronous save to %s failed: %s", handle.path, failure)
@@ -177,6 +180,7 @@ class Saver:
 
     def _report_commit(self, session: SaveSession, handle: SaveHandle, report: SaveReport) -> None:
         """Report the commit to the caller, or hand the step to the flusher if the path is a tier."""
+        self._channel.close()
         tier = session.call.storage.tier_to_flush()
         if tier is not None:
             keep_failure = partial(self._world.saves.keep_failure, handle)
@@ -185,8 +189,14 @@ class Saver:
         handle.restorable.set_result(None)
         handle.committed.set_result(report)
 
-    def _give_up(self, error: BaseException) -> None:
-        """Report to the coordinator that this rank cannot go on, and remove what it wrote."""
+    def _give_up(self, error: BaseException) -> BaseException:
+        """Report to the coordinator that this rank cannot go on, and remove what it wrote.
+
+        Returns:
+            The error to raise: that of another rank, if that made this one stop.
+        """
+        if self._channel.stopped is not None and isinstance(error, CheckpointError):
+            error = self._channel.stopped
         stage = self._phases.current
         if self._channel.fail(stage, error) and self._session is not None and isinstance(error, CheckpointError):
             # The other ranks read where it happened; this one shall too.
@@ -195,3 +205,5 @@ class Saver:
         self._world.note_prepared({})
         if self._session is not None:
             self._session.discard()
+        self._channel.close()
+        return error

@@ -81,6 +81,9 @@ class SaveSession:
         self._files = RankFiles(origin, call.storage, call.settings, self.planner.state.copies)
         self._writer = RankWriter(self.planner, self._files, resources, call, own_task, phases)
         self._channel = channel
+        channel.on_stop = self._files.stop
+        if channel.stopped is not None:
+            self._files.stop(channel.stopped)
         self._phases = phases
         # Now: in a background save the caller's counters go on.
         self._steps = steps_of_objects(call.states) if call.step is None else {"step=": call.step}

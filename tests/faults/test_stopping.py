@@ -1,0 +1,92 @@
+"""The failure of one rank reaches the others while they write."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import bytecheckpoint
+from bytecheckpoint import StorageUnavailableError
+from bytecheckpoint.collectives import Collective, ThreadWorld
+from bytecheckpoint.tuning import tuned
+from tests.faults.coded import load_step, states
+from tests.faults.ranks import outcomes, save_all, succeeded
+from tests.support.faulty_storage import Faults
+from tests.support.modes import MODES
+
+pytestmark = pytest.mark.timeout(100)
+ROWS = 40_000
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> ThreadWorld:
+    """Three ranks that have saved once, so that they have a plan and write without a message."""
+    bytecheckpoint.configure(write_threads=1, chunk_bytes=1 << 20, writer="thread")
+    world = ThreadWorld(3)
+    succeeded(save_all(world, tmp_path / "s", 1, rows=ROWS))
+    return world
+
+
+def save(world: ThreadWorld, path: Path, step: int, **options: Any) -> list[Any]:
+    """Save; return the error of each rank, as a text."""
+
+    def one(collective: Collective) -> None:
+        own = states(collective.rank, world.size, step, ROWS)
+        bytecheckpoint.save(path, own, **options).result(60)
+
+    return [str(found) for found in outcomes(world, one)]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_ranks_that_write_stop(tmp_path: Path, world: ThreadWorld, faults: Faults, mode: str) -> None:
+    """Rank 0 fails at once, the others would write for ten seconds."""
+    faults.add("write", rank=0, error=StorageUnavailableError("no such store"), times=-1)
+    for rank in (1, 2):
+        faults.add("write", rank=rank, before=lambda: time.sleep(1.0), times=-1)
+    before = dict(faults.bytes_written)
+    begun = time.monotonic()
+    errors = save(world, tmp_path / "s", 2, **MODES[mode])
+    assert time.monotonic() - begun < 6
+    assert all("no such store" in error and "rank 0" in error for error in errors), errors
+    assert all(faults.bytes_written.get(rank, 0) - before.get(rank, 0) < 4 << 20 for rank in (1, 2))
+    faults.clear()
+    assert load_step(tmp_path / "s", rows=ROWS) == 1
+    succeeded(save_all(world, tmp_path / "s", 3, rows=ROWS, **MODES[mode]))
+    assert load_step(tmp_path / "s", rows=ROWS) == 3
+
+
+@pytest.mark.parametrize("call", ["create", "write", "finish"])
+def test_ranks_that_wait_for_a_dead_store_stop(tmp_path: Path, world: ThreadWorld, faults: Faults, call: str) -> None:
+    over = threading.Event()
+    faults.add(call, rank=0, error=StorageUnavailableError("it is dead"), times=-1)
+    faults.add(call, rank=1, before=lambda: over.wait(60), times=-1)
+    begun = time.monotonic()
+    try:
+        with tuned(stopped_writes=0.2):
+            errors = save(world, tmp_path / "s", 2)
+        assert time.monotonic() - begun < 20
+    finally:
+        over.set()
+    assert all("it is dead" in error for error in errors), errors
+
+
+def test_what_cannot_be_removed_is_named(
+    tmp_path: Path, world: ThreadWorld, faults: Faults, caplog: pytest.LogCaptureFixture
+) -> None:
+    faults.add("write", rank=0, error=StorageUnavailableError("no such store"), times=-1)
+    faults.add("delete", error=StorageUnavailableError("not allowed"), times=-1)
+    save(world, tmp_path / "s", 2)
+    assert "what a failed save has written may stay (model/rank-00001." in caplog.text and "not allowed" in caplog.text
+
+
+def test_nothing_of_failed_saves_is_kept(tmp_path: Path, world: ThreadWorld, faults: Faults) -> None:
+    """Messages that nobody waits for any more."""
+    faults.add("write", rank=1, error=StorageUnavailableError("no"), times=-1)
+    for step in range(2, 6):
+        save(world, tmp_path / "s", step)
+    assert [rank.inbox._messages for rank in world.ranks] == [{}, {}, {}]
+    assert not any(name.startswith("save/") for rank in world.ranks for name in rank.inbox._handlers)
