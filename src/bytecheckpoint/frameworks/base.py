@@ -161,9 +161,6 @@ class Framework(Protocol):
             IncompatibleCheckpointError: the checkpoint does not fit in a way that only the adapter can tell.
         """
 
-    def describe(self, states: Mapping[str, object]) -> dict[str, Any]:
-        """Describe the layout as data for JSON: device meshes, and how many tensors have which placements."""
-
 
 @runtime_checkable
 class SupportsShards(Protocol):

@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import xxhash
 
@@ -105,6 +105,16 @@ def load_states(collective: Collective, number: int, call: LoadCall) -> LoadRepo
     )
 
 
+class _Source(NamedTuple):
+    """A checkpoint that is open, before its contents are matched with the live objects; fields as of `_OpenCheckpoint`."""
+
+    storage: Storage
+    adapter: Framework
+    catalog: Catalog
+    data: bytes
+    files: FileSet
+
+
 @dataclass(slots=True)
 class _OpenCheckpoint:
     """A checkpoint that is being loaded, and what this rank wants of it.
@@ -135,7 +145,7 @@ class _OpenCheckpoint:
 
 
 class _Attempt:
-    """One attempt of a load. The ranks agree twice: before the first byte is read, and before values are installed."""
+    """One attempt of a load. The ranks agree on the checkpoint, on what each reads of it, and to install what was read."""
 
     def __init__(self, collective: Collective, tag: str, call: LoadCall, phases: Phases, *, last: bool) -> None:
         self._collective = collective
@@ -143,6 +153,7 @@ class _Attempt:
         self._call = call
         self._phases = phases
         self._last = last
+        self._source: _Source | None = None
         self._opened: _OpenCheckpoint | None = None
 
     def run(self) -> LoadReport:
@@ -150,8 +161,12 @@ class _Attempt:
         timeout = self._call.settings.timeout
         agreement = Agreement(self._collective, self._tag, timeout, urgent=(CheckpointReplacedError,))
         with contextlib.ExitStack() as stack:  # open until all ranks are done: they read this rank's memory
+            # Before the live objects are asked for their state: their hooks may communicate, so all ranks run them or none.
+            alike = agreement.agree("open", lambda: self._open(stack), _all_equal, reports=bytes, decisions=bool)
+            self._check_catalogs(alike=alike)
+            self._phases.mark("agree")
             decision: FitDecision = agreement.agree(
-                "fit", lambda: self._fit(stack), self._decide, reports=FitReport, decisions=FitDecision
+                "fit", self._fit, self._decide, reports=FitReport, decisions=FitDecision
             )
             unexpected = self._check_decision(decision)
             self._phases.mark("agree")
@@ -165,14 +180,32 @@ class _Attempt:
 
     # --- the steps ------------------------------------------------------------------------------------------------
 
-    def _fit(self, stack: contextlib.ExitStack) -> FitReport:
-        """Open the checkpoint and plan what this rank reads."""
-        call = self._call
-        storage, adapter = call.find()
+    def _open(self, stack: contextlib.ExitStack) -> bytes:
+        """Open the checkpoint; return the digest of its catalog."""
+        storage, adapter = self._call.find()
         catalog, data = read_catalog(storage)
         with _detect_replacement(storage, data):
             files = stack.enter_context(FileSet(storage, catalog))
-            self._phases.mark("catalog")
+        self._source = _Source(storage, adapter, catalog, data, files)
+        self._phases.mark("catalog")
+        return xxhash.xxh3_128_digest(data)
+
+    def _check_catalogs(self, *, alike: bool) -> None:
+        """Refuse different catalogs."""
+        if not alike:
+            assert self._source is not None
+            kind = IncompatibleCheckpointError if self._last else CheckpointReplacedError
+            raise kind(
+                f"ranks see different checkpoints at {self._source.storage.url}; it was replaced during the load, or the "
+                f"path is not shared; load again"
+            )
+
+    def _fit(self) -> FitReport:
+        """Plan what this rank reads."""
+        call = self._call
+        assert self._source is not None
+        storage, adapter, catalog, data, files = self._source
+        with _detect_replacement(storage, data):
             chunk_bytes = read_length(catalog, self._collective.world_size, call.settings)
             view = SavedView(catalog, files, self._collective.rank)
             with gc_paused():
@@ -186,7 +219,6 @@ class _Attempt:
         exchanges = self._exchanges(files, ranges)
         self._opened = _OpenCheckpoint(storage, catalog, data, files, view, destination, fit, exchanges)
         return FitReport(
-            catalog=xxhash.xxh3_128_digest(data),
             recognized=recognized_bitmap(catalog.count, view.numbers(list(destination.recognized))),
             ranges=ranges.tobytes() if exchanges else b"",
             host=self._collective.host,
@@ -201,15 +233,9 @@ class _Attempt:
         return decide_fit(reports, opened.fit.chunk_bytes, chunks_per_round)
 
     def _check_decision(self, decision: FitDecision) -> list[str]:
-        """Refuse different catalogs, and keys that no rank wants if the load is strict; return those keys."""
+        """Refuse keys that no rank wants if the load is strict; return those keys."""
         opened = self._checkpoint
         url = opened.storage.url
-        if decision.catalogs_differ:
-            kind = IncompatibleCheckpointError if self._last else CheckpointReplacedError
-            raise kind(
-                f"ranks see different checkpoints at {url}; it was replaced during the load, or the path is "
-                f"not shared; load again"
-            )
         unexpected = unexpected_keys(opened.catalog, self._call.states, decision.recognized)
         if unexpected and self._call.strict:
             raise IncompatibleCheckpointError(
@@ -294,6 +320,10 @@ class _Attempt:
             settings=self._call.settings,
         )
         return exchange, plan.private.tolist() if opened.exchanges else range(len(ranges))
+
+
+def _all_equal(digests: list[bytes]) -> bool:
+    return len(set(digests)) == 1
 
 
 @contextlib.contextmanager
