@@ -308,7 +308,7 @@ def _load_entries(loaded: list[tuple[_ScannedModule, str, Any]]) -> None:
 
 
 def _load_values(kind: str, scan: ModuleScan, saved: SavedStates, into: Destination) -> None:
-    reader = ValueReader(kind, saved, into)
+    reader = ValueReader(kind, saved, into, scan.values)
     found: dict[str, Any] = {}
     for blob in saved.trees_about(kind, [name for t in scan.tensors for name in (t.fqn, *t.aliases)]):
         tree = reader.read(blob)

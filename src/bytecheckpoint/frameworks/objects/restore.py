@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import MutableMapping
 from typing import Any
 
+from bytecheckpoint.errors import UsageError
 from bytecheckpoint.frameworks.base import Destination, SavedStates
 from bytecheckpoint.frameworks.objects.capture import (
     KINDS_BY_NAME,
@@ -16,6 +17,7 @@ from bytecheckpoint.frameworks.objects.capture import (
     is_stateful,
     tensor_name,
 )
+from bytecheckpoint.frameworks.objects.classes import HeldClasses
 from bytecheckpoint.frameworks.objects.reader import ValueReader, missing_tensor_error
 from bytecheckpoint.frameworks.tensors.allocation import make_writable
 from bytecheckpoint.frameworks.tensors.discovery import add_shards
@@ -23,10 +25,12 @@ from bytecheckpoint.frameworks.tensors.dtensors import PLAIN_TYPES
 from bytecheckpoint.frameworks.tensors.plain import is_tensor_like
 from bytecheckpoint.representation.shards import TensorKey
 from bytecheckpoint.representation.values.codec import decode, encode
+from bytecheckpoint.representation.values.registry import default_registration, registration_of
+from bytecheckpoint.representation.values.types import NATIVE_TYPES
 
 __all__ = ["load_object"]
 
-_FILLED_BY_NAME = object()  # replaces, in a decoded tree, a tensor that the load fills by name
+_FILLED_BY_NAME = object()  # replaces, in a decoded tree, a tensor that the destination lacks
 
 
 def load_object(kind: str, states: MutableMapping[str, object], saved: SavedStates, into: Destination) -> None:
@@ -39,7 +43,7 @@ def load_object(kind: str, states: MutableMapping[str, object], saved: SavedStat
     if by_name and isinstance(live, dict | list | tuple) and live:
         _load_named(kind, live, saved, into)
         return
-    reader = ValueReader(kind, saved, into)
+    reader = ValueReader(kind, saved, into, live)
     value = _read_everything(kind, saved, reader, merge=by_name)
     reader.match_live(value, live)
     reader.request_tensors()
@@ -110,14 +114,14 @@ def _load_named(kind: str, live: Any, saved: SavedStates, into: Destination) -> 
         # `request` has found the destination's own tensors; the checkpoint must at least hold the others.
         if name not in taken and saved.find_by_content(kind, name) is None:
             raise missing_tensor_error(kind, name)
-        return _FILLED_BY_NAME
+        return taken.get(name, _FILLED_BY_NAME)
 
     extractor = TensorExtractor(request)
     extracted = extractor.extract(live)
     if extractor.needs_encoder:
         encode(extracted, on_tensor=request)
     own = saved.tree(kind)
-    value = None if own is None else decode(own, on_tensor=skip_tensor)
+    value = None if own is None else decode(own, on_tensor=skip_tensor, on_unregistered=HeldClasses(live))
     into.finish.append(lambda: _install_plain(value, live, extractor.state_dicts))
 
 
@@ -145,10 +149,21 @@ def _install_plain(value: Any, live: Any, state_dicts: dict[int, Any]) -> Any:
     return live
 
 
-def _contains_tensor(value: Any) -> bool:
-    """Return whether there is a tensor anywhere in the dicts, lists and tuples of `value`."""
+def _contains_tensor(value: Any, *, lacking: bool = False) -> bool:
+    """Return whether there is a tensor anywhere in the dicts, lists and tuples of `value`.
+
+    Inside of an instance of a class, or anywhere with `lacking`, only tensors count that the destination lacks.
+    """
+    if type(value) in NATIVE_TYPES:
+        return False
     if isinstance(value, dict):
-        return any(map(_contains_tensor, value.values()))
+        return any(_contains_tensor(item, lacking=lacking) for item in value.values())
     if isinstance(value, list | tuple):
-        return any(map(_contains_tensor, value))
-    return value is _FILLED_BY_NAME
+        return any(_contains_tensor(item, lacking=lacking) for item in value)
+    if value is _FILLED_BY_NAME or is_tensor_like(value):
+        return not lacking or value is _FILLED_BY_NAME
+    try:
+        registration = registration_of(type(value)) or default_registration(value)
+    except UsageError:
+        return False
+    return _contains_tensor(registration.encode(value), lacking=True)
