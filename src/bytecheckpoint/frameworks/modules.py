@@ -272,8 +272,9 @@ def find_saved_parameter(kind: str, name: ParameterName, saved: SavedStates, int
     into.recognized.add(found.key)
     for alias in (fqn, *aliases) if aliases else ():
         # Tied here, but stored separately (two pipeline stages): the load knows both keys.
-        if (other := saved.find(kind, (alias,))) is not None:
+        if (other := saved.find(kind, (alias,))) is not None and other.key not in into.recognized:
             into.recognized.add(other.key)
+            into.tied.append((found, other))
     return found
 
 

@@ -24,6 +24,7 @@ from bytecheckpoint.frameworks.optimizers.capture import capture_optimizers
 from bytecheckpoint.frameworks.optimizers.names import ParameterNames, as_optimizers
 from bytecheckpoint.frameworks.optimizers.restore import load_optimizers
 from bytecheckpoint.frameworks.tensors.dtensors import is_dtensor
+from bytecheckpoint.frameworks.tied import compare_tied
 from bytecheckpoint.monitoring.garbage_collection import gc_paused
 from bytecheckpoint.representation.shards import LiveState
 
@@ -91,6 +92,7 @@ class NativeFramework:
                     self._load_optimizers(kind, optimizers, scan, saved, into, strict=strict)
                 else:
                     load_object(kind, states, saved, into)
+            compare_tied(into)
         return into
 
     def _layout(self, kind: str, type_name: str, scan: Scan) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
@@ -34,7 +35,7 @@ from bytecheckpoint.loading.decision import (
     recognized_bitmap,
     unexpected_keys,
 )
-from bytecheckpoint.loading.fit import Fit, fit_wanted, listed, read_length, refuse_missing
+from bytecheckpoint.loading.fit import Fit, fit_wanted, listed, read_length, refuse_mismatches, refuse_missing
 from bytecheckpoint.loading.saved import SavedView
 from bytecheckpoint.monitoring.garbage_collection import gc_paused
 from bytecheckpoint.monitoring.phases import Phases
@@ -48,6 +49,7 @@ from bytecheckpoint.storage import Storage
 
 __all__ = ["LoadCall", "load_states"]
 
+_log = logging.getLogger("bytecheckpoint")
 #: Seconds to wait after each attempt: where ranks see different checkpoints, caches of a network file system may need a
 #: moment.
 _PAUSES = (0.0, 1.0, 0.0)
@@ -172,7 +174,7 @@ class _Attempt:
             self._phases.mark("agree")
             prepare = agreement.agree("read", lambda: self._read(stack, decision), any, reports=bool, decisions=bool)
         try:
-            return self._install(unexpected)
+            return self._install(decision, unexpected)
         finally:
             # Even if objects of this rank refuse their values: a preparation takes the number of a save on every rank.
             if prepare:
@@ -213,6 +215,7 @@ class _Attempt:
                 destination.missing = list(dict.fromkeys(destination.missing))  # replicas lack the same tensor
                 self._phases.mark("destination")
                 refuse_missing(storage.url, destination.missing if call.strict else ())
+                refuse_mismatches(storage.url, destination.mismatches if call.strict else ())
                 fit = fit_wanted(storage.url, catalog, view, destination.wanted, chunk_bytes, cast=call.cast)
                 self._phases.mark("plan")
         ranges = ranges_of(fit.plan)
@@ -259,15 +262,16 @@ class _Attempt:
                 opened.files, scatter, private, threads=threads, chunk_bytes=opened.fit.chunk_bytes
             )
             opened.destination.check()
+            refuse_mismatches(opened.storage.url, opened.destination.mismatches if self._call.strict else ())
         self._phases.mark("read")
         return self._call.wants_prepare()
 
-    def _install(self, unexpected: list[str]) -> LoadReport:
+    def _install(self, decision: FitDecision, unexpected: list[str]) -> LoadReport:
         """Install values, optimizer state and hyperparameters."""
         opened = self._checkpoint
         opened.destination.apply()
         self._phases.mark("apply")
-        notes = list(opened.destination.notes)
+        notes = [*opened.destination.mismatches, *opened.destination.notes, *self._warn_of_nothing(decision)]
         if opened.view.from_rank_0:
             notes.append(
                 f"rank {self._collective.rank} has no copy of its own and got rank 0's: "
@@ -286,6 +290,19 @@ class _Attempt:
             cast=tuple(opened.fit.converted),
             notes=tuple(notes),
         )
+
+    def _warn_of_nothing(self, decision: FitDecision) -> list[str]:
+        """Warn if the checkpoint holds nothing that any rank wants; return the warning."""
+        opened = self._checkpoint
+        missing = opened.destination.missing
+        if any(decision.recognized) or not all(
+            any(name == kind or name.startswith(f"{kind}/") for name in missing) for kind in self._call.states
+        ):
+            return []
+        warning = f"{opened.storage.url} holds nothing that the states want ({listed(missing)}): nothing was loaded"
+        if self._collective.rank == 0:
+            _log.warning("%s; compare the names", warning)
+        return [warning]
 
     # --- parts of the steps ---------------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from bytecheckpoint.errors import CorruptCheckpointError
 from bytecheckpoint.frameworks.base import Destination, SavedStates, SavedTensor
 from bytecheckpoint.frameworks.objects.capture import is_stateful
 from bytecheckpoint.frameworks.objects.classes import HeldClasses
+from bytecheckpoint.frameworks.objects.schedules import check_schedule
 from bytecheckpoint.frameworks.tensors.allocation import empty_like_layout, is_writable
 from bytecheckpoint.frameworks.tensors.discovery import add_shards
 from bytecheckpoint.frameworks.tensors.dtensors import is_dtensor, local_tensor
@@ -94,7 +95,9 @@ class ValueReader:
                 elif is_dtensor(live):
                     self._tensors[id(value)] = (found, empty, empty_like_layout(live, live.dtype))
         elif is_stateful(live) and not is_tensor_like(live):
-            self.match_live(value, self._classes.state_dict(live), in_place=False)
+            own = self._classes.state_dict(live)
+            check_schedule(self._kind, live, value, own, self._into)
+            self.match_live(value, own, in_place=False)
         elif isinstance(value, dict) and isinstance(live, dict):
             for key, item in value.items():
                 if key in live:

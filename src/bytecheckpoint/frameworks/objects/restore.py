@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import MutableMapping
 from typing import Any
 
+import torch
+
 from bytecheckpoint.errors import UsageError
-from bytecheckpoint.frameworks.base import Destination, SavedStates
+from bytecheckpoint.frameworks.base import Destination, SavedStates, SavedTensor
 from bytecheckpoint.frameworks.objects.capture import (
     KINDS_BY_NAME,
     TensorExtractor,
@@ -21,8 +23,8 @@ from bytecheckpoint.frameworks.objects.classes import HeldClasses
 from bytecheckpoint.frameworks.objects.reader import ValueReader, missing_tensor_error
 from bytecheckpoint.frameworks.tensors.allocation import make_writable
 from bytecheckpoint.frameworks.tensors.discovery import add_shards
-from bytecheckpoint.frameworks.tensors.dtensors import PLAIN_TYPES
-from bytecheckpoint.frameworks.tensors.plain import is_tensor_like
+from bytecheckpoint.frameworks.tensors.dtensors import PLAIN_TYPES, local_tensor
+from bytecheckpoint.frameworks.tensors.plain import is_tensor_like, lists_own_shards
 from bytecheckpoint.representation.shards import TensorKey
 from bytecheckpoint.representation.values.codec import decode, encode
 from bytecheckpoint.representation.values.registry import default_registration, registration_of
@@ -93,6 +95,7 @@ def _merge_dicts(first: Any, second: Any) -> Any:
 def _load_named(kind: str, live: Any, saved: SavedStates, into: Destination) -> None:
     """Plan the load of a state_dict-like value: request its own tensors, which stay the same objects."""
     taken: dict[str, Any] = {}
+    filled: dict[object, SavedTensor] = {}  # by memory: a state_dict shows a tied weight as two tensors
     wanted = into.wanted
 
     def request(path: tuple[object, ...], tensor: Any) -> str:
@@ -103,6 +106,10 @@ def _load_named(kind: str, live: Any, saved: SavedStates, into: Destination) -> 
             into.missing.append(str(TensorKey(kind, name)))
             return name
         into.recognized.add(found.key)
+        earlier = filled.setdefault(_memory(tensor), found)
+        if earlier.key != found.key:
+            into.tied.append((earlier, found))
+            return name
         first = len(wanted)
         add_shards(wanted, found.key, tensor)
         for shard in wanted[first:]:
@@ -123,6 +130,16 @@ def _load_named(kind: str, live: Any, saved: SavedStates, into: Destination) -> 
     own = saved.tree(kind)
     value = None if own is None else decode(own, on_tensor=skip_tensor, on_unregistered=HeldClasses(live))
     into.finish.append(lambda: _install_plain(value, live, extractor.state_dicts))
+
+
+def _memory(tensor: Any) -> object:
+    """Return what two tensors have in common if they are one: the place and form of their elements on this rank."""
+    if not isinstance(tensor, torch.Tensor) or lists_own_shards(type(tensor)):
+        return id(tensor)
+    local = local_tensor(tensor)
+    if not local.numel():
+        return id(tensor)
+    return local.device, local.data_ptr(), local.dtype, local.shape, local.stride()
 
 
 def _install_plain(value: Any, live: Any, state_dicts: dict[int, Any]) -> Any:
