@@ -358,7 +358,6 @@ def test_no_state_dict_is_called_where_there_is_fsdp1(use_orig_params: bool) -> 
         assert [s.kind for s in states] == ["model", "optimizer", "other"]
         del live["other"]
         fill(live, unsharded_checkpoint())
-        FSDP1Framework().describe(live)
 
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
@@ -434,9 +433,9 @@ def test_describe_shows_the_layout() -> None:
         model = uneven_model()
         model.first = unit(model.first, use_orig_params=True, process_group=mesh.get_group(1))
         hybrid = unit(model, device_mesh=mesh, sharding_strategy=ShardingStrategy.HYBRID_SHARD)
-        found = FSDP1Framework().describe({"model": hybrid, "extra": {}})
-    assert found["framework"] == "fsdp1"
-    assert found["kinds"]["model"] == {
+        (found,) = FSDP1Framework().capture({"model": hybrid})
+        layout = found.layout()
+    assert layout == {
         "type": "FullyShardedDataParallel",
         "tensors": 11,
         "layouts": {

@@ -117,5 +117,7 @@ def test_packages_add_adapters_by_entry_points(caplog: pytest.LogCaptureFixture)
 
 def test_a_layout_can_be_described() -> None:
     net = nn.Linear(1, 1)
-    found = NativeFramework().describe({"model": net, "optimizer": torch.optim.SGD(net.parameters()), "extra": {}})
-    assert found["kinds"]["model"] == {"type": "Linear", "tensors": 2, "layouts": {"plain": 2}}
+    states = {"model": net, "optimizer": torch.optim.SGD(net.parameters()), "extra": {}}
+    model, optimizer, extra = (state.layout() for state in NativeFramework().capture(states))
+    assert model == {"type": "Linear", "tensors": 2, "layouts": {"plain": 2}}
+    assert optimizer == {"type": "SGD"} and extra == {"type": "dict"}

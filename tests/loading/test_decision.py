@@ -20,23 +20,18 @@ def ranges(*rows: tuple[int, int, int]) -> bytes:
     return np.array(rows, np.int64).tobytes()
 
 
-def test_catalogs_that_differ() -> None:
-    decision = decide_fit([FitReport(b"a", b""), FitReport(b"b", b"")], CHUNK, 2)
-    assert decision.catalogs_differ and not decision.shared
-
-
 def test_what_ranks_recognize_is_joined() -> None:
-    reports = [FitReport(b"a", recognized_bitmap(10, numbers)) for numbers in ([0, 9, -1], [1], [])]
+    reports = [FitReport(recognized_bitmap(10, numbers)) for numbers in ([0, 9, -1], [1], [])]
     decision = decide_fit(reports, CHUNK, 2)
     recognized = np.unpackbits(np.frombuffer(decision.recognized, np.uint8), count=10)
     assert np.flatnonzero(recognized).tolist() == [0, 1, 9]
-    assert not decision.catalogs_differ and not decision.hosts, "nothing is shared"
+    assert not decision.hosts, "nothing is shared"
 
 
 def test_what_several_ranks_want_is_shared() -> None:
     wanted = ranges(*((0, start, start + CHUNK) for start in range(0, 8 * CHUNK, CHUNK)))
     hosts = ["one", "two", "one"]
-    reports = [FitReport(b"a", b"\0", wanted, host, bytes([rank])) for rank, host in enumerate(hosts)]
+    reports = [FitReport(b"\0", wanted, host, bytes([rank])) for rank, host in enumerate(hosts)]
     decision = decide_fit(reports, CHUNK, 3)
     assert len(SharedChunks.from_columns(decision.shared)) == 8
     assert (

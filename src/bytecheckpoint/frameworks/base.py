@@ -88,6 +88,9 @@ class Destination:
         missing: names that the live objects hold and the checkpoint lacks, as `bytecheckpoint.open` spells them.
         recognized: every saved key that this rank loads or knowingly skips. Keys that no rank recognizes are unexpected.
         notes: remarks for the user (parameters left without state, settings that keep their live value).
+        mismatches: saved state that belongs to other objects than those here, a sentence for each, which begins with the
+            kind. A strict load refuses it, before it reads or before it installs. `checks` may add some.
+        tied: pairs of saved tensors that are one tensor here. The load fills it from the first (see `tied.py`).
     """
 
     wanted: list[LiveShard] = field(default_factory=list)
@@ -96,6 +99,8 @@ class Destination:
     missing: list[str] = field(default_factory=list)
     recognized: set[TensorKey] = field(default_factory=set)
     notes: list[str] = field(default_factory=list)
+    mismatches: list[str] = field(default_factory=list)
+    tied: list[tuple[SavedTensor, SavedTensor]] = field(default_factory=list)
 
     def check(self) -> None:
         """Check that the loaded values can be installed. A failure on one rank keeps all ranks from installing.
@@ -160,9 +165,6 @@ class Framework(Protocol):
             UsageError: an object in `states` cannot be represented.
             IncompatibleCheckpointError: the checkpoint does not fit in a way that only the adapter can tell.
         """
-
-    def describe(self, states: Mapping[str, object]) -> dict[str, Any]:
-        """Describe the layout as data for JSON: device meshes, and how many tensors have which placements."""
 
 
 @runtime_checkable

@@ -272,8 +272,9 @@ def find_saved_parameter(kind: str, name: ParameterName, saved: SavedStates, int
     into.recognized.add(found.key)
     for alias in (fqn, *aliases) if aliases else ():
         # Tied here, but stored separately (two pipeline stages): the load knows both keys.
-        if (other := saved.find(kind, (alias,))) is not None:
+        if (other := saved.find(kind, (alias,))) is not None and other.key not in into.recognized:
             into.recognized.add(other.key)
+            into.tied.append((found, other))
     return found
 
 
@@ -308,7 +309,7 @@ def _load_entries(loaded: list[tuple[_ScannedModule, str, Any]]) -> None:
 
 
 def _load_values(kind: str, scan: ModuleScan, saved: SavedStates, into: Destination) -> None:
-    reader = ValueReader(kind, saved, into)
+    reader = ValueReader(kind, saved, into, scan.values)
     found: dict[str, Any] = {}
     for blob in saved.trees_about(kind, [name for t in scan.tensors for name in (t.fqn, *t.aliases)]):
         tree = reader.read(blob)

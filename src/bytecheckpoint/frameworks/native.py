@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from bytecheckpoint.frameworks.optimizers.capture import capture_optimizers
 from bytecheckpoint.frameworks.optimizers.names import ParameterNames, as_optimizers
 from bytecheckpoint.frameworks.optimizers.restore import load_optimizers
 from bytecheckpoint.frameworks.tensors.dtensors import is_dtensor
+from bytecheckpoint.frameworks.tied import compare_tied
 from bytecheckpoint.monitoring.garbage_collection import gc_paused
 from bytecheckpoint.representation.shards import LiveState
 
@@ -62,11 +64,13 @@ class NativeFramework:
             scan = self._scan(states, names)
             for kind, value in states.items():
                 if kind in scan.modules:
-                    out.append(self._capture_modules(kind, scan))
+                    state = self._capture_modules(kind, scan)
                 elif (optimizers := self._as_optimizers(kind, value)) is not None:
-                    out.append(self._capture_optimizers(kind, optimizers, scan))
+                    state = self._capture_optimizers(kind, optimizers, scan)
                 else:
-                    out.append(capture_object(kind, value))
+                    state = capture_object(kind, value)
+                state.layout = partial(self._layout, kind, type(value).__name__, scan)
+                out.append(state)
         return out
 
     def destination(
@@ -88,18 +92,15 @@ class NativeFramework:
                     self._load_optimizers(kind, optimizers, scan, saved, into, strict=strict)
                 else:
                     load_object(kind, states, saved, into)
+            compare_tied(into)
         return into
 
-    def describe(self, states: Mapping[str, object]) -> dict[str, Any]:
-        """Return {"framework", "kinds": {kind: {"type", "tensors", "layouts": {layout: count}}}}; modules have layouts."""
-        scan = self._scan(states, None)
-        kinds: dict[str, Any] = {}
-        for kind, value in states.items():
-            kinds[kind] = {"type": type(value).__name__}
-            if kind in scan.modules:
-                layouts = Counter(self._layouts(kind, scan))
-                kinds[kind] |= {"tensors": sum(layouts.values()), "layouts": dict(layouts)}
-        return {"framework": self.name, "kinds": kinds}
+    def _layout(self, kind: str, type_name: str, scan: Scan) -> dict[str, Any]:
+        """Return {"type", "tensors", "layouts": {layout: count}} of one kind; only modules have tensors and layouts."""
+        if kind not in scan.modules:
+            return {"type": type_name}
+        layouts = Counter(self._layouts(kind, scan))
+        return {"type": type_name, "tensors": sum(layouts.values()), "layouts": dict(layouts)}
 
     # --- hooks ------------------------------------------------------------------------------------------------
 

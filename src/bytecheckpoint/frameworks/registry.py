@@ -43,7 +43,7 @@ _FACTORIES: dict[str, Callable[[], Framework]] = {
     "deepspeed": DeepSpeedFramework,
 }
 _BUILTIN = frozenset({"auto", *_FACTORIES})
-_METHODS = ("matches", "capture", "destination", "describe")
+_METHODS = ("matches", "capture", "destination")
 
 
 def register(name: str, factory: Callable[[], Framework]) -> None:

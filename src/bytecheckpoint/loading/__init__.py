@@ -58,8 +58,9 @@ def load(
         framework: as for `save`.
         overlap_loading: read bytes that several ranks want once, and exchange them between the ranks (section 4.1).
             Bytes that a tmpfs or the page cache has are not exchanged. False: each rank reads for itself.
-        strict: refuse a checkpoint that lacks something the program wants, or holds something no rank wants. False:
-            report both.
+        strict: refuse a checkpoint that lacks something the program wants, or holds something no rank wants or state of
+            other objects than the program's (another optimizer or learning rate schedule, several tensors where the
+            program has one tied weight). False: report that.
         cast: convert dtypes; otherwise a difference is an error.
         names: as for `save`.
         process_group: the ranks that load together; by default all.
@@ -75,7 +76,7 @@ def load(
         CheckpointNotFoundError: no committed checkpoint is there.
         CorruptCheckpointError: bytes differ from what was written; destinations may hold some of the new bytes.
         IncompatibleCheckpointError: it does not fit. All destinations are unchanged, unless an object refused its state
-            in its own load_state_dict.
+            in its own load_state_dict, or tensors that are one tied weight here have different bytes.
         UsageError: wrong arguments.
         StorageError, PeerLostError, CheckpointTimeoutError: as for `save`.
 

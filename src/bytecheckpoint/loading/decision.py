@@ -19,14 +19,12 @@ class FitReport(msgspec.Struct, frozen=True):
     """The message of a rank to rank 0: the checkpoint fits what this rank wants.
 
     Attributes:
-        catalog: digest of the catalog that it read.
         recognized: bitmap of the catalog's tensors that it recognizes (see `Destination`).
         ranges: the ranges that it reads if it takes part in the exchange: int64 (file, start, stop) triples as bytes.
         host: ranks with the same one are on one machine.
         peer_handshake: of `peer_memory`; empty for a rank that takes no part in the exchange.
     """
 
-    catalog: bytes
     recognized: bytes
     ranges: bytes = b""
     host: str = ""
@@ -37,7 +35,6 @@ class FitDecision(msgspec.Struct, frozen=True):
     """The message of rank 0 to all ranks: its summary of their reports, which grows less with the ranks than these.
 
     Attributes:
-        catalogs_differ: the ranks read different catalogs; nothing else is set.
         recognized: bitmap of the catalog's tensors that some rank recognizes.
         shared: columns of `SharedChunks`: what several ranks want.
         hosts: a number for each rank, equal for ranks of one machine, where something is shared.
@@ -45,7 +42,6 @@ class FitDecision(msgspec.Struct, frozen=True):
         chunks_per_round: how many of the shared chunks each rank reads in a round.
     """
 
-    catalogs_differ: bool = False
     recognized: bytes = b""
     shared: list[bytes] = []
     hosts: list[int] = []
@@ -54,15 +50,13 @@ class FitDecision(msgspec.Struct, frozen=True):
 
 
 def decide_fit(reports: Sequence[FitReport], chunk_bytes: int, chunks_per_round: int) -> FitDecision:
-    """Compare the ranks' catalogs, join what they recognize and find the chunks that several of them want.
+    """Join what the ranks recognize and find the chunks that several of them want.
 
     Args:
         reports: in order of rank.
         chunk_bytes: length of one read.
         chunks_per_round: how many shared chunks each rank reads in a round.
     """
-    if len({r.catalog for r in reports}) > 1:
-        return FitDecision(catalogs_differ=True)
     recognized = np.bitwise_or.reduce([np.frombuffer(r.recognized, np.uint8) for r in reports]).tobytes()
     shared = plan_shared_reads([np.frombuffer(r.ranges, np.int64).reshape(-1, 3) for r in reports], chunk_bytes)
     if not len(shared):

@@ -21,7 +21,7 @@ from bytecheckpoint.representation.plans import ReadPlan
 from bytecheckpoint.representation.shards import LiveShard
 from bytecheckpoint.settings import Settings
 
-__all__ = ["Fit", "fit_wanted", "listed", "read_length", "refuse_missing"]
+__all__ = ["Fit", "fit_wanted", "listed", "read_length", "refuse_mismatches", "refuse_missing"]
 
 #: Names that a message lists; the others are counted.
 _SHOWN = 5
@@ -52,6 +52,14 @@ def refuse_missing(url: str, missing: Sequence[str]) -> None:
     if missing:
         raise IncompatibleCheckpointError(
             f"{url} lacks {listed(missing)}, which the program wants; load with strict=False to leave that as it is"
+        )
+
+
+def refuse_mismatches(url: str, mismatches: Sequence[str]) -> None:
+    """Refuse a checkpoint with state that belongs to other objects than the program's."""
+    if mismatches:
+        raise IncompatibleCheckpointError(
+            f"{url} does not fit: {'; '.join(mismatches[:_SHOWN])}; load with strict=False to go on without it"
         )
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import xxhash
 
@@ -34,7 +35,7 @@ from bytecheckpoint.loading.decision import (
     recognized_bitmap,
     unexpected_keys,
 )
-from bytecheckpoint.loading.fit import Fit, fit_wanted, listed, read_length, refuse_missing
+from bytecheckpoint.loading.fit import Fit, fit_wanted, listed, read_length, refuse_mismatches, refuse_missing
 from bytecheckpoint.loading.saved import SavedView
 from bytecheckpoint.monitoring.garbage_collection import gc_paused
 from bytecheckpoint.monitoring.phases import Phases
@@ -48,6 +49,7 @@ from bytecheckpoint.storage import Storage
 
 __all__ = ["LoadCall", "load_states"]
 
+_log = logging.getLogger("bytecheckpoint")
 #: Seconds to wait after each attempt: where ranks see different checkpoints, caches of a network file system may need a
 #: moment.
 _PAUSES = (0.0, 1.0, 0.0)
@@ -105,6 +107,16 @@ def load_states(collective: Collective, number: int, call: LoadCall) -> LoadRepo
     )
 
 
+class _Source(NamedTuple):
+    """A checkpoint that is open, before its contents are matched with the live objects; fields as of `_OpenCheckpoint`."""
+
+    storage: Storage
+    adapter: Framework
+    catalog: Catalog
+    data: bytes
+    files: FileSet
+
+
 @dataclass(slots=True)
 class _OpenCheckpoint:
     """A checkpoint that is being loaded, and what this rank wants of it.
@@ -135,7 +147,7 @@ class _OpenCheckpoint:
 
 
 class _Attempt:
-    """One attempt of a load. The ranks agree twice: before the first byte is read, and before values are installed."""
+    """One attempt of a load. The ranks agree on the checkpoint, on what each reads of it, and to install what was read."""
 
     def __init__(self, collective: Collective, tag: str, call: LoadCall, phases: Phases, *, last: bool) -> None:
         self._collective = collective
@@ -143,6 +155,7 @@ class _Attempt:
         self._call = call
         self._phases = phases
         self._last = last
+        self._source: _Source | None = None
         self._opened: _OpenCheckpoint | None = None
 
     def run(self) -> LoadReport:
@@ -150,14 +163,18 @@ class _Attempt:
         timeout = self._call.settings.timeout
         agreement = Agreement(self._collective, self._tag, timeout, urgent=(CheckpointReplacedError,))
         with contextlib.ExitStack() as stack:  # open until all ranks are done: they read this rank's memory
+            # Before the live objects are asked for their state: their hooks may communicate, so all ranks run them or none.
+            alike = agreement.agree("open", lambda: self._open(stack), _all_equal, reports=bytes, decisions=bool)
+            self._check_catalogs(alike=alike)
+            self._phases.mark("agree")
             decision: FitDecision = agreement.agree(
-                "fit", lambda: self._fit(stack), self._decide, reports=FitReport, decisions=FitDecision
+                "fit", self._fit, self._decide, reports=FitReport, decisions=FitDecision
             )
             unexpected = self._check_decision(decision)
             self._phases.mark("agree")
             prepare = agreement.agree("read", lambda: self._read(stack, decision), any, reports=bool, decisions=bool)
         try:
-            return self._install(unexpected)
+            return self._install(decision, unexpected)
         finally:
             # Even if objects of this rank refuse their values: a preparation takes the number of a save on every rank.
             if prepare:
@@ -165,14 +182,32 @@ class _Attempt:
 
     # --- the steps ------------------------------------------------------------------------------------------------
 
-    def _fit(self, stack: contextlib.ExitStack) -> FitReport:
-        """Open the checkpoint and plan what this rank reads."""
-        call = self._call
-        storage, adapter = call.find()
+    def _open(self, stack: contextlib.ExitStack) -> bytes:
+        """Open the checkpoint; return the digest of its catalog."""
+        storage, adapter = self._call.find()
         catalog, data = read_catalog(storage)
         with _detect_replacement(storage, data):
             files = stack.enter_context(FileSet(storage, catalog))
-            self._phases.mark("catalog")
+        self._source = _Source(storage, adapter, catalog, data, files)
+        self._phases.mark("catalog")
+        return xxhash.xxh3_128_digest(data)
+
+    def _check_catalogs(self, *, alike: bool) -> None:
+        """Refuse different catalogs."""
+        if not alike:
+            assert self._source is not None
+            kind = IncompatibleCheckpointError if self._last else CheckpointReplacedError
+            raise kind(
+                f"ranks see different checkpoints at {self._source.storage.url}; it was replaced during the load, or the "
+                f"path is not shared; load again"
+            )
+
+    def _fit(self) -> FitReport:
+        """Plan what this rank reads."""
+        call = self._call
+        assert self._source is not None
+        storage, adapter, catalog, data, files = self._source
+        with _detect_replacement(storage, data):
             chunk_bytes = read_length(catalog, self._collective.world_size, call.settings)
             view = SavedView(catalog, files, self._collective.rank)
             with gc_paused():
@@ -180,13 +215,13 @@ class _Attempt:
                 destination.missing = list(dict.fromkeys(destination.missing))  # replicas lack the same tensor
                 self._phases.mark("destination")
                 refuse_missing(storage.url, destination.missing if call.strict else ())
+                refuse_mismatches(storage.url, destination.mismatches if call.strict else ())
                 fit = fit_wanted(storage.url, catalog, view, destination.wanted, chunk_bytes, cast=call.cast)
                 self._phases.mark("plan")
         ranges = ranges_of(fit.plan)
         exchanges = self._exchanges(files, ranges)
         self._opened = _OpenCheckpoint(storage, catalog, data, files, view, destination, fit, exchanges)
         return FitReport(
-            catalog=xxhash.xxh3_128_digest(data),
             recognized=recognized_bitmap(catalog.count, view.numbers(list(destination.recognized))),
             ranges=ranges.tobytes() if exchanges else b"",
             host=self._collective.host,
@@ -201,15 +236,9 @@ class _Attempt:
         return decide_fit(reports, opened.fit.chunk_bytes, chunks_per_round)
 
     def _check_decision(self, decision: FitDecision) -> list[str]:
-        """Refuse different catalogs, and keys that no rank wants if the load is strict; return those keys."""
+        """Refuse keys that no rank wants if the load is strict; return those keys."""
         opened = self._checkpoint
         url = opened.storage.url
-        if decision.catalogs_differ:
-            kind = IncompatibleCheckpointError if self._last else CheckpointReplacedError
-            raise kind(
-                f"ranks see different checkpoints at {url}; it was replaced during the load, or the path is "
-                f"not shared; load again"
-            )
         unexpected = unexpected_keys(opened.catalog, self._call.states, decision.recognized)
         if unexpected and self._call.strict:
             raise IncompatibleCheckpointError(
@@ -233,15 +262,16 @@ class _Attempt:
                 opened.files, scatter, private, threads=threads, chunk_bytes=opened.fit.chunk_bytes
             )
             opened.destination.check()
+            refuse_mismatches(opened.storage.url, opened.destination.mismatches if self._call.strict else ())
         self._phases.mark("read")
         return self._call.wants_prepare()
 
-    def _install(self, unexpected: list[str]) -> LoadReport:
+    def _install(self, decision: FitDecision, unexpected: list[str]) -> LoadReport:
         """Install values, optimizer state and hyperparameters."""
         opened = self._checkpoint
         opened.destination.apply()
         self._phases.mark("apply")
-        notes = list(opened.destination.notes)
+        notes = [*opened.destination.mismatches, *opened.destination.notes, *self._warn_of_nothing(decision)]
         if opened.view.from_rank_0:
             notes.append(
                 f"rank {self._collective.rank} has no copy of its own and got rank 0's: "
@@ -260,6 +290,19 @@ class _Attempt:
             cast=tuple(opened.fit.converted),
             notes=tuple(notes),
         )
+
+    def _warn_of_nothing(self, decision: FitDecision) -> list[str]:
+        """Warn if the checkpoint holds nothing that any rank wants; return the warning."""
+        opened = self._checkpoint
+        missing = opened.destination.missing
+        if any(decision.recognized) or not all(
+            any(name == kind or name.startswith(f"{kind}/") for name in missing) for kind in self._call.states
+        ):
+            return []
+        warning = f"{opened.storage.url} holds nothing that the states want ({listed(missing)}): nothing was loaded"
+        if self._collective.rank == 0:
+            _log.warning("%s; compare the names", warning)
+        return [warning]
 
     # --- parts of the steps ---------------------------------------------------------------------------------------
 
@@ -294,6 +337,10 @@ class _Attempt:
             settings=self._call.settings,
         )
         return exchange, plan.private.tolist() if opened.exchanges else range(len(ranges))
+
+
+def _all_equal(digests: list[bytes]) -> bool:
+    return len(set(digests)) == 1
 
 
 @contextlib.contextmanager

@@ -6,10 +6,10 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 from bytecheckpoint.errors import CorruptCheckpointError, IncompatibleCheckpointError
-from bytecheckpoint.frameworks.optimizers.tree import comparable_bytes, parse_state_reference, unpack_tensors
+from bytecheckpoint.frameworks.optimizers.tree import parse_state_reference, unpack_tensors
 from bytecheckpoint.opening.entry import Entry
 from bytecheckpoint.representation.names import unique_name
-from bytecheckpoint.representation.values.codec import TensorRef, decode, key_of_path, leaves_with_paths
+from bytecheckpoint.representation.values.codec import TensorRef, decode, equal, key_of_path, leaves_with_paths
 
 __all__ = ["UnregisteredInstance", "has_complementary_trees", "plain_values"]
 
@@ -32,6 +32,14 @@ class UnregisteredInstance:
 
     def __repr__(self) -> str:
         return f"<{self.name}: {self.saved!r}>"
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, UnregisteredInstance):
+            return NotImplemented
+        return self.name == other.name and equal(self.saved, other.saved)
+
+    def __hash__(self) -> int:
+        return hash(self.name)
 
     def __deepcopy__(self, memo: object) -> UnregisteredInstance:
         raise IncompatibleCheckpointError(
@@ -132,7 +140,11 @@ class _ValueCollector:
         """Add the values of optimizer trees, which complement each other."""
         trees: list[dict[str, Any]] = []
         for blob in blobs:
-            tree = decode(blob, on_tensor=lambda name: self._tensor(*parse_state_reference(name)))
+            tree = decode(
+                blob,
+                on_tensor=lambda name: self._tensor(*parse_state_reference(name)),
+                on_unregistered=UnregisteredInstance,
+            )
             if not _is_optimizer(tree):
                 raise CorruptCheckpointError(
                     f"the ranks' values of {self._kind!r} do not belong together; use another checkpoint"
@@ -157,7 +169,7 @@ class _ValueCollector:
 def _merged_groups(trees: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Merge the param groups of all ranks: pipeline ranks have parts of one group, with equal settings."""
     merged: list[dict[str, Any]] = []
-    settings: list[bytes] = []  # of each merged group
+    settings: list[dict[str, Any]] = []  # of each merged group
     seen: set[str] = set()
     for tree in trees:
         unmatched = list(range(len(merged)))  # two groups of one rank stay separate, even with equal settings
@@ -167,11 +179,10 @@ def _merged_groups(trees: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
                 continue
             seen.update(params)
             group_settings = {key: value for key, value in group.items() if key != "params"}
-            code = comparable_bytes(group_settings)
-            match = next((i for i in unmatched if settings[i] == code), None)
+            match = next((i for i in unmatched if equal(settings[i], group_settings)), None)
             if match is None:
                 merged.append({"params": params, **group_settings})
-                settings.append(code)
+                settings.append(group_settings)
             else:
                 unmatched.remove(match)
                 merged[match]["params"] += params

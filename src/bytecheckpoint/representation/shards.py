@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     import torch
@@ -72,9 +73,13 @@ class LiveState:
             content, as they compare `by_content` shards.
         merged: True when the trees of the ranks complement each other: the tree of an optimizer or module describes
             the parameters of its rank. False: each rank's tree is its own value, unless the trees of all ranks are equal.
+        layout: describes the objects as data for JSON: their type, and how many tensors have which layout. Rank 0 calls
+            it where a save makes a new plan, perhaps in another thread than the caller's. It reads only what the
+            capture found: a second scan would run the hooks of modules on rank 0 alone, and those may communicate.
     """
 
     kind: str
     shards: list[LiveShard] = field(default_factory=list)
     tree: bytes | None = None
     merged: bool = False
+    layout: Callable[[], dict[str, Any]] = dict

@@ -51,7 +51,8 @@ def save(
         path: folder or URL of the checkpoint, or its storage. An older checkpoint there is replaced atomically.
         states: name -> module, optimizer, list of them, anything with state_dict/load_state_dict, or nested
             dict/list/tuple of tensors and plain values. "model", "optimizer", "dataloader" and "extra_states" have
-            their usual meaning; any other name may be added.
+            their usual meaning; any other name may be added. Gradients are in no state_dict and are not saved: save
+            after an optimizer step, not while gradients are being accumulated.
         framework: "auto", or one of the names that an unknown name's error lists.
         async_checkpoint: return when the state is copied ("staged"), and write in the background.
         staging: with async_checkpoint, "blocking" returns when staged, "background" at once: the caller then waits

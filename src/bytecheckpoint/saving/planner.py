@@ -56,7 +56,6 @@ class RankPlanner:
         self._call = call
         self._task = task
         self._host = host
-        self._layout_captured = False
         self._plan: LocalPlan | None = None
 
     @property
@@ -64,23 +63,6 @@ class RankPlanner:
         """The plan, once there is one."""
         assert self._plan is not None, "no plan was made"
         return self._plan
-
-    def capture_layout(self, *, dry: bool = False) -> None:
-        """Read the layout of the caller's objects, if the coordinator will need it.
-
-        Called in the caller's thread when `make` will run in another one: a module's state_dict() makes FSDP2 put its
-        shards back, which must not happen in the middle of a forward pass.
-
-        Args:
-            dry: as for the `make` that follows.
-        """
-        self._layout_captured = True
-        if dry:
-            self._hash_values()  # the caller may change them while `make` runs
-        if self._origin.rank != 0:
-            return
-        if dry or self._call.check_replicas or self.state.described()[1] not in self._plans:
-            self._task.layout = self._call.framework.describe(self._call.states)
 
     def make(self, channel: CoordinatorChannel, *, dry: bool = False) -> None:
         """Take the plan from the cache, or ask the coordinator for one.
@@ -100,9 +82,9 @@ class RankPlanner:
             self.state.check_replicas(cached.replicas)
             return
         digests = self.state.shard_digests() if self._call.check_replicas else b""
-        if self._origin.rank == 0 and not self._layout_captured:
-            self._task.layout = self._call.framework.describe(self._call.states)
-        self._hash_values()
+        if self._origin.rank == 0:
+            self._task.layout = {"framework": self._call.framework.name, "kinds": self.state.layouts()}
+        self.hash_values()
         values = [value.record() for value in self.state.values]
         request = PlanRequest(escape(self._call.storage.url), table, values, digests, dry, self._host)
         response = channel.ask(request, self._call.settings.timeout)
@@ -133,8 +115,8 @@ class RankPlanner:
         self._plans.add(key, self._plan)
         self._resources.local_ranks = response.local_ranks or self._resources.local_ranks
 
-    def _hash_values(self) -> None:
-        """Hash the values for the coordinator, which compares them between ranks."""
+    def hash_values(self) -> None:
+        """Hash the values for the coordinator, which compares them between ranks. Call it before they change."""
         if self._origin.world_size > 1:
             self.state.hash_values()
 

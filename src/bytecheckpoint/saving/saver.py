@@ -86,7 +86,7 @@ class Saver:
                 if stuck is not None:
                     raise stuck
                 session = self._capture(self._make_call())
-                session.planner.capture_layout(dry=True)
+                session.planner.hash_values()  # the caller may change them while `session.prepare` runs
             except BaseException as error:
                 self._give_up(error)
                 raise
@@ -131,13 +131,13 @@ class Saver:
         if not background:
             saves.drain()
         self._phases.mark("wait")
-        call = self._make_call()  # first, so that a call that is refused leaves the failure to the next one
+        # First, so that a call that is refused leaves the failure to the next one. And hooks of modules may communicate:
+        # every rank must run them, also one that knows of an earlier save's failure before the others do.
+        session = self._capture(self._make_call())
         saves.raise_failure()
-        session = self._capture(call)
         handle.path = session.call.storage.url
         self._phases.mark("capture")
         if background:
-            session.planner.capture_layout()
             session.blocking_seconds = self._phases.total()
             self._submit(session, handle, lambda: self._run_in_background(session, handle))
             return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -82,6 +83,7 @@ class CapturedState:
         self.values: list[Value] = []
         self.live = True
         self._table: tuple[LocalTable, bytes] | None = None
+        self._layouts = {state.kind: state.layout for state in states}
         for state in states:
             for shard in state.shards:
                 if is_lazy_view(shard.data):
@@ -104,6 +106,10 @@ class CapturedState:
                 table = describe(self.shards)
             self._table = table, signature(table)
         return self._table
+
+    def layouts(self) -> dict[str, Any]:
+        """Describe how the objects of each kind are distributed, as data for JSON."""
+        return {kind: layout() for kind, layout in self._layouts.items()}
 
     def hash_values(self) -> None:
         """Hash the content of every value that is not hashed yet."""
@@ -143,6 +149,7 @@ class CapturedState:
         """Let go of the live tensors, which the caller changes from now on."""
         self.live = False
         self.shards = []
+        self._layouts = {}
         self._table = None
 
 

@@ -280,9 +280,8 @@ def test_refusals(path: str) -> None:
 
 @on_ranks(2)
 def test_a_layout_can_be_described() -> None:
-    found = DeepSpeedFramework().describe(build("b3x2", trained).states())
-    assert found["framework"] == "deepspeed"
-    assert found["kinds"]["model"]["layouts"].keys() == {"ZeRO-3", "plain"}
+    found = DeepSpeedFramework().capture(build("b3x2", trained).states())[0]
+    assert found.kind == "model" and found.layout()["layouts"].keys() == {"ZeRO-3", "plain"}
 
 
 @on_ranks(2)

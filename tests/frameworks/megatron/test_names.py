@@ -252,4 +252,4 @@ def test_without_megatron_states_are_ordinary() -> None:
     states = {"model": net, "optimizer": torch.optim.SGD(net.parameters(), lr=1.0), "extra_states": {"step": 1}}
     found = MegatronFramework().capture(states)
     assert [state.kind for state in found] == ["model", "optimizer", "extra_states"]
-    assert MegatronFramework().describe(states)["kinds"]["model"]["layouts"] == {"plain": 2}
+    assert found[0].layout()["layouts"] == {"plain": 2}

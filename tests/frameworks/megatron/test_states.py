@@ -399,7 +399,6 @@ def test_refusals() -> None:
 @on_ranks(2)
 def test_a_layout_can_be_described() -> None:
     states = Trainer(Layout(tp=2)).states()
-    found = resolve("auto", states).describe(states)
-    assert found["framework"] == "megatron"
+    found = resolve("auto", states).capture(states)[0]
     # Per layer: two norms whole, qkv and the gate by rows, projections by columns; embeddings by rows, but positions.
-    assert found["kinds"]["model"]["layouts"] == {"whole": 10, "dim 0 in 2": 9, "dim 1 in 2": 8}
+    assert found.kind == "model" and found.layout()["layouts"] == {"whole": 10, "dim 0 in 2": 9, "dim 1 in 2": 8}

@@ -97,10 +97,6 @@ class DeepSpeedFramework(NativeFramework):
         into.finish.append(replace_values)
         return into
 
-    def describe(self, states: Mapping[str, object]) -> dict[str, Any]:
-        """Return the layout as for ordinary modules, engines expanded."""
-        return super().describe(expand_engines(states))
-
     def _as_optimizers(self, kind: str, value: object) -> Sequence[Any] | None:
         return [value] if is_wrapped_optimizer(value) else super()._as_optimizers(kind, value)
 

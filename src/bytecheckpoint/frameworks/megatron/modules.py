@@ -120,7 +120,7 @@ def _plan_values(
     wanted = {name: entry for name, entry in scan.values.items() if entry.value is not None}
     if not wanted:
         return
-    reader = ValueReader(kind, saved, into)
+    reader = ValueReader(kind, saved, into, [entry.value for entry in wanted.values()])
     found: dict[str, Any] = {}
     # The trees of the ranks that saved these layers come first: they hold the values of the same layers.
     for blob in saved.trees_about(kind, [name for layout in scan.layouts for name in layout.names]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 from typing import Any
 
 import torch
@@ -10,6 +11,8 @@ import torch
 from bytecheckpoint.errors import CorruptCheckpointError
 from bytecheckpoint.frameworks.base import Destination, SavedStates, SavedTensor
 from bytecheckpoint.frameworks.objects.capture import is_stateful
+from bytecheckpoint.frameworks.objects.classes import HeldClasses
+from bytecheckpoint.frameworks.objects.schedules import check_schedule
 from bytecheckpoint.frameworks.tensors.allocation import empty_like_layout, is_writable
 from bytecheckpoint.frameworks.tensors.discovery import add_shards
 from bytecheckpoint.frameworks.tensors.dtensors import is_dtensor, local_tensor
@@ -17,6 +20,7 @@ from bytecheckpoint.frameworks.tensors.dtypes import dtype_name, dtype_named
 from bytecheckpoint.frameworks.tensors.plain import is_tensor_like, lists_own_shards
 from bytecheckpoint.representation.shards import TensorKey
 from bytecheckpoint.representation.values.codec import decode
+from bytecheckpoint.representation.values.registry import registration_of
 
 __all__ = ["ValueReader", "missing_tensor_error"]
 
@@ -31,10 +35,17 @@ class ValueReader:
 
     First `read` the trees, then `match_live` them to the live value, then `request_tensors`. After the bytes have
     arrived, `build` returns the finished value and changes the live one.
+
+    Args:
+        kind: name of the state.
+        saved: the checkpoint.
+        into: receives the plan.
+        live: the live value. Classes of which it holds instances need no registration.
     """
 
-    def __init__(self, kind: str, saved: SavedStates, into: Destination) -> None:
+    def __init__(self, kind: str, saved: SavedStates, into: Destination, live: object) -> None:
         self._kind = kind
+        self._classes = HeldClasses(live)
         self._saved = saved
         self._into = into
         # id of the empty tensor -> (the saved tensor, the empty tensor, the destination of its elements).
@@ -45,7 +56,7 @@ class ValueReader:
 
     def read(self, blob: bytes) -> Any:
         """Decode `blob`; its tensors are empty ones of the saved dtype and shape, on the CPU."""
-        return decode(blob, on_tensor=self._empty_named)
+        return decode(blob, on_tensor=self._empty_named, on_unregistered=self._classes)
 
     def _empty_named(self, name: str) -> torch.Tensor:
         found = self._saved.find_by_content(self._kind, name)
@@ -84,7 +95,9 @@ class ValueReader:
                 elif is_dtensor(live):
                     self._tensors[id(value)] = (found, empty, empty_like_layout(live, live.dtype))
         elif is_stateful(live) and not is_tensor_like(live):
-            self.match_live(value, live.state_dict(), in_place=False)
+            own = self._classes.state_dict(live)
+            check_schedule(self._kind, live, value, own, self._into)
+            self.match_live(value, own, in_place=False)
         elif isinstance(value, dict) and isinstance(live, dict):
             for key, item in value.items():
                 if key in live:
@@ -92,6 +105,9 @@ class ValueReader:
         elif isinstance(value, list | tuple) and isinstance(live, list | tuple):
             for item, other in zip(value, live, strict=False):
                 self.match_live(item, other, in_place=in_place)
+        elif _is_plain_dataclass(value) and type(live) is type(value):
+            for field in dataclasses.fields(value):
+                self.match_live(getattr(value, field.name), getattr(live, field.name, None), in_place=in_place)
 
     def request_tensors(self) -> None:
         """Add the elements of all tensors read so far to the destination."""
@@ -102,7 +118,8 @@ class ValueReader:
     def build(self, value: Any, live: Any, *, root: bool = False) -> Any:
         """Return the finished value: `live` itself, changed, where it can hold `value`, else a new object.
 
-        At the root, any dict or list keeps its identity; further down only those of the saved type do.
+        At the root, any dict or list keeps its identity; further down only those of the saved type do, and dataclasses
+        that are not frozen.
         """
         if id(value) in self._tensors:
             return self._tensors[id(value)][2]
@@ -116,7 +133,8 @@ class ValueReader:
             if isinstance(result, collections.defaultdict) and isinstance(value, collections.defaultdict):
                 result.default_factory = value.default_factory
             result.clear()
-            result.update(pairs)
+            for key, item in pairs.items():  # not by `update`, which means something else to a Counter
+                result[key] = item
             return result
         if type(value) is list or type(value) is tuple:
             old_items = live if isinstance(live, list | tuple) else ()
@@ -126,6 +144,13 @@ class ValueReader:
             target: list[Any] = live if isinstance(live, list) and self._is_reusable(value, live, root) else value
             target[:] = items
             return target
+        if _is_plain_dataclass(value):
+            same = type(live) is type(value) and not type(value).__dataclass_params__.frozen
+            filled = live if same and self._is_first_use(id(live)) else value
+            for field in dataclasses.fields(value):
+                item = self.build(getattr(value, field.name), getattr(live, field.name, None) if same else None)
+                object.__setattr__(filled, field.name, item)
+            return filled
         return value
 
     def _is_reusable(self, value: Any, live: Any, root: bool) -> bool:
@@ -135,6 +160,13 @@ class ValueReader:
         first = identity not in self._used
         self._used.add(identity)
         return first
+
+
+def _is_plain_dataclass(value: Any) -> bool:
+    """Return whether `value` is stored by its fields without a registration, whose functions may do otherwise."""
+    return (
+        dataclasses.is_dataclass(value) and not isinstance(value, type | dict) and registration_of(type(value)) is None
+    )
 
 
 def _fits(live: torch.Tensor, found: SavedTensor) -> bool:

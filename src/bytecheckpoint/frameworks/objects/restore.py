@@ -9,24 +9,30 @@ from __future__ import annotations
 from collections.abc import MutableMapping
 from typing import Any
 
-from bytecheckpoint.frameworks.base import Destination, SavedStates
+import torch
+
+from bytecheckpoint.errors import UsageError
+from bytecheckpoint.frameworks.base import Destination, SavedStates, SavedTensor
 from bytecheckpoint.frameworks.objects.capture import (
     KINDS_BY_NAME,
     TensorExtractor,
     is_stateful,
     tensor_name,
 )
+from bytecheckpoint.frameworks.objects.classes import HeldClasses
 from bytecheckpoint.frameworks.objects.reader import ValueReader, missing_tensor_error
 from bytecheckpoint.frameworks.tensors.allocation import make_writable
 from bytecheckpoint.frameworks.tensors.discovery import add_shards
-from bytecheckpoint.frameworks.tensors.dtensors import PLAIN_TYPES
-from bytecheckpoint.frameworks.tensors.plain import is_tensor_like
+from bytecheckpoint.frameworks.tensors.dtensors import PLAIN_TYPES, local_tensor
+from bytecheckpoint.frameworks.tensors.plain import is_tensor_like, lists_own_shards
 from bytecheckpoint.representation.shards import TensorKey
 from bytecheckpoint.representation.values.codec import decode, encode
+from bytecheckpoint.representation.values.registry import default_registration, registration_of
+from bytecheckpoint.representation.values.types import NATIVE_TYPES
 
 __all__ = ["load_object"]
 
-_FILLED_BY_NAME = object()  # replaces, in a decoded tree, a tensor that the load fills by name
+_FILLED_BY_NAME = object()  # replaces, in a decoded tree, a tensor that the destination lacks
 
 
 def load_object(kind: str, states: MutableMapping[str, object], saved: SavedStates, into: Destination) -> None:
@@ -39,7 +45,7 @@ def load_object(kind: str, states: MutableMapping[str, object], saved: SavedStat
     if by_name and isinstance(live, dict | list | tuple) and live:
         _load_named(kind, live, saved, into)
         return
-    reader = ValueReader(kind, saved, into)
+    reader = ValueReader(kind, saved, into, live)
     value = _read_everything(kind, saved, reader, merge=by_name)
     reader.match_live(value, live)
     reader.request_tensors()
@@ -89,6 +95,7 @@ def _merge_dicts(first: Any, second: Any) -> Any:
 def _load_named(kind: str, live: Any, saved: SavedStates, into: Destination) -> None:
     """Plan the load of a state_dict-like value: request its own tensors, which stay the same objects."""
     taken: dict[str, Any] = {}
+    filled: dict[object, SavedTensor] = {}  # by memory: a state_dict shows a tied weight as two tensors
     wanted = into.wanted
 
     def request(path: tuple[object, ...], tensor: Any) -> str:
@@ -99,6 +106,10 @@ def _load_named(kind: str, live: Any, saved: SavedStates, into: Destination) -> 
             into.missing.append(str(TensorKey(kind, name)))
             return name
         into.recognized.add(found.key)
+        earlier = filled.setdefault(_memory(tensor), found)
+        if earlier.key != found.key:
+            into.tied.append((earlier, found))
+            return name
         first = len(wanted)
         add_shards(wanted, found.key, tensor)
         for shard in wanted[first:]:
@@ -110,15 +121,25 @@ def _load_named(kind: str, live: Any, saved: SavedStates, into: Destination) -> 
         # `request` has found the destination's own tensors; the checkpoint must at least hold the others.
         if name not in taken and saved.find_by_content(kind, name) is None:
             raise missing_tensor_error(kind, name)
-        return _FILLED_BY_NAME
+        return taken.get(name, _FILLED_BY_NAME)
 
     extractor = TensorExtractor(request)
     extracted = extractor.extract(live)
     if extractor.needs_encoder:
         encode(extracted, on_tensor=request)
     own = saved.tree(kind)
-    value = None if own is None else decode(own, on_tensor=skip_tensor)
+    value = None if own is None else decode(own, on_tensor=skip_tensor, on_unregistered=HeldClasses(live))
     into.finish.append(lambda: _install_plain(value, live, extractor.state_dicts))
+
+
+def _memory(tensor: Any) -> object:
+    """Return what two tensors have in common if they are one: the place and form of their elements on this rank."""
+    if not isinstance(tensor, torch.Tensor) or lists_own_shards(type(tensor)):
+        return id(tensor)
+    local = local_tensor(tensor)
+    if not local.numel():
+        return id(tensor)
+    return local.device, local.data_ptr(), local.dtype, local.shape, local.stride()
 
 
 def _install_plain(value: Any, live: Any, state_dicts: dict[int, Any]) -> Any:
@@ -145,10 +166,21 @@ def _install_plain(value: Any, live: Any, state_dicts: dict[int, Any]) -> Any:
     return live
 
 
-def _contains_tensor(value: Any) -> bool:
-    """Return whether there is a tensor anywhere in the dicts, lists and tuples of `value`."""
+def _contains_tensor(value: Any, *, lacking: bool = False) -> bool:
+    """Return whether there is a tensor anywhere in the dicts, lists and tuples of `value`.
+
+    Inside of an instance of a class, or anywhere with `lacking`, only tensors count that the destination lacks.
+    """
+    if type(value) in NATIVE_TYPES:
+        return False
     if isinstance(value, dict):
-        return any(map(_contains_tensor, value.values()))
+        return any(_contains_tensor(item, lacking=lacking) for item in value.values())
     if isinstance(value, list | tuple):
-        return any(map(_contains_tensor, value))
-    return value is _FILLED_BY_NAME
+        return any(_contains_tensor(item, lacking=lacking) for item in value)
+    if value is _FILLED_BY_NAME or is_tensor_like(value):
+        return not lacking or value is _FILLED_BY_NAME
+    try:
+        registration = registration_of(type(value)) or default_registration(value)
+    except UsageError:
+        return False
+    return _contains_tensor(registration.encode(value), lacking=True)

@@ -13,6 +13,7 @@ from bytecheckpoint.errors import IncompatibleCheckpointError
 from bytecheckpoint.frameworks.base import Destination
 from bytecheckpoint.frameworks.optimizers.names import NOT_HYPERPARAMETERS, ParamGroup
 from bytecheckpoint.frameworks.optimizers.saved_trees import SavedTrees
+from bytecheckpoint.frameworks.optimizers.slots import fixed_settings
 from bytecheckpoint.frameworks.optimizers.tree import comparable_bytes, unpack_tensors
 from bytecheckpoint.frameworks.tensors.dtensors import local_tensor
 
@@ -70,6 +71,7 @@ def load_hyperparameters(
         into.notes.append(
             f"{kind}: group {index} keeps {', '.join(map(repr, unsaved))}, which the checkpoint does not have"
         )
+    settings |= {key: value for key, value in fixed_settings(group.optimizer).items() if key in group.live}
     if settings:
         into.finish.append(partial(_set_hyperparameters, group, settings))
     return settings

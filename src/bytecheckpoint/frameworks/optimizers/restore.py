@@ -7,6 +7,7 @@ straight into `optimizer.state`, in the dtype in which it was saved.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -18,6 +19,7 @@ from bytecheckpoint.frameworks.optimizers.hyperparameters import load_globals, l
 from bytecheckpoint.frameworks.optimizers.master_weights import is_unused_master
 from bytecheckpoint.frameworks.optimizers.names import ParameterNames, named_groups
 from bytecheckpoint.frameworks.optimizers.saved_trees import SavedTrees
+from bytecheckpoint.frameworks.optimizers.slots import SlotCheck
 from bytecheckpoint.frameworks.optimizers.state_memory import allocate_state
 from bytecheckpoint.frameworks.tensors.allocation import is_writable
 from bytecheckpoint.frameworks.tensors.discovery import add_shards
@@ -73,6 +75,8 @@ def load_optimizers(
     groups = named_groups(kind, optimizers, names)
     trees = SavedTrees(kind, saved, groups)
     stateless: list[str] = []
+    foreign: list[str] = []
+    others: list[Optimizer] = []
     for index, group in enumerate(groups):
         saved_groups = trees.groups_of(group)
         for parameter, (fqn, _), found in zip(group.params, group.names, saved_groups, strict=True):
@@ -80,8 +84,17 @@ def load_optimizers(
             if not found and parameter.requires_grad:
                 into.missing.append(f"{kind}/param_groups/{fqn}")
         settings = load_hyperparameters(kind, index, group, saved_groups, into, strict=strict)
+        check = SlotCheck(group.optimizer, trees.optimizer_types)
+        others += [group.optimizer] * check.is_other_algorithm()
         on_device = any(settings.get(key, group.live.get(key)) for key in ("capturable", "fused"))
         for parameter, name, found in zip(group.params, group.names, saved_groups, strict=True):
+            slots = {slot.key.slot: slot.key for slot in saved.slots(kind, (name[0], *name[1]))}
+            live = group.optimizer.state.get(parameter) or {}
+            if check.is_foreign(live, {*slots, *trees.values_of(*name)}):
+                foreign.append(name[0])
+                into.recognized.update(slots.values())
+                into.finish.append(partial(group.optimizer.state.pop, parameter, None))
+                continue
             restore: ParameterRestore
             if restorer is None:
                 restore = PlainParameterRestore(kind, group.optimizer, parameter, name, on_device)
@@ -92,6 +105,13 @@ def load_optimizers(
             elif found:
                 into.finish.append(restore.clear)
                 stateless.append(name[0])
+    if foreign or others:
+        of = f" of {len(foreign)} parameters ({first_names(foreign)})" if foreign else ""
+        saved_types, types = sorted(trees.optimizer_types), sorted({type(o).__name__ for o in others or optimizers})
+        into.mismatches.append(
+            f"{kind}: the checkpoint has the state{of} of another algorithm ({', '.join(saved_types)}), with which "
+            f"{', '.join(types)} cannot continue"
+        )
     if stateless:
         into.notes.append(
             f"{kind}: {len(stateless)} parameters have no state in the checkpoint and none now: {first_names(stateless)}"

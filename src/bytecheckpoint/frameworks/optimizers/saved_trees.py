@@ -11,6 +11,7 @@ import torch
 
 from bytecheckpoint.errors import CorruptCheckpointError, IncompatibleCheckpointError
 from bytecheckpoint.frameworks.base import ParameterName, SavedStates
+from bytecheckpoint.frameworks.objects.classes import HeldClasses
 from bytecheckpoint.frameworks.optimizers.names import ParamGroup
 from bytecheckpoint.frameworks.optimizers.state_memory import allocate_state
 from bytecheckpoint.frameworks.optimizers.tree import TREE_KEYS, parse_state_reference
@@ -52,6 +53,7 @@ class SavedTrees:
         self._kind = kind
         self._saved = saved
         self._live = live
+        self._classes = HeldClasses([(group.live, dict(group.optimizer.state)) for group in live])
         self._taken: set[int] = set()  # ids of the values that a parameter has got
         self._live_parameters: dict[str, torch.Tensor] | None = None  # by saved name
         missing = [name for group in live for name in group.names]
@@ -73,7 +75,7 @@ class SavedTrees:
     def _read(self, blob: bytes) -> Any:
         """Decode a tree, and note its optimizers and aliases."""
         references: list[str] = []
-        tree: Any = decode(blob, on_tensor=partial(_note_reference, references))
+        tree: Any = decode(blob, on_tensor=partial(_note_reference, references), on_unregistered=self._classes)
         if not isinstance(tree, dict) or tree.keys() - {"complete"} != TREE_KEYS:
             raise IncompatibleCheckpointError(
                 f"{self._kind} was saved from plain values, not from an optimizer: load it into a dict"
@@ -82,7 +84,7 @@ class SavedTrees:
         for fqn, aliases in tree["aliases"].items():
             self.fqn_of_alias.update(dict.fromkeys(aliases, fqn))
         # The aliases are known now: decode again, with memory in place of the tensors.
-        return decode(blob, on_tensor=self._memory) if references else tree
+        return decode(blob, on_tensor=self._memory, on_unregistered=self._classes) if references else tree
 
     def _memory(self, reference: str) -> torch.Tensor | None:
         fqn, slot = parse_state_reference(reference)

@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 from msgspec.msgpack import Ext
 
-from bytecheckpoint.errors import CheckpointError, CorruptCheckpointError, IncompatibleCheckpointError
-from bytecheckpoint.representation.values.registry import registration_named
+from bytecheckpoint.errors import CheckpointError, CorruptCheckpointError
+from bytecheckpoint.representation.values.registry import registration_named, unregistered_error
 from bytecheckpoint.representation.values.tree import MAX_DEPTH
 from bytecheckpoint.representation.values.types import FROM_SIMPLE, NATIVE_TYPES, STR_ONLY, Code
 
@@ -89,15 +89,5 @@ class Decoder:
         if registration is None and self._on_unregistered is not None:
             return self._on_unregistered(name, saved)
         if registration is None:
-            raise IncompatibleCheckpointError(
-                f"the checkpoint holds an instance of {name!r}, which is not registered here; "
-                "call bytecheckpoint.register() for its class before loading"
-            )
-        try:
-            return registration.decode(saved)
-        except CheckpointError:
-            raise
-        except Exception as error:
-            raise IncompatibleCheckpointError(
-                f"the registered class {name!r} refuses the saved value ({type(error).__name__}: {error})"
-            ) from error
+            raise unregistered_error(name)
+        return registration.restore(saved)

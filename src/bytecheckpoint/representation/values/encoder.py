@@ -13,7 +13,7 @@ from msgspec.msgpack import Ext
 
 from bytecheckpoint.errors import UsageError
 from bytecheckpoint.representation.values.numpy_values import NotStorableError, dtype_to_simple, scalar_to_simple
-from bytecheckpoint.representation.values.registry import registration_of
+from bytecheckpoint.representation.values.registry import Registration, default_registration, registration_of
 from bytecheckpoint.representation.values.tree import MAX_DEPTH, TensorRef, key_of_path
 from bytecheckpoint.representation.values.types import (
     NATIVE_TYPES,
@@ -83,8 +83,7 @@ class Encoder:
             return encode_container(self, value, depth)
         registration = registration_of(kind)
         if registration is not None:
-            native = self.to_native(registration.encode(value), depth)
-            return self._ext(Code.REGISTERED, [self._scalar(registration.name), native])
+            return self._instance(registration, value, depth)
         try:
             known = TO_SIMPLE.get(kind)
             if known is not None:
@@ -98,7 +97,15 @@ class Encoder:
                 return self._ext(Code.NUMPY_SCALAR, self.to_native(scalar_to_simple(value), depth))
         except NotStorableError as refusal:
             self._refuse(str(refusal))
-        self._refuse_class(kind)
+        try:
+            registration = default_registration(value)
+        except UsageError as reason:
+            self._refuse_class(kind, str(reason))
+        return self._instance(registration, value, depth)
+
+    def _instance(self, registration: Registration, value: object, depth: int) -> object:
+        native = self.to_native(registration.encode(value), depth)
+        return self._ext(Code.REGISTERED, [self._scalar(registration.name), native])
 
     def _items(self, items: Sequence[object], depth: int, steps: Iterable[object] | None = None) -> object:
         """Convert a sequence; `steps` are the path elements of its items (default: indices)."""
@@ -215,16 +222,19 @@ class Encoder:
     def _refuse_size(self, size: int) -> NoReturn:
         self._refuse(f"{size} bytes are more than one value may have (4 GiB); store a tensor")
 
-    def _refuse_class(self, kind: type) -> NoReturn:
-        name = f"{kind.__module__}.{kind.__qualname__}"
-        hint = STORE_INSTEAD.get(
-            name, "register its class with bytecheckpoint.register(), or store plain values instead"
-        )
+    def _refuse_class(self, kind: type, reason: str) -> NoReturn:
+        name, short = f"{kind.__module__}.{kind.__qualname__}", kind.__name__
         base = next(
             (b.__name__ for b in kind.__mro__[1:] if b in NATIVE_TYPES or b in _CONTAINERS or b in TO_SIMPLE), ""
         )
         what = f"an instance of {name}" + (f", a subclass of {base}," if base else "")
-        self._refuse(f"{what} cannot be stored; {hint}")
+        if name in STORE_INSTEAD:
+            self._refuse(f"{what} cannot be stored; {STORE_INSTEAD[name]}")
+        functions = f"encode={base}, decode={short}" if base else f"encode=vars, decode=lambda saved: {short}(**saved)"
+        self._refuse(
+            f"{what} cannot be stored: {reason}; store plain values instead, or say how to make plain values of it, for "
+            f"example by bytecheckpoint.register({short}, {functions})"
+        )
 
 
 _CONTAINERS: dict[type, Callable[[Encoder, Any, int], object]] = {

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from bytecheckpoint.representation.values.registry import registration_of
+from bytecheckpoint.errors import UsageError
+from bytecheckpoint.representation.values.registry import default_registration, registration_of
 
 __all__ = ["equal"]
 
@@ -71,10 +72,13 @@ def _same_leaves(a: Any, b: Any) -> bool:
         return bool(a.__getinitargs__() == b.__getinitargs__())
     if kind is decimal.Decimal:
         return bool(a.as_tuple() == b.as_tuple())
-    registration = registration_of(kind)
-    if registration is not None:
-        return equal(registration.encode(a), registration.encode(b))
-    return a is b or bool(a == b)
+    if a is b:
+        return True
+    try:
+        registration = registration_of(kind) or default_registration(a)
+    except UsageError:
+        return bool(a == b)
+    return equal(registration.encode(a), registration.encode(b))
 
 
 def _same_pairs(a: dict[Any, Any], b: dict[Any, Any]) -> bool:
