@@ -28,6 +28,7 @@ from bytecheckpoint.frameworks.deepspeed.partitions import (
     masters_match_weights,
     weight_fragment,
 )
+from bytecheckpoint.frameworks.deepspeed.tensor_parallel import check_split_layers
 from bytecheckpoint.frameworks.modules import (
     ModuleScan,
     capture_modules,
@@ -77,8 +78,9 @@ def scan_zero_modules(kind: str, modules: Sequence[nn.Module]) -> ZeroModules:
     """Find the names and tensors of `modules`.
 
     Raises:
-        UsageError: two modules use one FQN for different tensors.
+        UsageError: two modules use one FQN for different tensors; or AutoTP or AutoEP has split a layer.
     """
+    check_split_layers(kind, modules)
     scan = scan_modules(kind, modules)
     number_experts(scan)
     partitioned = [_Weight(t.fqn, t.aliases, t.value) for t in scan.tensors if is_zero3_param(t.value)]
