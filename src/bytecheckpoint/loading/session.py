@@ -210,7 +210,8 @@ class _Attempt:
                 f"ranks see different checkpoints at {url}; it was replaced during the load, or the path is "
                 f"not shared; load again"
             )
-        unexpected = unexpected_keys(opened.catalog, self._call.states, decision.recognized)
+        kinds = {*self._call.states, *opened.destination.kinds}
+        unexpected = unexpected_keys(opened.catalog, kinds, decision.recognized)
         if unexpected and self._call.strict:
             raise IncompatibleCheckpointError(
                 f"{url} holds {listed(unexpected)}, which no rank wants; load with strict=False to ignore that"

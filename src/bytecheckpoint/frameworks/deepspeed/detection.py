@@ -29,7 +29,8 @@ __all__ = [
     "split_layers",
 ]
 
-_SUPPORTED, _FIRST_UNSUPPORTED = (0, 19), (0, 20)
+# `make test-deepspeed-versions` tests each of them.
+_SUPPORTED = {(0, 19, 7): "0.19.7", (0, 19, 8): "0.19.8"}
 
 # (module, class), below "deepspeed."
 _ENGINES = (("runtime.engine", "DeepSpeedEngine"), ("runtime.pipe.engine", "PipelineEngine"))
@@ -132,15 +133,15 @@ def check_version() -> None:
     """Check that the imported DeepSpeed, if any, is a supported version.
 
     Raises:
-        UsageError: the version is older or newer.
+        UsageError: the version is not one of those that are tested.
     """
     if "deepspeed" not in sys.modules:
         return
     version, numbers = loaded_version("deepspeed")
-    if not _SUPPORTED <= numbers < _FIRST_UNSUPPORTED:
+    if numbers not in _SUPPORTED:
         raise UsageError(
             f"DeepSpeed {version} is not supported: its engines are read through attributes that change between versions, "
-            "and those of 0.19 are known (tested: 0.19.8); install one of that series"
+            f"and {' and '.join(_SUPPORTED.values())} are tested; install one of these"
         )
 
 
@@ -165,14 +166,16 @@ def check_engine(kind: str, engine: Any) -> None:
 
 
 def _refuse_model_parallel(kind: str, engine: Any) -> None:
-    size = engine.autotp_size()
-    for name in ("get_slice_parallel_world_size", "get_tensor_model_parallel_world_size"):
-        if size <= 1 and engine.mpu is not None and hasattr(engine.mpu, name):
-            size = getattr(engine.mpu, name)()
+    """Refuse tensor parallelism by the program's own grid; AutoTP's layers say how they are split."""
+    size = 1
+    if engine.mpu is not None and engine.autotp_size() <= 1:
+        for name in ("get_slice_parallel_world_size", "get_tensor_model_parallel_world_size"):
+            if size <= 1 and hasattr(engine.mpu, name):
+                size = getattr(engine.mpu, name)()
     if size > 1:
         raise UsageError(
-            f"{kind}: this engine is tensor-parallel over {size} ranks, and DeepSpeed does not say how the tensors are "
-            "split: not supported; use DTensor or Megatron-Core for tensor parallelism"
+            f"{kind}: this engine is tensor-parallel over {size} ranks of the program's mpu, which does not say how the "
+            "tensors are split: not supported; use AutoTP, DTensor or Megatron-Core for tensor parallelism"
         )
 
 
@@ -203,4 +206,5 @@ def check_optimizer(kind: str, wrapper: Any) -> None:
         raise UsageError(
             f"{kind}: tensors of {name} are put away (offload_states): call engine.reload_states() before saving or loading"
         )
-    assert isinstance(base, Optimizer)
+    if not isinstance(base, Optimizer):
+        raise UsageError(f"{kind}: {name} wraps a {type(base).__name__}, which is no optimizer of torch: not supported")
