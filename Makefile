@@ -14,7 +14,7 @@ WORKERS ?= $(shell cores=$$(nproc); echo $$((cores < 8 ? cores + 1 : 8)))
 PYTEST := $(PY) -m pytest -n $(WORKERS)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv lint types imports format check test test-all servers test-servers test-servers-all test-oldest test-frameworks test-frameworks-short test-frameworks-servers soak demo demo-short bench bench-short bench-storage bench-storage-short bench-frameworks docs lock clean
+.PHONY: help venv lint types imports format check test test-all servers test-servers test-servers-all test-oldest test-frameworks test-frameworks-short test-deepspeed-versions test-frameworks-servers soak demo demo-short bench bench-short bench-storage bench-storage-short bench-frameworks docs lock clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */\1\t/' | awk -F'\t' '{printf "  %-21s %s\n", $$1, $$2}'
@@ -84,6 +84,20 @@ test-frameworks: ## real DeepSpeed and Megatron-Core, and the interchange matrix
 test-frameworks-short: ## the part of the interchange matrix in which every framework saves and loads once (.venv-frameworks)
 	$(call frameworks,ShareMemCommBuilder)
 	$(WITH_FRAMEWORKS) -m pytest tests/frameworks/interchange -m short
+
+# Supported beside the pinned one: each is put into a folder that goes before the environment's own packages.
+DEEPSPEED_VERSIONS := 0.19.7
+UV ?= $(shell command -v uv || echo .cache/bootstrap/bin/uv)
+test-deepspeed-versions: ## engines and AutoTP with every other version of DeepSpeed that is supported (.venv-frameworks)
+	$(call frameworks,ShareMemCommBuilder)
+	for version in $(DEEPSPEED_VERSIONS); do \
+		folder=$(CURDIR)/.cache/deepspeed/$$version; \
+		$(UV) pip install --quiet --python $(FRAMEWORKS)/bin/python --target $$folder --no-deps \
+			--build-constraint constraints.txt deepspeed==$$version || exit 1; \
+		PYTHONPATH=$$folder BYTECHECKPOINT_DEEPSPEED=$$version $(WITH_FRAMEWORKS) -m pytest \
+			tests/frameworks/deepspeed/test_versions.py tests/frameworks/deepspeed/test_tensor_parallel.py \
+			tests/frameworks/deepspeed/test_states.py -k "version or every_way or every_layout" || exit 1; \
+	done
 
 test-frameworks-servers: ## real frameworks on real HDFS and S3, with the example of the paper's Figure 6 (.venv-frameworks)
 	./scripts/install-servers.sh versitygw hadoop

@@ -86,6 +86,7 @@ class Destination:
         checks: the steps of `check`, in order.
         finish: the steps of `apply`, in order.
         missing: names that the live objects hold and the checkpoint lacks, as `bytecheckpoint.open` spells them.
+        kinds: names of the states that the load fills beside those that the program names (what an engine stands for).
         recognized: every saved key that this rank loads or knowingly skips. Keys that no rank recognizes are unexpected.
         notes: remarks for the user (parameters left without state, settings that keep their live value).
         mismatches: saved state that belongs to other objects than those here, a sentence for each, which begins with the
@@ -97,6 +98,7 @@ class Destination:
     checks: list[Callable[[], None]] = field(default_factory=list)
     finish: list[Callable[[], None]] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
+    kinds: set[str] = field(default_factory=set)
     recognized: set[TensorKey] = field(default_factory=set)
     notes: list[str] = field(default_factory=list)
     mismatches: list[str] = field(default_factory=list)

@@ -57,8 +57,8 @@ def loaded_class(module: str, name: str) -> type | None:
     return found if isinstance(found, type) else None
 
 
-def loaded_version(package: str) -> tuple[str, tuple[int, int]]:
-    """Return the version of an imported package, as it says it and as two numbers: (-1, -1) where it says none."""
+def loaded_version(package: str) -> tuple[str, tuple[int, ...]]:
+    """Return the version of an imported package, as it says it and as two or three numbers: (-1,) where it says none."""
     version = str(getattr(sys.modules.get(package), "__version__", "unknown"))
-    numbers = re.match(r"(\d+)\.(\d+)", version)
-    return version, (int(numbers[1]), int(numbers[2])) if numbers is not None else (-1, -1)
+    numbers = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", version)
+    return version, (-1,) if numbers is None else tuple(int(n) for n in numbers.groups() if n is not None)

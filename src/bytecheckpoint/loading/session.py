@@ -239,7 +239,8 @@ class _Attempt:
         """Refuse keys that no rank wants if the load is strict; return those keys."""
         opened = self._checkpoint
         url = opened.storage.url
-        unexpected = unexpected_keys(opened.catalog, self._call.states, decision.recognized)
+        kinds = {*self._call.states, *opened.destination.kinds}
+        unexpected = unexpected_keys(opened.catalog, kinds, decision.recognized)
         if unexpected and self._call.strict:
             raise IncompatibleCheckpointError(
                 f"{url} holds {listed(unexpected)}, which no rank wants; load with strict=False to ignore that"

@@ -24,10 +24,11 @@ from bytecheckpoint.frameworks.deepspeed.optimizers import (
     EngineOptimizer,
     capture_engine_optimizer,
     load_engine_optimizer,
+    steps_parts,
 )
 from bytecheckpoint.frameworks.deepspeed.partitions import Fragment
 from bytecheckpoint.frameworks.deepspeed.progress import EngineProgress
-from bytecheckpoint.frameworks.native import NativeFramework, Scan, describe_layout
+from bytecheckpoint.frameworks.native import NativeFramework, Scan
 from bytecheckpoint.representation.shards import LiveState
 
 __all__ = ["DeepSpeedFramework"]
@@ -41,7 +42,7 @@ class _ZeroScan(Scan):
 
 
 class DeepSpeedFramework(NativeFramework):
-    """Engines of DeepSpeed: ZeRO stages 0 to 3, pipelines, mixtures of experts.
+    """Engines of DeepSpeed: ZeRO stages 0 to 3, AutoTP, pipelines, mixtures of experts.
 
     Partitions are saved as boxes of the original parameters, from where they lie in memory: no state_dict, no gathering,
     no communication.
@@ -87,6 +88,7 @@ class DeepSpeedFramework(NativeFramework):
         before = dict(expanded)
         into = super().destination(expanded, saved, strict=strict, names=names)
         into.notes += notes
+        into.kinds = expanded.keys() - states.keys()
 
         def replace_values() -> None:
             # The load replaces plain values in the expanded mapping; the caller's mapping gets them too.
@@ -102,10 +104,11 @@ class DeepSpeedFramework(NativeFramework):
 
     def _scan(self, states: Mapping[str, object], names: UserNames | None) -> Scan:
         scan = super()._scan(states, names)
+        parts = {number: part for zero in scan.modules.values() for number, part in zero.parts.items()}
         optimizers = {
-            kind: EngineOptimizer(kind, value, scan.names)
+            kind: EngineOptimizer(kind, value, scan.names, parts)
             for kind, value in states.items()
-            if is_wrapped_optimizer(value)
+            if is_wrapped_optimizer(value) or steps_parts(kind, self._as_optimizers(kind, value), parts)
         }
         return _ZeroScan(scan.modules, scan.names, optimizers)
 
@@ -153,8 +156,7 @@ class DeepSpeedFramework(NativeFramework):
 
     def _layouts(self, kind: str, scan: Scan) -> Iterable[str]:
         modules: ZeroModules = scan.modules[kind]
-        yield from (describe_layout(tensor.value) for tensor in modules.whole.tensors)
-        yield from ("ZeRO-3" for _ in modules.partitioned)
+        return modules.layouts()
 
 
 def _refuse_flat_tensors(kind: str, optimizers: Sequence[Optimizer], scan: Scan) -> None:

@@ -6,7 +6,7 @@ Nothing here imports DeepSpeed: while its modules are not imported, no object of
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from bytecheckpoint.errors import UsageError
-from bytecheckpoint.frameworks.detection import loaded_class, loaded_version, nested_objects
+from bytecheckpoint.frameworks.detection import contains_module, loaded_class, loaded_version, nested_objects
 
 __all__ = [
     "check_engine",
@@ -26,9 +26,11 @@ __all__ = [
     "is_partitioned",
     "is_placeholder_optimizer",
     "is_wrapped_optimizer",
+    "split_layers",
 ]
 
-_SUPPORTED, _FIRST_UNSUPPORTED = (0, 19), (0, 20)
+# `make test-deepspeed-versions` tests each of them.
+_SUPPORTED = {(0, 19, 7): "0.19.7", (0, 19, 8): "0.19.8"}
 
 # (module, class), below "deepspeed."
 _ENGINES = (("runtime.engine", "DeepSpeedEngine"), ("runtime.pipe.engine", "PipelineEngine"))
@@ -40,6 +42,13 @@ _WRAPPERS = (
     ("runtime.fp16.unfused_optimizer", "FP16_UnfusedOptimizer"),
 )
 _PLACEHOLDERS = (("runtime.zero.parameter_offload", "DeepSpeedZeRoOffload"), ("runtime.utils", "DummyOptim"))
+# Layers of which a rank may hold a part, as the attributes of the layer say and those of its parameters do not.
+_SPLIT_LAYERS = (
+    ("module_inject.layers", "TensorParallel_Layer"),
+    ("module_inject.layers", "TensorParallelConv2d"),
+    ("module_inject.auto_ep_layer", "AutoEPMoELayer"),
+    ("moe.layer", "MoE"),
+)
 # Modules of optimizers whose state, or whose communication, is more than elements of the parameters.
 _NOT_ELEMENTWISE = ("deepspeed.runtime.fp16.onebit", "deepspeed.runtime.zero.muon")
 
@@ -82,7 +91,8 @@ def find_deepspeed(states: Mapping[str, object], *, partitioned_only: bool = Fal
 
     Args:
         states: the states of one save or load.
-        partitioned_only: look only for engines, their optimizers and partitioned parameters, not for DeepSpeed's modules.
+        partitioned_only: look only for engines, their optimizers, partitioned parameters and layers that are split over
+            ranks, not for other modules of DeepSpeed.
     """
     if "deepspeed" not in sys.modules:
         return ""
@@ -91,7 +101,9 @@ def find_deepspeed(states: Mapping[str, object], *, partitioned_only: bool = Fal
             if is_engine(item) or is_wrapped_optimizer(item):
                 return kind
             if isinstance(item, nn.Module) and (
-                any(map(is_partitioned, item.parameters())) or (not partitioned_only and _has_deepspeed_module(item))
+                any(map(is_partitioned, item.parameters()))
+                or next(split_layers(item), None) is not None
+                or (not partitioned_only and _has_deepspeed_module(item))
             ):
                 return kind
     return ""
@@ -101,19 +113,35 @@ def _has_deepspeed_module(module: nn.Module) -> bool:
     return any(type(inner).__module__.partition(".")[0] == "deepspeed" for inner in module.modules())
 
 
+def split_layers(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Iterate over the layers of DeepSpeed inside `root` of which this rank holds a part only, with their names.
+
+    They are those that AutoTP and AutoEP have put in the place of others, and mixtures of experts.
+    """
+    classes = tuple(found for place in _SPLIT_LAYERS if (found := imported(*place)) is not None)
+    if classes and contains_module(root, classes):
+        yield from ((n, m) for n, m in root.named_modules() if isinstance(m, classes) and _number_of_parts(m) > 1)
+
+
+def _number_of_parts(layer: Any) -> int:
+    """Return over how many ranks a layer is split."""
+    sizes = (getattr(layer, name, None) for name in ("tp_world_size", "world_size", "ep_size"))
+    return next((int(size) for size in sizes if size is not None), 1)
+
+
 def check_version() -> None:
     """Check that the imported DeepSpeed, if any, is a supported version.
 
     Raises:
-        UsageError: the version is older or newer.
+        UsageError: the version is not one of those that are tested.
     """
     if "deepspeed" not in sys.modules:
         return
     version, numbers = loaded_version("deepspeed")
-    if not _SUPPORTED <= numbers < _FIRST_UNSUPPORTED:
+    if numbers not in _SUPPORTED:
         raise UsageError(
             f"DeepSpeed {version} is not supported: its engines are read through attributes that change between versions, "
-            "and those of 0.19 are known (tested: 0.19.8); install one of that series"
+            f"and {' and '.join(_SUPPORTED.values())} are tested; install one of these"
         )
 
 
@@ -135,20 +163,19 @@ def check_engine(kind: str, engine: Any) -> None:
         )
     if engine.is_deepcompile_active():
         raise UsageError(f"{kind}: DeepCompile is active in this engine, which is not supported: switch it off")
-    for name, module in engine.module.named_modules():
-        if type(module).__name__ == "AutoEPMoELayer":
-            raise UsageError(f"{kind}: module {name!r} is split by AutoEP, which is not supported: use deepspeed.moe")
 
 
 def _refuse_model_parallel(kind: str, engine: Any) -> None:
-    size = engine.autotp_size()
-    for name in ("get_slice_parallel_world_size", "get_tensor_model_parallel_world_size"):
-        if size <= 1 and engine.mpu is not None and hasattr(engine.mpu, name):
-            size = getattr(engine.mpu, name)()
+    """Refuse tensor parallelism by the program's own grid; AutoTP's layers say how they are split."""
+    size = 1
+    if engine.mpu is not None and engine.autotp_size() <= 1:
+        for name in ("get_slice_parallel_world_size", "get_tensor_model_parallel_world_size"):
+            if size <= 1 and hasattr(engine.mpu, name):
+                size = getattr(engine.mpu, name)()
     if size > 1:
         raise UsageError(
-            f"{kind}: this engine is tensor-parallel over {size} ranks, and DeepSpeed does not say how the tensors are "
-            "split: not supported; use DTensor or Megatron-Core for tensor parallelism"
+            f"{kind}: this engine is tensor-parallel over {size} ranks of the program's mpu, which does not say how the "
+            "tensors are split: not supported; use AutoTP, DTensor or Megatron-Core for tensor parallelism"
         )
 
 
@@ -179,4 +206,5 @@ def check_optimizer(kind: str, wrapper: Any) -> None:
         raise UsageError(
             f"{kind}: tensors of {name} are put away (offload_states): call engine.reload_states() before saving or loading"
         )
-    assert isinstance(base, Optimizer)
+    if not isinstance(base, Optimizer):
+        raise UsageError(f"{kind}: {name} wraps a {type(base).__name__}, which is no optimizer of torch: not supported")

@@ -1,13 +1,13 @@
 """Capture and load the modules of an engine; a load fills weights and master weights together, so that they match.
 
-A parameter that ZeRO does not partition is an ordinary one. Stage 3 leaves its parameters empty: the module has their
-names, this rank's partitions have their elements. Any parameter may have a master weight, of which this rank holds a
-fragment.
+A parameter that neither ZeRO nor AutoTP splits is an ordinary one. Stage 3 leaves its parameters empty: the module has
+their names, this rank's partitions have their elements. Under AutoTP a parameter is this rank's part of it, and what ZeRO
+partitions is that part. Any parameter may have a master weight, of which this rank holds a fragment.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -28,6 +28,7 @@ from bytecheckpoint.frameworks.deepspeed.partitions import (
     masters_match_weights,
     weight_fragment,
 )
+from bytecheckpoint.frameworks.deepspeed.tensor_parallel import TensorPart, find_tensor_parts
 from bytecheckpoint.frameworks.modules import (
     ModuleScan,
     capture_modules,
@@ -35,6 +36,7 @@ from bytecheckpoint.frameworks.modules import (
     load_modules,
     scan_modules,
 )
+from bytecheckpoint.frameworks.native import describe_layout
 from bytecheckpoint.frameworks.optimizers.master_weights import choose_saved_weight
 from bytecheckpoint.frameworks.tensors.discovery import add_shards
 from bytecheckpoint.frameworks.tensors.dtypes import dtype_name
@@ -49,11 +51,12 @@ _EXACT_IN_FLOAT32 = frozenset({"float32", "bfloat16", "float16"})
 
 @dataclass(slots=True)
 class _Weight:
-    """One parameter, with all of its names."""
+    """One parameter, with all of its names, and this rank's part of it under AutoTP."""
 
     fqn: str
     aliases: tuple[str, ...]
     parameter: torch.Tensor
+    part: TensorPart | None
 
 
 @dataclass(slots=True)
@@ -62,28 +65,45 @@ class ZeroModules:
 
     Attributes:
         whole: what is whole on this rank: parameters of stages up to 2, buffers, extra states.
-        partitioned: the parameters that stage 3 partitions.
+        split: the parameters that stage 3 or AutoTP splits.
         modules: all modules of the kind.
         parameters: id of a parameter -> its name.
+        parts: id of a parameter -> this rank's part of it, for those that AutoTP splits.
     """
 
     whole: ModuleScan
-    partitioned: list[_Weight]
+    split: list[_Weight]
     modules: Sequence[nn.Module]
     parameters: dict[int, ParameterName]
+    parts: dict[int, TensorPart]
+
+    def layouts(self) -> Iterator[str]:
+        """Describe the layout of each tensor."""
+        yield from (describe_layout(tensor.value) for tensor in self.whole.tensors)
+        for weight in self.split:
+            cuts = [f"AutoTP (dim {weight.part.dim})"] if weight.part is not None else []
+            yield " ".join(cuts + ["ZeRO-3"] * is_zero3_param(weight.parameter))
 
 
 def scan_zero_modules(kind: str, modules: Sequence[nn.Module]) -> ZeroModules:
     """Find the names and tensors of `modules`.
 
     Raises:
-        UsageError: two modules use one FQN for different tensors.
+        UsageError: two modules use one FQN for different tensors; or AutoTP or AutoEP has split a
+            layer in a way that is not known.
     """
+    parts = find_tensor_parts(kind, modules)
     scan = scan_modules(kind, modules)
     number_experts(scan)
-    partitioned = [_Weight(t.fqn, t.aliases, t.value) for t in scan.tensors if is_zero3_param(t.value)]
-    whole = replace(scan, tensors=[t for t in scan.tensors if not is_zero3_param(t.value)])
-    return ZeroModules(whole, partitioned, modules, scan.parameters)
+    whole: list[Any] = []
+    split: list[_Weight] = []
+    for tensor in scan.tensors:
+        part = parts.get(id(tensor.value))
+        if part is None and not is_zero3_param(tensor.value):
+            whole.append(tensor)
+        else:
+            split.append(_Weight(tensor.fqn, tensor.aliases, tensor.value, part))
+    return ZeroModules(replace(scan, tensors=whole), split, modules, scan.parameters, parts)
 
 
 def capture_zero_modules(kind: str, scan: ZeroModules) -> LiveState:
@@ -94,20 +114,35 @@ def capture_zero_modules(kind: str, scan: ZeroModules) -> LiveState:
     """
     state = capture_modules(kind, scan.whole)
     ranges: list[FlatRange] = []
-    for weight in scan.partitioned:
+    for weight in scan.split:
         key = TensorKey(kind, weight.fqn)
-        ranges += _flat_ranges(key, weight, weight_fragment(str(key), weight.parameter))
+        if is_zero3_param(weight.parameter):
+            ranges += _flat_ranges(key, weight, weight_fragment(str(key), weight.parameter))
+        else:
+            state.shards += _shards(key, weight, weight.parameter)
     state.shards += flat_range_shards(ranges)
     return state
 
 
+def _shards(key: TensorKey, weight: _Weight, data: torch.Tensor) -> list[LiveShard]:
+    """Return the shards of `data`, a tensor of the parameter's shape, or of the shape of its part under AutoTP."""
+    if weight.part is not None:
+        return list(weight.part.shards(key, data, weight.aliases))
+    shards: list[LiveShard] = []
+    add_shards(shards, key, data, aliases=weight.aliases)
+    return shards
+
+
 def _flat_ranges(key: TensorKey, weight: _Weight, fragment: Fragment) -> list[FlatRange]:
     """Return the fragment as a flat range; none if it is empty and the parameter is not."""
-    shape = full_shape(weight.parameter)
+    part = weight.part
+    shape = full_shape(weight.parameter) if part is None else part.shape
     if not fragment.count and 0 not in shape:
         return []
     flat_range = FlatRange(key, shape, fragment.start, fragment.data, fragment.offset, fragment.count)
     flat_range.aliases, flat_range.requires_grad = weight.aliases, weight.parameter.requires_grad
+    if part is not None:
+        flat_range.box = part.box
     return [flat_range]
 
 
@@ -135,27 +170,41 @@ def load_zero_modules(
         UsageError: a partition is not in memory, or the parameter's link to its master weights is wrong; names it.
     """
     without_master: list[Any] = []
-    weights: list[tuple[_Weight, Fragment]] = []
+    weights: list[tuple[_Weight, Fragment | None]] = []
     for tensor in scan.whole.tensors:
-        master = masters.get(id(tensor.value))
-        if master is None:
-            master = master_fragment(tensor.value)
-            if master is not None and not masters_match_weights(tensor.value, master):
-                raise UsageError(
-                    f"{kind}/{tensor.fqn}: what this parameter leads to are not its master weights (gradients go round "
-                    "robin, or the weights were changed by hand): pass the engine instead of its module"
-                )
+        weight = _Weight(tensor.fqn, tensor.aliases, tensor.value, None)
+        master = _master_of(kind, weight, masters)
         if master is None:
             without_master.append(tensor)
         else:
-            weights.append((_Weight(tensor.fqn, tensor.aliases, tensor.value), master))
+            weights.append((weight, master))
+    weights += [(weight, _master_of(kind, weight, masters)) for weight in scan.split]
     load_modules(kind, replace(scan.whole, tensors=without_master), saved, into)
     load = _WeightLoad(kind, saved, into, master_kind)
     for weight, master in weights:
         load.add(weight, master)
-    for weight in scan.partitioned:
-        load.add(weight, master_fragment(weight.parameter))
     load.finish()
+
+
+def _master_of(kind: str, weight: _Weight, masters: Mapping[int, Fragment]) -> Fragment | None:
+    """Return this rank's master weights of a parameter; None: it has none.
+
+    Raises:
+        UsageError: the parameter's link to its master weights is wrong; names it.
+    """
+    parameter = weight.parameter
+    if is_zero3_param(parameter):
+        return master_fragment(parameter)
+    master = masters.get(id(parameter))
+    if master is not None:
+        return master
+    master = master_fragment(parameter)
+    if master is not None and not masters_match_weights(parameter, master):
+        raise UsageError(
+            f"{kind}/{weight.fqn}: what this parameter leads to are not its master weights (gradients go round "
+            "robin, or the weights were changed by hand): pass the engine instead of its module"
+        )
+    return master
 
 
 class _WeightLoad:
@@ -205,8 +254,7 @@ class _WeightLoad:
         self._ranges[converts] += _flat_ranges(source.key, weight, fragment)
 
     def _want_whole(self, weight: _Weight, source: SavedTensor, target: torch.Tensor, converts: bool) -> None:
-        shards: list[LiveShard] = []
-        add_shards(shards, source.key, target, aliases=weight.aliases)
+        shards = _shards(source.key, weight, target)
         for shard in shards:
             shard.converts = converts and source.dtype != shard.dtype
         self._into.wanted += shards

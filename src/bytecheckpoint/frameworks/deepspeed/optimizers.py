@@ -6,7 +6,7 @@ the ordinary code (see `optimizers/flat_tensors.py`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from bytecheckpoint.errors import UsageError
 from bytecheckpoint.frameworks.base import Destination, ParameterName, SavedStates
+from bytecheckpoint.frameworks.deepspeed.detection import is_wrapped_optimizer
 from bytecheckpoint.frameworks.deepspeed.partitions import (
     FlatPartition,
     Fragment,
@@ -24,16 +25,18 @@ from bytecheckpoint.frameworks.deepspeed.partitions import (
     is_pipeline_replica,
     link_hp_state,
 )
+from bytecheckpoint.frameworks.deepspeed.structure import check_masters, check_tiling
+from bytecheckpoint.frameworks.deepspeed.tensor_parallel import TensorPart
 from bytecheckpoint.frameworks.optimizers.flat_capture import capture_flat_tensors
 from bytecheckpoint.frameworks.optimizers.flat_restore import load_flat_tensors
 from bytecheckpoint.frameworks.optimizers.flat_tensors import ErrorAdvice, FlatOptimizerTensor
 from bytecheckpoint.frameworks.optimizers.master_weights import MASTER
-from bytecheckpoint.frameworks.optimizers.names import NOT_HYPERPARAMETERS, ParameterNames
+from bytecheckpoint.frameworks.optimizers.names import NOT_HYPERPARAMETERS, ParameterNames, as_optimizers
 from bytecheckpoint.frameworks.optimizers.view import optimizer_view, placeholder_parameter
 from bytecheckpoint.frameworks.tensors.flat_ranges import WHOLE_TENSOR, FlatRange, ParameterRange, flat_range_shards
 from bytecheckpoint.representation.shards import LiveState, TensorKey
 
-__all__ = ["EngineOptimizer", "capture_engine_optimizer", "load_engine_optimizer"]
+__all__ = ["EngineOptimizer", "capture_engine_optimizer", "load_engine_optimizer", "steps_parts"]
 
 _ADVICE = ErrorAdvice(
     framework="ZeRO",
@@ -73,43 +76,93 @@ class _ZeroTensor(FlatOptimizerTensor):
         return True
 
 
+class _SplitTensor(_ZeroTensor):
+    """One parameter that AutoTP splits, whose state the optimizer keeps in the shape of this rank's part.
+
+    State that follows the elements is shown as flat. `master`: the master weights, shown as state of their own; None: no.
+    """
+
+    master: torch.Tensor | None = None
+
+    def state(self) -> Mapping[Any, Any]:
+        """Return the live state, flat; reshape makes views of it."""
+        live = dict(_ZeroTensor.state(self))
+        if self.master is not None:
+            live[MASTER] = self.master
+        shape = self.tensor.shape
+        return {k: v.reshape(-1) if isinstance(v, torch.Tensor) and v.shape == shape else v for k, v in live.items()}
+
+    def install(self, state: Mapping[Any, Any]) -> None:
+        """Replace the live state by `state`, in the shape of the part."""
+        flat, shape = self.local_shape, self.tensor.shape
+        fits = {k: v.view(shape) if isinstance(v, torch.Tensor) and v.shape == flat else v for k, v in state.items()}
+        _ZeroTensor.install(self, fits)
+
+
+def steps_parts(kind: str, optimizers: Sequence[Any] | None, parts: Mapping[int, TensorPart]) -> bool:
+    """Return whether `optimizers` are one torch optimizer of parameters that AutoTP splits.
+
+    Raises:
+        UsageError: they are several.
+    """
+    if not parts or not optimizers:
+        return False
+    found = any(id(p) in parts for o in optimizers for group in o.param_groups for p in group["params"])
+    if found and len(optimizers) > 1:
+        raise UsageError(f"{kind}: several optimizers of parameters that AutoTP splits: give each a name of its own")
+    return found
+
+
 class EngineOptimizer:
     """An engine's optimizer, with this rank's fragments of its parameters.
 
     Args:
         kind: name of the state.
-        wrapper: the engine's optimizer.
+        value: the engine's optimizer: DeepSpeed's; or torch's own, or a list of one, of an engine without ZeRO.
         names: names of all parameters in the states.
+        parts: id of a parameter -> this rank's part of it, for those that AutoTP splits.
 
     Attributes:
-        wrapper: the engine's optimizer.
-        base: the optimizer that it wraps.
-        partitions: the flat tensors; empty where each parameter has a master weight of its own.
+        wrapper: DeepSpeed's optimizer; else None.
+        base: the optimizer that it wraps, or torch's own.
+        partitions: the flat tensors; empty where the optimizer has a tensor for each parameter.
         masters: id of a parameter -> this rank's master weights of it.
 
     Raises:
-        UsageError: the optimizer has a parameter that is in no module of the states.
+        UsageError: the optimizer has a parameter that is in no module of the states, or is built as no known version.
     """
 
-    def __init__(self, kind: str, wrapper: Any, names: ParameterNames) -> None:
+    def __init__(self, kind: str, value: Any, names: ParameterNames, parts: Mapping[int, TensorPart]) -> None:
         self.kind = kind
-        self.wrapper = wrapper
-        self.base: Optimizer = wrapper.optimizer
+        self.wrapper: Any = value if is_wrapped_optimizer(value) else None
+        plain = as_optimizers(kind, value)
+        self.base: Optimizer = value.optimizer if plain is None else plain[0]
         self.names = names
+        self.parts = parts
         self.masters: dict[int, Fragment] = {}
         self.partitions: list[FlatPartition] = []
+        wrapper = self.wrapper
+        if wrapper is None:
+            return
         if has_unfused_masters(wrapper):
-            for weight, master in self._unfused_pairs():
+            for weight, master in self._weights_and_masters():
                 self._name_of(weight)
                 self.masters[id(weight)] = Fragment(master.detach(), 0, 0, master.numel())
             return
-        self.partitions = flat_partitions(wrapper)
+        try:
+            self.partitions = flat_partitions(kind, wrapper)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise UsageError(
+                f"{kind}: {type(wrapper).__name__} is not built as in the versions of DeepSpeed that are supported "
+                f"({type(error).__name__}: {error})"
+            ) from error
+        check_tiling(kind, wrapper, self.partitions)
         for partition in self.partitions:
             for parameter, fragment in partition.fragments:
                 self._name_of(parameter)
                 self.masters[id(parameter)] = replace(fragment, data=fragment.data.detach())
 
-    def _unfused_pairs(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def _weights_and_masters(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield (parameter, its master weight), where each parameter has its own."""
         for weights, masters in zip(self.wrapper.fp16_groups, self.wrapper.fp32_groups, strict=True):
             yield from zip(weights, masters, strict=True)
@@ -118,23 +171,25 @@ class EngineOptimizer:
         found = self.names.by_id.get(id(parameter))
         if found is None:
             raise UsageError(
-                f"{self.kind}: {type(self.wrapper).__name__} has a parameter of shape {full_shape(parameter)} that is in"
-                " none of the modules in the states: put the engine, or its module, beside its optimizer"
+                f"{self.kind}: {type(self.wrapper or self.base).__name__} has a parameter of shape "
+                f"{full_shape(parameter)} that is in none of the modules in the states: put the engine, or its module, "
+                "beside its optimizer"
             )
         return found
 
     def parameter_range(self, parameter: torch.Tensor, fragment: Fragment) -> ParameterRange:
         """Describe this rank's elements of one parameter in a flat tensor."""
         fqn, aliases = self._name_of(parameter)
+        part = self.parts.get(id(parameter))
         return ParameterRange(
             fqn=fqn,
             aliases=list(aliases),
-            shape=full_shape(parameter),
+            shape=full_shape(parameter) if part is None else part.shape,
             start=fragment.start,
             offset=fragment.offset,
             count=fragment.count,
             owned=fragment.count > 0 and not is_pipeline_replica(parameter),
-            box=WHOLE_TENSOR,
+            box=WHOLE_TENSOR if part is None else part.box,
             requires_grad=parameter.requires_grad,
         )
 
@@ -146,11 +201,12 @@ class EngineOptimizer:
                 master weights are not state of a plain optimizer.
         """
         base_type = type(self.base).__name__
-        view = optimizer_view(f"{type(self.wrapper).__name__}({base_type})" if saves else base_type)
+        wraps = saves and self.wrapper is not None
+        view = optimizer_view(f"{type(self.wrapper).__name__}({base_type})" if wraps else base_type)
         for group in self.base.param_groups:
             view.param_groups.append({**_hyperparameters(group), "params": []})
         if not self.partitions:
-            return view, self._fill_unfused_view(view, saves=saves), []
+            return self._tensor_by_tensor(view, saves=saves)
         by_id: dict[int, ParameterName] = {}
         flat_tensors: list[FlatOptimizerTensor] = []
         for number, partition in enumerate(self.partitions):
@@ -174,24 +230,55 @@ class EngineOptimizer:
             flat_tensors.append(flat_tensor)
         return view, ParameterNames(by_id), flat_tensors
 
-    def _fill_unfused_view(self, view: Optimizer, *, saves: bool) -> ParameterNames:
-        """Fill a view whose parameters are the master weights themselves; return their names."""
+    def _tensor_by_tensor(
+        self, view: Optimizer, *, saves: bool
+    ) -> tuple[Optimizer, ParameterNames, list[FlatOptimizerTensor]]:
+        """Fill a view of an optimizer that has a tensor for each parameter: its master weight, or itself."""
+        has_masters = self.wrapper is not None
+        weights = {id(master): weight for weight, master in self._weights_and_masters()} if has_masters else {}
+        by_id: dict[int, ParameterName] = {}
+        flat_tensors: list[FlatOptimizerTensor] = []
+        state: dict[Any, Any] = {k: v for k, v in self.base.state.items() if not isinstance(k, torch.Tensor)}
         for own, group in zip(self.base.param_groups, view.param_groups, strict=True):
-            group["params"] = list(own["params"])
-        view.state = self.base.state
-        if saves:
-            state: Any = {
-                master: {**self.base.state.get(master, {}), MASTER: master.detach()}
-                for _, master in self._unfused_pairs()
-            }
-            view.state = state
-        return ParameterNames({id(master): self._name_of(weight) for weight, master in self._unfused_pairs()})
+            for tensor in own["params"]:
+                weight = weights.get(id(tensor), tensor)
+                parameter = tensor
+                if id(weight) in self.parts:
+                    flat_tensors.append(self._split_tensor(view, weight, tensor, has_master=saves and has_masters))
+                    (parameter,) = flat_tensors[-1].placeholders
+                else:
+                    master = {MASTER: tensor.detach()} if has_masters else {}
+                    state[tensor] = {**self.base.state.get(tensor, {}), **master}
+                group["params"].append(parameter)
+                by_id[id(parameter)] = self._name_of(weight)
+        view.state = state if saves else self.base.state  # type: ignore[assignment]
+        return view, ParameterNames(by_id), flat_tensors
+
+    def _split_tensor(
+        self, view: Optimizer, weight: torch.Tensor, tensor: torch.Tensor, *, has_master: bool
+    ) -> FlatOptimizerTensor:
+        count = tensor.numel()
+        original = self.parameter_range(weight, Fragment(tensor.detach(), 0, 0, count))
+        found = _SplitTensor(
+            optimizer=self.base,
+            view=view,
+            tensor=tensor,
+            ranges=[original],
+            joined=False,
+            local_shape=(count,),
+            description=f"the part of {original.fqn}",
+            advice=_ADVICE,
+        )
+        found.master = tensor.detach() if has_master else None
+        found.placeholders.append(placeholder_parameter(original.shape, tensor, requires_grad=original.requires_grad))
+        return found
 
     def write_back(self, view: Optimizer) -> None:
         """Copy the view's hyperparameters into the live optimizer, after its state was installed."""
         for own, group in zip(self.base.param_groups, view.param_groups, strict=True):
             own.update(_hyperparameters(group))
-        link_hp_state(self.wrapper, self.partitions)
+        if self.wrapper is not None:
+            link_hp_state(self.wrapper, self.partitions)
 
 
 def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -204,8 +291,11 @@ def capture_engine_optimizer(optimizer: EngineOptimizer) -> LiveState:
     """Describe the shards and values of an engine's optimizer.
 
     Raises:
-        UsageError: state is neither one value per element nor one value; names it.
+        UsageError: state is neither one value per element nor one value; names it. Or master weights do not round to the
+            weights.
     """
+    if optimizer.partitions:
+        check_masters(optimizer.kind, optimizer.wrapper, optimizer.partitions)
     view, names, flat_tensors = optimizer.view(saves=True)
     state = capture_flat_tensors(optimizer.kind, [view], names, flat_tensors)
     masters: list[FlatRange] = []

@@ -78,7 +78,7 @@ def is_zero3_param(parameter: torch.Tensor) -> bool:
 
 
 def full_shape(parameter: torch.Tensor) -> tuple[int, ...]:
-    """Return the shape of the whole parameter."""
+    """Return the shape of the parameter before ZeRO cuts it; under AutoTP, of this rank's part of it."""
     shape: Any = parameter.ds_shape if is_zero3_param(parameter) else parameter.shape  # type: ignore[attr-defined]
     return tuple(shape)
 
@@ -167,11 +167,15 @@ def has_unfused_masters(wrapper: Any) -> bool:
     return unfused is not None and isinstance(wrapper, unfused)
 
 
-def flat_partitions(wrapper: Any) -> list[FlatPartition]:
-    """Find the flat tensors that the optimizer inside `wrapper` steps on this rank."""
+def flat_partitions(kind: str, wrapper: Any) -> list[FlatPartition]:
+    """Find the flat tensors that the optimizer inside `wrapper` steps on this rank.
+
+    Raises:
+        UsageError: `wrapper` has not the tables of a known class.
+    """
     base: Optimizer = wrapper.optimizer
     if hasattr(wrapper, "fp32_partitioned_groups_flat"):
-        return list(_sub_groups(wrapper))
+        return list(_sub_groups(kind, wrapper))
     groups: Sequence[Sequence[torch.Tensor]]
     flats: Sequence[torch.Tensor]
     process_groups: Sequence[Any] | None = None  # the ranks that share each group; None: it is whole on every rank
@@ -187,13 +191,15 @@ def flat_partitions(wrapper: Any) -> list[FlatPartition]:
     elif hasattr(wrapper, "fp32_groups_flat_partition"):
         groups, flats = wrapper.bf16_groups, wrapper.fp32_groups_flat_partition
         process_groups = wrapper.real_dp_process_group
-    else:
+    elif hasattr(wrapper, "fp32_groups_flat"):
         groups, flats = wrapper.fp16_groups, wrapper.fp32_groups_flat
+    else:
+        raise UsageError(f"{kind}: {type(wrapper).__name__} has no flat tensors that this package knows: not supported")
     return [
         FlatPartition(
             flat,
             base,
-            _param_group_index(base, flat),
+            _param_group_index(kind, base, flat),
             _fragments(
                 flat,
                 group,
@@ -244,7 +250,7 @@ def link_hp_state(wrapper: Any, partitions: Sequence[FlatPartition]) -> None:
             wrapper._lazy_init_hp_params_optimizer_state()
 
 
-def _sub_groups(wrapper: Any) -> Iterator[FlatPartition]:
+def _sub_groups(kind: str, wrapper: Any) -> Iterator[FlatPartition]:
     """Yield the partitions of stage 3, one per sub-group."""
     devices = getattr(wrapper, "subgroup_to_device", {})
     for number, (flat, group) in enumerate(zip(wrapper.fp32_partitioned_groups_flat, wrapper.fp16_groups, strict=True)):
@@ -254,10 +260,21 @@ def _sub_groups(wrapper: Any) -> Iterator[FlatPartition]:
             start, _, count = _zero3_range(parameter, size)
             fragments.append((parameter, Fragment(flat, start, offset if count else 0, count)))
             offset += size
+        if offset != flat.numel():
+            raise UsageError(
+                f"{kind}: sub-group {number} of ZeRO-3 has {flat.numel()} elements, and the partitions of its parameters "
+                f"have {offset}: not supported (DeepSpeed joins them in another way than the known versions)"
+            )
         # With partial offload a share of the sub-groups stays on the accelerator, stepped by torch's AdamW.
         optimizer = wrapper.optimizer if devices.get(number, "cpu") == "cpu" else wrapper.backup_optimizer
         yield FlatPartition(flat, optimizer, int(wrapper.sub_group_to_group_id[number]), fragments)
 
 
-def _param_group_index(base: Optimizer, flat: torch.Tensor) -> int:
-    return next(i for i, group in enumerate(base.param_groups) if any(p is flat for p in group["params"]))
+def _param_group_index(kind: str, base: Optimizer, flat: torch.Tensor) -> int:
+    found = [i for i, group in enumerate(base.param_groups) if any(p is flat for p in group["params"])]
+    if len(found) != 1:
+        raise UsageError(
+            f"{kind}: a flat tensor of {flat.numel()} elements is in {len(found)} param groups of {type(base).__name__}, "
+            "instead of one: not supported (the optimizer's groups were changed, or DeepSpeed steps another tensor)"
+        )
+    return found[0]

@@ -8,8 +8,10 @@ views. ByteCheckpoint, section 3.2 ("irregular tensor sharding") and section 4.4
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from math import prod
 from typing import NamedTuple
 
 import numpy as np
@@ -23,7 +25,7 @@ from bytecheckpoint.representation.boxes import Int64s
 from bytecheckpoint.representation.decompose import flat_ranges_to_boxes
 from bytecheckpoint.representation.shards import LiveShard, TensorKey
 
-__all__ = ["WHOLE_TENSOR", "FlatRange", "FlattenedBox", "ParameterRange", "flat_range_shards"]
+__all__ = ["WHOLE_TENSOR", "FlatRange", "FlattenedBox", "JoinedBoxes", "ParameterRange", "flat_range_shards"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,17 @@ WHOLE_TENSOR = FlattenedBox()
 """The whole tensor in row-major order: the default of flat ranges, compared by identity."""
 
 
+@dataclass(frozen=True, slots=True)
+class JoinedBoxes:
+    """Boxes of a tensor that were flattened one behind the other (the parts of a fused projection).
+
+    Attributes:
+        boxes: the boxes, in the order of their elements; each gives its offsets and lengths.
+    """
+
+    boxes: tuple[FlattenedBox, ...]
+
+
 @dataclass(slots=True)
 class FlatRange:
     """Consecutive elements of one flattened tensor, as this rank holds them right now.
@@ -58,7 +71,7 @@ class FlatRange:
         data: the live memory of the elements: 1-D, any stride, any device. Many flat ranges may share one buffer.
         offset: place of the first element in `data`.
         count: number of elements; -1: up to the end of `data`.
-        box: the box that was flattened.
+        box: the box that was flattened, or the boxes.
         aliases: further FQNs of the tensor.
         requires_grad: as the whole tensor has it.
     """
@@ -69,7 +82,7 @@ class FlatRange:
     data: torch.Tensor
     offset: int = 0
     count: int = -1
-    box: FlattenedBox = WHOLE_TENSOR
+    box: FlattenedBox | JoinedBoxes = WHOLE_TENSOR
     aliases: tuple[str, ...] = ()
     requires_grad: bool = False
 
@@ -86,7 +99,7 @@ class ParameterRange:
         offset: place of that element in the flat tensor.
         count: number of elements on this rank.
         owned: whether this rank saves the elements.
-        box: the box that was flattened: a transposed parameter, a tensor-parallel part.
+        box: the box that was flattened, or the boxes: a transposed parameter, a tensor-parallel part.
         requires_grad: whether the parameter is trained.
     """
 
@@ -97,7 +110,7 @@ class ParameterRange:
     offset: int
     count: int
     owned: bool
-    box: FlattenedBox
+    box: FlattenedBox | JoinedBoxes
     requires_grad: bool
 
     @property
@@ -133,6 +146,8 @@ def flat_range_shards(ranges: Sequence[FlatRange]) -> list[LiveShard]:
         UsageError: the memory of a range is not a plain 1-D tensor, or the range reaches beyond its memory or its box;
             names the key.
     """
+    if any(type(flat.box) is JoinedBoxes for flat in ranges):
+        ranges = list(chain.from_iterable(map(_by_box, ranges)))
     if not ranges:
         return []
     buffers = _buffers(ranges)
@@ -154,6 +169,7 @@ def flat_range_shards(ranges: Sequence[FlatRange]) -> list[LiveShard]:
     ):
         flat, buffer = ranges[source], buffers[source]
         if flat.box is not WHOLE_TENSOR:
+            assert isinstance(flat.box, FlattenedBox)
             offsets, lengths, steps = _in_tensor(flat.box, offsets, lengths, steps)
         data = buffer.data.as_strided(lengths, steps, place)
         out.append(_shard(flat, buffer, offsets, lengths, data))
@@ -162,6 +178,23 @@ def flat_range_shards(ranges: Sequence[FlatRange]) -> list[LiveShard]:
         if 0 in shape:
             out.append(_shard(ranges[row], buffers[row], (0,) * len(shape), shape, buffers[row].data.new_empty(shape)))
     return out
+
+
+def _by_box(flat: FlatRange) -> Iterator[FlatRange]:
+    """Cut a range of joined boxes into one range for each box."""
+    if not isinstance(flat.box, JoinedBoxes):
+        yield flat
+        return
+    first, size = 0, flat.data.numel() - flat.offset
+    last = flat.start + (size if flat.count < 0 else flat.count)
+    for box in flat.box.boxes:
+        end = first + prod(box.lengths or ())
+        low, high = max(first, flat.start), min(end, last)
+        if low < high:
+            yield replace(flat, start=low - first, offset=flat.offset + low - flat.start, count=high - low, box=box)
+        first = end
+    if flat.start < 0 or last > first:
+        raise UsageError(f"{flat.key}: elements {flat.start} to {last} do not lie in the {first} of {flat.box}")
 
 
 def _range_columns(
@@ -249,6 +282,7 @@ def _shapes_in_memory_order(ranges: Sequence[FlatRange]) -> Int64s:
 
 def _in_memory_order(flat: FlatRange) -> tuple[int, ...]:
     shape, box = flat.global_shape, flat.box
+    assert isinstance(box, FlattenedBox)
     lengths = shape if box.lengths is None else box.lengths
     origin = box.offsets or (0,) * len(shape)
     order = box.order or tuple(range(len(shape)))
