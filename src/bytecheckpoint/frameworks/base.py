@@ -88,6 +88,8 @@ class Destination:
         missing: names that the live objects hold and the checkpoint lacks, as `bytecheckpoint.open` spells them.
         recognized: every saved key that this rank loads or knowingly skips. Keys that no rank recognizes are unexpected.
         notes: remarks for the user (parameters left without state, settings that keep their live value).
+        left_out: key of a tensor -> what the load leaves out of it, since the live one is smaller: "36 of the 132 rows of
+            model/w".
     """
 
     wanted: list[LiveShard] = field(default_factory=list)
@@ -96,6 +98,7 @@ class Destination:
     missing: list[str] = field(default_factory=list)
     recognized: set[TensorKey] = field(default_factory=set)
     notes: list[str] = field(default_factory=list)
+    left_out: dict[TensorKey, str] = field(default_factory=dict)
 
     def check(self) -> None:
         """Check that the loaded values can be installed. A failure on one rank keeps all ranks from installing.

@@ -24,6 +24,7 @@ def plain(values: Values) -> tuple[Gpt, torch.optim.Optimizer]:
 
 
 def step(model: Gpt, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
     inputs, targets = batch(0)
     loss_of(model(inputs).float(), targets).backward()
     optimizer.step()

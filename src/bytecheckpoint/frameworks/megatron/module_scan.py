@@ -49,6 +49,8 @@ class MegatronModuleScan:
         values: name -> extra state.
         computed: id of a layout -> its entry, for tensors that `sharded_state_dict()` computed.
         layout_by_id: id of a parameter or buffer -> its layout.
+        stepped_ranges: id of a parameter under Megatron's DistributedDataParallel -> (first, count) of the elements that
+            this rank's distributed optimizer steps.
         current_ranges: id of a parameter whose all-gather waits for the next forward pass (overlap_param_gather) ->
             (first, count) of the elements that are up to date on this rank.
         pending_gathers: handles of all-gathers of parameters that have started and are not complete.
@@ -58,6 +60,7 @@ class MegatronModuleScan:
     values: dict[str, StateDictEntry] = field(default_factory=dict)
     computed: dict[int, StateDictEntry] = field(default_factory=dict)
     layout_by_id: dict[int, ParameterLayout] = field(default_factory=dict)
+    stepped_ranges: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
     current_ranges: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
     pending_gathers: list[Any] = field(default_factory=list)
 
@@ -138,14 +141,17 @@ def _scan_chunk(kind: str, scan: MegatronModuleScan, model: Any, wrappers: Seque
         scan.layouts.append(layout)
     _add_empty_values(scan, model, entries)
     for wrapper in wrappers:
+        ranges = _stepped_ranges(wrapper) if hasattr(wrapper, "expert_parallel_buffers") else {}
+        scan.stepped_ranges.update(ranges)
         if getattr(wrapper, "remove_forward_pre_hook_handles", None):
-            _add_current_ranges(scan, wrapper)
+            scan.current_ranges.update(ranges)
             groups = (*wrapper.bucket_groups, *wrapper.expert_parallel_bucket_groups)
             scan.pending_gathers += [g.param_gather_handle for g in groups if g.param_gather_handle is not None]
 
 
-def _add_current_ranges(scan: MegatronModuleScan, wrapper: Any) -> None:
-    """Record what this rank's distributed optimizer steps: an equal share of each bucket."""
+def _stepped_ranges(wrapper: Any) -> dict[int, list[tuple[int, int]]]:
+    """Return what this rank's distributed optimizer steps: an equal share of each bucket."""
+    found: dict[int, list[tuple[int, int]]] = {}
     for buffer in (*wrapper.buffers, *wrapper.expert_parallel_buffers):
         rank, size = buffer.data_parallel_group.rank(), buffer.data_parallel_group.size()
         for parameter, (start, end, bucket_number) in buffer.param_index_map.items():
@@ -153,9 +159,10 @@ def _add_current_ranges(scan: MegatronModuleScan, wrapper: Any) -> None:
             share = bucket.grad_data.numel() // size
             low = max(start, bucket.offset + rank * share)
             count = min(end, bucket.offset + (rank + 1) * share) - low
-            ranges = scan.current_ranges.setdefault(id(parameter), [])
+            ranges = found.setdefault(id(parameter), [])
             if count > 0:
                 ranges.append((low - start, count))
+    return found
 
 
 def _layout_of(kind: str, state_key: str, entry: Any) -> ParameterLayout:

@@ -11,21 +11,16 @@ from torch.optim import Optimizer
 
 from bytecheckpoint.errors import IncompatibleCheckpointError
 from bytecheckpoint.frameworks.base import Destination, SavedStates, SavedTensor
-from bytecheckpoint.frameworks.megatron.layouts import (
-    ParameterLayout,
-    ShardCollector,
-    TensorBox,
-    clip_to_saved_shape,
-)
+from bytecheckpoint.frameworks.megatron.layouts import ParameterLayout, TensorBox
 from bytecheckpoint.frameworks.megatron.optimizers import MegatronOptimizerView, ViewParam
+from bytecheckpoint.frameworks.megatron.requests import BoxRequests
 from bytecheckpoint.frameworks.optimizers.master_weights import MASTER
 from bytecheckpoint.frameworks.optimizers.names import ParameterNames
 from bytecheckpoint.frameworks.optimizers.restore import ParameterRestore, load_optimizers
 from bytecheckpoint.frameworks.optimizers.saved_trees import SavedTrees
-from bytecheckpoint.frameworks.optimizers.state_dtypes import SINGLE_VALUE_SLOTS, mark_exact_conversions
+from bytecheckpoint.frameworks.optimizers.state_dtypes import SINGLE_VALUE_SLOTS
 from bytecheckpoint.frameworks.optimizers.state_memory import allocate_state, request_state
 from bytecheckpoint.frameworks.tensors.allocation import is_writable
-from bytecheckpoint.representation.shards import TensorKey
 
 __all__ = ["load_megatron_optimizers"]
 
@@ -65,16 +60,13 @@ def load_megatron_optimizers(
     ) -> ParameterRestore:
         param = params[id(parameter)]
         model_kind = model_kinds[id(param.main.model_param)]
-        loads.append(_ParamLoad(kind, param, optimizer, name, on_device, model_kind, collector, dtypes))
+        loads.append(_ParamLoad(kind, param, optimizer, name, on_device, model_kind, requests))
         return loads[-1]
 
     loads: list[_ParamLoad] = []
-    collector = ShardCollector()
-    dtypes: dict[TensorKey, str] = {}  # of the saved tensors that the collector's shards are loaded from
+    requests = BoxRequests(into)
     load_optimizers(kind, [view.optimizer], view.names, saved, into, strict=strict, restorer=restorer)
-    for shard in (shards := collector.shards()):
-        mark_exact_conversions([shard], dtypes[shard.key])
-    into.wanted += shards
+    requests.finish()
     into.finish.insert(0, partial(_check_group_steps, kind, loads))
     into.finish.append(view.write_back)
 
@@ -109,18 +101,16 @@ class _ParamLoad:
         name: tuple[str, tuple[str, ...]],
         on_device: bool,
         model_kind: str,
-        collector: ShardCollector,
-        dtypes: dict[TensorKey, str],
+        requests: BoxRequests,
     ) -> None:
         self._kind = kind
         self._optimizer = optimizer
-        self._dtypes = dtypes
         self._layout = param.layout
         self.main = param.main
         self._names = (name[0], *name[1])
         self._on_device = on_device
         self._model_kind = model_kind
-        self._collector = collector
+        self._requests = requests
         self._memory: dict[str, torch.Tensor] = {}  # slot -> elementwise state
         self._scalars: dict[str, torch.Tensor] = {}  # slot -> one-element tensor
         self._values: dict[Any, Any] = {}
@@ -145,7 +135,7 @@ class _ParamLoad:
                 weight = saved.find(self._model_kind, box.names)
                 if weight is not None:
                     # The checkpoint has no master weights: the model's own weights are exact.
-                    self._want(weight, box, self.main.tensor.detach(), into)
+                    self._requests.add(box, weight, self.main.tensor.detach(), self.main.start)
         for slot, filled_boxes in filled.items():
             into.missing += [str(b.key(kind, slot)) for b in boxes if b not in filled_boxes and slot != MASTER]
         self._values = trees.values_of(self._names[0], self._names[1:])
@@ -168,7 +158,7 @@ class _ParamLoad:
         if is_elementwise and slot not in SINGLE_VALUE_SLOTS:
             if box not in filled.setdefault(slot, []):
                 filled[slot].append(box)
-                self._want(found, box, self._target(found, slot, box, trees), into)
+                self._requests.add(box, found, self._target(found, slot, box, trees), self.main.start)
         elif shape.count(1) != len(shape):
             raise self._incompatible(found, f"has shape {shape}")
         elif slot not in self._scalars:
@@ -177,17 +167,6 @@ class _ParamLoad:
             target = allocate_state(found, tensor, dtype, on_device=self._on_device)
             self._scalars[slot] = target
             request_state(into, found, target)
-
-    def _want(self, found: SavedTensor, box: TensorBox, target: torch.Tensor, into: Destination) -> None:
-        if found.global_shape == box.global_shape or not box.resizable:
-            self._collector.add(box, found.key, target, self.main.start)
-            self._dtypes[found.key] = found.dtype
-            return
-        collector = ShardCollector()
-        collector.add(box, found.key, target, self.main.start)
-        shards = clip_to_saved_shape(collector.shards(), found.global_shape)
-        mark_exact_conversions(shards, found.dtype)
-        into.wanted += shards
 
     def _choose_dtype(self, found: SavedTensor, trees: SavedTrees, live: object) -> torch.dtype:
         shape = tuple(self._layout.tensor.shape)
