@@ -14,7 +14,7 @@ WORKERS ?= $(shell cores=$$(nproc); echo $$((cores < 8 ? cores + 1 : 8)))
 PYTEST := $(PY) -m pytest -n $(WORKERS)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv lint types imports format check test test-all servers test-servers test-servers-all test-oldest test-frameworks test-frameworks-short test-deepspeed-versions test-frameworks-servers soak demo demo-short bench bench-short bench-storage bench-storage-short bench-frameworks docs lock clean
+.PHONY: help venv lint types imports format check test test-all servers test-servers test-servers-all test-oldest test-frameworks test-frameworks-short test-deepspeed-versions test-megatron-versions test-frameworks-servers soak demo demo-short bench bench-short bench-storage bench-storage-short bench-frameworks docs lock clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */\1\t/' | awk -F'\t' '{printf "  %-21s %s\n", $$1, $$2}'
@@ -97,6 +97,17 @@ test-deepspeed-versions: ## engines and AutoTP with every other version of DeepS
 		PYTHONPATH=$$folder BYTECHECKPOINT_DEEPSPEED=$$version $(WITH_FRAMEWORKS) -m pytest \
 			tests/frameworks/deepspeed/test_versions.py tests/frameworks/deepspeed/test_tensor_parallel.py \
 			tests/frameworks/deepspeed/test_states.py -k "version or every_way or every_layout" || exit 1; \
+	done
+
+# Older versions of Megatron-Core lie beside the newest, in folders that come first on the path.
+test-megatron-versions: ## Megatron-Core 0.16, 0.17 and 0.18: element by element through every layout (.venv-frameworks)
+	$(call frameworks,)
+	set -e; for version in 0.16.1 0.17.1 0.18.0; do \
+		folder=$(FRAMEWORKS)/megatron-$$version; \
+		$(UV) pip install --quiet --python $(FRAMEWORKS)/bin/python --no-deps --target "$$folder" "megatron-core==$$version"; \
+		PYTHONPATH=$$folder $(WITH_FRAMEWORKS) -c "import megatron.core as m; assert m.__version__ == '$$version', m"; \
+		PYTHONPATH=$$folder $(WITH_FRAMEWORKS) -m pytest tests/frameworks/megatron/test_layouts.py \
+			tests/frameworks/megatron/test_structure.py tests/frameworks/megatron/test_edges.py -k "coordinates or structures or alone"; \
 	done
 
 test-frameworks-servers: ## real frameworks on real HDFS and S3, with the example of the paper's Figure 6 (.venv-frameworks)

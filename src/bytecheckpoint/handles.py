@@ -83,7 +83,8 @@ class LoadReport:
         plan_cached: always False; loads are planned each time.
         missing: what the program wants and the checkpoint lacks (only with strict=False).
         unexpected: what the checkpoint holds and no rank wants (only with strict=False).
-        cast: keys of tensors that were converted to the destination's dtype (only with cast=True).
+        cast: keys of tensors that were converted to the destination's dtype. Without cast=True, only optimizer state that
+            its optimizer holds in higher precision than it was saved in.
         notes: further facts for a person, e.g. values that came from rank 0 because this rank has no copy of its own.
     """
 

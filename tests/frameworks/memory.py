@@ -109,21 +109,28 @@ class MemoryCheckpoint:
         tensor = self.content.get((self._source_rank(), key))
         return None if tensor is None else SavedTensor(key, str(tensor.dtype)[6:], tuple(tensor.shape))
 
-    def fill(self, destination: Destination) -> None:
+    def fill(self, destination: Destination, *, cast: bool = False) -> None:
         for shard in destination.wanted:
             source = self.content.get((self._source_rank(), shard.key)) if shard.by_content else None
             if source is None:
                 source = self.whole[shard.key]
             fits = tuple(source.shape) == shard.global_shape
-            fits &= source.dtype == shard.data.dtype or shard.converts
+            fits &= source.dtype == shard.data.dtype or shard.converts or cast
             if not fits:
                 raise IncompatibleCheckpointError(f"{shard.key} does not fit")
             box = tuple(slice(o, o + n) for o, n in zip(shard.offsets, shard.lengths, strict=True))
             shard.data.copy_(source[box])
 
-    def load(self, states: MutableMapping[str, Any], framework: Framework | None = None, **options: Any) -> Destination:
+    def load(
+        self,
+        states: MutableMapping[str, Any],
+        framework: Framework | None = None,
+        *,
+        cast: bool = False,
+        **options: Any,
+    ) -> Destination:
         destination = (framework or NativeFramework()).destination(states, self, **options)
-        self.fill(destination)
+        self.fill(destination, cast=cast)
         destination.apply()
         return destination
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from bytecheckpoint.errors import IncompatibleCheckpointError
 from bytecheckpoint.frameworks.native import NativeFramework
 from bytecheckpoint.frameworks.optimizers.capture import capture_optimizers
 from bytecheckpoint.frameworks.optimizers.master_weights import MASTER, optimizer_kind
@@ -65,11 +66,25 @@ def test_a_full_precision_model_loads_the_master_weights() -> None:
 
 
 def test_a_low_precision_model_loads_its_own_weights() -> None:
+    """Its optimizer has no use for the master weights, and rounds the moments if the caller asks for that."""
     model = Model(torch.bfloat16)
     adam = torch.optim.AdamW(model.parameters())
-    engine_checkpoint().load({"model": model, "optimizer": adam})
+    engine_checkpoint().load({"model": model})
+    assert torch.equal(model.weight, ROUNDED)
+    with pytest.raises(IncompatibleCheckpointError, match="optimizer/state/weight/exp_avg"):
+        engine_checkpoint().load({"model": model, "optimizer": adam})
+    into = engine_checkpoint().load({"model": model, "optimizer": adam}, cast=True)
     assert torch.equal(model.weight, ROUNDED)
     assert MASTER not in adam.state[model.weight]
+    assert any("master weights of 1 parameters are left out" in note for note in into.notes)
+    take_step(adam)
+
+
+def take_step(optimizer: torch.optim.Optimizer) -> None:
+    """Fail unless the optimizer can step with its state."""
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
 
 
 @pytest.mark.parametrize("use_orig_params", [True, False])

@@ -92,6 +92,8 @@ class Destination:
         mismatches: saved state that belongs to other objects than those here, a sentence for each, which begins with the
             kind. A strict load refuses it, before it reads or before it installs. `checks` may add some.
         tied: pairs of saved tensors that are one tensor here. The load fills it from the first (see `tied.py`).
+        left_out: key of a tensor -> what the load leaves out of it, since the live one is smaller: "36 of the 132 rows of
+            model/w".
     """
 
     wanted: list[LiveShard] = field(default_factory=list)
@@ -103,6 +105,7 @@ class Destination:
     notes: list[str] = field(default_factory=list)
     mismatches: list[str] = field(default_factory=list)
     tied: list[tuple[SavedTensor, SavedTensor]] = field(default_factory=list)
+    left_out: dict[TensorKey, str] = field(default_factory=dict)
 
     def check(self) -> None:
         """Check that the loaded values can be installed. A failure on one rank keeps all ranks from installing.

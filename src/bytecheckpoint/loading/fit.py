@@ -111,7 +111,7 @@ def _make_targets(
             wrong.append(f"{shard.key} has shape {shape} in the checkpoint and {shard.global_shape} here")
         elif dtype != shard.dtype and not (cast or shard.converts):
             wrong.append(f"{shard.key} is {dtype} in the checkpoint and {shard.dtype} here (cast=True converts)")
-        elif dtype != shard.dtype and not shard.converts:
+        elif dtype != shard.dtype and (shard.key.slot or not shard.converts):
             if not _torch_converts(stored_dtype, shard.data.dtype):
                 wrong.append(f"{shard.key} is {dtype} in the checkpoint, which torch cannot convert to {shard.dtype}")
             converted.append(str(shard.key))

@@ -46,8 +46,9 @@ class LiveShard:
         requires_grad: flag of the whole tensor.
         by_content: True for a value that may differ between ranks under one key (extra states): copies on several
             ranks are replicas only when their bytes are equal. False: (key, box) identifies the content.
-        converts: True when a load converts elements of another dtype although the caller did not ask for a cast (a
-            parameter whose exact value is also loaded elsewhere).
+        converts: True when a load converts elements of another dtype although the caller did not ask for a cast: a
+            parameter whose exact value is also loaded elsewhere, which is not reported as a cast; or optimizer state,
+            where nothing is lost.
     """
 
     key: TensorKey

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -14,7 +14,7 @@ import bytecheckpoint
 from bytecheckpoint.errors import IncompatibleCheckpointError, UsageError
 from bytecheckpoint.frameworks.megatron.adapter import MegatronFramework
 from tests.frameworks.counted_trees import counted_trees
-from tests.frameworks.megatron.models import Layout, forget_parallel, in_layout, initialize_parallel
+from tests.frameworks.megatron.models import Layout, forget_parallel, in_layout, initialize_parallel, main_params
 from tests.frameworks.megatron.variants import VariantModel, save_variant
 from tests.support.comparisons import assert_complete, assert_same, assert_same_checkpoints, differences, saved_tensors
 from tests.support.worlds import Worlds, on_ranks
@@ -193,25 +193,55 @@ def test_other_process_groups(worlds: Worlds, layout: Layout, kind: str, first: 
 
 
 def load_and_save_model_alone(layout: Layout, source: str, path: str) -> None:
-    """Load and save a model without its optimizer; then have Megatron copy the weights into the optimizer."""
+    """Load and save a model without its optimizer, whose master weights the load fills from what the checkpoint has."""
     trained = VariantModel(VARIANT, layout)
     steps = [float(state["step"]) for state in trained.inner_states()]
     alone = {"model": trained.states()["model"]}
-    assert_complete(bytecheckpoint.load(source, alone, strict=False))
+    assert_complete(bytecheckpoint.load(source, alone), ("missing", "unexpected", "notes"))
+    assert_masters(trained, saved_tensors(source))
     bytecheckpoint.save(path, alone)
     assert steps == [float(state["step"]) for state in trained.inner_states()], "the optimizer was touched"
-    trained.optimizer.reload_model_params()
+    fresh = VariantModel(VARIANT, layout)
+    assert_complete(bytecheckpoint.load(path, {"model": fresh.states()["model"]}), ("missing", "notes"))
+    assert_masters(fresh, saved_tensors(path))
+    fresh.step()
+
+
+def assert_masters(trained: VariantModel, saved: Mapping[str, torch.Tensor]) -> None:
+    """Fail unless this rank's master weights are those of the checkpoint or, if it has none, its weights."""
+    names = {id(parameter): name for name, parameter in trained.named_parameters()}
     for optimizer in trained.optimizer.chained_optimizers:
-        for parameter, param_range in _param_ranges(optimizer):
-            group, index = optimizer.model_param_group_index_map[parameter]
-            master = optimizer.optimizer.param_groups[group]["params"][index]
-            assert torch.equal(master, parameter.detach().view(-1)[param_range.start : param_range.end].float())
+        for parameter, master, start in main_params(optimizer):
+            name = names[id(parameter)]
+            exact = saved.get(f"optimizer/state/{name}/master", saved[f"model/{name}"])
+            assert torch.equal(master.reshape(-1), exact.reshape(-1)[start : start + master.numel()].float()), name
 
 
-def test_a_model_alone(worlds: Worlds, first: str, path: str) -> None:
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(dp=2, bf16=True),
+        Layout(dp=2, bf16=True, overlap=True, buckets=300),
+        Layout(bf16=True, distributed=False),
+    ],
+    ids=str,
+)
+def test_a_model_alone(worlds: Worlds, layout: Layout, first: str, path: str) -> None:
     worlds.run(1, save_variant, VARIANT, Layout(bf16=True), first)
-    worlds.run(2, load_and_save_model_alone, Layout(dp=2, bf16=True), first, path)
+    worlds.run(layout.world, load_and_save_model_alone, layout, first, path)
     assert_same({k: v for k, v in saved_tensors(first).items() if k.startswith("model/")}, saved_tensors(path))
+
+
+def load_bare_model_alone(layout: Layout, source: str) -> None:
+    """Load a model without the wrapper that tells which ranges of the parameters this rank's optimizer steps."""
+    trained = VariantModel(VARIANT, layout)
+    report = bytecheckpoint.load(source, {"model": trained.bare[0]})
+    assert any("master weights of" in note and "reload_model_params" in note for note in report.notes)
+
+
+def test_master_weights_out_of_reach_are_named(worlds: Worlds, first: str) -> None:
+    worlds.run(1, save_variant, VARIANT, Layout(bf16=True), first)
+    worlds.run(1, load_bare_model_alone, Layout(bf16=True), first)
 
 
 def load_links(layout: Layout, source: str, path: str) -> None:

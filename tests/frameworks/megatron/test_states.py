@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import bytecheckpoint
-from bytecheckpoint.errors import UsageError
+from bytecheckpoint.errors import IncompatibleCheckpointError, UsageError
 from bytecheckpoint.frameworks.megatron.adapter import MegatronFramework
 from bytecheckpoint.frameworks.registry import resolve
 from tests.frameworks.megatron import jobs
@@ -110,8 +110,20 @@ def test_padded_vocabularies(worlds: Worlds, layout: Layout, first: str, path: s
         else:
             assert found.shape == (layout.vocabulary, 16)
             assert not found[VOCABULARY:].any()
-    worlds.run(1, jobs.load_and_save, small, {"back": path}, str(tmp_path))
+    worlds.run(1, load_smaller, small, path, str(tmp_path / "back"))
     assert_same_checkpoints(first, tmp_path / "back")
+
+
+def load_smaller(layout: Layout, source: str, path: str) -> None:
+    """Load into a smaller vocabulary, which leaves rows out: only on demand, since they may be real."""
+    trainer = Trainer(layout, seed=2)
+    with pytest.raises(
+        IncompatibleCheckpointError, match=r"rows of model/embedding.word_embeddings.weight.*strict=False"
+    ):
+        bytecheckpoint.load(source, trainer.states())
+    report = bytecheckpoint.load(source, trainer.states(), strict=False)
+    assert any("rows of model/embedding.word_embeddings.weight" in n for n in report.notes)
+    bytecheckpoint.save(path, trainer.states())
 
 
 # --- weights and master weights --------------------------------------------------------------------------------------

@@ -42,7 +42,8 @@ def test_variants(worlds: Worlds, variant: str, layout: Layout, tmp_path: Path) 
     with bytecheckpoint.open(first) as saved:
         assert len([key for key in saved.keys() if key.startswith("model/")]) >= tensors  # noqa: SIM118 - not a dict
     worlds.run(layout.world, variants.load_and_save_variant, variant, layout, first, second, stepped=False)
-    if layout.vocabulary == one.vocabulary:
+    padded = layout.vocabulary != one.vocabulary
+    if not padded:
         assert_same_checkpoints(first, second)
-    worlds.run(1, variants.load_and_save_variant, variant, one, second, third, stepped=True)
+    worlds.run(1, variants.load_and_save_variant, variant, one, second, third, stepped=True, strict=not padded)
     assert_same_checkpoints(first, third)

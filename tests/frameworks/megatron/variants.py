@@ -112,12 +112,14 @@ def save_variant(variant: str, layout: Layout, path: str, *, stepped: bool = Tru
     return len([v for v in trained.bare[0].state_dict().values() if isinstance(v, torch.Tensor)])
 
 
-def load_and_save_variant(variant: str, layout: Layout, source: str, path: str, *, stepped: bool) -> None:
-    """Load, into a new model or over other state, and save again."""
+def load_and_save_variant(
+    variant: str, layout: Layout, source: str, path: str, *, stepped: bool, strict: bool = True
+) -> None:
+    """Load, into a new model or over other state, and save again; `strict` as in `load`."""
     trained = VariantModel(variant, layout, stepped=stepped)
     if stepped:
         trained.fill(6)
-    assert_complete(bytecheckpoint.load(source, trained.states()))
+    assert_complete(bytecheckpoint.load(source, trained.states(), strict=strict))
     steps = [state["step"].data_ptr() for state in trained.inner_states()]
     assert len(set(steps)) == len(steps), "parameters share a step"
     bytecheckpoint.save(path, trained.states())

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from bytecheckpoint.errors import UsageError
+from bytecheckpoint.errors import IncompatibleCheckpointError, UsageError
 from bytecheckpoint.frameworks.base import Destination, SavedStates, UserNames
 from bytecheckpoint.frameworks.megatron.detection import (
     check_version,
@@ -29,6 +29,7 @@ from bytecheckpoint.frameworks.megatron.restore import load_megatron_optimizers
 from bytecheckpoint.frameworks.native import NativeFramework, Scan
 from bytecheckpoint.frameworks.optimizers.master_weights import optimizer_kind
 from bytecheckpoint.frameworks.optimizers.names import ParameterNames, as_optimizers
+from bytecheckpoint.frameworks.optimizers.restore import first_names
 from bytecheckpoint.representation.shards import LiveState
 
 __all__ = ["MegatronFramework"]
@@ -106,6 +107,15 @@ class MegatronFramework(NativeFramework):
     ) -> Destination:
         """Plan a load into `states`."""
         into = super().destination(states, saved, strict=strict, names=names)
+        if into.left_out:
+            weights = [text for key, text in into.left_out.items() if not key.slot]
+            left_out = first_names(weights or list(into.left_out.values()))
+            if strict:
+                raise IncompatibleCheckpointError(
+                    f"the vocabulary is smaller here: {left_out} would be left out, and a checkpoint does not say which "
+                    "rows are padding; if all of these are, load with strict=False"
+                )
+            into.notes.append(f"the vocabulary is smaller here: {left_out} were left out")
         for kind in states.keys() & set(saved.kinds()):
             # A scheduler's load_state_dict adds the loaded number of steps to its own.
             into.finish[:0] = [partial(_reset_steps, scheduler) for scheduler in find_schedulers(states[kind])]

@@ -23,13 +23,15 @@ __all__ = [
     "is_megatron_optimizer",
     "is_model_parallel",
     "megatron_class",
+    "require",
     "torch_sharding_of",
+    "unknown_structure",
     "unwrap",
 ]
 
 _PACKAGE = "megatron.core"
 _OLDEST, _FIRST_UNSUPPORTED = (0, 16), (0, 20)
-_TESTED = "0.16.1 and 0.19.2"
+_TESTED = "0.16.1, 0.17.1, 0.18.0 and 0.19.2"
 
 # Wrappers that are looked through: (module, class, attribute that holds the wrapped model).
 _WRAPPERS = (
@@ -67,6 +69,26 @@ def check_version() -> None:
             f"Megatron-Core {version} is not supported: versions from {low} up to, not including, {high} are (tested: "
             f"{_TESTED}); install one of these"
         )
+
+
+def require(kind: str, owner: object, *attributes: str) -> None:
+    """Check that an object of Megatron has the private attributes that this package reads.
+
+    Raises:
+        UsageError: it lacks one; the message names it.
+    """
+    missing = [name for name in attributes if not hasattr(owner, name)]
+    if missing:
+        raise unknown_structure(kind, f"{type(owner).__name__} has no {' and no '.join(missing)}")
+
+
+def unknown_structure(kind: str, found: str) -> UsageError:
+    """Return the error for objects of Megatron that are not built as in the tested versions."""
+    version, _ = loaded_version(_PACKAGE)
+    return UsageError(
+        f"{kind}: {found}, so it is not built as this package knows it (Megatron-Core {version} is installed; tested: "
+        f"{_TESTED}): install a tested version"
+    )
 
 
 def is_megatron_module(module: object) -> bool:

@@ -15,7 +15,12 @@ import torch
 from torch.optim import Optimizer
 
 from bytecheckpoint.errors import UsageError
-from bytecheckpoint.frameworks.megatron.detection import is_megatron_optimizer, megatron_class
+from bytecheckpoint.frameworks.megatron.detection import (
+    is_megatron_optimizer,
+    megatron_class,
+    require,
+    unknown_structure,
+)
 
 __all__ = ["MainParam", "as_megatron_optimizers", "flatten_chain", "main_params", "params_with_masters"]
 
@@ -100,13 +105,18 @@ def params_with_masters(kind: str, optimizers: Iterable[Any]) -> Iterator[torch.
         for main in _main_params_of(kind, optimizer):
             if main.is_master:
                 yield main.model_param
-        for buffer in getattr(optimizer, "buffers", ()):
+        if not _is_distributed(optimizer):
+            continue
+        require(kind, optimizer, "buffers")
+        for buffer in optimizer.buffers:
+            require(kind, buffer, "param_index_map")
             yield from (p for p in buffer.param_index_map if p.dtype != torch.float32)
 
 
 def _main_params_of(kind: str, optimizer: Any) -> list[MainParam]:
     if isinstance(optimizer, Optimizer):
         return [MainParam(optimizer, group, p, p, None) for group in optimizer.param_groups for p in group["params"]]
+    require(kind, optimizer, "optimizer", "config")
     inner = optimizer.optimizer
     name = type(optimizer).__name__
     if not isinstance(inner, Optimizer):
@@ -120,10 +130,10 @@ def _main_params_of(kind: str, optimizer: Any) -> list[MainParam]:
             f"{kind}: {name} with use_precision_aware_optimizer keeps scaled state, and main weights inside the optimizer, "
             "which is not supported: train without it"
         )
-    distributed = megatron_class("optimizer.distrib_optimizer", "DistributedOptimizer")
-    if distributed is not None and isinstance(optimizer, distributed):
+    if _is_distributed(optimizer):
         return _distributed_main_params(kind, optimizer, inner)
     if hasattr(optimizer, "fp32_from_float16_groups"):
+        require(kind, optimizer, "float16_groups")
         model_params = {
             id(main): parameter
             for low, high in zip(optimizer.float16_groups, optimizer.fp32_from_float16_groups, strict=True)
@@ -144,6 +154,8 @@ def _main_params_of(kind: str, optimizer: Any) -> list[MainParam]:
 
 def _distributed_main_params(kind: str, optimizer: Any, inner: Optimizer) -> list[MainParam]:
     """Return this rank's main params of a distributed optimizer, in the order of its param groups."""
+    require(kind, optimizer, "ddp_config", "gbuf_ranges", "model_param_group_index_map")
+    require(kind, optimizer.ddp_config, "use_megatron_fsdp")
     if optimizer.ddp_config.use_megatron_fsdp:
         raise UsageError(f"{kind}: Megatron-FSDP is not supported: use DistributedDataParallel")
     found: dict[int, MainParam] = {}
@@ -155,6 +167,19 @@ def _distributed_main_params(kind: str, optimizer: Any, inner: Optimizer) -> lis
                     group = inner.param_groups[group_index]
                     tensor = group["params"][index]
                     param_range = ranges["param"]
-                    assert tensor.ndim == 1 and tensor.numel() == param_range.end - param_range.start
+                    if tensor.ndim != 1 or tensor.numel() != param_range.end - param_range.start:
+                        raise unknown_structure(
+                            kind,
+                            f"{type(optimizer).__name__} steps a tensor of shape {tuple(tensor.shape)} for the elements "
+                            f"{param_range.start} to {param_range.end} of a parameter",
+                        )
                     found[id(tensor)] = MainParam(inner, group, tensor, model_param, param_range.start)
-    return [found[id(tensor)] for group in inner.param_groups for tensor in group["params"]]
+    stepped = [tensor for group in inner.param_groups for tensor in group["params"]]
+    if not all(id(tensor) in found for tensor in stepped):
+        raise unknown_structure(kind, f"gbuf_ranges of {type(optimizer).__name__} do not have all that it steps")
+    return [found[id(tensor)] for tensor in stepped]
+
+
+def _is_distributed(optimizer: Any) -> bool:
+    distributed = megatron_class("optimizer.distrib_optimizer", "DistributedOptimizer")
+    return distributed is not None and isinstance(optimizer, distributed)

@@ -10,7 +10,14 @@ import torch
 from torch import nn
 
 from bytecheckpoint.errors import UsageError
-from bytecheckpoint.frameworks.megatron.detection import is_megatron_module, megatron_class, torch_sharding_of, unwrap
+from bytecheckpoint.frameworks.megatron.detection import (
+    is_megatron_module,
+    megatron_class,
+    require,
+    torch_sharding_of,
+    unknown_structure,
+    unwrap,
+)
 from bytecheckpoint.frameworks.megatron.layouts import (
     ParameterLayout,
     boxes_of_factory,
@@ -49,6 +56,8 @@ class MegatronModuleScan:
         values: name -> extra state.
         computed: id of a layout -> its entry, for tensors that `sharded_state_dict()` computed.
         layout_by_id: id of a parameter or buffer -> its layout.
+        stepped_ranges: id of a parameter under Megatron's DistributedDataParallel -> (first, count) of the elements that
+            this rank's distributed optimizer steps.
         current_ranges: id of a parameter whose all-gather waits for the next forward pass (overlap_param_gather) ->
             (first, count) of the elements that are up to date on this rank.
         pending_gathers: handles of all-gathers of parameters that have started and are not complete.
@@ -58,6 +67,7 @@ class MegatronModuleScan:
     values: dict[str, StateDictEntry] = field(default_factory=dict)
     computed: dict[int, StateDictEntry] = field(default_factory=dict)
     layout_by_id: dict[int, ParameterLayout] = field(default_factory=dict)
+    stepped_ranges: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
     current_ranges: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
     pending_gathers: list[Any] = field(default_factory=list)
 
@@ -137,25 +147,57 @@ def _scan_chunk(kind: str, scan: MegatronModuleScan, model: Any, wrappers: Seque
             scan.computed[id(layout)] = StateDictEntry(data, model, state_key)
         scan.layouts.append(layout)
     _add_empty_values(scan, model, entries)
-    for wrapper in wrappers:
-        if getattr(wrapper, "remove_forward_pre_hook_handles", None):
-            _add_current_ranges(scan, wrapper)
-            groups = (*wrapper.bucket_groups, *wrapper.expert_parallel_bucket_groups)
-            scan.pending_gathers += [g.param_gather_handle for g in groups if g.param_gather_handle is not None]
+    for wrapper in filter(_is_data_parallel, wrappers):
+        _add_ranges(kind, scan, wrapper)
 
 
-def _add_current_ranges(scan: MegatronModuleScan, wrapper: Any) -> None:
-    """Record what this rank's distributed optimizer steps: an equal share of each bucket."""
+def _is_data_parallel(wrapper: object) -> bool:
+    found = megatron_class("distributed.distributed_data_parallel", "DistributedDataParallel")
+    return found is not None and isinstance(wrapper, found)
+
+
+def _add_ranges(kind: str, scan: MegatronModuleScan, wrapper: Any) -> None:
+    """Add what Megatron's DistributedDataParallel tells: which elements this rank steps, and which are up to date."""
+    require(kind, wrapper, "ddp_config", "remove_forward_pre_hook_handles")
+    require(kind, wrapper.ddp_config, "use_distributed_optimizer")
+    ranges = _stepped_ranges(kind, wrapper) if wrapper.ddp_config.use_distributed_optimizer else {}
+    scan.stepped_ranges.update(ranges)
+    if wrapper.remove_forward_pre_hook_handles:
+        if not wrapper.ddp_config.use_distributed_optimizer:
+            raise UsageError(
+                f"{kind}: overlap_param_gather without the distributed optimizer is not supported: which parameters "
+                "are up to date on a rank is not known"
+            )
+        require(kind, wrapper, "bucket_groups", "expert_parallel_bucket_groups")
+        scan.current_ranges.update(ranges)
+        groups = (*wrapper.bucket_groups, *wrapper.expert_parallel_bucket_groups)
+        scan.pending_gathers += [g.param_gather_handle for g in groups if g.param_gather_handle is not None]
+
+
+def _stepped_ranges(kind: str, wrapper: Any) -> dict[int, list[tuple[int, int]]]:
+    """Return what this rank's distributed optimizer steps: an equal share of each bucket."""
+    found: dict[int, list[tuple[int, int]]] = {}
+    require(kind, wrapper, "buffers", "expert_parallel_buffers")
     for buffer in (*wrapper.buffers, *wrapper.expert_parallel_buffers):
+        require(kind, buffer, "data_parallel_group", "param_index_map", "buckets")
         rank, size = buffer.data_parallel_group.rank(), buffer.data_parallel_group.size()
+        for bucket in buffer.buckets:
+            require(kind, bucket, "grad_data", "offset")
+            if bucket.grad_data.numel() % size:
+                raise unknown_structure(
+                    kind, f"a bucket of {bucket.grad_data.numel()} elements is divided among {size}"
+                )
         for parameter, (start, end, bucket_number) in buffer.param_index_map.items():
             bucket = buffer.buckets[bucket_number]
+            if end - start != parameter.numel():
+                raise unknown_structure(kind, f"a buffer has {end - start} elements of one of {parameter.numel()}")
             share = bucket.grad_data.numel() // size
             low = max(start, bucket.offset + rank * share)
             count = min(end, bucket.offset + (rank + 1) * share) - low
-            ranges = scan.current_ranges.setdefault(id(parameter), [])
+            ranges = found.setdefault(id(parameter), [])
             if count > 0:
                 ranges.append((low - start, count))
+    return found
 
 
 def _layout_of(kind: str, state_key: str, entry: Any) -> ParameterLayout:

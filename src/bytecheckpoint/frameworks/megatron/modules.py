@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -10,18 +11,22 @@ from typing import Any
 import torch
 
 from bytecheckpoint.frameworks.base import Destination, SavedStates
-from bytecheckpoint.frameworks.megatron.layouts import ShardCollector, clip_to_saved_shape
+from bytecheckpoint.frameworks.megatron.layouts import ShardCollector
+from bytecheckpoint.frameworks.megatron.linked_masters import has_linked_master, linked_master
 from bytecheckpoint.frameworks.megatron.module_scan import MegatronModuleScan, StateDictEntry
+from bytecheckpoint.frameworks.megatron.requests import BoxRequests, clip_to_saved_rows
 from bytecheckpoint.frameworks.modules import find_saved_parameter
 from bytecheckpoint.frameworks.objects.capture import encode_value
 from bytecheckpoint.frameworks.objects.reader import ValueReader
 from bytecheckpoint.frameworks.optimizers.master_weights import choose_saved_weight
+from bytecheckpoint.frameworks.optimizers.restore import first_names
 from bytecheckpoint.frameworks.tensors.allocation import make_writable
 from bytecheckpoint.frameworks.tensors.dtypes import dtype_name
 from bytecheckpoint.representation.shards import LiveState, TensorKey
 
 __all__ = ["capture_megatron_modules", "load_megatron_modules"]
 
+_log = logging.getLogger("bytecheckpoint")
 _BYTES_IO = "__bytesio__"
 
 
@@ -69,31 +74,49 @@ def load_megatron_modules(
         saved: the checkpoint.
         into: receives the plan.
         master_kind: the kind whose master weights belong to these modules; None: unknown.
-        with_masters: ids of the parameters of which an optimizer in the states has master weights. Those weights may be
-            rounded in the load, since the exact values go into the master weights.
+        with_masters: ids of the parameters of which an optimizer in the states has master weights, which its own load
+            fills. Those of other parameters are filled here. Either way the weights may be rounded, since the exact
+            values go into the master weights.
     """
     for handle in scan.pending_gathers:
         handle.wait()  # or the gather would write old values over the loaded ones
     loaded: list[tuple[StateDictEntry, Callable[[], Any]]] = []
+    masters = BoxRequests(into)
+    without_master: list[str] = []
     for layout in scan.layouts:
         tensor = layout.tensor
+        is_linked = id(tensor) not in with_masters and has_linked_master(tensor)
+        master = linked_master(tensor, scan.stepped_ranges) if is_linked else None
+        if is_linked and master is None and getattr(tensor, "main_param", None) is not None:
+            without_master.append(layout.names[0])
         computed = scan.computed.get(id(layout))
         target = tensor if computed is None else torch.empty_like(tensor)
         for box in layout.boxes:
             found = find_saved_parameter(kind, (box.names[0], box.names[1:]), saved, into)
             if found is None:
                 continue
+            if master is not None:
+                exact = choose_saved_weight(saved, found, box.names, dtype_name(master.tensor.dtype), master_kind)
+                masters.add(box, exact, master.tensor, master.start)
             found = choose_saved_weight(saved, found, box.names, dtype_name(target.dtype), master_kind)
             shards = [box.shard(found.key, target)]
             if box.resizable:
-                shards = clip_to_saved_shape(shards, found.global_shape)
+                shards = clip_to_saved_rows(shards, box, found, into)
             for shard in shards:
-                shard.converts = id(tensor) in with_masters
+                shard.converts = is_linked or id(tensor) in with_masters
                 if (step := make_writable(shard)) is not None:
                     into.finish.append(step)
             into.wanted += shards
         if computed is not None:
             loaded.append((computed, partial(_same, target)))
+    masters.finish()
+    if without_master:
+        note = (
+            f"{kind}: the optimizer's master weights of {len(without_master)} parameters keep their values: "
+            f"{first_names(without_master)}: load the optimizer too, or call its reload_model_params()"
+        )
+        _log.warning("%s", note)
+        into.notes.append(note)
     if scan.values:
         loaded += _plan_values(kind, scan, saved, into)
     if loaded:

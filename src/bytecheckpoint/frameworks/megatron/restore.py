@@ -11,21 +11,16 @@ from torch.optim import Optimizer
 
 from bytecheckpoint.errors import IncompatibleCheckpointError
 from bytecheckpoint.frameworks.base import Destination, SavedStates, SavedTensor
-from bytecheckpoint.frameworks.megatron.layouts import (
-    ParameterLayout,
-    ShardCollector,
-    TensorBox,
-    clip_to_saved_shape,
-)
+from bytecheckpoint.frameworks.megatron.layouts import ParameterLayout, TensorBox
 from bytecheckpoint.frameworks.megatron.optimizers import MegatronOptimizerView, ViewParam
+from bytecheckpoint.frameworks.megatron.requests import BoxRequests
 from bytecheckpoint.frameworks.optimizers.master_weights import MASTER
 from bytecheckpoint.frameworks.optimizers.names import ParameterNames
 from bytecheckpoint.frameworks.optimizers.restore import ParameterRestore, load_optimizers
 from bytecheckpoint.frameworks.optimizers.saved_trees import SavedTrees
-from bytecheckpoint.frameworks.optimizers.state_memory import SINGLE_VALUE_SLOTS, allocate_state
+from bytecheckpoint.frameworks.optimizers.state_dtypes import SINGLE_VALUE_SLOTS
+from bytecheckpoint.frameworks.optimizers.state_memory import allocate_state, request_state
 from bytecheckpoint.frameworks.tensors.allocation import is_writable
-from bytecheckpoint.frameworks.tensors.discovery import add_shards
-from bytecheckpoint.frameworks.tensors.dtypes import dtype_named
 
 __all__ = ["load_megatron_optimizers"]
 
@@ -64,15 +59,14 @@ def load_megatron_optimizers(
         optimizer: Optimizer, parameter: torch.Tensor, name: tuple[str, tuple[str, ...]], on_device: bool
     ) -> ParameterRestore:
         param = params[id(parameter)]
-        loads.append(_ParamLoad(kind, param, name, on_device, model_kinds[id(param.main.model_param)], collector))
+        model_kind = model_kinds[id(param.main.model_param)]
+        loads.append(_ParamLoad(kind, param, optimizer, name, on_device, model_kind, requests))
         return loads[-1]
 
     loads: list[_ParamLoad] = []
-    collector = ShardCollector()
+    requests = BoxRequests(into)
     load_optimizers(kind, [view.optimizer], view.names, saved, into, strict=strict, restorer=restorer)
-    for shard in (shards := collector.shards()):
-        shard.converts = True
-    into.wanted += shards
+    requests.finish()
     into.finish.insert(0, partial(_check_group_steps, kind, loads))
     into.finish.append(view.write_back)
 
@@ -103,18 +97,20 @@ class _ParamLoad:
         self,
         kind: str,
         param: ViewParam,
+        optimizer: Optimizer,
         name: tuple[str, tuple[str, ...]],
         on_device: bool,
         model_kind: str,
-        collector: ShardCollector,
+        requests: BoxRequests,
     ) -> None:
         self._kind = kind
+        self._optimizer = optimizer
         self._layout = param.layout
         self.main = param.main
         self._names = (name[0], *name[1])
         self._on_device = on_device
         self._model_kind = model_kind
-        self._collector = collector
+        self._requests = requests
         self._memory: dict[str, torch.Tensor] = {}  # slot -> elementwise state
         self._scalars: dict[str, torch.Tensor] = {}  # slot -> one-element tensor
         self._values: dict[Any, Any] = {}
@@ -139,7 +135,7 @@ class _ParamLoad:
                 weight = saved.find(self._model_kind, box.names)
                 if weight is not None:
                     # The checkpoint has no master weights: the model's own weights are exact.
-                    self._want(weight, MASTER, box, into)
+                    self._requests.add(box, weight, self.main.tensor.detach(), self.main.start)
         for slot, filled_boxes in filled.items():
             into.missing += [str(b.key(kind, slot)) for b in boxes if b not in filled_boxes and slot != MASTER]
         self._values = trees.values_of(self._names[0], self._names[1:])
@@ -162,36 +158,30 @@ class _ParamLoad:
         if is_elementwise and slot not in SINGLE_VALUE_SLOTS:
             if box not in filled.setdefault(slot, []):
                 filled[slot].append(box)
-                self._want(found, slot, box, into)
+                self._requests.add(box, found, self._target(found, slot, box, trees), self.main.start)
         elif shape.count(1) != len(shape):
             raise self._incompatible(found, f"has shape {shape}")
         elif slot not in self._scalars:
-            target = allocate_state(found, self.main.tensor.detach(), on_device=self._on_device)
+            tensor = self.main.tensor.detach()
+            dtype = self._choose_dtype(found, trees, None)
+            target = allocate_state(found, tensor, dtype, on_device=self._on_device)
             self._scalars[slot] = target
-            add_shards(into.wanted, found.key, target)
+            request_state(into, found, target)
 
-    def _want(self, found: SavedTensor, slot: str, box: TensorBox, into: Destination) -> None:
-        target = self._target(found, slot, box)
-        if found.global_shape == box.global_shape or not box.resizable:
-            self._collector.add(box, found.key, target, self.main.start)
-            return
-        collector = ShardCollector()
-        collector.add(box, found.key, target, self.main.start)
-        for shard in (shards := clip_to_saved_shape(collector.shards(), found.global_shape)):
-            shard.converts = True
-        into.wanted += shards
+    def _choose_dtype(self, found: SavedTensor, trees: SavedTrees, live: object) -> torch.dtype:
+        shape = tuple(self._layout.tensor.shape)
+        stepped = self.main.tensor.dtype
+        return trees.dtypes.choose(found, self._optimizer, shape, stepped, live, on_device=self._on_device)
 
-    def _target(self, found: SavedTensor, slot: str, box: TensorBox) -> torch.Tensor:
+    def _target(self, found: SavedTensor, slot: str, box: TensorBox, trees: SavedTrees) -> torch.Tensor:
         """Return memory for this rank's elements: the live tensor where it fits, else a new one."""
         tensor = self.main.tensor.detach()
         if slot == MASTER:
             return tensor
         target = self._memory.get(slot)
         if target is None:
-            dtype = dtype_named(found.dtype)
-            if dtype.is_floating_point and torch.promote_types(dtype, tensor.dtype) != dtype:
-                dtype = tensor.dtype  # saved by an optimizer that stepped in lower precision
             live = self.main.state().get(slot)
+            dtype = self._choose_dtype(found, trees, live)
             fits = (
                 isinstance(live, torch.Tensor)
                 and live.shape == tensor.shape

@@ -21,12 +21,13 @@ from bytecheckpoint.frameworks.optimizers.restore import (
     load_optimizers,
 )
 from bytecheckpoint.frameworks.optimizers.saved_trees import SavedTrees
-from bytecheckpoint.frameworks.optimizers.state_memory import SINGLE_VALUE_SLOTS, allocate_state
+from bytecheckpoint.frameworks.optimizers.state_dtypes import SINGLE_VALUE_SLOTS, mark_exact_conversions
+from bytecheckpoint.frameworks.optimizers.state_memory import allocate_state, request_state
 from bytecheckpoint.frameworks.optimizers.tree import comparable_bytes, unpack_tensors
 from bytecheckpoint.frameworks.tensors.allocation import is_writable
-from bytecheckpoint.frameworks.tensors.discovery import add_shards
-from bytecheckpoint.frameworks.tensors.dtypes import dtype_name, dtype_named
+from bytecheckpoint.frameworks.tensors.dtypes import dtype_name
 from bytecheckpoint.frameworks.tensors.flat_ranges import FlatRange, ParameterRange, flat_range_shards
+from bytecheckpoint.representation.shards import TensorKey
 
 __all__ = ["load_flat_tensors"]
 
@@ -76,10 +77,15 @@ def load_flat_tensors(
 
     load_optimizers(kind, views, names, saved, into, strict=strict, restorer=restorer)
     ranges: list[FlatRange] = []
+    dtypes: dict[TensorKey, str] = {}
     for restore in restores:
         restore.complete(into)
-        ranges += restore.wanted
-    into.wanted += flat_range_shards(ranges)
+        for flat_range, dtype in restore.wanted:
+            ranges.append(flat_range)
+            dtypes[flat_range.key] = dtype
+    for shard in (shards := flat_range_shards(ranges)):
+        mark_exact_conversions([shard], dtypes[shard.key])
+    into.wanted += shards
 
 
 class _FlatTensorRestore:
@@ -88,13 +94,13 @@ class _FlatTensorRestore:
     Attributes:
         kind: name of the state.
         flat: the tensor.
-        wanted: the flat ranges to fill.
+        wanted: the flat ranges to fill, each with the dtype of the saved tensor.
     """
 
     def __init__(self, kind: str, flat: FlatOptimizerTensor) -> None:
         self.kind = kind
         self.flat = flat
-        self.wanted: list[FlatRange] = []
+        self.wanted: list[tuple[FlatRange, str]] = []
         self._parameters: dict[str, _RangeRestore] = {}  # by FQN, in the order of the flat tensor
         self._memory: dict[str, torch.Tensor] = {}  # slot -> memory of state with one value per element
 
@@ -104,12 +110,11 @@ class _FlatTensorRestore:
         self._parameters[restore.fqn] = restore
         return restore
 
-    def memory(self, found: SavedTensor) -> torch.Tensor:
+    def memory(self, slot: str, dtype: torch.dtype) -> torch.Tensor:
         """Return the memory of one slot on this rank: the live tensor where it fits, else a new one."""
-        slot = found.key.slot
         target = self._memory.get(slot)
         if target is None:
-            shape, dtype = self.flat.local_shape, dtype_named(found.dtype)
+            shape = self.flat.local_shape
             live = self.flat.state().get(slot)
             if (
                 isinstance(live, torch.Tensor)
@@ -201,7 +206,7 @@ class _RangeRestore:
         fqn: the parameter's FQN in the live optimizer.
         elements: number of elements of the whole parameter.
         known: whether the checkpoint knows the parameter at all.
-        slots: slot -> dtype of the saved state tensors.
+        slots: slot -> dtype of the state tensors.
         scalars: slot -> memory for single values.
         values: state that is not plain tensors.
     """
@@ -234,8 +239,12 @@ class _RangeRestore:
                 continue
             if (found.key.fqn, found.key.slot) in trees.nested:
                 raise self._does_not_fit(found, "stands in a container")
-            self.slots[found.key.slot] = found.dtype
-            self._request(found, into)
+            live = flat.state().get(found.key.slot)
+            dtype = trees.dtypes.choose(
+                found, flat.optimizer, self.original.shape, flat.tensor.dtype, live, on_device=self._on_device
+            )
+            self.slots[found.key.slot] = dtype_name(dtype)
+            self._request(found, dtype, into)
         if self._aliases:
             # Tied here, but stored separately: the load knows the other copies.
             into.recognized.update(other.key for name in names for other in saved.slots(kind, (name,)))
@@ -243,7 +252,7 @@ class _RangeRestore:
         self.known = self.has_state or trees.knows((self.fqn, self._aliases))
         return self.has_state
 
-    def _request(self, found: SavedTensor, into: Destination) -> None:
+    def _request(self, found: SavedTensor, dtype: torch.dtype, into: Destination) -> None:
         flat, original = self._flat_restore.flat, self.original
         elementwise = found.global_shape == original.shape and found.key.slot not in SINGLE_VALUE_SLOTS
         if not elementwise and found.global_shape.count(1) != len(found.global_shape):
@@ -251,15 +260,15 @@ class _RangeRestore:
         if not original.owned and not flat.joined:
             return
         if elementwise:
-            target = self._flat_restore.memory(found)
-            if dtype_name(target.dtype) == found.dtype:
+            target = self._flat_restore.memory(found.key.slot, dtype)
+            if target.dtype == dtype:  # else `complete` refuses
                 flat_range = original.flat_range(found.key, target, flat.offset_of(original))
                 flat_range.requires_grad = False
-                self._flat_restore.wanted.append(flat_range)
+                self._flat_restore.wanted.append((flat_range, found.dtype))
         else:
-            target = allocate_state(found, flat.tensor.detach(), on_device=self._on_device)
+            target = allocate_state(found, flat.tensor.detach(), dtype, on_device=self._on_device)
             self.scalars[found.key.slot] = target
-            add_shards(into.wanted, found.key, target)
+            request_state(into, found, target)
 
     def _does_not_fit(self, found: SavedTensor, form: str) -> IncompatibleCheckpointError:
         advice = self._flat_restore.flat.advice

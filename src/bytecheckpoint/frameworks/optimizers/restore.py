@@ -1,7 +1,7 @@
-"""Load optimizers: state exactly as saved, hyperparameters by parameter name.
+"""Load optimizers: state and hyperparameters by parameter name.
 
-Optimizer.load_state_dict is not used: it casts state to the parameter's dtype and matches by position. State goes
-straight into `optimizer.state`, in the dtype in which it was saved.
+Optimizer.load_state_dict is not used: it matches by position, and casts all state to the parameter's dtype. State goes
+straight into `optimizer.state`, in the dtype that the optimizer makes itself (`state_dtypes.py`).
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from torch.optim import Optimizer
 from bytecheckpoint.frameworks.base import Destination, ParameterName, SavedStates, SavedTensor
 from bytecheckpoint.frameworks.optimizers.capture import layout_of
 from bytecheckpoint.frameworks.optimizers.hyperparameters import load_globals, load_hyperparameters
-from bytecheckpoint.frameworks.optimizers.master_weights import is_unused_master
+from bytecheckpoint.frameworks.optimizers.master_weights import MASTER, is_unused_master
 from bytecheckpoint.frameworks.optimizers.names import ParameterNames, named_groups
 from bytecheckpoint.frameworks.optimizers.saved_trees import SavedTrees
 from bytecheckpoint.frameworks.optimizers.slots import SlotCheck
-from bytecheckpoint.frameworks.optimizers.state_memory import allocate_state
+from bytecheckpoint.frameworks.optimizers.state_dtypes import converts_exactly
+from bytecheckpoint.frameworks.optimizers.state_memory import allocate_state, request_state
 from bytecheckpoint.frameworks.tensors.allocation import is_writable
-from bytecheckpoint.frameworks.tensors.discovery import add_shards
-from bytecheckpoint.frameworks.tensors.dtypes import dtype_name
+from bytecheckpoint.frameworks.tensors.dtypes import dtype_name, dtype_named
 
 __all__ = ["ParameterRestore", "PlainParameterRestore", "Restorer", "first_names", "load_optimizers"]
 
@@ -74,9 +74,11 @@ def load_optimizers(
     """
     groups = named_groups(kind, optimizers, names)
     trees = SavedTrees(kind, saved, groups)
+    types = trees.optimizer_types
     stateless: list[str] = []
     foreign: list[str] = []
     others: list[Optimizer] = []
+    without_master: list[str] = []
     for index, group in enumerate(groups):
         saved_groups = trees.groups_of(group)
         for parameter, (fqn, _), found in zip(group.params, group.names, saved_groups, strict=True):
@@ -84,7 +86,7 @@ def load_optimizers(
             if not found and parameter.requires_grad:
                 into.missing.append(f"{kind}/param_groups/{fqn}")
         settings = load_hyperparameters(kind, index, group, saved_groups, into, strict=strict)
-        check = SlotCheck(group.optimizer, trees.optimizer_types)
+        check = SlotCheck(group.optimizer, types)
         others += [group.optimizer] * check.is_other_algorithm()
         on_device = any(settings.get(key, group.live.get(key)) for key in ("capturable", "fused"))
         for parameter, name, found in zip(group.params, group.names, saved_groups, strict=True):
@@ -105,12 +107,24 @@ def load_optimizers(
             elif found:
                 into.finish.append(restore.clear)
                 stateless.append(name[0])
+            master = saved.find(kind, (name[0], *name[1]), MASTER)
+            if (
+                master is not None
+                and not converts_exactly(master.dtype, dtype_name(parameter.dtype))
+                and is_unused_master(MASTER, group.optimizer.state.get(parameter) or {}, group.optimizer, types)
+            ):
+                without_master.append(name[0])
     if foreign or others:
         of = f" of {len(foreign)} parameters ({first_names(foreign)})" if foreign else ""
-        saved_types, types = sorted(trees.optimizer_types), sorted({type(o).__name__ for o in others or optimizers})
+        names_here = sorted({type(o).__name__ for o in others or optimizers})
         into.mismatches.append(
-            f"{kind}: the checkpoint has the state{of} of another algorithm ({', '.join(saved_types)}), with which "
-            f"{', '.join(types)} cannot continue"
+            f"{kind}: the checkpoint has the state{of} of another algorithm ({', '.join(sorted(types))}), with which "
+            f"{', '.join(names_here)} cannot continue"
+        )
+    if without_master:
+        into.notes.append(
+            f"{kind}: the master weights of {len(without_master)} parameters are left out, since the optimizer here steps "
+            f"weights in lower precision: {first_names(without_master)}"
         )
     if stateless:
         into.notes.append(
@@ -146,20 +160,29 @@ class PlainParameterRestore:
         live = self._optimizer.state.get(self._parameter) or {}
         used: set[int] = set()
         self._values, nested = trees.take_values(self._fqn, self._aliases)
+        stepped = self._parameter.dtype
+        slots: list[SavedTensor] = []
         for found in saved.slots(self._kind, names):
-            slot = found.key.slot
             into.recognized.add(found.key)
-            if is_unused_master(slot, live, self._optimizer, trees.optimizer_types):
-                continue
+            if not is_unused_master(found.key.slot, live, self._optimizer, trees.optimizer_types):
+                slots.append(found)
+                if found.key.slot == MASTER:
+                    stepped = dtype_named(found.dtype)
+        for found in slots:
+            slot = found.key.slot
             target = nested.get((found.key.fqn, slot))
             if target is None:
                 target = live.get(slot)
-                if not (isinstance(target, torch.Tensor) and id(target) not in used and self._fits(target, found)):
-                    target = allocate_state(found, self._parameter, on_device=self._on_device)
+                shape = tuple(self._parameter.shape)
+                dtype = trees.dtypes.choose(found, self._optimizer, shape, stepped, target, on_device=self._on_device)
+                if not (
+                    isinstance(target, torch.Tensor) and id(target) not in used and self._fits(target, found, dtype)
+                ):
+                    target = allocate_state(found, self._parameter, dtype, on_device=self._on_device)
                 used.add(id(target))
                 self._tensors[slot] = target
             like = layout_of(target, self._parameter)
-            add_shards(into.wanted, found.key, target, aliases=self._aliases, like=like)
+            request_state(into, found, target, aliases=self._aliases, like=like)
         if self._aliases:
             # Tied here, but stored separately (two pipeline stages): the load knows the other copies.
             into.recognized.update(other.key for name in names for other in saved.slots(self._kind, (name,)))
@@ -176,6 +199,6 @@ class PlainParameterRestore:
         """Remove the parameter's state."""
         self._optimizer.state.pop(self._parameter, None)
 
-    def _fits(self, live: torch.Tensor, found: SavedTensor) -> bool:
+    def _fits(self, live: torch.Tensor, found: SavedTensor, dtype: torch.dtype) -> bool:
         whole = live if layout_of(live, self._parameter) is None else self._parameter
-        return tuple(whole.shape) == found.global_shape and dtype_name(live.dtype) == found.dtype and is_writable(live)
+        return tuple(whole.shape) == found.global_shape and live.dtype == dtype and is_writable(live)

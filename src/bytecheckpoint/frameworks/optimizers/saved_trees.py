@@ -8,11 +8,13 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
+from torch.optim import Optimizer
 
 from bytecheckpoint.errors import CorruptCheckpointError, IncompatibleCheckpointError
 from bytecheckpoint.frameworks.base import ParameterName, SavedStates
 from bytecheckpoint.frameworks.objects.classes import HeldClasses
 from bytecheckpoint.frameworks.optimizers.names import ParamGroup
+from bytecheckpoint.frameworks.optimizers.state_dtypes import StateDtypes
 from bytecheckpoint.frameworks.optimizers.state_memory import allocate_state
 from bytecheckpoint.frameworks.optimizers.tree import TREE_KEYS, parse_state_reference
 from bytecheckpoint.representation.values.codec import decode
@@ -40,6 +42,7 @@ class SavedTrees:
         fqn_of_alias: alias -> saved FQN.
         globals: state that belongs to no parameter, one dict per optimizer.
         optimizer_types: names of the types of all optimizers.
+        dtypes: chooses the dtypes of the loaded state.
         nested: saved (FQN, slot) -> memory for a tensor inside a container, for the parameters of this rank.
     """
 
@@ -49,13 +52,14 @@ class SavedTrees:
         self.fqn_of_alias: dict[str, str] = {}
         self.globals: list[dict[Any, Any]] = []
         self.optimizer_types: set[str] = set()
+        self.dtypes = StateDtypes(kind, saved, self.optimizer_types)
         self.nested: dict[tuple[str, str], torch.Tensor] = {}
         self._kind = kind
         self._saved = saved
         self._live = live
         self._classes = HeldClasses([(group.live, dict(group.optimizer.state)) for group in live])
         self._taken: set[int] = set()  # ids of the values that a parameter has got
-        self._live_parameters: dict[str, torch.Tensor] | None = None  # by saved name
+        self._live_parameters: dict[str, tuple[torch.Tensor, Optimizer]] | None = None  # by saved name
         missing = [name for group in live for name in group.names]
         all_names = [name for fqn, aliases in missing for name in (fqn, *aliases)]
         for position, blob in enumerate(saved.trees_about(kind, all_names)):
@@ -89,21 +93,23 @@ class SavedTrees:
     def _memory(self, reference: str) -> torch.Tensor | None:
         fqn, slot = parse_state_reference(reference)
         if (fqn, slot) not in self.nested:
-            parameter = self._live_parameter(fqn)
+            live = self._live_parameter(fqn)
             found = self._saved.find(self._kind, (fqn,), slot)
             if found is None:
                 raise CorruptCheckpointError(
                     f"the values of {self._kind} refer to {reference!r}, which the catalog lacks"
                 )
-            if parameter is None:
+            if live is None:
                 return None
-            self.nested[fqn, slot] = allocate_state(found, parameter, on_device=False)
+            parameter, optimizer = live
+            dtype = self.dtypes.choose(found, optimizer, tuple(parameter.shape), parameter.dtype, None, on_device=False)
+            self.nested[fqn, slot] = allocate_state(found, parameter, dtype, on_device=False)
         return self.nested[fqn, slot]
 
-    def _live_parameter(self, saved_fqn: str) -> torch.Tensor | None:
+    def _live_parameter(self, saved_fqn: str) -> tuple[torch.Tensor, Optimizer] | None:
         if self._live_parameters is None:
             self._live_parameters = {
-                saved: parameter
+                saved: (parameter, group.optimizer)
                 for group in self._live
                 for parameter, (fqn, aliases) in zip(group.params, group.names, strict=True)
                 for name in (fqn, *aliases)

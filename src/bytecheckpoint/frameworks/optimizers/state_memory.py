@@ -4,28 +4,41 @@ from __future__ import annotations
 
 import torch
 
-from bytecheckpoint.frameworks.base import SavedTensor
+from bytecheckpoint.frameworks.base import Destination, SavedTensor
+from bytecheckpoint.frameworks.optimizers.state_dtypes import SINGLE_VALUE_SLOTS, mark_exact_conversions
 from bytecheckpoint.frameworks.tensors.allocation import empty_like_layout, empty_on_mesh_of
-from bytecheckpoint.frameworks.tensors.dtypes import dtype_named
+from bytecheckpoint.frameworks.tensors.discovery import add_shards
+from bytecheckpoint.representation.shards import LiveShard
 
-__all__ = ["SINGLE_VALUE_SLOTS", "allocate_state"]
-
-#: States with one value for each parameter, also for a parameter without dimensions, whose shape does not tell. torch's
-#: optimizers hold them on the CPU, whatever the parameter's device, unless capturable or fused.
-SINGLE_VALUE_SLOTS = frozenset({"step", "mu_product"})
+__all__ = ["allocate_state", "request_state"]
 
 
-def allocate_state(found: SavedTensor, parameter: torch.Tensor, *, on_device: bool) -> torch.Tensor:
+def allocate_state(found: SavedTensor, parameter: torch.Tensor, dtype: torch.dtype, *, on_device: bool) -> torch.Tensor:
     """Allocate a state tensor of `parameter`, distributed as the parameter is where the shape allows it.
 
     Args:
         found: the saved state tensor.
         parameter: the live parameter.
+        dtype: dtype of the new tensor (see `StateDtypes`).
         on_device: whether the optimizer holds scalars on the parameter's device.
     """
-    dtype = dtype_named(found.dtype)
     if found.key.slot.rpartition(".")[2] in SINGLE_VALUE_SLOTS and not found.global_shape and not on_device:
         return torch.empty((), dtype=dtype, device="cpu")
     if found.global_shape == tuple(parameter.shape):
         return empty_like_layout(parameter, dtype)
     return empty_on_mesh_of(parameter, found.global_shape, dtype)
+
+
+def request_state(
+    into: Destination,
+    found: SavedTensor,
+    target: torch.Tensor,
+    *,
+    aliases: tuple[str, ...] = (),
+    like: torch.Tensor | None = None,
+) -> None:
+    """Request a saved state tensor into `target`; `aliases` and `like` are those of `add_shards`."""
+    shards: list[LiveShard] = []
+    add_shards(shards, found.key, target, aliases=aliases, like=like)
+    mark_exact_conversions(shards, found.dtype)
+    into.wanted += shards

@@ -1,0 +1,102 @@
+"""The dtype of loaded optimizer state: the one that the live optimizer makes itself.
+
+Optimizers make their state in the dtype of what they step: a parameter, or its float32 master weight. Saved state follows
+the same rule where it has the dtype of what the saved optimizer stepped. State of another dtype is a choice of the
+optimizer's own (moments in eight bits), and an optimizer of that type gets it as it was saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+from torch.optim import Optimizer
+
+from bytecheckpoint.frameworks.base import SavedStates, SavedTensor
+from bytecheckpoint.frameworks.optimizers.master_weights import MASTER, optimizer_kind
+from bytecheckpoint.frameworks.tensors.dtypes import dtype_named
+from bytecheckpoint.representation.shards import LiveShard
+
+__all__ = ["SINGLE_VALUE_SLOTS", "StateDtypes", "converts_exactly", "mark_exact_conversions"]
+
+#: States with one value for each parameter, also for a parameter without dimensions, whose shape does not tell. torch's
+#: optimizers hold them on the CPU, whatever the parameter's device, unless capturable or fused.
+SINGLE_VALUE_SLOTS = frozenset({"step", "mu_product"})
+
+
+class StateDtypes:
+    """Chooses the dtypes of the loaded state of one kind.
+
+    Args:
+        kind: name of the state.
+        saved: the checkpoint.
+        optimizer_types: names of the types of the saved optimizers.
+    """
+
+    def __init__(self, kind: str, saved: SavedStates, optimizer_types: Collection[str]) -> None:
+        self._kind = kind
+        self._saved = saved
+        self._optimizer_types = optimizer_types
+        kinds = list(saved.kinds())
+        self._model_kinds = [model for model in kinds if optimizer_kind(model) == kind] or kinds
+
+    def choose(
+        self,
+        found: SavedTensor,
+        optimizer: Optimizer,
+        shape: tuple[int, ...],
+        stepped: torch.dtype,
+        live: object,
+        *,
+        on_device: bool,
+    ) -> torch.dtype:
+        """Return the dtype in which the live optimizer gets a saved state tensor.
+
+        Args:
+            found: the saved state tensor.
+            optimizer: the live optimizer.
+            shape: shape of the whole parameter.
+            stepped: dtype of what the live optimizer steps.
+            live: the state that it has in this slot now, if any.
+            on_device: whether it holds scalars on the parameter's device.
+        """
+        dtype = dtype_named(found.dtype)
+        name = found.key.slot.rpartition(".")[2]
+        if name in SINGLE_VALUE_SLOTS or (not found.global_shape and shape):
+            # As torch's Optimizer.load_state_dict does: kernels on a device count steps in float32.
+            return torch.float32 if name == "step" and on_device and dtype.is_floating_point else dtype
+        wanted = live.dtype if isinstance(live, torch.Tensor) else stepped
+        if wanted == dtype or not _is_same_category(wanted, dtype):
+            return dtype
+        return dtype if live is None and self._has_own_dtype(found, optimizer) else wanted
+
+    def _has_own_dtype(self, found: SavedTensor, optimizer: Optimizer) -> bool:
+        """Return whether the state has a dtype that optimizers of the live type choose for themselves."""
+        name = type(optimizer).__name__
+        if not any(saved == name or saved.endswith(f"({name})") for saved in self._optimizer_types):
+            return False
+        fqn = (found.key.fqn,)
+        stepped = self._saved.find(self._kind, fqn, MASTER)
+        for kind in self._model_kinds:
+            stepped = stepped or self._saved.find(kind, fqn)
+        return stepped is None or stepped.dtype != found.dtype
+
+
+def _is_same_category(first: torch.dtype, second: torch.dtype) -> bool:
+    return (first.is_floating_point and second.is_floating_point) or (first.is_complex and second.is_complex)
+
+
+def converts_exactly(saved: str, live: str) -> bool:
+    """Return whether every value of dtype `saved` is one of dtype `live`; both are torch's names of dtypes."""
+    one, other = dtype_named(saved), dtype_named(live)
+    if one == other or not _is_same_category(one, other):
+        return one == other
+    low, high = torch.finfo(one), torch.finfo(other)
+    return high.eps <= low.eps and high.max >= low.max and high.tiny * high.eps <= low.tiny * low.eps
+
+
+def mark_exact_conversions(shards: list[LiveShard], saved_dtype: str) -> None:
+    """Let a load convert `shards` from `saved_dtype` unasked where that loses nothing; rounding needs `cast=True`."""
+    for shard in shards:
+        is_exact = shard.key.slot.rpartition(".")[2] == "step" or converts_exactly(saved_dtype, shard.dtype)
+        shard.converts = shard.dtype != saved_dtype and is_exact
