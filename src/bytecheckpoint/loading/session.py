@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import xxhash
@@ -23,8 +24,10 @@ from bytecheckpoint.errors import (
     CheckpointReplacedError,
     CorruptCheckpointError,
     IncompatibleCheckpointError,
+    UsageError,
 )
-from bytecheckpoint.frameworks.base import Destination, Framework
+from bytecheckpoint.frameworks.base import Destination, Framework, Strict, is_strict
+from bytecheckpoint.frameworks.selection import Selection
 from bytecheckpoint.handles import LoadReport
 from bytecheckpoint.loading.decision import (
     FitDecision,
@@ -34,19 +37,22 @@ from bytecheckpoint.loading.decision import (
     recognized_bitmap,
     unexpected_keys,
 )
-from bytecheckpoint.loading.fit import Fit, fit_wanted, listed, read_length, refuse_missing
+from bytecheckpoint.loading.fit import Fit, fit_wanted, read_length, refuse_missing, refuse_unexpected
+from bytecheckpoint.loading.live_names import LiveNames
 from bytecheckpoint.loading.saved import SavedView
 from bytecheckpoint.monitoring.garbage_collection import gc_paused
 from bytecheckpoint.monitoring.phases import Phases
 from bytecheckpoint.planning.exchange_plan import exchange_plan_of_rank
 from bytecheckpoint.representation.boxes import Int64s
-from bytecheckpoint.representation.catalog import Catalog
-from bytecheckpoint.representation.names import CATALOG_NAME
+from bytecheckpoint.representation.catalog import VALUES_SLOT, Catalog
+from bytecheckpoint.representation.names import CATALOG_NAME, escape
 from bytecheckpoint.representation.plans import SharedChunks
+from bytecheckpoint.representation.shards import TensorKey
+from bytecheckpoint.representation.similar_names import SimilarNames
 from bytecheckpoint.settings import Settings
 from bytecheckpoint.storage import Storage
 
-__all__ = ["LoadCall", "load_states"]
+__all__ = ["LoadArguments", "LoadCall", "load_states"]
 
 #: Seconds to wait after each attempt: where ranks see different checkpoints, caches of a network file system may need a
 #: moment.
@@ -56,27 +62,49 @@ _FEWEST_CHUNKS = 2
 
 
 @dataclass(frozen=True, slots=True)
+class LoadArguments:
+    """Arguments of a load that are checked where a rank can report a failure to the others.
+
+    Attributes:
+        storage: of the checkpoint.
+        framework: the adapter.
+        states: what to fill, without wrappers.
+        strict: refuse missing and unexpected keys.
+        selection: what to load.
+        rename: live name -> name in the checkpoint; None: they are the same.
+    """
+
+    storage: Storage
+    framework: Framework
+    states: MutableMapping[str, object]
+    strict: Strict
+    selection: Selection
+    rename: Callable[[str], str] | None
+
+    def kind_of(self, name: str) -> str:
+        """Return the kind of a name in `Destination.missing`."""
+        longest = max((k for k in self.states if name == k or name.startswith(f"{k}/")), key=len, default="")
+        return longest or name.partition("/")[0]  # an adapter may add kinds
+
+
+@dataclass(frozen=True, slots=True)
 class LoadCall:
     """The arguments of one load.
 
     Attributes:
-        find: checks the arguments and returns storage and adapter; called anew by each attempt.
-        states: what to fill.
+        check: checks the arguments; called anew by each attempt.
         names: explicit parameter names.
         settings: in force at the call.
         overlap: exchange what several ranks want.
-        strict: refuse missing and unexpected keys.
         cast: convert dtypes.
         wants_prepare: returns whether this rank wants its next save prepared; called when its bytes are there.
         prepare: prepares the next save; called on every rank or on none.
     """
 
-    find: Callable[[], tuple[Storage, Framework]]
-    states: MutableMapping[str, object]
+    check: Callable[[], LoadArguments]
     names: Mapping[Any, Any] | None
     settings: Settings
     overlap: bool
-    strict: bool
     cast: bool
     wants_prepare: Callable[[], bool]
     prepare: Callable[[], None]
@@ -110,7 +138,7 @@ class _OpenCheckpoint:
     """A checkpoint that is being loaded, and what this rank wants of it.
 
     Attributes:
-        storage: where it is.
+        arguments: of the load.
         catalog: its catalog.
         data: the bytes of the catalog.
         files: its files.
@@ -122,7 +150,7 @@ class _OpenCheckpoint:
         bytes_received: bytes received from other ranks.
     """
 
-    storage: Storage
+    arguments: LoadArguments
     catalog: Catalog
     data: bytes
     files: FileSet
@@ -132,6 +160,11 @@ class _OpenCheckpoint:
     exchanges: bool
     bytes_read: int = 0
     bytes_received: int = 0
+
+    @property
+    def storage(self) -> Storage:
+        """Where it is."""
+        return self.arguments.storage
 
 
 class _Attempt:
@@ -168,29 +201,37 @@ class _Attempt:
     def _fit(self, stack: contextlib.ExitStack) -> FitReport:
         """Open the checkpoint and plan what this rank reads."""
         call = self._call
-        storage, adapter = call.find()
+        arguments = call.check()
+        storage, states, selection = arguments.storage, arguments.states, arguments.selection
         catalog, data = read_catalog(storage)
         with _detect_replacement(storage, data):
             files = stack.enter_context(FileSet(storage, catalog))
             self._phases.mark("catalog")
             chunk_bytes = read_length(catalog, self._collective.world_size, call.settings)
-            view = SavedView(catalog, files, self._collective.rank)
+            live = LiveNames(selection, arguments.rename, states.keys())
+            view = SavedView(catalog, files, self._collective.rank, live)
             with gc_paused():
-                destination = adapter.destination(call.states, view, strict=call.strict, names=call.names)
-                destination.missing = list(dict.fromkeys(destination.missing))  # replicas lack the same tensor
+                destination = arguments.framework.destination(states, view, strict=arguments.strict, names=call.names)
+                # Replicas lack the same tensor.
+                destination.missing = [m for m in dict.fromkeys(destination.missing) if not live.hides(m)]
                 self._phases.mark("destination")
-                refuse_missing(storage.url, destination.missing if call.strict else ())
+                _check_strict_kinds(arguments, catalog, destination)
+                missing = [m for m in destination.missing if is_strict(arguments.strict, arguments.kind_of(m))]
+                live.note_saved(chain((TensorKey(kind, "", VALUES_SLOT) for kind in states), catalog.keys()))
+                refuse_missing(storage.url, missing, view.other_names(destination.recognized), selection.unmatched)
                 fit = fit_wanted(storage.url, catalog, view, destination.wanted, chunk_bytes, cast=call.cast)
                 self._phases.mark("plan")
         ranges = ranges_of(fit.plan)
         exchanges = self._exchanges(files, ranges)
-        self._opened = _OpenCheckpoint(storage, catalog, data, files, view, destination, fit, exchanges)
+        self._opened = _OpenCheckpoint(arguments, catalog, data, files, view, destination, fit, exchanges)
         return FitReport(
             catalog=xxhash.xxh3_128_digest(data),
-            recognized=recognized_bitmap(catalog.count, view.numbers(list(destination.recognized))),
+            recognized=recognized_bitmap(catalog.count, view.numbers(list(destination.recognized)) + view.skipped()),
             ranges=ranges.tobytes() if exchanges else b"",
             host=self._collective.host,
             peer_handshake=peer_handshake() if exchanges else b"",
+            strict=_plain_strict(arguments.strict),
+            selection=selection.report(look_for_similar=True),
         )
 
     def _decide(self, reports: list[FitReport]) -> FitDecision:
@@ -210,12 +251,12 @@ class _Attempt:
                 f"ranks see different checkpoints at {url}; it was replaced during the load, or the path is "
                 f"not shared; load again"
             )
-        unexpected = unexpected_keys(opened.catalog, self._call.states, decision.recognized)
-        if unexpected and self._call.strict:
-            raise IncompatibleCheckpointError(
-                f"{url} holds {listed(unexpected)}, which no rank wants; load with strict=False to ignore that"
-            )
-        return unexpected
+        arguments = opened.arguments
+        keys = unexpected_keys(opened.catalog, arguments.states, decision.recognized)
+        unexpected = [key for key in keys if arguments.selection.takes_any(key)]
+        refused = [str(key) for key in unexpected if is_strict(arguments.strict, key.kind)]
+        refuse_unexpected(url, refused, (str(shard.key) for shard in opened.destination.wanted))
+        return list(map(str, unexpected))
 
     def _read(self, stack: contextlib.ExitStack, decision: FitDecision) -> bool:
         """Fill the destinations; return whether this rank wants its next save prepared."""
@@ -308,3 +349,26 @@ def _detect_replacement(storage: Storage, catalog: bytes) -> Iterator[None]:
         if replaced:
             raise CheckpointReplacedError(str(error)) from error
         raise
+
+
+def _plain_strict(strict: Strict) -> bool | dict[str, bool]:
+    """Return `strict` in a form that ranks compare."""
+    if not isinstance(strict, Mapping):
+        return bool(strict)
+    return {escape(kind): bool(value) for kind, value in sorted(strict.items())}
+
+
+def _check_strict_kinds(arguments: LoadArguments, catalog: Catalog, destination: Destination) -> None:
+    """Refuse a kind in strict= that neither the states nor the checkpoint have.
+
+    Raises:
+        UsageError: as above.
+    """
+    if isinstance(arguments.strict, Mapping):
+        known = {*arguments.states, *catalog.kinds(), *map(arguments.kind_of, destination.missing)}
+        for kind in arguments.strict.keys() - known:
+            similar = SimilarNames(known).of(kind)
+            raise UsageError(
+                f"strict= names the kind {kind!r}, which neither the states nor the checkpoint have"
+                + (f"; did you mean {similar[0]!r}?" if similar else "")
+            )

@@ -72,9 +72,11 @@ class LiveState:
             content, as they compare `by_content` shards.
         merged: True when the trees of the ranks complement each other: the tree of an optimizer or module describes
             the parameters of its rank. False: each rank's tree is its own value, unless the trees of all ranks are equal.
+        entries: True when the tree is a dict of FQN -> value whose items are independent of each other (extra states).
     """
 
     kind: str
     shards: list[LiveShard] = field(default_factory=list)
     tree: bytes | None = None
     merged: bool = False
+    entries: bool = False

@@ -104,7 +104,8 @@ class RankPlanner:
             self._task.layout = self._call.framework.describe(self._call.states)
         self._hash_values()
         values = [value.record() for value in self.state.values]
-        request = PlanRequest(escape(self._call.storage.url), table, values, digests, dry, self._host)
+        selection = self._call.selection.report(look_for_similar=True)
+        request = PlanRequest(escape(self._call.storage.url), table, values, digests, dry, self._host, selection)
         response = channel.ask(request, self._call.settings.timeout)
         assert isinstance(response, PlanResponse), response
         self.adopt(response)

@@ -52,7 +52,7 @@ class ValueReader:
         if found is not None:
             self._by_content.add(found.key)
         else:
-            found = self._saved.find(self._kind, (name,))
+            found = self._saved.stored(TensorKey(self._kind, name))
         if found is None:
             raise missing_tensor_error(self._kind, name)
         return self.empty(found)

@@ -70,7 +70,7 @@ def _read_everything(kind: str, saved: SavedStates, reader: ValueReader, *, merg
         for key in saved.keys(kind):
             if key in in_trees:
                 continue
-            found = saved.find(kind, (key.fqn,), key.slot)
+            found = saved.stored(key)
             assert found is not None
             if key.slot:
                 value.setdefault("state", {}).setdefault(key.fqn, {})[key.slot] = reader.empty(found)
