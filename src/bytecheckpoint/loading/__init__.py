@@ -25,7 +25,8 @@ from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.frameworks.registry import resolve as resolve_framework
 from bytecheckpoint.frameworks.wrappers import unwrap_states
 from bytecheckpoint.handles import LoadReport
-from bytecheckpoint.loading.session import LoadArguments, LoadCall, load_states
+from bytecheckpoint.loading.call import LoadArguments, LoadCall
+from bytecheckpoint.loading.session import load_states
 from bytecheckpoint.saving import prepare_next
 from bytecheckpoint.storage import Storage
 from bytecheckpoint.storage import resolve as resolve_storage

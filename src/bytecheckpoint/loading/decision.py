@@ -71,6 +71,8 @@ def decide_fit(reports: Sequence[FitReport], chunk_bytes: int, chunks_per_round:
     Raises:
         UsageError: ranks gave arguments that do not go together.
     """
+    if len({r.catalog for r in reports}) > 1:
+        return FitDecision(catalogs_differ=True)
     check_selections([r.selection for r in reports])
     for rank, report in enumerate(reports):
         if report.strict != reports[0].strict:
@@ -78,8 +80,6 @@ def decide_fit(reports: Sequence[FitReport], chunk_bytes: int, chunks_per_round:
                 f"rank 0 loads with strict={reports[0].strict}, rank {rank} with strict={report.strict}; give all ranks "
                 "the same"
             )
-    if len({r.catalog for r in reports}) > 1:
-        return FitDecision(catalogs_differ=True)
     recognized = np.bitwise_or.reduce([np.frombuffer(r.recognized, np.uint8) for r in reports]).tobytes()
     shared = plan_shared_reads([np.frombuffer(r.ranges, np.int64).reshape(-1, 3) for r in reports], chunk_bytes)
     if not len(shared):

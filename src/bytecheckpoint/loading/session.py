@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
 
 import xxhash
 
@@ -24,11 +23,10 @@ from bytecheckpoint.errors import (
     CheckpointReplacedError,
     CorruptCheckpointError,
     IncompatibleCheckpointError,
-    UsageError,
 )
-from bytecheckpoint.frameworks.base import Destination, Framework, Strict, is_strict
-from bytecheckpoint.frameworks.selection import Selection
+from bytecheckpoint.frameworks.base import Destination, is_strict
 from bytecheckpoint.handles import LoadReport
+from bytecheckpoint.loading.call import LoadArguments, LoadCall, check_strict_kinds, plain_strict
 from bytecheckpoint.loading.decision import (
     FitDecision,
     FitReport,
@@ -45,69 +43,18 @@ from bytecheckpoint.monitoring.phases import Phases
 from bytecheckpoint.planning.exchange_plan import exchange_plan_of_rank
 from bytecheckpoint.representation.boxes import Int64s
 from bytecheckpoint.representation.catalog import VALUES_SLOT, Catalog
-from bytecheckpoint.representation.names import CATALOG_NAME, escape
+from bytecheckpoint.representation.names import CATALOG_NAME
 from bytecheckpoint.representation.plans import SharedChunks
 from bytecheckpoint.representation.shards import TensorKey
-from bytecheckpoint.representation.similar_names import SimilarNames
-from bytecheckpoint.settings import Settings
 from bytecheckpoint.storage import Storage
 
-__all__ = ["LoadArguments", "LoadCall", "load_states"]
+__all__ = ["load_states"]
 
 #: Seconds to wait after each attempt: where ranks see different checkpoints, caches of a network file system may need a
 #: moment.
 _PAUSES = (0.0, 1.0, 0.0)
 #: Chunks that each rank reads in a round of an exchange, at least.
 _FEWEST_CHUNKS = 2
-
-
-@dataclass(frozen=True, slots=True)
-class LoadArguments:
-    """Arguments of a load that are checked where a rank can report a failure to the others.
-
-    Attributes:
-        storage: of the checkpoint.
-        framework: the adapter.
-        states: what to fill, without wrappers.
-        strict: refuse missing and unexpected keys.
-        selection: what to load.
-        rename: live name -> name in the checkpoint; None: they are the same.
-    """
-
-    storage: Storage
-    framework: Framework
-    states: MutableMapping[str, object]
-    strict: Strict
-    selection: Selection
-    rename: Callable[[str], str] | None
-
-    def kind_of(self, name: str) -> str:
-        """Return the kind of a name in `Destination.missing`."""
-        longest = max((k for k in self.states if name == k or name.startswith(f"{k}/")), key=len, default="")
-        return longest or name.partition("/")[0]  # an adapter may add kinds
-
-
-@dataclass(frozen=True, slots=True)
-class LoadCall:
-    """The arguments of one load.
-
-    Attributes:
-        check: checks the arguments; called anew by each attempt.
-        names: explicit parameter names.
-        settings: in force at the call.
-        overlap: exchange what several ranks want.
-        cast: convert dtypes.
-        wants_prepare: returns whether this rank wants its next save prepared; called when its bytes are there.
-        prepare: prepares the next save; called on every rank or on none.
-    """
-
-    check: Callable[[], LoadArguments]
-    names: Mapping[Any, Any] | None
-    settings: Settings
-    overlap: bool
-    cast: bool
-    wants_prepare: Callable[[], bool]
-    prepare: Callable[[], None]
 
 
 def load_states(collective: Collective, number: int, call: LoadCall) -> LoadReport:
@@ -215,7 +162,7 @@ class _Attempt:
                 # Replicas lack the same tensor.
                 destination.missing = [m for m in dict.fromkeys(destination.missing) if not live.hides(m)]
                 self._phases.mark("destination")
-                _check_strict_kinds(arguments, catalog, destination)
+                check_strict_kinds(arguments, catalog, destination)
                 missing = [m for m in destination.missing if is_strict(arguments.strict, arguments.kind_of(m))]
                 live.note_saved(chain((TensorKey(kind, "", VALUES_SLOT) for kind in states), catalog.keys()))
                 refuse_missing(storage.url, missing, view.other_names(destination.recognized), selection.unmatched)
@@ -230,7 +177,7 @@ class _Attempt:
             ranges=ranges.tobytes() if exchanges else b"",
             host=self._collective.host,
             peer_handshake=peer_handshake() if exchanges else b"",
-            strict=_plain_strict(arguments.strict),
+            strict=plain_strict(arguments.strict),
             selection=selection.report(look_for_similar=True),
         )
 
@@ -349,26 +296,3 @@ def _detect_replacement(storage: Storage, catalog: bytes) -> Iterator[None]:
         if replaced:
             raise CheckpointReplacedError(str(error)) from error
         raise
-
-
-def _plain_strict(strict: Strict) -> bool | dict[str, bool]:
-    """Return `strict` in a form that ranks compare."""
-    if not isinstance(strict, Mapping):
-        return bool(strict)
-    return {escape(kind): bool(value) for kind, value in sorted(strict.items())}
-
-
-def _check_strict_kinds(arguments: LoadArguments, catalog: Catalog, destination: Destination) -> None:
-    """Refuse a kind in strict= that neither the states nor the checkpoint have.
-
-    Raises:
-        UsageError: as above.
-    """
-    if isinstance(arguments.strict, Mapping):
-        known = {*arguments.states, *catalog.kinds(), *map(arguments.kind_of, destination.missing)}
-        for kind in arguments.strict.keys() - known:
-            similar = SimilarNames(known).of(kind)
-            raise UsageError(
-                f"strict= names the kind {kind!r}, which neither the states nor the checkpoint have"
-                + (f"; did you mean {similar[0]!r}?" if similar else "")
-            )
