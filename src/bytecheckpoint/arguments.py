@@ -7,16 +7,27 @@ others. The timeout is needed before that: a wrong one is replaced, and its erro
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from bytecheckpoint.calls import refusal
 from bytecheckpoint.errors import UsageError
+from bytecheckpoint.frameworks.base import Strict
+from bytecheckpoint.frameworks.selection import Selection
 from bytecheckpoint.settings import Settings, settings
 
-__all__ = ["check_flags", "check_metadata", "check_states", "settings_with_timeout"]
+__all__ = [
+    "check_flags",
+    "check_metadata",
+    "check_rename",
+    "check_selection",
+    "check_states",
+    "check_strict",
+    "settings_with_timeout",
+]
 
 
 def settings_with_timeout(timeout: float | None) -> tuple[Settings, UsageError | None]:
@@ -54,6 +65,66 @@ def check_flags(**flags: object) -> None:
     for name, value in flags.items():
         if not isinstance(value, bool | np.bool_):
             raise UsageError(f"{name}={value!r}: give True or False")
+
+
+def check_strict(strict: object) -> Strict:
+    """Return `strict`, unless it is neither a bool nor a mapping of kinds to bools."""
+    if isinstance(strict, Mapping):
+        for kind, value in strict.items():
+            if not isinstance(kind, str):
+                raise UsageError(
+                    f"strict= has the key {kind!r}: give the names of states, such as {{'scheduler': False}}"
+                )
+            check_flags(**{f"strict[{kind!r}]": value})
+        return dict(strict)
+    check_flags(strict=strict)
+    return bool(strict)
+
+
+def check_selection(include: object, exclude: object) -> Selection:
+    """Return the selection of `include` and `exclude`, unless they are no sequences of patterns."""
+    for argument, patterns in (("include", include), ("exclude", exclude)):
+        if patterns is None:
+            continue
+        if isinstance(patterns, str | bytes) or not isinstance(patterns, Iterable):
+            raise UsageError(f"{argument}={patterns!r}: give a list of patterns, such as ['model/*']")
+    included = None if include is None else _patterns("include", include)
+    if included == []:
+        raise UsageError("include=[] selects nothing: leave it out, or give patterns, such as ['model/*']")
+    return Selection(included, [] if exclude is None else _patterns("exclude", exclude))
+
+
+def _patterns(argument: str, patterns: Any) -> list[str]:
+    found = list(patterns)
+    for pattern in found:
+        if not isinstance(pattern, str) or not pattern:
+            raise UsageError(f"{argument}= has {pattern!r}: give patterns over names, such as 'model/*'")
+    return list(dict.fromkeys(found))
+
+
+def check_rename(rename: object) -> Callable[[str], str] | None:
+    """Return `rename` as a function of a live name, unless it is no function and no mapping of prefixes."""
+    if rename is None or (callable(rename) and not isinstance(rename, Mapping)):
+        return rename
+    if not isinstance(rename, Mapping):
+        raise UsageError(f"rename={rename!r}: give a dict, prefix here -> prefix in the checkpoint, or a function")
+    for here, there in rename.items():
+        if not isinstance(here, str) or not isinstance(there, str):
+            raise UsageError(f"rename= maps {here!r} to {there!r}: give prefixes of names, such as 'model/encoder.'")
+        kind, slash, _ = here.partition("/")
+        if not slash or not there.startswith(f"{kind}/"):
+            raise UsageError(
+                f"rename= maps {here!r} to {there!r}: both begin with the same state, as in 'model/encoder.': 'model/'"
+            )
+    prefixes = sorted(rename.items(), key=lambda item: len(item[0]), reverse=True)
+
+    def renamed(name: str) -> str:
+        for here, there in prefixes:
+            if name.startswith(here):
+                return str(there) + name[len(here) :]
+        return name
+
+    return renamed
 
 
 def check_metadata(metadata: object) -> None:

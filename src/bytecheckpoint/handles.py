@@ -81,8 +81,8 @@ class LoadReport:
         total_seconds: length of the load.
         phases: seconds by phase ("catalog", "destination", "plan", "agree", "read", "apply").
         plan_cached: always False; loads are planned each time.
-        missing: what the program wants and the checkpoint lacks (only with strict=False).
-        unexpected: what the checkpoint holds and no rank wants (only with strict=False).
+        missing: what the program wants and the checkpoint lacks, of states that the load is not strict about.
+        unexpected: what the checkpoint holds and no rank wants, of the same states.
         cast: keys of tensors that were converted to the destination's dtype. Without cast=True, only optimizer state that
             its optimizer holds in higher precision than it was saved in.
         notes: further facts for a person, e.g. values that came from rank 0 because this rank has no copy of its own.

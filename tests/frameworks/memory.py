@@ -80,6 +80,12 @@ class MemoryCheckpoint:
                 return [SavedTensor(k, self.dtypes[k], tuple(self.whole[k].shape)) for k in found]
         return []
 
+    def names_of(self, kind: str, names: Sequence[str], *, parameter: bool = False) -> Sequence[str]:
+        return names
+
+    def stored(self, key: TensorKey) -> SavedTensor | None:
+        return self.find(key.kind, (key.fqn,), key.slot)
+
     def _with_aliases(self, kind: str, names: Sequence[str]) -> Iterator[str]:
         for name in names:
             yield name

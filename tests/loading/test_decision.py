@@ -11,6 +11,7 @@ import bytecheckpoint
 from bytecheckpoint.engine.catalogs import read_catalog
 from bytecheckpoint.loading.decision import FitReport, decide_fit, recognized_bitmap, unexpected_keys
 from bytecheckpoint.representation.plans import SharedChunks
+from bytecheckpoint.representation.shards import TensorKey
 from bytecheckpoint.storage import resolve
 
 CHUNK = 1 << 20
@@ -45,5 +46,5 @@ def test_keys_that_no_rank_wants(tmp_path: Path) -> None:
     catalog, _ = read_catalog(resolve(tmp_path / "s"))
     wanted = [i for i in range(catalog.count) if str(catalog.key(i)) == "model/a"]
     recognized = recognized_bitmap(catalog.count, wanted)
-    assert unexpected_keys(catalog, ["model"], recognized) == ["model/b"]
+    assert unexpected_keys(catalog, ["model"], recognized) == [TensorKey("model", "b")]
     assert unexpected_keys(catalog, ["extra_states", "other"], recognized) == []

@@ -71,9 +71,9 @@ def test_the_first_misfits_are_named_and_the_others_counted(fit: Any) -> None:
 
 
 def test_missing_keys_are_refused_by_name() -> None:
-    refuse_missing("here", ())
+    refuse_missing("here", (), ())
     with pytest.raises(IncompatibleCheckpointError, match=r"here lacks a, b, which the program wants; .*strict=False"):
-        refuse_missing("here", ("a", "b"))
+        refuse_missing("here", ("a", "b"), ())
     assert listed([str(i) for i in range(7)]) == "0, 1, 2, 3, 4 and 2 more"
 
 

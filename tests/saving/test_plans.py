@@ -11,7 +11,7 @@ from bytecheckpoint.engine.save_resources import PlanCache
 from bytecheckpoint.planning.save_plan import LocalTable, describe, plan_save
 from bytecheckpoint.representation.shards import LiveShard, TensorKey
 from bytecheckpoint.saving.messages import PlanRequest, WriteReport
-from bytecheckpoint.saving.plans import GlobalPlan, check_reports, check_urls, differing_replicas, plan_around
+from bytecheckpoint.saving.plans import GlobalPlan, check_arguments, check_reports, differing_replicas, plan_around
 
 
 def table(*names: str, elements: int = 4) -> LocalTable:
@@ -58,7 +58,7 @@ def test_reports_belong_to_one_plan_and_one_path() -> None:
     with pytest.raises(IncompatibleCheckpointError, match="rank 0 followed another save plan"):
         check_reports({0: report("new"), 1: report("new")}, known)
     with pytest.raises(UsageError, match="different paths: one, two"):
-        check_urls({0: report("new", "two"), 1: report("new", "one")})
+        check_arguments({0: report("new", "two"), 1: report("new", "one")})
 
 
 def test_copies_that_differ_are_named() -> None:

@@ -49,6 +49,8 @@ handle = bytecheckpoint.save(
     async_checkpoint=True,
     staging="background",
     check_replicas=True,
+    include=["model/*"],
+    exclude=("optimizer",),
     names={"weight": model.weight},
     metadata={"run": "a", "tokens": 10},
     process_group=None,
@@ -60,9 +62,12 @@ committed: Future[SaveReport] = handle.committed
 assert_type(committed.result(), SaveReport)
 assert_type(handle.done(), bool)
 assert_type(handle.result(timeout=1.5), SaveReport)
-assert_type(bytecheckpoint.prepare(mixed), Future[None])
+assert_type(bytecheckpoint.prepare(mixed, include=["model/*"]), Future[None])
 
 loaded = bytecheckpoint.load("ckpt", mixed, framework="auto", strict=False, cast=True, timeout=30, prepare_save=False)
+bytecheckpoint.load("ckpt", mixed, strict={"scheduler": False}, include=["model/*"], exclude=["model/head.*"])
+bytecheckpoint.load("ckpt", mixed, rename={"model/base_model.model.": "model/"})
+bytecheckpoint.load("ckpt", mixed, rename=lambda name: name.replace(".base_layer.", "."))
 assert_type(loaded.missing, tuple[str, ...])
 assert_type(loaded.unexpected, tuple[str, ...])
 assert_type(loaded.cast, tuple[str, ...])
@@ -80,6 +85,9 @@ bytecheckpoint.save("ckpt", mixed, "megatron")  # type: ignore[call-arg]
 bytecheckpoint.save("ckpt", mixed, async_checkpont=True)  # type: ignore[call-arg]
 bytecheckpoint.save("ckpt", mixed, timeout="30")  # type: ignore[arg-type]
 bytecheckpoint.load("ckpt", mixed, strict="yes")  # type: ignore[arg-type]
+bytecheckpoint.load("ckpt", mixed, strict={"scheduler": "no"})  # type: ignore[dict-item]
+bytecheckpoint.load("ckpt", mixed, include=[3])  # type: ignore[list-item]
+bytecheckpoint.load("ckpt", mixed, rename=["model/"])  # type: ignore[arg-type]
 bytecheckpoint.load("ckpt", (("model", model),))  # type: ignore[arg-type]
 saved.bytes_written = 0  # type: ignore[misc]
 loaded.missing = ()  # type: ignore[misc]

@@ -15,13 +15,31 @@ import torch
 from bytecheckpoint.errors import CheckpointError, IncompatibleCheckpointError
 from bytecheckpoint.representation.shards import LiveShard, LiveState, TensorKey
 
-__all__ = ["Destination", "Framework", "ParameterName", "SavedStates", "SavedTensor", "SupportsShards", "UserNames"]
+__all__ = [
+    "Destination",
+    "Framework",
+    "ParameterName",
+    "SavedStates",
+    "SavedTensor",
+    "Strict",
+    "SupportsShards",
+    "UserNames",
+    "is_strict",
+]
 
 #: Explicit parameter names for optimizers: parameter -> FQN, or FQN -> parameter.
 UserNames = Mapping[Any, Any]
 
+#: Whether what is missing or unexpected is an error: for all kinds, or by kind; True for kinds that are not named.
+Strict = bool | Mapping[str, bool]
+
 #: The FQN of a parameter and its aliases: further FQNs of the same tensor (tied weights).
 ParameterName = tuple[str, tuple[str, ...]]
+
+
+def is_strict(strict: Strict, kind: str) -> bool:
+    """Return whether a load is strict about `kind`."""
+    return bool(strict.get(kind, True) if isinstance(strict, Mapping) else strict)
 
 
 class SavedTensor(NamedTuple):
@@ -41,7 +59,8 @@ class SavedTensor(NamedTuple):
 class SavedStates(Protocol):
     """The contents of a checkpoint, as an adapter sees them while it plans a load.
 
-    A *tree* holds the plain values of one kind as one rank saved them, encoded.
+    A *tree* holds the plain values of one kind as one rank saved them, encoded. `find`, `slots` and `trees_about` take
+    names of live objects, as `names_of` does; names in trees and keys are the checkpoint's own.
     """
 
     def kinds(self) -> Collection[str]:
@@ -52,6 +71,21 @@ class SavedStates(Protocol):
 
     def slots(self, kind: str, names: Sequence[str]) -> list[SavedTensor]:
         """Return all optimizer state tensors of the parameter that has any of `names`."""
+
+    def names_of(self, kind: str, names: Sequence[str], *, parameter: bool = False) -> Sequence[str]:
+        """Return the checkpoint's names of something that has `names` in the live objects, or none to leave it alone.
+
+        The caller of a load may rename live names, and select some of them. What is not selected seems to be missing,
+        and the load does not report it.
+
+        Args:
+            kind: name of the state.
+            names: FQNs of one tensor or extra state.
+            parameter: they are the FQNs of a parameter, in the kind of its optimizer.
+        """
+
+    def stored(self, key: TensorKey) -> SavedTensor | None:
+        """Return a tensor by the name or alias that the checkpoint itself has for it."""
 
     def keys(self, kind: str) -> list[TensorKey]:
         """Return the keys of all tensors of `kind`."""
@@ -161,10 +195,16 @@ class Framework(Protocol):
         states: MutableMapping[str, object],
         saved: SavedStates,
         *,
-        strict: bool = True,
+        strict: Strict = True,
         names: UserNames | None = None,
     ) -> Destination:
         """Plan a load into `states` without changing them.
+
+        Args:
+            states: the live objects.
+            saved: the checkpoint.
+            strict: as in `load`; ask `is_strict`.
+            names: as in `load`.
 
         Raises:
             UsageError: an object in `states` cannot be represented.

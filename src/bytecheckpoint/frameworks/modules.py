@@ -239,7 +239,7 @@ def _setter(scanned: _ScannedModule, key: str) -> Callable[[Any], None]:
 
 def capture_modules(kind: str, scan: ModuleScan) -> LiveState:
     """Describe the shards and values of a scanned kind."""
-    state = LiveState(kind, merged=True)
+    state = LiveState(kind, merged=True, entries=True)
     shards = state.shards
     for tensor in scan.tensors:
         add_shards(shards, TensorKey(kind, tensor.fqn), tensor.value, aliases=tensor.aliases)
@@ -310,18 +310,19 @@ def _load_entries(loaded: list[tuple[_ScannedModule, str, Any]]) -> None:
 
 def _load_values(kind: str, scan: ModuleScan, saved: SavedStates, into: Destination) -> None:
     reader = ValueReader(kind, saved, into, scan.values)
+    wanted = {saved_name: fqn for fqn in scan.values for saved_name in saved.names_of(kind, (fqn,))}
     found: dict[str, Any] = {}
     for blob in saved.trees_about(kind, [name for t in scan.tensors for name in (t.fqn, *t.aliases)]):
         tree = reader.read(blob)
         if isinstance(tree, dict):
             found = {**tree, **found}
-        if scan.values.keys() <= found.keys():
+        if wanted.keys() <= found.keys():
             break
     reader.request_tensors()
-    for fqn in scan.values:
-        if fqn in found:
+    for saved_name, fqn in wanted.items():
+        if saved_name in found:
             for number, setter in enumerate(scan.setters[fqn]):
-                into.finish.append(partial(_install_value, setter, reader, found[fqn], copies=number > 0))
+                into.finish.append(partial(_install_value, setter, reader, found[saved_name], copies=number > 0))
         else:
             into.missing.append(str(TensorKey(kind, fqn)))
 

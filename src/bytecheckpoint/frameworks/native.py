@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from bytecheckpoint.frameworks.base import Destination, SavedStates, UserNames
+from bytecheckpoint.frameworks.base import Destination, SavedStates, Strict, UserNames, is_strict
 from bytecheckpoint.frameworks.modules import as_modules, capture_modules, load_modules, scan_modules
 from bytecheckpoint.frameworks.objects.capture import capture_object
 from bytecheckpoint.frameworks.objects.restore import load_object
@@ -78,7 +78,7 @@ class NativeFramework:
         states: MutableMapping[str, object],
         saved: SavedStates,
         *,
-        strict: bool = True,
+        strict: Strict = True,
         names: UserNames | None = None,
     ) -> Destination:
         """Plan a load into `states`."""
@@ -89,7 +89,7 @@ class NativeFramework:
                 if kind in scan.modules:
                     self._load_modules(kind, scan, saved, into)
                 elif (optimizers := self._as_optimizers(kind, value)) is not None:
-                    self._load_optimizers(kind, optimizers, scan, saved, into, strict=strict)
+                    self._load_optimizers(kind, optimizers, scan, saved, into, strict=is_strict(strict, kind))
                 else:
                     load_object(kind, states, saved, into)
             compare_tied(into)

@@ -1,14 +1,16 @@
-"""Walk over modules with the names that they have without wrappers (DDP, FSDP, torch.compile, activation checkpoints)."""
+"""Wrappers around modules (DDP, FSDP, torch.compile, activation checkpoints) and optimizers (accelerate), seen through."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, MutableMapping
+from typing import Any, overload
 
 from torch import nn
+from torch.optim import Optimizer
 
 from bytecheckpoint.frameworks.detection import loaded_class
 
-__all__ = ["bare_name", "walk_modules"]
+__all__ = ["bare_name", "unwrap_states", "walk_modules"]
 
 # (module, class, attribute of the wrapped module, whether state_dict hides the attribute already)
 _WRAPPERS = (
@@ -21,6 +23,60 @@ _WRAPPERS = (
     ),
     ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel", "_fsdp_wrapped_module", True),
 )
+
+# (module, class, attribute of the wrapped object) of wrappers with the methods of what they wrap, and another type
+_OBJECT_WRAPPERS = (
+    ("accelerate.optimizer", "AcceleratedOptimizer", "optimizer"),
+    ("accelerate.scheduler", "AcceleratedScheduler", "scheduler"),
+)
+
+
+class _UnwrappedStates(dict[str, Any]):
+    """States without wrappers. A load that replaces a state replaces the caller's too."""
+
+    def __init__(self, states: Mapping[str, Any], unwrapped: Mapping[str, Any]) -> None:
+        super().__init__(states)
+        self.update(unwrapped)
+        self._states = states
+
+    def __setitem__(self, kind: str, value: Any) -> None:
+        super().__setitem__(kind, value)
+        assert isinstance(self._states, MutableMapping)
+        self._states[kind] = value
+
+
+@overload
+def unwrap_states(states: MutableMapping[str, Any]) -> MutableMapping[str, Any]: ...
+
+
+@overload
+def unwrap_states(states: Mapping[str, Any]) -> Mapping[str, Any]: ...
+
+
+def unwrap_states(states: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return `states` with the optimizers and schedulers inside wrappers in the wrappers' places.
+
+    A state may be a wrapper, or a list, tuple or dict of wrapped optimizers.
+    """
+    wrappers = [(c, attribute) for place, name, attribute in _OBJECT_WRAPPERS if (c := loaded_class(place, name))]
+    unwrapped: dict[str, Any] = {}
+    for kind, value in states.items() if wrappers else ():
+        found: Any = _unwrap(value, wrappers)
+        # Other containers are values of their own, which a load fills in place.
+        if type(value) is dict and all(isinstance(item, Optimizer) for item in value.values()):
+            found = {key: _unwrap(item, wrappers) for key, item in value.items()}
+        elif type(value) in (list, tuple) and all(isinstance(item, Optimizer) for item in value):
+            found = type(value)(_unwrap(item, wrappers) for item in value)
+        if found is not value:
+            unwrapped[kind] = found
+    return _UnwrappedStates(states, unwrapped) if unwrapped else states
+
+
+def _unwrap(value: Any, wrappers: list[tuple[type, str]]) -> Any:
+    for kind, attribute in wrappers:
+        while isinstance(value, kind):
+            value = getattr(value, attribute)
+    return value
 
 
 def walk_modules(module: nn.Module) -> Iterator[tuple[str, str, nn.Module]]:

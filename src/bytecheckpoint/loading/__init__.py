@@ -6,19 +6,27 @@ import contextlib
 import itertools
 import logging
 import os
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from bytecheckpoint.arguments import check_flags, check_states, settings_with_timeout
+from bytecheckpoint.arguments import (
+    check_flags,
+    check_rename,
+    check_selection,
+    check_states,
+    check_strict,
+    settings_with_timeout,
+)
 from bytecheckpoint.calls import one_at_a_time
 from bytecheckpoint.collectives import current
 from bytecheckpoint.errors import CheckpointError
-from bytecheckpoint.frameworks.base import Framework
 from bytecheckpoint.frameworks.registry import resolve as resolve_framework
+from bytecheckpoint.frameworks.wrappers import unwrap_states
 from bytecheckpoint.handles import LoadReport
-from bytecheckpoint.loading.session import LoadCall, load_states
+from bytecheckpoint.loading.call import LoadArguments, LoadCall
+from bytecheckpoint.loading.session import load_states
 from bytecheckpoint.saving import prepare_next
 from bytecheckpoint.storage import Storage
 from bytecheckpoint.storage import resolve as resolve_storage
@@ -41,8 +49,11 @@ def load(
     *,
     framework: str = "auto",
     overlap_loading: bool = True,
-    strict: bool = True,
+    strict: bool | Mapping[str, bool] = True,
     cast: bool = False,
+    include: Sequence[str] | None = None,
+    exclude: Sequence[str] | None = None,
+    rename: Mapping[str, str] | Callable[[str], str] | None = None,
     names: Mapping[Any, Any] | None = None,
     process_group: ProcessGroup | None = None,
     timeout: float | None = None,
@@ -60,8 +71,16 @@ def load(
             Bytes that a tmpfs or the page cache has are not exchanged. False: each rank reads for itself.
         strict: refuse a checkpoint that lacks something the program wants, or holds something no rank wants or state of
             other objects than the program's (another optimizer or learning rate schedule, several tensors where the
-            program has one tied weight). False: report that.
+            program has one tied weight). False: report that. A mapping says it state by state, and True for those it does
+            not name: {"scheduler": False} loads a checkpoint without a scheduler too.
         cast: convert dtypes; otherwise a difference is an error.
+        include: as for `save`, over the names of the live objects. What is not selected stays as it is, and is neither
+            missing nor unexpected.
+        exclude: as for `save`. A pattern may also name what only the checkpoint has, which is then not unexpected.
+        rename: names of live objects -> names in the checkpoint, both "state/FQN". A mapping replaces prefixes, the
+            longest first: {"model/base_model.model.": "model/"}. A function gets a whole name and returns one of the same
+            state. A parameter's optimizer state is renamed with the parameter, unless the optimizer's own name is. Plain
+            values keep their names.
         names: as for `save`.
         process_group: the ranks that load together; by default all.
         timeout: seconds that one step may wait for the other ranks; default `settings().timeout`.
@@ -102,21 +121,29 @@ def load(
             return tier
         return agree_on_copy(tier, collective, f"load/{number}.{next(attempts)}/tier", settings, copies)
 
-    def find() -> tuple[Storage, Framework]:
+    def check() -> LoadArguments:
         # Ranks wait for each other in `agree`, so nothing that may fail on one rank alone comes before it.
         storage = resolve_storage(path).agree_on_copy(agree)
         if wrong is not None:
             raise wrong
-        check_flags(overlap_loading=overlap_loading, strict=strict, cast=cast)
+        check_flags(overlap_loading=overlap_loading, cast=cast)
         if prepare_save is not None:
             check_flags(prepare_save=prepare_save)
         check_states(states, names, mutable=True)
         storage.timeout = settings.timeout
-        return storage, resolve_framework(framework, states)
+        bare = unwrap_states(states)
+        return LoadArguments(
+            storage,
+            resolve_framework(framework, bare),
+            bare,
+            check_strict(strict),
+            check_selection(include, exclude),
+            check_rename(rename),
+        )
 
     def wants_prepare() -> bool:
         wanted = prepare_save if prepare_save is not None else "optimizer" in states
-        return bool(wanted) and not world.is_prepared(states)
+        return bool(wanted) and not world.is_prepared(unwrap_states(states))
 
     def prepare_save_of_states() -> None:
         try:
@@ -124,7 +151,7 @@ def load(
         except CheckpointError as error:  # the bytes are loaded; the first save will plan for itself
             _log.warning("the next save could not be prepared: %s", error)
 
-    call = LoadCall(find, states, names, settings, overlap_loading, strict, cast, wants_prepare, prepare_save_of_states)
+    call = LoadCall(check, names, settings, overlap_loading, cast, wants_prepare, prepare_save_of_states)
     # An optimizer's next step runs outside of inference mode and must be able to use the state that it gets here.
     with torch.inference_mode(False), copies:
         return load_states(collective, number, call)

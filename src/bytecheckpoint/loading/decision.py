@@ -8,9 +8,12 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from bytecheckpoint.errors import UsageError
+from bytecheckpoint.frameworks.selection import SelectionReport, check_selections
 from bytecheckpoint.planning.exchange_plan import plan_shared_reads
 from bytecheckpoint.representation.catalog import SHARED, VALUES_SLOT, Catalog
 from bytecheckpoint.representation.plans import ReadPlan
+from bytecheckpoint.representation.shards import TensorKey
 
 __all__ = ["FitDecision", "FitReport", "decide_fit", "ranges_of", "recognized_bitmap", "unexpected_keys"]
 
@@ -23,12 +26,16 @@ class FitReport(msgspec.Struct, frozen=True):
         ranges: the ranges that it reads if it takes part in the exchange: int64 (file, start, stop) triples as bytes.
         host: ranks with the same one are on one machine.
         peer_handshake: of `peer_memory`; empty for a rank that takes no part in the exchange.
+        strict: the argument.
+        selection: what it selects.
     """
 
     recognized: bytes
     ranges: bytes = b""
     host: str = ""
     peer_handshake: bytes = b""
+    strict: bool | dict[str, bool] = True
+    selection: SelectionReport = SelectionReport()
 
 
 class FitDecision(msgspec.Struct, frozen=True):
@@ -56,7 +63,17 @@ def decide_fit(reports: Sequence[FitReport], chunk_bytes: int, chunks_per_round:
         reports: in order of rank.
         chunk_bytes: length of one read.
         chunks_per_round: how many shared chunks each rank reads in a round.
+
+    Raises:
+        UsageError: ranks gave arguments that do not go together.
     """
+    check_selections([r.selection for r in reports])
+    for rank, report in enumerate(reports):
+        if report.strict != reports[0].strict:
+            raise UsageError(
+                f"rank 0 loads with strict={reports[0].strict}, rank {rank} with strict={report.strict}; give all ranks "
+                "the same"
+            )
     recognized = np.bitwise_or.reduce([np.frombuffer(r.recognized, np.uint8) for r in reports]).tobytes()
     shared = plan_shared_reads([np.frombuffer(r.ranges, np.int64).reshape(-1, 3) for r in reports], chunk_bytes)
     if not len(shared):
@@ -84,7 +101,7 @@ def recognized_bitmap(count: int, numbers: Sequence[int]) -> bytes:
     return np.packbits(recognized).tobytes()
 
 
-def unexpected_keys(catalog: Catalog, kinds: Collection[str], recognized: bytes) -> list[str]:
+def unexpected_keys(catalog: Catalog, kinds: Collection[str], recognized: bytes) -> list[TensorKey]:
     """List the keys of the checkpoint that no rank recognizes.
 
     Args:
@@ -96,7 +113,7 @@ def unexpected_keys(catalog: Catalog, kinds: Collection[str], recognized: bytes)
     asked = np.isin(catalog.kind.codes, catalog.kind.codes_of([k for k in kinds if k in catalog.kind.values]))
     tree = catalog.slot.codes == catalog.slot.codes_of([VALUES_SLOT])[0]
     unexpected = np.flatnonzero(asked & ~known & ~tree & (catalog.owner == SHARED))
-    return [str(catalog.key(i)) for i in unexpected.tolist()]
+    return [catalog.key(i) for i in unexpected.tolist()]
 
 
 def ranges_of(plan: ReadPlan) -> NDArray[np.int64]:

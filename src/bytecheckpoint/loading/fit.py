@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,12 +19,15 @@ from bytecheckpoint.representation.boxes import BoxTable
 from bytecheckpoint.representation.catalog import Catalog
 from bytecheckpoint.representation.plans import ReadPlan
 from bytecheckpoint.representation.shards import LiveShard
+from bytecheckpoint.representation.similar_names import SimilarNames
 from bytecheckpoint.settings import Settings
 
-__all__ = ["Fit", "fit_wanted", "listed", "read_length", "refuse_mismatches", "refuse_missing"]
+__all__ = ["Fit", "fit_wanted", "listed", "read_length", "refuse_mismatches", "refuse_missing", "refuse_unexpected"]
 
 #: Names that a message lists; the others are counted.
 _SHOWN = 5
+#: How alike two names are if one may be meant by the other: a prefix such as "base_model.model." may be the difference.
+_SIMILAR = 0.5
 _SMALLEST_READ = 1 << 20
 #: Readers that `read_length` counts for each rank if the settings leave their number open.
 _READERS = 2
@@ -47,11 +50,20 @@ class Fit:
     chunk_bytes: int
 
 
-def refuse_missing(url: str, missing: Sequence[str]) -> None:
-    """Refuse a checkpoint that lacks what the program wants."""
+def refuse_missing(url: str, missing: Sequence[str], others: Iterable[str], unmatched: Sequence[str] = ()) -> None:
+    """Refuse a checkpoint that lacks what the program wants.
+
+    Args:
+        url: of the checkpoint.
+        missing: what it lacks.
+        others: what it holds instead, for the message.
+        unmatched: patterns of `include` and `exclude` that match nothing on this rank, for the message.
+    """
     if missing:
+        names = _with_similar(missing, others, "did you mean {!r}?")
         raise IncompatibleCheckpointError(
-            f"{url} lacks {listed(missing)}, which the program wants; load with strict=False to leave that as it is"
+            f"{url} lacks {listed(names)}, which the program wants; load with strict=False to leave that as it is"
+            + (f"; no name here matches the pattern {unmatched[0]!r}" if unmatched else "")
         )
 
 
@@ -61,6 +73,28 @@ def refuse_mismatches(url: str, mismatches: Sequence[str]) -> None:
         raise IncompatibleCheckpointError(
             f"{url} does not fit: {'; '.join(mismatches[:_SHOWN])}; load with strict=False to go on without it"
         )
+
+
+def refuse_unexpected(url: str, unexpected: Sequence[str], wanted: Iterable[str]) -> None:
+    """Refuse a checkpoint that holds what no rank wants.
+
+    Args:
+        url: of the checkpoint.
+        unexpected: what nobody wants.
+        wanted: what this rank wants, for the message.
+    """
+    if unexpected:
+        names = _with_similar(unexpected, wanted, "nearest here: {!r}")
+        raise IncompatibleCheckpointError(
+            f"{url} holds {listed(names)}, which no rank wants; load with strict=False to ignore that"
+        )
+
+
+def _with_similar(names: Sequence[str], others: Iterable[str], hint: str) -> list[str]:
+    """Return `names`, where those that a message shows have the most similar of `others` beside them."""
+    known = SimilarNames(others)
+    shown = [(name, known.of(name, cutoff=_SIMILAR)) for name in names[:_SHOWN]]
+    return [*(f"{name} ({hint.format(*found)})" if found else name for name, found in shown), *names[_SHOWN:]]
 
 
 def fit_wanted(

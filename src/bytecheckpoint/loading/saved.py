@@ -9,7 +9,10 @@ import numpy as np
 from bytecheckpoint.engine.file_set import FileSet
 from bytecheckpoint.errors import CorruptCheckpointError
 from bytecheckpoint.frameworks.base import SavedTensor
+from bytecheckpoint.frameworks.objects.capture import KINDS_BY_NAME
+from bytecheckpoint.frameworks.selection import Selection
 from bytecheckpoint.lazy import lazy
+from bytecheckpoint.loading.live_names import LiveNames
 from bytecheckpoint.planning.read_plan import stored_rows
 from bytecheckpoint.representation.boxes import Int64s
 from bytecheckpoint.representation.catalog import SHARED, VALUES_SLOT, Catalog
@@ -25,6 +28,7 @@ class SavedView:
         catalog: of the checkpoint.
         files: of the checkpoint.
         rank: whose view this is.
+        live: names of the live objects; by default they are the checkpoint's.
 
     Attributes:
         rows: the stored shards, ordered by tensor.
@@ -32,17 +36,20 @@ class SavedView:
         bytes_read: bytes read for trees so far.
     """
 
-    def __init__(self, catalog: Catalog, files: FileSet, rank: int) -> None:
+    def __init__(self, catalog: Catalog, files: FileSet, rank: int, live: LiveNames | None = None) -> None:
         self._catalog = catalog
         self._files = files
         self._rank = rank
+        self._live = live or LiveNames(Selection())
         self.rows = stored_rows(catalog)
         self.from_rank_0: list[str] = []
         self.bytes_read = 0
         self._trees: dict[str, list[bytes]] = {}
 
     def kinds(self) -> Collection[str]:  # noqa: D102 (protocol)
-        return self._catalog.kinds()
+        # A kind of tensors with names is in parts, which `names_of` selects.
+        takes = self._live.selection.takes
+        return [kind for kind in self._catalog.kinds() if kind in KINDS_BY_NAME or takes(kind)]
 
     @lazy
     def tensors(self) -> list[SavedTensor]:
@@ -74,8 +81,15 @@ class SavedView:
         return slots
 
     def find(self, kind: str, names: Sequence[str], slot: str = "") -> SavedTensor | None:  # noqa: D102 (protocol)
-        number = self._number(kind, names, slot)
+        number = self._number(kind, self.names_of(kind, names, parameter=bool(slot)), slot)
         return self.tensors[number] if number >= 0 else None
+
+    def stored(self, key: TensorKey) -> SavedTensor | None:  # noqa: D102 (protocol)
+        number = self._number(key.kind, (key.fqn,), key.slot)
+        return self.tensors[number] if number >= 0 else None
+
+    def names_of(self, kind: str, names: Sequence[str], *, parameter: bool = False) -> Sequence[str]:  # noqa: D102
+        return self._live.of(kind, names, parameter=parameter)
 
     def _number(self, kind: str, names: Sequence[str], slot: str) -> int:
         """Find a shared tensor by the first of `names` that is a name or alias of one; -1 if none is."""
@@ -100,7 +114,7 @@ class SavedView:
         return found
 
     def slots(self, kind: str, names: Sequence[str]) -> list[SavedTensor]:  # noqa: D102 (protocol)
-        for name in names:
+        for name in self.names_of(kind, names, parameter=True):
             found = self._slots.get((kind, name))
             if found is None and (aliases := self._catalog.aliases.get(kind)) is not None and name in aliases:
                 found = self._slots.get((kind, aliases[name]))
@@ -111,7 +125,10 @@ class SavedView:
     def keys(self, kind: str) -> list[TensorKey]:  # noqa: D102 (protocol)
         catalog = self._catalog
         keys = (catalog.key(i) for i in catalog.of_kind(kind).tolist())
-        return list(dict.fromkeys(k for k in keys if k.slot != VALUES_SLOT))
+        selection = self._live.selection
+        return list(
+            dict.fromkeys(k for k in keys if k.slot != VALUES_SLOT and (not selection.active or selection.takes_any(k)))
+        )
 
     def resolve(self, keys: Sequence[TensorKey], *, by_content: bool) -> list[int]:
         """Find the tensor that this rank loads for each key; -1 where there is none.
@@ -136,11 +153,13 @@ class SavedView:
     def tree(self, kind: str) -> bytes | None:  # noqa: D102 (protocol)
         key = TensorKey(kind, "", VALUES_SLOT)
         before = len(self.from_rank_0)
-        (number,) = self.resolve([key], by_content=True)
+        (number,) = self.resolve([key], by_content=True) if self._live.selection.takes(kind) else (-1,)
         self.from_rank_0[before:] = [kind] if len(self.from_rank_0) > before else []
         return self._read([number])[0] if number >= 0 else None
 
     def trees(self, kind: str) -> list[bytes]:  # noqa: D102 (protocol)
+        if not self._live.selection.takes(kind):
+            return []
         known = self._trees.get(kind)
         if known is None:
             known = self._trees[kind] = list(dict.fromkeys(self._read(self._tree_numbers(kind).tolist())))
@@ -164,7 +183,8 @@ class SavedView:
         yield from self._read([int(numbers[first])])
         if len(numbers) == 1:
             return
-        near = np.maximum(np.searchsorted(owners, self._writers(kind, names), "right") - 1, 0)
+        saved_names = {self._live.renamed(kind, name, parameter=True) for name in names}
+        near = np.maximum(np.searchsorted(owners, self._writers(kind, saved_names), "right") - 1, 0)
         order = np.argsort(-np.bincount(near, minlength=len(numbers)), kind="stable")
         for place in order[order != first].tolist():
             yield from self._read([int(numbers[place])])
@@ -179,6 +199,25 @@ class SavedView:
         wanted[of_kind] = np.isin(catalog.fqn.codes[of_kind], codes) & (catalog.owner[of_kind] == SHARED)
         rows = wanted[self.rows.boxes.tensor]
         return np.array([f.rank for f in catalog.files], np.int64)[self.rows.file[rows]]
+
+    def other_names(self, recognized: Collection[TensorKey]) -> Iterator[str]:
+        """Iterate over the names of what this rank does not recognize, as `Destination.missing` spells them."""
+        for key in self._shared:
+            if key not in recognized and key[2] != VALUES_SLOT:
+                yield str(TensorKey(*key))
+        known = {(key.kind, key.fqn) for key in recognized if key.slot}
+        for kind, fqn in self._slots.keys() - known:
+            yield f"{kind}/param_groups/{fqn}"
+
+    def skipped(self) -> list[int]:
+        """Find the tensors of the live names that the load does not select."""
+        found: list[int] = []
+        for kind, name in self._live.skipped:
+            number = self._number(kind, (name,), "")
+            found += [number] if number >= 0 else []
+            fqn = self._catalog.aliases.get(kind, {}).get(name, name)
+            found += self.numbers(tensor.key for tensor in self._slots.get((kind, fqn), ()))
+        return found
 
     def find_by_content(self, kind: str, fqn: str) -> SavedTensor | None:  # noqa: D102 (protocol)
         for owner in (self._rank, SHARED, 0):

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from itertools import chain
+from typing import NamedTuple
 
 import xxhash
 
@@ -25,8 +26,9 @@ from bytecheckpoint.errors import (
     CorruptCheckpointError,
     IncompatibleCheckpointError,
 )
-from bytecheckpoint.frameworks.base import Destination, Framework
+from bytecheckpoint.frameworks.base import Destination, is_strict
 from bytecheckpoint.handles import LoadReport
+from bytecheckpoint.loading.call import LoadArguments, LoadCall, check_strict_kinds, plain_strict
 from bytecheckpoint.loading.decision import (
     FitDecision,
     FitReport,
@@ -35,19 +37,28 @@ from bytecheckpoint.loading.decision import (
     recognized_bitmap,
     unexpected_keys,
 )
-from bytecheckpoint.loading.fit import Fit, fit_wanted, listed, read_length, refuse_mismatches, refuse_missing
+from bytecheckpoint.loading.fit import (
+    Fit,
+    fit_wanted,
+    listed,
+    read_length,
+    refuse_mismatches,
+    refuse_missing,
+    refuse_unexpected,
+)
+from bytecheckpoint.loading.live_names import LiveNames
 from bytecheckpoint.loading.saved import SavedView
 from bytecheckpoint.monitoring.garbage_collection import gc_paused
 from bytecheckpoint.monitoring.phases import Phases
 from bytecheckpoint.planning.exchange_plan import exchange_plan_of_rank
 from bytecheckpoint.representation.boxes import Int64s
-from bytecheckpoint.representation.catalog import Catalog
+from bytecheckpoint.representation.catalog import VALUES_SLOT, Catalog
 from bytecheckpoint.representation.names import CATALOG_NAME
 from bytecheckpoint.representation.plans import SharedChunks
-from bytecheckpoint.settings import Settings
+from bytecheckpoint.representation.shards import TensorKey
 from bytecheckpoint.storage import Storage
 
-__all__ = ["LoadCall", "load_states"]
+__all__ = ["load_states"]
 
 _log = logging.getLogger("bytecheckpoint")
 #: Seconds to wait after each attempt: where ranks see different checkpoints, caches of a network file system may need a
@@ -55,33 +66,6 @@ _log = logging.getLogger("bytecheckpoint")
 _PAUSES = (0.0, 1.0, 0.0)
 #: Chunks that each rank reads in a round of an exchange, at least.
 _FEWEST_CHUNKS = 2
-
-
-@dataclass(frozen=True, slots=True)
-class LoadCall:
-    """The arguments of one load.
-
-    Attributes:
-        find: checks the arguments and returns storage and adapter; called anew by each attempt.
-        states: what to fill.
-        names: explicit parameter names.
-        settings: in force at the call.
-        overlap: exchange what several ranks want.
-        strict: refuse missing and unexpected keys.
-        cast: convert dtypes.
-        wants_prepare: returns whether this rank wants its next save prepared; called when its bytes are there.
-        prepare: prepares the next save; called on every rank or on none.
-    """
-
-    find: Callable[[], tuple[Storage, Framework]]
-    states: MutableMapping[str, object]
-    names: Mapping[Any, Any] | None
-    settings: Settings
-    overlap: bool
-    strict: bool
-    cast: bool
-    wants_prepare: Callable[[], bool]
-    prepare: Callable[[], None]
 
 
 def load_states(collective: Collective, number: int, call: LoadCall) -> LoadReport:
@@ -110,8 +94,7 @@ def load_states(collective: Collective, number: int, call: LoadCall) -> LoadRepo
 class _Source(NamedTuple):
     """A checkpoint that is open, before its contents are matched with the live objects; fields as of `_OpenCheckpoint`."""
 
-    storage: Storage
-    adapter: Framework
+    arguments: LoadArguments
     catalog: Catalog
     data: bytes
     files: FileSet
@@ -122,7 +105,7 @@ class _OpenCheckpoint:
     """A checkpoint that is being loaded, and what this rank wants of it.
 
     Attributes:
-        storage: where it is.
+        arguments: of the load.
         catalog: its catalog.
         data: the bytes of the catalog.
         files: its files.
@@ -134,7 +117,7 @@ class _OpenCheckpoint:
         bytes_received: bytes received from other ranks.
     """
 
-    storage: Storage
+    arguments: LoadArguments
     catalog: Catalog
     data: bytes
     files: FileSet
@@ -144,6 +127,11 @@ class _OpenCheckpoint:
     exchanges: bool
     bytes_read: int = 0
     bytes_received: int = 0
+
+    @property
+    def storage(self) -> Storage:
+        """Where it is."""
+        return self.arguments.storage
 
 
 class _Attempt:
@@ -184,11 +172,12 @@ class _Attempt:
 
     def _open(self, stack: contextlib.ExitStack) -> bytes:
         """Open the checkpoint; return the digest of its catalog."""
-        storage, adapter = self._call.find()
+        arguments = self._call.check()
+        storage = arguments.storage
         catalog, data = read_catalog(storage)
         with _detect_replacement(storage, data):
             files = stack.enter_context(FileSet(storage, catalog))
-        self._source = _Source(storage, adapter, catalog, data, files)
+        self._source = _Source(arguments, catalog, data, files)
         self._phases.mark("catalog")
         return xxhash.xxh3_128_digest(data)
 
@@ -198,34 +187,42 @@ class _Attempt:
             assert self._source is not None
             kind = IncompatibleCheckpointError if self._last else CheckpointReplacedError
             raise kind(
-                f"ranks see different checkpoints at {self._source.storage.url}; it was replaced during the load, or the "
-                f"path is not shared; load again"
+                f"ranks see different checkpoints at {self._source.arguments.storage.url}; it was replaced during the "
+                f"load, or the path is not shared; load again"
             )
 
     def _fit(self) -> FitReport:
         """Plan what this rank reads."""
         call = self._call
         assert self._source is not None
-        storage, adapter, catalog, data, files = self._source
+        arguments, catalog, data, files = self._source
+        storage, states, selection = arguments.storage, arguments.states, arguments.selection
         with _detect_replacement(storage, data):
             chunk_bytes = read_length(catalog, self._collective.world_size, call.settings)
-            view = SavedView(catalog, files, self._collective.rank)
+            live = LiveNames(selection, arguments.rename, states.keys())
+            view = SavedView(catalog, files, self._collective.rank, live)
             with gc_paused():
-                destination = adapter.destination(call.states, view, strict=call.strict, names=call.names)
-                destination.missing = list(dict.fromkeys(destination.missing))  # replicas lack the same tensor
+                destination = arguments.framework.destination(states, view, strict=arguments.strict, names=call.names)
+                # Replicas lack the same tensor.
+                destination.missing = [m for m in dict.fromkeys(destination.missing) if not live.hides(m)]
                 self._phases.mark("destination")
-                refuse_missing(storage.url, destination.missing if call.strict else ())
-                refuse_mismatches(storage.url, destination.mismatches if call.strict else ())
+                check_strict_kinds(arguments, catalog, destination)
+                missing = [m for m in destination.missing if is_strict(arguments.strict, arguments.kind_of(m))]
+                live.note_saved(chain((TensorKey(kind, "", VALUES_SLOT) for kind in states), catalog.keys()))
+                refuse_missing(storage.url, missing, view.other_names(destination.recognized), selection.unmatched)
+                refuse_mismatches(storage.url, _refused(arguments, destination))
                 fit = fit_wanted(storage.url, catalog, view, destination.wanted, chunk_bytes, cast=call.cast)
                 self._phases.mark("plan")
         ranges = ranges_of(fit.plan)
         exchanges = self._exchanges(files, ranges)
-        self._opened = _OpenCheckpoint(storage, catalog, data, files, view, destination, fit, exchanges)
+        self._opened = _OpenCheckpoint(arguments, catalog, data, files, view, destination, fit, exchanges)
         return FitReport(
-            recognized=recognized_bitmap(catalog.count, view.numbers(list(destination.recognized))),
+            recognized=recognized_bitmap(catalog.count, view.numbers(list(destination.recognized)) + view.skipped()),
             ranges=ranges.tobytes() if exchanges else b"",
             host=self._collective.host,
             peer_handshake=peer_handshake() if exchanges else b"",
+            strict=plain_strict(arguments.strict),
+            selection=selection.report(look_for_similar=True),
         )
 
     def _decide(self, reports: list[FitReport]) -> FitDecision:
@@ -239,13 +236,12 @@ class _Attempt:
         """Refuse keys that no rank wants if the load is strict; return those keys."""
         opened = self._checkpoint
         url = opened.storage.url
-        kinds = {*self._call.states, *opened.destination.kinds}
-        unexpected = unexpected_keys(opened.catalog, kinds, decision.recognized)
-        if unexpected and self._call.strict:
-            raise IncompatibleCheckpointError(
-                f"{url} holds {listed(unexpected)}, which no rank wants; load with strict=False to ignore that"
-            )
-        return unexpected
+        arguments = opened.arguments
+        keys = unexpected_keys(opened.catalog, {*arguments.states, *opened.destination.kinds}, decision.recognized)
+        unexpected = [key for key in keys if arguments.selection.takes_any(key)]
+        refused = [str(key) for key in unexpected if is_strict(arguments.strict, key.kind)]
+        refuse_unexpected(url, refused, (str(shard.key) for shard in opened.destination.wanted))
+        return list(map(str, unexpected))
 
     def _read(self, stack: contextlib.ExitStack, decision: FitDecision) -> bool:
         """Fill the destinations; return whether this rank wants its next save prepared."""
@@ -263,7 +259,7 @@ class _Attempt:
                 opened.files, scatter, private, threads=threads, chunk_bytes=opened.fit.chunk_bytes
             )
             opened.destination.check()
-            refuse_mismatches(opened.storage.url, opened.destination.mismatches if self._call.strict else ())
+            refuse_mismatches(opened.storage.url, _refused(opened.arguments, opened.destination))
         self._phases.mark("read")
         return self._call.wants_prepare()
 
@@ -297,7 +293,7 @@ class _Attempt:
         opened = self._checkpoint
         missing = opened.destination.missing
         if any(decision.recognized) or not all(
-            any(name == kind or name.startswith(f"{kind}/") for name in missing) for kind in self._call.states
+            any(name == kind or name.startswith(f"{kind}/") for name in missing) for kind in opened.arguments.states
         ):
             return []
         warning = f"{opened.storage.url} holds nothing that the states want ({listed(missing)}): nothing was loaded"
@@ -342,6 +338,11 @@ class _Attempt:
 
 def _all_equal(digests: list[bytes]) -> bool:
     return len(set(digests)) == 1
+
+
+def _refused(arguments: LoadArguments, destination: Destination) -> list[str]:
+    """Return the mismatches about which the load is strict. Each begins with its kind."""
+    return [m for m in destination.mismatches if is_strict(arguments.strict, m.partition(":")[0])]
 
 
 @contextlib.contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import difflib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -17,12 +16,10 @@ from bytecheckpoint.opening.plain_values import has_complementary_trees, plain_v
 from bytecheckpoint.representation.catalog import SHARED, VALUES_SLOT, Catalog
 from bytecheckpoint.representation.names import unique_name
 from bytecheckpoint.representation.shards import TensorKey
+from bytecheckpoint.representation.similar_names import SimilarNames
 from bytecheckpoint.storage import Storage
 
 __all__ = ["Checkpoint"]
-
-_MAX_KEYS_SEARCHED = 20_000
-"""Largest number of keys among which an error message looks for a similar key."""
 
 
 class Checkpoint(Mapping[str, Any]):
@@ -169,10 +166,9 @@ class Checkpoint(Mapping[str, Any]):
 
     def _similar(self, key: object) -> str:
         """Return the end of an error message for a missing key: a similar key, or what the checkpoint holds."""
-        keys = list(self._number_of_key) if self._catalog.count <= _MAX_KEYS_SEARCHED else []
-        keys += [k for values in self._plain.values() for k in values]
-        if isinstance(key, str) and len(keys) <= _MAX_KEYS_SEARCHED:
-            for similar in difflib.get_close_matches(key, keys, 1, 0.7):
+        keys = SimilarNames([*self._number_of_key, *(k for values in self._plain.values() for k in values)])
+        if isinstance(key, str):
+            for similar in keys.of(key, cutoff=0.7):
                 return f"; did you mean {similar!r}?"
         return f"; it holds {', '.join(self.kinds) or 'nothing'}"
 

@@ -77,6 +77,7 @@ class LiveState:
         layout: describes the objects as data for JSON: their type, and how many tensors have which layout. Rank 0 calls
             it where a save makes a new plan, perhaps in another thread than the caller's. It reads only what the
             capture found: a second scan would run the hooks of modules on rank 0 alone, and those may communicate.
+        entries: True when the tree is a dict of FQN -> value whose items are independent of each other (extra states).
     """
 
     kind: str
@@ -84,3 +85,4 @@ class LiveState:
     tree: bytes | None = None
     merged: bool = False
     layout: Callable[[], dict[str, Any]] = dict
+    entries: bool = False

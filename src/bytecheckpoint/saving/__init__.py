@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from bytecheckpoint.arguments import check_flags, check_metadata, check_states, settings_with_timeout
+from bytecheckpoint.arguments import (
+    check_flags,
+    check_metadata,
+    check_selection,
+    check_states,
+    settings_with_timeout,
+)
 from bytecheckpoint.calls import one_at_a_time
 from bytecheckpoint.collectives import current
 from bytecheckpoint.errors import UsageError
 from bytecheckpoint.frameworks.registry import resolve as resolve_framework
+from bytecheckpoint.frameworks.selection import Selection
+from bytecheckpoint.frameworks.wrappers import unwrap_states
 from bytecheckpoint.handles import SaveHandle
 from bytecheckpoint.saving.call import SaveCall
 from bytecheckpoint.saving.saver import Saver
@@ -39,6 +47,8 @@ def save(
     async_checkpoint: bool = False,
     staging: str = "blocking",
     check_replicas: bool = False,
+    include: Sequence[str] | None = None,
+    exclude: Sequence[str] | None = None,
     names: Mapping[Any, Any] | None = None,
     metadata: Mapping[str, Any] | None = None,
     step: int | None = None,
@@ -59,6 +69,12 @@ def save(
             for `handle.staged` before it changes its state.
         check_replicas: compare the content of all copies of replicated tensors; differences are in the report. Copies on
             one rank (in several modules or optimizers of a list) are always compared, and must be equal.
+        include: patterns of what to save, such as ["model/*lora*", "optimizer/*"]; by default everything. Names are
+            spelled as `open` spells them, and the wildcards are those of `fnmatch`. A parameter's optimizer state is
+            selected as a whole, by "optimizer/FQN" or "optimizer/state/FQN/*", and its hyperparameters with it. A state
+            that is neither a module nor an optimizer is selected as a whole, by its name. All ranks give the same
+            patterns, and a pattern that matches nothing on any rank is an error.
+        exclude: patterns of what not to save, of what `include` selects.
         names: parameter -> FQN (or FQN -> parameter), when an optimizer's module is not among `states`.
         metadata: the caller's own facts (plain JSON), stored in the catalog.
         step: the training step of the states. A save to which ranks bring different steps fails. By default the steps
@@ -95,7 +111,8 @@ def save(
             raise UsageError(f"staging={staging!r}: use 'blocking' or 'background'")
         if staging == "background" and not async_checkpoint:
             raise UsageError("staging='background' needs async_checkpoint=True")
-        return _checked_call(storage, states, framework, names, check_replicas, settings, metadata, step)
+        selected = check_selection(include, exclude)
+        return _checked_call(storage, states, framework, names, selected, check_replicas, settings, metadata, step)
 
     # `make_call` refuses other types than bool, after every rank has taken this call's number.
     asynchronous = isinstance(async_checkpoint, bool | np.bool_) and bool(async_checkpoint)
@@ -113,6 +130,8 @@ def prepare(
     states: Mapping[str, object],
     *,
     framework: str = "auto",
+    include: Sequence[str] | None = None,
+    exclude: Sequence[str] | None = None,
     names: Mapping[Any, Any] | None = None,
     process_group: ProcessGroup | None = None,
     timeout: float | None = None,
@@ -124,6 +143,8 @@ def prepare(
     Args:
         states: as for `save`.
         framework: as for `save`.
+        include: as for `save`.
+        exclude: as for `save`.
         names: as for `save`.
         process_group: as for `save`.
         timeout: as for `save`.
@@ -131,7 +152,7 @@ def prepare(
     Returns:
         A future, done when everything is ready. A failure is also logged, and the first save then plans for itself.
     """
-    return prepare_next(states, framework, names, process_group, timeout)
+    return prepare_next(states, framework, names, process_group, timeout, include, exclude)
 
 
 def prepare_next(
@@ -140,6 +161,8 @@ def prepare_next(
     names: Mapping[Any, Any] | None,
     process_group: ProcessGroup | None,
     timeout: float | None,
+    include: Sequence[str] | None = None,
+    exclude: Sequence[str] | None = None,
 ) -> Future[None]:
     """Prepare the next save, as `prepare`, from inside another public call."""
     settings, wrong = settings_with_timeout(timeout)
@@ -148,7 +171,8 @@ def prepare_next(
         if wrong is not None:
             raise wrong
         # Nothing is written: the path must only be equal on all ranks, whatever their working directories.
-        return _checked_call(_resolved("/"), states, framework, names, False, settings, None)
+        selected = check_selection(include, exclude)
+        return _checked_call(_resolved("/"), states, framework, names, selected, False, settings, None)
 
     with torch.inference_mode(False):
         return Saver(world_of(current(process_group, timeout=settings.timeout)), make_call, settings).prepare()
@@ -167,6 +191,7 @@ def _checked_call(
     states: Mapping[str, object],
     framework: str,
     names: Mapping[Any, Any] | None,
+    selection: Selection,
     check_replicas: bool,
     settings: Settings,
     metadata: Mapping[str, Any] | None,
@@ -180,5 +205,7 @@ def _checked_call(
         raise storage
     storage = storage.nearest_tier()
     storage.timeout = settings.timeout
+    states = unwrap_states(states)
     adapter = resolve_framework(framework, states)
-    return SaveCall(storage, adapter, dict(states), names, check_replicas, settings, dict(metadata or {}), number)
+    facts = dict(metadata or {})
+    return SaveCall(storage, adapter, dict(states), names, selection, check_replicas, settings, facts, number)

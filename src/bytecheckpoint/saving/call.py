@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bytecheckpoint.frameworks.base import Framework
+from bytecheckpoint.frameworks.selection import Selection
 from bytecheckpoint.settings import Settings
 from bytecheckpoint.storage import Storage
 
@@ -22,6 +23,7 @@ class SaveCall:
         framework: the adapter.
         states: what to save.
         names: explicit parameter names.
+        selection: what to save of them.
         check_replicas: compare all copies of replicated tensors.
         settings: in force at the call.
         metadata: the caller's own facts for the catalog.
@@ -32,6 +34,7 @@ class SaveCall:
     framework: Framework
     states: Mapping[str, object]
     names: Mapping[Any, Any] | None
+    selection: Selection
     check_replicas: bool
     settings: Settings
     metadata: Mapping[str, Any] = field(default_factory=dict)

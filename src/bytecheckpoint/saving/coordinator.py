@@ -44,7 +44,7 @@ from bytecheckpoint.saving.messages import (
     stop_tag,
     tag,
 )
-from bytecheckpoint.saving.plans import GlobalPlan, check_reports, check_urls, differing_replicas, plan_around
+from bytecheckpoint.saving.plans import GlobalPlan, check_arguments, check_reports, differing_replicas, plan_around
 from bytecheckpoint.saving.values import assign_values, unwritten_values
 
 __all__ = ["Coordinator"]
@@ -163,7 +163,7 @@ class Coordinator:
         old = self._cached_plan(reports) if reports else None
         if old is not None and not requests:
             return old, {}
-        check_urls({**requests, **reports})
+        check_arguments({**requests, **reports})
         tables = {rank: request.table for rank, request in requests.items()}
         if old is not None:
             tables |= {rank: old.tables[rank] for rank in reports}

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from bytecheckpoint.errors import CheckpointError, PeerLostError, error_from_report, error_report
+from bytecheckpoint.frameworks.selection import SelectionReport
 from bytecheckpoint.planning.save_plan import LocalTable
 from bytecheckpoint.representation.names import escape, unescape
 from bytecheckpoint.representation.shards import TensorKey
@@ -142,6 +143,7 @@ class PlanRequest(msgspec.Struct, frozen=True, tag="plan-request"):
         digests: with check_replicas, uint64 content hash of every row as bytes.
         dry: only plan (`prepare`); the rank sends no report.
         host: equal for ranks of one machine (`Collective.host`).
+        selection: what the rank saves of its states.
     """
 
     url: str
@@ -150,6 +152,7 @@ class PlanRequest(msgspec.Struct, frozen=True, tag="plan-request"):
     digests: bytes = b""
     dry: bool = False
     host: str = ""
+    selection: SelectionReport = SelectionReport()
 
 
 class PlanDescription(msgspec.Struct, frozen=True, tag="plan-description"):
@@ -174,6 +177,7 @@ class WriteReport(msgspec.Struct, frozen=True, tag="write-report"):
         values: all its values, written or not.
         steps: training steps that its states belong to, by name.
         optimizer_steps: float64 of `steps_of_shards` as bytes.
+        selection: what the rank saved of its states.
     """
 
     url: str
@@ -182,6 +186,7 @@ class WriteReport(msgspec.Struct, frozen=True, tag="write-report"):
     values: list[ValueRecord]
     steps: dict[str, int] = {}
     optimizer_steps: bytes = b""
+    selection: SelectionReport = SelectionReport()
 
 
 # --- from the coordinator to a rank ---------------------------------------------------------------------------------

@@ -86,7 +86,8 @@ class RankPlanner:
             self._task.layout = {"framework": self._call.framework.name, "kinds": self.state.layouts()}
         self.hash_values()
         values = [value.record() for value in self.state.values]
-        request = PlanRequest(escape(self._call.storage.url), table, values, digests, dry, self._host)
+        selection = self._call.selection.report(look_for_similar=True)
+        request = PlanRequest(escape(self._call.storage.url), table, values, digests, dry, self._host, selection)
         response = channel.ask(request, self._call.settings.timeout)
         assert isinstance(response, PlanResponse), response
         self.adopt(response)

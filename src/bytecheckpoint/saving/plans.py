@@ -9,13 +9,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bytecheckpoint.errors import IncompatibleCheckpointError, UsageError
+from bytecheckpoint.frameworks.selection import check_selections
 from bytecheckpoint.planning.replicas import differing_rows, group_equal
 from bytecheckpoint.planning.save_plan import LocalTable, SavePlan, all_rows, plan_save
 from bytecheckpoint.representation.names import unescape
 from bytecheckpoint.saving.messages import MIXED_PLANS, PlanRequest, WriteReport
 from bytecheckpoint.saving.steps import check_optimizer_steps, check_steps
 
-__all__ = ["GlobalPlan", "check_reports", "check_urls", "differing_replicas", "plan_around"]
+__all__ = ["GlobalPlan", "check_arguments", "check_reports", "differing_replicas", "plan_around"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,16 +73,17 @@ def plan_around(tables: Sequence[LocalTable], fixed: Mapping[int, NDArray[np.int
         raise IncompatibleCheckpointError(f"{MIXED_PLANS}: {error}") from error
 
 
-def check_urls(messages: Mapping[int, PlanRequest | WriteReport]) -> None:
-    """Refuse messages of ranks that save to different paths."""
+def check_arguments(messages: Mapping[int, PlanRequest | WriteReport]) -> None:
+    """Refuse messages of all ranks if these save to different paths, or different parts of their states."""
     urls = sorted({message.url for message in messages.values()})
     if len(urls) > 1:
         raise UsageError(f"ranks save to different paths: {', '.join(urls[:3])}; give all the same path")
+    check_selections([message.selection for _, message in sorted(messages.items())])
 
 
 def check_reports(reports: Mapping[int, WriteReport], plan: GlobalPlan) -> None:
     """Refuse reports that do not belong to one plan, one path and one training step."""
-    check_urls(reports)
+    check_arguments(reports)
     for rank, report in reports.items():
         if report.plan != plan.expected[rank]:
             raise IncompatibleCheckpointError(f"rank {rank} followed another save plan; the next save plans anew")

@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from functools import partial
 
 from bytecheckpoint.errors import CheckpointError
+from bytecheckpoint.frameworks.selected_states import select_states
 from bytecheckpoint.handles import Outcome, SaveHandle, SaveReport, fail_handle
 from bytecheckpoint.monitoring.phases import Phases
 from bytecheckpoint.saving.call import SaveCall, SaveTask
@@ -120,7 +121,7 @@ class Saver:
     def _capture(self, call: SaveCall) -> SaveSession:
         """Capture the caller's objects."""
         world = self._world
-        states = call.framework.capture(call.states, names=call.names)
+        states = select_states(call.framework.capture(call.states, names=call.names), call.selection)
         self._session = SaveSession(
             world.collective, world.resources, call, self._task, self._channel, states, self._phases
         )

@@ -76,7 +76,8 @@ class SaveSession:
         self.call = call
         self.blocking_seconds = 0.0
         origin = FileOrigin(collective.rank, collective.world_size, task.generation)
-        self.planner = RankPlanner(origin, resources, call, task, CapturedState(states), collective.host)
+        state = CapturedState(states, call.selection.report())
+        self.planner = RankPlanner(origin, resources, call, task, state, collective.host)
         own_task = task if collective.rank == 0 else None
         self._files = RankFiles(origin, call.storage, call.settings, self.planner.state.copies)
         self._writer = RankWriter(self.planner, self._files, resources, call, own_task, phases)
@@ -185,7 +186,13 @@ class SaveSession:
         values = [value.record(self._files.place_of(value)) for value in self.planner.state.values]
         steps = {escape(name): step for name, step in self._steps.items()}
         report = WriteReport(
-            escape(self.call.storage.url), self.planner.plan.name, records, values, steps, self._optimizer_steps
+            escape(self.call.storage.url),
+            self.planner.plan.name,
+            records,
+            values,
+            steps,
+            self._optimizer_steps,
+            self.planner.state.selection,
         )
         return self._channel.ask(report, self.call.settings.timeout)
 

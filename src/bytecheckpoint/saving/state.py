@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 import xxhash
@@ -13,6 +14,7 @@ import xxhash
 from bytecheckpoint.engine.device_copies import DeviceCopies
 from bytecheckpoint.engine.tensor_bytes import dense, flat_bytes, same_bits
 from bytecheckpoint.errors import IncompatibleCheckpointError
+from bytecheckpoint.frameworks.selection import SelectionReport
 from bytecheckpoint.frameworks.tensors.plain import is_lazy_view
 from bytecheckpoint.monitoring.garbage_collection import gc_paused
 from bytecheckpoint.planning.save_plan import LocalTable, describe
@@ -69,16 +71,19 @@ class CapturedState:
     """One rank's shards and values in one save. Construct it in the caller's thread, for the sake of `copies`.
 
     Args:
-        states: what the adapter captured.
+        states: what the adapter captured, of what is selected.
+        selection: what is selected.
 
     Attributes:
         shards: live tensors by key and box; empty after `release`.
         values: values, with data of their own or views of live memory.
         copies: copies shards from devices, after the work that the caller had queued when it saved.
         live: the caller waits, so the live tensors still hold what is saved.
+        selection: as given.
     """
 
-    def __init__(self, states: Sequence[LiveState]) -> None:
+    def __init__(self, states: Sequence[LiveState], selection: SelectionReport | None = None) -> None:
+        self.selection = selection or SelectionReport()
         self.shards: list[LiveShard] = []
         self.values: list[Value] = []
         self.live = True
@@ -104,7 +109,7 @@ class CapturedState:
         if self._table is None:
             with gc_paused():
                 table = describe(self.shards)
-            self._table = table, signature(table)
+            self._table = table, signature(table, self.selection)
         return self._table
 
     def layouts(self) -> dict[str, Any]:
@@ -166,10 +171,11 @@ def content_digest(data: torch.Tensor, dtype: str) -> bytes:
     return digest.digest()
 
 
-def signature(table: LocalTable) -> bytes:
-    """Hash a table: tables that lead to the same plan have the same signature."""
+def signature(table: LocalTable, selection: SelectionReport | None = None) -> bytes:
+    """Hash a table and a selection: those that lead to the same plan have the same signature."""
     digest = xxhash.xxh3_128()
     for part in (*table.tensors, table.ndims, table.boxes):
         digest.update(len(part).to_bytes(8, "little"))
         digest.update(part)
+    digest.update(msgspec.msgpack.encode(selection))
     return digest.digest()

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from bytecheckpoint.errors import UsageError
-from bytecheckpoint.frameworks.base import Destination, SavedStates, UserNames
+from bytecheckpoint.frameworks.base import Destination, SavedStates, Strict, UserNames
 from bytecheckpoint.frameworks.deepspeed.detection import find_deepspeed, is_partitioned, is_wrapped_optimizer
 from bytecheckpoint.frameworks.deepspeed.engines import expand_engines
 from bytecheckpoint.frameworks.deepspeed.modules import (
@@ -71,7 +71,7 @@ class DeepSpeedFramework(NativeFramework):
         states: MutableMapping[str, object],
         saved: SavedStates,
         *,
-        strict: bool = True,
+        strict: Strict = True,
         names: UserNames | None = None,
     ) -> Destination:
         """Plan a load into `states`, engines expanded."""

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from bytecheckpoint.errors import IncompatibleCheckpointError, UsageError
-from bytecheckpoint.frameworks.base import Destination, SavedStates, UserNames
+from bytecheckpoint.frameworks.base import Destination, SavedStates, Strict, UserNames
 from bytecheckpoint.frameworks.megatron.detection import (
     check_version,
     find_megatron,
@@ -102,7 +102,7 @@ class MegatronFramework(NativeFramework):
         states: MutableMapping[str, object],
         saved: SavedStates,
         *,
-        strict: bool = True,
+        strict: Strict = True,
         names: UserNames | None = None,
     ) -> Destination:
         """Plan a load into `states`."""

@@ -32,7 +32,7 @@ _BYTES_IO = "__bytesio__"
 
 def capture_megatron_modules(kind: str, scan: MegatronModuleScan) -> LiveState:
     """Describe the shards and values of a scanned kind."""
-    state = LiveState(kind, merged=True)
+    state = LiveState(kind, merged=True, entries=True)
     trained, frozen = ShardCollector(), ShardCollector()
     for layout in scan.layouts:
         if layout.saved_by_other_stage:
@@ -140,10 +140,13 @@ def _plan_values(
 ) -> Iterator[tuple[StateDictEntry, Callable[[], Any]]]:
     """Plan the load of extra states; yield each entry with a function that builds its value."""
     # A module whose extra state is None takes none.
-    wanted = {name: entry for name, entry in scan.values.items() if entry.value is not None}
+    named = {name: entry for name, entry in scan.values.items() if entry.value is not None}
+    wanted = {
+        saved_name: (name, entry) for name, entry in named.items() for saved_name in saved.names_of(kind, (name,))
+    }
     if not wanted:
         return
-    reader = ValueReader(kind, saved, into, [entry.value for entry in wanted.values()])
+    reader = ValueReader(kind, saved, into, [entry.value for entry in named.values()])
     found: dict[str, Any] = {}
     # The trees of the ranks that saved these layers come first: they hold the values of the same layers.
     for blob in saved.trees_about(kind, [name for layout in scan.layouts for name in layout.names]):
@@ -153,9 +156,9 @@ def _plan_values(
         if wanted.keys() <= found.keys():
             break
     reader.request_tensors()
-    for name, entry in wanted.items():
-        if name in found:
-            yield entry, partial(_build, reader, found[name])
+    for saved_name, (name, entry) in wanted.items():
+        if saved_name in found:
+            yield entry, partial(_build, reader, found[saved_name])
         else:
             into.missing.append(str(TensorKey(kind, name)))
 

@@ -124,6 +124,8 @@ class _ParamLoad:
             for names in dict.fromkeys((box.names, self._names)):
                 for found in saved.slots(kind, names):
                     into.recognized.add(found.key)
+                    if found.key.slot == MASTER and not saved.names_of(self._model_kind, box.names):
+                        continue  # the weight is not loaded either, and the next step would put the master in its place
                     self._plan_slot(found, box, trees, into, filled)
                 for name in names:
                     # Tied here, but stored separately: the other copies are claimed too.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -50,6 +51,7 @@ class ValueReader:
         self._into = into
         # id of the empty tensor -> (the saved tensor, the empty tensor, the destination of its elements).
         self._tensors: dict[int, tuple[SavedTensor, torch.Tensor, Any]] = {}
+        self._unwanted: dict[int, tuple[SavedTensor, torch.Tensor, Any]] = {}  # as `_tensors`; keeps the ids in use
         self._by_content: set[TensorKey] = set()
         # Live containers and storages in use: one that stands at two places may receive one value only.
         self._used: set[int] = set()
@@ -63,7 +65,7 @@ class ValueReader:
         if found is not None:
             self._by_content.add(found.key)
         else:
-            found = self._saved.find(self._kind, (name,))
+            found = self._saved.stored(TensorKey(self._kind, name))
         if found is None:
             raise missing_tensor_error(self._kind, name)
         return self.empty(found)
@@ -78,6 +80,24 @@ class ValueReader:
     def keys(self) -> set[TensorKey]:
         """Return the keys of all tensors read so far."""
         return {found.key for found, _, _ in self._tensors.values()}
+
+    def without(self, value: Any, unwanted: Callable[[TensorKey], bool]) -> Any:
+        """Return `value` without the unwanted of its tensors that are in dicts."""
+        for identity, (found, _, _) in list(self._tensors.items()):
+            if unwanted(found.key):
+                self._unwanted[identity] = self._tensors.pop(identity)
+        return self._pruned(value) if self._unwanted else value
+
+    def _pruned(self, value: Any) -> Any:
+        if isinstance(value, dict):
+            for key in [key for key, item in value.items() if id(item) in self._unwanted]:
+                del value[key]
+            for item in value.values():
+                self._pruned(item)
+        elif isinstance(value, list | tuple):
+            for item in value:
+                self._pruned(item)
+        return value
 
     def match_live(self, value: Any, live: Any, *, in_place: bool = True) -> None:
         """Fill the tensors of `value` in place where `live` has tensors that fit.

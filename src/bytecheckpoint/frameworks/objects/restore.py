@@ -71,12 +71,13 @@ def _read_everything(kind: str, saved: SavedStates, reader: ValueReader, *, merg
     for blob in saved.trees(kind):
         if blob != own:
             value = _merge_dicts(value, reader.read(blob))
+    value = reader.without(value, lambda key: not saved.names_of(kind, (key.fqn,)))
     if isinstance(value, dict):
         in_trees = reader.keys()
         for key in saved.keys(kind):
             if key in in_trees:
                 continue
-            found = saved.find(kind, (key.fqn,), key.slot)
+            found = saved.stored(key)
             assert found is not None
             if key.slot:
                 value.setdefault("state", {}).setdefault(key.fqn, {})[key.slot] = reader.empty(found)

@@ -14,6 +14,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from bytecheckpoint.frameworks.base import SavedStates, SavedTensor
+from bytecheckpoint.representation.shards import TensorKey
 
 __all__ = ["MASTER", "choose_saved_weight", "is_unused_master", "optimizer_kind"]
 
@@ -43,7 +44,11 @@ def choose_saved_weight(
     """
     if found.dtype == dtype:
         return found
-    master = saved.find(master_kind or optimizer_kind(found.key.kind), (found.key.fqn, *names), MASTER)
+    # By the checkpoint's names: master weights follow the weights, whether or not the load selects the optimizer.
+    saved_names = dict.fromkeys((found.key.fqn, *saved.names_of(found.key.kind, names)))
+    kind_of_masters = master_kind or optimizer_kind(found.key.kind)
+    masters = (saved.stored(TensorKey(kind_of_masters, name, MASTER)) for name in saved_names)
+    master = next(filter(None, masters), None)
     fits = master is not None and master.dtype == dtype and master.global_shape == found.global_shape
     return master if master is not None and fits else found
 

@@ -17,6 +17,7 @@ from bytecheckpoint.frameworks.optimizers.names import ParamGroup
 from bytecheckpoint.frameworks.optimizers.state_dtypes import StateDtypes
 from bytecheckpoint.frameworks.optimizers.state_memory import allocate_state
 from bytecheckpoint.frameworks.optimizers.tree import TREE_KEYS, parse_state_reference
+from bytecheckpoint.representation.shards import TensorKey
 from bytecheckpoint.representation.values.codec import decode
 
 __all__ = ["SavedTrees"]
@@ -60,8 +61,10 @@ class SavedTrees:
         self._classes = HeldClasses([(group.live, dict(group.optimizer.state)) for group in live])
         self._taken: set[int] = set()  # ids of the values that a parameter has got
         self._live_parameters: dict[str, tuple[torch.Tensor, Optimizer]] | None = None  # by saved name
-        missing = [name for group in live for name in group.names]
+        missing = [name for group in live for name in group.names if self._names(*name)]
         all_names = [name for fqn, aliases in missing for name in (fqn, *aliases)]
+        if not missing and not saved.names_of(kind, ("",)):
+            return  # the load selects nothing of this kind
         for position, blob in enumerate(saved.trees_about(kind, all_names)):
             tree = self._read(blob)
             for group in tree["groups"]:
@@ -94,7 +97,7 @@ class SavedTrees:
         fqn, slot = parse_state_reference(reference)
         if (fqn, slot) not in self.nested:
             live = self._live_parameter(fqn)
-            found = self._saved.find(self._kind, (fqn,), slot)
+            found = self._saved.stored(TensorKey(self._kind, fqn, slot))
             if found is None:
                 raise CorruptCheckpointError(
                     f"the values of {self._kind} refer to {reference!r}, which the catalog lacks"
@@ -112,7 +115,7 @@ class SavedTrees:
                 saved: (parameter, group.optimizer)
                 for group in self._live
                 for parameter, (fqn, aliases) in zip(group.params, group.names, strict=True)
-                for name in (fqn, *aliases)
+                for name in self._names(fqn, aliases)
                 for saved in (name, self.fqn_of_alias.get(name, name))
             }
         return self._live_parameters.get(saved_fqn)
@@ -163,13 +166,15 @@ class SavedTrees:
         return values, {key: copies[id(tensor)] for key, tensor in self.nested.items() if id(tensor) in copies}
 
     def _by_name(self, table: Mapping[str, _Found], fqn: str, aliases: tuple[str, ...]) -> _Found | None:
-        found = table.get(fqn)
-        if found is None and (aliases or self.fqn_of_alias):
-            for name in (fqn, *aliases):
-                found = table.get(name) or table.get(self.fqn_of_alias.get(name, name))
-                if found is not None:
-                    break
-        return found
+        for name in self._names(fqn, aliases):
+            found = table.get(name) or table.get(self.fqn_of_alias.get(name, name))
+            if found is not None:
+                return found
+        return None
+
+    def _names(self, fqn: str, aliases: tuple[str, ...]) -> Sequence[str]:
+        """Return the checkpoint's names of a live parameter; none if the load does not select it."""
+        return self._saved.names_of(self._kind, (fqn, *aliases), parameter=True)
 
 
 def _note_reference(references: list[str], name: str) -> None:

@@ -1,0 +1,171 @@
+"""The part of the states that a call saves or loads: `include=` and `exclude=`, patterns over names.
+
+A name is spelled as `bytecheckpoint.open` spells it, "kind/FQN". A pattern has the wildcards of `fnmatch` (`*`, `?`,
+`[...]`; `*` stands for dots and slashes too) and is case sensitive. These are the names of
+
+- a parameter, buffer or extra state of a module, or a tensor in a dict that is "model" or "optimizer": "kind/FQN";
+- the optimizer state of a parameter, as a whole: "kind/FQN" and "kind/state/FQN/";
+- any other state, as a whole, and the plain values in a dict that is "model" or "optimizer": "kind/".
+
+A pattern that matches a kind alone ("scheduler", "optim*") matches all of its names.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Sequence
+
+import msgspec
+
+from bytecheckpoint.errors import UsageError
+from bytecheckpoint.representation.names import escape, unescape
+from bytecheckpoint.representation.shards import TensorKey
+from bytecheckpoint.representation.similar_names import SimilarNames
+
+__all__ = ["Selection", "SelectionReport", "check_selections"]
+
+_WILDCARD = re.compile(r"[*?\[]")
+_MOST_SIMILAR = 3
+
+
+class SelectionReport(msgspec.Struct, frozen=True):
+    """A rank's selection, for comparison with those of the other ranks.
+
+    Attributes:
+        include: its patterns; None selects everything.
+        exclude: its patterns.
+        matched: for each pattern, those of `include` first, whether it matches a name of this rank.
+        similar: for each pattern, names of this rank that are like it; empty where it matches, or where nobody looked.
+    """
+
+    include: list[str] | None = None
+    exclude: list[str] = []
+    matched: list[bool] = []
+    similar: list[list[str]] = []
+
+
+class Selection:
+    """Tells which names a call selects, and remembers which patterns have matched.
+
+    Args:
+        include: patterns of the names to select; None selects all.
+        exclude: patterns of names that are not selected.
+
+    Attributes:
+        active: whether anything may be left out.
+    """
+
+    def __init__(self, include: Sequence[str] | None = None, exclude: Sequence[str] = ()) -> None:
+        self.active = include is not None or bool(exclude)
+        self._include = None if include is None else list(include)
+        self._exclude = list(exclude)
+        self._included = None if include is None else _compiled(include)
+        self._excluded = _compiled(exclude) if exclude else None
+        self._unmatched = {pattern: _compiled([pattern]) for pattern in self._patterns}
+        self._known: dict[tuple[str, str, bool], bool] = {}
+
+    @property
+    def _patterns(self) -> list[str]:
+        return [*(self._include or ()), *self._exclude]
+
+    def takes(self, kind: str, fqn: str = "", *, parameter: bool = False) -> bool:
+        """Return whether a name is selected.
+
+        Args:
+            kind: name of the state.
+            fqn: FQN of a tensor or extra state; "" for the state as a whole.
+            parameter: the name stands for the optimizer state of that parameter.
+        """
+        if not self.active:
+            return True
+        found = self._known.get((kind, fqn, parameter))
+        if found is None:
+            names = [f"{kind}/{fqn}", kind]
+            if parameter:
+                names += [f"{kind}/state/{fqn}/", f"{kind}/state/{fqn}"]
+            self._note_matches(names)
+            found = self._included is None or any(map(self._included.match, names))
+            found = found and not (self._excluded is not None and any(map(self._excluded.match, names)))
+            self._known[kind, fqn, parameter] = found
+        return found
+
+    def takes_any(self, key: TensorKey, aliases: Sequence[str] = ()) -> bool:
+        """Return whether a tensor is selected: by any of its names."""
+        # All are asked: each may match a pattern.
+        taken = [fqn for fqn in (key.fqn, *aliases) if self.takes(key.kind, fqn, parameter=bool(key.slot))]
+        return bool(taken)
+
+    def may_take(self, kind: str) -> bool:
+        """Return whether some name of `kind` may be selected, as far as one can tell without its names."""
+        start = f"{kind}/"
+        literals = (_WILDCARD.split(pattern, 1)[0] for pattern in self._include or ("",))
+        return any(start.startswith(literal) or literal.startswith(start) for literal in literals)
+
+    @property
+    def unmatched(self) -> list[str]:
+        """The patterns that have matched no name yet."""
+        return list(self._unmatched)
+
+    def report(self, *, look_for_similar: bool = False) -> SelectionReport:
+        """Describe the selection, after `takes` was asked for all names of this rank.
+
+        Args:
+            look_for_similar: look for names like the patterns that match nothing.
+        """
+        if not self.active:
+            return SelectionReport()
+        similar: list[list[str]] = [[] for _ in self._patterns]
+        if look_for_similar and self._unmatched:
+            names = SimilarNames(f"{kind}/{fqn}" if fqn else kind for kind, fqn, _ in self._known)
+            for number, pattern in enumerate(self._patterns):
+                if pattern in self._unmatched:
+                    similar[number] = [escape(name) for name in names.of(pattern, _MOST_SIMILAR, 0.0)]
+        return SelectionReport(
+            None if self._include is None else list(map(escape, self._include)),
+            list(map(escape, self._exclude)),
+            [pattern not in self._unmatched for pattern in self._patterns],
+            similar,
+        )
+
+    def _note_matches(self, names: Sequence[str]) -> None:
+        if self._unmatched:
+            matched = [p for p, compiled in self._unmatched.items() if any(map(compiled.match, names))]
+            for pattern in matched:
+                del self._unmatched[pattern]
+
+
+def _compiled(patterns: Sequence[str]) -> re.Pattern[str]:
+    return re.compile("|".join(map(fnmatch.translate, patterns)))
+
+
+def check_selections(reports: Sequence[SelectionReport]) -> None:
+    """Refuse selections that differ between ranks, and a pattern that matches nothing on any rank.
+
+    Args:
+        reports: of all ranks, in order of rank.
+
+    Raises:
+        UsageError: as above. Names like the pattern are in the message.
+    """
+    first = reports[0]
+    for rank, report in enumerate(reports):
+        for argument in ("include", "exclude"):
+            own, other = getattr(first, argument), getattr(report, argument)
+            if own != other:
+                raise UsageError(
+                    f"ranks select different parts: rank 0 has {argument}={own}, rank {rank} {argument}={other}; give all "
+                    "ranks the same patterns (those that match nothing on a rank do no harm there)"
+                )
+    for number, (argument, pattern) in enumerate(
+        [*(("include", p) for p in first.include or ()), *(("exclude", p) for p in first.exclude)]
+    ):
+        if any(report.matched[number] for report in reports):
+            continue
+        every = SimilarNames(unescape(name) for report in reports for name in report.similar[number])
+        similar = every.of(pattern, _MOST_SIMILAR, 0.0)
+        hint = f"names like it: {', '.join(map(repr, similar))}"
+        raise UsageError(
+            f"{argument}: the pattern {unescape(pattern)!r} matches no name on any rank; "
+            + (hint if similar else "names are spelled as bytecheckpoint.open spells them, 'kind/FQN'")
+        )
