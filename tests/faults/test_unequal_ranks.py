@@ -55,6 +55,26 @@ def test_a_slow_reader_is_waited_for(tmp_path: Path, faults: Faults) -> None:
     assert time.monotonic() - begun > 2.5
 
 
+@pytest.mark.parametrize("cached", [False, True])
+def test_a_rank_that_prepares_while_the_others_save(tmp_path: Path, cached: bool) -> None:
+    world = ThreadWorld(3)
+    if cached:
+        succeeded(save(world, tmp_path / "s", 1))
+
+    def one(collective: Collective) -> None:
+        own = states(collective.rank, 3, 2, ROWS)
+        if collective.rank == 1:
+            bytecheckpoint.prepare(own, timeout=30).result(60)
+        else:
+            bytecheckpoint.save(tmp_path / "s", own, timeout=30)
+
+    begun = time.monotonic()
+    for error in outcomes(world, one):
+        assert "prepare was called on rank 1, save on ranks 0, 2: make the same calls on all" in str(error)
+    assert time.monotonic() - begun < 10
+    succeeded(save(world, tmp_path / "s", 3))
+
+
 # --- in processes -----------------------------------------------------------------------------------------------------
 
 

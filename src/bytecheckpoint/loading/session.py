@@ -46,7 +46,10 @@ from bytecheckpoint.representation.plans import SharedChunks
 from bytecheckpoint.settings import Settings
 from bytecheckpoint.storage import Storage
 
-__all__ = ["LoadCall", "load_states"]
+__all__ = ["FIRST_STEP", "LoadCall", "load_states"]
+
+#: The first step in which the ranks of a load agree.
+FIRST_STEP = "fit"
 
 #: Seconds to wait after each attempt: where ranks see different checkpoints, caches of a network file system may need a
 #: moment.
@@ -151,7 +154,7 @@ class _Attempt:
         agreement = Agreement(self._collective, self._tag, timeout, urgent=(CheckpointReplacedError,))
         with contextlib.ExitStack() as stack:  # open until all ranks are done: they read this rank's memory
             decision: FitDecision = agreement.agree(
-                "fit", lambda: self._fit(stack), self._decide, reports=FitReport, decisions=FitDecision
+                FIRST_STEP, lambda: self._fit(stack), self._decide, reports=FitReport, decisions=FitDecision
             )
             unexpected = self._check_decision(decision)
             self._phases.mark("agree")

@@ -41,7 +41,14 @@ from bytecheckpoint.saving.messages import (
     reply_tag,
     tag,
 )
-from bytecheckpoint.saving.plans import GlobalPlan, check_reports, check_urls, differing_replicas, plan_around
+from bytecheckpoint.saving.plans import (
+    GlobalPlan,
+    check_calls,
+    check_reports,
+    check_urls,
+    differing_replicas,
+    plan_around,
+)
 from bytecheckpoint.saving.values import assign_values, unwritten_values
 
 __all__ = ["Coordinator"]
@@ -92,6 +99,7 @@ class Coordinator:
         first = self._collect(self._due, SaveStep.FIRST)
         requests: dict[int, PlanRequest] = {r: m for r, m in first.items() if isinstance(m, PlanRequest)}
         reports: dict[int, WriteReport] = {r: m for r, m in first.items() if isinstance(m, WriteReport)}
+        check_calls(first)
         plan, replies = self._plan(requests, reports)
         for rank, reply in replies.items():
             self._reply(rank, reply)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from bytecheckpoint.collectives.base import names_of_ranks
 from bytecheckpoint.errors import IncompatibleCheckpointError, UsageError
 from bytecheckpoint.planning.replicas import differing_rows, group_equal
 from bytecheckpoint.planning.save_plan import LocalTable, SavePlan, all_rows, plan_save
@@ -15,7 +16,7 @@ from bytecheckpoint.representation.names import unescape
 from bytecheckpoint.saving.messages import MIXED_PLANS, PlanRequest, WriteReport
 from bytecheckpoint.saving.steps import check_optimizer_steps, check_steps
 
-__all__ = ["GlobalPlan", "check_reports", "check_urls", "differing_replicas", "plan_around"]
+__all__ = ["GlobalPlan", "check_calls", "check_reports", "check_urls", "differing_replicas", "plan_around"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +71,17 @@ def plan_around(tables: Sequence[LocalTable], fixed: Mapping[int, NDArray[np.int
         if len(fixed) < len(tables):
             raise
         raise IncompatibleCheckpointError(f"{MIXED_PLANS}: {error}") from error
+
+
+def check_calls(messages: Mapping[int, PlanRequest | WriteReport]) -> None:
+    """Refuse a save that is a preparation on some ranks."""
+    preparing = [rank for rank, message in messages.items() if isinstance(message, PlanRequest) and message.dry]
+    saving = sorted(messages.keys() - preparing)
+    if preparing and saving:
+        raise UsageError(
+            f"prepare was called on {names_of_ranks(preparing)}, save on {names_of_ranks(saving)}: "
+            "make the same calls on all"
+        )
 
 
 def check_urls(messages: Mapping[int, PlanRequest | WriteReport]) -> None:

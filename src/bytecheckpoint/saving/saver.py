@@ -7,6 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 
+from bytecheckpoint.calls import refusal
 from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.handles import Outcome, SaveHandle, SaveReport, fail_handle
 from bytecheckpoint.monitoring.phases import Phases
@@ -56,7 +57,7 @@ class Saver:
             background: return before that.
         """
         saves = self._world.saves
-        if tier is not None:
+        if tier is not None and refusal() is None:
             self._world.flusher.expect(handle, tier.url, self._settings)
         with saves.calling(self._settings.timeout) as stuck:
             self._take_number()
@@ -108,11 +109,15 @@ class Saver:
 
     def _take_number(self) -> None:
         """Give the save its number; on rank 0, have the coordinator wait for its messages."""
+        self._world.saves.take_number(self._begin)
+
+    def _begin(self, number: int) -> Callable[[], None] | None:
         world = self._world
-        self._task = SaveTask(world.saves.next_number(), self._settings.timeout)
-        if world.collective.rank == 0:
-            world.saves.coordinate(Coordinator(world.collective, world.resources.global_plans, self._task).run)
-        self._channel = CoordinatorChannel(world.collective, self._task.number)
+        self._task = SaveTask(number, self._settings.timeout)
+        self._channel = CoordinatorChannel(world.collective, number)
+        if world.collective.rank != 0:
+            return None
+        return Coordinator(world.collective, world.resources.global_plans, self._task).run
 
     def _capture(self, call: SaveCall) -> SaveSession:
         """Capture the caller's objects."""

@@ -6,7 +6,10 @@ from collections.abc import Sequence
 
 from bytecheckpoint.collectives.agreement import Agreement
 
-__all__ = ["Machines", "find_machines"]
+__all__ = ["FIRST_STEP", "Machines", "find_machines"]
+
+#: The step of `find_machines`, the first one of an agreement that begins with it.
+FIRST_STEP = "hosts"
 
 
 class Machines:
@@ -49,5 +52,5 @@ class Machines:
 
 def find_machines(agreement: Agreement) -> Machines:
     """Find out which ranks share a machine. Every rank calls it."""
-    hosts: list[str] = agreement.agree("hosts", lambda: agreement.collective.host, lambda hosts: hosts)
+    hosts: list[str] = agreement.agree(FIRST_STEP, lambda: agreement.collective.host, lambda hosts: hosts)
     return Machines(hosts)
