@@ -42,6 +42,7 @@ class CoordinatorChannel:
         self.undecided = False
         self._collective = collective
         self._number = number
+        self._asked: SaveStep | None = None  # the step of a message that has no reply yet
 
     def ask(self, message: RankMessage, timeout: float) -> Reply:
         """Send the message of the expected step and wait for the reply.
@@ -57,18 +58,19 @@ class CoordinatorChannel:
         step = self.expected
         assert step is not None, "the coordinator expects no message"
         self.undecided = True
+        self.expected, self._asked = None, step  # first, as an interrupt may come at any moment
         self._collective.send(0, tag(self._number, step), encode(message))
-        self.expected = None
         reply: Reply | Failure = decode(self._collective.recv(0, reply_tag(self._number, step), timeout=timeout))
         self.undecided = isinstance(reply, Failure) and reply.undecided
-        if isinstance(reply, Failure):
-            raise reply.as_error()
         ends_with_plan = isinstance(message, PlanRequest) and message.dry
         self.expected = None if ends_with_plan else NEXT_STEP.get(type(reply))
+        self._asked = None
+        if isinstance(reply, Failure):
+            raise reply.as_error()
         return reply
 
     def fail(self, stage: str, error: BaseException) -> bool:
-        """Report that this rank cannot go on, if the coordinator expects a message from it.
+        """Report that this rank cannot go on, if the coordinator expects a message from it or will after its reply.
 
         Args:
             stage: what this rank was doing.
@@ -77,12 +79,15 @@ class CoordinatorChannel:
         Returns:
             Whether the coordinator expected a message. If not, the failure came from the coordinator or from the wait.
         """
-        step = self.expected
-        if step is None:
-            return False
-        failure = Failure.of(self._collective.rank, stage, error)
+        steps = [self.expected] if self.expected is not None else []
+        if self._asked is not None:
+            # Nobody waits for the reply any more, which may ask for any later step: Ctrl-C, or it took too long. An
+            # interrupt may have come before the message was sent.
+            steps = list(SaveStep)[list(SaveStep).index(self._asked) :]
+        failure = encode(Failure.of(self._collective.rank, stage, error))
         try:
-            self._collective.send(0, tag(self._number, step), encode(failure))
+            for step in steps:
+                self._collective.send(0, tag(self._number, step), failure)
         except CheckpointError as lost:
             _log.warning("save %d: the failure cannot be reported to the coordinator: %s", self._number, lost)
-        return True
+        return self.expected is not None

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from functools import partial
 
@@ -36,15 +37,14 @@ class Saver:
         settings: in force at the call.
     """
 
-    # Set as soon as the save has its number.
-    _task: SaveTask
-    _channel: CoordinatorChannel
+    _task: SaveTask  # set with the number
 
     def __init__(self, world: World, make_call: Callable[[], SaveCall], settings: Settings) -> None:
         self._world = world
         self._make_call = make_call
         self._settings = settings
         self._phases = Phases()
+        self._channel: CoordinatorChannel | None = None
         self._session: SaveSession | None = None
 
     def save(self, handle: SaveHandle, *, tier: Storage | None, asynchronous: bool, background: bool) -> None:
@@ -57,18 +57,16 @@ class Saver:
             background: return before that.
         """
         saves = self._world.saves
-        if tier is not None and refusal() is None:
-            self._world.flusher.expect(handle, tier.url, self._settings)
-        with saves.calling(self._settings.timeout) as stuck:
-            self._take_number()
-            try:
+        try:
+            if tier is not None and refusal() is None:
+                self._world.flusher.expect(handle, tier.url, self._settings)
+            with saves.calling(self._settings.timeout) as stuck, self._taking_number():
                 if stuck is not None:
                     raise stuck
                 self._run_foreground(handle, asynchronous, background)
-            except BaseException as error:
-                self._give_up(error)
-                fail_handle(handle, error)
-                raise
+        except BaseException as error:
+            fail_handle(handle, error)
+            raise
         if not asynchronous and (failure := handle.restorable.exception()) is not None:
             raise failure
 
@@ -79,16 +77,11 @@ class Saver:
             A future, done when the plan and the pool are ready.
         """
         done = Outcome[None]()
-        with self._world.saves.calling(self._settings.timeout) as stuck:
-            self._take_number()
-            try:
-                if stuck is not None:
-                    raise stuck
-                session = self._capture(self._make_call())
-                session.planner.capture_layout(dry=True)
-            except BaseException as error:
-                self._give_up(error)
-                raise
+        with self._world.saves.calling(self._settings.timeout) as stuck, self._taking_number():
+            if stuck is not None:
+                raise stuck
+            session = self._capture(self._make_call())
+            session.planner.capture_layout(dry=True)
 
             def run() -> None:
                 try:
@@ -107,9 +100,15 @@ class Saver:
 
     # --- the foreground half --------------------------------------------------------------------------------------
 
-    def _take_number(self) -> None:
-        """Give the save its number; on rank 0, have the coordinator wait for its messages."""
-        self._world.saves.take_number(self._begin)
+    @contextlib.contextmanager
+    def _taking_number(self) -> Iterator[None]:
+        """Give the save its number; on rank 0, have the coordinator wait for its messages. Fail it if the body fails."""
+        try:
+            self._world.saves.take_number(self._begin)
+            yield
+        except BaseException as error:
+            self._give_up(error)
+            raise
 
     def _begin(self, number: int) -> Callable[[], None] | None:
         world = self._world
@@ -122,6 +121,7 @@ class Saver:
     def _capture(self, call: SaveCall) -> SaveSession:
         """Capture the caller's objects."""
         world = self._world
+        assert self._channel is not None, "the save has its number"
         states = call.framework.capture(call.states, names=call.names)
         self._session = SaveSession(
             world.collective, world.resources, call, self._task, self._channel, states, self._phases
@@ -193,6 +193,8 @@ class Saver:
     def _give_up(self, error: BaseException) -> None:
         """Report to the coordinator that this rank cannot go on, and remove what it wrote."""
         stage = self._phases.current
+        if self._channel is None:
+            return  # it has no number yet
         if self._channel.fail(stage, error) and self._session is not None and isinstance(error, CheckpointError):
             # The other ranks read where it happened; this one shall too.
             error.args = (f"rank {self._world.collective.rank}, {stage}: {error}", *error.args[1:])
