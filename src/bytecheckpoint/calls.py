@@ -1,9 +1,10 @@
 """The public calls that talk to other ranks: one at a time in each thread.
 
-A signal handler runs in the main thread, between two steps of whatever runs there, and hooks of the caller's modules run
-inside `save`. A call that they make while the thread is inside another call could wait for locks that the thread itself
-holds. So such a call fails at once. The other ranks may make the same call, and it has a number there: when the outer
-call has ended, the inner one is therefore made once more, in order to fail on all ranks (docs/architecture.md, "A save").
+A signal handler runs in the main thread, between two steps of whatever runs there, hooks of the caller's modules run
+inside `save`, and done-callbacks run in the thread that ends a save. A call that they make there could wait for locks that
+the thread itself holds, or for the thread itself. So such a call fails at once. The other ranks may make the same call, and
+it has a number there: when the outer call has ended, the inner one is therefore made once more, in order to fail on all
+ranks. It takes its number and tells them, and waits for nobody (docs/architecture.md, "Waiting").
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ import contextlib
 import functools
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextvars import copy_context
 from typing import ParamSpec, TypeVar
 
 from bytecheckpoint.errors import CheckpointError, UsageError
 
-__all__ = ["SharedLock", "one_at_a_time", "refusal"]
+__all__ = ["SharedLock", "one_at_a_time", "refusal", "refuse_calls"]
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -87,10 +89,11 @@ def one_at_a_time(function: Callable[_P, _R]) -> Callable[_P, _R]:
         calls = _calls
         if (running := calls.inside_of()) is not None:
             error = UsageError(
-                f"{name} was called inside of {running}, by a signal handler or by a hook of an object that is "
-                f"saved or loaded: let the handler set a flag, and call {name} after {running} has returned"
+                f"{name} was called inside of {running}, by a signal handler, a done-callback, or a hook of an object "
+                f"that is saved or loaded: let it set a flag, and call {name} after {running} has returned"
             )
-            calls.refused.append((functools.partial(function, *args, **kwargs), error))
+            again = functools.partial(copy_context().run, function, *args, **kwargs)
+            calls.refused.append((again, error))
             raise error
         _fail_refused(calls)
         calls.running = name
@@ -102,9 +105,24 @@ def one_at_a_time(function: Callable[_P, _R]) -> Callable[_P, _R]:
     return call
 
 
+@contextlib.contextmanager
+def refuse_calls(name: str) -> Iterator[None]:
+    """Refuse the public calls of this thread in a `with` block, in which code of the caller may run."""
+    calls = _calls
+    if calls.running is not None:
+        yield
+        return
+    calls.running = name
+    try:
+        yield
+    finally:
+        _fail_refused(calls)
+
+
 def _fail_refused(calls: _ThreadCalls) -> None:
     """Fail the inner calls on all ranks, and end the outer one."""
     while True:
+        calls.running = calls.running or "a call that has ended"  # handlers of signals wait
         try:
             while calls.refused:
                 again, calls.refusal = calls.refused.popleft()
@@ -114,4 +132,3 @@ def _fail_refused(calls: _ThreadCalls) -> None:
             calls.refusal = calls.running = None
         if not calls.refused:  # a signal may have come after the inner loop
             return
-        calls.running = "a call that has ended"

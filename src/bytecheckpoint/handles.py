@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import concurrent.futures
-from collections.abc import Mapping
+import logging
+import threading
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeVar
 
+from bytecheckpoint.calls import refuse_calls
 from bytecheckpoint.errors import CheckpointTimeoutError
 
 __all__ = ["LoadReport", "Outcome", "SaveHandle", "SaveReport", "fail_handle"]
 
 _T = TypeVar("_T")
 
+_log = logging.getLogger("bytecheckpoint")
+#: What a thread is inside of while it runs done-callbacks.
+_CALLBACK = "a done-callback of a save"
+
 
 class Outcome(Future[_T]):
     """A future that nobody can cancel, because the work behind it continues and sets the result.
 
-    asyncio, for example, cancels a wrapped future when `wait_for` times out.
+    asyncio, for example, cancels a wrapped future when `wait_for` times out. The thread that sets the result runs the
+    done-callbacks: public calls are refused in them there, and nothing that they raise reaches the work.
 
     Attributes:
         failure_seen: somebody has got the failure.
@@ -36,6 +45,20 @@ class Outcome(Future[_T]):
         except BaseException as error:
             self.failure_seen = self.failure_seen or (self.done() and super().exception() is error)
             raise
+
+    def set_result(self, result: _T) -> None:
+        """As `Future.set_result`."""
+        with refuse_calls(_CALLBACK):
+            super().set_result(result)
+
+    def set_exception(self, exception: BaseException | None) -> None:
+        """As `Future.set_exception`."""
+        with refuse_calls(_CALLBACK):
+            super().set_exception(exception)
+
+    def add_done_callback(self, fn: Callable[[Future[_T]], object]) -> None:
+        """As `Future.add_done_callback`."""
+        super().add_done_callback(partial(_call_back, fn))
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """As `Future.exception`."""
@@ -145,6 +168,18 @@ class SaveHandle:
             if self.committed.done():
                 raise
             raise CheckpointTimeoutError(f"the save to {self.path} is still running after {timeout:g} s") from error
+
+
+def _call_back(fn: Callable[[Future[_T]], object], future: Future[_T]) -> None:
+    """Run a done-callback. `Future` logs exceptions, but not `SystemExit`, which would end the save's thread."""
+    try:
+        fn(future)
+    except Exception:
+        raise
+    except BaseException:
+        if threading.current_thread() is threading.main_thread():
+            raise
+        _log.exception("a done-callback of a save failed")
 
 
 def fail_handle(handle: SaveHandle, error: BaseException) -> None:

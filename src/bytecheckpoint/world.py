@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from bytecheckpoint.calls import one_at_a_time
+from bytecheckpoint.calls import one_at_a_time, refusal
 from bytecheckpoint.collectives import Collective
 from bytecheckpoint.engine.save_resources import SaveResources
 from bytecheckpoint.errors import CheckpointError, CheckpointTimeoutError, UsageError
@@ -28,13 +28,14 @@ class SaveQueue:
     def __init__(self) -> None:
         self._call_lock = threading.Lock()
         self._numbers = itertools.count(1)
+        self._number_lock = threading.Lock()
         self._background = ThreadPoolExecutor(1, thread_name_prefix="bytecheckpoint-save")
         self._coordination = ThreadPoolExecutor(1, thread_name_prefix="bytecheckpoint-coordinate")
         self._last: Future[None] | None = None
         self._failures: list[tuple[SaveHandle, CheckpointError]] = []
 
     @contextlib.contextmanager
-    def calling(self, timeout: float) -> Iterator[CheckpointTimeoutError | None]:
+    def calling(self, timeout: float) -> Iterator[CheckpointError | None]:
         """Keep other threads' calls away while the foreground half of one runs in the `with` block.
 
         Args:
@@ -43,6 +44,9 @@ class SaveQueue:
         Yields:
             None, or the error that this call must raise once it has a number.
         """
+        if (refused := refusal()) is not None:  # the call that runs may wait for this thread
+            yield refused
+            return
         while not (held := self._call_lock.acquire(timeout=timeout)):
             if seconds_busy() < 0 and seconds_idle() > timeout:
                 break
@@ -58,20 +62,25 @@ class SaveQueue:
             if held:
                 self._call_lock.release()
 
-    def next_number(self) -> int:
-        """Return the number of the next save."""
-        return next(self._numbers)
+    def take_number(self, begin: Callable[[int], Callable[[], None] | None]) -> None:
+        """Give the next save its number.
 
-    def coordinate(self, work: Callable[[], None]) -> None:
-        """Run the coordinator of one save, after those of earlier saves.
+        Args:
+            begin: gets the number; returns the save's coordinator, which runs after those of earlier saves. None on other
+                ranks than rank 0.
 
         Raises:
             UsageError: the interpreter ends.
         """
-        try:
-            self._coordination.submit(work)
-        except RuntimeError as error:  # executors take no work any more
-            raise UsageError("save was called while the interpreter ends (atexit): call it before that") from error
+        with self._number_lock:
+            coordinator = begin(next(self._numbers))
+            if coordinator is not None:
+                try:
+                    self._coordination.submit(coordinator)
+                except RuntimeError as error:  # executors take no work any more
+                    raise UsageError(
+                        "save was called while the interpreter ends (atexit): call it before that"
+                    ) from error
 
     def submit(self, work: Callable[[], None]) -> None:
         """Run the background half of one save, after those of earlier saves."""

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import _functional_collectives as funcol
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
@@ -142,6 +141,44 @@ def _pipeline(model: nn.Module, over: DeviceMesh, dp: DeviceMesh | None) -> Para
     return Parallel(model, dp.get_local_rank(), dp.size(), dp.get_group(), run, group)
 
 
+def _gathered(rows: torch.Tensor, group: Any) -> torch.Tensor:
+    parts = [torch.empty_like(rows) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, rows.contiguous(), group=group)
+    return torch.cat(parts)
+
+
+def _own_of_sum(rows: torch.Tensor, group: Any) -> torch.Tensor:
+    total = rows.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total.chunk(dist.get_world_size(group))[dist.get_rank(group)].clone()
+
+
+class _Gather(torch.autograd.Function):
+    """Joins the rows of all ranks. The functional collectives of torch 2.13 crash over gloo on a busy machine."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.group = group
+        return _gathered(rows, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return _own_of_sum(gradients[0], ctx.group), None
+
+
+class _SumAndSplit(torch.autograd.Function):
+    """Adds up the rows of all ranks and keeps this rank's part: the inverse of `_Gather`."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.group = group
+        return _own_of_sum(rows, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return _gathered(gradients[0], ctx.group), None
+
+
 class _TokenExchange:
     """Sends all tokens of the expert group to each of its ranks, and the sum over experts back to the tokens' ranks."""
 
@@ -149,12 +186,12 @@ class _TokenExchange:
         self.group = group
 
     def dispatch(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
-        x, gates = (funcol.all_gather_tensor_autograd(t.contiguous(), 0, self.group) for t in tensors)
+        x, gates = (_Gather.apply(tensor, self.group) for tensor in tensors)
         local = gates.shape[-1] // dist.get_world_size(self.group)
         return [x, gates.narrow(-1, local * dist.get_rank(self.group), local)]
 
     def combine(self, out: torch.Tensor) -> torch.Tensor:
-        return funcol.reduce_scatter_tensor_autograd(out.contiguous(), "sum", 0, self.group)
+        return _SumAndSplit.apply(out, self.group)  # type: ignore[no-any-return]
 
 
 def ep_fsdp(model: nn.Module) -> Parallel:

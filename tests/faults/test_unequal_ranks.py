@@ -55,6 +55,58 @@ def test_a_slow_reader_is_waited_for(tmp_path: Path, faults: Faults) -> None:
     assert time.monotonic() - begun > 2.5
 
 
+@pytest.mark.parametrize("moment", ["send", "recv"])
+@pytest.mark.parametrize("step", ["first", "report"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ctrl_c_while_a_rank_waits_for_the_others(tmp_path: Path, rank: int, step: str, moment: str) -> None:
+    """The program goes on afterwards, as a notebook does."""
+    world = ThreadWorld(2)
+
+    def one(collective: Collective) -> Any:
+        call = getattr(collective, moment)
+
+        def interrupted(other: int, tag: str, *args: Any, **options: Any) -> Any:
+            if tag.endswith((step, f"{step}/reply")):
+                vars(collective).pop(moment)
+                raise KeyboardInterrupt
+            return call(other, tag, *args, **options)
+
+        if collective.rank == rank:
+            setattr(collective, moment, interrupted)
+        try:
+            return bytecheckpoint.save(tmp_path / "s", states(collective.rank, 2, 1, ROWS), timeout=30)
+        except KeyboardInterrupt:
+            return "interrupted"
+
+    begun = time.monotonic()
+    got = outcomes(world, one)
+    assert got[rank] == "interrupted"
+    if (step, moment) != ("report", "recv"):  # that one may be committed
+        assert "KeyboardInterrupt" in str(got[1 - rank])
+    succeeded(save(world, tmp_path / "s", 2))
+    assert time.monotonic() - begun < 15
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_a_rank_that_prepares_while_the_others_save(tmp_path: Path, cached: bool) -> None:
+    world = ThreadWorld(3)
+    if cached:
+        succeeded(save(world, tmp_path / "s", 1))
+
+    def one(collective: Collective) -> None:
+        own = states(collective.rank, 3, 2, ROWS)
+        if collective.rank == 1:
+            bytecheckpoint.prepare(own, timeout=30).result(60)
+        else:
+            bytecheckpoint.save(tmp_path / "s", own, timeout=30)
+
+    begun = time.monotonic()
+    for error in outcomes(world, one):
+        assert "prepare was called on rank 1, save on ranks 0, 2: make the same calls on all" in str(error)
+    assert time.monotonic() - begun < 10
+    succeeded(save(world, tmp_path / "s", 3))
+
+
 # --- in processes -----------------------------------------------------------------------------------------------------
 
 

@@ -18,9 +18,10 @@ import torch
 import bytecheckpoint
 from bytecheckpoint import CheckpointError, UsageError
 from bytecheckpoint.calls import SharedLock
-from bytecheckpoint.collectives import Collective, ThreadWorld
+from bytecheckpoint.collectives import Collective, ThreadWorld, current, use
 from bytecheckpoint.lazy import lazy
 from bytecheckpoint.storage.remote import ClientCache
+from bytecheckpoint.world import world_of
 from tests.faults.coded import load_step, states
 from tests.support.modes import MODES
 
@@ -59,7 +60,7 @@ def test_a_hook_that_calls_back_is_refused_at_once(tmp_path: Path, verb: str, mo
         "prepare": lambda: bytecheckpoint.prepare(states(step=9)),
     }
     begun = time.monotonic()
-    with pytest.raises(UsageError, match=f"{verb} was called inside of save, by a signal handler or by a hook"):
+    with pytest.raises(UsageError, match=f"{verb} was called inside of save, by a signal handler, a done-callback, or"):
         bytecheckpoint.save(tmp_path / "2", {"model": Hooked(calls[verb])}, **MODES[mode]).result(20)
     assert time.monotonic() - begun < 10
     assert not (tmp_path / "inner").exists() and not (tmp_path / "2" / "metadata.parquet").exists()
@@ -127,6 +128,136 @@ def test_numbers_of_loads_stay_equal_on_all_ranks(tmp_path: Path) -> None:
         bytecheckpoint.load(tmp_path / "1", states(collective.rank, 2, 0), timeout=20)
 
     ThreadWorld(2).run(one, timeout=50)
+
+
+@pytest.mark.parametrize("inside_of", [0, 1])
+@pytest.mark.parametrize("scheme", ["", "tier+file://"])
+def test_a_refused_load_waits_for_nobody(tmp_path: Path, inside_of: int, scheme: str) -> None:
+    """The other rank does not make it, or makes it much later: then it fails at once there too."""
+    url = f"{scheme}{tmp_path}/1"
+    bytecheckpoint.save(url, states(step=1)).result(20)
+    outer_ended = threading.Event()
+
+    def one(collective: Collective) -> None:
+        def inner() -> None:
+            with pytest.raises(CheckpointError, match="load was called inside of save"):
+                bytecheckpoint.load(url, states(collective.rank, 2, 0), timeout=20)
+
+        hook = inner if collective.rank == inside_of else (lambda: None)
+        begun = time.monotonic()
+        bytecheckpoint.save(tmp_path / "outer", {"model": Hooked(hook), "r": {"r": collective.rank}}, timeout=20)
+        if collective.rank == inside_of:
+            outer_ended.set()
+        else:
+            assert outer_ended.wait(20)
+            inner()
+        assert time.monotonic() - begun < 10
+        bytecheckpoint.load(url, states(collective.rank, 2, 0), timeout=20)
+
+    ThreadWorld(2).run(one, timeout=50)
+
+
+# --- done-callbacks ---------------------------------------------------------------------------------------------------
+
+
+def held_back(collective: Collective) -> threading.Event:
+    """Hold the background halves of saves back until the event is set."""
+    gate = threading.Event()
+    world_of(collective).saves.submit(lambda: assert_set(gate))
+    return gate
+
+
+def assert_set(gate: threading.Event) -> None:
+    assert gate.wait(20)
+
+
+@pytest.mark.parametrize("scheme", ["", "tier+file://"])
+@pytest.mark.parametrize("future", ["staged", "restorable", "committed"])
+def test_calls_by_a_done_callback_are_refused_at_once(tmp_path: Path, future: str, scheme: str) -> None:
+    """They run in the thread that ends the save, which a save, a preparation or `release_memory` would wait for."""
+    refused: list[str] = []
+    calls: list[Callable[[], object]] = [
+        lambda: bytecheckpoint.save(f"{scheme}{tmp_path}/1", states(step=9), async_checkpoint=True),
+        lambda: bytecheckpoint.prepare(states(step=9)),
+        lambda: bytecheckpoint.load(tmp_path / "1", states(step=0)),
+        bytecheckpoint.release_memory,
+    ]
+
+    def call_back(_: object) -> None:
+        for call in calls:
+            with contextlib.suppress(UsageError):
+                call()
+                continue
+            refused.append("refused")
+        over.set()
+
+    over = threading.Event()
+    gate = held_back(current())
+    handle = bytecheckpoint.save(f"{scheme}{tmp_path}/1", states(step=1), **MODES["background"])
+    getattr(handle, future).add_done_callback(call_back)
+    gate.set()
+    handle.result(20)
+    bytecheckpoint.save(tmp_path / "2", states(step=2), **MODES["async"]).result(20)
+    assert over.wait(20) and refused == ["refused"] * 4
+    assert [load_step(tmp_path / name) for name in ("1", "2")] == [1, 2]
+
+
+@pytest.mark.parametrize("call", ["save", "load"])
+def test_a_call_refused_in_a_callback_keeps_the_numbers_equal(tmp_path: Path, call: str) -> None:
+    """One rank's callback runs in the thread of the save, the other one's after the save, in its own thread."""
+    path = tmp_path / "1"
+    bytecheckpoint.save(path, states(step=1))
+
+    def one(collective: Collective) -> str:
+        errors: list[str] = []
+
+        def call_back(_: object) -> None:
+            try:
+                if call == "save":
+                    bytecheckpoint.save(tmp_path / "inner", states(collective.rank, 2, 9), timeout=20)
+                else:
+                    bytecheckpoint.load(path, states(collective.rank, 2, 0), timeout=20)
+            except CheckpointError as error:
+                errors.append(str(error))
+
+        def in_world(_: object) -> None:
+            with use(collective):  # the threads of a save have no context
+                call_back(None)
+
+        gate = held_back(collective)
+        handle = bytecheckpoint.save(tmp_path / "outer", states(collective.rank, 2, 2), **MODES["background"])
+        if collective.rank == 0:
+            handle.committed.add_done_callback(in_world)
+        gate.set()
+        handle.result(20)
+        if collective.rank == 1:
+            handle.committed.add_done_callback(in_world)
+        bytecheckpoint.save(tmp_path / "next", states(collective.rank, 2, 3), timeout=20, **MODES["async"]).result(20)
+        return errors[0]
+
+    begun = time.monotonic()
+    first, second = ThreadWorld(2).run(one, timeout=50)
+    assert time.monotonic() - begun < 10
+    assert "inside of a done-callback" in first and "inside of a done-callback" in second
+    assert load_step(tmp_path / "next") == 3
+
+
+@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, ValueError])
+def test_what_a_done_callback_raises_reaches_no_save(tmp_path: Path, error: type[BaseException]) -> None:
+    def call_back(_: object) -> None:
+        raise error
+
+    called = threading.Event()
+    gate = held_back(current())
+    handle = bytecheckpoint.save(tmp_path / "1", states(step=1), **MODES["background"])
+    for future in (handle.staged, handle.restorable, handle.committed):
+        future.add_done_callback(call_back)
+    handle.committed.add_done_callback(lambda _: called.set())
+    gate.set()
+    assert handle.result(20).bytes_written
+    assert called.wait(20)
+    bytecheckpoint.save(tmp_path / "2", states(step=2), **MODES["async"]).result(20)
+    assert [load_step(tmp_path / name) for name in ("1", "2")] == [1, 2]
 
 
 @pytest.mark.parametrize("call", ["save", "load", "open"])

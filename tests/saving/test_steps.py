@@ -96,16 +96,75 @@ def test_parameters_that_lag_behind_are_no_other_step(tmp_path: Path) -> None:
     ThreadWorld(3).run(save, timeout=60)
 
 
+def test_counters_of_a_rank_are_no_steps_where_the_optimizers_agree(tmp_path: Path) -> None:
+    """Environments of reinforcement learning; stages of a pipeline, connected by the ranks that hold two of them."""
+
+    def save(collective: Collective, slip: int = 0) -> Any:
+        rank = collective.rank
+        model, optimizer, _ = trained(3)
+        other, of_other, _ = trained(1 + slip * (rank == 2))
+        own: dict[str, Any] = {"env": {"step": rank}, "scheduler": {"last_epoch": rank}}
+        own |= {"model": model, "optimizer": optimizer} if rank < 2 else {}
+        own |= {"other": other, "of_other": of_other} if rank > 0 else {}
+        names = {parameter: f"other.{name}" for name, parameter in other.named_parameters()}
+        return bytecheckpoint.save(tmp_path / "s", own, names=names if rank else None, timeout=20)
+
+    succeeded(outcomes(ThreadWorld(3), lambda collective: save(collective).result()))
+    for raised in outcomes(ThreadWorld(3), lambda collective: save(collective, slip=1)):
+        assert "other/state/other." in str(raised) and "step is 1 on rank 1 and 2 on rank 2" in str(raised)
+
+
+@pytest.mark.parametrize("odd", [float("nan"), float("inf"), 2**60, True, 2 + 0j])
+def test_steps_of_any_kind_are_saved(tmp_path: Path, odd: complex) -> None:
+    """What no step can be fails no save, unless ranks differ in it."""
+
+    def save(collective: Collective, odd: complex) -> Any:
+        model, optimizer, _ = trained(2)
+        for state in optimizer.state.values():
+            state["step"] = torch.tensor(odd)
+        states = {"model": model, "optimizer": optimizer, "extra_states": {"step": 2**70}, "o": WithProperty()}
+        return bytecheckpoint.save(tmp_path / "s", states, timeout=20).result()
+
+    succeeded(outcomes(ThreadWorld(2), lambda collective: save(collective, odd)))
+    for raised in outcomes(ThreadWorld(2), lambda collective: save(collective, odd if collective.rank else 1)):
+        differs = odd not in (True, float("nan")) and odd == odd  # noqa: PLR0124  nan is unknown
+        assert isinstance(raised, IncompatibleCheckpointError) or not differs
+
+
+class WithProperty:
+    @property
+    def last_epoch(self) -> int:
+        raise RuntimeError("not yet")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
 def test_what_shows_a_step() -> None:
     _, _, scheduler = trained(2)
     found = steps_of_objects(
         {
             "scheduler": scheduler,
-            "extra_states": {"step": 3, "global_step": True, "iteration": 2.5, "inner": {"iteration": 4, 5: 6}, 7: 8},
+            "extra_states": {"step": 3, "global_step": True, "iteration": 2.5, 5: {"step": 6}, 7: 8},
+            "mixed": {"s": scheduler, "state": scheduler.state_dict(), "env": {"step": 4}, "step": np.int32(5)},
+            "tensors": {"step": torch.tensor(6), "iteration": torch.tensor(1.5), "global_step": torch.ones(2)},
             "data": [1, {"step": 9}],
+            "dataloader": {"step": 10},
+            "odd": WithProperty(),
+            "huge": {"step": 2**63},
         }
     )
-    assert found == {"scheduler/last_epoch": 2, "extra_states/step": 3, "extra_states/inner/iteration": 4}
+    assert found == {
+        "scheduler/last_epoch": 2,
+        "extra_states/step": 3,
+        "mixed/s/last_epoch": 2,
+        "mixed/state/last_epoch": 2,
+        "mixed/step": 5,
+        "tensors/step": 6,
+    }
 
 
 @pytest.mark.parametrize("step", [-1, 1.0, True, "1", np.float32(1), [1]])

@@ -61,10 +61,10 @@ def test_a_body_that_always_breaks_off(storage: Storage, between: FaultProxy, pa
 
 def test_a_read_that_makes_headway_is_not_given_up(path: str, between: FaultProxy) -> None:
     """However slow the line is: what counts is the time since bytes came last."""
-    bytecheckpoint.configure(storage_timeout=0.5)
     storage = resolve(path)
     write_file(storage, "model/file", LARGE)
-    rule = between.add(asks("GET", "model/file"), cut=1_100_000, times=8)
+    bytecheckpoint.configure(storage_timeout=5.0)
+    rule = between.add(asks("GET", "model/file"), cut=1_100_000, times=8, delay=0.8)  # more than the limit in all
     with contextlib.ExitStack() as others:
         for _ in range(16):  # so it goes as one request
             others.enter_context(storage._bucket.connections.share())  # type: ignore[attr-defined]

@@ -147,6 +147,20 @@ class Agreement:
         result: _Decision = _decode(decision.payload, decisions)
         return result
 
+    def leave(self, step: str, error: CheckpointError) -> None:
+        """Fail a step on all ranks without waiting for any, and take no part in the steps that follow.
+
+        Args:
+            step: as for `agree`.
+            error: why this rank cannot take part.
+        """
+        report = error_report(error)
+        self.collective.leave_gather_scatter(
+            f"{self.tag}/{step}",
+            msgspec.msgpack.encode(RankReport(report)),
+            msgspec.msgpack.encode(Decision(report, self.rank)),
+        )
+
     def _answer(
         self, messages: list[bytes], decide: Callable[[list[_Report]], Sequence[_Decision]], reports: Any
     ) -> list[bytes]:

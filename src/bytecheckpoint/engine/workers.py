@@ -6,6 +6,7 @@ import contextlib
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from typing import Any, TypeVar
@@ -24,7 +25,7 @@ class Workers:
 
     ThreadPoolExecutor starts its threads at the first use, and refuses work once the interpreter ends. But then a save
     in flight must still finish. Here all threads start in the constructor. Where that is too late, functions run in the
-    thread that submits them.
+    thread that submits them. The threads end with this object, also if Ctrl-C keeps its owner from `shutdown`.
 
     Args:
         count: number of threads.
@@ -34,19 +35,15 @@ class Workers:
     def __init__(self, count: int, name: str) -> None:
         self._queue: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
+        weakref.finalize(self, _end_threads, self._queue, count).atexit = False
         for number in range(count):
             # Daemons: a thread that waits for results keeps the interpreter alive; these threads alone must not.
-            thread = threading.Thread(target=self._run, name=f"{name}_{number}", daemon=True)
+            thread = threading.Thread(target=_run_tasks, args=(self._queue,), name=f"{name}_{number}", daemon=True)
             try:
                 thread.start()
             except RuntimeError:  # "can't create new thread at interpreter shutdown"
                 break
             self._threads.append(thread)
-
-    def _run(self) -> None:
-        while (task := self._queue.get()) is not None:
-            _run_task(task)
-            del task  # else the buffers of the last call stay alive while the thread waits
 
     def submit(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
         """Run `function(*args)` on one of the threads."""
@@ -73,8 +70,7 @@ class Workers:
                     pass
             except queue.Empty:
                 pass
-        for _ in self._threads:
-            self._queue.put(None)
+        _end_threads(self._queue, len(self._threads))
         end = None if seconds is None else time.monotonic() + seconds
         for thread in self._threads:
             thread.join(None if end is None else max(end - time.monotonic(), 0.0))
@@ -102,6 +98,17 @@ def storage_result(future: Future[_T], seconds: float, what: str) -> _T:
             raise
         reason = f"no answer within {round(seconds, 1):g} s; check the device or mount"
         raise StorageUnavailableError(f"cannot {what}: {reason}") from None
+
+
+def _run_tasks(tasks: queue.SimpleQueue[_Task | None]) -> None:
+    while (task := tasks.get()) is not None:
+        _run_task(task)
+        del task  # else the buffers of the last call stay alive while the thread waits
+
+
+def _end_threads(tasks: queue.SimpleQueue[_Task | None], count: int) -> None:
+    for _ in range(count):
+        tasks.put(None)
 
 
 def _run_task(task: _Task) -> None:

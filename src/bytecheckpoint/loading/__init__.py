@@ -7,7 +7,7 @@ import itertools
 import logging
 import os
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -19,17 +19,19 @@ from bytecheckpoint.arguments import (
     check_strict,
     settings_with_timeout,
 )
-from bytecheckpoint.calls import one_at_a_time
-from bytecheckpoint.collectives import current
-from bytecheckpoint.errors import CheckpointError
+from bytecheckpoint.calls import one_at_a_time, refusal
+from bytecheckpoint.collectives import Collective, current
+from bytecheckpoint.collectives.agreement import Agreement
+from bytecheckpoint.errors import CheckpointError, UsageError
 from bytecheckpoint.frameworks.registry import resolve as resolve_framework
 from bytecheckpoint.frameworks.wrappers import unwrap_states
 from bytecheckpoint.handles import LoadReport
 from bytecheckpoint.loading.call import LoadArguments, LoadCall
-from bytecheckpoint.loading.session import load_states
+from bytecheckpoint.loading.session import FIRST_STEP, load_states
 from bytecheckpoint.saving import prepare_next
 from bytecheckpoint.storage import Storage
 from bytecheckpoint.storage import resolve as resolve_storage
+from bytecheckpoint.tiers.machines import FIRST_STEP as TIER_FIRST_STEP
 from bytecheckpoint.tiers.restore import agree_on_copy
 from bytecheckpoint.tiers.storage import TierStorage
 from bytecheckpoint.world import world_of
@@ -113,6 +115,8 @@ def load(
     collective = current(process_group, timeout=settings.timeout)
     world = world_of(collective)
     number = world.next_load_number()
+    if (refused := refusal()) is not None:
+        _leave(path, collective, f"load/{number}.0", refused)
     attempts = itertools.count()
     copies = contextlib.ExitStack()  # hot copies that this rank serves to the others
 
@@ -155,3 +159,16 @@ def load(
     # An optimizer's next step runs outside of inference mode and must be able to use the state that it gets here.
     with torch.inference_mode(False), copies:
         return load_states(collective, number, call)
+
+
+def _leave(path: str | os.PathLike[str] | Storage, collective: Collective, tag: str, refused: UsageError) -> NoReturn:
+    """Fail a load that is refused on this rank on all ranks, and wait for none: perhaps the others do not make it."""
+
+    def leave(tier: TierStorage) -> Storage:
+        Agreement(collective, f"{tag}/tier", 0.0).leave(TIER_FIRST_STEP, refused)
+        return tier
+
+    with contextlib.suppress(CheckpointError):
+        resolve_storage(path).agree_on_copy(leave)
+    Agreement(collective, tag, 0.0).leave(FIRST_STEP, refused)
+    raise refused

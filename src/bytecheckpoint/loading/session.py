@@ -58,7 +58,10 @@ from bytecheckpoint.representation.plans import SharedChunks
 from bytecheckpoint.representation.shards import TensorKey
 from bytecheckpoint.storage import Storage
 
-__all__ = ["load_states"]
+__all__ = ["FIRST_STEP", "load_states"]
+
+#: The first step in which the ranks of a load agree.
+FIRST_STEP = "open"
 
 _log = logging.getLogger("bytecheckpoint")
 #: Seconds to wait after each attempt: where ranks see different checkpoints, caches of a network file system may need a
@@ -152,7 +155,7 @@ class _Attempt:
         agreement = Agreement(self._collective, self._tag, timeout, urgent=(CheckpointReplacedError,))
         with contextlib.ExitStack() as stack:  # open until all ranks are done: they read this rank's memory
             # Before the live objects are asked for their state: their hooks may communicate, so all ranks run them or none.
-            alike = agreement.agree("open", lambda: self._open(stack), _all_equal, reports=bytes, decisions=bool)
+            alike = agreement.agree(FIRST_STEP, lambda: self._open(stack), _all_equal, reports=bytes, decisions=bool)
             self._check_catalogs(alike=alike)
             self._phases.mark("agree")
             decision: FitDecision = agreement.agree(

@@ -78,7 +78,8 @@ def save(
         names: parameter -> FQN (or FQN -> parameter), when an optimizer's module is not among `states`.
         metadata: the caller's own facts (plain JSON), stored in the catalog.
         step: the training step of the states. A save to which ranks bring different steps fails. By default the steps
-            that the states show are compared: of optimizers and schedulers, "step" and the like among plain values.
+            of the optimizers are compared; where these do not tell for all ranks, also schedulers, and "step" and the
+            like among the plain values of a state, of a "dataloader" excepted.
         process_group: the ranks that save together; by default all.
         timeout: seconds that one step may wait for the other ranks; default `settings().timeout`.
 

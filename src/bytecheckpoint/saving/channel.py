@@ -49,6 +49,7 @@ class CoordinatorChannel:
         self.on_stop: Callable[[CheckpointError], None] = lambda _: None
         self._collective = collective
         self._number = number
+        self._asked: SaveStep | None = None  # the step of a message that has no reply yet
         self._end_watch = collective.watch(stop_tag(number), self._stop)
 
     def _stop(self, payload: bytes) -> None:
@@ -79,18 +80,19 @@ class CoordinatorChannel:
         step = self.expected
         assert step is not None, "the coordinator expects no message"
         self.undecided = True
+        self.expected, self._asked = None, step  # first, as an interrupt may come at any moment
         self._collective.send(0, tag(self._number, step), encode(message))
-        self.expected = None
         reply: Reply | Failure = decode(self._collective.recv(0, reply_tag(self._number, step), timeout=timeout))
         self.undecided = isinstance(reply, Failure) and reply.undecided
-        if isinstance(reply, Failure):
-            raise reply.as_error()
         ends_with_plan = isinstance(message, PlanRequest) and message.dry
         self.expected = None if ends_with_plan else NEXT_STEP.get(type(reply))
+        self._asked = None
+        if isinstance(reply, Failure):
+            raise reply.as_error()
         return reply
 
     def fail(self, stage: str, error: BaseException) -> bool:
-        """Report that this rank cannot go on, if the coordinator expects a message from it.
+        """Report that this rank cannot go on, if the coordinator expects a message from it or will after its reply.
 
         Args:
             stage: what this rank was doing.
@@ -100,13 +102,11 @@ class CoordinatorChannel:
             Whether the coordinator expected a message. If not, the failure came from the coordinator or from the wait.
             The coordinator is interrupted if it waits for other ranks.
         """
-        step = self.expected
-        if step is None or self.stopped is not None:
+        if (self.expected is None and self._asked is None) or self.stopped is not None:
             return False
         failure = Failure.of(self._collective.rank, stage, error)
         try:
-            self._collective.send(0, tag(self._number, step), encode(failure))
             self._collective.send(0, failed_tag(self._number), encode(failure))
         except CheckpointError as lost:
             _log.warning("save %d: the failure cannot be reported to the coordinator: %s", self._number, lost)
-        return True
+        return self.expected is not None

@@ -44,7 +44,14 @@ from bytecheckpoint.saving.messages import (
     stop_tag,
     tag,
 )
-from bytecheckpoint.saving.plans import GlobalPlan, check_arguments, check_reports, differing_replicas, plan_around
+from bytecheckpoint.saving.plans import (
+    GlobalPlan,
+    check_arguments,
+    check_calls,
+    check_reports,
+    differing_replicas,
+    plan_around,
+)
 from bytecheckpoint.saving.values import assign_values, unwritten_values
 
 __all__ = ["Coordinator"]
@@ -84,6 +91,8 @@ class Coordinator:
             self._fail(error.failure)
         except BaseException as error:  # noqa: BLE001  every rank gets it
             self._fail(Failure.of(0, "coordination", error))
+        finally:
+            self._collective.forget(failed_tag(self._task.number))
 
     def _fail(self, failure: Failure) -> None:
         """Reply to every rank with `failure`, and stop those that still write. The next save plans anew."""
@@ -92,13 +101,14 @@ class Coordinator:
             with contextlib.suppress(CheckpointError):  # the reply says so
                 self._collective.send(rank, stop_tag(self._task.number), encode(failure))
             self._reply(rank, failure)
-        for name in (failed_tag(self._task.number), *(tag(self._task.number, step) for step in SaveStep)):
-            self._collective.forget(name)
+        for step in SaveStep:
+            self._collective.forget(tag(self._task.number, step))
 
     def _run(self) -> None:
         first = self._collect(self._due, SaveStep.FIRST)
         requests: dict[int, PlanRequest] = {r: m for r, m in first.items() if isinstance(m, PlanRequest)}
         reports: dict[int, WriteReport] = {r: m for r, m in first.items() if isinstance(m, WriteReport)}
+        check_calls(first)
         plan, replies = self._plan(requests, reports)
         for rank, reply in replies.items():
             self._reply(rank, reply)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from functools import partial
 
+from bytecheckpoint.calls import refusal
 from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.frameworks.selected_states import select_states
 from bytecheckpoint.handles import Outcome, SaveHandle, SaveReport, fail_handle
@@ -36,15 +38,14 @@ class Saver:
         settings: in force at the call.
     """
 
-    # Set as soon as the save has its number.
-    _task: SaveTask
-    _channel: CoordinatorChannel
+    _task: SaveTask  # set with the number
 
     def __init__(self, world: World, make_call: Callable[[], SaveCall], settings: Settings) -> None:
         self._world = world
         self._make_call = make_call
         self._settings = settings
         self._phases = Phases()
+        self._channel: CoordinatorChannel | None = None
         self._session: SaveSession | None = None
 
     def save(self, handle: SaveHandle, *, tier: Storage | None, asynchronous: bool, background: bool) -> None:
@@ -57,20 +58,16 @@ class Saver:
             background: return before that.
         """
         saves = self._world.saves
-        if tier is not None:
-            self._world.flusher.expect(handle, tier.url, self._settings)
-        with saves.calling(self._settings.timeout) as stuck:
-            self._take_number()
-            try:
+        try:
+            if tier is not None and refusal() is None:
+                self._world.flusher.expect(handle, tier.url, self._settings)
+            with saves.calling(self._settings.timeout) as stuck, self._taking_number():
                 if stuck is not None:
                     raise stuck
                 self._run_foreground(handle, asynchronous, background)
-            except BaseException as error:
-                cause = self._give_up(error)
-                fail_handle(handle, cause)
-                if cause is not error:
-                    raise cause from None
-                raise
+        except BaseException as error:
+            fail_handle(handle, error)
+            raise
         if not asynchronous and (failure := handle.restorable.exception()) is not None:
             raise failure
 
@@ -81,16 +78,11 @@ class Saver:
             A future, done when the plan and the pool are ready.
         """
         done = Outcome[None]()
-        with self._world.saves.calling(self._settings.timeout) as stuck:
-            self._take_number()
-            try:
-                if stuck is not None:
-                    raise stuck
-                session = self._capture(self._make_call())
-                session.planner.hash_values()  # the caller may change them while `session.prepare` runs
-            except BaseException as error:
-                self._give_up(error)
-                raise
+        with self._world.saves.calling(self._settings.timeout) as stuck, self._taking_number():
+            if stuck is not None:
+                raise stuck
+            session = self._capture(self._make_call())
+            session.planner.hash_values()  # the caller may change them while `session.prepare` runs
 
             def run() -> None:
                 try:
@@ -101,7 +93,7 @@ class Saver:
                     _log.warning("prepare failed, the first save will plan for itself: %s", cause)
                     done.set_exception(cause)
                 else:
-                    self._channel.close()
+                    session.end()
                     done.set_result(None)
 
             self._world.note_prepared(session.call.states)
@@ -110,17 +102,30 @@ class Saver:
 
     # --- the foreground half --------------------------------------------------------------------------------------
 
-    def _take_number(self) -> None:
-        """Give the save its number; on rank 0, have the coordinator wait for its messages."""
+    @contextlib.contextmanager
+    def _taking_number(self) -> Iterator[None]:
+        """Give the save its number; on rank 0, have the coordinator wait for its messages. Fail it if the body fails."""
+        try:
+            self._world.saves.take_number(self._begin)
+            yield
+        except BaseException as error:
+            cause = self._give_up(error)
+            if cause is not error:
+                raise cause from None
+            raise
+
+    def _begin(self, number: int) -> Callable[[], None] | None:
         world = self._world
-        self._task = SaveTask(world.saves.next_number(), self._settings.timeout)
-        if world.collective.rank == 0:
-            world.saves.coordinate(Coordinator(world.collective, world.resources.global_plans, self._task).run)
-        self._channel = CoordinatorChannel(world.collective, self._task.number)
+        self._task = SaveTask(number, self._settings.timeout)
+        self._channel = CoordinatorChannel(world.collective, number)
+        if world.collective.rank != 0:
+            return None
+        return Coordinator(world.collective, world.resources.global_plans, self._task).run
 
     def _capture(self, call: SaveCall) -> SaveSession:
         """Capture the caller's objects."""
         world = self._world
+        assert self._channel is not None, "the save has its number"
         states = select_states(call.framework.capture(call.states, names=call.names), call.selection)
         self._session = SaveSession(
             world.collective, world.resources, call, self._task, self._channel, states, self._phases
@@ -181,7 +186,7 @@ class Saver:
 
     def _report_commit(self, session: SaveSession, handle: SaveHandle, report: SaveReport) -> None:
         """Report the commit to the caller, or hand the step to the flusher if the path is a tier."""
-        self._channel.close()
+        session.end()
         tier = session.call.storage.tier_to_flush()
         if tier is not None:
             keep_failure = partial(self._world.saves.keep_failure, handle)
@@ -196,9 +201,11 @@ class Saver:
         Returns:
             The error to raise: that of another rank, if that made this one stop.
         """
+        stage = self._phases.current
+        if self._channel is None:
+            return error  # it has no number yet
         if self._channel.stopped is not None and isinstance(error, CheckpointError):
             error = self._channel.stopped
-        stage = self._phases.current
         if self._channel.fail(stage, error) and self._session is not None and isinstance(error, CheckpointError):
             # The other ranks read where it happened; this one shall too.
             error.args = (f"rank {self._world.collective.rank}, {stage}: {error}", *error.args[1:])

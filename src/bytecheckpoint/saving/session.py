@@ -130,6 +130,10 @@ class SaveSession:
         """Write and commit what `stage` has copied."""
         return self._commit(self._writer.write_staged())
 
+    def end(self) -> None:
+        """End the part of this rank in the save."""
+        self._channel.close()
+
     def discard(self) -> None:
         """Remove what this rank wrote, after a failure, unless a commit may still name it."""
         if self._channel.undecided:

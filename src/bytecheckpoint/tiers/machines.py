@@ -12,7 +12,10 @@ from bytecheckpoint.collectives.agreement import Agreement
 from bytecheckpoint.errors import StorageError
 from bytecheckpoint.storage.posix.storage import PosixStorage
 
-__all__ = ["Machines", "find_machines"]
+__all__ = ["FIRST_STEP", "Machines", "find_machines"]
+
+#: The first step of `find_machines`, and of an agreement that begins with it.
+FIRST_STEP = "machines"
 
 _log = logging.getLogger("bytecheckpoint")
 
@@ -82,7 +85,7 @@ def find_machines(agreement: Agreement, root: PosixStorage) -> Machines:
         return next(rank for rank, other in enumerate(names) if other in present)
 
     try:
-        names: list[str] = agreement.agree("machines", show, lambda names: names)
+        names: list[str] = agreement.agree(FIRST_STEP, show, lambda names: names)
         first: list[int] = agreement.agree("first", lambda: look(names), lambda first: first)
     finally:
         with contextlib.suppress(StorageError):
