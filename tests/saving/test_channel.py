@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from bytecheckpoint import CheckpointTimeoutError, PeerLostError, StorageError
-from bytecheckpoint.collectives import SingleProcess
+from bytecheckpoint import CheckpointError, CheckpointTimeoutError, PeerLostError, StorageError
+from bytecheckpoint.collectives import InterruptedWaitError, SingleProcess
 from bytecheckpoint.planning.save_plan import LocalTable
 from bytecheckpoint.saving.channel import CoordinatorChannel
 from bytecheckpoint.saving.messages import (
@@ -22,7 +22,9 @@ from bytecheckpoint.saving.messages import (
     WriteReport,
     decode,
     encode,
+    failed_tag,
     reply_tag,
+    stop_tag,
     tag,
 )
 
@@ -72,10 +74,12 @@ def test_after_a_plan_a_report_is_expected_except_of_prepare(dry: bool) -> None:
     assert play.channel.fail("write", ValueError("broken")) is not dry
 
 
-def test_a_failure_takes_the_place_of_the_expected_message() -> None:
+def test_a_failure_goes_to_the_coordinator_whatever_it_waits_for() -> None:
     play = Play()
     assert play.channel.fail("plan", StorageError("no permission"))
-    failure = play.received(SaveStep.FIRST)
+    with pytest.raises(InterruptedWaitError) as interrupted:
+        play.collective.collect([0], tag(7, SaveStep.REPORT), timeout=5, unless=failed_tag(7))
+    failure = decode(interrupted.value.payload)
     assert isinstance(failure, Failure) and failure.stage == "plan"
     error = failure.as_error()
     assert type(error) is StorageError and str(error) == "rank 0, plan: no permission"
@@ -89,6 +93,16 @@ def test_what_a_failed_commit_leaves_open(undecided: bool) -> None:
         play.channel.ask(REPORT, 5)
     assert play.channel.undecided is undecided
     assert not play.channel.fail("commit", ValueError()), "the coordinator waits for nothing more"
+
+
+def test_the_failure_of_another_rank_stops_this_one() -> None:
+    play = Play()
+    heard: list[CheckpointError] = []
+    play.channel.on_stop = heard.append
+    play.collective.send(0, stop_tag(7), encode(Failure.of(3, "write", StorageError("no space"))))
+    assert heard == [play.channel.stopped] and str(heard[0]) == "rank 3, write: no space"
+    assert not play.channel.fail("write", ValueError()), "the coordinator knows"
+    play.channel.close()
 
 
 @pytest.mark.parametrize("step", [SaveStep.FIRST, SaveStep.DESCRIPTION])

@@ -136,15 +136,9 @@ class Coordinator:
         except InterruptedWaitError as interrupted:
             failure = decode(interrupted.payload)
             assert isinstance(failure, Failure)
-            self._due.pop(failure.rank, None)
-            raise _StepFailedError(failure) from None
-        messages = {rank: decode(message) for rank, message in zip(order, received, strict=True)}
-        failures = [message for message in messages.values() if isinstance(message, Failure)]
-        for failure in failures:
             self._due.pop(failure.rank, None)  # it waits for no reply
-        if failures:
-            raise _StepFailedError(failures[0])
-        return messages
+            raise _StepFailedError(failure) from None
+        return {rank: decode(message) for rank, message in zip(order, received, strict=True)}
 
     def _reply(self, rank: int, reply: Reply | Failure) -> None:
         """Send the reply that is due to `rank`."""

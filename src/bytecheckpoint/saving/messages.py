@@ -54,7 +54,7 @@ Key = tuple[str, str, str]
 
 
 class SaveStep(StrEnum):
-    """The steps in which a rank sends a message, each at most once in a save. A `Failure` may take any message's place."""
+    """The steps in which a rank sends a message, each at most once in a save."""
 
     #: The first message: a `WriteReport` if a cached plan told the rank what to write, else a `PlanRequest`.
     FIRST = "first"
