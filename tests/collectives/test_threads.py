@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from bytecheckpoint.collectives import Collective, SingleProcess, ThreadWorld, current, use
 from bytecheckpoint.collectives.testing import _ThreadRank
 from bytecheckpoint.errors import CheckpointError, CheckpointTimeoutError, PeerLostError, UsageError
+from tests.collectives.interrupts import check_interrupts
 
 
 def test_collectives_of_a_thread_world() -> None:
@@ -31,6 +32,11 @@ def test_collectives_of_a_thread_world() -> None:
     world.run(body, timeout=20)
     assert len({world.rank(r).world_id for r in range(4)}) == 1
     assert len(world.world_id) >= 8 and world.world_id != ThreadWorld(1).world_id
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_interrupted_waits(ranks: int) -> None:
+    ThreadWorld(ranks).run(check_interrupts, timeout=60)
 
 
 def test_messages_with_one_tag_keep_their_order_and_self_sends_work() -> None:

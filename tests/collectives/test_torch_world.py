@@ -23,6 +23,7 @@ import pytest
 from bytecheckpoint.collectives import Collective, SingleProcess, current, host_id
 from bytecheckpoint.errors import CheckpointTimeoutError, PeerLostError, UsageError
 from bytecheckpoint.tuning import tuned
+from tests.collectives.interrupts import check_interrupts
 from tests.servers.process import free_port
 from tests.support.processes import environment, python
 
@@ -68,6 +69,7 @@ def everything() -> None:
     assert set(c.all_gather("ids", f"{c.world_id} {c.host}".encode(), timeout=30)) == {
         f"{c.world_id} {host_id()}".encode()
     }
+    check_interrupts(c)
     check_foreground_and_background(c)
     check_large_message(c)
     check_descriptors(c)
