@@ -40,6 +40,11 @@ class Place(NamedTuple):
     row: int
 
 
+class Sums(NamedTuple):
+    count: int
+    total: torch.Tensor
+
+
 @dataclasses.dataclass
 class Progress:
     mode: Mode
@@ -58,6 +63,7 @@ def values() -> dict[str, Any]:
         "config": Attributes(lr=0.1, inner=Attributes(level=Level.LOW), weight=torch.arange(3.0)),
         "progress": Progress(Mode.TEST, Attributes(n=3), torch.tensor([1.0, 2.0])),
         "fixed": Fixed(Level.LOW),
+        "sums": Sums(3, torch.tensor([4.0, 5.0])),
         "places": {Place(1, 2): [Mode.TRAIN]},
     }
 
@@ -68,6 +74,7 @@ def other_values() -> dict[str, Any]:
         "config": Attributes(lr=0.5, gone=1, weight=torch.zeros(3)),
         "progress": Progress(Mode.TRAIN, Attributes()),
         "fixed": [Fixed(Level.LOW)],
+        "sums": Sums(0, torch.zeros(2)),
         "places": {Place(0, 0): None},
     }
 

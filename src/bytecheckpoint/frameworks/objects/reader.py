@@ -156,11 +156,11 @@ class ValueReader:
             for key, item in pairs.items():  # not by `update`, which means something else to a Counter
                 result[key] = item
             return result
-        if type(value) is list or type(value) is tuple:
+        if type(value) is list or type(value) is tuple or _is_named_tuple(value):
             old_items = live if isinstance(live, list | tuple) else ()
             items = [self.build(item, old_items[i] if i < len(old_items) else None) for i, item in enumerate(value)]
             if isinstance(value, tuple):
-                return tuple(items)
+                return type(value)(*items) if _is_named_tuple(value) else tuple(items)
             target: list[Any] = live if isinstance(live, list) and self._is_reusable(value, live, root) else value
             target[:] = items
             return target
@@ -187,6 +187,10 @@ def _is_plain_dataclass(value: Any) -> bool:
     return (
         dataclasses.is_dataclass(value) and not isinstance(value, type | dict) and registration_of(type(value)) is None
     )
+
+
+def _is_named_tuple(value: Any) -> bool:
+    return isinstance(value, tuple) and hasattr(value, "_fields")
 
 
 def _fits(live: torch.Tensor, found: SavedTensor) -> bool:

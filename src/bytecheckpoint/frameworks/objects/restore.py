@@ -176,7 +176,7 @@ def _contains_tensor(value: Any, *, lacking: bool = False) -> bool:
         return False
     if isinstance(value, dict):
         return any(_contains_tensor(item, lacking=lacking) for item in value.values())
-    if isinstance(value, list | tuple):
+    if type(value) in (list, tuple):
         return any(_contains_tensor(item, lacking=lacking) for item in value)
     if value is _FILLED_BY_NAME or is_tensor_like(value):
         return not lacking or value is _FILLED_BY_NAME
