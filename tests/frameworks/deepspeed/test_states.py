@@ -230,6 +230,19 @@ class OneBit(torch.optim.SGD):
     """An optimizer from the module of DeepSpeed's compressing ones."""
 
 
+class Grid:
+    """A program's own tensor parallelism."""
+
+    @staticmethod
+    def get_tensor_model_parallel_world_size() -> int:
+        return 2
+
+
+def overlapping(optimizer: Any) -> list[list[int]]:
+    """Return the offsets of an optimizer with the second parameter of each group one place too early."""
+    return [[first, second - 1, *rest] for first, second, *rest in optimizer.round_robin_bit16_offsets]
+
+
 OneBit.__module__ = "deepspeed.runtime.fp16.onebit.adam"
 
 
@@ -253,15 +266,25 @@ def test_refusals(path: str) -> None:
     refused({"model": two.engine.module, "optimizer": base}, "pass engine.optimizer")
     refused({"model": two.engine, "optimizer": three.engine.optimizer}, "is not the optimizer of the engine")
     refused({"model": two.engine, "engine": {"a": 1}}, "choose another")
-    of_two, hybrid = two.engine.optimizer, type("Hybrid", (type(three.engine),), {})
+    of_two, of_three, hybrid = two.engine.optimizer, three.engine.optimizer, type("Hybrid", (type(three.engine),), {})
     for owner, name, value, engine, message in (
+        (
+            deepspeed,
+            "__version__",
+            "0.19.6",
+            two.engine,
+            r"0\.19\.6 is not supported.*0\.19\.7 and 0\.19\.8 are tested",
+        ),
         (deepspeed, "__version__", "0.20.1", two.engine, r"0\.20\.1 is not supported"),
+        (of_two, "round_robin_bit16_offsets", [[0], [0]], two.engine, "is not built as in the versions.*ValueError"),
+        (of_two, "round_robin_bit16_offsets", overlapping(of_two), two.engine, "after the previous one's end"),
+        (of_three, "sub_group_to_group_id", {}, three.engine, "is not built as in the versions.*KeyError"),
         (of_two, "offloaded_states", {"x"}, two.engine, "reload_states"),
         (of_two, "zenflow", True, two.engine, "ZenFlow"),
         (of_two, "swap_optimizer", True, two.engine, "NVMe"),
         (of_two, "optimizer", OneBit([nn.Parameter(torch.zeros(1))], lr=1.0), two.engine, "OneBit"),
         (three.engine, "__class__", hybrid, three.engine, "engine of type Hybrid"),
-        (three.engine, "autotp_size", lambda: 2, three.engine, "tensor-parallel over 2"),
+        (three.engine, "mpu", Grid(), three.engine, "tensor-parallel over 2"),
     ):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(owner, name, value, raising=False)
@@ -278,10 +301,44 @@ def test_refusals(path: str) -> None:
     assert not os.path.exists(f"{path}/refused") or os.listdir(f"{path}/refused") == []
 
 
+@pytest.mark.parametrize("name", ["b2x2", "b3x2", "b1x2-own"])
+@in_engine_world
+def test_master_weights_that_do_not_round_to_the_weights(name: str, path: str) -> None:
+    """The first save of an optimizer compares some of them: elsewhere than expected, they would get other names."""
+    run = trained_run(name)
+    wrapper = run.engine.optimizer
+    flats = getattr(wrapper, "fp32_partitioned_groups_flat", None) or getattr(
+        wrapper, "single_partition_of_fp32_groups", None
+    )
+    for flat in flats or wrapper.fp32_groups_flat_partition:
+        flat.data.copy_(flat.data.roll(1))
+    with pytest.raises(UsageError, match="do not round to the weights"):
+        bytecheckpoint.save(path, run.states())
+    assert not os.path.exists(path)
+
+
 @on_ranks(2)
 def test_a_layout_can_be_described() -> None:
     found = DeepSpeedFramework().capture(build("b3x2", trained).states())[0]
     assert found.kind == "model" and found.layout()["layouts"].keys() == {"ZeRO-3", "plain"}
+
+
+@pytest.mark.parametrize("name", ["b2x2", "z3x2", "z0x2"])
+@in_engine_world
+def test_leftovers_of_what_an_engine_stands_for(name: str, path: str) -> None:
+    """State of layers that are frozen here is an error, or named in the report."""
+    bytecheckpoint.save(path, trained_run(name).states())
+
+    def frozen(parameters: dict[str, torch.Tensor]) -> torch.optim.Optimizer:
+        parameters.pop("blocks.0.mlp.up.weight").requires_grad_(False)
+        return adamw(parameters)
+
+    run = build(name, other, frozen)
+    left = "optimizer/state/blocks.0.mlp.up.weight"
+    with pytest.raises(IncompatibleCheckpointError, match=f"{left}/exp_avg"):
+        bytecheckpoint.load(path, run.states())
+    report = bytecheckpoint.load(path, run.states(), strict=False)
+    assert report.unexpected and all(key.startswith(left) for key in report.unexpected), report.unexpected
 
 
 @on_ranks(2)
