@@ -126,6 +126,18 @@ def test_an_optimizer_gets_state_of_a_precision_of_its_own_as_it_was() -> None:
         assert torch.equal(one["momentum_buffer"], other["momentum_buffer"])
 
 
+def test_names_of_states_do_not_matter() -> None:
+    """Another model with the same parameters, in another precision, says nothing about the optimizer."""
+    source, optimizer = trained("adamw", LOW)
+    checkpoint = save(
+        {"average": model(FULL), "net": source, "steps": optimizer}, names=dict(source.named_parameters())
+    )
+    net = model(FULL)
+    own = torch.optim.AdamW(net.parameters())
+    checkpoint.load({"net": net, "steps": own}, cast=True)
+    assert {state["exp_avg"].dtype for state in own.state.values()} == {FULL}
+
+
 def test_state_in_containers_is_cast_too() -> None:
     def run(dtype: torch.dtype) -> tuple[nn.Module, torch.optim.LBFGS, Any]:
         net = model(dtype)
