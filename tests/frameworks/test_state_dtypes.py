@@ -104,9 +104,9 @@ def test_state_in_lower_precision_than_its_optimizer_steps_needs_no_cast(tmp_pat
 
 def test_rounding_state_needs_a_cast(tmp_path: Path) -> None:
     source, optimizer = trained("adamw", FULL)
-    bytecheckpoint.save(tmp_path, {"optimizer": optimizer}, names=dict(source.named_parameters()))
+    bytecheckpoint.save(tmp_path, {"model": source, "optimizer": optimizer})
     net = model(LOW)
-    own = torch.optim.NAdam(net.parameters())
+    own = torch.optim.AdamW(net.parameters())
     with pytest.raises(IncompatibleCheckpointError, match=r"exp_avg is float32 .* bfloat16 here \(cast=True"):
         bytecheckpoint.load(tmp_path, {"optimizer": own}, names=dict(net.named_parameters()))
 
