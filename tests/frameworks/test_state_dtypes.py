@@ -104,9 +104,9 @@ def test_state_in_lower_precision_than_its_optimizer_steps_needs_no_cast(tmp_pat
 
 def test_rounding_state_needs_a_cast(tmp_path: Path) -> None:
     source, optimizer = trained("adamw", FULL)
-    bytecheckpoint.save(tmp_path, {"optimizer": optimizer}, names=dict(source.named_parameters()))
+    bytecheckpoint.save(tmp_path, {"model": source, "optimizer": optimizer})
     net = model(LOW)
-    own = torch.optim.NAdam(net.parameters())
+    own = torch.optim.AdamW(net.parameters())
     with pytest.raises(IncompatibleCheckpointError, match=r"exp_avg is float32 .* bfloat16 here \(cast=True"):
         bytecheckpoint.load(tmp_path, {"optimizer": own}, names=dict(net.named_parameters()))
 
@@ -124,6 +124,18 @@ def test_an_optimizer_gets_state_of_a_precision_of_its_own_as_it_was() -> None:
     save({"model": source, "optimizer": optimizer}).load({"model": net, "optimizer": own})
     for one, other in zip(optimizer.state.values(), own.state.values(), strict=True):
         assert torch.equal(one["momentum_buffer"], other["momentum_buffer"])
+
+
+def test_names_of_states_do_not_matter() -> None:
+    """Another model with the same parameters, in another precision, says nothing about the optimizer."""
+    source, optimizer = trained("adamw", LOW)
+    checkpoint = save(
+        {"average": model(FULL), "net": source, "steps": optimizer}, names=dict(source.named_parameters())
+    )
+    net = model(FULL)
+    own = torch.optim.AdamW(net.parameters())
+    checkpoint.load({"net": net, "steps": own}, cast=True)
+    assert {state["exp_avg"].dtype for state in own.state.values()} == {FULL}
 
 
 def test_state_in_containers_is_cast_too() -> None:

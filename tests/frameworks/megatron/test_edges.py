@@ -237,10 +237,18 @@ def load_bare_model_alone(layout: Layout, source: str) -> None:
     trained = VariantModel(VARIANT, layout)
     report = bytecheckpoint.load(source, {"model": trained.bare[0]})
     assert any("master weights of" in note and "reload_model_params" in note for note in report.notes)
+    with pytest.raises(IncompatibleCheckpointError, match=r"cast=True converts"):
+        bytecheckpoint.load(f"{source}-full", {"model": trained.bare[0]})
+    fresh = VariantModel(VARIANT, layout)
+    report = bytecheckpoint.load(f"{source}-full", {"model": fresh.states()["model"]})
+    assert_complete(report, ("missing", "cast", "notes"))
+    assert_masters(fresh, saved_tensors(f"{source}-full"))
 
 
 def test_master_weights_out_of_reach_are_named(worlds: Worlds, first: str) -> None:
+    """Where nothing can hold their exact values, weights in higher precision need a cast."""
     worlds.run(1, save_variant, VARIANT, Layout(bf16=True), first)
+    worlds.run(1, save_variant, VARIANT, Layout(), f"{first}-full")
     worlds.run(1, load_bare_model_alone, Layout(bf16=True), first)
 
 

@@ -19,6 +19,7 @@ from tests.support.comparisons import assert_complete
 #: Name of a variant -> changes of the transformer's configuration.
 VARIANTS: dict[str, dict[str, Any]] = {
     "thirds": {},  # its dimensions can be cut in three
+    "fewer layers": {"num_layers": 4},  # of the same size
     "grouped queries": {"num_query_groups": 2, "add_qkv_bias": True, "qk_layernorm": True},
     "layer norm": {"normalization": "LayerNorm", "add_bias_linear": True, "gated_linear_unit": False},
     "softmax offset": {"softmax_type": "learnable"},

@@ -103,7 +103,7 @@ def scan_megatron_modules(kind: str, modules: Sequence[nn.Module]) -> MegatronMo
                 "name of its own"
             )
         _scan_chunk(kind, scan, model, wrappers)
-    _check_unique_names(kind, scan)
+    _check_names(kind, scan)
     return scan
 
 
@@ -264,14 +264,18 @@ def _add_empty_values(scan: MegatronModuleScan, model: nn.Module, state_keys: Co
                 scan.values[key] = StateDictEntry(None, model, key)
 
 
-def _check_unique_names(kind: str, scan: MegatronModuleScan) -> None:
-    seen: set[tuple[str, tuple[int, ...]]] = set()
+def _check_names(kind: str, scan: MegatronModuleScan) -> None:
+    """Refuse tensors of two chunks with one name, unless they are replicas: of one shape and dtype, at one place.
+
+    A save compares replicas, a load fills all.
+    """
+    seen: dict[tuple[str, tuple[int, ...]], tuple[object, ...]] = {}
     for layout in scan.layouts:
         for box in layout.boxes:
-            place = (box.names[0], box.offsets)
-            if place in seen and not layout.saved_by_other_stage:
+            form = (box.global_shape, box.lengths, box.start, layout.tensor.dtype)
+            known = seen.setdefault((box.names[0], box.offsets), form)
+            if known != form and not layout.saved_by_other_stage:
                 raise UsageError(f"{kind}/{box.names[0]} names two different tensors: chunks must not share names")
-            seen.add(place)
 
 
 def _is_instance(entry: object, name: str) -> bool:

@@ -89,6 +89,7 @@ def load_megatron_modules(
         master = linked_master(tensor, scan.stepped_ranges) if is_linked else None
         if is_linked and master is None and getattr(tensor, "main_param", None) is not None:
             without_master.append(layout.names[0])
+            is_linked = False  # nothing holds the exact value, so rounding needs a cast
         computed = scan.computed.get(id(layout))
         target = tensor if computed is None else torch.empty_like(tensor)
         for box in layout.boxes:

@@ -6,6 +6,7 @@ parameters, so that the ordinary code handles names, param groups and hyperparam
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -104,7 +105,14 @@ class MegatronOptimizerView:
                 groups[id(main.group)]["params"].append(placeholder)
                 by_id[id(placeholder)] = by_id[id(main.model_param)]
                 self.params.append(ViewParam(main, layout, placeholder))
-        self.names = ParameterNames(by_id)
+        counts = Counter(param.layout.names[0] for param in self.params)
+        # The ranges of a distributed optimizer differ between the chunks that hold replicas: these are refused by name.
+        replicas = {
+            id(param.placeholder)
+            for param in self.params
+            if counts[param.layout.names[0]] > 1 and param.main.start is None
+        }
+        self.names = ParameterNames(by_id, frozenset(replicas))
 
     def _add_group(self, main: MainParam) -> dict[str, Any]:
         """Add the param group of `main`, without parameters, to the view."""

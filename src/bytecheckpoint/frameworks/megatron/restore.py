@@ -140,7 +140,7 @@ class _ParamLoad:
                     self._requests.add(box, weight, self.main.tensor.detach(), self.main.start)
         for slot, filled_boxes in filled.items():
             into.missing += [str(b.key(kind, slot)) for b in boxes if b not in filled_boxes and slot != MASTER]
-        self._values = trees.values_of(self._names[0], self._names[1:])
+        self._values, _ = trees.take_values(self._names[0], self._names[1:])
         return bool(filled or self._scalars or self._values)
 
     def _plan_slot(

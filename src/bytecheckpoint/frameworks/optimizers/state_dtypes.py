@@ -76,10 +76,11 @@ class StateDtypes:
         if not any(saved == name or saved.endswith(f"({name})") for saved in self._optimizer_types):
             return False
         fqn = (found.key.fqn,)
-        stepped = self._saved.find(self._kind, fqn, MASTER)
-        for kind in self._model_kinds:
-            stepped = stepped or self._saved.find(kind, fqn)
-        return stepped is None or stepped.dtype != found.dtype
+        stepped = [self._saved.find(self._kind, fqn, MASTER)]
+        if stepped[0] is None:
+            # Kinds of other names may hold several models, an average of the weights in another precision among them.
+            stepped = [self._saved.find(kind, fqn) for kind in self._model_kinds]
+        return all(weight is None or weight.dtype != found.dtype for weight in stepped)
 
 
 def _is_same_category(first: torch.dtype, second: torch.dtype) -> bool:
@@ -98,5 +99,6 @@ def converts_exactly(saved: str, live: str) -> bool:
 def mark_exact_conversions(shards: list[LiveShard], saved_dtype: str) -> None:
     """Let a load convert `shards` from `saved_dtype` unasked where that loses nothing; rounding needs `cast=True`."""
     for shard in shards:
-        is_exact = shard.key.slot.rpartition(".")[2] == "step" or converts_exactly(saved_dtype, shard.dtype)
-        shard.converts = shard.dtype != saved_dtype and is_exact
+        if shard.dtype != saved_dtype:
+            is_step = shard.key.slot.rpartition(".")[2] == "step"
+            shard.converts = is_step or converts_exactly(saved_dtype, shard.dtype)
