@@ -12,7 +12,14 @@ from typing import Any, Protocol
 import torch
 from torch.optim import Optimizer
 
-from bytecheckpoint.frameworks.base import Destination, ParameterName, SavedStates, SavedTensor
+from bytecheckpoint.frameworks.base import (
+    Destination,
+    ParameterName,
+    SavedStates,
+    SavedTensor,
+    Strict,
+    is_strict,
+)
 from bytecheckpoint.frameworks.optimizers.capture import layout_of
 from bytecheckpoint.frameworks.optimizers.hyperparameters import load_globals, load_hyperparameters
 from bytecheckpoint.frameworks.optimizers.master_weights import is_unused_master
@@ -52,7 +59,7 @@ def load_optimizers(
     saved: SavedStates,
     into: Destination,
     *,
-    strict: bool,
+    strict: Strict,
     restorer: Restorer | None = None,
 ) -> None:
     """Plan the load of one kind into live optimizers.
@@ -79,7 +86,7 @@ def load_optimizers(
             # ZeRO's groups have trained parameters only; a frozen one needs no hyperparameters.
             if not found and parameter.requires_grad:
                 into.missing.append(f"{kind}/param_groups/{fqn}")
-        settings = load_hyperparameters(kind, index, group, saved_groups, into, strict=strict)
+        settings = load_hyperparameters(kind, index, group, saved_groups, into, strict=is_strict(strict, kind))
         on_device = any(settings.get(key, group.live.get(key)) for key in ("capturable", "fused"))
         for parameter, name, found in zip(group.params, group.names, saved_groups, strict=True):
             restore: ParameterRestore
