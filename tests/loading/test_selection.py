@@ -173,6 +173,17 @@ def test_an_optional_state_may_be_there_in_part(tmp_path: Path) -> None:
         bytecheckpoint.load(tmp_path, live, strict={"optimizer": False})
 
 
+def test_settings_that_differ_are_reported_where_a_load_is_not_strict(tmp_path: Path) -> None:
+    saved, live = trained(0), trained(1)
+    first, second = (states["optimizer"].param_groups for states in (saved, live))
+    first.append({**first[0], "params": [first[0]["params"].pop()], "lr": 0.7})
+    bytecheckpoint.save(tmp_path, saved)
+    with pytest.raises(IncompatibleCheckpointError, match="group 0 joins parameters"):
+        bytecheckpoint.load(tmp_path, live, strict={"model": False})
+    report = bytecheckpoint.load(tmp_path, live, strict={"optimizer": False})
+    assert any("group 0 joins parameters" in note for note in report.notes) and second[0]["lr"] == 0.2
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -127,6 +127,8 @@ class _FlatTensorRestore:
             else:
                 # Zeros: the optimizer steps the padding too, which must not hold nan.
                 target = torch.zeros(shape, dtype=dtype, device=self.flat.tensor.device)
+                if isinstance(live, torch.Tensor) and tuple(live.shape) == shape:
+                    target.copy_(live.detach())  # the load may leave some of the parameters alone
             self._memory[slot] = target
         return target
 

@@ -13,7 +13,14 @@ from typing import Any, Protocol
 import torch
 from torch.optim import Optimizer
 
-from bytecheckpoint.frameworks.base import Destination, ParameterName, SavedStates, SavedTensor
+from bytecheckpoint.frameworks.base import (
+    Destination,
+    ParameterName,
+    SavedStates,
+    SavedTensor,
+    Strict,
+    is_strict,
+)
 from bytecheckpoint.frameworks.optimizers.capture import layout_of
 from bytecheckpoint.frameworks.optimizers.hyperparameters import load_globals, load_hyperparameters
 from bytecheckpoint.frameworks.optimizers.master_weights import MASTER, is_unused_master
@@ -54,7 +61,7 @@ def load_optimizers(
     saved: SavedStates,
     into: Destination,
     *,
-    strict: bool,
+    strict: Strict,
     restorer: Restorer | None = None,
 ) -> None:
     """Plan the load of one kind into live optimizers.
@@ -85,7 +92,7 @@ def load_optimizers(
             # ZeRO's groups have trained parameters only; a frozen one needs no hyperparameters.
             if not found and parameter.requires_grad:
                 into.missing.append(f"{kind}/param_groups/{fqn}")
-        settings = load_hyperparameters(kind, index, group, saved_groups, into, strict=strict)
+        settings = load_hyperparameters(kind, index, group, saved_groups, into, strict=is_strict(strict, kind))
         check = SlotCheck(group.optimizer, types)
         others += [group.optimizer] * check.is_other_algorithm()
         on_device = any(settings.get(key, group.live.get(key)) for key in ("capturable", "fused"))
