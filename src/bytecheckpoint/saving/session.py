@@ -76,7 +76,8 @@ class SaveSession:
         self.call = call
         self.blocking_seconds = 0.0
         origin = FileOrigin(collective.rank, collective.world_size, task.generation)
-        self.planner = RankPlanner(origin, resources, call, task, CapturedState(states), collective.host)
+        state = CapturedState(states, call.settings.timeout)
+        self.planner = RankPlanner(origin, resources, call, task, state, collective.host)
         own_task = task if collective.rank == 0 else None
         self._files = RankFiles(origin, call.storage, call.settings, self.planner.state.copies)
         self._writer = RankWriter(self.planner, self._files, resources, call, own_task, phases)

@@ -69,6 +69,7 @@ class CapturedState:
 
     Args:
         states: what the adapter captured.
+        timeout: of `DeviceCopies`.
 
     Attributes:
         shards: live tensors by key and box; empty after `release`.
@@ -77,7 +78,7 @@ class CapturedState:
         live: the caller waits, so the live tensors still hold what is saved.
     """
 
-    def __init__(self, states: Sequence[LiveState]) -> None:
+    def __init__(self, states: Sequence[LiveState], timeout: float | None = None) -> None:
         self.shards: list[LiveShard] = []
         self.values: list[Value] = []
         self.live = True
@@ -95,7 +96,7 @@ class CapturedState:
                 tree = torch.frombuffer(bytearray(state.tree), dtype=torch.uint8)
                 self.values.append(Value(TensorKey(state.kind, "", VALUES_SLOT), tree, "uint8", merged=state.merged))
         tensors = [*(shard.data for shard in self.shards), *(value.data for value in self.values)]
-        self.copies = DeviceCopies({tensor.device for tensor in tensors}, to_host=True)
+        self.copies = DeviceCopies({tensor.device for tensor in tensors}, to_host=True, timeout=timeout)
 
     def described(self) -> tuple[LocalTable, bytes]:
         """Describe the shards: return their table and its signature, made once."""
