@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -289,6 +290,24 @@ def test_a_save_during_a_capture_is_refused(path: str, mode: str) -> None:
         with pytest.raises(bytecheckpoint.UsageError, match="captured"):
             bytecheckpoint.save(path, {"model": module_of(state)}, **MODES[mode])
     save(path, {"model": module_of(state)}, mode).result(60)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@on_ranks(1)
+def test_work_of_the_caller_that_hangs(path: str, mode: str) -> None:
+    pretend.load()
+    state = on_device(expected())
+    save(path, {"model": module_of(state)}, mode).result(60)
+    with pretend.delays(kernel=4000):
+        torch.zeros(1, device=pretend.device())
+    begun = time.monotonic()
+    with pytest.raises(
+        bytecheckpoint.CheckpointTimeoutError, match=r"on .*:0 before the call has not ended within 0.5 s"
+    ):
+        save(path, {"model": module_of(state)}, mode, timeout=0.5).result(60)
+    assert time.monotonic() - begun < 3.5, "before the work has ended"
+    save(path, {"model": module_of(state)}, mode).result(60)
+    assert_stored(path, expected())
 
 
 @on_ranks(1)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from bytecheckpoint.collectives.base import DataProvider, new_world_id
-from bytecheckpoint.collectives.inbox import InboxCollective
+from bytecheckpoint.collectives.inbox import Inbox, InboxCollective
 from bytecheckpoint.collectives.transport.loop import Loop
 from bytecheckpoint.collectives.transport.mesh import Mesh
 from bytecheckpoint.collectives.transport.sockets import is_loopback, local_addresses
@@ -38,6 +38,8 @@ __all__ = ["TorchCollective"]
 _KEY = "bytecheckpoint"
 #: Seconds beyond the deadline in which the store itself reports that it has passed.
 _STORE_GRACE = 1.0
+#: Seconds that rank 0 has to tell its address where a message in the store leads to somebody else.
+_SUCCESSION = 5.0
 
 
 class TorchCollective(InboxCollective):
@@ -97,19 +99,30 @@ class TorchCollective(InboxCollective):
         return hub
 
     def _join_star(self, invitation: _Invitation, deadline: float) -> Spoke:
-        """Connect to rank 0, and wait until all ranks have connected."""
-        told = invitation.receive()
-        if "refused" in told:
-            raise error_from_report(told["refused"])
-        self.world_id = told["world"]
-        same_host = told["host"] == self.host
-        # Some machines resolve their own name to 127.0.1.1, which leads nowhere from another machine.
-        hosts = [h for h in told["hosts"] if same_host or not is_loopback(h)]
-        hosts += ["localhost"] if same_host else []
-        spoke = Spoke(self.rank, self.world_size, self.inbox, bytes.fromhex(told["secret"]), self._linger)
-        self._loops.append(spoke)
-        spoke.connect(hosts, told["port"], deadline - time.monotonic())
-        return spoke
+        """Connect to rank 0, and wait until all ranks have connected.
+
+        The store may still hold what rank 0 of an earlier group told, which was killed, or could not remove it: then nobody
+        listens there, and this rank 0 tells something else.
+        """
+        while True:
+            told = invitation.receive()
+            if "refused" in told:
+                raise error_from_report(told["refused"])
+            self.world_id = told["world"]
+            same_host = told["host"] == self.host
+            # Some machines resolve their own name to 127.0.1.1, which leads nowhere from another machine.
+            hosts = [h for h in told["hosts"] if same_host or not is_loopback(h)]
+            hosts += ["localhost"] if same_host else []
+            spoke = Spoke(self.rank, self.world_size, self.inbox, bytes.fromhex(told["secret"]), self._linger)
+            try:
+                spoke.connect(hosts, told["port"], deadline - time.monotonic(), outdated=invitation.outdated)
+            except PeerLostError:
+                if not invitation.becomes_outdated():
+                    raise
+                self.inbox = Inbox(self.rank)
+                continue
+            self._loops.append(spoke)
+            return spoke
 
     def send(self, to: int, tag: str, payload: bytes) -> None:  # noqa: D102 (inherited)
         self._star.send(to, tag, payload)
@@ -223,6 +236,23 @@ class _Invitation:
         message: dict[str, Any] = self._ask_store(get)
         _heard[self._group] = message["nonce"]
         return message
+
+    def outdated(self) -> bool:
+        """Return whether rank 0 has told something else since this rank received a message."""
+
+        def look() -> bool:
+            return self._store.check([_KEY]) and json.loads(self._store.get(_KEY))["nonce"] != _heard[self._group]
+
+        with contextlib.suppress(CheckpointError):
+            return bool(self._ask_store(look))
+        return False
+
+    def becomes_outdated(self) -> bool:
+        """Wait for a moment until rank 0 has told something else; return whether it has."""
+        end = min(self._deadline, time.monotonic() + _SUCCESSION)
+        while not (outdated := self.outdated()) and time.monotonic() < end:
+            time.sleep(0.1)
+        return outdated
 
     def _ask_store(self, call: Callable[[], Any]) -> Any:
         """Return `call()`. It runs on another thread: torch's store waits for ever for a server that was stopped."""

@@ -14,7 +14,8 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from bytecheckpoint.errors import UsageError
+from bytecheckpoint.errors import CheckpointTimeoutError, UsageError
+from bytecheckpoint.storage.threads import CallTimeoutError, wait_for_call
 
 __all__ = ["DeviceCopies"]
 
@@ -27,6 +28,8 @@ class DeviceCopies:
     Args:
         devices: devices of the tensors that are copied. Those of the host need nothing.
         to_host: whether the tensors are copied to the host, else from it.
+        timeout: seconds that the caller's work may take from the first copy on: a kernel or collective that hangs never
+            ends. None: without limit.
 
     Attributes:
         devices: the accelerators among them.
@@ -35,18 +38,19 @@ class DeviceCopies:
         UsageError: a graph is being captured on the current stream.
     """
 
-    def __init__(self, devices: Iterable[torch.device], *, to_host: bool) -> None:
+    def __init__(self, devices: Iterable[torch.device], *, to_host: bool, timeout: float | None = None) -> None:
         accelerator = torch.accelerator.current_accelerator()
         kind = accelerator.type if accelerator is not None else None
         self.devices = sorted({d for d in devices if d.type == kind}, key=lambda device: device.index)
         self._to_host = to_host
+        self._timeout = timeout
         self._caller_events: list[torch.Event] = []
         if self.devices and _capturing(self.devices[0].type):
             raise UsageError(
                 "a graph is being captured on the current stream: save and load before or after the capture"
             )
         for device in self.devices:
-            event = torch.Event(device)
+            event = torch.Event(device, blocking=True)
             event.record(torch.accelerator.current_stream(device))
             self._caller_events.append(event)
 
@@ -56,10 +60,17 @@ class DeviceCopies:
 
         The body uses `non_blocking=True`, and keeps both sides of every copy alive until its end. What it computes on a
         device runs on these streams too.
+
+        Raises:
+            CheckpointTimeoutError: the work that the caller had queued does not end in time. No copy was queued.
         """
         if not self.devices:
             yield
             return
+        if self._timeout is not None:
+            # Before any copy is queued, so that a device that hangs uses no memory of this save later.
+            for device, event in zip(self.devices, self._caller_events, strict=True):
+                _wait(device, event, self._timeout)
         streams = [_copy_stream(device, self._to_host) for device in self.devices]
         with contextlib.ExitStack() as stack:
             for stream, event in zip(streams, self._caller_events, strict=True):
@@ -74,6 +85,24 @@ class DeviceCopies:
                     done = torch.Event(stream.device, blocking=True)
                     done.record(stream)
                     done.synchronize()
+
+
+def _wait(device: torch.device, event: torch.Event, timeout: float) -> None:
+    """Wait for the caller's work on a device."""
+
+    def wait() -> None:
+        with torch.accelerator.device_index(device.index):
+            event.synchronize()
+
+    if event.query():
+        return
+    try:
+        wait_for_call(wait, timeout)
+    except CallTimeoutError:
+        raise CheckpointTimeoutError(
+            f"the work that was queued on {device} before the call has not ended within {timeout:g} s; look for a kernel "
+            "or a collective that hangs, or raise the time-out"
+        ) from None
 
 
 @functools.cache

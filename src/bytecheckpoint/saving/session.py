@@ -76,7 +76,7 @@ class SaveSession:
         self.call = call
         self.blocking_seconds = 0.0
         origin = FileOrigin(collective.rank, collective.world_size, task.generation)
-        state = CapturedState(states, call.selection.report())
+        state = CapturedState(states, call.selection.report(), call.settings.timeout)
         self.planner = RankPlanner(origin, resources, call, task, state, collective.host)
         own_task = task if collective.rank == 0 else None
         self._files = RankFiles(origin, call.storage, call.settings, self.planner.state.copies)

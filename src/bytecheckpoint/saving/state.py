@@ -73,6 +73,7 @@ class CapturedState:
     Args:
         states: what the adapter captured, of what is selected.
         selection: what is selected.
+        timeout: of `DeviceCopies`.
 
     Attributes:
         shards: live tensors by key and box; empty after `release`.
@@ -82,7 +83,9 @@ class CapturedState:
         selection: as given.
     """
 
-    def __init__(self, states: Sequence[LiveState], selection: SelectionReport | None = None) -> None:
+    def __init__(
+        self, states: Sequence[LiveState], selection: SelectionReport | None = None, timeout: float | None = None
+    ) -> None:
         self.selection = selection or SelectionReport()
         self.shards: list[LiveShard] = []
         self.values: list[Value] = []
@@ -102,7 +105,7 @@ class CapturedState:
                 tree = torch.frombuffer(bytearray(state.tree), dtype=torch.uint8)
                 self.values.append(Value(TensorKey(state.kind, "", VALUES_SLOT), tree, "uint8", merged=state.merged))
         tensors = [*(shard.data for shard in self.shards), *(value.data for value in self.values)]
-        self.copies = DeviceCopies({tensor.device for tensor in tensors}, to_host=True)
+        self.copies = DeviceCopies({tensor.device for tensor in tensors}, to_host=True, timeout=timeout)
 
     def described(self) -> tuple[LocalTable, bytes]:
         """Describe the shards: return their table and its signature, made once."""

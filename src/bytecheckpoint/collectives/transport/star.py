@@ -13,7 +13,7 @@ import socket
 import threading
 import time
 from abc import abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from bytecheckpoint.collectives.inbox import ASK, Inbox
 from bytecheckpoint.collectives.transport.loop import Loop
@@ -185,15 +185,23 @@ class Spoke(Star):
         self._sending_over = False  # rank 0 takes no more messages
         self._watched: set[int] = set()
 
-    def connect(self, hosts: Iterable[str], port: int, timeout: float) -> None:
+    def connect(
+        self, hosts: Iterable[str], port: int, timeout: float, *, outdated: Callable[[], bool] = lambda: False
+    ) -> None:
         """Join the world, and wait until every rank has joined.
+
+        Args:
+            hosts: addresses of rank 0, tried in this order.
+            port: where it listens.
+            timeout: seconds.
+            outdated: returns whether rank 0 listens elsewhere by now; asked while nobody answers.
 
         Raises:
             PeerLostError: rank 0 cannot be reached, or went away.
             CheckpointTimeoutError: not every rank joined in time.
         """
         deadline = time.monotonic() + timeout
-        sock, self.hub_address = self._dial(list(hosts), port, deadline)
+        sock, self.hub_address = self._dial(list(hosts), port, deadline, outdated)
         self._link = Link(sock, FrameReader())
         self._add(self._link)
         self._post(self._link, Kind.HELLO, self.rank, 0, b"", self.secret)
@@ -208,7 +216,9 @@ class Spoke(Star):
         """Return the address of the interface that leads to rank 0. Other ranks can probably reach it too."""
         return self._link.local
 
-    def _dial(self, hosts: list[str], port: int, deadline: float) -> tuple[socket.socket, str]:
+    def _dial(
+        self, hosts: list[str], port: int, deadline: float, outdated: Callable[[], bool]
+    ) -> tuple[socket.socket, str]:
         failure: OSError | None = None
         while True:
             for host in hosts:
@@ -219,7 +229,7 @@ class Spoke(Star):
                     return sock, remote_end(sock)
                 except OSError as error:
                     failure = error
-            if time.monotonic() + 0.2 > deadline:
+            if time.monotonic() + 0.2 > deadline or outdated():
                 self._release()
                 raise PeerLostError(f"rank {self.rank}: cannot reach rank 0 at {hosts} port {port}: {failure}")
             time.sleep(0.2)
