@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from bytecheckpoint.frameworks.base import SavedStates, SavedTensor
 from bytecheckpoint.frameworks.optimizers.master_weights import MASTER, optimizer_kind
 from bytecheckpoint.frameworks.tensors.dtypes import dtype_named
-from bytecheckpoint.representation.shards import LiveShard
+from bytecheckpoint.representation.shards import LiveShard, TensorKey
 
 __all__ = ["SINGLE_VALUE_SLOTS", "StateDtypes", "converts_exactly", "mark_exact_conversions"]
 
@@ -75,11 +75,11 @@ class StateDtypes:
         name = type(optimizer).__name__
         if not any(saved == name or saved.endswith(f"({name})") for saved in self._optimizer_types):
             return False
-        fqn = (found.key.fqn,)
-        stepped = [self._saved.find(self._kind, fqn, MASTER)]
+        fqn = found.key.fqn
+        stepped = [self._saved.stored(TensorKey(self._kind, fqn, MASTER))]
         if stepped[0] is None:
             # Kinds of other names may hold several models, an average of the weights in another precision among them.
-            stepped = [self._saved.find(kind, fqn) for kind in self._model_kinds]
+            stepped = [self._saved.stored(TensorKey(kind, fqn)) for kind in self._model_kinds]
         return all(weight is None or weight.dtype != found.dtype for weight in stepped)
 
 
