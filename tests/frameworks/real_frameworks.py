@@ -35,8 +35,14 @@ def state_differences(saved: dict[str, Any], loaded: dict[str, Any]) -> list[str
             problems.append(f"{key} is there")
         elif want.dtype != got.dtype or not torch.equal(want, got):
             problems.append(f"{key}: {got} instead of {want}")
-    gone = {key for key in saved.keys() - loaded.keys() if not key.endswith("/master")}
+    gone = {key for key in saved.keys() - loaded.keys() if not _is_weight(key, saved, loaded)}
     return problems + [f"{key} is not there" for key in sorted(gone)]
+
+
+def _is_weight(key: str, saved: dict[str, Any], loaded: dict[str, Any]) -> bool:
+    """Return whether a saved tensor is a master weight that has become the weight of a loaded model in its precision."""
+    fqn, _, slot = key.removeprefix("optimizer/state/").rpartition("/")
+    return slot == "master" and f"model/{fqn}" in loaded and loaded[f"model/{fqn}"].dtype == saved[key].dtype
 
 
 def assert_restored(saved: dict[str, Any], loaded: dict[str, Any]) -> None:
