@@ -153,7 +153,7 @@ class Ranks:
     def world_size(self) -> int:
         return len(self.job.shards)
 
-    def collect(self, ranks: Sequence[int], tag: str, *, timeout: float) -> list[bytes]:
+    def collect(self, ranks: Sequence[int], tag: str, *, timeout: float, unless: str = "") -> list[bytes]:
         """Return the next message of each rank."""
         assert timeout > 0
         self.watch.switch("ranks")
@@ -175,6 +175,9 @@ class Ranks:
             self.answers[to] = payload
         else:
             self.outcomes.append(decode(payload))
+
+    def forget(self, tag: str) -> None:
+        """Do nothing: no message is kept."""
 
     def publish(self, name: str, data: bytes, *_: Any, **__: Any) -> None:
         """Store the catalog."""
