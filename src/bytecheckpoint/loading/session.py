@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from itertools import chain
-from typing import NamedTuple
 
 import xxhash
 
@@ -21,14 +19,12 @@ from bytecheckpoint.engine.peer_memory import peer_handshake
 from bytecheckpoint.engine.reading import read_all
 from bytecheckpoint.engine.scatter import ScatterPlan
 from bytecheckpoint.errors import (
-    CheckpointError,
     CheckpointReplacedError,
-    CorruptCheckpointError,
     IncompatibleCheckpointError,
 )
-from bytecheckpoint.frameworks.base import Destination, is_strict
+from bytecheckpoint.frameworks.base import is_strict
 from bytecheckpoint.handles import LoadReport
-from bytecheckpoint.loading.call import LoadArguments, LoadCall, check_strict_kinds, plain_strict
+from bytecheckpoint.loading.call import LoadCall, check_strict_kinds, plain_strict
 from bytecheckpoint.loading.decision import (
     FitDecision,
     FitReport,
@@ -38,7 +34,6 @@ from bytecheckpoint.loading.decision import (
     unexpected_keys,
 )
 from bytecheckpoint.loading.fit import (
-    Fit,
     fit_wanted,
     listed,
     read_length,
@@ -47,16 +42,15 @@ from bytecheckpoint.loading.fit import (
     refuse_unexpected,
 )
 from bytecheckpoint.loading.live_names import LiveNames
+from bytecheckpoint.loading.open_checkpoint import OpenCheckpoint, Source, detect_replacement, refused_mismatches
 from bytecheckpoint.loading.saved import SavedView
 from bytecheckpoint.monitoring.garbage_collection import gc_paused
 from bytecheckpoint.monitoring.phases import Phases
 from bytecheckpoint.planning.exchange_plan import exchange_plan_of_rank
 from bytecheckpoint.representation.boxes import Int64s
-from bytecheckpoint.representation.catalog import VALUES_SLOT, Catalog
-from bytecheckpoint.representation.names import CATALOG_NAME
+from bytecheckpoint.representation.catalog import VALUES_SLOT
 from bytecheckpoint.representation.plans import SharedChunks
 from bytecheckpoint.representation.shards import TensorKey
-from bytecheckpoint.storage import Storage
 
 __all__ = ["FIRST_STEP", "load_states"]
 
@@ -94,49 +88,6 @@ def load_states(collective: Collective, number: int, call: LoadCall) -> LoadRepo
     )
 
 
-class _Source(NamedTuple):
-    """A checkpoint that is open, before its contents are matched with the live objects; fields as of `_OpenCheckpoint`."""
-
-    arguments: LoadArguments
-    catalog: Catalog
-    data: bytes
-    files: FileSet
-
-
-@dataclass(slots=True)
-class _OpenCheckpoint:
-    """A checkpoint that is being loaded, and what this rank wants of it.
-
-    Attributes:
-        arguments: of the load.
-        catalog: its catalog.
-        data: the bytes of the catalog.
-        files: its files.
-        view: the catalog as the adapter sees it.
-        destination: what this rank fills.
-        fit: what this rank reads.
-        exchanges: whether this rank exchanges with others what several want.
-        bytes_read: bytes read from storage.
-        bytes_received: bytes received from other ranks.
-    """
-
-    arguments: LoadArguments
-    catalog: Catalog
-    data: bytes
-    files: FileSet
-    view: SavedView
-    destination: Destination
-    fit: Fit
-    exchanges: bool
-    bytes_read: int = 0
-    bytes_received: int = 0
-
-    @property
-    def storage(self) -> Storage:
-        """Where it is."""
-        return self.arguments.storage
-
-
 class _Attempt:
     """One attempt of a load. The ranks agree on the checkpoint, on what each reads of it, and to install what was read."""
 
@@ -146,8 +97,8 @@ class _Attempt:
         self._call = call
         self._phases = phases
         self._last = last
-        self._source: _Source | None = None
-        self._opened: _OpenCheckpoint | None = None
+        self._source: Source | None = None
+        self._opened: OpenCheckpoint | None = None
 
     def run(self) -> LoadReport:
         """Load, or raise `CheckpointReplacedError` on all ranks."""
@@ -178,9 +129,9 @@ class _Attempt:
         arguments = self._call.check()
         storage = arguments.storage
         catalog, data = read_catalog(storage)
-        with _detect_replacement(storage, data):
+        with detect_replacement(storage, data):
             files = stack.enter_context(FileSet(storage, catalog))
-        self._source = _Source(arguments, catalog, data, files)
+        self._source = Source(arguments, catalog, data, files)
         self._phases.mark("catalog")
         return xxhash.xxh3_128_digest(data)
 
@@ -200,7 +151,7 @@ class _Attempt:
         assert self._source is not None
         arguments, catalog, data, files = self._source
         storage, states, selection = arguments.storage, arguments.states, arguments.selection
-        with _detect_replacement(storage, data):
+        with detect_replacement(storage, data):
             chunk_bytes = read_length(catalog, self._collective.world_size, call.settings)
             live = LiveNames(selection, arguments.rename, states.keys())
             view = SavedView(catalog, files, self._collective.rank, live)
@@ -213,12 +164,12 @@ class _Attempt:
                 missing = [m for m in destination.missing if is_strict(arguments.strict, arguments.kind_of(m))]
                 live.note_saved(chain((TensorKey(kind, "", VALUES_SLOT) for kind in states), catalog.keys()))
                 refuse_missing(storage.url, missing, view.other_names(destination.recognized), selection.unmatched)
-                refuse_mismatches(storage.url, _refused(arguments, destination))
+                refuse_mismatches(storage.url, refused_mismatches(arguments, destination))
                 fit = fit_wanted(storage.url, catalog, view, destination.wanted, chunk_bytes, cast=call.cast)
                 self._phases.mark("plan")
         ranges = ranges_of(fit.plan)
         exchanges = self._exchanges(files, ranges)
-        self._opened = _OpenCheckpoint(arguments, catalog, data, files, view, destination, fit, exchanges)
+        self._opened = OpenCheckpoint(arguments, catalog, data, files, view, destination, fit, exchanges)
         return FitReport(
             recognized=recognized_bitmap(catalog.count, view.numbers(list(destination.recognized)) + view.skipped()),
             ranges=ranges.tobytes() if exchanges else b"",
@@ -249,7 +200,7 @@ class _Attempt:
     def _read(self, stack: contextlib.ExitStack, decision: FitDecision) -> bool:
         """Fill the destinations; return whether this rank wants its next save prepared."""
         opened = self._checkpoint
-        with _detect_replacement(opened.storage, opened.data):
+        with detect_replacement(opened.storage, opened.data):
             scatter = ScatterPlan(opened.fit.plan, opened.fit.targets)
             exchange, private = self._exchange(scatter, decision)
             if exchange is not None:
@@ -262,7 +213,7 @@ class _Attempt:
                 opened.files, scatter, private, threads=threads, chunk_bytes=opened.fit.chunk_bytes
             )
             opened.destination.check()
-            refuse_mismatches(opened.storage.url, _refused(opened.arguments, opened.destination))
+            refuse_mismatches(opened.storage.url, refused_mismatches(opened.arguments, opened.destination))
         self._phases.mark("read")
         return self._call.wants_prepare()
 
@@ -307,7 +258,7 @@ class _Attempt:
     # --- parts of the steps ---------------------------------------------------------------------------------------
 
     @property
-    def _checkpoint(self) -> _OpenCheckpoint:
+    def _checkpoint(self) -> OpenCheckpoint:
         assert self._opened is not None, "the checkpoint is open"
         return self._opened
 
@@ -341,22 +292,3 @@ class _Attempt:
 
 def _all_equal(digests: list[bytes]) -> bool:
     return len(set(digests)) == 1
-
-
-def _refused(arguments: LoadArguments, destination: Destination) -> list[str]:
-    """Return the mismatches about which the load is strict. Each begins with its kind."""
-    return [m for m in destination.mismatches if is_strict(arguments.strict, m.partition(":")[0])]
-
-
-@contextlib.contextmanager
-def _detect_replacement(storage: Storage, catalog: bytes) -> Iterator[None]:
-    """Turn a damaged read into `CheckpointReplacedError` if another save has replaced `catalog` and removed its files."""
-    try:
-        yield
-    except CorruptCheckpointError as error:
-        replaced = False
-        with contextlib.suppress(CheckpointError, FileNotFoundError):
-            replaced = storage.read(CATALOG_NAME) != catalog
-        if replaced:
-            raise CheckpointReplacedError(str(error)) from error
-        raise
