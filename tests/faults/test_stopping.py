@@ -90,3 +90,14 @@ def test_nothing_of_failed_saves_is_kept(tmp_path: Path, world: ThreadWorld, fau
         save(world, tmp_path / "s", step)
     assert [rank.inbox._messages for rank in world.ranks] == [{}, {}, {}]
     assert not any(name.startswith("save/") for rank in world.ranks for name in rank.inbox._handlers)
+
+
+def test_a_rank_that_has_written_nothing_removes_nothing(tmp_path: Path, faults: Faults) -> None:
+    """Its storage may be the reason of the failure, and not answer."""
+
+    def one(collective: Collective) -> None:
+        own = states(collective.rank, 2, 1) if collective.rank == 0 else {"model": object()}
+        bytecheckpoint.save(tmp_path / "s", own).result(60)
+
+    assert all("UsageError" in repr(error) for error in outcomes(ThreadWorld(2), one))
+    assert not [call for call in faults.calls if call[1] == "delete"]

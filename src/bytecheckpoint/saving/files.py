@@ -160,6 +160,8 @@ class RankFiles:
         """Remove all files after a failure; never raises for the storage."""
         self.abort_jobs()
         names = [self._name(f) for f in self._files]
+        if not names:
+            return
         try:
             self._storage.delete(names)
         except (CheckpointError, OSError) as error:
