@@ -22,14 +22,14 @@ from bytecheckpoint.storage import FileReader, Storage, open_named, resolve
 from bytecheckpoint.storage.threads import call_with_timeout
 from bytecheckpoint.tuning import tuning
 
-__all__ = ["FileSet", "parallel_reads"]
+__all__ = ["FileSet", "other_folders", "parallel_reads"]
 
 #: Ranges that are looked at in order to know whether the page cache has all of them.
 _CACHE_SAMPLES = 64
 _log = logging.getLogger("bytecheckpoint")
 
 
-def _other_folders(catalog: Catalog) -> set[str]:
+def other_folders(catalog: Catalog) -> set[str]:
     """Return the URLs of other folders that hold files of the checkpoint."""
     return {file.name.rsplit("/", 2)[0] for file in catalog.files if is_uri(file.name)}
 
@@ -38,7 +38,7 @@ def parallel_reads(storage: Storage, catalog: Catalog) -> int:
     """Return the number of parallel reads that suits the storages of a checkpoint's files."""
     storages = [storage]
     with contextlib.suppress(CheckpointError):  # opening the file raises it
-        storages += [storage.apply_wrappers(resolve(folder)) for folder in _other_folders(catalog)]
+        storages += [storage.apply_wrappers(resolve(folder)) for folder in other_folders(catalog)]
     return max(storage.parallel_reads for storage in storages)
 
 
@@ -76,7 +76,7 @@ class FileSet:
     @lazy
     def in_memory(self) -> bool:
         """Whether all files are in memory, so that no read waits for a device or a server."""
-        return self._storage.in_memory and not _other_folders(self._catalog)
+        return self._storage.in_memory and not other_folders(self._catalog)
 
     def is_cached(self, ranges: Int64s) -> bool:
         """Return whether samples of some ranges are in this machine's memory, so that reads wait for nothing.

@@ -36,7 +36,7 @@ from bytecheckpoint.storage.threads import parallel_map
 from bytecheckpoint.tiers.copying import commit, copy_if_missing, is_sound, own_files
 from bytecheckpoint.tiers.lease import LEASE_FILE, Lease, leased
 
-__all__ = ["CoolStep", "cool", "plan_cooldown"]
+__all__ = ["CoolStep", "cool", "file_uri", "plan_cooldown"]
 
 _log = logging.getLogger("bytecheckpoint")
 
@@ -180,7 +180,7 @@ def _plan_step(step: _ReadStep, kept: Mapping[str, str], users: Mapping[str, str
     if step.name in kept:
         return step.planned("keep", kept[step.name])
     for file in own:
-        user = users.get(_uri(step.storage, file.name), step.name)
+        user = users.get(file_uri(step.storage, file.name), step.name)
         if user != step.name:
             return step.planned("skip", f"{user} uses its files")
     if not all(file.block_bytes for file in own):
@@ -198,7 +198,7 @@ def _moved_files(catalog: Catalog) -> list[tuple[str, str, int]]:
     return moved
 
 
-def _uri(storage: Storage, name: str) -> str:
+def file_uri(storage: Storage, name: str) -> str:
     """Return the URI by which catalogs of other folders name a file of `storage`."""
     return f"{storage.url}/{name}" if "://" in storage.url else f"file://{storage.url}/{name}"
 
@@ -288,7 +288,7 @@ def _publish_catalogs(hot: Storage, cold: Storage, catalog: Catalog, data: bytes
     """Commit the cold checkpoint, and publish a catalog at the step's path that names the cold files."""
     lease.check()
     commit(cold, catalog, data, "")
-    files = [file if is_uri(file.name) else replace(file, name=_uri(cold, file.name)) for file in catalog.files]
+    files = [file if is_uri(file.name) else replace(file, name=file_uri(cold, file.name)) for file in catalog.files]
     moved = encode(catalog.with_files(files, catalog.file_sums, {**catalog.info, "moved_to": cold.url}))
     try:
         hot.publish(CATALOG_NAME, moved, expected=version)

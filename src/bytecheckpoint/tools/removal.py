@@ -9,10 +9,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from bytecheckpoint.engine.catalogs import read_catalog
+from bytecheckpoint.engine.file_set import other_folders
 from bytecheckpoint.errors import CheckpointError, CheckpointNotFoundError, UsageError
-from bytecheckpoint.representation.names import CATALOG_NAME, generation_of, is_uri, natural_order
+from bytecheckpoint.representation.names import CATALOG_NAME, generation_of, natural_order
 from bytecheckpoint.storage import Storage, resolve
 from bytecheckpoint.storage.time_limits import with_time_limits
+from bytecheckpoint.tiers.cooldown import file_uri
 from bytecheckpoint.tiers.flush.lock import flush_lock
 from bytecheckpoint.tiers.lease import LEASE_FILE
 from bytecheckpoint.tiers.names import INTERNAL_FILES
@@ -76,7 +78,7 @@ def remove_checkpoint(path: str, *, cold: bool = False, dry_run: bool = False) -
         steps = [name for name in storage.folders() if CATALOG_NAME in dict(resolve(f"{storage.url}/{name}").list())]
         hint = f"; it is a folder of {len(steps)} steps: name those" if steps else ""
         raise CheckpointNotFoundError(f"{storage.url} holds no checkpoint{hint}")
-    removed = [Removal(place.url, "checkpoint", len(names), sum(names.values())) for place, names in found]
+    removed = [_removal(place, "checkpoint", names) for place, names in found]
     if dry_run:
         return removed
     with contextlib.ExitStack() as stack:
@@ -94,7 +96,7 @@ def remove_checkpoint(path: str, *, cold: bool = False, dry_run: bool = False) -
 
 def _users(storage: Storage) -> Iterator[str]:
     """Yield the checkpoints beside a folder whose catalogs name files in it."""
-    inside = f"{storage.url}/" if "://" in storage.url else f"file://{storage.url}/"
+    inside = file_uri(storage, "")
     run = resolve(storage.url.rpartition("/")[0] or "/")
     for name in run.folders():
         step = resolve(f"{run.url}/{name}")
@@ -119,11 +121,9 @@ def _is_own(name: str) -> bool:
 
 def _other_folders(storage: Storage) -> set[str]:
     try:
-        catalog, _ = read_catalog(storage)
+        return other_folders(read_catalog(storage)[0])
     except CheckpointError:
         return set()
-    # The name of a storage file has two parts: the folder of its kind, and its own.
-    return {file.name.rsplit("/", 2)[0] for file in catalog.files if is_uri(file.name)}
 
 
 def collect_garbage(path: str, *, older_than: float, dry_run: bool = False) -> list[Removal]:

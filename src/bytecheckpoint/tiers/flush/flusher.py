@@ -14,8 +14,9 @@ from bytecheckpoint.collectives.agreement import Agreement
 from bytecheckpoint.engine.workers import Workers
 from bytecheckpoint.errors import CheckpointError, CheckpointTimeoutError, PeerLostError, StorageError
 from bytecheckpoint.handles import SaveHandle, SaveReport
-from bytecheckpoint.representation.names import CATALOG_NAME, generation_of, is_uri
+from bytecheckpoint.representation.names import CATALOG_NAME, generation_of
 from bytecheckpoint.settings import Settings
+from bytecheckpoint.tiers.copying import own_files
 from bytecheckpoint.tiers.flush.job import flush_together
 from bytecheckpoint.tiers.flush.pending import PendingFlush, Stage
 from bytecheckpoint.tiers.flush.unflushed import UnflushedSteps, evict
@@ -161,9 +162,9 @@ class Flusher:
 
     def _check_presence(self, flush: PendingFlush) -> None:
         """Check that this rank's files are where it reads them. Nobody has looked: other machines cannot be seen."""
-        names = [file for file in flush.catalog.files if file.rank == self._collective.rank and not is_uri(file.name)]
+        files = [flush.catalog.files[number] for number in own_files(flush.catalog)]
         present = dict(flush.storage.hot.list())
-        lacking = {file.name: file.size for file in names if present.get(file.name) != file.size}
+        lacking = {f.name: f.size for f in files if f.rank == self._collective.rank and present.get(f.name) != f.size}
         if lacking:  # the hot tier had no room for them
             present = dict(flush.storage.durable.list())
         for name, size in lacking.items():
