@@ -28,7 +28,7 @@ def test_a_rank_that_makes_no_call() -> None:
             says = "ranks .2. of 3 did not connect|not every rank connected|rank 0 has not told|rank 0 went away"
             with pytest.raises((CheckpointTimeoutError, PeerLostError), match=says):
                 current(group, timeout=2.0)
-            assert time.monotonic() - begun < 10
+            assert time.monotonic() - begun < 60
         else:
             time.sleep(3.5)
         for _ in range(2):  # the training goes on

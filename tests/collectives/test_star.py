@@ -100,7 +100,7 @@ def test_rank_0_that_cannot_be_reached_is_an_error_in_time() -> None:
     started = time.monotonic()
     with pytest.raises(PeerLostError, match="cannot reach rank 0"):
         spoke(1, 2).connect(["localhost"], free_port(), 0.5)
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 30
 
 
 def test_addresses_follow_the_route_to_the_master() -> None:

@@ -282,7 +282,7 @@ def faults() -> None:
             c.gather("killed", b"", timeout=60)
         with pytest.raises(PeerLostError, match="lost rank 2"):
             c.exchange("with a dead rank", {2: np.zeros(9, np.uint8)}, {}, timeout=60)
-        assert time.monotonic() - started < 10
+        assert time.monotonic() - started < 30
         c.send(2, "to a dead rank", b"x")
         c.send(1, "step", b"")
         time.sleep(600)
@@ -300,7 +300,7 @@ def faults() -> None:
     c.send(0, "to a hung rank", b"x" * (64 * MIB))
     with pytest.raises(CheckpointTimeoutError, match="rank 0 "):
         c.recv(0, "from a hung rank", timeout=1)
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 30
     # Rank 0 dies: everyone who waits learns of it.
     threading.Timer(0.5, os.kill, (pids[0], signal.SIGKILL)).start()
     started = time.monotonic()
@@ -308,7 +308,7 @@ def faults() -> None:
         c.exchange("from the dead", {}, {0: np.zeros(9, np.uint8)}, timeout=60)
     with pytest.raises(PeerLostError, match="rank 0 was killed"):
         c.recv(0, "from the dead", timeout=60)
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 30
     with pytest.raises(PeerLostError, match="rank 0 was killed"):
         c.send(0, "to the dead", b"")
     with pytest.raises(PeerLostError, match="rank 0 was killed"):

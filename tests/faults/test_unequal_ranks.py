@@ -84,7 +84,7 @@ def test_ctrl_c_while_a_rank_waits_for_the_others(tmp_path: Path, rank: int, ste
     if (step, moment) != ("report", "recv"):  # that one may be committed
         assert "KeyboardInterrupt" in str(got[1 - rank])
     succeeded(save(world, tmp_path / "s", 2))
-    assert time.monotonic() - begun < 15
+    assert time.monotonic() - begun < 25
 
 
 @pytest.mark.parametrize("cached", [False, True])
@@ -103,7 +103,7 @@ def test_a_rank_that_prepares_while_the_others_save(tmp_path: Path, cached: bool
     begun = time.monotonic()
     for error in outcomes(world, one):
         assert "prepare was called on rank 1, save on ranks 0, 2: make the same calls on all" in str(error)
-    assert time.monotonic() - begun < 10
+    assert time.monotonic() - begun < 25
     succeeded(save(world, tmp_path / "s", 3))
 
 
@@ -140,7 +140,7 @@ def sleep(_: Collective) -> None:
 
 def test_a_busy_process_is_waited_for(worlds: Worlds) -> None:
     for got, seconds in worlds.run(4, exchange_with, work_for_long, 1.0):
-        assert got == "all" and 3.5 < seconds < 20
+        assert got == "all" and 3.5 < seconds < 40
 
 
 @pytest.mark.parametrize("work", [sleep, do_something_else])
@@ -149,7 +149,7 @@ def test_a_hung_process_is_not(worlds: Worlds, work: Callable[[Collective], None
     for rank in (0, 1, 3):
         got, seconds = results[rank]
         assert "from rank 2 within 1 s" in got, "every rank hears which one hangs"
-        assert seconds < 8
+        assert seconds < 30
 
 
 def test_ranks_that_wait_for_each_other_do_not_wait_for_ever() -> None:
@@ -161,4 +161,4 @@ def test_ranks_that_wait_for_each_other_do_not_wait_for_ever() -> None:
     begun = time.monotonic()
     got = ThreadWorld(2).run(one, timeout=30)
     assert all(isinstance(error, CheckpointTimeoutError) for error in got)
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - begun < 20

@@ -52,7 +52,7 @@ def test_an_endpoint_where_nobody_is(at: Callable[[str], str], endpoint: str) ->
     """The default timeout of three minutes is for stores that have answered once."""
     path = at(endpoint)
     says = r"(Connection refused|dns error).* \(attempt \d+\); check"
-    with within(20):
+    with within(40):
         with pytest.raises(StorageUnavailableError, match=rf"cannot read {path}/metadata\.parquet: {says}") as raised:
             load_step(path)
         with pytest.raises(StorageUnavailableError, match=rf"cannot \w+.* {path}\S*: {says}"):
@@ -71,7 +71,7 @@ def test_a_peer_that_is_no_store(at: Callable[[str], str], peer: str) -> None:
 
 
 def test_threads_do_not_wait_one_after_the_other(at: Callable[[str], str]) -> None:
-    with silent() as peer, ThreadPoolExecutor(16) as pool, within(10):
+    with silent() as peer, ThreadPoolExecutor(16) as pool, within(20):
         path = at(f"http://{peer}")
         said = list(pool.map(lambda number: attempt(resolve(path).read, f"file-{number}"), range(16)))
     for number, error in enumerate(said):

@@ -42,7 +42,7 @@ def test_wrong_credentials(s3: S3Server, bucket: str, monkeypatch: pytest.Monkey
     use(monkeypatch, variables)
     for asynchronous in (False, True):
         says = rf"s3://{bucket}/step/\S+: \w+: .*check the credentials"
-        with within(5), pytest.raises(StorageError, match=says) as raised:
+        with within(20), pytest.raises(StorageError, match=says) as raised:
             bytecheckpoint.save(f"s3://{bucket}/step", states(step=1), async_checkpoint=asynchronous).result(60)
         for secret in ("WRONG-SECRET", "TOKEN-SECRET", SECRET, "Signature=", "StringToSign"):
             assert secret not in str(raised.value)
@@ -52,7 +52,7 @@ def test_wrong_credentials(s3: S3Server, bucket: str, monkeypatch: pytest.Monkey
 def test_no_credentials(s3: S3Server, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
     nowhere = {"AWS_METADATA_ENDPOINT": "http://127.0.0.1:1", "HOME": "/nowhere"}
     use(monkeypatch, {"AWS_ENDPOINT_URL": s3.endpoint, **nowhere})
-    with within(10), pytest.raises(StorageError, match="found no credentials in the environment"):
+    with within(20), pytest.raises(StorageError, match="found no credentials in the environment"):
         resolve(f"s3://{bucket}/step").read("metadata.parquet")
 
 

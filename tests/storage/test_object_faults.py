@@ -55,7 +55,7 @@ def test_a_body_that_always_breaks_off(storage: Storage, between: FaultProxy, pa
     write_file(storage, "model/file", LARGE)
     between.add(asks("GET", "model/file"), cut=1000, times=-1)
     says = rf"cannot read {path}/model/file: .* \(attempt \d+\)"
-    with within(10), pytest.raises(StorageUnavailableError, match=says):
+    with within(20), pytest.raises(StorageUnavailableError, match=says):
         read_all(storage, "model/file")
 
 
@@ -157,7 +157,7 @@ def test_credentials_that_expire(storage: Storage, between: FaultProxy, path: st
     bytecheckpoint.save(path, states(step=1))
     between.add(lambda r: r.method != "HEAD", status=status, body=s3_error(code), times=-1)
     says = rf"{path}\S*: {code}: so it is \(attempt 1\); check the credentials and what they are allowed to do"
-    with within(10):
+    with within(20):
         with pytest.raises(StorageError, match=rf"cannot read {says}"):
             load_step(path)
         with pytest.raises(StorageError, match=says.replace(path, path.removesuffix("/runs/step"))):
@@ -169,7 +169,7 @@ def test_credentials_that_expire(storage: Storage, between: FaultProxy, path: st
 def test_a_wrong_region(s3: S3Server, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_REGION", "eu-nowhere-1")
     says = rf"cannot read s3://{bucket}/step/metadata\.parquet: .*attempt 1.*region"
-    with within(10), pytest.raises(StorageError, match=says):
+    with within(20), pytest.raises(StorageError, match=says):
         load_step(f"s3://{bucket}/step")
 
 

@@ -143,7 +143,7 @@ def test_a_store_that_stays_away_is_an_error_that_says_all(
     bytecheckpoint.configure(storage_timeout=1.5)
     storage = resolve(path)
     between.add(lambda r: True, status=503, body=s3_error("SlowDown"), times=-1)
-    with within(8), pytest.raises(StorageUnavailableError) as raised:
+    with within(20), pytest.raises(StorageUnavailableError) as raised:
         {
             "upload": lambda: write_file(storage, "model/file", content(100)),
             "read": lambda: storage.read("model/file"),
@@ -160,7 +160,7 @@ def test_a_server_that_is_not_there(s3: S3Server, bucket: str, monkeypatch: pyte
     use(monkeypatch, s3.environment("http://127.0.0.1:1"))
     bytecheckpoint.configure(storage_timeout=2.0)
     says = rf"s3://{bucket}.*Connection refused.*attempt \d+"
-    with within(15), pytest.raises(StorageUnavailableError, match=says):
+    with within(30), pytest.raises(StorageUnavailableError, match=says):
         bytecheckpoint.save(f"s3://{bucket}/step", states(step=1))
     with pytest.raises(StorageUnavailableError, match=rf"s3://{bucket}/step.*Connection refused"):
         load_step(f"s3://{bucket}/step")
@@ -170,7 +170,7 @@ def test_wrong_bucket(s3: S3Server) -> None:
     path = "s3://no-such-bucket/step"
     for call in (lambda: bytecheckpoint.save(path, states(step=1)), lambda: load_step(path)):
         says = rf"{path}/\S+: NoSuchBucket: .*attempt 1.*check the bucket's"
-        with within(5), pytest.raises(StorageError, match=says):
+        with within(20), pytest.raises(StorageError, match=says):
             call()
 
 

@@ -19,11 +19,22 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["build", "compiler", "contexts", "delays", "device", "device_synchronizations", "load", "on_own_stream"]
+__all__ = [
+    "HELD",
+    "build",
+    "compiler",
+    "contexts",
+    "delays",
+    "device",
+    "device_synchronizations",
+    "load",
+    "on_own_stream",
+]
 
 _SOURCE = Path(__file__).with_name("pretend_device.cpp")
 _FLAGS = ("-std=c++20", "-O1", "-fPIC", "-shared")
 _NAME = "pretend"
+HELD = -1  # a delay that ends with its `delays`
 
 
 def compiler() -> str | None:
@@ -86,7 +97,7 @@ def device(index: int = 0) -> torch.device:
 
 @contextlib.contextmanager
 def delays(*, kernel: int = 0, to_host: int = 0, to_device: int = 0) -> Iterator[None]:
-    """Delay each task of some kinds, in milliseconds: fills and copies on a device, copies to and from the host."""
+    """Delay each task of some kinds, in milliseconds or `HELD`: work on a device, copies to and from the host."""
     _library().pretend_delays(kernel, to_host, to_device)
     try:
         yield

@@ -21,6 +21,7 @@
 #include <torch/library.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -40,7 +41,7 @@ constexpr int kDevices = 2;
 constexpr size_t kArenaBytes = size_t{1} << 30;  // pages that nobody touches take no memory
 constexpr auto kType = c10::DeviceType::PrivateUse1;
 
-// Milliseconds before each task of the kind.
+// Milliseconds before each task of the kind; less than zero: until they are set anew.
 std::atomic<int> kernel_delay{0}, to_host_delay{0}, to_device_delay{0};
 std::atomic<int> device_synchronizations{0};
 std::atomic<int> contexts{0};  // bit per device that was made current, or whose memory was used
@@ -69,6 +70,8 @@ struct Flag {
 };
 using FlagPtr = std::shared_ptr<Flag>;
 
+std::atomic<FlagPtr> set_anew{std::make_shared<Flag>()};  // for the tasks that wait until the delays are
+
 // A thread that runs tasks in order.
 class Worker {
  public:
@@ -76,7 +79,8 @@ class Worker {
 
   void queue(std::function<void()> task, int delay = 0) {
     std::lock_guard<std::mutex> lock(mutex_);
-    tasks_.emplace_back(std::move(task), delay);
+    if (delay < 0) tasks_.emplace_back([flag = set_anew.load()] { flag->wait(); }, 0);
+    tasks_.emplace_back(std::move(task), std::max(delay, 0));
     changed_.notify_all();
   }
   FlagPtr record() {
@@ -523,6 +527,7 @@ void pretend_delays(int kernel, int to_host, int to_device) {
   kernel_delay = kernel;
   to_host_delay = to_host;
   to_device_delay = to_device;
+  set_anew.exchange(std::make_shared<Flag>())->set();
 }
 int pretend_device_synchronizations() { return device_synchronizations; }
 int pretend_contexts() { return contexts; }
