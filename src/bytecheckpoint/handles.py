@@ -79,7 +79,6 @@ class SaveReport:
         phases: seconds by phase ("capture", "plan", "wait", "stage", "write", "finish", "commit").
         plan_cached: the plan of an earlier save was used, without any planning communication.
         generation: the part of this save's file names that no other save has.
-        replica_differences: with `check_replicas`, the keys of tensors whose copies differ between ranks.
     """
 
     path: str
@@ -89,7 +88,6 @@ class SaveReport:
     phases: Mapping[str, float] = field(default_factory=dict)
     plan_cached: bool = False
     generation: str = ""
-    replica_differences: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

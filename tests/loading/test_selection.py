@@ -13,14 +13,15 @@ import bytecheckpoint
 from bytecheckpoint import IncompatibleCheckpointError, UsageError
 from bytecheckpoint.collectives import Collective, ThreadWorld
 from tests.support.extra_states import WithExtraState
+from tests.support.seeds import seeded
 
 States = dict[str, Any]
 
 
 def trained(seed: int) -> States:
     """Two layers, an optimizer that has stepped, a schedule, and plain values."""
-    torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    with seeded(seed):
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1 * (seed + 1))
     step(model, optimizer)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from torch import nn
 import bytecheckpoint
 from bytecheckpoint.collectives import Collective, ThreadWorld
 from tests.frameworks.test_declared import ragged
+from tests.support.seeds import seeded
 from tests.support.settings import using
 
 LAYERS = 2
@@ -56,16 +56,12 @@ class Chunk(nn.Module):
         return x
 
 
-_seeding = threading.Lock()  # ranks are threads, and share torch's generator
-
-
 class Run:
     """The training of a model of `chunks` virtual stages, each with an optimizer of its own."""
 
     def __init__(self, chunks: int, maker: str = "adamw", seed: int = 0) -> None:
         each = LAYERS // chunks
-        with _seeding:
-            torch.manual_seed(seed)
+        with seeded(seed):
             self.chunks = [Chunk(range(i * each, (i + 1) * each)) for i in range(chunks)]
         for chunk in self.chunks[1:]:
             with torch.no_grad():

@@ -10,8 +10,9 @@ from bytecheckpoint import IncompatibleCheckpointError, UsageError
 from bytecheckpoint.engine.save_resources import PlanCache
 from bytecheckpoint.planning.save_plan import LocalTable, describe, plan_save
 from bytecheckpoint.representation.shards import LiveShard, TensorKey
-from bytecheckpoint.saving.messages import PlanRequest, WriteReport
-from bytecheckpoint.saving.plans import GlobalPlan, check_arguments, check_reports, differing_replicas, plan_around
+from bytecheckpoint.saving.copies import check_copies
+from bytecheckpoint.saving.messages import WriteReport
+from bytecheckpoint.saving.plans import GlobalPlan, check_arguments, check_reports, plan_around
 
 
 def table(*names: str, elements: int = 4) -> LocalTable:
@@ -62,14 +63,24 @@ def test_reports_belong_to_one_plan_and_one_path() -> None:
 
 
 def test_copies_that_differ_are_named() -> None:
-    tables = [table("a", "b"), table("a", "b")]
+    tables = [table("a", "b"), table("a", "b"), table("b", "c"), table("c")]
 
-    def request(*digests: int) -> PlanRequest:
-        return PlanRequest("url", tables[0], [], np.array(digests, np.uint64).tobytes())
+    def check(*digests: tuple[int, ...], argument: bool | None = None) -> None:
+        reports = {
+            rank: WriteReport("url", "p", [], [], check_replicas=argument, digests=np.array(found, np.uint64).tobytes())
+            for rank, found in enumerate(digests)
+        }
+        check_copies(reports, tables)
 
-    assert differing_replicas({0: request(1, 2), 1: request(1, 3)}, tables) == ["model/b"]
-    assert differing_replicas({0: request(1, 2), 1: request(1, 2)}, tables) == []
-    assert differing_replicas({0: request(1, 2)}, tables) == [], "not all ranks have sent hashes"
+    check((1, 2), (1, 2), (2, 3), (3,))
+    check((1, 2), (), (2, 3), (3,))  # rank 1 has been compared before
+    check((1, 2), (1, 0), (2, 3), (3,))  # rank 1 does not train b
+    with pytest.raises(IncompatibleCheckpointError, match=r"^model/a .*between rank 0 and rank 1\. Keep"):
+        check((1, 2), (4, 2), (2, 3), (3,))
+    with pytest.raises(
+        IncompatibleCheckpointError, match=r"^model/b .*between ranks 0, 1 and rank 2, .*those of model/c\."
+    ):
+        check((1, 2), (1, 2), (9, 3), (4,))
 
 
 def test_the_cache_keeps_what_was_used_last() -> None:

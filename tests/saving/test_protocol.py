@@ -242,14 +242,6 @@ def test_a_value_that_differs_is_written_as_it_was_staged(tmp_path: Path) -> Non
     assert ThreadWorld(3).run(run, timeout=60) == [[0.0], [1.0], [2.0]]
 
 
-def test_check_replicas_names_what_differs(tmp_path: Path) -> None:
-    def run(collective: Collective) -> tuple[str, ...]:
-        states = {"model": {"same": torch.ones(3), "differs": torch.full((3,), float(collective.rank == 2))}}
-        return bytecheckpoint.save(tmp_path / "s", states, check_replicas=True).result().replica_differences
-
-    assert ThreadWorld(3).run(run, timeout=60) == [("model/differs",)] * 3
-
-
 def test_ranks_that_disagree_about_a_shape_are_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(bytecheckpoint.IncompatibleCheckpointError, match="model/w has global shape"):
         ThreadWorld(2).run(

@@ -16,11 +16,12 @@ from bytecheckpoint.saving.steps import check_step, steps_of_objects
 from tests.faults.coded import load_step, states
 from tests.faults.ranks import outcomes, succeeded
 from tests.support.modes import MODES
+from tests.support.seeds import seeded
 
 
 def trained(steps: int) -> tuple[torch.nn.Module, torch.optim.Optimizer, Any]:
-    torch.manual_seed(0)
-    model = torch.nn.Linear(4, 4)
+    with seeded(0):
+        model = torch.nn.Linear(4, 4)
     optimizer = torch.optim.AdamW(model.parameters())
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10)
     for _ in range(steps):

@@ -46,7 +46,7 @@ def save(
     framework: str = "auto",
     async_checkpoint: bool = False,
     staging: str = "blocking",
-    check_replicas: bool = False,
+    check_replicas: bool | None = None,
     include: Sequence[str] | None = None,
     exclude: Sequence[str] | None = None,
     names: Mapping[Any, Any] | None = None,
@@ -67,8 +67,9 @@ def save(
         async_checkpoint: return when the state is copied ("staged"), and write in the background.
         staging: with async_checkpoint, "blocking" returns when staged, "background" at once: the caller then waits
             for `handle.staged` before it changes its state.
-        check_replicas: compare the content of all copies of replicated tensors; differences are in the report. Copies on
-            one rank (in several modules or optimizers of a list) are always compared, and must be equal.
+        check_replicas: which copies of replicated tensors are compared between ranks, before the commit. By default, a
+            few elements of each trained parameter in the first save of a layout; True: the whole content of all tensors
+            in this save; False: nothing. Copies on one rank (in several modules of a list, say) are always compared.
         include: patterns of what to save, such as ["model/*lora*", "optimizer/*"]; by default everything. Names are
             spelled as `open` spells them, and the wildcards are those of `fnmatch`. A parameter's optimizer state is
             selected as a whole, by "optimizer/FQN" or "optimizer/state/FQN/*", and its hyperparameters with it. A state
@@ -89,7 +90,7 @@ def save(
 
     Raises:
         UsageError: wrong arguments, or an object that cannot be represented, by name. Nothing was written.
-        IncompatibleCheckpointError: copies of a tensor on one rank differ, or ranks disagree about a tensor, by name.
+        IncompatibleCheckpointError: copies of a tensor differ, or ranks disagree about a tensor, by name.
         StorageError: the storage refused (`StorageFullError`, `StorageUnavailableError`).
         PeerLostError, CheckpointTimeoutError: another rank is gone or hangs.
         CheckpointError: one of these on another rank, or in an earlier asynchronous save.
@@ -107,13 +108,16 @@ def save(
     def make_call() -> SaveCall:
         if wrong is not None:
             raise wrong
-        check_flags(async_checkpoint=async_checkpoint, check_replicas=check_replicas)
+        check_flags(async_checkpoint=async_checkpoint)
+        if check_replicas is not None:
+            check_flags(check_replicas=check_replicas)
+        compared = None if check_replicas is None else bool(check_replicas)
         if not isinstance(staging, str) or staging not in ("blocking", "background"):
             raise UsageError(f"staging={staging!r}: use 'blocking' or 'background'")
         if staging == "background" and not async_checkpoint:
             raise UsageError("staging='background' needs async_checkpoint=True")
         selected = check_selection(include, exclude)
-        return _checked_call(storage, states, framework, names, selected, check_replicas, settings, metadata, step)
+        return _checked_call(storage, states, framework, names, selected, compared, settings, metadata, step)
 
     # `make_call` refuses other types than bool, after every rank has taken this call's number.
     asynchronous = isinstance(async_checkpoint, bool | np.bool_) and bool(async_checkpoint)
@@ -173,7 +177,7 @@ def prepare_next(
             raise wrong
         # Nothing is written: the path must only be equal on all ranks, whatever their working directories.
         selected = check_selection(include, exclude)
-        return _checked_call(_resolved("/"), states, framework, names, selected, False, settings, None)
+        return _checked_call(_resolved("/"), states, framework, names, selected, None, settings, None)
 
     with torch.inference_mode(False):
         return Saver(world_of(current(process_group, timeout=settings.timeout)), make_call, settings).prepare()
@@ -193,7 +197,7 @@ def _checked_call(
     framework: str,
     names: Mapping[Any, Any] | None,
     selection: Selection,
-    check_replicas: bool,
+    check_replicas: bool | None,
     settings: Settings,
     metadata: Mapping[str, Any] | None,
     step: object = None,

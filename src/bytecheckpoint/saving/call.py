@@ -24,7 +24,7 @@ class SaveCall:
         states: what to save.
         names: explicit parameter names.
         selection: what to save of them.
-        check_replicas: compare all copies of replicated tensors.
+        check_replicas: compare the copies of replicated tensors; None: by samples, once for each plan.
         settings: in force at the call.
         metadata: the caller's own facts for the catalog.
         step: the training step that the caller gave.
@@ -35,7 +35,7 @@ class SaveCall:
     states: Mapping[str, object]
     names: Mapping[Any, Any] | None
     selection: Selection
-    check_replicas: bool
+    check_replicas: bool | None
     settings: Settings
     metadata: Mapping[str, Any] = field(default_factory=dict)
     step: int | None = None

@@ -44,14 +44,7 @@ from bytecheckpoint.saving.messages import (
     stop_tag,
     tag,
 )
-from bytecheckpoint.saving.plans import (
-    GlobalPlan,
-    check_arguments,
-    check_calls,
-    check_reports,
-    differing_replicas,
-    plan_around,
-)
+from bytecheckpoint.saving.plans import GlobalPlan, check_arguments, check_calls, check_reports, plan_around
 from bytecheckpoint.saving.values import assign_values, unwritten_values
 
 __all__ = ["Coordinator"]
@@ -208,13 +201,12 @@ class Coordinator:
         plan = GlobalPlan(name, columns, tables, expected)
         self._plans.add(name, plan)
         assigned = assign_values(values, whole_world=len(values) == len(tables))
-        differences = differing_replicas(requests, tables)
         on_host = Counter(request.host for request in requests.values())
         replies: dict[int, PlanResponse | RewriteRequest] = {}
         for rank in values:
             rows = columns.locals_of(rank).tobytes()
             local_ranks = on_host[requests[rank].host] if len(requests) == len(tables) else 0
-            response = PlanResponse(name, rows, sorted(assigned[rank]), differences, local_ranks)
+            response = PlanResponse(name, rows, sorted(assigned[rank]), local_ranks)
             replies[rank] = response if rank in requests else RewriteRequest(response, rewrite_reason)
         return plan, replies
 

@@ -140,7 +140,6 @@ class PlanRequest(msgspec.Struct, frozen=True, tag="plan-request"):
         url: where the checkpoint goes.
         table: the rank's shards.
         values: its values.
-        digests: with check_replicas, uint64 content hash of every row as bytes.
         dry: only plan (`prepare`); the rank sends no report.
         host: equal for ranks of one machine (`Collective.host`).
         selection: what the rank saves of its states.
@@ -149,7 +148,6 @@ class PlanRequest(msgspec.Struct, frozen=True, tag="plan-request"):
     url: str
     table: LocalTable
     values: list[ValueRecord]
-    digests: bytes = b""
     dry: bool = False
     host: str = ""
     selection: SelectionReport = SelectionReport()
@@ -178,6 +176,8 @@ class WriteReport(msgspec.Struct, frozen=True, tag="write-report"):
         steps: training steps that its states belong to, by name.
         optimizer_steps: float64 of `steps_of_shards` as bytes.
         selection: what the rank saved of its states.
+        check_replicas: the argument of the save.
+        digests: uint64 of `copies`, one for each of the rank's shards, as bytes; none where nothing is compared.
     """
 
     url: str
@@ -187,6 +187,8 @@ class WriteReport(msgspec.Struct, frozen=True, tag="write-report"):
     steps: dict[str, int] = {}
     optimizer_steps: bytes = b""
     selection: SelectionReport = SelectionReport()
+    check_replicas: bool | None = None
+    digests: bytes = b""
 
 
 # --- from the coordinator to a rank ---------------------------------------------------------------------------------
@@ -199,14 +201,12 @@ class PlanResponse(msgspec.Struct, frozen=True, tag="plan-response"):
         plan: the name of the global plan.
         rows: int64 indexes of the shards that the rank writes, in file order, as bytes.
         values: keys of the values that the rank writes.
-        differences: with check_replicas, keys of tensors whose copies differ.
         local_ranks: how many ranks of the world are on the rank's machine; 0 if not all ranks asked for a plan.
     """
 
     plan: str
     rows: bytes
     values: list[Key]
-    differences: list[str] = []
     local_ranks: int = 0
 
 

@@ -35,7 +35,6 @@ class RankPlanner:
     Attributes:
         state: as given.
         cached: the plan of an earlier save is used.
-        differences: with check_replicas, keys of tensors whose copies differ.
     """
 
     def __init__(
@@ -49,7 +48,6 @@ class RankPlanner:
     ) -> None:
         self.state = state
         self.cached = False
-        self.differences: tuple[str, ...] = ()
         self._origin = origin
         self._resources = resources
         self._plans = resources.plans
@@ -75,19 +73,18 @@ class RankPlanner:
             IncompatibleCheckpointError: replicas on this rank differ.
         """
         table, key = self.state.described()
-        cached = None if self._call.check_replicas or dry else self._plans.get(key)
+        cached = None if dry else self._plans.get(key)
         if cached is not None:
             self._plan, self.cached = cached, True
             self._task.layout = cached.layout
             self.state.check_replicas(cached.replicas)
             return
-        digests = self.state.shard_digests() if self._call.check_replicas else b""
         if self._origin.rank == 0:
             self._task.layout = {"framework": self._call.framework.name, "kinds": self.state.layouts()}
         self.hash_values()
         values = [value.record() for value in self.state.values]
         selection = self._call.selection.report(look_for_similar=True)
-        request = PlanRequest(escape(self._call.storage.url), table, values, digests, dry, self._host, selection)
+        request = PlanRequest(escape(self._call.storage.url), table, values, dry, self._host, selection)
         response = channel.ask(request, self._call.settings.timeout)
         assert isinstance(response, PlanResponse), response
         self.adopt(response)
@@ -112,7 +109,6 @@ class RankPlanner:
             targets=KnownTargets(len(files)),
         )
         self.cached = False
-        self.differences = tuple(response.differences)
         self._plans.add(key, self._plan)
         self._resources.local_ranks = response.local_ranks or self._resources.local_ranks
 

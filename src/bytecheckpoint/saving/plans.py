@@ -11,13 +11,13 @@ from numpy.typing import NDArray
 from bytecheckpoint.collectives.base import names_of_ranks
 from bytecheckpoint.errors import IncompatibleCheckpointError, UsageError
 from bytecheckpoint.frameworks.selection import check_selections
-from bytecheckpoint.planning.replicas import differing_rows, group_equal
-from bytecheckpoint.planning.save_plan import LocalTable, SavePlan, all_rows, plan_save
+from bytecheckpoint.planning.save_plan import LocalTable, SavePlan, plan_save
 from bytecheckpoint.representation.names import unescape
+from bytecheckpoint.saving.copies import check_copies
 from bytecheckpoint.saving.messages import MIXED_PLANS, PlanRequest, WriteReport
 from bytecheckpoint.saving.steps import check_optimizer_steps, check_steps
 
-__all__ = ["GlobalPlan", "check_arguments", "check_calls", "check_reports", "differing_replicas", "plan_around"]
+__all__ = ["GlobalPlan", "check_arguments", "check_calls", "check_reports", "plan_around"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ def check_arguments(messages: Mapping[int, PlanRequest | WriteReport]) -> None:
 
 
 def check_reports(reports: Mapping[int, WriteReport], plan: GlobalPlan) -> None:
-    """Refuse reports that do not belong to one plan, one path and one training step."""
+    """Refuse reports that do not belong to one plan, one path and one training step, or differ in what they replicate."""
     check_arguments(reports)
     for rank, report in reports.items():
         if report.plan != plan.expected[rank]:
@@ -105,15 +105,4 @@ def check_reports(reports: Mapping[int, WriteReport], plan: GlobalPlan) -> None:
         check_steps(
             {rank: {unescape(name): step for name, step in report.steps.items()} for rank, report in reports.items()}
         )
-
-
-def differing_replicas(requests: Mapping[int, PlanRequest], tables: Sequence[LocalTable]) -> list[str]:
-    """Name the tensors whose copies differ between ranks, if all ranks sent content hashes."""
-    if not requests or not all(r.digests for r in requests.values()) or len(requests) < len(tables):
-        return []
-    tensors, boxes = all_rows(tables)
-    digests: NDArray[np.uint64] = np.concatenate(
-        [np.frombuffer(requests[r].digests, np.uint64) for r in sorted(requests)]
-    )
-    rows = differing_rows(group_equal(boxes), digests)
-    return sorted({str(tensors[int(t)].key) for t in boxes.tensor[rows]})
+    check_copies(reports, plan.tables)  # after the steps, which may be the reason

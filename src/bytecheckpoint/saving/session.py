@@ -19,6 +19,7 @@ from bytecheckpoint.representation.names import escape, new_generation
 from bytecheckpoint.representation.shards import LiveState
 from bytecheckpoint.saving.call import SaveCall, SaveTask
 from bytecheckpoint.saving.channel import CoordinatorChannel
+from bytecheckpoint.saving.copies import full_digests, sampled_digests
 from bytecheckpoint.saving.file_layout import FileOrigin
 from bytecheckpoint.saving.files import RankFiles
 from bytecheckpoint.saving.messages import (
@@ -88,7 +89,8 @@ class SaveSession:
         self._phases = phases
         # Now: in a background save the caller's counters go on.
         self._steps = steps_of_objects(call.states) if call.step is None else {"step=": call.step}
-        self._optimizer_steps = b""
+        self._optimizer_steps = self._digests = b""
+        self._alone = collective.world_size == 1
         phases.current = "plan"
 
     # --- the steps ------------------------------------------------------------------------------------------------
@@ -110,7 +112,7 @@ class SaveSession:
             handle: its `staged` is set when all bytes are written.
         """
         records = self._writer.write_through()
-        self._add_optimizer_steps()
+        self._read_shards()
         handle.staged.set_result(None)
         return self._commit(records)
 
@@ -121,7 +123,7 @@ class SaveSession:
             handle: its `staged` is set.
         """
         self._writer.stage()
-        self._add_optimizer_steps()
+        self._read_shards()
         # The live tensors are not needed any more, and must not be kept alive.
         self.planner.state.release()
         handle.staged.set_result(None)
@@ -151,6 +153,7 @@ class SaveSession:
         while not isinstance(reply, CommitResult):
             reply = self._answer(reply, records)
         self._phases.mark("commit")
+        self.planner.plan.compared = True
         self._files.release()
         self.planner.state.release_values()
         total = self._phases.total()
@@ -162,15 +165,16 @@ class SaveSession:
             phases=dict(self._phases.seconds),
             plan_cached=self.planner.cached,
             generation=self._files.origin.generation,
-            replica_differences=self.planner.differences,
         )
 
-    def _add_optimizer_steps(self) -> None:
-        """Note the steps of the optimizers, whose tensors still hold what is saved."""
-        if self.call.step is None:
-            state = self.planner.state
-            with state.copies.queued():
+    def _read_shards(self) -> None:
+        """Read from the live tensors, which still hold what is saved, what ranks compare: steps, and copies."""
+        state, check = self.planner.state, self.call.check_replicas
+        with state.copies.queued():
+            if self.call.step is None:
                 self._optimizer_steps = steps_of_shards(state.shards).tobytes()
+            if not self._alone and (check or (check is None and not self.planner.plan.compared)):
+                self._digests = (full_digests if check else sampled_digests)(state.shards).tobytes()
 
     def _answer(self, request: Reply, records: list[FileRecord]) -> Reply:
         """Do what the coordinator asks for, update the `records` of this rank's files, and report."""
@@ -197,6 +201,8 @@ class SaveSession:
             steps,
             self._optimizer_steps,
             self.planner.state.selection,
+            self.call.check_replicas,
+            self._digests,
         )
         return self._channel.ask(report, self.call.settings.timeout)
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-import numpy as np
 import torch
 import xxhash
 
@@ -129,14 +128,6 @@ class CapturedState:
         """Let go of the content of all values, which may lie in the staging pool."""
         for value in self.values:
             value.release()
-
-    def shard_digests(self) -> bytes:
-        """Hash the content of every shard, uint64 as bytes."""
-        sums = np.zeros(len(self.shards), np.uint64)
-        with self.copies.queued():
-            for i, shard in enumerate(self.shards):
-                sums[i] = xxhash.xxh3_64_intdigest(content_digest(shard.data, shard.dtype))
-        return sums.tobytes()
 
     def check_replicas(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Check that pairs of shards, which are one box of one tensor, have one content.

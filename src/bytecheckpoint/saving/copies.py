@@ -1,0 +1,96 @@
+"""Comparison of the copies that several ranks hold of one box of one tensor. Only one of them is written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+import xxhash
+from numpy.typing import NDArray
+
+from bytecheckpoint.collectives.base import names_of_ranks
+from bytecheckpoint.engine.tensor_bytes import flat_bytes, movable
+from bytecheckpoint.errors import IncompatibleCheckpointError, UsageError
+from bytecheckpoint.planning.replicas import differing_rows, group_equal
+from bytecheckpoint.planning.save_plan import LocalTable, all_rows
+from bytecheckpoint.representation.names import unescape
+from bytecheckpoint.representation.shards import LiveShard, TensorKey
+from bytecheckpoint.saving.messages import WriteReport
+from bytecheckpoint.saving.state import content_digest
+
+__all__ = ["check_copies", "full_digests", "sampled_digests"]
+
+_SAMPLES = 8  # elements of each shard
+
+
+def full_digests(shards: Sequence[LiveShard]) -> NDArray[np.uint64]:
+    """Hash the whole content of every shard."""
+    return np.array([xxhash.xxh3_64_intdigest(content_digest(s.data, s.dtype)) for s in shards], np.uint64)
+
+
+def sampled_digests(shards: Sequence[LiveShard]) -> NDArray[np.uint64]:
+    """Hash a few elements of every shard of a trained parameter, the same ones on all ranks; 0 for other shards.
+
+    What is not trained may differ between ranks: running statistics of batches, for example.
+    """
+    digests = np.zeros(len(shards), np.uint64)
+    groups: dict[tuple[torch.device, torch.dtype], list[tuple[int, torch.Tensor]]] = {}
+    with torch.no_grad():
+        for number, shard in enumerate(shards):
+            if shard.requires_grad and shard.data.numel():
+                sample = _sample(movable(shard.data))
+                groups.setdefault((sample.device, sample.dtype), []).append((number, sample))
+        for found in groups.values():
+            # One copy for all tensors of a device.
+            samples = flat_bytes(torch.cat([sample for _, sample in found]).cpu()).numpy()
+            first = 0
+            for number, sample in found:
+                digests[number] = xxhash.xxh3_64_intdigest(samples[first : first + sample.nbytes])
+                first += sample.nbytes
+    return digests
+
+
+def _sample(data: torch.Tensor) -> torch.Tensor:
+    """Return some elements of `data`, by their places in row-major order, whatever its strides are."""
+    step = data.numel() // _SAMPLES | 1  # odd: else all may be of one column
+    if data.is_contiguous():
+        return data.view(-1)[::step]
+    places = np.unravel_index(np.arange(0, data.numel(), step), data.shape)
+    return data[tuple(torch.from_numpy(place).to(data.device) for place in places)]
+
+
+def check_copies(reports: Mapping[int, WriteReport], tables: Sequence[LocalTable]) -> None:
+    """Refuse a save in which the copies of a box differ between ranks.
+
+    Args:
+        reports: of all ranks.
+        tables: the shards of each rank.
+
+    Raises:
+        UsageError: ranks compare differently.
+        IncompatibleCheckpointError: copies differ; the message names the tensors, and the ranks of the first one.
+    """
+    if len({report.check_replicas for report in reports.values()}) > 1:
+        raise UsageError("check_replicas differs between ranks; give all the same")
+    digests = {rank: np.frombuffer(report.digests, np.uint64) for rank, report in sorted(reports.items())}
+    digests = {rank: found for rank, found in digests.items() if found.any()}
+    if len(digests) < 2:
+        return
+    tensors, boxes = all_rows([tables[rank] for rank in digests])
+    value = np.concatenate(list(digests.values()))
+    rank_of_row = np.repeat(list(digests), [len(found) for found in digests.values()])
+    boxes, rank_of_row, value = boxes.take(value != 0), rank_of_row[value != 0], value[value != 0]
+    group = group_equal(boxes)
+    differing = differing_rows(group, value)
+    if not len(differing):
+        return
+    names = [str(TensorKey(*map(unescape, tensors[int(number)].key))) for number in boxes.tensor[differing]]
+    of_first = np.flatnonzero(group == group[differing[0]])
+    holders = sorted(rank_of_row[of_first[value[of_first] == one]].tolist() for one in np.unique(value[of_first]))
+    others = sorted(set(names) - {names[0]})
+    raise IncompatibleCheckpointError(
+        f"{names[0]} is replicated, but its copies differ between {' and '.join(map(names_of_ranks, holders[:3]))}"
+        + (f", and so do those of {', '.join(others[:3])}{' and others' if len(others) > 3 else ''}" if others else "")
+        + ". Keep replicas equal, describe shards as shards (DTensor, SupportsShards), or save with check_replicas=False"
+    )

@@ -1,0 +1,116 @@
+"""Copies of one box on several ranks: only one is written, so they must not differ."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import bytecheckpoint
+from bytecheckpoint import IncompatibleCheckpointError, UsageError
+from bytecheckpoint.collectives import Collective, ThreadWorld
+from bytecheckpoint.representation.shards import LiveShard, TensorKey
+from bytecheckpoint.saving.copies import full_digests, sampled_digests
+from tests.faults.ranks import outcomes, succeeded
+from tests.support.modes import MODES
+from tests.support.seeds import seeded
+
+Change = Callable[[torch.nn.Module], object]
+
+
+def model(seed: int = 0) -> torch.nn.Sequential:
+    with seeded(seed):
+        return torch.nn.Sequential(torch.nn.Linear(30, 20), torch.nn.BatchNorm1d(20), torch.nn.Linear(20, 10))
+
+
+def save(world: ThreadWorld, path: Path, change: Change = lambda _: None, rank: int = 2, **options: Any) -> list[Any]:
+    """Save a replicated model that `change` changes on one rank; return each rank's result or error."""
+
+    def one(collective: Collective) -> Any:
+        own = model()
+        if collective.rank == rank:
+            with torch.no_grad():
+                change(own)
+        return bytecheckpoint.save(path, {"model": own}, timeout=20, **options).result(60)
+
+    return outcomes(world, one)
+
+
+def refused(got: list[Any], says: str) -> None:
+    for error in got:
+        assert isinstance(error, IncompatibleCheckpointError), error
+        assert says in str(error)
+
+
+def other_shard(own: torch.nn.Module) -> None:
+    """What the rank holds is another one's shard, by the name of the whole tensor."""
+    own.get_parameter("0.weight").copy_(model(seed=1)[0].weight)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_shard_that_is_saved_as_a_whole_tensor_is_refused(tmp_path: Path, mode: str) -> None:
+    world = ThreadWorld(3)
+    says = "model/0.weight is replicated, but its copies differ between "
+    for _ in range(2):  # a failed comparison is no comparison
+        refused(save(world, tmp_path / "s", other_shard, **MODES[mode]), says)
+    assert not (tmp_path / "s" / "metadata.parquet").exists()
+    succeeded(save(world, tmp_path / "s", **MODES[mode]))
+    succeeded(save(world, tmp_path / "s", other_shard, **MODES[mode]))  # compared before: no rank sends anything
+    refused(save(world, tmp_path / "s", other_shard, check_replicas=True, **MODES[mode]), says)
+
+
+def test_a_prepared_plan_is_compared_at_its_first_save(tmp_path: Path) -> None:
+    world = ThreadWorld(2)
+
+    def prepare(_: Collective) -> None:
+        bytecheckpoint.prepare({"model": model()}).result(60)
+
+    world.run(prepare)
+    refused(save(world, tmp_path / "s", other_shard, rank=1), "between rank 0 and rank 1. ")
+
+
+def test_statistics_of_batches_may_differ(tmp_path: Path) -> None:
+    def change(own: torch.nn.Module) -> None:
+        own.get_buffer("1.running_mean").add_(1)
+
+    world = ThreadWorld(3)
+    succeeded(save(world, tmp_path / "s", change))
+    refused(save(world, tmp_path / "s", change, check_replicas=True), "model/1.running_mean is replicated")
+
+
+def test_one_changed_element(tmp_path: Path) -> None:
+    def change(own: torch.nn.Module) -> None:
+        own.get_parameter("2.weight").view(-1)[7] += 1e-6
+
+    refused(save(ThreadWorld(3), tmp_path / "s", change, rank=0, check_replicas=True), "between rank 0 and ranks 1, 2. ")
+
+
+def test_nothing_is_compared_when_the_caller_says_so(tmp_path: Path) -> None:
+    succeeded(save(ThreadWorld(3), tmp_path / "s", other_shard, check_replicas=False))
+
+
+def test_ranks_compare_alike(tmp_path: Path) -> None:
+    def one(collective: Collective) -> None:
+        bytecheckpoint.save(
+            tmp_path / "s", {"model": model()}, check_replicas=[None, True][collective.rank], timeout=20
+        )
+
+    for error in outcomes(ThreadWorld(2), one):
+        assert isinstance(error, UsageError) and "check_replicas differs between ranks" in str(error)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex128, torch.float8_e4m3fn, torch.float16])
+@pytest.mark.parametrize("shape", [(), (1,), (5, 7), (16, 16), (3, 40, 2)])
+def test_strides_do_not_matter(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    first = torch.rand(shape).to(dtype)
+    turned = first.movedim(0, -1).contiguous().movedim(-1, 0) if shape else first.clone()
+
+    def shard(data: torch.Tensor) -> LiveShard:
+        return LiveShard(TensorKey("m", "a"), "any", shape, (0,) * len(shape), shape, data, requires_grad=True)
+
+    shards = [shard(data) for data in (first, turned, (first.to(torch.complex128) + 1).to(dtype))]
+    for digests in (sampled_digests(shards), full_digests(shards)):
+        assert digests[0] == digests[1] != digests[2]
