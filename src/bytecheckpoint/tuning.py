@@ -39,7 +39,7 @@ class Tuning:
         scatter_run_bytes: engine: average run length below which a range passes through a scratch buffer.
         open_files: engine: storage files of a checkpoint that stay open while no thread uses them.
         helper_end: engine: time that the helper process gets to end by itself, and then to die.
-        stopped_writes: engine: time that a save which another rank has stopped waits for its own writes to end.
+        stopped_calls: engine: time that a call which another rank has stopped waits for its own reads or writes to end.
         tier_save_timeout: tiers: time that a save waits for the durable storage's state before it continues without it.
         tier_load_timeout: tiers: the same for a load or `ls`; longer, because without that state a load cannot know
             whether the hot copy was replaced.
@@ -106,7 +106,7 @@ class Tuning:
     scatter_run_bytes: int = 1 << 10
     open_files: int = 256
     helper_end: float = 5.0
-    stopped_writes: float = 5.0
+    stopped_calls: float = 5.0
 
     # --- tiers ---
     tier_save_timeout: float = 5.0

@@ -20,6 +20,7 @@ class Communicating(nn.Linear):
     """A layer that counts its calls of state_dict, in each of which all ranks take part."""
 
     def __init__(self) -> None:
+        torch.manual_seed(0)  # replicas
         super().__init__(3, 2)
         self.calls = 0
         self.register_state_dict_post_hook(Communicating._meet)

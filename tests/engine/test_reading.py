@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 
 import numpy as np
 import pytest
@@ -29,6 +30,7 @@ class Files:
 
     def __init__(self, before: Callable[[int], object] = lambda start: None) -> None:
         self.before = before
+        self.stopped: Future[None] = Future()
 
     def read_timeout(self) -> float:
         return 0.3

@@ -1,4 +1,4 @@
-"""The failure of one rank reaches the others while they write."""
+"""The failure of one rank reaches the others while they write or read."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from bytecheckpoint import StorageUnavailableError
 from bytecheckpoint.collectives import Collective, ThreadWorld
 from bytecheckpoint.tuning import tuned
 from tests.faults.coded import load_step, states
-from tests.faults.ranks import outcomes, save_all, succeeded
+from tests.faults.ranks import load_all, outcomes, save_all, succeeded
 from tests.support.faulty_storage import Faults
 from tests.support.modes import MODES
 
@@ -37,6 +37,15 @@ def save(world: ThreadWorld, path: Path, step: int, **options: Any) -> list[Any]
     def one(collective: Collective) -> None:
         own = states(collective.rank, world.size, step, ROWS)
         bytecheckpoint.save(path, own, **options).result(60)
+
+    return [str(found) for found in outcomes(world, one)]
+
+
+def load(world: ThreadWorld, path: Path, **options: Any) -> list[str]:
+    """Load; return the error of each rank, as a text."""
+
+    def one(collective: Collective) -> None:
+        bytecheckpoint.load(path, states(collective.rank, world.size, 0, ROWS), **options)
 
     return [str(found) for found in outcomes(world, one)]
 
@@ -66,7 +75,7 @@ def test_ranks_that_wait_for_a_dead_store_stop(tmp_path: Path, world: ThreadWorl
     faults.add(call, rank=1, before=lambda: over.wait(60), times=-1)
     begun = time.monotonic()
     try:
-        with tuned(stopped_writes=0.2):
+        with tuned(stopped_calls=0.2):
             errors = save(world, tmp_path / "s", 2)
         assert time.monotonic() - begun < 20
     finally:
@@ -83,13 +92,17 @@ def test_what_cannot_be_removed_is_named(
     assert "what a failed save has written may stay (model/rank-00001." in caplog.text and "not allowed" in caplog.text
 
 
-def test_nothing_of_failed_saves_is_kept(tmp_path: Path, world: ThreadWorld, faults: Faults) -> None:
+def test_nothing_of_failed_calls_is_kept(tmp_path: Path, world: ThreadWorld, faults: Faults) -> None:
     """Messages that nobody waits for any more."""
     faults.add("write", rank=1, error=StorageUnavailableError("no"), times=-1)
     for step in range(2, 6):
         save(world, tmp_path / "s", step)
+    for rank in (0, 1, 2):
+        faults.add("read_into", rank=rank, error=StorageUnavailableError("no"), times=2)
+        assert "no" in load(world, tmp_path / "s")[0]
+        faults.clear()
     assert [rank.inbox._messages for rank in world.ranks] == [{}, {}, {}]
-    assert not any(name.startswith("save/") for rank in world.ranks for name in rank.inbox._handlers)
+    assert not any(name.startswith(("save/", "load/")) for rank in world.ranks for name in rank.inbox._handlers)
 
 
 def test_a_rank_that_has_written_nothing_removes_nothing(tmp_path: Path, faults: Faults) -> None:
@@ -101,3 +114,42 @@ def test_a_rank_that_has_written_nothing_removes_nothing(tmp_path: Path, faults:
 
     assert all("UsageError" in repr(error) for error in outcomes(ThreadWorld(2), one))
     assert not [call for call in faults.calls if call[1] == "delete"]
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("failing", [0, 2])
+def test_ranks_that_read_stop(
+    tmp_path: Path, world: ThreadWorld, faults: Faults, failing: int, *, overlap: bool
+) -> None:
+    """One rank fails at once, the others would read for twenty seconds."""
+    bytecheckpoint.configure(read_threads=1)
+    faults.add("read_into", rank=failing, error=StorageUnavailableError("no such store"), times=-1)
+    for rank in {0, 1, 2} - {failing}:
+        faults.add("read_into", rank=rank, before=lambda: time.sleep(2.0), times=-1)
+    begun = time.monotonic()
+    errors = load(world, tmp_path / "s", overlap_loading=overlap)
+    assert time.monotonic() - begun < 14
+    for rank, error in enumerate(errors):
+        assert "no such store" in error and error.startswith("" if rank == failing else f"rank {failing}: "), errors
+    faults.clear()
+    assert load_all(world, tmp_path / "s", rows=ROWS) == [1, 1, 1]
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_ranks_that_wait_for_reads_without_an_answer_stop(
+    tmp_path: Path, world: ThreadWorld, faults: Faults, *, overlap: bool
+) -> None:
+    over = threading.Event()
+    faults.add("read_into", rank=2, error=StorageUnavailableError("it is dead"), times=-1)
+    for rank in (0, 1):
+        faults.add("read_into", rank=rank, before=lambda: over.wait(60), times=-1)
+    begun = time.monotonic()
+    try:
+        with tuned(stopped_calls=0.2):
+            errors = load(world, tmp_path / "s", overlap_loading=overlap)
+        assert time.monotonic() - begun < 20
+    finally:
+        over.set()
+    assert all("rank 2: " in error and "it is dead" in error for error in errors[:2]), errors
+    faults.clear()
+    assert load_all(world, tmp_path / "s", rows=ROWS) == [1, 1, 1]

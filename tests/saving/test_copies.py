@@ -85,7 +85,9 @@ def test_one_changed_element(tmp_path: Path) -> None:
     def change(own: torch.nn.Module) -> None:
         own.get_parameter("2.weight").view(-1)[7] += 1e-6
 
-    refused(save(ThreadWorld(3), tmp_path / "s", change, rank=0, check_replicas=True), "between rank 0 and ranks 1, 2. ")
+    refused(
+        save(ThreadWorld(3), tmp_path / "s", change, rank=0, check_replicas=True), "between rank 0 and ranks 1, 2. "
+    )
 
 
 def test_nothing_is_compared_when_the_caller_says_so(tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from bytecheckpoint.collectives.base import Collective
-from bytecheckpoint.errors import CheckpointError, error_class, error_from_report, error_report
+from bytecheckpoint.collectives.stop import RankFailure, StopSignal
+from bytecheckpoint.errors import CheckpointError, error_class, error_report
 
 __all__ = ["Agreement"]
 
@@ -21,11 +22,11 @@ class RankReport(msgspec.Struct, frozen=True, array_like=True):
     """The message of one rank to rank 0.
 
     Attributes:
-        error: `error_report` of its failure, empty when it can go on.
+        failure: why the step ends: its own failure, or that of the rank that has stopped it. None when it can go on.
         payload: its report as msgpack, empty when it failed.
     """
 
-    error: dict[str, str] = {}
+    failure: RankFailure | None = None
     payload: bytes = b""
 
 
@@ -33,13 +34,11 @@ class Decision(msgspec.Struct, frozen=True, array_like=True):
     """The message of rank 0 to one rank.
 
     Attributes:
-        error: `error_report` of the failure that ends this step, empty when all ranks go on.
-        rank: the rank that failed.
+        failure: what ends this step, None when all ranks go on.
         payload: the decision as msgpack, empty after a failure.
     """
 
-    error: dict[str, str] = {}
-    rank: int = 0
+    failure: RankFailure | None = None
     payload: bytes = b""
 
 
@@ -68,16 +67,28 @@ class Agreement:
         timeout: seconds that one step may take.
         urgent: failures of these classes are raised on every rank in place of all others, also in place of a rank's own.
             The caller can then act on them on all ranks alike.
+        stop: hears of the failure of a rank while others work.
     """
 
     def __init__(
-        self, collective: Collective, tag: str, timeout: float, *, urgent: tuple[type[CheckpointError], ...] = ()
+        self,
+        collective: Collective,
+        tag: str,
+        timeout: float,
+        *,
+        urgent: tuple[type[CheckpointError], ...] = (),
+        stop: StopSignal | None = None,
     ) -> None:
         self.collective = collective
         self.rank = collective.rank
         self.tag = tag
         self.timeout = timeout
         self._urgent = urgent
+        self._stop = stop
+
+    def part(self, tag: str) -> Agreement:
+        """Return a conversation inside of this one, which ends with the same failures."""
+        return Agreement(self.collective, f"{self.tag}/{tag}", self.timeout, urgent=self._urgent, stop=self._stop)
 
     def agree(
         self,
@@ -125,7 +136,7 @@ class Agreement:
         try:
             report = RankReport(payload=msgspec.msgpack.encode(work()))
         except BaseException as error:  # noqa: BLE001  reported to rank 0, then raised
-            own, report = error, RankReport(error_report(error))
+            own, report = error, RankReport(self._failure(error))
 
         def answer(messages: list[bytes]) -> Sequence[bytes]:
             return self._answer(messages, decide, reports)
@@ -139,11 +150,11 @@ class Agreement:
                 raise own from None
             raise
         decision = _decode(message, Decision)
-        urgent = bool(decision.error) and issubclass(error_class(decision.error), self._urgent)
-        if own is not None and not urgent:
+        stopped = report.failure is not None and report.failure.rank != self.rank
+        if decision.failure is not None and (own is None or stopped or self._is_urgent(decision.failure)):
+            raise decision.failure.as_error() from own
+        if own is not None:
             raise own
-        if decision.error:
-            raise error_from_report(decision.error, prefix=f"rank {decision.rank}: ") from own
         result: _Decision = _decode(decision.payload, decisions)
         return result
 
@@ -154,24 +165,35 @@ class Agreement:
             step: as for `agree`.
             error: why this rank cannot take part.
         """
-        report = error_report(error)
+        failure = RankFailure(error_report(error), self.rank)
         self.collective.leave_gather_scatter(
             f"{self.tag}/{step}",
-            msgspec.msgpack.encode(RankReport(report)),
-            msgspec.msgpack.encode(Decision(report, self.rank)),
+            msgspec.msgpack.encode(RankReport(failure)),
+            msgspec.msgpack.encode(Decision(failure)),
         )
+
+    def _failure(self, error: BaseException) -> RankFailure:
+        """Return what the others hear of an error of this rank: that, or the failure of another rank that led to it."""
+        failure = RankFailure(error_report(error), self.rank)
+        if self._stop is not None:
+            if self._stop.failure is not None and isinstance(error, CheckpointError) and not self._is_urgent(failure):
+                return self._stop.failure
+            self._stop.fail(failure)
+        return failure
+
+    def _is_urgent(self, failure: RankFailure) -> bool:
+        return issubclass(error_class(failure.error), self._urgent)
 
     def _answer(
         self, messages: list[bytes], decide: Callable[[list[_Report]], Sequence[_Decision]], reports: Any
     ) -> list[bytes]:
         """Make rank 0's answer to every rank. Runs on rank 0."""
         received = [_decode(message, RankReport) for message in messages]
-        failed = [rank for rank, report in enumerate(received) if report.error]
+        failures = [report.failure for report in received if report.failure is not None]
         # The sort is stable: among equally urgent failures the lowest rank's comes first.
-        failed.sort(key=lambda rank: not issubclass(error_class(received[rank].error), self._urgent))
-        if failed:
-            rank = failed[0]
-            return [msgspec.msgpack.encode(Decision(received[rank].error, rank))] * len(received)
+        failures.sort(key=lambda failure: not self._is_urgent(failure))
+        if failures:
+            return [msgspec.msgpack.encode(Decision(failures[0]))] * len(received)
         try:
             decisions = decide([_decode(report.payload, reports) for report in received])
             distinct = {id(decision): decision for decision in decisions}
@@ -181,4 +203,4 @@ class Agreement:
             }
             return [encoded[id(decision)] for decision in decisions]
         except Exception as error:  # noqa: BLE001  raised on every rank
-            return [msgspec.msgpack.encode(Decision(error_report(error), 0))] * len(received)
+            return [msgspec.msgpack.encode(Decision(RankFailure(error_report(error), 0)))] * len(received)

@@ -14,7 +14,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 from numpy.typing import NDArray
 
-from bytecheckpoint.collectives import Collective
 from bytecheckpoint.collectives.agreement import Agreement
 from bytecheckpoint.engine.exchange_chunks import ChunkMover, LoadedChunk
 from bytecheckpoint.engine.exchange_rounds import MachineChunks, Machines
@@ -64,8 +63,7 @@ class Exchange:
     """One rank's part of an exchange. All ranks construct it, call `run`, and call `release` when all have returned.
 
     Args:
-        collective: the ranks.
-        tag: names the exchange; unique.
+        agreement: of all ranks.
         plan: the shared chunks, equal on all ranks, and this rank's part.
         hosts: a number for each rank, equal for ranks of one host.
         handshakes: `peer_memory.peer_handshake` of every rank.
@@ -73,7 +71,7 @@ class Exchange:
         scatter_plan: this rank's read plan with its destinations.
         chunk_bytes: longest chunk.
         chunks_per_round: chunks that each rank reads in a round, equal on all ranks.
-        settings: threads and time limit.
+        settings: number of threads.
 
     Attributes:
         rank: this rank.
@@ -83,8 +81,7 @@ class Exchange:
 
     def __init__(
         self,
-        collective: Collective,
-        tag: str,
+        agreement: Agreement,
         plan: ExchangePlan,
         hosts: Sequence[int],
         handshakes: Sequence[bytes],
@@ -95,13 +92,13 @@ class Exchange:
         chunks_per_round: int,
         settings: Settings,
     ) -> None:
-        self.rank = collective.rank
-        self._agreement = Agreement(collective, tag, settings.timeout)
+        self.rank = agreement.rank
+        self._agreement = agreement
         self._files = files
         self._threads = files.threads(settings.read_threads)
         self._mover = ChunkMover(plan, files, scatter_plan, chunk_bytes)
-        self._schedule = _Schedule(plan.shared, collective.world_size, chunks_per_round)
-        self._machine_chunks = MachineChunks(self._agreement, Machines(hosts, collective.rank, handshakes))
+        self._schedule = _Schedule(plan.shared, agreement.collective.world_size, chunks_per_round)
+        self._machine_chunks = MachineChunks(self._agreement, Machines(hosts, self.rank, handshakes))
         self.read = 0
         self.received = 0
 

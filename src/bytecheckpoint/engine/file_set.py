@@ -9,10 +9,12 @@ import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from typing import NoReturn
 
 import numpy as np
 
 from bytecheckpoint.engine.buffers import block_sums, split_buffers
+from bytecheckpoint.engine.workers import Workers, storage_result
 from bytecheckpoint.errors import CheckpointError, CorruptCheckpointError, StorageError, StorageUnavailableError
 from bytecheckpoint.lazy import lazy
 from bytecheckpoint.representation.boxes import Int64s
@@ -54,6 +56,8 @@ class FileSet:
         self._readers: dict[int, Future[FileReader]] = {}  # by file, the most recently used last
         self._users: dict[int, int] = {}  # by file: threads inside `_open_file`
         self._lock = threading.Lock()
+        #: Its exception is why nothing is read any more.
+        self.stopped: Future[NoReturn] = Future()
         weakref.finalize(self, _close_all, self._readers).atexit = False
 
     def __enter__(self) -> FileSet:
@@ -113,6 +117,10 @@ class FileSet:
     def read_timeout(self) -> float:
         """Return the seconds that one read may take."""
         return self._storage.call_timeout()
+
+    def stop(self, error: CheckpointError) -> None:
+        """Let reads end with `error`, and those that wait for `Readers` at once. Any thread may call it, once."""
+        self.stopped.set_exception(error)
 
     @contextlib.contextmanager
     def _open_file(self, file: int) -> Iterator[FileReader]:
@@ -175,6 +183,7 @@ class FileSet:
 
         Raises:
             CorruptCheckpointError: a checksum differs, or the file is missing, cut or extended.
+            CheckpointError: of `stop`.
         """
         with self._open_file(file) as reader:
             failed: CorruptCheckpointError | StorageError | None = None
@@ -197,6 +206,8 @@ class FileSet:
         block = start // entry.block_bytes
         step = max(reader.preferred_bytes // entry.block_bytes, 1) * entry.block_bytes
         for position, part in split_buffers(stop - start, step, buffers):
+            if self.stopped.done():
+                self.stopped.result()
             at = entry.data_offset + start + position
             got = reader.read_into(at, part)
             if got != min(step, stop - start - position):
@@ -218,8 +229,12 @@ class FileSet:
         low = start // entry.block_bytes * entry.block_bytes
         high = min(-(-(start + nbytes) // entry.block_bytes) * entry.block_bytes, entry.size - entry.data_offset)
         data = bytearray(high - low)
-        what = f"cannot read {self._storage.url}"
-        call_with_timeout(self.read_timeout(), lambda: self.fetch(file, low, high, [memoryview(data)]), what)
+        worker = Workers(1, "bytecheckpoint-read")
+        try:
+            reading = worker.submit(self.fetch, file, low, high, [memoryview(data)])
+            storage_result(reading, self.read_timeout(), f"read {self._storage.url}", self.stopped)
+        finally:
+            worker.shutdown(seconds=0.0)
         return bytes(memoryview(data)[start - low : start - low + nbytes])
 
     def _damaged(self, file: int, block: int) -> CorruptCheckpointError:

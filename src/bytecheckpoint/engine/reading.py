@@ -17,6 +17,7 @@ from bytecheckpoint.engine.pinning import host_buffer
 from bytecheckpoint.engine.scatter import ScatterPlan
 from bytecheckpoint.engine.workers import Workers, storage_result
 from bytecheckpoint.errors import StorageUnavailableError
+from bytecheckpoint.tuning import tuning
 
 __all__ = ["Readers", "ScratchBuffers", "read_all"]
 
@@ -91,7 +92,10 @@ class Readers:
 
     def __exit__(self, *_: object) -> None:
         # After a time-out there is no time left to wait; each thread ends after its present read.
-        if not self._workers.shutdown(cancel=True, seconds=0.0 if self._timed_out else self._files.read_timeout()):
+        seconds = 0.0 if self._timed_out else self._files.read_timeout()
+        if self._files.stopped.done():
+            seconds = min(seconds, tuning().stopped_calls)
+        if not self._workers.shutdown(cancel=True, seconds=seconds):
             _unanswered.extend(future for future in self._futures if not future.done())
 
     def submit(self, function: Callable[..., _T], *args: object) -> Future[_T]:
@@ -105,9 +109,11 @@ class Readers:
 
         Raises:
             StorageUnavailableError: the file system does not answer.
+            CheckpointError: of `FileSet.stop`.
         """
+        files = self._files
         try:
-            return storage_result(future, self._files.read_timeout(), f"read {self._files.url}")
+            return storage_result(future, files.read_timeout(), f"read {files.url}", stopped=files.stopped)
         except StorageUnavailableError:
             self._timed_out = self._timed_out or not future.done()
             raise

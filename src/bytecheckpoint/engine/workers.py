@@ -8,7 +8,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, wait
 from typing import Any, TypeVar
 
 from bytecheckpoint.errors import StorageUnavailableError
@@ -79,20 +79,26 @@ class Workers:
         return ended
 
 
-def storage_result(future: Future[_T], seconds: float, what: str) -> _T:
+def storage_result(future: Future[_T], seconds: float, what: str, stopped: Future[Any] | None = None) -> _T:
     """Wait for a call of a storage and return its result, or raise what the call raised.
 
     Args:
         future: of `Workers.submit`.
         seconds: longest wait.
         what: what the call does, for the message: "read /x".
+        stopped: its exception ends the wait, and is raised.
 
     Raises:
         StorageUnavailableError: the call did not end in time. `future` is then not done.
     """
     try:
         with busy(seconds):
-            return future.result(seconds)
+            if stopped is None or future.done():
+                return future.result(seconds)
+            wait([future, stopped], seconds, FIRST_COMPLETED)
+            if stopped.done() and not future.done():
+                stopped.result()
+            return future.result(0)
     except TimeoutError:
         if future.done():  # raised by the call itself
             raise

@@ -249,7 +249,7 @@ class FilesWriter:
             entry.writer.interrupt()
         seconds = 0.0 if self._timed_out else self._storage.call_timeout()
         if self._stopped is not None:
-            seconds = min(seconds, tuning().stopped_writes)
+            seconds = min(seconds, tuning().stopped_calls)
         with contextlib.suppress(StorageUnavailableError):
             call_with_timeout(seconds, self._remove_files)
 

@@ -12,16 +12,14 @@ import xxhash
 
 from bytecheckpoint.collectives import Collective
 from bytecheckpoint.collectives.agreement import Agreement
+from bytecheckpoint.collectives.stop import StopSignal
 from bytecheckpoint.engine.catalogs import read_catalog
 from bytecheckpoint.engine.exchange import Exchange
 from bytecheckpoint.engine.file_set import FileSet
 from bytecheckpoint.engine.peer_memory import peer_handshake
 from bytecheckpoint.engine.reading import read_all
 from bytecheckpoint.engine.scatter import ScatterPlan
-from bytecheckpoint.errors import (
-    CheckpointReplacedError,
-    IncompatibleCheckpointError,
-)
+from bytecheckpoint.errors import CheckpointError, CheckpointReplacedError, IncompatibleCheckpointError
 from bytecheckpoint.frameworks.base import is_strict
 from bytecheckpoint.handles import LoadReport
 from bytecheckpoint.loading.call import LoadCall, check_strict_kinds, plain_strict
@@ -99,12 +97,14 @@ class _Attempt:
         self._last = last
         self._source: Source | None = None
         self._opened: OpenCheckpoint | None = None
+        self._stopped: CheckpointError | None = None
 
     def run(self) -> LoadReport:
         """Load, or raise `CheckpointReplacedError` on all ranks."""
-        timeout = self._call.settings.timeout
-        agreement = Agreement(self._collective, self._tag, timeout, urgent=(CheckpointReplacedError,))
         with contextlib.ExitStack() as stack:  # open until all ranks are done: they read this rank's memory
+            stop = stack.enter_context(StopSignal(self._collective, self._tag, self._stop))
+            timeout = self._call.settings.timeout
+            agreement = Agreement(self._collective, self._tag, timeout, urgent=(CheckpointReplacedError,), stop=stop)
             # Before the live objects are asked for their state: their hooks may communicate, so all ranks run them or none.
             alike = agreement.agree(FIRST_STEP, lambda: self._open(stack), _all_equal, reports=bytes, decisions=bool)
             self._check_catalogs(alike=alike)
@@ -114,13 +114,20 @@ class _Attempt:
             )
             unexpected = self._check_decision(decision)
             self._phases.mark("agree")
-            prepare = agreement.agree("read", lambda: self._read(stack, decision), any, reports=bool, decisions=bool)
+            prepare = agreement.agree(
+                "read", lambda: self._read(agreement, stack, decision), any, reports=bool, decisions=bool
+            )
         try:
             return self._install(decision, unexpected)
         finally:
             # Even if objects of this rank refuse their values: a preparation takes the number of a save on every rank.
             if prepare:
                 self._call.prepare()
+
+    def _stop(self, error: CheckpointError) -> None:
+        self._stopped = error
+        if self._source is not None:
+            self._source.files.stop(error)
 
     # --- the steps ------------------------------------------------------------------------------------------------
 
@@ -132,6 +139,8 @@ class _Attempt:
         with detect_replacement(storage, data):
             files = stack.enter_context(FileSet(storage, catalog))
         self._source = Source(arguments, catalog, data, files)
+        if self._stopped is not None:
+            raise self._stopped
         self._phases.mark("catalog")
         return xxhash.xxh3_128_digest(data)
 
@@ -197,12 +206,12 @@ class _Attempt:
         refuse_unexpected(url, refused, (str(shard.key) for shard in opened.destination.wanted))
         return list(map(str, unexpected))
 
-    def _read(self, stack: contextlib.ExitStack, decision: FitDecision) -> bool:
+    def _read(self, agreement: Agreement, stack: contextlib.ExitStack, decision: FitDecision) -> bool:
         """Fill the destinations; return whether this rank wants its next save prepared."""
         opened = self._checkpoint
         with detect_replacement(opened.storage, opened.data):
             scatter = ScatterPlan(opened.fit.plan, opened.fit.targets)
-            exchange, private = self._exchange(scatter, decision)
+            exchange, private = self._exchange(agreement.part("exchange"), scatter, decision)
             if exchange is not None:
                 # Other ranks copy from this rank's memory until all have agreed; the stack is closed then.
                 stack.callback(exchange.release)
@@ -266,7 +275,9 @@ class _Attempt:
         """Whether this rank exchanges with others: not if it reads from memory, which a copy from a rank is too."""
         return self._call.overlap and self._collective.world_size > 1 and not files.is_cached(ranges)
 
-    def _exchange(self, scatter: ScatterPlan, decision: FitDecision) -> tuple[Exchange | None, Sequence[int]]:
+    def _exchange(
+        self, agreement: Agreement, scatter: ScatterPlan, decision: FitDecision
+    ) -> tuple[Exchange | None, Sequence[int]]:
         """Plan the exchange of what several ranks want; return it with the ranges that this rank reads for itself."""
         opened = self._checkpoint
         shared = SharedChunks.from_columns(decision.shared)
@@ -276,8 +287,7 @@ class _Attempt:
         ranges = ranges_of(scatter.plan)
         plan = exchange_plan_of_rank(shared, ranges if opened.exchanges else ranges[:0], opened.fit.chunk_bytes)
         exchange = Exchange(
-            self._collective,
-            f"{self._tag}/exchange",
+            agreement,
             plan,
             decision.hosts,
             decision.handshakes,
