@@ -21,6 +21,7 @@ from bytecheckpoint.collectives import current
 from bytecheckpoint.storage import Storage, resolve
 from bytecheckpoint.storage.objects.config import _Profile
 from bytecheckpoint.storage.testing import content, write_file
+from bytecheckpoint.tuning import tuned
 from bytecheckpoint.world import world_of
 from tests.faults.coded import load_step, states
 from tests.servers.fault_proxy import FaultProxy, HttpFault, fault_proxy, s3_error
@@ -233,6 +234,24 @@ def test_the_environment_may_change(storage: Storage, s3: S3Server, monkeypatch:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
     assert resolve(storage.url).read("x") == b"content"
     assert os.environ["AWS_SECRET_ACCESS_KEY"] == SECRET
+
+
+@pytest.mark.parametrize("change", ["token", "timeout"])
+def test_a_store_that_has_answered_is_waited_for(
+    between: FaultProxy, bucket: str, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    """Also by a client that is new, because credentials or settings have changed."""
+    path = f"s3://{bucket}/step"
+    bytecheckpoint.save(path, states(step=1))
+    if change == "token":
+        monkeypatch.setenv("AWS_CONTAINER_AUTHORIZATION_TOKEN", "renewed")
+    else:
+        bytecheckpoint.configure(storage_timeout=60.0)
+    busy = between.add(lambda request: True, cut=0, times=-1)
+    threading.Timer(6.0, setattr, [busy, "times", 0]).start()
+    with tuned(object_first_contact=1.0):
+        assert load_step(path) == 1
+    assert busy.hits
 
 
 def test_the_writer_process_follows_the_environment(

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from bytecheckpoint.errors import UsageError
 
-__all__ = ["SCHEMES", "environment", "fingerprint", "make_client"]
+__all__ = ["SCHEMES", "environment", "fingerprint", "make_client", "without_secrets"]
 
 #: The store's name for its top-level folders, by scheme.
 SCHEMES = {"s3": "bucket", "gs": "bucket", "az": "container"}
@@ -32,6 +32,8 @@ _CREDENTIAL_FILES = {
     "GOOGLE_APPLICATION_CREDENTIALS": "~/.config/gcloud/application_default_credentials.json",
     "GOOGLE_SERVICE_ACCOUNT": "", "GOOGLE_SERVICE_ACCOUNT_PATH": "",
 }  # fmt: skip
+#: Variables that change when credentials are renewed.
+_SECRET = re.compile(r"KEY|SECRET|TOKEN|SAS|CONNECTION_STRING")
 #: Seconds for which credentials of the AWS SDK are reused: it renews them ten minutes before they expire.
 _PROFILE_SECONDS = 600.0
 #: Timeout of one request, which carries at most some ten megabytes.
@@ -53,6 +55,11 @@ def fingerprint(variables: Mapping[str, str]) -> int:
             continue
         seen.append((str(path), found.st_mtime_ns, found.st_size, found.st_ino))
     return hash(tuple(seen))
+
+
+def without_secrets(variables: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that say which store is meant, not who asks."""
+    return {name: value for name, value in variables.items() if not _SECRET.search(name)}
 
 
 def _credential_files(variables: Mapping[str, str], prefix: str = "") -> list[Path]:
