@@ -14,6 +14,7 @@ from bytecheckpoint.errors import StorageError, StorageUnavailableError
 from bytecheckpoint.settings import settings
 from bytecheckpoint.storage.objects.config import environment, fingerprint, make_client, without_secrets
 from bytecheckpoint.storage.objects.errors import facts_of, no_credentials, storage_error
+from bytecheckpoint.storage.objects.uploads import Uploads
 from bytecheckpoint.storage.remote import BriefRetries, ClientCache, RemoteClient, is_panic
 from bytecheckpoint.storage.retry import Attempts
 from bytecheckpoint.storage.threads import parallel_map
@@ -40,9 +41,10 @@ class Bucket(RemoteClient):
         make_deleter: makes a client that deletes one object per request, for stores without bulk deletion.
         first: a client with a shorter timeout for the first request; by default `single`.
         store: equal for buckets of the same name in the same store.
+        uploads: its unfinished uploads; None where these end by themselves or cannot be listed.
 
     Attributes:
-        seconds, store: the arguments.
+        seconds, store, uploads: the arguments.
         known: whether the store has answered this process, perhaps under other credentials or settings.
         commits: what `commit.py` has learned about conditional puts; None before it has tried them.
         lock: held while `commits` is being determined.
@@ -60,10 +62,12 @@ class Bucket(RemoteClient):
         make_deleter: Callable[[], Any] | None = None,
         first: Any = None,
         store: Hashable = None,
+        uploads: Uploads | None = None,
     ) -> None:
         super().__init__(name)
         self.seconds = seconds
         self.store = store
+        self.uploads = uploads
         self.known = False
         self.commits: Any = None
         self.lock = SharedLock()
@@ -236,6 +240,7 @@ def bucket_of(scheme: str, name: str) -> Bucket:
             lambda: make_client(scheme, name, seconds, variables, disable_bulk_delete=True),
             make_client(scheme, name, min(seconds, tuning().object_first_contact), variables),
             store,
+            Uploads(name, variables) if scheme == "s3" else None,
         )
         cached = list(cached)
         bucket.known = any(other.known for _, other in cached if other.store == store)
