@@ -51,10 +51,9 @@ class Tuning:
         object_conflict_retry: storage: time to retry a conditional put that is refused although nothing has changed.
         hdfs_clients: storage: clients of HDFS clusters in the cache.
         hdfs_first_contact: storage: time to retry a NameNode that has never answered this process.
-        hdfs_known_contact: storage: the same for one that has answered this process, but not this save or load.
         hdfs_first_write: storage: the same for writes, because the process that writes may make its first call while the
             NameNode restarts.
-        hdfs_call: storage: timeout of one call once the NameNode has answered. Several NameNodes share it.
+        hdfs_call: storage: timeout of one call once a NameNode has answered this process. Several NameNodes share it.
         hdfs_first_call: storage: timeout of one call before the NameNode has answered.
         hdfs_shortest_call: storage: lower bound of a NameNode's share of these timeouts.
         hdfs_write_stall: storage: upper bound for one write or close of a stream; past it, the stream counts as hung.
@@ -91,7 +90,6 @@ class Tuning:
     object_conflict_retry: float = 30.0
     hdfs_clients: int = 8
     hdfs_first_contact: float = 5.0
-    hdfs_known_contact: float = 15.0
     hdfs_first_write: float = 30.0
     hdfs_call: float = 60.0
     hdfs_first_call: float = 20.0

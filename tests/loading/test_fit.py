@@ -16,6 +16,7 @@ from bytecheckpoint.engine.catalogs import read_catalog
 from bytecheckpoint.engine.file_set import FileSet
 from bytecheckpoint.loading.fit import Fit, fit_wanted, listed, read_length, refuse_missing
 from bytecheckpoint.loading.saved import SavedView
+from bytecheckpoint.loading.trees import Trees
 from bytecheckpoint.representation.shards import LiveShard, TensorKey
 from bytecheckpoint.storage import resolve
 
@@ -30,7 +31,7 @@ def fit(tmp_path: Path) -> Iterator[Any]:
     storage = resolve(tmp_path / "s")
     catalog, _ = read_catalog(storage)
     with FileSet(storage, catalog) as files:
-        view = SavedView(catalog, files, 0)
+        view = SavedView(catalog, Trees(catalog, files), 0)
 
         def run(*wanted: LiveShard, cast: bool = False) -> Fit:
             return fit_wanted("here", catalog, view, wanted, MiB, cast=cast)

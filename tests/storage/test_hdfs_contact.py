@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -30,7 +33,7 @@ pytestmark = pytest.mark.timeout(300)
 def short_timeouts() -> Iterator[None]:
     with (
         tuned(hdfs_first_contact=1.0, hdfs_first_write=1.0, hdfs_first_call=1.0),
-        tuned(hdfs_known_contact=2.0, hdfs_call=8.0, hdfs_shortest_call=1.0),
+        tuned(hdfs_call=8.0, hdfs_shortest_call=1.0),
     ):
         yield
 
@@ -84,6 +87,22 @@ def test_a_file_where_a_folder_should_be(hdfs: Hdfs, tmp_path: Path, caplog: pyt
     with pytest.raises(StorageError, match=rf"{path}/\S+: "):
         bytecheckpoint.save(path, states(step=1))
     assert "could not be removed" not in caplog.text, "nothing was sent"
+
+
+@pytest.mark.server
+@pytest.mark.parametrize("writes", [False, True])
+def test_a_cluster_that_has_answered_is_waited_for(hdfs: Hdfs, hdfs_path: str, writes: bool) -> None:
+    """Every save and load of a process knows the cluster once one of them has had an answer."""
+    bytecheckpoint.save(hdfs_path, states(step=1))
+    os.killpg(hdfs.namenode.process.pid, signal.SIGSTOP)
+    timer = threading.Timer(6.0, os.killpg, [hdfs.namenode.process.pid, signal.SIGCONT])
+    timer.start()
+    try:
+        if writes:
+            bytecheckpoint.save(hdfs_path, states(step=2))
+        assert load_step(hdfs_path) == 1 + writes
+    finally:
+        timer.join()
 
 
 # --- name services of two NameNodes, one of which is of no use, as while the other takes over; and both ----------------

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import threading
 import time
-import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,10 @@ import bytecheckpoint
 from bytecheckpoint import CheckpointError, StorageError, StorageUnavailableError, UsageError
 from bytecheckpoint.collectives import current
 from bytecheckpoint.storage import Storage, resolve
-from bytecheckpoint.storage.objects.config import _Profile
+from bytecheckpoint.storage.objects.aws import s3_access
+from bytecheckpoint.storage.objects.config import environment
 from bytecheckpoint.storage.testing import content, write_file
+from bytecheckpoint.tuning import tuned
 from bytecheckpoint.world import world_of
 from tests.faults.coded import load_step, states
 from tests.servers.fault_proxy import FaultProxy, HttpFault, fault_proxy, s3_error
@@ -59,108 +61,157 @@ def test_no_credentials(s3: S3Server, bucket: str, monkeypatch: pytest.MonkeyPat
 # --- profiles ---------------------------------------------------------------------------------------------------------
 
 
-class Sdk:
-    """What stands for boto3, which is not installed for the tests: it reads a file of `key = value` lines.
+@pytest.fixture
+def files(tmp_path: Path, s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
+    """Writes the files of the AWS tools; the variables say nothing but where the files are."""
+    credentials, config = tmp_path / "credentials", tmp_path / "config"
+    use(monkeypatch, {
+        "AWS_SHARED_CREDENTIALS_FILE": str(credentials), "AWS_CONFIG_FILE": str(config),
+        "AWS_EC2_METADATA_DISABLED": "true", "AWS_METADATA_ENDPOINT": "http://127.0.0.1:1",
+    })  # fmt: skip
 
-    Attributes:
-        renewed: how often credentials were asked for.
-    """
+    def write(of_credentials: str, of_config: str) -> None:
+        known = {"ENDPOINT": s3.endpoint, "KEY": KEY, "SECRET": SECRET}
+        credentials.write_text(re.sub("ENDPOINT|KEY|SECRET", lambda m: known[m[0]], of_credentials))
+        config.write_text(re.sub("ENDPOINT|KEY|SECRET", lambda m: known[m[0]], of_config))
 
-    def __init__(self, file: Path) -> None:
-        self._file = file
-        self.renewed = 0
-        modules = {name: types.ModuleType(name) for name in ("boto3", "botocore", "botocore.exceptions")}
-        modules["boto3"].Session = self._session  # type: ignore[attr-defined]
-        modules["botocore.exceptions"].BotoCoreError = type("BotoCoreError", (Exception,), {})  # type: ignore[attr-defined]
-        self.modules = modules
+    return write
 
-    def _session(self) -> Any:
-        if os.environ.get("AWS_PROFILE", "team") != "team":
-            raise self.modules["botocore.exceptions"].BotoCoreError("The config profile (other) could not be found")
-        found = dict(line.split(" = ") for line in self._file.read_text().splitlines() if " = " in line)
 
-        def frozen() -> Any:
-            self.renewed += 1
-            return types.SimpleNamespace(access_key=found["id"], secret_key=found["secret"], token=None)
+KEYS = "aws_access_key_id = KEY\naws_secret_access_key = SECRET\n"
+PROFILES = {
+    "default": (f"[default]\n{KEYS}", "[default]\nregion = us-east-1\nendpoint_url = ENDPOINT\n"),
+    "team": (f"[default]\nbroken = 1\n[team]\n{KEYS}", "[profile team]\nendpoint_url = ENDPOINT\n"),
+    "of the config alone": ("", f"[profile team]\n{KEYS}endpoint_url = ENDPOINT\n"),
+    "services": (
+        f"[team]\n{KEYS}",
+        "# comment\n[profile team]\nservices = local\nendpoint_url = http://127.0.0.1:1\n"
+        "[services local]\ndynamodb =\n  endpoint_url = http://127.0.0.1:2\ns3 =\n  endpoint_url = ENDPOINT\n",
+    ),
+}
 
-        credentials = types.SimpleNamespace(get_frozen_credentials=frozen) if found else None
-        return types.SimpleNamespace(region_name="us-east-1", get_credentials=lambda: credentials)
+
+@pytest.mark.parametrize("kind", PROFILES)
+@pytest.mark.parametrize("sdk", [True, False])
+def test_profiles(
+    files: Callable[[str, str], None], bucket: str, monkeypatch: pytest.MonkeyPatch, kind: str, sdk: bool
+) -> None:
+    """Keys and endpoint that stand in the files need no further package."""
+    files(*PROFILES[kind])
+    if kind != "default":
+        monkeypatch.setenv("AWS_PROFILE", "team")
+    if not sdk:
+        monkeypatch.setitem(sys.modules, "boto3", None)
+    check_save(f"s3://{bucket}/step", 1)
+    check_save(f"s3://{bucket}/step", 2, async_checkpoint=True)
+
+
+@pytest.mark.parametrize("variable", ["AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"])
+def test_variables_take_precedence(
+    files: Callable[[str, str], None], s3: S3Server, bucket: str, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    files(
+        "[default]\naws_access_key_id = x\naws_secret_access_key = x\n",
+        "[default]\nendpoint_url = http://127.0.0.1:1\n",
+    )
+    monkeypatch.setenv(variable, s3.endpoint)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", KEY)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+    check_save(f"s3://{bucket}/step", 1)
+
+
+def test_the_endpoint_of_a_profile_with_keys_of_the_environment(
+    files: Callable[[str, str], None], bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files("", "[default]\nendpoint_url = ENDPOINT\n")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", KEY)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+    check_save(f"s3://{bucket}/step", 1)
+
+
+def test_endpoints_of_files_can_be_switched_off(
+    files: Callable[[str, str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files(*PROFILES["default"])
+    assert s3_access(environment()).endpoint
+    monkeypatch.setenv("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS", "true")
+    assert not s3_access(environment()).endpoint
 
 
 @pytest.fixture
-def file(tmp_path: Path, s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The file of credentials, and nothing in the variables but where it is."""
-    made = tmp_path / "credentials"
-    made.write_text(f"id = {KEY}\nsecret = {SECRET}\n")
-    variables = {
-        "AWS_ENDPOINT_URL": s3.endpoint, "AWS_SHARED_CREDENTIALS_FILE": str(made), "AWS_CONFIG_FILE": str(tmp_path / "no"),
-        "AWS_METADATA_ENDPOINT": "http://127.0.0.1:1",
-    }  # fmt: skip
-    use(monkeypatch, variables)
-    return made
+def program(files: Callable[[str, str], None], tmp_path: Path) -> Path:
+    """A profile whose credentials a program prints: only the SDK runs it. It leaves a line in the file for each run."""
+    pytest.importorskip("boto3", reason="boto3 is not installed (the extra s3-profiles)")
+    runs = tmp_path / "runs"
+    script = tmp_path / "program.py"
+    found = {"Version": 1, "AccessKeyId": KEY, "SecretAccessKey": SECRET, "Expiration": "2099-01-01T00:00:00Z"}
+    script.write_text(f"open({str(runs)!r}, 'a').write('run\\n')\nprint({json.dumps(json.dumps(found))})\n")
+    files("", f"[profile team]\ncredential_process = {sys.executable} {script}\nendpoint_url = ENDPOINT\n")
+    return runs
 
 
-@pytest.fixture
-def sdk(file: Path, monkeypatch: pytest.MonkeyPatch) -> Sdk:
-    made = Sdk(file)
-    for name, module in made.modules.items():
-        monkeypatch.setitem(sys.modules, name, module)
-    return made
+def test_a_profile_of_a_program(program: Path, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_PROFILE", "team")
+    check_save(f"s3://{bucket}/step", 1)
+    check_save(f"s3://{bucket}/step", 2, async_checkpoint=True)
+    assert program.read_text()
 
 
-@pytest.mark.parametrize("profile", [None, "team"])
-def test_credentials_of_a_profile(sdk: Sdk, bucket: str, monkeypatch: pytest.MonkeyPatch, profile: str | None) -> None:
-    if profile:
-        monkeypatch.setenv("AWS_PROFILE", profile)
-    bytecheckpoint.configure(writer="thread")
-    check_save(f"s3://{bucket}/step", 1, async_checkpoint=True)
-    assert sdk.renewed
-
-
-def test_a_file_of_credentials_that_changes(sdk: Sdk, file: Path, bucket: str) -> None:
-    """Another program rewrites the file every hour or so, without notice."""
-    bytecheckpoint.save(f"s3://{bucket}/step", states(step=1))
-    good = file.read_text()
-    file.write_text(good.replace(SECRET, "WRONG-SECRET"))
-    with pytest.raises(StorageError, match="check the credentials"):
-        load_step(f"s3://{bucket}/step")
-    file.write_text(good)
-    assert load_step(f"s3://{bucket}/step") == 1
-
-
-def test_lent_credentials_are_asked_for_again_in_time(sdk: Sdk, file: Path, bucket: str) -> None:
+def test_lent_credentials_are_asked_for_again_in_time(program: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The SDK renews them ten minutes before they end: for longer than that nobody may keep what it gave."""
-    del bucket
-    found = _Profile.find(named=False)
-    assert found is not None
-    left = found()["expires_at"] - datetime.now(UTC)
+    monkeypatch.setenv("AWS_PROFILE", "team")
+    provider = s3_access(environment()).provider
+    assert provider is not None
+    left = provider()["expires_at"] - datetime.now(UTC)
     assert 60 < left.total_seconds() <= 600
 
 
-def test_a_profile_that_is_not_there(sdk: Sdk, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_of_credentials_that_changes(files: Callable[[str, str], None], bucket: str) -> None:
+    """Another program rewrites the file every hour or so, without notice."""
+    files(*PROFILES["default"])
+    bytecheckpoint.save(f"s3://{bucket}/step", states(step=1))
+    files(PROFILES["default"][0].replace("SECRET", "WRONG"), PROFILES["default"][1])
+    with pytest.raises(StorageError, match="check the credentials"):
+        load_step(f"s3://{bucket}/step")
+    files(*PROFILES["default"])
+    assert load_step(f"s3://{bucket}/step") == 1
+
+
+def test_a_profile_that_is_not_there(
+    files: Callable[[str, str], None], bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files(*PROFILES["default"])
     monkeypatch.setenv("AWS_PROFILE", "other")
-    with pytest.raises(UsageError, match=r"cannot use s3://: The config profile \(other\) could not be found"):
+    with pytest.raises(UsageError, match=r"cannot use s3://: the profile 'other' is not in the files"):
         resolve(f"s3://{bucket}/step")
 
 
-@pytest.mark.parametrize("installed", [True, False])
-def test_nothing_in_the_profiles(
-    request: pytest.FixtureRequest, file: Path, bucket: str, monkeypatch: pytest.MonkeyPatch, installed: bool
-) -> None:
+@pytest.mark.parametrize(
+    ("of_credentials", "of_config", "says"),
+    [
+        ("no section = 1", "", "credentials is no configuration of the AWS tools"),
+        ("", "[default]\nendpoint_url = SECRET-MARK", "endpoint_url of the profile is no URL"),
+    ],
+)
+def test_broken_files(files: Callable[[str, str], None], of_credentials: str, of_config: str, says: str) -> None:
+    files(of_credentials, of_config)
+    with pytest.raises(UsageError, match=says) as raised:
+        resolve("s3://bucket/step")
+    assert "MARK" not in str(raised.value)
+
+
+def test_nothing_in_the_profiles(files: Callable[[str, str], None], bucket: str) -> None:
     """Then the client's own chain has the last word, and says where else credentials could come from."""
-    if installed:
-        request.getfixturevalue("sdk")
-        file.write_text("")
-    else:
-        monkeypatch.setitem(sys.modules, "boto3", None)
-    with pytest.raises(StorageError, match=r"found no credentials.*files in ~/\.aws are read where boto3 is installed"):
+    files("", "[default]\nendpoint_url = ENDPOINT\n")
+    with pytest.raises(StorageError, match=r"found no credentials.*profiles in ~/\.aws .* need boto3"):
         resolve(f"s3://{bucket}/step").read("metadata.parquet")
 
 
-def test_a_profile_needs_boto3(monkeypatch: pytest.MonkeyPatch) -> None:
-    use(monkeypatch, {"AWS_PROFILE": "team"})
+def test_a_profile_that_needs_boto3(files: Callable[[str, str], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    files("", "[profile team]\nrole_arn = arn:aws:iam::1:role/x\nsource_profile = default\n")
+    monkeypatch.setenv("AWS_PROFILE", "team")
     monkeypatch.setitem(sys.modules, "boto3", None)
-    with pytest.raises(UsageError, match="pip install boto3"):
+    with pytest.raises(UsageError, match=r"profile team needs the package boto3 .*bytecheckpoint\[s3-profiles\]"):
         resolve("s3://bucket/step")
 
 
@@ -235,6 +286,24 @@ def test_the_environment_may_change(storage: Storage, s3: S3Server, monkeypatch:
     assert os.environ["AWS_SECRET_ACCESS_KEY"] == SECRET
 
 
+@pytest.mark.parametrize("change", ["token", "timeout"])
+def test_a_store_that_has_answered_is_waited_for(
+    between: FaultProxy, bucket: str, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    """Also by a client that is new, because credentials or settings have changed."""
+    path = f"s3://{bucket}/step"
+    bytecheckpoint.save(path, states(step=1))
+    if change == "token":
+        monkeypatch.setenv("AWS_CONTAINER_AUTHORIZATION_TOKEN", "renewed")
+    else:
+        bytecheckpoint.configure(storage_timeout=60.0)
+    busy = between.add(lambda request: True, cut=0, times=-1)
+    threading.Timer(6.0, setattr, [busy, "times", 0]).start()
+    with tuned(object_first_contact=1.0):
+        assert load_step(path) == 1
+    assert busy.hits
+
+
 def test_the_writer_process_follows_the_environment(
     bucket: str, s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -270,8 +339,9 @@ def test_no_secret_is_shown_anywhere(
         endpoint = between.endpoint.replace("http://", "http://user:USERINFO-MARK@")
         use(monkeypatch, s3.environment(endpoint))
         path = f"s3://{bucket}/runs/step"
-        bytecheckpoint.configure(storage_timeout=1.0, writer="thread")
-        bytecheckpoint.save(path, states(step=1))
+        bytecheckpoint.configure(writer="thread")
+        bytecheckpoint.save(path, states(step=1))  # with time for the probe
+        bytecheckpoint.configure(storage_timeout=1.0)
         storage = resolve(path)
         stored = b"".join(storage.read(name) for name, _ in storage.list())
         assert not any(word.encode() in stored for word in (SECRET, "USERINFO-MARK", KEY))

@@ -15,7 +15,51 @@ from bytecheckpoint.representation.catalog import SHARED, VALUES_SLOT, Catalog
 from bytecheckpoint.representation.plans import ReadPlan
 from bytecheckpoint.representation.shards import TensorKey
 
-__all__ = ["FitDecision", "FitReport", "decide_fit", "ranges_of", "recognized_bitmap", "unexpected_keys"]
+__all__ = [
+    "FitDecision",
+    "FitReport",
+    "OpenDecision",
+    "OpenReport",
+    "decide_fit",
+    "decide_open",
+    "ranges_of",
+    "recognized_bitmap",
+    "unexpected_keys",
+]
+
+
+class OpenReport(msgspec.Struct, frozen=True):
+    """The message of a rank to rank 0: it has opened the checkpoint.
+
+    Attributes:
+        digest: of the catalog.
+        host: ranks with the same one are on one machine; "" if this rank serves no trees.
+    """
+
+    digest: bytes
+    host: str = ""
+
+
+class OpenDecision(msgspec.Struct, frozen=True):
+    """The message of rank 0 to one rank.
+
+    Attributes:
+        alike: all ranks see the same catalog.
+        servers: the ranks of its machine that serve trees, if it does so itself.
+    """
+
+    alike: bool = True
+    servers: list[int] = []
+
+
+def decide_open(reports: Sequence[OpenReport]) -> list[OpenDecision]:
+    """Compare the catalogs of all ranks, and find the ranks of each machine."""
+    servers: dict[str, list[int]] = {}
+    for rank, report in enumerate(reports):
+        servers.setdefault(report.host, []).append(rank)
+    alike = len({report.digest for report in reports}) == 1
+    decisions = {host: OpenDecision(alike, ranks if host else []) for host, ranks in servers.items()}
+    return [decisions[report.host] for report in reports]
 
 
 class FitReport(msgspec.Struct, frozen=True):

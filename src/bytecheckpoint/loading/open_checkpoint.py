@@ -13,6 +13,7 @@ from bytecheckpoint.frameworks.base import Destination, is_strict
 from bytecheckpoint.loading.call import LoadArguments
 from bytecheckpoint.loading.fit import Fit
 from bytecheckpoint.loading.saved import SavedView
+from bytecheckpoint.loading.trees import Trees
 from bytecheckpoint.representation.catalog import Catalog
 from bytecheckpoint.representation.names import CATALOG_NAME
 from bytecheckpoint.storage import Storage
@@ -27,6 +28,7 @@ class Source(NamedTuple):
     catalog: Catalog
     data: bytes
     files: FileSet
+    trees: Trees
 
 
 @dataclass(slots=True)
@@ -38,6 +40,7 @@ class OpenCheckpoint:
         catalog: its catalog.
         data: the bytes of the catalog.
         files: its files.
+        trees: reads its trees of plain values.
         view: the catalog as the adapter sees it.
         destination: what this rank fills.
         fit: what this rank reads.
@@ -50,6 +53,7 @@ class OpenCheckpoint:
     catalog: Catalog
     data: bytes
     files: FileSet
+    trees: Trees
     view: SavedView
     destination: Destination
     fit: Fit

@@ -6,14 +6,12 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import numpy as np
 
-from bytecheckpoint.engine.file_set import FileSet
-from bytecheckpoint.errors import CorruptCheckpointError
 from bytecheckpoint.frameworks.base import SavedTensor
 from bytecheckpoint.frameworks.objects.capture import KINDS_BY_NAME
 from bytecheckpoint.frameworks.selection import Selection
 from bytecheckpoint.lazy import lazy
 from bytecheckpoint.loading.live_names import LiveNames
-from bytecheckpoint.planning.read_plan import stored_rows
+from bytecheckpoint.loading.trees import Trees
 from bytecheckpoint.representation.boxes import Int64s
 from bytecheckpoint.representation.catalog import SHARED, VALUES_SLOT, Catalog
 from bytecheckpoint.representation.shards import TensorKey
@@ -26,24 +24,22 @@ class SavedView:
 
     Args:
         catalog: of the checkpoint.
-        files: of the checkpoint.
+        trees: reads its trees of plain values.
         rank: whose view this is.
         live: names of the live objects; by default they are the checkpoint's.
 
     Attributes:
         rows: the stored shards, ordered by tensor.
         from_rank_0: names of the kinds and keys for which this rank has no copy of its own and got rank 0's.
-        bytes_read: bytes read for trees so far.
     """
 
-    def __init__(self, catalog: Catalog, files: FileSet, rank: int, live: LiveNames | None = None) -> None:
+    def __init__(self, catalog: Catalog, trees: Trees, rank: int, live: LiveNames | None = None) -> None:
         self._catalog = catalog
-        self._files = files
+        self._reader = trees
         self._rank = rank
         self._live = live or LiveNames(Selection())
-        self.rows = stored_rows(catalog)
+        self.rows = trees.rows
         self.from_rank_0: list[str] = []
-        self.bytes_read = 0
         self._trees: dict[str, list[bytes]] = {}
 
     def kinds(self) -> Collection[str]:  # noqa: D102 (protocol)
@@ -155,14 +151,14 @@ class SavedView:
         before = len(self.from_rank_0)
         (number,) = self.resolve([key], by_content=True) if self._live.selection.takes(kind) else (-1,)
         self.from_rank_0[before:] = [kind] if len(self.from_rank_0) > before else []
-        return self._read([number])[0] if number >= 0 else None
+        return self._reader.read(number) if number >= 0 else None
 
     def trees(self, kind: str) -> list[bytes]:  # noqa: D102 (protocol)
         if not self._live.selection.takes(kind):
             return []
         known = self._trees.get(kind)
         if known is None:
-            known = self._trees[kind] = list(dict.fromkeys(self._read(self._tree_numbers(kind).tolist())))
+            known = self._trees[kind] = list(dict.fromkeys(map(self._reader.read, self._tree_numbers(kind).tolist())))
         return known
 
     def _tree_numbers(self, kind: str) -> Int64s:
@@ -180,14 +176,14 @@ class SavedView:
         owners = self._catalog.owner[numbers]
         own = self._rank if self._rank <= max(f.rank for f in self._catalog.files) else 0
         first = max(int(np.searchsorted(owners, own, "right")) - 1, 0)
-        yield from self._read([int(numbers[first])])
+        yield self._reader.read(int(numbers[first]))
         if len(numbers) == 1:
             return
         saved_names = {self._live.renamed(kind, name, parameter=True) for name in names}
         near = np.maximum(np.searchsorted(owners, self._writers(kind, saved_names), "right") - 1, 0)
         order = np.argsort(-np.bincount(near, minlength=len(numbers)), kind="stable")
         for place in order[order != first].tolist():
-            yield from self._read([int(numbers[place])])
+            yield self._reader.read(int(numbers[place]))
 
     def _writers(self, kind: str, names: Collection[str]) -> Int64s:
         """Return the writer of each stored box of the tensors of `names`."""
@@ -225,17 +221,3 @@ class SavedView:
             if number >= 0:
                 return self.tensors[number]
         return None
-
-    def _read(self, tensors: Sequence[int]) -> list[bytes]:
-        """Read trees; each is one row of bytes."""
-        first = np.searchsorted(self.rows.boxes.tensor, tensors)
-        blobs = []
-        for number, row in zip(tensors, first.tolist(), strict=True):
-            nbytes = int(self._catalog.byte_length[row])
-            if self._catalog.shape(number) != (nbytes,) or self._catalog.dtype[number] != "uint8":
-                raise CorruptCheckpointError(
-                    f"the values of {self._catalog.kind[number]} are not one run of bytes; use another checkpoint"
-                )
-            blobs.append(self._files.read(int(self.rows.file[row]), int(self.rows.start[row]), nbytes))
-            self.bytes_read += nbytes
-        return blobs

@@ -26,7 +26,10 @@ from bytecheckpoint.loading.call import LoadCall, check_strict_kinds, plain_stri
 from bytecheckpoint.loading.decision import (
     FitDecision,
     FitReport,
+    OpenDecision,
+    OpenReport,
     decide_fit,
+    decide_open,
     ranges_of,
     recognized_bitmap,
     unexpected_keys,
@@ -42,6 +45,7 @@ from bytecheckpoint.loading.fit import (
 from bytecheckpoint.loading.live_names import LiveNames
 from bytecheckpoint.loading.open_checkpoint import OpenCheckpoint, Source, detect_replacement, refused_mismatches
 from bytecheckpoint.loading.saved import SavedView
+from bytecheckpoint.loading.trees import Trees
 from bytecheckpoint.monitoring.garbage_collection import gc_paused
 from bytecheckpoint.monitoring.phases import Phases
 from bytecheckpoint.planning.exchange_plan import exchange_plan_of_rank
@@ -106,8 +110,11 @@ class _Attempt:
             timeout = self._call.settings.timeout
             agreement = Agreement(self._collective, self._tag, timeout, urgent=(CheckpointReplacedError,), stop=stop)
             # Before the live objects are asked for their state: their hooks may communicate, so all ranks run them or none.
-            alike = agreement.agree(FIRST_STEP, lambda: self._open(stack), _all_equal, reports=bytes, decisions=bool)
-            self._check_catalogs(alike=alike)
+            decided: OpenDecision = agreement.agree_each(
+                FIRST_STEP, lambda: self._open(stack), decide_open, reports=OpenReport, decisions=OpenDecision
+            )
+            self._check_catalogs(alike=decided.alike)
+            self._share_trees(decided.servers)
             self._phases.mark("agree")
             decision: FitDecision = agreement.agree(
                 "fit", self._fit, self._decide, reports=FitReport, decisions=FitDecision
@@ -131,18 +138,20 @@ class _Attempt:
 
     # --- the steps ------------------------------------------------------------------------------------------------
 
-    def _open(self, stack: contextlib.ExitStack) -> bytes:
-        """Open the checkpoint; return the digest of its catalog."""
+    def _open(self, stack: contextlib.ExitStack) -> OpenReport:
+        """Open the checkpoint, and begin to serve its trees."""
         arguments = self._call.check()
         storage = arguments.storage
         catalog, data = read_catalog(storage)
         with detect_replacement(storage, data):
             files = stack.enter_context(FileSet(storage, catalog))
-        self._source = Source(arguments, catalog, data, files)
+            trees = Trees(catalog, files)
+            serves = stack.enter_context(trees.serve(self._collective, f"{self._tag}/trees"))
+        self._source = Source(arguments, catalog, data, files, trees)
         if self._stopped is not None:
             raise self._stopped
         self._phases.mark("catalog")
-        return xxhash.xxh3_128_digest(data)
+        return OpenReport(xxhash.xxh3_128_digest(data), self._collective.host if serves else "")
 
     def _check_catalogs(self, *, alike: bool) -> None:
         """Refuse different catalogs."""
@@ -154,16 +163,21 @@ class _Attempt:
                 f"load, or the path is not shared; load again"
             )
 
+    def _share_trees(self, servers: list[int]) -> None:
+        """Let each of the ranks that serve trees on this machine read a part of them."""
+        assert self._source is not None
+        self._source.trees.share(self._collective, f"{self._tag}/trees", servers)
+
     def _fit(self) -> FitReport:
         """Plan what this rank reads."""
         call = self._call
         assert self._source is not None
-        arguments, catalog, data, files = self._source
+        arguments, catalog, data, files, trees = self._source
         storage, states, selection = arguments.storage, arguments.states, arguments.selection
         with detect_replacement(storage, data):
             chunk_bytes = read_length(catalog, self._collective.world_size, call.settings)
             live = LiveNames(selection, arguments.rename, states.keys())
-            view = SavedView(catalog, files, self._collective.rank, live)
+            view = SavedView(catalog, trees, self._collective.rank, live)
             with gc_paused():
                 destination = arguments.framework.destination(states, view, strict=arguments.strict, names=call.names)
                 # Replicas lack the same tensor.
@@ -178,7 +192,7 @@ class _Attempt:
                 self._phases.mark("plan")
         ranges = ranges_of(fit.plan)
         exchanges = self._exchanges(files, ranges)
-        self._opened = OpenCheckpoint(arguments, catalog, data, files, view, destination, fit, exchanges)
+        self._opened = OpenCheckpoint(arguments, catalog, data, files, trees, view, destination, fit, exchanges)
         return FitReport(
             recognized=recognized_bitmap(catalog.count, view.numbers(list(destination.recognized)) + view.skipped()),
             ranges=ranges.tobytes() if exchanges else b"",
@@ -240,8 +254,8 @@ class _Attempt:
         total = self._phases.total()
         return LoadReport(
             path=opened.storage.url,
-            bytes_read=opened.bytes_read + opened.view.bytes_read,
-            bytes_received=opened.bytes_received,
+            bytes_read=opened.bytes_read + opened.trees.bytes_read,
+            bytes_received=opened.bytes_received + opened.trees.bytes_received,
             blocking_seconds=total,
             total_seconds=total,
             phases=dict(self._phases.seconds),
@@ -298,7 +312,3 @@ class _Attempt:
             settings=self._call.settings,
         )
         return exchange, plan.private.tolist() if opened.exchanges else range(len(ranges))
-
-
-def _all_equal(digests: list[bytes]) -> bool:
-    return len(set(digests)) == 1

@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 from bytecheckpoint.errors import StorageConflictError, StorageError, StorageUnavailableError
 from bytecheckpoint.representation.names import CATALOG_NAME, generation_of
 from bytecheckpoint.storage import Storage
+from bytecheckpoint.storage.base import UnfinishedUpload
 
-__all__ = ["may_have_committed", "remove_stale_files", "stale_files"]
+__all__ = ["may_have_committed", "remove_stale_files", "stale_files", "stale_uploads"]
 
 _log = logging.getLogger("bytecheckpoint")
 
@@ -45,6 +46,19 @@ def stale_files(storage: Storage, named: Mapping[str, int], replaces: str) -> li
     return [name for name in present if generation_of(name) is not None and name not in named]
 
 
+def stale_uploads(storage: Storage) -> Sequence[UnfinishedUpload]:
+    """Return the uploads to storage files that are not completed, when all files of this save are.
+
+    A save to this path that began one of them has read the catalog's version before. So if this save commits now, the other
+    one cannot, whether it lives or not.
+    """
+    try:
+        return [upload for upload in storage.unfinished_uploads() if generation_of(upload.name) is not None]
+    except Exception as error:  # noqa: BLE001  a storage that cannot list them can be saved to
+        _log.info("uploads of killed saves are left to the storage: %s", error)
+        return ()
+
+
 def may_have_committed(storage: Storage, catalog: bytes, error: BaseException) -> bool:
     """Return whether a publish that raised `error` may have taken effect: a lost answer, an fsync after the rename."""
     if isinstance(error, StorageUnavailableError) and error.undecided:
@@ -57,10 +71,12 @@ def may_have_committed(storage: Storage, catalog: bytes, error: BaseException) -
         return True
 
 
-def remove_stale_files(storage: Storage, stale: Sequence[str]) -> None:
-    """Remove files after the commit. Never raises: nothing may report a committed save as failed."""
+def remove_stale_files(storage: Storage, stale: Sequence[str], uploads: Sequence[UnfinishedUpload]) -> None:
+    """Remove files after the commit, and abort uploads. Never raises: nothing may report a committed save as failed."""
     try:
         storage.delete(stale)
+        if uploads:
+            storage.abort_uploads(uploads)
     except Exception as error:  # noqa: BLE001  the save is committed
         _log.warning("%s: old files could not be removed: %s", storage.url, error)
 

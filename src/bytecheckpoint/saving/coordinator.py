@@ -23,7 +23,7 @@ from bytecheckpoint.representation.catalog_file import encode as encode_catalog
 from bytecheckpoint.representation.names import CATALOG_NAME
 from bytecheckpoint.saving.call import SaveTask
 from bytecheckpoint.saving.catalog import build_catalog
-from bytecheckpoint.saving.commit import may_have_committed, remove_stale_files, stale_files
+from bytecheckpoint.saving.commit import may_have_committed, remove_stale_files, stale_files, stale_uploads
 from bytecheckpoint.saving.messages import (
     NEXT_STEP,
     CommitResult,
@@ -227,10 +227,11 @@ class Coordinator:
         catalog = build_catalog(plan.columns, reports, task.generation, {**task.info, "layout": task.layout})
         # Listed before the commit: files that appear later belong to a save that begins later.
         stale = stale_files(storage, {f.name: f.size for f in catalog.files}, task.replaces)
+        uploads = stale_uploads(storage)
         data = encode_catalog(catalog)
         try:
             storage.publish(CATALOG_NAME, data, expected=task.replaces)
         except BaseException as error:
             undecided = may_have_committed(storage, data, error)
             raise _StepFailedError(Failure.of(0, "commit", error, undecided=undecided)) from error
-        remove_stale_files(storage, stale)
+        remove_stale_files(storage, stale, uploads)

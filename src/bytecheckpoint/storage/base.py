@@ -11,7 +11,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from bytecheckpoint.errors import StorageConflictError, UsageError
 from bytecheckpoint.representation.names import check_file_name, is_uri
@@ -26,6 +26,7 @@ __all__ = [
     "FileWriter",
     "NewFile",
     "Storage",
+    "UnfinishedUpload",
     "check_name",
     "conflict_error",
 ]
@@ -88,6 +89,20 @@ class FileStat:
     size: int
     modified: float
     version: str
+
+
+class UnfinishedUpload(NamedTuple):
+    """An upload that somebody has begun and not completed. It takes room, and no listing of files shows it.
+
+    Attributes:
+        name: relative name of the file, which may be in a folder of any depth.
+        age: seconds since it was begun, by the storage's clock.
+        token: names the upload for the storage.
+    """
+
+    name: str
+    age: float
+    token: str
 
 
 class FileWriter(ABC):
@@ -225,6 +240,13 @@ class Storage(ABC):
     @abstractmethod
     def delete(self, names: Iterable[str]) -> None:
         """Remove files, and folders that become empty; absent files are ignored."""
+
+    def unfinished_uploads(self) -> Sequence[UnfinishedUpload]:
+        """Return the uploads to the folder, and to folders in it, that were not completed and do not end by themselves."""
+        return ()
+
+    def abort_uploads(self, uploads: Sequence[UnfinishedUpload]) -> None:
+        """Abort what `unfinished_uploads` has returned; uploads that are gone are ignored."""
 
     def is_cached(self, name: str, offsets: Sequence[int]) -> bool:
         """Return whether the bytes at `offsets` of a file are known to be in this machine's memory now.

@@ -19,7 +19,14 @@ __all__ = ["TimeLimitedStorage", "with_time_limits"]
 
 _T = TypeVar("_T")
 #: Verbs for messages, of operations whose name is not the verb.
-_VERBS = {"read_into": "read", "stat": "look at", "version": "look at", "folders": "list"}
+_VERBS = {
+    "read_into": "read",
+    "stat": "look at",
+    "version": "look at",
+    "folders": "list",
+    "unfinished_uploads": "list the uploads to",
+    "abort_uploads": "abort the uploads to",
+}
 
 
 class TimeLimitedStorage(WrappedStorage):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from bytecheckpoint.storage.base import FileReader, FileStat, FileWriter, NewFile, Storage
+from bytecheckpoint.storage.base import FileReader, FileStat, FileWriter, NewFile, Storage, UnfinishedUpload
 
 __all__ = ["Call", "WrappedStorage"]
 
@@ -120,6 +120,13 @@ class WrappedStorage(Storage):
     def delete(self, names: Iterable[str]) -> None:
         names = tuple(names)
         self.around(Call("delete", names), lambda: self.inner.delete(names))
+
+    def unfinished_uploads(self) -> Sequence[UnfinishedUpload]:
+        return self.around(Call("unfinished_uploads"), self.inner.unfinished_uploads)
+
+    def abort_uploads(self, uploads: Sequence[UnfinishedUpload]) -> None:
+        names = tuple(upload.name for upload in uploads)
+        self.around(Call("abort_uploads", names), lambda: self.inner.abort_uploads(uploads))
 
     def sync(self, names: Iterable[str]) -> None:
         names = tuple(names)

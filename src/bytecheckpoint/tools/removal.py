@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from bytecheckpoint.engine.catalogs import read_catalog
 from bytecheckpoint.engine.file_set import other_folders
-from bytecheckpoint.errors import CheckpointError, CheckpointNotFoundError, UsageError
+from bytecheckpoint.errors import CheckpointError, CheckpointNotFoundError, StorageError, UsageError
 from bytecheckpoint.representation.names import CATALOG_NAME, generation_of, natural_order
 from bytecheckpoint.storage import Storage, resolve
 from bytecheckpoint.storage.time_limits import with_time_limits
@@ -34,8 +34,8 @@ class Removal:
 
     Attributes:
         path: their folder.
-        what: "checkpoint", "uncommitted", "temporary" or "hot copy".
-        files: number of files.
+        what: "checkpoint", "uncommitted", "temporary", "upload" or "hot copy".
+        files: number of files; of "upload", of uploads that were not completed, whose size no store tells.
         nbytes: their size.
         kept: why they stay; "" if they go.
     """
@@ -89,6 +89,9 @@ def remove_checkpoint(path: str, *, cold: bool = False, dry_run: bool = False) -
                 place.delete([CATALOG_NAME])
         for place, names in found:
             place.delete([name for name in names if name != CATALOG_NAME])
+        for place in places:
+            with contextlib.suppress(StorageError):  # many clients may not list them
+                place.abort_uploads([u for u in place.unfinished_uploads() if generation_of(u.name) is not None])
     if isinstance(storage, TierStorage):
         storage.hot_folder.remove_if_empty()
     return removed
@@ -129,7 +132,8 @@ def _other_folders(storage: Storage) -> set[str]:
 def collect_garbage(path: str, *, older_than: float, dry_run: bool = False) -> list[Removal]:
     """Remove what killed saves left in a checkpoint's folder, or in all folders of a run.
 
-    These are storage files that no catalog names, and temporary files. What is younger stays: a save may be writing it.
+    These are storage files that no catalog names, temporary files, and uploads that were not completed. What is younger
+    stays: a save may be writing it.
     Files that would make a whole checkpoint if they had a catalog stay too.
 
     Args:
@@ -145,7 +149,26 @@ def collect_garbage(path: str, *, older_than: float, dry_run: bool = False) -> l
         storage = storage.durable
     folders = [storage, *(resolve(f"{storage.url}/{name}") for name in sorted(storage.folders(), key=natural_order))]
     before = time.time() - older_than
-    return [removal for folder in folders for removal in _collect(with_time_limits(folder), before, dry_run)]
+    found = [removal for folder in folders for removal in _collect(with_time_limits(folder), before, dry_run)]
+    return [*found, *_collect_uploads(with_time_limits(storage), older_than, dry_run)]
+
+
+def _collect_uploads(storage: Storage, older_than: float, dry_run: bool) -> Iterator[Removal]:
+    """Abort uploads to storage files, also of steps that have no other file."""
+    try:
+        uploads = [u for u in storage.unfinished_uploads() if u.age > older_than and _is_in_step(u.name)]
+    except StorageError as error:
+        yield _removal(storage, "upload", {}, str(error))
+        return
+    if uploads:
+        if not dry_run:
+            storage.abort_uploads(uploads)
+        yield Removal(storage.url, "upload", len(uploads), 0)
+
+
+def _is_in_step(name: str) -> bool:
+    """Whether a name is one of a storage file, in a checkpoint or in a folder of checkpoints."""
+    return any(generation_of(inside) is not None for inside in (name, name.partition("/")[2]))
 
 
 def _collect(storage: Storage, before: float, dry_run: bool) -> Iterator[Removal]:

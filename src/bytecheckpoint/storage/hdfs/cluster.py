@@ -1,8 +1,8 @@
 """The client of one HDFS cluster, which all checkpoints in it share, with timeouts and retries around every call.
 
 The client library alone waits three minutes for a NameNode that is gone, and without end for one that hangs. Here every
-call has a timeout and is retried. If the NameNode has answered this save or load before, retries go on for long, because it
-restarts or another one takes over. If it has not answered yet, retries end sooner.
+call has a timeout and is retried. If a NameNode has ever answered this process, retries go on for long, because it restarts
+or another one takes over. If none has answered yet, its address may be wrong, and retries end sooner.
 """
 
 from __future__ import annotations
@@ -25,11 +25,9 @@ from bytecheckpoint.storage.retry import Attempts
 from bytecheckpoint.storage.threads import CallTimeoutError, wait_for_call
 from bytecheckpoint.tuning import tuning
 
-__all__ = ["Cluster", "Contact", "call_client", "cluster_of"]
+__all__ = ["Cluster", "call_client", "cluster_of"]
 
 _T = TypeVar("_T")
-#: Seconds for which the last answer of a NameNode says that it is reachable.
-_CONTACT_SECONDS = 600.0
 #: Lower bound of timeouts that follow `settings().storage_timeout`.
 _SHORTEST_SECONDS = 2.0
 #: "No room" is retried for so many seconds: the NameNode learns late of the room on a DataNode that has just started.
@@ -41,22 +39,6 @@ _SHORT_TIMEOUT_SECONDS = 600.0
 _SHORT_TIMEOUT = {"dfs.client.socket-timeout": "2000"}
 
 
-class Contact:
-    """The time at which a NameNode last answered one storage object, and so one save or load."""
-
-    def __init__(self) -> None:
-        self._answered = -_CONTACT_SECONDS
-
-    def made(self) -> None:
-        """Record an answer."""
-        self._answered = time.monotonic()
-
-    @property
-    def recent(self) -> bool:
-        """Whether the last answer is recent."""
-        return time.monotonic() - self._answered < _CONTACT_SECONDS
-
-
 class Cluster(RemoteClient):
     """A cluster and its client.
 
@@ -66,6 +48,7 @@ class Cluster(RemoteClient):
     Attributes:
         client: hdfs_native's client, for all threads. Another one replaces it when its first NameNode hangs.
         joins: whether the cluster can join sub-files, as far as is known.
+        answered: whether a NameNode has answered this process.
     """
 
     service = "HDFS"
@@ -76,7 +59,7 @@ class Cluster(RemoteClient):
         self.joins = not target.secure
         self._target = target
         self._lock = SharedLock()
-        self._answered_before = False
+        self.answered = False
         self._joined_by: Address | None = None
         self.client: Any = self._connect({})
         self._short_client: Any = None
@@ -128,7 +111,6 @@ class Cluster(RemoteClient):
         action: str,
         label: str,
         call: Callable[[], _T],
-        contact: Contact,
         *,
         writes: bool = False,
         brief: bool = False,
@@ -140,7 +122,6 @@ class Cluster(RemoteClient):
             action: verb for messages, "read".
             label: address of the file or folder, for messages.
             call: one attempt. A CheckpointError and FileExistsError pass through.
-            contact: of the storage that asks.
             writes: `call` changes something, so it may have taken effect even when its answer is lost.
             brief: retry for a short time only, if the cluster was unreachable a moment ago.
             timeout: apply the timeout of one call; otherwise `call` has timeouts of its own.
@@ -150,18 +131,18 @@ class Cluster(RemoteClient):
         """
         self.refuse_fork(self.name)
         seconds = min(settings().storage_timeout, self._retry_seconds(math.inf, brief))
-        first_contact = tuning().hdfs_known_contact if self._answered_before else tuning().hdfs_first_contact
         in_contact = Attempts(seconds)
-        without_contact = Attempts(min(seconds, tuning().hdfs_first_write if writes else first_contact))
+        first_contact = tuning().hdfs_first_write if writes else tuning().hdfs_first_contact
+        without_contact = Attempts(min(seconds, first_contact))
         no_room = Attempts(min(seconds, _NO_ROOM_SECONDS))
         client = self.client
 
         def attempt() -> _T:
             nonlocal client
             client = self.client
-            limit = min(self.call_timeout(contact), max(seconds, _SHORTEST_SECONDS))
+            limit = min(self.call_timeout(), max(seconds, _SHORTEST_SECONDS))
             result = call_client(call, limit) if timeout else call()
-            self._record_answer(contact)
+            self.answered = True
             return result
 
         def classify(error: BaseException, count: int) -> tuple[Exception, Attempts | None]:
@@ -169,25 +150,21 @@ class Cluster(RemoteClient):
                 raise error
             facts = facts_of(error)
             if facts.answered:
-                self._record_answer(contact)
+                self.answered = True
             if isinstance(error, TimeoutError):
                 self._rotate_namenodes(client)
             typed = storage_error(facts, action, label, count, self._target.namenodes, undecided=writes)
             if not facts.transient:
                 return typed, None
-            if not contact.recent:
+            if not self.answered:
                 return typed, without_contact
             return typed, no_room if facts.no_room and facts.running != 0 else in_contact
 
         return self._retry(attempt, classify, at_least=len(self._target.namenodes))
 
-    def _record_answer(self, contact: Contact) -> None:
-        self._answered_before = True
-        contact.made()
-
-    def call_timeout(self, contact: Contact) -> float:
+    def call_timeout(self) -> float:
         """Return the timeout of one call of the NameNode, in seconds."""
-        seconds = tuning().hdfs_call if contact.recent else tuning().hdfs_first_call
+        seconds = tuning().hdfs_call if self.answered else tuning().hdfs_first_call
         share = max(seconds / len(self._target.namenodes), tuning().hdfs_shortest_call)
         return min(seconds, share, max(settings().storage_timeout, _SHORTEST_SECONDS))
 

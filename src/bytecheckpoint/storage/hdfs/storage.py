@@ -21,7 +21,7 @@ import numpy as np
 
 from bytecheckpoint.errors import StorageError, StorageUnavailableError
 from bytecheckpoint.storage.base import FileReader, FileStat, check_name, conflict_error
-from bytecheckpoint.storage.hdfs.cluster import Cluster, Contact, call_client, cluster_of
+from bytecheckpoint.storage.hdfs.cluster import Cluster, call_client, cluster_of
 from bytecheckpoint.storage.hdfs.config import parse_url
 from bytecheckpoint.storage.hdfs.errors import absent
 from bytecheckpoint.storage.hdfs.upload import PART_MARK, Upload
@@ -55,7 +55,6 @@ class HdfsStorage(UploadingStorage):
         self.url = f"hdfs://{authority}{path}".rstrip("/")
         self._root = path.rstrip("/")
         self._cluster: Cluster = cluster_of(authority)
-        self._contact = Contact()
         # What `list` has seen, for `delete`: sub-files by the name of their unfinished file, abandoned temporary files and
         # locks, and names by folder.
         self._sub_files: dict[str, list[str]] = {}
@@ -69,26 +68,26 @@ class HdfsStorage(UploadingStorage):
         return f"{self.url}/{name}"
 
     def _run(self, action: str, label: str, call: Callable[[Any], _T], **options: bool) -> _T:
-        return self._cluster.run(action, label, lambda: call(self._cluster.client), self._contact, **options)
+        return self._cluster.run(action, label, lambda: call(self._cluster.client), **options)
 
     # --- files ------------------------------------------------------------------------------------------------
 
     def upload(self, name: str, size: int, pieces: Pieces) -> None:
-        Upload(self._cluster, self._contact, self._path(name), self._label(name), size, pieces).send()
+        Upload(self._cluster, self._path(name), self._label(name), size, pieces).send()
 
     def open(self, name: str) -> FileReader:
-        return _Reader(self._cluster, self._contact, self._path(name), self._label(name))
+        return _Reader(self._cluster, self._path(name), self._label(name))
 
     def read(self, name: str) -> bytes:
         path = self._path(name)
 
         def whole() -> bytes:
             # Opened anew for every attempt: a file that replaces this one has other blocks, and the old ones disappear.
-            file = call_client(lambda: self._cluster.reader.read(path), self._cluster.call_timeout(self._contact))
+            file = call_client(lambda: self._cluster.reader.read(path), self._cluster.call_timeout())
             data: bytes = self._cluster.read(file.read)
             return data
 
-        return self._cluster.run("read", self._label(name), whole, self._contact, timeout=False)
+        return self._cluster.run("read", self._label(name), whole, timeout=False)
 
     def stat(self, name: str) -> FileStat:
         path = self._path(name)
@@ -137,7 +136,7 @@ class HdfsStorage(UploadingStorage):
         def pieces(start: int = 0, stop: int = len(data)) -> Iterator[memoryview]:
             return iter([whole[start:stop]] if data else [])
 
-        Upload(self._cluster, self._contact, path, label, len(data), pieces, block=block, action="publish").send()
+        Upload(self._cluster, path, label, len(data), pieces, block=block, action="publish").send()
 
     def _rename(self, source: str, target: str, label: str, *, overwrite: bool) -> bool:
         """Rename a file. Returns False when the source is missing.
@@ -249,14 +248,13 @@ class HdfsStorage(UploadingStorage):
 class _Reader(FileReader):
     preferred_bytes = 16 << 20
 
-    def __init__(self, cluster: Cluster, contact: Contact, path: str, label: str) -> None:
+    def __init__(self, cluster: Cluster, path: str, label: str) -> None:
         self._cluster = cluster
-        self._contact = contact
         self._path = path
         self._label = label
         self._lock = threading.Lock()
         self._opener: Any = None
-        self._file: Any = cluster.run("open", label, self._open, contact)
+        self._file: Any = cluster.run("open", label, self._open)
         self.size = len(self._file)
 
     def _open(self) -> Any:
@@ -291,7 +289,7 @@ class _Reader(FileReader):
                 raise
 
         try:
-            return self._cluster.run("read", self._label, attempt, self._contact, timeout=False)
+            return self._cluster.run("read", self._label, attempt, timeout=False)
         except FileNotFoundError:
             return 0
 
@@ -302,7 +300,7 @@ class _Reader(FileReader):
         """
         with self._lock:
             if self._file is failed or self._opener is not self._cluster.reader:
-                file = call_client(self._open, self._cluster.call_timeout(self._contact))
+                file = call_client(self._open, self._cluster.call_timeout())
                 if len(file) != self.size:
                     raise absent(self._label)  # another file has its name
                 self._file = file

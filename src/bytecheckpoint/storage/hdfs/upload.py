@@ -22,7 +22,7 @@ import hdfs_native
 
 from bytecheckpoint.errors import CheckpointError, StorageConflictError, StorageError
 from bytecheckpoint.settings import settings
-from bytecheckpoint.storage.hdfs.cluster import Cluster, Contact, call_client
+from bytecheckpoint.storage.hdfs.cluster import Cluster, call_client
 from bytecheckpoint.storage.hdfs.errors import facts_of
 from bytecheckpoint.storage.hdfs.rpc import RemoteError
 from bytecheckpoint.storage.threads import parallel_map
@@ -62,7 +62,6 @@ class Upload:
 
     Args:
         cluster: where the file goes.
-        contact: of the storage.
         path: of the file. Nobody else writes it.
         label: its address, for messages.
         size: its length in bytes.
@@ -74,7 +73,6 @@ class Upload:
     def __init__(
         self,
         cluster: Cluster,
-        contact: Contact,
         path: str,
         label: str,
         size: int,
@@ -84,7 +82,6 @@ class Upload:
         action: str = "upload",
     ) -> None:
         self._cluster = cluster
-        self._contact = contact
         self._path = path
         self._label = label
         self._size = size
@@ -135,7 +132,7 @@ class Upload:
                     raise
 
         try:
-            self._cluster.run("join the parts of", self._label, attempt, self._contact, writes=True, timeout=False)
+            self._cluster.run("join the parts of", self._label, attempt, writes=True, timeout=False)
         except StorageError as error:
             if not any(word in str(error) for word in _CANNOT_JOIN):
                 raise
@@ -182,7 +179,7 @@ class Upload:
                 raise InterruptedError("it was removed while it was being written") from None
 
         try:
-            self._cluster.run(self._action, self._label, attempt, self._contact, writes=True, timeout=False)
+            self._cluster.run(self._action, self._label, attempt, writes=True, timeout=False)
         except FileExistsError:
             raise StorageError(f"cannot {self._action} {self._label}: another writer has it open") from None
         except FileNotFoundError:
@@ -204,7 +201,7 @@ class Upload:
         # Not `client.create`: when its result is garbage-collected, in whatever thread that is, it asks the NameNode for up
         # to 16 s to complete an abandoned file.
         writer = self._call_namenode(lambda: self._cluster.client.inner.create(path, options))
-        self._contact.made()
+        self._cluster.answered = True
         return writer
 
     def _on_one_datanode(self, path: str) -> int:
@@ -221,7 +218,7 @@ class Upload:
                 yield piece[at : at + _STEP]
 
     def _call_namenode(self, call: Callable[[], Any]) -> Any:
-        return call_client(call, self._cluster.call_timeout(self._contact))
+        return call_client(call, self._cluster.call_timeout())
 
     @staticmethod
     def _move_data(call: Callable[[], Any]) -> None:
@@ -233,7 +230,7 @@ class Upload:
             self._cluster.client.delete(path)
 
         try:
-            self._cluster.run("delete", self._label, delete, self._contact, brief=True)
+            self._cluster.run("delete", self._label, delete, brief=True)
         except FileNotFoundError:
             pass
         except StorageError as error:

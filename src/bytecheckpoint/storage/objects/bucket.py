@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import obstore
@@ -12,8 +12,9 @@ import obstore
 from bytecheckpoint.calls import SharedLock
 from bytecheckpoint.errors import StorageError, StorageUnavailableError
 from bytecheckpoint.settings import settings
-from bytecheckpoint.storage.objects.config import environment, fingerprint, make_client
+from bytecheckpoint.storage.objects.config import environment, fingerprint, make_client, without_secrets
 from bytecheckpoint.storage.objects.errors import facts_of, no_credentials, storage_error
+from bytecheckpoint.storage.objects.uploads import Uploads
 from bytecheckpoint.storage.remote import BriefRetries, ClientCache, RemoteClient, is_panic
 from bytecheckpoint.storage.retry import Attempts
 from bytecheckpoint.storage.threads import parallel_map
@@ -39,9 +40,12 @@ class Bucket(RemoteClient):
         single: a client of the same bucket that makes every request once; by default `client`.
         make_deleter: makes a client that deletes one object per request, for stores without bulk deletion.
         first: a client with a shorter timeout for the first request; by default `single`.
+        store: equal for buckets of the same name in the same store.
+        uploads: its unfinished uploads; None where these end by themselves or cannot be listed.
 
     Attributes:
-        seconds: the argument.
+        seconds, store, uploads: the arguments.
+        known: whether the store has answered this process, perhaps under other credentials or settings.
         commits: what `commit.py` has learned about conditional puts; None before it has tried them.
         lock: held while `commits` is being determined.
     """
@@ -57,9 +61,14 @@ class Bucket(RemoteClient):
         single: Any = None,
         make_deleter: Callable[[], Any] | None = None,
         first: Any = None,
+        store: Hashable = None,
+        uploads: Uploads | None = None,
     ) -> None:
         super().__init__(name)
         self.seconds = seconds
+        self.store = store
+        self.uploads = uploads
+        self.known = False
         self.commits: Any = None
         self.lock = SharedLock()
         self._client = client
@@ -73,7 +82,8 @@ class Bucket(RemoteClient):
     def check(self, action: str, label: str) -> None:
         """Raise an error for a missing bucket, refused credentials or a store that does not answer.
 
-        This makes requests until the store has answered once, for a shorter time than `run` does.
+        This makes requests until the store has answered once. A store that has never answered this process is given up
+        sooner than by `run`: its address may be wrong.
 
         Args:
             action: verb for messages, "read".
@@ -94,12 +104,13 @@ class Bucket(RemoteClient):
         if self._no_answer is not None and self._no_answer[0] > called_at:
             # While this thread waited for the lock, another one got no answer: this one does not try again.
             raise storage_error(self._no_answer[1], action, label) from None
-        attempts = Attempts(min(self.seconds, tuning().object_first_contact))
+        attempts = Attempts(self.seconds if self.known else min(self.seconds, tuning().object_first_contact))
+        client = self._single if self.known else self._first
         last: list[BaseException] = []
 
         def ask() -> None:
             try:
-                obstore.list_with_delimiter(self._first, "bytecheckpoint-no-such-folder")
+                obstore.list_with_delimiter(client, "bytecheckpoint-no-such-folder")
             except BaseException as error:
                 if not _of_client(error):
                     raise
@@ -129,7 +140,7 @@ class Bucket(RemoteClient):
             if attempts.exhausted:
                 self._no_answer = time.monotonic(), last[0]
             raise
-        self._checked = True
+        self._checked = self.known = True
 
     def run(
         self,
@@ -218,6 +229,7 @@ def bucket_of(scheme: str, name: str) -> Bucket:
     """Return this process's client of a bucket, a new one after the environment or a credential file has changed."""
     variables, seconds = environment(), settings().storage_timeout
     key = (scheme, name, fingerprint(variables), seconds)
+    store = (scheme, name, tuple(sorted(without_secrets(variables).items())))
 
     def make(cached: Iterable[tuple[_Key, Bucket]]) -> Bucket:
         bucket = Bucket(
@@ -227,7 +239,11 @@ def bucket_of(scheme: str, name: str) -> Bucket:
             make_client(scheme, name, seconds, variables),
             lambda: make_client(scheme, name, seconds, variables, disable_bulk_delete=True),
             make_client(scheme, name, min(seconds, tuning().object_first_contact), variables),
+            store,
+            Uploads(name, variables) if scheme == "s3" else None,
         )
+        cached = list(cached)
+        bucket.known = any(other.known for _, other in cached if other.store == store)
         # The same bucket with another timeout commits in the same way.
         bucket.commits = next((other.commits for other_key, other in cached if other_key[:3] == key[:3]), None)
         return bucket

@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from bytecheckpoint.errors import UsageError
+from bytecheckpoint.storage.objects.aws import CREDENTIAL_FILES, s3_access
 
-__all__ = ["SCHEMES", "environment", "fingerprint", "make_client"]
+__all__ = ["SCHEMES", "environment", "fingerprint", "make_client", "without_secrets"]
 
 #: The store's name for its top-level folders, by scheme.
 SCHEMES = {"s3": "bucket", "gs": "bucket", "az": "container"}
@@ -28,12 +29,12 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _DOCUMENTS = {"GOOGLE_SERVICE_ACCOUNT_KEY", "GOOGLE_APPLICATION_CREDENTIALS_JSON"}
 #: Files with credentials, which are read once per client: the variable that names the file, and the default place.
 _CREDENTIAL_FILES = {
-    "AWS_SHARED_CREDENTIALS_FILE": "~/.aws/credentials", "AWS_CONFIG_FILE": "~/.aws/config",
+    **CREDENTIAL_FILES,
     "GOOGLE_APPLICATION_CREDENTIALS": "~/.config/gcloud/application_default_credentials.json",
     "GOOGLE_SERVICE_ACCOUNT": "", "GOOGLE_SERVICE_ACCOUNT_PATH": "",
 }  # fmt: skip
-#: Seconds for which credentials of the AWS SDK are reused: it renews them ten minutes before they expire.
-_PROFILE_SECONDS = 600.0
+#: Variables that change when credentials are renewed.
+_SECRET = re.compile(r"KEY|SECRET|TOKEN|SAS|CONNECTION_STRING")
 #: Timeout of one request, which carries at most some ten megabytes.
 _REQUEST_SECONDS = 120.0
 
@@ -55,9 +56,14 @@ def fingerprint(variables: Mapping[str, str]) -> int:
     return hash(tuple(seen))
 
 
-def _credential_files(variables: Mapping[str, str], prefix: str = "") -> list[Path]:
-    named = {name: variables.get(name, default) for name, default in _CREDENTIAL_FILES.items()}
-    return [Path(path).expanduser() for name, path in named.items() if path and name.startswith(prefix)]
+def without_secrets(variables: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that say which store is meant, not who asks."""
+    return {name: value for name, value in variables.items() if not _SECRET.search(name)}
+
+
+def _credential_files(variables: Mapping[str, str]) -> list[Path]:
+    paths = (variables.get(name, default) for name, default in _CREDENTIAL_FILES.items())
+    return [Path(path).expanduser() for path in paths if path]
 
 
 def make_client(
@@ -127,73 +133,22 @@ def _check_endpoint(scheme: str, name: str, value: str) -> None:
 
 
 def _s3(variables: Mapping[str, str], client: dict[str, Any]) -> dict[str, Any]:
-    """Return options from the variables of the AWS tools; `client` gets the options of the HTTP client."""
+    """Return options from the variables and files of the AWS tools; `client` gets the options of the HTTP client."""
+    access = s3_access(variables)
     options: dict[str, Any] = {}
-    endpoint = (
-        variables.get("AWS_ENDPOINT_URL_S3") or variables.get("AWS_ENDPOINT_URL") or variables.get("AWS_ENDPOINT")
-    )
-    if endpoint and endpoint.startswith("http://"):
-        client["allow_http"] = True  # an http:// endpoint is explicit
-    explicit = ("AWS_ACCESS_KEY_ID", "AWS_SKIP_SIGNATURE", "AWS_WEB_IDENTITY_TOKEN_FILE")
-    if not any(name in variables for name in explicit):
-        named = "AWS_PROFILE" in variables
-        if named or any(path.exists() for path in _credential_files(variables, "AWS_")):
-            provider = _Profile.find(named=named)
-            if provider is not None:
-                options["credential_provider"] = provider
+    if access.endpoint:
+        _check_endpoint("s3", "the endpoint_url of the profile", access.endpoint)
+        options["endpoint"] = access.endpoint
+        if access.endpoint.startswith("http://"):
+            client["allow_http"] = True  # an http:// endpoint is explicit
+    if access.region:
+        options["region"] = access.region
+    if access.provider is not None:
+        options["credential_provider"] = access.provider
+    elif access.keys is not None:
+        names = ("access_key_id", "secret_access_key", "session_token")
+        options |= {name: value for name, value in zip(names, access.keys, strict=True) if value}
     return options
-
-
-class _Profile:
-    """A credential provider that asks the AWS SDK, because the client library reads no profiles.
-
-    Args:
-        session: boto3's session.
-        credentials: the credentials that the session found.
-
-    Attributes:
-        config: further options for the client.
-    """
-
-    def __init__(self, session: Any, credentials: Any) -> None:
-        self._credentials = credentials
-        self.config = {"region": session.region_name} if session.region_name else {}
-
-    @classmethod
-    def find(cls, *, named: bool) -> _Profile | None:
-        """Make a provider; None when the SDK is not installed or finds no credentials.
-
-        Args:
-            named: AWS_PROFILE names a profile.
-
-        Raises:
-            UsageError: the profile cannot be used.
-        """
-        try:
-            import boto3
-            from botocore.exceptions import BotoCoreError
-        except ImportError:
-            if named:
-                raise UsageError(
-                    "cannot use s3://: AWS_PROFILE is set, and profiles need the package boto3 (pip install boto3)"
-                ) from None
-            return None
-        try:
-            session = boto3.Session()
-            credentials = session.get_credentials()
-        except BotoCoreError as error:
-            raise UsageError(f"cannot use s3://: {error}; see AWS_PROFILE and the files in ~/.aws") from None
-        return cls(session, credentials) if credentials is not None else None
-
-    def __call__(self) -> dict[str, Any]:
-        """Return the current credentials; temporary ones are renewed before they expire."""
-        frozen = self._credentials.get_frozen_credentials()
-        return {
-            "access_key_id": frozen.access_key,
-            "secret_access_key": frozen.secret_key,
-            "token": frozen.token,
-            "expires_at": datetime.now(UTC) + timedelta(seconds=_PROFILE_SECONDS),
-        }
 
 
 def _azure(variables: Mapping[str, str], client: dict[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from bytecheckpoint.errors import StorageError, StorageFullError, StorageUnavailableError
 
-__all__ = ["Facts", "cleaned", "facts_of", "no_credentials", "storage_error"]
+__all__ = ["Facts", "cleaned", "facts_of", "failed_request", "no_credentials", "storage_error"]
 
 _STATUS = re.compile(r"status code: (\d{3})(?: ([A-Za-z ]+))?")
 _RETRIES = re.compile(r"after (\d+) retries")
@@ -123,9 +123,21 @@ def _reason(text: str, dump: str, code: str) -> str:
     return cleaned(text)[:200]
 
 
+def failed_request(status: int, text: str) -> Exception:
+    """Return the error for a request that this package has made itself, in the words of the client library.
+
+    Args:
+        status: HTTP status; 0 without a response.
+        text: the response, or what went wrong.
+    """
+    if status == 404:
+        return FileNotFoundError(f"status code: 404: {text}")
+    return ValueError(f"status code: {status}: {text}" if status else f"HTTP error: {text}")
+
+
 def no_credentials(action: str, label: str, facts: Facts, attempts: int) -> StorageError:
     """Return the error for a process that finds no credentials."""
-    files = " (files in ~/.aws are read where boto3 is installed)" if label.startswith("s3://") else ""
+    files = " (profiles in ~/.aws that log in or assume a role need boto3)" if label.startswith("s3://") else ""
     return StorageError(
         f"cannot {action} {label}: found no credentials in the environment, and the machine's own service gave none "
         f"({facts.reason}, attempt {attempts}); set them as the storage's own tools want them{files}"

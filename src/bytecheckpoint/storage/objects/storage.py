@@ -11,7 +11,7 @@ import numpy as np
 import obstore
 
 from bytecheckpoint.errors import StorageError, UsageError
-from bytecheckpoint.storage.base import UNENCODABLE, FileReader, FileStat, NewFile, check_name
+from bytecheckpoint.storage.base import UNENCODABLE, FileReader, FileStat, NewFile, UnfinishedUpload, check_name
 from bytecheckpoint.storage.objects.bucket import Bucket, bucket_of
 from bytecheckpoint.storage.objects.commit import publish_exclusively, require_commits
 from bytecheckpoint.storage.objects.config import SCHEMES
@@ -136,6 +136,15 @@ class ObjectStorage(UploadingStorage):
 
     def delete(self, names: Iterable[str]) -> None:
         self._bucket.delete([self._key(name) for name in names], self.url)
+
+    # --- unfinished uploads -----------------------------------------------------------------------------------
+
+    def unfinished_uploads(self) -> Sequence[UnfinishedUpload]:
+        return self._bucket.uploads.list(self._prefix) if self._bucket.uploads is not None else ()
+
+    def abort_uploads(self, uploads: Sequence[UnfinishedUpload]) -> None:
+        if self._bucket.uploads is not None:
+            self._bucket.uploads.abort(self._prefix, uploads)
 
 
 def _check_uploaded(client: Any, key: str, size: int) -> None:

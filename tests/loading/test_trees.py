@@ -1,0 +1,139 @@
+"""Plain values: of the ranks of a machine one reads each tree from a storage that is far away, whoever wants it."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+import torch
+
+import bytecheckpoint
+from bytecheckpoint import CorruptCheckpointError
+from bytecheckpoint.collectives import Collective, SingleProcess, ThreadWorld, use
+from bytecheckpoint.loading.decision import OpenReport, decide_open
+from bytecheckpoint.storage import resolve
+from bytecheckpoint.storage.wrappers import Call, WrappedStorage
+from tests.faults.ranks import outcomes
+from tests.support.settings import using
+
+T = TypeVar("T")
+RANKS = 4
+VALUES = {"dataloader": {"position": 5}, "extra_states": {"step": 3, "text": "x" * 1000}}
+
+
+class FarStorage(WrappedStorage):
+    """No file is in this machine's memory; opens are counted by folder."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(resolve(path))
+        self.opened: Counter[str] = Counter()
+        self._counting = threading.Lock()
+
+    def is_cached(self, name: str, offsets: Any) -> bool:
+        return False
+
+    def around(self, call: Call, do: Callable[[], T]) -> T:
+        if call.operation == "open":
+            with self._counting:
+                self.opened[call.names[0].partition("/")[0]] += 1
+        return do()
+
+
+@pytest.fixture(autouse=True)
+def _threads() -> Iterator[None]:
+    with using(writer="thread"):
+        yield
+
+
+def states(collective: Collective, *, own: bool) -> dict[str, Any]:
+    found = {kind: dict(value) for kind, value in VALUES.items()}
+    if own:
+        found["extra_states"]["rank"] = collective.rank
+    return {"model": {"w": torch.ones(8)}, **found}
+
+
+def save(path: Path, *, own: bool = False) -> None:
+    ThreadWorld(RANKS).run(lambda collective: bytecheckpoint.save(path, states(collective, own=own)))
+
+
+def load(storage: FarStorage, hosts: list[str] | None = None) -> list[Any]:
+    world = ThreadWorld(RANKS)
+    for collective, host in zip(world.ranks, hosts or (), strict=False):
+        collective.host = host
+
+    def run(collective: Collective) -> Any:
+        into: dict[str, Any] = {"model": {"w": torch.zeros(8)}, "dataloader": {"position": 0}, "extra_states": {}}
+        report = bytecheckpoint.load(storage, into, strict=False, prepare_save=False)
+        return into["extra_states"], into["dataloader"], report
+
+    return outcomes(world, run)
+
+
+def test_shared_values_are_read_once(tmp_path: Path) -> None:
+    save(tmp_path / "s")
+    storage = FarStorage(tmp_path / "s")
+    found = load(storage)
+    for extra, dataloader, _ in found:
+        assert (dataloader, extra) == (VALUES["dataloader"], VALUES["extra_states"])
+    assert storage.opened["dataloader"] == storage.opened["extra"] == 1
+    reports = [report for _, _, report in found]
+    assert sum(report.bytes_received >= 1000 for report in reports) == RANKS - 1, "of what the fourth has read"
+
+
+def test_every_machine_reads_for_itself(tmp_path: Path) -> None:
+    save(tmp_path / "s")
+    storage = FarStorage(tmp_path / "s")
+    load(storage, hosts=["a", "b", "a", "b"])
+    assert storage.opened["extra"] == 2
+
+
+def test_values_of_the_ranks(tmp_path: Path) -> None:
+    """Each rank gets its own, whichever rank has read them."""
+    save(tmp_path / "s", own=True)
+    storage = FarStorage(tmp_path / "s")
+    assert [extra["rank"] for extra, _, _ in load(storage)] == list(range(RANKS))
+    assert storage.opened["extra"] == RANKS
+
+
+def test_files_in_memory_are_read_by_all(tmp_path: Path) -> None:
+    """A file in the page cache costs less than a message."""
+    save(tmp_path / "s")
+    storage = FarStorage(tmp_path / "s")
+    storage.is_cached = lambda name, offsets: True  # type: ignore[method-assign]
+    load(storage)
+    assert storage.opened["extra"] == RANKS
+
+
+@pytest.mark.parametrize("damage", ["flipped", "missing"])
+def test_a_damaged_file_is_reported_by_all(tmp_path: Path, damage: str) -> None:
+    save(tmp_path / "s")
+    (file,) = (tmp_path / "s" / "extra").iterdir()
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    if damage == "missing":
+        file.unlink()
+    else:
+        file.write_bytes(data)
+    for raised in load(FarStorage(tmp_path / "s")):
+        assert isinstance(raised, CorruptCheckpointError), raised
+        assert file.name in str(raised)
+
+
+def test_one_rank_serves_nobody(tmp_path: Path) -> None:
+    save(tmp_path / "s")
+    storage = FarStorage(tmp_path / "s")
+    with use(SingleProcess()):
+        into: dict[str, Any] = {"extra_states": {}}
+        bytecheckpoint.load(storage, into, strict=False)
+    assert into["extra_states"] == VALUES["extra_states"]
+
+
+def test_the_ranks_of_each_machine() -> None:
+    reports = [OpenReport(b"x", host) for host in ("a", "b", "", "a", "")]
+    assert [decision.servers for decision in decide_open(reports)] == [[0, 3], [1], [], [0, 3], []]
+    assert all(decision.alike for decision in decide_open(reports))
+    assert not decide_open([*reports, OpenReport(b"y")])[0].alike
