@@ -122,6 +122,8 @@ class Destination:
         missing: names that the live objects hold and the checkpoint lacks, as `bytecheckpoint.open` spells them.
         kinds: names of the states that the load fills beside those that the program names (what an engine stands for).
         recognized: every saved key that this rank loads or knowingly skips. Keys that no rank recognizes are unexpected.
+        extra_states: kind of modules -> the saved names of the extra states that this rank loads. Others in the kind's
+            trees that no rank names are unexpected.
         notes: remarks for the user (parameters left without state, settings that keep their live value).
         mismatches: saved state that belongs to other objects than those here, a sentence for each, which begins with the
             kind. A strict load refuses it, before it reads or before it installs. `checks` may add some.
@@ -136,6 +138,7 @@ class Destination:
     missing: list[str] = field(default_factory=list)
     kinds: set[str] = field(default_factory=set)
     recognized: set[TensorKey] = field(default_factory=set)
+    extra_states: dict[str, set[str]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     mismatches: list[str] = field(default_factory=list)
     tied: list[tuple[SavedTensor, SavedTensor]] = field(default_factory=list)

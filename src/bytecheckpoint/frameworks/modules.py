@@ -14,8 +14,8 @@ from torch import nn
 
 from bytecheckpoint.errors import IncompatibleCheckpointError
 from bytecheckpoint.frameworks.base import Destination, ParameterName, SavedStates, SavedTensor
+from bytecheckpoint.frameworks.extra_states import plan_extra_states
 from bytecheckpoint.frameworks.objects.capture import encode_value
-from bytecheckpoint.frameworks.objects.reader import ValueReader
 from bytecheckpoint.frameworks.optimizers.master_weights import choose_saved_weight
 from bytecheckpoint.frameworks.tensors.allocation import empty_like_layout, make_writable
 from bytecheckpoint.frameworks.tensors.discovery import add_shards
@@ -296,8 +296,7 @@ def load_modules(kind: str, scan: ModuleScan, saved: SavedStates, into: Destinat
         into.wanted += shards
     if loaded:
         into.finish.append(lambda: _load_entries(loaded))
-    if scan.values:
-        _load_values(kind, scan, saved, into)
+    _load_values(kind, scan, saved, into)
 
 
 def _load_entries(loaded: list[tuple[_ScannedModule, str, Any]]) -> None:
@@ -309,24 +308,12 @@ def _load_entries(loaded: list[tuple[_ScannedModule, str, Any]]) -> None:
 
 
 def _load_values(kind: str, scan: ModuleScan, saved: SavedStates, into: Destination) -> None:
-    reader = ValueReader(kind, saved, into, scan.values)
-    wanted = {saved_name: fqn for fqn in scan.values for saved_name in saved.names_of(kind, (fqn,))}
-    found: dict[str, Any] = {}
-    for blob in saved.trees_about(kind, [name for t in scan.tensors for name in (t.fqn, *t.aliases)]):
-        tree = reader.read(blob)
-        if isinstance(tree, dict):
-            found = {**tree, **found}
-        if wanted.keys() <= found.keys():
-            break
-    reader.request_tensors()
-    for saved_name, fqn in wanted.items():
-        if saved_name in found:
-            for number, setter in enumerate(scan.setters[fqn]):
-                into.finish.append(partial(_install_value, setter, reader, found[saved_name], copies=number > 0))
-        else:
-            into.missing.append(str(TensorKey(kind, fqn)))
+    tensors = [name for t in scan.tensors for name in (t.fqn, *t.aliases)]
+    for fqn, build in plan_extra_states(kind, scan.values, tensors, saved, into):
+        for number, setter in enumerate(scan.setters[fqn]):
+            into.finish.append(partial(_install_value, setter, build, copies=number > 0))
 
 
-def _install_value(setter: Callable[[Any], None], reader: ValueReader, value: object, *, copies: bool) -> None:
-    built = reader.build(value, None)
+def _install_value(setter: Callable[[Any], None], build: Callable[[], Any], *, copies: bool) -> None:
+    built = build()
     setter(copy.deepcopy(built) if copies else built)

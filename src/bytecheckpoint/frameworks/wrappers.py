@@ -1,4 +1,4 @@
-"""Wrappers around modules (DDP, FSDP, torch.compile, activation checkpoints) and optimizers (accelerate), seen through."""
+"""Wrappers around modules (DDP, FSDP, torch.compile, ...) and optimizers (accelerate), seen through."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ _WRAPPERS = (
         True,
     ),
     ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel", "_fsdp_wrapped_module", True),
+    ("deepspeed.runtime.data_pipeline.data_routing.basic_layer", "RandomLayerTokenDrop", "random_ltd_layer", False),
 )
 
 # (module, class, attribute of the wrapped object) of wrappers with the methods of what they wrap, and another type

@@ -72,6 +72,8 @@ class FitReport(msgspec.Struct, frozen=True):
         peer_handshake: of `peer_memory`; empty for a rank that takes no part in the exchange.
         strict: the argument.
         selection: what it selects.
+        extra_states: names of the extra states that it loads or leaves alone.
+        other_extra_states: names of those that it found in its share of the trees, and does not load.
     """
 
     recognized: bytes
@@ -80,6 +82,8 @@ class FitReport(msgspec.Struct, frozen=True):
     peer_handshake: bytes = b""
     strict: bool | dict[str, bool] = True
     selection: SelectionReport = SelectionReport()
+    extra_states: list[str] = []
+    other_extra_states: list[str] = []
 
 
 class FitDecision(msgspec.Struct, frozen=True):
@@ -87,6 +91,7 @@ class FitDecision(msgspec.Struct, frozen=True):
 
     Attributes:
         recognized: bitmap of the catalog's tensors that some rank recognizes.
+        other_extra_states: names of the extra states of modules that no rank loads.
         shared: columns of `SharedChunks`: what several ranks want.
         hosts: a number for each rank, equal for ranks of one machine, where something is shared.
         handshakes: each rank's, where something is shared.
@@ -94,6 +99,7 @@ class FitDecision(msgspec.Struct, frozen=True):
     """
 
     recognized: bytes = b""
+    other_extra_states: list[str] = []
     shared: list[bytes] = []
     hosts: list[int] = []
     handshakes: list[bytes] = []
@@ -119,12 +125,15 @@ def decide_fit(reports: Sequence[FitReport], chunk_bytes: int, chunks_per_round:
                 "the same"
             )
     recognized = np.bitwise_or.reduce([np.frombuffer(r.recognized, np.uint8) for r in reports]).tobytes()
+    loaded = {name for report in reports for name in report.extra_states}
+    others = sorted({name for report in reports for name in report.other_extra_states} - loaded)
     shared = plan_shared_reads([np.frombuffer(r.ranges, np.int64).reshape(-1, 3) for r in reports], chunk_bytes)
     if not len(shared):
-        return FitDecision(recognized=recognized)
+        return FitDecision(recognized=recognized, other_extra_states=others)
     numbers = {host: number for number, host in enumerate(dict.fromkeys(r.host for r in reports))}
     return FitDecision(
         recognized=recognized,
+        other_extra_states=others,
         shared=shared.to_columns(),
         hosts=[numbers[r.host] for r in reports],
         handshakes=[r.peer_handshake for r in reports],

@@ -15,6 +15,7 @@ from bytecheckpoint.loading.trees import Trees
 from bytecheckpoint.representation.boxes import Int64s
 from bytecheckpoint.representation.catalog import SHARED, VALUES_SLOT, Catalog
 from bytecheckpoint.representation.shards import TensorKey
+from bytecheckpoint.representation.values.codec import TensorRef, decode, leaves_with_paths
 
 __all__ = ["SavedView"]
 
@@ -167,6 +168,27 @@ class SavedView:
         found = of_kind[self._catalog.slot.codes[of_kind] == self._catalog.slot.code_of(VALUES_SLOT)]
         ordered: Int64s = found[np.argsort(self._catalog.owner[found], kind="stable")]
         return ordered
+
+    def extra_states(self, kind: str, world_size: int) -> Iterator[str]:
+        """Iterate over the names of the extra states in this rank's share of the trees of `kind`.
+
+        The shares of all ranks are all trees. A name may come twice. An empty value is nothing to load, and a tensor
+        that the ranks share has a name of its own in the catalog.
+        """
+        for number in self._tree_numbers(kind).tolist():
+            if max(int(self._catalog.owner[number]), 0) % world_size != self._rank:
+                continue
+            (blob,) = self._read([number])
+            tree = decode(blob, on_tensor=TensorRef, on_unregistered=lambda _, saved: saved, restore=False)
+            for name, value in tree.items() if isinstance(tree, dict) else ():
+                if any(self._holds_more(kind, leaf) for _, leaf in leaves_with_paths(value)):
+                    yield str(name)
+
+    def _holds_more(self, kind: str, leaf: object) -> bool:
+        """Return whether a leaf of an extra state holds something that no shared tensor of the catalog holds."""
+        if isinstance(leaf, TensorRef):
+            return (kind, leaf.name, "") not in self._shared
+        return not (leaf is None or (isinstance(leaf, bytes | dict | list | tuple) and not leaf))
 
     def trees_about(self, kind: str, names: Collection[str]) -> Iterator[bytes]:  # noqa: D102 (protocol)
         numbers = self._tree_numbers(kind)

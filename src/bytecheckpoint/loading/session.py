@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 
 import xxhash
@@ -20,7 +20,7 @@ from bytecheckpoint.engine.peer_memory import peer_handshake
 from bytecheckpoint.engine.reading import read_all
 from bytecheckpoint.engine.scatter import ScatterPlan
 from bytecheckpoint.errors import CheckpointError, CheckpointReplacedError, IncompatibleCheckpointError
-from bytecheckpoint.frameworks.base import is_strict
+from bytecheckpoint.frameworks.base import Destination, is_strict
 from bytecheckpoint.handles import LoadReport
 from bytecheckpoint.loading.call import LoadCall, check_strict_kinds, plain_strict
 from bytecheckpoint.loading.decision import (
@@ -51,6 +51,7 @@ from bytecheckpoint.monitoring.phases import Phases
 from bytecheckpoint.planning.exchange_plan import exchange_plan_of_rank
 from bytecheckpoint.representation.boxes import Int64s
 from bytecheckpoint.representation.catalog import VALUES_SLOT
+from bytecheckpoint.representation.names import escape, unescape
 from bytecheckpoint.representation.plans import SharedChunks
 from bytecheckpoint.representation.shards import TensorKey
 
@@ -188,6 +189,7 @@ class _Attempt:
                 live.note_saved(chain((TensorKey(kind, "", VALUES_SLOT) for kind in states), catalog.keys()))
                 refuse_missing(storage.url, missing, view.other_names(destination.recognized), selection.unmatched)
                 refuse_mismatches(storage.url, refused_mismatches(arguments, destination))
+                loaded, others = self._extra_states(view, live, destination)
                 fit = fit_wanted(storage.url, catalog, view, destination.wanted, chunk_bytes, cast=call.cast)
                 self._phases.mark("plan")
         ranges = ranges_of(fit.plan)
@@ -200,7 +202,17 @@ class _Attempt:
             peer_handshake=peer_handshake() if exchanges else b"",
             strict=plain_strict(arguments.strict),
             selection=selection.report(look_for_similar=True),
+            extra_states=loaded,
+            other_extra_states=others,
         )
+
+    def _extra_states(self, view: SavedView, live: LiveNames, destination: Destination) -> tuple[list[str], list[str]]:
+        """Return the names of the extra states that this rank loads or leaves alone, and of others in the checkpoint."""
+        loaded = {(kind, name) for kind, names in destination.extra_states.items() for name in names}
+        loaded |= {name for name in live.skipped if name[0] in destination.extra_states}
+        found = {(k, n) for k in destination.extra_states for n in view.extra_states(k, self._collective.world_size)}
+        others = [name for name in found - loaded if live.selection.takes(*name)]
+        return _escaped(loaded), _escaped(others)
 
     def _decide(self, reports: list[FitReport]) -> FitDecision:
         """On rank 0, sum up the reports of all ranks."""
@@ -215,10 +227,11 @@ class _Attempt:
         url = opened.storage.url
         arguments = opened.arguments
         keys = unexpected_keys(opened.catalog, {*arguments.states, *opened.destination.kinds}, decision.recognized)
-        unexpected = [key for key in keys if arguments.selection.takes_any(key)]
-        refused = [str(key) for key in unexpected if is_strict(arguments.strict, key.kind)]
+        unexpected = [str(key) for key in keys if arguments.selection.takes_any(key)]
+        unexpected += map(unescape, decision.other_extra_states)
+        refused = [name for name in unexpected if is_strict(arguments.strict, arguments.kind_of(name))]
         refuse_unexpected(url, refused, (str(shard.key) for shard in opened.destination.wanted))
-        return list(map(str, unexpected))
+        return unexpected
 
     def _read(self, agreement: Agreement, stack: contextlib.ExitStack, decision: FitDecision) -> bool:
         """Fill the destinations; return whether this rank wants its next save prepared."""
@@ -312,3 +325,7 @@ class _Attempt:
             settings=self._call.settings,
         )
         return exchange, plan.private.tolist() if opened.exchanges else range(len(ranges))
+
+
+def _escaped(names: Iterable[tuple[str, str]]) -> list[str]:
+    return [escape(str(TensorKey(*name))) for name in sorted(names)]

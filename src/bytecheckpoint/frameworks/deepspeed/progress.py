@@ -9,6 +9,7 @@ from bytecheckpoint.errors import UsageError
 
 __all__ = ["EngineProgress", "engine_kind"]
 
+_GENERATOR = "generator_state"
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 # The state of a dynamic loss scale; its other attributes are configuration.
 _LOSS_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
@@ -69,7 +70,7 @@ class EngineProgress:
         if engine is not None and engine.random_ltd_enabled():
             yield "random_ltd", engine.random_ltd_scheduler
         if engine is not None and engine.training_dataloader is not None and engine.curriculum_learning_enabled():
-            yield "data_sampler", engine.training_dataloader.data_sampler
+            yield "data_sampler", _DataSampler(engine.training_dataloader.data_sampler)
 
     def _loss_scalers(self) -> Iterator[tuple[str, Any]]:
         """Yield (name, dynamic loss scale), if there is one; a static one is configuration."""
@@ -90,6 +91,29 @@ class EngineProgress:
             raise UsageError(
                 f"{kind}: the engine has accumulated the gradients of {accumulated}, which {lost} between steps"
             )
+
+
+class _DataSampler:
+    """The sampler of a curriculum, with what its own state_dict lacks: the generator that it draws from.
+
+    Its load_state_dict adds the loaded clusters of samples to those that it has.
+    """
+
+    def __init__(self, sampler: Any) -> None:
+        self._sampler = sampler
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the sampler's state, and that of its generator."""
+        return {**self._sampler.state_dict(), _GENERATOR: self._sampler.np_rng.bit_generator.state}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Replace the state."""
+        if self._sampler.global_rank == 0:
+            self._sampler.data_clusters.clear()
+            self._sampler.data_cluster_sizes.clear()
+        self._sampler.load_state_dict({key: value for key, value in state.items() if key != _GENERATOR})
+        if _GENERATOR in state:
+            self._sampler.np_rng.bit_generator.state = state[_GENERATOR]
 
 
 def _accumulated_micro_batches(engine: Any) -> str:

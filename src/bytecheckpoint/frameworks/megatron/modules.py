@@ -11,18 +11,18 @@ from typing import Any
 import torch
 
 from bytecheckpoint.frameworks.base import Destination, SavedStates
+from bytecheckpoint.frameworks.extra_states import plan_extra_states
 from bytecheckpoint.frameworks.megatron.layouts import ShardCollector
 from bytecheckpoint.frameworks.megatron.linked_masters import has_linked_master, linked_master
 from bytecheckpoint.frameworks.megatron.module_scan import MegatronModuleScan, StateDictEntry
 from bytecheckpoint.frameworks.megatron.requests import BoxRequests, clip_to_saved_rows
 from bytecheckpoint.frameworks.modules import find_saved_parameter
 from bytecheckpoint.frameworks.objects.capture import encode_value
-from bytecheckpoint.frameworks.objects.reader import ValueReader
 from bytecheckpoint.frameworks.optimizers.master_weights import choose_saved_weight
 from bytecheckpoint.frameworks.optimizers.restore import first_names
 from bytecheckpoint.frameworks.tensors.allocation import make_writable
 from bytecheckpoint.frameworks.tensors.dtypes import dtype_name
-from bytecheckpoint.representation.shards import LiveState, TensorKey
+from bytecheckpoint.representation.shards import LiveState
 
 __all__ = ["capture_megatron_modules", "load_megatron_modules"]
 
@@ -118,8 +118,7 @@ def load_megatron_modules(
         )
         _log.warning("%s", note)
         into.notes.append(note)
-    if scan.values:
-        loaded += _plan_values(kind, scan, saved, into)
+    loaded += _plan_values(kind, scan, saved, into)
     if loaded:
         into.finish.append(partial(_load_entries, loaded))
 
@@ -140,32 +139,15 @@ def _plan_values(
     kind: str, scan: MegatronModuleScan, saved: SavedStates, into: Destination
 ) -> Iterator[tuple[StateDictEntry, Callable[[], Any]]]:
     """Plan the load of extra states; yield each entry with a function that builds its value."""
-    # A module whose extra state is None takes none.
-    named = {name: entry for name, entry in scan.values.items() if entry.value is not None}
-    wanted = {
-        saved_name: (name, entry) for name, entry in named.items() for saved_name in saved.names_of(kind, (name,))
-    }
-    if not wanted:
-        return
-    reader = ValueReader(kind, saved, into, [entry.value for entry in named.values()])
-    found: dict[str, Any] = {}
-    # The trees of the ranks that saved these layers come first: they hold the values of the same layers.
-    for blob in saved.trees_about(kind, [name for layout in scan.layouts for name in layout.names]):
-        tree = reader.read(blob)
-        if isinstance(tree, dict):
-            found = {**tree, **found}
-        if wanted.keys() <= found.keys():
-            break
-    reader.request_tensors()
-    for saved_name, (name, entry) in wanted.items():
-        if saved_name in found:
-            yield entry, partial(_build, reader, found[saved_name])
-        else:
-            into.missing.append(str(TensorKey(kind, name)))
+    values = {name: entry.value for name, entry in scan.values.items()}
+    tensors = [name for layout in scan.layouts for name in layout.names]
+    empty = {name for name, value in values.items() if value is None}
+    for name, build in plan_extra_states(kind, values, tensors, saved, into, optional=empty):
+        yield scan.values[name], partial(_from_stored, build)
 
 
-def _build(reader: ValueReader, value: object) -> Any:
-    built = reader.build(value, None)
+def _from_stored(build: Callable[[], Any]) -> Any:
+    built = build()
     if isinstance(built, dict) and built.keys() == {_BYTES_IO}:
         return io.BytesIO(built[_BYTES_IO])
     return built

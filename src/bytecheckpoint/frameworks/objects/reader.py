@@ -20,7 +20,7 @@ from bytecheckpoint.frameworks.tensors.dtensors import is_dtensor, local_tensor
 from bytecheckpoint.frameworks.tensors.dtypes import dtype_name, dtype_named
 from bytecheckpoint.frameworks.tensors.plain import is_tensor_like, lists_own_shards
 from bytecheckpoint.representation.shards import TensorKey
-from bytecheckpoint.representation.values.codec import decode
+from bytecheckpoint.representation.values.codec import decode, leaves_with_paths
 from bytecheckpoint.representation.values.registry import registration_of
 
 __all__ = ["ValueReader", "missing_tensor_error"]
@@ -87,6 +87,12 @@ class ValueReader:
             if unwanted(found.key):
                 self._unwanted[identity] = self._tensors.pop(identity)
         return self._pruned(value) if self._unwanted else value
+
+    def leave_out(self, value: Any) -> None:
+        """Request none of the tensors of `value`, as far as no registered instance hides them."""
+        for _, leaf in leaves_with_paths(value):
+            if id(leaf) in self._tensors:
+                self._unwanted[id(leaf)] = self._tensors.pop(id(leaf))
 
     def _pruned(self, value: Any) -> Any:
         if isinstance(value, dict):

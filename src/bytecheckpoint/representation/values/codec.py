@@ -50,6 +50,7 @@ def decode(
     *,
     on_tensor: Callable[[str], object],
     on_unregistered: Callable[[str, object], object] | None = None,
+    restore: bool = True,
 ) -> object:
     """Decode a value that `encode` encoded. Only the code of registered classes runs.
 
@@ -58,6 +59,8 @@ def decode(
         on_tensor: name -> the object to put in the tensor's place. Its exceptions are passed on.
         on_unregistered: (name of a class that is not registered here, saved value of the instance) -> the object to put
             in the instance's place. By default such an instance is an error.
+        restore: make instances of registered classes. False: leave them to `on_unregistered` too, so that no code of
+            theirs runs.
 
     Raises:
         CorruptCheckpointError: `blob` is not an encoded value.
@@ -70,4 +73,4 @@ def decode(
         raise IncompatibleCheckpointError(
             f"plain values are in version {blob[1]} of their encoding, this package reads up to {VERSION}; upgrade it"
         )
-    return Decoder(on_tensor, on_unregistered).decode(memoryview(blob)[2:], 0)
+    return Decoder(on_tensor, on_unregistered, restore=restore).decode(memoryview(blob)[2:], 0)

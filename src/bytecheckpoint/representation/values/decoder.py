@@ -24,12 +24,17 @@ _unpack: Callable[[Any], object] = msgspec.msgpack.Decoder().decode
 class Decoder:
     """The decoder of one encoded value."""
 
-    __slots__ = ("_on_tensor", "_on_unregistered")
+    __slots__ = ("_on_tensor", "_on_unregistered", "_restore")
 
     def __init__(
-        self, on_tensor: Callable[[str], object], on_unregistered: Callable[[str, object], object] | None = None
+        self,
+        on_tensor: Callable[[str], object],
+        on_unregistered: Callable[[str, object], object] | None = None,
+        *,
+        restore: bool = True,
     ) -> None:
         self._on_tensor = on_tensor
+        self._restore = restore
         self._on_unregistered = on_unregistered
 
     def decode(self, data: bytes | memoryview, depth: int) -> object:
@@ -85,7 +90,7 @@ class Decoder:
             ) from error
 
     def _registered(self, name: str, saved: object) -> object:
-        registration = registration_named(name)
+        registration = registration_named(name) if self._restore else None
         if registration is None and self._on_unregistered is not None:
             return self._on_unregistered(name, saved)
         if registration is None:

@@ -1,0 +1,57 @@
+"""Extra states of modules: a load finds them by name in the trees of all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+from bytecheckpoint.frameworks.base import Destination, SavedStates
+from bytecheckpoint.frameworks.objects.reader import ValueReader
+from bytecheckpoint.representation.shards import TensorKey
+
+__all__ = ["plan_extra_states"]
+
+_ABSENT = object()
+
+
+def plan_extra_states(
+    kind: str,
+    live: Mapping[str, object],
+    tensors: Collection[str],
+    saved: SavedStates,
+    into: Destination,
+    *,
+    optional: Collection[str] = (),
+) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Plan the load of the extra states of one kind; yield the name of each with a function that builds its value.
+
+    Args:
+        kind: name of the state.
+        live: name -> the live value. Classes of which it holds instances need no registration.
+        tensors: names of this rank's parameters and buffers, which tell what trees to read first.
+        saved: the checkpoint.
+        into: receives the plan.
+        optional: names of those that the checkpoint may lack, or hold as None.
+    """
+    wanted = {saved_name: name for name in live for saved_name in saved.names_of(kind, (name,))}
+    into.extra_states.setdefault(kind, set()).update(wanted)
+    if not wanted:
+        return
+    reader = ValueReader(kind, saved, into, list(live.values()))
+    found: dict[str, Any] = {}
+    # The trees of the ranks that saved these tensors come first: they hold the values of the same layers.
+    for blob in saved.trees_about(kind, tensors):
+        tree = reader.read(blob)
+        if isinstance(tree, dict):
+            found = {**tree, **found}
+        if wanted.keys() <= found.keys():
+            break
+    reader.leave_out([value for name, value in found.items() if name not in wanted])
+    reader.request_tensors()
+    for saved_name, name in wanted.items():
+        value = found.get(saved_name, _ABSENT)
+        if value is not _ABSENT and not (value is None and name in optional):
+            yield name, partial(reader.build, value, None)
+        elif name not in optional:
+            into.missing.append(str(TensorKey(kind, name)))
