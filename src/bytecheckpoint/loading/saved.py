@@ -178,8 +178,9 @@ class SavedView:
         for number in self._tree_numbers(kind).tolist():
             if max(int(self._catalog.owner[number]), 0) % world_size != self._rank:
                 continue
-            (blob,) = self._read([number])
-            tree = decode(blob, on_tensor=TensorRef, on_unregistered=lambda _, saved: saved, restore=False)
+            tree = decode(
+                self._reader.read(number), on_tensor=TensorRef, on_unregistered=lambda _, saved: saved, restore=False
+            )
             for name, value in tree.items() if isinstance(tree, dict) else ():
                 if any(self._holds_more(kind, leaf) for _, leaf in leaves_with_paths(value)):
                     yield str(name)
