@@ -97,7 +97,7 @@ def forget_parallel() -> None:
 
 def transformer_config(layout: Layout, **changes: Any) -> Any:
     """Return the model's configuration, with `changes`."""
-    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
     dtype = torch.bfloat16 if layout.bf16 else torch.float16 if layout.fp16 else torch.float32
     config: dict[str, Any] = {
@@ -137,7 +137,8 @@ def transformer_config(layout: Layout, **changes: Any) -> Any:
             "moe_token_dispatcher_type": "alltoall",
             "moe_grouped_gemm": False,
         }
-    return TransformerConfig(**(config | changes))
+    latent = changes.get("multi_latent_attention", False)
+    return (MLATransformerConfig if latent else TransformerConfig)(**(config | changes))
 
 
 def gpt_chunks(layout: Layout, config: Any, arguments: Callable[[dict[str, int]], dict[str, Any]]) -> list[Any]:

@@ -28,6 +28,7 @@ __all__ = [
     "boxes_of_factory",
     "checkpoint_names",
     "clip_to_saved_shape",
+    "join_parts",
     "sharded_tensor_box",
 ]
 
@@ -100,12 +101,15 @@ class ParameterLayout:
         tensor: the live tensor.
         boxes: the boxes that it consists of: one, unless the parameter is fused.
         saved_by_other_stage: whether another pipeline stage holds the same tensor and saves it.
+        parts: the parameters of a model that does not fuse them, if the parameter is several of these: each has optimizer
+            state of its own in a checkpoint. Their boxes are this layout's.
     """
 
     names: tuple[str, ...]
     tensor: torch.Tensor
     boxes: list[TensorBox] = field(default_factory=list)
     saved_by_other_stage: bool = False
+    parts: list[ParameterLayout] = field(default_factory=list)
 
     def describe(self) -> str:
         """Return for example "dim 0 in 2", or "whole"."""
@@ -275,6 +279,30 @@ def boxes_of_factory(
     if covered != parameter.numel():
         raise UsageError(f"{where}: the parts in which {factory.key!r} is stored do not cover it")
     return boxes
+
+
+def join_parts(parameter: torch.Tensor, layouts: Sequence[ParameterLayout]) -> ParameterLayout | None:
+    """Return the layout of a parameter of which a model describes parts, one after the other, as tensors of their own.
+
+    None if `layouts` are not all of the parameter, or not consecutive elements of it.
+    """
+    if not parameter.is_contiguous():
+        return None
+    parts = sorted(layouts, key=lambda layout: layout.tensor.storage_offset())
+    end = 0
+    for part in parts:
+        start = int(part.tensor.storage_offset() - parameter.storage_offset())
+        if start != end or not part.tensor.is_contiguous() or len(part.boxes) != 1:
+            return None
+        (box,) = part.boxes
+        box.start = start
+        corner = _coordinates(start, tuple(parameter.shape))
+        box.slices = tuple(slice(o, o + n) for o, n in zip(corner, part.tensor.shape, strict=True))
+        end += part.tensor.numel()
+    if end != parameter.numel():
+        return None
+    boxes = [box for part in parts for box in part.boxes]
+    return ParameterLayout(parts[0].names, parameter, boxes, parts[0].saved_by_other_stage, parts)
 
 
 def _coordinates(number: int, shape: tuple[int, ...]) -> list[int]:

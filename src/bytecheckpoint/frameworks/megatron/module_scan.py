@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,7 @@ from bytecheckpoint.frameworks.megatron.layouts import (
     ParameterLayout,
     boxes_of_factory,
     checkpoint_names,
+    join_parts,
     sharded_tensor_box,
 )
 from bytecheckpoint.frameworks.tensors.dtensors import local_tensor
@@ -146,9 +147,34 @@ def _scan_chunk(kind: str, scan: MegatronModuleScan, model: Any, wrappers: Seque
         elif data.untyped_storage().data_ptr() not in storages:
             scan.computed[id(layout)] = StateDictEntry(data, model, state_key)
         scan.layouts.append(layout)
+    _join_parts(scan, live)
     _add_empty_values(scan, model, entries)
     for wrapper in filter(_is_data_parallel, wrappers):
         _add_ranges(kind, scan, wrapper)
+
+
+def _join_parts(scan: MegatronModuleScan, live: Mapping[int, torch.Tensor]) -> None:
+    """Give the parameters that the model describes in parts (a fused projection, by the names without fusion) layouts."""
+    views: dict[int, list[ParameterLayout]] = {}  # by the memory that they are in
+    for layout in scan.layouts:
+        if id(layout.tensor) not in live and id(layout) not in scan.computed and layout.tensor.numel():
+            views.setdefault(layout.tensor.untyped_storage().data_ptr(), []).append(layout)
+    for parameter in live.values() if views else ():
+        if id(parameter) in scan.layout_by_id or not parameter.numel():
+            continue
+        first = parameter.data_ptr()
+        last = first + parameter.numel() * parameter.element_size()
+        parts = [
+            view
+            for view in views.get(parameter.untyped_storage().data_ptr(), ())
+            if first <= view.tensor.data_ptr() < last and view.tensor.dtype == parameter.dtype
+        ]
+        joined = join_parts(parameter, parts) if parts else None
+        if joined is not None:
+            others = {id(part) for part in parts[1:]}
+            kept = (layout for layout in scan.layouts if id(layout) not in others)
+            scan.layouts = [joined if layout is parts[0] else layout for layout in kept]
+            scan.layout_by_id[id(parameter)] = joined
 
 
 def _is_data_parallel(wrapper: object) -> bool:

@@ -32,12 +32,12 @@ _SCALER = "grad_scaler"
 
 @dataclass(slots=True)
 class ViewParam:
-    """A parameter of a view.
+    """A parameter of a view, or one of the parameters that it fuses.
 
     Attributes:
         main: the main param behind it.
-        layout: layout of the model parameter.
-        placeholder: the tensor that stands for the whole parameter in the view.
+        layout: layout of the model parameter, or of its part.
+        placeholder: the tensor that stands for the whole of it in the view.
     """
 
     main: MainParam
@@ -101,10 +101,12 @@ class MegatronOptimizerView:
                 form = main.tensor.dtype, main.tensor.device
                 if form not in scalars:
                     scalars[form] = main.tensor.detach().new_empty(())
-                placeholder = placeholder_parameter(tuple(layout.tensor.shape), scalars[form])
-                groups[id(main.group)]["params"].append(placeholder)
-                by_id[id(placeholder)] = by_id[id(main.model_param)]
-                self.params.append(ViewParam(main, layout, placeholder))
+                for part in layout.parts or [layout]:
+                    placeholder = placeholder_parameter(tuple(part.tensor.shape), scalars[form])
+                    groups[id(main.group)]["params"].append(placeholder)
+                    name = (part.names[0], part.names[1:]) if layout.parts else by_id[id(main.model_param)]
+                    by_id[id(placeholder)] = name
+                    self.params.append(ViewParam(main, part, placeholder))
         counts = Counter(param.layout.names[0] for param in self.params)
         # The ranges of a distributed optimizer differ between the chunks that hold replicas: these are refused by name.
         replicas = {

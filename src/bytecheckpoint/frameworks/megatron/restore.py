@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -60,9 +61,11 @@ def load_megatron_optimizers(
     ) -> ParameterRestore:
         param = params[id(parameter)]
         model_kind = model_kinds[id(param.main.model_param)]
-        loads.append(_ParamLoad(kind, param, optimizer, name, on_device, model_kind, requests))
+        state = states.setdefault(id(param.main.tensor), _LoadedState())
+        loads.append(_ParamLoad(kind, param, optimizer, name, on_device, model_kind, requests, state))
         return loads[-1]
 
+    states: dict[int, _LoadedState] = {}  # by what the optimizer steps
     loads: list[_ParamLoad] = []
     requests = BoxRequests(into)
     load_optimizers(kind, [view.optimizer], view.names, saved, into, strict=strict, restorer=restorer)
@@ -90,6 +93,21 @@ def _check_group_steps(kind: str, loads: Sequence[_ParamLoad]) -> None:
             )
 
 
+@dataclass(slots=True)
+class _LoadedState:
+    """The loaded state of one tensor that an optimizer steps, to which each of the parameters fused in it adds its part.
+
+    Attributes:
+        memory: slot -> elementwise state.
+        scalars: slot -> one-element tensor.
+        values: other state.
+    """
+
+    memory: dict[str, torch.Tensor] = field(default_factory=dict)
+    scalars: dict[str, torch.Tensor] = field(default_factory=dict)
+    values: dict[Any, Any] = field(default_factory=dict)
+
+
 class _ParamLoad:
     """The load of one parameter's optimizer state (a `ParameterRestore`)."""
 
@@ -102,6 +120,7 @@ class _ParamLoad:
         on_device: bool,
         model_kind: str,
         requests: BoxRequests,
+        state: _LoadedState,
     ) -> None:
         self._kind = kind
         self._optimizer = optimizer
@@ -111,9 +130,8 @@ class _ParamLoad:
         self._on_device = on_device
         self._model_kind = model_kind
         self._requests = requests
-        self._memory: dict[str, torch.Tensor] = {}  # slot -> elementwise state
-        self._scalars: dict[str, torch.Tensor] = {}  # slot -> one-element tensor
-        self._values: dict[Any, Any] = {}
+        self._state = state
+        self._own_scalars: set[str] = set()  # slots, of those that are saved once for each of the fused parameters
 
     def plan(self, saved: SavedStates, trees: SavedTrees, into: Destination) -> bool:
         """Request this rank's elements of the state, the single values, and the master weights."""
@@ -140,8 +158,9 @@ class _ParamLoad:
                     self._requests.add(box, weight, self.main.tensor.detach(), self.main.start)
         for slot, filled_boxes in filled.items():
             into.missing += [str(b.key(kind, slot)) for b in boxes if b not in filled_boxes and slot != MASTER]
-        self._values, _ = trees.take_values(self._names[0], self._names[1:])
-        return bool(filled or self._scalars or self._values)
+        values, _ = trees.take_values(self._names[0], self._names[1:])
+        self._state.values.update(values)
+        return bool(filled or self._own_scalars or values)
 
     def _plan_slot(
         self,
@@ -163,11 +182,14 @@ class _ParamLoad:
                 self._requests.add(box, found, self._target(found, slot, box, trees), self.main.start)
         elif shape.count(1) != len(shape):
             raise self._incompatible(found, f"has shape {shape}")
-        elif slot not in self._scalars:
+        elif slot not in self._own_scalars:
+            self._own_scalars.add(slot)
             tensor = self.main.tensor.detach()
             dtype = self._choose_dtype(found, trees, None)
             target = allocate_state(found, tensor, dtype, on_device=self._on_device)
-            self._scalars[slot] = target
+            first = self._state.scalars.setdefault(slot, target)
+            if first is not target:
+                into.checks.append(partial(self._check_equal, found, first, target))
             request_state(into, found, target)
 
     def _choose_dtype(self, found: SavedTensor, trees: SavedTrees, live: object) -> torch.dtype:
@@ -180,7 +202,7 @@ class _ParamLoad:
         tensor = self.main.tensor.detach()
         if slot == MASTER:
             return tensor
-        target = self._memory.get(slot)
+        target = self._state.memory.get(slot)
         if target is None:
             live = self.main.state().get(slot)
             dtype = self._choose_dtype(found, trees, live)
@@ -190,13 +212,17 @@ class _ParamLoad:
                 and live.dtype == dtype
                 and is_writable(live)
                 and found.global_shape == box.global_shape
-                and all(live is not other for other in self._memory.values())
+                and all(live is not other for other in self._state.memory.values())
             )
             # Zeros, since a checkpoint may hold nothing of the rows that a vocabulary is padded with.
             target = live if fits else torch.zeros_like(tensor, dtype=dtype)
             assert target is not None
-            self._memory[slot] = target
+            self._state.memory[slot] = target
         return target
+
+    def _check_equal(self, found: SavedTensor, first: torch.Tensor, other: torch.Tensor) -> None:
+        if not torch.equal(first, other):
+            raise self._incompatible(found, f"is {other.item()}, and that of a parameter fused with it {first.item()}")
 
     def _incompatible(self, found: SavedTensor, problem: str) -> IncompatibleCheckpointError:
         return IncompatibleCheckpointError(
@@ -212,20 +238,21 @@ class _ParamLoad:
 
     def group_step(self) -> int | None:
         """Return the loaded step if the optimizer keeps it in the group; to be called after the bytes have arrived."""
-        step = self._scalars.get("step", self._values.get("step")) if self.main.step_in_group else None
+        step = self._state.scalars.get("step", self._state.values.get("step")) if self.main.step_in_group else None
         return None if step is None else int(step)
 
     def install(self) -> None:
         """Replace the parameter's state by the loaded one."""
         inner, tensor = self.main.inner, self.main.tensor
-        values = {**self._scalars, **self._values}
+        values = {**self._state.scalars, **self._state.values}
         if (step := self.group_step()) is not None:
             self.main.group["step"] = step
             del values["step"]
         inner.state.pop(tensor, None)
-        if self._memory or values:
-            inner.state[tensor].update({**self._memory, **values})
+        if self._state.memory or values:
+            inner.state[tensor].update({**self._state.memory, **values})
 
     def clear(self) -> None:
-        """Remove the parameter's state."""
-        self.main.inner.state.pop(self.main.tensor, None)
+        """Remove the parameter's state, unless a parameter fused with it has some."""
+        if not (self._state.memory or self._state.scalars or self._state.values):
+            self.main.inner.state.pop(self.main.tensor, None)

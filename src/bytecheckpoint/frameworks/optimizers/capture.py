@@ -14,6 +14,7 @@ from bytecheckpoint.frameworks.base import ParameterName
 from bytecheckpoint.frameworks.objects.capture import tensor_name
 from bytecheckpoint.frameworks.optimizers.names import NOT_HYPERPARAMETERS, ParameterNames, ParamGroup, named_groups
 from bytecheckpoint.frameworks.optimizers.tree import comparable_bytes, pack_tensors, state_reference
+from bytecheckpoint.frameworks.optimizers.wrapped import capture_wrapped, is_wrapped
 from bytecheckpoint.frameworks.tensors.discovery import add_shards
 from bytecheckpoint.frameworks.tensors.dtensors import is_dtensor, local_tensor
 from bytecheckpoint.representation.shards import LiveShard, LiveState, TensorKey
@@ -119,7 +120,9 @@ def _capture_state(
     fqn, aliases = name
     sharded = is_dtensor(parameter)
     for slot, value in own.items():
-        if isinstance(value, torch.Tensor) and type(slot) is str and slot:
+        if is_wrapped(value) and type(slot) is str and slot:
+            values[slot] = capture_wrapped(TensorKey(kind, fqn, slot), value, aliases, shards)
+        elif isinstance(value, torch.Tensor) and type(slot) is str and slot:
             slots[slot] = value
             like = layout_of(value, parameter) if sharded else None
             add_shards(shards, TensorKey(kind, fqn, slot), value, aliases=aliases, like=like)

@@ -6,13 +6,14 @@ straight into `optimizer.state`, in the dtype that the optimizer makes itself (`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch.optim import Optimizer
 
+from bytecheckpoint.errors import IncompatibleCheckpointError
 from bytecheckpoint.frameworks.base import (
     Destination,
     ParameterName,
@@ -29,8 +30,10 @@ from bytecheckpoint.frameworks.optimizers.saved_trees import SavedTrees
 from bytecheckpoint.frameworks.optimizers.slots import SlotCheck
 from bytecheckpoint.frameworks.optimizers.state_dtypes import converts_exactly
 from bytecheckpoint.frameworks.optimizers.state_memory import allocate_state, request_state
+from bytecheckpoint.frameworks.optimizers.wrapped import is_wrapped, make_wrapped, wrapped_slots
 from bytecheckpoint.frameworks.tensors.allocation import is_writable
 from bytecheckpoint.frameworks.tensors.dtypes import dtype_name, dtype_named
+from bytecheckpoint.representation.shards import TensorKey
 
 __all__ = ["ParameterRestore", "PlainParameterRestore", "Restorer", "first_names", "load_optimizers"]
 
@@ -166,15 +169,27 @@ class PlainParameterRestore:
         names = (self._fqn, *self._aliases)
         live = self._optimizer.state.get(self._parameter) or {}
         used: set[int] = set()
-        self._values, nested = trees.take_values(self._fqn, self._aliases)
+        values, nested = trees.take_values(self._fqn, self._aliases)
+        wrapped = wrapped_slots(values)
+        self._values = {slot: value for slot, value in values.items() if slot not in wrapped}
+        inside: dict[str, dict[str, SavedTensor]] = {slot: {} for slot in wrapped}
         stepped = self._parameter.dtype
         slots: list[SavedTensor] = []
         for found in saved.slots(self._kind, names):
             into.recognized.add(found.key)
-            if not is_unused_master(found.key.slot, live, self._optimizer, trees.optimizer_types):
+            outer, _, name = found.key.slot.rpartition(".")
+            if outer in wrapped:
+                inside[outer][name] = found
+            elif not is_unused_master(found.key.slot, live, self._optimizer, trees.optimizer_types):
                 slots.append(found)
                 if found.key.slot == MASTER:
                     stepped = dtype_named(found.dtype)
+        for slot, described in wrapped.items():
+            key = TensorKey(self._kind, self._fqn, slot)
+            self._check_takes(key, described[0], live, trees)
+            self._tensors[slot] = make_wrapped(
+                key, described, inside[slot], self._parameter, live.get(slot), self._aliases, into.wanted
+            )
         for found in slots:
             slot = found.key.slot
             target = nested.get((found.key.fqn, slot))
@@ -194,6 +209,14 @@ class PlainParameterRestore:
             # Tied here, but stored separately (two pipeline stages): the load knows the other copies.
             into.recognized.update(other.key for name in names for other in saved.slots(self._kind, (name,)))
         return bool(self._tensors or self._values)
+
+    def _check_takes(self, key: TensorKey, form: str, live: Mapping[Any, Any], trees: SavedTrees) -> None:
+        """Refuse state in a form of another optimizer's own, which the step of this one may not know."""
+        if type(self._optimizer).__name__ not in trees.optimizer_types and not is_wrapped(live.get(key.slot)):
+            raise IncompatibleCheckpointError(
+                f"{key} is a {form} in the checkpoint, of {', '.join(sorted(trees.optimizer_types))}: "
+                f"{type(self._optimizer).__name__} cannot continue with it; leave the optimizer out, or use that one"
+            )
 
     def install(self) -> None:
         """Replace the parameter's state by the loaded one."""
