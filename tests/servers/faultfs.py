@@ -36,6 +36,7 @@ class FaultFs:
             path.mkdir(parents=True)
         self._log, self._library = folder / "log", library
         self._process: subprocess.Popen[bytes] | None = None
+        self._restart: threading.Timer | None = None
         self.clear()
         self.start()
 
@@ -66,9 +67,9 @@ class FaultFs:
     def kill_for(self, seconds: float, *, unmount: bool = False) -> threading.Timer:
         """`kill`, and start again so many seconds later, while others go on; join what is returned."""
         self.kill(unmount=unmount)
-        timer = threading.Timer(seconds, self.start)
-        timer.start()
-        return timer
+        self._restart = threading.Timer(seconds, self.start)
+        self._restart.start()
+        return self._restart
 
     def _unmount(self) -> None:
         subprocess.run(["umount", "-l", str(self.mount)], check=False, capture_output=True, timeout=30)
@@ -95,6 +96,10 @@ class FaultFs:
 
     def stop(self) -> None:
         """Unmount the file system, and end its process."""
+        if self._restart is not None:
+            self._restart.cancel()
+            if self._restart is not threading.current_thread():
+                self._restart.join()
         self.clear()
         self._unmount()
         if self._process is not None:
