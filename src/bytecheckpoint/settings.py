@@ -42,7 +42,8 @@ class Settings:
             as network file systems; "off" never.
         timeout: seconds that a rank waits for the others in one step of a save or load, or for an answer of a file
             system. The time for moving bytes comes on top.
-        storage_timeout: seconds for which one operation of a remote storage is retried after transient errors.
+        storage_timeout: seconds for which one operation of a remote storage or a network file system is retried after
+            transient errors; on a network file system at most half of `timeout`.
         commit: "exclusive" publishes a checkpoint on an object store by a conditional put, so that of two jobs that
             save to one path one gets an error; "plain" by an ordinary put, for stores that lack conditional ones.
         spool_dir: folder for bytes that an object store takes later and that do not fit in memory; by default the

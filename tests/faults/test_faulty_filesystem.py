@@ -58,6 +58,7 @@ def mounted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultFs]:
 
 @pytest.fixture
 def fs(mounted: FaultFs) -> Iterator[FaultFs]:
+    bytecheckpoint.configure(storage_timeout=1.0)  # a network file system is retried for so long
     yield mounted
     mounted.clear()
 

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -33,19 +34,45 @@ class FaultFs:
         self.back, self.mount, self._rules = folder / "back", folder / "mount", folder / "rules.json"
         for path in (self.back, self.mount):
             path.mkdir(parents=True)
+        self._log, self._library = folder / "log", library
+        self._process: subprocess.Popen[bytes] | None = None
+        self._restart: threading.Timer | None = None
         self.clear()
-        with (folder / "log").open("wb") as log:
-            self._process = subprocess.Popen(
+        self.start()
+
+    def start(self) -> None:
+        """Mount the file system; also after `kill`."""
+        self._unmount()
+        with self._log.open("ab") as log:
+            process = self._process = subprocess.Popen(
                 [sys.executable, str(_PROGRAM), str(self.back), str(self.mount), str(self._rules)],
-                env={**os.environ, "PYTHONPATH": f"{library}:{Path(fault_rule.__file__).parent}"},
+                env={**os.environ, "PYTHONPATH": f"{self._library}:{Path(fault_rule.__file__).parent}"},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
             )
-        wait_until(lambda: os.path.ismount(self.mount) or self._process.poll() is not None, 60)
+        wait_until(lambda: os.path.ismount(self.mount) or process.poll() is not None, 60)
         if not os.path.ismount(self.mount):
             self.stop()
-            raise RuntimeError(f"faultfs did not start: {(folder / 'log').read_text()[-2000:]}")
+            raise RuntimeError(f"faultfs did not start: {self._log.read_text()[-2000:]}")
+
+    def kill(self, *, unmount: bool = False) -> None:
+        """End the process with SIGKILL; the mount stays, and every call fails, unless it is removed, too."""
+        assert self._process is not None
+        self._process.kill()
+        self._process.wait()
+        if unmount:
+            self._unmount()
+
+    def kill_for(self, seconds: float, *, unmount: bool = False) -> threading.Timer:
+        """`kill`, and start again so many seconds later, while others go on; join what is returned."""
+        self.kill(unmount=unmount)
+        self._restart = threading.Timer(seconds, self.start)
+        self._restart.start()
+        return self._restart
+
+    def _unmount(self) -> None:
+        subprocess.run(["umount", "-l", str(self.mount)], check=False, capture_output=True, timeout=30)
 
     def rule(self, call: str, code: int = 0, **options: Any) -> None:
         """Replace all rules by one; see `faultfs_program.FileFault` for the options."""
@@ -69,10 +96,15 @@ class FaultFs:
 
     def stop(self) -> None:
         """Unmount the file system, and end its process."""
+        if self._restart is not None:
+            self._restart.cancel()
+            if self._restart is not threading.current_thread():
+                self._restart.join()
         self.clear()
-        subprocess.run(["umount", "-l", str(self.mount)], check=False, capture_output=True, timeout=30)
-        try:
-            self._process.wait(10)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        self._unmount()
+        if self._process is not None:
+            try:
+                self._process.wait(10)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()

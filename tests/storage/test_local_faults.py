@@ -182,8 +182,9 @@ def test_file_systems_without_locks(tmp_path: Path, fail: Fail) -> None:
 @tuned(stale_pauses=(0.0, 0.01))
 def test_a_stale_name_tells_how_often_it_was_tried(tmp_path: Path, fail: Fail) -> None:
     bytecheckpoint.save(tmp_path / "s", states(step=1))
+    bytecheckpoint.configure(storage_timeout=1.0)
     fail("open", errno.ESTALE, lambda path, *_: "rank-" in str(path))
-    with pytest.raises(StorageUnavailableError, match=rf"cannot open {tmp_path}/s/.*Stale file handle \(attempt 3\)"):
+    with pytest.raises(StorageUnavailableError, match=rf"cannot open {tmp_path}/s/.*Stale .* \(\d+ attempts in \d"):
         load_step(tmp_path / "s")
 
 
@@ -316,7 +317,7 @@ def test_an_open_file_that_becomes_stale_is_reopened(tmp_path: Path, fail: Fail,
     data = content(1 << 20)
     write_file(storage, "model/file", data)
     reader = storage.open("model/file")
-    stale = reader._fd  # type: ignore[attr-defined]
+    stale = reader._file.get()  # type: ignore[attr-defined]
     fail("preadv", errno.ESTALE, lambda fd, *_: fd == stale)
     out = np.zeros(len(data), np.uint8)
     step = len(data) // 16

@@ -12,7 +12,7 @@ import pytest
 
 from bytecheckpoint.errors import StorageUnavailableError, UsageError
 from bytecheckpoint.storage import resolve
-from bytecheckpoint.storage.posix.files import _mounts, is_in_memory
+from bytecheckpoint.storage.posix.mounts import _recent_mounts, is_in_memory
 from bytecheckpoint.storage.threads import call_with_timeout
 from bytecheckpoint.tuning import tuned
 from tests.support.mounts import small_tmpfs
@@ -89,12 +89,12 @@ else:
 def test_what_is_in_memory(tmp_path: Path) -> None:
     with small_tmpfs(tmp_path / "a b", "1m"):
         inside = tmp_path / "a b"
-        _mounts.cache_clear()  # looked up once a second
+        _recent_mounts.cache_clear()  # looked up once a second
         assert is_in_memory(str(inside / "step" / "model"))
         assert resolve(str(inside / "step")).in_memory
         (inside / "link").symlink_to(tmp_path)
         assert not is_in_memory(str(inside / "link" / "step"))
-    _mounts.cache_clear()
+    _recent_mounts.cache_clear()
     assert is_in_memory(str(inside)) == is_in_memory(str(tmp_path))
     assert not is_in_memory("/proc/self")
     assert resolve(f"mem://test-{os.getpid()}/x").in_memory

@@ -8,7 +8,9 @@ import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import obstore
 import pytest
 
 import bytecheckpoint
@@ -17,9 +19,11 @@ from bytecheckpoint.cli.main import run as command
 from bytecheckpoint.collectives import current
 from bytecheckpoint.collectives.base import Collective
 from bytecheckpoint.collectives.testing import ThreadWorld
-from bytecheckpoint.storage import resolve
+from bytecheckpoint.representation.catalog import Catalog
+from bytecheckpoint.storage import Storage, resolve
 from bytecheckpoint.storage.objects.storage import ObjectStorage
 from bytecheckpoint.storage.testing import StorageTests
+from bytecheckpoint.tiers import copying
 from bytecheckpoint.tiers.cooldown import cool, plan_cooldown
 from bytecheckpoint.tiers.lease import LEASE_FILE, Lease, leased
 from bytecheckpoint.tiers.storage import TierStorage
@@ -251,6 +255,38 @@ def test_cooldown_to_and_from_a_server(durable: str, direction: str, tmp_path: P
         assert checkpoint["extra_states/step"] == 1
     assert command(["ls", root]) == 0
     assert command(["export", f"{root}/1", str(tmp_path / "hf")]) == 0
+
+
+@pytest.mark.parametrize("can_copy", [True, False])
+def test_cooldown_inside_a_bucket_is_left_to_the_store(
+    bucket: str, can_copy: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """... and a store that cannot copy, or a damaged file, is dealt with by copying through this machine."""
+    root, cold = f"s3://{bucket}/run", f"s3://{bucket}/cold"
+    for step in (1, 2, 3):
+        bytecheckpoint.save(f"{root}/{step}", states(step=step))
+    hot = resolve(f"{root}/2")
+    name = next(name for name, _ in hot.list() if name.startswith("model"))
+    data = bytearray(hot.read(name))
+    data[-1] ^= 1
+    hot.publish(name, bytes(data))
+    through: list[str] = []
+    real = copying.copy_file
+
+    def copy_file(source: Storage, target: Storage, catalog: Catalog, number: int) -> None:
+        through.append(catalog.files[number].name)
+        real(source, target, catalog, number)
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise obstore.exceptions.NotSupportedError("not here")
+
+    monkeypatch.setattr(copying, "copy_file", copy_file)
+    if not can_copy:
+        monkeypatch.setattr(obstore, "copy", refuse)
+    first, second, _ = plan_cooldown(root, cold, older_than=0)
+    assert cool(first).done and load_step(f"{root}/1") == load_step(f"{cold}/1") == 1
+    assert (not through) == can_copy
+    assert f"checksum mismatch in {root}/2/{name}" in cool(second).error
 
 
 def test_leases_are_renewed_and_taken_over(durable: str) -> None:

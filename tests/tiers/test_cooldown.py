@@ -206,6 +206,7 @@ def test_any_scheme_to_any_other(tmp_path: Path, hot: str, cold: str) -> None:
 #: For each line "root cold call" of its input, forks a process that moves a step, and ends at its call of that number.
 _KILLED = """
 import os, sys
+from bytecheckpoint.storage.posix import open_files
 from bytecheckpoint.storage.posix import storage as local
 from bytecheckpoint.tiers.cooldown import cool, plan_cooldown
 
@@ -222,7 +223,7 @@ def counted(owner, name):
     setattr(owner, name, call)
 
 for owner, names in ((local.LocalStorage, ("create", "publish", "delete", "sync", "list")),
-                     (local._Writer, ("write_at", "finish")), (os, ("fsync", "replace", "unlink"))):
+                     (open_files.Writer, ("write_at", "finish")), (os, ("fsync", "replace", "unlink"))):
     for name in names:
         counted(owner, name)
 for line in sys.stdin:

@@ -20,9 +20,16 @@ import pytest
 import torch
 
 import bytecheckpoint
-from bytecheckpoint import CheckpointError, CorruptCheckpointError, StorageConflictError, StorageUnavailableError
+from bytecheckpoint import (
+    CheckpointError,
+    CorruptCheckpointError,
+    StorageConflictError,
+    StorageError,
+    StorageUnavailableError,
+)
 from bytecheckpoint.cli.main import run as command
 from bytecheckpoint.storage import resolve
+from bytecheckpoint.storage.posix import open_files
 from bytecheckpoint.storage.posix import storage as local
 from bytecheckpoint.storage.testing.wrappers import FaultRule, FaultyStorage
 from bytecheckpoint.tiers.cooldown import CoolStep, cool, plan_cooldown
@@ -75,8 +82,8 @@ def test_a_step_that_moves_while_it_is_loaded(root: Path, tmp_path: Path, moment
     here = str(root / "1")
     owner, name, fits = {
         "catalog read": (local.PosixStorage, "open", lambda storage, _: storage.root == here),
-        "file opened": (local._Reader, "read_into", lambda reader, *_: here in reader._path),
-        "file read": (local._Reader, "read_into", lambda reader, *_: f"{here}/optimizer" in reader._path),
+        "file opened": (open_files.Reader, "read_into", lambda reader, *_: here in reader._path),
+        "file read": (open_files.Reader, "read_into", lambda reader, *_: f"{here}/optimizer" in reader._path),
     }[moment]
     with paused(owner, name, fits, load_step, root / "1") as loading:
         assert cool(plan).done
@@ -117,7 +124,7 @@ def test_a_cooled_step_can_be_exported_and_compared(root: Path, tmp_path: Path) 
 def test_a_second_cooldown_leaves_the_step_to_the_first(root: Path, tmp_path: Path) -> None:
     cold = tmp_path / "cold"
     (plan, *_) = planned(root, cold)
-    with paused(local._Writer, "finish", lambda writer, *_: str(cold) in writer._path, cool, plan) as first:
+    with paused(open_files.Writer, "finish", lambda writer, *_: str(cold) in writer._path, cool, plan) as first:
         second = cool(plan)
         assert not second.done and "being filled by another cooldown" in second.error
     assert first.result().done
@@ -189,7 +196,7 @@ def test_a_cooldown_that_has_lost_its_lease_removes_nothing(root: Path, tmp_path
     (plan, *_) = planned(root, cold)
     before = files_of(root)
     with ExitStack() as leases:
-        with paused(local._Writer, "finish", lambda writer, *_: str(cold) in writer._path, cool, plan) as first:
+        with paused(open_files.Writer, "finish", lambda writer, *_: str(cold) in writer._path, cool, plan) as first:
             second = leases.enter_context(leased(resolve(plan.target), machine="elsewhere/0"))
         assert f"this process lost {LEASE_FILE}" in first.result().error
         second.check()
@@ -310,6 +317,35 @@ def test_the_lease_of_a_killed_process_is_taken_over_by_one(tmp_path: Path) -> N
     assert all(isinstance(found, StorageConflictError) for found in results if found is not None)
 
 
+class _WithoutConditions(local.LocalStorage):
+    """As an object store that creates under a condition, but does not replace: Ceph 16 is one."""
+
+    def check_publish(self, name: str, expected: str) -> None:
+        if expected:
+            raise StorageError(f"cannot replace {name}: no If-Match")
+
+    def publish(self, name: str, data: bytes, *, expected: str | None = None) -> None:
+        self.check_publish(name, expected or "")
+        super().publish(name, data, expected=expected)
+
+
+def test_leases_where_nothing_is_replaced_under_a_condition(root: Path, tmp_path: Path, short_leases: None) -> None:
+    """A killed holder blocks nobody for ever, and a living one is respected."""
+    storage = _WithoutConditions(str(tmp_path / "cold"))
+    assert run_program(_KILLED, storage.url).returncode == 9
+    with leased(storage, machine="elsewhere/0") as lease:
+        first = storage.read(LEASE_FILE)
+        assert wait_until(lambda: storage.read(LEASE_FILE) != first, 30)
+        assert isinstance(attempt(Lease, storage), StorageConflictError)
+        lease.check()
+        lease._released.set()  # as if its process had been killed
+        with leased(storage) as second:
+            second.check()
+            with pytest.raises(StorageConflictError, match=f"this process lost {LEASE_FILE}"):
+                lease.check()
+    assert storage.list() == []
+
+
 # --- the cold storage goes away -----------------------------------------------------------------------------------------
 
 
@@ -330,6 +366,7 @@ def test_the_cold_files_are_gone(root: Path, tmp_path: Path) -> None:
 def test_the_cold_storage_does_not_answer(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cold = tmp_path / "cold"
     assert all(cool(step).done for step in planned(root, cold))
+    bytecheckpoint.configure(storage_timeout=1.0)
     failing(monkeypatch, "open", errno.ENOTCONN, lambda path, *_: str(path).startswith(f"{cold}/1/"))
     with pytest.raises(StorageUnavailableError, match=rf"cannot open .*{cold}/1/.*not connected"):
         load_step(root / "1")

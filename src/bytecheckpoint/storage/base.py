@@ -275,6 +275,19 @@ class Storage(ABC):
         """Return `other`, a folder with files of this checkpoint, inside the same wrappers as this storage."""
         return other
 
+    def copy_from(self, source: Storage, name: str, size: int) -> bool:
+        """Let the store copy a file of another folder, without sending its bytes through this machine.
+
+        Args:
+            source: the other folder.
+            name: name of the file in both folders; this one has no such file.
+            size: its length in bytes.
+
+        Returns:
+            Whether the file was copied; False where this is not possible. The caller verifies the copy.
+        """
+        return False
+
     def sync(self, names: Iterable[str]) -> None:
         """Make the names of finished files durable (directory entries)."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import time
 from collections.abc import Callable
@@ -12,6 +13,9 @@ from bytecheckpoint.errors import StorageUnavailableError
 __all__ = ["Attempts", "retry"]
 
 _T = TypeVar("_T")
+_log = logging.getLogger("bytecheckpoint")
+#: After so many failed attempts a warning says that an operation is retried.
+_WARN_AFTER = 3
 _FIRST_PAUSE = 0.1
 _LONGEST_PAUSE = 3.0
 
@@ -48,11 +52,18 @@ class Attempts:
         return f"{self.count} attempt{'s' if self.count != 1 else ''} in {time.monotonic() - self._begun:.1f} s"
 
 
-def retry(call: Callable[[], _T], seconds: float) -> _T:
+def retry(
+    call: Callable[[], _T], seconds: float, may_pass: Callable[[StorageUnavailableError], bool] = lambda _: True
+) -> _T:
     """Return `call()`, and call it again while it raises `StorageUnavailableError` and `seconds` are not over.
 
+    Args:
+        call: one attempt.
+        seconds: time from now to the deadline.
+        may_pass: tells whether another attempt may succeed after an error.
+
     Raises:
-        StorageUnavailableError: the last error, with the number of attempts in its message.
+        StorageUnavailableError: the last error, with the number of attempts in its message if there may be another.
     """
     attempts = Attempts(seconds)
     while True:
@@ -60,5 +71,9 @@ def retry(call: Callable[[], _T], seconds: float) -> _T:
         try:
             return call()
         except StorageUnavailableError as error:
+            if not may_pass(error):
+                raise
             if not attempts.pause():
                 raise StorageUnavailableError(f"{error} ({attempts})", undecided=error.undecided) from error
+            if attempts.count == _WARN_AFTER:
+                _log.warning("%s (%s); trying again for up to %g s", error, attempts, seconds)

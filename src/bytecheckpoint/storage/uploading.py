@@ -20,7 +20,7 @@ from bytecheckpoint.errors import CheckpointError, StorageError
 from bytecheckpoint.settings import settings
 from bytecheckpoint.storage.base import Capabilities, FileWriter, NewFile, Storage, check_name
 from bytecheckpoint.storage.posix.files import translated
-from bytecheckpoint.storage.posix.storage import write_fully
+from bytecheckpoint.storage.posix.open_files import write_fully
 
 __all__ = ["Pieces", "UploadingStorage"]
 

@@ -270,7 +270,10 @@ def _copy_and_verify(
 
     def copy_file(number: int) -> None:
         file = catalog.files[number]
-        copied = copy_if_missing(hot, cold, catalog, number, present.get(file.name), lease.check)
+        there = present.get(file.name)
+        if there is None and cold.copy_from(hot, file.name, file.size):
+            there = file.size  # and verified next
+        copied = copy_if_missing(hot, cold, catalog, number, there, lease.check)
         # The hot file is removed later, so its copy must be proved to be readable.
         if copied and not is_sound(cold, catalog, number):
             raise CorruptCheckpointError(

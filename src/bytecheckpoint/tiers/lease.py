@@ -117,7 +117,7 @@ class Lease:
         while not self._remove():
             time.sleep(tuning().lease_renewal)
 
-    def _publish(self, content: _Content, expected: str) -> None:
+    def _publish(self, content: _Content, expected: str | None) -> None:
         data = msgspec.json.encode(content)
         try:
             self.storage.publish(LEASE_FILE, data, expected=expected)
@@ -126,9 +126,12 @@ class Lease:
                 raise
 
     def _take_over(self) -> None:
-        """Replace the lease of another process, once that process is known to be dead."""
+        """Replace the lease of another process, once that process is known to be dead.
+
+        Of several that do so at once, one may remove the new lease of another, which then ends at its `check`.
+        """
         storage = self.storage
-        version, found = storage.version(LEASE_FILE), _read(storage)
+        found = _read(storage)
         holder = _decode(found)
         alive = holder.alive(self._content.host) if found else False
         deadline = time.monotonic() + tuning().lease_expiry
@@ -139,17 +142,13 @@ class Lease:
             elif time.monotonic() >= deadline:
                 alive = False
         held = f"{storage.url} is being filled by another cooldown ({holder}); let it finish"
-        if alive:
+        if alive or _read(storage) != found:
             raise StorageConflictError(held)
         try:
-            storage.check_publish(LEASE_FILE, version)
-            self._publish(self._content, version)
-        except StorageUnavailableError:
-            raise
+            storage.delete([LEASE_FILE])  # not replaced under a condition, which not all object stores can
+            self._publish(self._content, "")
         except StorageConflictError:
             raise StorageConflictError(held) from None
-        except StorageError as error:  # this storage replaces no files, so nobody renews a lease on it either
-            raise StorageConflictError(f"{held}, or, if it is gone, remove {LEASE_FILE} there") from error
 
     def _renew_until_released(self) -> None:
         while not self._released.wait(tuning().lease_renewal):
@@ -157,14 +156,23 @@ class Lease:
                 try:
                     version = self.storage.version(LEASE_FILE)
                     if self._released.is_set() or not self.is_in(self.storage):
-                        return
-                    self.storage.check_publish(LEASE_FILE, version)
+                        return  # `check` reports a lost lease
                     self._content = msgspec.structs.replace(self._content, renewals=self._content.renewals + 1)
-                    self._publish(self._content, version)
-                except StorageUnavailableError as error:
+                    self._publish(self._content, version if self._can_replace(version) else None)
+                except StorageConflictError:
+                    return
+                except StorageError as error:
                     _log.warning("%s: %s could not be renewed: %s", self.storage.url, LEASE_FILE, error)
-                except StorageError:
-                    return  # `check` reports a lost lease; where no file can be replaced, nobody takes a lease over
+
+    def _can_replace(self, version: str) -> bool:
+        """Return whether the storage replaces files under a condition, which some object stores cannot."""
+        try:
+            self.storage.check_publish(LEASE_FILE, version)
+        except (StorageUnavailableError, StorageConflictError):
+            raise
+        except StorageError:
+            return False
+        return True
 
 
 class _Content(msgspec.Struct, frozen=True):

@@ -11,7 +11,15 @@ import numpy as np
 import obstore
 
 from bytecheckpoint.errors import StorageError, UsageError
-from bytecheckpoint.storage.base import UNENCODABLE, FileReader, FileStat, NewFile, UnfinishedUpload, check_name
+from bytecheckpoint.storage.base import (
+    UNENCODABLE,
+    FileReader,
+    FileStat,
+    NewFile,
+    Storage,
+    UnfinishedUpload,
+    check_name,
+)
 from bytecheckpoint.storage.objects.bucket import Bucket, bucket_of
 from bytecheckpoint.storage.objects.commit import publish_exclusively, require_commits
 from bytecheckpoint.storage.objects.config import SCHEMES
@@ -25,6 +33,8 @@ __all__ = ["ObjectStorage"]
 _PART_BYTES = 8 << 20
 _MAX_PARTS = 9_000  # stores accept 10,000
 _PARTS_IN_FLIGHT = 12
+#: Longest object that one request may copy, so that it is done before the request times out; S3 takes up to 5 GiB.
+_MAX_COPY_BYTES = 1 << 30
 #: Seconds of pause before each check that an uploaded object is present.
 _CHECK_PAUSES = (0.0, 0.2, 1.0)
 #: The shortest and the longest requests of a read, in bytes. Each costs processor time on both sides, and Azurite reads
@@ -109,6 +119,16 @@ class ObjectStorage(UploadingStorage):
             return
         require_commits(self._bucket, self._prefix, label, expected)
         publish_exclusively(self._bucket, key, label, data, expected, self)
+
+    def copy_from(self, source: Storage, name: str, size: int) -> bool:
+        if not (isinstance(source, ObjectStorage) and source._bucket is self._bucket and size <= _MAX_COPY_BYTES):
+            return False
+        here, there = self._key(name), source._key(name)
+        try:
+            self._bucket.run("copy", self._label(name), lambda client: obstore.copy(client, there, here))
+        except (FileNotFoundError, StorageError):  # a copy through this machine tells what is wrong
+            return False
+        return True
 
     # --- folders ----------------------------------------------------------------------------------------------
 

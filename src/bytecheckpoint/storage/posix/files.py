@@ -4,25 +4,30 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import os
-import re
 import stat
 import time
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
+import xxhash
+
 from bytecheckpoint.errors import StorageError, StorageFullError, StorageUnavailableError
+from bytecheckpoint.storage.posix.mounts import on_network
 from bytecheckpoint.tuning import tuning
 
 __all__ = [
     "FULL_ERRNOS",
     "TRANSIENT_ERRNOS",
+    "NotSyncedError",
+    "content_of",
+    "durable_version",
     "fsync_directory",
     "fsync_parents",
     "in_page_cache",
-    "is_in_memory",
+    "may_pass",
     "open_file",
+    "read_file",
     "retry_stale",
     "stat_file",
     "translated",
@@ -32,12 +37,14 @@ __all__ = [
 _T = TypeVar("_T")
 #: No space is left.
 FULL_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-#: The device or server does not answer now.
-TRANSIENT_ERRNOS = {
-    errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.EHOSTDOWN, errno.ENXIO, errno.ENODEV,
+#: The server of a file system cannot be reached, or has lost an open file: no local disk says so.
+_CONNECTION_ERRNOS = {
+    errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN,
+    errno.ENETUNREACH, errno.ECONNRESET, errno.ECONNABORTED, errno.ECONNREFUSED, errno.ESHUTDOWN, errno.EREMOTEIO,
+    errno.EBADFD,
 }  # fmt: skip
-#: The kernel's escapes for spaces and other characters in its list of mounts.
-_ESCAPED = re.compile(r"\\([0-7]{3})")
+#: The device or server does not answer now.
+TRANSIENT_ERRNOS = {*_CONNECTION_ERRNOS, errno.EIO, errno.EAGAIN, errno.ENXIO, errno.ENODEV}
 #: Folders whose names `fsync_parents` has synced.
 _synced: set[str] = set()
 
@@ -64,6 +71,26 @@ def translated(action: str, path: str, *, may_be_absent: bool = False) -> Iterat
         raise StorageError(f"cannot {action} {path}: {reason}") from error
 
 
+class NotSyncedError(OSError):
+    """An fsync has failed. Another one may succeed although the system has given the changes up."""
+
+
+def may_pass(error: BaseException | None, path: str) -> bool:
+    """Return whether an error of a file system may pass by itself, because its server restarts or is reached again.
+
+    A broken connection may. An I/O error of a network file system may, too; that of a local disk does not.
+
+    Args:
+        error: what the file system raised.
+        path: the file or folder, absolute.
+    """
+    if not isinstance(error, OSError) or isinstance(error, NotSyncedError):
+        return False
+    if error.errno in _CONNECTION_ERRNOS:
+        return True
+    return error.errno in TRANSIENT_ERRNOS and on_network(path)
+
+
 def retry_stale(path: str, function: Callable[[], _T]) -> _T:
     """Return `function()`, which opens `path`, and retry it for a while when a network file system's cache is stale.
 
@@ -71,8 +98,7 @@ def retry_stale(path: str, function: Callable[[], _T]) -> _T:
     machine last looked for it. In the second case the folder lists a file that cannot be opened, and listing it updates
     the cache.
     """
-    pauses = tuning().stale_pauses
-    for pause in pauses:
+    for pause in tuning().stale_pauses:
         try:
             return function()
         except FileNotFoundError:
@@ -82,11 +108,7 @@ def retry_stale(path: str, function: Callable[[], _T]) -> _T:
             if error.errno != errno.ESTALE:
                 raise
         time.sleep(pause)
-    try:
-        return function()
-    except OSError as error:
-        tries = f"{error.strerror} (attempt {len(pauses) + 1})"
-        raise type(error)(error.errno, tries, *([error.filename] if error.filename else [])) from error
+    return function()
 
 
 def _listed(path: str) -> bool:
@@ -106,6 +128,8 @@ def fsync_directory(path: str) -> None:
     try:
         os.fsync(fd)
     except OSError as error:
+        if error.errno == errno.EIO:
+            raise NotSyncedError(error.errno, error.strerror, path) from error
         # FAT, some FUSE and network file systems cannot sync folders.
         if error.errno not in (errno.EINVAL, errno.EBADF, errno.EOPNOTSUPP):
             raise
@@ -151,6 +175,40 @@ def open_file(path: str) -> tuple[int, os.stat_result]:
     return fd, found
 
 
+def durable_version(path: str) -> str:
+    """Return a token that changes when a file is replaced, "" without a file. It stays when its server is restarted.
+
+    Many file systems over FUSE number their files anew then, so on a network the content counts.
+    """
+    if on_network(path):
+        content = content_of(path)
+        return "" if content is None else xxhash.xxh3_128_hexdigest(content)
+    try:
+        return version_of(stat_file(path))
+    except FileNotFoundError:
+        return ""
+
+
+def content_of(path: str) -> bytes | None:
+    """Return the content of a regular file, None if there is none."""
+    try:
+        return read_file(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def read_file(path: str) -> bytes:
+    """Return the content of a regular file."""
+    fd, found = open_file(path)
+    try:
+        parts = [os.read(fd, found.st_size)]  # not by a file object, whose `read` ends without an error at EAGAIN
+        while parts[-1]:
+            parts.append(os.read(fd, 1 << 20))
+        return b"".join(parts)
+    finally:
+        os.close(fd)
+
+
 def version_of(found: os.stat_result) -> str:
     """Return a token that changes when the file is replaced or its content changes."""
     return f"{found.st_ino}-{found.st_size}-{found.st_mtime_ns}"
@@ -162,35 +220,3 @@ def in_page_cache(fd: int, offset: int) -> bool:
         return os.preadv(fd, [bytearray(1)], offset, os.RWF_NOWAIT) == 1
     except (OSError, AttributeError):  # EAGAIN: it is not; EOPNOTSUPP or no such flag: unknown
         return False
-
-
-def is_in_memory(path: str) -> bool:
-    """Return whether an absolute path is known to be on a tmpfs. No other file system is touched: it may hang."""
-    parts = path.rstrip("/").split("/")
-    prefixes = ["/".join(parts[:number]) or "/" for number in range(1, len(parts) + 1)]
-    try:
-        mounts = _mounts(int(time.monotonic()))
-        at = max((number for number, prefix in enumerate(prefixes) if prefix in mounts), default=0)
-        if mounts.get(prefixes[at]) != "tmpfs":
-            return False
-        # A symbolic link may lead anywhere.
-        return not any(stat.S_ISLNK(os.lstat(prefix).st_mode) for prefix in prefixes[at + 1 :])
-    except FileNotFoundError:
-        return True  # the rest of the path does not exist yet
-    except OSError:
-        return False
-
-
-@functools.lru_cache(maxsize=1)
-def _mounts(_second: int) -> dict[str, str]:
-    """Return the types of the mounted file systems by mount point; read at most once a second."""
-    mounts: dict[str, str] = {}
-    with (
-        contextlib.suppress(OSError),  # without /proc no path is known to be in memory
-        open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as file,
-    ):
-        for line in file:
-            mount, _, source = line.partition(" - ")
-            point = _ESCAPED.sub(lambda found: chr(int(found[1], 8)), mount.split(" ", 5)[4])
-            mounts[point] = source.partition(" ")[0]  # of several at one mount point, the last is visible
-    return mounts

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from bytecheckpoint.errors import StorageUnavailableError
 from bytecheckpoint.storage.base import conflict_error
-from bytecheckpoint.storage.posix.files import retry_stale, stat_file, version_of
+from bytecheckpoint.storage.posix.files import durable_version, retry_stale, stat_file, version_of
 
 __all__ = ["publish"]
 
@@ -32,7 +32,7 @@ def publish(path: str, label: str, data: bytes, expected: str | None) -> None:
         path: path of the file, in an existing folder.
         label: address of the file, for messages.
         data: the new content.
-        expected: the version that must be present, "" for no file; None: any.
+        expected: the `durable_version` that must be present, "" for no file; None: any.
 
     Raises:
         StorageConflictError: another version is present.
@@ -95,8 +95,8 @@ def _locked_folder(folder: str, label: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _locked_file(path: str, label: str) -> Iterator[str]:
-    """Lock the file that has the name now; yields its version, "" where there is none.
+def _locked_file(path: str, label: str) -> Iterator[None]:
+    """Lock the file that has the name now, if there is one.
 
     A publisher holds the lock of the file that it replaces until the new file is in place. A second publisher, on any
     machine, then finds that the file for which it waited is no longer the one with the name.
@@ -106,13 +106,13 @@ def _locked_file(path: str, label: str) -> Iterator[str]:
         try:
             fd = retry_stale(path, lambda: _open_to_lock(path))
         except FileNotFoundError:
-            yield ""
+            yield
             return
         try:
             _lock(fd, label)
             version = _version_at(path)
             if version in ("", _version_of_open(fd)):  # "": not a regular file, so nobody has published it
-                yield version
+                yield
                 return
         finally:
             os.close(fd)
@@ -149,8 +149,8 @@ def _publish(path: str, label: str, data: bytes, expected: str | None) -> None:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-            with _locked_file(path, label) as present:
-                if expected is not None and present != expected:
+            with _locked_file(path, label):
+                if expected is not None and durable_version(path) != expected:
                     raise conflict_error(label)
                 if expected == "":
                     _install_new(temporary, path, label)
