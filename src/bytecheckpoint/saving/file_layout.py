@@ -75,6 +75,7 @@ class LocalPlan:
         replicas: pairs of shards of this rank that are one box of one tensor.
         layout: how the objects are distributed, on rank 0.
         targets: places of the shards in the staging pool.
+        nbytes: bytes of the tensors that all ranks write.
     """
 
     name: str
@@ -86,6 +87,7 @@ class LocalPlan:
     replicas: list[tuple[int, int]] = field(default_factory=list)
     layout: dict[str, Any] | None = None
     targets: KnownTargets = field(default_factory=KnownTargets)
+    nbytes: int = 0
 
 
 def lay_out_rows(shards: Sequence[LiveShard], rows: Sequence[int], origin: FileOrigin) -> list[PlannedFile]:

@@ -201,6 +201,7 @@ class PlanResponse(msgspec.Struct, frozen=True, tag="plan-response"):
         values: keys of the values that the rank writes.
         differences: with check_replicas, keys of tensors whose copies differ.
         local_ranks: how many ranks of the world are on the rank's machine; 0 if not all ranks asked for a plan.
+        nbytes: bytes of the tensors that all ranks write.
     """
 
     plan: str
@@ -208,6 +209,7 @@ class PlanResponse(msgspec.Struct, frozen=True, tag="plan-response"):
     values: list[Key]
     differences: list[str] = []
     local_ranks: int = 0
+    nbytes: int = 0
 
 
 class DescribeRequest(msgspec.Struct, frozen=True, tag="describe-request"):
