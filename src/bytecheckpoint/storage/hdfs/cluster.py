@@ -19,7 +19,7 @@ from bytecheckpoint.errors import StorageError
 from bytecheckpoint.settings import settings
 from bytecheckpoint.storage.hdfs.config import Address, Target, target_of
 from bytecheckpoint.storage.hdfs.errors import facts_of, storage_error
-from bytecheckpoint.storage.hdfs.rpc import ClusterRoom, cluster_room, concat
+from bytecheckpoint.storage.hdfs.rpc import concat, remaining_bytes
 from bytecheckpoint.storage.remote import BriefRetries, ClientCache, RemoteClient, is_panic
 from bytecheckpoint.storage.retry import Attempts
 from bytecheckpoint.storage.threads import CallTimeoutError, wait_for_call
@@ -185,11 +185,11 @@ class Cluster(RemoteClient):
         timeout = min(tuning().hdfs_call / len(namenodes), max(settings().storage_timeout, _SHORTEST_SECONDS))
         self._joined_by = concat(namenodes, self._target.user, target, sources, client_id, timeout=timeout)
 
-    def room(self, timeout: float) -> ClusterRoom | None:
-        """Return the room that is left; None with Kerberos, which `rpc` does not know. Raises as `join`."""
+    def remaining_bytes(self, timeout: float) -> int | None:
+        """Return the bytes that are left; None with Kerberos, which `rpc` does not know. Raises as `join`."""
         if self._target.secure:
             return None
-        return cluster_room(self._target.namenodes, self._target.user, timeout=timeout)
+        return remaining_bytes(self._target.namenodes, self._target.user, timeout=timeout)
 
 
 def call_client(call: Callable[[], _T], seconds: float) -> _T:

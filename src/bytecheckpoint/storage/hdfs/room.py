@@ -29,7 +29,7 @@ def check_room(cluster: Cluster, path: str, label: str, nbytes: int) -> None:
         cluster: where the folder is.
         path: of the folder, which need not exist.
         label: its address, for messages.
-        nbytes: bytes of one replica.
+        nbytes: bytes of its files.
 
     Raises:
         StorageFullError: they do not fit.
@@ -48,12 +48,10 @@ def check_room(cluster: Cluster, path: str, label: str, nbytes: int) -> None:
 
 
 def _limits(cluster: Cluster, path: str) -> Iterator[tuple[str, int]]:
-    """Yield what limits the folder, and the bytes of one replica that it has left."""
-    room = call_client(lambda: cluster.room(_SECONDS), 2 * _SECONDS)
-    replication = 1
-    if room is not None:
-        replication = room.replication
-        yield "the cluster", room.remaining // replication
+    """Yield what limits the folder, and the bytes of files that it has left."""
+    remaining = call_client(lambda: cluster.remaining_bytes(_SECONDS), 2 * _SECONDS)
+    if remaining is not None:
+        yield "the cluster", remaining  # which writes fewer replicas than asked for, if no more fit
     parts = [part for part in path.split("/") if part]
     for depth in range(len(parts), max(len(parts) - _FOLDERS, 0), -1):
         folder = "/" + "/".join(parts[:depth])
@@ -68,4 +66,6 @@ def _limits(cluster: Cluster, path: str) -> Iterator[tuple[str, int]]:
         if summary.space_quota >= _NO_QUOTA:  # a quota that is set later is the NameNode's to enforce
             cluster.without_quota.add(folder)
         else:
-            yield f"the space quota of {folder}", (summary.space_quota - summary.space_consumed) // replication
+            # A byte counts once per replica, or less with erasure coding: as those that are there do.
+            per_byte = max(summary.space_consumed / summary.length, 1.0) if summary.length else 1.0
+            yield f"the space quota of {folder}", int((summary.space_quota - summary.space_consumed) / per_byte)

@@ -1,4 +1,4 @@
-"""The calls of the NameNode's ClientProtocol that the client library lacks: concat, and what tells the room of the cluster.
+"""The calls of the NameNode's ClientProtocol that the client library lacks: concat, and the bytes that are left.
 
 Hadoop's RPC sends protocol buffers in frames over TCP. These calls need few of their features, so this module encodes them
 by hand: strings, bytes, numbers and messages, each under a field number.
@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from bytecheckpoint.storage.hdfs.config import Address
 
-__all__ = ["ClusterRoom", "RemoteError", "cluster_room", "concat"]
+__all__ = ["RemoteError", "concat", "remaining_bytes"]
 
 _PROTOCOL = "org.apache.hadoop.hdfs.protocol.ClientProtocol"
 #: "hrpc", version 9, service class 0, authentication 0: simple.
@@ -75,27 +75,11 @@ def concat(
     return _ask(namenodes, user, "concat", request, client_id, timeout)[0]
 
 
-class ClusterRoom(NamedTuple):
-    """The room of a cluster.
-
-    Attributes:
-        remaining: bytes that the DataNodes have left, for all replicas.
-        replication: replicas of a new file, if nobody asks for another number.
-    """
-
-    remaining: int
-    replication: int
-
-
-def cluster_room(namenodes: Sequence[Address], user: str, *, timeout: float) -> ClusterRoom:
-    """Return the room of a cluster. Arguments and errors are those of `concat`."""
-    address, stats = _ask(namenodes, user, "getFsStats", b"", os.urandom(16), timeout)
-    _, answer = _ask([address], user, "getServerDefaults", b"", os.urandom(16), timeout)
-    defaults = _numbers(answer).get(1, b"")
-    assert isinstance(defaults, bytes)
-    remaining, replication = _numbers(stats).get(3, 0), _numbers(defaults).get(4, 1)
-    assert isinstance(remaining, int) and isinstance(replication, int)
-    return ClusterRoom(remaining, max(replication, 1))
+def remaining_bytes(namenodes: Sequence[Address], user: str, *, timeout: float) -> int:
+    """Return the bytes that all DataNodes together have left. Arguments and errors are those of `concat`."""
+    found = _numbers(_ask(namenodes, user, "getFsStats", b"", os.urandom(16), timeout)[1]).get(3, 0)
+    assert isinstance(found, int)
+    return found
 
 
 def _numbers(message: bytes) -> dict[int, int | bytes]:
