@@ -95,8 +95,10 @@ def test_values_of_the_ranks(tmp_path: Path) -> None:
     """Each rank gets its own, whichever rank has read them."""
     save(tmp_path / "s", own=True)
     storage = FarStorage(tmp_path / "s")
-    assert [extra["rank"] for extra, _, _ in load(storage)] == list(range(RANKS))
+    found = load(storage)
+    assert [extra["rank"] for extra, _, _ in found] == list(range(RANKS))
     assert storage.opened["extra"] == RANKS
+    assert sum(report.bytes_received >= 1000 for _, _, report in found) == 0, "each has read its own"
 
 
 def test_files_in_memory_are_read_by_all(tmp_path: Path) -> None:

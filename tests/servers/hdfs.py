@@ -206,7 +206,13 @@ class Hdfs:
 
     def shell(self, *arguments: str) -> str:
         """Run `hdfs dfs ARGUMENTS`, Hadoop's own client; return its output."""
-        classpath = f"{self._conf}:{self._libraries}/*"
-        command = [*self._options, "-cp", classpath, "org.apache.hadoop.fs.FsShell", *arguments]
+        return self._run("org.apache.hadoop.fs.FsShell", *arguments)
+
+    def admin(self, *arguments: str) -> str:
+        """Run `hdfs dfsadmin ARGUMENTS`; return its output."""
+        return self._run("org.apache.hadoop.hdfs.tools.DFSAdmin", *arguments)
+
+    def _run(self, main: str, *arguments: str) -> str:
+        command = [*self._options, "-cp", f"{self._conf}:{self._libraries}/*", main, *arguments]
         done = subprocess.run(command, check=True, timeout=600, capture_output=True, text=True, env=self._environment())
         return done.stdout

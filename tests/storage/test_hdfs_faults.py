@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import signal
 import subprocess
 import threading
@@ -17,6 +18,7 @@ import bytecheckpoint
 from bytecheckpoint import StorageFullError, StorageUnavailableError
 from bytecheckpoint.cli.main import run
 from bytecheckpoint.storage import resolve
+from bytecheckpoint.storage.hdfs.storage import HdfsStorage
 from bytecheckpoint.storage.testing import content, read_all, write_file
 from bytecheckpoint.tuning import tuned
 from tests.faults.coded import load_step
@@ -188,6 +190,12 @@ def test_a_full_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
             use(monkeypatch, cluster.start().configuration(tmp_path / "hadoop"))
             bytecheckpoint.configure(storage_timeout=5.0)
             succeeded(save("hdfs://demo_0/step", 1, rows=1000))
+            (raised,) = save("hdfs://demo_0/step", 2, rows=20 * ROWS)
+            assert isinstance(raised, StorageFullError), repr(raised)
+            assert re.search(
+                r"cannot save to hdfs://demo_0/step: it takes \d+ bytes, and the cluster has \d+ left", str(raised)
+            )
+            monkeypatch.setattr(HdfsStorage, "check_room", lambda self, nbytes: None)  # as with Kerberos
             (raised,) = save("hdfs://demo_0/step", 2, rows=20 * ROWS)
             assert isinstance(raised, StorageFullError | StorageUnavailableError), repr(raised)
             assert "cannot upload hdfs://demo_0/step/" in str(raised) and "attempt" in str(raised)

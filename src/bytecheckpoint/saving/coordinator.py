@@ -201,12 +201,13 @@ class Coordinator:
         plan = GlobalPlan(name, columns, tables, expected)
         self._plans.add(name, plan)
         assigned = assign_values(values, whole_world=len(values) == len(tables))
+        nbytes = int(columns.nbytes.sum())
         on_host = Counter(request.host for request in requests.values())
         replies: dict[int, PlanResponse | RewriteRequest] = {}
         for rank in values:
             rows = columns.locals_of(rank).tobytes()
             local_ranks = on_host[requests[rank].host] if len(requests) == len(tables) else 0
-            response = PlanResponse(name, rows, sorted(assigned[rank]), local_ranks)
+            response = PlanResponse(name, rows, sorted(assigned[rank]), local_ranks, nbytes)
             replies[rank] = response if rank in requests else RewriteRequest(response, rewrite_reason)
         return plan, replies
 

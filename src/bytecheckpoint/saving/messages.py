@@ -202,12 +202,14 @@ class PlanResponse(msgspec.Struct, frozen=True, tag="plan-response"):
         rows: int64 indexes of the shards that the rank writes, in file order, as bytes.
         values: keys of the values that the rank writes.
         local_ranks: how many ranks of the world are on the rank's machine; 0 if not all ranks asked for a plan.
+        nbytes: bytes of the tensors that all ranks write.
     """
 
     plan: str
     rows: bytes
     values: list[Key]
     local_ranks: int = 0
+    nbytes: int = 0
 
 
 class DescribeRequest(msgspec.Struct, frozen=True, tag="describe-request"):

@@ -107,6 +107,7 @@ class RankPlanner:
             replicas=repeated_rows(group_equal(all_rows([table])[1])),
             layout=self._task.layout,
             targets=KnownTargets(len(files)),
+            nbytes=response.nbytes,
         )
         self.cached = False
         self._plans.add(key, self._plan)

@@ -189,11 +189,12 @@ class RankWriter:
         return SpareValues(others, image.nbytes, self._planner.state.copies)
 
     def _check_target(self) -> None:
-        """On rank 0, before the first byte: note the version of the catalog there, and check that it may be replaced."""
+        """On rank 0, before the first byte: note the catalog's version, and check that it may be replaced and all fits."""
         if self._task is not None:
             storage = self._call.storage
             self._task.replaces = storage.version(CATALOG_NAME)
             storage.check_publish(CATALOG_NAME, self._task.replaces)
+            storage.check_room(self._planner.plan.nbytes)
 
     def _create_files(self, job: SaveJob, pool: StagingPool) -> None:
         self._check_target()

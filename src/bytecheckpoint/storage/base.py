@@ -297,6 +297,12 @@ class Storage(ABC):
         The rank that commits calls this once, before a save writes anything.
         """
 
+    def check_room(self, nbytes: int) -> None:
+        """Raise `StorageFullError` if it is known that `nbytes` more do not fit; most storages do not tell.
+
+        The rank that commits calls this once, before a save writes anything.
+        """
+
 
 def check_name(name: str) -> str:
     """Return `name` if it names a file inside the folder on every platform.

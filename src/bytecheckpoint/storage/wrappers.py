@@ -135,6 +135,9 @@ class WrappedStorage(Storage):
     def check_publish(self, name: str, expected: str) -> None:
         self.around(Call("check_publish", (name,)), lambda: self.inner.check_publish(name, expected))
 
+    def check_room(self, nbytes: int) -> None:
+        self.around(Call("check_room"), lambda: self.inner.check_room(nbytes))
+
 
 class _WrappedWriter(FileWriter):
     def __init__(self, storage: WrappedStorage, inner: FileWriter, name: str) -> None:

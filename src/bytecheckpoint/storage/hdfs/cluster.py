@@ -19,7 +19,7 @@ from bytecheckpoint.errors import StorageError
 from bytecheckpoint.settings import settings
 from bytecheckpoint.storage.hdfs.config import Address, Target, target_of
 from bytecheckpoint.storage.hdfs.errors import facts_of, storage_error
-from bytecheckpoint.storage.hdfs.rpc import concat
+from bytecheckpoint.storage.hdfs.rpc import concat, remaining_bytes
 from bytecheckpoint.storage.remote import BriefRetries, ClientCache, RemoteClient, is_panic
 from bytecheckpoint.storage.retry import Attempts
 from bytecheckpoint.storage.threads import CallTimeoutError, wait_for_call
@@ -49,6 +49,7 @@ class Cluster(RemoteClient):
         client: hdfs_native's client, for all threads. Another one replaces it when its first NameNode hangs.
         joins: whether the cluster can join sub-files, as far as is known.
         answered: whether a NameNode has answered this process.
+        without_quota: folders that had no space quota when they were looked at.
     """
 
     service = "HDFS"
@@ -60,6 +61,7 @@ class Cluster(RemoteClient):
         self._target = target
         self._lock = SharedLock()
         self.answered = False
+        self.without_quota: set[str] = set()
         self._joined_by: Address | None = None
         self.client: Any = self._connect({})
         self._short_client: Any = None
@@ -182,6 +184,12 @@ class Cluster(RemoteClient):
         namenodes = sorted(self._target.namenodes, key=lambda address: address != self._joined_by)
         timeout = min(tuning().hdfs_call / len(namenodes), max(settings().storage_timeout, _SHORTEST_SECONDS))
         self._joined_by = concat(namenodes, self._target.user, target, sources, client_id, timeout=timeout)
+
+    def remaining_bytes(self, timeout: float) -> int | None:
+        """Return the bytes that are left; None with Kerberos, which `rpc` does not know. Raises as `join`."""
+        if self._target.secure:
+            return None
+        return remaining_bytes(self._target.namenodes, self._target.user, timeout=timeout)
 
 
 def call_client(call: Callable[[], _T], seconds: float) -> _T:

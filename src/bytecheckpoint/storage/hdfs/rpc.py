@@ -1,7 +1,7 @@
-"""The one call of the NameNode's ClientProtocol that the client library lacks: concat.
+"""The calls of the NameNode's ClientProtocol that the client library lacks: concat, and the bytes that are left.
 
-Hadoop's RPC sends protocol buffers in frames over TCP. Concat needs few of their features, so this module encodes them by
-hand: strings, bytes, numbers and messages, each under a field number.
+Hadoop's RPC sends protocol buffers in frames over TCP. These calls need few of their features, so this module encodes them
+by hand: strings, bytes, numbers and messages, each under a field number.
 
 A retried call carries the same client id and call id. The NameNode caches its answers by both (the retry cache, which
 survives a restart), so a concat whose answer was lost is neither repeated nor refused.
@@ -9,6 +9,7 @@ survives a restart), so a concat whose answer was lost is neither repeated nor r
 
 from __future__ import annotations
 
+import os
 import socket
 import struct
 from collections.abc import Iterator, Sequence
@@ -16,7 +17,7 @@ from typing import NamedTuple
 
 from bytecheckpoint.storage.hdfs.config import Address
 
-__all__ = ["RemoteError", "concat"]
+__all__ = ["RemoteError", "concat", "remaining_bytes"]
 
 _PROTOCOL = "org.apache.hadoop.hdfs.protocol.ClientProtocol"
 #: "hrpc", version 9, service class 0, authentication 0: simple.
@@ -71,21 +72,37 @@ def concat(
         OSError: no NameNode answers.
     """
     request = _text(1, target) + b"".join(_text(2, source) for source in sources)
+    return _ask(namenodes, user, "concat", request, client_id, timeout)[0]
+
+
+def remaining_bytes(namenodes: Sequence[Address], user: str, *, timeout: float) -> int:
+    """Return the bytes that all DataNodes together have left. Arguments and errors are those of `concat`."""
+    found = _numbers(_ask(namenodes, user, "getFsStats", b"", os.urandom(16), timeout)[1]).get(3, 0)
+    assert isinstance(found, int)
+    return found
+
+
+def _numbers(message: bytes) -> dict[int, int | bytes]:
+    return {field.number: field.value for field in _fields(message)}
+
+
+def _ask(
+    namenodes: Sequence[Address], user: str, method: str, request: bytes, client_id: bytes, timeout: float
+) -> tuple[Address, bytes]:
+    """Call the first NameNode that answers and is no standby; return it and the answer."""
     *others, last = namenodes
     for address in others:
         try:
-            _call(address, user, "concat", request, client_id, timeout)
-            return address
+            return address, _call(address, user, method, request, client_id, timeout)
         except RemoteError as error:
             if error.kind != _STANDBY:
                 raise
         except OSError:
             pass
-    _call(last, user, "concat", request, client_id, timeout)
-    return last
+    return last, _call(last, user, method, request, client_id, timeout)
 
 
-def _call(address: Address, user: str, method: str, request: bytes, client_id: bytes, timeout: float) -> None:
+def _call(address: Address, user: str, method: str, request: bytes, client_id: bytes, timeout: float) -> bytes:
     host, port = address
     with socket.create_connection((host.strip("[]"), port), min(timeout, _CONNECT_SECONDS)) as connection:
         connection.settimeout(timeout)
@@ -100,16 +117,21 @@ def _call(address: Address, user: str, method: str, request: bytes, client_id: b
         (length,) = struct.unpack(">I", _receive(connection, 4))
         if length > _MAX_ANSWER_BYTES:
             raise RemoteError("ProtocolException", f"an answer of {length} bytes, which is no Hadoop RPC")
-        _check(_receive(connection, length))
+        return _result(_receive(connection, length))
 
 
-def _check(answer: bytes) -> None:
+def _result(answer: bytes) -> bytes:
+    """Return the message behind the header of an answer. Raises RemoteError if it is an error."""
     length, start = _varint(answer, 0)
-    fields = {field.number: field.value for field in _fields(answer[start : start + length])}
+    fields = _numbers(answer[start : start + length])
     if fields.get(2, 0) != 0:
         kind, text = fields.get(4, b""), fields.get(5, b"")
         assert isinstance(kind, bytes) and isinstance(text, bytes)
         raise RemoteError(kind.decode("utf-8", "replace"), text.decode("utf-8", "replace"))
+    if start + length == len(answer):
+        return b""
+    size, first = _varint(answer, start + length)
+    return answer[first : first + size]
 
 
 def _receive(connection: socket.socket, count: int) -> bytes:

@@ -24,6 +24,7 @@ from bytecheckpoint.storage.base import FileReader, FileStat, check_name, confli
 from bytecheckpoint.storage.hdfs.cluster import Cluster, call_client, cluster_of
 from bytecheckpoint.storage.hdfs.config import parse_url
 from bytecheckpoint.storage.hdfs.errors import absent
+from bytecheckpoint.storage.hdfs.room import check_room
 from bytecheckpoint.storage.hdfs.upload import PART_MARK, Upload
 from bytecheckpoint.storage.ranged import RangeRequest, RequestSizes, read_in_parallel
 from bytecheckpoint.storage.threads import parallel_map
@@ -97,6 +98,9 @@ class HdfsStorage(UploadingStorage):
         # Times alone may be equal, so published files have random block sizes (see `_write`).
         version = f"{found.modification_time}-{found.length}-{found.blocksize}"
         return FileStat(found.length, found.modification_time / 1000, version)
+
+    def check_room(self, nbytes: int) -> None:
+        check_room(self._cluster, self._root, self.url, nbytes)
 
     # --- commit -----------------------------------------------------------------------------------------------
 

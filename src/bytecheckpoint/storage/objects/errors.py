@@ -2,7 +2,7 @@
 
 The library reports nearly everything as one class with a long text: the request, its attempts, the status, the server's XML
 and a dump of the library's state. This module extracts the facts and drops the rest, because responses can hold keys and
-signed requests.
+signed requests. tests/storage/test_object_client.py holds it to the errors of the installed version.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 import html
 import re
 from dataclasses import dataclass
+
+import obstore
 
 from bytecheckpoint.errors import StorageError, StorageFullError, StorageUnavailableError
 
@@ -43,6 +45,11 @@ _TRANSIENT_CODES = {
     "RequestTimeout", "SlowDown", "InternalError", "ServiceUnavailable", "Throttling", "ThrottlingException",
     "RequestThrottled", "TooManyRequests", "OperationAborted", "ConditionalRequestConflict", "ServerBusy",
     "OperationTimedOut",
+}  # fmt: skip
+#: Statuses of the errors for which the library has a class.
+_TYPED = {
+    obstore.exceptions.UnauthenticatedError: 401, obstore.exceptions.PermissionDeniedError: 403, FileNotFoundError: 404,
+    obstore.exceptions.PreconditionError: 412,
 }  # fmt: skip
 #: Statuses that another attempt may cure.
 _TRANSIENT = {408, 425, 429, 500, 502, 503, 504}
@@ -80,7 +87,8 @@ def facts_of(error: BaseException) -> Facts:
     """Extract the facts from an error of the client library."""
     text, _, dump = str(error).partition("\n\nDebug source")
     found = _STATUS.search(text)
-    status = int(found[1]) if found else 0
+    typed = next((status for kind, status in _TYPED.items() if isinstance(error, kind)), 0)
+    status = typed or (int(found[1]) if found else 0)
     code = found_code[1] or found_code[2] if (found_code := _CODE.search(text)) else ""
     retries = int(found_retries[1]) if (found_retries := _RETRIES.search(text)) else 0
     elapsed = float(took[1]) * _UNITS[took[2]] if (took := _ELAPSED.search(text)) else 0.0
