@@ -65,21 +65,18 @@ class PlannedFile:
 class LocalPlan:
     """One rank's part of a global plan. It holds for all saves of shards with the same table.
 
-        Attributes:
-            name: of the global plan.
-            rows: indexes of the shards that this rank writes, in file order.
-            files: its files, with places in the image.
-            write_values: keys of the values that it writes; other ranks write the others.
-            known_values: keys of all values of that save. A value that is not among them is written.
-            table: the shards that the plan was made for.
-            replicas: pairs of shards of this rank that are one box of one tensor.
-            layout: how the objects are distributed, on rank 0.
-            targets: places of the shards in the staging pool.
-    <<<<<<< HEAD
-            compared: a save by this plan was committed, so copies on other ranks were compared.
-    =======
-            nbytes: bytes of the tensors that all ranks write.
-    >>>>>>> help-c
+    Attributes:
+        name: of the global plan.
+        rows: indexes of the shards that this rank writes, in file order.
+        files: its files, with places in the image.
+        write_values: keys of the values that it writes; other ranks write the others.
+        known_values: keys of all values of that save. A value that is not among them is written.
+        table: the shards that the plan was made for.
+        replicas: pairs of shards of this rank that are one box of one tensor.
+        layout: how the objects are distributed, on rank 0.
+        targets: places of the shards in the staging pool.
+        compared: a save by this plan was committed, so copies on other ranks were compared.
+        nbytes: bytes of the tensors that all ranks write.
     """
 
     name: str
