@@ -104,6 +104,7 @@ def test_operations_of_a_whole_save_and_load(hdfs: Hdfs, hdfs_path: str) -> None
     assert save["Create"] == save["AddBlock"] == files
     assert save["Rename2"] == 1
     assert save["GetFileInfo"] <= 1 and save["GetListing"] <= 4 and save["Delete"] == 0
+    assert save["GetFsStats"] == 1 and save["GetContentSummary"] <= 3
     operations.since()
     load_step(f"{hdfs_path}-2")
     assert operations.since() == {"GetBlockLocations": files}, "every file is opened once, and nothing else is asked"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pwd
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -100,6 +101,18 @@ def test_variables_on_which_the_client_panics(
     with pytest.raises(UsageError, match=says) as raised:
         resolve("s3://bucket-1/step")
     assert "SECRET-MARK" not in str(raised.value) + "".join(capfd.readouterr())
+
+
+def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in containers that run under a number without a name."""
+
+    def unknown(uid: int) -> None:
+        raise KeyError(uid)
+
+    use(monkeypatch, {**_VARIABLES["s3"], "AWS_ENDPOINT_URL": "http://127.0.0.1:1"})
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    assert bucket_of("s3", "bucket-homeless")
 
 
 @pytest.mark.parametrize(

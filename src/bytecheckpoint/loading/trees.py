@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from bytecheckpoint.collectives import Collective
 from bytecheckpoint.engine.file_set import FileSet
-from bytecheckpoint.errors import CorruptCheckpointError
+from bytecheckpoint.errors import CheckpointError, CorruptCheckpointError, error_from_report, error_report
 from bytecheckpoint.planning.read_plan import stored_rows
 from bytecheckpoint.representation.catalog import VALUES_SLOT, Catalog
 
@@ -88,7 +88,11 @@ class Trees:
         tree = np.empty(self._nbytes(number), np.uint8)
         if len(tree):
             timeout = self._files.read_timeout()
-            self._collective.fetch(reader, self._tag, str(number).encode(), tree, timeout=timeout)
+            try:
+                self._collective.fetch(reader, self._tag, str(number).encode(), tree, timeout=timeout)
+            except CheckpointError as error:
+                report = error_report(error)
+                raise error_from_report(report, prefix=f"rank {reader}, which reads it for this one: ") from error
             self.bytes_received += len(tree)
         return tree.tobytes()
 

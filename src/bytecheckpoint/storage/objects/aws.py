@@ -7,6 +7,7 @@ here. Profiles that assume a role, log in or run a program are left to the AWS S
 from __future__ import annotations
 
 import configparser
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -116,7 +117,7 @@ def sdk_credentials(wanted: str = "") -> Credentials | None:
 def _profile(variables: Mapping[str, str], named: str) -> tuple[dict[str, str], str]:
     """Return the properties of a profile, and the endpoint that it names for S3; {} and "" without one."""
     credentials, config = (
-        _sections(Path(variables.get(name, default)).expanduser()) for name, default in CREDENTIAL_FILES.items()
+        _sections(Path(os.path.expanduser(variables.get(name, default)))) for name, default in CREDENTIAL_FILES.items()
     )
     name = named or "default"
     in_config = config.get(name if name == "default" else f"profile {name}")

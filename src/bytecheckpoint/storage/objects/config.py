@@ -63,7 +63,7 @@ def without_secrets(variables: Mapping[str, str]) -> dict[str, str]:
 
 def _credential_files(variables: Mapping[str, str]) -> list[Path]:
     paths = (variables.get(name, default) for name, default in _CREDENTIAL_FILES.items())
-    return [Path(path).expanduser() for path in paths if path]
+    return [Path(os.path.expanduser(path)) for path in paths if path]  # Path's own raises for a user without a home
 
 
 def make_client(
