@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -121,3 +122,18 @@ def test_a_layout_can_be_described() -> None:
     model, optimizer, extra = (state.layout() for state in NativeFramework().capture(states))
     assert model == {"type": "Linear", "tensors": 2, "layouts": {"plain": 2}}
     assert optimizer == {"type": "SGD"} and extra == {"type": "dict"}
+
+
+@pytest.mark.parametrize("framework", ["auto", "torch", "fsdp", "deepspeed"])
+def test_megatron_fsdp_without_megatron_is_refused(monkeypatch: pytest.MonkeyPatch, framework: str) -> None:
+    """The package megatron-fsdp, which needs CUDA, shards modules of torch."""
+    package = ModuleType("megatron_fsdp.megatron_fsdp")
+    package.MegatronFSDP = type("MegatronFSDP", (nn.Sequential,), {})  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, package.__name__, package)
+    states = {"model": nn.ModuleList([package.MegatronFSDP(nn.Linear(2, 2))])}
+    with pytest.raises(
+        UsageError, match=r"^model: (Megatron-FSDP is not supported|ModuleList belongs to Megatron-Core)"
+    ):
+        registry.resolve(framework, states).capture(states)
+    plain = {"model": nn.Linear(2, 2)}
+    assert registry.resolve("auto", plain).capture(plain)

@@ -86,7 +86,7 @@ def resolve(framework: str, states: Mapping[str, object]) -> Framework:
         raise UsageError(f"unknown framework {framework!r}; known: {', '.join(known())}")
     if framework in _entry_points():
         return _load_entry_point(framework)
-    if framework in ("fsdp", "fsdp1") and (where := find_megatron(states, partitioned_only=True)):
+    if framework in ("fsdp", "fsdp1", "deepspeed") and (where := find_megatron(states, partitioned_only=True)):
         raise UsageError(
             f"{where} belongs to Megatron-Core, which has split it over the ranks, and framework {framework!r} would take "
             'its part for the whole: use Megatron\'s own data parallelism and framework="megatron"'

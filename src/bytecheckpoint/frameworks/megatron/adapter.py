@@ -13,6 +13,7 @@ from bytecheckpoint.errors import IncompatibleCheckpointError, UsageError
 from bytecheckpoint.frameworks.base import Destination, SavedStates, Strict, UserNames
 from bytecheckpoint.frameworks.megatron.detection import (
     check_version,
+    check_wrappers,
     find_megatron,
     find_schedulers,
     is_megatron_module,
@@ -70,6 +71,7 @@ class MegatronFramework(NativeFramework):
 
     def _scan(self, states: Mapping[str, object], names: UserNames | None) -> _MegatronScan:
         if find_megatron(states):
+            check_wrappers(states)
             check_version()
         native = super()._scan(states, names)
         by_id = dict(native.names.by_id)

@@ -17,6 +17,7 @@ from bytecheckpoint.frameworks.tensors.dtensors import is_dtensor
 
 __all__ = [
     "check_version",
+    "check_wrappers",
     "find_megatron",
     "find_schedulers",
     "is_megatron_module",
@@ -48,6 +49,9 @@ _SHARDING_WRAPPERS = (
         "TorchFullyShardedDataParallel",
         "TorchFullyShardedDataParallel",
     ),
+    # By itself, around any module: Megatron-Core's copy, and that of the package megatron-fsdp.
+    ("megatron.core.distributed.fsdp.src.megatron_fsdp.megatron_fsdp", "MegatronFSDP", "Megatron-FSDP"),
+    ("megatron_fsdp.megatron_fsdp", "MegatronFSDP", "Megatron-FSDP"),
 )
 
 
@@ -120,14 +124,41 @@ def find_megatron(states: Mapping[str, object], *, partitioned_only: bool = Fals
         states: the states of one save or load.
         partitioned_only: skip modules that every rank holds whole: without model parallelism they are ordinary modules.
     """
-    if _PACKAGE not in sys.modules:
+    sharding = tuple(_sharding_wrappers())
+    if _PACKAGE not in sys.modules and not sharding:
         return ""
     modules_count = not partitioned_only or is_model_parallel()
     for kind, value in states.items():
         for item in nested_objects(value):
-            if is_megatron_optimizer(item) or (modules_count and is_megatron_module(item)):
+            is_module = isinstance(item, nn.Module)
+            if (
+                is_megatron_optimizer(item)
+                or (modules_count and is_megatron_module(item))
+                or (is_module and sharding and contains_module(item, sharding))
+            ):
                 return f"{kind}: {type(item).__name__}"
     return ""
+
+
+def _sharding_wrappers() -> dict[type, str]:
+    """Return class -> display name of the wrappers that are refused, of those that are imported."""
+    found = ((loaded_class(place, name), display_name) for place, name, display_name in _SHARDING_WRAPPERS)
+    return {cls: display_name for cls, display_name in found if cls is not None}
+
+
+def check_wrappers(states: Mapping[str, object]) -> None:
+    """Refuse wrappers of Megatron that shard the parameters themselves.
+
+    Raises:
+        UsageError: a module in `states` is, or contains, one.
+    """
+    for cls, display_name in _sharding_wrappers().items():
+        for kind, value in states.items():
+            if any(contains_module(item, cls) for item in nested_objects(value, nn.Module)):
+                raise UsageError(
+                    f"{kind}: {display_name} is not supported: use Megatron's DistributedDataParallel and the distributed "
+                    "optimizer; or, where Megatron does not split the model, FSDP2 (fully_shard)"
+                )
 
 
 def is_model_parallel() -> bool:
@@ -150,9 +181,7 @@ def torch_sharding_of(states: Mapping[str, object]) -> str:
     Megatron's own wrappers around torch's sharding do not count.
     """
     fsdp1 = loaded_class("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel")
-    wrappers = tuple(
-        found for module, name, _ in _SHARDING_WRAPPERS if (found := loaded_class(module, name)) is not None
-    )
+    wrappers = tuple(_sharding_wrappers())
     for item in (item for value in states.values() for item in nested_objects(value)):
         if not isinstance(item, nn.Module) or not is_megatron_module(item) or isinstance(item, wrappers):
             continue
@@ -163,20 +192,10 @@ def torch_sharding_of(states: Mapping[str, object]) -> str:
     return ""
 
 
-def unwrap(kind: str, module: nn.Module) -> tuple[nn.Module, list[nn.Module]]:
-    """Return the bare model inside `module`, and its wrappers from the outermost.
-
-    Raises:
-        UsageError: a wrapper shards the parameters itself.
-    """
+def unwrap(module: nn.Module) -> tuple[nn.Module, list[nn.Module]]:
+    """Return the bare model inside `module`, and its wrappers from the outermost."""
     wrappers: list[nn.Module] = []
     while True:
-        for place, name, display_name in _SHARDING_WRAPPERS:
-            if (sharding := loaded_class(place, name)) is not None and isinstance(module, sharding):
-                raise UsageError(
-                    f"{kind}: {display_name} is not supported: use Megatron's DistributedDataParallel and the distributed "
-                    "optimizer"
-                )
         for place, name, attribute in _WRAPPERS:
             if (wrapper := loaded_class(place, name)) is not None and isinstance(module, wrapper):
                 wrappers.append(module)

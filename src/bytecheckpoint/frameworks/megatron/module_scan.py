@@ -92,7 +92,7 @@ def scan_megatron_modules(kind: str, modules: Sequence[nn.Module]) -> MegatronMo
             'distributed optimizer; or, where Megatron does not split the model, framework="fsdp"'
         )
     for module in modules:
-        model, wrappers = unwrap(kind, module)
+        model, wrappers = unwrap(module)
         if not hasattr(model, "sharded_state_dict"):
             if is_megatron_module(model):
                 raise UsageError(
