@@ -140,12 +140,12 @@ bench: venv ## run all benchmarks: table, JSON, chart
 	$(PY) -m benchmarks
 
 bench-storage: venv ## the storages against their vendors' clients, on servers of this machine
-	./scripts/install-servers.sh versitygw azurite hadoop
+	./scripts/install-servers.sh versitygw azurite hadoop glusterfs
 	$(PY) -m benchmarks.storage
 
 bench-storage-short: venv ## bench-storage with small files and few threads
-	./scripts/install-servers.sh versitygw azurite hadoop
-	$(PY) -m benchmarks.storage --short --threads 4 --places hdfs s3 s3-limited az fsspec local mem
+	./scripts/install-servers.sh versitygw azurite hadoop glusterfs
+	$(PY) -m benchmarks.storage --short --threads 4 --places hdfs s3 s3-limited az fsspec local nas mem
 
 bench-frameworks: ## saving Megatron-Core's distributed optimizer, against its own formats (.venv-frameworks)
 	VENV=.venv-frameworks PYTHON=3.12 EXTRAS=cli,dev,bench PINNED=constraints-frameworks.txt ./scripts/bootstrap.sh

@@ -22,6 +22,7 @@ import obstore.store
 from numpy.typing import NDArray
 
 from tests.servers.azure import azurite
+from tests.servers.gluster import Gluster
 from tests.servers.hdfs import Hdfs
 from tests.servers.limiter import Limiter
 from tests.servers.process import free_port
@@ -344,6 +345,20 @@ def _local(folder: Path) -> Iterator[Place]:
 
 
 @contextmanager
+def _nas(folder: Path) -> Iterator[Place]:
+    """A network file system: GlusterFS over FUSE, with its usual caches."""
+    memory = Path("/dev/shm") / folder.name
+    gluster = Gluster(folder / "gluster", "default")
+    try:
+        memory.mkdir()
+        mount = gluster.mounts[0]
+        yield Place("nas (GlusterFS)", str(mount / "data"), [Dd(mount, memory)])
+    finally:
+        gluster.stop()
+        shutil.rmtree(memory, ignore_errors=True)
+
+
+@contextmanager
 def _mem(folder: Path) -> Iterator[Place]:
     memory = Path("/dev/shm") / folder.name
     (memory / "targets").mkdir(parents=True)
@@ -362,5 +377,6 @@ PLACES: dict[str, Callable[[Path], AbstractContextManager[Place]]] = {
     "az": _az,
     "fsspec": _fsspec,
     "local": _local,
+    "nas": _nas,
     "mem": _mem,
 }

@@ -20,6 +20,7 @@ import bytecheckpoint
 from bytecheckpoint import StorageError, StorageFullError, StorageUnavailableError
 from bytecheckpoint.collectives.testing import ThreadWorld
 from bytecheckpoint.storage import FileWriter, NewFile, resolve
+from bytecheckpoint.storage.posix import open_files
 from bytecheckpoint.storage.posix.storage import PosixStorage
 from bytecheckpoint.storage.testing import content, read_all, write_file
 from bytecheckpoint.tuning import tuned
@@ -298,6 +299,22 @@ def test_a_name_that_the_cache_knows_wrongly_is_opened_again(tmp_path: Path, fai
     rule.times = 3
     assert storage.stat("model/file").size == 5000
     assert rule.hits == 6
+
+
+@pytest.mark.parametrize("remote", [False, True])
+@tuned(stale_pauses=SHORT_PAUSES)
+def test_an_old_length_of_a_file_is_looked_up_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, remote: bool
+) -> None:
+    """A network file system may know the length from before another machine wrote the file; a local one does not."""
+    monkeypatch.setattr(open_files, "on_network", lambda _: remote)
+    storage = resolve(tmp_path)
+    (tmp_path / "file").touch()
+    reader = storage.open("file")
+    (tmp_path / "file").write_bytes(content(5000))
+    assert reader.match_size(5000) == remote
+    assert not reader.match_size(6000)
+    reader.close()
 
 
 @tuned(stale_pauses=(1000.0,))

@@ -16,14 +16,20 @@ from typing import Any
 import pytest
 
 import bytecheckpoint
-from bytecheckpoint import StorageConflictError, StorageError, StorageUnavailableError
+from bytecheckpoint import (
+    CorruptCheckpointError,
+    IncompatibleCheckpointError,
+    StorageConflictError,
+    StorageUnavailableError,
+)
 from bytecheckpoint.cli.main import run as command
 from bytecheckpoint.storage import Storage, resolve
 from bytecheckpoint.storage.testing import StorageTests
 from tests.faults.coded import files_of, load_step, states, step_of
 from tests.faults.ranks import attempt
 from tests.servers.gluster import KINDS, Gluster
-from tests.support.processes import environment, python, wait_until
+from tests.support.modes import MODES
+from tests.support.processes import environment, python
 from tests.support.worlds import World
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(300)]
@@ -91,23 +97,24 @@ for step in range(2, steps + 1):
 
 
 def test_a_reader_sees_the_old_or_the_new_one_while_the_other_machine_overwrites(places: list[Path]) -> None:
-    """Every load finds all of one step, later loads never an earlier one, and what cannot be had is a typed error."""
+    """Every load finds all of one step, and later loads never an earlier one.
+
+    A load begins again when it finds its checkpoint replaced. If that happens three times in a row it gives up by design.
+    """
     here, there = places
     steps = 60
     bytecheckpoint.save(here / "s", states(step=1))
     writer = subprocess.Popen(python("-c", _OVERWRITE, here / "s", steps), env=environment())
-    seen, failed = [], []
+    seen = []
     while writer.poll() is None:
         got = attempt(load_step, there / "s", prepare_save=False)  # fails by itself where two steps are mixed
         if isinstance(got, int):
             seen.append(got)
         else:
-            assert isinstance(got, bytecheckpoint.CheckpointError), repr(got)
-            failed.append(got)
+            assert isinstance(got, IncompatibleCheckpointError) and "was replaced 3 times" in str(got), repr(got)
     assert writer.returncode == 0
     assert load_step(there / "s") == load_step(here / "s") == steps
     assert seen == sorted(seen) and len(set(seen)) > 1
-    assert len(failed) <= len(seen) / 4, failed
     assert len(files_of(here / "s")) == 6
 
 
@@ -164,8 +171,10 @@ def test_a_replaced_checkpoint_can_be_read_on(places: list[Path]) -> None:
     with bytecheckpoint.open(there / "s") as checkpoint:
         first = checkpoint["model/w"][0:1]
         bytecheckpoint.save(here / "s", states(step=2))
-        got = attempt(lambda: checkpoint["model/w"][0:1])  # either its files are still there, or that is said
-        assert isinstance(got, bytecheckpoint.CheckpointError) or (got == first).all()
+        # The file that was read from stays open, which keeps its bytes; others are gone.
+        assert (checkpoint["model/w"][0:1] == first).all()
+        with pytest.raises(CorruptCheckpointError, match=r"optimizer/.* is missing"):
+            checkpoint["optimizer/momentum"][0:1]
     assert load_step(there / "s") == 2
 
 
@@ -233,18 +242,36 @@ def test_a_server_that_pauses(frail: Gluster) -> None:
     assert load_step(there / "s") == 2
 
 
-def test_a_server_that_dies_and_comes_back(frail: Gluster) -> None:
+@pytest.mark.parametrize("mode", MODES)
+def test_a_save_and_a_load_outlast_a_restart_of_the_server(frail: Gluster, mode: str) -> None:
     here, there = frail.mounts
     bytecheckpoint.save(here / "s", states(step=1))
+    for calls in (
+        lambda: bytecheckpoint.save(here / "s", states(step=2), **MODES[mode]).result(120),
+        lambda: load_step(there / "s"),
+    ):
+        frail.kill_server()
+        back = threading.Timer(6.0, frail.start_server)
+        back.start()
+        calls()
+        back.join()
+    assert load_step(there / "s") == load_step(here / "s") == 2
+    assert command(["verify", str(there / "s")]) == 0
+    assert len(files_of(there / "s")) == 6
+
+
+def test_a_server_that_dies_and_comes_back_late(frail: Gluster) -> None:
+    here, there = frail.mounts
+    bytecheckpoint.save(here / "s", states(step=1))
+    bytecheckpoint.configure(storage_timeout=1.0)
     frail.kill_server()
-    with pytest.raises(StorageUnavailableError, match=r"m1/s.*not connected"):
+    with pytest.raises(StorageUnavailableError, match=r"m1/s.*not connected.*\(\d+ attempts? in \d"):
         bytecheckpoint.save(here / "s", states(step=2))
-    with pytest.raises(StorageError):
+    with pytest.raises(StorageUnavailableError, match=r"m2/s.*not connected.*\(\d+ attempts? in \d"):
         load_step(there / "s")
     frail.start_server()
-    assert wait_until(lambda: attempt(load_step, there / "s") == 1, 60)
-    assert wait_until(
-        lambda: not isinstance(attempt(bytecheckpoint.save, here / "s", states(step=3)), StorageError), 60
-    )
+    bytecheckpoint.configure(storage_timeout=60.0)
+    assert load_step(there / "s") == 1
+    bytecheckpoint.save(here / "s", states(step=3))
     assert load_step(there / "s") == 3
     assert len(files_of(there / "s")) == 6

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping, Sequence
 
 from bytecheckpoint.errors import StorageConflictError, StorageError, StorageUnavailableError
 from bytecheckpoint.representation.names import CATALOG_NAME, generation_of
 from bytecheckpoint.storage import Storage
 from bytecheckpoint.storage.base import UnfinishedUpload
+from bytecheckpoint.tuning import tuning
 
 __all__ = ["may_have_committed", "remove_stale_files", "stale_files", "stale_uploads"]
 
@@ -82,11 +84,16 @@ def remove_stale_files(storage: Storage, stale: Sequence[str], uploads: Sequence
 
 
 def _refuse_unseen(storage: Storage, name: str, size: int) -> None:
-    """Refuse a file that `stat` does not see either: listings of network file systems may come from a cache."""
-    try:
-        present = storage.stat(name).size
-    except FileNotFoundError:
-        present = -1
+    """Refuse a file that `stat` does not see either: network file systems may take listings and sizes from a cache."""
+    present = -1
+    for pause in (0.0, *tuning().stale_pauses):
+        time.sleep(pause)
+        try:
+            present = storage.stat(name).size
+        except FileNotFoundError:
+            break
+        if present == size:
+            break
     if present != size:
         found = f"{present} bytes of it" if present >= 0 else "nothing of it"
         raise StorageError(

@@ -6,13 +6,15 @@ import contextlib
 import errno
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 
 from bytecheckpoint.errors import StorageUnavailableError
 from bytecheckpoint.representation.checksums import block_sum
 from bytecheckpoint.storage.base import FileReader, FileWriter, NewFile
 from bytecheckpoint.storage.posix.files import may_pass, open_file, retry_stale, translated
-from bytecheckpoint.storage.posix.mounts import mounted, network_mount
+from bytecheckpoint.storage.posix.mounts import mounted, network_mount, on_network
+from bytecheckpoint.tuning import tuning
 
 __all__ = ["Reader", "Retry", "Writer", "write_fully"]
 
@@ -240,6 +242,17 @@ class Reader(FileReader):
     def _open_again(self) -> int:
         with mounted(network_mount(self._path)):
             return open_file(self._path)[0]
+
+    def match_size(self, size: int) -> bool:
+        # A network file system may know an older length of a file that another machine has written, for about a second.
+        for pause in tuning().stale_pauses:
+            if self.size == size or not on_network(self._path):
+                break
+            time.sleep(pause)
+            with translated("open", self._label):
+                self._file.give_up(self._file.get())
+                self.size = os.fstat(self._file.get()).st_size
+        return self.size == size
 
     def read_into(self, offset: int, buffers: Sequence[memoryview]) -> int:
         rest = [b for b in buffers if len(b)]

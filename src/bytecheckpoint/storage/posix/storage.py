@@ -1,4 +1,4 @@
-"""Local and mounted POSIX file systems. Those of a network are retried while their server is away (decision 0026)."""
+"""Local and mounted POSIX file systems. Those of a network are retried while their server is away (decision 0024)."""
 
 from __future__ import annotations
 
