@@ -8,6 +8,7 @@ handlers work. Each message is one line: what happened, where (rank, stage, file
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 
 __all__ = [
     "CheckpointError",
@@ -26,6 +27,7 @@ __all__ = [
     "error_class",
     "error_from_report",
     "error_report",
+    "listed",
 ]
 
 
@@ -140,3 +142,9 @@ def error_from_report(report: dict[str, str], *, prefix: str = "") -> Checkpoint
             tensors=tuple(json.loads(report.get("tensors", "[]"))),
         )
     return cls(message)
+
+
+def listed(names: Sequence[object], most: int = 5) -> str:
+    """Join the first few of `names` for a message, and count the others: "a, b and 3 more"."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(map(str, names[:most])) + more

@@ -14,7 +14,8 @@ import bytecheckpoint
 from bytecheckpoint import IncompatibleCheckpointError, Settings
 from bytecheckpoint.engine.catalogs import read_catalog
 from bytecheckpoint.engine.file_set import FileSet
-from bytecheckpoint.loading.fit import Fit, fit_wanted, listed, read_length, refuse_missing
+from bytecheckpoint.errors import listed
+from bytecheckpoint.loading.fit import Fit, fit_wanted, read_length, refuse_missing
 from bytecheckpoint.loading.saved import SavedView
 from bytecheckpoint.loading.trees import Trees
 from bytecheckpoint.representation.shards import LiveShard, TensorKey

@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from bytecheckpoint.errors import CheckpointError, error_from_report, error_report
+from bytecheckpoint.errors import CheckpointError, error_from_report, error_report, listed
 from bytecheckpoint.tuning import tuning
 
 __all__ = ["Collective", "DataProvider", "InterruptedWaitError", "host_id", "names_of_ranks", "new_world_id", "provide"]
@@ -45,9 +45,7 @@ def host_id() -> str:
 
 def names_of_ranks(ranks: Collection[int], limit: int = 16) -> str:
     """Format ranks for an error message: "rank 3", "ranks 1, 2 and 9 more"."""
-    listed = sorted(ranks)
-    more = f" and {len(listed) - limit} more" if len(listed) > limit else ""
-    return ("rank " if len(listed) == 1 else "ranks ") + ", ".join(map(str, listed[:limit])) + more
+    return ("rank " if len(ranks) == 1 else "ranks ") + listed(sorted(ranks), limit)
 
 
 # First byte of rank 0's answer. The rest is the answer, the report of an error, or the length of a relayed answer.

@@ -15,7 +15,7 @@ import numpy as np
 
 from bytecheckpoint.engine.buffers import block_sums, split_buffers
 from bytecheckpoint.engine.workers import Workers, storage_result
-from bytecheckpoint.errors import CheckpointError, CorruptCheckpointError, StorageError, StorageUnavailableError
+from bytecheckpoint.errors import CheckpointError, CorruptCheckpointError, StorageError, StorageUnavailableError, listed
 from bytecheckpoint.lazy import lazy
 from bytecheckpoint.representation.boxes import Int64s
 from bytecheckpoint.representation.catalog import Catalog
@@ -244,10 +244,9 @@ class FileSet:
         catalog = self._catalog
         rows = (catalog.file == file) & (catalog.byte_offset < high) & (catalog.byte_offset + catalog.byte_length > low)
         tensors = tuple(str(catalog.key(int(t))) for t in np.unique(catalog.boxes.tensor[rows]))
-        named = ", ".join(tensors[:3]) + (f" and {len(tensors) - 3} more" if len(tensors) > 3 else "")
         return CorruptCheckpointError(
             f"{self._storage.url}: checksum mismatch in {entry.name}, block {block} (bytes {low} to {high}), which "
-            f"holds {named}; use another checkpoint",
+            f"holds {listed(tensors, 3)}; use another checkpoint",
             file=entry.name,
             block=block,
             tensors=tensors,

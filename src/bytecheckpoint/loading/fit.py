@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from bytecheckpoint.engine.scatter import Target
-from bytecheckpoint.errors import CorruptCheckpointError, IncompatibleCheckpointError
+from bytecheckpoint.errors import CorruptCheckpointError, IncompatibleCheckpointError, listed
 from bytecheckpoint.loading.saved import SavedView
 from bytecheckpoint.planning.coverage import first_gap
 from bytecheckpoint.planning.intersect import intersect
@@ -22,7 +22,7 @@ from bytecheckpoint.representation.shards import LiveShard
 from bytecheckpoint.representation.similar_names import SimilarNames
 from bytecheckpoint.settings import Settings
 
-__all__ = ["Fit", "fit_wanted", "listed", "read_length", "refuse_mismatches", "refuse_missing", "refuse_unexpected"]
+__all__ = ["Fit", "fit_wanted", "read_length", "refuse_mismatches", "refuse_missing", "refuse_unexpected"]
 
 #: Names that a message lists; the others are counted.
 _SHOWN = 5
@@ -171,12 +171,6 @@ def read_length(catalog: Catalog, world_size: int, settings: Settings) -> int:
     while length % 2 == 0 and length > max(fair, _SMALLEST_READ) and (length // 2) % max(block, 1) == 0:
         length //= 2
     return length
-
-
-def listed(names: Sequence[str]) -> str:
-    """Join the first few of `names` for a message, and count the others."""
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
 
 
 def _prove_coverage(url: str, catalog: Catalog, boxes: BoxTable, plan: ReadPlan) -> None:

@@ -19,7 +19,7 @@ from bytecheckpoint.engine.file_set import FileSet
 from bytecheckpoint.engine.peer_memory import peer_handshake
 from bytecheckpoint.engine.reading import read_all
 from bytecheckpoint.engine.scatter import ScatterPlan
-from bytecheckpoint.errors import CheckpointError, CheckpointReplacedError, IncompatibleCheckpointError
+from bytecheckpoint.errors import CheckpointError, CheckpointReplacedError, IncompatibleCheckpointError, listed
 from bytecheckpoint.frameworks.base import Destination, is_strict
 from bytecheckpoint.handles import LoadReport
 from bytecheckpoint.loading.call import LoadCall, check_strict_kinds, plain_strict
@@ -36,7 +36,6 @@ from bytecheckpoint.loading.decision import (
 )
 from bytecheckpoint.loading.fit import (
     fit_wanted,
-    listed,
     read_length,
     refuse_mismatches,
     refuse_missing,

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from bytecheckpoint.collectives.base import names_of_ranks
 from bytecheckpoint.engine.tensor_bytes import flat_bytes, movable
-from bytecheckpoint.errors import IncompatibleCheckpointError, UsageError
+from bytecheckpoint.errors import IncompatibleCheckpointError, UsageError, listed
 from bytecheckpoint.planning.replicas import differing_rows, group_equal
 from bytecheckpoint.planning.save_plan import LocalTable, all_rows
 from bytecheckpoint.representation.names import unescape
@@ -91,6 +91,6 @@ def check_copies(reports: Mapping[int, WriteReport], tables: Sequence[LocalTable
     others = sorted(set(names) - {names[0]})
     raise IncompatibleCheckpointError(
         f"{names[0]} is replicated, but its copies differ between {' and '.join(map(names_of_ranks, holders[:3]))}"
-        + (f", and so do those of {', '.join(others[:3])}{' and others' if len(others) > 3 else ''}" if others else "")
+        + (f", and so do those of {listed(others, 3)}" if others else "")
         + ". Keep replicas equal, describe shards as shards (DTensor, SupportsShards), or save with check_replicas=False"
     )

@@ -15,7 +15,7 @@ from bytecheckpoint.engine.device_copies import DeviceCopies
 from bytecheckpoint.engine.save_job import SaveJob
 from bytecheckpoint.engine.staging import Image, KnownTargets
 from bytecheckpoint.engine.writing import FileTask
-from bytecheckpoint.errors import CheckpointError
+from bytecheckpoint.errors import CheckpointError, listed
 from bytecheckpoint.representation.names import escape, file_stem
 from bytecheckpoint.representation.shards import LiveShard, TensorKey
 from bytecheckpoint.saving.file_layout import FileOrigin, LocalPlan, PlannedFile, end_of, lay_out_values
@@ -28,7 +28,6 @@ __all__ = ["FileBatch", "RankFiles"]
 
 _log = logging.getLogger("bytecheckpoint")
 #: File names in a message.
-_SHOWN = 3
 
 
 @dataclass(slots=True)
@@ -165,7 +164,7 @@ class RankFiles:
         try:
             self._storage.delete(names)
         except (CheckpointError, OSError) as error:
-            shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+            shown = listed(names, 3)
             _log.warning(
                 "%s: what a failed save has written may stay (%s): %s; the next save there, or `bytecheckpoint gc`, "
                 "removes it",

@@ -17,6 +17,7 @@ from bytecheckpoint.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
     IncompatibleCheckpointError,
+    listed,
 )
 from bytecheckpoint.representation.catalog import VALUES_SLOT, Catalog, StorageFile
 from bytecheckpoint.representation.catalog_file import encode
@@ -255,7 +256,7 @@ class _Generation:
         without_files = sorted(set(range(world)) - {_rank_of(file_stem(name)) for name in self.names})
         if without_files:
             found.append(
-                f"no file of {len(without_files)} of {world} ranks was found ({_list_ranks(without_files)}): either they "
+                f"no file of {len(without_files)} of {world} ranks was found ({listed(without_files, 8)}): either they "
                 f"had nothing to write, or all of their files are lost; check the numbers of tensors"
             )
         if not all(header.files for header in self.headers):
@@ -282,11 +283,6 @@ def _parts_before(name: str) -> list[str]:
         return []
     first = name[: match.end(2)]
     return [first if part == 0 else f"{first}-p{part:03d}" for part in range(int(match[3]))]
-
-
-def _list_ranks(ranks: Sequence[int]) -> str:
-    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
-    return f"{', '.join(map(str, ranks[:8]))}{more}"
 
 
 def _count(catalog: Catalog, kind: str) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from bytecheckpoint.errors import IncompatibleCheckpointError, UsageError
+from bytecheckpoint.errors import IncompatibleCheckpointError, UsageError, listed
 from bytecheckpoint.frameworks.base import Destination, SavedStates, Strict, UserNames
 from bytecheckpoint.frameworks.megatron.detection import (
     check_version,
@@ -30,7 +30,6 @@ from bytecheckpoint.frameworks.megatron.restore import load_megatron_optimizers
 from bytecheckpoint.frameworks.native import NativeFramework, Scan
 from bytecheckpoint.frameworks.optimizers.master_weights import optimizer_kind
 from bytecheckpoint.frameworks.optimizers.names import ParameterNames, as_optimizers
-from bytecheckpoint.frameworks.optimizers.restore import first_names
 from bytecheckpoint.representation.shards import LiveState
 
 __all__ = ["MegatronFramework"]
@@ -111,7 +110,7 @@ class MegatronFramework(NativeFramework):
         into = super().destination(states, saved, strict=strict, names=names)
         if into.left_out:
             weights = [text for key, text in into.left_out.items() if not key.slot]
-            left_out = first_names(weights or list(into.left_out.values()))
+            left_out = listed(weights or list(into.left_out.values()))
             if strict:
                 raise IncompatibleCheckpointError(
                     f"the vocabulary is smaller here: {left_out} would be left out, and a checkpoint does not say which "

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from bytecheckpoint.errors import listed
 from bytecheckpoint.frameworks.base import Destination, SavedStates
 from bytecheckpoint.frameworks.extra_states import plan_extra_states
 from bytecheckpoint.frameworks.megatron.layouts import ShardCollector
@@ -19,7 +20,6 @@ from bytecheckpoint.frameworks.megatron.requests import BoxRequests, clip_to_sav
 from bytecheckpoint.frameworks.modules import find_saved_parameter
 from bytecheckpoint.frameworks.objects.capture import encode_value
 from bytecheckpoint.frameworks.optimizers.master_weights import choose_saved_weight
-from bytecheckpoint.frameworks.optimizers.restore import first_names
 from bytecheckpoint.frameworks.tensors.allocation import make_writable
 from bytecheckpoint.frameworks.tensors.dtypes import dtype_name
 from bytecheckpoint.representation.shards import LiveState
@@ -114,7 +114,7 @@ def load_megatron_modules(
     if without_master:
         note = (
             f"{kind}: the optimizer's master weights of {len(without_master)} parameters keep their values: "
-            f"{first_names(without_master)}: load the optimizer too, or call its reload_model_params()"
+            f"{listed(without_master)}: load the optimizer too, or call its reload_model_params()"
         )
         _log.warning("%s", note)
         into.notes.append(note)

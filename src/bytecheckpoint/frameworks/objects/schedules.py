@@ -32,10 +32,10 @@ def check_schedule(kind: str, live: object, saved: object, own: object, into: De
     name = type(live).__name__
     if more := _settings(saved) - _settings(own):
         into.mismatches.append(
-            f"{kind}: the checkpoint has the state of another learning rate schedule than {name}, with {_listed(more)}"
+            f"{kind}: the checkpoint has the state of another learning rate schedule than {name}, with {_quoted(more)}"
         )
     elif less := _settings(own) - _settings(saved):
-        into.notes.append(f"{kind}: {name} keeps {_listed(less)}, which the checkpoint does not have")
+        into.notes.append(f"{kind}: {name} keeps {_quoted(less)}, which the checkpoint does not have")
     inner: list[Any] = list(getattr(live, "_schedulers", ()))  # of a SequentialLR or ChainedScheduler
     states, now = saved.get("_schedulers", ()), own.get("_schedulers", ())
     if len(inner) == len(now) != len(states):
@@ -49,5 +49,5 @@ def _settings(state: dict[Any, Any]) -> set[str]:
     return {key for key in state if isinstance(key, str) and not key.startswith("_")} - _IGNORED
 
 
-def _listed(names: set[str]) -> str:
+def _quoted(names: set[str]) -> str:
     return ", ".join(map(repr, sorted(names)))

@@ -10,14 +10,13 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from bytecheckpoint.errors import IncompatibleCheckpointError
+from bytecheckpoint.errors import IncompatibleCheckpointError, listed
 from bytecheckpoint.frameworks.base import Destination, ParameterName, SavedStates, SavedTensor
 from bytecheckpoint.frameworks.optimizers.flat_tensors import FlatOptimizerTensor
 from bytecheckpoint.frameworks.optimizers.names import ParameterNames
 from bytecheckpoint.frameworks.optimizers.restore import (
     ParameterRestore,
     PlainParameterRestore,
-    first_names,
     load_optimizers,
 )
 from bytecheckpoint.frameworks.optimizers.saved_trees import SavedTrees
@@ -30,8 +29,6 @@ from bytecheckpoint.frameworks.tensors.flat_ranges import FlatRange, ParameterRa
 from bytecheckpoint.representation.shards import TensorKey
 
 __all__ = ["load_flat_tensors"]
-
-_MAX_LISTED = 3  # parameters with the same state named in an error
 
 
 def load_flat_tensors(
@@ -165,7 +162,7 @@ class _FlatTensorRestore:
             return known
         into.notes.append(
             f"{self.kind}: {len(stateless)} parameters without saved state begin at zero: "
-            f"{first_names([restore.fqn for restore in stateless])}"
+            f"{listed([restore.fqn for restore in stateless])}"
         )
         into.finish.append(partial(self._zero, stateless))
         return {fqn: restore for fqn, restore in known.items() if restore.has_state}
@@ -187,9 +184,7 @@ class _FlatTensorRestore:
         if len(groups) < 2:
             return
         values = "; ".join(
-            f"{unpack_tensors(found[fqns[0]])!r} for {', '.join(map(repr, fqns[:_MAX_LISTED]))}"
-            + (f" and {len(fqns) - _MAX_LISTED} more" if len(fqns) > _MAX_LISTED else "")
-            for fqns in groups.values()
+            f"{unpack_tensors(found[fqns[0]])!r} for {listed([*map(repr, fqns)], 3)}" for fqns in groups.values()
         )
         raise IncompatibleCheckpointError(
             f"{self.kind}: {self.flat.description} joins parameters whose {what} differs in the checkpoint: {values}: "

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch.optim import Optimizer
 
-from bytecheckpoint.errors import IncompatibleCheckpointError
+from bytecheckpoint.errors import IncompatibleCheckpointError, listed
 from bytecheckpoint.frameworks.base import (
     Destination,
     ParameterName,
@@ -35,9 +35,7 @@ from bytecheckpoint.frameworks.tensors.allocation import is_writable
 from bytecheckpoint.frameworks.tensors.dtypes import dtype_name, dtype_named
 from bytecheckpoint.representation.shards import TensorKey
 
-__all__ = ["ParameterRestore", "PlainParameterRestore", "Restorer", "first_names", "load_optimizers"]
-
-_MAX_LISTED = 3  # parameters in a note or an error
+__all__ = ["ParameterRestore", "PlainParameterRestore", "Restorer", "load_optimizers"]
 
 
 class ParameterRestore(Protocol):
@@ -125,7 +123,7 @@ def load_optimizers(
             ):
                 without_master.append(name[0])
     if foreign or others:
-        of = f" of {len(foreign)} parameters ({first_names(foreign)})" if foreign else ""
+        of = f" of {len(foreign)} parameters ({listed(foreign)})" if foreign else ""
         names_here = sorted({type(o).__name__ for o in others or optimizers})
         into.mismatches.append(
             f"{kind}: the checkpoint has the state{of} of another algorithm ({', '.join(sorted(types))}), with which "
@@ -134,18 +132,13 @@ def load_optimizers(
     if without_master:
         into.notes.append(
             f"{kind}: the master weights of {len(without_master)} parameters are left out, since the optimizer here steps "
-            f"weights in lower precision: {first_names(without_master)}"
+            f"weights in lower precision: {listed(without_master)}"
         )
     if stateless:
         into.notes.append(
-            f"{kind}: {len(stateless)} parameters have no state in the checkpoint and none now: {first_names(stateless)}"
+            f"{kind}: {len(stateless)} parameters have no state in the checkpoint and none now: {listed(stateless)}"
         )
     load_globals(kind, optimizers, trees, into)
-
-
-def first_names(names: Sequence[str]) -> str:
-    """Join the first few of `names`, for a note."""
-    return ", ".join(names[:_MAX_LISTED]) + (", ..." if len(names) > _MAX_LISTED else "")
 
 
 class PlainParameterRestore:
