@@ -26,11 +26,26 @@ from bytecheckpoint.tiers.names import hot_folder_of, step_name
 from bytecheckpoint.tiers.room import with_room
 from bytecheckpoint.tuning import tuning
 
-__all__ = ["PREFIX", "HotTier", "TierStorage"]
+__all__ = ["PREFIX", "HotTier", "TierStorage", "hot_tier"]
 
 PREFIX = "tier+"
 
 _log = logging.getLogger("bytecheckpoint")
+
+
+def hot_tier(folder: str = "") -> PosixStorage:
+    """Return this machine's hot tier, or a folder of it.
+
+    Raises:
+        UsageError: `settings.tier_hot` is not a folder of this machine.
+    """
+    from bytecheckpoint.storage.registry import resolve
+
+    root = settings().tier_hot.rstrip("/")
+    hot = resolve(f"{root}/{folder}" if folder else root)
+    if not isinstance(hot, PosixStorage):
+        raise UsageError(f"settings.tier_hot is {root!r}: use mem://name or a folder of a local disk")
+    return hot
 
 
 class TierStorage(Storage):
@@ -57,12 +72,8 @@ class TierStorage(Storage):
         self.durable = resolve(inner)
         local = isinstance(self.durable, PosixStorage) and "://" not in self.durable.url
         self.url = f"{PREFIX}file://{self.durable.url}" if local else PREFIX + self.durable.url
-        root = settings().tier_hot.rstrip("/")
-        hot_root, hot = resolve(root), resolve(f"{root}/{hot_folder_of(self.url[len(PREFIX) :])}")
-        if not isinstance(hot_root, PosixStorage) or not isinstance(hot, PosixStorage):
-            raise UsageError(f"settings.tier_hot is {root!r}: use mem://name or a folder of a local disk")
-        self.hot_root, self.hot = hot_root, hot
-        self.hot_folder = HotFolder(hot, self.url)
+        self.hot_root, self.hot = hot_tier(), hot_tier(hot_folder_of(self.url[len(PREFIX) :]))
+        self.hot_folder = HotFolder(self.hot, self.url)
         self.parallel_reads = self.durable.parallel_reads  # a machine without a hot copy reads the durable one
 
     # --- which copy counts ------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from bytecheckpoint.tiers.flush.lock import flush_lock
 from bytecheckpoint.tiers.lease import LEASE_FILE
 from bytecheckpoint.tiers.names import INTERNAL_FILES
 from bytecheckpoint.tiers.room import hot_steps
-from bytecheckpoint.tiers.storage import PREFIX, TierStorage
+from bytecheckpoint.tiers.storage import PREFIX, TierStorage, hot_tier
 from bytecheckpoint.tools.repair import reports_of_saves
 
 __all__ = ["Removal", "collect_garbage", "collect_hot_garbage", "remove_checkpoint"]
@@ -226,8 +226,7 @@ def collect_hot_garbage(*, older_than: float, dry_run: bool = False) -> list[Rem
     """
     found = []
     before = time.time() - older_than
-    root = TierStorage(f"{PREFIX}file:///-").hot_root
-    for folder, step in sorted(hot_steps(root), key=lambda item: item[1].record.saved):
+    for folder, step in sorted(hot_steps(hot_tier()), key=lambda item: item[1].record.saved):
         files = folder.files()
         removal = Removal(f"{PREFIX}{step.record.url}", "hot copy", len(files), sum(files.values()))
         if not step.record.flushed:
