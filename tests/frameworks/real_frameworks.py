@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -49,6 +50,12 @@ def assert_restored(saved: dict[str, Any], loaded: dict[str, Any]) -> None:
     """Fail if a load has not restored the state."""
     problems = state_differences(saved, loaded)
     assert not problems, problems[:5]
+
+
+def assert_losses(got: Sequence[float], want: Sequence[float], relative: float) -> None:
+    """Fail unless two runs have the same losses; `relative`, to the largest, is for other orders of additions."""
+    worst = max(abs(a - b) for a, b in zip(got, want, strict=True)) / max(map(abs, want))
+    assert worst <= relative, f"{got} instead of {want}: {worst:.2g} apart"
 
 
 def without_tied_head(found: dict[str, Any]) -> dict[str, Any]:

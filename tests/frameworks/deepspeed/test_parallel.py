@@ -13,7 +13,7 @@ from torch import nn
 
 import bytecheckpoint
 from tests.frameworks.deepspeed.engines import Zero, configuration, prepare, settings
-from tests.frameworks.real_frameworks import mean_over_ranks
+from tests.frameworks.real_frameworks import assert_losses, mean_over_ranks
 from tests.support.comparisons import assert_complete, assert_same_checkpoints
 from tests.support.worlds import Worlds
 
@@ -205,7 +205,7 @@ def check_every_pair(
         for other_ranks, other_parallel in chosen:
             loaded = worlds.run(other_ranks, load, kind, other_parallel, zero, low, path, timeout=200)
             for losses in loaded:
-                assert losses == pytest.approx(saved, abs=tolerance, rel=0)
+                assert_losses(losses, saved, tolerance)
             if (ranks, parallel) == (other_ranks, other_parallel):
                 assert loaded[0] == saved
 
@@ -215,13 +215,13 @@ def test_pipelines(worlds: Worlds, zero: int, low: bool, tmp_path: Path) -> None
     # (ranks, stages). The last stage has its own copy of the tied embedding, and partitions it in its own way.
     pipelines = [(4, 2), (2, 2), (2, 1), (3, 3)]
     chosen = pipelines if zero else pipelines[1:3]
-    check_every_pair(worlds, "pipeline", chosen, zero, low, tmp_path, 0.02 if low else 1e-5)
+    check_every_pair(worlds, "pipeline", chosen, zero, low, tmp_path, 3e-3 if low else 5e-7)  # measured: 9e-4, 9e-8
 
 
 @pytest.mark.parametrize(("zero", "low"), [(1, False), (2, True), (2, False), (0, False)])
 def test_mixtures_of_experts(worlds: Worlds, zero: int, low: bool, tmp_path: Path) -> None:
     chosen = [(2, 2), (2, 1), (4, 2), (1, 1)]  # (ranks, size of the expert-parallel groups)
-    check_every_pair(worlds, "mixture", chosen, zero, low, tmp_path, 0.03 if low else 1e-4)
+    check_every_pair(worlds, "mixture", chosen, zero, low, tmp_path, 6e-4 if low else 5e-7)  # measured: 1.7e-4, 1.2e-7
     for ranks, sharing in chosen:
         with bytecheckpoint.open(tmp_path / f"{ranks}x{sharing}") as checkpoint:
             names = [key for key in checkpoint if key.startswith("model/") and "deepspeed_experts" in key]

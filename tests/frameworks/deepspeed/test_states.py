@@ -26,7 +26,7 @@ from tests.frameworks.deepspeed.engines import (
     trained,
     trained_run,
 )
-from tests.frameworks.real_frameworks import AFTER, BEFORE, assert_restored
+from tests.frameworks.real_frameworks import AFTER, BEFORE, assert_losses, assert_restored
 from tests.support.communication import check_no_communication
 from tests.support.comparisons import assert_complete
 from tests.support.tiny_model import Gpt, batch
@@ -168,9 +168,11 @@ def test_optimizers_that_deepspeed_makes(name: str, path: str) -> None:
     assert_restored(expected, full_state(fresh.engine))
     assert fresh.train(AFTER) == after
     # Into torch's, whose step is a tensor, and back.
-    plain = build(name, other, lambda named: torch.optim.AdamW(named.values(), lr=1.0, foreach=False))
+    settings = {"lr": 1.0, "weight_decay": 0.1, "torch_adam": True}
+    plain = build(name, other, None, optimizer={"type": "AdamW", "params": settings})
+    assert type(plain.engine.optimizer.optimizer) is torch.optim.AdamW
     bytecheckpoint.load(f"{path}/own", plain.states())
-    assert plain.train(AFTER) == pytest.approx(after, abs=0.02, rel=0)
+    assert_losses(plain.train(AFTER), after, 1e-6)
     bytecheckpoint.save(f"{path}/torch", plain.states())
     bytecheckpoint.load(f"{path}/torch", fresh.states())
     steps = [s["step"] for s in fresh.engine.optimizer.optimizer.state.values()]

@@ -20,8 +20,8 @@ class Family:
     Attributes:
         name: in test ids.
         members: the layouts; the first, in one process, saves the start that all train from.
-        tolerance: of losses of about 3.5, between a resumed run and the uninterrupted one.
-        member_tolerance: of losses between members that train from the same start; None: they differ.
+        tolerance: relative, of losses, between a resumed run and the uninterrupted one.
+        member_tolerance: the same, between members that train from the same start; None: they differ.
     """
 
     name: str
@@ -106,8 +106,8 @@ def _gpt(
     )
 
 
-# Another layout adds in another order: in float32 a small difference, in bfloat16 a large one.
-_EXACT, _ROUGH = 2e-5, 0.02
+# Another layout adds in another order. Measured: up to 1.4e-7 in float32, 1.5e-3 in bfloat16.
+_EXACT, _ROUGH = 5e-7, 4e-3
 _HALF_MODULES, _HALF_ENGINES = (("plain", 1), ("fsdp1", 2)), ("b1x2", "b2x3", "b3x2")
 
 _FAMILIES = (

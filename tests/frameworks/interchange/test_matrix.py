@@ -11,6 +11,7 @@ import pytest
 from tests.frameworks.interchange import jobs
 from tests.frameworks.interchange.families import CI_MEMBERS, FAMILIES, Family
 from tests.frameworks.interchange.runs import Member
+from tests.frameworks.real_frameworks import assert_losses
 from tests.support.worlds import RankError, Worlds
 
 # The first test that asks for a destination pays for all of its sources.
@@ -128,11 +129,11 @@ def test_interchange(matrices: Matrices, family: str, source: str, destination: 
         assert result[source]["losses"] == ranks[0][source]["losses"]
     uninterrupted = matrix.saved(source)[0]["after"]
     assert len(uninterrupted) == jobs.AFTER
-    assert ranks[0][source]["losses"] == pytest.approx(uninterrupted, abs=matrix.family.tolerance, rel=0)
+    assert_losses(ranks[0][source]["losses"], uninterrupted, matrix.family.tolerance)
     if source == destination:
         assert ranks[0][source]["losses"] == uninterrupted, "the same layout goes on bit for bit"
     tolerance = matrix.family.member_tolerance
     if tolerance is not None:
         reference = matrix.saved(matrix.family.members[0].name)[0]
-        assert matrix.saved(source)[0]["before"] == pytest.approx(reference["before"], abs=tolerance, rel=0)
-        assert uninterrupted == pytest.approx(reference["after"], abs=tolerance, rel=0)
+        assert_losses(matrix.saved(source)[0]["before"], reference["before"], tolerance)
+        assert_losses(uninterrupted, reference["after"], tolerance)
