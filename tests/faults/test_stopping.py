@@ -130,7 +130,7 @@ def test_ranks_that_read_stop(
     errors = load(world, tmp_path / "s", overlap_loading=overlap)
     assert time.monotonic() - begun < 14
     for rank, error in enumerate(errors):
-        assert "no such store" in error and error.startswith("" if rank == failing else f"rank {failing}: "), errors
+        assert "no such store" in error and (rank == failing or f"rank {failing}" in error), errors
     faults.clear()
     assert load_all(world, tmp_path / "s", rows=ROWS) == [1, 1, 1]
 
@@ -140,9 +140,10 @@ def test_ranks_that_wait_for_reads_without_an_answer_stop(
     tmp_path: Path, world: ThreadWorld, faults: Faults, *, overlap: bool
 ) -> None:
     over = threading.Event()
-    faults.add("read_into", rank=2, error=StorageUnavailableError("it is dead"), times=-1)
+    # Of tensors: plain values are read by one rank for all.
+    faults.add("read_into", rank=2, name="rank-", error=StorageUnavailableError("it is dead"), times=-1)
     for rank in (0, 1):
-        faults.add("read_into", rank=rank, before=lambda: over.wait(60), times=-1)
+        faults.add("read_into", rank=rank, name="rank-", before=lambda: over.wait(60), times=-1)
     begun = time.monotonic()
     try:
         with tuned(stopped_calls=0.2):
@@ -150,6 +151,6 @@ def test_ranks_that_wait_for_reads_without_an_answer_stop(
         assert time.monotonic() - begun < 20
     finally:
         over.set()
-    assert all("rank 2: " in error and "it is dead" in error for error in errors[:2]), errors
+    assert all("rank 2" in error and "it is dead" in error for error in errors[:2]), errors
     faults.clear()
     assert load_all(world, tmp_path / "s", rows=ROWS) == [1, 1, 1]

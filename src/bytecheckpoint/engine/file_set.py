@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import logging
 import threading
@@ -14,7 +15,7 @@ from typing import NoReturn
 import numpy as np
 
 from bytecheckpoint.engine.buffers import block_sums, split_buffers
-from bytecheckpoint.engine.workers import Workers, storage_result
+from bytecheckpoint.engine.workers import call_until_stopped
 from bytecheckpoint.errors import CheckpointError, CorruptCheckpointError, StorageError, StorageUnavailableError, listed
 from bytecheckpoint.lazy import lazy
 from bytecheckpoint.representation.boxes import Int64s
@@ -229,12 +230,8 @@ class FileSet:
         low = start // entry.block_bytes * entry.block_bytes
         high = min(-(-(start + nbytes) // entry.block_bytes) * entry.block_bytes, entry.size - entry.data_offset)
         data = bytearray(high - low)
-        worker = Workers(1, "bytecheckpoint-read")
-        try:
-            reading = worker.submit(self.fetch, file, low, high, [memoryview(data)])
-            storage_result(reading, self.read_timeout(), f"read {self._storage.url}", self.stopped)
-        finally:
-            worker.shutdown(seconds=0.0)
+        read = functools.partial(self.fetch, file, low, high, [memoryview(data)])
+        call_until_stopped(read, self.read_timeout(), f"read {self.url}", self.stopped)
         return bytes(memoryview(data)[start - low : start - low + nbytes])
 
     def _damaged(self, file: int, block: int) -> CorruptCheckpointError:

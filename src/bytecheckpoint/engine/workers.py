@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from bytecheckpoint.errors import StorageUnavailableError
 from bytecheckpoint.liveness import busy
 
-__all__ = ["Workers", "storage_result"]
+__all__ = ["Workers", "call_until_stopped", "storage_result"]
 
 _T = TypeVar("_T")
 _Task = tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]
@@ -77,6 +77,16 @@ class Workers:
         ended = not any(thread.is_alive() for thread in self._threads)
         self._threads.clear()
         return ended
+
+
+def call_until_stopped(function: Callable[[], _T], seconds: float, what: str, stopped: Future[Any]) -> _T:
+    """Call `function` on a thread of its own and wait for it as `storage_result`. After a time-out it goes on."""
+    worker = Workers(1, "bytecheckpoint-call")
+    try:
+        result: _T = storage_result(worker.submit(function), seconds, what, stopped)
+        return result
+    finally:
+        worker.shutdown(seconds=0.0)
 
 
 def storage_result(future: Future[_T], seconds: float, what: str, stopped: Future[Any] | None = None) -> _T:

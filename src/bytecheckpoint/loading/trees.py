@@ -7,6 +7,7 @@ those that all ranks share, and, to reshard a data loader, those of every rank t
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 
 from bytecheckpoint.collectives import Collective
 from bytecheckpoint.engine.file_set import FileSet
+from bytecheckpoint.engine.workers import call_until_stopped
 from bytecheckpoint.errors import CheckpointError, CorruptCheckpointError, error_from_report, error_report
 from bytecheckpoint.planning.read_plan import stored_rows
 from bytecheckpoint.representation.catalog import VALUES_SLOT, Catalog
@@ -88,13 +90,17 @@ class Trees:
         tree = np.empty(self._nbytes(number), np.uint8)
         if len(tree):
             timeout = self._files.read_timeout()
-            try:
-                self._collective.fetch(reader, self._tag, str(number).encode(), tree, timeout=timeout)
-            except CheckpointError as error:
-                report = error_report(error)
-                raise error_from_report(report, prefix=f"rank {reader}, which reads it for this one: ") from error
+            fetch = functools.partial(self._fetch, self._collective, reader, number, tree, timeout)
+            call_until_stopped(fetch, 2 * timeout, f"read {self._files.url}", self._files.stopped)
             self.bytes_received += len(tree)
         return tree.tobytes()
+
+    def _fetch(self, collective: Collective, reader: int, number: int, tree: NDArray[np.uint8], timeout: float) -> None:
+        try:
+            collective.fetch(reader, self._tag, str(number).encode(), tree, timeout=timeout)
+        except CheckpointError as error:
+            report = error_report(error)
+            raise error_from_report(report, prefix=f"rank {reader}, which reads it for this one: ") from error
 
     def _read_once(self, number: int) -> bytes:
         """Read a tree from storage, unless this rank has done so, for itself or for another."""
