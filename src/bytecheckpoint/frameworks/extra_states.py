@@ -12,8 +12,6 @@ from bytecheckpoint.representation.shards import TensorKey
 
 __all__ = ["plan_extra_states"]
 
-_ABSENT = object()
-
 
 def plan_extra_states(
     kind: str,
@@ -21,8 +19,6 @@ def plan_extra_states(
     tensors: Collection[str],
     saved: SavedStates,
     into: Destination,
-    *,
-    optional: Collection[str] = (),
 ) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Plan the load of the extra states of one kind; yield the name of each with a function that builds its value.
 
@@ -32,7 +28,6 @@ def plan_extra_states(
         tensors: names of this rank's parameters and buffers, which tell what trees to read first.
         saved: the checkpoint.
         into: receives the plan.
-        optional: names of those that the checkpoint may lack, or hold as None.
     """
     wanted = {saved_name: name for name in live for saved_name in saved.names_of(kind, (name,))}
     into.extra_states.setdefault(kind, set()).update(wanted)
@@ -50,8 +45,7 @@ def plan_extra_states(
     reader.leave_out([value for name, value in found.items() if name not in wanted])
     reader.request_tensors()
     for saved_name, name in wanted.items():
-        value = found.get(saved_name, _ABSENT)
-        if value is not _ABSENT and not (value is None and name in optional):
-            yield name, partial(reader.build, value, None)
-        elif name not in optional:
+        if saved_name in found:
+            yield name, partial(reader.build, found[saved_name], None)
+        else:
             into.missing.append(str(TensorKey(kind, name)))

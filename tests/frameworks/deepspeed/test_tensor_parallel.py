@@ -166,8 +166,8 @@ BFLOAT16 = [
 ]
 
 
-# Measured: 9e-7, and 0.019 of losses that are near 0.1.
-@pytest.mark.parametrize(("layouts", "tolerance"), [(FLOAT32, 2e-6), (BFLOAT16, 0.03)], ids=["float32", "bfloat16"])
+# Measured: 9e-7, and 0.024 of losses that are near 0.1.
+@pytest.mark.parametrize(("layouts", "tolerance"), [(FLOAT32, 2e-6), (BFLOAT16, 0.05)], ids=["float32", "bfloat16"])
 def test_every_layout_loads_every_layout(
     worlds: Worlds, layouts: list[tuple[int, tuple[int, int, str], str]], tolerance: float, tmp_path: Path
 ) -> None:

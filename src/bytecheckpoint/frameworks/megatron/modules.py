@@ -139,10 +139,10 @@ def _plan_values(
     kind: str, scan: MegatronModuleScan, saved: SavedStates, into: Destination
 ) -> Iterator[tuple[StateDictEntry, Callable[[], Any]]]:
     """Plan the load of extra states; yield each entry with a function that builds its value."""
-    values = {name: entry.value for name, entry in scan.values.items()}
+    # A module whose extra state is None takes none.
+    values = {name: entry.value for name, entry in scan.values.items() if entry.value is not None}
     tensors = [name for layout in scan.layouts for name in layout.names]
-    empty = {name for name, value in values.items() if value is None}
-    for name, build in plan_extra_states(kind, values, tensors, saved, into, optional=empty):
+    for name, build in plan_extra_states(kind, values, tensors, saved, into):
         yield scan.values[name], partial(_from_stored, build)
 
 
