@@ -112,6 +112,7 @@ def minio(folder: Path) -> S3Server:
         folder / "minio.log",
         env={
             "MINIO_ROOT_USER": KEY, "MINIO_ROOT_PASSWORD": SECRET, "MINIO_BROWSER": "off", "MINIO_UPDATE": "off",
+            "MINIO_SITE_REGION": _REGION,
         },
     )  # fmt: skip
     return S3Server(server.start(), f"http://{address}")

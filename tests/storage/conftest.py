@@ -18,7 +18,7 @@ from tests.servers.fault_proxy import FaultProxy, fault_proxy
 from tests.servers.hdfs import Hdfs
 from tests.servers.peers import garbles, hangs_up, silent
 from tests.servers.rpc_fault_proxy import RpcFaultProxy, rpc_fault_proxy
-from tests.servers.s3 import S3Server, versitygw
+from tests.servers.s3 import S3Server, minio, versitygw
 from tests.support.memory import new_memory
 from tests.support.settings import undisturbed
 from tests.support.system_calls import Fail, failing
@@ -53,18 +53,26 @@ def fail(monkeypatch: pytest.MonkeyPatch) -> Fail:
     return functools.partial(failing, monkeypatch)
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run the tests of a module that sets EVERY_S3_SERVER on each S3 server; on MinIO with the slow tests."""
+    servers = [versitygw, pytest.param(minio, marks=pytest.mark.slow)]
+    for name in ("s3_server", "mortal"):
+        if name in metafunc.fixturenames and getattr(metafunc.module, "EVERY_S3_SERVER", False):
+            metafunc.parametrize(name, servers, ids=["versitygw", "minio"], indirect=True)
+
+
 @pytest.fixture(scope="session")
-def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    """A versitygw for all tests of the run."""
-    server = versitygw(tmp_path_factory.mktemp("versitygw"))
+def s3_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    """A versitygw, or another server, for all tests of the run."""
+    server = getattr(request, "param", versitygw)(tmp_path_factory.mktemp("s3"))
     yield server
     server.server.stop()
 
 
 @pytest.fixture
-def mortal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
+def mortal(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
     """A server of the test's own, with a bucket "bucket"."""
-    server = versitygw(tmp_path)
+    server = getattr(request, "param", versitygw)(tmp_path)
     server.make_bucket("bucket")
     use(monkeypatch, server.environment())
     yield server
@@ -165,7 +173,15 @@ def az_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AzureServer]
     server.server.stop()
 
 
-@pytest.fixture(params=["s3", "az", "hdfs", "mem"])
+@pytest.fixture(scope="session")
+def minio_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    """A MinIO for all tests of the run."""
+    server = minio(tmp_path_factory.mktemp("minio"))
+    yield server
+    server.server.stop()
+
+
+@pytest.fixture(params=["s3", "az", "hdfs", "mem", pytest.param("minio", marks=pytest.mark.slow)])
 def root(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
     """A place for checkpoints, by URL."""
     yield from place(request, monkeypatch, tmp_path)
@@ -189,6 +205,11 @@ def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, folde
     name = uuid.uuid4().hex
     if request.param == "s3":
         yield f"s3://{request.getfixturevalue('bucket')}/{name}"
+    elif request.param == "minio":
+        server = request.getfixturevalue("minio_server")
+        use(monkeypatch, server.environment())
+        server.make_bucket(name)
+        yield f"s3://{name}/runs"
     elif request.param == "az":
         use(monkeypatch, request.getfixturevalue("az_server").environment())
         yield f"az://container/{name}"

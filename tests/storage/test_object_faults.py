@@ -22,6 +22,7 @@ from tests.support.settings import forget_failure
 from tests.support.variants import quick
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(200)]
+EVERY_S3_SERVER = True
 
 LARGE = content((9 << 20) + 77)
 ROWS = 3000
