@@ -9,6 +9,7 @@ from __future__ import annotations
 import email.utils
 import hashlib
 import hmac
+import re
 import time
 import urllib.error
 import urllib.request
@@ -117,7 +118,8 @@ class Uploads:
         """Make a request; return the answer's body, and its time by the server's clock in seconds since 1970."""
         access = s3_access(self._variables)
         region = access.region or "us-east-1"
-        base = access.endpoint.rstrip("/") or f"https://s3.{region}.amazonaws.com"
+        # Without a user name, which urllib takes for a part of the host.
+        base = re.sub(r"//[^/]*@", "//", access.endpoint.rstrip("/")) or f"https://s3.{region}.amazonaws.com"
         virtual = self._variables.get("AWS_VIRTUAL_HOSTED_STYLE_REQUEST", "").lower() in ("1", "true", "on", "yes")
         if virtual and not access.endpoint:
             base = base.replace("//", f"//{self._bucket}.", 1)
@@ -167,7 +169,7 @@ def _sign(
     access_key, secret, token = keys
     now = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
     parts = urlsplit(url)
-    headers = {"host": parts.netloc.rpartition("@")[2], "x-amz-content-sha256": _EMPTY, "x-amz-date": now}
+    headers = {"host": parts.netloc, "x-amz-content-sha256": _EMPTY, "x-amz-date": now}
     if token:
         headers["x-amz-security-token"] = token
     names = ";".join(headers)
