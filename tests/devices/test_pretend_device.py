@@ -382,6 +382,7 @@ def test_the_pretend_device_shows_missing_waits(tmp_path: Path) -> None:
     pretend.load()
     tensor = torch.zeros(1000, device=pretend.device())
     target, stream = torch.zeros(1000), torch.Stream(pretend.device())
+    torch.accelerator.synchronize(pretend.device())
     with pretend.delays(kernel=pretend.HELD):
         tensor.fill_(1)
         with stream:
