@@ -20,6 +20,7 @@ import bytecheckpoint
 from bytecheckpoint.collectives.testing import ThreadWorld
 from bytecheckpoint.representation.catalog_file import decode
 from bytecheckpoint.representation.names import CATALOG_NAME
+from bytecheckpoint.storage.posix import mounts
 from bytecheckpoint.tiers.cooldown import cool, plan_cooldown
 from tests.faults import power_loss
 from tests.faults.coded import found_step, save_steps, states
@@ -40,8 +41,10 @@ class Recorded:
         self._journal = self._fs.record()
 
     def stop(self) -> None:
-        """Unmount the file system."""
+        """Unmount the file system, and forget that the folder was a mount of it: it holds local files from now on."""
         self._fs.stop()
+        mounts._used.clear()
+        mounts._recent_mounts.cache_clear()
 
     def _clear(self) -> None:
         for name in os.listdir(self.mount):

@@ -135,6 +135,15 @@ class TierStorage(Storage):
         nearest = hot or durable or FileStat(0, 0.0, "")
         return FileStat(nearest.size, nearest.modified, f"{hot.version if hot else ''} {durable_version}")
 
+    def version(self, name: str) -> str:
+        hot = self.hot.version(name)
+        try:
+            durable = call_with_timeout(tuning().tier_save_timeout, lambda: self.durable.version(name))
+        except StorageUnavailableError as error:
+            self._warn_unavailable(error)
+            durable = UNKNOWN
+        return f"{hot} {durable}" if hot or durable else ""
+
     def publish(self, name: str, data: bytes, *, expected: str | None = None) -> None:
         hot_version, _, durable_version = (expected or " ").partition(" ")
 

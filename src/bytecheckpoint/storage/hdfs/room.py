@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
+import time
 from collections.abc import Iterator
 from functools import partial
 
@@ -15,6 +17,8 @@ __all__ = ["check_room"]
 _log = logging.getLogger("bytecheckpoint")
 #: Timeout of one question. Without an answer the save goes on: what does not fit fails then.
 _SECONDS = 5.0
+#: Seconds in which DataNodes register at a NameNode that was restarted, and until then count as none: two heartbeats.
+_REGISTRATION = 6.0
 #: Folders that are looked at for a quota: the checkpoint's, and those above it. A NameNode that knows no quota of a folder
 #: counts all files in it, which must not be those of the whole cluster.
 _FOLDERS = 3
@@ -35,7 +39,12 @@ def check_room(cluster: Cluster, path: str, label: str, nbytes: int) -> None:
         StorageFullError: they do not fit.
     """
     try:
-        for what, available in _limits(cluster, path):
+        remaining = _remaining(cluster)
+        if remaining is not None and nbytes > remaining:
+            time.sleep(_REGISTRATION)
+            remaining = _remaining(cluster)
+        limits = [("the cluster", remaining)] if remaining is not None else []
+        for what, available in itertools.chain(limits, _quotas(cluster, path)):
             if nbytes > available:
                 raise StorageFullError(
                     f"cannot save to {label}: it takes {nbytes} bytes, and {what} has {max(available, 0)} left; free space "
@@ -47,11 +56,13 @@ def check_room(cluster: Cluster, path: str, label: str, nbytes: int) -> None:
         _log.info("%s: the room is unknown: %s", label, facts_of(error).reason)
 
 
-def _limits(cluster: Cluster, path: str) -> Iterator[tuple[str, int]]:
-    """Yield what limits the folder, and the bytes of files that it has left."""
-    remaining = call_client(lambda: cluster.remaining_bytes(_SECONDS), 2 * _SECONDS)
-    if remaining is not None:
-        yield "the cluster", remaining  # which writes fewer replicas than asked for, if no more fit
+def _remaining(cluster: Cluster) -> int | None:
+    """Return the free bytes of the cluster, which writes fewer replicas than asked for if no more fit."""
+    return call_client(lambda: cluster.remaining_bytes(_SECONDS), 2 * _SECONDS)
+
+
+def _quotas(cluster: Cluster, path: str) -> Iterator[tuple[str, int]]:
+    """Yield the folders with a quota, and the bytes of files that each has left."""
     parts = [part for part in path.split("/") if part]
     for depth in range(len(parts), max(len(parts) - _FOLDERS, 0), -1):
         folder = "/" + "/".join(parts[:depth])
