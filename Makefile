@@ -158,7 +158,7 @@ docs: venv ## build the documentation into site/
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet
 
 lock: ## update constraints.txt from pyproject.toml, keeping the pins that still fit
-	$${UV:-uv} pip compile --quiet --universal --python-version 3.11 --all-extras --group bootstrap \
+	$(UV) pip compile --quiet --universal --python-version 3.11 --all-extras --group bootstrap \
 		--no-annotate --no-header --no-emit-index-url --output-file constraints.txt pyproject.toml
 	sed -i -E "/'3\.1[12]/!s/ ;.*//" constraints.txt # resolved for Linux only: the common marker says nothing
 	sed -i "1i # Every version that the environment is made of, for Python 3.11 and newer on Linux. Renew with \`make lock\`." constraints.txt

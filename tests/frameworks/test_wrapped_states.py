@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,6 +16,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import bytecheckpoint
 from bytecheckpoint.errors import IncompatibleCheckpointError, UsageError
+from bytecheckpoint.frameworks.tensors.dtensors import dtensor_of
 from tests.support.comparisons import assert_complete
 from tests.support.worlds import Worlds, on_ranks
 
@@ -77,14 +77,7 @@ class LowBit(torch.optim.Optimizer):
                 torch.zeros(local.shape, dtype=torch.uint8), torch.zeros(local.numel() // BLOCK), torch.zeros(16), True
             )
             if isinstance(parameter, DTensor):
-                made = DTensor.from_local(
-                    made,
-                    parameter.device_mesh,
-                    parameter.placements,
-                    run_check=False,
-                    shape=parameter.shape,
-                    stride=parameter.stride(),
-                )
+                made = dtensor_of(made, parameter)
             self.state[parameter]["exp_avg"] = made
 
 
@@ -230,7 +223,6 @@ def torchao_run(name: str, sharded: bool, seed: int) -> tuple[Any, Any]:
     return model, getattr(torchao.optim, name)(model.parameters(), lr=1e-2)
 
 
-@pytest.mark.skipif(not importlib.util.find_spec("torchao"), reason="NOT TESTED HERE: needs torchao")
 @pytest.mark.parametrize("name", ["AdamW8bit", "AdamW4bit", "AdamWFp8"])
 @on_ranks(2)
 @mock.patch("torch.compile", lambda step, **_: step)  # the step is the same, and compiling it takes a minute

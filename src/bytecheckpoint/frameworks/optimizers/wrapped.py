@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from bytecheckpoint.errors import IncompatibleCheckpointError, UsageError
 from bytecheckpoint.frameworks.base import SavedTensor
-from bytecheckpoint.frameworks.tensors.dtensors import PLAIN_TYPES, is_dtensor, local_tensor
+from bytecheckpoint.frameworks.tensors.dtensors import PLAIN_TYPES, dtensor_of, is_dtensor, local_tensor
 from bytecheckpoint.frameworks.tensors.dtypes import dtype_named
 from bytecheckpoint.frameworks.tensors.plain import lists_own_shards, plain_shard
 from bytecheckpoint.representation.shards import LiveShard, TensorKey
@@ -177,14 +177,7 @@ def make_wrapped(
     else:
         made = cls.__tensor_unflatten__(inner, context, torch.Size(part.local), own.stride())
         if is_dtensor(parameter):
-            made = type(parameter).from_local(
-                made,
-                parameter.device_mesh,
-                parameter.placements,
-                run_check=False,
-                shape=parameter.shape,
-                stride=parameter.stride(),
-            )
+            made = dtensor_of(made, parameter)
     for name, tensor in inner.items():
         wanted.append(_shard(found[name].key, name, tensor, part, aliases))
     return made
