@@ -90,7 +90,6 @@ class SaveSession:
         # Now: in a background save the caller's counters go on.
         self._steps = steps_of_objects(call.states) if call.step is None else {"step=": call.step}
         self._optimizer_steps = self._digests = b""
-        self._alone = collective.world_size == 1
         phases.current = "plan"
 
     # --- the steps ------------------------------------------------------------------------------------------------
@@ -173,7 +172,8 @@ class SaveSession:
         with state.copies.queued():
             if self.call.step is None:
                 self._optimizer_steps = steps_of_shards(state.shards).tobytes()
-            if not self._alone and (check or (check is None and not self.planner.plan.compared)):
+            alone = self._files.origin.world_size == 1
+            if not alone and (check or (check is None and not self.planner.plan.compared)):
                 self._digests = (full_digests if check else sampled_digests)(state.shards).tobytes()
 
     def _answer(self, request: Reply, records: list[FileRecord]) -> Reply:

@@ -118,22 +118,9 @@ class TierStorage(Storage):
             return self.durable.read(name)
 
     def stat(self, name: str) -> FileStat:
-        hot = durable = None
         with contextlib.suppress(FileNotFoundError):
-            hot = self.hot.stat(name)
-        durable_version = UNKNOWN
-        try:
-            durable = call_with_timeout(tuning().tier_save_timeout, lambda: self.durable.stat(name))
-            durable_version = durable.version
-        except FileNotFoundError:
-            durable_version = ""
-            if hot is None:
-                raise
-        except StorageUnavailableError as error:
-            self._warn_unavailable(error)
-        # Without any answer a save may still go on; a reader fails when it reads.
-        nearest = hot or durable or FileStat(0, 0.0, "")
-        return FileStat(nearest.size, nearest.modified, f"{hot.version if hot else ''} {durable_version}")
+            return self.hot.stat(name)
+        return call_with_timeout(tuning().tier_save_timeout, lambda: self.durable.stat(name))
 
     def version(self, name: str) -> str:
         hot = self.hot.version(name)

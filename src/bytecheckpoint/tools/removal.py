@@ -12,6 +12,7 @@ from bytecheckpoint.engine.catalogs import read_catalog
 from bytecheckpoint.engine.file_set import other_folders
 from bytecheckpoint.errors import CheckpointError, CheckpointNotFoundError, StorageError, UsageError
 from bytecheckpoint.representation.names import CATALOG_NAME, generation_of, natural_order
+from bytecheckpoint.saving.commit import stale_uploads
 from bytecheckpoint.storage import Storage, resolve
 from bytecheckpoint.storage.time_limits import with_time_limits
 from bytecheckpoint.tiers.cooldown import file_uri
@@ -91,7 +92,7 @@ def remove_checkpoint(path: str, *, cold: bool = False, dry_run: bool = False) -
             place.delete([name for name in names if name != CATALOG_NAME])
         for place in places:
             with contextlib.suppress(StorageError):  # many clients may not list them
-                place.abort_uploads([u for u in place.unfinished_uploads() if generation_of(u.name) is not None])
+                place.abort_uploads(stale_uploads(place))
     if isinstance(storage, TierStorage):
         storage.hot_folder.remove_if_empty()
     return removed
