@@ -21,13 +21,13 @@ def test_block_size_is_a_power_of_two_in_its_range_and_grows_with_the_file(lengt
     size = block_bytes(length)
     assert MIN_BLOCK_BYTES <= size <= MAX_BLOCK_BYTES and size & (size - 1) == 0
     assert size <= block_bytes(length + 1)
-    assert size == MAX_BLOCK_BYTES or block_count(length, size) <= 1024
+    assert size == MAX_BLOCK_BYTES or block_count(length, size) <= 2048
 
 
 def test_block_size_of_known_lengths() -> None:
-    assert block_bytes(0) == block_bytes(64 << 20) == 64 << 10
-    assert block_bytes((64 << 20) + 1) == 128 << 10
-    assert block_bytes(1 << 30) == block_bytes(1 << 40) == 1 << 20
+    assert block_bytes(0) == block_bytes(128 << 20) == 64 << 10
+    assert block_bytes((128 << 20) + 1) == 128 << 10
+    assert block_bytes(2 << 30) == block_bytes(1 << 40) == 1 << 20
 
 
 @given(st.binary(max_size=300), st.sampled_from([1, 2, 64, 128]))

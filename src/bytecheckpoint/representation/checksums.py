@@ -15,13 +15,13 @@ __all__ = ["MAX_BLOCK_BYTES", "MIN_BLOCK_BYTES", "RunningSum", "block_bytes", "b
 
 MIN_BLOCK_BYTES: Final = 64 * 1024
 MAX_BLOCK_BYTES: Final = 1024 * 1024
-_BLOCKS_PER_FILE = 1024
+_BLOCKS_PER_FILE = 2048
 
 
 def block_bytes(data_length: int) -> int:
     """Return the block size for a data section of `data_length` bytes: a power of two from 64 KiB to 1 MiB.
 
-    A file has about 1024 blocks. Small blocks allow exact reads of small files; large blocks keep the catalog small.
+    A file has about 2048 blocks. Small blocks allow exact reads of small files; large blocks keep the catalog small.
     """
     wanted = -(-data_length // _BLOCKS_PER_FILE)
     power: int = 1 << max(wanted - 1, 0).bit_length()
