@@ -2,7 +2,7 @@
 
 `Worlds.get(n)` returns n processes in one gloo process group (none for one process). Later tests of that size use the same
 world, so that a run costs milliseconds. A world in which anything went wrong is killed, and the next test gets a new one.
-So is a world whose jobs have left many process groups, as DeepSpeed's do: the threads of each wake a hundred times a second.
+So is a world whose jobs have left many process groups, as AutoTP's do: the threads of each wake a hundred times a second.
 """
 
 from __future__ import annotations

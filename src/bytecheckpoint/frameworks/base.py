@@ -23,6 +23,7 @@ __all__ = [
     "SavedTensor",
     "Strict",
     "SupportsShards",
+    "SupportsStreams",
     "UserNames",
     "is_strict",
 ]
@@ -102,6 +103,9 @@ class SavedStates(Protocol):
         The order is: this rank's own tree, as far as one can tell; the trees of ranks that wrote tensors of `names`;
         the others. A caller that stops when it has found everything reads few trees.
         """
+
+    def parts(self, kind: str) -> list[SavedTensor]:
+        """Return the trees of the parts of `kind`; a part's name is the FQN of its key."""
 
     def find_by_content(self, kind: str, fqn: str) -> SavedTensor | None:
         """Return a tensor that is identified by its content, chosen for this rank by the rule of `tree`.
@@ -230,3 +234,41 @@ class SupportsShards(Protocol):
         The place is either the offsets of a box, one per dimension, whose extent is the live tensor's shape; or, for a
         flat range, the row-major number of its first element, with the elements in a 1-D live tensor.
         """
+
+
+@runtime_checkable
+class SupportsStreams(Protocol):
+    """Public protocol of data loaders whose state belongs to streams, not to ranks (ByteCheckpoint, section 3.3).
+
+    A job has a fixed number of streams. A rank feeds some of them, and holds their states; ranks that differ only in
+    their tensor or pipeline coordinate may hold the same ones, or none. A checkpoint stores each stream once, by its
+    number, and a load hands it to whichever rank asks for it. So nothing is split or merged when the number of ranks
+    changes.
+
+    States are plain values, in which tensors and arrays may lie anywhere. Tensors must not change while the caller of a
+    save waits.
+    """
+
+    @property
+    def stream_count(self) -> int:
+        """Number of streams of all ranks."""
+
+    def shared_state(self) -> Any:
+        """Return what is equal on all ranks (sources, ratios, seed, ...), without tensors. It is stored once."""
+
+    def stream_states(self) -> Mapping[int, Any]:
+        """Return the states of the streams that this rank saves, by number."""
+
+    def choose_streams(self, shared: Any, saved: Sequence[int]) -> Sequence[int]:
+        """Return the saved streams that this rank needs, and change nothing.
+
+        Args:
+            shared: what `shared_state` returned when the checkpoint was saved.
+            saved: numbers of the saved streams, ascending.
+
+        Raises:
+            IncompatibleCheckpointError: the checkpoint was saved from other data, or with other settings.
+        """
+
+    def load_streams(self, shared: Any, states: Mapping[int, Any]) -> None:
+        """Go on from the states of the streams that `choose_streams` chose; called once, at the end of a load."""

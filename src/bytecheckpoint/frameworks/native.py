@@ -16,10 +16,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from bytecheckpoint.frameworks.base import Destination, SavedStates, Strict, UserNames, is_strict
+from bytecheckpoint.frameworks.base import Destination, SavedStates, Strict, SupportsStreams, UserNames, is_strict
 from bytecheckpoint.frameworks.modules import as_modules, capture_modules, load_modules, scan_modules
 from bytecheckpoint.frameworks.objects.capture import capture_object
 from bytecheckpoint.frameworks.objects.restore import load_object
+from bytecheckpoint.frameworks.objects.streams import capture_streams, load_streams, refuse_streams
 from bytecheckpoint.frameworks.optimizers.capture import capture_optimizers
 from bytecheckpoint.frameworks.optimizers.names import ParameterNames, as_optimizers
 from bytecheckpoint.frameworks.optimizers.restore import load_optimizers
@@ -67,6 +68,8 @@ class NativeFramework:
                     state = self._capture_modules(kind, scan)
                 elif (optimizers := self._as_optimizers(kind, value)) is not None:
                     state = self._capture_optimizers(kind, optimizers, scan)
+                elif isinstance(value, SupportsStreams):
+                    state = capture_streams(kind, value)
                 else:
                     state = capture_object(kind, value)
                 state.layout = partial(self._layout, kind, type(value).__name__, scan)
@@ -90,7 +93,10 @@ class NativeFramework:
                     self._load_modules(kind, scan, saved, into)
                 elif (optimizers := self._as_optimizers(kind, value)) is not None:
                     self._load_optimizers(kind, optimizers, scan, saved, into, strict=is_strict(strict, kind))
+                elif isinstance(value, SupportsStreams):
+                    load_streams(kind, value, saved, into)
                 else:
+                    refuse_streams(kind, value, saved)
                     load_object(kind, states, saved, into)
             compare_tied(into)
         return into

@@ -32,6 +32,10 @@ def select_states(states: Sequence[LiveState], selection: Selection) -> Sequence
 
 def _select(state: LiveState, selection: Selection) -> None:
     takes_rest = selection.takes(state.kind)
+    if state.part_count and not takes_rest:
+        state.parts, state.part_count, state.tree = [], 0, None
+    if state.part_count:
+        return
     if not state.merged:
         if not takes_rest:
             state.shards, state.tree = [], None

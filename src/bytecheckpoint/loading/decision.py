@@ -164,9 +164,11 @@ def unexpected_keys(catalog: Catalog, kinds: Collection[str], recognized: bytes)
     """
     known = np.unpackbits(np.frombuffer(recognized, np.uint8), count=catalog.count).astype(bool)
     asked = np.isin(catalog.kind.codes, catalog.kind.codes_of([k for k in kinds if k in catalog.kind.values]))
-    tree = catalog.slot.codes == catalog.slot.codes_of([VALUES_SLOT])[0]
+    # Every rank knows the tree of a kind; those of its parts are for the ranks that choose them.
+    tree = (catalog.slot.codes == catalog.slot.code_of(VALUES_SLOT)) & (catalog.fqn.codes == catalog.fqn.code_of(""))
     unexpected = np.flatnonzero(asked & ~known & ~tree & (catalog.owner == SHARED))
-    return [catalog.key(i) for i in unexpected.tolist()]
+    keys = (catalog.key(i) for i in unexpected.tolist())
+    return [key._replace(slot="") if key.slot == VALUES_SLOT else key for key in keys]
 
 
 def ranges_of(plan: ReadPlan) -> NDArray[np.int64]:

@@ -127,6 +127,13 @@ class SavedView:
             dict.fromkeys(k for k in keys if k.slot != VALUES_SLOT and (not selection.active or selection.takes_any(k)))
         )
 
+    def parts(self, kind: str) -> list[SavedTensor]:  # noqa: D102 (protocol)
+        catalog = self._catalog
+        of_kind = catalog.of_kind(kind)
+        trees = of_kind[catalog.slot.codes[of_kind] == catalog.slot.code_of(VALUES_SLOT)]
+        found = trees[catalog.fqn.codes[trees] != catalog.fqn.code_of("")]
+        return [self.tensors[i] for i in found.tolist()]
+
     def resolve(self, keys: Sequence[TensorKey], *, by_content: bool) -> list[int]:
         """Find the tensor that this rank loads for each key; -1 where there is none.
 
@@ -165,7 +172,8 @@ class SavedView:
     def _tree_numbers(self, kind: str) -> Int64s:
         """Find the tensors that are trees of `kind`, in order of their owners."""
         of_kind = self._catalog.of_kind(kind)
-        found = of_kind[self._catalog.slot.codes[of_kind] == self._catalog.slot.code_of(VALUES_SLOT)]
+        root = self._catalog.fqn.codes[of_kind] == self._catalog.fqn.code_of("")
+        found = of_kind[root & (self._catalog.slot.codes[of_kind] == self._catalog.slot.code_of(VALUES_SLOT))]
         ordered: Int64s = found[np.argsort(self._catalog.owner[found], kind="stable")]
         return ordered
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -245,7 +245,8 @@ class Checkpoint(Mapping[str, Any]):
         if found is None:
             taken = set(self._index()[kind])
             try:
-                values = plain_values(kind, self._trees(kind), lambda fqn, slot: self._entry(kind, fqn, slot), taken)
+                trees, parts = self._trees(kind)
+                values = plain_values(kind, trees, parts, lambda fqn, slot: self._entry(kind, fqn, slot), taken)
                 found = {key: _returning(value) for key, value in values.items()}
             except IncompatibleCheckpointError as error:
                 # The tensors stay readable: one key stands for the kind's values, and reading it raises.
@@ -253,22 +254,28 @@ class Checkpoint(Mapping[str, Any]):
             self._plain[kind] = found
         return found
 
-    def _trees(self, kind: str) -> list[bytes]:
-        """Return the encoded trees to show: one tree, or those of all ranks where they complement each other."""
+    def _trees(self, kind: str) -> tuple[list[bytes], dict[str, bytes]]:
+        """Return the encoded trees to show: one tree, or those of all ranks where they complement each other; and parts."""
         of_kind = self._catalog.of_kind(kind).tolist()
-        every = [i for i in of_kind if self._catalog.slot[i] == VALUES_SLOT]
+        trees = [i for i in of_kind if self._catalog.slot[i] == VALUES_SLOT]
+        every = [i for i in trees if not self._catalog.fqn[i]]
         if not every:
-            return []
+            return [], {}
         first = self._numbers[TensorKey(kind, "", VALUES_SLOT)]
-        blobs = [self._blob(first)]
+        blobs = self._blobs([first])
         if has_complementary_trees(kind, blobs[0]):
-            blobs += [self._blob(i) for i in every if i != first]
-        return list(dict.fromkeys(blobs))
+            blobs += self._blobs([i for i in every if i != first])
+        parts = [i for i in trees if self._catalog.fqn[i]]
+        return list(dict.fromkeys(blobs)), dict(
+            zip(map(self._catalog.fqn.__getitem__, parts), self._blobs(parts), strict=True)
+        )
 
-    def _blob(self, tensor: int) -> bytes:
-        shape = self._catalog.shape(tensor)
-        (data,) = self._reader.read([BoxRequest(tensor, [(0,) * len(shape)], shape)])
-        return bytes(data.numpy().tobytes())
+    def _blobs(self, tensors: Sequence[int]) -> list[bytes]:
+        if not tensors:
+            return []
+        shapes = [self._catalog.shape(tensor) for tensor in tensors]
+        requests = [BoxRequest(t, [(0,) * len(shape)], shape) for t, shape in zip(tensors, shapes, strict=True)]
+        return [data.numpy().tobytes() for data in self._reader.read(requests)]
 
 
 def _returning(value: Any) -> Callable[[], Any]:

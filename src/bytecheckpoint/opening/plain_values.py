@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from bytecheckpoint.errors import CorruptCheckpointError, IncompatibleCheckpointError
@@ -63,13 +63,18 @@ def _is_optimizer(tree: object) -> bool:
 
 
 def plain_values(
-    kind: str, blobs: Sequence[bytes], entry: Callable[[str, str], Entry | None], taken: Collection[str]
+    kind: str,
+    blobs: Sequence[bytes],
+    parts: Mapping[str, bytes],
+    entry: Callable[[str, str], Entry | None],
+    taken: Collection[str],
 ) -> dict[str, Any]:
     """Return key -> value for all values of a kind that are not tensors.
 
     Args:
         kind: name of the state.
         blobs: encoded trees; the first tree with a key determines its value.
+        parts: the trees of the kind's parts, by name; a part's values have its name and a dot before their keys.
         entry: (FQN, slot) -> the tensor of that name, to put into containers that are one value.
         taken: keys of the kind's tensors.
 
@@ -85,6 +90,8 @@ def plain_values(
             collector.add_optimizer(blobs)
         else:
             collector.add_trees(blobs)
+        for name, blob in parts.items():
+            collector.add_trees([blob], f"{name}.")
     except _MALFORMED as error:
         if isinstance(error, CorruptCheckpointError | IncompatibleCheckpointError):
             raise
@@ -125,7 +132,7 @@ class _ValueCollector:
             if not isinstance(leaf, Entry)
         )
 
-    def add_trees(self, blobs: Sequence[bytes]) -> None:
+    def add_trees(self, blobs: Sequence[bytes], prefix: str = "") -> None:
         """Add the values of trees of any form, without the keys of earlier trees; a key may occur twice in one tree."""
         seen: set[str] = set()
         for blob in blobs:
@@ -133,7 +140,7 @@ class _ValueCollector:
             values = [*self._plain_leaves(tree)]
             for key, value in values:
                 if key not in seen:
-                    self._add(key, value)
+                    self._add(prefix + key, value)
             seen.update(key for key, _ in values)
 
     def add_optimizer(self, blobs: Sequence[bytes]) -> None:

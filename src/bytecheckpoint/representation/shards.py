@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["LiveShard", "LiveState", "TensorKey"]
+__all__ = ["LivePart", "LiveShard", "LiveState", "TensorKey"]
 
 
 class TensorKey(NamedTuple):
@@ -64,6 +64,21 @@ class LiveShard:
 
 
 @dataclass(slots=True)
+class LivePart:
+    """A part of a state that any rank may hold, and that another rank may load: a stream of a data loader.
+
+    Attributes:
+        name: its FQN in the kind; those of its tensors begin with it and a dot.
+        tree: its plain values, encoded.
+        shards: its tensors.
+    """
+
+    name: str
+    tree: bytes
+    shards: list[LiveShard] = field(default_factory=list)
+
+
+@dataclass(slots=True)
 class LiveState:
     """The shards and plain values that one rank holds of one kind.
 
@@ -78,6 +93,9 @@ class LiveState:
             it where a save makes a new plan, perhaps in another thread than the caller's. It reads only what the
             capture found: a second scan would run the hooks of modules on rank 0 alone, and those may communicate.
         entries: True when the tree is a dict of FQN -> value whose items are independent of each other (extra states).
+        parts: those of this rank. Each is stored once; ranks that hold the same part, or the tree beside the parts, must
+            hold it with the same content.
+        part_count: number of the parts of all ranks; 0 for a state without parts.
     """
 
     kind: str
@@ -86,3 +104,5 @@ class LiveState:
     merged: bool = False
     layout: Callable[[], dict[str, Any]] = dict
     entries: bool = False
+    parts: list[LivePart] = field(default_factory=list)
+    part_count: int = 0

@@ -79,6 +79,8 @@ class ValueRecord(msgspec.Struct, frozen=True, array_like=True):
         file: index of the file that holds it among the reporting rank's files, -1 when this rank did not write it.
         offset: byte offset in that file's data section.
         nbytes: its length.
+        parts: for a part of a state, and for the tree beside the parts, the number of the state's parts: ranks that hold
+            it must hold the same, and together they must hold all parts. 0 for any other value.
     """
 
     key: Key
@@ -89,6 +91,7 @@ class ValueRecord(msgspec.Struct, frozen=True, array_like=True):
     file: int = -1
     offset: int = 0
     nbytes: int = 0
+    parts: int = 0
 
 
 class FileRecord(msgspec.Struct, frozen=True, array_like=True):

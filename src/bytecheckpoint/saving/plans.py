@@ -16,6 +16,7 @@ from bytecheckpoint.representation.names import unescape
 from bytecheckpoint.saving.copies import check_copies
 from bytecheckpoint.saving.messages import MIXED_PLANS, PlanRequest, WriteReport
 from bytecheckpoint.saving.steps import check_optimizer_steps, check_steps
+from bytecheckpoint.saving.values import check_parts
 
 __all__ = ["GlobalPlan", "check_arguments", "check_calls", "check_reports", "plan_around"]
 
@@ -105,4 +106,5 @@ def check_reports(reports: Mapping[int, WriteReport], plan: GlobalPlan) -> None:
         check_steps(
             {rank: {unescape(name): step for name, step in report.steps.items()} for rank, report in reports.items()}
         )
+    check_parts({rank: report.values for rank, report in reports.items()})
     check_copies(reports, plan.tables)  # after the steps, which may be the reason

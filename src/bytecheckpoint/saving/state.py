@@ -39,6 +39,7 @@ class Value:
     dtype: str
     merged: bool
     digest: bytes = b""
+    parts: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -63,7 +64,9 @@ class Value:
             place: its file among the rank's files, -1 for none, and its byte offset in the file's data section.
         """
         shape = tuple(self.data.shape)
-        return ValueRecord(escaped(self.key), self.digest, self.dtype, shape, self.merged, *place, self.nbytes)
+        return ValueRecord(
+            escaped(self.key), self.digest, self.dtype, shape, self.merged, *place, self.nbytes, self.parts
+        )
 
 
 class CapturedState:
@@ -96,13 +99,14 @@ class CapturedState:
                 if is_lazy_view(shard.data):
                     shard.data = shard.data.resolve_conj().resolve_neg()
                 if shard.by_content:
-                    data = _contiguous(shard.data.detach())
-                    self.values.append(Value(shard.key, data, shard.dtype, merged=False))
+                    self.values.append(_value_of_shard(shard))
                 else:
                     self.shards.append(shard)
             if state.tree is not None:
-                tree = torch.frombuffer(bytearray(state.tree), dtype=torch.uint8)
-                self.values.append(Value(TensorKey(state.kind, "", VALUES_SLOT), tree, "uint8", merged=state.merged))
+                self.values.append(_value_of_tree(state, "", state.tree, merged=state.merged))
+            for part in state.parts:
+                self.values.append(_value_of_tree(state, part.name, part.tree, merged=True))
+                self.values += (_value_of_shard(shard, merged=True, parts=state.part_count) for shard in part.shards)
         tensors = [*(shard.data for shard in self.shards), *(value.data for value in self.values)]
         self.copies = DeviceCopies({tensor.device for tensor in tensors}, to_host=True, timeout=timeout)
 
@@ -150,6 +154,15 @@ class CapturedState:
         self.shards = []
         self._layouts = {}
         self._table = None
+
+
+def _value_of_tree(state: LiveState, name: str, tree: bytes, *, merged: bool) -> Value:
+    data = torch.frombuffer(bytearray(tree), dtype=torch.uint8)
+    return Value(TensorKey(state.kind, name, VALUES_SLOT), data, "uint8", merged, parts=state.part_count)
+
+
+def _value_of_shard(shard: LiveShard, *, merged: bool = False, parts: int = 0) -> Value:
+    return Value(shard.key, _contiguous(shard.data.detach()), shard.dtype, merged, parts=parts)
 
 
 def _contiguous(data: torch.Tensor) -> torch.Tensor:

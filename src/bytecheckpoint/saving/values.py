@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from bytecheckpoint.errors import IncompatibleCheckpointError
+from bytecheckpoint.representation.catalog import VALUES_SLOT
+from bytecheckpoint.representation.names import unescape
 from bytecheckpoint.saving.messages import Key, ValueRecord
 
-__all__ = ["assign_values", "owners_of_values", "unwritten_values"]
+__all__ = ["assign_values", "check_parts", "owners_of_values", "unwritten_values"]
 
 #: All ranks' values by rank.
 RankValues = Mapping[int, Sequence[ValueRecord]]
@@ -29,6 +32,36 @@ def assign_values(values: RankValues, *, whole_world: bool) -> dict[int, set[Key
             if first[record.digest] == rank or not (record.merged or one_stands_for_all):
                 chosen[rank].add(key)
     return chosen
+
+
+def check_parts(values: RankValues) -> None:
+    """Check that ranks that hold one part of a state hold the same, and that together they hold all parts.
+
+    Raises:
+        IncompatibleCheckpointError: they do not; the message names the part and two ranks, or how many parts there are.
+    """
+    found: dict[str, set[str]] = {}
+    totals: dict[str, tuple[int, int]] = {}
+    for (kind, name, slot), by_rank in _by_key(values).items():
+        (first, record), *others = by_rank.items()
+        if not record.parts and not any(other.parts for _, other in others):
+            continue
+        for rank, other in ((first, record), *others):
+            _, known = totals.setdefault(kind, (rank, other.parts))
+            if other.parts != known or other.digest != record.digest:
+                part = f"{unescape(kind)}/{unescape(name)}".rstrip("/")
+                raise IncompatibleCheckpointError(
+                    f"ranks {first} and {rank} hold different states under {part}: ranks that hold the same stream must "
+                    "have fed it alike, and all ranks need the same loader"
+                )
+        if slot == VALUES_SLOT and name:
+            found.setdefault(kind, set()).add(name)
+    for kind, (_, total) in totals.items():
+        if len(found.get(kind, ())) != total:
+            raise IncompatibleCheckpointError(
+                f"the ranks hold {len(found.get(kind, ()))} of the {total} streams of {unescape(kind)}: every rank that "
+                "feeds streams must pass its loader to the save"
+            )
 
 
 def unwritten_values(values: RankValues) -> dict[int, set[Key]]:

@@ -1,0 +1,131 @@
+"""Capture and load states in streams (`SupportsStreams`): each is a part of its own, for whichever rank asks for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from bytecheckpoint.errors import IncompatibleCheckpointError, UsageError
+from bytecheckpoint.frameworks.base import Destination, SavedStates, SavedTensor, SupportsStreams
+from bytecheckpoint.frameworks.objects.capture import TensorExtractor, tensor_name
+from bytecheckpoint.frameworks.objects.reader import missing_tensor_error
+from bytecheckpoint.frameworks.tensors.discovery import add_shards
+from bytecheckpoint.frameworks.tensors.dtensors import is_dtensor
+from bytecheckpoint.frameworks.tensors.dtypes import dtype_named
+from bytecheckpoint.frameworks.tensors.plain import lists_own_shards
+from bytecheckpoint.representation.shards import LivePart, LiveState, TensorKey
+from bytecheckpoint.representation.values.codec import decode, encode
+
+__all__ = ["capture_streams", "load_streams", "refuse_streams"]
+
+_PREFIX = "streams."
+
+
+def capture_streams(kind: str, live: SupportsStreams) -> LiveState:
+    """Describe the shared state and the streams that this rank saves.
+
+    Raises:
+        UsageError: a number is not one of a stream, or something cannot be stored; the message names its place.
+    """
+    count, states = live.stream_count, live.stream_states()
+    if count < 1:
+        raise UsageError(f"{kind}: stream_count is {count}; a loader has at least one stream")
+    state = LiveState(kind, merged=True, part_count=count)
+    if states:  # a rank without streams knows nothing that the others do not
+        state.tree = _encoded(kind, live.shared_state(), None)
+    for number, value in sorted(states.items()):
+        if type(number) is not int or not 0 <= number < count:
+            raise UsageError(f"{kind}: {number!r} is not the number of one of {count} streams: an int from 0 on")
+        part = LivePart(f"{_PREFIX}{number}", b"")
+        part.tree = _encoded(kind, value, part)
+        state.parts.append(part)
+    return state
+
+
+def _encoded(kind: str, value: Any, part: LivePart | None) -> bytes:
+    """Encode a state, and append the shards of its tensors to `part`; without one, it may hold none."""
+    taken: dict[str, Any] = {}
+
+    def add(path: tuple[object, ...], tensor: Any) -> str:
+        name = tensor_name((*(() if part is None else (part.name,)), *(path or ("value",))), taken)
+        if part is None or not isinstance(tensor, torch.Tensor) or is_dtensor(tensor) or lists_own_shards(type(tensor)):
+            where = "in the shared state" if part is None else "other than a plain one"
+            raise UsageError(f"{kind}/{name} is a tensor {where}: put plain tensors into the states of streams")
+        taken[name] = tensor
+        add_shards(part.shards, TensorKey(kind, name), tensor, by_content=True)
+        return name
+
+    try:
+        return encode(TensorExtractor(add).extract(value), on_tensor=add)
+    except UsageError as error:
+        place = f"{kind}/" if part is None else f"{kind}/{part.name}."
+        raise (error if str(error).startswith(f"{kind}/") else UsageError(f"{place}{error}")) from None
+
+
+def load_streams(kind: str, live: SupportsStreams, saved: SavedStates, into: Destination) -> None:
+    """Plan the load of the streams that `live` chooses, whoever saved them."""
+    if kind not in saved.kinds():
+        into.missing.append(kind)
+        return
+    parts = {int(part.key.fqn.removeprefix(_PREFIX)): part for part in saved.parts(kind)}
+    blob = saved.tree(kind)
+    if blob is None or not parts:
+        raise IncompatibleCheckpointError(
+            f"the checkpoint's {kind} is not in streams, so a {type(live).__name__} cannot go on from it: load it into a "
+            "loader of the kind that saved it"
+        )
+    shared = decode(blob, on_tensor=lambda name: _raise(missing_tensor_error(kind, name)))
+    chosen = live.choose_streams(shared, sorted(parts))
+    for number in chosen:
+        if number not in parts:
+            raise IncompatibleCheckpointError(f"the checkpoint lacks stream {number} of {kind}; use another checkpoint")
+    tensors = _request({part.key: part for part in (parts[n] for n in chosen)}, into)
+    prefixes = {f"{_PREFIX}{number}" for number in chosen}
+    wanted = {}
+    for key in saved.keys(kind):
+        if ".".join(key.fqn.split(".", 2)[:2]) in prefixes:
+            found = saved.find_by_content(kind, key.fqn)
+            assert found is not None
+            wanted[key] = found
+    tensors |= _request(wanted, into)
+    states: dict[int, Any] = {}
+
+    def named(name: str) -> torch.Tensor:
+        if (key := TensorKey(kind, name)) not in tensors:
+            raise missing_tensor_error(kind, name)
+        return tensors[key]
+
+    def check() -> None:
+        for number in chosen:
+            states[number] = decode(tensors[parts[number].key].numpy().tobytes(), on_tensor=named)
+
+    into.checks.append(check)
+    into.finish.append(lambda: live.load_streams(shared, states))
+
+
+def refuse_streams(kind: str, live: object, saved: SavedStates) -> None:
+    """Refuse to load streams into an object that knows none: it would get what is beside them, and nothing else.
+
+    Raises:
+        IncompatibleCheckpointError: the checkpoint's `kind` is in streams.
+    """
+    if parts := saved.parts(kind):
+        raise IncompatibleCheckpointError(
+            f"the checkpoint holds {len(parts)} streams of {kind}, which a {type(live).__name__} cannot take: load them "
+            "into a data loader like the one that saved them (SupportsStreams)"
+        )
+
+
+def _request(found: dict[TensorKey, SavedTensor], into: Destination) -> dict[TensorKey, torch.Tensor]:
+    """Ask for tensors, and return the memory that they will fill."""
+    tensors = {}
+    for key, tensor in found.items():
+        tensors[key] = torch.empty(tensor.global_shape, dtype=dtype_named(tensor.dtype))
+        add_shards(into.wanted, key, tensors[key], by_content=True)
+        into.recognized.add(key)
+    return tensors
+
+
+def _raise(error: Exception) -> Any:
+    raise error
