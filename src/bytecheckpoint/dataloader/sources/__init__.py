@@ -1,0 +1,1 @@
+"""Sources of documents: text, JSON Lines, Parquet, token files, sequences and iterables."""

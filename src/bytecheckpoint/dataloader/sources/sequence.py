@@ -1,0 +1,83 @@
+"""Documents of an object with a length and items: a list, a map-style dataset of torch, a dataset of Hugging Face."""
+
+from __future__ import annotations
+
+from typing import Any, Final, Protocol
+
+from bytecheckpoint.dataloader.sources.base import Document, MapSource
+from bytecheckpoint.dataloader.sources.fingerprint import value_fingerprint
+from bytecheckpoint.errors import UsageError
+
+__all__ = ["Items", "SequenceSource"]
+
+_SAMPLES: Final = 16
+
+
+class Items(Protocol):
+    """What has a length and items of every number below it."""
+
+    def __len__(self) -> int:
+        """Return the number of items."""
+
+    def __getitem__(self, index: int, /) -> Any:
+        """Return an item, the same each time."""
+
+
+class SequenceSource(MapSource):
+    """The items of `items`, or one column of them.
+
+    Args:
+        items: an item is the same each time that it is read.
+        name: of the source.
+        column: takes `items[i][column]` for a document; None takes the whole item.
+        shuffle: each epoch has a random order of its own.
+        fingerprint: names the version of the data. Without it, `describe` reads some items and hashes them.
+
+    Raises:
+        UsageError: there are no items, or they have no such column.
+    """
+
+    def __init__(
+        self,
+        items: Items,
+        name: str,
+        *,
+        column: str | None = None,
+        shuffle: bool = True,
+        fingerprint: str | None = None,
+    ) -> None:
+        if not len(items):
+            raise UsageError(f"the source {name!r} has no documents: give it at least one item")
+        columns = getattr(items, "column_names", None)
+        if column is not None and columns is not None and column not in columns:
+            raise UsageError(f"the source {name!r} has no column {column!r}, but {', '.join(columns)}")
+        if column is not None and hasattr(items, "select_columns"):
+            items = items.select_columns([column])  # else Hugging Face decodes all columns of a row
+        self.name = name
+        self.shuffle = shuffle
+        self._items = items
+        self._column = column
+        self._fingerprint = fingerprint
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __getitem__(self, index: int) -> Document:
+        item = self._items[index]
+        return item if self._column is None else item[self._column]
+
+    def describe(self) -> dict[str, Any]:
+        """Return the number of items, and a fingerprint of 16 of them that lie evenly."""
+        count = len(self)
+        if self._fingerprint is None:
+            samples = min(count, _SAMPLES)
+            places = [i * (count - 1) // max(samples - 1, 1) for i in range(samples)]
+            self._fingerprint = value_fingerprint([self[place] for place in places])
+        return {
+            "kind": "sequence",
+            "documents": count,
+            "bytes": None,
+            "column": self._column,
+            "shuffle": self.shuffle,
+            "fingerprint": self._fingerprint,
+        }

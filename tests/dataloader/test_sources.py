@@ -1,0 +1,108 @@
+"""Sources: every document once per epoch, exact restarts, and data that is told from other data."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bytecheckpoint.dataloader.sources.base import Cursor, Source
+from bytecheckpoint.dataloader.sources.sequence import SequenceSource
+from bytecheckpoint.errors import UsageError
+
+
+def drain(cursor: Cursor, most: int = 10**9) -> list[Any]:
+    documents: list[Any] = []
+    while len(documents) < most:
+        try:
+            documents.append(next(cursor))
+        except StopIteration:
+            break
+    return documents
+
+
+def epoch_of(source: Source, streams: int, epoch: int = 0, seed: int = 0) -> list[Any]:
+    return [document for s in range(streams) for document in drain(source.cursor(s, streams, epoch, seed))]
+
+
+@given(st.integers(1, 3000), st.integers(1, 40), st.integers(0, 5), st.booleans())
+def test_every_document_is_in_one_stream(count: int, streams: int, epoch: int, shuffle: bool) -> None:
+    source = SequenceSource(range(count), "numbers", shuffle=shuffle)
+    assert sorted(epoch_of(source, streams, epoch)) == list(range(count))
+
+
+@given(st.integers(1, 3000), st.integers(1, 40), st.booleans(), st.data())
+def test_cursors_go_on_exactly(count: int, streams: int, shuffle: bool, data: st.DataObject) -> None:
+    source = SequenceSource(range(count), "numbers", shuffle=shuffle)
+    stream = data.draw(st.integers(0, streams - 1))
+    whole = drain(source.cursor(stream, streams, 3, 7))
+    cursor = source.cursor(stream, streams, 3, 7)
+    taken = data.draw(st.integers(0, len(whole)))
+    assert drain(cursor, taken) == whole[:taken]
+    again = pickle.loads(pickle.dumps(source)).cursor(stream, streams, 3, 7, cursor.state())
+    assert again.state() == cursor.state()
+    assert drain(again) == whole[taken:] and drain(cursor) == whole[taken:]
+
+
+def test_orders() -> None:
+    source = SequenceSource(range(100), "a")
+    assert drain(source.cursor(0, 1, 0, 0)) != drain(source.cursor(0, 1, 1, 0)) != list(range(100))
+    assert drain(source.cursor(0, 1, 0, 0)) != drain(SequenceSource(range(100), "b").cursor(0, 1, 0, 0))
+    assert drain(SequenceSource(range(10), "a", shuffle=False).cursor(1, 3, 4, 0)) == [1, 4, 7]
+
+
+def test_a_state_of_a_longer_stream_is_refused() -> None:
+    source = SequenceSource(range(10), "a")
+    with pytest.raises(UsageError, match="read 6 documents of a stream of 'a', which now has 5"):
+        source.cursor(0, 2, 0, 0, 6)
+
+
+class Dataset(torch.utils.data.Dataset[dict[str, Any]]):
+    def __init__(self, count: int, changed: int = -1) -> None:
+        self.count, self.changed = count, changed
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        shift = index == self.changed
+        return {"text": f"document {index + shift}", "tokens": torch.arange(index), "array": np.arange(3) + shift}
+
+
+def test_columns_of_a_dataset() -> None:
+    source = SequenceSource(Dataset(5), "d", column="text", shuffle=False)
+    assert epoch_of(source, 1) == [f"document {i}" for i in range(5)] and source.positions
+    assert drain(SequenceSource(Dataset(5), "d").cursor(0, 1, 0, 0), 1)[0].keys() == {"text", "tokens", "array"}
+
+
+def test_descriptions_of_sequences() -> None:
+    def describe(dataset: Any = None, **options: Any) -> dict[str, Any]:
+        return SequenceSource(dataset or Dataset(40), "d", **options).describe()
+
+    assert describe() == describe()
+    others = [
+        describe(Dataset(41)),
+        describe(Dataset(40, changed=0)),
+        describe(Dataset(40, changed=39)),
+        describe(column="text"),
+        describe(shuffle=False),
+        describe([{"text": "x"}] * 40),
+        describe([bytearray()] * 40),
+        describe([[1]] * 40),
+        describe([1] * 40),
+        describe([1.0] * 40),
+        describe([torch.ones(1, dtype=torch.bfloat16)] * 40),
+        describe([torch.ones(())] * 40),
+    ]
+    assert len({repr(other) for other in [describe(), *others]}) == len(others) + 1
+    assert describe(fingerprint="v1") == describe(Dataset(40, changed=0), fingerprint="v1") != describe()
+
+
+def test_no_documents() -> None:
+    with pytest.raises(UsageError, match="'d' has no documents"):
+        SequenceSource([], "d")
