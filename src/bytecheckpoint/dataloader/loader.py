@@ -1,0 +1,255 @@
+"""`TokenBufferLoader`: a pre-training loader that goes on exactly at any data-parallel degree and any number of workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Self
+
+import numpy as np
+import torch
+
+from bytecheckpoint.dataloader.recipe import ALLOWED, Recipe, check_shared
+from bytecheckpoint.dataloader.sources.base import Source
+from bytecheckpoint.dataloader.stream import Rows
+from bytecheckpoint.dataloader.workers import LocalMaker, Worker, concatenated
+from bytecheckpoint.errors import IncompatibleCheckpointError, UsageError
+
+__all__ = ["TokenBufferLoader"]
+
+
+class TokenBufferLoader:
+    """Feeds packed rows of tokens; implements `SupportsStreams`.
+
+    Documents of several sources are mixed, shuffled, tokenized and packed into rows of `context_length` tokens by a fixed
+    number of *streams*. Each global batch takes equally many rows from every stream, in the order of the streams. A
+    rank feeds a run of streams that follow each other, and its workers share them. So the global batch, as the ranks
+    hold it one after the other, is the same for every number of ranks and workers (ByteCheckpoint, section 3.3).
+
+    Iterate over the loader for this rank's part of one global batch after the other. The iteration goes on where it was,
+    also in a second `for`: a loader has one position. An item is a dict of tensors, a row for each row of the batch:
+
+    - "tokens": int64 [rows, context_length];
+    - "documents": number of the token's document within the row, int32, for attention masks;
+    - "positions": position within the part of the document that is in the row, int32;
+    - "rows": number of the row in the run, int64 [rows].
+
+    Pass the loader as `states["dataloader"]` to save and load.
+
+    Args:
+        sources: one source, several of equal share, or source -> share of the tokens.
+        context_length: tokens in a row.
+        global_batch: rows of a global batch.
+        tokenizer: document -> token ids (a list, an array, or a dict with "input_ids"). None: documents are tokens.
+        document_end: token to put behind each document.
+        streams: number of streams, the largest number of ranks times workers that helps. It divides `global_batch`, and
+            never changes during a run. By default, one for each row of a global batch.
+        seed: of all choices.
+        shuffle_buffer: documents among which each stream chooses the next one, beside the shuffling of the sources. They
+            are a part of the state.
+        epochs: how often each source is fed; None: without end. The rows that would not fill a global batch are dropped.
+        rank: number of this rank among those that feed different data (the data-parallel rank).
+        ranks: how many these are, at most `streams`. If they do not divide it, the first ranks feed a stream more.
+        saves: whether this rank saves its streams. False where the tensor or pipeline coordinate is not 0.
+        workers: processes that make the rows; 0: the caller's.
+        ahead: batches that a worker makes before they are asked for.
+        state_every: batches between two saves: workers hand over their states one batch before (state prefetching,
+            ByteCheckpoint, section 4.5). `prefetch_state` does that once.
+        pin_memory: put batches into pinned memory, if there is an accelerator.
+        agree: for `epochs` with several ranks, which end at different batches: called on every rank with whether this rank
+            has ended, it returns whether any rank has.
+        allow: what may have changed since the checkpoint: "ratios", "sources", "global_batch", "context_length",
+            "shuffle_buffer", "epochs".
+        start_method: of the workers, as in `multiprocessing`. "forkserver" and "spawn" pickle the sources and the
+            tokenizer; "fork" does not, but may hang, since a training process has threads.
+        timeout: seconds to wait for a worker.
+
+    Attributes:
+        batches: global batches that were taken so far.
+
+    Raises:
+        UsageError: an argument is out of its range; the message names it.
+    """
+
+    def __init__(
+        self,
+        sources: Source | Sequence[Source] | Mapping[Source, float],
+        context_length: int,
+        global_batch: int,
+        *,
+        tokenizer: Callable[[Any], Any] | None = None,
+        document_end: int | None = None,
+        streams: int | None = None,
+        seed: int = 0,
+        shuffle_buffer: int = 0,
+        epochs: int | None = None,
+        rank: int = 0,
+        ranks: int = 1,
+        saves: bool = True,
+        workers: int = 0,
+        ahead: int = 2,
+        state_every: int | None = None,
+        pin_memory: bool = False,
+        agree: Callable[[bool], bool] | None = None,
+        allow: Collection[str] = (),
+        start_method: str = "forkserver",
+        timeout: float = 600.0,
+    ) -> None:
+        self._recipe = Recipe.of(
+            sources,
+            streams=streams,
+            global_batch=global_batch,
+            context_length=context_length,
+            tokenizer=tokenizer,
+            document_end=document_end,
+            seed=seed,
+            shuffle_buffer=shuffle_buffer,
+            epochs=epochs,
+        )
+        if not 0 <= rank < ranks <= self._recipe.streams:
+            raise UsageError(
+                f"rank {rank} of {ranks}: ranks must be from 0 on, and at most as many as streams, {self._recipe.streams}"
+            )
+        if epochs is not None and ranks > 1 and agree is None:
+            raise UsageError(
+                "with epochs= and several ranks, some end a batch before the others: pass agree=, which tells all of them "
+                "(a MAX all-reduce), or leave epochs away and count steps"
+            )
+        if unknown := sorted({*allow} - ALLOWED.keys()):
+            raise UsageError(f"allow= does not know {', '.join(unknown)}; it takes {', '.join(ALLOWED)}")
+        if workers < 0 or ahead < 1 or (state_every is not None and state_every < 1) or timeout <= 0:
+            raise UsageError("workers must be at least 0; ahead, state_every and timeout more than 0")
+        self.batches = 0
+        self._numbers = np.array_split(np.arange(self._recipe.streams), ranks)[rank].tolist()
+        self._saves, self._agree, self._allow = saves, agree, {*allow}
+        self._worker_options = (min(workers, len(self._numbers)), start_method, ahead, timeout)
+        self._state_every = state_every
+        self._pin = pin_memory and torch.accelerator.is_available()
+        self._states: Mapping[int, Any] = {}
+        self._shared: dict[str, Any] | None = None
+        self._makers: list[LocalMaker] | list[Worker] = []
+        self._ended = False
+
+    # --- batches ------------------------------------------------------------------------------------------------
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> dict[str, torch.Tensor]:
+        """Return this rank's part of the next global batch.
+
+        Raises:
+            PeerLostError: a worker died; the message names it.
+            CheckpointTimeoutError: a worker does not answer.
+        """
+        parts = [None] if self._ended else [self._rows(maker) for maker in self._start()]
+        self._ended = any(part is None for part in parts)
+        if self._agree is not None:
+            self._ended = self._agree(self._ended)
+        if self._ended:
+            raise StopIteration
+        self.batches += 1
+        for maker in self._makers:
+            if isinstance(maker, Worker):
+                maker.taken(self.batches)
+            else:
+                maker.forget(self.batches)
+        if self._state_every and (self.batches + 1) % self._state_every == 0:
+            self.prefetch_state()
+        return self._batch(concatenated([part for part in parts if part is not None]))
+
+    @staticmethod
+    def _rows(maker: LocalMaker | Worker) -> Rows | None:
+        return maker.take() if isinstance(maker, Worker) else maker.rows()
+
+    def _batch(self, rows: Rows) -> dict[str, torch.Tensor]:
+        batch = {
+            "tokens": rows.tokens,
+            "documents": rows.documents,
+            "positions": rows.positions,
+            "rows": rows.numbers,
+        }
+        return {name: tensor.pin_memory() for name, tensor in batch.items()} if self._pin else batch
+
+    def _start(self) -> list[LocalMaker] | list[Worker]:
+        if not self._makers:
+            count, start_method, ahead, timeout = self._worker_options
+            states, self._states = self._states, {}
+            if not count:
+                self._makers = [LocalMaker(self._recipe, self._numbers, self.batches, states)]
+            else:
+                self._makers = [
+                    Worker(
+                        f"data loader worker {i} of {count}, which feeds streams {part[0]} to {part[-1]},",
+                        start_method,
+                        ahead,
+                        timeout,
+                        (self._recipe, part, self.batches, {n: states[n] for n in part if n in states}),
+                    )
+                    for i, part in enumerate(p.tolist() for p in np.array_split(np.array(self._numbers), count))
+                ]
+        return self._makers
+
+    def close(self) -> None:
+        """End the workers. The position is lost; a load may set another one."""
+        for maker in self._makers:
+            if isinstance(maker, Worker):
+                maker.close()
+        self._makers = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # --- state ----------------------------------------------------------------------------------------------------
+
+    def prefetch_state(self) -> None:
+        """Let the workers hand over their states after the next batch, because a save follows it.
+
+        A save at another batch is as exact; it waits while the workers copy their buffers.
+        """
+        for maker in self._makers:
+            if isinstance(maker, Worker) and self._saves:
+                maker.ask(self.batches + 1)
+
+    @property
+    def stream_count(self) -> int:
+        """Number of streams of all ranks."""
+        return self._recipe.streams
+
+    def shared_state(self) -> dict[str, Any]:
+        """Describe the data and its mixture, and the position; see `SupportsStreams`."""
+        if self._shared is None:
+            self._shared = self._recipe.shared()
+        return {**self._shared, "batches": self.batches}
+
+    def stream_states(self) -> dict[int, Any]:
+        """Return the states of this rank's streams, after the batches that were taken; see `SupportsStreams`."""
+        if not self._saves:
+            return {}
+        if self._states:  # loaded, and no batch was made since
+            return dict(self._states)
+        makers = self._start()
+        for maker in makers:
+            if isinstance(maker, Worker):
+                maker.ask(self.batches)
+        return {number: state for maker in makers for number, state in maker.states(self.batches).items()}
+
+    def choose_streams(self, shared: Any, saved: Sequence[int]) -> Sequence[int]:
+        """Check that this loader feeds the data of a checkpoint, and choose its streams; see `SupportsStreams`."""
+        own = {name: value for name, value in self.shared_state().items() if name != "batches"}
+        if (
+            not isinstance(shared, dict)
+            or not isinstance(shared.get("batches"), int)
+            or not shared.keys() >= own.keys()
+        ):
+            raise IncompatibleCheckpointError("the checkpoint's data loader is not a TokenBufferLoader")
+        check_shared(shared, own, self._allow)
+        return self._numbers
+
+    def load_streams(self, shared: Any, states: Mapping[int, Any]) -> None:
+        """Go on from these states; see `SupportsStreams`."""
+        self.close()
+        self.batches = shared["batches"]
+        self._states, self._ended = states, False

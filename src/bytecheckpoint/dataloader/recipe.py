@@ -1,0 +1,211 @@
+"""What a token loader feeds: everything that must be equal on all ranks and stay so for a whole run."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from bytecheckpoint.dataloader.sources.base import Document, Source
+from bytecheckpoint.errors import IncompatibleCheckpointError, UsageError
+from bytecheckpoint.representation.values.equality import equal
+
+__all__ = ["Recipe", "Tokens", "check_shared"]
+
+Tokens = NDArray[np.int32]
+
+#: What a tokenizer is recognised by: the tokens that it makes of this.
+_PROBE = "The 3 quick brown foxes,\n\tjumped over 1234 lazy dogs; naïve – 日本語 🙂 <|endoftext|>"
+
+#: What may change between a save and a load where the caller allows it, and why one would.
+ALLOWED = {
+    "ratios": "the next documents are drawn by the new ratios",
+    "sources": "a new source begins at its first document, and one that is gone is forgotten",
+    "global_batch": "each batch takes another number of rows from every stream",
+    "context_length": "the tokens that are buffered go into rows of the new length",
+    "shuffle_buffer": "the buffer grows or shrinks from where it is",
+    "epochs": "the run ends elsewhere",
+}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a loader feeds.
+
+    Attributes:
+        sources: where documents come from.
+        ratios: share of each source in the tokens; positive, their sum is 1.
+        tokenizer: document -> token ids; None if the documents are tokens.
+        document_end: token to put behind each document, or None.
+        context_length: tokens in a row.
+        streams: number of streams of all ranks.
+        rows: rows that a stream gives to each global batch.
+        seed: of all choices.
+        shuffle_buffer: documents among which a stream chooses the next one; 0 or 1: none.
+        epochs: how often a source is fed, or None for without end.
+    """
+
+    sources: tuple[Source, ...]
+    ratios: tuple[float, ...]
+    tokenizer: Callable[[Any], Any] | None
+    document_end: int | None
+    context_length: int
+    streams: int
+    rows: int
+    seed: int
+    shuffle_buffer: int = 0
+    epochs: int | None = None
+
+    @staticmethod
+    def of(
+        sources: Source | Sequence[Source] | Mapping[Source, float],
+        *,
+        streams: int | None,
+        global_batch: int,
+        **options: Any,
+    ) -> Recipe:
+        """Check the arguments of a loader, and make its recipe.
+
+        Args:
+            sources: one, several of equal share, or source -> ratio.
+            streams: number of streams; by default one for each row of a global batch.
+            global_batch: rows of a global batch.
+            **options: the other attributes.
+
+        Raises:
+            UsageError: an argument is out of its range; the message names it.
+        """
+        ratios = dict(sources) if isinstance(sources, Mapping) else None
+        given = [sources] if isinstance(sources, Source) else [*sources]
+        if not given or not all(isinstance(source, Source) for source in given):
+            raise UsageError(f"sources must be one or more Sources, not {sources!r}; SequenceSource takes a list")
+        names = [source.name for source in given]
+        if len({*names}) < len(names):
+            raise UsageError(f"two sources have one name: {', '.join(sorted(names))}; pass name= to one of them")
+        shares = [float(ratios[source]) if ratios is not None else 1.0 for source in given]
+        if not all(math.isfinite(share) and share > 0 for share in shares):
+            raise UsageError(f"ratios must be positive numbers, not {dict(zip(names, shares, strict=True))}")
+        streams = global_batch if streams is None else streams
+        for name, value in {"global_batch": global_batch, "streams": streams, **options}.items():
+            least = {"seed": None, "shuffle_buffer": 0, "tokenizer": None, "document_end": None}.get(name, 1)
+            if least is None or (name == "epochs" and value is None):
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise UsageError(f"{name} must be an int of at least {least}, not {value!r}")
+        if not isinstance(options["seed"], int) or not -(2**63) <= options["seed"] < 2**63:
+            raise UsageError(f"seed must be an int of 64 bits, not {options['seed']!r}")
+        if global_batch % streams:
+            raise UsageError(
+                f"a global batch of {global_batch} rows cannot take equally many from {streams} streams: "
+                "choose a number of streams that divides it"
+            )
+        share = math.fsum(shares)
+        return Recipe(
+            tuple(given), tuple(s / share for s in shares), streams=streams, rows=global_batch // streams, **options
+        )
+
+    def tokens_of(self, document: Document) -> Tokens:
+        """Return the tokens of a document, with the token that ends it.
+
+        Raises:
+            UsageError: the tokenizer returns something else than token ids, or there is none and the document is text.
+        """
+        tokens: Any = document
+        if self.tokenizer is not None and not isinstance(document, np.ndarray):
+            tokens = self.tokenizer(document)
+            if isinstance(tokens, Mapping) and "input_ids" in tokens:  # of transformers
+                tokens = tokens["input_ids"]
+        if isinstance(tokens, str | bytes) or (array := np.asarray(tokens)).ndim != 1:
+            raise UsageError(
+                f"a document is {type(tokens).__name__} and not a list of token ids: pass tokenizer=, which returns one"
+            )
+        if array.size and (array.dtype.kind not in "iu" or int(array.max()) > 2**31 - 1 or int(array.min()) < 0):
+            raise UsageError(f"token ids must be integers from 0 to 2**31 - 1, not {array.dtype} up to {array.max()}")
+        end = [] if self.document_end is None else [self.document_end]
+        found: Tokens = np.concatenate([array.astype(np.int32), np.array(end, np.int32)])
+        return found
+
+    def random(self, purpose: int, stream: int, number: int) -> int:
+        """Return 64 random bits, the same ones for the same seed and arguments in every run and version."""
+        return xxhash.xxh3_64_intdigest(struct.pack("<4q", self.seed, purpose, stream, number))
+
+    def shared(self) -> dict[str, Any]:
+        """Describe the recipe: equal recipes of equal data, and no others, have equal descriptions."""
+        return {
+            "sources": {source.name: source.describe() for source in self.sources},
+            "ratios": {source.name: ratio for source, ratio in zip(self.sources, self.ratios, strict=True)},
+            "tokenizer": self._fingerprint(),
+            "document_end": self.document_end,
+            "context_length": self.context_length,
+            "streams": self.streams,
+            "global_batch": self.rows * self.streams,
+            "seed": self.seed,
+            "shuffle_buffer": self.shuffle_buffer,
+            "epochs": self.epochs,
+        }
+
+    def _fingerprint(self) -> str | None:
+        if self.tokenizer is None:
+            return None
+        try:
+            return xxhash.xxh3_128_hexdigest(self.tokens_of(_PROBE).tobytes())
+        except Exception:  # noqa: BLE001  a tokenizer of other documents than text may raise anything
+            return "of other documents than text"
+
+
+def check_shared(saved: Mapping[str, Any], own: Mapping[str, Any], allowed: Collection[str]) -> None:
+    """Check that a loader goes on with what the checkpoint was fed.
+
+    Args:
+        saved: description of the recipe in the checkpoint.
+        own: description of the recipe here.
+        allowed: names of what may differ, of `ALLOWED`.
+
+    Raises:
+        IncompatibleCheckpointError: they differ; the message says in what, and what to do about each.
+    """
+    found = []
+    for name in own:
+        if name == "sources":
+            found += _changed_sources(saved.get(name, {}), own[name], "sources" in allowed)
+        elif not equal(saved.get(name), own[name]) and name not in allowed:
+            found.append(f"{name} was {_short(saved.get(name))} and is {_short(own[name])} here{_remedy(name)}")
+    if found:
+        raise IncompatibleCheckpointError("the data loader cannot go on from this checkpoint: " + "; ".join(found))
+
+
+def _changed_sources(saved: Mapping[str, Any], own: Mapping[str, Any], allowed: bool) -> list[str]:
+    found = []
+    if not allowed:
+        if lost := sorted(saved.keys() - own.keys()):
+            found.append(f"it lacks the source{'s' * (len(lost) > 1)} {', '.join(lost)}{_remedy('sources')}")
+        if new := sorted(own.keys() - saved.keys()):
+            found.append(
+                f"the checkpoint does not know the source{'s' * (len(new) > 1)} {', '.join(new)}{_remedy('sources')}"
+            )
+    for name in saved.keys() & own.keys():
+        was, now = saved[name], own[name]
+        changed = [key for key in sorted({*was, *now}) if not equal(was.get(key), now.get(key))]
+        if changed:
+            text = ", ".join(f"{key} was {_short(was.get(key))} and is {_short(now.get(key))}" for key in changed)
+            found.append(f"the data of source {name} has changed ({text}): bring back the data that the run began with")
+    return found
+
+
+def _remedy(name: str) -> str:
+    if name in ALLOWED:
+        return f' (allow=("{name}",) accepts that: {ALLOWED[name]})'
+    if name == "tokenizer":
+        return " (recognised by what it makes of a sample text): use the one that the run began with"
+    return ": set it as the run began"
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) < 80 else text[:77] + "..."

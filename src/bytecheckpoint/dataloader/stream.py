@@ -1,0 +1,247 @@
+"""One stream of a token loader: draws documents, mixes and shuffles them, and packs their tokens into rows."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from bytecheckpoint.dataloader.recipe import Recipe, Tokens
+from bytecheckpoint.dataloader.sources.base import Cursor
+from bytecheckpoint.errors import UsageError
+
+__all__ = ["Rows", "Snapshot", "Stream"]
+
+_SOURCE, _SHUFFLE = range(2)  # purposes of random numbers
+#: Rows of tokens by which a source may run ahead of its ratio: the draws are random within that.
+_SLACK_ROWS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Packed rows.
+
+    Attributes:
+        tokens: int64 [n, context length].
+        documents: number of the document within its row, int32 [n, context length].
+        positions: position within the part of the document that is in the row, int32 [n, context length].
+        numbers: number of each row in the run, int64 [n]; row r of stream s of S is number r * S + s.
+    """
+
+    tokens: torch.Tensor
+    documents: torch.Tensor
+    positions: torch.Tensor
+    numbers: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The state of a stream at one moment. It shares the tokens, which never change, so that it costs little.
+
+    Attributes:
+        counters: plain values.
+        sources: of each source by name, plain values.
+        shuffled: the documents in the shuffle buffer.
+        pending: the tokens that are drawn and in no row yet.
+    """
+
+    counters: dict[str, int]
+    sources: dict[str, dict[str, Any]]
+    shuffled: tuple[Tokens, ...]
+    pending: tuple[Tokens, ...]
+
+    def to_state(self) -> dict[str, Any]:
+        """Return the state as plain values and tensors. The tensors lie in shared memory, for other processes to map."""
+        return {
+            **self.counters,
+            "sources": self.sources,
+            "shuffle_buffer": _joined(self.shuffled),
+            "token_buffer": _joined(self.pending),
+        }
+
+
+class _Feed:
+    """One source as one stream reads it: cursors, epoch by epoch."""
+
+    def __init__(self, recipe: Recipe, index: int, stream: int, state: dict[str, Any] | None) -> None:
+        state = state or {}
+        self.source = recipe.sources[index]
+        self.epoch: int = state.get("epoch", 0)
+        self.tokens: int = state.get("tokens", 0)
+        self._empty: bool = state.get("empty", False)
+        self._recipe, self._stream = recipe, stream
+        self._cursor: Cursor | None = None
+        self._begin: Any = state.get("cursor")
+        self._taken = self._begin is not None
+
+    @property
+    def ended(self) -> bool:
+        """Whether all epochs are fed, or the stream has no document of this source."""
+        return self._empty or (self._recipe.epochs is not None and self.epoch >= self._recipe.epochs)
+
+    def state(self) -> dict[str, Any]:
+        cursor = self._begin if self._cursor is None else self._cursor.state()
+        return {"epoch": self.epoch, "tokens": self.tokens, "empty": self._empty, "cursor": cursor}
+
+    def next(self) -> Tokens | None:
+        """Return the tokens of the next document, or None after the last epoch."""
+        recipe = self._recipe
+        while not self.ended:
+            if self._cursor is None:
+                self._cursor = self.source.cursor(self._stream, recipe.streams, self.epoch, recipe.seed, self._begin)
+            try:
+                document = next(self._cursor)
+            except StopIteration:
+                # A source of few documents has none for some streams, in any epoch.
+                self._empty = not self._taken
+                self._cursor, self._begin, self._taken = None, None, False
+                self.epoch += 1
+                continue
+            self._taken = True
+            tokens = recipe.tokens_of(document)
+            self.tokens += len(tokens)
+            return tokens
+        return None
+
+
+class Stream:
+    """One stream. Its rows depend on the recipe and on its number only, whichever rank and worker make them.
+
+    Args:
+        recipe: what to feed.
+        number: of the stream.
+        state: what `Snapshot.to_state` returned, to go on from there.
+    """
+
+    def __init__(self, recipe: Recipe, number: int, state: dict[str, Any] | None = None) -> None:
+        state = state or {"rows": 0, "draws": 0, "picks": 0, "sources": {}}
+        self.number = number
+        self._recipe = recipe
+        self._rows: int = state["rows"]
+        self._draws: int = state["draws"]
+        self._picks: int = state["picks"]
+        self._feeds = [
+            _Feed(recipe, i, number, state["sources"].get(source.name)) for i, source in enumerate(recipe.sources)
+        ]
+        self._shuffled = _split(state.get("shuffle_buffer"))
+        self._pending = deque(_split(state.get("token_buffer")))
+        self._count = sum(map(len, self._pending))
+
+    def snapshot(self) -> Snapshot:
+        """Return the state as of the rows that were made so far."""
+        return Snapshot(
+            {"rows": self._rows, "draws": self._draws, "picks": self._picks},
+            {feed.source.name: feed.state() for feed in self._feeds},
+            tuple(self._shuffled),
+            tuple(self._pending),
+        )
+
+    def rows(self) -> Rows | None:
+        """Make the rows of the next global batch, or return None if the documents do not fill them."""
+        wanted = self._recipe.rows * self._recipe.context_length
+        while self._count < wanted:
+            document = self._next_shuffled()
+            if document is None:
+                return None
+            if len(document):
+                self._pending.append(document)
+                self._count += len(document)
+        tokens = np.empty(wanted, np.int64)
+        begins = np.zeros(wanted, bool)
+        filled = 0
+        while filled < wanted:
+            piece = self._pending.popleft()
+            if len(piece) > wanted - filled:
+                self._pending.appendleft(piece[wanted - filled :])
+                piece = piece[: wanted - filled]
+            tokens[filled : filled + len(piece)] = piece
+            begins[filled] = True
+            filled += len(piece)
+        self._count -= wanted
+        numbers = torch.arange(self._rows, self._rows + self._recipe.rows) * self._recipe.streams + self.number
+        self._rows += self._recipe.rows
+        return Rows(*_packed(tokens, begins, self._recipe.context_length), numbers)
+
+    def _next_shuffled(self) -> Tokens | None:
+        size = self._recipe.shuffle_buffer
+        if size < 2 and not self._shuffled:
+            return self._next_document()
+        while len(self._shuffled) < size and (document := self._next_document()) is not None:
+            self._shuffled.append(document)
+        if not self._shuffled:
+            return None
+        place = self._recipe.random(_SHUFFLE, self.number, self._picks) % len(self._shuffled)
+        self._picks += 1
+        chosen = self._shuffled[place]
+        last = self._shuffled.pop()
+        if place < len(self._shuffled):
+            self._shuffled[place] = last
+        return chosen
+
+    def _next_document(self) -> Tokens | None:
+        while live := [i for i, feed in enumerate(self._feeds) if not feed.ended]:
+            feed = self._feeds[live[0] if len(live) == 1 else self._choose(live)]
+            if (document := feed.next()) is not None:
+                return document
+        if self._recipe.epochs is None:
+            raise UsageError(
+                f"no document is left for stream {self.number} of {self._recipe.streams}: the sources have fewer documents "
+                "than there are streams; use fewer streams"
+            )
+        return None
+
+    def _choose(self, live: list[int]) -> int:
+        """Choose a source at random, so that the tokens of the sources keep to their ratios."""
+        fed = sum(self._feeds[i].tokens for i in live) + _SLACK_ROWS * self._recipe.context_length
+        share = sum(self._recipe.ratios[i] for i in live)
+        owed = [max(self._recipe.ratios[i] / share * fed - self._feeds[i].tokens, 0.0) for i in live]
+        point = self._recipe.random(_SOURCE, self.number, self._draws) / 2**64 * sum(owed)
+        self._draws += 1
+        for i, weight in zip(live, owed, strict=True):
+            point -= weight
+            if point < 0:
+                return i
+        return live[int(np.argmax(owed))]
+
+
+def _packed(
+    tokens: NDArray[np.int64], begins: NDArray[np.bool_], length: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Cut tokens into rows; `begins` marks the first token of each piece of a document. Return as `Rows` has them."""
+    begins = begins.reshape(-1, length)
+    begins[:, 0] = True
+    place = np.arange(length, dtype=np.int32)
+    first = np.maximum.accumulate(np.where(begins, place, 0), axis=1)
+    return (
+        torch.from_numpy(tokens.reshape(-1, length)),
+        torch.from_numpy(np.cumsum(begins, axis=1, dtype=np.int32) - 1),
+        torch.from_numpy(place - first),
+    )
+
+
+def _joined(pieces: tuple[Tokens, ...]) -> dict[str, torch.Tensor]:
+    """Join pieces of tokens in shared memory: the tokens, int32, and the length of each piece, int64."""
+    tokens = _shared(sum(map(len, pieces)), torch.int32)
+    if pieces:
+        np.concatenate(pieces, out=tokens.numpy())
+    lengths = _shared(len(pieces), torch.int64)
+    lengths.numpy()[:] = [len(piece) for piece in pieces]
+    return {"tokens": tokens, "lengths": lengths}
+
+
+def _shared(count: int, dtype: torch.dtype) -> torch.Tensor:
+    if not count:
+        return torch.empty(0, dtype=dtype)
+    # As torch's own workers do for their batches: `share_memory_` would touch the pages once more, to copy nothing.
+    storage = torch.UntypedStorage._new_shared(count * dtype.itemsize)
+    return torch.empty(0, dtype=dtype).set_(storage)
+
+
+def _split(joined: dict[str, torch.Tensor] | None) -> list[Tokens]:
+    if joined is None or not len(joined["lengths"]):
+        return []
+    return np.split(joined["tokens"].numpy(), np.cumsum(joined["lengths"].numpy())[:-1])

@@ -1,0 +1,256 @@
+"""Worker processes of a token loader: each makes the rows of some streams, a few batches ahead.
+
+A worker keeps the state after each batch that it is ahead, so that the loader can be saved as of the last batch that the
+training took. A state that was asked for in advance is handed over as soon as the batch before it is made
+(ByteCheckpoint, section 4.5: state prefetching).
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+import traceback
+import weakref
+from collections import deque
+from collections.abc import Mapping, Sequence
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.multiprocessing  # lets connections carry tensors in shared memory
+
+from bytecheckpoint.dataloader.recipe import Recipe
+from bytecheckpoint.dataloader.stream import Rows, Snapshot, Stream
+from bytecheckpoint.errors import CheckpointError, CheckpointTimeoutError, PeerLostError, UsageError
+
+__all__ = ["LocalMaker", "Worker"]
+
+_ORPHAN_SECONDS = 5.0
+
+#: The states of a worker's streams, by number.
+States = Mapping[int, Any]
+
+
+class LocalMaker:
+    """Makes the rows of some streams, and knows their states after each of the last batches.
+
+    Args:
+        recipe: what to feed.
+        numbers: of the streams.
+        begin: batches that were made before.
+        states: of the streams at that moment; without one, a stream begins.
+    """
+
+    def __init__(self, recipe: Recipe, numbers: Sequence[int], begin: int, states: States) -> None:
+        self.made = begin
+        self.ended = False
+        self._streams = [Stream(recipe, number, states.get(number)) for number in numbers]
+        self._snapshots: dict[int, list[Snapshot]] = {begin: self._snapshot()}
+
+    def rows(self) -> Rows | None:
+        """Make the rows of the next batch, ordered by stream; None when a stream has ended."""
+        found: list[Rows] = []
+        for stream in self._streams:
+            rows = None if self.ended else stream.rows()
+            if rows is None:
+                self.ended = True
+                return None
+            found.append(rows)
+        self.made += 1
+        self._snapshots[self.made] = self._snapshot()
+        return concatenated(found)
+
+    def forget(self, batches: int) -> None:
+        """Forget the states before that many batches."""
+        for old in [number for number in self._snapshots if number < batches]:
+            del self._snapshots[old]
+
+    def knows(self, batches: int) -> bool:
+        """Return whether `states` can answer."""
+        return batches in self._snapshots
+
+    def states(self, batches: int) -> dict[int, Any]:
+        """Return the states of the streams after that many batches."""
+        found = zip(self._streams, self._snapshots[batches], strict=True)
+        return {stream.number: snapshot.to_state() for stream, snapshot in found}
+
+    def _snapshot(self) -> list[Snapshot]:
+        return [stream.snapshot() for stream in self._streams]
+
+
+def concatenated(parts: Sequence[Rows]) -> Rows:
+    """Join rows."""
+    if len(parts) == 1:
+        return parts[0]
+    return Rows(
+        torch.cat([part.tokens for part in parts]),
+        torch.cat([part.documents for part in parts]),
+        torch.cat([part.positions for part in parts]),
+        torch.cat([part.numbers for part in parts]),
+    )
+
+
+class Worker:
+    """The loader's end of one worker process.
+
+    Args:
+        name: for errors, e.g. "data loader worker 1 of 4, which feeds streams 4 to 7".
+        start_method: of the process.
+        ahead: batches to make before they are asked for.
+        timeout: seconds to wait for a batch or for states.
+        arguments: of the `LocalMaker`.
+    """
+
+    def __init__(self, name: str, start_method: str, ahead: int, timeout: float, arguments: tuple[Any, ...]) -> None:
+        self.name = name
+        self._timeout = timeout
+        self._batches: deque[Rows | None] = deque()
+        self._states: dict[int, dict[int, Any]] = {}
+        self._asked: set[int] = set()
+        context: Any = multiprocessing.get_context(start_method)
+        if start_method == "forkserver":
+            context.set_forkserver_preload([__name__])  # torch is imported once, not by every worker
+        self._link, theirs = context.Pipe()
+        self._process = context.Process(
+            target=_work, args=(theirs, os.getpid(), ahead, arguments), name="bytecheckpoint-loader", daemon=True
+        )
+        try:
+            self._process.start()
+        except OSError:
+            raise
+        except Exception as error:  # what a class raises when it cannot be sent
+            raise UsageError(
+                f"the sources or the tokenizer cannot be sent to a {start_method} worker ({error}): define them at the top "
+                'of a module, use workers=0, or start_method="fork", which may hang in a process with threads'
+            ) from error
+        theirs.close()
+        self.close = weakref.finalize(self, _end, self._process, self._link)
+
+    def take(self) -> Rows | None:
+        """Return the rows of the next batch; None when a stream has ended."""
+        self._receive(lambda: bool(self._batches), "a batch")
+        return self._batches.popleft()
+
+    def taken(self, batches: int) -> None:
+        """Tell the worker how many batches the training has taken."""
+        for old in [number for number in self._states if number < batches]:
+            del self._states[old]
+            self._asked.discard(old)
+        self._send(("taken", batches))
+
+    def ask(self, batches: int) -> None:
+        """Ask for the states after that many batches, unless that has been asked."""
+        if batches not in self._asked:
+            self._asked.add(batches)
+            self._send(("states", batches))
+
+    def states(self, batches: int) -> dict[int, Any]:
+        """Return the states after that many batches."""
+        self.ask(batches)
+        self._receive(lambda: batches in self._states, "its states")
+        return self._states[batches]
+
+    def _send(self, message: tuple[str, int]) -> None:
+        try:
+            self._link.send(message)
+        except OSError:
+            raise self._death() from None
+
+    def _receive(self, ready: Any, what: str) -> None:
+        """Receive messages until `ready()`."""
+        deadline = time.monotonic() + self._timeout
+        while not ready():
+            if not wait([self._link, self._process.sentinel], max(deadline - time.monotonic(), 0.0)):
+                raise CheckpointTimeoutError(
+                    f"{self.name} gave no answer for {self._timeout:g} s ({what} was wanted): look at its source and "
+                    "tokenizer, or raise timeout="
+                )
+            try:
+                # A process that has died may have answered before.
+                if not self._link.poll():
+                    raise self._death()
+                kind, number, value = self._link.recv()
+            except (EOFError, ConnectionError, FileNotFoundError):
+                raise self._death() from None
+            if kind == "rows":
+                self._batches.append(value)
+            elif kind == "states":
+                self._states[number] = value
+            else:
+                self._fail(value)
+
+    def _fail(self, report: tuple[str, str, str]) -> None:
+        from bytecheckpoint import errors
+
+        name, message, trace = report
+        cls = getattr(errors, name, CheckpointError)
+        raise cls(f"{self.name}: {message if cls is not CheckpointError else f'{name}: {message}'}\n{trace}")
+
+    def _death(self) -> PeerLostError:
+        self._process.join(5)
+        return PeerLostError(
+            f"{self.name} died with exit code {self._process.exitcode} (pid {self._process.pid}): look for the reason in "
+            "its output, or for the kernel's out-of-memory killer; start again from the last checkpoint"
+        )
+
+
+def _end(process: Any, link: Connection) -> None:
+    link.close()
+    process.terminate()
+    process.join(5)
+    if process.is_alive():
+        process.kill()
+        process.join(5)
+
+
+def _work(link: Connection, parent: int, ahead: int, arguments: tuple[Any, ...]) -> None:
+    """Be a worker, until the loader closes the link or its process dies."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the loader's to handle
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    torch.set_num_threads(1)
+    try:
+        _serve(link, parent, ahead, LocalMaker(*arguments))
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        return
+    except BaseException as error:  # noqa: BLE001  the loader raises it
+        with_trace = "".join(traceback.format_exception(error)[-6:])
+        try:
+            link.send(("failure", 0, (type(error).__name__, str(error), with_trace)))
+            _receive(link, parent)  # tensors that were sent live in this process until they are received
+        except (EOFError, OSError):
+            return
+
+
+def _serve(link: Connection, parent: int, ahead: int, maker: LocalMaker) -> None:
+    taken = maker.made
+    wanted: set[int] = set()
+    told = False
+    while True:
+        idle = told or maker.made >= taken + ahead
+        while idle or link.poll():
+            kind, number = _receive(link, parent)
+            if kind == "taken":
+                taken = number
+                maker.forget(taken)
+            else:
+                wanted.add(number)
+            idle = False
+        for number in sorted(wanted):
+            if maker.knows(number):
+                wanted.discard(number)
+                link.send(("states", number, maker.states(number)))
+        if not told and maker.made < taken + ahead:
+            number = maker.made
+            rows = maker.rows()
+            told = rows is None
+            link.send(("rows", number, rows))
+
+
+def _receive(link: Connection, parent: int) -> Any:
+    # Other workers may hold the other end open, so an orphan sees no end of the link.
+    while not link.poll(_ORPHAN_SECONDS):
+        if os.getppid() != parent:
+            raise EOFError
+    return link.recv()

@@ -1,0 +1,282 @@
+"""The token loader: rows, mixture, shuffling, and going on exactly at any number of ranks and workers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import bytecheckpoint
+from bytecheckpoint.collectives.base import Collective
+from bytecheckpoint.collectives.testing import ThreadWorld
+from bytecheckpoint.dataloader.loader import TokenBufferLoader
+from bytecheckpoint.dataloader.sources.base import MapSource
+from bytecheckpoint.errors import CheckpointTimeoutError, IncompatibleCheckpointError, PeerLostError, UsageError
+
+
+class Numbers(MapSource):
+    """Documents of 1 to 9 tokens; each token says which document it is of."""
+
+    def __init__(self, name: str = "numbers", count: int = 50, first: int = 0, *, shuffle: bool = True) -> None:
+        self.name, self.count, self.first, self.shuffle = name, count, first, shuffle
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> Any:
+        return np.full(index * 7 % 9 + 1, self.first + index)
+
+    def describe(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+
+def loader(rank: int = 0, ranks: int = 1, **options: Any) -> TokenBufferLoader:
+    given: dict[str, Any] = {"sources": Numbers(), "context_length": 8, "global_batch": 6, "streams": 6} | options
+    return TokenBufferLoader(given.pop("sources"), rank=rank, ranks=ranks, **given)
+
+
+def tokens_of(batch: dict[str, torch.Tensor]) -> list[list[int]]:
+    return batch["tokens"].tolist()
+
+
+# --- rows -------------------------------------------------------------------------------------------------------------
+
+
+def test_rows_hold_all_tokens_in_order() -> None:
+    one = loader(sources=Numbers(shuffle=False), streams=1, global_batch=2, document_end=999)
+    batches = [next(one) for _ in range(30)]
+    tokens = torch.cat([batch["tokens"].flatten() for batch in batches]).tolist()
+    wanted = [t for i in range(100) for t in [i % 50] * (i % 50 * 7 % 9 + 1) + [999]]
+    assert tokens == wanted[: len(tokens)]
+    for batch in batches:
+        assert batch["tokens"].dtype == torch.int64 and batch["tokens"].shape == (2, 8)
+        for row, documents, positions in zip(batch["tokens"], batch["documents"], batch["positions"], strict=True):
+            pieces = [row[documents == d].tolist() for d in range(int(documents[-1]) + 1)]
+            assert all(len({*piece} - {999}) <= 1 for piece in pieces)
+            assert [p for piece in pieces for p in range(len(piece))] == positions.tolist()
+    assert torch.cat([batch["rows"] for batch in batches]).tolist() == list(range(60))
+
+
+def test_every_document_comes_once_in_an_epoch() -> None:
+    fed = [t for batch in loader(epochs=2, context_length=1, shuffle_buffer=5) for row in tokens_of(batch) for t in row]
+    for index in range(50):
+        # The end of some streams is dropped with the rows that fill no batch.
+        assert fed.count(index) <= 2 * (index * 7 % 9 + 1)
+    assert len(fed) > 0.8 * 2 * sum(i * 7 % 9 + 1 for i in range(50))
+
+
+def test_ratios_hold_for_tokens() -> None:
+    sources = {Numbers("short", 1000): 3.0, Numbers("long", 70, first=5000): 1.0}
+    one = loader(sources=sources, context_length=64)
+    tokens = torch.cat([next(one)["tokens"] for _ in range(50)])
+    assert abs(float((tokens >= 5000).double().mean()) - 0.25) < 0.02
+    first = next(loader(sources=sources, context_length=64))["tokens"]
+    assert 0 < int((first >= 5000).sum()) < first.numel() / 2  # mixed from the beginning
+
+
+def test_seeds_and_shuffle_buffers_change_the_order() -> None:
+    orders = [
+        tokens_of(next(loader(**options))) for options in ({}, {}, {"seed": 1}, {"shuffle_buffer": 7}, {"seed": -5})
+    ]
+    assert orders[0] == orders[1]
+    assert len({str(order) for order in orders}) == 4
+
+
+# --- exactness --------------------------------------------------------------------------------------------------------
+
+
+def reference(count: int, **options: Any) -> list[list[list[int]]]:
+    one = loader(**options)
+    return [tokens_of(next(one)) for _ in range(count)]
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 6), st.integers(0, 5)), min_size=1, max_size=6),
+    st.sampled_from([0, 1, 4, 40]),
+    st.sampled_from([{}, {"document_end": 7}, {"global_batch": 12}, {"sources": "mixed"}]),
+)
+def test_any_ranks_go_on_exactly(runs: list[tuple[int, int]], shuffle: int, options: dict[str, Any]) -> None:
+    """Each run: a number of ranks, and how many batches they take. All batches equal those of one rank."""
+    options = {**options, "shuffle_buffer": shuffle}
+    if options.get("sources") == "mixed":
+        options["sources"] = {Numbers("a", 11): 1.0, Numbers("b", 4, first=100, shuffle=False): 2.0}
+    wanted = iter(reference(sum(batches for _, batches in runs), **options))
+    shared, states = None, {}
+    for ranks, batches in runs:
+        loaders = [loader(rank, ranks, **options) for rank in range(ranks)]
+        if shared is not None:
+            for each in loaders:
+                each.load_streams(shared, {n: states[n] for n in each.choose_streams(shared, sorted(states))})
+        for _ in range(batches):
+            assert [row for each in loaders for row in tokens_of(next(each))] == next(wanted)
+        shared = loaders[0].shared_state()
+        states = {n: state for each in loaders for n, state in each.stream_states().items()}
+        assert len(states) == 6
+
+
+def test_any_ranks_and_workers_go_on_from_checkpoints(tmp_path: Path) -> None:
+    options = {"shuffle_buffer": 9}
+    wanted = reference(12, **options)
+
+    def run(collective: Collective, step: int, workers: int, every: int | None) -> list[Any]:
+        with loader(collective.rank, collective.world_size, workers=workers, state_every=every, **options) as own:
+            if step:
+                bytecheckpoint.load(tmp_path / str(step), {"dataloader": own})
+            assert own.batches == step
+            batches = [tokens_of(next(own)) for _ in range(4)]
+            bytecheckpoint.save(tmp_path / str(step + 4), {"dataloader": own}, async_checkpoint=True).result()
+            batches.append(tokens_of(next(own)))  # goes on after a save, too
+            return batches
+
+    for step, ranks, workers, every in ((0, 2, 2, 4), (4, 3, 1, None), (8, 1, 4, 2)):
+        found = ThreadWorld(ranks).run(run, step, workers, every, timeout=120)
+        for b in range(4):
+            assert [row for batches in found for row in batches[b]] == wanted[step + b]
+
+
+# --- faults -----------------------------------------------------------------------------------------------------------
+
+
+class Bad(Numbers):
+    def __init__(self, deed: Callable[[], Any]) -> None:
+        super().__init__()
+        self.deed = deed
+
+    def __getitem__(self, index: int) -> Any:
+        self.deed()
+        return super().__getitem__(index)
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def sleep() -> None:
+    time.sleep(600)
+
+
+def fail() -> None:
+    raise ValueError("no such shard")
+
+
+def test_a_worker_that_dies_is_named() -> None:
+    with loader(sources=Bad(die), workers=2) as one, pytest.raises(PeerLostError) as caught:
+        next(one)
+    assert "worker 0 of 2, which feeds streams 0 to 2, died with exit code -9" in str(caught.value)
+
+
+def test_the_error_of_a_worker_arrives() -> None:
+    from bytecheckpoint.errors import CheckpointError
+
+    with loader(sources=Bad(fail), workers=1) as one, pytest.raises(CheckpointError, match="ValueError: no such shard"):
+        next(one)
+
+
+def test_what_cannot_be_pickled_is_named() -> None:
+    with pytest.raises(UsageError, match="cannot be sent to a forkserver worker"):
+        next(loader(tokenizer=lambda text: [1], workers=1))
+
+
+def test_a_hung_worker_is_a_timeout() -> None:
+    sources = Bad(sleep)
+    with (
+        loader(sources=sources, workers=1, timeout=0.5) as one,
+        pytest.raises(CheckpointTimeoutError, match="worker 0 of 1"),
+    ):
+        next(one)
+
+
+def test_workers_end_with_their_loader() -> None:
+    one = loader(workers=2)
+    next(one)
+    processes = [worker._process for worker in one._makers]
+    one.close()
+    assert not any(process.is_alive() for process in processes)
+    one = loader(workers=1)
+    next(one)
+    (process,) = [worker._process for worker in one._makers]
+    del one
+    process.join(10)
+    assert not process.is_alive()
+
+
+# --- other data -------------------------------------------------------------------------------------------------------
+
+
+def differences() -> Iterator[tuple[str, dict[str, Any], str]]:
+    yield "tokenizer", {"tokenizer": lambda text: [len(text)]}, "tokenizer was None"
+    yield (
+        "context_length",
+        {"context_length": 16},
+        r"context_length was 8 and is 16 here \(allow=\(\"context_length\",\)",
+    )
+    yield "global_batch", {"global_batch": 12}, "global_batch was 6 and is 12"
+    yield "streams", {"streams": 3}, "streams was 6 and is 3 here: set it as the run began"
+    yield "seed", {"seed": 3}, "seed was 0 and is 3"
+    yield "data", {"sources": Numbers(count=49)}, r"data of source numbers has changed \(count was 50 and is 49\)"
+    yield "lost", {"sources": Numbers("other")}, "lacks the source numbers .*does not know the source other"
+    yield "new", {"sources": [Numbers(), Numbers("other")]}, "does not know the source other .*ratios was"
+
+
+@pytest.mark.parametrize(("options", "message"), [d[1:] for d in differences()], ids=[d[0] for d in differences()])
+def test_other_data_is_refused_by_name(options: dict[str, Any], message: str) -> None:
+    shared = loader().shared_state()
+    with pytest.raises(IncompatibleCheckpointError, match=message):
+        loader(**options).choose_streams(shared, range(6))
+
+
+def test_sound_changes_are_allowed(tmp_path: Path) -> None:
+    one = loader()
+    batches = [next(one) for _ in range(3)]
+    bytecheckpoint.save(tmp_path / "c", {"dataloader": one})
+    sources = {Numbers(): 1.0, Numbers("new", first=1000): 1.0}
+    names = ("sources", "ratios", "global_batch", "context_length")
+    other = loader(sources=sources, global_batch=12, context_length=16, allow=names)
+    bytecheckpoint.load(tmp_path / "c", {"dataloader": other})
+    after = [next(other) for _ in range(20)]
+    assert after[0]["tokens"].shape == (12, 16)
+    tokens = torch.cat([batch["tokens"].flatten() for batch in after])
+    assert (tokens >= 1000).any()
+    assert len(batches) == 3 and other.batches == 23
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sources": []}, "one or more Sources"),
+        ({"sources": [Numbers(), Numbers()]}, "two sources have one name"),
+        ({"sources": {Numbers(): -1.0}}, "ratios must be positive"),
+        ({"streams": 4}, "equally many from 4 streams"),
+        ({"rank": 6, "ranks": 7}, "rank 6 of 7"),
+        ({"context_length": 0}, "context_length must be an int of at least 1"),
+        ({"epochs": 1, "ranks": 2}, "pass agree="),
+        ({"allow": ("seed",)}, "does not know seed"),
+        ({"seed": 2**70}, "seed must be"),
+    ],
+)
+def test_bad_arguments(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        loader(**options)
+
+
+def test_documents_that_are_no_tokens() -> None:
+    class Text(Numbers):
+        def __getitem__(self, index: int) -> Any:
+            return "text"
+
+    with pytest.raises(UsageError, match="pass tokenizer="):
+        next(loader(sources=Text()))
+    assert next(loader(sources=Text(), tokenizer=lambda text: {"input_ids": [*map(ord, text)]}))["tokens"].max() == ord(
+        "x"
+    )
+    with pytest.raises(UsageError, match="fewer documents than there are streams"):
+        next(loader(sources=Numbers(count=3)))
