@@ -198,12 +198,12 @@ def test_a_hung_worker_is_a_timeout() -> None:
 def test_workers_end_with_their_loader() -> None:
     one = loader(workers=2)
     next(one)
-    processes = [worker._process for worker in one._makers]
+    processes = [worker._process for worker, _ in one._makers]
     one.close()
     assert not any(process.is_alive() for process in processes)
     one = loader(workers=1)
     next(one)
-    (process,) = [worker._process for worker in one._makers]
+    (process,) = [worker._process for worker, _ in one._makers]
     del one
     process.join(10)
     assert not process.is_alive()

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 
 from bytecheckpoint.dataloader.recipe import ALLOWED, Recipe, check_shared
+from bytecheckpoint.dataloader.rows import Rows
 from bytecheckpoint.dataloader.sources.base import Source
-from bytecheckpoint.dataloader.stream import Rows
-from bytecheckpoint.dataloader.workers import LocalMaker, Worker, concatenated
+from bytecheckpoint.dataloader.workers import LocalMaker, Worker
 from bytecheckpoint.errors import IncompatibleCheckpointError, UsageError
 
 __all__ = ["TokenBufferLoader"]
@@ -126,7 +126,7 @@ class TokenBufferLoader:
         self._pin = pin_memory and torch.accelerator.is_available()
         self._states: Mapping[int, Any] = {}
         self._shared: dict[str, Any] | None = None
-        self._makers: list[LocalMaker] | list[Worker] = []
+        self._makers: list[tuple[LocalMaker | Worker, int]] = []
         self._ended = False
 
     # --- batches ------------------------------------------------------------------------------------------------
@@ -141,59 +141,40 @@ class TokenBufferLoader:
             PeerLostError: a worker died; the message names it.
             CheckpointTimeoutError: a worker does not answer.
         """
-        parts = [None] if self._ended else [self._rows(maker) for maker in self._start()]
-        self._ended = any(part is None for part in parts)
+        rows = Rows.empty(self._recipe.rows * len(self._numbers), self._recipe.context_length, pinned=self._pin)
+        first = 0
+        for maker, count in self._start():
+            # Every maker, so that all are at the same batch.
+            self._ended |= not maker.make(rows.part(first, first + count))
+            first += count
         if self._agree is not None:
             self._ended = self._agree(self._ended)
         if self._ended:
             raise StopIteration
         self.batches += 1
-        for maker in self._makers:
-            if isinstance(maker, Worker):
-                maker.taken(self.batches)
-            else:
-                maker.forget(self.batches)
+        for maker, _ in self._makers:
+            maker.taken(self.batches)
         if self._state_every and (self.batches + 1) % self._state_every == 0:
             self.prefetch_state()
-        return self._batch(concatenated([part for part in parts if part is not None]))
+        return {"tokens": rows.tokens, "documents": rows.documents, "positions": rows.positions, "rows": rows.numbers}
 
-    @staticmethod
-    def _rows(maker: LocalMaker | Worker) -> Rows | None:
-        return maker.take() if isinstance(maker, Worker) else maker.rows()
-
-    def _batch(self, rows: Rows) -> dict[str, torch.Tensor]:
-        batch = {
-            "tokens": rows.tokens,
-            "documents": rows.documents,
-            "positions": rows.positions,
-            "rows": rows.numbers,
-        }
-        return {name: tensor.pin_memory() for name, tensor in batch.items()} if self._pin else batch
-
-    def _start(self) -> list[LocalMaker] | list[Worker]:
+    def _start(self) -> list[tuple[LocalMaker | Worker, int]]:
+        """Return what makes the rows, in the order of the streams, and how many rows of a batch each makes."""
         if not self._makers:
             count, start_method, ahead, timeout = self._worker_options
             states, self._states = self._states, {}
-            if not count:
-                self._makers = [LocalMaker(self._recipe, self._numbers, self.batches, states)]
-            else:
-                self._makers = [
-                    Worker(
-                        f"data loader worker {i} of {count}, which feeds streams {part[0]} to {part[-1]},",
-                        start_method,
-                        ahead,
-                        timeout,
-                        (self._recipe, part, self.batches, {n: states[n] for n in part if n in states}),
-                    )
-                    for i, part in enumerate(p.tolist() for p in np.array_split(np.array(self._numbers), count))
-                ]
+            for i, part in enumerate(np.array_split(np.array(self._numbers), max(count, 1))):
+                numbers: list[int] = part.tolist()
+                arguments = (self._recipe, numbers, self.batches, {n: states[n] for n in numbers if n in states})
+                name = f"data loader worker {i} of {count}, which feeds streams {numbers[0]} to {numbers[-1]},"
+                maker = Worker(name, start_method, ahead, timeout, arguments) if count else LocalMaker(*arguments)
+                self._makers.append((maker, self._recipe.rows * len(numbers)))
         return self._makers
 
     def close(self) -> None:
         """End the workers. The position is lost; a load may set another one."""
-        for maker in self._makers:
-            if isinstance(maker, Worker):
-                maker.close()
+        for maker, _ in self._makers:
+            maker.close()
         self._makers = []
 
     def __enter__(self) -> Self:
@@ -209,8 +190,8 @@ class TokenBufferLoader:
 
         A save at another batch is as exact; it waits while the workers copy their buffers.
         """
-        for maker in self._makers:
-            if isinstance(maker, Worker) and self._saves:
+        for maker, _ in self._makers:
+            if self._saves:
                 maker.ask(self.batches + 1)
 
     @property
@@ -231,10 +212,9 @@ class TokenBufferLoader:
         if self._states:  # loaded, and no batch was made since
             return dict(self._states)
         makers = self._start()
-        for maker in makers:
-            if isinstance(maker, Worker):
-                maker.ask(self.batches)
-        return {number: state for maker in makers for number, state in maker.states(self.batches).items()}
+        for maker, _ in makers:
+            maker.ask(self.batches)
+        return {number: state for maker, _ in makers for number, state in maker.states(self.batches).items()}
 
     def choose_streams(self, shared: Any, saved: Sequence[int]) -> Sequence[int]:
         """Check that this loader feeds the data of a checkpoint, and choose its streams; see `SupportsStreams`."""

@@ -20,6 +20,8 @@ __all__ = ["Recipe", "Tokens", "check_shared"]
 
 Tokens = NDArray[np.int32]
 
+#: Types of which every value may be a token id.
+_SAFE = frozenset(map(np.dtype, (np.uint8, np.uint16)))
 #: What a tokenizer is recognised by: the tokens that it makes of this.
 _PROBE = "The 3 quick brown foxes,\n\tjumped over 1234 lazy dogs; naïve – 日本語 🙂 <|endoftext|>"
 
@@ -125,10 +127,11 @@ class Recipe:
             raise UsageError(
                 f"a document is {type(tokens).__name__} and not a list of token ids: pass tokenizer=, which returns one"
             )
-        if array.size and (array.dtype.kind not in "iu" or int(array.max()) > 2**31 - 1 or int(array.min()) < 0):
+        if array.size and array.dtype not in _SAFE and not _are_ids(array):
             raise UsageError(f"token ids must be integers from 0 to 2**31 - 1, not {array.dtype} up to {array.max()}")
-        end = [] if self.document_end is None else [self.document_end]
-        found: Tokens = np.concatenate([array.astype(np.int32), np.array(end, np.int32)])
+        found = np.empty(len(array) + (self.document_end is not None), np.int32)
+        found[: len(array)] = array
+        found[len(array) :] = self.document_end or 0
         return found
 
     def random(self, purpose: int, stream: int, number: int) -> int:
@@ -157,6 +160,10 @@ class Recipe:
             return xxhash.xxh3_128_hexdigest(self.tokens_of(_PROBE).tobytes())
         except Exception:  # noqa: BLE001  a tokenizer of other documents than text may raise anything
             return "of other documents than text"
+
+
+def _are_ids(array: NDArray[Any]) -> bool:
+    return array.dtype.kind in "iu" and int(array.max()) < 2**31 and int(array.min()) >= 0
 
 
 def check_shared(saved: Mapping[str, Any], own: Mapping[str, Any], allowed: Collection[str]) -> None:

@@ -11,31 +11,15 @@ import torch
 from numpy.typing import NDArray
 
 from bytecheckpoint.dataloader.recipe import Recipe, Tokens
+from bytecheckpoint.dataloader.rows import shared_tensor
 from bytecheckpoint.dataloader.sources.base import Cursor
 from bytecheckpoint.errors import UsageError
 
-__all__ = ["Rows", "Snapshot", "Stream"]
+__all__ = ["Snapshot", "Stream"]
 
 _SOURCE, _SHUFFLE = range(2)  # purposes of random numbers
 #: Rows of tokens by which a source may run ahead of its ratio: the draws are random within that.
 _SLACK_ROWS = 4
-
-
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """Packed rows.
-
-    Attributes:
-        tokens: int64 [n, context length].
-        documents: number of the document within its row, int32 [n, context length].
-        positions: position within the part of the document that is in the row, int32 [n, context length].
-        numbers: number of each row in the run, int64 [n]; row r of stream s of S is number r * S + s.
-    """
-
-    tokens: torch.Tensor
-    documents: torch.Tensor
-    positions: torch.Tensor
-    numbers: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +115,11 @@ class Stream:
         self._pending = deque(_split(state.get("token_buffer")))
         self._count = sum(map(len, self._pending))
 
+    @property
+    def row(self) -> int:
+        """Rows that were made so far."""
+        return self._rows
+
     def snapshot(self) -> Snapshot:
         """Return the state as of the rows that were made so far."""
         return Snapshot(
@@ -140,18 +129,21 @@ class Stream:
             tuple(self._pending),
         )
 
-    def rows(self) -> Rows | None:
-        """Make the rows of the next global batch, or return None if the documents do not fill them."""
-        wanted = self._recipe.rows * self._recipe.context_length
+    def fill(self, tokens: NDArray[np.int64], begins: NDArray[np.bool_]) -> bool:
+        """Make the rows of the next global batch; return False if the documents do not fill them.
+
+        Args:
+            tokens: receives the tokens of the rows, one row after the other.
+            begins: receives True at the first token of each piece of a document; False elsewhere already.
+        """
+        wanted = len(tokens)
         while self._count < wanted:
             document = self._next_shuffled()
             if document is None:
-                return None
+                return False
             if len(document):
                 self._pending.append(document)
                 self._count += len(document)
-        tokens = np.empty(wanted, np.int64)
-        begins = np.zeros(wanted, bool)
         filled = 0
         while filled < wanted:
             piece = self._pending.popleft()
@@ -162,9 +154,8 @@ class Stream:
             begins[filled] = True
             filled += len(piece)
         self._count -= wanted
-        numbers = torch.arange(self._rows, self._rows + self._recipe.rows) * self._recipe.streams + self.number
         self._rows += self._recipe.rows
-        return Rows(*_packed(tokens, begins, self._recipe.context_length), numbers)
+        return True
 
     def _next_shuffled(self) -> Tokens | None:
         size = self._recipe.shuffle_buffer
@@ -208,37 +199,14 @@ class Stream:
         return live[int(np.argmax(owed))]
 
 
-def _packed(
-    tokens: NDArray[np.int64], begins: NDArray[np.bool_], length: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Cut tokens into rows; `begins` marks the first token of each piece of a document. Return as `Rows` has them."""
-    begins = begins.reshape(-1, length)
-    begins[:, 0] = True
-    place = np.arange(length, dtype=np.int32)
-    first = np.maximum.accumulate(np.where(begins, place, 0), axis=1)
-    return (
-        torch.from_numpy(tokens.reshape(-1, length)),
-        torch.from_numpy(np.cumsum(begins, axis=1, dtype=np.int32) - 1),
-        torch.from_numpy(place - first),
-    )
-
-
 def _joined(pieces: tuple[Tokens, ...]) -> dict[str, torch.Tensor]:
     """Join pieces of tokens in shared memory: the tokens, int32, and the length of each piece, int64."""
-    tokens = _shared(sum(map(len, pieces)), torch.int32)
+    tokens = shared_tensor((sum(map(len, pieces)),), torch.int32)
     if pieces:
         np.concatenate(pieces, out=tokens.numpy())
-    lengths = _shared(len(pieces), torch.int64)
+    lengths = shared_tensor((len(pieces),), torch.int64)
     lengths.numpy()[:] = [len(piece) for piece in pieces]
     return {"tokens": tokens, "lengths": lengths}
-
-
-def _shared(count: int, dtype: torch.dtype) -> torch.Tensor:
-    if not count:
-        return torch.empty(0, dtype=dtype)
-    # As torch's own workers do for their batches: `share_memory_` would touch the pages once more, to copy nothing.
-    storage = torch.UntypedStorage._new_shared(count * dtype.itemsize)
-    return torch.empty(0, dtype=dtype).set_(storage)
 
 
 def _split(joined: dict[str, torch.Tensor] | None) -> list[Tokens]:

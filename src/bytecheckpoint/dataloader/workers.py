@@ -18,11 +18,13 @@ from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+import numpy as np
 import torch
 import torch.multiprocessing  # lets connections carry tensors in shared memory
 
 from bytecheckpoint.dataloader.recipe import Recipe
-from bytecheckpoint.dataloader.stream import Rows, Snapshot, Stream
+from bytecheckpoint.dataloader.rows import Rows, shared_tensor
+from bytecheckpoint.dataloader.stream import Snapshot, Stream
 from bytecheckpoint.errors import CheckpointError, CheckpointTimeoutError, PeerLostError, UsageError
 
 __all__ = ["LocalMaker", "Worker"]
@@ -41,28 +43,35 @@ class LocalMaker:
         numbers: of the streams.
         begin: batches that were made before.
         states: of the streams at that moment; without one, a stream begins.
+
+    Attributes:
+        made: batches that were made so far.
     """
 
     def __init__(self, recipe: Recipe, numbers: Sequence[int], begin: int, states: States) -> None:
         self.made = begin
-        self.ended = False
+        self._recipe = recipe
+        self._ended = False
         self._streams = [Stream(recipe, number, states.get(number)) for number in numbers]
         self._snapshots: dict[int, list[Snapshot]] = {begin: self._snapshot()}
 
-    def rows(self) -> Rows | None:
-        """Make the rows of the next batch, ordered by stream; None when a stream has ended."""
-        found: list[Rows] = []
-        for stream in self._streams:
-            rows = None if self.ended else stream.rows()
-            if rows is None:
-                self.ended = True
-                return None
-            found.append(rows)
+    def make(self, rows: Rows) -> bool:
+        """Make the rows of the next batch, ordered by stream; return False when a stream has ended."""
+        each = self._recipe.rows
+        begins = np.zeros(rows.tokens.shape, np.bool_)
+        for i, stream in enumerate(self._streams):
+            part = rows.part(i * each, (i + 1) * each)
+            part.numbers.numpy()[:] = (stream.row + np.arange(each)) * self._recipe.streams + stream.number
+            flags = begins[i * each : (i + 1) * each].reshape(-1)
+            if self._ended or not stream.fill(part.tokens.numpy().reshape(-1), flags):
+                self._ended = True
+                return False
+        rows.mark(begins)
         self.made += 1
         self._snapshots[self.made] = self._snapshot()
-        return concatenated(found)
+        return True
 
-    def forget(self, batches: int) -> None:
+    def taken(self, batches: int) -> None:
         """Forget the states before that many batches."""
         for old in [number for number in self._snapshots if number < batches]:
             del self._snapshots[old]
@@ -71,25 +80,19 @@ class LocalMaker:
         """Return whether `states` can answer."""
         return batches in self._snapshots
 
+    def ask(self, batches: int) -> None:
+        """Do nothing: `states` answers as quickly without having been asked before."""
+
     def states(self, batches: int) -> dict[int, Any]:
         """Return the states of the streams after that many batches."""
         found = zip(self._streams, self._snapshots[batches], strict=True)
         return {stream.number: snapshot.to_state() for stream, snapshot in found}
 
+    def close(self) -> None:
+        """Do nothing: there is nothing to end."""
+
     def _snapshot(self) -> list[Snapshot]:
         return [stream.snapshot() for stream in self._streams]
-
-
-def concatenated(parts: Sequence[Rows]) -> Rows:
-    """Join rows."""
-    if len(parts) == 1:
-        return parts[0]
-    return Rows(
-        torch.cat([part.tokens for part in parts]),
-        torch.cat([part.documents for part in parts]),
-        torch.cat([part.positions for part in parts]),
-        torch.cat([part.numbers for part in parts]),
-    )
 
 
 class Worker:
@@ -106,7 +109,14 @@ class Worker:
     def __init__(self, name: str, start_method: str, ahead: int, timeout: float, arguments: tuple[Any, ...]) -> None:
         self.name = name
         self._timeout = timeout
-        self._batches: deque[Rows | None] = deque()
+        recipe, numbers, begin, _ = arguments
+        count = recipe.rows * len(numbers)
+        # A batch stays in its slot until it is taken; the worker makes no further ones than there are slots.
+        words = Rows.words(count, recipe.context_length)
+        memory = shared_tensor((ahead, words), torch.int64)
+        self._slots = [Rows.over(part, count, recipe.context_length) for part in memory]
+        self._next = begin
+        self._ready: deque[bool] = deque()
         self._states: dict[int, dict[int, Any]] = {}
         self._asked: set[int] = set()
         context: Any = multiprocessing.get_context(start_method)
@@ -114,7 +124,7 @@ class Worker:
             context.set_forkserver_preload([__name__])  # torch is imported once, not by every worker
         self._link, theirs = context.Pipe()
         self._process = context.Process(
-            target=_work, args=(theirs, os.getpid(), ahead, arguments), name="bytecheckpoint-loader", daemon=True
+            target=_work, args=(theirs, os.getpid(), memory, arguments), name="bytecheckpoint-loader", daemon=True
         )
         try:
             self._process.start()
@@ -128,10 +138,15 @@ class Worker:
         theirs.close()
         self.close = weakref.finalize(self, _end, self._process, self._link)
 
-    def take(self) -> Rows | None:
-        """Return the rows of the next batch; None when a stream has ended."""
-        self._receive(lambda: bool(self._batches), "a batch")
-        return self._batches.popleft()
+    def make(self, rows: Rows) -> bool:
+        """Copy the rows of the next batch; return False when a stream has ended."""
+        self._receive(lambda: bool(self._ready), "a batch")
+        if not self._ready[0]:
+            return False
+        self._ready.popleft()
+        rows.copy_from(self._slots[self._next % len(self._slots)])
+        self._next += 1
+        return True
 
     def taken(self, batches: int) -> None:
         """Tell the worker how many batches the training has taken."""
@@ -175,7 +190,7 @@ class Worker:
             except (EOFError, ConnectionError, FileNotFoundError):
                 raise self._death() from None
             if kind == "rows":
-                self._batches.append(value)
+                self._ready.append(value)
             elif kind == "states":
                 self._states[number] = value
             else:
@@ -205,13 +220,15 @@ def _end(process: Any, link: Connection) -> None:
         process.join(5)
 
 
-def _work(link: Connection, parent: int, ahead: int, arguments: tuple[Any, ...]) -> None:
+def _work(link: Connection, parent: int, memory: torch.Tensor, arguments: tuple[Any, ...]) -> None:
     """Be a worker, until the loader closes the link or its process dies."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the loader's to handle
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     torch.set_num_threads(1)
     try:
-        _serve(link, parent, ahead, LocalMaker(*arguments))
+        recipe, numbers, *_ = arguments
+        slots = [Rows.over(part, recipe.rows * len(numbers), recipe.context_length) for part in memory]
+        _serve(link, parent, slots, LocalMaker(*arguments))
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return
     except BaseException as error:  # noqa: BLE001  the loader raises it
@@ -223,17 +240,17 @@ def _work(link: Connection, parent: int, ahead: int, arguments: tuple[Any, ...])
             return
 
 
-def _serve(link: Connection, parent: int, ahead: int, maker: LocalMaker) -> None:
+def _serve(link: Connection, parent: int, slots: list[Rows], maker: LocalMaker) -> None:
     taken = maker.made
     wanted: set[int] = set()
     told = False
     while True:
-        idle = told or maker.made >= taken + ahead
+        idle = told or maker.made >= taken + len(slots)
         while idle or link.poll():
             kind, number = _receive(link, parent)
             if kind == "taken":
                 taken = number
-                maker.forget(taken)
+                maker.taken(taken)
             else:
                 wanted.add(number)
             idle = False
@@ -241,11 +258,10 @@ def _serve(link: Connection, parent: int, ahead: int, maker: LocalMaker) -> None
             if maker.knows(number):
                 wanted.discard(number)
                 link.send(("states", number, maker.states(number)))
-        if not told and maker.made < taken + ahead:
+        if not told and maker.made < taken + len(slots):
             number = maker.made
-            rows = maker.rows()
-            told = rows is None
-            link.send(("rows", number, rows))
+            told = not maker.make(slots[number % len(slots)])
+            link.send(("rows", number, not told))
 
 
 def _receive(link: Connection, parent: int) -> Any:
