@@ -98,7 +98,7 @@ class StorageConflictError(StorageError):
 
 
 class PeerLostError(CheckpointError):
-    """Another rank died, failed or left. Handler: restart the job from the last committed checkpoint."""
+    """Another rank died, failed or left, or a data loader's worker did. Handler: restart from the last checkpoint."""
 
 
 class CheckpointTimeoutError(CheckpointError, TimeoutError):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,34 +12,7 @@ import bytecheckpoint
 from bytecheckpoint.collectives.base import Collective
 from bytecheckpoint.collectives.testing import ThreadWorld
 from bytecheckpoint.errors import CheckpointError, IncompatibleCheckpointError, UsageError
-
-
-class Loader:
-    """A loader whose rank feeds the streams rank, rank + ranks, ...: each has a counter and a buffer of its length."""
-
-    def __init__(self, count: int, rank: int, ranks: int, *, seed: int = 0, fed: int = 0) -> None:
-        self.stream_count = count
-        self.seed = seed
-        self.own = range(rank, count, ranks)
-        self.states: dict[int, Any] = {n: state_of(n, fed) for n in self.own}
-
-    def shared_state(self) -> Any:
-        return {"seed": self.seed, "sources": ["a", "b"]}
-
-    def stream_states(self) -> Mapping[int, Any]:
-        return self.states
-
-    def choose_streams(self, shared: Any, saved: Sequence[int]) -> Sequence[int]:
-        if shared["seed"] != self.seed:
-            raise IncompatibleCheckpointError(f"the seed was {shared['seed']}")
-        return [n for n in saved if n in self.own]
-
-    def load_streams(self, shared: Any, states: Mapping[int, Any]) -> None:
-        self.states = dict(states)
-
-
-def state_of(number: int, fed: int) -> dict[str, Any]:
-    return {"fed": fed, "buffer": torch.arange(fed * number) + number, "rng": [number, (fed, {"x": b"\0"})]}
+from tests.support.streams import Loader, state_of
 
 
 def save(collective: Collective, path: Path, ranks: int, fed: int, **options: Any) -> None:

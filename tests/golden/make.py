@@ -11,8 +11,10 @@ import torch
 import bytecheckpoint
 from bytecheckpoint.collectives import Collective, ThreadWorld
 from tests.support.layouts import Leaf, coded, grid_boxes
+from tests.support.streams import Loader
 
 FOLDER = Path(__file__).parent / "v1"
+STREAMS = Path(__file__).parent / "v1-streams"  # added later to the format, beside what was there
 WORLD = 3
 SHAPES = {"cut": ((7, 5), torch.float32), "cut3d": ((3, 4, 2), torch.bfloat16), "whole": ((6,), torch.int64)}
 EVERY_DTYPE = [
@@ -66,13 +68,17 @@ def states(rank: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Replace the golden checkpoint of the present version."""
-    shutil.rmtree(FOLDER, ignore_errors=True)
+    """Replace the golden checkpoints of the present version."""
 
     def save(collective: Collective) -> None:
         bytecheckpoint.save(FOLDER, states(collective.rank), metadata={"golden": 1})
 
-    ThreadWorld(WORLD).run(save)
+    def save_streams(collective: Collective) -> None:
+        bytecheckpoint.save(STREAMS, {"dataloader": Loader(5, collective.rank, WORLD, fed=3)}, metadata={"golden": 1})
+
+    for folder, write in ((FOLDER, save), (STREAMS, save_streams)):
+        shutil.rmtree(folder, ignore_errors=True)
+        ThreadWorld(WORLD).run(write)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,8 @@ import torch
 import bytecheckpoint
 from bytecheckpoint.collectives import Collective, ThreadWorld
 from bytecheckpoint.representation.values.codec import equal
-from tests.golden.make import EVERY_DTYPE, FOLDER, SHAPES, VALUES, WORLD, full, odd, states
+from tests.golden.make import EVERY_DTYPE, FOLDER, SHAPES, STREAMS, VALUES, WORLD, full, odd, states
+from tests.support.streams import Loader, state_of
 
 
 def test_version_1_opens() -> None:
@@ -42,3 +43,13 @@ def test_version_1_loads_in_another_world() -> None:
         assert equal(into["extra_states"]["values"], VALUES)
         assert into["extra_states"]["rank"] == own
         assert into["extra_states"]["noise"].tolist() == [own] * 4
+
+
+def test_version_1_hands_out_streams() -> None:
+    def load(collective: Collective) -> dict[int, Any]:
+        into = Loader(5, collective.rank, 2)
+        bytecheckpoint.load(STREAMS, {"dataloader": into}, timeout=20)
+        return into.states
+
+    for rank, found in enumerate(ThreadWorld(2).run(load)):
+        assert equal(found, {n: state_of(n, 3) for n in range(rank, 5, 2)})
