@@ -6,8 +6,9 @@ values belong, so a load hands them to its own load_state_dict.
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -33,7 +34,8 @@ def _own_values(live: Optimizer | None) -> dict[str, Any]:
     overridden = _method(live, "state_dict") is not Optimizer.state_dict
     if live is None or not (overridden or getattr(live, "_optimizer_state_dict_post_hooks", None)):
         return {}  # a call would cost time
-    return {key: value for key, value in live.state_dict().items() if key not in ("state", "param_groups")}
+    with _without_torchs_part():
+        return {key: value for key, value in live.state_dict().items() if key not in ("state", "param_groups")}
 
 
 def load_own_values(
@@ -73,13 +75,31 @@ def _quoted(names: Iterable[str]) -> str:
 
 
 def _load(live: Optimizer, values: Mapping[str, Any]) -> None:
-    state_dict = live.state_dict()
-    if not values:
-        _run_load_hooks(live, state_dict)
-        return
-    # State and groups are loaded already: torch's part would replace both, and cast the state.
-    with _PATCHED, patch.object(Optimizer, "load_state_dict", _run_load_hooks):
-        live.load_state_dict({**state_dict, **unpack_tensors(values)})
+    with _without_torchs_part():
+        if values:
+            live.load_state_dict({**live.state_dict(), **unpack_tensors(values)})
+        else:
+            _run_load_hooks(live, live.state_dict())
+
+
+@contextlib.contextmanager
+def _without_torchs_part() -> Iterator[None]:
+    """Let state_dict and load_state_dict of torch's Optimizer run hooks, and do nothing else.
+
+    State and groups are saved and loaded by other means: torch would cast the state and replace the groups. ZeRO's stage 3
+    takes the parameters out of the groups, and torch's state_dict then fails.
+    """
+    with _PATCHED, patch.multiple(Optimizer, state_dict=_hyperparameters, load_state_dict=_run_load_hooks):
+        yield
+
+
+def _hyperparameters(live: Optimizer) -> dict[str, Any]:
+    state_dict: dict[str, Any] = {"state": {}, "param_groups": [{**group, "params": []} for group in live.param_groups]}
+    for hook in getattr(live, "_optimizer_state_dict_pre_hooks", {}).values():
+        hook(live)
+    for hook in getattr(live, "_optimizer_state_dict_post_hooks", {}).values():
+        state_dict = hook(live, state_dict) or state_dict
+    return state_dict
 
 
 def _run_load_hooks(live: Optimizer, state_dict: Mapping[str, Any]) -> None:
