@@ -2,6 +2,7 @@
 
 `Worlds.get(n)` returns n processes in one gloo process group (none for one process). Later tests of that size use the same
 world, so that a run costs milliseconds. A world in which anything went wrong is killed, and the next test gets a new one.
+So is a world whose jobs have left many process groups, as DeepSpeed's do: the threads of each wake a hundred times a second.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ _PRELOADED = ["tests.support.preloaded"]
 _GRACE = 15.0
 _LOG_TAIL = 3000
 _MOST_PROCESSES = 16  # of idle worlds: those of 1, 2, 3, 4 and 6 ranks
+_MOST_GROUPS = 60  # process groups of a rank of an idle world
 
 
 class RankError(AssertionError):
@@ -42,6 +44,9 @@ class World:
         size: number of ranks.
         folder: for logs and the rendezvous; must be new.
         group: initialise torch.distributed (never for one process).
+
+    Attributes:
+        worn: its jobs have left so many process groups that the next ones would be slow.
     """
 
     def __init__(self, size: int, folder: Path, *, group: bool = True) -> None:
@@ -49,6 +54,7 @@ class World:
         self.size = size
         self._folder = folder
         self._alive = True
+        self.worn = False
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(_PRELOADED)
         self.processes: list[Any] = []
@@ -110,7 +116,9 @@ class World:
                 rank = ranks[id(ready)]
                 pending.remove(ready)
                 try:
-                    found[rank] = ready.recv()
+                    *outcome, groups = ready.recv()
+                    found[rank] = tuple(outcome)
+                    self.worn |= groups > _MOST_GROUPS
                 except (EOFError, OSError):
                     self.processes[rank].join(5)
                     code = self.processes[rank].exitcode
@@ -178,9 +186,9 @@ class Worlds:
         return World(size, self._folder / f"world{self._number}", group=group)
 
     def get(self, size: int) -> World:
-        """Return the pool's world of that size, or a new one if it is missing or broken."""
+        """Return the pool's world of that size, or a new one if it is missing, broken or worn."""
         world = self._idle.pop(size, None)
-        if world is not None and not world.usable:
+        if world is not None and (world.worn or not world.usable):
             world.kill()
             world = None
         if world is None:
@@ -255,7 +263,7 @@ def _serve(rank: int, size: int, folder: str, link: Connection, group: bool) -> 
                 result = (False, traceback.format_exc())
             sys.stdout.flush()
             sys.stderr.flush()
-            link.send(result)
+            link.send((*result, len(dist.distributed_c10d._world.pg_map)))
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
