@@ -113,6 +113,17 @@ def test_optimizer_state_must_be_equal(tmp_path: Path) -> None:
     refused(outcomes(ThreadWorld(2), one), "optimizer/state/weight/moment is replicated, but its copies differ ")
 
 
+def test_flat_state_in_a_state_dict_is_refused(tmp_path: Path) -> None:
+    """As FSDP1's optimizers have it, on ranks whose parts are of one size."""
+
+    def one(collective: Collective) -> None:
+        part = torch.arange(6.0) + 6 * collective.rank
+        state_dict = {"state": {0: {"step": torch.tensor(1.0), "exp_avg": part}}, "param_groups": [{"params": [0]}]}
+        bytecheckpoint.save(tmp_path / "s", {"optimizer": state_dict}, timeout=20)
+
+    refused(outcomes(ThreadWorld(2), one), "optimizer/state.0.exp_avg is replicated, but its copies differ ")
+
+
 def test_one_changed_element(tmp_path: Path) -> None:
     def change(own: torch.nn.Module) -> None:
         own.get_parameter("2.weight").view(-1)[7] += 1e-6

@@ -247,7 +247,7 @@ def capture_modules(kind: str, scan: ModuleScan) -> LiveState:
         add_shards(shards, TensorKey(kind, tensor.fqn), tensor.value, aliases=tensor.aliases)
         if isinstance(tensor.value, nn.Parameter):
             for shard in shards[first:]:
-                shard.is_parameter = True
+                shard.must_be_equal = True
     if scan.values:
         state.tree = encode_value(kind, {fqn: values[0] for fqn, values in scan.values.items()}, shards)
         _check_equal_values(kind, scan)

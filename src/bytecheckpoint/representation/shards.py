@@ -44,12 +44,13 @@ class LiveShard:
             to it changes the program's tensor.
         aliases: further FQNs of the same tensor (tied weights), without `key.fqn`.
         requires_grad: flag of the whole tensor.
-        is_parameter: True for a parameter, trained or frozen, where the adapter tells it from a buffer.
         by_content: True for a value that may differ between ranks under one key (extra states): copies on several
             ranks are replicas only when their bytes are equal. False: (key, box) identifies the content.
         converts: True when a load converts elements of another dtype although the caller did not ask for a cast: a
             parameter whose exact value is also loaded elsewhere, which is not reported as a cast; or optimizer state,
             where nothing is lost.
+        must_be_equal: True where copies on several ranks are equal in any sound program: for parameters, trained or frozen,
+            and in the state_dict of an optimizer. Running statistics of batches, for example, may differ.
     """
 
     key: TensorKey
@@ -62,16 +63,7 @@ class LiveShard:
     requires_grad: bool = False
     by_content: bool = False
     converts: bool = False
-    is_parameter: bool = False
-
-    @property
-    def must_be_equal(self) -> bool:
-        """Whether copies on several ranks are equal in any sound program: those of parameters and of their optimizer state.
-
-        What else is not trained may differ between ranks: running statistics of batches, for example. Single values are
-        left out: differing step counts have an error of their own.
-        """
-        return self.requires_grad or self.is_parameter or (bool(self.key.slot) and self.data.numel() > 1)
+    must_be_equal: bool = False
 
 
 @dataclass(slots=True)
