@@ -32,7 +32,14 @@ __all__ = [
 
 
 class CheckpointError(Exception):
-    """Base of every error of this package."""
+    """Base of every error of this package.
+
+    Attributes:
+        repeats: "here" for an error by which a save raises the failure of an earlier one, "elsewhere" on the other ranks of
+            that save, else "".
+    """
+
+    repeats = ""
 
     def __str__(self) -> str:
         # KeyError's own __str__ would show the message in quotes.

@@ -101,7 +101,9 @@ class SaveQueue:
         failures, self._failures = self._failures, []
         unseen = [failure for handle, failure in failures if not handle.failure_seen]
         if unseen:
-            raise type(unseen[-1])(f"an earlier asynchronous save failed: {unseen[-1]}") from unseen[-1]
+            error = type(unseen[-1])(f"an earlier asynchronous save failed: {unseen[-1]}")
+            error.repeats = "here"
+            raise error from unseen[-1]
 
     def close(self) -> None:
         """End the threads, after the saves in flight."""

@@ -274,3 +274,30 @@ def test_optimizers_continue(
         for losses in worlds.run(WORLD_SIZE[layout], load_optimizer, kind, layout, path):
             assert losses[0] == pytest.approx(expected[0][0], abs=TOLERANCE, rel=0), layout
             assert losses == pytest.approx(expected[0], abs=tolerance, rel=0), layout
+
+
+@on_ranks(2)
+def test_an_optimizer_inside_a_dict_can_step(path: str) -> None:
+    """Its state goes through torch's load_state_dict, which distributes nothing."""
+
+    def trained(seed: int, steps: int) -> dict[str, Any]:
+        torch.manual_seed(seed)
+        model = fully_shard(nn.Linear(3, 5))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        step(model, optimizer, steps)
+        return {"model": model, "optimizer": optimizer, "step": steps}
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+        for _ in range(steps):
+            model(torch.ones(1, 3)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    source, target = trained(0, 2), trained(1, 0)
+    bytecheckpoint.save(path, {"train": source})
+    bytecheckpoint.load(path, {"train": target})
+    assert target["step"] == 2
+    for run in (source, target):
+        step(run["model"], run["optimizer"], 2)
+    for one, other in zip(source["model"].parameters(), target["model"].parameters(), strict=True):
+        assert torch.equal(one.to_local(), other.to_local())

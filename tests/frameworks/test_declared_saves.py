@@ -34,7 +34,7 @@ def run(first: int, stop: int) -> Any:
 
 #: The shards that each of two ranks lists, and the error of the save.
 REFUSED: dict[str, tuple[list[list[Any]], str]] = {
-    "hole": ([[rows(0, 2)], [rows(2, 3)]], "leave a hole: 12 elements for a tensor of 16"),
+    "hole": ([[rows(0, 2)], [rows(2, 3)]], "leave a hole: 12 elements for a tensor of 16; 1 tensors are affected$"),
     "overlap": ([[rows(0, 3)], [rows(2, 4)]], "overlap without being equal: 20 elements"),
     "both": (
         [[rows(0, 2)], [rows(1, 3)]],
@@ -58,6 +58,15 @@ def test_shards_with_holes_or_overlaps_are_refused_on_every_rank(case: str, tmp_
 
     ThreadWorld(2).run(save, timeout=60)
     assert [p for p in (tmp_path / "step").rglob("*") if p.is_file()] == []
+
+
+def test_ranks_that_were_given_other_states_are_named(tmp_path: Path) -> None:
+    def save(collective: Collective) -> None:
+        states = {"model": {"w": Declared(rows(0, 2))}} if collective.rank == 0 else {"extra_states": {"step": 1}}
+        with pytest.raises(bytecheckpoint.IncompatibleCheckpointError, match="without anything of 'model': rank 1 "):
+            bytecheckpoint.save(tmp_path / "step", states, timeout=20)
+
+    ThreadWorld(2).run(save, timeout=60)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim import SGD, Adagrad, Adam, AdamW, NAdam, Optimizer, RAdam, RMSprop
+from torch.optim import SGD, Adagrad, Adam, AdamW, Muon, NAdam, Optimizer, RAdam, RMSprop
 from torch.optim.lr_scheduler import (
     CosineAnnealingLR,
     ExponentialLR,
@@ -75,8 +75,10 @@ def test_tied_shards_are_compared_on_the_rank_that_has_them(path: str) -> None:
         bytecheckpoint.load(path, {"model": live})
 
 
-def trained(optimizer: Callable[..., Optimizer], steps: int = 1, **settings: Any) -> dict[str, Any]:
-    model = nn.Linear(2, 3)
+def trained(
+    optimizer: Callable[..., Optimizer], steps: int = 1, *, bias: bool = True, **settings: Any
+) -> dict[str, Any]:
+    model = nn.Linear(2, 3, bias=bias)
     made = optimizer(model.parameters(), lr=0.1, **settings)
     for _ in range(steps):
         model(torch.ones(2)).sum().backward()
@@ -104,13 +106,17 @@ class Unknown(Optimizer):
                 self.state[p]["mean"] = p.grad.clone()
 
 
+Namesake = type("AdamW", (Unknown,), {})
+
+
 @pytest.mark.parametrize(
     ("saved", "live"),
     [
         (trained(SGD, momentum=0.9), trained(AdamW, 0)), (trained(AdamW), trained(SGD, momentum=0.9)),
         (trained(AdamW), trained(SGD, 0)), (trained(SGD), trained(Adam)), (trained(Adam), trained(NAdam, 0)),
         (trained(NAdam), trained(Adam, 0)), (trained(RMSprop, momentum=0.9), trained(SGD, 0)),
-        (trained(Adagrad), trained(RMSprop, 0)), (trained(Adam), trained(Unknown)),
+        (trained(Adagrad), trained(RMSprop, 0)), (trained(Adam), trained(Unknown)), (trained(Namesake), trained(AdamW)),
+        (trained(Muon, bias=False), trained(SGD, 0, bias=False, momentum=0.9)),
     ],
     ids=lambda states: type(states["optimizer"]).__name__,
 )  # fmt: skip

@@ -172,6 +172,52 @@ def test_entries_made_by_a_hook_are_loaded_through_load_state_dict() -> None:
     assert torch.equal(source[0].w, target[0].w) and torch.equal(source[1].weight, target[1].weight)
 
 
+class Cached(nn.Module):
+    """Keeps the squares of its weights, and makes them again when it is loaded."""
+
+    def __init__(self, *, by_hook: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3))
+        self.register_buffer("ones", torch.ones(1).expand(2))
+        self.squares = torch.zeros(0)
+        self.loads: list[str] = []
+        self.by_hook = by_hook
+        if by_hook:
+            self.register_load_state_dict_post_hook(lambda module, _: module.refresh("hook"))
+
+    def refresh(self, how: str) -> None:
+        self.loads.append(how)
+        self.squares = self.weight.detach() ** 2
+
+    def get_extra_state(self) -> int:
+        return len(self.loads)
+
+    def set_extra_state(self, state: int) -> None:
+        self.extra = state
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)
+        if not self.by_hook:
+            self.refresh("method")
+
+
+@pytest.mark.parametrize("by_hook", [True, False])
+def test_modules_that_hook_into_load_state_dict_see_a_load(by_hook: bool) -> None:
+    def build() -> nn.Module:
+        inside = nn.Sequential(Cached(by_hook=by_hook), nn.Linear(3, 3))
+        return nn.Sequential(checkpoint_wrapper(inside), nn.BatchNorm1d(3), Cached(by_hook=by_hook))
+
+    source, target = build(), build()
+    checkpoint = save({"model": source})
+    assert not checkpoint.load({"model": target}).missing
+    for name, tensor in source.named_parameters():
+        assert torch.equal(target.get_parameter(name), tensor)
+    for module in target.modules():
+        if isinstance(module, Cached):
+            assert module.loads == ["hook" if by_hook else "method"]
+            assert torch.equal(module.squares, module.weight.detach() ** 2) and module.extra == 0
+
+
 class Subclass(torch.Tensor):
     pass
 

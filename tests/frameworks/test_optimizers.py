@@ -359,7 +359,8 @@ def test_one_parameter_in_place_of_replicas_whose_hyperparameters_differ() -> No
 def test_nested_state_of_replicas_is_not_shared() -> None:
     source, target = Chunks(), Chunks(1)
     for module, optimizer in zip(source.modules, source.optimizers, strict=True):
-        optimizer.state[module["tied"]] = {"factors": [torch.arange(4.0), 3]}
+        moments = {slot: torch.zeros_like(module["tied"]) for slot in ("exp_avg", "exp_avg_sq")}
+        optimizer.state[module["tied"]] = {**moments, "factors": [torch.arange(4.0), 3]}
     save(source.states).load(target.states)
     loaded = [o.state[m["tied"]]["factors"] for o, m in zip(target.optimizers, target.modules, strict=True)]
     for factors in loaded:

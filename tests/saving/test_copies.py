@@ -81,6 +81,49 @@ def test_statistics_of_batches_may_differ(tmp_path: Path) -> None:
     refused(save(world, tmp_path / "s", change, check_replicas=True), "model/1.running_mean is replicated")
 
 
+def test_frozen_parameters_must_be_equal(tmp_path: Path) -> None:
+    """A frozen base under adapters, whose layers are sharded by hand."""
+
+    def change(own: torch.nn.Module) -> None:
+        own.requires_grad_(False)
+        other_shard(own)
+
+    refused(
+        save(ThreadWorld(3), tmp_path / "s", change), "model/0.weight is replicated, but its copies differ between "
+    )
+
+
+class OwnPart(torch.optim.Optimizer):
+    """Keeps the state of one of two equal parts of each parameter, as optimizers that shard by themselves do."""
+
+    def __init__(self, own: torch.nn.Module, rank: int) -> None:
+        super().__init__(own.parameters(), {"lr": 0.1})
+        for parameter in own.parameters():
+            part = torch.arange(float(parameter.numel())).chunk(2)[rank]
+            self.state[parameter] = {"step": torch.tensor(1.0), "moment": part}
+
+
+def test_optimizer_state_must_be_equal(tmp_path: Path) -> None:
+    def one(collective: Collective) -> None:
+        own = torch.nn.Linear(6, 4)
+        torch.nn.init.ones_(own.weight), torch.nn.init.ones_(own.bias)
+        states = {"model": own, "optimizer": OwnPart(own, collective.rank)}
+        bytecheckpoint.save(tmp_path / "s", states, timeout=20)
+
+    refused(outcomes(ThreadWorld(2), one), "optimizer/state/weight/moment is replicated, but its copies differ ")
+
+
+def test_flat_state_in_a_state_dict_is_refused(tmp_path: Path) -> None:
+    """As FSDP1's optimizers have it, on ranks whose parts are of one size."""
+
+    def one(collective: Collective) -> None:
+        part = torch.arange(6.0) + 6 * collective.rank
+        state_dict = {"state": {0: {"step": torch.tensor(1.0), "exp_avg": part}}, "param_groups": [{"params": [0]}]}
+        bytecheckpoint.save(tmp_path / "s", {"optimizer": state_dict}, timeout=20)
+
+    refused(outcomes(ThreadWorld(2), one), "optimizer/state.0.exp_avg is replicated, but its copies differ ")
+
+
 def test_one_changed_element(tmp_path: Path) -> None:
     def change(own: torch.nn.Module) -> None:
         own.get_parameter("2.weight").view(-1)[7] += 1e-6

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,40 @@ def test_plans_that_do_not_belong_together_fail_the_save_and_not_the_next(tmp_pa
     assert not (tmp_path / "c" / "metadata.parquet").exists()
     assert [p for p in (tmp_path / "c").rglob("*") if p.is_file()] == []
     assert (tmp_path / "d" / "metadata.parquet").exists()
+
+
+@pytest.mark.parametrize("staging", ["blocking", "background"])
+def test_saves_go_on_after_a_failure_that_one_rank_has_not_asked_for(tmp_path: Path, staging: str) -> None:
+    """Rank 0 asks its handle, as programs do that log there. The next save raises the failure on rank 1, once."""
+    together = threading.Barrier(2)
+
+    def run(collective: Collective) -> list[str]:
+        rank, messages = collective.rank, []
+        for step in range(6):
+            states = {"model": {"w": torch.full((3,), float(rank if step == 1 else 0))}}
+            try:
+                handle = bytecheckpoint.save(
+                    tmp_path / str(step),
+                    states,
+                    async_checkpoint=True,
+                    staging=staging,
+                    check_replicas=True,
+                    timeout=20,
+                )
+            except bytecheckpoint.IncompatibleCheckpointError as error:
+                messages.append(f"{step}: {error}")
+            else:
+                wait([handle.committed], 60)  # asks for no failure
+                if rank == 0 and step == 1:
+                    assert isinstance(handle.committed.exception(), bytecheckpoint.IncompatibleCheckpointError)
+            together.wait(60)
+        return messages
+
+    (_, of_rank_1) = ThreadWorld(2).run(run, timeout=90)
+    (message,) = of_rank_1
+    assert message.startswith("2: ") and "an earlier asynchronous save failed" in message
+    committed = [step for step in range(6) if (tmp_path / str(step) / "metadata.parquet").exists()]
+    assert committed == [0, 3, 4, 5]
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

@@ -28,6 +28,7 @@ from bytecheckpoint.representation.values.codec import equal
 
 __all__ = [
     "ModuleScan",
+    "OwnTensors",
     "as_modules",
     "capture_modules",
     "find_saved_parameter",
@@ -117,7 +118,7 @@ def scan_modules(
     scan = ModuleScan([_scan_module(m, entries) for m in modules])
     tensors = _TensorNames()
     for scanned in scan.modules:
-        own = _OwnTensors(scanned)
+        own = OwnTensors(scanned)
         for key, value in scanned.entries.items():
             fqn = scanned.names[key]
             # An extra state may be a tensor, and a parameter or buffer may be called "..._extra_state".
@@ -181,7 +182,7 @@ def _first_equivalent(groups: Sequence[tuple[str, ...]]) -> dict[str, str]:
     return {name: find(name) for name in first}
 
 
-class _OwnTensors:
+class OwnTensors:
     """The parameters and buffers of a module. Made after its state_dict(), which may swap parameters."""
 
     def __init__(self, scanned: _ScannedModule) -> None:
@@ -242,7 +243,11 @@ def capture_modules(kind: str, scan: ModuleScan) -> LiveState:
     state = LiveState(kind, merged=True, entries=True)
     shards = state.shards
     for tensor in scan.tensors:
+        first = len(shards)
         add_shards(shards, TensorKey(kind, tensor.fqn), tensor.value, aliases=tensor.aliases)
+        if isinstance(tensor.value, nn.Parameter):
+            for shard in shards[first:]:
+                shard.must_be_equal = True
     if scan.values:
         state.tree = encode_value(kind, {fqn: values[0] for fqn, values in scan.values.items()}, shards)
         _check_equal_values(kind, scan)

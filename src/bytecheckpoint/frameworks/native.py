@@ -17,6 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from bytecheckpoint.frameworks.base import Destination, SavedStates, Strict, SupportsStreams, UserNames, is_strict
+from bytecheckpoint.frameworks.load_hooks import run_load_hooks
 from bytecheckpoint.frameworks.modules import as_modules, capture_modules, load_modules, scan_modules
 from bytecheckpoint.frameworks.objects.capture import capture_object
 from bytecheckpoint.frameworks.objects.restore import load_object
@@ -136,7 +137,10 @@ class NativeFramework:
         return capture_optimizers(kind, optimizers, scan.names)
 
     def _load_modules(self, kind: str, scan: Scan, saved: SavedStates, into: Destination) -> None:
+        before = len(into.wanted)
         load_modules(kind, scan.modules[kind], saved, into)
+        if len(into.wanted) > before:
+            into.finish.append(partial(run_load_hooks, scan.modules[kind]))
 
     def _load_optimizers(
         self,

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bytecheckpoint.errors import UsageError
-from bytecheckpoint.frameworks.optimizers.tree import TREE_KEYS
+from bytecheckpoint.frameworks.optimizers.tree import is_optimizer_tree
 from bytecheckpoint.frameworks.selection import Selection
 from bytecheckpoint.representation.shards import LiveState, TensorKey
 from bytecheckpoint.representation.values.codec import TensorRef, decode, encode
@@ -41,7 +41,8 @@ def _select(state: LiveState, selection: Selection) -> None:
             state.shards, state.tree = [], None
         return
     tree = None if state.tree is None else decode(state.tree, on_tensor=TensorRef)
-    if isinstance(tree, dict) and tree.keys() - {"complete"} == TREE_KEYS:
+    if is_optimizer_tree(tree):
+        assert isinstance(tree, dict)
         _select_optimizer_tree(state, tree, selection, takes_rest=takes_rest)
     elif state.entries:
         assert isinstance(tree, dict | None)

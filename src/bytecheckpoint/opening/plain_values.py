@@ -169,8 +169,9 @@ class _ValueCollector:
                 for key, value in self._plain_leaves(values):
                     for name in (fqn, *names.get(fqn, ())):
                         self._add(f"state/{name}/{key}", value)
-        if any(trees[0]["globals"]):
-            self._add("globals", unpack_tensors(trees[0]["globals"]))
+        for part in ("globals", "own"):
+            if any(values := trees[0].get(part, ())):
+                self._add(part, unpack_tensors(values))
 
 
 def _merged_groups(trees: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

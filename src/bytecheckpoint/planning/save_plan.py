@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from bytecheckpoint.errors import IncompatibleCheckpointError
+from bytecheckpoint.errors import IncompatibleCheckpointError, listed
 from bytecheckpoint.planning.balance import assign
 from bytecheckpoint.planning.coverage import first_gap, not_tiled
 from bytecheckpoint.planning.replicas import group_equal
@@ -157,7 +157,7 @@ def plan_save(tables: Sequence[LocalTable], fixed: Mapping[int, Int64s] | None =
     volume = boxes.volumes()
     nbytes = volume * element[tensor]
     written = _written(group, row_rank, row_local, nbytes, len(tables), fixed or {})
-    _check_cover(tensors, shapes, ndims, boxes.take(written), volume[written])
+    _check_cover(tensors, shapes, ndims, boxes.take(written), volume[written], row_tensor)
 
     kinds = sorted({t.kind for t in tensors})
     kind_code = np.array([kinds.index(t.kind) for t in tensors], np.int64)
@@ -311,8 +311,18 @@ def _shapes_of(
     return shapes, ndims
 
 
-def _check_cover(tensors: list[TensorRecord], shapes: Int64s, ndims: Int64s, boxes: BoxTable, volume: Int64s) -> None:
-    """Check that the written boxes tile each tensor; a load would find a hole only when the data are lost."""
+def _check_cover(
+    tensors: list[TensorRecord],
+    shapes: Int64s,
+    ndims: Int64s,
+    boxes: BoxTable,
+    volume: Int64s,
+    ranks: Sequence[Int64s],
+) -> None:
+    """Check that the written boxes tile each tensor; a load would find a hole only when the data are lost.
+
+    `ranks` has the tensors of each rank's rows.
+    """
     filled = np.zeros(len(tensors), np.int64)
     np.add.at(filled, boxes.tensor, volume)
     total = np.prod(shapes, axis=1)
@@ -322,7 +332,7 @@ def _check_cover(tensors: list[TensorRecord], shapes: Int64s, ndims: Int64s, box
         what = "overlap without being equal" if filled[first] > total[first] else "leave a hole"
         raise IncompatibleCheckpointError(
             f"the shards of {tensors[first].key} on all ranks {what}: {int(filled[first])} elements for a tensor of "
-            f"{int(total[first])}; {len(wrong)} tensors are affected"
+            f"{int(total[first])}; {len(wrong)} tensors are affected{_ranks_without(tensors[first].kind, tensors, ranks)}"
         )
     untiled = not_tiled(shapes, boxes)
     if len(untiled):
@@ -334,6 +344,13 @@ def _check_cover(tensors: list[TensorRecord], shapes: Int64s, ndims: Int64s, box
             f"the shards of {tensors[first].key} on all ranks overlap without being equal and leave a hole elsewhere: the "
             f"first hole (offsets, lengths) is {gap}; {len(untiled)} tensors are affected"
         )
+
+
+def _ranks_without(kind: str, tensors: list[TensorRecord], ranks: Sequence[Int64s]) -> str:
+    """Name the ranks that hold nothing of a kind, if others do: they may have been given other states."""
+    of_kind = np.array([t.kind == kind for t in tensors], bool)
+    without = [str(rank) for rank, rows in enumerate(ranks) if not of_kind[rows].any()]
+    return f"; without anything of {kind!r}: rank {listed(without)} (give all ranks the same states)" if without else ""
 
 
 def _parts(rank: Int64s, kind: Int64s) -> Int64s:

@@ -49,6 +49,8 @@ class LiveShard:
         converts: True when a load converts elements of another dtype although the caller did not ask for a cast: a
             parameter whose exact value is also loaded elsewhere, which is not reported as a cast; or optimizer state,
             where nothing is lost.
+        must_be_equal: True where copies on several ranks are equal in any sound program: for parameters, trained or frozen,
+            and in the state_dict of an optimizer. Running statistics of batches, for example, may differ.
     """
 
     key: TensorKey
@@ -61,6 +63,7 @@ class LiveShard:
     requires_grad: bool = False
     by_content: bool = False
     converts: bool = False
+    must_be_equal: bool = False
 
 
 @dataclass(slots=True)

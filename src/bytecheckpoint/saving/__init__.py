@@ -68,8 +68,9 @@ def save(
         staging: with async_checkpoint, "blocking" returns when staged, "background" at once: the caller then waits
             for `handle.staged` before it changes its state.
         check_replicas: which copies of replicated tensors are compared between ranks, before the commit. By default, a
-            few elements of each trained parameter in the first save of a layout; True: the whole content of all tensors
-            in this save; False: nothing. Copies on one rank (in several modules of a list, say) are always compared.
+            few elements of each parameter, and of its optimizer state, in the first save of a layout; True: the whole
+            content of all tensors in this save; False: nothing. Copies on one rank (in several modules of a list, say) are
+            always compared.
         include: patterns of what to save, such as ["model/*lora*", "optimizer/*"]; by default everything. Names are
             spelled as `open` spells them, and the wildcards are those of `fnmatch`. A parameter's optimizer state is
             selected as a whole, by "optimizer/FQN" or "optimizer/state/FQN/*", and its hyperparameters with it. A state

@@ -30,15 +30,12 @@ def full_digests(shards: Sequence[LiveShard]) -> NDArray[np.uint64]:
 
 
 def sampled_digests(shards: Sequence[LiveShard]) -> NDArray[np.uint64]:
-    """Hash a few elements of every shard of a trained parameter, the same ones on all ranks; 0 for other shards.
-
-    What is not trained may differ between ranks: running statistics of batches, for example.
-    """
+    """Hash a few elements of every shard that must be equal, the same ones on all ranks; 0 for other shards."""
     digests = np.zeros(len(shards), np.uint64)
     groups: dict[tuple[torch.device, torch.dtype], list[tuple[int, torch.Tensor]]] = {}
     with torch.no_grad():
         for number, shard in enumerate(shards):
-            if shard.requires_grad and shard.data.numel():
+            if _is_compared(shard):
                 sample = _sample(movable(shard.data))
                 groups.setdefault((sample.device, sample.dtype), []).append((number, sample))
         for found in groups.values():
@@ -49,6 +46,12 @@ def sampled_digests(shards: Sequence[LiveShard]) -> NDArray[np.uint64]:
                 digests[number] = xxhash.xxh3_64_intdigest(samples[first : first + sample.nbytes])
                 first += sample.nbytes
     return digests
+
+
+def _is_compared(shard: LiveShard) -> bool:
+    # Counts of steps, which are single values, are compared before, with an error of their own.
+    count = shard.data.numel()
+    return count > 0 and (shard.requires_grad or (count > 1 and (shard.must_be_equal or bool(shard.key.slot))))
 
 
 def _sample(data: torch.Tensor) -> torch.Tensor:

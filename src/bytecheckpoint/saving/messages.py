@@ -116,21 +116,25 @@ class Failure(msgspec.Struct, frozen=True, tag="failure"):
         stage: what it was doing.
         error: from `error_report`.
         undecided: the catalog of this save may be in place all the same, so nobody removes the files that it names.
+        repeats: the rank raised the failure of an earlier save.
     """
 
     rank: int
     stage: str
     error: dict[str, str]
     undecided: bool = False
+    repeats: bool = False
 
     @staticmethod
     def of(rank: int, stage: str, error: BaseException, *, undecided: bool = False) -> Failure:
         """Describe `error`, which was raised on `rank` in `stage`."""
-        return Failure(rank, stage, error_report(error), undecided)
+        return Failure(rank, stage, error_report(error), undecided, bool(getattr(error, "repeats", "")))
 
     def as_error(self) -> CheckpointError:
         """Make the error that the receiving rank raises."""
-        return error_from_report(self.error, prefix=f"rank {self.rank}, {self.stage}: ")
+        error = error_from_report(self.error, prefix=f"rank {self.rank}, {self.stage}: ")
+        error.repeats = "elsewhere" if self.repeats else ""
+        return error
 
 
 # --- from a rank to the coordinator ---------------------------------------------------------------------------------

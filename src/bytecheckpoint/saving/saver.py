@@ -177,7 +177,9 @@ class Saver:
                 where = f"rank {self._world.collective.rank}, {self._phases.current}"
                 failure = error if isinstance(error, CheckpointError) else CheckpointError(f"{where}: {error!r}")
                 _log.error("asynchronous save to %s failed: %s", handle.path, failure)
-                self._world.saves.keep_failure(handle, failure)
+                # Else ranks that never ask their handles would fail one save after the other, in turn.
+                if failure.repeats != "elsewhere" or getattr(found, "repeats", "") == "here":
+                    self._world.saves.keep_failure(handle, failure)
                 fail_handle(handle, failure)
 
         self._world.saves.submit(run)

@@ -202,7 +202,7 @@ class EngineOptimizer:
         """
         base_type = type(self.base).__name__
         wraps = saves and self.wrapper is not None
-        view = optimizer_view(f"{type(self.wrapper).__name__}({base_type})" if wraps else base_type)
+        view = optimizer_view(f"{type(self.wrapper).__name__}({base_type})" if wraps else base_type, self.base)
         for group in self.base.param_groups:
             view.param_groups.append({**_hyperparameters(group), "params": []})
         if not self.partitions:

@@ -99,7 +99,7 @@ class _OptimizerViews:
         self.flat_tensors: list[FlatOptimizerTensor] = []
         self.optimizers: list[Optimizer] = []
         for optimizer in optimizers:
-            view = optimizer_view(type(optimizer).__name__)
+            view = optimizer_view(type(optimizer).__name__, optimizer)
             for group in optimizer.param_groups:
                 view.param_groups.append({**group, "params": list(self._originals(optimizer, view, group["params"]))})
             if share_state:

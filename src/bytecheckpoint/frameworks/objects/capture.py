@@ -85,6 +85,8 @@ def capture_object(kind: str, value: object) -> LiveState:
     by_name = kind in KINDS_BY_NAME
     state = LiveState(kind, merged=by_name)
     state.tree = encode_value(kind, value, state.shards, by_content=not by_name)
+    for shard in state.shards:
+        shard.must_be_equal = kind == "optimizer"  # flat state of FSDP1, say, is not
     return state
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from bytecheckpoint.errors import CorruptCheckpointError
 from bytecheckpoint.frameworks.base import Destination, SavedStates, SavedTensor
@@ -124,6 +125,8 @@ class ValueReader:
             own = self._classes.state_dict(live)
             check_schedule(self._kind, live, value, own, self._into)
             self.match_live(value, own, in_place=False)
+            if isinstance(live, Optimizer) and isinstance(value, dict):
+                self._match_parameters(value, live)
         elif isinstance(value, dict) and isinstance(live, dict):
             for key, item in value.items():
                 if key in live:
@@ -134,6 +137,19 @@ class ValueReader:
         elif _is_plain_dataclass(value) and type(live) is type(value):
             for field in dataclasses.fields(value):
                 self.match_live(getattr(value, field.name), getattr(live, field.name, None), in_place=in_place)
+
+    def _match_parameters(self, value: dict[Any, Any], live: Optimizer) -> None:
+        """Distribute state that the optimizer has not made yet as its parameters are; load_state_dict goes by position."""
+        parameters = [parameter for group in live.param_groups for parameter in group["params"]]
+        numbers = [number for group in value.get("param_groups", ()) for number in group["params"]]
+        for number, parameter in zip(numbers, parameters, strict=False):
+            for item in value["state"].get(number, {}).values() if is_dtensor(parameter) else ():
+                if id(item) not in self._tensors:
+                    continue
+                found, empty, target = self._tensors[id(item)]
+                if target is empty and found.global_shape == tuple(parameter.shape):
+                    made = empty_like_layout(parameter, dtype_named(found.dtype))
+                    self._tensors[id(item)] = (found, empty, made)
 
     def request_tensors(self) -> None:
         """Add the elements of all tensors read so far to the destination."""

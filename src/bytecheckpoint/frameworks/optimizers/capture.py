@@ -13,6 +13,7 @@ from bytecheckpoint.errors import IncompatibleCheckpointError, UsageError
 from bytecheckpoint.frameworks.base import ParameterName
 from bytecheckpoint.frameworks.objects.capture import tensor_name
 from bytecheckpoint.frameworks.optimizers.names import NOT_HYPERPARAMETERS, ParameterNames, ParamGroup, named_groups
+from bytecheckpoint.frameworks.optimizers.own_values import pack_own_values
 from bytecheckpoint.frameworks.optimizers.tree import comparable_bytes, pack_tensors, state_reference
 from bytecheckpoint.frameworks.optimizers.wrapped import capture_wrapped, is_wrapped
 from bytecheckpoint.frameworks.tensors.discovery import add_shards
@@ -50,6 +51,7 @@ def capture_optimizers(
                 with_values.setdefault(name[0], captured)
             if id(parameter) in names.replicas:
                 replicas.setdefault(name[0], []).append(captured)
+    own = [pack_own_values(o) for o in optimizers]
     tree = {
         "groups": [
             {
@@ -65,6 +67,7 @@ def capture_optimizers(
             for o in optimizers
         ],
         "optimizers": [type(o).__name__ for o in optimizers],
+        **({"own": own} if any(own) else {}),
         **({"complete": True} if complete else {}),
     }
 

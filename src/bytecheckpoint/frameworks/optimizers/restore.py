@@ -26,6 +26,7 @@ from bytecheckpoint.frameworks.optimizers.capture import layout_of
 from bytecheckpoint.frameworks.optimizers.hyperparameters import load_globals, load_hyperparameters
 from bytecheckpoint.frameworks.optimizers.master_weights import MASTER, is_unused_master
 from bytecheckpoint.frameworks.optimizers.names import ParameterNames, named_groups
+from bytecheckpoint.frameworks.optimizers.own_values import load_own_values
 from bytecheckpoint.frameworks.optimizers.saved_trees import SavedTrees
 from bytecheckpoint.frameworks.optimizers.slots import SlotCheck
 from bytecheckpoint.frameworks.optimizers.state_dtypes import converts_exactly
@@ -139,6 +140,7 @@ def load_optimizers(
             f"{kind}: {len(stateless)} parameters have no state in the checkpoint and none now: {listed(stateless)}"
         )
     load_globals(kind, optimizers, trees, into)
+    load_own_values(kind, optimizers, trees.own_values, into)
 
 
 class PlainParameterRestore:

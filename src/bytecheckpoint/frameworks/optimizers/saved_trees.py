@@ -16,7 +16,7 @@ from bytecheckpoint.frameworks.objects.classes import HeldClasses
 from bytecheckpoint.frameworks.optimizers.names import ParamGroup
 from bytecheckpoint.frameworks.optimizers.state_dtypes import StateDtypes
 from bytecheckpoint.frameworks.optimizers.state_memory import allocate_state
-from bytecheckpoint.frameworks.optimizers.tree import TREE_KEYS, parse_state_reference
+from bytecheckpoint.frameworks.optimizers.tree import is_optimizer_tree, parse_state_reference
 from bytecheckpoint.representation.shards import TensorKey
 from bytecheckpoint.representation.values.codec import decode
 
@@ -42,6 +42,7 @@ class SavedTrees:
         values: saved FQN -> state that is not plain tensors.
         fqn_of_alias: alias -> saved FQN.
         globals: state that belongs to no parameter, one dict per optimizer.
+        own_values: further entries of the optimizers' state_dicts, one dict per optimizer, or none at all.
         optimizer_types: names of the types of all optimizers.
         dtypes: chooses the dtypes of the loaded state.
         nested: saved (FQN, slot) -> memory for a tensor inside a container, for the parameters of this rank.
@@ -52,6 +53,7 @@ class SavedTrees:
         self.values: dict[str, dict[Any, Any]] = {}
         self.fqn_of_alias: dict[str, str] = {}
         self.globals: list[dict[Any, Any]] = []
+        self.own_values: list[dict[str, Any]] = []
         self.optimizer_types: set[str] = set()
         self.dtypes = StateDtypes(kind, saved, self.optimizer_types)
         self.nested: dict[tuple[str, str], torch.Tensor] = {}
@@ -73,7 +75,7 @@ class SavedTrees:
             for fqn, values in tree["state"].items():
                 self.values.setdefault(fqn, values)
             if position == 0:
-                self.globals = tree["globals"]
+                self.globals, self.own_values = tree["globals"], tree.get("own", [])
             if tree.get("complete", False):
                 missing = [name for name in missing if not self.knows(name)]
                 if not missing:
@@ -83,7 +85,7 @@ class SavedTrees:
         """Decode a tree, and note its optimizers and aliases."""
         references: list[str] = []
         tree: Any = decode(blob, on_tensor=partial(_note_reference, references), on_unregistered=self._classes)
-        if not isinstance(tree, dict) or tree.keys() - {"complete"} != TREE_KEYS:
+        if not is_optimizer_tree(tree):
             raise IncompatibleCheckpointError(
                 f"{self._kind} was saved from plain values, not from an optimizer: load it into a dict"
             )

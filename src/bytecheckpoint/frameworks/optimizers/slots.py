@@ -25,7 +25,7 @@ _SLOTS: dict[str, tuple[set[str], set[str]]] = {
     "Adam": _ADAM,
     "AdamW": _ADAM,
     "Adamax": ({"exp_avg", "exp_inf"}, set()),
-    "Muon": (set(), {"momentum_buffer"}),
+    "Muon": (set(), {"momentum_buffer", "momentum_average"}),  # SGD's buffer is a sum: the second name tells them apart
     "NAdam": ({"exp_avg", "exp_avg_sq", "mu_product"}, set()),
     "RAdam": ({"exp_avg", "exp_avg_sq"}, set()),
     "RMSprop": ({"square_avg"}, {"momentum_buffer", "grad_avg"}),
@@ -60,8 +60,11 @@ class SlotCheck:
             saved: the slots that the checkpoint has of the parameter.
         """
         slots = {slot.partition(".")[0] for slot in saved if isinstance(slot, str)} - _COMMON
-        if self._is_same or not slots:
+        if not slots:
             return False
+        if self._is_same:
+            # A class of that name in another package may be something else.
+            return self._own is not None and not self._own[0] <= slots
         if self._own is not None:
             needed, optional = self._own
             # A slot that is not listed may be one that a subclass or a newer torch has added.

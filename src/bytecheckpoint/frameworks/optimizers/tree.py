@@ -1,7 +1,8 @@
 """The tree of an optimizer's plain values: its form, references to state tensors, and tensors as plain data.
 
 A kind's tree is {"groups": [{"params": [FQN, ...], hyperparameter: value, ...}, ...], "state": {FQN: {slot: value}},
-"aliases": {FQN: [further names]}, "globals": [...], "optimizers": [type names]}, and "complete": true where this tree
+"aliases": {FQN: [further names]}, "globals": [...], "optimizers": [type names]}, "own": [further entries of
+each optimizer's state_dict] where there are any, and "complete": true where this tree
 holds all values of the parameters in its groups, so that a load need not look for more of them in other ranks' trees.
 
 "state" holds only values that are not a plain tensor directly in a parameter's state: numbers, None, and nested
@@ -21,18 +22,23 @@ from bytecheckpoint.frameworks.tensors.dtypes import dtype_name, dtype_named
 from bytecheckpoint.representation.values.codec import encode
 
 __all__ = [
-    "TREE_KEYS",
     "comparable_bytes",
+    "is_optimizer_tree",
     "pack_tensors",
     "parse_state_reference",
     "state_reference",
     "unpack_tensors",
 ]
 
-#: Keys that every optimizer's tree has.
-TREE_KEYS = frozenset({"groups", "state", "aliases", "globals", "optimizers"})
+_KEYS = frozenset({"groups", "state", "aliases", "globals", "optimizers"})
+_OPTIONAL_KEYS = frozenset({"own", "complete"})
 
 _TENSOR = "__tensor__"
+
+
+def is_optimizer_tree(value: Any) -> bool:
+    """Return whether a decoded tree is that of optimizers."""
+    return isinstance(value, dict) and value.keys() - _OPTIONAL_KEYS == _KEYS
 
 
 def state_reference(fqn: str, slot: str) -> str:

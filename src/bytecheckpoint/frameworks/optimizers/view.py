@@ -12,22 +12,33 @@ from typing import Any, cast
 import torch
 from torch.optim import Optimizer
 
-__all__ = ["optimizer_view", "placeholder_parameter"]
+__all__ = ["live_optimizer", "optimizer_view", "placeholder_parameter"]
 
 
 class _View:
+    live: Optimizer | None = None
+
     def __init__(self) -> None:
         self.param_groups: list[dict[str, Any]] = []
         self.state: dict[Any, Any] = {}
 
 
-def optimizer_view(class_name: str) -> Optimizer:
+def optimizer_view(class_name: str, live: Optimizer | None = None) -> Optimizer:
     """Make an object with the `param_groups` and the `state` of an empty optimizer.
 
     Args:
         class_name: name of the real optimizer's class, which checkpoints record.
+        live: the real optimizer, if there is one.
     """
-    return cast(Optimizer, type(class_name, (_View,), {})())
+    view = type(class_name, (_View,), {})()
+    view.live = live
+    return cast(Optimizer, view)
+
+
+def live_optimizer(optimizer: Optimizer) -> Optimizer | None:
+    """Return `optimizer`, or the real one behind a view, if there is one."""
+    held: Any = optimizer
+    return held.live if isinstance(held, _View) else optimizer
 
 
 def placeholder_parameter(shape: tuple[int, ...], like: torch.Tensor, *, requires_grad: bool = True) -> torch.Tensor:

@@ -1,0 +1,116 @@
+"""What the state_dict of an optimizer holds beside its state and groups: a count of a class that overrides it, say.
+
+torch's PostLocalSGDOptimizer counts steps there, and hooks may add anything. Only the optimizer itself knows where these
+values belong, so a load hands them to its own load_state_dict.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+from torch.optim import Optimizer
+
+from bytecheckpoint.frameworks.base import Destination
+from bytecheckpoint.frameworks.optimizers.tree import pack_tensors, unpack_tensors
+from bytecheckpoint.frameworks.optimizers.view import live_optimizer
+
+__all__ = ["load_own_values", "pack_own_values"]
+
+_PATCHED = threading.Lock()
+
+
+def pack_own_values(optimizer: Optimizer) -> dict[str, Any]:
+    """Return what the optimizer's state_dict holds of its own, with tensors as plain data."""
+    values: dict[str, Any] = pack_tensors(_own_values(live_optimizer(optimizer)))
+    return values
+
+
+def _own_values(live: Optimizer | None) -> dict[str, Any]:
+    overridden = _method(live, "state_dict") is not Optimizer.state_dict
+    if live is None or not (overridden or getattr(live, "_optimizer_state_dict_post_hooks", None)):
+        return {}  # a call would cost time
+    with _without_torchs_part():
+        return {key: value for key, value in live.state_dict().items() if key not in ("state", "param_groups")}
+
+
+def load_own_values(
+    kind: str, optimizers: Sequence[Optimizer], saved: Sequence[Mapping[str, Any]], into: Destination
+) -> None:
+    """Plan the load of such values, by the optimizer's position. Hooks of load_state_dict run, with or without values.
+
+    Args:
+        kind: name of the state.
+        optimizers: all of the kind.
+        saved: the values of each optimizer in the checkpoint.
+        into: receives the plan.
+    """
+    if len(saved) != len(optimizers):
+        saved = [{}] * len(optimizers)
+    for optimizer, values in zip(optimizers, saved, strict=True):
+        live = live_optimizer(optimizer)
+        name = type(optimizer).__name__
+        if lacking := _own_values(live).keys() - values.keys():
+            into.notes.append(
+                f"{kind}: {name} keeps {_quoted(lacking)} of its state_dict, which the checkpoint does not have"
+            )
+        before, after = _load_hooks(live)
+        takes = before or _method(live, "load_state_dict") is not Optimizer.load_state_dict
+        if values and not takes:
+            into.notes.append(f"{kind}: {name} has no place for {_quoted(values)}, which the checkpoint has")
+        if live is not None and (before or after or (values and takes)):
+            into.finish.append(partial(_load, live, values))
+
+
+def _method(live: Optimizer | None, name: str) -> object:
+    return getattr(getattr(live, name, None), "__func__", getattr(Optimizer, name))
+
+
+def _quoted(names: Iterable[str]) -> str:
+    return ", ".join(sorted(map(repr, names)))
+
+
+def _load(live: Optimizer, values: Mapping[str, Any]) -> None:
+    with _without_torchs_part():
+        if values:
+            live.load_state_dict({**live.state_dict(), **unpack_tensors(values)})
+        else:
+            _run_load_hooks(live, live.state_dict())
+
+
+@contextlib.contextmanager
+def _without_torchs_part() -> Iterator[None]:
+    """Let state_dict and load_state_dict of torch's Optimizer run hooks, and do nothing else.
+
+    State and groups are saved and loaded by other means: torch would cast the state and replace the groups. ZeRO's stage 3
+    takes the parameters out of the groups, and torch's state_dict then fails.
+    """
+    with _PATCHED, patch.multiple(Optimizer, state_dict=_hyperparameters, load_state_dict=_run_load_hooks):
+        yield
+
+
+def _hyperparameters(live: Optimizer) -> dict[str, Any]:
+    state_dict: dict[str, Any] = {"state": {}, "param_groups": [{**group, "params": []} for group in live.param_groups]}
+    for hook in getattr(live, "_optimizer_state_dict_pre_hooks", {}).values():
+        hook(live)
+    for hook in getattr(live, "_optimizer_state_dict_post_hooks", {}).values():
+        state_dict = hook(live, state_dict) or state_dict
+    return state_dict
+
+
+def _run_load_hooks(live: Optimizer, state_dict: Mapping[str, Any]) -> None:
+    before, after = _load_hooks(live)
+    state_dict = dict(state_dict)
+    for hook in before.values():
+        state_dict = hook(live, state_dict) or state_dict
+    for hook in after.values():
+        hook(live)
+
+
+def _load_hooks(live: Optimizer | None) -> tuple[dict[int, Any], dict[int, Any]]:
+    before, after = (getattr(live, f"_optimizer_load_state_dict_{when}_hooks", {}) for when in ("pre", "post"))
+    return before, after

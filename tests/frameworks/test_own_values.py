@@ -1,0 +1,113 @@
+"""Optimizers whose state_dict holds more than state and groups: it would be lost without a word."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.optim import PostLocalSGDOptimizer
+
+import bytecheckpoint
+from tests.frameworks.memory import save
+from tests.support.worlds import on_ranks
+
+
+class Decaying(torch.optim.AdamW):
+    """Counts in attributes of its own, and saves them as torch's Optimizer would want it."""
+
+    def __init__(self, parameters: Any, count: float = 1.0) -> None:
+        super().__init__(parameters, lr=torch.tensor(0.1))
+        self.count = torch.tensor(count)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "count": self.count, "form": ("a", 1)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        state_dict = dict(state_dict)
+        self.count = state_dict.pop("count")
+        assert state_dict.pop("form") == ("a", 1)
+        super().load_state_dict(state_dict)
+
+
+class Averager:
+    step = 0
+
+    def average_parameters(self, params: Any) -> None:
+        self.step += 1
+
+
+def trained(optimizer: Any, steps: int = 2, **options: Any) -> tuple[torch.nn.Module, Any]:
+    model = torch.nn.Linear(3, 2).bfloat16()
+    made = optimizer(model.parameters(), **options)
+    for _ in range(steps):
+        model(torch.ones(1, 3, dtype=torch.bfloat16)).sum().backward()
+        made.step()
+    for state in made.state.values():  # as optimizers that step in higher precision keep it
+        state["exp_avg"] = state["exp_avg"].float() + 1e-5
+    return model, made
+
+
+def test_values_of_an_overridden_state_dict() -> None:
+    model, one = trained(Decaying, count=0.25)
+    other, two = trained(Decaying, steps=0)
+    groups, rate = two.param_groups[0], two.param_groups[0]["lr"]
+    found = save({"model": model, "optimizer": one}).load({"model": other, "optimizer": two})
+    assert two.count == 0.25 and not found.notes
+    assert two.param_groups[0] is groups and groups["lr"] is rate, "a compiled step reads this very tensor"
+    for parameter, same in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(two.state[same]["exp_avg"], one.state[parameter]["exp_avg"])
+        assert two.state[same]["exp_avg"].dtype == torch.float32, "torch's part of load_state_dict casts"
+    assert torch.optim.Optimizer.load_state_dict.__qualname__ == "Optimizer.load_state_dict"
+
+
+def test_a_wrapper_of_torch_that_counts() -> None:
+    """Its param groups are those of the optimizer inside, also after a load: schedulers change them."""
+
+    def make(parameters: Any) -> Any:
+        return PostLocalSGDOptimizer(torch.optim.Adam(parameters), Averager())  # type: ignore[arg-type]
+
+    (model, one), (other, two) = trained(make), trained(make, steps=0)
+    save({"model": model, "optimizer": one}).load({"model": other, "optimizer": two})
+    assert two.averager.step == 2
+    assert two.param_groups[0] is two.optim.param_groups[0]
+    assert len(two.state) == 2
+
+
+def test_values_that_hooks_add_and_take() -> None:
+    (model, one), (other, two) = trained(torch.optim.AdamW), trained(torch.optim.AdamW, steps=0)
+    one.register_state_dict_post_hook(lambda _, state: state.update(seen=5))
+    got: list[Any] = []
+    two.register_load_state_dict_pre_hook(lambda _, state: got.append(state["seen"]))
+    two.register_load_state_dict_post_hook(lambda o: got.append(len(o.state)))
+    save({"model": model, "optimizer": one}).load({"model": other, "optimizer": two})
+    assert got == [5, 2]
+
+
+@pytest.mark.parametrize("saver", [Decaying, torch.optim.AdamW])
+def test_values_without_a_place_are_noted(saver: Any) -> None:
+    loader = torch.optim.AdamW if saver is Decaying else Decaying
+    (model, one), (other, two) = trained(saver), trained(loader, steps=0)
+    found = save({"model": model, "optimizer": one}).load({"model": other, "optimizer": two}, cast=True)
+    (note,) = [note for note in found.notes if "'count', 'form'" in note]
+    assert note.startswith("optimizer: AdamW has no place for" if saver is Decaying else "optimizer: Decaying keeps")
+
+
+@on_ranks(2)
+def test_under_fsdp1(path: str) -> None:
+    from tests.frameworks.fsdp1_worlds import unit
+
+    def make(seed: int) -> tuple[Any, Any]:
+        torch.manual_seed(seed)
+        model = unit(torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 2)))
+        return model, Decaying(model.parameters(), count=seed / 4)
+
+    model, one = make(1)
+    model(torch.ones(1, 3)).sum().backward()
+    one.step()
+    bytecheckpoint.save(path, {"model": model, "optimizer": one}, timeout=60)
+    other, two = make(2)
+    bytecheckpoint.load(path, {"model": other, "optimizer": two}, timeout=60)
+    assert two.count == 0.25
+    with bytecheckpoint.open(path) as checkpoint:
+        assert checkpoint["optimizer/own"][0]["form"] == ("a", 1)
