@@ -12,7 +12,13 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-from bytecheckpoint.errors import StorageError, StorageFullError, StorageUnavailableError, UsageError
+from bytecheckpoint.errors import (
+    StorageConflictError,
+    StorageError,
+    StorageFullError,
+    StorageUnavailableError,
+    UsageError,
+)
 from bytecheckpoint.representation.catalog_file import decode
 from bytecheckpoint.representation.names import CATALOG_NAME
 from bytecheckpoint.settings import settings
@@ -151,7 +157,12 @@ class TierStorage(Storage):
             if name == CATALOG_NAME:
                 replaces = durable_version if expected is not None else UNKNOWN
                 self.hot_folder.write_record(data, StepRecord(self.durable.url, replaces, time.time()))
-            self.hot.publish(name, data, expected=None if expected is None else hot_version)
+            try:
+                self.hot.publish(name, data, expected=None if expected is None else hot_version)
+            except StorageConflictError:
+                if not (hot_version and durable_version) or self.hot.version(name):
+                    raise
+                self.hot.publish(name, data, expected="")  # the flushed step to replace was evicted meanwhile
 
         with_room(self.hot_root, len(data), publish)
         if name == CATALOG_NAME:
