@@ -348,6 +348,19 @@ def test_flushed_steps_of_any_run_make_room(run: str, tmp_path: Path, caplog: py
         assert hot_steps(f"{run}-0") == ["4"] and hot_steps(f"{run}-1") == ["5"]
 
 
+def test_a_step_that_makes_room_for_its_own_replacement(run: str, tmp_path: Path) -> None:
+    """The step is evicted after the save has looked which one it replaces."""
+    hot, rows = tmp_path / "hot", 6_000
+    with small_tmpfs(hot, "7m"):
+        bytecheckpoint.configure(tier_hot=str(hot), writer="thread", tier_keep=9)
+        for step in (1, 2, 3):
+            bytecheckpoint.save(f"{run}/latest", states(step=step, rows=rows)).result(60)
+            drain()
+            assert (
+                load_step(f"{run}/latest", rows=rows) == load_step(durable_folder(f"{run}/latest"), rows=rows) == step
+            )
+
+
 def test_a_save_that_fails_leaves_nothing_in_the_durable_storage(
     run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -378,6 +391,19 @@ def test_flushed_steps_of_earlier_runs_are_evicted(run: str, gate: Gate, monkeyp
         bytecheckpoint.save(f"{run}-{job}/1", states(step=1)).committed.exception(60)
         drain()
     assert [hot_folder(f"{run}-{job}/1").exists() for job in range(3)] == [False, True, True]
+
+
+def test_eviction_reads_no_catalogs_of_other_runs(run: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There may be many, and large ones; their records tell what goes."""
+    for job in range(3):
+        bytecheckpoint.save(f"{run}-{job}/1", states(step=1)).result(60)
+    drain()
+    read: list[str] = []
+    real = HotFolder.catalog
+    monkeypatch.setattr(HotFolder, "catalog", lambda folder: read.append(folder._url) or real(folder))
+    bytecheckpoint.save(f"{run}-2/2", states(step=2)).result(60)
+    drain()
+    assert read and not [url for url in read if f"{run.rpartition('/')[2]}-2" not in url]
 
 
 def test_an_incomplete_hot_step_does_not_count(run: str, gate: Gate) -> None:
