@@ -27,7 +27,7 @@ from bytecheckpoint.cli.main import run as command
 from bytecheckpoint.collectives import current
 from bytecheckpoint.engine.catalogs import read_catalog
 from bytecheckpoint.storage import Storage, resolve
-from bytecheckpoint.storage.posix.storage import LocalStorage
+from bytecheckpoint.storage.posix.storage import LocalStorage, PosixStorage
 from bytecheckpoint.storage.testing import StorageTests
 from bytecheckpoint.storage.testing.wrappers import MeteredStorage
 from bytecheckpoint.tiers.flush.unflushed import UnflushedSteps
@@ -459,6 +459,34 @@ def test_what_killed_saves_leave_in_memory_is_removed_by_the_next_job(run: str) 
 
 
 @tuned(tier_save_timeout=0.3, tier_load_timeout=0.3)
+@pytest.mark.parametrize("lost", ["record", "catalog for a moment"])
+def test_a_step_that_cannot_be_judged_is_no_leftover(
+    run: str, gate: Gate, monkeypatch: pytest.MonkeyPatch, lost: str
+) -> None:
+    """The next job does not know whether it is flushed, or what it needs; the only copy stays, and `flush` takes it."""
+    gate.open.set()
+    gate.error = StorageUnavailableError("away")
+    bytecheckpoint.save(f"{run}/1", states(step=1)).committed.exception(60)
+    drain()
+    gate.error = None
+    hot = hot_folder(f"{run}/1")
+    for path in hot.glob("tier-*.json" if lost == "record" else "nothing"):
+        path.write_bytes(b"")
+    monkeypatch.setattr(world_of(current()).flusher, "_unflushed", UnflushedSteps(time.time() + 60))
+    with monkeypatch.context() as patched:
+        if lost != "record":
+            real = PosixStorage.read
+
+            def read(storage: PosixStorage, name: str) -> bytes:
+                return away(storage) if storage.root == str(hot) else real(storage, name)
+
+            patched.setattr(PosixStorage, "read", read)
+        bytecheckpoint.save(f"{run}/2", states(step=2)).result(60)
+        drain()
+    assert command(["flush", f"{run}/1"]) == 0
+    check_steps(durable_folder(run), 1, 2)
+
+
 def test_a_durable_storage_that_does_not_answer_is_not_waited_for(run: str, monkeypatch: pytest.MonkeyPatch) -> None:
     bytecheckpoint.save(f"{run}/1", states(step=1)).result(60)
     hang = threading.Event()

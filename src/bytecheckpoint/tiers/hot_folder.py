@@ -113,11 +113,16 @@ class HotFolder:
         return dict(self._files.list())
 
     def needed_files(self) -> set[str]:
-        """Return the names of all files that the step needs; none when no step is committed here."""
-        step = self.step()
-        if step is None:
+        """Return the names of all files that the committed step needs, with or without a record; none without a step.
+
+        Raises:
+            CheckpointError: the catalog cannot be read, so nobody knows.
+        """
+        try:
+            catalog = self._files.read(CATALOG_NAME)
+        except FileNotFoundError:
             return set()
-        return {CATALOG_NAME, LOCK, record_name(step.catalog), *(file.name for file in decode(step.catalog).files)}
+        return {CATALOG_NAME, LOCK, record_name(catalog), *(file.name for file in decode(catalog).files)}
 
     # --- records ---
 
