@@ -157,7 +157,16 @@ def test_a_store_without_the_condition_of_a_replacement(
     assert load_step(path) == 1
 
 
-@pytest.mark.parametrize(("status", "code"), [(400, "ExpiredToken"), (403, "AccessDenied"), (501, "NotImplemented")])
+@pytest.mark.parametrize(
+    ("status", "code"),
+    [
+        (400, "ExpiredToken"),
+        (403, "AccessDenied"),
+        (501, "NotImplemented"),
+        (409, "ObjectParentIsFile"),
+        (412, "Locked"),
+    ],
+)
 def test_what_keeps_the_probe_from_its_puts_is_no_verdict(
     between: FaultProxy, path: str, status: int, code: str
 ) -> None:
