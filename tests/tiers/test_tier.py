@@ -19,6 +19,7 @@ from bytecheckpoint import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
     StorageConflictError,
+    StorageError,
     StorageFullError,
     StorageUnavailableError,
     UsageError,
@@ -226,6 +227,33 @@ def test_the_durable_storage_is_away(tmp_path: Path, run: str, monkeypatch: pyte
         assert load_step(f"{run}/1") == 1, "the hot copy needs no durable one"
     assert command(["flush", run]) == 0
     assert load_step(durable_folder(run) / "1") == 1
+
+
+def test_credentials_of_the_durable_storage_that_expire(run: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hot tier works alone until they are renewed; a storage that has refused from the start is an error."""
+
+    def refuse(storage: LocalStorage, *_: Any, **__: Any) -> Any:
+        raise StorageError(f"cannot look at {storage.url}: ExpiredToken")
+
+    names = ("version", "stat", "read", "list", "create", "publish", "check_publish", "open")
+    with monkeypatch.context() as patch:
+        for name in names:
+            patch.setattr(LocalStorage, name, refuse)
+        with pytest.raises(StorageError, match="ExpiredToken"):
+            bytecheckpoint.save(f"{run}/1", states(step=1))
+    bytecheckpoint.save(f"{run}/1", states(step=1)).result(60)
+    with monkeypatch.context() as patch:
+        for name in names:
+            patch.setattr(LocalStorage, name, refuse)
+        for step, place in ((2, "2"), (3, "1")):
+            handle = bytecheckpoint.save(f"{run}/{place}", states(step=step))
+            handle.restorable.result(60)
+            with pytest.raises(StorageError, match="ExpiredToken"):
+                handle.result(60)
+            assert load_step(f"{run}/{place}") == step
+    bytecheckpoint.save(f"{run}/4", states(step=4)).result(60)
+    drain()
+    check_steps(durable_folder(run), 2, 4)
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -26,7 +26,7 @@ from bytecheckpoint.storage.base import Capabilities, FileReader, FileStat, File
 from bytecheckpoint.storage.posix.storage import PosixStorage
 from bytecheckpoint.storage.threads import call_with_timeout
 from bytecheckpoint.tiers.copies import AnyCopy
-from bytecheckpoint.tiers.current_copy import hot_copy_counts, missing_files, read_durable_catalog
+from bytecheckpoint.tiers.current_copy import ask_durable, hot_copy_counts, missing_files, read_durable_catalog
 from bytecheckpoint.tiers.hot_folder import UNKNOWN, HotFolder, StepRecord, list_own_files
 from bytecheckpoint.tiers.names import hot_folder_of, step_name
 from bytecheckpoint.tiers.room import with_room
@@ -129,7 +129,7 @@ class TierStorage(Storage):
             hot = self.hot.stat(name)
         durable_version = UNKNOWN
         try:
-            durable = call_with_timeout(tuning().tier_save_timeout, lambda: self.durable.stat(name))
+            durable = ask_durable(self.url, lambda: self.durable.stat(name), tuning().tier_save_timeout)
             durable_version = durable.version
         except FileNotFoundError:
             durable_version = ""
@@ -144,7 +144,7 @@ class TierStorage(Storage):
     def version(self, name: str) -> str:
         hot = self.hot.version(name)
         try:
-            durable = call_with_timeout(tuning().tier_save_timeout, lambda: self.durable.version(name))
+            durable = ask_durable(self.url, lambda: self.durable.version(name), tuning().tier_save_timeout)
         except StorageUnavailableError as error:
             self._warn_unavailable(error)
             durable = UNKNOWN
