@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
 import torch
 
 import bytecheckpoint
-from bytecheckpoint import CheckpointNotFoundError, CorruptCheckpointError
+from bytecheckpoint import CheckpointNotFoundError, CorruptCheckpointError, IncompatibleCheckpointError
 from bytecheckpoint.collectives import current
 from bytecheckpoint.storage import resolve
 from bytecheckpoint.tiers.cooldown import cool, plan_cooldown
@@ -99,6 +100,17 @@ def test_a_checkpoint_that_changes_while_it_is_verified(
 
         report = verify_checkpoint(resolve(url), work, threads=1)
     assert changed and report.ok, report.findings
+
+
+def test_a_checkpoint_that_is_saved_all_the_time(tmp_path: Path) -> None:
+    save_steps(tmp_path, 1)
+    steps = itertools.count(2)
+
+    def work(*_: int) -> None:
+        bytecheckpoint.save(tmp_path / "1", states(step=next(steps)))
+
+    with pytest.raises(IncompatibleCheckpointError, match=r"replaced 3 times while it was being verified"):
+        verify_checkpoint(resolve(tmp_path / "1"), work, threads=1)
 
 
 def test_without_a_catalog_there_is_nothing_to_check(copied: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bytecheckpoint.engine.catalogs import read_catalog
-from bytecheckpoint.errors import CheckpointError
+from bytecheckpoint.errors import CheckpointError, IncompatibleCheckpointError
 from bytecheckpoint.representation.names import CATALOG_NAME
 from bytecheckpoint.storage import Storage
 from bytecheckpoint.storage.time_limits import with_time_limits
@@ -29,15 +29,17 @@ def verify_checkpoint(storage: Storage, progress: Progress | None = None, *, thr
     Raises:
         CheckpointNotFoundError: no committed checkpoint is there.
         CorruptCheckpointError: the catalog itself is damaged.
-        IncompatibleCheckpointError: a newer version wrote it.
+        IncompatibleCheckpointError: a newer version wrote it, or it is replaced all the time.
     """
     for _ in range(_ATTEMPTS):
         before = _catalogs(storage)
         report = _verify(storage, progress, threads)
         if report.ok or _catalogs(storage) == before:
-            break
+            return report
         # A save, a cooldown or an eviction has removed files that were to be verified.
-    return report
+    raise IncompatibleCheckpointError(
+        f"{storage.url} was replaced {_ATTEMPTS} times while it was being verified; verify one that is not being saved"
+    )
 
 
 def _verify(storage: Storage, progress: Progress | None, threads: int) -> VerifyReport:
