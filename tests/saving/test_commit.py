@@ -69,6 +69,10 @@ def test_the_second_of_two_jobs_gets_an_error(tmp_path: Path, faults: Faults, re
     assert load_step(path) == 4
 
 
+def raise_error(error: Exception) -> Any:
+    raise error
+
+
 def test_a_save_that_begins_during_anothers_commit_keeps_its_files(tmp_path: Path, faults: Faults) -> None:
     """What the first job removes after its commit was there before it: the second's files are not among that."""
     path = tmp_path / "s"
@@ -78,8 +82,10 @@ def test_a_save_that_begins_during_anothers_commit_keeps_its_files(tmp_path: Pat
     assert load_step(path) == 3
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_ranks_that_do_not_share_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asynchronous: bool) -> None:
+@pytest.mark.parametrize(("asynchronous", "listed"), [(False, True), (True, True), (False, False)])
+def test_ranks_that_do_not_share_the_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asynchronous: bool, listed: bool
+) -> None:
     """As when every machine has a disk of its own at the same path: no checkpoint without rank 1's files."""
     world = ThreadWorld(2)
 
@@ -92,6 +98,8 @@ def test_ranks_that_do_not_share_the_path(tmp_path: Path, monkeypatch: pytest.Mo
     def by_rank(path: Any) -> Any:
         storage = resolve(tmp_path / str(current().rank))
         storage.url = str(path)
+        if not listed:
+            monkeypatch.setattr(storage, "list", lambda: raise_error(StorageError("permission denied")))
         return storage
 
     monkeypatch.setattr("bytecheckpoint.saving.resolve_storage", by_rank)

@@ -46,6 +46,7 @@ class HttpFault(FaultRule):
         cut: bytes of the server's answer after which the connection breaks; -1: none.
         headers: names in lower case; added to a made-up answer, or in place of those of the server's answer.
         strip: headers of the request that the server does not get, names in lower case.
+        together: the server gets no body before it has accepted the headers of so many requests.
     """
 
     status: int = 0
@@ -53,6 +54,16 @@ class HttpFault(FaultRule):
     cut: int = -1
     headers: dict[str, str] = field(default_factory=dict)
     strip: tuple[str, ...] = ()
+    together: int = 0
+    _accepted: list[int] = field(default_factory=list)
+    _enough: threading.Event = field(default_factory=threading.Event)
+
+    def wait_for_others(self) -> None:
+        """Wait until the server has accepted the headers of `together` requests, this one among them."""
+        self._accepted.append(1)
+        if len(self._accepted) >= self.together:
+            self._enough.set()
+        assert self._enough.wait(60)
 
 
 def asks(method: str, word: str = "") -> Callable[[Request], bool]:
@@ -155,7 +166,14 @@ class FaultProxy:
             for name, value in client.headers.items():
                 if rule is None or name.lower() not in rule.strip:
                     upstream.putheader(name, value)
-            upstream.endheaders(body)
+            if rule is not None and rule.together:
+                upstream.putheader("expect", "100-continue")
+                upstream.endheaders()
+                if upstream.sock.recv(12, socket.MSG_PEEK) == b"HTTP/1.1 100":
+                    rule.wait_for_others()
+                    upstream.send(body)
+            else:
+                upstream.endheaders(body)
             answer = upstream.getresponse()
             data = answer.read()
         except OSError:

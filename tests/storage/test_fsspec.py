@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import errno
 import threading
 import time
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from typing import Any, ClassVar
 
 import fsspec
 import pytest
+from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.utils import infer_storage_options
 
@@ -106,6 +108,25 @@ def test_transient_errors_are_tried_again(flaky: type[Flaky], call: str, error: 
     flaky.failing[call] = [error, error]
     check_save(STEP, 3)
     assert flaky.failing[call] == []
+
+
+@pytest.mark.parametrize(("code", "attempts"), [(errno.EIO, 1), (errno.ESTALE, 2)])
+def test_local_errors_are_judged_as_those_of_local_paths(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, attempts: int
+) -> None:
+    """A local disk that fails is not asked for three minutes."""
+    calls: list[int] = []
+
+    def fail(*_: Any, **__: Any) -> Any:
+        calls.append(code)
+        raise OSError(code if len(calls) == 1 else errno.EACCES, "so it is")
+
+    monkeypatch.setattr(LocalFileSystem, "cat_file", fail)
+    storage = resolve(f"fsspec+file://{tmp_path}/step")
+    storage.publish("catalog", b"x")
+    with pytest.raises(StorageUnavailableError if attempts == 1 else StorageError, match="so it is"):
+        storage.read("catalog")
+    assert len(calls) == attempts
 
 
 def test_errors_that_stay(flaky: type[Flaky], storage: Storage) -> None:

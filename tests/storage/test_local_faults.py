@@ -128,6 +128,18 @@ def test_direct_io_that_is_refused(
     assert np.array_equal(read_all(resolve(tmp_path), "model/x"), content(5001))
 
 
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.EOPNOTSUPP])
+@pytest.mark.parametrize("skip", [0, 1])
+def test_direct_io_that_is_refused_by_writes(tmp_path: Path, fail: Fail, code: int, skip: int) -> None:
+    """Of a file system that lets files be opened so; otherwise no background save would ever succeed there."""
+    bytecheckpoint.configure(writer="thread", direct_io="on", write_threads=1, chunk_bytes=1 << 20)
+    rule = fail("pwritev", code, lambda fd, *_: bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT), skip=skip)
+    bytecheckpoint.save(tmp_path / "s", states(step=1, rows=10_000), async_checkpoint=True).result(60)
+    assert load_step(tmp_path / "s", rows=10_000) == 1
+    if not rule.hits:
+        pytest.skip("NOT TESTED HERE: this file system takes no direct I/O")
+
+
 @pytest.mark.parametrize("direct", [False, True])
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
 def test_blocks_that_cannot_be_reserved(tmp_path: Path, fail: Fail, code: int, direct: bool) -> None:

@@ -15,7 +15,7 @@ from bytecheckpoint import StorageConflictError, StorageError, StorageUnavailabl
 from bytecheckpoint.storage import Storage, resolve
 from bytecheckpoint.tuning import tuned
 from tests.faults.coded import load_step, states
-from tests.servers.fault_proxy import FaultProxy, Request, asks, s3_error
+from tests.servers.fault_proxy import FaultProxy, Request, asks, fault_proxy, s3_error
 from tests.servers.s3 import S3Server, s3proxy
 from tests.storage.checks import check_save
 from tests.storage.conftest import use
@@ -157,7 +157,16 @@ def test_a_store_without_the_condition_of_a_replacement(
     assert load_step(path) == 1
 
 
-@pytest.mark.parametrize(("status", "code"), [(400, "ExpiredToken"), (403, "AccessDenied"), (501, "NotImplemented")])
+@pytest.mark.parametrize(
+    ("status", "code"),
+    [
+        (400, "ExpiredToken"),
+        (403, "AccessDenied"),
+        (501, "NotImplemented"),
+        (409, "ObjectParentIsFile"),
+        (412, "Locked"),
+    ],
+)
 def test_what_keeps_the_probe_from_its_puts_is_no_verdict(
     between: FaultProxy, path: str, status: int, code: str
 ) -> None:
@@ -179,10 +188,14 @@ def test_a_probe_whose_answers_get_lost(between: FaultProxy, path: str) -> None:
 @pytest.fixture
 def racy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     server = s3proxy(tmp_path)
-    server.make_bucket("bucket")
-    use(monkeypatch, server.environment())
-    yield "s3://bucket/runs/step"
-    server.server.stop()
+    try:
+        server.make_bucket("bucket")
+        with fault_proxy(server.endpoint) as proxy:
+            proxy.add(creates, together=2, times=-1)
+            use(monkeypatch, server.environment(proxy.endpoint))
+            yield "s3://bucket/runs/step"
+    finally:
+        server.server.stop()
 
 
 def test_a_store_with_broken_conditional_puts_is_refused(racy: str) -> None:

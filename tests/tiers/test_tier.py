@@ -19,6 +19,7 @@ from bytecheckpoint import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
     StorageConflictError,
+    StorageError,
     StorageFullError,
     StorageUnavailableError,
     UsageError,
@@ -27,7 +28,7 @@ from bytecheckpoint.cli.main import run as command
 from bytecheckpoint.collectives import current
 from bytecheckpoint.engine.catalogs import read_catalog
 from bytecheckpoint.storage import Storage, resolve
-from bytecheckpoint.storage.posix.storage import LocalStorage
+from bytecheckpoint.storage.posix.storage import LocalStorage, PosixStorage
 from bytecheckpoint.storage.testing import StorageTests
 from bytecheckpoint.storage.testing.wrappers import MeteredStorage
 from bytecheckpoint.tiers.flush.unflushed import UnflushedSteps
@@ -228,6 +229,33 @@ def test_the_durable_storage_is_away(tmp_path: Path, run: str, monkeypatch: pyte
     assert load_step(durable_folder(run) / "1") == 1
 
 
+def test_credentials_of_the_durable_storage_that_expire(run: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hot tier works alone until they are renewed; a storage that has refused from the start is an error."""
+
+    def refuse(storage: LocalStorage, *_: Any, **__: Any) -> Any:
+        raise StorageError(f"cannot look at {storage.url}: ExpiredToken")
+
+    names = ("version", "stat", "read", "list", "create", "publish", "check_publish", "open")
+    with monkeypatch.context() as patch:
+        for name in names:
+            patch.setattr(LocalStorage, name, refuse)
+        with pytest.raises(StorageError, match="ExpiredToken"):
+            bytecheckpoint.save(f"{run}/1", states(step=1))
+    bytecheckpoint.save(f"{run}/1", states(step=1)).result(60)
+    with monkeypatch.context() as patch:
+        for name in names:
+            patch.setattr(LocalStorage, name, refuse)
+        for step, place in ((2, "2"), (3, "1")):
+            handle = bytecheckpoint.save(f"{run}/{place}", states(step=step))
+            handle.restorable.result(60)
+            with pytest.raises(StorageError, match="ExpiredToken"):
+                handle.result(60)
+            assert load_step(f"{run}/{place}") == step
+    bytecheckpoint.save(f"{run}/4", states(step=4)).result(60)
+    drain()
+    check_steps(durable_folder(run), 2, 4)
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_a_step_is_restorable_although_an_earlier_flush_takes_long(run: str, gate: Gate, mode: str) -> None:
     """A synchronous save, too, does not wait for the flush of the one before it."""
@@ -348,6 +376,19 @@ def test_flushed_steps_of_any_run_make_room(run: str, tmp_path: Path, caplog: py
         assert hot_steps(f"{run}-0") == ["4"] and hot_steps(f"{run}-1") == ["5"]
 
 
+def test_a_step_that_makes_room_for_its_own_replacement(run: str, tmp_path: Path) -> None:
+    """The step is evicted after the save has looked which one it replaces."""
+    hot, rows = tmp_path / "hot", 6_000
+    with small_tmpfs(hot, "7m"):
+        bytecheckpoint.configure(tier_hot=str(hot), writer="thread", tier_keep=9)
+        for step in (1, 2, 3):
+            bytecheckpoint.save(f"{run}/latest", states(step=step, rows=rows)).result(60)
+            drain()
+            assert (
+                load_step(f"{run}/latest", rows=rows) == load_step(durable_folder(f"{run}/latest"), rows=rows) == step
+            )
+
+
 def test_a_save_that_fails_leaves_nothing_in_the_durable_storage(
     run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -378,6 +419,19 @@ def test_flushed_steps_of_earlier_runs_are_evicted(run: str, gate: Gate, monkeyp
         bytecheckpoint.save(f"{run}-{job}/1", states(step=1)).committed.exception(60)
         drain()
     assert [hot_folder(f"{run}-{job}/1").exists() for job in range(3)] == [False, True, True]
+
+
+def test_eviction_reads_no_catalogs_of_other_runs(run: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There may be many, and large ones; their records tell what goes."""
+    for job in range(3):
+        bytecheckpoint.save(f"{run}-{job}/1", states(step=1)).result(60)
+    drain()
+    read: list[str] = []
+    real = HotFolder.catalog
+    monkeypatch.setattr(HotFolder, "catalog", lambda folder: read.append(folder._url) or real(folder))
+    bytecheckpoint.save(f"{run}-2/2", states(step=2)).result(60)
+    drain()
+    assert read and not [url for url in read if f"{run.rpartition('/')[2]}-2" not in url]
 
 
 def test_an_incomplete_hot_step_does_not_count(run: str, gate: Gate) -> None:
@@ -433,6 +487,34 @@ def test_what_killed_saves_leave_in_memory_is_removed_by_the_next_job(run: str) 
 
 
 @tuned(tier_save_timeout=0.3, tier_load_timeout=0.3)
+@pytest.mark.parametrize("lost", ["record", "catalog for a moment"])
+def test_a_step_that_cannot_be_judged_is_no_leftover(
+    run: str, gate: Gate, monkeypatch: pytest.MonkeyPatch, lost: str
+) -> None:
+    """The next job does not know whether it is flushed, or what it needs; the only copy stays, and `flush` takes it."""
+    gate.open.set()
+    gate.error = StorageUnavailableError("away")
+    bytecheckpoint.save(f"{run}/1", states(step=1)).committed.exception(60)
+    drain()
+    gate.error = None
+    hot = hot_folder(f"{run}/1")
+    for path in hot.glob("tier-*.json" if lost == "record" else "nothing"):
+        path.write_bytes(b"")
+    monkeypatch.setattr(world_of(current()).flusher, "_unflushed", UnflushedSteps(time.time() + 60))
+    with monkeypatch.context() as patched:
+        if lost != "record":
+            real = PosixStorage.read
+
+            def read(storage: PosixStorage, name: str) -> bytes:
+                return away(storage) if storage.root == str(hot) else real(storage, name)
+
+            patched.setattr(PosixStorage, "read", read)
+        bytecheckpoint.save(f"{run}/2", states(step=2)).result(60)
+        drain()
+    assert command(["flush", f"{run}/1"]) == 0
+    check_steps(durable_folder(run), 1, 2)
+
+
 def test_a_durable_storage_that_does_not_answer_is_not_waited_for(run: str, monkeypatch: pytest.MonkeyPatch) -> None:
     bytecheckpoint.save(f"{run}/1", states(step=1)).result(60)
     hang = threading.Event()

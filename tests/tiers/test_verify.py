@@ -118,6 +118,17 @@ def test_a_step_that_is_not_flushed_yet(path: str, run: str, capsys: pytest.Capt
     assert not report["ok"] and not report["restorable"] and not loads(path)
 
 
+def test_a_step_that_is_being_flushed(path: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A file that is half written in the durable storage is no damage, unless there is no other copy."""
+    (places(path)["durable"] / "metadata.parquet").unlink()
+    damage_copy(places(path)["durable"], "cut")
+    report = verify(path, capsys)
+    assert report["ok"] and report["restorable"] and loads(path)
+    storage_file(places(path)["hot"]).unlink()
+    report = verify(path, capsys)
+    assert {finding["copy"] for finding in report["findings"]} == {"hot", "durable"} and not loads(path)
+
+
 def test_a_hot_copy_that_was_replaced_elsewhere(path: str, capsys: pytest.CaptureFixture[str]) -> None:
     bytecheckpoint.save(places(path)["durable"], states(step=1))
     damage_copy(places(path)["hot"], "flip")

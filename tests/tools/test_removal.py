@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -14,13 +15,15 @@ import pytest
 import torch
 
 import bytecheckpoint
-from bytecheckpoint import CheckpointNotFoundError, StorageConflictError, UsageError
+from bytecheckpoint import CheckpointNotFoundError, StorageConflictError, StorageUnavailableError, UsageError
 from bytecheckpoint.cli.main import run
 from bytecheckpoint.collectives import current
 from bytecheckpoint.storage import resolve
+from bytecheckpoint.storage.posix.storage import LocalStorage
 from bytecheckpoint.tiers.cooldown import cool, plan_cooldown
 from bytecheckpoint.tiers.flush.lock import flush_lock
 from bytecheckpoint.tiers.storage import TierStorage
+from bytecheckpoint.tools import removal
 from bytecheckpoint.tools.removal import collect_garbage, collect_hot_garbage, remove_checkpoint
 from bytecheckpoint.world import world_of
 from tests.faults.coded import files_of
@@ -117,6 +120,28 @@ def test_files_that_another_step_uses_stay(tmp_path: Path) -> None:
         remove_checkpoint(str(tmp_path / "cold" / "1"))
 
 
+def test_rm_while_a_step_beside_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may use the files. A damaged one cannot be loaded anyway."""
+    save(tmp_path / "1")
+    save(tmp_path / "2")
+    real = LocalStorage.read
+
+    def read(storage: LocalStorage, name: str) -> bytes:
+        if storage.root.endswith("2"):
+            raise StorageUnavailableError("no answer")
+        return real(storage, name)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(LocalStorage, "read", read)
+        with pytest.raises(StorageUnavailableError, match="no answer"):
+            remove_checkpoint(str(tmp_path / "1"))
+        with pytest.raises(StorageUnavailableError, match="no answer"):
+            remove_checkpoint(str(tmp_path / "2"))
+    assert len(files_of(tmp_path / "1")) == len(files_of(tmp_path / "2")) > 0
+    (tmp_path / "2" / "metadata.parquet").write_bytes(b"damaged")
+    assert remove_checkpoint(str(tmp_path / "1")) and remove_checkpoint(str(tmp_path / "2"))
+
+
 def test_gc_removes_what_killed_saves_left(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         save(tmp_path / str(step), step)
@@ -134,6 +159,20 @@ def test_gc_removes_what_killed_saves_left(tmp_path: Path) -> None:
     assert files_of(tmp_path / "2") == before[2], "a save may be writing there"
     for step in (1, 2, 3):
         assert bytecheckpoint.open(tmp_path / str(step))["model/w"][0] == step
+
+
+@pytest.mark.parametrize("clock", ["ahead", "unknown"])
+def test_gc_keeps_what_only_looks_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: str) -> None:
+    """To a machine whose clock is a week ahead, or on a storage that tells no times; a save may be writing there."""
+    save(tmp_path / "1")
+    uncommitted(tmp_path / "1")
+    before, real = files_of(tmp_path), LocalStorage.stat
+    if clock == "ahead":
+        monkeypatch.setattr(removal.time, "time", lambda now=time.time: now() + 7 * 86400)
+    else:
+        monkeypatch.setattr(LocalStorage, "stat", lambda *args: dataclasses.replace(real(*args), modified=0.0))
+    assert collect_garbage(str(tmp_path), older_than=86400) == []
+    assert files_of(tmp_path) == before
 
 
 @pytest.mark.parametrize("lost", ["catalog", "catalog and a file"])

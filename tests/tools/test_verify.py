@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
 import torch
 
 import bytecheckpoint
-from bytecheckpoint import CheckpointNotFoundError, CorruptCheckpointError
+from bytecheckpoint import CheckpointNotFoundError, CorruptCheckpointError, IncompatibleCheckpointError
+from bytecheckpoint.collectives import current
 from bytecheckpoint.storage import resolve
+from bytecheckpoint.tiers.cooldown import cool, plan_cooldown
+from bytecheckpoint.tools.removal import collect_hot_garbage
 from bytecheckpoint.tools.verify import verify_checkpoint
+from bytecheckpoint.world import world_of
+from tests.faults.coded import save_steps, states
 from tests.support.damage import flip_bit
+from tests.support.memory import hot_tier
 
 
 def storage_files(path: Path) -> list[Path]:
@@ -67,6 +74,43 @@ def test_strangers_are_noted(copied: Path) -> None:
     report = verify_checkpoint(resolve(copied))
     assert report.ok
     assert any("README" in note for note in report.notes)
+
+
+@pytest.mark.parametrize("change", ["saved again", "moved", "evicted"])
+def test_a_checkpoint_that_changes_while_it_is_verified(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    """What is missing then is no damage."""
+    path = f"{tmp_path}/run/1"
+    changes = {
+        "saved again": lambda: bytecheckpoint.save(path, states(step=2)),
+        "moved": lambda: cool(plan_cooldown(f"{tmp_path}/run", f"{tmp_path}/cold", older_than=0)[0]),
+        "evicted": lambda: collect_hot_garbage(older_than=0),
+    }
+    with hot_tier(monkeypatch):
+        bytecheckpoint.configure(tier_keep=2)
+        url = f"tier+file://{path}" if change == "evicted" else path
+        save_steps(url.rpartition("/")[0], 1, 2)
+        world_of(current()).flusher.drain()
+        changed = []
+
+        def work(*_: int) -> None:
+            if not changed:
+                changed.append(changes[change]())
+
+        report = verify_checkpoint(resolve(url), work, threads=1)
+    assert changed and report.ok, report.findings
+
+
+def test_a_checkpoint_that_is_saved_all_the_time(tmp_path: Path) -> None:
+    save_steps(tmp_path, 1)
+    steps = itertools.count(2)
+
+    def work(*_: int) -> None:
+        bytecheckpoint.save(tmp_path / "1", states(step=next(steps)))
+
+    with pytest.raises(IncompatibleCheckpointError, match=r"replaced 3 times while it was being verified"):
+        verify_checkpoint(resolve(tmp_path / "1"), work, threads=1)
 
 
 def test_without_a_catalog_there_is_nothing_to_check(copied: Path) -> None:

@@ -10,6 +10,7 @@ from bytecheckpoint.errors import StorageConflictError, StorageError, StorageUna
 from bytecheckpoint.representation.names import CATALOG_NAME, generation_of
 from bytecheckpoint.storage import Storage
 from bytecheckpoint.storage.base import UnfinishedUpload
+from bytecheckpoint.storage.threads import parallel_map
 from bytecheckpoint.tuning import tuning
 
 __all__ = ["may_have_committed", "remove_stale_files", "stale_files", "stale_uploads"]
@@ -18,7 +19,7 @@ _log = logging.getLogger("bytecheckpoint")
 
 
 def stale_files(storage: Storage, named: Mapping[str, int], replaces: str) -> list[str]:
-    """Check by a listing that the new files are there, and return the storage files that the new catalog does not name.
+    """Check that the new files are there, and return the storage files that the new catalog does not name.
 
     Args:
         storage: as rank 0 sees it.
@@ -32,19 +33,21 @@ def stale_files(storage: Storage, named: Mapping[str, int], replaces: str) -> li
         StorageConflictError: another save has committed meanwhile, and has removed new files as a killed save's.
         StorageError: a new file is not there, or has another size: ranks do not share the path.
     """
+    present: dict[str, int] = {}
     try:
         present = dict(storage.list())
     except Exception as error:  # noqa: BLE001  a storage that cannot be listed can be saved to
         _log.warning("%s: old files could not be removed: %s", storage.url, error)
-        return []
-    for name, size in named.items():
-        if present.get(name) != size and not storage.capabilities.machine_only:
-            if storage.version(CATALOG_NAME) != replaces:
-                raise StorageConflictError(
-                    f"cannot publish {storage.url}/{CATALOG_NAME}: another save replaced it meanwhile; let one job at "
-                    f"a time save to a path"
-                )
-            _refuse_unseen(storage, name, size)
+    unseen = [] if storage.capabilities.machine_only else [n for n, size in named.items() if present.get(n) != size]
+    if unseen:
+        if storage.version(CATALOG_NAME) != replaces:
+            raise StorageConflictError(
+                f"cannot publish {storage.url}/{CATALOG_NAME}: another save replaced it meanwhile; let one job at "
+                f"a time save to a path"
+            )
+        parallel_map(
+            lambda n: _refuse_unseen(storage, n, named[n]), unseen, storage.parallel_reads, "bytecheckpoint-stat"
+        )
     return [name for name in present if generation_of(name) is not None and name not in named]
 
 
@@ -98,5 +101,5 @@ def _refuse_unseen(storage: Storage, name: str, size: int) -> None:
         found = f"{present} bytes of it" if present >= 0 else "nothing of it"
         raise StorageError(
             f"{storage.url}: {name} was written with {size} bytes, but rank 0 sees {found}; the path must be on storage "
-            f"that all ranks share"
+            f"that all ranks share, and nobody else may remove its files"
         )

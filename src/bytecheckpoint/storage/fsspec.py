@@ -33,7 +33,7 @@ from bytecheckpoint.errors import (
 from bytecheckpoint.settings import settings
 from bytecheckpoint.storage.base import UNENCODABLE, Capabilities, FileReader, FileStat, check_name, conflict_error
 from bytecheckpoint.storage.objects.errors import cleaned
-from bytecheckpoint.storage.posix.files import FULL_ERRNOS, TRANSIENT_ERRNOS
+from bytecheckpoint.storage.posix.files import FULL_ERRNOS, TRANSIENT_ERRNOS, may_pass
 from bytecheckpoint.storage.retry import retry
 from bytecheckpoint.storage.uploading import Pieces, UploadingStorage
 
@@ -78,7 +78,7 @@ class FsspecStorage(UploadingStorage):
                 f"{url!r} is not a checkpoint path: it has an empty, '.' or '..' part or a control character"
             )
         self.url = f"fsspec+{inner}".rstrip("/")
-        self._inner = inner
+        self._inner, self._local = inner, scheme in _LOCAL
         self._renewing = threading.Lock()
         try:
             with _translated("use", self.url, 1):  # some file systems connect to their server here
@@ -122,7 +122,12 @@ class FsspecStorage(UploadingStorage):
                 self._renew(fs)
                 raise
 
-        return retry(attempt, settings().storage_timeout)
+        # On local file systems the errors may pass that `PosixStorage` retries.
+        return retry(
+            attempt,
+            settings().storage_timeout,
+            lambda error: not self._local or may_pass(error.__context__, self._root),
+        )
 
     def _renew(self, fs: Any) -> None:
         """Replace `fs`, whose connection may be lost for good, by another file system."""

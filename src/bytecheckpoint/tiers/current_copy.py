@@ -7,9 +7,10 @@ replaces the durable checkpoint without the tier, the hot copy no longer counts.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
-from bytecheckpoint.errors import CheckpointError, CheckpointNotFoundError, StorageUnavailableError
+from bytecheckpoint.errors import CheckpointError, CheckpointNotFoundError, StorageError, StorageUnavailableError
 from bytecheckpoint.representation.catalog_file import decode
 from bytecheckpoint.representation.names import CATALOG_NAME, is_uri
 from bytecheckpoint.storage.base import Storage
@@ -17,9 +18,39 @@ from bytecheckpoint.storage.threads import call_with_timeout
 from bytecheckpoint.tiers.hot_folder import UNKNOWN, StepRecord, list_own_files
 from bytecheckpoint.tuning import tuning
 
-__all__ = ["hot_copy_counts", "missing_files", "read_durable_catalog"]
+__all__ = ["ask_durable", "hot_copy_counts", "missing_files", "read_durable_catalog"]
 
 _log = logging.getLogger("bytecheckpoint")
+_T = TypeVar("_T")
+#: Folders of steps whose durable storage has answered this process.
+_answered: set[str] = set()
+
+
+def ask_durable(url: str, call: Callable[[], _T], seconds: float) -> _T:
+    """Return `call()`, a question to the durable storage behind a step.
+
+    Args:
+        url: of the step's tier.
+        call: the question.
+        seconds: the timeout.
+
+    Raises:
+        FileNotFoundError: from `call`.
+        StorageUnavailableError: there is no answer, or a refusal (expired credentials, a wrong clock) by a storage that has
+            answered this process before. The hot tier then works alone.
+        StorageError: a refusal by a storage that never answered: it may be a wrong one.
+    """
+    run = url.rpartition("/")[0]
+    try:
+        found = call_with_timeout(seconds, call)
+    except (FileNotFoundError, StorageError) as error:
+        if isinstance(error, FileNotFoundError):
+            _answered.add(run)
+        elif run in _answered and not isinstance(error, StorageUnavailableError):
+            raise StorageUnavailableError(str(error)) from error
+        raise
+    _answered.add(run)
+    return found
 
 
 def hot_copy_counts(url: str, durable: Storage, catalog: bytes, record: StepRecord | None) -> bool:
@@ -32,7 +63,7 @@ def hot_copy_counts(url: str, durable: Storage, catalog: bytes, record: StepReco
         record: of the hot step, if there is one.
     """
     try:
-        version = call_with_timeout(tuning().tier_load_timeout, lambda: durable.version(CATALOG_NAME))
+        version = ask_durable(url, lambda: durable.version(CATALOG_NAME), tuning().tier_load_timeout)
         if not version or (record is not None and version == record.replaces):
             return True
         durable_catalog = durable.read(CATALOG_NAME)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
@@ -14,7 +14,7 @@ from bytecheckpoint.representation.catalog_file import decode
 from bytecheckpoint.representation.names import CATALOG_NAME, is_uri
 from bytecheckpoint.storage.base import Storage
 from bytecheckpoint.storage.posix.storage import PosixStorage
-from bytecheckpoint.tiers.names import INTERNAL_FILES, LOCK, record_name
+from bytecheckpoint.tiers.names import INTERNAL_FILES, IS_RECORD, LOCK, record_name
 
 __all__ = ["UNKNOWN", "HotFolder", "HotStep", "StepRecord", "list_own_files"]
 
@@ -84,10 +84,23 @@ class HotFolder:
 
     def record(self, catalog: bytes) -> StepRecord | None:
         """Return the record of the step with this catalog; None when there is none."""
+        return self._record(record_name(catalog))
+
+    def _record(self, name: str) -> StepRecord | None:
         try:
-            return _RECORD_DECODER.decode(self._files.read(record_name(catalog)))
+            return _RECORD_DECODER.decode(self._files.read(name))
         except (FileNotFoundError, StorageError, msgspec.MsgspecError):
             return None
+
+    def may_be(self, wanted: Callable[[StepRecord], bool], names: Iterable[str]) -> bool:
+        """Return whether the step may have a record that `wanted` takes, without a look at its catalog, which may be large.
+
+        Args:
+            wanted: tells whether a record is looked for.
+            names: of the files in the folder.
+        """
+        records = (self._record(name) for name in names if IS_RECORD.fullmatch(name))
+        return any(record is not None and wanted(record) for record in records)
 
     def step(self) -> HotStep | None:
         """Return the step, if it is committed here and has a record."""
@@ -100,11 +113,16 @@ class HotFolder:
         return dict(self._files.list())
 
     def needed_files(self) -> set[str]:
-        """Return the names of all files that the step needs; none when no step is committed here."""
-        step = self.step()
-        if step is None:
+        """Return the names of all files that the committed step needs, with or without a record; none without a step.
+
+        Raises:
+            CheckpointError: the catalog cannot be read, so nobody knows.
+        """
+        try:
+            catalog = self._files.read(CATALOG_NAME)
+        except FileNotFoundError:
             return set()
-        return {CATALOG_NAME, LOCK, record_name(step.catalog), *(file.name for file in decode(step.catalog).files)}
+        return {CATALOG_NAME, LOCK, record_name(catalog), *(file.name for file in decode(catalog).files)}
 
     # --- records ---
 
@@ -134,7 +152,7 @@ class HotFolder:
         current = record_name(catalog)
         with contextlib.suppress(StorageError):
             names = [name for name, _ in self._files.list()]
-            self._files.delete([name for name in names if name.startswith("tier-") and name != current])
+            self._files.delete([name for name in names if IS_RECORD.fullmatch(name) and name != current])
 
     # --- removing ---
 

@@ -6,12 +6,13 @@ import re
 
 import xxhash
 
-__all__ = ["INTERNAL_FILES", "LOCK", "digest_of", "hot_folder_of", "record_name", "step_name"]
+__all__ = ["INTERNAL_FILES", "IS_RECORD", "LOCK", "digest_of", "hot_folder_of", "record_name", "step_name"]
 
 #: The file that flushes of a step lock.
 LOCK = "tier.lock"
-#: Files of a hot folder that do not belong to the checkpoint.
-INTERNAL_FILES = re.compile(r"tier-([0-9a-f]{16})\.json|tier\.lock|\.publishing-[0-9a-f]+")
+#: Files of a hot folder that do not belong to the checkpoint; among them the records of steps.
+IS_RECORD = re.compile(r"tier-[0-9a-f]{16}\.json")
+INTERNAL_FILES = re.compile(rf"{IS_RECORD.pattern}|tier\.lock|\.publishing-[0-9a-f]+")
 #: Characters that the name of a folder cannot hold.
 _UNSAFE = re.compile(r"[%:\\\x00-\x1f\x7f]")
 

@@ -11,7 +11,7 @@ from bytecheckpoint.engine.memory import free_memory
 from bytecheckpoint.errors import CheckpointError, StorageError, StorageFullError
 from bytecheckpoint.representation.names import CATALOG_NAME
 from bytecheckpoint.storage.posix.storage import PosixStorage
-from bytecheckpoint.tiers.hot_folder import HotFolder, HotStep
+from bytecheckpoint.tiers.hot_folder import HotFolder, HotStep, StepRecord
 
 __all__ = ["hot_steps", "with_room"]
 
@@ -23,12 +23,19 @@ _SPARE = 256 << 10
 _SPARE_MEMORY = 64 << 20
 
 
-def hot_steps(root: PosixStorage) -> Iterator[tuple[HotFolder, HotStep]]:
-    """Yield the steps of all runs that are committed in the hot tier `root`."""
+def hot_steps(
+    root: PosixStorage, wanted: Callable[[StepRecord], bool] = lambda _: True
+) -> Iterator[tuple[HotFolder, HotStep]]:
+    """Yield the steps of all runs that are committed in the hot tier `root`.
+
+    Args:
+        root: the tier.
+        wanted: tells by a step's record whether it is looked for. Catalogs of others, which may be large, are not read.
+    """
     for folder, _, files in os.walk(root.root):
         if CATALOG_NAME in files:
             hot = HotFolder(PosixStorage(folder, folder), folder)
-            if (step := hot.step()) is not None:
+            if hot.may_be(wanted, files) and (step := hot.step()) is not None and wanted(step.record):
                 yield hot, step
 
 
@@ -52,7 +59,7 @@ def with_room(root: PosixStorage, nbytes: int, write: Callable[[], _T]) -> _T:
             except StorageFullError as error:  # other ranks of the machine write too
                 lacking = str(error)
         if flushed is None:
-            flushed = [found for found in hot_steps(root) if found[1].record.flushed]
+            flushed = list(hot_steps(root, lambda record: record.flushed))
             flushed.sort(key=lambda found: found[1].record.saved, reverse=True)
         if not flushed:
             raise StorageFullError(f"the hot tier {root.url} is full: {lacking}")

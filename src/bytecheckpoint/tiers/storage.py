@@ -12,7 +12,13 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-from bytecheckpoint.errors import StorageError, StorageFullError, StorageUnavailableError, UsageError
+from bytecheckpoint.errors import (
+    StorageConflictError,
+    StorageError,
+    StorageFullError,
+    StorageUnavailableError,
+    UsageError,
+)
 from bytecheckpoint.representation.catalog_file import decode
 from bytecheckpoint.representation.names import CATALOG_NAME
 from bytecheckpoint.settings import settings
@@ -20,7 +26,7 @@ from bytecheckpoint.storage.base import Capabilities, FileReader, FileStat, File
 from bytecheckpoint.storage.posix.storage import PosixStorage
 from bytecheckpoint.storage.threads import call_with_timeout
 from bytecheckpoint.tiers.copies import AnyCopy
-from bytecheckpoint.tiers.current_copy import hot_copy_counts, missing_files, read_durable_catalog
+from bytecheckpoint.tiers.current_copy import ask_durable, hot_copy_counts, missing_files, read_durable_catalog
 from bytecheckpoint.tiers.hot_folder import UNKNOWN, HotFolder, StepRecord, list_own_files
 from bytecheckpoint.tiers.names import hot_folder_of, step_name
 from bytecheckpoint.tiers.room import with_room
@@ -120,12 +126,12 @@ class TierStorage(Storage):
     def stat(self, name: str) -> FileStat:
         with contextlib.suppress(FileNotFoundError):
             return self.hot.stat(name)
-        return call_with_timeout(tuning().tier_save_timeout, lambda: self.durable.stat(name))
+        return ask_durable(self.url, lambda: self.durable.stat(name), tuning().tier_save_timeout)
 
     def version(self, name: str) -> str:
         hot = self.hot.version(name)
         try:
-            durable = call_with_timeout(tuning().tier_save_timeout, lambda: self.durable.version(name))
+            durable = ask_durable(self.url, lambda: self.durable.version(name), tuning().tier_save_timeout)
         except StorageUnavailableError as error:
             self._warn_unavailable(error)
             durable = UNKNOWN
@@ -138,7 +144,12 @@ class TierStorage(Storage):
             if name == CATALOG_NAME:
                 replaces = durable_version if expected is not None else UNKNOWN
                 self.hot_folder.write_record(data, StepRecord(self.durable.url, replaces, time.time()))
-            self.hot.publish(name, data, expected=None if expected is None else hot_version)
+            try:
+                self.hot.publish(name, data, expected=None if expected is None else hot_version)
+            except StorageConflictError:
+                if not (hot_version and durable_version) or self.hot.version(name):
+                    raise
+                self.hot.publish(name, data, expected="")  # the flushed step to replace was evicted meanwhile
 
         with_room(self.hot_root, len(data), publish)
         if name == CATALOG_NAME:

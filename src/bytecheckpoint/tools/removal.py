@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
+import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from bytecheckpoint.engine.catalogs import read_catalog
 from bytecheckpoint.engine.file_set import other_folders
-from bytecheckpoint.errors import CheckpointError, CheckpointNotFoundError, StorageError, UsageError
+from bytecheckpoint.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    StorageError,
+    UsageError,
+)
 from bytecheckpoint.representation.names import CATALOG_NAME, generation_of, natural_order
 from bytecheckpoint.saving.commit import stale_uploads
 from bytecheckpoint.storage import Storage, resolve
@@ -63,7 +71,7 @@ def remove_checkpoint(path: str, *, cold: bool = False, dry_run: bool = False) -
         CheckpointNotFoundError: there is none.
         UsageError: files are in other folders, and `cold` is False; or another step of the run uses this one's files.
         StorageConflictError: the step is being flushed.
-        StorageError: the storage fails.
+        StorageError: the storage fails, perhaps for a catalog beside, which may name files of this one.
     """
     storage = resolve(path)
     places = [storage.hot, storage.durable] if isinstance(storage, TierStorage) else [storage]
@@ -104,7 +112,7 @@ def _users(storage: Storage) -> Iterator[str]:
     run = resolve(storage.url.rpartition("/")[0] or "/")
     for name in run.folders():
         step = resolve(f"{run.url}/{name}")
-        with contextlib.suppress(CheckpointError):
+        with contextlib.suppress(CheckpointNotFoundError, CorruptCheckpointError):
             if step.url != storage.url and any(f.name.startswith(inside) for f in read_catalog(step)[0].files):
                 yield step.url
 
@@ -126,7 +134,7 @@ def _is_own(name: str) -> bool:
 def _other_folders(storage: Storage) -> set[str]:
     try:
         return other_folders(read_catalog(storage)[0])
-    except CheckpointError:
+    except (CheckpointNotFoundError, CorruptCheckpointError):
         return set()
 
 
@@ -149,9 +157,26 @@ def collect_garbage(path: str, *, older_than: float, dry_run: bool = False) -> l
     if isinstance(storage, TierStorage):
         storage = storage.durable
     folders = [storage, *(resolve(f"{storage.url}/{name}") for name in sorted(storage.folders(), key=natural_order))]
-    before = time.time() - older_than
+    before = functools.cache(lambda: _now(with_time_limits(storage), dry_run) - older_than)
     found = [removal for folder in folders for removal in _collect(with_time_limits(folder), before, dry_run)]
     return [*found, *_collect_uploads(with_time_limits(storage), older_than, dry_run)]
+
+
+def _now(storage: Storage, dry_run: bool) -> float:
+    """Return the present by the clock of the storage, if that is behind this machine's; a dry run does not ask.
+
+    A file that a save is writing would look old to a machine whose clock is ahead.
+    """
+    probe, now = f".bytecheckpoint-probe-{secrets.token_hex(8)}", time.time()
+    if dry_run:
+        return now
+    try:
+        storage.publish(probe, b"")
+        modified = storage.stat(probe).modified
+        storage.delete([probe])
+    except (StorageError, FileNotFoundError):  # then nothing can be removed here either
+        return now
+    return min(now, modified or now)
 
 
 def _collect_uploads(storage: Storage, older_than: float, dry_run: bool) -> Iterator[Removal]:
@@ -172,10 +197,10 @@ def _is_in_step(name: str) -> bool:
     return any(generation_of(inside) is not None for inside in (name, name.partition("/")[2]))
 
 
-def _collect(storage: Storage, before: float, dry_run: bool) -> Iterator[Removal]:
+def _collect(storage: Storage, before: Callable[[], float], dry_run: bool) -> Iterator[Removal]:
     present = dict(storage.list())
     temporary = [
-        name for name in present if _TEMPORARY.fullmatch(name) is not None and _is_older(storage, name, before)
+        name for name in present if _TEMPORARY.fullmatch(name) is not None and _is_older(storage, name, before())
     ]
     yield from _remove(storage, "temporary", {name: present[name] for name in temporary}, dry_run)
     saves: dict[str, dict[str, int]] = {}
@@ -193,7 +218,7 @@ def _collect(storage: Storage, before: float, dry_run: bool) -> Iterator[Removal
         yield _removal(storage, "uncommitted", files, f"the catalog cannot be read: {error}")
         return
     for generation, files in saves.items():
-        if needed.isdisjoint(files) and all(_is_older(storage, name, before) for name in files):
+        if needed.isdisjoint(files) and all(_is_older(storage, name, before()) for name in files):
             if generation in whole:
                 yield _removal(storage, "uncommitted", files, "only the catalog is missing: run `repair` or `rm`")
             else:
@@ -202,7 +227,7 @@ def _collect(storage: Storage, before: float, dry_run: bool) -> Iterator[Removal
 
 def _is_older(storage: Storage, name: str, before: float) -> bool:
     try:
-        return storage.stat(name).modified < before
+        return 0.0 < storage.stat(name).modified < before  # 0.0: nobody knows
     except FileNotFoundError:
         return False
 

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 from bytecheckpoint.engine.catalogs import read_catalog
+from bytecheckpoint.errors import CheckpointError, IncompatibleCheckpointError
+from bytecheckpoint.representation.names import CATALOG_NAME
 from bytecheckpoint.storage import Storage
+from bytecheckpoint.storage.time_limits import with_time_limits
 from bytecheckpoint.tools.verify_files import Finding, Progress, VerifyReport, verify_catalog
 from bytecheckpoint.tools.verify_tier import verify_tier
 
 __all__ = ["Finding", "Progress", "VerifyReport", "verify_checkpoint"]
 
+#: How often a checkpoint is verified that is replaced, moved or evicted meanwhile.
+_ATTEMPTS = 3
+
 
 def verify_checkpoint(storage: Storage, progress: Progress | None = None, *, threads: int = 0) -> VerifyReport:
     """Check every byte of a checkpoint: sizes, headers, block checksums, and that every tensor is complete.
+
+    If another checkpoint is at the path afterwards and files were missing, that one is verified.
 
     Args:
         storage: where the checkpoint is.
@@ -21,10 +29,34 @@ def verify_checkpoint(storage: Storage, progress: Progress | None = None, *, thr
     Raises:
         CheckpointNotFoundError: no committed checkpoint is there.
         CorruptCheckpointError: the catalog itself is damaged.
-        IncompatibleCheckpointError: a newer version wrote it.
+        IncompatibleCheckpointError: a newer version wrote it, or it is replaced all the time.
     """
+    for _ in range(_ATTEMPTS):
+        before = _catalogs(storage)
+        report = _verify(storage, progress, threads)
+        if report.ok or _catalogs(storage) == before:
+            return report
+        # A save, a cooldown or an eviction has removed files that were to be verified.
+    raise IncompatibleCheckpointError(
+        f"{storage.url} was replaced {_ATTEMPTS} times while it was being verified; verify one that is not being saved"
+    )
+
+
+def _verify(storage: Storage, progress: Progress | None, threads: int) -> VerifyReport:
     tier = storage.tier_to_flush()
     if tier is not None:
         return verify_tier(tier, progress, threads=threads)
     catalog, _ = read_catalog(storage)
     return verify_catalog(storage, catalog, progress, threads=threads)
+
+
+def _catalogs(storage: Storage) -> list[bytes]:
+    """Return the catalogs of all copies, b"" for those that cannot be read."""
+    tier = storage.tier_to_flush()
+    found = []
+    for place in (storage,) if tier is None else (tier.hot, tier.durable):
+        try:
+            found.append(with_time_limits(place).read(CATALOG_NAME))
+        except (FileNotFoundError, CheckpointError):
+            found.append(b"")
+    return found

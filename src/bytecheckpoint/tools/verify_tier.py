@@ -52,9 +52,11 @@ def verify_tier(storage: TierStorage, progress: Progress | None = None, *, threa
     if not unreachable:
         durable_report = verify_catalog(storage.durable, catalog, _half_progress(progress, 1), threads=threads)
         reports.append(durable_report)
+        wanting = {finding.file for finding in findings}
         for finding in durable_report.findings:
-            # The pass over the hot copy has found what is wrong with the catalog itself. A flush brings missing files.
-            if finding.file and (flushed or finding.kind != "missing"):
+            # The pass over the hot copy has found what is wrong with the catalog itself. A flush brings missing files, and
+            # may be writing those that the hot copies have.
+            if finding.file and (flushed or (finding.kind != "missing" and finding.file in wanting)):
                 findings.append(_with_copy(finding, "durable", storage.durable.url))
         notes += durable_report.notes if flushed else ()
     notes += [note for note in hot_report.notes if not INTERNAL_FILES.match(note)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import threading
 import time
@@ -23,6 +24,8 @@ Retry = Callable[[Callable[[], None]], None]
 _ALIGN = 4096
 #: Buffers per system call.
 _MAX_BUFFERS = 512
+#: Errors by which file systems refuse direct I/O.
+_NOT_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)
 
 
 def _advance(buffers: list[memoryview], done: int) -> list[memoryview]:
@@ -122,7 +125,7 @@ class Writer(FileWriter):
             fd = os.open(path, flags | (os.O_DIRECT if direct else 0), 0o666)
         except OSError as error:
             # Some file systems create the file before they refuse the flag, or before they lose their server.
-            if direct and error.errno in (errno.EINVAL, errno.EOPNOTSUPP):
+            if direct and error.errno in _NOT_DIRECT:
                 self.direct = False
             elif first or error.errno != errno.EEXIST or os.stat(path).st_size:
                 raise
@@ -146,7 +149,7 @@ class Writer(FileWriter):
         return fd
 
     def write_at(self, offset: int, buffers: Sequence[memoryview]) -> None:
-        self._repeat("write", lambda fd: write_fully(fd, offset, buffers))
+        self._repeat("write", lambda fd: self._write(fd, offset, buffers))
         if self._retry is None:
             return
         if self._stable:
@@ -159,6 +162,16 @@ class Writer(FileWriter):
             if self.direct:
                 self._written[offset + cut] = [memoryview(bytes(buffer[cut:]))]
             offset += len(buffer)
+
+    def _write(self, fd: int, offset: int, buffers: Sequence[memoryview]) -> None:
+        try:
+            write_fully(fd, offset, buffers)
+        except OSError as error:
+            if not self.direct or error.errno not in _NOT_DIRECT:
+                raise
+            # Some file systems refuse only now, or want larger blocks: through the page cache they take everything.
+            fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT)
+            write_fully(fd, offset, buffers)
 
     def finish(self, size: int) -> None:
         def finish(fd: int) -> None:

@@ -203,7 +203,6 @@ def evict(
     for tier, step in unflushed[settings.tier_waiting :]:
         _log.warning("%s was not flushed, and is removed from memory to make room for newer steps", tier.url)
         remove(tier, step.catalog)
-    for folder, step in hot_steps(storage.hot_root):
-        same_run = run_of(TierStorage(f"{PREFIX}{step.record.url}").url) == run_of(storage.url)
-        if step.record.flushed and step.record.saved < begun and not same_run:
+    for folder, step in hot_steps(storage.hot_root, lambda record: record.flushed and record.saved < begun):
+        if run_of(TierStorage(f"{PREFIX}{step.record.url}").url) != run_of(storage.url):
             folder.remove_step(step.catalog)
