@@ -342,6 +342,6 @@ def unsupported_states(layout: Layout, what: str) -> dict[str, Any]:
 def test_optimizers_that_are_refused(what: str, message: str, path: str) -> None:
     """Nothing is written."""
     states = unsupported_states(Layout(dp=2, bf16=True), what)
-    with pytest.raises(UsageError, match=f"^(rank 1, call: )?{message}"):  # the first to fail is named
+    with pytest.raises(UsageError, match=f"^(rank [01], call: )?{message}"):  # the first to fail is named
         bytecheckpoint.save(path, states, framework="megatron", async_checkpoint=True).result(60)
     assert not os.path.exists(path) or os.listdir(path) == []
