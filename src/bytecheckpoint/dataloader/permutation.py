@@ -76,7 +76,10 @@ class Permutation:
 def _turn(half: NDArray[np.uint64], other: NDArray[np.uint64], length: np.uint64) -> NDArray[np.uint64]:
     """Add a hash of `other` to `half`, modulo `length`."""
     half = half + (((_mix(other) >> _32) * length) >> _32)
-    return np.minimum(half, half - length)  # half - length wraps to a huge number where half is below the length
+    turned: NDArray[np.uint64] = np.minimum(
+        half, half - length
+    )  # below the length, the difference wraps to a huge number
+    return turned
 
 
 def _mix(numbers: Any) -> Any:
