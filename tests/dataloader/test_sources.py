@@ -16,25 +16,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bytecheckpoint.dataloader.sources import files
-from bytecheckpoint.dataloader.sources.base import Cursor, Source
+from bytecheckpoint.dataloader.sources.base import Source
+from bytecheckpoint.dataloader.sources.iterable import IterableSource
 from bytecheckpoint.dataloader.sources.sequence import SequenceSource
 from bytecheckpoint.dataloader.sources.text import JsonLinesSource, TextSource
 from bytecheckpoint.dataloader.sources.tokens import TokenFileSource
 from bytecheckpoint.errors import StorageError, UsageError
-
-
-def drain(cursor: Cursor, most: int = 10**9) -> list[Any]:
-    documents: list[Any] = []
-    while len(documents) < most:
-        try:
-            documents.append(next(cursor))
-        except StopIteration:
-            break
-    return documents
-
-
-def epoch_of(source: Source, streams: int, epoch: int = 0, seed: int = 0) -> list[Any]:
-    return [document for s in range(streams) for document in drain(source.cursor(s, streams, epoch, seed))]
+from tests.dataloader.reading import assert_exact_restarts, drain, epoch_of
 
 
 @given(st.integers(1, 3000), st.integers(1, 40), st.integers(0, 5), st.booleans())
@@ -338,3 +326,66 @@ def test_files_that_change_while_they_are_read(tmp_path: Path, make: Callable[[P
     path.unlink()
     with pytest.raises(StorageError, match=r"0\.txt cannot be read: No such file"):
         epoch_of(source, 1)
+
+
+class Stateful:
+    """Counts from `stream` on in steps of `streams`; its state is where it is."""
+
+    made = 0
+
+    def __init__(self, stream: int, streams: int, epoch: int) -> None:
+        self.next, self.step, self.end = stream, streams, 50 + epoch
+
+    def __iter__(self) -> Stateful:
+        return self
+
+    def __next__(self) -> int:
+        if self.next >= self.end:
+            raise StopIteration
+        Stateful.made += 1
+        self.next += self.step
+        return self.next - self.step
+
+    def state_dict(self) -> dict[str, int]:
+        return {"next": self.next}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.next = state["next"]
+
+
+class StatefulIterator:
+    """The same, where only the iterator has a state."""
+
+    def __init__(self, *place: int) -> None:
+        self.place = place
+
+    def __iter__(self) -> Stateful:
+        return Stateful(*self.place)
+
+
+def plain(stream: int, streams: int, epoch: int) -> range:
+    return range(stream, 50 + epoch, streams)
+
+
+@pytest.mark.parametrize("make", [Stateful, StatefulIterator, plain])
+@pytest.mark.parametrize("streams", [1, 3])
+def test_iterables(make: Callable[[int, int, int], Any], streams: int) -> None:
+    source = IterableSource(make, "counts")
+    assert assert_exact_restarts(source, streams) == [list(range(s, 51, streams)) for s in range(streams)]
+    assert not source.positions and source.describe() != IterableSource(make, "counts", fingerprint="1").describe()
+
+
+@pytest.mark.parametrize("make", [Stateful, StatefulIterator])
+def test_an_iterable_with_a_state_is_not_read_again(make: Callable[[int, int, int], Any]) -> None:
+    cursor = IterableSource(make, "counts").cursor(0, 1, 0, 0)
+    assert drain(cursor, 40) == list(range(40))
+    Stateful.made = 0
+    assert drain(IterableSource(make, "counts").cursor(0, 1, 0, 0, cursor.state())) == list(range(40, 50))
+    assert Stateful.made == 10
+
+
+def test_an_iterable_that_does_not_fit_its_state() -> None:
+    with pytest.raises(UsageError, match="has read 60 documents of a stream of 'counts', which ends after 50"):
+        IterableSource(plain, "counts").cursor(0, 1, 0, 0, {"taken": 60, "iterable": None})
+    with pytest.raises(UsageError, match="'counts', which has no load_state_dict now"):
+        IterableSource(plain, "counts").cursor(0, 1, 0, 0, {"taken": 1, "iterable": {"next": 1}})
