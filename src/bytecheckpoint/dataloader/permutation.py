@@ -76,10 +76,9 @@ class Permutation:
 def _turn(half: NDArray[np.uint64], other: NDArray[np.uint64], length: np.uint64) -> NDArray[np.uint64]:
     """Add a hash of `other` to `half`, modulo `length`."""
     half = half + (((_mix(other) >> _32) * length) >> _32)
-    wrapped: NDArray[np.uint64] = np.minimum(
-        half, half - length
-    )  # half - length is huge where half is below the length
-    return wrapped
+    # Where `half` is below the length, the difference wraps to a huge number.
+    turned: NDArray[np.uint64] = np.minimum(half, half - length)
+    return turned
 
 
 def _mix(numbers: Any) -> Any:

@@ -14,7 +14,7 @@ import numpy as np
 from bytecheckpoint.dataloader.permutation import Permutation, order_key
 from bytecheckpoint.errors import UsageError
 
-__all__ = ["Cursor", "Document", "MapSource", "Source"]
+__all__ = ["Cursor", "Document", "MapSource", "OrderedCursor", "Source", "checked_taken"]
 
 #: Text, bytes, a 1-D integer array of tokens, or any other item that the user's tokenizer takes.
 Document = Any
@@ -84,7 +84,7 @@ class MapSource(Source):
         """Return a cursor; its state is the number of documents that were taken."""
         places = range(stream, len(self), streams)
         order = Permutation(len(self), order_key(seed, epoch, self.name)) if self.shuffle else None
-        return _MapCursor(self, places, order, checked_taken(self.name, state, len(places)))
+        return OrderedCursor(self, places, order, checked_taken(self.name, state, len(places)))
 
 
 def checked_taken(name: str, state: Any, most: int) -> int:
@@ -102,17 +102,22 @@ def checked_taken(name: str, state: Any, most: int) -> int:
     return taken
 
 
-class _MapCursor:
-    """The documents at some places of an order of a `MapSource`.
+class _Numbered(Protocol):
+    def __getitem__(self, index: int, /) -> Document: ...
+
+
+class OrderedCursor:
+    """The documents at some places of an order.
 
     Args:
+        documents: what has documents under numbers.
         places: places of the order.
         order: None for the order of the source.
         taken: how many of the places come before the first document.
     """
 
-    def __init__(self, source: MapSource, places: range, order: Permutation | None, taken: int) -> None:
-        self._source = source
+    def __init__(self, documents: _Numbered, places: range, order: Permutation | None, taken: int) -> None:
+        self._documents = documents
         self._places = places
         self._order = order
         self._taken = taken
@@ -120,6 +125,7 @@ class _MapCursor:
         self._block: list[int] = []
 
     def __next__(self) -> Document:
+        """Return the next document."""
         inside = self._taken - self._first
         if inside == len(self._block):
             places = self._places[self._taken : self._taken + _BLOCK]
@@ -128,9 +134,10 @@ class _MapCursor:
             numbers = np.arange(places.start, places.stop, places.step, dtype=np.int64)
             self._block = (numbers if self._order is None else self._order.at(numbers)).tolist()
             self._first, inside = self._taken, 0
-        document = self._source[self._block[inside]]
+        document = self._documents[self._block[inside]]
         self._taken += 1
         return document
 
     def state(self) -> int:
+        """Return how many of the places were taken."""
         return self._taken

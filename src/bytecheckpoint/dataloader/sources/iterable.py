@@ -1,0 +1,167 @@
+"""Documents that can only be read in order: iterables of any kind, streaming datasets of Hugging Face."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from bytecheckpoint.dataloader.sources.base import Cursor, Document, Source
+from bytecheckpoint.dataloader.sources.fingerprint import value_fingerprint
+from bytecheckpoint.dataloader.sources.sequence import SequenceSource
+from bytecheckpoint.errors import UsageError
+
+__all__ = ["IterableSource", "from_hugging_face"]
+
+
+class IterableSource(Source):
+    """The documents of an iterable that `make` returns for a stream of an epoch.
+
+    A cursor goes on by the `state_dict` and `load_state_dict` of the iterable, or of its iterator. They must be exact after
+    every document. Without them, it reads again what was taken, and drops it.
+
+    Args:
+        make: takes (stream, streams, epoch), and returns an iterable of the documents of that stream in order, the same
+            each time. Each document is in one stream.
+        name: of the source.
+        column: takes `item[column]` for a document; None takes the whole item.
+        fingerprint: names the version of the data and its order: `describe` cannot find it.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[int, int, int], Iterable[Any]],
+        name: str,
+        *,
+        column: str | None = None,
+        fingerprint: str | None = None,
+    ) -> None:
+        self.name = name
+        self._make = make
+        self._column = column
+        self._fingerprint = fingerprint
+
+    def describe(self) -> dict[str, Any]:
+        """Return the given fingerprint and the column."""
+        return {
+            "kind": "iterable",
+            "documents": None,
+            "bytes": None,
+            "column": self._column,
+            "fingerprint": self._fingerprint,
+        }
+
+    def cursor(self, stream: int, streams: int, epoch: int, seed: int, state: Any = None) -> Cursor:
+        """Return a cursor; its state is the number of documents that were taken, and the state of the iterable."""
+        return _IterableCursor(self.name, self._make(stream, streams, epoch), self._column, state)
+
+    @property
+    def positions(self) -> bool:
+        """False: only the iterable knows."""
+        return False
+
+
+class _IterableCursor:
+    def __init__(self, name: str, iterable: Iterable[Any], column: str | None, state: Any) -> None:
+        self._column = column
+        self._taken = 0 if state is None else int(state["taken"])
+        saved = state["iterable"] if self._taken else None
+        if saved is not None and hasattr(iterable, "load_state_dict"):
+            iterable.load_state_dict(saved)
+        self._iterator: Iterator[Any] = iter(iterable)
+        self._stateful = next((one for one in (iterable, self._iterator) if hasattr(one, "state_dict")), None)
+        if saved is not None and not hasattr(iterable, "load_state_dict"):
+            if not hasattr(self._iterator, "load_state_dict"):
+                raise UsageError(
+                    f"the checkpoint holds a state of the iterable of {name!r}, which has no load_state_dict now: "
+                    "use the iterable of the run that saved it"
+                )
+            self._iterator.load_state_dict(saved)
+        if saved is None:
+            for number in range(self._taken):
+                if next(self._iterator, self) is self:
+                    raise UsageError(
+                        f"the checkpoint has read {self._taken} documents of a stream of {name!r}, which ends after "
+                        f"{number}: use the data and the number of streams of the run that saved it"
+                    )
+
+    def __next__(self) -> Document:
+        item = next(self._iterator)
+        self._taken += 1
+        return item if self._column is None else item[self._column]
+
+    def state(self) -> dict[str, Any]:
+        # Before the first document, some iterables have no state.
+        saved = self._stateful.state_dict() if self._stateful is not None and self._taken else None
+        return {"taken": self._taken, "iterable": saved}
+
+
+def from_hugging_face(
+    dataset: Any, name: str, column: str | None = None, *, shuffle: bool = True, fingerprint: str | None = None
+) -> SequenceSource | IterableSource:
+    """Return a source of a dataset of Hugging Face, map-style or streaming.
+
+    A streaming dataset is split among the streams by `split_dataset_by_node`. It goes on by its own state, unless it has a
+    buffer of `shuffle` or a format of tables: its state does not hold what is in these, so it is read again from the
+    beginning of the epoch. Give its `shuffle` a seed: the epoch is added to it.
+
+    Args:
+        dataset: `Dataset` or `IterableDataset`.
+        name: of the source.
+        column: takes `row[column]` for a document; None takes the whole row.
+        shuffle: each epoch of a map-style dataset has a random order of its own. A streaming one has the order that its
+            own `shuffle` gives.
+        fingerprint: names the version of the data.
+
+    Raises:
+        UsageError: `dataset` is neither, or has no such column.
+    """
+    if hasattr(dataset, "keys") or not hasattr(dataset, "column_names"):
+        raise UsageError(
+            f"the source {name!r} is a {type(dataset).__name__}: give one Dataset or IterableDataset, a split"
+        )
+    if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
+        return SequenceSource(dataset, name, column=column, shuffle=shuffle, fingerprint=fingerprint)
+    columns = dataset.column_names  # None where the dataset does not know them
+    if column is not None and columns is not None and column not in columns:
+        raise UsageError(f"the source {name!r} has no column {column!r}, but {', '.join(columns)}")
+    generators = _shuffle_generators(dataset)
+    if fingerprint is None:
+        fingerprint = value_fingerprint([getattr(dataset, "num_shards", None), columns, generators])
+    exact = generators == [] and getattr(dataset, "_formatting", None) is None
+    return IterableSource(_HuggingFaceStreams(dataset, exact), name, column=column, fingerprint=fingerprint)
+
+
+class _HuggingFaceStreams:
+    """The streams of a streaming dataset.
+
+    Args:
+        dataset: the dataset.
+        exact: whether its state is exact.
+    """
+
+    def __init__(self, dataset: Any, exact: bool) -> None:
+        self._dataset = dataset
+        self._exact = exact
+
+    def __call__(self, stream: int, streams: int, epoch: int) -> Iterable[Any]:
+        from datasets.distributed import split_dataset_by_node
+
+        # What is split shares the parts that hold the state; so each stream has a copy.
+        dataset: Any = split_dataset_by_node(copy.deepcopy(self._dataset), rank=stream, world_size=streams)
+        dataset.set_epoch(epoch)
+        documents: Iterable[Any] = dataset if self._exact else iter(dataset)
+        return documents
+
+
+def _shuffle_generators(dataset: Any) -> list[Any] | None:
+    """Return the states of the generators of all shuffle buffers, or None for a dataset of an unknown make."""
+    if not hasattr(dataset, "_ex_iterable"):
+        return None
+    found, todo = [], [dataset._ex_iterable]
+    while todo:
+        part = todo.pop()
+        if type(part).__name__ == "BufferShuffledExamplesIterable":
+            found.append(part.generator.bit_generator.state)
+        todo += [*([part.ex_iterable] if hasattr(part, "ex_iterable") else ()), *getattr(part, "ex_iterables", ())]
+    return found
