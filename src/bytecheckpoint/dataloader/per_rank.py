@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from bytecheckpoint.dataloader.checks import check_rank, check_shared
+from bytecheckpoint.dataloader.hugging_face import check_exact
 from bytecheckpoint.errors import IncompatibleCheckpointError, UsageError
 
 __all__ = ["PerRankLoader", "SupportsStateDict"]
@@ -54,10 +55,13 @@ class PerRankLoader:
         for name in ("state_dict", "load_state_dict"):
             if not callable(getattr(loader, name, None)):
                 raise UsageError(f"a {type(loader).__name__} has no {name}, so its position cannot be saved")
+        for dataset in (loader, getattr(loader, "dataset", None)):
+            check_exact(dataset, "use HuggingFaceLoader(replay=True)")
         self.loader = loader
         self._rank, self._ranks = check_rank(rank, ranks)
-        self._merge = merge or getattr(loader, "merge", None)
-        self._split = split or getattr(loader, "split", None)
+        if merge is None and split is None and callable(getattr(loader, "merge", None)):
+            merge, split = getattr(loader, "merge", None), getattr(loader, "split", None)
+        self._merge, self._split = merge, split
         if (self._merge is None) != (self._split is None):
             raise UsageError("merge and split belong together: pass both, or none")
 
