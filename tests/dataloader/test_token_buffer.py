@@ -256,7 +256,7 @@ def test_sound_changes_are_allowed(tmp_path: Path) -> None:
         ({"sources": [Numbers(), Numbers()]}, "two sources have one name"),
         ({"sources": {Numbers(): -1.0}}, "ratios must be positive"),
         ({"streams": 4}, "equally many from 4 streams"),
-        ({"rank": 6, "ranks": 7}, "rank 6 of 7"),
+        ({"rank": 6, "ranks": 7}, "7 ranks cannot share 6 streams"),
         ({"context_length": 0}, "context_length must be an int of at least 1"),
         ({"epochs": 1, "ranks": 2}, "pass agree="),
         ({"allow": ("seed",)}, "does not know seed"),

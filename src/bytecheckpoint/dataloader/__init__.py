@@ -2,8 +2,33 @@
 
 from __future__ import annotations
 
+from bytecheckpoint.dataloader.hugging_face import HuggingFaceLoader
 from bytecheckpoint.dataloader.loader import TokenBufferLoader
+from bytecheckpoint.dataloader.map_style import ResumableLoader, ResumableSampler
+from bytecheckpoint.dataloader.per_rank import PerRankLoader
 from bytecheckpoint.dataloader.sources.base import Cursor, MapSource, Source
+from bytecheckpoint.dataloader.sources.iterable import IterableSource, from_hugging_face
+from bytecheckpoint.dataloader.sources.parquet import ParquetSource
 from bytecheckpoint.dataloader.sources.sequence import SequenceSource
+from bytecheckpoint.dataloader.sources.text import JsonLinesSource, TextSource
+from bytecheckpoint.dataloader.sources.tokens import TokenFileSource
+from bytecheckpoint.dataloader.torchdata import TorchdataLoader
 
-__all__ = ["Cursor", "MapSource", "SequenceSource", "Source", "TokenBufferLoader"]
+__all__ = [
+    "Cursor",
+    "HuggingFaceLoader",
+    "IterableSource",
+    "JsonLinesSource",
+    "MapSource",
+    "ParquetSource",
+    "PerRankLoader",
+    "ResumableLoader",
+    "ResumableSampler",
+    "SequenceSource",
+    "Source",
+    "TextSource",
+    "TokenBufferLoader",
+    "TokenFileSource",
+    "TorchdataLoader",
+    "from_hugging_face",
+]

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any, Self
 
-import numpy as np
 import torch
 
-from bytecheckpoint.dataloader.recipe import ALLOWED, Recipe, check_shared
+from bytecheckpoint.dataloader.checks import check_allow, check_rank, check_shared, share
+from bytecheckpoint.dataloader.recipe import ALLOWED, Recipe, changed_sources
 from bytecheckpoint.dataloader.rows import Rows
 from bytecheckpoint.dataloader.sources.base import Source
 from bytecheckpoint.dataloader.workers import LocalMaker, Worker
-from bytecheckpoint.errors import IncompatibleCheckpointError, UsageError
+from bytecheckpoint.errors import UsageError
 
 __all__ = ["TokenBufferLoader"]
 
@@ -82,8 +83,8 @@ class TokenBufferLoader:
         seed: int = 0,
         shuffle_buffer: int = 0,
         epochs: int | None = None,
-        rank: int = 0,
-        ranks: int = 1,
+        rank: int | None = None,
+        ranks: int | None = None,
         saves: bool = True,
         workers: int = 0,
         ahead: int = 2,
@@ -105,21 +106,19 @@ class TokenBufferLoader:
             shuffle_buffer=shuffle_buffer,
             epochs=epochs,
         )
-        if not 0 <= rank < ranks <= self._recipe.streams:
-            raise UsageError(
-                f"rank {rank} of {ranks}: ranks must be from 0 on, and at most as many as streams, {self._recipe.streams}"
-            )
+        rank, ranks = check_rank(rank, ranks)
+        if ranks > self._recipe.streams:
+            raise UsageError(f"{ranks} ranks cannot share {self._recipe.streams} streams: choose more streams")
         if epochs is not None and ranks > 1 and agree is None:
             raise UsageError(
                 "with epochs= and several ranks, some end a batch before the others: pass agree=, which tells all of them "
                 "(a MAX all-reduce), or leave epochs away and count steps"
             )
-        if unknown := sorted({*allow} - ALLOWED.keys()):
-            raise UsageError(f"allow= does not know {', '.join(unknown)}; it takes {', '.join(ALLOWED)}")
+        check_allow(allow, ALLOWED)
         if workers < 0 or ahead < 1 or (state_every is not None and state_every < 1) or timeout <= 0:
             raise UsageError("workers must be at least 0; ahead, state_every and timeout more than 0")
         self.batches = 0
-        self._numbers = np.array_split(np.arange(self._recipe.streams), ranks)[rank].tolist()
+        self._numbers = [*share(self._recipe.streams, rank, ranks)]
         self._saves, self._agree, self._allow = saves, agree, {*allow}
         self._worker_options = (min(workers, len(self._numbers)), start_method, ahead, timeout)
         self._state_every = state_every
@@ -163,8 +162,9 @@ class TokenBufferLoader:
         if not self._makers:
             count, start_method, ahead, timeout = self._worker_options
             states, self._states = self._states, {}
-            for i, part in enumerate(np.array_split(np.array(self._numbers), max(count, 1))):
-                numbers: list[int] = part.tolist()
+            for i in range(max(count, 1)):
+                part = share(len(self._numbers), i, max(count, 1))
+                numbers = self._numbers[part.start : part.stop]
                 arguments = (self._recipe, numbers, self.batches, {n: states[n] for n in numbers if n in states})
                 name = f"data loader worker {i} of {count}, which feeds streams {numbers[0]} to {numbers[-1]},"
                 maker = Worker(name, start_method, ahead, timeout, arguments) if count else LocalMaker(*arguments)
@@ -219,13 +219,8 @@ class TokenBufferLoader:
     def choose_streams(self, shared: Any, saved: Sequence[int]) -> Sequence[int]:
         """Check that this loader feeds the data of a checkpoint, and choose its streams; see `SupportsStreams`."""
         own = {name: value for name, value in self.shared_state().items() if name != "batches"}
-        if (
-            not isinstance(shared, dict)
-            or not isinstance(shared.get("batches"), int)
-            or not shared.keys() >= own.keys()
-        ):
-            raise IncompatibleCheckpointError("the checkpoint's data loader is not a TokenBufferLoader")
-        check_shared(shared, own, self._allow)
+        compare = {"sources": partial(changed_sources, allow="sources" in self._allow)}
+        check_shared(shared, own, allow=self._allow, allowed=ALLOWED, compare=compare)
         return self._numbers
 
     def load_streams(self, shared: Any, states: Mapping[int, Any]) -> None:

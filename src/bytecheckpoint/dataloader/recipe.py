@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,11 +12,12 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from bytecheckpoint.dataloader.checks import remedy, short
 from bytecheckpoint.dataloader.sources.base import Document, Source
-from bytecheckpoint.errors import IncompatibleCheckpointError, UsageError
+from bytecheckpoint.errors import UsageError
 from bytecheckpoint.representation.values.equality import equal
 
-__all__ = ["Recipe", "Tokens", "check_shared"]
+__all__ = ["ALLOWED", "Recipe", "Tokens", "changed_sources"]
 
 Tokens = NDArray[np.int32]
 
@@ -141,6 +142,7 @@ class Recipe:
     def shared(self) -> dict[str, Any]:
         """Describe the recipe: equal recipes of equal data, and no others, have equal descriptions."""
         return {
+            "loader": "TokenBufferLoader",
             "sources": {source.name: source.describe() for source in self.sources},
             "ratios": {source.name: ratio for source, ratio in zip(self.sources, self.ratios, strict=True)},
             "tokenizer": self._fingerprint(),
@@ -166,53 +168,26 @@ def _are_ids(array: NDArray[Any]) -> bool:
     return array.dtype.kind in "iu" and int(array.max()) < 2**31 and int(array.min()) >= 0
 
 
-def check_shared(saved: Mapping[str, Any], own: Mapping[str, Any], allowed: Collection[str]) -> None:
-    """Check that a loader goes on with what the checkpoint was fed.
+def changed_sources(saved: Any, own: Any, *, allow: bool) -> list[str]:
+    """Compare descriptions of sources by name; return the differences in words.
 
     Args:
-        saved: description of the recipe in the checkpoint.
-        own: description of the recipe here.
-        allowed: names of what may differ, of `ALLOWED`.
-
-    Raises:
-        IncompatibleCheckpointError: they differ; the message says in what, and what to do about each.
+        saved: those of the checkpoint.
+        own: those here.
+        allow: whether sources may be new or gone.
     """
+    saved = saved if isinstance(saved, dict) else {}
     found = []
-    for name in own:
-        if name == "sources":
-            found += _changed_sources(saved.get(name, {}), own[name], "sources" in allowed)
-        elif not equal(saved.get(name), own[name]) and name not in allowed:
-            found.append(f"{name} was {_short(saved.get(name))} and is {_short(own[name])} here{_remedy(name)}")
-    if found:
-        raise IncompatibleCheckpointError("the data loader cannot go on from this checkpoint: " + "; ".join(found))
-
-
-def _changed_sources(saved: Mapping[str, Any], own: Mapping[str, Any], allowed: bool) -> list[str]:
-    found = []
-    if not allowed:
+    if not allow:
         if lost := sorted(saved.keys() - own.keys()):
-            found.append(f"it lacks the source{'s' * (len(lost) > 1)} {', '.join(lost)}{_remedy('sources')}")
+            found.append(f"it lacks the source{'s' * (len(lost) > 1)} {', '.join(lost)}{remedy('sources', ALLOWED)}")
         if new := sorted(own.keys() - saved.keys()):
-            found.append(
-                f"the checkpoint does not know the source{'s' * (len(new) > 1)} {', '.join(new)}{_remedy('sources')}"
-            )
-    for name in saved.keys() & own.keys():
+            names = f"source{'s' * (len(new) > 1)} {', '.join(new)}"
+            found.append(f"the checkpoint does not know the {names}{remedy('sources', ALLOWED)}")
+    for name in sorted(saved.keys() & own.keys()):
         was, now = saved[name], own[name]
         changed = [key for key in sorted({*was, *now}) if not equal(was.get(key), now.get(key))]
         if changed:
-            text = ", ".join(f"{key} was {_short(was.get(key))} and is {_short(now.get(key))}" for key in changed)
+            text = ", ".join(f"{key} was {short(was.get(key))} and is {short(now.get(key))}" for key in changed)
             found.append(f"the data of source {name} has changed ({text}): bring back the data that the run began with")
     return found
-
-
-def _remedy(name: str) -> str:
-    if name in ALLOWED:
-        return f' (allow=("{name}",) accepts that: {ALLOWED[name]})'
-    if name == "tokenizer":
-        return " (recognised by what it makes of a sample text): use the one that the run began with"
-    return ": set it as the run began"
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) < 80 else text[:77] + "..."

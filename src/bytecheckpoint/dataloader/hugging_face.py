@@ -1,0 +1,215 @@
+"""Streaming data sets of Hugging Face, whose examples are fed as they are, exactly at any data-parallel degree."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
+from typing import Any
+
+from bytecheckpoint.dataloader.checks import check_rank, check_shared, share
+from bytecheckpoint.errors import UsageError
+
+__all__ = ["HuggingFaceLoader", "check_exact"]
+
+_END = object()
+
+
+class HuggingFaceLoader:
+    """Feeds the examples of a `datasets.IterableDataset`; implements `SupportsStreams`.
+
+    `split_dataset_by_node` divides the data set into a fixed number of *streams*. A global batch takes equally many
+    examples from every stream, in the order of the streams, and a rank feeds a run of streams that follow each other. So
+    the global batch is the same for every number of ranks.
+
+    Iterate over the loader for this rank's part of one global batch after the other. It never ends: a stream that has
+    been read starts its next epoch (`set_epoch`), whatever the others do, so that every batch is full. Count steps. The
+    iteration goes on where it was, also in a second `for`. It reads in the calling thread.
+
+    The position of a stream is `IterableDataset.state_dict`. That is not exact behind a shuffle buffer, whose examples it
+    leaves out, nor behind a batched `map` in a table format. Such data sets need `replay`.
+
+    Args:
+        dataset: the data set. Shuffle it with a fixed seed: `shuffle(seed=..., buffer_size=1)` shuffles the shards.
+        global_batch: examples that all ranks together feed in a step.
+        streams: number of streams, at least as many as ranks there will ever be. It divides `global_batch`, and never
+            changes during a run. If it is a divisor of the number of shards, no stream reads what others feed.
+        rank: number of this rank among those that feed different data (the data-parallel rank).
+        ranks: how many these are.
+        collate: list of examples -> batch; by default, the list itself.
+        replay: whether a load reads each stream again from the start of its epoch, and skips what was fed. That is exact
+            for every data set whose order is fixed, and takes as long as feeding it did.
+        fingerprint: what tells this data set from others (a version, a hash); None: nothing does.
+
+    Raises:
+        UsageError: an argument is out of its range, or the data set needs `replay`.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        global_batch: int,
+        *,
+        streams: int,
+        rank: int | None = None,
+        ranks: int | None = None,
+        collate: Callable[[list[Any]], Any] | None = None,
+        replay: bool = False,
+        fingerprint: str | int | None = None,
+    ) -> None:
+        from datasets import IterableDataset
+
+        if not isinstance(dataset, IterableDataset):
+            raise UsageError(
+                f"a HuggingFaceLoader takes a streaming data set (load_dataset(..., streaming=True)), and this is a "
+                f"{type(dataset).__name__}; a map-style one goes into a DataLoader with a ResumableSampler"
+            )
+        self._rank, self._ranks = check_rank(rank, ranks)
+        if type(streams) is not int or streams < self._ranks:
+            raise UsageError(f"streams is {streams!r}, which is no stream for each of {self._ranks} ranks")
+        if type(global_batch) is not int or global_batch < 1 or global_batch % streams:
+            raise UsageError(
+                f"a global batch of {global_batch!r} examples cannot take equally many from {streams} streams"
+            )
+        if not replay:
+            check_exact(dataset, "pass replay=True to read again what was fed")
+        self._global_batch, self._count, self._fingerprint = global_batch, streams, fingerprint
+        self._collate, self._replay = collate, replay
+        self._streams = {n: _Stream(dataset, n, streams, replay) for n in share(streams, self._rank, self._ranks)}
+
+    def __iter__(self) -> Iterator[Any]:
+        """Iterate over this rank's parts of the global batches, without end."""
+        while True:
+            yield self._next()
+
+    def _next(self) -> Any:
+        each = self._global_batch // self._count
+        examples = [stream.next() for stream in self._streams.values() for _ in range(each)]
+        return examples if self._collate is None else self._collate(examples)
+
+    # --- state ----------------------------------------------------------------------------------------------------
+
+    @property
+    def stream_count(self) -> int:
+        """Number of streams of all ranks."""
+        return self._count
+
+    def shared_state(self) -> Any:
+        """Return what decides about the global batches."""
+        return {
+            "loader": type(self).__name__,
+            "streams": self._count,
+            "global_batch": self._global_batch,
+            "replay": self._replay,
+            "dataset_fingerprint": self._fingerprint,
+        }
+
+    def stream_states(self) -> Mapping[int, Any]:
+        """Return the positions of this rank's streams."""
+        return {number: stream.state() for number, stream in self._streams.items()}
+
+    def choose_streams(self, shared: Any, saved: Sequence[int]) -> Sequence[int]:
+        """Return the streams of this rank.
+
+        Raises:
+            IncompatibleCheckpointError: the checkpoint is of other data, or has other streams.
+        """
+        check_shared(shared, self.shared_state())
+        return [*self._streams]
+
+    def load_streams(self, shared: Any, states: Mapping[int, Any]) -> None:
+        """Go on from the positions of this rank's streams."""
+        for number, stream in self._streams.items():
+            stream.go_on(states[number])
+
+
+class _Stream:
+    """One part of the data set, fed again and again."""
+
+    def __init__(self, dataset: Any, number: int, count: int, replay: bool) -> None:
+        self._dataset, self._number, self._count, self._replay = dataset, number, count, replay
+        self._examples: Iterator[Any] | None = None
+        self._part: Any = None
+        self._epoch = self._fed = 0  # of the epoch
+        self._state: Any = None  # to go on from, until the first example
+
+    def next(self) -> Any:
+        """Return the next example.
+
+        Raises:
+            UsageError: the part is empty.
+        """
+        while True:
+            if self._examples is None:
+                self._examples = self._open()
+            example = next(self._examples, _END)
+            if example is not _END:
+                self._fed += 1
+                return example
+            if not self._fed:
+                raise UsageError(
+                    f"stream {self._number} of {self._count} has no examples: the data set needs fewer streams"
+                )
+            self._epoch, self._fed, self._state, self._examples = self._epoch + 1, 0, None, None
+
+    def _open(self) -> Iterator[Any]:
+        from datasets.distributed import split_dataset_by_node
+
+        # Parts of one data set keep their positions in one place, so every stream has steps of its own; and a data set
+        # that was told a state starts from it each time, so every epoch has them.
+        dataset = copy(self._dataset)
+        dataset._ex_iterable = _own_steps(dataset._ex_iterable)
+        self._part = split_dataset_by_node(dataset, rank=self._number, world_size=self._count)
+        self._part.set_epoch(self._epoch)
+        if self._state is not None:
+            self._part.load_state_dict(self._state)
+        examples: Iterator[Any] = iter(self._part)
+        if self._replay:
+            for _ in range(self._fed):
+                next(examples, None)
+        return examples
+
+    def state(self) -> dict[str, Any]:
+        started = self._examples is not None and self._fed
+        state = self._part.state_dict() if started and not self._replay else self._state
+        return {"epoch": self._epoch, "fed": self._fed, "dataset": state}
+
+    def go_on(self, state: Mapping[str, Any]) -> None:
+        self._epoch, self._fed, self._state = state["epoch"], state["fed"], state["dataset"]
+        self._examples = None
+
+
+def _own_steps(step: Any) -> Any:
+    """Copy a chain of steps, but not the data and functions in it (deepcopy reaches into file systems)."""
+    own = copy(step)
+    for name, value in vars(step).items():
+        if name == "ex_iterable":
+            setattr(own, name, _own_steps(value))
+        elif name == "ex_iterables":
+            setattr(own, name, [_own_steps(each) for each in value])
+        elif type(value) in (list, dict):
+            setattr(own, name, copy(value))
+    return own
+
+
+def check_exact(dataset: Any, remedy: str) -> None:
+    """Check that the state of a data set leaves nothing out; the documentation of `state_dict` names the cases.
+
+    Args:
+        dataset: any object; others than streaming data sets pass.
+        remedy: what to do.
+
+    Raises:
+        UsageError: it would leave something out.
+    """
+    steps = [dataset._ex_iterable] if hasattr(dataset, "_ex_iterable") else []
+    while steps:
+        step, reason = steps.pop(), ""
+        if type(step).__name__ == "BufferShuffledExamplesIterable" and step.buffer_size > 1:
+            reason = f"its shuffle buffer of {step.buffer_size} examples"
+        if getattr(step, "batched", False) and getattr(getattr(step, "formatting", None), "is_table", False):
+            reason = "its batched map in a table format"
+        if reason:
+            raise UsageError(
+                f"the state of this data set leaves out {reason}: {remedy}, or make the data set without it"
+            )
+        steps += [step.ex_iterable] if hasattr(step, "ex_iterable") else getattr(step, "ex_iterables", [])

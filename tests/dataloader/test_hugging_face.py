@@ -1,0 +1,157 @@
+"""Streaming data sets of Hugging Face go on exactly, at any data-parallel degree."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import chain, islice, pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+import bytecheckpoint
+from bytecheckpoint.collectives.base import Collective
+from bytecheckpoint.collectives.testing import ThreadWorld
+from bytecheckpoint.dataloader.hugging_face import HuggingFaceLoader
+from bytecheckpoint.dataloader.per_rank import PerRankLoader
+from bytecheckpoint.errors import IncompatibleCheckpointError, UsageError
+
+datasets = pytest.importorskip("datasets", reason="NOT TESTED HERE: needs datasets")
+
+
+def read(shards: list[range]) -> Iterator[dict[str, int]]:
+    for shard in shards:
+        yield from ({"id": number} for number in shard)
+
+
+def dataset_of(shards: int, length: int = 23, how: str = "plain") -> Any:
+    bounds = [length * i // shards for i in range(shards + 1)]
+    parts = [range(a, b) for a, b in pairwise(bounds)]
+    found = datasets.IterableDataset.from_generator(read, gen_kwargs={"shards": parts})
+    if how == "mapped":
+        return found.map(lambda example: {"id": 2 * example["id"]}).filter(lambda example: example["id"] % 3 > 0)
+    if how == "shards":
+        return found.shuffle(seed=4, buffer_size=1)
+    return found.shuffle(seed=4, buffer_size=5) if how == "buffer" else found
+
+
+def loaders_of(dataset: Any, ranks: int, streams: int = 4, batch: int = 8, **options: Any) -> list[HuggingFaceLoader]:
+    return [
+        HuggingFaceLoader(
+            dataset,
+            batch,
+            streams=streams,
+            rank=rank,
+            ranks=ranks,
+            collate=lambda rows: [r["id"] for r in rows],
+            **options,
+        )
+        for rank in range(ranks)
+    ]
+
+
+def take(loaders: Sequence[Any], count: int) -> list[list[int]]:
+    return [[*chain(*parts)] for parts in islice(zip(*loaders, strict=True), count)]
+
+
+def hand_over(old: Sequence[HuggingFaceLoader], new: Sequence[HuggingFaceLoader]) -> None:
+    states: dict[int, Any] = {}
+    for loader in old:
+        states |= loader.stream_states()
+    for loader in new:
+        chosen = loader.choose_streams(old[0].shared_state(), sorted(states))
+        loader.load_streams(old[0].shared_state(), {n: states[n] for n in chosen})
+
+
+@pytest.mark.parametrize("how", ["plain", "mapped", "shards", "buffer"])
+@settings(max_examples=12, deadline=None)
+@given(st.sampled_from([3, 4, 8]), st.lists(st.tuples(st.integers(1, 4), st.integers(0, 5)), min_size=1, max_size=4))
+@example(3, [(1, 2), (1, 1)])  # the last examples of a part: datasets keeps the positions of all parts in one place
+def test_any_sequence_of_degrees_feeds_the_same_batches(how: str, shards: int, runs: list[tuple[int, int]]) -> None:
+    dataset = dataset_of(shards, how=how)
+    options = {"replay": how == "buffer"}
+    fed: list[list[int]] = []
+    old: list[HuggingFaceLoader] = []
+    for ranks, count in runs:
+        new = loaders_of(dataset, ranks, **options)
+        if old:
+            hand_over(old, new)
+        fed += take(new, count)
+        old = new
+    assert fed == take(loaders_of(dataset, 1, **options), len(fed))
+
+
+def test_each_epoch_feeds_everything_once() -> None:
+    [loader] = loaders_of(dataset_of(4, length=16), 1)
+    batches = take([loader], 4)
+    assert sorted([*chain(*batches[:2])]) == sorted([*chain(*batches[2:])]) == [*range(16)]
+    [shuffled] = loaders_of(dataset_of(8, length=16, how="shards"), 1)
+    batches = take([shuffled], 4)
+    assert sorted([*chain(*batches[:2])]) == sorted([*chain(*batches[2:])]) and batches[:2] != batches[2:]
+
+
+def test_checkpoints_of_any_number_of_ranks(tmp_path: Path) -> None:
+    reference = take(loaders_of(dataset_of(3), 1), 9)
+
+    def train(collective: Collective, goes_on: bool) -> list[list[int]]:
+        loader = loaders_of(dataset_of(3), collective.world_size)[collective.rank]
+        if goes_on:
+            bytecheckpoint.load(tmp_path / "c", {"dataloader": loader})
+        own = take([loader], 3)
+        bytecheckpoint.save(tmp_path / "c", {"dataloader": loader})
+        return own
+
+    fed: list[list[int]] = []
+    for ranks in (2, 1, 4):
+        found = ThreadWorld(ranks).run(train, bool(fed), timeout=60)
+        fed += [[*chain(*parts)] for parts in zip(*found, strict=True)]
+    assert fed == reference
+
+
+def test_the_states_of_ranks_go_on_at_the_same_degree(tmp_path: Path) -> None:
+    from datasets.distributed import split_dataset_by_node
+
+    def loader() -> PerRankLoader:
+        return PerRankLoader(split_dataset_by_node(dataset_of(2), rank=1, world_size=2))
+
+    old, new = loader(), loader()
+    fed = [*islice(old, 5)]
+    bytecheckpoint.save(tmp_path / "c", {"dataloader": old})
+    bytecheckpoint.load(tmp_path / "c", {"dataloader": new})
+    assert [*fed, *new] == [*loader()]
+
+
+def test_inexact_states_are_refused() -> None:
+    with pytest.raises(UsageError, match="leaves out its shuffle buffer of 5 examples: pass replay=True"):
+        loaders_of(dataset_of(4, how="buffer"), 1)
+    with pytest.raises(UsageError, match="leaves out its shuffle buffer of 5 examples: use HuggingFaceLoader"):
+        PerRankLoader(dataset_of(4, how="buffer"))
+    with pytest.raises(UsageError, match="leaves out its shuffle buffer of 5 examples"):
+        loaders_of(datasets.concatenate_datasets([dataset_of(4), dataset_of(4, how="buffer").take(3)]), 1)
+    with pytest.raises(UsageError, match="leaves out its batched map in a table format"):
+        loaders_of(dataset_of(4).with_format("arrow").map(lambda table: table, batched=True), 1)
+
+
+def test_other_streams_are_refused() -> None:
+    old = loaders_of(dataset_of(4), 1)
+    for options, message in (
+        ({"streams": 2}, "streams was 4 and is 2"),
+        ({"batch": 4}, "global_batch was 8 and is 4"),
+        ({"replay": True}, "replay was False and is True"),
+        ({"fingerprint": "b"}, "dataset_fingerprint was None and is 'b'"),
+    ):
+        with pytest.raises(IncompatibleCheckpointError, match=message):
+            hand_over(old, loaders_of(dataset_of(4), 1, **options))
+
+
+def test_bad_arguments_are_named() -> None:
+    with pytest.raises(UsageError, match="streams is 4, which is no stream for each of 5"):
+        loaders_of(dataset_of(4), 5)
+    with pytest.raises(UsageError, match="a global batch of 6 examples cannot take equally many from 4"):
+        loaders_of(dataset_of(4), 1, batch=6)
+    with pytest.raises(UsageError, match="this is a Dataset;"):
+        loaders_of(datasets.Dataset.from_dict({"id": [1]}), 1)
+    with pytest.raises(UsageError, match="has no examples: the data set needs fewer streams"):
+        take(loaders_of(dataset_of(1, length=3), 1), 1)

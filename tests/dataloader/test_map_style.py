@@ -1,0 +1,242 @@
+"""Map-style data sets go on exactly, at any data-parallel degree and with any number of workers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, Dataset
+from torch.utils.data.distributed import DistributedSampler
+
+import bytecheckpoint
+from bytecheckpoint.collectives.base import Collective
+from bytecheckpoint.collectives.testing import ThreadWorld
+from bytecheckpoint.dataloader.map_style import ResumableLoader, ResumableSampler
+from bytecheckpoint.errors import CheckpointError, IncompatibleCheckpointError, UsageError
+
+
+class Numbers(Dataset[int]):
+    """The numbers below `length`; a class, so that spawned workers can have it."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def loader_of(
+    length: int, batch: int, *, workers: int = 0, persistent: bool = False, **options: Any
+) -> ResumableLoader:
+    data = Numbers(length)
+    sampler = ResumableSampler(data, batch, **options)
+    return ResumableLoader(
+        DataLoader(data, batch_sampler=sampler, num_workers=workers, persistent_workers=persistent, collate_fn=list)
+    )
+
+
+def take(loaders: Sequence[Any], count: int) -> Iterator[list[int]]:
+    """Take `count` global batches from the loaders of all ranks, over the ends of epochs."""
+    iterators = [iter(loader) for loader in loaders]
+    while count:
+        parts: list[list[int]] = []
+        for iterator in iterators:
+            parts += [part] if (part := next(iterator, None)) is not None else []
+        if parts:
+            assert len(parts) == len(loaders)
+            yield [*chain(*parts)]
+            count -= 1
+        else:
+            iterators = [iter(loader) for loader in loaders]
+
+
+def hand_over(old: Sequence[Any], new: Sequence[Any]) -> None:
+    """Load the state that all old loaders hold into the new ones, as a checkpoint does."""
+    shared = old[0].shared_state()
+    assert all(loader.shared_state() == shared and loader.stream_states() == {0: {}} for loader in old)
+    for loader in new:
+        chosen = loader.choose_streams(shared, [0])
+        loader.load_streams(shared, {n: {} for n in chosen})
+
+
+def expected(length: int, batch: int, epoch: int, seed: int, shuffle: bool, drop_last: bool) -> list[list[int]]:
+    order = list(DistributedSampler(Numbers(length), 1, 0, shuffle=shuffle, seed=seed + epoch))
+    batches = [order[i : i + batch] for i in range(0, length, batch)]
+    return [b for b in batches if len(b) == batch or not drop_last]
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.data())
+def test_any_sequence_of_degrees_feeds_the_same_batches(data: st.DataObject) -> None:
+    ranks_most = data.draw(st.integers(1, 5))
+    batch = data.draw(st.integers(ranks_most, 12))
+    length = data.draw(st.integers(batch, 60))
+    drop_last = 0 < length % batch < ranks_most or data.draw(st.booleans())
+    options = {"shuffle": data.draw(st.booleans()), "drop_last": drop_last, "seed": data.draw(st.integers(0, 9))}
+    fed: list[list[int]] = []
+    old: list[ResumableLoader] = []
+    for ranks, count in data.draw(
+        st.lists(st.tuples(st.integers(1, ranks_most), st.integers(0, 12)), min_size=1, max_size=5)
+    ):
+        new = [loader_of(length, batch, rank=rank, ranks=ranks, **options) for rank in range(ranks)]
+        if old:
+            hand_over(old, new)
+        fed += take(new, count)
+        old = new
+    wanted: list[list[int]] = []
+    epoch = 0
+    while len(wanted) < len(fed):
+        wanted += expected(length, batch, epoch, **options)
+        epoch += 1
+    assert fed == wanted[: len(fed)]
+
+
+@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")  # torch's own choice
+@pytest.mark.parametrize(("workers", "persistent"), [(1, False), (2, True)])
+def test_workers_that_are_ahead_lose_nothing(workers: int, persistent: bool) -> None:
+    reference = [*take([loader_of(20, 6)], 9)]
+    first = loader_of(20, 6, workers=workers, persistent=persistent)
+    fed = [*take([first], 2)]  # the workers hold more
+    hand_over([first], [second := loader_of(20, 6, workers=workers, persistent=persistent)])
+    fed += take([second], 1)  # broken off within an epoch, and gone on in the same loader
+    fed += take([second], 3)
+    hand_over([second], pair := [loader_of(20, 6, rank=rank, ranks=2) for rank in range(2)])
+    fed += take(pair, 3)
+    assert fed == reference
+
+
+def test_global_batches_are_those_of_a_distributed_sampler() -> None:
+    loader = loader_of(24, 8, seed=3)
+    loader.set_epoch(2)
+    samplers = [DistributedSampler(Numbers(24), 4, rank, seed=3) for rank in range(4)]
+    for sampler in samplers:
+        sampler.set_epoch(2)
+    theirs = [list(sampler) for sampler in samplers]
+    for number, batch in enumerate(loader):
+        assert sorted(batch) == sorted(i for ids in theirs for i in ids[2 * number : 2 * number + 2])
+
+
+def test_epochs_are_counted() -> None:
+    loader = loader_of(10, 4)
+    assert len(loader) == 3
+    epochs = []
+    for epoch in range(3):
+        loader.set_epoch(epoch)  # as with DistributedSampler: no harm
+        epochs.append(list(loader))
+    assert loader.epoch == 3 and epochs[0] != epochs[1]
+    loader.set_epoch(1)
+    assert list(loader) == epochs[1]
+    loader.set_epoch(0)
+    iterator = iter(loader)
+    next(iterator)
+    loader.set_epoch(1)
+    with pytest.raises(UsageError, match="begin another one"):
+        next(iterator)
+
+
+def test_a_loop_that_forgets_the_loaded_epoch_is_refused() -> None:
+    old, new = loader_of(10, 4), loader_of(10, 4)
+    list(take([old], 5))
+    hand_over([old], [new])
+    with pytest.raises(UsageError, match="goes on in epoch 1"):
+        new.set_epoch(0)
+    new.set_epoch(1)
+    assert new.sampler.taken == 8
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ({"length": 21}, "dataset_length was 20 and is 21"),
+        ({"seed": 1}, "seed was 0 and is 1"),
+        ({"shuffle": False}, "shuffle was True and is False"),
+        ({"fingerprint": "b"}, "dataset_fingerprint was 'a' and is 'b'"),
+        ({"batch": 4}, r'global_batch was 5 and is 4 here \(allow=\("global_batch",\)'),
+    ],
+)
+def test_other_data_is_refused(other: dict[str, Any], message: str) -> None:
+    arguments: dict[str, Any] = {"length": 20, "batch": 5, "fingerprint": "a"}
+    with pytest.raises(IncompatibleCheckpointError, match=message):
+        hand_over([loader_of(**arguments)], [loader_of(**(arguments | other))])
+
+
+def test_another_global_batch_goes_on_behind_the_last_sample() -> None:
+    old = loader_of(20, 6)
+    fed = [*take([old], 2)]
+    hand_over([old], new := [loader_of(20, 4, rank=rank, ranks=2, allow=("global_batch",)) for rank in range(2)])
+    assert [*chain(*fed, *take(new, 2))] == [*chain(*expected(20, 20, 0, 0, True, False))]
+    hand_over([loader_of(20, 6)], [loader_of(20, 4, allow=("global_batch",))])
+    wide = loader_of(20, 4, rank=0, ranks=4, allow=("global_batch",))
+    old.set_epoch(5)
+    [*take([old], 1)]
+    with pytest.raises(IncompatibleCheckpointError, match="last global batch of the epoch has 2 samples"):
+        hand_over([old], [wide])
+
+
+def test_bad_arguments_are_named() -> None:
+    with pytest.raises(UsageError, match="global_batch is 3"):
+        loader_of(20, 3, rank=0, ranks=4)
+    with pytest.raises(UsageError, match="has 2 samples, which is none for some of 3 ranks"):
+        loader_of(20, 6, rank=0, ranks=3)
+    with pytest.raises(UsageError, match="no global batch of 30"):
+        loader_of(20, 30, drop_last=True)
+    with pytest.raises(UsageError, match="allow= does not know seed"):
+        loader_of(20, 5, allow=("seed",))
+    with pytest.raises(UsageError, match="rank 4 of 4"):
+        loader_of(20, 5, rank=4, ranks=4)
+    with pytest.raises(UsageError, match="has a BatchSampler"):
+        ResumableLoader(DataLoader(Numbers(3)))
+    sampler = ResumableSampler(Numbers(4), 2)
+    with pytest.raises(UsageError, match="5 samples in the DataLoader, and 4 in its sampler"):
+        ResumableLoader(DataLoader(Numbers(5), batch_sampler=sampler))
+    with pytest.raises(UsageError, match="in_order=False"):
+        ResumableLoader(DataLoader(Numbers(4), batch_sampler=sampler, num_workers=1, in_order=False))
+
+
+def test_checkpoints_of_any_number_of_ranks(tmp_path: Path) -> None:
+    reference = [*take([loader_of(30, 8)], 12)]
+    fed: list[list[int]] = []
+
+    def train(collective: Collective, ranks: int) -> list[list[int]]:
+        rank = collective.rank % ranks  # two ranks of the world feed the same data
+        loader = loader_of(30, 8, rank=rank, ranks=ranks)
+        if fed:
+            bytecheckpoint.load(tmp_path / "c", {"dataloader": loader})
+        own = [*take([loader], 3)]
+        bytecheckpoint.save(tmp_path / "c", {"dataloader": loader})
+        return own
+
+    for ranks in (2, 1, 4, 3):
+        found = ThreadWorld(2 * ranks).run(train, ranks, timeout=100)
+        assert found[:ranks] == found[ranks:]
+        fed += [[*chain(*parts)] for parts in zip(*found[:ranks], strict=True)]
+    assert fed == reference
+
+
+def test_ranks_out_of_step_fail_the_save(tmp_path: Path) -> None:
+    def save(collective: Collective) -> str:
+        loader = loader_of(30, 8, rank=collective.rank, ranks=2)
+        [*take([loader], 1 + collective.rank)]
+        with pytest.raises(CheckpointError) as caught:
+            bytecheckpoint.save(tmp_path / "c", {"dataloader": loader})
+        return str(caught.value)
+
+    for message in ThreadWorld(2).run(save, timeout=60):
+        assert "ranks 0 and 1 hold different states under dataloader" in message
+
+
+def test_ranks_must_be_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 4)
+    with pytest.raises(UsageError, match="these 4 processes were not told"):
+        loader_of(20, 5)
+    assert len(loader_of(20, 5, rank=1, ranks=2)) == 4
