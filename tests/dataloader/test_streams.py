@@ -112,3 +112,19 @@ def test_bad_states_are_named(tmp_path: Path) -> None:
     loader.states = {3: {}}
     with pytest.raises(UsageError, match="3 is not the number of one of 3 streams"):
         bytecheckpoint.save(tmp_path / "c", {"dataloader": loader})
+
+
+def test_positions_of_single_ranks_are_not_lost_silently(tmp_path: Path) -> None:
+    def save_own(collective: Collective) -> None:
+        bytecheckpoint.save(tmp_path / "c", {"dataloader": {"position": collective.rank}})
+
+    def load_own(collective: Collective, strict: Any) -> Any:
+        states: dict[str, Any] = {"dataloader": {}}
+        return bytecheckpoint.load(tmp_path / "c", states, strict=strict).notes, states["dataloader"]
+
+    ThreadWorld(2).run(save_own, timeout=60)
+    assert [own for _, own in ThreadWorld(2).run(load_own, True, timeout=60)] == [{"position": 0}, {"position": 1}]
+    with pytest.raises(IncompatibleCheckpointError, match="2 ranks of the checkpoint's 2 have positions of their own"):
+        ThreadWorld(3).run(load_own, True, timeout=60)
+    for notes, _ in ThreadWorld(3).run(load_own, {"dataloader": False}, timeout=60):
+        assert "lost or fed twice" in notes[0]

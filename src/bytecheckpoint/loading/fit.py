@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,13 +16,23 @@ from bytecheckpoint.planning.coverage import first_gap
 from bytecheckpoint.planning.intersect import intersect
 from bytecheckpoint.planning.read_plan import plan_reads
 from bytecheckpoint.representation.boxes import BoxTable
-from bytecheckpoint.representation.catalog import Catalog
+from bytecheckpoint.representation.catalog import SHARED, Catalog
 from bytecheckpoint.representation.plans import ReadPlan
 from bytecheckpoint.representation.shards import LiveShard
 from bytecheckpoint.representation.similar_names import SimilarNames
 from bytecheckpoint.settings import Settings
 
-__all__ = ["Fit", "fit_wanted", "read_length", "refuse_mismatches", "refuse_missing", "refuse_unexpected"]
+__all__ = [
+    "Fit",
+    "fit_wanted",
+    "lost_positions",
+    "read_length",
+    "refuse_mismatches",
+    "refuse_missing",
+    "refuse_unexpected",
+]
+
+_DATALOADER = "dataloader"
 
 #: Names that a message lists; the others are counted.
 _SHOWN = 5
@@ -65,6 +75,21 @@ def refuse_missing(url: str, missing: Sequence[str], others: Iterable[str], unma
             f"{url} lacks {listed(names)}, which the program wants; load with strict=False to leave that as it is"
             + (f"; no name here matches the pattern {unmatched[0]!r}" if unmatched else "")
         )
+
+
+def lost_positions(catalog: Catalog, kinds: Collection[str], world_size: int) -> list[str]:
+    """Return, as a mismatch, that a data loader's state belongs to single ranks, and that their number has changed."""
+    saved = catalog.info.get("world_size")
+    if _DATALOADER not in kinds or saved in (None, world_size):
+        return []
+    owners = catalog.owner[catalog.of_kind(_DATALOADER)]
+    number = len(np.unique(owners[owners != SHARED]))
+    if not number:
+        return []
+    return [
+        f"{_DATALOADER}: {number} ranks of the checkpoint's {saved} have positions of their own, and this job has "
+        f"{world_size} ranks: samples would be lost or fed twice. Save it in streams (bytecheckpoint.dataloader)"
+    ]
 
 
 def refuse_mismatches(url: str, mismatches: Sequence[str]) -> None:

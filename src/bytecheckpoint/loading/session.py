@@ -36,6 +36,7 @@ from bytecheckpoint.loading.decision import (
 )
 from bytecheckpoint.loading.fit import (
     fit_wanted,
+    lost_positions,
     read_length,
     refuse_mismatches,
     refuse_missing,
@@ -187,6 +188,7 @@ class _Attempt:
                 missing = [m for m in destination.missing if is_strict(arguments.strict, arguments.kind_of(m))]
                 live.note_saved(chain((TensorKey(kind, "", VALUES_SLOT) for kind in states), catalog.keys()))
                 refuse_missing(storage.url, missing, view.other_names(destination.recognized), selection.unmatched)
+                destination.mismatches += lost_positions(catalog, states, self._collective.world_size)
                 refuse_mismatches(storage.url, refused_mismatches(arguments, destination))
                 loaded, others = self._extra_states(view, live, destination)
                 fit = fit_wanted(storage.url, catalog, view, destination.wanted, chunk_bytes, cast=call.cast)
