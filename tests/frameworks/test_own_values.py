@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.optim import PostLocalSGDOptimizer
 
 import bytecheckpoint
+from bytecheckpoint.frameworks.optimizers.own_values import pack_own_values
 from tests.frameworks.memory import save
 from tests.support.worlds import on_ranks
 
@@ -111,3 +114,21 @@ def test_under_fsdp1(path: str) -> None:
     assert two.count == 0.25
     with bytecheckpoint.open(path) as checkpoint:
         assert checkpoint["optimizer/own"][0]["form"] == ("a", 1)
+
+
+def test_other_threads_see_torchs_own_state_dict() -> None:
+    bystander = torch.optim.SGD([nn.Parameter(torch.ones(2))], momentum=0.5)
+    bystander.param_groups[0]["params"][0].grad = torch.ones(2)
+    bystander.step()
+    seen: list[Any] = []
+
+    class Asking(torch.optim.SGD):
+        def state_dict(self) -> dict[str, Any]:
+            thread = threading.Thread(target=lambda: seen.append(bystander.state_dict()))
+            thread.start()
+            thread.join()
+            return {**super().state_dict(), "own": 1}
+
+    optimizer = Asking([nn.Parameter(torch.ones(2))])
+    assert pack_own_values(optimizer) == {"own": 1}
+    assert seen[0]["state"] and bystander.state_dict()["state"]

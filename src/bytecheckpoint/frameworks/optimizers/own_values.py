@@ -11,7 +11,6 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 from torch.optim import Optimizer
 
@@ -84,13 +83,27 @@ def _load(live: Optimizer, values: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _without_torchs_part() -> Iterator[None]:
-    """Let state_dict and load_state_dict of torch's Optimizer run hooks, and do nothing else.
+    """Let state_dict and load_state_dict of torch's Optimizer run hooks, and do nothing else, in this thread.
 
     State and groups are saved and loaded by other means: torch would cast the state and replace the groups. ZeRO's stage 3
     takes the parameters out of the groups, and torch's state_dict then fails.
     """
-    with _PATCHED, patch.multiple(Optimizer, state_dict=_hyperparameters, load_state_dict=_run_load_hooks):
-        yield
+    base: Any = Optimizer
+    own = threading.get_ident()
+
+    def state_dict(live: Optimizer) -> dict[str, Any]:
+        return _hyperparameters(live) if threading.get_ident() == own else save(live)
+
+    def load_state_dict(live: Optimizer, state_dict: dict[str, Any]) -> None:
+        (_run_load_hooks if threading.get_ident() == own else load)(live, state_dict)
+
+    with _PATCHED:
+        save, load = base.state_dict, base.load_state_dict
+        base.state_dict, base.load_state_dict = state_dict, load_state_dict
+        try:
+            yield
+        finally:
+            base.state_dict, base.load_state_dict = save, load
 
 
 def _hyperparameters(live: Optimizer) -> dict[str, Any]:
