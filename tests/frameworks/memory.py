@@ -110,6 +110,9 @@ class MemoryCheckpoint:
         own = self.tree(kind)
         yield from ([] if own is None else [own]) + [t for t in self.trees(kind) if t != own]
 
+    def parts(self, kind: str) -> list[SavedTensor]:
+        return []
+
     def find_by_content(self, kind: str, fqn: str) -> SavedTensor | None:
         key = TensorKey(kind, fqn)
         tensor = self.content.get((self._source_rank(), key))

@@ -91,7 +91,7 @@ def test_a_save_sees_what_is_inside(tmp_path: Path) -> None:
         bytecheckpoint.save(tmp_path / form, trained(0, prepare))
         with bytecheckpoint.open(tmp_path / form) as checkpoint:
             assert checkpoint["scheduler/step_size"] == 1
-            (tree,) = checkpoint._trees("optimizer")
+            (tree,), _ = checkpoint._trees("optimizer")
             found[form] = decode(tree, on_tensor=str)
     assert all(map(is_optimizer_tree, found.values()))
     assert all(tree == found["bare"] for tree in found.values()), "the wrapper's class is in no checkpoint"

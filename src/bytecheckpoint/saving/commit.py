@@ -38,8 +38,8 @@ def stale_files(storage: Storage, named: Mapping[str, int], replaces: str) -> li
         present = dict(storage.list())
     except Exception as error:  # noqa: BLE001  a storage that cannot be listed can be saved to
         _log.warning("%s: old files could not be removed: %s", storage.url, error)
-    unseen = [] if storage.capabilities.machine_only else [n for n, size in named.items() if present.get(n) != size]
-    if unseen:
+    unseen = [name for name, size in named.items() if present.get(name) != size]
+    if unseen and not storage.capabilities.machine_only:
         if storage.version(CATALOG_NAME) != replaces:
             raise StorageConflictError(
                 f"cannot publish {storage.url}/{CATALOG_NAME}: another save replaced it meanwhile; let one job at "
