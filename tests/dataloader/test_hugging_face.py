@@ -7,6 +7,7 @@ from typing import Any
 
 import datasets
 import pytest
+import torch
 
 from bytecheckpoint.dataloader.sources.iterable import from_hugging_face
 from bytecheckpoint.errors import UsageError
@@ -59,6 +60,13 @@ def test_what_the_state_of_a_dataset_lacks_is_read_again() -> None:
         cursor = from_hugging_face(cases()[case], "rows").cursor(0, 1, 0, 0)
         drain(cursor, 3)
         assert (cursor.state()["iterable"] is not None) == exact
+
+
+def test_a_worker_of_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = from_hugging_face(dataset().to_iterable_dataset(num_shards=6), "rows", "text")
+    monkeypatch.setattr(torch.utils.data, "get_worker_info", object)
+    with pytest.raises(UsageError, match="a stream would lack documents"):
+        source.cursor(0, 1, 0, 0)
 
 
 def test_epochs_of_a_shuffled_dataset_differ() -> None:

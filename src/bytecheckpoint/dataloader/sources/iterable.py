@@ -6,6 +6,8 @@ import copy
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import torch.utils.data
+
 from bytecheckpoint.dataloader.sources.base import Cursor, Document, Source
 from bytecheckpoint.dataloader.sources.fingerprint import value_fingerprint
 from bytecheckpoint.dataloader.sources.sequence import SequenceSource
@@ -147,6 +149,11 @@ class _HuggingFaceStreams:
     def __call__(self, stream: int, streams: int, epoch: int) -> Iterable[Any]:
         from datasets.distributed import split_dataset_by_node
 
+        if torch.utils.data.get_worker_info() is not None:
+            raise UsageError(
+                "a streaming dataset in a worker of torch's DataLoader deals its shards out to the workers, so a stream "
+                "would lack documents: read the source in a process of another kind"
+            )
         # What is split shares the parts that hold the state; so each stream has a copy.
         dataset: Any = split_dataset_by_node(copy.deepcopy(self._dataset), rank=stream, world_size=streams)
         dataset.set_epoch(epoch)
