@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import functools
 import glob
+import itertools
 import os
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
@@ -159,9 +160,8 @@ class RangeSource(MapSource):
         self._files = files
         by_file = list(bounds)
         self._bounds = np.concatenate(by_file)
-        self._ends = np.cumsum(
-            [len(one) - 1 for one in by_file], dtype=np.int64
-        )  # documents up to the end of each file
+        # Documents up to the end of each file.
+        self._ends: list[int] = list(itertools.accumulate(len(one) - 1 for one in by_file))
         if not len(self):
             raise UsageError(f"the source {self.name!r} has no documents: {files.paths[0]} has none")
 
