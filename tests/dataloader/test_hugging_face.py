@@ -63,6 +63,15 @@ def test_what_the_state_of_a_dataset_lacks_is_read_again() -> None:
         assert (cursor.state()["iterable"] is not None) == exact
 
 
+def test_older_versions_are_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets, "__version__", "5.1.0")
+    source = from_hugging_face(cases()["plain"], "rows")
+    assert_exact_restarts(source, 3)
+    cursor = source.cursor(0, 1, 0, 0)
+    drain(cursor, 3)
+    assert cursor.state() == {"taken": 3, "iterable": None}
+
+
 def test_a_worker_of_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     source = from_hugging_face(dataset().to_iterable_dataset(num_shards=6), "rows", "text")
     monkeypatch.setattr(torch.utils.data, "get_worker_info", object)
