@@ -31,10 +31,12 @@ def assert_exact_restarts(source: Source, streams: int, epoch: int = 1, *, trial
     for _ in range(trials):
         cursors = [source.cursor(s, streams, epoch, 7) for s in range(streams)]
         read: list[list[Any]] = [[] for _ in cursors]
-        for _ in range(chance.randrange(sum(map(len, whole)) + 1)):
-            stream = chance.randrange(streams)
-            read[stream] += drain(cursors[stream], 1)
+        for _ in range(3):  # the second restart is from a cursor that went on from a state itself
+            for _ in range(chance.randrange(len(whole[0]) + 1)):
+                stream = chance.randrange(streams)
+                read[stream] += drain(cursors[stream], 1)
+            states = pickle.loads(pickle.dumps([cursor.state() for cursor in cursors]))
+            cursors = [copied.cursor(s, streams, epoch, 7, state) for s, state in enumerate(states)]
         for stream, cursor in enumerate(cursors):
-            state = pickle.loads(pickle.dumps(cursor.state()))
-            assert read[stream] + drain(copied.cursor(stream, streams, epoch, 7, state)) == whole[stream]
+            assert read[stream] + drain(cursor) == whole[stream]
     return whole

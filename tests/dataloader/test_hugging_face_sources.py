@@ -7,6 +7,7 @@ from typing import Any
 
 import datasets
 import pytest
+import torch
 
 from bytecheckpoint.dataloader.sources.iterable import from_hugging_face
 from bytecheckpoint.errors import UsageError
@@ -50,8 +51,9 @@ def is_kept(row: dict[str, Any]) -> bool:
 def test_streaming_goes_on_exactly(case: str, streams: int) -> None:
     """The states of streams that one process reads in turns do not mix, whether shards or rows are split (3, 4)."""
     source = from_hugging_face(cases()[case], "rows", "text")
-    documents = list(map(str, itertools.chain(*assert_exact_restarts(source, streams, trials=2))))
-    assert len(set(documents)) == len(documents) == sum(1 for _ in cases()[case])
+    for epoch in (0, 1):  # in epoch 0, the parts of a dataset are those of the user's
+        documents = list(map(str, itertools.chain(*assert_exact_restarts(source, streams, epoch, trials=2))))
+        assert len(set(documents)) == len(documents) == sum(1 for _ in cases()[case])
 
 
 def test_what_the_state_of_a_dataset_lacks_is_read_again() -> None:
@@ -59,6 +61,22 @@ def test_what_the_state_of_a_dataset_lacks_is_read_again() -> None:
         cursor = from_hugging_face(cases()[case], "rows").cursor(0, 1, 0, 0)
         drain(cursor, 3)
         assert (cursor.state()["iterable"] is not None) == exact
+
+
+def test_older_versions_are_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets, "__version__", "5.1.0")
+    source = from_hugging_face(cases()["plain"], "rows")
+    assert_exact_restarts(source, 3)
+    cursor = source.cursor(0, 1, 0, 0)
+    drain(cursor, 3)
+    assert cursor.state() == {"taken": 3, "iterable": None}
+
+
+def test_a_worker_of_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = from_hugging_face(dataset().to_iterable_dataset(num_shards=6), "rows", "text")
+    monkeypatch.setattr(torch.utils.data, "get_worker_info", object)
+    with pytest.raises(UsageError, match="a stream would lack documents"):
+        source.cursor(0, 1, 0, 0)
 
 
 def test_epochs_of_a_shuffled_dataset_differ() -> None:

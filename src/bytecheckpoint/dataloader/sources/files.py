@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import bisect
 import functools
 import glob
+import itertools
 import os
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
@@ -52,15 +54,12 @@ class Files:
         self.paths = tuple(found for path in given for found in _found(os.fspath(path)))
         if not self.paths:
             raise UsageError("the list of paths is empty: give at least one file")
-        self.sizes = np.fromiter((_size(path) for path in self.paths), np.int64, len(self.paths))
-        self.name = os.path.basename(os.fspath(given[0]))
-        self._open: dict[int, _OpenFile] = {}
-
-    def refuse_compressed(self) -> None:
-        """Raise `UsageError` for a file whose name says that it is compressed."""
         for path in self.paths:
             if path.lower().endswith(_COMPRESSED):
                 raise UsageError(f"{path} is compressed, so its documents have no positions: decompress it")
+        self.sizes = np.fromiter((_size(path) for path in self.paths), np.int64, len(self.paths))
+        self.name = os.path.basename(os.fspath(given[0]))
+        self._open: dict[int, _OpenFile] = {}
 
     def read(self, file: int, offset: int, length: int) -> bytes:
         """Return bytes of a file.
@@ -161,17 +160,16 @@ class RangeSource(MapSource):
         self._files = files
         by_file = list(bounds)
         self._bounds = np.concatenate(by_file)
-        self._ends = np.cumsum(
-            [len(one) - 1 for one in by_file], dtype=np.int64
-        )  # documents up to the end of each file
+        # Documents up to the end of each file.
+        self._ends: list[int] = list(itertools.accumulate(len(one) - 1 for one in by_file))
         if not len(self):
             raise UsageError(f"the source {self.name!r} has no documents: {files.paths[0]} has none")
 
     def __len__(self) -> int:
-        return int(self._ends[-1])
+        return self._ends[-1]
 
     def __getitem__(self, index: int) -> Document:
-        file = int(self._ends.searchsorted(index, "right"))
+        file = bisect.bisect_right(self._ends, index)
         start, stop = self._bounds[index + file : index + file + 2].tolist()
         return self._document(self._files.read(file, start, stop - start), file, start)
 

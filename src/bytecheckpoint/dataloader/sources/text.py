@@ -47,7 +47,6 @@ class TextSource(RangeSource):
         if by not in {"line", "file"}:
             raise UsageError(f"by is {by!r}: give 'line' or 'file'")
         files = Files(paths)
-        files.refuse_compressed()
         self._by = by
         self._errors = errors
         if by == "line":
@@ -89,7 +88,6 @@ class JsonLinesSource(RangeSource):
         self, paths: Paths, name: str | None = None, *, field: str | None = "text", shuffle: bool = True
     ) -> None:
         files = Files(paths)
-        files.refuse_compressed()
         self._field = field
         self._decoder = _decoder(field)
         super().__init__(files, name, shuffle, (_line_bounds(files, file) for file in range(len(files.paths))))
