@@ -123,6 +123,28 @@ def test_the_states_of_ranks_go_on_at_the_same_degree(tmp_path: Path) -> None:
     assert [*fed, *new] == [*loader()]
 
 
+def test_a_failed_read_loses_nothing() -> None:
+    failures = ["a lost connection"]
+
+    def unreliable(example: dict[str, int]) -> dict[str, int]:
+        if example["id"] == 21 and failures:
+            raise OSError(failures.pop())
+        return example
+
+    dataset = dataset_of(4).map(unreliable)
+    [loader] = loaders_of(dataset, 1)
+    fed = take([loader], 2)
+    shared, states = loader.shared_state(), loader.stream_states()
+    with pytest.raises(OSError, match="a lost connection"):
+        take([loader], 1)
+    for go_on in (loader.stream_states, lambda: next(iter(loader))):
+        with pytest.raises(UsageError, match="broken off in the middle of a batch"):
+            go_on()
+    loader.load_streams(shared, states)
+    fed += take([loader], 3)
+    assert fed == take(loaders_of(dataset_of(4), 1), 5)
+
+
 def test_inexact_states_are_refused() -> None:
     with pytest.raises(UsageError, match="leaves out its shuffle buffer of 5 examples: pass replay=True"):
         loaders_of(dataset_of(4, how="buffer"), 1)

@@ -74,6 +74,7 @@ class HuggingFaceLoader:
             check_exact(dataset, "pass replay=True to read again what was fed")
         self._global_batch, self._count, self._fingerprint = global_batch, streams, fingerprint
         self._collate, self._replay = collate, replay
+        self._between_batches = True
         self._streams = {n: _Stream(dataset, n, streams, replay) for n in share(streams, self._rank, self._ranks)}
 
     def __iter__(self) -> Iterator[Any]:
@@ -82,9 +83,19 @@ class HuggingFaceLoader:
             yield self._next()
 
     def _next(self) -> Any:
+        self._check_between_batches()
         each = self._global_batch // self._count
+        self._between_batches = False
         examples = [stream.next() for stream in self._streams.values() for _ in range(each)]
+        self._between_batches = True
         return examples if self._collate is None else self._collate(examples)
+
+    def _check_between_batches(self) -> None:
+        if not self._between_batches:
+            raise UsageError(
+                "reading was broken off in the middle of a batch, so the position of this loader is not known: load a "
+                "checkpoint into it to go on"
+            )
 
     # --- state ----------------------------------------------------------------------------------------------------
 
@@ -104,7 +115,12 @@ class HuggingFaceLoader:
         }
 
     def stream_states(self) -> Mapping[int, Any]:
-        """Return the positions of this rank's streams."""
+        """Return the positions of this rank's streams.
+
+        Raises:
+            UsageError: an error or a signal has broken off the reading of a batch.
+        """
+        self._check_between_batches()
         return {number: stream.state() for number, stream in self._streams.items()}
 
     def choose_streams(self, shared: Any, saved: Sequence[int]) -> Sequence[int]:
@@ -120,6 +136,7 @@ class HuggingFaceLoader:
         """Go on from the positions of this rank's streams."""
         for number, stream in self._streams.items():
             stream.go_on(states[number])
+        self._between_batches = True
 
 
 class _Stream:
