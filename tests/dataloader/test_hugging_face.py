@@ -156,6 +156,19 @@ def test_inexact_states_are_refused() -> None:
         loaders_of(dataset_of(4).with_format("arrow").map(lambda table: table, batched=True), 1)
 
 
+def test_states_of_older_versions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets, "__version__", "4.8.1")
+    loaders_of(dataset_of(4), 1)
+    with pytest.raises(UsageError, match="leaves out examples behind its map or filter"):
+        loaders_of(dataset_of(4, how="mapped"), 1)
+
+
+def test_a_shuffle_without_a_seed_is_noticed() -> None:
+    first, second = (loaders_of(dataset_of(4).shuffle(buffer_size=1), 1) for _ in range(2))
+    with pytest.raises(IncompatibleCheckpointError, match="shuffle_seeds was"):
+        hand_over(first, second)
+
+
 def test_other_streams_are_refused() -> None:
     old = loaders_of(dataset_of(4), 1)
     for options, message in (
