@@ -123,6 +123,28 @@ def test_the_states_of_ranks_go_on_at_the_same_degree(tmp_path: Path) -> None:
     assert [*fed, *new] == [*loader()]
 
 
+def test_a_failed_read_loses_nothing() -> None:
+    failures = ["a lost connection"]
+
+    def unreliable(example: dict[str, int]) -> dict[str, int]:
+        if example["id"] == 21 and failures:
+            raise OSError(failures.pop())
+        return example
+
+    dataset = dataset_of(4).map(unreliable)
+    [loader] = loaders_of(dataset, 1)
+    fed = take([loader], 2)
+    shared, states = loader.shared_state(), loader.stream_states()
+    with pytest.raises(OSError, match="a lost connection"):
+        take([loader], 1)
+    for go_on in (loader.stream_states, lambda: next(iter(loader))):
+        with pytest.raises(UsageError, match="broken off in the middle of a batch"):
+            go_on()
+    loader.load_streams(shared, states)
+    fed += take([loader], 3)
+    assert fed == take(loaders_of(dataset_of(4), 1), 5)
+
+
 def test_inexact_states_are_refused() -> None:
     with pytest.raises(UsageError, match="leaves out its shuffle buffer of 5 examples: pass replay=True"):
         loaders_of(dataset_of(4, how="buffer"), 1)
@@ -132,6 +154,19 @@ def test_inexact_states_are_refused() -> None:
         loaders_of(datasets.concatenate_datasets([dataset_of(4), dataset_of(4, how="buffer").take(3)]), 1)
     with pytest.raises(UsageError, match="leaves out its batched map in a table format"):
         loaders_of(dataset_of(4).with_format("arrow").map(lambda table: table, batched=True), 1)
+
+
+def test_states_of_older_versions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets, "__version__", "4.8.1")
+    loaders_of(dataset_of(4), 1)
+    with pytest.raises(UsageError, match="leaves out examples behind its map or filter"):
+        loaders_of(dataset_of(4, how="mapped"), 1)
+
+
+def test_a_shuffle_without_a_seed_is_noticed() -> None:
+    first, second = (loaders_of(dataset_of(4).shuffle(buffer_size=1), 1) for _ in range(2))
+    with pytest.raises(IncompatibleCheckpointError, match="shuffle_seeds was"):
+        hand_over(first, second)
 
 
 def test_other_streams_are_refused() -> None:

@@ -9,6 +9,7 @@ import pytest
 from torch.utils.data import Dataset, IterableDataset
 
 from bytecheckpoint.dataloader.map_style import ResumableLoader, ResumableSampler
+from bytecheckpoint.dataloader.per_rank import PerRankLoader
 from bytecheckpoint.dataloader.torchdata import TorchdataLoader
 from bytecheckpoint.errors import IncompatibleCheckpointError, UsageError
 from bytecheckpoint.representation.values.codec import decode, encode
@@ -125,7 +126,8 @@ def test_iterable_data_sets_go_on_at_the_same_degree_only() -> None:
     for workers in (0, 1):
         old = [iterable_loader(rank, 2, workers) for rank in range(2)]
         fed = [*take(old, 3)]
-        through_checkpoint(old, new := [iterable_loader(rank, 2, workers) for rank in range(2)])
+        through_checkpoint(old, again := [iterable_loader(rank, 2, workers) for rank in range(2)])
+        through_checkpoint(again, new := [iterable_loader(rank, 2, workers) for rank in range(2)])  # before a batch
         assert [*fed, *take(new, 3)] == [*take([iterable_loader(rank, 2) for rank in range(2)], 6)]
     with pytest.raises(
         IncompatibleCheckpointError, match="2 ranks saved the states of their StatefulDataLoader, and 1"
@@ -143,8 +145,9 @@ def test_states_that_cannot_be_divided_are_refused() -> None:
     fed = [next(iter(old)).tolist()]
     with pytest.raises(IncompatibleCheckpointError, match="and 2 cannot share them"):
         TorchdataLoader(old.loader, rank=0, ranks=2).choose_streams(old.shared_state(), [0])
-    new = shuffled()
-    new.load_streams(old.shared_state(), old.stream_states())
+    again, new = shuffled(), shuffled()
+    again.load_streams(old.shared_state(), old.stream_states())
+    new.load_streams(again.shared_state(), again.stream_states())  # before a batch
     fed += [batch.tolist() for batch in new]
     assert sorted(sum(fed, [])) == [*range(9)]  # noqa: RUF017
     stateful = map_loader(0, 1, data=Remembering(48))
@@ -173,6 +176,8 @@ def test_a_stateful_loader_takes_a_resumable_sampler() -> None:
 
 
 def test_bad_arguments_are_named() -> None:
+    with pytest.raises(UsageError, match="use TorchdataLoader"):
+        PerRankLoader(map_loader(0, 1).loader)
     with pytest.raises(UsageError, match="wraps a StatefulDataLoader, not a Counting"):
         TorchdataLoader(Counting(0, 1))
     with pytest.raises(UsageError, match="feeds rank 0 of 2, and the loader is told 0 of 1"):

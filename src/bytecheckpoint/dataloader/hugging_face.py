@@ -6,12 +6,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from typing import Any
 
+import xxhash
+
 from bytecheckpoint.dataloader.checks import check_rank, check_shared, share
 from bytecheckpoint.errors import UsageError
 
 __all__ = ["HuggingFaceLoader", "check_exact"]
 
 _END = object()
+
+#: The version of `datasets` from which on the states of `map` and `filter` are exact.
+_EXACT_SINCE = (5, 2)
 
 
 class HuggingFaceLoader:
@@ -26,7 +31,8 @@ class HuggingFaceLoader:
     iteration goes on where it was, also in a second `for`. It reads in the calling thread.
 
     The position of a stream is `IterableDataset.state_dict`. That is not exact behind a shuffle buffer, whose examples it
-    leaves out, nor behind a batched `map` in a table format. Such data sets need `replay`.
+    leaves out, nor behind a batched `map` in a table format, nor behind any `map` or `filter` before `datasets` 5.2. Such
+    data sets need `replay`.
 
     Args:
         dataset: the data set. Shuffle it with a fixed seed: `shuffle(seed=..., buffer_size=1)` shuffles the shards.
@@ -74,6 +80,8 @@ class HuggingFaceLoader:
             check_exact(dataset, "pass replay=True to read again what was fed")
         self._global_batch, self._count, self._fingerprint = global_batch, streams, fingerprint
         self._collate, self._replay = collate, replay
+        self._seeds = _seeds(dataset)
+        self._between_batches = True
         self._streams = {n: _Stream(dataset, n, streams, replay) for n in share(streams, self._rank, self._ranks)}
 
     def __iter__(self) -> Iterator[Any]:
@@ -82,9 +90,19 @@ class HuggingFaceLoader:
             yield self._next()
 
     def _next(self) -> Any:
+        self._check_between_batches()
         each = self._global_batch // self._count
+        self._between_batches = False
         examples = [stream.next() for stream in self._streams.values() for _ in range(each)]
+        self._between_batches = True
         return examples if self._collate is None else self._collate(examples)
+
+    def _check_between_batches(self) -> None:
+        if not self._between_batches:
+            raise UsageError(
+                "reading was broken off in the middle of a batch, so the position of this loader is not known: load a "
+                "checkpoint into it to go on"
+            )
 
     # --- state ----------------------------------------------------------------------------------------------------
 
@@ -100,11 +118,17 @@ class HuggingFaceLoader:
             "streams": self._count,
             "global_batch": self._global_batch,
             "replay": self._replay,
+            "shuffle_seeds": self._seeds,
             "dataset_fingerprint": self._fingerprint,
         }
 
     def stream_states(self) -> Mapping[int, Any]:
-        """Return the positions of this rank's streams."""
+        """Return the positions of this rank's streams.
+
+        Raises:
+            UsageError: an error or a signal has broken off the reading of a batch.
+        """
+        self._check_between_batches()
         return {number: stream.state() for number, stream in self._streams.items()}
 
     def choose_streams(self, shared: Any, saved: Sequence[int]) -> Sequence[int]:
@@ -120,6 +144,7 @@ class HuggingFaceLoader:
         """Go on from the positions of this rank's streams."""
         for number, stream in self._streams.items():
             stream.go_on(states[number])
+        self._between_batches = True
 
 
 class _Stream:
@@ -201,15 +226,37 @@ def check_exact(dataset: Any, remedy: str) -> None:
     Raises:
         UsageError: it would leave something out.
     """
-    steps = [dataset._ex_iterable] if hasattr(dataset, "_ex_iterable") else []
-    while steps:
-        step, reason = steps.pop(), ""
+    for step in _steps(dataset):
+        reason = ""
         if type(step).__name__ == "BufferShuffledExamplesIterable" and step.buffer_size > 1:
             reason = f"its shuffle buffer of {step.buffer_size} examples"
         if getattr(step, "batched", False) and getattr(getattr(step, "formatting", None), "is_table", False):
             reason = "its batched map in a table format"
+        if hasattr(step, "function") and _version() < _EXACT_SINCE:
+            reason = "examples behind its map or filter, before version 5.2 of datasets"
         if reason:
             raise UsageError(
                 f"the state of this data set leaves out {reason}: {remedy}, or make the data set without it"
             )
+
+
+def _steps(dataset: Any) -> Iterator[Any]:
+    """Iterate over the steps of which a streaming data set consists."""
+    steps = [dataset._ex_iterable] if hasattr(dataset, "_ex_iterable") else []
+    while steps:
+        yield (step := steps.pop())
         steps += [step.ex_iterable] if hasattr(step, "ex_iterable") else getattr(step, "ex_iterables", [])
+
+
+def _seeds(dataset: Any) -> str:
+    """Describe the seeds of a data set. One that was not given any is another one in each process."""
+    generators = [
+        step.generator for step in _steps(dataset) if hasattr(getattr(step, "generator", None), "bit_generator")
+    ]
+    return xxhash.xxh3_64_hexdigest(repr([generator.bit_generator.state for generator in generators]).encode())
+
+
+def _version() -> tuple[int, ...]:
+    import datasets
+
+    return tuple(map(int, datasets.__version__.split(".")[:2]))

@@ -55,6 +55,8 @@ class PerRankLoader:
         for name in ("state_dict", "load_state_dict"):
             if not callable(getattr(loader, name, None)):
                 raise UsageError(f"a {type(loader).__name__} has no {name}, so its position cannot be saved")
+        if type(self) is PerRankLoader and any("torchdata.stateful" in c.__module__ for c in type(loader).__mro__):
+            raise UsageError("use TorchdataLoader, which knows where the state of a StatefulDataLoader loses something")
         for dataset in (loader, getattr(loader, "dataset", None)):
             check_exact(dataset, "use HuggingFaceLoader(replay=True)")
         self.loader = loader
