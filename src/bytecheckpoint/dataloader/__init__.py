@@ -5,6 +5,7 @@ from __future__ import annotations
 from bytecheckpoint.dataloader.hugging_face import HuggingFaceLoader
 from bytecheckpoint.dataloader.loader import TokenBufferLoader
 from bytecheckpoint.dataloader.map_style import ResumableLoader, ResumableSampler
+from bytecheckpoint.dataloader.mosaic import MosaicLoader
 from bytecheckpoint.dataloader.per_rank import PerRankLoader
 from bytecheckpoint.dataloader.sources.base import Cursor, MapSource, Source
 from bytecheckpoint.dataloader.sources.iterable import IterableSource, from_hugging_face
@@ -20,6 +21,7 @@ __all__ = [
     "IterableSource",
     "JsonLinesSource",
     "MapSource",
+    "MosaicLoader",
     "ParquetSource",
     "PerRankLoader",
     "ResumableLoader",
