@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from hypothesis import given
@@ -20,7 +23,13 @@ from bytecheckpoint.collectives.base import Collective
 from bytecheckpoint.collectives.testing import ThreadWorld
 from bytecheckpoint.dataloader.loader import TokenBufferLoader
 from bytecheckpoint.dataloader.sources.base import MapSource
-from bytecheckpoint.errors import CheckpointTimeoutError, IncompatibleCheckpointError, PeerLostError, UsageError
+from bytecheckpoint.errors import (
+    CheckpointError,
+    CheckpointTimeoutError,
+    IncompatibleCheckpointError,
+    PeerLostError,
+    UsageError,
+)
 
 
 class Numbers(MapSource):
@@ -168,16 +177,19 @@ def fail() -> None:
     raise ValueError("no such shard")
 
 
+def cut() -> None:
+    raise EOFError("cut short")
+
+
 def test_a_worker_that_dies_is_named() -> None:
     with loader(sources=Bad(die), workers=2) as one, pytest.raises(PeerLostError) as caught:
         next(one)
     assert "worker 0 of 2, which feeds streams 0 to 2, died with exit code -9" in str(caught.value)
 
 
-def test_the_error_of_a_worker_arrives() -> None:
-    from bytecheckpoint.errors import CheckpointError
-
-    with loader(sources=Bad(fail), workers=1) as one, pytest.raises(CheckpointError, match="ValueError: no such shard"):
+@pytest.mark.parametrize(("deed", "message"), [(fail, "ValueError: no such shard"), (cut, "EOFError: cut short")])
+def test_the_error_of_a_worker_arrives(deed: Callable[[], Any], message: str) -> None:
+    with loader(sources=Bad(deed), workers=1) as one, pytest.raises(CheckpointError, match=message):
         next(one)
 
 
@@ -207,6 +219,32 @@ def test_workers_end_with_their_loader() -> None:
     del one
     process.join(10)
     assert not process.is_alive()
+
+
+def test_an_idle_worker_stays() -> None:
+    with loader(workers=1) as one:
+        found = [next(one)]
+        time.sleep(2.5)
+        assert tokens_of(found[0]) == tokens_of(next(loader())) and one.stream_states()
+        next(one)
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
+def test_workers_end_with_a_killed_process(method: str) -> None:
+    program = (
+        "import time; from tests.dataloader.test_token_buffer import loader\n"
+        f"if __name__ == '__main__':\n    one = loader(workers=2, start_method={method!r}); next(one)\n"
+        "    print(*(worker._process.pid for worker, _ in one._makers), flush=True); time.sleep(600)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    pids = [int(word) for word in process.stdout.readline().split()]
+    process.kill()
+    process.wait()
+    deadline = time.monotonic() + 60
+    while any(psutil.pid_exists(pid) for pid in pids):
+        assert time.monotonic() < deadline, "the workers have outlived their loader"
+        time.sleep(0.1)
 
 
 # --- other data -------------------------------------------------------------------------------------------------------

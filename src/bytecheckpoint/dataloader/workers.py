@@ -7,6 +7,7 @@ training took. A state that was asked for in advance is handed over as soon as t
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -25,11 +26,11 @@ import torch.multiprocessing  # lets connections carry tensors in shared memory
 from bytecheckpoint.dataloader.recipe import Recipe
 from bytecheckpoint.dataloader.rows import Rows, shared_tensor
 from bytecheckpoint.dataloader.stream import Snapshot, Stream
-from bytecheckpoint.errors import CheckpointError, CheckpointTimeoutError, PeerLostError, UsageError
+from bytecheckpoint.errors import CheckpointTimeoutError, PeerLostError, UsageError, error_from_report, error_report
 
 __all__ = ["LocalMaker", "Worker"]
 
-_ORPHAN_SECONDS = 5.0
+_ORPHAN_SECONDS = 1.0  # between two looks whether the parent lives
 
 #: The states of a worker's streams, by number.
 States = Mapping[int, Any]
@@ -124,7 +125,7 @@ class Worker:
             context.set_forkserver_preload([__name__])  # torch is imported once, not by every worker
         self._link, theirs = context.Pipe()
         self._process = context.Process(
-            target=_work, args=(theirs, os.getpid(), memory, arguments), name="bytecheckpoint-loader", daemon=True
+            target=_work, args=(theirs, memory, arguments), name="bytecheckpoint-loader", daemon=True
         )
         try:
             self._process.start()
@@ -194,14 +195,7 @@ class Worker:
             elif kind == "states":
                 self._states[number] = value
             else:
-                self._fail(value)
-
-    def _fail(self, report: tuple[str, str, str]) -> None:
-        from bytecheckpoint import errors
-
-        name, message, trace = report
-        cls = getattr(errors, name, CheckpointError)
-        raise cls(f"{self.name}: {message if cls is not CheckpointError else f'{name}: {message}'}\n{trace}")
+                raise error_from_report(value, prefix=f"{self.name} failed: ")
 
     def _death(self) -> PeerLostError:
         self._process.join(5)
@@ -220,24 +214,25 @@ def _end(process: Any, link: Connection) -> None:
         process.join(5)
 
 
-def _work(link: Connection, parent: int, memory: torch.Tensor, arguments: tuple[Any, ...]) -> None:
+def _work(link: Connection, memory: torch.Tensor, arguments: tuple[Any, ...]) -> None:
     """Be a worker, until the loader closes the link or its process dies."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the loader's to handle
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     torch.set_num_threads(1)
+    parent = os.getppid()  # the loader's process, or a fork server that ends with it
     try:
         recipe, numbers, *_ = arguments
         slots = [Rows.over(part, recipe.rows * len(numbers), recipe.context_length) for part in memory]
         _serve(link, parent, slots, LocalMaker(*arguments))
-    except (EOFError, BrokenPipeError, ConnectionResetError):
+    except _LoaderGoneError:
         return
     except BaseException as error:  # noqa: BLE001  the loader raises it
-        with_trace = "".join(traceback.format_exception(error)[-6:])
-        try:
-            link.send(("failure", 0, (type(error).__name__, str(error), with_trace)))
-            _receive(link, parent)  # tensors that were sent live in this process until they are received
-        except (EOFError, OSError):
-            return
+        report = error_report(error)
+        report["message"] += f"\n{''.join(traceback.format_exception(error)[-6:])}"
+        with contextlib.suppress(_LoaderGoneError):
+            _send(link, "failure", 0, report)
+            while True:  # tensors that were sent live in this process until they are received
+                _receive(link, parent)
 
 
 def _serve(link: Connection, parent: int, slots: list[Rows], maker: LocalMaker) -> None:
@@ -246,7 +241,7 @@ def _serve(link: Connection, parent: int, slots: list[Rows], maker: LocalMaker) 
     told = False
     while True:
         idle = told or maker.made >= taken + len(slots)
-        while idle or link.poll():
+        while idle or _polls(link):
             kind, number = _receive(link, parent)
             if kind == "taken":
                 taken = number
@@ -257,16 +252,37 @@ def _serve(link: Connection, parent: int, slots: list[Rows], maker: LocalMaker) 
         for number in sorted(wanted):
             if maker.knows(number):
                 wanted.discard(number)
-                link.send(("states", number, maker.states(number)))
+                _send(link, "states", number, maker.states(number))
         if not told and maker.made < taken + len(slots):
             number = maker.made
             told = not maker.make(slots[number % len(slots)])
-            link.send(("rows", number, not told))
+            _send(link, "rows", number, not told)
+
+
+def _polls(link: Connection) -> bool:
+    try:
+        return link.poll()
+    except OSError as error:
+        raise _LoaderGoneError from error
+
+
+def _send(link: Connection, kind: str, number: int, value: object) -> None:
+    try:
+        link.send((kind, number, value))
+    except OSError as error:
+        raise _LoaderGoneError from error
 
 
 def _receive(link: Connection, parent: int) -> Any:
-    # Other workers may hold the other end open, so an orphan sees no end of the link.
-    while not link.poll(_ORPHAN_SECONDS):
-        if os.getppid() != parent:
-            raise EOFError
-    return link.recv()
+    try:
+        # Other workers may hold the other end open, so an orphan sees no end of the link.
+        while not link.poll(_ORPHAN_SECONDS):
+            if os.getppid() != parent:
+                raise _LoaderGoneError
+        return link.recv()
+    except (EOFError, OSError) as error:
+        raise _LoaderGoneError from error
+
+
+class _LoaderGoneError(Exception):
+    """The loader has closed the link, or its process has ended; so does the worker."""
