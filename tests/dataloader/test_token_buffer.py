@@ -165,6 +165,18 @@ class Bad(Numbers):
         return super().__getitem__(index)
 
 
+class Flaky(Numbers):
+    """Fails at some of the reads."""
+
+    reads = 0
+
+    def __getitem__(self, index: int) -> Any:
+        self.reads += 1
+        if self.reads in (5, 40, 90):
+            raise OSError("try again")
+        return super().__getitem__(index)
+
+
 def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -219,6 +231,36 @@ def test_workers_end_with_their_loader() -> None:
     del one
     process.join(10)
     assert not process.is_alive()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_what_breaks_a_batch_off_lets_no_stream_drift(workers: int) -> None:
+    """A source fails in the middle of a batch, and another part of the step after it was made."""
+    calls, failures = iter(range(100)), {2, 3, 7}
+
+    def agree(ended: bool) -> bool:
+        if next(calls) in failures:
+            raise KeyboardInterrupt
+        return ended
+
+    flaky = Flaky() if not workers else Numbers()
+    wanted = reference(8, shuffle_buffer=4)
+    found, failed = [], 0
+    with loader(sources=flaky, workers=workers, agree=agree, shuffle_buffer=4) as one:
+        while len(found) < 8:
+            try:
+                found.append(tokens_of(next(one)))
+            except (KeyboardInterrupt, OSError):
+                failed += 1
+                assert one.stream_states().keys() == {*range(6)}
+    assert found == wanted and failed >= 3
+
+
+def test_an_ended_loader_stays_so() -> None:
+    one = loader(epochs=1, workers=2)
+    with one:
+        count = len([*one])
+        assert count and [*one] == [] and [*one] == [] and one.batches == count
 
 
 def test_an_idle_worker_stays() -> None:

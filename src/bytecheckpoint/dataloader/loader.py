@@ -140,14 +140,16 @@ class TokenBufferLoader:
             PeerLostError: a worker died; the message names it.
             CheckpointTimeoutError: a worker does not answer.
         """
+        if self._ended:
+            raise StopIteration
         rows = Rows.empty(self._recipe.rows * len(self._numbers), self._recipe.context_length, pinned=self._pin)
+        ended = False
         first = 0
         for maker, count in self._start():
             # Every maker, so that all are at the same batch.
-            self._ended |= not maker.make(rows.part(first, first + count))
+            ended |= not maker.make(rows.part(first, first + count), self.batches)
             first += count
-        if self._agree is not None:
-            self._ended = self._agree(self._ended)
+        self._ended = ended if self._agree is None else self._agree(ended)
         if self._ended:
             raise StopIteration
         self.batches += 1

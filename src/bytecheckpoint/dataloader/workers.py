@@ -14,7 +14,6 @@ import signal
 import time
 import traceback
 import weakref
-from collections import deque
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -49,15 +48,28 @@ class LocalMaker:
         made: batches that were made so far.
     """
 
+    # An error in the middle of a batch, or in another maker of the same batch, must not let streams drift apart: until a
+    # batch is taken, it can be made again.
+
     def __init__(self, recipe: Recipe, numbers: Sequence[int], begin: int, states: States) -> None:
         self.made = begin
         self._recipe = recipe
-        self._ended = False
+        self._ended = self._broken_off = False
         self._streams = [Stream(recipe, number, states.get(number)) for number in numbers]
         self._snapshots: dict[int, list[Snapshot]] = {begin: self._snapshot()}
 
-    def make(self, rows: Rows) -> bool:
-        """Make the rows of the next batch, ordered by stream; return False when a stream has ended."""
+    def make(self, rows: Rows, batch: int) -> bool:
+        """Make the rows of a batch, ordered by stream; return False when a stream has ended.
+
+        Args:
+            rows: receives them.
+            batch: number of the batch: the next one, or one that was made and is not taken yet.
+        """
+        if self._broken_off or batch != self.made:
+            before = zip(self._streams, self._snapshots[batch], strict=True)
+            self._streams = [Stream(self._recipe, stream.number, state.to_state()) for stream, state in before]
+            self.made = batch
+        self._broken_off = True
         each = self._recipe.rows
         begins = np.zeros(rows.tokens.shape, np.bool_)
         for i, stream in enumerate(self._streams):
@@ -70,6 +82,7 @@ class LocalMaker:
         rows.mark(begins)
         self.made += 1
         self._snapshots[self.made] = self._snapshot()
+        self._broken_off = False
         return True
 
     def taken(self, batches: int) -> None:
@@ -110,14 +123,13 @@ class Worker:
     def __init__(self, name: str, start_method: str, ahead: int, timeout: float, arguments: tuple[Any, ...]) -> None:
         self.name = name
         self._timeout = timeout
-        recipe, numbers, begin, _ = arguments
+        recipe, numbers, *_ = arguments
         count = recipe.rows * len(numbers)
         # A batch stays in its slot until it is taken; the worker makes no further ones than there are slots.
         words = Rows.words(count, recipe.context_length)
         memory = shared_tensor((ahead, words), torch.int64)
         self._slots = [Rows.over(part, count, recipe.context_length) for part in memory]
-        self._next = begin
-        self._ready: deque[bool] = deque()
+        self._made: dict[int, bool] = {}  # number of a batch -> whether its slot holds it; False: a stream has ended
         self._states: dict[int, dict[int, Any]] = {}
         self._asked: set[int] = set()
         context: Any = multiprocessing.get_context(start_method)
@@ -139,21 +151,19 @@ class Worker:
         theirs.close()
         self.close = weakref.finalize(self, _end, self._process, self._link)
 
-    def make(self, rows: Rows) -> bool:
-        """Copy the rows of the next batch; return False when a stream has ended."""
-        self._receive(lambda: bool(self._ready), "a batch")
-        if not self._ready[0]:
-            return False
-        self._ready.popleft()
-        rows.copy_from(self._slots[self._next % len(self._slots)])
-        self._next += 1
-        return True
+    def make(self, rows: Rows, batch: int) -> bool:
+        """Copy the rows of a batch that is not taken yet; return False when a stream has ended."""
+        self._receive(lambda: batch in self._made, "a batch")
+        if self._made[batch]:
+            rows.copy_from(self._slots[batch % len(self._slots)])
+        return self._made[batch]
 
     def taken(self, batches: int) -> None:
         """Tell the worker how many batches the training has taken."""
-        for old in [number for number in self._states if number < batches]:
-            del self._states[old]
-            self._asked.discard(old)
+        for known in (self._states, self._made):
+            for old in [number for number in known if number < batches]:
+                del known[old]
+        self._asked = {number for number in self._asked if number >= batches}
         self._send(("taken", batches))
 
     def ask(self, batches: int) -> None:
@@ -191,7 +201,7 @@ class Worker:
             except (EOFError, ConnectionError, FileNotFoundError):
                 raise self._death() from None
             if kind == "rows":
-                self._ready.append(value)
+                self._made[number] = value
             elif kind == "states":
                 self._states[number] = value
             else:
@@ -255,7 +265,7 @@ def _serve(link: Connection, parent: int, slots: list[Rows], maker: LocalMaker) 
                 _send(link, "states", number, maker.states(number))
         if not told and maker.made < taken + len(slots):
             number = maker.made
-            told = not maker.make(slots[number % len(slots)])
+            told = not maker.make(slots[number % len(slots)], number)
             _send(link, "rows", number, not told)
 
 
