@@ -9,14 +9,12 @@ from typing import Any
 import xxhash
 
 from bytecheckpoint.dataloader.checks import check_rank, check_shared, share
+from bytecheckpoint.dataloader.hugging_face_steps import passes_all_rows, steps_of
 from bytecheckpoint.errors import UsageError
 
 __all__ = ["HuggingFaceLoader", "check_exact"]
 
 _END = object()
-
-#: The version of `datasets` from which on the states of `map` and `filter` are exact.
-_EXACT_SINCE = (5, 2)
 
 
 class HuggingFaceLoader:
@@ -226,13 +224,13 @@ def check_exact(dataset: Any, remedy: str) -> None:
     Raises:
         UsageError: it would leave something out.
     """
-    for step in _steps(dataset):
+    for step in steps_of(dataset):
         reason = ""
         if type(step).__name__ == "BufferShuffledExamplesIterable" and step.buffer_size > 1:
             reason = f"its shuffle buffer of {step.buffer_size} examples"
         if getattr(step, "batched", False) and getattr(getattr(step, "formatting", None), "is_table", False):
             reason = "its batched map in a table format"
-        if hasattr(step, "function") and _version() < _EXACT_SINCE:
+        if hasattr(step, "function") and not passes_all_rows():
             reason = "examples behind its map or filter, before version 5.2 of datasets"
         if reason:
             raise UsageError(
@@ -240,23 +238,9 @@ def check_exact(dataset: Any, remedy: str) -> None:
             )
 
 
-def _steps(dataset: Any) -> Iterator[Any]:
-    """Iterate over the steps of which a streaming data set consists."""
-    steps = [dataset._ex_iterable] if hasattr(dataset, "_ex_iterable") else []
-    while steps:
-        yield (step := steps.pop())
-        steps += [step.ex_iterable] if hasattr(step, "ex_iterable") else getattr(step, "ex_iterables", [])
-
-
 def _seeds(dataset: Any) -> str:
     """Describe the seeds of a data set. One that was not given any is another one in each process."""
     generators = [
-        step.generator for step in _steps(dataset) if hasattr(getattr(step, "generator", None), "bit_generator")
+        step.generator for step in steps_of(dataset) if hasattr(getattr(step, "generator", None), "bit_generator")
     ]
     return xxhash.xxh3_64_hexdigest(repr([generator.bit_generator.state for generator in generators]).encode())
-
-
-def _version() -> tuple[int, ...]:
-    import datasets
-
-    return tuple(map(int, datasets.__version__.split(".")[:2]))

@@ -40,15 +40,16 @@ def check_parts(values: RankValues) -> None:
     Raises:
         IncompatibleCheckpointError: they do not; the message names the part and two ranks, or how many parts there are.
     """
+    if not any(record.parts for records in values.values() for record in records):
+        return  # as in most saves
     found: dict[str, set[str]] = {}
-    totals: dict[str, tuple[int, int]] = {}
+    totals: dict[str, int] = {}
     for (kind, name, slot), by_rank in _by_key(values).items():
         (first, record), *others = by_rank.items()
         if not record.parts and not any(other.parts for _, other in others):
             continue
         for rank, other in ((first, record), *others):
-            _, known = totals.setdefault(kind, (rank, other.parts))
-            if other.parts != known or other.digest != record.digest:
+            if other.parts != totals.setdefault(kind, other.parts) or other.digest != record.digest:
                 part = f"{unescape(kind)}/{unescape(name)}".rstrip("/")
                 raise IncompatibleCheckpointError(
                     f"ranks {first} and {rank} hold different states under {part}: ranks that hold the same stream must "
@@ -56,7 +57,7 @@ def check_parts(values: RankValues) -> None:
                 )
         if slot == VALUES_SLOT and name:
             found.setdefault(kind, set()).add(name)
-    for kind, (_, total) in totals.items():
+    for kind, total in totals.items():
         if len(found.get(kind, ())) != total:
             raise IncompatibleCheckpointError(
                 f"the ranks hold {len(found.get(kind, ()))} of the {total} streams of {unescape(kind)}: every rank that "

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Final
+from typing import Any
 
 import torch.utils.data
 
+from bytecheckpoint.dataloader.hugging_face_steps import passes_all_rows, steps_of
 from bytecheckpoint.dataloader.sources.base import Cursor, Document, Source
 from bytecheckpoint.dataloader.sources.fingerprint import value_fingerprint
 from bytecheckpoint.dataloader.sources.sequence import SequenceSource
 from bytecheckpoint.errors import UsageError
 
 __all__ = ["IterableSource", "from_hugging_face"]
-
-# The first version that passes tests/dataloader/test_hugging_face.py by its own state. Rows were skipped after `map` up to
-# 4.8 (datasets issue 8145) and after `filter` up to 5.0 (pull request 8360).
-_EXACT_SINCE: Final = (5, 2)
 
 
 class IterableSource(Source):
@@ -134,7 +131,7 @@ def from_hugging_face(
     generators = _shuffle_generators(dataset)
     if fingerprint is None:
         fingerprint = value_fingerprint([getattr(dataset, "num_shards", None), columns, generators])
-    exact = generators == [] and getattr(dataset, "_formatting", None) is None and _state_is_exact()
+    exact = generators == [] and getattr(dataset, "_formatting", None) is None and passes_all_rows()
     return IterableSource(_HuggingFaceStreams(dataset, exact), name, column=column, fingerprint=fingerprint)
 
 
@@ -165,21 +162,9 @@ class _HuggingFaceStreams:
         return documents
 
 
-def _state_is_exact() -> bool:
-    """Return whether the installed `datasets` is no version whose streaming datasets drop rows after a restart."""
-    import datasets
-
-    return tuple(map(int, datasets.__version__.split(".")[:2])) >= _EXACT_SINCE
-
-
 def _shuffle_generators(dataset: Any) -> list[Any] | None:
     """Return the states of the generators of all shuffle buffers, or None for a dataset of an unknown make."""
     if not hasattr(dataset, "_ex_iterable"):
         return None
-    found, todo = [], [dataset._ex_iterable]
-    while todo:
-        part = todo.pop()
-        if type(part).__name__ == "BufferShuffledExamplesIterable":
-            found.append(part.generator.bit_generator.state)
-        todo += [*([part.ex_iterable] if hasattr(part, "ex_iterable") else ()), *getattr(part, "ex_iterables", ())]
-    return found
+    shuffled = (step for step in steps_of(dataset) if type(step).__name__ == "BufferShuffledExamplesIterable")
+    return [step.generator.bit_generator.state for step in shuffled]
