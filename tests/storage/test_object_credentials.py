@@ -270,7 +270,7 @@ def test_a_service_of_credentials_that_goes_on_failing(metadata: FaultProxy, buc
     begun = time.monotonic()
     with pytest.raises(StorageUnavailableError, match=r"service that lends credentials .*503.*, attempt \d+\)"):
         load_step(f"s3://{bucket}/step")
-    assert 1 < time.monotonic() - begun < 10
+    assert 2 < time.monotonic() - begun < 10
 
 
 # --- variables that change ------------------------------------------------------------------------------------------------

@@ -35,17 +35,17 @@ class Attempts:
         self.count = 0
         self.exhausted = False
         self._begun = time.monotonic()
-        self._seconds = seconds
+        self._deadline = self._begun + seconds
         self._pause = _FIRST_PAUSE
 
     def pause(self) -> bool:
-        """Wait before the next attempt. Returns False, at once, when the deadline comes first."""
-        seconds = self._pause * random.uniform(0.5, 1.0)
-        self._pause = min(self._pause * 2, _LONGEST_PAUSE)
-        if time.monotonic() + seconds >= self._begun + self._seconds:
+        """Wait before the next attempt, the last one at the deadline. Returns False, at once, after the deadline."""
+        left = self._deadline - time.monotonic()
+        if left <= 0:
             self.exhausted = True
             return False
-        time.sleep(seconds)
+        time.sleep(min(left, self._pause * random.uniform(0.5, 1.0)))
+        self._pause = min(self._pause * 2, _LONGEST_PAUSE)
         return True
 
     def __str__(self) -> str:
