@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         StorageUnavailableError,
         UsageError,
     )
+    from bytecheckpoint.frameworks.rng import rng_state
     from bytecheckpoint.handles import LoadReport, SaveHandle, SaveReport
     from bytecheckpoint.loading import load
     from bytecheckpoint.opening import Checkpoint, Entry, open
@@ -68,6 +69,7 @@ __all__ = [
     "prepare",
     "register",
     "release_memory",
+    "rng_state",
     "save",
     "settings",
 ]
@@ -80,6 +82,7 @@ _HOME = {
     "load": "loading",
     "prepare": "saving",
     "release_memory": "world",
+    "rng_state": "frameworks.rng",
     "save": "saving",
 }
 

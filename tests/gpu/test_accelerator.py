@@ -75,3 +75,20 @@ def test_training_resumes_exactly_on_the_device(tmp_path: Path) -> None:
     other, fresh = build()
     bytecheckpoint.load(tmp_path / "s", {"model": other, "optimizer": fresh})
     assert steps(other, fresh, 5) == expected
+
+
+def test_random_numbers_go_on_and_are_new_at_another_layout(tmp_path: Path) -> None:
+    def draw() -> list[float]:
+        return torch.rand(3, device=device()).tolist()
+
+    states = {"rng": bytecheckpoint.rng_state()}
+    bytecheckpoint.save(tmp_path / "s", states)
+    wanted = draw()
+    assert not bytecheckpoint.load(tmp_path / "s", states).notes
+    assert draw() == wanted
+    found = []
+    for rank in (0, 1, 0):
+        states = {"rng": bytecheckpoint.rng_state(rank=rank, ranks=2)}
+        assert "are seeded anew" in bytecheckpoint.load(tmp_path / "s", states).notes[0]
+        found.append(draw())
+    assert found[0] == found[2] != found[1] != wanted != found[0]

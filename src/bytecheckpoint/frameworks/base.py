@@ -247,6 +247,8 @@ class SupportsStreams(Protocol):
 
     States are plain values, in which tensors and arrays may lie anywhere. Tensors must not change while the caller of a
     save waits.
+
+    A load proves that the ranks take over all streams, unless the object's attribute `takes_all_streams` is False.
     """
 
     @property
@@ -270,5 +272,9 @@ class SupportsStreams(Protocol):
             IncompatibleCheckpointError: the checkpoint was saved from other data, or with other settings.
         """
 
-    def load_streams(self, shared: Any, states: Mapping[int, Any]) -> None:
-        """Go on from the states of the streams that `choose_streams` chose; called once, at the end of a load."""
+    def load_streams(self, shared: Any, states: Mapping[int, Any]) -> Sequence[str] | None:
+        """Go on from the states of the streams that `choose_streams` chose; called once, at the end of a load.
+
+        Returns:
+            Remarks for the `LoadReport`, or None.
+        """

@@ -358,3 +358,23 @@ def test_a_frozen_parameter_in_a_group(path: str) -> None:
         for groups in (settings(run.engine), plain.param_groups)
     )
     assert of_engine == of_plain
+
+
+@on_ranks(1)
+def test_random_numbers_of_activation_checkpointing(path: str) -> None:
+    from deepspeed.runtime.activation_checkpointing.checkpointing import get_cuda_rng_tracker
+
+    def draw() -> float:
+        with tracker.fork():
+            return torch.rand(()).item()
+
+    tracker = get_cuda_rng_tracker()
+    tracker.reset()
+    tracker.add("model-parallel-rng", 11)
+    bytecheckpoint.save(path, {"rng": bytecheckpoint.rng_state()})
+    wanted = draw()
+    bytecheckpoint.load(path, {"rng": bytecheckpoint.rng_state()})
+    assert draw() == wanted
+    bytecheckpoint.load(path, {"rng": bytecheckpoint.rng_state(rank=0, ranks=2)})
+    assert draw() != wanted
+    tracker.reset()

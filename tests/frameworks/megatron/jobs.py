@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import random
+
+import torch
+
 import bytecheckpoint
-from tests.frameworks.megatron.models import Layout
+from tests.frameworks.megatron.models import Layout, initialize_parallel
 from tests.frameworks.megatron.training import Trainer
 from tests.frameworks.real_frameworks import AFTER, BEFORE
 from tests.support.comparisons import assert_complete
@@ -55,3 +59,30 @@ def load_and_save(layout: Layout, sources: dict[str, str], folder: str) -> None:
         steps = [id(state["step"]) for state in trainer.inner_states()]
         assert len(set(steps)) == len(steps), "parameters share a step"
         bytecheckpoint.save(f"{folder}/{name}", trainer.states())
+
+
+def draw_random_numbers(layout: Layout, path: str, *, save: bool) -> tuple[dict[str, float], tuple[str, ...]]:
+    """Seed as Megatron does, save or load, and draw: from the default generator, and from each state of the tracker."""
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
+
+    initialize_parallel(layout)
+    seed = 5 + 100 * parallel_state.get_pipeline_model_parallel_rank()  # as Megatron's training does
+    random.seed(seed)
+    model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+    tracker = get_cuda_rng_tracker()
+
+    def draw() -> dict[str, float]:
+        found = {}
+        for name in tracker.get_states():
+            with tracker.fork(name):
+                found[name] = torch.rand(()).item()
+        return found
+
+    states, notes = {"rng": bytecheckpoint.rng_state()}, ()
+    draw()
+    if save:
+        bytecheckpoint.save(path, states)
+    else:
+        notes = bytecheckpoint.load(path, states).notes
+    return {"torch": torch.rand(()).item(), "python": random.random(), **draw()}, notes

@@ -414,3 +414,23 @@ def test_a_layout_can_be_described() -> None:
     found = resolve("auto", states).capture(states)[0]
     # Per layer: two norms whole, qkv and the gate by rows, projections by columns; embeddings by rows, but positions.
     assert found.kind == "model" and found.layout()["layouts"] == {"whole": 10, "dim 0 in 2": 9, "dim 1 in 2": 8}
+
+
+def test_random_numbers(worlds: Worlds, tmp_path: Path) -> None:
+    """Another layout is seeded anew. Ranks that Megatron wants to draw the same numbers do so, and no others."""
+
+    def draws(layout: Layout, *, save: bool = False) -> tuple[list[dict[str, float]], list[tuple[str, ...]]]:
+        found = worlds.run(layout.world, jobs.draw_random_numbers, layout, str(tmp_path / "c"), save=save)
+        return [numbers for numbers, _ in found], [notes for _, notes in found]
+
+    saved, _ = draws(Layout(tp=2, dp=2), save=True)
+    assert draws(Layout(tp=2, dp=2)) == (saved, [()] * 4)
+    known = {number for numbers in saved for number in numbers.values()}
+    for layout in (Layout(tp=2, pp=2), Layout(dp=4), Layout(dp=2)):
+        numbers, notes = draws(layout)
+        assert all("are seeded anew" in note for (note,) in notes)
+        assert draws(layout)[0] == numbers
+        assert not known & {number for found in numbers for number in found.values()}
+        counts = {name: len({found[name] for found in numbers}) for name in numbers[0]}
+        assert counts["torch"] == counts["python"] == counts["data-parallel-rng"] == layout.pp
+        assert counts["model-parallel-rng"] == layout.tp * layout.pp

@@ -101,7 +101,13 @@ def load_streams(kind: str, live: SupportsStreams, saved: SavedStates, into: Des
             states[number] = decode(tensors[parts[number].key].numpy().tobytes(), on_tensor=named)
 
     into.checks.append(check)
-    into.finish.append(lambda: live.load_streams(shared, states))
+    if not getattr(live, "takes_all_streams", True):
+        into.recognized.update([*saved.keys(kind), *(part.key for part in parts.values())])
+
+    def install() -> None:
+        into.notes += [f"{kind}: {note}" for note in live.load_streams(shared, states) or ()]
+
+    into.finish.append(install)
 
 
 def refuse_streams(kind: str, live: object, saved: SavedStates) -> None:
