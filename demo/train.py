@@ -105,7 +105,7 @@ def train(args: argparse.Namespace) -> None:
 
 
 def global_mean(loss: torch.Tensor) -> float:
-    """Return the loss over the global batch. Every rank has as many samples; tensor-parallel ranks have the same ones."""
+    """Return the loss over the global batch. Every rank has as many rows; tensor-parallel ranks have the same ones."""
     total = loss.detach().clone()
     dist.all_reduce(total)
     return total.item() / dist.get_world_size()
@@ -123,7 +123,7 @@ def main() -> None:
     parser.add_argument("--layout", choices=LAYOUTS, default="plain", help="how the model lies on the ranks")
     parser.add_argument("--size", choices=SIZES, default="10M", help="parameters")
     parser.add_argument("--workers", type=int, default=1, help="of each rank's data loader; 0: the rank itself")
-    parser.add_argument("--batch", type=int, default=16, help="samples per step, over all ranks")
+    parser.add_argument("--batch", type=int, default=16, help="rows of a global batch")
     parser.add_argument("--stop", type=int, default=60, help="last step to train")
     parser.add_argument("--total", type=int, default=60, help="length of the learning rate's schedule, in steps")
     parser.add_argument("--save-every", type=int, default=10, help="steps between checkpoints; 0: none")
