@@ -1,62 +1,75 @@
-"""The training text, and batches of it."""
+"""The training text, and what tells one global batch from another."""
 
 from __future__ import annotations
 
+import hashlib
+import re
 import sysconfig
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from bytecheckpoint.dataloader import SequenceSource, Source, TextSource
+
+#: The token behind each document.
+NEWLINE = ord("\n")
 
 
-def standard_library_text() -> Tensor:
-    """Return the source of the installed Python's standard library: uint8 [bytes], the same on every call."""
+def standard_library() -> dict[Source, float]:
+    """Return two sources of the installed Python's standard library, and the share of each in the bytes that are fed."""
     root = Path(sysconfig.get_path("stdlib"))
-    files = sorted(root.rglob("*.py"))
-    skipped = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}
-    sources = [f.read_bytes() for f in files if skipped.isdisjoint(f.relative_to(root).parts)]
-    return torch.frombuffer(bytearray(b"".join(sources)), dtype=torch.uint8)
+    skipped = {"site-packages", "test", "tests", "encodings", "pydoc_data"}
+    modules = sorted(p for pattern in ("*.py", "*/*.py") for p in root.glob(pattern) if p.parent.name not in skipped)
+    texts = [p.read_text(encoding="utf-8", errors="replace") for p in modules]
+    docstrings = [found for text in texts for found in re.findall(r'"""(.+?)"""', text, re.DOTALL)]
+    return {
+        TextSource(modules, "lines of code", errors="replace"): 0.7,
+        SequenceSource(docstrings, "docstrings"): 0.3,
+    }
 
 
-class Batches:
-    """An endless stream of batches, whose state is a position in a random order of the samples.
+# At the top of a module: the loader's workers are processes, which import it.
+def to_bytes(text: str) -> NDArray[np.uint8]:
+    """Tokenize: a token is a byte of UTF-8."""
+    return np.frombuffer(text.encode(), np.uint8)
 
-    All ranks share the order, and each data-parallel rank takes its rows of every *global* batch. So the state is the
-    same on all ranks, and has the same meaning for any number of them.
+
+def inputs_and_targets(tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Return inputs and targets, [rows, length] each, of rows of length + 1 tokens: a target is the next token.
+
+    A row may hold several documents. The model attends to all of the row, and the first byte of a document is a target as
+    any other.
+    """
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def as_table(batch: dict[str, Tensor]) -> Tensor:
+    """Return a line per row of a batch: its number, the number of its documents, its tokens; int64 [rows, 2 + tokens]."""
+    return torch.cat([batch["rows"][:, None], batch["documents"][:, -1:] + 1, batch["tokens"]], dim=1)
+
+
+def global_table(batch: dict[str, Tensor], mesh: DeviceMesh) -> Tensor:
+    """Return the table of the global batch, whose rows the data-parallel ranks hold one after the other.
 
     Args:
-        text: uint8 [bytes].
-        length: bytes per sample.
-        batch: samples per step, over all ranks together.
-        rank: this data-parallel rank.
-        ranks: number of data-parallel ranks; divides `batch`.
-        seed: seed of the order.
+        batch: this rank's part, with as many rows as any other.
+        mesh: data-parallel, then tensor-parallel dimension.
     """
+    own = as_table(batch)
+    tables = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(tables, own)
+    grid = torch.stack(tables).unflatten(0, mesh.shape)
+    assert torch.equal(grid, grid[:, :1].expand_as(grid)), "the ranks of a tensor-parallel group feed different rows"
+    return grid[:, 0].flatten(0, 1)
 
-    def __init__(self, text: Tensor, length: int, batch: int, *, rank: int = 0, ranks: int = 1, seed: int = 0) -> None:
-        assert batch % ranks == 0, f"{ranks} data-parallel ranks do not divide a batch of {batch}"
-        # One byte more than a sample: the targets are the inputs, shifted by one.
-        self.samples = text.unfold(0, length + 1, length)
-        self.batch, self.rank, self.ranks = batch, rank, ranks
-        self.load_state_dict({"seed": seed, "epoch": 0, "position": 0})
 
-    def __iter__(self) -> Batches:
-        return self
-
-    def __next__(self) -> tuple[Tensor, Tensor]:
-        """Return inputs and targets of this rank: int64 [batch / ranks, length] each."""
-        if self.position + self.batch > len(self.order):
-            self.load_state_dict({"seed": self.seed, "epoch": self.epoch + 1, "position": 0})
-        rows = self.order[self.position : self.position + self.batch].chunk(self.ranks)[self.rank]
-        self.position += self.batch
-        samples = self.samples[rows].long()
-        return samples[:, :-1], samples[:, 1:]
-
-    def state_dict(self) -> dict[str, int]:
-        return {"seed": self.seed, "epoch": self.epoch, "position": self.position}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.seed, self.epoch, self.position = state["seed"], state["epoch"], state["position"]
-        generator = torch.Generator().manual_seed(self.seed + self.epoch)
-        self.order = torch.randperm(len(self.samples), generator=generator)
+def describe(table: Tensor) -> dict[str, object]:
+    """Return a hash of a global batch, and the mean length of its samples: of the (parts of) documents in its rows."""
+    tokens, samples = table[:, 2:].numel(), table[:, 1].sum().item()
+    digest = hashlib.blake2b(table.contiguous().numpy().tobytes(), digest_size=5).hexdigest()
+    return {"batch": digest, "sample_length": tokens / samples}

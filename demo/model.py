@@ -107,7 +107,7 @@ def rotate(x: Tensor) -> Tensor:
     return torch.cat([a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()], dim=-1)
 
 
-def parallelize(model: GPT, layout: str, world_size: int) -> tuple[int, int]:
+def parallelize(model: GPT, layout: str, world_size: int) -> DeviceMesh:
     """Distribute `model` over all ranks, in place.
 
     Args:
@@ -117,20 +117,18 @@ def parallelize(model: GPT, layout: str, world_size: int) -> tuple[int, int]:
         world_size: number of ranks.
 
     Returns:
-        This data-parallel rank, and the number of data-parallel ranks.
+        The ranks in a data-parallel dimension "dp" and a tensor-parallel one "tp".
     """
-    if layout == "plain":
-        assert world_size == 1, "the plain layout is for one rank"
-        return 0, 1
-    if layout == "fsdp2":
-        mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp",))
-    else:
-        mesh = init_device_mesh("cpu", (world_size // 2, 2), mesh_dim_names=("dp", "tp"))
+    assert layout != "plain" or world_size == 1, "the plain layout is for one rank"
+    tp_size = 2 if layout == "tp2_fsdp2" else 1
+    mesh = init_device_mesh("cpu", (world_size // tp_size, tp_size), mesh_dim_names=("dp", "tp"))
+    if tp_size > 1:
         tensor_parallel(model, mesh["tp"])
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh["dp"])
-    fully_shard(model, mesh=mesh["dp"])
-    return mesh["dp"].get_local_rank(), mesh["dp"].size()
+    if layout != "plain":
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh["dp"])
+        fully_shard(model, mesh=mesh["dp"])
+    return mesh
 
 
 def tensor_parallel(model: GPT, mesh: DeviceMesh) -> None:

@@ -16,11 +16,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from data import Batches, standard_library_text
+from data import NEWLINE, describe, global_table, inputs_and_targets, standard_library, to_bytes
 from model import GPT, LAYOUTS, SIZES, parallelize
 from torch.optim.lr_scheduler import LambdaLR
 
 import bytecheckpoint
+from bytecheckpoint.dataloader import TokenBufferLoader
 
 
 def newest_step(root: Path) -> int:
@@ -45,13 +46,25 @@ def make_optimizer(model: GPT, total: int) -> tuple[torch.optim.Optimizer, Lambd
 
 
 def train(args: argparse.Namespace) -> None:
-    """Train from the newest committed step to `args.stop`."""
+    """Train from the step to resume from to `args.stop`."""
     size = SIZES[args.size]
     torch.manual_seed(0)  # the same initial weights on every rank
     model = GPT(size)
-    dp_rank, dp_size = parallelize(model, args.layout, dist.get_world_size())
+    mesh = parallelize(model, args.layout, dist.get_world_size())
     optimizer, scheduler = make_optimizer(model, args.total)
-    batches = Batches(standard_library_text(), size.context, args.batch, rank=dp_rank, ranks=dp_size)
+    batches = TokenBufferLoader(
+        standard_library(),
+        size.context + 1,  # the targets are the inputs, moved by one
+        args.batch,
+        tokenizer=to_bytes,
+        document_end=NEWLINE,
+        shuffle_buffer=16,
+        rank=mesh["dp"].get_local_rank(),
+        ranks=mesh["dp"].size(),
+        saves=mesh["tp"].get_local_rank() == 0,  # ranks of one tensor-parallel group feed the same rows
+        workers=args.workers,
+        state_every=args.save_every or None,
+    )
     extra = {"step": 0, "rng": torch.get_rng_state()}
     states = {
         "model": model,
@@ -61,22 +74,23 @@ def train(args: argparse.Namespace) -> None:
         "extra_states": extra,
     }
 
-    newest = newest_step(args.checkpoints)
-    if newest:
-        report = bytecheckpoint.load(args.checkpoints / f"step_{newest:08d}", states)
+    resumed = newest_step(args.checkpoints) if args.resume_from is None else args.resume_from
+    if resumed:
+        report = bytecheckpoint.load(args.checkpoints / f"step_{resumed:08d}", states)
         torch.set_rng_state(extra["rng"])
         record(args, event="load", step=extra["step"], seconds=report.total_seconds)
 
     handle = None
     for step in range(extra["step"] + 1, args.stop + 1):
-        inputs, targets = next(batches)
-        loss = model(inputs, targets)
+        batch = next(batches)
+        loss = model(*inputs_and_targets(batch["tokens"]))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()
-        record(args, event="step", step=step, loss=global_mean(loss), time=time.time())
+        fed = describe(global_table(batch, mesh))  # shows that it is the batch of the uninterrupted run
+        record(args, event="step", step=step, loss=global_mean(loss), time=time.time(), **fed)
 
         if step == 1 and args.save_every:
             # The optimizer has its state now: prepare for saves while training goes on. (A load does so too.)
@@ -91,7 +105,7 @@ def train(args: argparse.Namespace) -> None:
 
 
 def global_mean(loss: torch.Tensor) -> float:
-    """Return the loss over the global batch. Every rank has as many samples; tensor-parallel ranks have the same ones."""
+    """Return the loss over the global batch. Every rank has as many rows; tensor-parallel ranks have the same ones."""
     total = loss.detach().clone()
     dist.all_reduce(total)
     return total.item() / dist.get_world_size()
@@ -108,11 +122,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layout", choices=LAYOUTS, default="plain", help="how the model lies on the ranks")
     parser.add_argument("--size", choices=SIZES, default="10M", help="parameters")
-    parser.add_argument("--batch", type=int, default=16, help="samples per step, over all ranks")
+    parser.add_argument("--workers", type=int, default=1, help="of each rank's data loader; 0: the rank itself")
+    parser.add_argument("--batch", type=int, default=16, help="rows of a global batch")
     parser.add_argument("--stop", type=int, default=60, help="last step to train")
     parser.add_argument("--total", type=int, default=60, help="length of the learning rate's schedule, in steps")
     parser.add_argument("--save-every", type=int, default=10, help="steps between checkpoints; 0: none")
     parser.add_argument("--checkpoints", type=Path, default=Path("demo-output/checkpoints"))
+    parser.add_argument("--resume-from", type=int, help="step; default: the newest committed one, if there is any")
     parser.add_argument("--record", type=Path, default=Path("demo-output/record.jsonl"), help="losses and stalls")
     args = parser.parse_args()
     args.record.parent.mkdir(parents=True, exist_ok=True)

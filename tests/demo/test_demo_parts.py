@@ -1,4 +1,4 @@
-"""The demo's model and data by themselves; the whole of it is `make demo`, and `demo/run.py --short` in CI."""
+"""The demo's model, data and checks by themselves; the whole of it is `make demo`, and `demo/run.py --short` in CI."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from bytecheckpoint.dataloader import TokenBufferLoader
+
 DEMO = Path(__file__).resolve().parents[2] / "demo"
 
 
@@ -20,61 +22,116 @@ def demo_module(name: str) -> ModuleType:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
+    sys.path.insert(0, str(DEMO))
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(DEMO))
     return module
 
 
 data = demo_module("data")
 model = demo_module("model")
+run = demo_module("run")
 
 
-def text(count: int = 1000) -> torch.Tensor:
-    return (torch.arange(count) % 251).to(torch.uint8)
+def loader(rank: int = 0, ranks: int = 1, batch: int = 8) -> TokenBufferLoader:
+    """The loader of train.py, with short rows."""
+    return TokenBufferLoader(
+        data.standard_library(),
+        17,
+        batch,
+        tokenizer=data.to_bytes,
+        document_end=data.NEWLINE,
+        shuffle_buffer=4,
+        rank=rank,
+        ranks=ranks,
+    )
 
 
-def test_standard_library_text_is_the_same_on_every_call_and_large() -> None:
-    first, second = data.standard_library_text(), data.standard_library_text()
-    assert first.dtype == torch.uint8
-    assert len(first) > 1_000_000
-    assert torch.equal(first, second)
+def test_the_sources_are_the_same_on_every_call_and_large() -> None:
+    first, second = data.standard_library(), data.standard_library()
+    assert [source.describe() for source in first] == [source.describe() for source in second]
+    assert all(len(source) > 1000 for source in first)
+    assert sum(first.values()) == pytest.approx(1.0)
+
+
+def test_rows_are_text_of_both_sources() -> None:
+    rows = loader()
+    text = "".join(bytes(next(rows)["tokens"].flatten().tolist()).decode(errors="replace") for _ in range(50))
+    assert "self" in text and "    return" in text
 
 
 def test_targets_are_the_inputs_moved_by_one() -> None:
-    inputs, targets = next(data.Batches(text(), length=16, batch=4))
-    assert inputs.shape == targets.shape == (4, 16)
+    inputs, targets = data.inputs_and_targets(next(loader())["tokens"])
+    assert inputs.shape == targets.shape == (8, 16)
     assert torch.equal(inputs[:, 1:], targets[:, :-1])
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_share_one_global_batch(ranks: int) -> None:
-    whole = data.Batches(text(), length=16, batch=8)
-    parts = [data.Batches(text(), length=16, batch=8, rank=r, ranks=ranks) for r in range(ranks)]
-    for _ in range(20):  # over the end of an epoch
-        inputs, _ = next(whole)
-        assert torch.equal(inputs, torch.cat([next(p)[0] for p in parts]))
+    whole, parts = loader(), [loader(rank, ranks) for rank in range(ranks)]
+    seen = set()
+    for _ in range(20):
+        wanted = data.describe(data.as_table(next(whole)))
+        assert data.describe(torch.cat([data.as_table(next(part)) for part in parts])) == wanted
+        seen.add(wanted["batch"])
+    assert len(seen) == 20
 
 
-@pytest.mark.parametrize("steps", [0, 1, 7, 8, 25])
-def test_batches_resume_where_they_were_on_any_number_of_ranks(steps: int) -> None:
-    whole = data.Batches(text(), length=16, batch=8, seed=3)
-    for _ in range(steps):
-        next(whole)
-    state = whole.state_dict()
-    parts = [data.Batches(text(), length=16, batch=8, rank=r, ranks=2) for r in range(2)]
-    for part in parts:
-        part.load_state_dict(state)
-        assert part.state_dict() == state
-    for _ in range(10):
-        assert torch.equal(next(whole)[0], torch.cat([next(p)[0] for p in parts]))
+def test_the_hash_of_a_batch_sees_every_token_and_every_row_number() -> None:
+    table = data.as_table(next(loader()))
+    hashes = {data.describe(table)["batch"], data.describe(table.flip(0))["batch"]}
+    for place in [(3, 0), (3, 2), (7, 18)]:
+        changed = table.clone()
+        changed[place] ^= 1
+        hashes.add(data.describe(changed)["batch"])
+    assert len(hashes) == 5
 
 
-def test_an_epoch_visits_every_sample_once() -> None:
-    batches = data.Batches(text(16 * 40 + 1), length=16, batch=8)
-    seen: Any = torch.cat([next(batches)[0] for _ in range(5)])
-    assert len(torch.unique(seen, dim=0)) == 40
-    assert batches.state_dict()["epoch"] == 0
-    next(batches)
-    assert batches.state_dict()["epoch"] == 1
+def test_the_sample_length_is_the_mean_over_the_documents_in_the_rows() -> None:
+    batch = {
+        "tokens": torch.zeros(2, 6, dtype=torch.int64),
+        "documents": torch.tensor([[0, 0, 1, 1, 1, 2], [0, 0, 0, 0, 0, 0]], dtype=torch.int32),
+        "rows": torch.arange(2),
+    }
+    assert data.describe(data.as_table(batch))["sample_length"] == 12 / 4
+
+
+def recorded(resumed_from: int = 0, **changes: dict[int, Any]) -> Any:
+    """What a run of six steps has recorded."""
+    steps = range(resumed_from + 1, 7)
+    found = run.Run("one", "plain", 1, 0, 6, Path())
+    found.resumed_from = resumed_from
+    found.losses = {step: 4.0 - step / 10 for step in steps} | changes.get("losses", {})
+    found.batches = {step: f"{step:010x}" for step in steps} | changes.get("batches", {})
+    return found
+
+
+@pytest.mark.parametrize(
+    ("changes", "allowed", "message"),
+    [
+        ({}, 0.0, None),
+        ({"losses": {5: 3.501}}, 4e-3, None),
+        ({"losses": {5: 3.501}}, 0.0, "off 'one'"),
+        ({"losses": {5: 3.51}}, 4e-3, "off 'one'"),
+        ({"batches": {6: "0000000000"}}, 4e-3, r"other batches than 'one', at steps \[6\]"),
+    ],
+)
+def test_a_run_that_differs_from_the_reference_fails_the_demo(
+    changes: dict[str, dict[int, Any]], allowed: float, message: str | None
+) -> None:
+    reference, resumed = recorded(), recorded(2, **changes)
+    if message is None:
+        run.compare(resumed, reference, reference, 2, allowed)
+        return
+    with pytest.raises(run.DemoError, match=message):
+        run.compare(resumed, reference, reference, 2, allowed)
+
+
+def test_a_run_that_resumes_elsewhere_fails_the_demo() -> None:
+    with pytest.raises(run.DemoError, match="resumed from step 2"):
+        run.compare(recorded(2), recorded(), recorded(), 3, 1.0)
 
 
 def test_the_demos_model_has_about_ten_million_parameters() -> None:
@@ -106,10 +163,10 @@ def test_the_model_learns_a_sequence() -> None:
     torch.manual_seed(0)
     gpt = model.GPT(model.Size(layers=1, width=32, heads=2, context=16))
     optimizer = torch.optim.SGD(gpt.parameters(), lr=0.5)
-    batches = data.Batches(text(), length=16, batch=16)
+    text = torch.arange(1000) % 251
     losses = []
-    for _ in range(30):
-        loss = gpt(*next(batches))
+    for step in range(30):
+        loss = gpt(*data.inputs_and_targets(text.unfold(0, 17, 17)[step : step + 16]))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
