@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from bytecheckpoint.frameworks.rng import rng_state
     from bytecheckpoint.handles import LoadReport, SaveHandle, SaveReport
     from bytecheckpoint.loading import load
+    from bytecheckpoint.manager import CheckpointManager
     from bytecheckpoint.opening import Checkpoint, Entry, open
     from bytecheckpoint.representation.values.codec import register
     from bytecheckpoint.saving import prepare, save
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Checkpoint",
     "CheckpointError",
+    "CheckpointManager",
     "CheckpointNotFoundError",
     "CheckpointTimeoutError",
     "CorruptCheckpointError",
@@ -79,6 +81,7 @@ _HOME = {
     **dict.fromkeys(("LoadReport", "SaveHandle", "SaveReport"), "handles"),
     **dict.fromkeys(("Checkpoint", "Entry", "open"), "opening"),
     "register": "representation.values.registry",
+    "CheckpointManager": "manager",
     "load": "loading",
     "prepare": "saving",
     "release_memory": "world",

@@ -127,11 +127,16 @@ class World:
         self.saves = SaveQueue()
         self.flusher = Flusher(collective)
         self._load_numbers = itertools.count(1)
+        self._manager_numbers = itertools.count(1)
         self._prepared: tuple[object, ...] = ()
 
     def next_load_number(self) -> int:
         """Return the number of the next load."""
         return next(self._load_numbers)
+
+    def next_manager_number(self) -> int:
+        """Return the number of the next manager."""
+        return next(self._manager_numbers)
 
     def note_prepared(self, states: Mapping[str, object]) -> None:
         """Remember the states that the next save is prepared for. An empty mapping stands for none."""

@@ -30,8 +30,9 @@ from bytecheckpoint.tiers.names import INTERNAL_FILES
 from bytecheckpoint.tiers.room import hot_steps
 from bytecheckpoint.tiers.storage import PREFIX, TierStorage, hot_tier
 from bytecheckpoint.tools.repair import reports_of_saves
+from bytecheckpoint.tools.retirement import TOMBSTONE, finish_retirement, tombstones
 
-__all__ = ["Removal", "collect_garbage", "collect_hot_garbage", "remove_checkpoint"]
+__all__ = ["Removal", "collect_garbage", "collect_hot_garbage", "remove_checkpoint", "users"]
 
 #: Temporary files of publishes and probes. A process that ends removes its own.
 _TEMPORARY = re.compile(r"\.(publishing|bytecheckpoint-publishing|bytecheckpoint-probe)-[^/]+")
@@ -43,7 +44,7 @@ class Removal:
 
     Attributes:
         path: their folder.
-        what: "checkpoint", "uncommitted", "temporary", "upload" or "hot copy".
+        what: "checkpoint", "retired" (a removal that was begun), "uncommitted", "temporary", "upload" or "hot copy".
         files: number of files; of "upload", of uploads that were not completed, whose size no store tells.
         nbytes: their size.
         kept: why they stay; "" if they go.
@@ -79,7 +80,7 @@ def remove_checkpoint(path: str, *, cold: bool = False, dry_run: bool = False) -
     elsewhere = {folder for place in places for folder in _other_folders(place)}
     if elsewhere and not cold:
         raise UsageError(f"{storage.url} names files in {', '.join(sorted(elsewhere))}: --cold removes these too")
-    if user := next((user for place in places for user in _users(place)), ""):
+    if user := next((user for place in places for user in users(place)), ""):
         raise UsageError(f"{user} uses files of {storage.url}: remove that first")
     places += [with_time_limits(resolve(folder)) for folder in sorted(elsewhere)]
     found = [(place, names) for place in places if (names := _own_names(place))]
@@ -106,7 +107,7 @@ def remove_checkpoint(path: str, *, cold: bool = False, dry_run: bool = False) -
     return removed
 
 
-def _users(storage: Storage) -> Iterator[str]:
+def users(storage: Storage) -> Iterator[str]:
     """Yield the checkpoints beside a folder whose catalogs name files in it."""
     inside = file_uri(storage, "")
     run = resolve(storage.url.rpartition("/")[0] or "/")
@@ -128,6 +129,7 @@ def _is_own(name: str) -> bool:
         or generation_of(name) is not None
         or _TEMPORARY.fullmatch(name) is not None
         or INTERNAL_FILES.fullmatch(name) is not None
+        or TOMBSTONE.fullmatch(name) is not None
     )
 
 
@@ -203,6 +205,10 @@ def _collect(storage: Storage, before: Callable[[], float], dry_run: bool) -> It
         name for name in present if _TEMPORARY.fullmatch(name) is not None and _is_older(storage, name, before())
     ]
     yield from _remove(storage, "temporary", {name: present[name] for name in temporary}, dry_run)
+    for stone in tombstones(storage):
+        if not dry_run and _is_older(storage, stone, before()) and (gone := finish_retirement(storage, stone)):
+            yield _removal(storage, "retired", gone)
+            present = dict(storage.list())
     saves: dict[str, dict[str, int]] = {}
     for name, size in present.items():
         if (generation := generation_of(name)) is not None:

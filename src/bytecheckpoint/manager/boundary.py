@@ -1,0 +1,169 @@
+"""Agreement of all ranks on one step boundary, for acts that any rank may ask for at any time.
+
+A signal, a clock or a failure reaches ranks at different moments, and a collective at every step would cost too much. So
+a rank that wants something tells rank 0, which asks all ranks how far they are. From its answer on a rank stops at its
+next boundary, until rank 0 says where to act: at the first boundary that no rank has passed. Threads in the background
+answer, so the stop lasts for one exchange of messages. Nothing is sent at other steps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from bytecheckpoint.collectives.base import Collective
+from bytecheckpoint.errors import CheckpointError
+
+__all__ = ["Boundaries"]
+
+_log = logging.getLogger("bytecheckpoint")
+#: Seconds between two calls of `poll`.
+_POLL_SECONDS = 1.0
+_FOREVER = 2**62  # the boundary of a rank that takes part no more
+
+
+class Boundaries:
+    """One rank's part. Use as a context manager; every rank makes one with the same tag.
+
+    Args:
+        collective: the ranks.
+        tag: names the conversation; never used twice in one world.
+        timeout: seconds to wait for the other ranks at a boundary.
+        poll: called about once a second in the background; returns what to request, or "". None: nothing is polled.
+    """
+
+    def __init__(self, collective: Collective, tag: str, timeout: float, poll: Callable[[], str] | None = None) -> None:
+        self._collective, self._tag, self._timeout, self._poll = collective, tag, timeout, poll
+        self._news: queue.SimpleQueue[Any] = queue.SimpleQueue()  # `put` is safe in a signal handler
+        self._changed = threading.Condition()
+        self._step = -1
+        self._undecided: set[int] = set()  # rounds
+        self._acts: dict[int, set[str]] = {}  # by step
+        # Of rank 0:
+        self._round = 0
+        self._asking = False
+        self._wanted: set[str] = set()
+        self._answers: dict[int, int] = {}
+        self._left: set[int] = set()
+        self._thread = threading.Thread(target=self._run, name="bytecheckpoint-boundaries", daemon=True)
+
+    def __enter__(self) -> Boundaries:
+        def hear(payload: bytes) -> None:
+            self._news.put(msgspec.msgpack.decode(payload))
+
+        self._end_watch = self._collective.watch(self._tag, hear)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._send(0, ["left", self._collective.rank])
+        if self._collective.rank:  # rank 0 serves the others until they have left too
+            self._news.put(["end"])
+            self._thread.join(self._timeout)
+
+    def request(self, act: str) -> None:
+        """Ask for an act of all ranks; safe in a signal handler. The same act is asked for once until it happens."""
+        self._news.put(["request", act])
+
+    def reach(self, step: int) -> set[str]:
+        """Say that this rank is at a boundary; return what all ranks do there.
+
+        Args:
+            step: number of the boundary; ascends, and is the same on all ranks.
+        """
+        with self._changed:
+            self._step = step
+            if not self._changed.wait_for(lambda: not self._undecided, self._timeout):
+                _log.warning(
+                    "rank %d goes on after %g s without an answer of rank 0", self._collective.rank, self._timeout
+                )
+                self._undecided.clear()
+            due = [at for at in self._acts if at <= step]
+            return {act for at in due for act in self._acts.pop(at)}
+
+    # --- the thread -----------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        polled = ""
+        while True:
+            try:
+                message = self._news.get(timeout=None if self._poll is None else _POLL_SECONDS)
+            except queue.Empty:
+                polled = self._call_poll(polled)
+                continue
+            if message[0] != "end":
+                self._on_message(*message)
+            if message[0] == "end" or len(self._left) == self._collective.world_size:
+                self._end_watch()
+                return
+
+    def _call_poll(self, before: str) -> str:
+        assert self._poll is not None
+        try:
+            act = self._poll()
+        except Exception as error:  # noqa: BLE001  of the caller's function
+            _log.warning("the function that tells of a preemption failed: %r", error)
+            return before
+        if act and act != before:
+            self.request(act)
+        return act
+
+    def _on_message(self, kind: str, *values: Any) -> None:
+        if kind == "request":
+            self._send(0, ["want", *values])
+        elif kind == "want":
+            self._wanted.add(*values)
+            self._ask()
+        elif kind == "ask":
+            (number,) = values
+            with self._changed:
+                self._undecided.add(number)
+                step = self._step
+            self._send(0, ["at", number, self._collective.rank, step])
+        elif kind == "at":
+            number, rank, step = values
+            if number == self._round:
+                self._answers[rank] = step
+                self._decide()
+        elif kind == "left":
+            self._left.add(*values)
+            self._decide()
+        elif kind == "act":
+            number, step, acts = values
+            with self._changed:
+                self._undecided.discard(number)
+                if step < _FOREVER:
+                    self._acts.setdefault(step, set()).update(acts)
+                self._changed.notify_all()
+
+    def _ask(self) -> None:
+        """Begin a round, unless one is under way. Runs on rank 0."""
+        if self._asking:
+            return
+        self._asking = True
+        self._round += 1
+        for rank in range(self._collective.world_size):
+            self._send(rank, ["ask", self._round])
+
+    def _decide(self) -> None:
+        """End the round when all ranks have answered. Runs on rank 0."""
+        if not self._asking or len({*self._answers, *self._left}) < self._collective.world_size:
+            return
+        step = _FOREVER if self._left else max(self._answers.values()) + 1
+        for rank in range(self._collective.world_size):
+            if rank not in self._left:
+                self._send(rank, ["act", self._round, step, sorted(self._wanted)])
+        self._asking, self._wanted, self._answers = False, set(), {}
+
+    def _send(self, rank: int, message: list[Any]) -> None:
+        if rank == self._collective.rank:
+            self._news.put(message)
+            return
+        with contextlib.suppress(CheckpointError):  # the training notices a lost rank
+            self._collective.send(rank, self._tag, msgspec.msgpack.encode(message))

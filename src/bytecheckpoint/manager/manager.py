@@ -1,0 +1,484 @@
+"""`CheckpointManager`: when to save, where, what to keep, and from where to go on."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, MutableMapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+
+from bytecheckpoint.collectives import current
+from bytecheckpoint.collectives.agreement import Agreement
+from bytecheckpoint.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    CheckpointTimeoutError,
+    CorruptCheckpointError,
+    StorageConflictError,
+    StorageError,
+    UsageError,
+)
+from bytecheckpoint.handles import LoadReport, SaveHandle
+from bytecheckpoint.loading import load
+from bytecheckpoint.manager.boundary import Boundaries
+from bytecheckpoint.manager.preemption import Preemption
+from bytecheckpoint.manager.rules import Best, EverySeconds, StepInfo, keep_rules, save_rules
+from bytecheckpoint.manager.run_folder import METADATA, RunFolder, step_folder
+from bytecheckpoint.saving import save
+from bytecheckpoint.saving.steps import check_step
+from bytecheckpoint.settings import settings
+from bytecheckpoint.world import world_of
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = ["CheckpointManager", "Restored"]
+
+_log = logging.getLogger("bytecheckpoint")
+
+#: Acts that all ranks agree on (`Boundaries`).
+_SAVE, _PREEMPT, _USURPED = "save", "preempt", "usurped: "
+_OVERLAPS = ("wait", "skip", "fail")
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What a restore did.
+
+    Attributes:
+        step: that was loaded, or None: there was none, and the run begins.
+        report: of the load.
+        skipped: newer steps that could not be loaded, with the reason.
+    """
+
+    step: int | None
+    report: LoadReport | None = None
+    skipped: Mapping[int, str] = field(default_factory=dict)
+
+
+class CheckpointManager:
+    """Saves a training run when it is due, deletes what need not stay, and finds where to go on.
+
+    All ranks make it with the same arguments and call its methods together. Steps lie in `root/step_00000100`. Decisions
+    that clocks, signals or storages could make differently on each rank are made by one rank.
+
+    Args:
+        root: folder or URL of the run, of any storage, tiers included. What else is there stays as it is.
+        states: as for `save` and `load`.
+        every: when to save: a number of steps, a `timedelta`, a rule (`EverySteps`, `EverySeconds`, `AtSteps`), a function
+            of the number of steps that answers alike on all ranks, or a list of these. None: when `save` is called.
+        keep: which steps to keep: a number of the newest, or rules (`Latest`, `Best`, `Every`, `Younger`), of which one
+            that wants a step is enough. None: all. The newest committed step and pinned ones always stay.
+        preemption: what tells that the job is to stop. All ranks then save at the same step, and `preempted` is set.
+        at_end: save at the end of the `with` block the last step that was reached, unless an exception ends it.
+        overlap: what to do when a save is due while the one before is being written: "wait" for it, "skip" the save, or
+            "fail".
+        on_error: "raise" the failure of a save, once, at the next call; or "warn": log it and go on.
+        grace: seconds between the two phases of a deletion, for jobs that are reading.
+        async_checkpoint: as for `save`.
+        save_options: further arguments of `save` (framework, staging, include, names, ...).
+        load_options: further arguments of `load`.
+        process_group: the ranks; by default all.
+
+    Attributes:
+        preempted: the job is to stop: leave the training loop. Set on all ranks at the same step.
+        restored: what the last restore did.
+
+    Raises:
+        UsageError: an argument is out of its range, or keeps nothing.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        states: MutableMapping[str, Any],
+        *,
+        every: Any = None,
+        keep: Any = None,
+        preemption: Preemption | None = None,
+        at_end: bool = False,
+        overlap: str = "wait",
+        on_error: str = "raise",
+        grace: float = 600.0,
+        async_checkpoint: bool = True,
+        save_options: Mapping[str, Any] | None = None,
+        load_options: Mapping[str, Any] | None = None,
+        process_group: ProcessGroup | None = None,
+    ) -> None:
+        if overlap not in _OVERLAPS:
+            raise UsageError(f"overlap={overlap!r}: use one of {', '.join(_OVERLAPS)}")
+        if on_error not in ("raise", "warn"):
+            raise UsageError(f"on_error={on_error!r}: use 'raise' or 'warn'")
+        if grace < 0:
+            raise UsageError(f"grace={grace!r}: give a number of seconds, at least 0")
+        self._states = states
+        self._save_rules, self._keep_rules = save_rules(every), keep_rules(keep)
+        self._preemption, self._at_end, self._overlap, self._on_error = preemption, at_end, overlap, on_error
+        self._save_options = {"async_checkpoint": async_checkpoint, **(save_options or {})}
+        self._load_options = dict(load_options or {})
+        self._group, self._grace = process_group, grace
+        self._collective = current(process_group, timeout=settings().timeout)
+        number = world_of(self._collective).next_manager_number()
+        self._tag, self._conversations = f"manager/{number}", 0
+        self._folder = RunFolder(root)
+        self.preempted = False
+        self.restored: Restored | None = None
+        self._step = 0  # the last boundary
+        self._saved_step = 0
+        self._saved_at = time.monotonic()
+        self._metrics: Mapping[str, Any] = {}
+        self._asked_by_clock = False
+        self._noticed_at = 0.0
+        self._owner = False
+        self._longest_save = 0.0
+        self._handle: SaveHandle | None = None
+        self._stack = contextlib.ExitStack()
+        self._boundaries = self._stack.enter_context(
+            Boundaries(self._collective, f"{self._tag}/boundaries", settings().timeout, self._poll())
+        )
+        if preemption is not None:
+            self._stack.enter_context(preemption.watching(self._notice))
+        self._cleaning: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._cleaner = threading.Thread(target=self._clean_up, name="bytecheckpoint-retention", daemon=True)
+        self._cleaner.start()
+
+    # --- where the run is -----------------------------------------------------------------------------------------
+
+    @property
+    def root(self) -> str:
+        """Address of the run's folder."""
+        return self._folder.url
+
+    def steps(self) -> list[StepInfo]:
+        """Return the committed steps, ascending. Any rank may call it by itself."""
+        return self._folder.steps()
+
+    def latest(self) -> StepInfo | None:
+        """Return the newest committed step, or None. Any rank may call it by itself."""
+        return next(reversed(self._folder.steps()), None)
+
+    def best(self, metric: str, mode: str = "min") -> StepInfo | None:
+        """Return the committed step with the best value of a metric, or None. Any rank may call it by itself."""
+        return next(iter(Best(metric, mode=mode).ranked(self._folder.steps())), None)
+
+    def pin(self, step: int) -> None:
+        """Keep a step whatever the rules say, in this job and later ones. One rank calls it."""
+        self._folder.pin(step, pinned=True)
+
+    def unpin(self, step: int) -> None:
+        """Leave a step to the rules again. One rank calls it."""
+        self._folder.pin(step, pinned=False)
+
+    # --- restore --------------------------------------------------------------------------------------------------
+
+    def restore_latest(self) -> int:
+        """Load the newest step whose every byte verifies; return its number, 0 when there is none and the run begins.
+
+        A step that is damaged or was never committed is passed over, with a warning; `restored.skipped` says why.
+
+        Raises:
+            CorruptCheckpointError: there are steps, and none can be loaded. The states are undefined then.
+            IncompatibleCheckpointError: the newest sound step does not fit the states.
+            StorageError: the storage fails; an older step would not be better.
+        """
+        skipped: dict[int, str] = {}
+        committed = self._agree_on_steps()
+        for step in reversed(committed):
+            try:
+                report = self._load(step)
+            except (CorruptCheckpointError, CheckpointNotFoundError) as error:
+                skipped[step] = str(error)
+                if self._collective.rank == 0:
+                    _log.warning("step %d cannot be loaded, trying an older one: %s", step, error)
+                continue
+            self.restored = Restored(step, report, skipped)
+            return step
+        if skipped:
+            raise CorruptCheckpointError(
+                f"none of the {len(skipped)} steps in {self.root} can be loaded: "
+                + "; ".join(f"step {step}: {why}" for step, why in skipped.items())
+            )
+        if self._collective.rank == 0:
+            _log.info("%s holds no committed step: the run begins", self.root)
+        self.restored = Restored(None)
+        self._begin_at(0)
+        return 0
+
+    def restore(self, step: int) -> int:
+        """Load a step; return its number.
+
+        Raises:
+            CheckpointNotFoundError: it is not committed.
+            CheckpointError: as `load`.
+        """
+        self.restored = Restored(step, self._load(step))
+        return step
+
+    def _load(self, step: int) -> LoadReport:
+        options = {"process_group": self._group, **self._load_options}
+        report = load(step_folder(self.root, step), self._states, **options)
+        self._begin_at(step)
+        return report
+
+    def _begin_at(self, step: int) -> None:
+        self._step = self._saved_step = step
+        self._saved_at = time.monotonic()
+
+    def _agree_on_steps(self) -> list[int]:
+        """Return the numbers of the committed steps that any rank sees: each machine has a hot tier of its own."""
+        machine_only = self._folder.machine_only
+        self._conversations += 1
+
+        def look() -> list[int]:
+            if self._collective.rank and not machine_only:
+                return []
+            return self._folder.committed()
+
+        def join(seen: list[list[int]]) -> list[int]:
+            return sorted({step for numbers in seen for step in numbers})
+
+        agreement = Agreement(self._collective, f"{self._tag}/{self._conversations}", settings().timeout)
+        return agreement.agree("steps", look, join, reports=list[int], decisions=list[int])
+
+    # --- save -----------------------------------------------------------------------------------------------------
+
+    def maybe_save(self, step: int, metrics: Mapping[str, Any] | None = None) -> SaveHandle | None:
+        """Save if a save is due after `step` steps. Call it at every step, or at every n-th, on all ranks.
+
+        Args:
+            step: number of steps that are done; ascends.
+            metrics: numbers for `Best`, and for whoever looks at the step later. Those of rank 0 count.
+
+        Returns:
+            The handle of the save, or None.
+
+        Raises:
+            StorageConflictError: another manager has taken over the folder.
+            CheckpointError: a save failed, this one or the one before.
+        """
+        step, before = self._checked(step), self._step
+        self._step, self._metrics = step, metrics or {}
+        self._look_at_clock()
+        acts = self._boundaries.reach(step)
+        for act in acts:
+            if act.startswith(_USURPED):
+                raise StorageConflictError(act.removeprefix(_USURPED))
+        if _PREEMPT in acts:
+            self.preempted = True
+            return self._save_before_the_end(step)
+        if _SAVE in acts or any(rule.due(step, before) for rule in self._save_rules):
+            return self._save(step, self._metrics, overlap=self._overlap)
+        self._raise_failure()
+        return None
+
+    def save(self, step: int, metrics: Mapping[str, Any] | None = None) -> SaveHandle:
+        """Save now, due or not. All ranks call it.
+
+        Args:
+            step: as for `maybe_save`.
+            metrics: as for `maybe_save`.
+
+        Raises:
+            CheckpointError: as `maybe_save`.
+        """
+        self._step, self._metrics = self._checked(step), metrics or {}
+        handle = self._save(self._step, self._metrics, overlap="wait")
+        assert handle is not None
+        return handle
+
+    def wait(self) -> None:
+        """Wait until the save in flight is committed.
+
+        Raises:
+            CheckpointError: it failed, and nobody has been told.
+        """
+        if self._handle is not None:
+            Future.exception(self._handle.committed)  # waits
+            self._raise_failure()
+
+    def _checked(self, step: object) -> int:
+        number = check_step(step)
+        if number is None:
+            raise UsageError("step=None: give the number of steps that are done")
+        return number
+
+    def _look_at_clock(self) -> None:
+        """Ask for a save of all ranks when rank 0's clock says that one is due."""
+        seconds = [rule.seconds for rule in self._save_rules if isinstance(rule, EverySeconds)]
+        if self._collective.rank or not seconds or self._asked_by_clock:
+            return
+        if time.monotonic() - self._saved_at >= min(seconds):
+            self._asked_by_clock = True
+            self._boundaries.request(_SAVE)
+
+    def _save(self, step: int, metrics: Mapping[str, Any], *, overlap: str) -> SaveHandle | None:
+        if overlap != "wait" and self._is_busy():
+            if overlap == "fail":
+                raise UsageError(f"the save of step {self._saved_step} is still being written at step {step}")
+            _log.warning("step %d is not saved: that of step %d is still being written", step, self._saved_step)
+            return None
+        if self._on_error == "warn":
+            self.wait()  # `save` would wait too, and raise the failure in place of saving
+        if self._collective.rank == 0 and not self._owner:
+            self._own_folder(step)
+        begun = self._saved_at = time.monotonic()
+        self._asked_by_clock = False
+        facts = {METADATA: {"step": step, "metrics": _finite(metrics, step)}}
+        options = {**self._save_options, "process_group": self._group, "step": step}
+        options["metadata"] = {**options.get("metadata", {}), **facts}
+        try:
+            handle = save(step_folder(self.root, step), self._states, **options)
+        except CheckpointError as error:
+            if self._on_error == "raise":
+                raise
+            _log.warning("the save of step %d failed: %s", step, error)
+            return None
+        self._handle, self._saved_step = handle, step
+        handle.committed.add_done_callback(lambda done: self._after(done, begun))
+        return handle
+
+    def _own_folder(self, step: int) -> None:
+        """Become the manager of the folder, and have the cleaner remove what killed jobs have left. Runs on rank 0."""
+        try:
+            self._folder.take_over()
+        except StorageError as error:  # the save will fail alike, on all ranks
+            _log.warning("%s", error)
+            return
+        self._owner = True
+        self._cleaning.put(lambda: self._folder.collect_leftovers(self._grace, but=step))
+
+    def _after(self, done: Any, begun: float) -> None:
+        """Note what a save took, and have the cleaner look at the folder."""
+        if Future.exception(done) is None:  # not `Outcome`'s, which would count as having been told
+            self._longest_save = max(self._longest_save, time.monotonic() - begun)
+            self._cleaning.put(self._retain)
+
+    def _is_busy(self) -> bool:
+        """Return whether rank 0 knows of a save in flight."""
+        self._conversations += 1
+        busy = self._handle is not None and not self._handle.restorable.done()
+        told = self._collective.broadcast(
+            f"{self._tag}/{self._conversations}", b"\1" if busy else b"\0", timeout=settings().timeout
+        )
+        return told == b"\1"
+
+    def _raise_failure(self) -> None:
+        """Tell of the failure of the last save, once."""
+        handle = self._handle
+        if handle is None or not handle.done() or handle.failure_seen:
+            return
+        try:
+            handle.result()
+        except CheckpointError as error:
+            if self._on_error == "raise":
+                raise
+            _log.warning("the save of step %d failed: %s", self._saved_step, error)
+
+    # --- the end of a job -----------------------------------------------------------------------------------------
+
+    def _notice(self) -> None:
+        """Take note of a signal. Runs in its handler."""
+        self._noticed_at = time.monotonic()
+        self._boundaries.request(_PREEMPT)
+
+    def _poll(self) -> Callable[[], str] | None:
+        """Return a function that says what to ask for because a file or a function tells of a preemption."""
+        told = self._preemption
+        # One process of each machine looks.
+        if told is None or not told.polls or os.environ.get("LOCAL_RANK", "0") != "0":
+            return None
+        return lambda: _PREEMPT if told.poll() else ""
+
+    def _save_before_the_end(self, step: int) -> SaveHandle | None:
+        """Save within the grace period, if that is long enough."""
+        assert self._preemption is not None
+        deadline = (self._noticed_at or time.monotonic()) + self._preemption.grace
+        _log.warning("rank %d: the job is to stop; step %d is the last one", self._collective.rank, step)
+        self._conversations += 1
+        too_long = self._collective.broadcast(
+            f"{self._tag}/{self._conversations}",
+            b"\1" if time.monotonic() + self._longest_save > deadline else b"\0",
+            timeout=settings().timeout,
+        )
+        if too_long == b"\1":
+            _log.warning("a save takes %.0f s, too long for the grace period: none is begun", self._longest_save)
+            return None
+        handle = self._save(step, self._metrics, overlap="wait")
+        if handle is not None:
+            try:
+                handle.result(max(deadline - time.monotonic(), 0.0))
+            except CheckpointTimeoutError:
+                if handle.done():
+                    raise
+                _log.warning("step %d was not committed within the grace period: the step before stands", step)
+        return handle
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.close()
+        else:
+            with contextlib.suppress(CheckpointError):  # the exception that ends the block says more
+                self._close(save_last=False)
+
+    def close(self) -> None:
+        """Save the last step if that was asked for, wait for the save in flight and for deletions, and end.
+
+        Raises:
+            CheckpointError: a save failed, and nobody has been told.
+        """
+        self._close(save_last=self._at_end)
+
+    def _close(self, *, save_last: bool) -> None:
+        try:
+            if save_last and not self.preempted and self._step > self._saved_step:
+                self._save(self._step, self._metrics, overlap="wait")
+            self.wait()
+        finally:
+            self._stack.close()
+            self._cleaning.put(None)
+            self._cleaner.join(settings().timeout)
+
+    # --- retention ------------------------------------------------------------------------------------------------
+
+    def _retain(self) -> None:
+        """Delete what no rule keeps. Runs on rank 0, in the cleaner."""
+        if self._collective.rank == 0:
+            self._folder.check_owner()
+            if self._keep_rules is not None:
+                self._folder.clean(self._keep_rules, self._grace)
+
+    def _clean_up(self) -> None:
+        while (work := self._cleaning.get()) is not None:
+            try:
+                work()
+            except StorageConflictError as error:
+                self._boundaries.request(f"{_USURPED}{error}")
+            except Exception as error:  # noqa: BLE001  training goes on; the next commit tries again
+                _log.warning("old steps of %s were not deleted: %s", self.root, error)
+
+
+def _finite(metrics: Mapping[str, Any], step: int) -> dict[str, float]:
+    """Return metrics as numbers that JSON can hold, without those that are none."""
+    found: dict[str, float] = {}
+    for name, value in metrics.items():
+        try:
+            number = float(value.detach() if isinstance(value, torch.Tensor) else value)
+        except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor of several elements
+            number = math.nan
+        if math.isfinite(number):
+            found[str(name)] = number
+        else:
+            _log.warning("the metric %s is %r at step %d: the step is no candidate for the best", name, value, step)
+    return found

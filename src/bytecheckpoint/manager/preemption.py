@@ -1,0 +1,81 @@
+"""Notice that a job is about to be stopped: a signal, a file, or a function that tells."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+from bytecheckpoint.errors import UsageError
+
+__all__ = ["Preemption"]
+
+
+@dataclass(frozen=True)
+class Preemption:
+    """What tells that the job is about to be stopped. One rank that is told is enough.
+
+    Args:
+        signals: e.g. (signal.SIGTERM, signal.SIGUSR1), as schedulers send them. A second one has its usual effect.
+        file: a path; the job is to stop when it exists.
+        told: a function that says whether the job is to stop; called once a second in a thread of its own.
+        grace: seconds between the notice and the end of the job. A save that cannot be done in what is left of them is not
+            begun, and the newest committed step stands.
+    """
+
+    signals: Sequence[int] = (signal.SIGTERM,)
+    file: str | os.PathLike[str] | None = None
+    told: Callable[[], bool] | None = None
+    grace: float = 30.0
+
+    def __post_init__(self) -> None:
+        if not self.grace > 0:
+            raise UsageError(f"Preemption(grace={self.grace!r}): give a number of seconds above 0")
+
+    @property
+    def polls(self) -> bool:
+        """Whether `poll` must be called."""
+        return self.file is not None or self.told is not None
+
+    def poll(self) -> bool:
+        """Return whether the file or the function tells it."""
+        return (self.file is not None and os.path.exists(self.file)) or (self.told is not None and bool(self.told()))
+
+    @contextlib.contextmanager
+    def watching(self, notify: Callable[[], None]) -> Iterator[None]:
+        """Handle the signals in a `with` block.
+
+        Args:
+            notify: called in the signal handler.
+
+        Raises:
+            UsageError: this is not the main thread, which alone may set signal handlers.
+        """
+        if self.signals and threading.current_thread() is not threading.main_thread():
+            raise UsageError(
+                "signals are handled in the main thread only: make the manager there, or pass "
+                "preemption=Preemption(signals=(), told=...)"
+            )
+        before: dict[int, Any] = {}
+
+        def handle(number: int, frame: FrameType | None) -> None:
+            earlier = before[number]
+            signal.signal(number, earlier)
+            notify()
+            if callable(earlier):
+                earlier(number, frame)
+
+        for number in self.signals:
+            before[number] = signal.getsignal(number) or signal.SIG_DFL
+            signal.signal(number, handle)
+        try:
+            yield
+        finally:
+            for number, earlier in before.items():
+                if signal.getsignal(number) is handle:
+                    signal.signal(number, earlier)

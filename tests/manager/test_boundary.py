@@ -1,0 +1,86 @@
+"""Acts that all ranks do at one step boundary, whoever asks and whenever."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+
+import pytest
+
+from bytecheckpoint.collectives.base import Collective
+from bytecheckpoint.collectives.testing import ThreadWorld
+from bytecheckpoint.manager.boundary import Boundaries
+
+STEPS = 60
+
+
+def act_of(collective: Collective, requests: dict[int, list[int]], stride: int, together: bool) -> dict[int, set[str]]:
+    """Pass boundaries at a pace of this rank's own; return what is done at which."""
+    pace = random.Random(collective.rank)
+    done: dict[int, set[str]] = {}
+    with Boundaries(collective, "boundaries", 30) as boundaries:
+        for step in range(0, STEPS * stride, stride):
+            if step // stride in requests.get(collective.rank, ()):
+                boundaries.request("save")
+                threading.Timer(0.01, boundaries.request, ["other"]).start()
+            if acts := boundaries.reach(step):
+                done[step] = acts
+            if together:
+                collective.barrier(f"step {step}", timeout=30)
+            time.sleep(pace.random() * 0.01)
+        collective.barrier("end", timeout=30)
+    return done
+
+
+@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize("stride", [1, 7])
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_all_ranks_act_at_the_same_boundary(size: int, stride: int, together: bool) -> None:
+    """Also ranks that run ahead of each other by many steps."""
+    requests = {0: [3, 30], size - 1: [4, 20]}
+    found = ThreadWorld(size).run(act_of, requests, stride, together, timeout=60)
+    assert all(acts == found[0] for acts in found)
+    assert {"save", "other"} <= {act for acts in found[0].values() for act in acts}
+
+
+def test_nothing_is_sent_without_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent = []
+    send = Boundaries._send
+    monkeypatch.setattr(Boundaries, "_send", lambda self, *args: (sent.append(args[1][0]), send(self, *args)))
+    assert ThreadWorld(3).run(act_of, {}, 1, False, timeout=60) == [{}] * 3
+    assert sent == ["left"] * 3
+
+
+def test_a_rank_that_has_left_holds_nobody_up() -> None:
+    def run(collective: Collective) -> float:
+        begun = time.monotonic()
+        with Boundaries(collective, "boundaries", 20) as boundaries:
+            for step in range(30 if collective.rank else 5):
+                if collective.rank == 1 and step == 20:
+                    boundaries.request("save")
+                assert not boundaries.reach(step)
+                time.sleep(0.005)
+        return time.monotonic() - begun
+
+    assert max(ThreadWorld(3).run(run, timeout=60)) < 15
+
+
+def test_what_is_polled_is_asked_for_once() -> None:
+    told = threading.Event()
+
+    def run(collective: Collective) -> list[int]:
+        poll = (lambda: "stop" if told.is_set() else "") if collective.rank == 1 else None
+        done = []
+        with Boundaries(collective, "boundaries", 20, poll) as boundaries:
+            step = 0
+            while not done or step < done[0] + 200:
+                step += 1
+                if step == 5:
+                    told.set()
+                done += [step] * len(boundaries.reach(step))
+                time.sleep(0.01)
+        return done
+
+    first, second = ThreadWorld(2).run(run, timeout=60)
+    assert first == second and len(first) == 1

@@ -1,0 +1,452 @@
+"""`CheckpointManager`: what a run saves, keeps and goes on from, on one rank and on several."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import signal
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import bytecheckpoint
+from bytecheckpoint import CheckpointManager
+from bytecheckpoint.collectives.base import Collective
+from bytecheckpoint.collectives.testing import ThreadWorld
+from bytecheckpoint.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    StorageConflictError,
+    UsageError,
+)
+from bytecheckpoint.manager import Best, Every, Latest, Preemption, Restored
+from bytecheckpoint.manager.run_folder import RunFolder, step_folder
+from bytecheckpoint.saving.coordinator import Coordinator
+from bytecheckpoint.tools.removal import collect_garbage
+from tests.support.damage import damage, storage_file
+from tests.support.memory import hot_tier
+from tests.support.worlds import Worlds
+
+
+class Run:
+    """A run whose weights tell its step; a rank holds its own part of them."""
+
+    def __init__(self, collective: Collective | None = None) -> None:
+        self.rank = collective.rank if collective else 0
+        self.weights = torch.zeros(50)
+        self.progress = {"step": 0}
+
+    def states(self) -> dict[str, Any]:
+        return {"model": {f"part_{self.rank}": self.weights}, "progress": self.progress}
+
+    def step(self) -> int:
+        self.weights += 1
+        self.progress["step"] += 1
+        return self.progress["step"]
+
+    def check(self, step: int) -> None:
+        assert self.progress["step"] == step and torch.equal(self.weights, torch.full((50,), float(step)))
+
+
+def numbers(manager: CheckpointManager) -> list[int]:
+    return [info.step for info in manager.steps()]
+
+
+def eventually(manager: CheckpointManager, wanted: list[int]) -> None:
+    """Wait for the deletions in the background."""
+    for _ in range(500):
+        if numbers(manager) == wanted:
+            return
+        time.sleep(0.01)
+    assert numbers(manager) == wanted
+
+
+def test_a_run_that_is_resumed(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("of a person")
+    (tmp_path / "step_old").mkdir()
+    run = Run()
+    with CheckpointManager(tmp_path, run.states(), every=10, keep=[Latest(2), Every(40), Best("loss")]) as manager:
+        assert manager.restore_latest() == 0 and manager.restored == Restored(None) and manager.latest() is None
+        for _ in range(95):
+            step = run.step()
+            handle = manager.maybe_save(step, {"loss": abs(step - 20), "seen": torch.tensor(step)})
+            assert (handle is not None) == (step % 10 == 0)
+        eventually(manager, [20, 40, 80, 90])
+        best, latest = manager.best("loss"), manager.latest()
+        assert best is not None and best.step == 20 and best.metrics == {"loss": 0.0, "seen": 20.0}
+        assert latest is not None and latest.path == step_folder(str(tmp_path), 90)
+        assert abs(latest.created - time.time()) < 600 and not latest.pinned
+    assert {path.name for path in tmp_path.iterdir()} >= {"notes.txt", "step_old"}
+
+    again = Run()
+    with CheckpointManager(tmp_path, again.states(), every=10, at_end=True) as manager:
+        assert manager.restore_latest() == 90
+        again.check(90)
+        assert manager.maybe_save(again.step()) is None
+    assert numbers(manager) == [20, 40, 80, 90, 91]
+    with CheckpointManager(tmp_path, again.states()) as manager:
+        assert manager.restore(40) == 40
+        again.check(40)
+        with pytest.raises(CheckpointNotFoundError):
+            manager.restore(41)
+
+
+def rank_run(collective: Collective, root: Path, steps: int, **options: Any) -> tuple[int, list[int]]:
+    """Go on with a run for some steps; return where it began, and the steps that were saved."""
+    run = Run(collective)
+    saved = []
+    with CheckpointManager(root, run.states(), **options) as manager:
+        start = manager.restore_latest()
+        run.check(start)
+        for _ in range(steps):
+            step = run.step()
+            time.sleep(0.01)
+            saved += [step] if manager.maybe_save(step) is not None else []
+            collective.barrier(f"{id(root)}/{start}/{step}", timeout=60)
+    return start, saved
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_ranks(tmp_path: Path, asynchronous: bool) -> None:
+    options: dict[str, Any] = {"every": 4, "keep": 2, "async_checkpoint": asynchronous}
+    assert ThreadWorld(3).run(rank_run, tmp_path, 10, **options, timeout=60) == [(0, [4, 8])] * 3
+    assert ThreadWorld(3).run(rank_run, tmp_path, 9, **options, timeout=60) == [(8, [12, 16])] * 3
+
+
+def test_the_clock_of_rank_0_counts(tmp_path: Path) -> None:
+    found = ThreadWorld(3).run(rank_run, tmp_path, 60, every=timedelta(seconds=0.1), timeout=60)
+    assert found[0] == found[1] == found[2]
+    assert 2 <= len(found[0][1]) <= 20
+
+
+# --- what cannot be loaded ------------------------------------------------------------------------------------------------
+
+
+def save_steps(root: Path, *steps: int, metrics: dict[str, Any] | None = None, **options: Any) -> None:
+    run = Run()
+    with CheckpointManager(root, run.states(), grace=0, **options) as manager:
+        for step in steps:
+            run.weights.fill_(step)
+            run.progress["step"] = step
+            manager.save(step, metrics).result(60)
+
+
+@pytest.mark.parametrize("how", ["flip", "cut", "remove", "catalog", "uncommitted"])
+def test_a_damaged_step_is_passed_over(tmp_path: Path, how: str, caplog: pytest.LogCaptureFixture) -> None:
+    save_steps(tmp_path, 1, 2, 3)
+    newest = Path(step_folder(str(tmp_path), 3))
+    if how == "catalog":
+        (newest / "metadata.parquet").write_bytes(b"PAR1 nonsense")
+    elif how == "uncommitted":
+        (newest / "metadata.parquet").unlink()
+    else:
+        damage(storage_file(newest), how)
+    run = Run()
+    with CheckpointManager(tmp_path, run.states()) as manager:
+        assert manager.restore_latest() == 2
+        run.check(2)
+        assert manager.restored is not None and manager.restored.report is not None
+        assert list(manager.restored.skipped) == ([] if how == "uncommitted" else [3])
+    assert ("step 3 cannot be loaded, trying an older one" in caplog.text) == (how != "uncommitted")
+
+
+def test_a_run_does_not_begin_anew_because_all_steps_are_damaged(tmp_path: Path) -> None:
+    save_steps(tmp_path, 1, 2)
+    for step in (1, 2):
+        damage(storage_file(Path(step_folder(str(tmp_path), step))), "cut")
+    with (
+        CheckpointManager(tmp_path, Run().states()) as manager,
+        pytest.raises(CorruptCheckpointError, match=r"none of the 2 steps.* can be loaded: step 2: .*; step 1: "),
+    ):
+        manager.restore_latest()
+
+
+def test_ranks_pass_over_a_step_together(tmp_path: Path) -> None:
+    ThreadWorld(3).run(rank_run, tmp_path, 8, every=4, timeout=60)
+    damage(storage_file(Path(step_folder(str(tmp_path), 8)), rank="00001"))
+    assert ThreadWorld(3).run(rank_run, tmp_path, 5, every=4, timeout=60) == [(4, [8])] * 3
+
+
+def test_a_step_that_does_not_fit_is_an_error(tmp_path: Path) -> None:
+    save_steps(tmp_path, 1)
+    with (
+        CheckpointManager(tmp_path, {"model": {"other": torch.zeros(3)}}) as manager,
+        pytest.raises(bytecheckpoint.IncompatibleCheckpointError, match="other"),
+    ):
+        manager.restore_latest()
+
+
+# --- deletion -------------------------------------------------------------------------------------------------------------
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+def test_readers_may_end_before_the_files_go(tmp_path: Path) -> None:
+    save_steps(tmp_path, 1)
+    doomed = Path(step_folder(str(tmp_path), 1))
+    before = files(doomed)
+    reader = bytecheckpoint.open(doomed)
+    run = Run()
+    with CheckpointManager(tmp_path, run.states(), keep=1, grace=600) as manager:
+        manager.save(2).result(60)
+        eventually(manager, [2])
+        assert {*files(doomed)} > {*before} - {"metadata.parquet"}
+        assert torch.equal(reader["model/part_0"][:], torch.ones(50))
+        with pytest.raises(CheckpointNotFoundError):
+            bytecheckpoint.load(doomed, Run().states())
+    # The job ends before the second phase, and the next one is not in a hurry either.
+    with CheckpointManager(tmp_path, run.states(), keep=1, grace=600) as manager:
+        manager.save(3).result(60)
+        eventually(manager, [3])
+    assert files(doomed)
+    for path in doomed.rglob("*"):
+        os.utime(path, (1, 1))
+    with CheckpointManager(tmp_path, run.states(), keep=1, grace=600) as manager:
+        manager.save(4).result(60)
+        eventually(manager, [4])
+    assert not doomed.exists(), files(doomed)
+
+
+def test_a_deletion_that_was_begun_does_not_touch_a_newer_save_of_the_step(tmp_path: Path) -> None:
+    save_steps(tmp_path, 1, 2, keep=1)
+    folder = Path(step_folder(str(tmp_path), 1))
+    run = Run()
+    with CheckpointManager(tmp_path, run.states(), keep=2, grace=600) as manager:
+        manager.save(1).result(60)
+        manager.save(3).result(60)
+        eventually(manager, [2, 3])
+    with CheckpointManager(tmp_path, run.states(), grace=600) as manager:
+        manager.save(1).result(60)
+    for path in folder.rglob("*"):
+        os.utime(path, (1, 1))
+    collect_garbage(str(folder), older_than=600)
+    bytecheckpoint.load(folder, Run().states())
+
+
+def test_pins_stay(tmp_path: Path) -> None:
+    save_steps(tmp_path, 1, 2)
+    with CheckpointManager(tmp_path, Run().states()) as manager:
+        manager.pin(1)
+        with pytest.raises(CheckpointNotFoundError, match="only those can be pinned"):
+            manager.pin(7)
+    save_steps(tmp_path, 3, 4, keep=1)
+    assert [(info.step, info.pinned) for info in manager.steps()] == [(1, True), (4, False)]
+    manager.unpin(1)
+    save_steps(tmp_path, 5, keep=1)
+    assert numbers(manager) == [5] and not (tmp_path / "step_00000001").exists()
+
+
+def test_nothing_is_deleted_unless_something_whole_stays(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save_steps(tmp_path, 1, 2)
+    folder = RunFolder(tmp_path)
+    folder.take_over()
+    damage(storage_file(Path(step_folder(str(tmp_path), 2))), "cut")
+    assert folder.clean([Latest(1)], 0) == []
+    assert "no step of" in caplog.text and "is whole: none is deleted" in caplog.text
+    assert [info.step for info in folder.steps()] == [1, 2]
+    assert folder.clean([Latest(1), Every(1)], 0) == []
+
+
+def test_a_metric_that_is_no_number(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for step, loss in enumerate((3.0, math.nan, math.inf, "low", torch.zeros(2), 4.0), 1):
+        save_steps(tmp_path, step, metrics={"loss": loss}, keep=[Best("loss")])
+    assert [info.step for info in RunFolder(tmp_path).steps()] == [1, 6]
+    assert caplog.text.count("is no candidate for the best") == 4 and "the metric loss is nan at step 2" in caplog.text
+
+
+# --- two managers ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_older_of_two_managers_gives_up(tmp_path: Path) -> None:
+    def run(collective: Collective) -> str:
+        run = Run(collective)
+        with CheckpointManager(tmp_path, run.states(), keep=2, every=5) as manager:
+            for _ in range(2000):
+                step = run.step()
+                if step == 7 and collective.rank == 0:
+                    thread = threading.Thread(target=save_steps, args=(tmp_path, 1))
+                    thread.start()
+                    thread.join()
+                try:
+                    manager.maybe_save(step)
+                except StorageConflictError as error:
+                    return f"{step} {error}"
+                collective.barrier(f"step {step}", timeout=60)
+        return ""
+
+    first, second = ThreadWorld(2).run(run, timeout=120)
+    assert first == second and f"another job manages {tmp_path}: process {os.getpid()} on " in first
+
+
+# --- failures and overlaps ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def unwritable(tmp_path: Path) -> Path:
+    """A run whose step 2 cannot be saved: a file is in the place of its folder."""
+    (tmp_path / "step_00000002").write_text("in the way")
+    return tmp_path
+
+
+@pytest.mark.parametrize("seen", [True, False])
+def test_a_failure_is_told_once(unwritable: Path, seen: bool) -> None:
+    run = Run()
+    with CheckpointManager(unwritable, run.states(), every=2) as manager:
+        handle = manager.maybe_save(2)
+        assert handle is not None
+        while not handle.done():
+            time.sleep(0.01)
+        with pytest.raises(CheckpointError, match="step_00000002"):
+            handle.result() if seen else manager.maybe_save(3)
+        assert manager.maybe_save(3) is None
+        handle = manager.maybe_save(4)
+        assert handle is not None
+        handle.result(60)
+        manager.maybe_save(5)
+    assert numbers(manager) == [4]
+
+
+def test_a_failure_is_told_at_the_end(unwritable: Path) -> None:
+    with (
+        pytest.raises(CheckpointError, match="step_00000002"),
+        CheckpointManager(unwritable, Run().states(), every=2) as manager,
+    ):
+        manager.maybe_save(2)
+
+
+def test_failures_may_be_warnings(unwritable: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save_steps(unwritable, 1, on_error="warn")
+    run = Run()
+    with CheckpointManager(unwritable, run.states(), every=1, on_error="warn") as manager:
+        for step in (1, 2, 3):
+            manager.maybe_save(step)
+    assert numbers(manager) == [1, 3] and "the save of step 2 failed" in caplog.text
+
+
+@pytest.mark.parametrize("overlap", ["wait", "skip", "fail"])
+def test_saves_that_overlap(tmp_path: Path, overlap: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(collective: Collective) -> list[int]:
+        run = Run(collective)
+        saved = []
+        with CheckpointManager(tmp_path, run.states(), every=1, overlap=overlap) as manager:
+            for _ in range(3):
+                step = run.step()
+                handle = None
+                try:
+                    handle = manager.maybe_save(step)
+                except UsageError as error:
+                    refused.append(str(error))
+                if handle is not None:
+                    saved.append(step)
+            go.set()
+        return saved
+
+    go, refused = threading.Event(), []
+    commit = Coordinator._commit
+
+    def slow(self: Any, *args: Any) -> None:
+        if overlap != "wait":
+            go.wait(30)
+        commit(self, *args)
+
+    monkeypatch.setattr(Coordinator, "_commit", slow)
+    found = ThreadWorld(2).run(run, timeout=60)
+    assert found == [[1, 2, 3] if overlap == "wait" else [1]] * 2
+    wanted = [f"the save of step 1 is still being written at step {step}" for step in (2, 2, 3, 3)]
+    assert sorted(refused) == (wanted if overlap == "fail" else [])
+
+
+def test_bad_arguments(tmp_path: Path) -> None:
+    for options in ({"overlap": "never"}, {"on_error": "ignore"}, {"grace": -1}, {"keep": []}, {"every": 0}):
+        with pytest.raises(UsageError):
+            CheckpointManager(tmp_path, {}, **options)
+    with CheckpointManager(tmp_path, Run().states()) as manager:
+        for step in (None, -1, 1.5, "3"):
+            with pytest.raises(UsageError):
+                manager.maybe_save(step)  # type: ignore[arg-type]
+
+
+# --- preemption -----------------------------------------------------------------------------------------------------------
+
+
+def preempted_run(root: str, how: str) -> tuple[int, bool, list[int]]:
+    """Train until the job is to stop: one rank is told, at a step of its own."""
+    rank = dist.get_rank()
+    run = Run()
+    run.rank = rank
+    notice = Path(root, "stop-now")
+    signals = (signal.SIGTERM, signal.SIGUSR1) if how == "signal" else ()
+    preemption = Preemption(signals, notice if how == "file" else None, notice.exists if how == "function" else None)
+    before = signal.getsignal(signal.SIGUSR1)
+    with CheckpointManager(root, run.states(), preemption=preemption, every=1000) as manager:
+        for _ in range(3000):
+            step = run.step()
+            if step == 20 and rank == 1:
+                if how == "signal":
+                    os.kill(os.getpid(), signal.SIGUSR1)
+                else:
+                    notice.touch()
+            manager.maybe_save(step)
+            if manager.preempted:
+                break
+            dist.barrier()
+            time.sleep(0.005)
+    assert signal.getsignal(signal.SIGUSR1) == before
+    return step, manager.preempted, numbers(manager)
+
+
+@pytest.mark.parametrize("how", ["signal", "file", "function"])
+def test_all_ranks_stop_at_the_step_that_is_saved(worlds: Worlds, tmp_path: Path, how: str) -> None:
+    found = worlds.run(3, preempted_run, str(tmp_path), how)
+    step = found[0][0]
+    assert found == [(step, True, [step])] * 3 and 20 <= step < 2000
+
+
+def test_a_save_that_cannot_be_done_in_time_is_not_begun(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    told = threading.Event()
+    run = Run()
+    preemption = Preemption((), told=told.is_set, grace=1e-6)
+    with CheckpointManager(tmp_path, run.states(), preemption=preemption) as manager:
+        manager.save(1).result(60)
+        told.set()
+        for step in range(2, 3000):
+            manager.maybe_save(step)
+            if manager.preempted:
+                break
+            time.sleep(0.01)
+    assert manager.preempted and numbers(manager) == [1]
+    assert "too long for the grace period" in caplog.text
+
+
+# --- tiers ----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    with hot_tier(monkeypatch):
+        root = f"tier+file://{tmp_path}/run"
+        run = Run()
+        with CheckpointManager(root, run.states(), every=1, keep=[Latest(1), Best("loss")], grace=0) as manager:
+            assert manager.restore_latest() == 0
+            for _ in range(4):
+                step = run.step()
+                manager.maybe_save(step, {"loss": abs(step - 2)})
+                manager.wait()
+            eventually(manager, [2, 4])
+            manager.pin(2)
+        again = Run()
+        with CheckpointManager(root, again.states()) as manager:
+            assert manager.restore_latest() == 4
+            again.check(4)
+            assert [info.pinned for info in manager.steps()] == [True, False]
+        assert sorted(p.name for p in (tmp_path / "run").glob("step*")) == ["step_00000002", "step_00000004"]

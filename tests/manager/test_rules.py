@@ -1,0 +1,75 @@
+"""When to save and what to keep."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from bytecheckpoint.errors import UsageError
+from bytecheckpoint.manager.rules import (
+    AtSteps,
+    Best,
+    Every,
+    EverySeconds,
+    EverySteps,
+    Latest,
+    StepInfo,
+    Younger,
+    keep_rules,
+    save_rules,
+)
+
+
+def due(every: Any, boundaries: range) -> list[int]:
+    rules = save_rules(every)
+    return [step for before, step in pairwise(boundaries) if any(rule.due(step, before) for rule in rules)]
+
+
+def test_when_to_save() -> None:
+    assert due(5, range(17)) == [5, 10, 15]
+    assert due(5, range(0, 30, 3)) == [6, 12, 15, 21, 27]  # the first boundary at or after each multiple
+    assert due([10, AtSteps([3, 12])], range(21)) == [3, 10, 12, 20]
+    assert due(lambda step: step in (2, 4), range(9)) == [2, 4]
+    assert due(None, range(9)) == []
+    assert save_rules([EverySteps(2), timedelta(minutes=1)]) == [EverySteps(2), EverySeconds(60.0)]
+
+
+def info(step: int, age: float = 0.0, **metrics: float) -> StepInfo:
+    return StepInfo(step, f"/run/step_{step:08d}", time.time() - age, metrics)
+
+
+def test_what_to_keep() -> None:
+    steps = [info(10 * n, 100 - n, loss=abs(n - 4), **({"score": n} if n % 2 else {})) for n in range(1, 11)]
+    assert Latest(3).keep(steps) == {80, 90, 100}
+    assert Best("loss", 3).keep(steps) == {40, 50, 30}
+    assert Best("loss", 2).keep(steps) == {40, 50}  # of 30 and 50, which are equal, the newer
+    assert Best("score", 2, "max").keep(steps) == {90, 70}
+    assert Best("nothing").keep(steps) == set()
+    assert Every(30).keep(steps) == {30, 60, 90}
+    assert Younger(timedelta(seconds=92.5)).keep(steps) == {80, 90, 100}
+    assert keep_rules(None) is None
+    assert keep_rules(2) == [Latest(2)] and keep_rules([3, Every(5)]) == [Latest(3), Every(5)]
+
+
+@pytest.mark.parametrize("keep", [[], 0, -1, True, "all", [Latest], [None], ()])
+def test_rules_that_would_delete_everything(keep: Any) -> None:
+    with pytest.raises(UsageError):
+        keep_rules(keep)
+
+
+@pytest.mark.parametrize("every", [0, -3, True, 2.5, "10", timedelta(0), [None, "x"], object()])
+def test_rules_that_are_none(every: Any) -> None:
+    with pytest.raises(UsageError):
+        save_rules(every)
+
+
+def test_bad_rules() -> None:
+    with pytest.raises(UsageError, match="'min' or 'max'"):
+        Best("loss", mode="lowest")
+    for make in (lambda: Best("loss", 0), lambda: Every(0), lambda: Latest(0)):
+        with pytest.raises(UsageError, match="at least 1"):
+            make()
