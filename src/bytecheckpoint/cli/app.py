@@ -170,6 +170,37 @@ def gc(
     return partial(gc, paths or [], older_than=older_than, dry_run=dry_run, json=json)
 
 
+@app.command("plan-interval")
+def plan_interval(
+    stall: Annotated[str, typer.Option(help="How long a save stops the training: 0.5s.", show_default=False)],
+    write: Annotated[str, typer.Option(help="From the beginning of a save to its commit: 40s.", show_default=False)],
+    mtbf: Annotated[str, typer.Option(help="Mean time between two failures: 4h.", show_default=False)],
+    machines: Annotated[int, typer.Option(min=1, help="If --mtbf is that of one machine: how many there are.")] = 1,
+    restart: Annotated[str, typer.Option(help="From a failure until the training goes on.")] = "0s",
+    step_time: Annotated[
+        str | None, typer.Option(help="Of one training step; tells the interval in steps too.")
+    ] = None,
+    most_stall: Annotated[
+        float | None, typer.Option(help="Bound on the share of the time in stalls, e.g. 0.03.")
+    ] = None,
+    json: Json = False,
+) -> Job:
+    """Find out how often to save: at which interval stalls and lost work cost least together."""
+    from bytecheckpoint.cli.interval import plan_interval
+
+    return partial(
+        plan_interval,
+        stall=stall,
+        write=write,
+        mtbf=mtbf,
+        machines=machines,
+        restart=restart,
+        step_time=step_time,
+        most_stall=most_stall,
+        json=json,
+    )
+
+
 @app.command()
 def cooldown(
     root: Annotated[str, typer.Argument(metavar="ROOT", help="A folder of steps.", show_default=False)],

@@ -1,6 +1,10 @@
 """Training runs: when to save, what to keep, where to go on (`CheckpointManager`)."""
 
-from bytecheckpoint.manager.manager import CheckpointManager, Restored
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from bytecheckpoint.manager.interval import Interval, IntervalPlan, plan_interval
 from bytecheckpoint.manager.preemption import Preemption
 from bytecheckpoint.manager.rules import (
     AtSteps,
@@ -15,6 +19,9 @@ from bytecheckpoint.manager.rules import (
     Younger,
 )
 
+if TYPE_CHECKING:
+    from bytecheckpoint.manager.manager import CheckpointManager, Restored
+
 __all__ = [
     "AtSteps",
     "Best",
@@ -22,6 +29,8 @@ __all__ = [
     "Every",
     "EverySeconds",
     "EverySteps",
+    "Interval",
+    "IntervalPlan",
     "KeepRule",
     "Latest",
     "Preemption",
@@ -29,4 +38,15 @@ __all__ = [
     "SaveRule",
     "StepInfo",
     "Younger",
+    "plan_interval",
 ]
+
+
+if not TYPE_CHECKING:  # the manager needs torch, and the command line none
+
+    def __getattr__(name: str) -> Any:
+        if name not in ("CheckpointManager", "Restored"):
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from bytecheckpoint.manager import manager
+
+        return getattr(manager, name)

@@ -30,6 +30,7 @@ from bytecheckpoint.errors import (
 from bytecheckpoint.handles import LoadReport, SaveHandle
 from bytecheckpoint.loading import load
 from bytecheckpoint.manager.boundary import Boundaries
+from bytecheckpoint.manager.interval import Interval
 from bytecheckpoint.manager.preemption import Preemption
 from bytecheckpoint.manager.rules import Best, EverySeconds, StepInfo, keep_rules, save_rules
 from bytecheckpoint.manager.run_folder import METADATA, RunFolder, step_folder
@@ -74,8 +75,9 @@ class CheckpointManager:
     Args:
         root: folder or URL of the run, of any storage, tiers included. What else is there stays as it is.
         states: as for `save` and `load`.
-        every: when to save: a number of steps, a `timedelta`, a rule (`EverySteps`, `EverySeconds`, `AtSteps`), a function
-            of the number of steps that answers alike on all ranks, or a list of these. None: when `save` is called.
+        every: when to save: a number of steps, a `timedelta`, a rule (`EverySteps`, `EverySeconds`, `AtSteps`, or
+            `Interval`, which finds the interval itself), a function of the number of steps that answers alike on all
+            ranks, or a list of these. None: when `save` is called.
         keep: which steps to keep: a number of the newest, or rules (`Latest`, `Best`, `Every`, `Younger`), of which one
             that wants a step is enough. None: all. The newest committed step and pinned ones always stay.
         preemption: what tells that the job is to stop. All ranks then save at the same step, and `preempted` is set.
@@ -313,7 +315,7 @@ class CheckpointManager:
 
     def _look_at_clock(self) -> None:
         """Ask for a save of all ranks when rank 0's clock says that one is due."""
-        seconds = [rule.seconds for rule in self._save_rules if isinstance(rule, EverySeconds)]
+        seconds = [rule.seconds for rule in self._save_rules if isinstance(rule, EverySeconds | Interval)]
         if self._collective.rank or not seconds or self._asked_by_clock:
             return
         if time.monotonic() - self._saved_at >= min(seconds):
@@ -343,7 +345,8 @@ class CheckpointManager:
             _log.warning("the save of step %d failed: %s", step, error)
             return None
         self._handle, self._saved_step = handle, step
-        handle.committed.add_done_callback(lambda done: self._after(done, begun))
+        stall = time.monotonic() - begun
+        handle.committed.add_done_callback(lambda done: self._after(done, begun, stall))
         return handle
 
     def _own_folder(self, step: int) -> None:
@@ -356,10 +359,14 @@ class CheckpointManager:
         self._owner = True
         self._cleaning.put(lambda: self._folder.collect_leftovers(self._grace, but=step))
 
-    def _after(self, done: Any, begun: float) -> None:
+    def _after(self, done: Any, begun: float, stall: float) -> None:
         """Note what a save took, and have the cleaner look at the folder."""
         if Future.exception(done) is None:  # not `Outcome`'s, which would count as having been told
-            self._longest_save = max(self._longest_save, time.monotonic() - begun)
+            write = time.monotonic() - begun
+            self._longest_save = max(self._longest_save, write)
+            for rule in self._save_rules:
+                if isinstance(rule, Interval):
+                    rule.learn(stall, write)
             self._cleaning.put(self._retain)
 
     def _is_busy(self) -> bool:

@@ -1,0 +1,135 @@
+"""How often to save: the interval at which saving and losing work cost least together.
+
+A save stalls the training for `stall` seconds and is committed `write` seconds after it began. A failure loses what was
+done since the last committed save began: on average half an interval, and `write`. With failures every `mtbf` seconds,
+saves every T seconds cost stall / T + (T / 2 + write + restart) / mtbf of the time, least at T = sqrt(2 stall mtbf)
+(Young 1974). Daly (2006, equation 37) corrects that where a stall is not short against the time between failures. One
+save is in flight at a time, so T is at least `write`. CheckFreq (FAST 2021) bounds the stalls' share instead, which bounds
+T from below too.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import statistics
+from collections import deque
+from dataclasses import dataclass
+from datetime import timedelta
+
+from bytecheckpoint.errors import UsageError
+
+__all__ = ["Interval", "IntervalPlan", "plan_interval"]
+
+_log = logging.getLogger("bytecheckpoint")
+#: Saves of which the median counts.
+_MEASURED = 5
+#: A change of the interval by less is not logged.
+_NOTABLE = 0.2
+
+
+@dataclass(frozen=True)
+class IntervalPlan:
+    """An interval, and what it costs. All times are in seconds, all shares between 0 and 1.
+
+    Attributes:
+        seconds: between the beginnings of two saves.
+        why: what decides it: "failures", "write time" or "bound on stalls".
+        stall_share: share of the time in which saves stall the training.
+        lost_share: share of the time whose work failures undo, restarts included.
+        effective: share of the time that is training which counts (ETTR).
+    """
+
+    seconds: float
+    why: str
+    stall_share: float
+    lost_share: float
+    effective: float
+
+
+def plan_interval(
+    stall: float, write: float, mtbf: float, *, restart: float = 0.0, most_stall: float | None = None
+) -> IntervalPlan:
+    """Return the interval that loses least.
+
+    Args:
+        stall: seconds for which a save stops the training.
+        write: seconds from the beginning of a save to its commit.
+        mtbf: mean seconds between two failures of the job. N machines fail N times as often as one.
+        restart: seconds from a failure until the training goes on.
+        most_stall: bound on the share of the time in stalls, 0.03 say; None: no bound.
+
+    Raises:
+        UsageError: an argument is out of its range.
+
+    Examples:
+        >>> plan = plan_interval(stall=0.5, write=40, mtbf=4 * 3600)
+        >>> round(plan.seconds), plan.why, round(plan.effective, 3)
+        (120, 'failures', 0.989)
+    """
+    for name, value in {"stall": stall, "write": write, "restart": restart}.items():
+        if not (math.isfinite(value) and value >= 0):
+            raise UsageError(f"{name}={value!r}: give a number of seconds, at least 0")
+    if not (math.isfinite(mtbf) and mtbf > 0):
+        raise UsageError(f"mtbf={mtbf!r}: give a number of seconds above 0")
+    if most_stall is not None and not 0 < most_stall < 1:
+        raise UsageError(f"most_stall={most_stall!r}: give a share of the time, between 0 and 1")
+    ratio = stall / (2 * mtbf)
+    best = mtbf if ratio >= 1 else math.sqrt(2 * stall * mtbf) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - stall
+    bounds = {"failures": best, "write time": write, "bound on stalls": stall / most_stall if most_stall else 0.0}
+    why = max(bounds, key=lambda name: bounds[name])
+    seconds = max(bounds[why], 1e-3)
+    stall_share = min(stall / seconds, 1.0)
+    lost_share = min((seconds / 2 + write + restart) / mtbf, 1.0)
+    return IntervalPlan(seconds, why, stall_share, lost_share, max(1 - stall_share - lost_share, 0.0))
+
+
+class Interval:
+    """A rule for `every=`: the interval that loses least, by the stalls and write times of this run's own saves.
+
+    Args:
+        mtbf: mean time between two failures of the job: from experience, else the time for one machine divided by their
+            number.
+        restart: time from a failure until the training goes on.
+        most_stall: bound on the share of the time in stalls; None: no bound.
+        first: interval before anything was measured.
+
+    Raises:
+        UsageError: an argument is out of its range.
+    """
+
+    def __init__(
+        self,
+        mtbf: timedelta,
+        *,
+        restart: timedelta = timedelta(0),
+        most_stall: float | None = None,
+        first: timedelta = timedelta(minutes=10),
+    ) -> None:
+        self._mtbf, self._restart, self._most_stall = mtbf.total_seconds(), restart.total_seconds(), most_stall
+        self.seconds = first.total_seconds()
+        plan_interval(0.0, 0.0, self._mtbf, restart=self._restart, most_stall=most_stall)  # refuses bad arguments
+        if not self.seconds > 0:
+            raise UsageError(f"Interval(first={first!r}): give a time above 0")
+        self._stalls: deque[float] = deque(maxlen=_MEASURED)
+        self._writes: deque[float] = deque(maxlen=_MEASURED)
+        self._said = 0.0
+
+    def due(self, step: int, before: int) -> bool:
+        """Return False: the manager asks rank 0's clock, as for `EverySeconds`."""
+        return False
+
+    def learn(self, stall: float, write: float) -> None:
+        """Take note of what a save took, in seconds, and choose the interval anew."""
+        self._stalls.append(stall)
+        self._writes.append(write)
+        stall, write = statistics.median(self._stalls), statistics.median(self._writes)
+        plan = plan_interval(stall, write, self._mtbf, restart=self._restart, most_stall=self._most_stall)
+        self.seconds = plan.seconds
+        if abs(self.seconds - self._said) > _NOTABLE * self._said:
+            self._said = self.seconds
+            _log.info(
+                "saving every %.1f s (decided by: %s): saves stall for %.3f s and are written in %.1f s; of the time "
+                "%.2f%% goes into stalls and %.2f%% is lost by failures every %.0f s",
+                plan.seconds, plan.why, stall, write, 100 * plan.stall_share, 100 * plan.lost_share, self._mtbf,
+            )  # fmt: skip
