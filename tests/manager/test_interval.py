@@ -99,8 +99,6 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["steps"] == 60 and found["why"] == "failures" and found["seconds_between_failures"] == 14400
     assert run(arguments) == 0
     out = capsys.readouterr().out
-    assert (
-        "save every 119.7 s, which is every 60 steps (decided by: failures)" in out
-        and "training that counts: 98.89%" in out
-    )
+    assert "save every 119.7 s, which is every 60 steps (decided by: failures)" in out
+    assert "training that counts: 98.89%" in out
     assert run(["plan-interval", "--stall", "x", "--write", "1", "--mtbf", "1h"]) == 2
