@@ -24,11 +24,6 @@ import bytecheckpoint
 from bytecheckpoint.dataloader import TokenBufferLoader
 
 
-def newest_step(root: Path) -> int:
-    """Return the newest committed step under `root`, 0 if there is none. A step with a catalog is committed."""
-    return max((int(p.parent.name.removeprefix("step_")) for p in root.glob("step_*/metadata.parquet")), default=0)
-
-
 def make_optimizer(model: GPT, total: int) -> tuple[torch.optim.Optimizer, LambdaLR]:
     """Return AdamW with weight decay on matrices only, and a schedule: warm-up, then cosine, `total` steps together."""
     matrices = [p for p in model.parameters() if p.ndim == 2]
@@ -65,43 +60,31 @@ def train(args: argparse.Namespace) -> None:
         workers=args.workers,
         state_every=args.save_every or None,
     )
-    extra = {"step": 0, "rng": torch.get_rng_state()}
     states = {
         "model": model,
         "optimizer": optimizer,
         "scheduler": scheduler,
         "dataloader": batches,
-        "extra_states": extra,
+        "rng": bytecheckpoint.rng_state(),
     }
+    with bytecheckpoint.CheckpointManager(args.checkpoints, states, every=args.save_every or None) as manager:
+        first = manager.restore_latest() if args.resume_from is None else manager.restore(args.resume_from)
+        if first:
+            record(args, event="load", step=first)
+        for step in range(first + 1, args.stop + 1):
+            batch = next(batches)
+            loss = model(*inputs_and_targets(batch["tokens"]))
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+            fed = describe(global_table(batch, mesh))  # shows that it is the batch of the uninterrupted run
+            record(args, event="step", step=step, loss=global_mean(loss), time=time.time(), **fed)
 
-    resumed = newest_step(args.checkpoints) if args.resume_from is None else args.resume_from
-    if resumed:
-        report = bytecheckpoint.load(args.checkpoints / f"step_{resumed:08d}", states)
-        torch.set_rng_state(extra["rng"])
-        record(args, event="load", step=extra["step"], seconds=report.total_seconds)
-
-    handle = None
-    for step in range(extra["step"] + 1, args.stop + 1):
-        batch = next(batches)
-        loss = model(*inputs_and_targets(batch["tokens"]))
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        scheduler.step()
-        fed = describe(global_table(batch, mesh))  # shows that it is the batch of the uninterrupted run
-        record(args, event="step", step=step, loss=global_mean(loss), time=time.time(), **fed)
-
-        if step == 1 and args.save_every:
-            # The optimizer has its state now: prepare for saves while training goes on. (A load does so too.)
-            bytecheckpoint.prepare(states)
-        if args.save_every and (step % args.save_every == 0 or step == args.stop):
-            extra.update(step=step, rng=torch.get_rng_state())
             began = time.perf_counter()
-            handle = bytecheckpoint.save(args.checkpoints / f"step_{step:08d}", states, async_checkpoint=True)
-            record(args, event="save", step=step, stall=time.perf_counter() - began)
-    if handle is not None:
-        handle.result()  # a save that fails in the background raises here, or at the next save
+            if manager.maybe_save(step):
+                record(args, event="save", step=step, stall=time.perf_counter() - began)
 
 
 def global_mean(loss: torch.Tensor) -> float:

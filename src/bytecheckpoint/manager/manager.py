@@ -34,7 +34,7 @@ from bytecheckpoint.manager.interval import Interval
 from bytecheckpoint.manager.preemption import Preemption
 from bytecheckpoint.manager.rules import Best, EverySeconds, StepInfo, keep_rules, save_rules
 from bytecheckpoint.manager.run_folder import METADATA, RunFolder, step_folder
-from bytecheckpoint.saving import save
+from bytecheckpoint.saving import prepare, save
 from bytecheckpoint.saving.steps import check_step
 from bytecheckpoint.settings import settings
 from bytecheckpoint.world import world_of
@@ -49,6 +49,8 @@ _log = logging.getLogger("bytecheckpoint")
 #: Acts that all ranks agree on (`Boundaries`).
 _SAVE, _PREEMPT, _USURPED = "save", "preempt", "usurped: "
 _OVERLAPS = ("wait", "skip", "fail")
+#: Arguments of `save` that `prepare` takes too.
+_OF_PREPARE = {"framework", "include", "exclude", "names", "timeout"}
 
 
 @dataclass(frozen=True)
@@ -140,7 +142,7 @@ class CheckpointManager:
         self._metrics: Mapping[str, Any] = {}
         self._asked_by_clock = False
         self._noticed_at = 0.0
-        self._owner = False
+        self._owner = self._prepared = False
         self._longest_save = 0.0
         self._handle: SaveHandle | None = None
         self._stack = contextlib.ExitStack()
@@ -229,6 +231,7 @@ class CheckpointManager:
         options = {"process_group": self._group, **self._load_options}
         report = load(step_folder(self.root, step), self._states, **options)
         self._begin_at(step)
+        self._prepared = True  # by the load
         return report
 
     def _begin_at(self, step: int) -> None:
@@ -280,6 +283,7 @@ class CheckpointManager:
         if _SAVE in acts or any(rule.due(step, before) for rule in self._save_rules):
             return self._save(step, self._metrics, overlap=self._overlap)
         self._raise_failure()
+        self._prepare()
         return None
 
     def save(self, step: int, metrics: Mapping[str, Any] | None = None) -> SaveHandle:
@@ -344,7 +348,7 @@ class CheckpointManager:
                 raise
             _log.warning("the save of step %d failed: %s", step, error)
             return None
-        self._handle, self._saved_step = handle, step
+        self._handle, self._saved_step, self._prepared = handle, step, True
         stall = time.monotonic() - begun
         handle.committed.add_done_callback(lambda done: self._after(done, begun, stall))
         return handle
@@ -368,6 +372,13 @@ class CheckpointManager:
                 if isinstance(rule, Interval):
                     rule.learn(stall, write)
             self._cleaning.put(self._retain)
+
+    def _prepare(self) -> None:
+        """Have the first save planned and its memory touched while training goes on: optimizers have their state now."""
+        if not self._prepared and self._save_options["async_checkpoint"]:
+            self._prepared = True
+            options = {name: self._save_options[name] for name in _OF_PREPARE & self._save_options.keys()}
+            prepare(self._states, process_group=self._group, **options)
 
     def _is_busy(self) -> bool:
         """Return whether rank 0 knows of a save in flight."""
