@@ -68,7 +68,8 @@ test-oldest: ## the quick rooms on Python 3.11, the oldest that is supported (en
 # MosaicML Streaming wants an older numpy than the other tools.
 test-mosaic: ## real MosaicML Streaming through checkpoints (environment: .venv-mosaic, which the benchmarks use too)
 	VENV=.venv-mosaic PYTHON=3.12 EXTRAS=cli,bench PINNED=constraints-mosaic.txt ./scripts/bootstrap.sh
-	BYTECHECKPOINT_REQUIRE_MOSAIC=1 .venv-mosaic/bin/python -m pytest tests/dataloader/test_mosaic.py
+	BYTECHECKPOINT_REQUIRE_MOSAIC=1 .venv-mosaic/bin/python -m pytest tests/dataloader/test_mosaic.py \
+		tests/benchmarks/test_mosaic_peer.py
 
 # Older versions of obstore lie beside the pinned one, in folders that come first on the path.
 test-obstore-versions: venv ## the errors of every version of obstore that pyproject.toml allows
