@@ -79,7 +79,7 @@ def _extras(result: Result) -> str:
         value = result.extra_median(name)
         if name.endswith(("bytes", "_sum")):
             parts.append(f"{name} {value / 2**20:.0f} MiB")
-        elif name in ("blocking", "end_to_end", "quiet"):
+        elif name in ("blocking", "end_to_end", "gathering", "quiet", "staging"):
             parts.append(f"{name} {value * 1e3:.1f} ms")
         else:
             parts.append(f"{name} {value:.4g}")

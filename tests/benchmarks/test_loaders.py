@@ -40,6 +40,21 @@ def test_every_loader_feeds_whole_batches(name: str, text: bool, tmp_path: Path)
 
 
 @pytest.mark.slow
+def test_the_case_of_states(tmp_path: Path) -> None:
+    options = Options(1 << 20, 40, 1, 0.0, 2000, {"tmpfs": str(tmp_path)})
+    bench = Bench(options, World(), [], place="tmpfs")
+    CASES["loader-state"].run(bench)
+    assert [result.arm for result in bench.results] == [
+        "memcpy",
+        "bytecheckpoint",
+        "bytecheckpoint, asked at the save",
+    ]
+    for result in bench.results:
+        assert not result.error
+        assert result.wall[0] >= sum(values[0] for values in result.extra.values()) > 0 or result.arm == "memcpy"
+
+
+@pytest.mark.slow
 def test_the_case(tmp_path: Path) -> None:
     (tmp_path / "tmpfs").mkdir()
     options = Options(1 << 20, 40, 1, 0.0, 2000, {"tmpfs": str(tmp_path / "tmpfs")}, peers=("torch", "torchdata"))
