@@ -13,6 +13,7 @@ from benchmarks.cases.interference import interference
 from benchmarks.cases.irregular import irregular
 from benchmarks.cases.loader_speed import loader_speed
 from benchmarks.cases.loader_state import loader_state
+from benchmarks.cases.loader_upload import loader_upload
 from benchmarks.cases.megatron import megatron
 from benchmarks.cases.planning_scale import planning
 from benchmarks.cases.reshard import reshard
@@ -50,6 +51,7 @@ CASES: dict[str, Case] = {
     "irregular": Case(irregular, (2, 4)),
     "loader": Case(loader_speed),
     "loader-state": Case(loader_state),
+    "loader-upload": Case(loader_upload, (4,), ("tmpfs", "disk")),
     "planning": Case(planning),
     # Last, since it makes torch treat the CPU as a CUDA device.
     "megatron": Case(megatron, (1, 2, 4)),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
 from collections import Counter
 from pathlib import Path
 
@@ -11,7 +13,8 @@ from benchmarks.bench import Bench, Options
 from benchmarks.cases import CASES
 from benchmarks.loaders.contenders import CONTENDERS, MosaicProcess
 from benchmarks.loaders.data import LENGTH, ROWS, Corpus, WordTokenizer, write_corpus
-from benchmarks.measure import World
+from benchmarks.measure import Result, World
+from tests.support.processes import ROOT, environment, python
 
 
 def _tokens(corpus: Corpus) -> Counter[int]:
@@ -52,6 +55,22 @@ def test_the_case_of_states(tmp_path: Path) -> None:
     for result in bench.results:
         assert not result.error
         assert result.wall[0] >= sum(values[0] for values in result.extra.values()) > 0 or result.arm == "memcpy"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_case_of_several_ranks(tmp_path: Path) -> None:
+    command = python("-m", "benchmarks", "--short", "--size", 2, "--rounds", 1, "--worlds", 4, "--places", "tmpfs")
+    command += ["--only", "loader-upload", "--out", str(tmp_path)]
+    done = subprocess.run(
+        command, env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=280, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    results = [Result(**r) for r in json.loads((tmp_path / "results.json").read_text())["results"]]
+    assert len(results) == 2 * 3
+    for result in results:
+        assert not result.error
+        assert result.wall[0] > 0 and result.extra["write"][0] >= result.extra["write_least"][0] > 0
 
 
 @pytest.mark.slow
