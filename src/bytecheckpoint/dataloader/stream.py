@@ -149,18 +149,19 @@ class Stream:
             document = self._next_shuffled()
             if document is None:
                 return False
-            if len(document):
+            if size := len(document):
                 self._pending.append(document)
-                self._count += len(document)
+                self._count += size
         filled = 0
         while filled < wanted:
             piece = self._pending.popleft()
-            if len(piece) > wanted - filled:
+            end = filled + len(piece)
+            if end > wanted:
                 self._pending.appendleft(piece[wanted - filled :])
-                piece = piece[: wanted - filled]
-            tokens[filled : filled + len(piece)] = piece
+                piece, end = piece[: wanted - filled], wanted
+            tokens[filled:end] = piece
             begins[filled] = True
-            filled += len(piece)
+            filled = end
         self._count -= wanted
         self._rows += self._recipe.rows
         return True
