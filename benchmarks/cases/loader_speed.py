@@ -8,18 +8,20 @@ tokens alone; ours gives the numbers of the documents and the positions too.
 from __future__ import annotations
 
 import sys
+import time
 from functools import partial
 from typing import Any
 
 from benchmarks.bench import Bench
 from benchmarks.loaders.contenders import CONTENDERS, MOSAIC_MISSING, MosaicProcess
 from benchmarks.loaders.data import Corpus, write_corpus
-from benchmarks.measure import Arm, Result, measure
+from benchmarks.measure import Arm, Result, core_seconds, measure
 
 __all__ = ["loader_speed"]
 
 _STEP_SECONDS = 0.05
 _PREFETCHED = 8  # batches that a loader with 4 workers may have made before it is measured
+_IDLE = 0.2  # share of one core below which a process and its children count as idle
 
 
 def loader_speed(bench: Bench) -> None:
@@ -43,11 +45,11 @@ def _compare(bench: Bench, case: str, corpus: Corpus, workers: int, short: bool)
         and (make is not MosaicProcess or MosaicProcess.available())
     }
     loaders: dict[str, Any] = {name: make(corpus, workers) for name, make in chosen.items()}
-    batches = (20 if short else 100) // (4 if corpus.text else 1)
+    batches = (20 if short else 100) // (2 if corpus.text else 1)
     try:
         for suffix, count, step in (("", batches, 0.0), (", steps of 50 ms: wait", 10 if short else 40, _STEP_SECONDS)):
             arms = [
-                Arm(name, partial(loader.take, count, step), partial(loader.take, 1 if step else _PREFETCHED))
+                Arm(name, partial(loader.take, count, step), partial(_begin, loader, 1 if step else _PREFETCHED))
                 for name, loader in loaders.items()
             ]
             results = measure(bench.world, case + suffix, "", 0, arms, bench.options.rounds)
@@ -55,6 +57,17 @@ def _compare(bench: Bench, case: str, corpus: Corpus, workers: int, short: bool)
     finally:
         for loader in loaders.values():
             loader.close()
+
+
+def _begin(loader: Any, batches: int) -> None:
+    """Wait until the loader before has made the batches that its workers make in advance, then take some of this one."""
+    deadline = time.monotonic() + 10
+    idle = False
+    while not idle and time.monotonic() < deadline:
+        core, begin = core_seconds(), time.perf_counter()
+        time.sleep(0.05)
+        idle = core_seconds() - core < _IDLE * (time.perf_counter() - begin)
+    loader.take(batches)
 
 
 def _in_batches(result: Result, batches: int, *, waits: bool) -> Result:
