@@ -28,7 +28,7 @@ def loader_speed(bench: Bench) -> None:
     """Measure loading as fast as possible, and the wait of a training whose step takes 50 ms."""
     if not MosaicProcess.available():
         print(MOSAIC_MISSING, file=sys.stderr, flush=True)
-    short = bench.options.seconds <= 1
+    short = bench.options.short
     for text in (False, True):
         corpus = write_corpus(bench.folder, min(bench.options.nbytes // 16, (16 if text else 32) << 20), text=text)
         label = "loader: text" if text else "loader: token files"

@@ -24,6 +24,8 @@ _PHASES = {"capture": "gathering", "plan": "plan", "stage": "staging", "write": 
 
 def loader_upload(bench: Bench) -> None:
     """Measure saves of tensors alone, with a loader, and with as many bytes more in tensors."""
+    if bench.options.short and bench.place == "disk":
+        return
     world = bench.world
     tensors = sharded(bench.options.nbytes)
     nbytes = size_of(tensors)
