@@ -14,7 +14,7 @@ WORKERS ?= $(shell cores=$$(nproc); echo $$((cores < 8 ? cores + 1 : 8)))
 PYTEST := $(PY) -m pytest -n $(WORKERS)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv lint types imports format check test test-all servers test-servers test-servers-all test-oldest test-obstore-versions test-frameworks test-frameworks-short test-deepspeed-versions test-megatron-versions test-frameworks-servers soak demo demo-short bench bench-short bench-storage bench-storage-short bench-frameworks docs lock clean
+.PHONY: help venv lint types imports format check test test-all servers test-servers test-servers-all test-oldest test-mosaic test-obstore-versions test-frameworks test-frameworks-short test-deepspeed-versions test-megatron-versions test-frameworks-servers soak demo demo-short bench bench-short bench-storage bench-storage-short bench-frameworks docs lock clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */\1\t/' | awk -F'\t' '{printf "  %-21s %s\n", $$1, $$2}'
@@ -64,6 +64,12 @@ test-oldest: ## the quick rooms on Python 3.11, the oldest that is supported (en
 	VENV=.venv-oldest PYTHON=3.11 EXTRAS=cli,dev ./scripts/bootstrap.sh
 	.venv-oldest/bin/python -m pytest -n $(WORKERS) tests/representation tests/planning tests/opening tests/tools tests/cli \
 		tests/roundtrip tests/saving tests/golden
+
+# MosaicML Streaming wants an older numpy than the other tools.
+test-mosaic: ## real MosaicML Streaming through checkpoints (environment: .venv-mosaic, which the benchmarks use too)
+	VENV=.venv-mosaic PYTHON=3.12 EXTRAS=cli,bench PINNED=constraints-mosaic.txt ./scripts/bootstrap.sh
+	BYTECHECKPOINT_REQUIRE_MOSAIC=1 .venv-mosaic/bin/python -m pytest tests/dataloader/test_mosaic.py \
+		tests/benchmarks/test_mosaic_peer.py
 
 # Older versions of obstore lie beside the pinned one, in folders that come first on the path.
 test-obstore-versions: venv ## the errors of every version of obstore that pyproject.toml allows

@@ -75,7 +75,7 @@ def _report(results: list[Result], about: dict[str, Any], out: Path) -> int:
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__.splitlines()[0])
-    parser.add_argument("--short", action="store_true", help="small states; under three minutes")
+    parser.add_argument("--short", action="store_true", help="small states; about four minutes")
     parser.add_argument("--out", type=Path, default=_HERE / "out", help="folder for the results")
     parser.add_argument("--only", nargs="+", default=[], metavar="CASE", help="run these cases alone")
     parser.add_argument("--peers", nargs="+", default=[], metavar="PEER", help="beside bytecheckpoint; default all")

@@ -37,6 +37,11 @@ class Options:
     only: tuple[str, ...] = ()
     peers: tuple[str, ...] = ()
 
+    @property
+    def short(self) -> bool:
+        """Whether cases of many variants run a few of them only."""
+        return self.seconds <= 1.0
+
 
 @dataclass
 class Bench:

@@ -12,6 +12,8 @@ from benchmarks.measure import Result
 __all__ = ["chart", "table"]
 
 _OURS = "bytecheckpoint"
+#: Further figures that are seconds.
+_SECONDS = {"blocking", "commit", "end_to_end", "gathering", "plan", "quiet", "staging", "write", "write_least"}
 _HEADING = (
     f"  {'':36} {'median':>9} {'least':>9} {'GiB/s':>7} {'core-s/GiB':>10} {'/raw':>6} {'/ours':>6}  further figures"
 )
@@ -79,7 +81,7 @@ def _extras(result: Result) -> str:
         value = result.extra_median(name)
         if name.endswith(("bytes", "_sum")):
             parts.append(f"{name} {value / 2**20:.0f} MiB")
-        elif name in ("blocking", "end_to_end", "quiet"):
+        elif name in _SECONDS:
             parts.append(f"{name} {value * 1e3:.1f} ms")
         else:
             parts.append(f"{name} {value:.4g}")

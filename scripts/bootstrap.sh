@@ -5,7 +5,7 @@
 #   PYTHON  the interpreter to build it from: a path, or a version such as 3.11, which is looked for on PATH and in pyenv
 #           (default: the first of 3.12, 3.13, 3.11 that runs).
 #   EXTRAS  which extras of pyproject.toml to install (default: all).
-#   PINNED  a file of pinned requirements to install as well (default: none).
+#   PINNED  a file of pinned requirements to install as well (default: none). Its versions go before those of constraints.txt.
 #   UV      the uv to use (default: the one on PATH, else one is installed with pip under .cache/).
 #
 # Needs nothing but Python and an index to install from. Running it again does nothing, quickly, until pyproject.toml or
@@ -93,7 +93,9 @@ if ! "$VENV/bin/python" -c '' 2>/dev/null; then
     # --clear only where an environment is there whose interpreter is gone.
     "$uv" venv --quiet --python "$python" $([[ -f $VENV/pyvenv.cfg ]] && echo --clear) "$VENV"
 fi
+constraints=$VENV/constraints.txt
+awk -F'==' 'FILENAME == ARGV[1] { pinned[$1]; next } !($1 in pinned)' "${PINNED:-/dev/null}" constraints.txt >"$constraints"
 "$uv" pip install --quiet --python "$VENV/bin/python" \
-    --constraint constraints.txt --build-constraint constraints.txt --editable ".[$EXTRAS]" ${PINNED:+-r "$PINNED"}
+    --constraint "$constraints" --build-constraint constraints.txt --editable ".[$EXTRAS]" ${PINNED:+-r "$PINNED"}
 echo "$wanted" >"$stamp"
 echo "bootstrap: $VENV is ready"

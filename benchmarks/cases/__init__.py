@@ -11,6 +11,9 @@ from benchmarks.cases.ddp import ddp_load
 from benchmarks.cases.fresh_process import first_calls
 from benchmarks.cases.interference import interference
 from benchmarks.cases.irregular import irregular
+from benchmarks.cases.loader_speed import loader_speed
+from benchmarks.cases.loader_state import loader_state
+from benchmarks.cases.loader_upload import loader_upload
 from benchmarks.cases.megatron import megatron
 from benchmarks.cases.planning_scale import planning
 from benchmarks.cases.reshard import reshard
@@ -46,6 +49,9 @@ CASES: dict[str, Case] = {
     "cuts": Case(cuts, (1, 2, 4), ("tmpfs", "disk")),
     "ddp": Case(ddp_load, (2, 4)),
     "irregular": Case(irregular, (2, 4)),
+    "loader": Case(loader_speed),
+    "loader-state": Case(loader_state),
+    "loader-upload": Case(loader_upload, (4,), ("tmpfs", "disk")),
     "planning": Case(planning),
     # Last, since it makes torch treat the CPU as a CUDA device.
     "megatron": Case(megatron, (1, 2, 4)),

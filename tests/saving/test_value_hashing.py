@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torch
 import bytecheckpoint
 from bytecheckpoint.collectives import Collective, SingleProcess, use
 from bytecheckpoint.collectives.testing import ThreadWorld
+from bytecheckpoint.engine.writing import FilesWriter
 from bytecheckpoint.saving import state as saving_state
 from bytecheckpoint.saving.state import content_digest
 from bytecheckpoint.world import world_of
@@ -60,6 +62,23 @@ def test_the_caller_does_not_hash(tmp_path: Path, digests: _Digests, staging: st
         for step in range(3):
             states = {"extra_states": {"big": _tensor(step)}}
             bytecheckpoint.save(tmp_path / "step", states, async_checkpoint=True, staging=staging).result(60)
+        world_of(collective).close()
+    assert digests.threads == {"bytecheckpoint-save"}
+
+
+def test_values_are_hashed_while_they_are_written(
+    tmp_path: Path, digests: _Digests, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = FilesWriter.write_staged
+
+    def noted(self: FilesWriter, *arguments: Any) -> Any:
+        assert not digests.threads, "the values were hashed before the first byte was written"
+        return write(self, *arguments)
+
+    monkeypatch.setattr(FilesWriter, "write_staged", noted)
+    with use(SingleProcess()) as collective, using(writer="thread"):
+        states = {"extra_states": {"big": _tensor(0)}}
+        bytecheckpoint.save(tmp_path / "step", states, async_checkpoint=True).result(60)
         world_of(collective).close()
     assert digests.threads == {"bytecheckpoint-save"}
 

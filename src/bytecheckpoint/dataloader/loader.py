@@ -53,8 +53,8 @@ class TokenBufferLoader:
         saves: whether this rank saves its streams. False where the tensor or pipeline coordinate is not 0.
         workers: processes that make the rows; 0: the caller's.
         ahead: batches that a worker makes before they are asked for.
-        state_every: batches between two saves: workers hand over their states one batch before (state prefetching,
-            ByteCheckpoint, section 4.5). `prefetch_state` does that once.
+        state_every: batches between two saves: workers hand over their states as soon as they have made the batch before
+            (state prefetching, ByteCheckpoint, section 4.5). `prefetch_state` does that once.
         pin_memory: put batches into pinned memory, if there is an accelerator.
         agree: for `epochs` with several ranks, which end at different batches: called on every rank with whether this rank
             has ended, it returns whether any rank has.
@@ -145,7 +145,10 @@ class TokenBufferLoader:
         rows = Rows.empty(self._recipe.rows * len(self._numbers), self._recipe.context_length, pinned=self._pin)
         ended = False
         first = 0
-        for maker, count in self._start():
+        makers = self._start()
+        if self._state_every:  # now, so that workers that are ahead have the longest time for it
+            self._ask(self.batches + self._state_every - self.batches % self._state_every)
+        for maker, count in makers:
             # Every maker, so that all are at the same batch.
             ended |= not maker.make(rows.part(first, first + count), self.batches)
             first += count
@@ -155,8 +158,6 @@ class TokenBufferLoader:
         self.batches += 1
         for maker, _ in self._makers:
             maker.taken(self.batches)
-        if self._state_every and (self.batches + 1) % self._state_every == 0:
-            self.prefetch_state()
         return {"tokens": rows.tokens, "documents": rows.documents, "positions": rows.positions, "rows": rows.numbers}
 
     def _start(self) -> list[tuple[LocalMaker | Worker, int]]:
@@ -192,9 +193,12 @@ class TokenBufferLoader:
 
         A save at another batch is as exact; it waits while the workers copy their buffers.
         """
+        self._ask(self.batches + 1)
+
+    def _ask(self, batches: int) -> None:
         for maker, _ in self._makers:
             if self._saves:
-                maker.ask(self.batches + 1)
+                maker.ask(batches)
 
     @property
     def stream_count(self) -> int:

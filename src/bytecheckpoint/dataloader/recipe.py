@@ -130,9 +130,11 @@ class Recipe:
             )
         if array.size and array.dtype not in _SAFE and not _are_ids(array):
             raise UsageError(f"token ids must be integers from 0 to 2**31 - 1, not {array.dtype} up to {array.max()}")
-        found = np.empty(len(array) + (self.document_end is not None), np.int32)
-        found[: len(array)] = array
-        found[len(array) :] = self.document_end or 0
+        if self.document_end is None:
+            return array.astype(np.int32)  # a copy: the tokenizer may use its array again
+        found = np.empty(len(array) + 1, np.int32)
+        found[:-1] = array
+        found[-1] = self.document_end
         return found
 
     def random(self, purpose: int, stream: int, number: int) -> int:

@@ -55,7 +55,8 @@ class Rows:
 
     def part(self, first: int, stop: int) -> Rows:
         """Return some of the rows, in the same memory."""
-        return Rows(*(getattr(self, field.name)[first:stop] for field in fields(Rows)))
+        part = slice(first, stop)
+        return Rows(self.tokens[part], self.documents[part], self.positions[part], self.numbers[part])
 
     def copy_from(self, other: Rows) -> None:
         """Copy all of `other`, which has as many rows."""
@@ -69,12 +70,14 @@ class Rows:
             begins: True at the first token of each piece of a document, [n, context length].
         """
         begins[:, 0] = True
-        documents, positions = self.documents.numpy(), self.positions.numpy()
-        np.cumsum(begins, axis=1, dtype=np.int32, out=documents)
-        documents -= 1
-        place = np.arange(begins.shape[1], dtype=np.int32)
-        np.maximum.accumulate(begins * place, axis=1, out=positions)
-        np.subtract(place, positions, out=positions)
+        starts = np.flatnonzero(begins).astype(np.int32)
+        lengths = np.diff(starts, append=begins.size)
+        rows = np.arange(0, begins.size, begins.shape[1], dtype=np.int32)
+        before = np.searchsorted(starts, rows).astype(np.int32)  # pieces before each row
+        numbers = np.arange(len(starts), dtype=np.int32) - np.repeat(before, np.diff(before, append=len(starts)))
+        self.documents.numpy().reshape(-1)[:] = np.repeat(numbers, lengths)
+        places = np.arange(begins.size, dtype=np.int32)
+        np.subtract(places, np.repeat(starts, lengths), out=self.positions.numpy().reshape(-1))
 
 
 def _narrow(memory: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,15 +12,21 @@ import torch
 from numpy.typing import NDArray
 
 from bytecheckpoint.dataloader.recipe import Recipe, Tokens
-from bytecheckpoint.dataloader.rows import shared_tensor
 from bytecheckpoint.dataloader.sources.base import Cursor
 from bytecheckpoint.errors import UsageError
 
-__all__ = ["Snapshot", "Stream"]
+__all__ = ["BUFFERS", "Snapshot", "Stream"]
+
+#: Names of a state's tokens: each is a dict of two tensors, "tokens" (int32) and "lengths" of their pieces (int64).
+BUFFERS = ("shuffle_buffer", "token_buffer")
 
 _SOURCE, _SHUFFLE = range(2)  # purposes of random numbers
 #: Rows of tokens by which a source may run ahead of its ratio: the draws are random within that.
 _SLACK_ROWS = 4
+
+
+def _empty(count: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(count, dtype=dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +45,15 @@ class Snapshot:
     shuffled: tuple[Tokens, ...]
     pending: tuple[Tokens, ...]
 
-    def to_state(self) -> dict[str, Any]:
-        """Return the state as plain values and tensors. The tensors lie in shared memory, for other processes to map."""
-        return {
-            **self.counters,
-            "sources": self.sources,
-            "shuffle_buffer": _joined(self.shuffled),
-            "token_buffer": _joined(self.pending),
-        }
+    @property
+    def sizes(self) -> list[int]:
+        """Bytes of the tensors of `to_state`."""
+        return [n for pieces in (self.shuffled, self.pending) for n in (4 * sum(map(len, pieces)), 8 * len(pieces))]
+
+    def to_state(self, allocate: Callable[[int, torch.dtype], torch.Tensor] = _empty) -> dict[str, Any]:
+        """Return the state as plain values and tensors, for which `allocate` gives memory by their length and dtype."""
+        buffers = (_joined(pieces, allocate) for pieces in (self.shuffled, self.pending))
+        return {**self.counters, "sources": self.sources, **dict(zip(BUFFERS, buffers, strict=True))}
 
 
 class _Feed:
@@ -141,18 +149,19 @@ class Stream:
             document = self._next_shuffled()
             if document is None:
                 return False
-            if len(document):
+            if size := len(document):
                 self._pending.append(document)
-                self._count += len(document)
+                self._count += size
         filled = 0
         while filled < wanted:
             piece = self._pending.popleft()
-            if len(piece) > wanted - filled:
+            end = filled + len(piece)
+            if end > wanted:
                 self._pending.appendleft(piece[wanted - filled :])
-                piece = piece[: wanted - filled]
-            tokens[filled : filled + len(piece)] = piece
+                piece, end = piece[: wanted - filled], wanted
+            tokens[filled:end] = piece
             begins[filled] = True
-            filled += len(piece)
+            filled = end
         self._count -= wanted
         self._rows += self._recipe.rows
         return True
@@ -199,12 +208,14 @@ class Stream:
         return live[int(np.argmax(owed))]
 
 
-def _joined(pieces: tuple[Tokens, ...]) -> dict[str, torch.Tensor]:
-    """Join pieces of tokens in shared memory: the tokens, int32, and the length of each piece, int64."""
-    tokens = shared_tensor((sum(map(len, pieces)),), torch.int32)
+def _joined(
+    pieces: tuple[Tokens, ...], allocate: Callable[[int, torch.dtype], torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Join pieces of tokens: the tokens, int32, and the length of each piece, int64."""
+    tokens = allocate(sum(map(len, pieces)), torch.int32)
     if pieces:
         np.concatenate(pieces, out=tokens.numpy())
-    lengths = shared_tensor((len(pieces),), torch.int64)
+    lengths = allocate(len(pieces), torch.int64)
     lengths.numpy()[:] = [len(piece) for piece in pieces]
     return {"tokens": tokens, "lengths": lengths}
 

@@ -14,7 +14,7 @@ import signal
 import time
 import traceback
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -22,6 +22,7 @@ import numpy as np
 import torch
 import torch.multiprocessing  # lets connections carry tensors in shared memory
 
+from bytecheckpoint.dataloader.handover import ALIGN, StateReceiver, States, StateSender
 from bytecheckpoint.dataloader.recipe import Recipe
 from bytecheckpoint.dataloader.rows import Rows, shared_tensor
 from bytecheckpoint.dataloader.stream import Snapshot, Stream
@@ -30,9 +31,6 @@ from bytecheckpoint.errors import CheckpointTimeoutError, PeerLostError, UsageEr
 __all__ = ["LocalMaker", "Worker"]
 
 _ORPHAN_SECONDS = 1.0  # between two looks whether the parent lives
-
-#: The states of a worker's streams, by number.
-States = Mapping[int, Any]
 
 
 class LocalMaker:
@@ -99,8 +97,21 @@ class LocalMaker:
 
     def states(self, batches: int) -> dict[int, Any]:
         """Return the states of the streams after that many batches."""
-        found = zip(self._streams, self._snapshots[batches], strict=True)
-        return {stream.number: snapshot.to_state() for stream, snapshot in found}
+        return {number: snapshot.to_state() for number, snapshot in self._after(batches).items()}
+
+    def send_states(self, batches: int, sender: StateSender) -> Any:
+        """Return a message with the states after that many batches, for a `StateReceiver`."""
+        found = self._after(batches).items()
+        nbytes = self.state_bytes(batches)
+        return sender.send(nbytes, lambda allocate: {number: kept.to_state(allocate) for number, kept in found})
+
+    def state_bytes(self, batches: int) -> int:
+        """Return the bytes that the tensors of the states after that many batches take."""
+        found = self._after(batches).values()
+        return sum(-(-size // ALIGN) * ALIGN for snapshot in found for size in snapshot.sizes)
+
+    def _after(self, batches: int) -> dict[int, Snapshot]:
+        return {stream.number: kept for stream, kept in zip(self._streams, self._snapshots[batches], strict=True)}
 
     def close(self) -> None:
         """Do nothing: there is nothing to end."""
@@ -132,6 +143,7 @@ class Worker:
         self._made: dict[int, bool] = {}  # number of a batch -> whether its slot holds it; False: a stream has ended
         self._states: dict[int, dict[int, Any]] = {}
         self._asked: set[int] = set()
+        self._receiver = StateReceiver()
         context: Any = multiprocessing.get_context(start_method)
         if start_method == "forkserver":
             context.set_forkserver_preload([__name__])  # torch is imported once, not by every worker
@@ -165,6 +177,8 @@ class Worker:
                 del known[old]
         self._asked = {number for number in self._asked if number >= batches}
         self._send(("taken", batches))
+        for released in self._receiver.released():
+            self._send(("released", released))
 
     def ask(self, batches: int) -> None:
         """Ask for the states after that many batches, unless that has been asked."""
@@ -178,7 +192,7 @@ class Worker:
         self._receive(lambda: batches in self._states, "its states")
         return self._states[batches]
 
-    def _send(self, message: tuple[str, int]) -> None:
+    def _send(self, message: tuple[str, Any]) -> None:
         try:
             self._link.send(message)
         except OSError:
@@ -203,7 +217,7 @@ class Worker:
             if kind == "rows":
                 self._made[number] = value
             elif kind == "states":
-                self._states[number] = value
+                self._states[number] = self._receiver.receive(value)
             else:
                 raise error_from_report(value, prefix=f"{self.name} failed: ")
 
@@ -249,20 +263,25 @@ def _serve(link: Connection, parent: int, slots: list[Rows], maker: LocalMaker) 
     taken = maker.made
     wanted: set[int] = set()
     told = False
+    sender = StateSender()
     while True:
         idle = told or maker.made >= taken + len(slots)
+        if idle and wanted:
+            sender.reserve(maker.state_bytes(maker.made))
         while idle or _polls(link):
-            kind, number = _receive(link, parent)
+            kind, value = _receive(link, parent)
             if kind == "taken":
-                taken = number
+                taken = value
                 maker.taken(taken)
+            elif kind == "released":
+                sender.release(*value)
             else:
-                wanted.add(number)
+                wanted.add(value)
             idle = False
         for number in sorted(wanted):
             if maker.knows(number):
                 wanted.discard(number)
-                _send(link, "states", number, maker.states(number))
+                _send(link, "states", number, maker.send_states(number, sender))
         if not told and maker.made < taken + len(slots):
             number = maker.made
             told = not maker.make(slots[number % len(slots)], number)

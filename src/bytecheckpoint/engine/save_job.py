@@ -270,10 +270,18 @@ class SaveJob:
                 batches.append(self._writer.write(batch))
         return batch
 
-    def write_staged(self, chunks: list[StagedChunk]) -> list[NDArray[np.uint64]]:
-        """Write the chunks that `stage` left in the pool; returns the block sums of each file."""
+    def write_staged(
+        self, chunks: list[StagedChunk], meanwhile: Callable[[], None] = lambda: None
+    ) -> list[NDArray[np.uint64]]:
+        """Write the chunks that `stage` left in the pool; returns the block sums of each file.
+
+        Args:
+            chunks: what `stage` returned.
+            meanwhile: called while others write.
+        """
         assert self._writer is not None
         self._writer.write(chunks)
+        meanwhile()
         return self._writer.sums()
 
     def finish(self, headers: Sequence[bytes]) -> None:

@@ -142,9 +142,6 @@ class RankWriter:
         """Write what `stage` has copied."""
         staged = self._staged
         assert staged is not None
-        for value in staged.values:
-            value.hash()
-            value.release()  # other saves use the pool later
         if staged.pool is self._resources.pool:
             records = self._write_staged(staged)
             self._resources.fit_pool()
@@ -206,7 +203,13 @@ class RankWriter:
         job = staged.batch.job
         if not job.opened:
             self._create_files(job, staged.pool)
-        return self._finish(staged.batch, job.write_staged(staged.chunks))
+
+        def hash_values() -> None:
+            for value in staged.values:
+                value.hash()
+                value.release()  # other saves use the pool later
+
+        return self._finish(staged.batch, job.write_staged(staged.chunks, hash_values))
 
     def _stream(self, batch: FileBatch, pool: StagingPool) -> list[FileRecord]:
         """Write a batch through a few small buffers of `pool`."""

@@ -1,0 +1,1 @@
+"""The contenders of the data loader benchmarks."""
