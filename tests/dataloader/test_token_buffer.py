@@ -16,6 +16,8 @@ import pytest
 import torch
 
 import bytecheckpoint
+from bytecheckpoint.collectives.base import Collective
+from bytecheckpoint.collectives.testing import ThreadWorld
 from bytecheckpoint.errors import (
     CheckpointError,
     CheckpointTimeoutError,
@@ -118,6 +120,24 @@ def test_a_worker_that_dies_is_named() -> None:
     with loader(sources=Bad(die), workers=2) as one, pytest.raises(PeerLostError) as caught:
         next(one)
     assert "worker 0 of 2, which feeds streams 0 to 2, died with exit code -9" in str(caught.value)
+
+
+def test_a_worker_that_has_died_fails_the_save_of_every_rank(tmp_path: Path) -> None:
+    def save(collective: Collective) -> str:
+        with loader(collective.rank, 3, workers=2) as own:
+            next(own)
+            if collective.rank == 1:
+                os.kill(own._makers[1][0]._process.pid, signal.SIGKILL)
+                own._makers[1][0]._process.join(30)
+            with pytest.raises(PeerLostError) as caught:
+                bytecheckpoint.save(tmp_path / "c", {"dataloader": own})
+            return str(caught.value)
+
+    found = ThreadWorld(3).run(save, timeout=100)
+    assert all(
+        "data loader worker 1 of 2, which feeds stream 3, died with exit code -9" in message for message in found
+    )
+    assert found[0].startswith("rank 1, ")
 
 
 @pytest.mark.parametrize(("deed", "message"), [(fail, "ValueError: no such shard"), (cut, "EOFError: cut short")])
