@@ -58,6 +58,7 @@ _FIRST = (
     "tests/storage/test_hdfs_faults.py",
     *_SHARED_UNITS["places"],
     "tests/frameworks/test_world.py",
+    "tests/dataloader/test_jobs.py",
     "tests/faults/",
     "tests/tiers/",
     "tests/collectives/",

@@ -119,3 +119,15 @@ def test_other_objects() -> None:
     for one in (dataset(), dataset().to_iterable_dataset()):
         with pytest.raises(UsageError, match="no column 'txt', but text, number"):
             from_hugging_face(one, "rows", "txt")
+
+
+def test_parts_are_made_while_other_threads_open_file_systems(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A data set refers to the cache of all file systems, which is none of its own state."""
+
+    class Cache(dict[str, Any]):
+        def __deepcopy__(self, memo: object) -> Any:
+            raise RuntimeError("dictionary changed size during iteration")
+
+    streaming = dataset().to_iterable_dataset(num_shards=6)
+    monkeypatch.setattr(streaming, "_IterableDataset__hffs_cache", Cache())
+    assert len(epoch_of(from_hugging_face(streaming, "rows", "text"), 3)) == ROWS

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator, Sequence
-from itertools import chain
+from itertools import chain, count, repeat
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from bytecheckpoint.collectives.base import Collective
 from bytecheckpoint.collectives.testing import ThreadWorld
 from bytecheckpoint.dataloader.map_style import ResumableLoader, ResumableSampler
 from bytecheckpoint.errors import CheckpointError, IncompatibleCheckpointError, UsageError
+from tests.dataloader.segments import Part, Reference, Segment, play, segments
 
 
 class Numbers(Dataset[int]):
@@ -74,30 +76,32 @@ def expected(length: int, batch: int, epoch: int, seed: int, shuffle: bool, drop
     return [b for b in batches if len(b) == batch or not drop_last]
 
 
-@settings(max_examples=80, deadline=None)
-@given(st.data())
-def test_any_sequence_of_degrees_feeds_the_same_batches(data: st.DataObject) -> None:
-    ranks_most = data.draw(st.integers(1, 5))
-    batch = data.draw(st.integers(ranks_most, 12))
-    length = data.draw(st.integers(batch, 60))
-    drop_last = 0 < length % batch < ranks_most or data.draw(st.booleans())
-    options = {"shuffle": data.draw(st.booleans()), "drop_last": drop_last, "seed": data.draw(st.integers(0, 9))}
-    fed: list[list[int]] = []
-    old: list[ResumableLoader] = []
-    for ranks, count in data.draw(
-        st.lists(st.tuples(st.integers(1, ranks_most), st.integers(0, 12)), min_size=1, max_size=5)
-    ):
-        new = [loader_of(length, batch, rank=rank, ranks=ranks, **options) for rank in range(ranks)]
-        if old:
-            hand_over(old, new)
-        fed += take(new, count)
-        old = new
-    wanted: list[list[int]] = []
-    epoch = 0
-    while len(wanted) < len(fed):
-        wanted += expected(length, batch, epoch, **options)
-        epoch += 1
-    assert fed == wanted[: len(fed)]
+@st.composite
+def runs(draw: st.DrawFn) -> tuple[dict[str, Any], list[Segment]]:
+    """Draw the arguments of a loader, and segments."""
+    ranks_most = draw(st.integers(1, 5))
+    batch = draw(st.integers(ranks_most, 12))
+    length = draw(st.integers(batch, 60))
+    drop_last = 0 < length % batch < ranks_most or draw(st.booleans())
+    options = {"shuffle": draw(st.booleans()), "drop_last": drop_last, "seed": draw(st.integers(0, 9))}
+    run = draw(st.lists(segments(ranks_most), min_size=2, max_size=5))
+    return {"length": length, "batch": batch, **options}, run
+
+
+@settings(max_examples=30)
+@given(runs())
+def test_any_sequence_of_jobs_goes_on_exactly(case: tuple[dict[str, Any], list[Segment]]) -> None:
+    """The reference is what a DistributedSampler feeds, epoch by epoch."""
+    options, run = case
+
+    def make(segment: Segment, data: int, other: int, collective: Collective) -> tuple[Any, Iterator[Part]]:
+        loader = loader_of(rank=data, ranks=segment.ranks, **options)
+        return loader, chain.from_iterable(repeat(loader))
+
+    bytecheckpoint.configure(writer="thread")
+    reference = chain.from_iterable(expected(epoch=epoch, **options) for epoch in count())
+    with tempfile.TemporaryDirectory() as folder:
+        play(run, Path(folder), make, Reference(reference))
 
 
 @pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")  # torch's own choice
@@ -200,26 +204,6 @@ def test_bad_arguments_are_named() -> None:
         ResumableLoader(DataLoader(Numbers(5), batch_sampler=sampler))
     with pytest.raises(UsageError, match="in_order=False"):
         ResumableLoader(DataLoader(Numbers(4), batch_sampler=sampler, num_workers=1, in_order=False))
-
-
-def test_checkpoints_of_any_number_of_ranks(tmp_path: Path) -> None:
-    reference = [*take([loader_of(30, 8)], 12)]
-    fed: list[list[int]] = []
-
-    def train(collective: Collective, ranks: int) -> list[list[int]]:
-        rank = collective.rank % ranks  # two ranks of the world feed the same data
-        loader = loader_of(30, 8, rank=rank, ranks=ranks)
-        if fed:
-            bytecheckpoint.load(tmp_path / "c", {"dataloader": loader})
-        own = [*take([loader], 3)]
-        bytecheckpoint.save(tmp_path / "c", {"dataloader": loader})
-        return own
-
-    for ranks in (2, 1, 4, 3):
-        found = ThreadWorld(2 * ranks).run(train, ranks, timeout=100)
-        assert found[:ranks] == found[ranks:]
-        fed += [[*chain(*parts)] for parts in zip(*found[:ranks], strict=True)]
-    assert fed == reference
 
 
 def test_ranks_out_of_step_fail_the_save(tmp_path: Path) -> None:

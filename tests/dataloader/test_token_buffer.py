@@ -11,18 +11,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import psutil
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 import bytecheckpoint
 from bytecheckpoint.collectives.base import Collective
 from bytecheckpoint.collectives.testing import ThreadWorld
-from bytecheckpoint.dataloader.loader import TokenBufferLoader
-from bytecheckpoint.dataloader.sources.base import MapSource
 from bytecheckpoint.errors import (
     CheckpointError,
     CheckpointTimeoutError,
@@ -30,32 +25,7 @@ from bytecheckpoint.errors import (
     PeerLostError,
     UsageError,
 )
-
-
-class Numbers(MapSource):
-    """Documents of 1 to 9 tokens; each token says which document it is of."""
-
-    def __init__(self, name: str = "numbers", count: int = 50, first: int = 0, *, shuffle: bool = True) -> None:
-        self.name, self.count, self.first, self.shuffle = name, count, first, shuffle
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, index: int) -> Any:
-        return np.full(index * 7 % 9 + 1, self.first + index)
-
-    def describe(self) -> dict[str, Any]:
-        return {"count": self.count}
-
-
-def loader(rank: int = 0, ranks: int = 1, **options: Any) -> TokenBufferLoader:
-    given: dict[str, Any] = {"sources": Numbers(), "context_length": 8, "global_batch": 6, "streams": 6} | options
-    return TokenBufferLoader(given.pop("sources"), rank=rank, ranks=ranks, **given)
-
-
-def tokens_of(batch: dict[str, torch.Tensor]) -> list[list[int]]:
-    return batch["tokens"].tolist()
-
+from tests.dataloader.token_loaders import Numbers, loader, tokens_of
 
 # --- rows -------------------------------------------------------------------------------------------------------------
 
@@ -100,56 +70,9 @@ def test_seeds_and_shuffle_buffers_change_the_order() -> None:
     assert len({str(order) for order in orders}) == 4
 
 
-# --- exactness --------------------------------------------------------------------------------------------------------
-
-
 def reference(count: int, **options: Any) -> list[list[list[int]]]:
     one = loader(**options)
     return [tokens_of(next(one)) for _ in range(count)]
-
-
-@given(
-    st.lists(st.tuples(st.integers(1, 6), st.integers(0, 5)), min_size=1, max_size=6),
-    st.sampled_from([0, 1, 4, 40]),
-    st.sampled_from([{}, {"document_end": 7}, {"global_batch": 12}, {"sources": "mixed"}]),
-)
-def test_any_ranks_go_on_exactly(runs: list[tuple[int, int]], shuffle: int, options: dict[str, Any]) -> None:
-    """Each run: a number of ranks, and how many batches they take. All batches equal those of one rank."""
-    options = {**options, "shuffle_buffer": shuffle}
-    if options.get("sources") == "mixed":
-        options["sources"] = {Numbers("a", 11): 1.0, Numbers("b", 4, first=100, shuffle=False): 2.0}
-    wanted = iter(reference(sum(batches for _, batches in runs), **options))
-    shared, states = None, {}
-    for ranks, batches in runs:
-        loaders = [loader(rank, ranks, **options) for rank in range(ranks)]
-        if shared is not None:
-            for each in loaders:
-                each.load_streams(shared, {n: states[n] for n in each.choose_streams(shared, sorted(states))})
-        for _ in range(batches):
-            assert [row for each in loaders for row in tokens_of(next(each))] == next(wanted)
-        shared = loaders[0].shared_state()
-        states = {n: state for each in loaders for n, state in each.stream_states().items()}
-        assert len(states) == 6
-
-
-def test_any_ranks_and_workers_go_on_from_checkpoints(tmp_path: Path) -> None:
-    options = {"shuffle_buffer": 9}
-    wanted = reference(12, **options)
-
-    def run(collective: Collective, step: int, workers: int, every: int | None) -> list[Any]:
-        with loader(collective.rank, collective.world_size, workers=workers, state_every=every, **options) as own:
-            if step:
-                bytecheckpoint.load(tmp_path / str(step), {"dataloader": own})
-            assert own.batches == step
-            batches = [tokens_of(next(own)) for _ in range(4)]
-            bytecheckpoint.save(tmp_path / str(step + 4), {"dataloader": own}, async_checkpoint=True).result()
-            batches.append(tokens_of(next(own)))  # goes on after a save, too
-            return batches
-
-    for step, ranks, workers, every in ((0, 2, 2, 4), (4, 3, 1, None), (8, 1, 4, 2)):
-        found = ThreadWorld(ranks).run(run, step, workers, every, timeout=120)
-        for b in range(4):
-            assert [row for batches in found for row in batches[b]] == wanted[step + b]
 
 
 # --- faults -----------------------------------------------------------------------------------------------------------
@@ -197,6 +120,24 @@ def test_a_worker_that_dies_is_named() -> None:
     with loader(sources=Bad(die), workers=2) as one, pytest.raises(PeerLostError) as caught:
         next(one)
     assert "worker 0 of 2, which feeds streams 0 to 2, died with exit code -9" in str(caught.value)
+
+
+def test_a_worker_that_has_died_fails_the_save_of_every_rank(tmp_path: Path) -> None:
+    def save(collective: Collective) -> str:
+        with loader(collective.rank, 3, workers=2) as own:
+            next(own)
+            if collective.rank == 1:
+                os.kill(own._makers[1][0]._process.pid, signal.SIGKILL)
+                own._makers[1][0]._process.join(30)
+            with pytest.raises(PeerLostError) as caught:
+                bytecheckpoint.save(tmp_path / "c", {"dataloader": own})
+            return str(caught.value)
+
+    found = ThreadWorld(3).run(save, timeout=100)
+    assert all(
+        "data loader worker 1 of 2, which feeds stream 3, died with exit code -9" in message for message in found
+    )
+    assert found[0].startswith("rank 1, ")
 
 
 @pytest.mark.parametrize(("deed", "message"), [(fail, "ValueError: no such shard"), (cut, "EOFError: cut short")])
@@ -274,7 +215,7 @@ def test_an_idle_worker_stays() -> None:
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
 def test_workers_end_with_a_killed_process(method: str) -> None:
     program = (
-        "import time; from tests.dataloader.test_token_buffer import loader\n"
+        "import time; from tests.dataloader.token_loaders import loader\n"
         f"if __name__ == '__main__':\n    one = loader(workers=2, start_method={method!r}); next(one)\n"
         "    print(*(worker._process.pid for worker, _ in one._makers), flush=True); time.sleep(600)"
     )

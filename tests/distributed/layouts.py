@@ -281,7 +281,7 @@ class Trainer:
     def step(self) -> float:
         """Run one training step; return the loss of the whole batch."""
         parallel = self.parallel
-        inputs, targets = (t.chunk(parallel.dp_size)[parallel.dp_rank] for t in batch(self.extra["step"]))
+        inputs, targets = self.local_batch()
         self.optimizer.zero_grad()
         if parallel.pipeline is not None:
             loss = parallel.pipeline(inputs, targets)
@@ -297,6 +297,12 @@ class Trainer:
         self.extra["step"] += 1
         self.extra["nested"]["history"].append(self.extra["step"])
         return self._mean(loss)
+
+    def local_batch(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return this rank's inputs and targets of the next step."""
+        parallel = self.parallel
+        inputs, targets = (t.chunk(parallel.dp_size)[parallel.dp_rank] for t in batch(self.extra["step"]))
+        return inputs, targets
 
     def _mean(self, loss: torch.Tensor | None) -> float:
         parallel = self.parallel

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from copy import copy
 from typing import Any
 
 import xxhash
 
 from bytecheckpoint.dataloader.checks import check_rank, check_shared, share
-from bytecheckpoint.dataloader.hugging_face_steps import passes_all_rows, steps_of
+from bytecheckpoint.dataloader.hugging_face_steps import part_of, passes_all_rows, steps_of
 from bytecheckpoint.errors import UsageError
 
 __all__ = ["HuggingFaceLoader", "check_exact"]
@@ -175,14 +174,8 @@ class _Stream:
             self._epoch, self._fed, self._state, self._examples = self._epoch + 1, 0, None, None
 
     def _open(self) -> Iterator[Any]:
-        from datasets.distributed import split_dataset_by_node
-
-        # Parts of one data set keep their positions in one place, so every stream has steps of its own; and a data set
-        # that was told a state starts from it each time, so every epoch has them.
-        dataset = copy(self._dataset)
-        dataset._ex_iterable = _own_steps(dataset._ex_iterable)
-        self._part = split_dataset_by_node(dataset, rank=self._number, world_size=self._count)
-        self._part.set_epoch(self._epoch)
+        # A data set that was told a state starts from it each time, so every epoch has a part of its own.
+        self._part = part_of(self._dataset, self._number, self._count, self._epoch)
         if self._state is not None:
             self._part.load_state_dict(self._state)
         examples: Iterator[Any] = iter(self._part)
@@ -199,19 +192,6 @@ class _Stream:
     def go_on(self, state: Mapping[str, Any]) -> None:
         self._epoch, self._fed, self._state = state["epoch"], state["fed"], state["dataset"]
         self._examples = None
-
-
-def _own_steps(step: Any) -> Any:
-    """Copy a chain of steps, but not the data and functions in it (deepcopy reaches into file systems)."""
-    own = copy(step)
-    for name, value in vars(step).items():
-        if name == "ex_iterable":
-            setattr(own, name, _own_steps(value))
-        elif name == "ex_iterables":
-            setattr(own, name, [_own_steps(each) for each in value])
-        elif type(value) in (list, dict):
-            setattr(own, name, copy(value))
-    return own
 
 
 def check_exact(dataset: Any, remedy: str) -> None:

@@ -1,11 +1,12 @@
-"""The steps of which a streaming data set of Hugging Face consists, and whether their state is exact."""
+"""The steps of which a streaming data set of Hugging Face consists, its parts, and whether their state is exact."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from copy import copy
 from typing import Any, Final
 
-__all__ = ["passes_all_rows", "steps_of"]
+__all__ = ["part_of", "passes_all_rows", "steps_of"]
 
 # The first version whose own state passes the tests of tests/dataloader. Rows were skipped after `map` up to 4.8 (datasets
 # issue 8145) and after `filter` up to 5.0 (pull request 8360).
@@ -18,6 +19,36 @@ def steps_of(dataset: Any) -> Iterator[Any]:
     while todo:
         yield (step := todo.pop())
         todo += [step.ex_iterable] if hasattr(step, "ex_iterable") else getattr(step, "ex_iterables", [])
+
+
+def part_of(dataset: Any, number: int, count: int, epoch: int) -> Any:
+    """Return the part of a streaming data set that one of `count` streams reads in an epoch.
+
+    Its steps are its own: what is split shares them, and they hold the positions.
+    """
+    from datasets.distributed import split_dataset_by_node
+
+    own = copy(dataset)
+    own._ex_iterable = _own_steps(dataset._ex_iterable)
+    part = split_dataset_by_node(own, rank=number, world_size=count)
+    part.set_epoch(epoch)
+    return part
+
+
+def _own_steps(step: Any) -> Any:
+    """Copy a chain of steps, but not the data and functions in it.
+
+    deepcopy would reach into the cache of all file systems, which other threads change meanwhile.
+    """
+    own = copy(step)
+    for name, value in vars(step).items():
+        if name == "ex_iterable":
+            setattr(own, name, _own_steps(value))
+        elif name == "ex_iterables":
+            setattr(own, name, [_own_steps(each) for each in value])
+        elif type(value) in (list, dict):
+            setattr(own, name, copy(value))
+    return own
 
 
 def passes_all_rows() -> bool:

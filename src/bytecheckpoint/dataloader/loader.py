@@ -169,7 +169,8 @@ class TokenBufferLoader:
                 part = share(len(self._numbers), i, max(count, 1))
                 numbers = self._numbers[part.start : part.stop]
                 arguments = (self._recipe, numbers, self.batches, {n: states[n] for n in numbers if n in states})
-                name = f"data loader worker {i} of {count}, which feeds streams {numbers[0]} to {numbers[-1]},"
+                fed = f"streams {numbers[0]} to {numbers[-1]}" if len(numbers) > 1 else f"stream {numbers[0]}"
+                name = f"data loader worker {i} of {count}, which feeds {fed},"
                 maker = Worker(name, start_method, ahead, timeout, arguments) if count else LocalMaker(*arguments)
                 self._makers.append((maker, self._recipe.rows * len(numbers)))
         return self._makers

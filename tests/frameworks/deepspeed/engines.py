@@ -179,13 +179,17 @@ class EngineTrainer:
 
     def step(self) -> float:
         """One training step; the loss of the whole batch."""
-        rank, size = dist.get_rank(), dist.get_world_size()
-        inputs, targets = (t.chunk(size)[rank] for t in batch(self.client["step"]))
+        inputs, targets = self.local_batch()
         loss = loss_of(self.engine(inputs).float(), targets)
         self.engine.backward(loss)
         self.engine.step()
         self.client["step"] += 1
         return mean_over_ranks(loss)
+
+    def local_batch(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return this rank's inputs and targets of the next step."""
+        inputs, targets = (t.chunk(dist.get_world_size())[dist.get_rank()] for t in batch(self.client["step"]))
+        return inputs, targets
 
     def train(self, steps: int) -> list[float]:
         return [self.step() for _ in range(steps)]

@@ -17,6 +17,7 @@ from tests.distributed import fsdp1_layouts
 from tests.distributed.layouts import mesh
 from tests.frameworks.deepspeed import engines
 from tests.frameworks.deepspeed.engines import ENGINES
+from tests.frameworks.interchange.feed import Feed, neighbours
 from tests.frameworks.interchange.runs import (
     Settings,
     TrainingRun,
@@ -27,7 +28,7 @@ from tests.frameworks.interchange.runs import (
 )
 from tests.frameworks.megatron import models, training
 from tests.frameworks.megatron.full_state import full_state, param_groups_by_name
-from tests.frameworks.megatron.models import LENGTH, RATE, Layout
+from tests.frameworks.megatron.models import LENGTH, RATE, VOCABULARY, Layout
 from tests.frameworks.real_frameworks import mean_over_ranks
 
 _SEED = 2
@@ -97,10 +98,15 @@ def set_rates(optimizer: Any, step: int) -> None:
         group["lr"] = top * training.scale_at(step)
 
 
-def local_batch(step: int) -> tuple[torch.Tensor, torch.Tensor, None, torch.Tensor]:
+def feed_of(**coordinates: Any) -> Feed:
+    """Return the data of a rank of these coordinates; see `Feed`."""
+    return Feed(training.SEQUENCES, LENGTH + 1, VOCABULARY - 4, **coordinates)
+
+
+def local_batch(feed: Feed) -> tuple[torch.Tensor, torch.Tensor, None, torch.Tensor]:
     """Return what a data-parallel rank passes to the model, the labels last."""
-    rows = training.tokens(step).chunk(dist.get_world_size())[dist.get_rank()]
-    return rows[:, :-1].contiguous(), torch.arange(LENGTH)[None], None, rows[:, 1:].contiguous()
+    inputs, labels = feed.pair()
+    return inputs, torch.arange(LENGTH)[None], None, labels
 
 
 class TorchRun(TrainingRun):
@@ -111,14 +117,16 @@ class TorchRun(TrainingRun):
         named = {fsdp1_layouts.bare_name(name): p for name, p in self.model.named_parameters()}
         self.optimizer = optimizer_of(layout, named)
         self.extra: dict[str, Any] = {"step": 0}
+        self.feed = feed_of(**neighbours(1))
 
     def states(self) -> dict[str, Any]:
-        return {"model": self.model, "optimizer": self.optimizer, "extra_states": self.extra}
+        own = {"model": self.model, "optimizer": self.optimizer}
+        return {**own, "dataloader": self.feed.loader, "extra_states": self.extra}
 
     def train(self, steps: int) -> list[float]:
         losses = []
         for _ in range(steps):
-            *inputs, labels = local_batch(self.extra["step"])
+            *inputs, labels = local_batch(self.feed)
             self.optimizer.zero_grad()
             loss = self.model(*inputs, labels=labels).float().mean()
             loss.backward()
@@ -153,14 +161,15 @@ class EngineRun(TrainingRun):
         self._named = named_groups(parameters, made)
         self.engine, *_ = deepspeed.initialize(model=model, optimizer=made, config=configuration)
         self.extra: dict[str, Any] = {"step": 0}
+        self.feed = feed_of(**neighbours(1))
 
     def states(self) -> dict[str, Any]:
-        return {"model": self.engine, "extra_states": self.extra}
+        return {"model": self.engine, "dataloader": self.feed.loader, "extra_states": self.extra}
 
     def train(self, steps: int) -> list[float]:
         losses = []
         for _ in range(steps):
-            *inputs, labels = local_batch(self.extra["step"])
+            *inputs, labels = local_batch(self.feed)
             loss = self.engine(*inputs, labels=labels).float().mean()
             self.engine.backward(loss)
             self.engine.step()
@@ -180,7 +189,20 @@ class MegatronRun(training.Trainer):
     """Megatron's own training, in any layout."""
 
     def __init__(self, layout: Layout) -> None:
+        from megatron.core import parallel_state as parallel
+
         super().__init__(layout, _SEED)
+        self.feed = feed_of(
+            rank=parallel.get_data_parallel_rank(),
+            ranks=parallel.get_data_parallel_world_size(),
+            first=parallel.get_tensor_model_parallel_rank() == 0 and parallel.get_pipeline_model_parallel_rank() == 0,
+        )
+
+    def states(self) -> dict[str, Any]:
+        return super().states() | {"dataloader": self.feed.loader}
+
+    def local_rows(self) -> torch.Tensor:
+        return self.feed.rows()
 
     def loaded(self, kinds: Collection[str]) -> None:  # type: ignore[override]
         super().loaded()

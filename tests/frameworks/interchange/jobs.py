@@ -66,22 +66,24 @@ def save(member: Member, start: str | None, path: str, notes: str) -> dict[str, 
         problems = load(run, member.framework, start, cast=bool(member.low))
         assert not problems, problems
     before = run.train(BEFORE - 1)
+    run.feed.take_notes()
     expected, settings = run.full_state(), settings_of_all_ranks(run.settings())
     if dist.get_rank() == 0:
         torch.save((expected, settings), f"{notes}/{member.name}.pt")
     handle = bytecheckpoint.save(path, run.states(), framework=member.framework, async_checkpoint=True)
     after = run.train(AFTER)
     handle.result(120)
-    return {"before": before, "after": after}
+    return {"before": before, "after": after, "fed": run.feed.take_notes()}
 
 
 def load_all(member: Member, sources: Sequence[Member], folder: str, notes: str) -> dict[str, dict[str, Any]]:
-    """Load what each source saved in `folder`; return by source the problems, and the losses of the next steps."""
+    """Load what each source saved in `folder`; return by source the problems, and losses and data of the next steps."""
     found: dict[str, dict[str, Any]] = {}
     run: TrainingRun | None = None
     for source in sources:
         path = f"{folder}/{source.name}"
         losses: list[float] = []
+        fed: Any = None
         # Load into fresh runs, which have no state yet, and into runs that have trained on, whose state is another.
         run = start_run(member) if run is None or len(found) % 3 == 0 else run
         try:
@@ -93,9 +95,11 @@ def load_all(member: Member, sources: Sequence[Member], folder: str, notes: str)
             for name, got in run.settings().items():
                 if settings.get(name) != got:
                     problems.append(f"settings of {name}: {got} instead of {settings.get(name)}")
+            run.feed.take_notes()
             losses = run.train(AFTER)
+            fed = run.feed.take_notes()
         except bytecheckpoint.CheckpointError:
             problems = [traceback.format_exc()]
             run = None
-        found[source.name] = {"problems": problems, "losses": losses}
+        found[source.name] = {"problems": problems, "losses": losses, "fed": fed}
     return found

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from tests.distributed.fsdp1_layouts import bare_name
+from tests.frameworks.interchange.feed import Feed
 
 #: Learning rate, weight decay, momentum.
 Setting = tuple[float, float, float]
@@ -18,7 +19,13 @@ Settings = dict[str, Setting]
 
 
 class TrainingRun(Protocol):
-    """A training run, in one process of its world."""
+    """A training run, in one process of its world.
+
+    Attributes:
+        feed: the data of this rank.
+    """
+
+    feed: Feed
 
     def states(self) -> dict[str, Any]:
         """Return the states that are saved, and loaded into."""

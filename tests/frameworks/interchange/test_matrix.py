@@ -10,6 +10,7 @@ import pytest
 
 from tests.frameworks.interchange import jobs
 from tests.frameworks.interchange.families import CI_MEMBERS, FAMILIES, Family
+from tests.frameworks.interchange.feed import global_batches
 from tests.frameworks.interchange.runs import Member
 from tests.frameworks.real_frameworks import assert_losses
 from tests.support.worlds import RankError, Worlds
@@ -120,6 +121,16 @@ def matrices(request: pytest.FixtureRequest, worlds: Worlds, tmp_path_factory: p
     return Matrices(request.session, worlds, tmp_path_factory.mktemp("interchange"))
 
 
+def _check_data(matrix: Matrix, source: str, fed: list[Any]) -> None:
+    """Fail unless a resumed run was fed the global batches of the run that it goes on with, which follow the save."""
+    own = global_batches(fed)
+    for step, (rows, _) in enumerate(own, jobs.BEFORE):
+        assert rows == [*range(step * len(rows), (step + 1) * len(rows))]
+    assert own == global_batches([result["fed"] for result in matrix.saved(source)])
+    # Every layout trains on the same data.
+    assert own == global_batches([result["fed"] for result in matrix.saved(matrix.family.members[0].name)])
+
+
 @pytest.mark.parametrize(("family", "source", "destination"), pairs())
 def test_interchange(matrices: Matrices, family: str, source: str, destination: str) -> None:
     matrix = matrices.of(family)
@@ -127,6 +138,7 @@ def test_interchange(matrices: Matrices, family: str, source: str, destination: 
     for rank, result in enumerate(ranks):
         assert not result[source]["problems"], f"rank {rank}: {result[source]['problems'][:5]}"
         assert result[source]["losses"] == ranks[0][source]["losses"]
+    _check_data(matrix, source, [result[source]["fed"] for result in ranks])
     uninterrupted = matrix.saved(source)[0]["after"]
     assert len(uninterrupted) == jobs.AFTER
     assert_losses(ranks[0][source]["losses"], uninterrupted, matrix.family.tolerance)

@@ -7,13 +7,15 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from tests.distributed import fsdp1_layouts
 from tests.distributed.layouts import Trainer
 from tests.frameworks.deepspeed import engines
+from tests.frameworks.interchange.feed import Feed, neighbours
 from tests.frameworks.interchange.runs import Settings, TrainingRun, named_groups, settings_of, settings_of_engine
 from tests.frameworks.real_frameworks import without_tied_head
-from tests.support.tiny_model import initialise
+from tests.support.tiny_model import LENGTH, SEQUENCES, VOCABULARY, initialise
 
 Named = Mapping[str, torch.Tensor]
 
@@ -46,6 +48,10 @@ def sgd(parameters: Named) -> torch.optim.Optimizer:
 OPTIMIZERS = {"adamw": adamw, "sgd": sgd}
 
 
+def _feed(copies: int = 1) -> Feed:
+    return Feed(SEQUENCES, LENGTH + 1, VOCABULARY, **neighbours(copies))
+
+
 class TorchRun(TrainingRun):
     """Under one of the layouts of tests/distributed."""
 
@@ -54,10 +60,13 @@ class TorchRun(TrainingRun):
             layout, values, tied=True, dtype=torch.float32, optimizer=OPTIMIZERS[optimizer]
         )
         self.extra: dict[str, Any] = {"step": 0}
+        self.feed = _feed(dist.get_world_size() // self.trainer.parallel.dp_size)
+        self.trainer.local_batch = self.feed.pair  # type: ignore[method-assign]
 
     def states(self) -> dict[str, Any]:
         t = self.trainer
-        return {"model": t.model, "optimizer": t.optimizer, "extra_states": self.extra}
+        own = {"model": t.model, "optimizer": t.optimizer}
+        return {**own, "dataloader": self.feed.loader, "extra_states": self.extra}
 
     def train(self, steps: int) -> list[float]:
         self.trainer.extra["step"] = self.extra["step"]
@@ -84,9 +93,11 @@ class EngineRun(TrainingRun):
             return made
 
         self.run = engines.build(engine, values, make)
+        self.feed = _feed()
+        self.run.local_batch = self.feed.pair  # type: ignore[method-assign]
 
     def states(self) -> dict[str, Any]:
-        return {"model": self.run.engine, "extra_states": self.run.client}
+        return {"model": self.run.engine, "dataloader": self.feed.loader, "extra_states": self.run.client}
 
     def train(self, steps: int) -> list[float]:
         return self.run.train(steps)

@@ -79,7 +79,6 @@ class Trainer(MegatronModel):
         self.step = self.extra["step"]
 
     def train(self, steps: int) -> list[float]:
-        from megatron.core import parallel_state
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         losses = []
@@ -87,10 +86,8 @@ class Trainer(MegatronModel):
             for chunk in self.chunks:
                 chunk.zero_grad_buffer()
             self.optimizer.zero_grad()
-            replicas = parallel_state.get_data_parallel_world_size()
-            rank = parallel_state.get_data_parallel_rank()
-            rows = range(rank * SEQUENCES // replicas, (rank + 1) * SEQUENCES // replicas)
-            batches = [_batches(self.step, rows) for _ in self.chunks]
+            rows = self.local_rows()
+            batches = [iter(rows.split(MICROBATCH)) for _ in self.chunks]
             outputs = get_forward_backward_func()(
                 forward_step_func=_forward,
                 data_iterator=batches if len(batches) > 1 else batches[0],
@@ -108,6 +105,13 @@ class Trainer(MegatronModel):
             self.step += 1
         return losses
 
+    def local_rows(self) -> torch.Tensor:
+        """Return this data-parallel rank's rows of the next step, with the token that follows each."""
+        from megatron.core import parallel_state
+
+        replicas = parallel_state.get_data_parallel_world_size()
+        return tokens(self.step).chunk(replicas)[parallel_state.get_data_parallel_rank()]
+
 
 def _finalize(*args: Any, **kwargs: Any) -> None:
     from megatron.core.distributed import finalize_model_grads
@@ -120,12 +124,6 @@ def tokens(step: int) -> torch.Tensor:
     return torch.randint(
         0, VOCABULARY - 4, (SEQUENCES, LENGTH + 1), generator=torch.Generator().manual_seed(100 + step)
     )
-
-
-def _batches(step: int, rows: range) -> Iterator[torch.Tensor]:
-    data = tokens(step)
-    for row in rows[::MICROBATCH]:
-        yield data[row : row + MICROBATCH]
 
 
 def _forward(batches: Iterator[torch.Tensor], model: Any) -> Any:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch.utils.data
 
-from bytecheckpoint.dataloader.hugging_face_steps import passes_all_rows, steps_of
+from bytecheckpoint.dataloader.hugging_face_steps import part_of, passes_all_rows, steps_of
 from bytecheckpoint.dataloader.sources.base import Cursor, Document, Source
 from bytecheckpoint.dataloader.sources.fingerprint import value_fingerprint
 from bytecheckpoint.dataloader.sources.sequence import SequenceSource
@@ -148,16 +147,12 @@ class _HuggingFaceStreams:
         self._exact = exact
 
     def __call__(self, stream: int, streams: int, epoch: int) -> Iterable[Any]:
-        from datasets.distributed import split_dataset_by_node
-
         if torch.utils.data.get_worker_info() is not None:
             raise UsageError(
                 "a streaming dataset in a worker of torch's DataLoader deals its shards out to the workers, so a stream "
                 "would lack documents: read the source in a process of another kind"
             )
-        # What is split shares the parts that hold the state; so each stream has a copy.
-        dataset: Any = split_dataset_by_node(copy.deepcopy(self._dataset), rank=stream, world_size=streams)
-        dataset.set_epoch(epoch)
+        dataset = part_of(self._dataset, stream, streams, epoch)
         documents: Iterable[Any] = dataset if self._exact else iter(dataset)
         return documents
 

@@ -1,0 +1,53 @@
+"""Small token loaders, and documents whose tokens say which document they are of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from bytecheckpoint.dataloader.loader import TokenBufferLoader
+from bytecheckpoint.dataloader.sources.base import MapSource
+
+__all__ = ["Numbers", "loader", "numbers_of_stream", "rows_of", "tokens_of"]
+
+
+class Numbers(MapSource):
+    """Documents of 1 to 9 tokens; each token says which document it is of."""
+
+    def __init__(self, name: str = "numbers", count: int = 50, first: int = 0, *, shuffle: bool = True) -> None:
+        self.name, self.count, self.first, self.shuffle = name, count, first, shuffle
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> Any:
+        return np.full(index * 7 % 9 + 1, self.first + index)
+
+    def describe(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+
+def numbers_of_stream(stream: int, streams: int, epoch: int) -> Iterator[list[int]]:
+    """Make the documents of an IterableSource: each stream and epoch has its own."""
+    for number in range(7 + stream % 3):
+        yield [10_000 * (epoch + 1) + 100 * stream + number] * (number % 4 + 1)
+
+
+def loader(rank: int = 0, ranks: int = 1, **options: Any) -> TokenBufferLoader:
+    """Return a loader of `Numbers` with 6 streams; `options` are its other arguments."""
+    given: dict[str, Any] = {"sources": Numbers(), "context_length": 8, "global_batch": 6, "streams": 6} | options
+    return TokenBufferLoader(given.pop("sources"), rank=rank, ranks=ranks, **given)
+
+
+def tokens_of(batch: dict[str, torch.Tensor]) -> list[list[int]]:
+    """Return the tokens of each row."""
+    return batch["tokens"].tolist()
+
+
+def rows_of(batch: dict[str, torch.Tensor]) -> list[list[Any]]:
+    """Return everything of each row: its number, tokens, documents and positions."""
+    columns = [batch[name].tolist() for name in ("rows", "tokens", "documents", "positions")]
+    return [[*row] for row in zip(*columns, strict=True)]
