@@ -84,3 +84,26 @@ def test_what_is_polled_is_asked_for_once() -> None:
 
     first, second = ThreadWorld(2).run(run, timeout=60)
     assert first == second and len(first) == 1
+
+
+def test_a_function_that_hangs_keeps_no_answer_back() -> None:
+    end = threading.Event()
+
+    def hang() -> str:
+        end.wait(30)
+        return ""
+
+    def run(collective: Collective) -> set[str]:
+        with Boundaries(collective, "boundaries", 30, hang) as boundaries:
+            time.sleep(1.5)  # now it hangs
+            boundaries.request("save")
+            for step in range(2000):
+                if acts := boundaries.reach(step):
+                    return acts
+                time.sleep(0.005)
+        return set()
+
+    try:
+        assert ThreadWorld(2).run(run, timeout=60) == [{"save"}] * 2
+    finally:
+        end.set()

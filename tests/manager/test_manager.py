@@ -221,7 +221,7 @@ def test_a_deletion_that_was_begun_does_not_touch_a_newer_save_of_the_step(tmp_p
     save_steps(tmp_path, 1, 2, keep=1)
     folder = Path(step_folder(str(tmp_path), 1))
     run = Run()
-    with CheckpointManager(tmp_path, run.states(), keep=2, grace=600) as manager:
+    with CheckpointManager(tmp_path, run.states(), keep=1, grace=600) as manager:
         manager.save(1).result(60)
         manager.save(3).result(60)
         eventually(manager, [2, 3])

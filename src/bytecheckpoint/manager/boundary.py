@@ -52,6 +52,7 @@ class Boundaries:
         self._answers: dict[int, int] = {}
         self._left: set[int] = set()
         self._thread = threading.Thread(target=self._run, name="bytecheckpoint-boundaries", daemon=True)
+        self._ended = threading.Event()
 
     def __enter__(self) -> Boundaries:
         def hear(payload: bytes) -> None:
@@ -59,9 +60,14 @@ class Boundaries:
 
         self._end_watch = self._collective.watch(self._tag, hear)
         self._thread.start()
+        if self._poll is not None:  # in a thread of its own, since a function that hangs must not keep answers back
+            threading.Thread(
+                target=self._poll_often, args=(self._poll,), name="bytecheckpoint-poll", daemon=True
+            ).start()
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._ended.set()
         self._send(0, ["left", self._collective.rank])
         if self._collective.rank:  # rank 0 serves the others until they have left too
             self._news.put(["end"])
@@ -90,29 +96,25 @@ class Boundaries:
     # --- the thread -----------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        polled = ""
         while True:
-            try:
-                message = self._news.get(timeout=None if self._poll is None else _POLL_SECONDS)
-            except queue.Empty:
-                polled = self._call_poll(polled)
-                continue
+            message = self._news.get()
             if message[0] != "end":
                 self._on_message(*message)
             if message[0] == "end" or len(self._left) == self._collective.world_size:
                 self._end_watch()
                 return
 
-    def _call_poll(self, before: str) -> str:
-        assert self._poll is not None
-        try:
-            act = self._poll()
-        except Exception as error:  # noqa: BLE001  of the caller's function
-            _log.warning("the function that tells of a preemption failed: %r", error)
-            return before
-        if act and act != before:
-            self.request(act)
-        return act
+    def _poll_often(self, poll: Callable[[], str]) -> None:
+        before = ""
+        while not self._ended.wait(_POLL_SECONDS):
+            try:
+                act = poll()
+            except Exception as error:  # noqa: BLE001  of the caller's function
+                _log.warning("the function that tells of a preemption failed: %r", error)
+                continue
+            if act and act != before:
+                self.request(act)
+            before = act
 
     def _on_message(self, kind: str, *values: Any) -> None:
         if kind == "request":

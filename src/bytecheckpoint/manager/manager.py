@@ -21,7 +21,6 @@ from bytecheckpoint.collectives.agreement import Agreement
 from bytecheckpoint.errors import (
     CheckpointError,
     CheckpointNotFoundError,
-    CheckpointTimeoutError,
     CorruptCheckpointError,
     StorageConflictError,
     StorageError,
@@ -33,7 +32,7 @@ from bytecheckpoint.manager.boundary import Boundaries
 from bytecheckpoint.manager.interval import Interval
 from bytecheckpoint.manager.preemption import Preemption
 from bytecheckpoint.manager.rules import Best, EverySeconds, StepInfo, keep_rules, save_rules
-from bytecheckpoint.manager.run_folder import METADATA, RunFolder, step_folder
+from bytecheckpoint.manager.run_folder import METADATA, RunFolder, by_age, step_folder
 from bytecheckpoint.saving import prepare, save
 from bytecheckpoint.saving.steps import check_step
 from bytecheckpoint.settings import settings
@@ -48,6 +47,7 @@ _log = logging.getLogger("bytecheckpoint")
 
 #: Acts that all ranks agree on (`Boundaries`).
 _SAVE, _PREEMPT, _USURPED = "save", "preempt", "usurped: "
+_STEPS = 2**44  # more than a run has
 _OVERLAPS = ("wait", "skip", "fail")
 #: Arguments of `save` that `prepare` takes too.
 _OF_PREPARE = {"framework", "include", "exclude", "names", "timeout"}
@@ -137,20 +137,23 @@ class CheckpointManager:
         self.preempted = False
         self.restored: Restored | None = None
         self._step = 0  # the last boundary
+        self._loads = 0  # after each the steps begin at a lower number, perhaps
         self._saved_step = 0
         self._saved_at = time.monotonic()
         self._metrics: Mapping[str, Any] = {}
         self._asked_by_clock = False
         self._noticed_at = 0.0
         self._owner = self._prepared = False
+        self._went_to: int | None = None  # the step that was loaded, until a save follows
         self._longest_save = 0.0
         self._handle: SaveHandle | None = None
-        self._stack = contextlib.ExitStack()
-        self._boundaries = self._stack.enter_context(
-            Boundaries(self._collective, f"{self._tag}/boundaries", settings().timeout, self._poll())
-        )
-        if preemption is not None:
-            self._stack.enter_context(preemption.watching(self._notice))
+        with contextlib.ExitStack() as stack:
+            self._boundaries = stack.enter_context(
+                Boundaries(self._collective, f"{self._tag}/boundaries", settings().timeout, self._poll())
+            )
+            if preemption is not None:
+                stack.enter_context(preemption.watching(self._notice))
+            self._stack = stack.pop_all()
         self._cleaning: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._cleaner = threading.Thread(target=self._clean_up, name="bytecheckpoint-retention", daemon=True)
         self._cleaner.start()
@@ -168,7 +171,7 @@ class CheckpointManager:
 
     def latest(self) -> StepInfo | None:
         """Return the newest committed step, or None. Any rank may call it by itself."""
-        return next(reversed(self._folder.steps()), None)
+        return next(reversed(by_age(self._folder.steps())), None)
 
     def best(self, metric: str, mode: str = "min") -> StepInfo | None:
         """Return the committed step with the best value of a metric, or None. Any rank may call it by itself."""
@@ -195,8 +198,8 @@ class CheckpointManager:
             StorageError: the storage fails; an older step would not be better.
         """
         skipped: dict[int, str] = {}
-        committed = self._agree_on_steps()
-        for step in reversed(committed):
+        # Another job may commit and delete steps meanwhile: look them up again after each that is passed over.
+        while (step := next((s for s in reversed(self._agree_on_steps()) if s not in skipped), None)) is not None:
             try:
                 report = self._load(step)
             except (CorruptCheckpointError, CheckpointNotFoundError) as error:
@@ -232,6 +235,8 @@ class CheckpointManager:
         report = load(step_folder(self.root, step), self._states, **options)
         self._begin_at(step)
         self._prepared = True  # by the load
+        self._went_to = step
+        self._loads += 1
         return report
 
     def _begin_at(self, step: int) -> None:
@@ -239,20 +244,21 @@ class CheckpointManager:
         self._saved_at = time.monotonic()
 
     def _agree_on_steps(self) -> list[int]:
-        """Return the numbers of the committed steps that any rank sees: each machine has a hot tier of its own."""
+        """Return the committed steps that any rank sees, by age: each machine has a hot tier of its own."""
         machine_only = self._folder.machine_only
         self._conversations += 1
 
-        def look() -> list[int]:
+        def look() -> list[tuple[bool, int]]:
             if self._collective.rank and not machine_only:
                 return []
             return self._folder.committed()
 
-        def join(seen: list[list[int]]) -> list[int]:
-            return sorted({step for numbers in seen for step in numbers})
+        def join(seen: list[list[tuple[bool, int]]]) -> list[int]:
+            current = {step for steps in seen for is_current, step in steps if is_current}
+            return sorted({step for steps in seen for _, step in steps}, key=lambda step: (step in current, step))
 
         agreement = Agreement(self._collective, f"{self._tag}/{self._conversations}", settings().timeout)
-        return agreement.agree("steps", look, join, reports=list[int], decisions=list[int])
+        return agreement.agree("steps", look, join, reports=list[tuple[bool, int]], decisions=list[int])
 
     # --- save -----------------------------------------------------------------------------------------------------
 
@@ -271,14 +277,8 @@ class CheckpointManager:
             CheckpointError: a save failed, this one or the one before.
         """
         step, before = self._checked(step), self._step
-        self._step, self._metrics = step, metrics or {}
-        self._look_at_clock()
-        acts = self._boundaries.reach(step)
-        for act in acts:
-            if act.startswith(_USURPED):
-                raise StorageConflictError(act.removeprefix(_USURPED))
+        acts = self._reach(step, metrics)
         if _PREEMPT in acts:
-            self.preempted = True
             return self._save_before_the_end(step)
         if _SAVE in acts or any(rule.due(step, before) for rule in self._save_rules):
             return self._save(step, self._metrics, overlap=self._overlap)
@@ -296,7 +296,7 @@ class CheckpointManager:
         Raises:
             CheckpointError: as `maybe_save`.
         """
-        self._step, self._metrics = self._checked(step), metrics or {}
+        self._reach(self._checked(step), metrics)
         handle = self._save(self._step, self._metrics, overlap="wait")
         assert handle is not None
         return handle
@@ -310,6 +310,24 @@ class CheckpointManager:
         if self._handle is not None:
             Future.exception(self._handle.committed)  # waits
             self._raise_failure()
+
+    def _reach(self, step: int, metrics: Mapping[str, Any] | None) -> set[str]:
+        """Be at a boundary; return what all ranks do there.
+
+        Raises:
+            StorageConflictError: another manager has taken over the folder.
+        """
+        self._step, self._metrics = step, metrics or {}
+        self._look_at_clock()
+        acts = self._boundaries.reach(self._loads * _STEPS + step)
+        for act in acts:
+            if act.startswith(_USURPED):
+                raise StorageConflictError(act.removeprefix(_USURPED))
+        if _PREEMPT in acts:
+            self.preempted = True
+        if _SAVE in acts:  # also if the save is skipped now
+            self._asked_by_clock, self._saved_at = False, time.monotonic()
+        return acts
 
     def _checked(self, step: object) -> int:
         number = check_step(step)
@@ -334,8 +352,8 @@ class CheckpointManager:
             return None
         if self._on_error == "warn":
             self.wait()  # `save` would wait too, and raise the failure in place of saving
-        if self._collective.rank == 0 and not self._owner:
-            self._own_folder(step)
+        if self._collective.rank == 0:
+            self._claim(step)
         begun = self._saved_at = time.monotonic()
         self._asked_by_clock = False
         facts = {METADATA: {"step": step, "metrics": _finite(metrics, step)}}
@@ -353,13 +371,27 @@ class CheckpointManager:
         handle.committed.add_done_callback(lambda done: self._after(done, begun, stall))
         return handle
 
-    def _own_folder(self, step: int) -> None:
-        """Become the manager of the folder, and have the cleaner remove what killed jobs have left. Runs on rank 0."""
+    def _claim(self, step: int) -> None:
+        """Be the manager of the folder, and note where the run goes on. Runs on rank 0."""
         try:
-            self._folder.take_over()
+            if self._went_to is not None:
+                self._folder.go_on_from(min(self._went_to, step))
+                self._went_to = None
+            if not self._owner:
+                self._own_folder(step)
         except StorageError as error:  # the save will fail alike, on all ranks
             _log.warning("%s", error)
-            return
+        self._folder.saves(step)
+
+    def _own_folder(self, step: int) -> None:
+        """Take the folder over, and have the cleaner remove what killed jobs have left."""
+        if self.restored is None and (beyond := self._folder.leave_alone(step)):
+            _log.warning(
+                "%s holds steps up to %d, and a run that began from none of them saves step %d: they stay, and the next "
+                "restore_latest() takes them for newer; restore one of them first, or use another folder",
+                self.root, beyond[-1], step,
+            )  # fmt: skip
+        self._folder.take_over()
         self._owner = True
         self._cleaning.put(lambda: self._folder.collect_leftovers(self._grace, but=step))
 
@@ -433,11 +465,10 @@ class CheckpointManager:
         handle = self._save(step, self._metrics, overlap="wait")
         if handle is not None:
             try:
-                handle.result(max(deadline - time.monotonic(), 0.0))
-            except CheckpointTimeoutError:
-                if handle.done():
-                    raise
+                Future.exception(handle.committed, max(deadline - time.monotonic(), 0.0))  # waits
+            except TimeoutError:
                 _log.warning("step %d was not committed within the grace period: the step before stands", step)
+            self._raise_failure()
         return handle
 
     def __enter__(self) -> Self:

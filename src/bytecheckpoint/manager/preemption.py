@@ -21,7 +21,8 @@ class Preemption:
     """What tells that the job is about to be stopped. One rank that is told is enough.
 
     Args:
-        signals: e.g. (signal.SIGTERM, signal.SIGUSR1), as schedulers send them. A second one has its usual effect.
+        signals: e.g. (signal.SIGTERM, signal.SIGUSR1), as schedulers send them. A second one has its usual effect. A
+            handler that the program has set before is called for the first one too.
         file: a path; the job is to stop when it exists.
         told: a function that says whether the job is to stop; called once a second in a thread of its own.
         grace: seconds between the notice and the end of the job. A save that cannot be done in what is left of them is not
@@ -62,12 +63,17 @@ class Preemption:
                 "preemption=Preemption(signals=(), told=...)"
             )
         before: dict[int, Any] = {}
+        watcher = os.getpid()
 
         def handle(number: int, frame: FrameType | None) -> None:
             earlier = before[number]
             signal.signal(number, earlier)
+            # A forked child has the handler too, and whoever has kept it may put it back after the end.
+            if os.getpid() != watcher:
+                signal.raise_signal(number)
+                return
             notify()
-            if callable(earlier):
+            if callable(earlier) and earlier is not signal.default_int_handler:  # which would end the training now
                 earlier(number, frame)
 
         for number in self.signals:
@@ -76,6 +82,7 @@ class Preemption:
         try:
             yield
         finally:
+            watcher = 0
             for number, earlier in before.items():
                 if signal.getsignal(number) is handle:
                     signal.signal(number, earlier)

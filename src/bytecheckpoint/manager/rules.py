@@ -37,6 +37,8 @@ class StepInfo:
         created: when it was saved, seconds since 1970.
         metrics: what was passed to the save, without values that are not finite.
         pinned: it is never deleted.
+        superseded: the run went back to an older step and went on from there, so this one counts as older than all that
+            were saved since.
     """
 
     step: int
@@ -44,6 +46,7 @@ class StepInfo:
     created: float
     metrics: Mapping[str, float] = field(default_factory=dict)
     pinned: bool = False
+    superseded: bool = False
 
 
 # --- when to save -----------------------------------------------------------------------------------------------------
@@ -145,7 +148,7 @@ class KeepRule(Protocol):
     """Chooses steps to keep. A step stays if one rule wants it."""
 
     def keep(self, steps: Sequence[StepInfo]) -> Collection[int]:
-        """Return the numbers of the steps to keep, of `steps`, which ascend."""
+        """Return the numbers of the steps to keep, of `steps`: the superseded ones first, then by number."""
 
 
 @dataclass(frozen=True)

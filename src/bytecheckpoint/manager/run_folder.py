@@ -10,11 +10,12 @@ import re
 import secrets
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from bytecheckpoint.engine.catalogs import read_catalog
+from bytecheckpoint.engine.file_set import other_folders
 from bytecheckpoint.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -27,18 +28,20 @@ from bytecheckpoint.representation.names import CATALOG_NAME
 from bytecheckpoint.storage import Storage, open_named, resolve
 from bytecheckpoint.storage.threads import parallel_map
 from bytecheckpoint.storage.time_limits import with_time_limits
+from bytecheckpoint.tiers.cooldown import file_uri
 from bytecheckpoint.tiers.flush.lock import flush_lock
 from bytecheckpoint.tiers.storage import TierStorage
-from bytecheckpoint.tools.removal import collect_garbage, users
+from bytecheckpoint.tools.removal import collect_garbage
 from bytecheckpoint.tools.retirement import finish_retirement, retire, tombstones
 
-__all__ = ["METADATA", "RunFolder", "step_folder"]
+__all__ = ["METADATA", "RunFolder", "by_age", "step_folder"]
 
 #: Under this name the metadata of a checkpoint hold what the manager knows of a step.
 METADATA = "manager"
 _STEP = re.compile(r"step_([0-9]{8,})")
 _PIN = ".bytecheckpoint-pinned"
 _OWNER = ".bytecheckpoint-manager"
+_SUPERSEDED = ".bytecheckpoint-superseded"
 
 _log = logging.getLogger("bytecheckpoint")
 
@@ -67,7 +70,9 @@ class RunFolder:
         self.url = resolve(root).url
         self._folder = with_time_limits(resolve(root))
         self.machine_only = self._folder.capabilities.machine_only
-        self._known: dict[str, tuple[str, StepInfo]] = {}  # folder -> version of its catalog, and what it says
+        # folder -> version of its catalog, what it says, and the other folders that hold files of it
+        self._known: dict[str, tuple[str, StepInfo, set[str]]] = {}
+        self._foreign: set[int] = set()  # steps of another run, which stay
         self._retired: dict[tuple[str, str], float] = {}  # folder and tombstone -> when
         self._me = {"id": secrets.token_hex(8), "host": socket.gethostname(), "pid": os.getpid(), "begun": time.time()}
 
@@ -79,39 +84,91 @@ class RunFolder:
         Raises:
             StorageError: the storage fails.
         """
-        found = parallel_map(self._describe, self._names(), self._folder.parallel_reads, "bytecheckpoint-steps")
+        superseded = self._superseded()
+
+        def describe(name: str) -> StepInfo | None:
+            if (info := self._describe(name)) is None:
+                return None
+            pinned = bool(_durable(info.path).version(_PIN))
+            return replace(info, pinned=pinned, superseded=superseded.get(info.step) == info.created)
+
+        found = parallel_map(describe, self._names(), self._folder.parallel_reads, "bytecheckpoint-steps")
         return sorted((info for info in found if info is not None), key=lambda info: info.step)
 
-    def committed(self) -> list[int]:
-        """Return the numbers of all steps that have a catalog, damaged or not, ascending."""
-        names = self._names()
-        versions = parallel_map(
-            lambda name: with_time_limits(resolve(f"{self.url}/{name}")).version(CATALOG_NAME),
-            names, self._folder.parallel_reads, "bytecheckpoint-steps",
-        )  # fmt: skip
-        return sorted(_number(name) for name, version in zip(names, versions, strict=True) if version)
+    def committed(self) -> list[tuple[bool, int]]:
+        """Return all steps that have a catalog, damaged or not: whether it is not superseded, and its number."""
+        superseded = self._superseded()
+
+        def look(name: str) -> tuple[bool, int] | None:
+            number = _number(name)
+            if number in superseded:
+                info = self._describe(name)
+                return None if info is None else (superseded[number] != info.created, number)
+            return (True, number) if with_time_limits(resolve(f"{self.url}/{name}")).version(CATALOG_NAME) else None
+
+        found = parallel_map(look, self._names(), self._folder.parallel_reads, "bytecheckpoint-steps")
+        return [place for place in found if place is not None]
 
     def _names(self) -> list[str]:
         return [name for name in self._folder.folders() if _STEP.fullmatch(name)]
 
     def _describe(self, name: str) -> StepInfo | None:
+        """Read the catalog of a folder, once; None if there is none that can be read."""
         step = with_time_limits(resolve(f"{self.url}/{name}"))
         version = step.version(CATALOG_NAME)
         if not version:
             return None
-        known_version, info = self._known.get(name, ("", None))
-        if info is None or version != known_version:
+        known = self._known.get(name)
+        if known is None or version != known[0]:
             try:
-                facts = read_catalog(step)[0].info
+                catalog = read_catalog(step)[0]
             except StorageUnavailableError:
                 raise
             except (CheckpointNotFoundError, CorruptCheckpointError) as error:
                 _log.warning("%s", error)
                 return None
-            own: Any = facts.get("metadata", {}).get(METADATA, {})
-            info = StepInfo(_number(name), step.url, float(facts.get("created", 0.0)), own.get("metrics", {}))
-            self._known[name] = version, info
-        return replace(info, pinned=bool(_durable(step.url).version(_PIN)))
+            own: Any = catalog.info.get("metadata", {}).get(METADATA, {})
+            number = _number(name) if _STEP.fullmatch(name) else -1
+            info = StepInfo(number, step.url, float(catalog.info.get("created", 0.0)), own.get("metrics", {}))
+            known = self._known[name] = version, info, other_folders(catalog)
+        return known[1]
+
+    # --- a run that goes back ---------------------------------------------------------------------------------------
+
+    def go_on_from(self, step: int) -> None:
+        """Note that the run goes on from a step, so that those behind it are older than what is saved from now on.
+
+        Raises:
+            StorageError: the storage fails.
+        """
+        before = self._superseded()
+        beyond = {info.step: info.created for info in self._beyond(step)}
+        if before != (noted := {**before, **beyond}):
+            _durable(self.url).publish(_SUPERSEDED, json.dumps(noted).encode())
+
+    def leave_alone(self, step: int) -> list[int]:
+        """Never delete the steps behind this one, which are of another run, and return their numbers.
+
+        Raises:
+            StorageError: the storage fails.
+        """
+        self._foreign = {info.step for info in self._beyond(step)}
+        return sorted(self._foreign)
+
+    def saves(self, step: int) -> None:
+        """Note that a step is of this run from now on."""
+        self._foreign.discard(step)
+
+    def _beyond(self, step: int) -> list[StepInfo]:
+        found = (self._describe(name) for name in self._names() if _number(name) > step)
+        return [info for info in found if info is not None]
+
+    def _superseded(self) -> dict[int, float]:
+        """Return the steps that the run went back behind, and when they were saved: one that is saved anew counts."""
+        try:
+            return {int(step): float(at) for step, at in json.loads(_durable(self.url).read(_SUPERSEDED)).items()}
+        except FileNotFoundError:
+            return {}
 
     def pin(self, step: int, pinned: bool) -> None:
         """Keep a step from being deleted by any manager, or allow it again.
@@ -168,13 +225,14 @@ class RunFolder:
         """
         self.check_owner()
         self.finish_removals(grace)
-        steps = self.steps()
+        steps = by_age(info for info in self.steps() if info.step not in self._foreign)
         kept = {step for rule in rules for step in rule.keep(steps)} | {s.step for s in steps[-1:]}
         doomed = [info for info in steps if info.step not in kept and not info.pinned]
         if doomed and not any(self._is_whole(info) for info in reversed(steps) if info not in doomed):
             _log.warning("no step of %s that would stay is whole: none is deleted", self.url)
             return []
-        gone = [info.step for info in doomed if self._retire(info)]
+        users = self._users() if doomed else {}
+        gone = [info.step for info in doomed if self._retire(info, users)]
         self.finish_removals(grace)
         return gone
 
@@ -208,10 +266,18 @@ class RunFolder:
             return False
         return True
 
-    def _retire(self, info: StepInfo) -> bool:
+    def _users(self) -> dict[str, str]:
+        """Return the folders that hold files of other checkpoints beside them, and one of these for each."""
+        names = self._folder.folders()
+        found = parallel_map(self._describe, names, self._folder.parallel_reads, "bytecheckpoint-steps")
+        users = [self._known[name] for name, info in zip(names, found, strict=True) if info is not None]
+        return {folder: info.path for _, info, folders in users for folder in folders}
+
+    def _retire(self, info: StepInfo, users: dict[str, str]) -> bool:
         place = _durable(info.path)
         try:
-            why = f"{user} uses its files" if (user := next(users(place), "")) else retire(place)
+            user = users.get(file_uri(place, "").removesuffix("/"))
+            why = f"{user} uses its files" if user else retire(place)
             if not why:
                 _remove_hot_copy(info.path)
         except (CheckpointNotFoundError, StorageConflictError) as error:
@@ -229,6 +295,11 @@ class RunFolder:
             if time.monotonic() - begun >= grace:
                 finish_retirement(_durable(f"{self.url}/{name}"), stone)
                 del self._retired[name, stone]
+
+
+def by_age(steps: Iterable[StepInfo]) -> list[StepInfo]:
+    """Return steps in the order in which the run got to them: first those that it went back behind, then by number."""
+    return sorted(steps, key=lambda info: (not info.superseded, info.step))
 
 
 def _durable(path: str) -> Storage:

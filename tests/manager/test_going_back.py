@@ -1,0 +1,170 @@
+"""Runs that go on from an older step than the newest, and steps that come and go meanwhile."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bytecheckpoint import CheckpointManager
+from bytecheckpoint.collectives.base import Collective
+from bytecheckpoint.collectives.testing import ThreadWorld
+from bytecheckpoint.engine import catalogs
+from bytecheckpoint.errors import StorageConflictError
+from bytecheckpoint.manager import Best, Every, Latest, run_folder
+from bytecheckpoint.manager.run_folder import RunFolder, step_folder
+from bytecheckpoint.saving.coordinator import Coordinator
+from tests.manager.test_manager import Run, eventually, numbers, save_steps
+from tests.support.damage import damage, storage_file
+
+
+def go_on(root: Path, *steps: int, restore: int | None = None, **options: Any) -> list[int]:
+    """Restore a step, or the newest, save some more, and return the steps that are left."""
+    run = Run()
+    with CheckpointManager(root, run.states(), grace=0, **options) as manager:
+        begin = manager.restore_latest() if restore is None else manager.restore(restore)
+        run.check(begin)
+        for step in steps:
+            run.weights.fill_(step)
+            run.progress["step"] = step
+            manager.save(step).result(60)
+    return numbers(manager)
+
+
+def test_what_is_saved_after_going_back_is_the_newest(tmp_path: Path) -> None:
+    save_steps(tmp_path, *range(100, 1001, 100))
+    assert go_on(tmp_path, 310, keep=2, restore=300) == [300, 310]
+    assert go_on(tmp_path, 320, keep=2) == [310, 320]
+
+    save_steps(tmp_path, 400, 500)
+    assert go_on(tmp_path, 350, restore=320) == [310, 320, 350, 400, 500]
+    manager = CheckpointManager(tmp_path, Run().states())
+    assert [info.step for info in manager.steps() if info.superseded] == [400, 500]
+    latest = manager.latest()
+    assert latest is not None and latest.step == 350 and manager.restore_latest() == 350
+    manager.close()
+    # A step that is saved anew counts again, the others do not.
+    assert go_on(tmp_path, 400) == [310, 320, 350, 400, 500]
+    assert go_on(tmp_path, 410, keep=[Latest(2), Every(500)]) == [400, 410, 500]
+    assert go_on(tmp_path, 420, keep=1) == [420]
+
+
+def test_going_back_within_a_job(tmp_path: Path) -> None:
+    run = Run()
+    with CheckpointManager(tmp_path, run.states(), keep=2, grace=0) as manager:
+        for step in (10, 20):
+            manager.save(step).result(60)
+        manager.restore(10)
+        manager.save(15).result(60)
+        manager.save(16).result(60)
+        eventually(manager, [15, 16])
+
+
+def test_damaged_steps_do_not_push_out_what_follows(tmp_path: Path) -> None:
+    """Their sizes are right, so nothing but a load notices."""
+    save_steps(tmp_path, 50, 60, 70)
+    for step in (60, 70):
+        damage(storage_file(Path(step_folder(str(tmp_path), step))))
+    assert go_on(tmp_path, 53, keep=2) == [50, 53]
+    assert go_on(tmp_path, 56, keep=2) == [53, 56]
+
+
+def test_the_steps_of_another_run_stay(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save_steps(tmp_path, 900, 1000)
+    save_steps(tmp_path, 10, 20, 30, keep=2)
+    assert [info.step for info in RunFolder(tmp_path).steps()] == [20, 30, 900, 1000]
+    assert "holds steps up to 1000, and a run that began from none of them saves step 10" in caplog.text
+
+
+def test_ranks_that_go_back(tmp_path: Path) -> None:
+    def run(collective: Collective, restore: int | None, *steps: int) -> list[int]:
+        run = Run(collective)
+        with CheckpointManager(tmp_path, run.states(), keep=2, grace=0) as manager:
+            found = [manager.restore_latest() if restore is None else manager.restore(restore)]
+            for step in steps:
+                manager.save(step).result(60)
+        return found
+
+    assert ThreadWorld(2).run(run, None, 1, 2, 3, timeout=60) == [[0]] * 2
+    assert ThreadWorld(2).run(run, 2, 9, 10, timeout=60) == [[2]] * 2
+    assert ThreadWorld(2).run(run, 9, timeout=60) == [[9]] * 2
+    assert ThreadWorld(2).run(run, 9, 5, timeout=60) == [[9]] * 2
+    assert ThreadWorld(2).run(run, None, timeout=60) == [[5]] * 2
+
+
+def test_a_reader_goes_to_the_step_that_was_committed_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_steps(tmp_path, 10, 20)
+    committed = RunFolder.committed
+
+    def then_deleted(self: RunFolder) -> Any:
+        found = committed(self)
+        monkeypatch.setattr(RunFolder, "committed", committed)
+        save_steps(tmp_path, 30, keep=1)
+        return found
+
+    monkeypatch.setattr(RunFolder, "committed", then_deleted)
+    with CheckpointManager(tmp_path, Run().states()) as manager:
+        assert manager.restore_latest() == 30
+
+
+def test_no_catalog_is_read_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_steps(tmp_path, *range(1, 11))
+    read: list[str] = []
+
+    def counted(storage: Any, *args: Any) -> Any:
+        read.append(storage.url)
+        return catalogs.read_catalog(storage, *args)
+
+    monkeypatch.setattr(run_folder, "read_catalog", counted)
+    folder = RunFolder(tmp_path)
+    folder.take_over()
+    assert folder.clean([Best("loss"), Latest(2)], 0) == [*range(1, 9)]
+    assert len(read) <= 11  # and that of the one that is whole
+
+
+@pytest.mark.parametrize("overlap", ["skip", "fail"])
+def test_the_clock_goes_on_after_a_save_that_was_skipped(
+    tmp_path: Path, overlap: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    commit, late = Coordinator._commit, []
+
+    def slow(self: Any, *args: Any) -> None:
+        if not late:
+            late.append(1)
+            while "still being written" not in caplog.text and not refused:
+                time.sleep(0.01)
+        commit(self, *args)
+
+    monkeypatch.setattr(Coordinator, "_commit", slow)
+    refused: list[Exception] = []
+    run = Run()
+    with CheckpointManager(tmp_path, run.states(), every=timedelta(seconds=0.05), overlap=overlap) as manager:
+        for _ in range(2000):
+            try:
+                manager.maybe_save(run.step())
+            except Exception as error:  # noqa: BLE001
+                refused.append(error)
+            if len(numbers(manager)) == 3:
+                break
+            time.sleep(0.01)
+    assert len(numbers(manager)) >= 3
+
+
+def test_a_manager_that_only_saves_at_once_learns_of_its_successor(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path, Run().states()) as manager:
+        manager.save(1).result(60)
+        save_steps(tmp_path, 2)
+        error: StorageConflictError | None = None
+        for step in range(3, 500):
+            try:
+                manager.save(step).result(60)
+            except StorageConflictError as found:
+                error = found
+                break
+            time.sleep(0.01)
+    assert "another job manages" in str(error)

@@ -1,0 +1,97 @@
+"""What tells that a job is to stop, and what else signals mean to the process."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bytecheckpoint import CheckpointManager
+from bytecheckpoint.errors import UsageError
+from bytecheckpoint.manager import Preemption
+
+
+def manager_of(root: Path, signals: tuple[int, ...] = (signal.SIGUSR1,), **options: Any) -> CheckpointManager:
+    return CheckpointManager(root, {"model": {"w": torch.zeros(4)}}, preemption=Preemption(signals), **options)
+
+
+def train(manager: CheckpointManager, first: int = 1) -> int:
+    """Take steps until the job is to stop; return the last one."""
+    for step in range(first, first + 2000):
+        manager.maybe_save(step)
+        if manager.preempted:
+            break
+        time.sleep(0.005)
+    return step
+
+
+def test_ctrl_c_ends_no_training_in_the_middle_of_a_step(tmp_path: Path) -> None:
+    with manager_of(tmp_path, (signal.SIGINT,)) as manager:
+        os.kill(os.getpid(), signal.SIGINT)
+        step = train(manager)
+        assert manager.preempted and [info.step for info in manager.steps()] == [step]
+        with pytest.raises(KeyboardInterrupt):  # the second one
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_a_forked_child_ends_when_it_is_told_to(tmp_path: Path) -> None:
+    with manager_of(tmp_path, (signal.SIGTERM,)) as manager:
+        child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+        child.start()
+        child.terminate()
+        child.join(30)
+        assert child.exitcode == -signal.SIGTERM
+        manager.maybe_save(1)
+        assert not manager.preempted
+
+
+def test_managers_that_end_in_the_order_of_their_beginning(tmp_path: Path) -> None:
+    heard: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, _: heard.append(number))
+    try:
+        first, second = manager_of(tmp_path / "1"), manager_of(tmp_path / "2")
+        first.close()
+        second.close()
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert heard == [signal.SIGUSR1]
+        assert not first.preempted
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_manager_that_cannot_be_made_leaves_no_thread(tmp_path: Path) -> None:
+    def make() -> None:
+        with pytest.raises(UsageError, match="main thread"):
+            manager_of(tmp_path)
+
+    before = {*threading.enumerate()}
+    thread = threading.Thread(target=make)
+    thread.start()
+    thread.join()
+    assert not [one for one in {*threading.enumerate()} - before if one.name.startswith("bytecheckpoint-b")]
+
+
+def test_a_notice_between_a_restore_and_the_next_step(tmp_path: Path) -> None:
+    with manager_of(tmp_path) as manager:
+        manager.save(10).result(60)
+        manager.maybe_save(1000)
+        manager.restore(10)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        time.sleep(0.3)  # the ranks agree
+        assert train(manager, 11) < 1000
+
+
+def test_the_last_save_may_fail_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for step in range(1, 2001):
+        (tmp_path / f"step_{step:08d}").write_text("in the way")
+    with manager_of(tmp_path, on_error="warn") as manager:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        step = train(manager)
+    assert manager.preempted and f"the save of step {step} failed" in caplog.text
