@@ -75,7 +75,10 @@ def test_a_manager_that_cannot_be_made_leaves_no_thread(tmp_path: Path) -> None:
     thread = threading.Thread(target=make)
     thread.start()
     thread.join()
-    assert not [one for one in {*threading.enumerate()} - before if one.name.startswith("bytecheckpoint-b")]
+    left = [one for one in {*threading.enumerate()} - before if one.name.startswith("bytecheckpoint-b")]
+    for one in left:
+        one.join(30)
+        assert not one.is_alive()
 
 
 def test_a_notice_between_a_restore_and_the_next_step(tmp_path: Path) -> None:
