@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ from bytecheckpoint.dataloader.rows import shared_tensor
 from bytecheckpoint.dataloader.sources.base import Cursor
 from bytecheckpoint.errors import UsageError
 
-__all__ = ["Snapshot", "Stream"]
+__all__ = ["PackedStates", "Snapshot", "Stream"]
 
 _SOURCE, _SHUFFLE = range(2)  # purposes of random numbers
 #: Rows of tokens by which a source may run ahead of its ratio: the draws are random within that.
@@ -29,23 +30,51 @@ class Snapshot:
     Attributes:
         counters: plain values.
         sources: of each source by name, plain values.
-        shuffled: the documents in the shuffle buffer.
-        pending: the tokens that are drawn and in no row yet.
+        buffers: pieces of tokens: "shuffle_buffer", the documents in it, and "token_buffer", what is in no row yet.
     """
 
     counters: dict[str, int]
     sources: dict[str, dict[str, Any]]
-    shuffled: tuple[Tokens, ...]
-    pending: tuple[Tokens, ...]
+    buffers: dict[str, tuple[Tokens, ...]]
 
-    def to_state(self) -> dict[str, Any]:
-        """Return the state as plain values and tensors. The tensors lie in shared memory, for other processes to map."""
-        return {
-            **self.counters,
-            "sources": self.sources,
-            "shuffle_buffer": _joined(self.shuffled),
-            "token_buffer": _joined(self.pending),
-        }
+
+@dataclass(frozen=True, slots=True)
+class PackedStates:
+    """The states of streams with all tokens in one piece of shared memory: processes map it by one descriptor.
+
+    Attributes:
+        streams: plain values by stream, and the lengths of the pieces in each of its buffers, int64.
+        tokens: of all streams, buffer after buffer, int32.
+    """
+
+    streams: dict[int, tuple[dict[str, Any], dict[str, NDArray[np.int64]]]]
+    tokens: torch.Tensor
+
+    @staticmethod
+    def of(snapshots: Mapping[int, Snapshot]) -> PackedStates:
+        """Pack the snapshots of streams, by number."""
+        streams, pieces = {}, []
+        for number, snapshot in snapshots.items():
+            lengths = {name: np.array([len(p) for p in kept], np.int64) for name, kept in snapshot.buffers.items()}
+            streams[number] = {**snapshot.counters, "sources": snapshot.sources}, lengths
+            pieces += [piece for kept in snapshot.buffers.values() for piece in kept]
+        tokens = shared_tensor((sum(map(len, pieces)),), torch.int32)
+        if pieces:
+            np.concatenate(pieces, out=tokens.numpy())
+        return PackedStates(streams, tokens)
+
+    def unpack(self) -> dict[int, dict[str, Any]]:
+        """Return the states by stream, as plain values and tensors: the tokens of each buffer, and their lengths."""
+        found = {}
+        offset = 0
+        for number, (plain, buffers) in self.streams.items():
+            found[number] = dict(plain)
+            for name, lengths in buffers.items():
+                count = int(lengths.sum())
+                tokens = self.tokens[offset : offset + count]
+                found[number][name] = {"tokens": tokens, "lengths": torch.from_numpy(lengths)}
+                offset += count
+        return found
 
 
 class _Feed:
@@ -98,7 +127,7 @@ class Stream:
     Args:
         recipe: what to feed.
         number: of the stream.
-        state: what `Snapshot.to_state` returned, to go on from there.
+        state: what `PackedStates.unpack` returned for it, to go on from there.
     """
 
     def __init__(self, recipe: Recipe, number: int, state: dict[str, Any] | None = None) -> None:
@@ -125,8 +154,7 @@ class Stream:
         return Snapshot(
             {"rows": self._rows, "draws": self._draws, "picks": self._picks},
             {feed.source.name: feed.state() for feed in self._feeds},
-            tuple(self._shuffled),
-            tuple(self._pending),
+            {"shuffle_buffer": tuple(self._shuffled), "token_buffer": tuple(self._pending)},
         )
 
     def fill(self, tokens: NDArray[np.int64], begins: NDArray[np.bool_]) -> bool:
@@ -197,16 +225,6 @@ class Stream:
             if point < 0:
                 return i
         return live[int(np.argmax(owed))]
-
-
-def _joined(pieces: tuple[Tokens, ...]) -> dict[str, torch.Tensor]:
-    """Join pieces of tokens in shared memory: the tokens, int32, and the length of each piece, int64."""
-    tokens = shared_tensor((sum(map(len, pieces)),), torch.int32)
-    if pieces:
-        np.concatenate(pieces, out=tokens.numpy())
-    lengths = shared_tensor((len(pieces),), torch.int64)
-    lengths.numpy()[:] = [len(piece) for piece in pieces]
-    return {"tokens": tokens, "lengths": lengths}
 
 
 def _split(joined: dict[str, torch.Tensor] | None) -> list[Tokens]:

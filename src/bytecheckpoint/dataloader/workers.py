@@ -14,7 +14,7 @@ import signal
 import time
 import traceback
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -24,15 +24,12 @@ import torch.multiprocessing  # lets connections carry tensors in shared memory
 
 from bytecheckpoint.dataloader.recipe import Recipe
 from bytecheckpoint.dataloader.rows import Rows, shared_tensor
-from bytecheckpoint.dataloader.stream import Snapshot, Stream
+from bytecheckpoint.dataloader.stream import PackedStates, Snapshot, Stream
 from bytecheckpoint.errors import CheckpointTimeoutError, PeerLostError, UsageError, error_from_report, error_report
 
 __all__ = ["LocalMaker", "Worker"]
 
 _ORPHAN_SECONDS = 1.0  # between two looks whether the parent lives
-
-#: The states of a worker's streams, by number.
-States = Mapping[int, Any]
 
 
 class LocalMaker:
@@ -42,20 +39,24 @@ class LocalMaker:
         recipe: what to feed.
         numbers: of the streams.
         begin: batches that were made before.
-        states: of the streams at that moment; without one, a stream begins.
+        states: of the streams at that moment, packed; one that is not among them begins.
 
     Attributes:
         made: batches that were made so far.
+        late: never, as this answers at once.
     """
+
+    late = False
 
     # An error in the middle of a batch, or in another maker of the same batch, must not let streams drift apart: until a
     # batch is taken, it can be made again.
 
-    def __init__(self, recipe: Recipe, numbers: Sequence[int], begin: int, states: States) -> None:
+    def __init__(self, recipe: Recipe, numbers: Sequence[int], begin: int, states: PackedStates) -> None:
         self.made = begin
         self._recipe = recipe
         self._ended = self._broken_off = False
-        self._streams = [Stream(recipe, number, states.get(number)) for number in numbers]
+        known = states.unpack()
+        self._streams = [Stream(recipe, number, known.get(number)) for number in numbers]
         self._snapshots: dict[int, list[Snapshot]] = {begin: self._snapshot()}
 
     def make(self, rows: Rows, batch: int) -> bool:
@@ -66,8 +67,8 @@ class LocalMaker:
             batch: number of the batch: the next one, or one that was made and is not taken yet.
         """
         if self._broken_off or batch != self.made:
-            before = zip(self._streams, self._snapshots[batch], strict=True)
-            self._streams = [Stream(self._recipe, stream.number, state.to_state()) for stream, state in before]
+            before = self.states(batch)
+            self._streams = [Stream(self._recipe, number, state) for number, state in before.items()]
             self.made = batch
         self._broken_off = True
         each = self._recipe.rows
@@ -97,10 +98,14 @@ class LocalMaker:
     def ask(self, batches: int) -> None:
         """Do nothing: `states` answers as quickly without having been asked before."""
 
+    def packed(self, batches: int) -> PackedStates:
+        """Return the states of the streams after that many batches, to be sent."""
+        found = zip(self._streams, self._snapshots[batches], strict=True)
+        return PackedStates.of({stream.number: snapshot for stream, snapshot in found})
+
     def states(self, batches: int) -> dict[int, Any]:
         """Return the states of the streams after that many batches."""
-        found = zip(self._streams, self._snapshots[batches], strict=True)
-        return {stream.number: snapshot.to_state() for stream, snapshot in found}
+        return self.packed(batches).unpack()
 
     def close(self) -> None:
         """Do nothing: there is nothing to end."""
@@ -118,10 +123,13 @@ class Worker:
         ahead: batches to make before they are asked for.
         timeout: seconds to wait for a batch or for states.
         arguments: of the `LocalMaker`.
+
+    Attributes:
+        late: it gave no answer in time, and none since.
     """
 
     def __init__(self, name: str, start_method: str, ahead: int, timeout: float, arguments: tuple[Any, ...]) -> None:
-        self.name = name
+        self.name, self.late = name, False
         self._timeout = timeout
         recipe, numbers, *_ = arguments
         count = recipe.rows * len(numbers)
@@ -131,6 +139,7 @@ class Worker:
         self._slots = [Rows.over(part, count, recipe.context_length) for part in memory]
         self._made: dict[int, bool] = {}  # number of a batch -> whether its slot holds it; False: a stream has ended
         self._states: dict[int, dict[int, Any]] = {}
+        self._failures: dict[int, dict[str, Any]] = {}  # number of a batch, or -1: the worker itself -> report
         self._asked: set[int] = set()
         context: Any = multiprocessing.get_context(start_method)
         if start_method == "forkserver":
@@ -149,11 +158,13 @@ class Worker:
                 'of a module, use workers=0, or start_method="fork", which may hang in a process with threads'
             ) from error
         theirs.close()
-        self.close = weakref.finalize(self, _end, self._process, self._link)
+        self.close = weakref.finalize(self, _end, self._process, self._link, os.getpid())
 
     def make(self, rows: Rows, batch: int) -> bool:
         """Copy the rows of a batch that is not taken yet; return False when a stream has ended."""
-        self._receive(lambda: batch in self._made, "a batch")
+        self._receive(lambda: batch in self._made or batch in self._failures, "a batch")
+        if batch in self._failures:
+            raise self._failure(batch)
         if self._made[batch]:
             rows.copy_from(self._slots[batch % len(self._slots)])
         return self._made[batch]
@@ -188,7 +199,10 @@ class Worker:
         """Receive messages until `ready()`."""
         deadline = time.monotonic() + self._timeout
         while not ready():
+            if -1 in self._failures:
+                raise self._failure(-1)
             if not wait([self._link, self._process.sentinel], max(deadline - time.monotonic(), 0.0)):
+                self.late = True
                 raise CheckpointTimeoutError(
                     f"{self.name} gave no answer for {self._timeout:g} s ({what} was wanted): look at its source and "
                     "tokenizer, or raise timeout="
@@ -198,14 +212,18 @@ class Worker:
                 if not self._link.poll():
                     raise self._death()
                 kind, number, value = self._link.recv()
+                self.late = False
             except (EOFError, ConnectionError, FileNotFoundError):
                 raise self._death() from None
             if kind == "rows":
                 self._made[number] = value
             elif kind == "states":
-                self._states[number] = value
+                self._states[number] = value.unpack()
             else:
-                raise error_from_report(value, prefix=f"{self.name} failed: ")
+                self._failures[number] = value
+
+    def _failure(self, number: int) -> Exception:
+        return error_from_report(self._failures[number], prefix=f"{self.name} failed: ")
 
     def _death(self) -> PeerLostError:
         self._process.join(5)
@@ -215,7 +233,9 @@ class Worker:
         )
 
 
-def _end(process: Any, link: Connection) -> None:
+def _end(process: Any, link: Connection, owner: int) -> None:
+    if os.getpid() != owner:  # a forked process has a copy, and must not end the worker
+        return
     link.close()
     process.terminate()
     process.join(5)
@@ -237,12 +257,16 @@ def _work(link: Connection, memory: torch.Tensor, arguments: tuple[Any, ...]) ->
     except _LoaderGoneError:
         return
     except BaseException as error:  # noqa: BLE001  the loader raises it
-        report = error_report(error)
-        report["message"] += f"\n{''.join(traceback.format_exception(error)[-6:])}"
         with contextlib.suppress(_LoaderGoneError):
-            _send(link, "failure", 0, report)
+            _send(link, "failure", -1, _report(error))
             while True:  # tensors that were sent live in this process until they are received
                 _receive(link, parent)
+
+
+def _report(error: BaseException) -> dict[str, Any]:
+    report = error_report(error)
+    report["message"] += f"\n{''.join(traceback.format_exception(error)[-6:])}"
+    return report
 
 
 def _serve(link: Connection, parent: int, slots: list[Rows], maker: LocalMaker) -> None:
@@ -262,11 +286,16 @@ def _serve(link: Connection, parent: int, slots: list[Rows], maker: LocalMaker) 
         for number in sorted(wanted):
             if maker.knows(number):
                 wanted.discard(number)
-                _send(link, "states", number, maker.states(number))
+                _send(link, "states", number, maker.packed(number))
         if not told and maker.made < taken + len(slots):
             number = maker.made
-            told = not maker.make(slots[number % len(slots)], number)
-            _send(link, "rows", number, not told)
+            try:
+                told = not maker.make(slots[number % len(slots)], number)
+            except Exception as error:  # noqa: BLE001  the loader raises it for this batch; what is before can be saved
+                told = True
+                _send(link, "failure", number, _report(error))
+            else:
+                _send(link, "rows", number, not told)
 
 
 def _polls(link: Connection) -> bool:
