@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import multiprocessing
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -11,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -18,6 +22,8 @@ import torch
 import bytecheckpoint
 from bytecheckpoint.collectives.base import Collective
 from bytecheckpoint.collectives.testing import ThreadWorld
+from bytecheckpoint.dataloader.loader import TokenBufferLoader
+from bytecheckpoint.dataloader.sources.iterable import IterableSource
 from bytecheckpoint.errors import (
     CheckpointError,
     CheckpointTimeoutError,
@@ -282,6 +288,8 @@ def test_sound_changes_are_allowed(tmp_path: Path) -> None:
         ({"epochs": 1, "ranks": 2}, "pass agree="),
         ({"allow": ("seed",)}, "does not know seed"),
         ({"seed": 2**70}, "seed must be"),
+        ({"document_end": -1}, "document_end must be a token id"),
+        ({"document_end": 3.7}, "document_end must be a token id"),
     ],
 )
 def test_bad_arguments(options: dict[str, Any], message: str) -> None:
@@ -301,3 +309,140 @@ def test_documents_that_are_no_tokens() -> None:
     )
     with pytest.raises(UsageError, match="fewer documents than there are streams"):
         next(loader(sources=Numbers(count=3)))
+
+
+# --- what users do besides ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_closed_loader_keeps_its_position(tmp_path: Path, workers: int) -> None:
+    wanted = reference(6)
+    with loader(workers=workers) as one:
+        for batch in wanted[:3]:
+            assert tokens_of(next(one)) == batch
+    one.close()
+    bytecheckpoint.save(tmp_path, {"dataloader": one})
+    assert tokens_of(next(one)) == wanted[3]
+    one.close()
+    assert tokens_of(next(one)) == wanted[4]
+    two = loader()
+    bytecheckpoint.load(tmp_path, {"dataloader": two})
+    assert [tokens_of(next(two)) for _ in range(3)] == wanted[3:6]
+
+
+def test_a_loader_that_an_error_has_left_says_so(tmp_path: Path) -> None:
+    one = loader(workers=1)
+    next(one)
+    with pytest.raises(KeyError), one:
+        raise KeyError
+    for use in (lambda: next(one), lambda: bytecheckpoint.save(tmp_path, {"dataloader": one})):
+        with pytest.raises(CheckpointError, match="its position is lost: load a checkpoint"):
+            use()
+
+
+class Fails(Numbers):
+    """Has a document that cannot be read."""
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 40:
+            raise ValueError("document 40 is broken")
+        return super().__getitem__(index)
+
+
+def test_what_comes_before_an_error_of_a_worker_can_be_saved(tmp_path: Path) -> None:
+    plain = loader(sources=Fails(shuffle=False))
+    wanted = []
+    with contextlib.suppress(ValueError):
+        while True:
+            wanted.append(tokens_of(next(plain)))
+    with loader(sources=Fails(shuffle=False), workers=1, ahead=4) as one:
+        for batch in wanted[:-1]:
+            assert tokens_of(next(one)) == batch
+        bytecheckpoint.save(tmp_path / "before", {"dataloader": one})
+        assert tokens_of(next(one)) == wanted[-1]
+        for _ in range(2):  # at once, and for the same reason
+            with pytest.raises(CheckpointError, match="document 40 is broken"):
+                next(one)
+        bytecheckpoint.save(tmp_path / "after", {"dataloader": one})
+    repaired = reference(len(wanted) + 2, sources=Numbers(shuffle=False))
+    for name, batches in (("before", repaired[len(wanted) - 1 :]), ("after", repaired[len(wanted) :])):
+        two = loader(sources=Numbers(shuffle=False))
+        bytecheckpoint.load(tmp_path / name, {"dataloader": two})
+        assert [tokens_of(next(two)) for _ in batches] == batches
+
+
+@pytest.mark.parametrize("new", [{"a": 0.9, "b": 0.1}, {"a": 0.45, "b": 0.45, "c": 0.1}], ids=["ratios", "source"])
+def test_new_ratios_hold_from_the_load_on(tmp_path: Path, new: dict[str, float]) -> None:
+    def mixture(ratios: dict[str, float]) -> TokenBufferLoader:
+        sources = {Numbers(name, 900, 1000 * (ord(name) - 96)): share for name, share in ratios.items()}
+        return loader(sources=sources, allow=("ratios", "sources"))
+
+    one = mixture({"a": 0.5, "b": 0.5})
+    for _ in range(400):
+        next(one)
+    bytecheckpoint.save(tmp_path, {"dataloader": one})
+    two = mixture(new)
+    bytecheckpoint.load(tmp_path, {"dataloader": two})
+    fed = torch.cat([next(two)["tokens"].reshape(-1) for _ in range(100)]) // 1000
+    for name, share in new.items():
+        assert abs((fed == ord(name) - 96).float().mean().item() - share) < 0.05
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_many_streams_need_few_descriptors(tmp_path: Path, workers: int) -> None:
+    options = {"sources": Numbers(count=4000), "global_batch": 800, "streams": 800, "workers": workers}
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (psutil.Process().num_fds() + 200, most[1]))
+    try:
+        with loader(**options) as one, loader(**options) as two:
+            next(one)
+            bytecheckpoint.save(tmp_path, {"dataloader": one})
+            bytecheckpoint.load(tmp_path, {"dataloader": two})
+            assert tokens_of(next(one)) == tokens_of(next(two))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, most)
+
+
+class Counting:
+    """An iterable whose state is what it goes on changing."""
+
+    def __init__(self) -> None:
+        self.state = {"next": 0}
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            self.state["next"] += 1
+            yield np.full(5, self.state["next"])
+
+    def state_dict(self) -> dict[str, int]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.state = dict(state)
+
+
+def counting(stream: int, streams: int, epoch: int) -> Counting:
+    return Counting()
+
+
+def test_a_state_that_goes_on_changing_is_copied() -> None:
+    one = loader(sources=IterableSource(counting, "counting"))
+    for _ in range(5):
+        next(one)
+    states = one.stream_states()
+    wanted = [tokens_of(next(one)) for _ in range(5)]
+    two = loader(sources=IterableSource(counting, "counting"))
+    two.load_streams(one.shared_state() | {"batches": 5}, states)
+    assert [tokens_of(next(two)) for _ in range(5)] == wanted
+
+
+def test_a_forked_process_ends_no_worker() -> None:
+    one = loader(workers=1, timeout=60)
+    next(one)
+    (worker, _) = one._makers[0]
+    child = multiprocessing.get_context("fork").Process(target=worker.close)
+    child.start()
+    child.join(30)
+    assert child.exitcode == 0 and worker._process.is_alive()
+    next(one)
+    one.close()

@@ -17,6 +17,8 @@ _STRIDED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "one-long-row": lambda t: t.reshape(40, 60).T.unsqueeze(0),
     "permuted": lambda t: t.reshape(3, 4, 10, 20).permute(2, 0, 3, 1),
     "expanded": lambda t: t[:7, None].expand(7, 30),
+    "one": lambda t: t[3::5][:1],
+    "none": lambda t: t[::5][:0],
 }
 
 

@@ -16,7 +16,7 @@ import torch
 from bytecheckpoint.dataloader.rows import shared_tensor
 from bytecheckpoint.dataloader.stream import BUFFERS
 
-__all__ = ["ALIGN", "StateReceiver", "StateSender", "States"]
+__all__ = ["ALIGN", "StateReceiver", "StateSender", "States", "share_states"]
 
 #: Every tensor begins at a multiple of so many bytes.
 ALIGN: Final = 64
@@ -81,6 +81,16 @@ class StateSender:
             self._free.add(number)
         else:
             del self._memory[number]
+
+
+def share_states(states: States) -> Any:
+    """Return a message for `StateReceiver.receive`: copies in one piece of memory, which takes one descriptor."""
+    sizes = [tensor.nbytes for state in states.values() for name in BUFFERS for tensor in state[name].values()]
+
+    def copies(allocate: Callable[[int, torch.dtype], torch.Tensor]) -> States:
+        return _on_tensors(states, lambda tensor: allocate(tensor.numel(), tensor.dtype).copy_(tensor))
+
+    return StateSender().send(sum(-(-size // ALIGN) * ALIGN for size in sizes), copies)
 
 
 class StateReceiver:

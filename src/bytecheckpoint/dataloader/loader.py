@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, Self
@@ -13,9 +14,12 @@ from bytecheckpoint.dataloader.recipe import ALLOWED, Recipe, changed_sources
 from bytecheckpoint.dataloader.rows import Rows
 from bytecheckpoint.dataloader.sources.base import Source
 from bytecheckpoint.dataloader.workers import LocalMaker, Worker
-from bytecheckpoint.errors import UsageError
+from bytecheckpoint.errors import CheckpointError, UsageError
+from bytecheckpoint.representation.values.equality import equal
 
 __all__ = ["TokenBufferLoader"]
+
+_log = logging.getLogger("bytecheckpoint")
 
 
 class TokenBufferLoader:
@@ -126,7 +130,7 @@ class TokenBufferLoader:
         self._states: Mapping[int, Any] = {}
         self._shared: dict[str, Any] | None = None
         self._makers: list[tuple[LocalMaker | Worker, int]] = []
-        self._ended = False
+        self._ended = self._lost = False
 
     # --- batches ------------------------------------------------------------------------------------------------
 
@@ -162,6 +166,10 @@ class TokenBufferLoader:
 
     def _start(self) -> list[tuple[LocalMaker | Worker, int]]:
         """Return what makes the rows, in the order of the streams, and how many rows of a batch each makes."""
+        if self._lost:
+            raise UsageError(
+                "an error ended the work of this loader, so its position is lost: load a checkpoint into it"
+            )
         if not self._makers:
             count, start_method, ahead, timeout = self._worker_options
             states, self._states = self._states, {}
@@ -176,7 +184,23 @@ class TokenBufferLoader:
         return self._makers
 
     def close(self) -> None:
-        """End the workers. The position is lost; a load may set another one."""
+        """End the workers. The position stays: the loader can be saved, and another batch starts workers again.
+
+        The position of a worker that has died, or gave no answer before, is lost; a load sets another one.
+        """
+        try:
+            if not any(maker.late for maker, _ in self._makers):
+                self._states = self._states_of(self._makers) or self._states
+                self._end()
+        except CheckpointError as error:
+            _log.warning("the position of a data loader is lost: %s", error)
+        self._abandon()
+
+    def _abandon(self) -> None:
+        self._lost = self._lost or bool(self._makers)
+        self._end()
+
+    def _end(self) -> None:
         for maker, _ in self._makers:
             maker.close()
         self._makers = []
@@ -184,8 +208,11 @@ class TokenBufferLoader:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.close()
+        else:  # perhaps of a worker that hangs
+            self._abandon()
 
     # --- state ----------------------------------------------------------------------------------------------------
 
@@ -218,7 +245,9 @@ class TokenBufferLoader:
             return {}
         if self._states:  # loaded, and no batch was made since
             return dict(self._states)
-        makers = self._start()
+        return self._states_of(self._start())
+
+    def _states_of(self, makers: Sequence[tuple[LocalMaker | Worker, int]]) -> dict[int, Any]:
         for maker, _ in makers:
             maker.ask(self.batches)
         return {number: state for maker, _ in makers for number, state in maker.states(self.batches).items()}
@@ -232,6 +261,13 @@ class TokenBufferLoader:
 
     def load_streams(self, shared: Any, states: Mapping[int, Any]) -> None:
         """Go on from these states; see `SupportsStreams`."""
-        self.close()
+        self._end()
         self.batches = shared["batches"]
-        self._states, self._ended = states, False
+        if not equal(shared["ratios"], self.shared_state()["ratios"]):
+            # The sources are owed nothing for what the old ratios gave them.
+            states = {number: _without_debts(state) for number, state in states.items()}
+        self._states, self._ended, self._lost = states, False, False
+
+
+def _without_debts(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {**state, "sources": {name: {**source, "tokens": 0} for name, source in state["sources"].items()}}

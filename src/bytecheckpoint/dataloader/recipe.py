@@ -101,6 +101,9 @@ class Recipe:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise UsageError(f"{name} must be an int of at least {least}, not {value!r}")
+        end = options["document_end"]
+        if end is not None and (not isinstance(end, int) or isinstance(end, bool) or not 0 <= end < 2**31):
+            raise UsageError(f"document_end must be a token id, an int from 0 to 2**31 - 1, not {end!r}")
         if not isinstance(options["seed"], int) or not -(2**63) <= options["seed"] < 2**63:
             raise UsageError(f"seed must be an int of 64 bits, not {options['seed']!r}")
         if global_batch % streams:

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 import torch.multiprocessing  # lets connections carry tensors in shared memory
 
-from bytecheckpoint.dataloader.handover import ALIGN, StateReceiver, States, StateSender
+from bytecheckpoint.dataloader.handover import ALIGN, StateReceiver, States, StateSender, share_states
 from bytecheckpoint.dataloader.recipe import Recipe
 from bytecheckpoint.dataloader.rows import Rows, shared_tensor
 from bytecheckpoint.dataloader.stream import Snapshot, Stream
@@ -40,11 +40,14 @@ class LocalMaker:
         recipe: what to feed.
         numbers: of the streams.
         begin: batches that were made before.
-        states: of the streams at that moment; without one, a stream begins.
+        states: of the streams at that moment; one that is not among them begins.
 
     Attributes:
         made: batches that were made so far.
+        late: never, as this answers at once.
     """
+
+    late = False
 
     # An error in the middle of a batch, or in another maker of the same batch, must not let streams drift apart: until a
     # batch is taken, it can be made again.
@@ -64,8 +67,8 @@ class LocalMaker:
             batch: number of the batch: the next one, or one that was made and is not taken yet.
         """
         if self._broken_off or batch != self.made:
-            before = zip(self._streams, self._snapshots[batch], strict=True)
-            self._streams = [Stream(self._recipe, stream.number, state.to_state()) for stream, state in before]
+            before = self.states(batch)
+            self._streams = [Stream(self._recipe, number, state) for number, state in before.items()]
             self.made = batch
         self._broken_off = True
         each = self._recipe.rows
@@ -129,12 +132,15 @@ class Worker:
         ahead: batches to make before they are asked for.
         timeout: seconds to wait for a batch or for states.
         arguments: of the `LocalMaker`.
+
+    Attributes:
+        late: it gave no answer in time, and none since.
     """
 
     def __init__(self, name: str, start_method: str, ahead: int, timeout: float, arguments: tuple[Any, ...]) -> None:
-        self.name = name
+        self.name, self.late = name, False
         self._timeout = timeout
-        recipe, numbers, *_ = arguments
+        recipe, numbers, begin, states = arguments
         count = recipe.rows * len(numbers)
         # A batch stays in its slot until it is taken; the worker makes no further ones than there are slots.
         words = Rows.words(count, recipe.context_length)
@@ -142,6 +148,7 @@ class Worker:
         self._slots = [Rows.over(part, count, recipe.context_length) for part in memory]
         self._made: dict[int, bool] = {}  # number of a batch -> whether its slot holds it; False: a stream has ended
         self._states: dict[int, dict[int, Any]] = {}
+        self._failures: dict[int, dict[str, Any]] = {}  # number of a batch, or -1: the worker itself -> report
         self._asked: set[int] = set()
         self._receiver = StateReceiver()
         context: Any = multiprocessing.get_context(start_method)
@@ -149,7 +156,10 @@ class Worker:
             context.set_forkserver_preload([__name__])  # torch is imported once, not by every worker
         self._link, theirs = context.Pipe()
         self._process = context.Process(
-            target=_work, args=(theirs, memory, arguments), name="bytecheckpoint-loader", daemon=True
+            target=_work,
+            args=(theirs, memory, (recipe, numbers, begin, share_states(states))),
+            name="bytecheckpoint-loader",
+            daemon=True,
         )
         try:
             self._process.start()
@@ -161,11 +171,13 @@ class Worker:
                 'of a module, use workers=0, or start_method="fork", which may hang in a process with threads'
             ) from error
         theirs.close()
-        self.close = weakref.finalize(self, _end, self._process, self._link)
+        self.close = weakref.finalize(self, _end, self._process, self._link, os.getpid())
 
     def make(self, rows: Rows, batch: int) -> bool:
         """Copy the rows of a batch that is not taken yet; return False when a stream has ended."""
-        self._receive(lambda: batch in self._made, "a batch")
+        self._receive(lambda: batch in self._made or batch in self._failures, "a batch")
+        if batch in self._failures:
+            raise self._failure(batch)
         if self._made[batch]:
             rows.copy_from(self._slots[batch % len(self._slots)])
         return self._made[batch]
@@ -202,7 +214,10 @@ class Worker:
         """Receive messages until `ready()`."""
         deadline = time.monotonic() + self._timeout
         while not ready():
+            if -1 in self._failures:
+                raise self._failure(-1)
             if not wait([self._link, self._process.sentinel], max(deadline - time.monotonic(), 0.0)):
+                self.late = True
                 raise CheckpointTimeoutError(
                     f"{self.name} gave no answer for {self._timeout:g} s ({what} was wanted): look at its source and "
                     "tokenizer, or raise timeout="
@@ -212,6 +227,7 @@ class Worker:
                 if not self._link.poll():
                     raise self._death()
                 kind, number, value = self._link.recv()
+                self.late = False
             except (EOFError, ConnectionError, FileNotFoundError):
                 raise self._death() from None
             if kind == "rows":
@@ -219,7 +235,10 @@ class Worker:
             elif kind == "states":
                 self._states[number] = self._receiver.receive(value)
             else:
-                raise error_from_report(value, prefix=f"{self.name} failed: ")
+                self._failures[number] = value
+
+    def _failure(self, number: int) -> Exception:
+        return error_from_report(self._failures[number], prefix=f"{self.name} failed: ")
 
     def _death(self) -> PeerLostError:
         self._process.join(5)
@@ -229,7 +248,9 @@ class Worker:
         )
 
 
-def _end(process: Any, link: Connection) -> None:
+def _end(process: Any, link: Connection, owner: int) -> None:
+    if os.getpid() != owner:  # a forked process has a copy, and must not end the worker
+        return
     link.close()
     process.terminate()
     process.join(5)
@@ -245,18 +266,22 @@ def _work(link: Connection, memory: torch.Tensor, arguments: tuple[Any, ...]) ->
     torch.set_num_threads(1)
     parent = os.getppid()  # the loader's process, or a fork server that ends with it
     try:
-        recipe, numbers, *_ = arguments
+        recipe, numbers, begin, states = arguments
         slots = [Rows.over(part, recipe.rows * len(numbers), recipe.context_length) for part in memory]
-        _serve(link, parent, slots, LocalMaker(*arguments))
+        _serve(link, parent, slots, LocalMaker(recipe, numbers, begin, StateReceiver().receive(states)))
     except _LoaderGoneError:
         return
     except BaseException as error:  # noqa: BLE001  the loader raises it
-        report = error_report(error)
-        report["message"] += f"\n{''.join(traceback.format_exception(error)[-6:])}"
         with contextlib.suppress(_LoaderGoneError):
-            _send(link, "failure", 0, report)
+            _send(link, "failure", -1, _report(error))
             while True:  # tensors that were sent live in this process until they are received
                 _receive(link, parent)
+
+
+def _report(error: BaseException) -> dict[str, Any]:
+    report = error_report(error)
+    report["message"] += f"\n{''.join(traceback.format_exception(error)[-6:])}"
+    return report
 
 
 def _serve(link: Connection, parent: int, slots: list[Rows], maker: LocalMaker) -> None:
@@ -284,8 +309,13 @@ def _serve(link: Connection, parent: int, slots: list[Rows], maker: LocalMaker) 
                 _send(link, "states", number, maker.send_states(number, sender))
         if not told and maker.made < taken + len(slots):
             number = maker.made
-            told = not maker.make(slots[number % len(slots)], number)
-            _send(link, "rows", number, not told)
+            try:
+                told = not maker.make(slots[number % len(slots)], number)
+            except Exception as error:  # noqa: BLE001  the loader raises it for this batch; what is before can be saved
+                told = True
+                _send(link, "failure", number, _report(error))
+            else:
+                _send(link, "rows", number, not told)
 
 
 def _polls(link: Connection) -> bool:

@@ -59,7 +59,8 @@ def dense_bytes(tensor: torch.Tensor, first: int, last: int) -> torch.Tensor:
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """View the bytes of a contiguous tensor as uint8 of shape [nbytes]."""
-    return movable(tensor).reshape(-1).view(torch.uint8)
+    flat = movable(tensor).reshape(-1)
+    return flat.as_strided(flat.shape, (1,)).view(torch.uint8)  # one element, or none, may have any stride
 
 
 def same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:

@@ -9,6 +9,8 @@ import numpy as np
 import torch
 import xxhash
 
+from bytecheckpoint.engine.tensor_bytes import dense, flat_bytes
+
 __all__ = ["value_fingerprint"]
 
 
@@ -21,7 +23,7 @@ def value_fingerprint(value: Any) -> str:
 
 def _add(running: xxhash.xxh3_64, value: Any) -> None:
     if isinstance(value, torch.Tensor):
-        content = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        content = flat_bytes(dense(value.detach().cpu())).numpy()
         value = [str(value.dtype), *value.shape, content]
     if isinstance(value, Mapping):
         value = [part for key in sorted(value, key=str) for part in (key, value[key])]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -93,7 +94,8 @@ class _IterableCursor:
 
     def state(self) -> dict[str, Any]:
         if not self._fresh:
-            self._saved = None if self._stateful is None else self._stateful.state_dict()
+            # A copy, since many return what they go on changing.
+            self._saved = None if self._stateful is None else copy.deepcopy(self._stateful.state_dict())
         return {"taken": self._taken, "iterable": self._saved}
 
 

@@ -131,7 +131,9 @@ def _same_tensors(a: Any, b: Any) -> bool:
         if not torch.equal(nan_a, nan_b):
             return False
         a, b = a.masked_fill(nan_a, 0), b.masked_fill(nan_b, 0)
-    return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+    count = (a.numel(),)
+    a, b = (part.reshape(-1).as_strided(count, (1,)) for part in (a.contiguous(), b.contiguous()))
+    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
