@@ -107,7 +107,7 @@ def train(options: argparse.Namespace) -> None:
         newest = newest_step(options.folder)
         if newest:
             bytecheckpoint.load(options.folder / str(newest), run.states())
-        begin = run.extra["step"]
+        begin, handle = run.extra["step"], None
         while run.extra["step"] < options.stop:
             facts = run.step()
             workers = [maker._process for maker, _ in run.loader._makers if isinstance(maker, Worker)]
@@ -116,11 +116,14 @@ def train(options: argparse.Namespace) -> None:
             note(**facts)
             step = run.extra["step"]
             if step == options.worker_dies_at and rank == options.victim:
+                handle.result()  # committed, so that the test knows from where the next job goes on
                 os.kill(workers[-1].pid, signal.SIGKILL)
             if step % EVERY == 0 or step == options.stop:
                 if step == options.held_at and rank == options.victim:
                     held = options.folder / f"{options.name}.held"
                     faults.add(call, name=name, before=held.touch, delay=600.0)
+                if handle is not None:
+                    handle.result()
                 handle = bytecheckpoint.save(options.folder / str(step), run.states(), async_checkpoint=True)
         handle.result()
 
