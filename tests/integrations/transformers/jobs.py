@@ -21,9 +21,9 @@ SAMPLES, LENGTH, WORDS = 48, 8, 32
 STEPS_PER_EPOCH = 6  # of 8 samples
 
 
-def samples(number: int = SAMPLES) -> list[dict[str, Any]]:
+def samples(number: int = SAMPLES, seed: int = 3) -> list[dict[str, Any]]:
     """Return random texts, as Trainer's data."""
-    rows = torch.randint(0, WORDS, (number, LENGTH), generator=torch.Generator().manual_seed(3))
+    rows = torch.randint(0, WORDS, (number, LENGTH), generator=torch.Generator().manual_seed(seed))
     return [{"input_ids": row, "labels": row} for row in rows]
 
 
@@ -107,7 +107,7 @@ def make(
     losses = Losses(at)
     trainer = Trainer(
         model=model(dropout) if net is None else net, args=TrainingArguments(**arguments(folder, **options)),
-        train_dataset=samples(), eval_dataset=samples(8), callbacks=[*callbacks, losses.callback],
+        train_dataset=samples(), eval_dataset=samples(8, seed=4), callbacks=[*callbacks, losses.callback],
     )  # fmt: skip
     return trainer, losses
 
