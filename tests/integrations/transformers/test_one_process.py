@@ -25,6 +25,7 @@ from tests.integrations.transformers.jobs import (
 )
 from tests.support.damage import damage, storage_file
 from tests.support.faulty_storage import Faults
+from tests.support.memory import new_memory
 from tests.support.worlds import Worlds, on_ranks
 
 
@@ -279,10 +280,21 @@ def test_final_weights(tmp_path: Path) -> None:
 
 @on_ranks(1)
 def test_a_storage_of_another_kind(tmp_path: Path) -> None:
-    root = f"mem://trainer-{os.getpid()}"
-    wanted = run(tmp_path, attached={"root": root}, max_steps=9)
-    assert not list(tmp_path.rglob("*.safetensors"))
-    assert run(tmp_path, f"{root}/step_00000009", attached={"root": root}) == {} or wanted
+    with new_memory() as root:
+        options: dict[str, Any] = {"attached": {"root": root}, "lr_scheduler_type": "constant"}
+        run(tmp_path, max_steps=9, **options)
+        assert not list(tmp_path.rglob("*.safetensors"))
+        assert list(run(tmp_path, f"{root}/step_00000009", max_steps=12, **options)) == [10, 11, 12]
+
+
+@on_ranks(1)
+def test_a_run_that_is_done(tmp_path: Path) -> None:
+    """Nothing is trained any more; Trainer itself would take one step more, in the middle of an epoch."""
+    run(tmp_path, max_steps=9)
+    trainer, losses = make(tmp_path, max_steps=9)
+    attach(trainer)
+    trainer.train("auto")
+    assert losses.found == {} and trainer.state.global_step == 9
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------

@@ -140,6 +140,8 @@ class _CheckpointedTrainer(Trainer):  # type: ignore[misc]
                 with open(os.path.join(folder, "trainer_state.json"), "w", encoding="utf-8") as file:
                     file.write(found)
                 position = super()._init_training_state(*counts, folder, trial)
+            if self.state.global_step >= max_steps:  # Trainer would look at this after one more step
+                position = num_train_epochs, 0
         return position
 
     def _prepare_for_training(self, *_: Any) -> Any:
