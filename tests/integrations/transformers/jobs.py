@@ -50,7 +50,7 @@ def arguments(folder: Path, **options: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _prepare_rank() -> None:
+def prepare_rank() -> None:
     """Let accelerate look at this process as it is now; worlds run several trainings."""
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
@@ -102,7 +102,7 @@ def make(
     """Return a trainer and its losses."""
     from transformers import Trainer, TrainingArguments
 
-    _prepare_rank()
+    prepare_rank()
     logging.getLogger("transformers").setLevel(logging.ERROR)
     losses = Losses(at)
     trainer = Trainer(

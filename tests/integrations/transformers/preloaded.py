@@ -5,6 +5,7 @@ import gc
 import accelerate.state  # noqa: F401
 import transformers.models.llama.modeling_llama
 import transformers.trainer  # noqa: F401
+import trl.trainer.sft_trainer  # noqa: F401
 
 import bytecheckpoint.integrations.transformers  # noqa: F401
 
