@@ -26,7 +26,8 @@ __all__ = ["RankError", "World", "Worlds", "on_ranks"]
 
 _Test = TypeVar("_Test", bound=Callable[..., Any])
 
-_PRELOADED = ["tests.support.preloaded"]
+PRELOADED = ["tests.support.preloaded"]
+"""Modules that the template process imports; a folder's conftest.py may add some before the first world."""
 _GRACE = 15.0
 _LOG_TAIL = 3000
 _MOST_PROCESSES = 16  # of idle worlds: those of 1, 2, 3, 4 and 6 ranks
@@ -56,7 +57,7 @@ class World:
         self._alive = True
         self.worn = False
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(_PRELOADED)
+        context.set_forkserver_preload(PRELOADED)
         self.processes: list[Any] = []
         self._links: list[Connection] = []
         for rank in range(size):

@@ -1,0 +1,182 @@
+"""`attach`: put a subclass of a trainer's own class in its place.
+
+A callback cannot save and load, because Trainer calls callbacks when its own files are written. So methods are overridden.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from bytecheckpoint.errors import UsageError
+from bytecheckpoint.integrations.transformers.checkpoints import TrainerCheckpoints
+from bytecheckpoint.integrations.transformers.rules import keep_rule
+from bytecheckpoint.manager import Preemption
+
+if TYPE_CHECKING:
+    from transformers import Trainer
+else:
+    Trainer = object  # the class of the trainer follows it
+
+__all__ = ["attach"]
+
+#: Methods of Trainer that are overridden. Versions before 5.10 lack some of them.
+_OVERRIDDEN = (
+    "set_initial_training_values", "_init_training_state", "_prepare_for_training", "_run_epoch", "_load_rng_state",
+    "_maybe_log_save_evaluate", "_save_checkpoint", "_load_best_model", "_finalize_training",
+)  # fmt: skip
+_MANAGER_OPTIONS = frozenset({"overlap", "on_error", "grace", "async_checkpoint", "save_options", "load_options"})
+
+
+def attach(
+    trainer: Any,
+    root: str | os.PathLike[str] | None = None,
+    *,
+    hf_weights: str | None = None,
+    preemption: Preemption | None = None,
+    every: Any = None,
+    keep: Any = None,
+    **options: Any,
+) -> TrainerCheckpoints:
+    """Let a trainer save and resume with this package; then call `trainer.train` as always.
+
+    A checkpoint holds the model, the optimizer, the schedule, the gradient scaler if there is one, the random number
+    generators, and the trainer's state with those of its callbacks. `train(resume_from_checkpoint=...)` takes "auto" (the
+    newest step that verifies; a new run if there is none), True (the same, but there must be one), the path of a step, or
+    a checkpoint folder that Trainer itself has written. All ranks call it.
+
+    Args:
+        trainer: a `transformers.Trainer`, or an instance of a subclass such as `trl.SFTTrainer`.
+        root: folder or URL of the run; by default `args.output_dir`.
+        hf_weights: "last": at the end of the training write what `trainer.save_model()` writes to `args.output_dir`.
+        preemption: what tells that the job is to stop. All ranks then save at the same step, and `train` returns. With
+            `args.enable_jit_checkpoint` SIGTERM tells it.
+        every: when to save beside the times that `args.save_strategy` says; as for `CheckpointManager`.
+        keep: which steps to keep; as for `CheckpointManager`. By default what `args.save_total_limit` says.
+        **options: `overlap`, `on_error`, `grace` (by default 0: old steps are deleted at once, as Trainer does),
+            `async_checkpoint`, `save_options` and `load_options` of `CheckpointManager`.
+
+    Raises:
+        UsageError: the trainer is set up in a way that is not supported.
+    """
+    _check(trainer, hf_weights, options)
+    if trainer.args.enable_jit_checkpoint:
+        _remove_jit_checkpoints(trainer)
+        preemption = preemption or Preemption()
+    checkpoints = TrainerCheckpoints(
+        trainer, trainer.args.output_dir if root is None else root, hf_weights == "last",
+        {"grace": 0.0, "preemption": preemption, "keep": keep or keep_rule(trainer.args), **options}, every,
+    )  # fmt: skip
+    kind = type(trainer)
+    trainer.__class__ = type(kind.__name__, (_CheckpointedTrainer, kind), {"__module__": kind.__module__})
+    trainer.bytecheckpoint = checkpoints
+    return checkpoints
+
+
+def _check(trainer: Any, hf_weights: object, options: Mapping[str, Any]) -> None:
+    import transformers
+
+    if lacking := [name for name in _OVERRIDDEN if not hasattr(trainer, name)]:
+        raise UsageError(
+            f"a {type(trainer).__name__} of transformers {transformers.__version__} has no {lacking[0]}: pass a "
+            "transformers.Trainer, of version 5.10 or newer"
+        )
+    if hasattr(trainer, "bytecheckpoint"):
+        raise UsageError("the trainer is attached already: call attach once")
+    if hf_weights not in (None, "last"):
+        raise UsageError(f"hf_weights={hf_weights!r}: use None or 'last'")
+    if unknown := options.keys() - _MANAGER_OPTIONS:
+        raise UsageError(f"unknown option {min(unknown)!r}; there are {', '.join(sorted(_MANAGER_OPTIONS))}")
+    if trainer.is_deepspeed_enabled:
+        raise UsageError("a Trainer that uses DeepSpeed is not supported: save its engine with bytecheckpoint.save")
+    if trainer.args.push_to_hub and trainer.args.hub_strategy != "end":
+        raise UsageError(
+            f"hub_strategy={trainer.args.hub_strategy!r} uploads Trainer's own files: use hub_strategy='end'"
+        )
+
+
+def _remove_jit_checkpoints(trainer: Any) -> None:
+    """Take Trainer's own handler of SIGTERM away: it saves on each rank when that rank sees the signal."""
+    from transformers.trainer_jit_checkpoint import JITCheckpointCallback
+
+    callback = trainer.pop_callback(JITCheckpointCallback)
+    if callback is not None and callback.jit_manager is not None:
+        signal.signal(signal.SIGTERM, callback.jit_manager._original_sigterm_handler or signal.SIG_DFL)
+
+
+class _CheckpointedTrainer(Trainer):  # type: ignore[misc]
+    """What `attach` puts in front of a trainer's class. Trainer's own methods say when these are called."""
+
+    bytecheckpoint: TrainerCheckpoints
+
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        trial = args[0] if args else kwargs.get("trial")
+        if trial is not None:
+            raise UsageError("hyperparameter_search is not supported: its trials would save into one run")
+        with self.bytecheckpoint.training(resume_from_checkpoint) as stock:
+            return super().train(stock, *args, **kwargs)
+
+    def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
+        self._loader = dataloader
+        return super().set_initial_training_values(args, dataloader)
+
+    def _init_training_state(
+        self, max_steps: int, num_update_steps_per_epoch: int, num_train_epochs: int, resume: Any, trial: Any
+    ) -> Any:
+        from transformers.trainer_utils import has_length
+
+        counts = max_steps, num_update_steps_per_epoch, num_train_epochs
+        position = super()._init_training_state(*counts, resume, trial)
+        # Earlier than Trainer does, because one load fills all: it says at which step the run goes on, too.
+        self._prepared = super()._prepare_for_training(max_steps, self._loader, resume)
+        self._goes_on = False
+        found = self.bytecheckpoint.begin(num_update_steps_per_epoch if has_length(self._loader) else None)
+        if found:
+            self._goes_on = True
+            with tempfile.TemporaryDirectory() as folder:
+                with open(os.path.join(folder, "trainer_state.json"), "w", encoding="utf-8") as file:
+                    file.write(found)
+                position = super()._init_training_state(*counts, folder, trial)
+            if self.state.global_step >= max_steps:  # Trainer would look at this after one more step
+                position = num_train_epochs, 0
+        return position
+
+    def _prepare_for_training(self, *_: Any) -> Any:
+        return self._prepared
+
+    def _run_epoch(self, **arguments: Any) -> Any:
+        if self._goes_on:
+            arguments["resume_from_checkpoint"] = self.bytecheckpoint  # not None, and handed to _load_rng_state
+        return super()._run_epoch(**arguments)
+
+    def _load_rng_state(self, checkpoint: Any) -> None:
+        if checkpoint is self.bytecheckpoint:
+            self.bytecheckpoint.restore_generators()
+        else:
+            super()._load_rng_state(checkpoint)
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        if not self.bytecheckpoint.preempted:  # no evaluation at the end of an epoch that is cut short
+            super()._maybe_log_save_evaluate(*args, **kwargs)
+            self.bytecheckpoint.reach_boundary()
+
+    def _save_checkpoint(self, *_: Any, **__: Any) -> None:
+        self.bytecheckpoint.save()
+
+    def _load_best_model(self) -> None:
+        if not self.bytecheckpoint.preempted:
+            self.bytecheckpoint.load_best_model()
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        # Trainer deletes by this limit here, folders of its own.
+        limit, self.args.save_total_limit = self.args.save_total_limit, None
+        try:
+            output = super()._finalize_training(*args, **kwargs)
+        finally:
+            self.args.save_total_limit = limit
+        if self.bytecheckpoint.final_weights and not self.bytecheckpoint.preempted:
+            self.save_model(_internal_call=True)
+        return output

@@ -1,0 +1,27 @@
+"""Tests with real training tools need them, in an environment of its own: `make test-integrations`."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+
+import pytest
+
+#: The packages that the tests of a folder need.
+NEEDED = {"transformers": ("transformers", "accelerate", "trl", "peft")}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Without a package skip the tests that need it, loudly, unless BYTECHECKPOINT_REQUIRE_INTEGRATIONS is set."""
+    if os.environ.get("BYTECHECKPOINT_REQUIRE_INTEGRATIONS"):
+        return
+    for folder, packages in NEEDED.items():
+        if not all(map(importlib.util.find_spec, packages)):
+            here = Path(__file__).parent / folder
+            skipped = [item for item in items if item.path.is_relative_to(here)]
+            others = set(skipped[1:])  # one stands for all of the folder
+            items[:] = [item for item in items if item not in others]
+            reason = f"NOT TESTED HERE: needs {' and '.join(packages)}: `make test-integrations`"
+            for item in skipped[:1]:
+                item.add_marker(pytest.mark.skip(reason=f"{reason} ({len(skipped)} tests)"))

@@ -1,0 +1,325 @@
+"""Trainer with `attach`, in one process: what is saved, what is kept, and equal losses after kills."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import bytecheckpoint
+from bytecheckpoint.errors import CheckpointError, CheckpointNotFoundError, IncompatibleCheckpointError, UsageError
+from bytecheckpoint.integrations.transformers import attach
+from bytecheckpoint.manager import Latest, Preemption
+from tests.integrations.transformers.jobs import (
+    STEPS_PER_EPOCH,
+    collected_warnings,
+    die_at_commit,
+    make,
+    run,
+    steps_in,
+)
+from tests.support.damage import damage, storage_file
+from tests.support.faulty_storage import Faults
+from tests.support.memory import new_memory
+from tests.support.worlds import Worlds, on_ranks
+
+
+def after(step: int, losses: dict[int, float]) -> dict[int, float]:
+    return {number: loss for number, loss in losses.items() if number > step}
+
+
+def test_a_killed_save_is_not_resumed_from(worlds: Worlds, tmp_path: Path) -> None:
+    wanted = worlds.run(1, run, tmp_path / "whole", attached=False, dropout=0.2)[0]
+    assert len(set(wanted.values())) == len(wanted) == 12
+    folder = tmp_path / "run"
+    ((_, log),) = worlds.fresh(1).start(die_at_commit, folder, 2, dropout=0.2).outcomes()
+    assert "exit code -9" in log
+    assert steps_in(folder) == [4] and list((folder / "step_00000008").rglob("*.safetensors"))
+    got = worlds.run(1, run, folder, "auto", dropout=0.2)[0]
+    assert got == after(4, wanted)
+    assert steps_in(folder) == [4, 8, 12]
+
+
+@pytest.mark.parametrize("step", [4, STEPS_PER_EPOCH, 8])
+@on_ranks(1)
+def test_losses_and_random_numbers_go_on(tmp_path: Path, step: int) -> None:
+    """In the middle of an epoch, at its end, and in a later one, with dropout and accumulated gradients."""
+    options: dict[str, Any] = {
+        "dropout": 0.2, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 4, "save_steps": step,
+    }  # fmt: skip
+    wanted = run(tmp_path / "whole", attached=False, **options)
+    trainer, _ = make(
+        tmp_path / "run", {step + 1: lambda: setattr(trainer.control, "should_training_stop", True)}, **options
+    )
+    attach(trainer)
+    trainer.train()
+    assert steps_in(tmp_path / "run") == [step]
+    assert run(tmp_path / "run", True, **options) == after(step, wanted)
+
+
+@on_ranks(1)
+def test_arguments_of_train(tmp_path: Path) -> None:
+    wanted = run(tmp_path, "auto")  # begins
+    assert steps_in(tmp_path) == [4, 8, 12] and not list(tmp_path.glob("checkpoint-*"))
+    for resume in (None, False, tmp_path / "step_00000008", str(tmp_path / "step_00000004")):
+        with pytest.raises(UsageError, match=r"holds a run up to step 12: pass resume_from_checkpoint='auto'"):
+            run(tmp_path, resume)
+    assert run(tmp_path, tmp_path / "step_00000012") == {}
+    branch = {"attached": {"root": tmp_path / "branch"}}
+    assert run(tmp_path, str(tmp_path / "step_00000008"), **branch) == after(8, wanted)
+    assert steps_in(tmp_path / "branch") == [12]
+    with pytest.raises(CheckpointNotFoundError, match="holds no committed step"):
+        run(tmp_path / "other", True)
+    assert run(tmp_path / "other", "auto") == wanted
+
+
+@on_ranks(1)
+def test_a_checkpoint_of_trainer_itself(tmp_path: Path) -> None:
+    """The way from Trainer's own checkpoints."""
+    wanted = run(tmp_path, attached=False, dropout=0.2)
+    root = tmp_path / "new"
+    resume = str(tmp_path / "checkpoint-4")
+    assert run(tmp_path, resume, attached={"root": root}, dropout=0.2) == after(4, wanted)
+    assert steps_in(root) == [8, 12]
+    assert (tmp_path / "checkpoint-8").is_dir()
+
+
+@on_ranks(1)
+def test_a_checkpoint_holds_everything(tmp_path: Path) -> None:
+    from transformers import EarlyStoppingCallback
+
+    options: dict[str, Any] = {
+        "callbacks": [EarlyStoppingCallback(early_stopping_patience=100)], "eval_strategy": "steps", "eval_steps": 4,
+        "metric_for_best_model": "loss", "lr_scheduler_type": "cosine",
+    }  # fmt: skip
+    trainer, _ = make(tmp_path, **options)
+    trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    attach(trainer)
+    trainer.train()
+    scaler = torch.amp.GradScaler("cpu")
+    bytecheckpoint.load(tmp_path / "step_00000008", {"scaler": scaler})
+    assert scaler.get_scale() == 8.0
+    with bytecheckpoint.open(tmp_path / "step_00000008") as checkpoint:
+        kinds = {key.partition("/")[0] for key in checkpoint}
+    assert kinds >= {"model", "optimizer", "rng", "trainer"}
+
+    again, _ = make(tmp_path, **options)
+    again.accelerator.scaler = torch.amp.GradScaler("cpu")
+    attach(again)
+    again.train("auto")
+    assert again.state.log_history[:-1] == trainer.state.log_history[:-1]  # but for the line about the end
+    assert again.state.best_metric == trainer.state.best_metric
+    assert again.state.best_global_step == trainer.state.best_global_step
+    assert again.state.best_model_checkpoint == trainer.state.best_model_checkpoint
+    stopping = [c for c in again.callback_handler.callbacks if isinstance(c, EarlyStoppingCallback)]
+    assert [c.early_stopping_patience for c in stopping] == [100]
+    assert again.lr_scheduler.state_dict() == trainer.lr_scheduler.state_dict()
+    assert again.optimizer.param_groups[0]["lr"] == trainer.optimizer.param_groups[0]["lr"]
+    assert again.accelerator.scaler.state_dict() == trainer.accelerator.scaler.state_dict()
+
+
+@on_ranks(1)
+def test_only_the_model(tmp_path: Path) -> None:
+    run(tmp_path, save_only_model=True)
+    with bytecheckpoint.open(tmp_path / "step_00000008") as checkpoint:
+        assert {key.partition("/")[0] for key in checkpoint} == {"model", "trainer"}
+    with pytest.raises(CheckpointError, match="optimizer"):
+        run(tmp_path, "auto")
+
+
+# --- other data -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"per_device_train_batch_size": 4}, "8 samples per step, now 4"),
+        ({"gradient_accumulation_steps": 2}, "8 samples per step, now 16"),
+        ({"data_seed": 7}, "42 data seed, now 7"),
+    ],
+)
+@on_ranks(1)
+def test_other_data_are_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    trainer, _ = make(tmp_path, max_steps=4)
+    attach(trainer)
+    trainer.train()
+    trainer, _ = make(tmp_path, **options)
+    attach(trainer)
+    before = [p.clone() for p in trainer.model.parameters()]
+    with pytest.raises(IncompatibleCheckpointError, match=message):
+        trainer.train("auto")
+    assert all(map(torch.equal, before, trainer.model.parameters()))
+    assert run(tmp_path, "auto", ignore_data_skip=True, **options)
+
+
+# --- what is kept -----------------------------------------------------------------------------------------------------
+
+
+@on_ranks(1)
+def test_the_limit_and_the_best_step(tmp_path: Path) -> None:
+    """As Trainer keeps them: the best one and the newest; the best weights are loaded at the end."""
+    options = {
+        "eval_strategy": "steps", "eval_steps": 2, "save_steps": 2, "save_total_limit": 2, "load_best_model_at_end": True,
+        "metric_for_best_model": "loss", "num_train_epochs": 3,
+    }  # fmt: skip
+    stock, _ = make(tmp_path / "stock", **options)
+    stock.train()
+    trainer, losses = make(tmp_path / "own", **options)
+    checkpoints = attach(trainer)
+    (tmp_path / "own" / "checkpoint-1").mkdir(parents=True)  # of an earlier run
+    trainer.train()
+    assert losses.saved == list(range(2, 19, 2))
+    best = stock.state.best_global_step
+    assert trainer.state.best_global_step == best < 18, "the best step is not the last one"
+    assert trainer.state.best_model_checkpoint == f"{checkpoints.manager.root}/step_{best:08d}"
+    assert steps_in(tmp_path / "own") == sorted({best, 18})
+    assert sorted(p.name for p in (tmp_path / "stock").glob("checkpoint-*")) == sorted(
+        [f"checkpoint-{best}", "checkpoint-18"]
+    )
+    assert (tmp_path / "own" / "checkpoint-1").is_dir()
+    for name, value in stock.model.state_dict().items():
+        assert torch.equal(value, trainer.model.state_dict()[name]), name
+    assert trainer.args.save_total_limit == 2
+
+
+@on_ranks(1)
+def test_nothing_is_deleted_before_a_commit(tmp_path: Path) -> None:
+    """The save of step 8 fails: with save_total_limit=1 step 4 stays, and Trainer's own deletion does not run."""
+    trainer, _ = make(tmp_path, save_total_limit=1)
+    attach(trainer)
+    with pytest.MonkeyPatch.context() as patch:
+        Faults().install(patch).add("publish", OSError("no commit"), name="metadata.parquet", skip=1, times=-1)
+        with pytest.raises(CheckpointError, match="no commit"):
+            trainer.train()
+    assert steps_in(tmp_path) == [4]
+    run(tmp_path, "auto", save_total_limit=1)
+    assert steps_in(tmp_path) == [12]
+
+
+@on_ranks(1)
+def test_a_failed_save_may_be_a_warning(tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch, collected_warnings() as warnings:
+        Faults().install(patch).add("publish", OSError("no commit"), name="metadata.parquet", skip=1)
+        assert len(run(tmp_path, attached={"on_error": "warn"})) == 12
+    assert steps_in(tmp_path) == [4, 12]
+    assert any("the save of step 8 failed" in line for line in warnings)
+
+
+@on_ranks(1)
+def test_the_newest_step_is_damaged(tmp_path: Path) -> None:
+    wanted = run(tmp_path)
+    damage(storage_file(tmp_path / "step_00000012"), "flip")
+    with collected_warnings() as warnings:
+        assert run(tmp_path, "auto") == after(8, wanted)
+    assert any("step 12 cannot be loaded" in line for line in warnings)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "wanted"), [("no", []), ("epoch", [6, 12]), ("best", [2, 4]), ("steps", [5, 10, 12])]
+)
+@on_ranks(1)
+def test_strategies(tmp_path: Path, strategy: str, wanted: list[int]) -> None:
+    options: dict[str, Any] = {"save_strategy": strategy, "save_steps": 5}
+    if strategy == "best":
+        options |= {"metric_for_best_model": "loss", "eval_strategy": "steps", "eval_steps": 2}
+    run(tmp_path, **options)
+    assert steps_in(tmp_path) == wanted
+
+
+@on_ranks(1)
+def test_further_times_and_rules(tmp_path: Path) -> None:
+    run(tmp_path, attached={"every": 3, "keep": [Latest(2)]})
+    assert steps_in(tmp_path) == [9, 12]
+
+
+# --- the end of a job -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["jit", "given"])
+@on_ranks(1)
+def test_a_signal(tmp_path: Path, how: str) -> None:
+    """SIGTERM in the middle of an epoch: one last save, no evaluation, no end of an epoch."""
+    wanted = run(tmp_path / "whole", attached=False)
+
+    def stop() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.2)
+
+    before = signal.getsignal(signal.SIGTERM)
+    options: dict[str, Any] = {
+        "save_strategy": "epoch",
+        "eval_strategy": "epoch",
+        "enable_jit_checkpoint": how == "jit",
+    }
+    trainer, losses = make(tmp_path / "run", {3: stop}, **options)
+    checkpoints = attach(trainer, preemption=None if how == "jit" else Preemption())
+    trainer.train()
+    assert checkpoints.preempted and signal.getsignal(signal.SIGTERM) == before
+    (step,) = steps_in(tmp_path / "run")
+    assert step == trainer.state.global_step == max(losses.found) < STEPS_PER_EPOCH
+    assert not any("eval_loss" in entry for entry in trainer.state.log_history)
+    assert run(tmp_path / "run", "auto", **options) == after(step, wanted)
+
+
+@on_ranks(1)
+def test_final_weights(tmp_path: Path) -> None:
+    from transformers import LlamaForCausalLM
+
+    trainer, _ = make(tmp_path / "out", max_steps=3)
+    attach(trainer, tmp_path / "steps", hf_weights="last")
+    trainer.train()
+    assert steps_in(tmp_path / "steps") == [3] and not list((tmp_path / "out").glob("step_*"))
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+    assert all(torch.equal(value, loaded[name]) for name, value in trainer.model.state_dict().items())
+
+
+@on_ranks(1)
+def test_a_storage_of_another_kind(tmp_path: Path) -> None:
+    with new_memory() as root:
+        options: dict[str, Any] = {"attached": {"root": root}, "lr_scheduler_type": "constant"}
+        run(tmp_path, max_steps=9, **options)
+        assert not list(tmp_path.rglob("*.safetensors"))
+        assert list(run(tmp_path, f"{root}/step_00000009", max_steps=12, **options)) == [10, 11, 12]
+
+
+@on_ranks(1)
+def test_a_run_that_is_done(tmp_path: Path) -> None:
+    """Nothing is trained any more; Trainer itself would take one step more, in the middle of an epoch."""
+    run(tmp_path, max_steps=9)
+    trainer, losses = make(tmp_path, max_steps=9)
+    attach(trainer)
+    trainer.train("auto")
+    assert losses.found == {} and trainer.state.global_step == 9
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+@on_ranks(1)
+def test_refusals(tmp_path: Path) -> None:
+    trainer, _ = make(tmp_path)
+    attach(trainer)
+    assert type(trainer).__name__ == "Trainer"
+    with pytest.raises(UsageError, match="attached already"):
+        attach(trainer)
+    with pytest.raises(UsageError, match="hyperparameter_search"):
+        trainer.train(trial=object())
+    pushing, _ = make(tmp_path)
+    pushing.args.push_to_hub = True
+    with pytest.raises(UsageError, match="hub_strategy='end'"):
+        attach(pushing)
+    with pytest.raises(UsageError, match="hf_weights='all'"):
+        attach(make(tmp_path)[0], hf_weights="all")
+    with pytest.raises(UsageError, match="unknown option 'kept'"):
+        attach(make(tmp_path)[0], kept=3)
+
+    class Other:
+        args = None
+
+    with pytest.raises(UsageError, match=r"a Other of transformers .* has no set_initial_training_values"):
+        attach(Other())

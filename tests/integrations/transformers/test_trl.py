@@ -1,0 +1,113 @@
+"""TRL's SFTTrainer, and models with adapters of PEFT: only what is trained is saved."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import bytecheckpoint
+from bytecheckpoint.integrations.transformers import attach
+from tests.integrations.transformers.jobs import (
+    Losses,
+    arguments,
+    die_at_commit,
+    make,
+    model,
+    prepare_rank,
+    run,
+    steps_in,
+)
+from tests.support.worlds import Worlds, on_ranks
+
+
+def after(step: int, losses: dict[int, float]) -> dict[int, float]:
+    return {number: loss for number, loss in losses.items() if number > step}
+
+
+def lora(dropout: float = 0.2) -> Any:
+    """Return the tiny model with adapters whose weights are always the same."""
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=2, lora_dropout=dropout, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    return get_peft_model(model(), config)
+
+
+def run_lora(folder: Path, resume: Any = None, **options: Any) -> dict[int, float]:
+    return run(folder, resume, net=lora(), **options)
+
+
+def die_with_lora(folder: Path) -> None:
+    die_at_commit(folder, 2, net=lora())
+
+
+def test_adapters_of_a_killed_run(worlds: Worlds, tmp_path: Path) -> None:
+    wanted = worlds.run(1, run_lora, tmp_path / "whole", attached=False)[0]
+    worlds.fresh(1).start(die_with_lora, tmp_path / "run").outcomes()
+    assert steps_in(tmp_path / "run") == [4]
+    assert worlds.run(1, run_lora, tmp_path / "run", "auto")[0] == after(4, wanted)
+    with bytecheckpoint.open(tmp_path / "run" / "step_00000008") as checkpoint:
+        names = [key for key in checkpoint if key.startswith("model/")]
+    assert names and all("lora_" in name for name in names)
+
+
+@on_ranks(1)
+def test_adapter_files_and_the_best_step(tmp_path: Path) -> None:
+    from peft import PeftModel
+
+    options: dict[str, Any] = {
+        "eval_strategy": "steps", "eval_steps": 2, "save_steps": 2, "save_total_limit": 1, "load_best_model_at_end": True,
+        "metric_for_best_model": "loss", "learning_rate": 0.5,
+    }  # fmt: skip
+    stock, _ = make(tmp_path / "stock", net=lora(), **options)
+    stock.train()
+    trainer, _ = make(tmp_path / "run", net=lora(), **options)
+    attach(trainer, tmp_path / "steps", hf_weights="last")
+    trainer.train()
+    assert (tmp_path / "run" / "adapter_model.safetensors").is_file()
+    loaded = PeftModel.from_pretrained(model(), tmp_path / "run").state_dict()
+    wanted = stock.model.state_dict()
+    assert all(torch.equal(value, wanted[name]) for name, value in trainer.model.state_dict().items())
+    assert all(torch.equal(value, wanted[name]) for name, value in loaded.items())
+
+
+def sft(folder: Path, resume: Any = None, *, attached: bool = True, stop_at: int = 0) -> dict[int, float]:
+    """Train with SFTTrainer on texts; return the losses."""
+    from datasets import Dataset
+    from peft import LoraConfig
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+    from trl import SFTConfig, SFTTrainer
+
+    prepare_rank()
+    words = ["<pad>", "<eos>", "<unk>", *"abcdefghij"]
+    tokenizer = Tokenizer(models.WordLevel({word: n for n, word in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    numbers = torch.randint(0, 10, (48, 6), generator=torch.Generator().manual_seed(5)).tolist()
+    data = Dataset.from_list([{"text": " ".join("abcdefghij"[n] for n in row)} for row in numbers])
+    losses = Losses({stop_at: lambda: setattr(trainer.control, "should_training_stop", True)} if stop_at else None)
+    trainer = SFTTrainer(
+        model=model(),
+        args=SFTConfig(**arguments(folder, max_length=8, bf16=False, gradient_checkpointing=False)),
+        train_dataset=data,
+        processing_class=PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>"),
+        peft_config=LoraConfig(r=2, lora_dropout=0.2, target_modules=["q_proj"], task_type="CAUSAL_LM"),
+        callbacks=[losses.callback],
+    )
+    if attached:
+        attach(trainer, hf_weights="last")
+        assert isinstance(trainer, SFTTrainer) and type(trainer).__name__ == "SFTTrainer"
+    trainer.train(resume_from_checkpoint=resume)
+    return losses.found
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_sft(worlds: Worlds, tmp_path: Path, ranks: int) -> None:
+    wanted = worlds.run(ranks, sft, tmp_path / "whole", attached=False)
+    worlds.run(ranks, sft, tmp_path / "run", "auto", stop_at=8)
+    assert steps_in(tmp_path / "run") == [4, 8]
+    assert worlds.run(ranks, sft, tmp_path / "run", "auto") == [after(8, losses) for losses in wanted]
+    assert json.loads((tmp_path / "run" / "adapter_config.json").read_text())["r"] == 2
