@@ -20,7 +20,8 @@ from bytecheckpoint.manager.rules import (
 )
 
 if TYPE_CHECKING:
-    from bytecheckpoint.manager.manager import CheckpointManager, Restored
+    from bytecheckpoint.manager.manager import CheckpointManager
+    from bytecheckpoint.manager.restored import Restored
 
 __all__ = [
     "AtSteps",
@@ -45,8 +46,10 @@ __all__ = [
 if not TYPE_CHECKING:  # the manager needs torch, and the command line none
 
     def __getattr__(name: str) -> Any:
-        if name not in ("CheckpointManager", "Restored"):
+        if name == "CheckpointManager":
+            from bytecheckpoint.manager.manager import CheckpointManager as found
+        elif name == "Restored":
+            from bytecheckpoint.manager.restored import Restored as found
+        else:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        from bytecheckpoint.manager import manager
-
-        return getattr(manager, name)
+        return found

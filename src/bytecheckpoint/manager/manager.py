@@ -4,17 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import os
-import queue
-import threading
 import time
 from collections.abc import Callable, Mapping, MutableMapping
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
-
-import torch
 
 from bytecheckpoint.collectives import current
 from bytecheckpoint.collectives.agreement import Agreement
@@ -29,9 +23,11 @@ from bytecheckpoint.errors import (
 from bytecheckpoint.handles import LoadReport, SaveHandle
 from bytecheckpoint.loading import load
 from bytecheckpoint.manager.boundary import Boundaries
+from bytecheckpoint.manager.cleaner import Cleaner
 from bytecheckpoint.manager.interval import Interval
 from bytecheckpoint.manager.preemption import Preemption
-from bytecheckpoint.manager.rules import Best, EverySeconds, StepInfo, keep_rules, save_rules
+from bytecheckpoint.manager.restored import Restored
+from bytecheckpoint.manager.rules import Best, EverySeconds, StepInfo, finite_metrics, keep_rules, save_rules
 from bytecheckpoint.manager.run_folder import METADATA, RunFolder, by_age, step_folder
 from bytecheckpoint.saving import prepare, save
 from bytecheckpoint.saving.steps import check_step
@@ -41,7 +37,7 @@ from bytecheckpoint.world import world_of
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["CheckpointManager", "Restored"]
+__all__ = ["CheckpointManager"]
 
 _log = logging.getLogger("bytecheckpoint")
 
@@ -51,21 +47,6 @@ _STEPS = 2**44  # more than a run has
 _OVERLAPS = ("wait", "skip", "fail")
 #: Arguments of `save` that `prepare` takes too.
 _OF_PREPARE = {"framework", "include", "exclude", "names", "timeout"}
-
-
-@dataclass(frozen=True)
-class Restored:
-    """What a restore did.
-
-    Attributes:
-        step: that was loaded, or None: there was none, and the run begins.
-        report: of the load.
-        skipped: newer steps that could not be loaded, with the reason.
-    """
-
-    step: int | None
-    report: LoadReport | None = None
-    skipped: Mapping[int, str] = field(default_factory=dict)
 
 
 class CheckpointManager:
@@ -154,9 +135,7 @@ class CheckpointManager:
             if preemption is not None:
                 stack.enter_context(preemption.watching(self._notice))
             self._stack = stack.pop_all()
-        self._cleaning: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._cleaner = threading.Thread(target=self._clean_up, name="bytecheckpoint-retention", daemon=True)
-        self._cleaner.start()
+        self._cleaner = Cleaner(self.root, lambda why: self._boundaries.request(f"{_USURPED}{why}"))
 
     # --- where the run is -----------------------------------------------------------------------------------------
 
@@ -345,7 +324,8 @@ class CheckpointManager:
             self._boundaries.request(_SAVE)
 
     def _save(self, step: int, metrics: Mapping[str, Any], *, overlap: str) -> SaveHandle | None:
-        if overlap != "wait" and self._is_busy():
+        busy = self._handle is not None and not self._handle.restorable.done()
+        if overlap != "wait" and self._ask_rank_0(busy):
             if overlap == "fail":
                 raise UsageError(f"the save of step {self._saved_step} is still being written at step {step}")
             _log.warning("step %d is not saved: that of step %d is still being written", step, self._saved_step)
@@ -356,7 +336,7 @@ class CheckpointManager:
             self._claim(step)
         begun = self._saved_at = time.monotonic()
         self._asked_by_clock = False
-        facts = {METADATA: {"step": step, "metrics": _finite(metrics, step)}}
+        facts = {METADATA: {"step": step, "metrics": finite_metrics(metrics, step)}}
         options = {**self._save_options, "process_group": self._group, "step": step}
         options["metadata"] = {**options.get("metadata", {}), **facts}
         try:
@@ -393,7 +373,7 @@ class CheckpointManager:
             )  # fmt: skip
         self._folder.take_over()
         self._owner = True
-        self._cleaning.put(lambda: self._folder.collect_leftovers(self._grace, but=step))
+        self._cleaner.do(lambda: self._folder.collect_leftovers(self._grace, but=step))
 
     def _after(self, done: Any, begun: float, stall: float) -> None:
         """Note what a save took, and have the cleaner look at the folder."""
@@ -403,7 +383,14 @@ class CheckpointManager:
             for rule in self._save_rules:
                 if isinstance(rule, Interval):
                     rule.learn(stall, write)
-            self._cleaning.put(self._retain)
+            self._cleaner.do(self._retain)
+
+    def _retain(self) -> None:
+        """Delete what no rule keeps. Runs on rank 0, in the cleaner."""
+        if self._collective.rank == 0:
+            self._folder.check_owner()
+            if self._keep_rules is not None:
+                self._folder.clean(self._keep_rules, self._grace)
 
     def _prepare(self) -> None:
         """Have the first save planned and its memory touched while training goes on: optimizers have their state now."""
@@ -412,14 +399,11 @@ class CheckpointManager:
             options = {name: self._save_options[name] for name in _OF_PREPARE & self._save_options.keys()}
             prepare(self._states, process_group=self._group, **options)
 
-    def _is_busy(self) -> bool:
-        """Return whether rank 0 knows of a save in flight."""
+    def _ask_rank_0(self, own: bool) -> bool:
+        """Return rank 0's answer to a question whose answers may differ: `own` is this rank's."""
         self._conversations += 1
-        busy = self._handle is not None and not self._handle.restorable.done()
-        told = self._collective.broadcast(
-            f"{self._tag}/{self._conversations}", b"\1" if busy else b"\0", timeout=settings().timeout
-        )
-        return told == b"\1"
+        tag = f"{self._tag}/{self._conversations}"
+        return self._collective.broadcast(tag, b"\1" if own else b"\0", timeout=settings().timeout) == b"\1"
 
     def _raise_failure(self) -> None:
         """Tell of the failure of the last save, once."""
@@ -453,13 +437,7 @@ class CheckpointManager:
         assert self._preemption is not None
         deadline = (self._noticed_at or time.monotonic()) + self._preemption.grace
         _log.warning("rank %d: the job is to stop; step %d is the last one", self._collective.rank, step)
-        self._conversations += 1
-        too_long = self._collective.broadcast(
-            f"{self._tag}/{self._conversations}",
-            b"\1" if time.monotonic() + self._longest_save > deadline else b"\0",
-            timeout=settings().timeout,
-        )
-        if too_long == b"\1":
+        if self._ask_rank_0(time.monotonic() + self._longest_save > deadline):
             _log.warning("a save takes %.0f s, too long for the grace period: none is begun", self._longest_save)
             return None
         handle = self._save(step, self._metrics, overlap="wait")
@@ -496,38 +474,4 @@ class CheckpointManager:
             self.wait()
         finally:
             self._stack.close()
-            self._cleaning.put(None)
-            self._cleaner.join(settings().timeout)
-
-    # --- retention ------------------------------------------------------------------------------------------------
-
-    def _retain(self) -> None:
-        """Delete what no rule keeps. Runs on rank 0, in the cleaner."""
-        if self._collective.rank == 0:
-            self._folder.check_owner()
-            if self._keep_rules is not None:
-                self._folder.clean(self._keep_rules, self._grace)
-
-    def _clean_up(self) -> None:
-        while (work := self._cleaning.get()) is not None:
-            try:
-                work()
-            except StorageConflictError as error:
-                self._boundaries.request(f"{_USURPED}{error}")
-            except Exception as error:  # noqa: BLE001  training goes on; the next commit tries again
-                _log.warning("old steps of %s were not deleted: %s", self.root, error)
-
-
-def _finite(metrics: Mapping[str, Any], step: int) -> dict[str, float]:
-    """Return metrics as numbers that JSON can hold, without those that are none."""
-    found: dict[str, float] = {}
-    for name, value in metrics.items():
-        try:
-            number = float(value.detach() if isinstance(value, torch.Tensor) else value)
-        except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor of several elements
-            number = math.nan
-        if math.isfinite(number):
-            found[str(name)] = number
-        else:
-            _log.warning("the metric %s is %r at step %d: the step is no candidate for the best", name, value, step)
-    return found
+            self._cleaner.close(settings().timeout)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -22,9 +23,12 @@ __all__ = [
     "SaveRule",
     "StepInfo",
     "Younger",
+    "finite_metrics",
     "keep_rules",
     "save_rules",
 ]
+
+_log = logging.getLogger("bytecheckpoint")
 
 
 @dataclass(frozen=True)
@@ -245,3 +249,18 @@ def _check_count(rule: Latest | Best) -> None:
         raise UsageError(
             f"{type(rule).__name__}: keep at least 1 step, not {rule.count!r}; that would delete everything"
         )
+
+
+def finite_metrics(metrics: Mapping[str, Any], step: int) -> dict[str, float]:
+    """Return metrics as numbers that JSON can hold, without those that are none."""
+    found: dict[str, float] = {}
+    for name, value in metrics.items():
+        try:
+            number = float(value.detach() if hasattr(value, "detach") else value)  # a tensor
+        except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor of several elements
+            number = math.nan
+        if math.isfinite(number):
+            found[str(name)] = number
+        else:
+            _log.warning("the metric %s is %r at step %d: the step is no candidate for the best", name, value, step)
+    return found
