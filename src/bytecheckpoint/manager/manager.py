@@ -386,7 +386,9 @@ class CheckpointManager:
             )  # fmt: skip
         self._folder.take_over()
         self._owner = True
-        self._cleaning.put(lambda: self._folder.collect_leftovers(self._grace, but=step))
+        # What is younger may be of a save that the job before has in flight: none lasts longer without an answer.
+        age = max(self._grace, settings().timeout)
+        self._cleaning.put(lambda: self._folder.collect_leftovers(age, but=step))
 
     def _after(self, done: Any, begun: float) -> None:
         """Note what a save took, and have the cleaner look at the folder."""
