@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -168,3 +169,15 @@ def test_a_manager_that_only_saves_at_once_learns_of_its_successor(tmp_path: Pat
                 break
             time.sleep(0.01)
     assert "another job manages" in str(error)
+
+
+def test_what_another_job_is_writing_stays(tmp_path: Path) -> None:
+    save_steps(tmp_path, 1)
+    written = storage_file(Path(step_folder(str(tmp_path), 1)))
+    begun = Path(step_folder(str(tmp_path), 3), "model", written.name.replace(written.name.split(".")[1], "0" * 24))
+    begun.parent.mkdir(parents=True)
+    begun.write_bytes(written.read_bytes())
+    for seconds, stays in ((60, True), (6000, False)):
+        os.utime(begun, (time.time() - seconds,) * 2)
+        assert go_on(tmp_path, 2) == [1, 2]
+        assert begun.exists() == stays

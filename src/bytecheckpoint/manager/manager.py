@@ -7,7 +7,6 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping, MutableMapping
-from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Self
 
 from bytecheckpoint.collectives import current
@@ -29,7 +28,7 @@ from bytecheckpoint.manager.preemption import Preemption
 from bytecheckpoint.manager.restored import Restored
 from bytecheckpoint.manager.rules import Best, EverySeconds, StepInfo, finite_metrics, keep_rules, save_rules
 from bytecheckpoint.manager.run_folder import METADATA, RunFolder, by_age, step_folder
-from bytecheckpoint.saving import prepare, save
+from bytecheckpoint.manager.saves import RunSaves
 from bytecheckpoint.saving.steps import check_step
 from bytecheckpoint.settings import settings
 from bytecheckpoint.world import world_of
@@ -45,8 +44,6 @@ _log = logging.getLogger("bytecheckpoint")
 _SAVE, _PREEMPT, _USURPED = "save", "preempt", "usurped: "
 _STEPS = 2**44  # more than a run has
 _OVERLAPS = ("wait", "skip", "fail")
-#: Arguments of `save` that `prepare` takes too.
-_OF_PREPARE = {"framework", "include", "exclude", "names", "timeout"}
 
 
 class CheckpointManager:
@@ -107,8 +104,9 @@ class CheckpointManager:
             raise UsageError(f"grace={grace!r}: give a number of seconds, at least 0")
         self._states = states
         self._save_rules, self._keep_rules = save_rules(every), keep_rules(keep)
-        self._preemption, self._at_end, self._overlap, self._on_error = preemption, at_end, overlap, on_error
-        self._save_options = {"async_checkpoint": async_checkpoint, **(save_options or {})}
+        self._preemption, self._at_end, self._overlap = preemption, at_end, overlap
+        options = {"async_checkpoint": async_checkpoint, **(save_options or {}), "process_group": process_group}
+        self._saves = RunSaves(states, options, on_error, self._after)
         self._load_options = dict(load_options or {})
         self._group, self._grace = process_group, grace
         self._collective = current(process_group, timeout=settings().timeout)
@@ -119,15 +117,11 @@ class CheckpointManager:
         self.restored: Restored | None = None
         self._step = 0  # the last boundary
         self._loads = 0  # after each the steps begin at a lower number, perhaps
-        self._saved_step = 0
-        self._saved_at = time.monotonic()
         self._metrics: Mapping[str, Any] = {}
         self._asked_by_clock = False
         self._noticed_at = 0.0
-        self._owner = self._prepared = False
+        self._owner = False
         self._went_to: int | None = None  # the step that was loaded, until a save follows
-        self._longest_save = 0.0
-        self._handle: SaveHandle | None = None
         with contextlib.ExitStack() as stack:
             self._boundaries = stack.enter_context(
                 Boundaries(self._collective, f"{self._tag}/boundaries", settings().timeout, self._poll())
@@ -213,14 +207,14 @@ class CheckpointManager:
         options = {"process_group": self._group, **self._load_options}
         report = load(step_folder(self.root, step), self._states, **options)
         self._begin_at(step)
-        self._prepared = True  # by the load
+        self._saves.prepared = True  # by the load
         self._went_to = step
         self._loads += 1
         return report
 
     def _begin_at(self, step: int) -> None:
-        self._step = self._saved_step = step
-        self._saved_at = time.monotonic()
+        self._step = step
+        self._saves.begin_at(step)
 
     def _agree_on_steps(self) -> list[int]:
         """Return the committed steps that any rank sees, by age: each machine has a hot tier of its own."""
@@ -261,8 +255,8 @@ class CheckpointManager:
             return self._save_before_the_end(step)
         if _SAVE in acts or any(rule.due(step, before) for rule in self._save_rules):
             return self._save(step, self._metrics, overlap=self._overlap)
-        self._raise_failure()
-        self._prepare()
+        self._saves.raise_failure()
+        self._saves.prepare()
         return None
 
     def save(self, step: int, metrics: Mapping[str, Any] | None = None) -> SaveHandle:
@@ -286,9 +280,7 @@ class CheckpointManager:
         Raises:
             CheckpointError: it failed, and nobody has been told.
         """
-        if self._handle is not None:
-            Future.exception(self._handle.committed)  # waits
-            self._raise_failure()
+        self._saves.wait()
 
     def _reach(self, step: int, metrics: Mapping[str, Any] | None) -> set[str]:
         """Be at a boundary; return what all ranks do there.
@@ -305,7 +297,7 @@ class CheckpointManager:
         if _PREEMPT in acts:
             self.preempted = True
         if _SAVE in acts:  # also if the save is skipped now
-            self._asked_by_clock, self._saved_at = False, time.monotonic()
+            self._asked_by_clock, self._saves.at = False, time.monotonic()
         return acts
 
     def _checked(self, step: object) -> int:
@@ -319,37 +311,21 @@ class CheckpointManager:
         seconds = [rule.seconds for rule in self._save_rules if isinstance(rule, EverySeconds | Interval)]
         if self._collective.rank or not seconds or self._asked_by_clock:
             return
-        if time.monotonic() - self._saved_at >= min(seconds):
+        if time.monotonic() - self._saves.at >= min(seconds):
             self._asked_by_clock = True
             self._boundaries.request(_SAVE)
 
     def _save(self, step: int, metrics: Mapping[str, Any], *, overlap: str) -> SaveHandle | None:
-        busy = self._handle is not None and not self._handle.restorable.done()
-        if overlap != "wait" and self._ask_rank_0(busy):
+        if overlap != "wait" and self._ask_rank_0(self._saves.busy):
             if overlap == "fail":
-                raise UsageError(f"the save of step {self._saved_step} is still being written at step {step}")
-            _log.warning("step %d is not saved: that of step %d is still being written", step, self._saved_step)
+                raise UsageError(f"the save of step {self._saves.step} is still being written at step {step}")
+            _log.warning("step %d is not saved: that of step %d is still being written", step, self._saves.step)
             return None
-        if self._on_error == "warn":
-            self.wait()  # `save` would wait too, and raise the failure in place of saving
         if self._collective.rank == 0:
             self._claim(step)
-        begun = self._saved_at = time.monotonic()
         self._asked_by_clock = False
         facts = {METADATA: {"step": step, "metrics": finite_metrics(metrics, step)}}
-        options = {**self._save_options, "process_group": self._group, "step": step}
-        options["metadata"] = {**options.get("metadata", {}), **facts}
-        try:
-            handle = save(step_folder(self.root, step), self._states, **options)
-        except CheckpointError as error:
-            if self._on_error == "raise":
-                raise
-            _log.warning("the save of step %d failed: %s", step, error)
-            return None
-        self._handle, self._saved_step, self._prepared = handle, step, True
-        stall = time.monotonic() - begun
-        handle.committed.add_done_callback(lambda done: self._after(done, begun, stall))
-        return handle
+        return self._saves.start(step_folder(self.root, step), step, facts)
 
     def _claim(self, step: int) -> None:
         """Be the manager of the folder, and note where the run goes on. Runs on rank 0."""
@@ -373,17 +349,16 @@ class CheckpointManager:
             )  # fmt: skip
         self._folder.take_over()
         self._owner = True
-        self._cleaner.do(lambda: self._folder.collect_leftovers(self._grace, but=step))
+        # What is younger may be of a save that the job before has in flight: none lasts longer without an answer.
+        age = max(self._grace, settings().timeout)
+        self._cleaner.do(lambda: self._folder.collect_leftovers(age, but=step))
 
-    def _after(self, done: Any, begun: float, stall: float) -> None:
-        """Note what a save took, and have the cleaner look at the folder."""
-        if Future.exception(done) is None:  # not `Outcome`'s, which would count as having been told
-            write = time.monotonic() - begun
-            self._longest_save = max(self._longest_save, write)
-            for rule in self._save_rules:
-                if isinstance(rule, Interval):
-                    rule.learn(stall, write)
-            self._cleaner.do(self._retain)
+    def _after(self, stall: float, seconds: float) -> None:
+        """Tell the rules what a save took, and have the cleaner look at the folder."""
+        for rule in self._save_rules:
+            if isinstance(rule, Interval):
+                rule.learn(stall, seconds)
+        self._cleaner.do(self._retain)
 
     def _retain(self) -> None:
         """Delete what no rule keeps. Runs on rank 0, in the cleaner."""
@@ -392,30 +367,11 @@ class CheckpointManager:
             if self._keep_rules is not None:
                 self._folder.clean(self._keep_rules, self._grace)
 
-    def _prepare(self) -> None:
-        """Have the first save planned and its memory touched while training goes on: optimizers have their state now."""
-        if not self._prepared and self._save_options["async_checkpoint"]:
-            self._prepared = True
-            options = {name: self._save_options[name] for name in _OF_PREPARE & self._save_options.keys()}
-            prepare(self._states, process_group=self._group, **options)
-
     def _ask_rank_0(self, own: bool) -> bool:
         """Return rank 0's answer to a question whose answers may differ: `own` is this rank's."""
         self._conversations += 1
         tag = f"{self._tag}/{self._conversations}"
         return self._collective.broadcast(tag, b"\1" if own else b"\0", timeout=settings().timeout) == b"\1"
-
-    def _raise_failure(self) -> None:
-        """Tell of the failure of the last save, once."""
-        handle = self._handle
-        if handle is None or not handle.done() or handle.failure_seen:
-            return
-        try:
-            handle.result()
-        except CheckpointError as error:
-            if self._on_error == "raise":
-                raise
-            _log.warning("the save of step %d failed: %s", self._saved_step, error)
 
     # --- the end of a job -----------------------------------------------------------------------------------------
 
@@ -437,16 +393,17 @@ class CheckpointManager:
         assert self._preemption is not None
         deadline = (self._noticed_at or time.monotonic()) + self._preemption.grace
         _log.warning("rank %d: the job is to stop; step %d is the last one", self._collective.rank, step)
-        if self._ask_rank_0(time.monotonic() + self._longest_save > deadline):
-            _log.warning("a save takes %.0f s, too long for the grace period: none is begun", self._longest_save)
+        if self._ask_rank_0(time.monotonic() + self._saves.longest > deadline):
+            _log.warning("a save takes %.0f s, too long for the grace period: none is begun", self._saves.longest)
             return None
         handle = self._save(step, self._metrics, overlap="wait")
         if handle is not None:
             try:
-                Future.exception(handle.committed, max(deadline - time.monotonic(), 0.0))  # waits
-            except TimeoutError:
+                self._saves.wait(max(deadline - time.monotonic(), 0.0))
+            except TimeoutError as error:
+                if isinstance(error, CheckpointError):  # of the save itself
+                    raise
                 _log.warning("step %d was not committed within the grace period: the step before stands", step)
-            self._raise_failure()
         return handle
 
     def __enter__(self) -> Self:
@@ -469,7 +426,7 @@ class CheckpointManager:
 
     def _close(self, *, save_last: bool) -> None:
         try:
-            if save_last and not self.preempted and self._step > self._saved_step:
+            if save_last and not self.preempted and self._step > self._saves.step:
                 self._save(self._step, self._metrics, overlap="wait")
             self.wait()
         finally:

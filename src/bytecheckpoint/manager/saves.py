@@ -1,0 +1,122 @@
+"""The saves of a run, of which one is in flight at a time: their failures, and what they take."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, MutableMapping
+from concurrent.futures import Future
+from typing import Any
+
+from bytecheckpoint.errors import CheckpointError
+from bytecheckpoint.handles import SaveHandle
+from bytecheckpoint.saving import prepare, save
+
+__all__ = ["RunSaves"]
+
+_log = logging.getLogger("bytecheckpoint")
+#: Arguments of `save` that `prepare` takes too.
+_OF_PREPARE = {"framework", "include", "exclude", "names", "timeout", "process_group"}
+
+
+class RunSaves:
+    """Saves one step after the other.
+
+    Args:
+        states: as for `save`.
+        options: further arguments of `save`.
+        on_error: "raise" the failure of a save, once, or "warn".
+        committed: called after each commit, in a thread of the save, with the seconds for which the save stalled the
+            training, and those until the commit.
+
+    Attributes:
+        step: that was saved last, or loaded.
+        at: when that was, by `time.monotonic`.
+        longest: seconds of the longest save so far.
+        prepared: a save or a load has planned the next save.
+    """
+
+    def __init__(
+        self,
+        states: MutableMapping[str, Any],
+        options: Mapping[str, Any],
+        on_error: str,
+        committed: Callable[[float, float], object],
+    ) -> None:
+        self._states, self._options, self._on_error, self._committed = states, dict(options), on_error, committed
+        self._handle: SaveHandle | None = None
+        self.step, self.at = 0, time.monotonic()
+        self.longest = 0.0
+        self.prepared = False
+
+    @property
+    def busy(self) -> bool:
+        """Whether a save is in flight, as far as this rank knows."""
+        return self._handle is not None and not self._handle.restorable.done()
+
+    def start(self, path: str, step: int, facts: Mapping[str, Any]) -> SaveHandle | None:
+        """Save after the save in flight; return None after a failure that is only a warning.
+
+        Args:
+            path: of the checkpoint.
+            step: that is saved.
+            facts: for the metadata, beside those of the options.
+
+        Raises:
+            CheckpointError: the save failed, or the one before.
+        """
+        if self._on_error == "warn":
+            self.wait()  # `save` would wait too, and raise the failure in place of saving
+        begun = self.at = time.monotonic()
+        options = {**self._options, "step": step, "metadata": {**self._options.get("metadata", {}), **facts}}
+        try:
+            handle = save(path, self._states, **options)
+        except CheckpointError as error:
+            if self._on_error == "raise":
+                raise
+            _log.warning("the save of step %d failed: %s", step, error)
+            return None
+        self._handle, self.step, self.prepared = handle, step, True
+        stall = time.monotonic() - begun
+
+        def note(done: Future[Any]) -> None:
+            if Future.exception(done) is None:  # not `Outcome`'s, which would count as having been told
+                seconds = time.monotonic() - begun
+                self.longest = max(self.longest, seconds)
+                self._committed(stall, seconds)
+
+        handle.committed.add_done_callback(note)
+        return handle
+
+    def begin_at(self, step: int) -> None:
+        """Count as saved what was loaded."""
+        self.step, self.at = step, time.monotonic()
+
+    def prepare(self) -> None:
+        """Have the first save planned and its memory touched while training goes on: optimizers have their state now."""
+        if not self.prepared and self._options["async_checkpoint"]:
+            self.prepared = True
+            prepare(self._states, **{name: self._options[name] for name in _OF_PREPARE & self._options.keys()})
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait for the commit of the save in flight.
+
+        Raises:
+            TimeoutError: it takes longer.
+            CheckpointError: it failed, and nobody has been told.
+        """
+        if self._handle is not None:
+            Future.exception(self._handle.committed, timeout)
+            self.raise_failure()
+
+    def raise_failure(self) -> None:
+        """Tell of the failure of the last save, once."""
+        handle = self._handle
+        if handle is None or not handle.done() or handle.failure_seen:
+            return
+        try:
+            handle.result()
+        except CheckpointError as error:
+            if self._on_error == "raise":
+                raise
+            _log.warning("the save of step %d failed: %s", self.step, error)
