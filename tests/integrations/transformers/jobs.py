@@ -64,6 +64,14 @@ def prepare_rank() -> None:
     GradientState._reset_state()
 
 
+def _pretend_gpus() -> None:
+    """Let accelerate take FSDP, which it does on accelerators only, for the CPU too."""
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedType
+
+    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+
+
 def _place() -> tuple[int, int, int, int]:
     if not dist.is_initialized():
         return 0, 0, 1, 1
@@ -105,8 +113,11 @@ def make(
     prepare_rank()
     logging.getLogger("transformers").setLevel(logging.ERROR)
     losses = Losses(at)
+    args = TrainingArguments(**arguments(folder, **options))
+    if args.fsdp:
+        _pretend_gpus()
     trainer = Trainer(
-        model=model(dropout) if net is None else net, args=TrainingArguments(**arguments(folder, **options)),
+        model=model(dropout) if net is None else net, args=args,
         train_dataset=samples(), eval_dataset=samples(8, seed=4), callbacks=[*callbacks, losses.callback],
     )  # fmt: skip
     return trainer, losses

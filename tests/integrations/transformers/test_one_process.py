@@ -21,6 +21,7 @@ from tests.integrations.transformers.jobs import (
     die_at_commit,
     make,
     run,
+    samples,
     steps_in,
 )
 from tests.support.damage import damage, storage_file
@@ -155,6 +156,44 @@ def test_other_data_are_refused(tmp_path: Path, options: dict[str, Any], message
         trainer.train("auto")
     assert all(map(torch.equal, before, trainer.model.parameters()))
     assert run(tmp_path, "auto", ignore_data_skip=True, **options)
+
+
+@on_ranks(1)
+def test_data_without_a_length(tmp_path: Path) -> None:
+    class Texts(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
+        def __iter__(self) -> Any:
+            yield from samples(200)
+
+    def train(folder: Path, steps: int, attached: bool = True) -> dict[int, float]:
+        trainer, losses = make(folder, max_steps=steps, lr_scheduler_type="constant", dropout=0.2)
+        trainer.train_dataset = Texts()
+        if attached:
+            attach(trainer)
+        trainer.train("auto" if attached else None)
+        return losses.found
+
+    wanted = train(tmp_path / "whole", 12, attached=False)
+    train(tmp_path / "run", 8)
+    assert train(tmp_path / "run", 12) == after(8, wanted)
+
+
+@on_ranks(1)
+def test_batches_that_shrink(tmp_path: Path) -> None:
+    """Trainer begins anew with smaller batches where memory is short."""
+    trainer, losses = make(tmp_path, auto_find_batch_size=True, max_steps=8)
+    compute_loss = trainer.compute_loss
+
+    def too_large(model: Any, inputs: Any, **options: Any) -> Any:
+        if len(inputs["input_ids"]) > 4 and trainer.state.global_step > 1:
+            raise RuntimeError("CUDA out of memory.")
+        return compute_loss(model, inputs, **options)
+
+    trainer.compute_loss = too_large
+    attach(trainer)
+    trainer.train("auto")
+    assert steps_in(tmp_path) == [4, 8] and trainer._train_batch_size <= 4
+    found = run(tmp_path, "auto", per_device_train_batch_size=trainer._train_batch_size, max_steps=10)
+    assert list(found) == [9, 10] and losses.found
 
 
 # --- what is kept -----------------------------------------------------------------------------------------------------

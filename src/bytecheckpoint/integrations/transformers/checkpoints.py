@@ -69,7 +69,9 @@ class TrainerCheckpoints:
             What Trainer itself is to resume from, or None.
         """
         own = None if resume is None or resume is False else resume
-        stock = own if own not in (None, True) and os.path.isfile(os.path.join(own, "trainer_state.json")) else None
+        stock = (
+            own if own not in (None, True, "auto") and os.path.isfile(os.path.join(own, "trainer_state.json")) else None
+        )
         self._resume, self.manager = None if stock else own, None
         with contextlib.ExitStack() as self._stack:
             yield stock
@@ -125,7 +127,7 @@ class TrainerCheckpoints:
         """Return the step of this run that `resume_from_checkpoint` names by its path; 0 for everything else."""
         folder, _, name = ("", "", "") if self._resume is None else resolve(self._resume).url.rpartition("/")
         number = name.removeprefix("step_")
-        return int(number) if folder == manager.root and number.isdecimal() else 0
+        return int(number) if folder == manager.root and number != name and number.isdecimal() else 0
 
     def _refuse_newer_steps(self, manager: CheckpointManager) -> None:
         """Refuse to begin before the end of a run that is in the folder: its steps would count as the newest ones."""
