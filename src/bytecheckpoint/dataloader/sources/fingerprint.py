@@ -9,8 +9,6 @@ import numpy as np
 import torch
 import xxhash
 
-from bytecheckpoint.engine.tensor_bytes import dense, flat_bytes
-
 __all__ = ["value_fingerprint"]
 
 
@@ -23,7 +21,8 @@ def value_fingerprint(value: Any) -> str:
 
 def _add(running: xxhash.xxh3_64, value: Any) -> None:
     if isinstance(value, torch.Tensor):
-        content = flat_bytes(dense(value.detach().cpu())).numpy()
+        flat = value.detach().cpu().contiguous().reshape(-1)
+        content = flat.as_strided(flat.shape, (1,)).view(torch.uint8).numpy()  # one element may have any stride
         value = [str(value.dtype), *value.shape, content]
     if isinstance(value, Mapping):
         value = [part for key in sorted(value, key=str) for part in (key, value[key])]
