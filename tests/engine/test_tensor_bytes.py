@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+import bytecheckpoint
+from bytecheckpoint.dataloader.sources.fingerprint import value_fingerprint
 from bytecheckpoint.engine.tensor_bytes import dense, dense_bytes, flat_bytes
+from bytecheckpoint.representation.values.equality import equal
 
 _STRIDED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "contiguous": lambda t: t,
@@ -39,3 +45,13 @@ def test_a_small_part_is_not_cut_from_a_copy_of_all(strides: str) -> None:
     tensor = _STRIDED[strides](torch.arange(2400))
     part = dense_bytes(tensor, 800, 1600)
     assert part.untyped_storage().nbytes() < tensor.nbytes // 4
+
+
+def test_one_element_with_any_stride_is_saved_and_compared(tmp_path: Path) -> None:
+    odd = torch.arange(8)[3::5][:1]
+    states: dict[str, Any] = {"extra": {"one": odd, "none": torch.from_numpy(np.empty(0))}}
+    bytecheckpoint.save(tmp_path, states)
+    fresh: dict[str, Any] = {"extra": {"one": torch.zeros(1, dtype=torch.int64), "none": torch.empty(0).double()}}
+    bytecheckpoint.load(tmp_path, fresh)
+    assert torch.equal(fresh["extra"]["one"], odd)
+    assert equal(odd, torch.tensor([3])) and value_fingerprint(odd) == value_fingerprint(torch.tensor([3]))

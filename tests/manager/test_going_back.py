@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -18,6 +19,7 @@ from bytecheckpoint.errors import StorageConflictError
 from bytecheckpoint.manager import Best, Every, Latest, run_folder
 from bytecheckpoint.manager.run_folder import RunFolder, step_folder
 from bytecheckpoint.saving.coordinator import Coordinator
+from bytecheckpoint.tiers.cooldown import cool, plan_cooldown
 from tests.manager.test_manager import Run, eventually, numbers, save_steps
 from tests.support.damage import damage, storage_file
 
@@ -181,3 +183,19 @@ def test_what_another_job_is_writing_stays(tmp_path: Path) -> None:
         os.utime(begun, (time.time() - seconds,) * 2)
         assert go_on(tmp_path, 2) == [1, 2]
         assert begun.exists() == stays
+
+
+def test_a_step_whose_files_another_one_uses_stays(tmp_path: Path) -> None:
+    run, cold = tmp_path / "run", tmp_path / "cold"
+    save_steps(run, 1, 2)
+    catalog = (run / "step_00000001/metadata.parquet").read_bytes()
+    assert any(cool(step).done for step in plan_cooldown(str(run), f"file://{cold}", older_than=0, keep=1))
+    shutil.copytree(run / "step_00000001", cold / "step_00000009")  # names the files in cold/step_00000001
+    (cold / "step_00000001/metadata.parquet").write_bytes(catalog)
+    folder = RunFolder(cold)
+    folder.take_over()
+    assert [info.step for info in folder.steps()] == [1, 9]
+    assert folder.clean([Latest(1)], 0) == [] and folder.clean([Latest(1)], 0) == []
+    shutil.rmtree(cold / "step_00000009")
+    shutil.copytree(run / "step_00000002", cold / "step_00000009")
+    assert folder.clean([Latest(1)], 0) == [1]

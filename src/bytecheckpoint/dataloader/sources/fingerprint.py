@@ -21,8 +21,9 @@ def value_fingerprint(value: Any) -> str:
 
 def _add(running: xxhash.xxh3_64, value: Any) -> None:
     if isinstance(value, torch.Tensor):
-        dense = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
-        value = [str(value.dtype), *value.shape, dense.reshape(-1).view(torch.uint8).numpy()]
+        flat = value.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+        content = flat.as_strided(flat.shape, (1,)).view(torch.uint8).numpy()  # one element may have any stride
+        value = [str(value.dtype), *value.shape, content]
     if isinstance(value, Mapping):
         value = [part for key in sorted(value, key=str) for part in (key, value[key])]
     if isinstance(value, np.ndarray) and not value.dtype.hasobject:
