@@ -118,3 +118,12 @@ def test_a_load_fills_what_is_inside(tmp_path: Path, form: str) -> None:
 def test_other_containers_stay_the_callers_own() -> None:
     states = {"extra_states": {"s": AcceleratedScheduler(None, [])}, "mixed": [AcceleratedScheduler(None, []), 3]}
     assert unwrap_states(states) is states
+
+
+@pytest.mark.parametrize("saved", [{"step": 100}, ["a", "b"]])
+def test_an_empty_container_is_filled(path: str, saved: Any) -> None:
+    """It is no container of wrapped optimizers."""
+    bytecheckpoint.save(path, {"extra_states": saved})
+    states: dict[str, Any] = {"extra_states": type(saved)()}
+    bytecheckpoint.load(path, states)
+    assert states["extra_states"] == saved

@@ -63,10 +63,10 @@ def unwrap_states(states: Mapping[str, Any]) -> Mapping[str, Any]:
     unwrapped: dict[str, Any] = {}
     for kind, value in states.items() if wrappers else ():
         found: Any = _unwrap(value, wrappers)
-        # Other containers are values of their own, which a load fills in place.
-        if type(value) is dict and all(isinstance(item, Optimizer) for item in value.values()):
+        # Other containers are values of their own, which a load fills in place; an empty one is such a container.
+        if type(value) is dict and value and all(isinstance(item, Optimizer) for item in value.values()):
             found = {key: _unwrap(item, wrappers) for key, item in value.items()}
-        elif type(value) in (list, tuple) and all(isinstance(item, Optimizer) for item in value):
+        elif type(value) in (list, tuple) and value and all(isinstance(item, Optimizer) for item in value):
             found = type(value)(_unwrap(item, wrappers) for item in value)
         if found is not value:
             unwrapped[kind] = found
