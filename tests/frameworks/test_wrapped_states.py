@@ -102,6 +102,7 @@ def start(
     sharded: bool, *, fill: bool = False, steps: bool = True, form: type[Quantised] = Quantised
 ) -> dict[str, Any]:
     """Return a model, whose bias has state that is not quantised, with its optimizer."""
+    torch.manual_seed(0)
     model = nn.Linear(32, 8)
     if sharded:
         fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))

@@ -33,18 +33,30 @@ def train(manager: CheckpointManager, first: int = 1) -> int:
 
 
 def test_ctrl_c_ends_no_training_in_the_middle_of_a_step(tmp_path: Path) -> None:
-    with manager_of(tmp_path, (signal.SIGINT,)) as manager:
-        os.kill(os.getpid(), signal.SIGINT)
-        step = train(manager)
-        assert manager.preempted and [info.step for info in manager.steps()] == [step]
-        with pytest.raises(KeyboardInterrupt):  # the second one
-            signal.raise_signal(signal.SIGINT)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # workers of pytest ignore it
+    try:
+        with manager_of(tmp_path, (signal.SIGINT,)) as manager:
+            os.kill(os.getpid(), signal.SIGINT)
+            step = train(manager)
+            assert manager.preempted and [info.step for info in manager.steps()] == [step]
+            with pytest.raises(KeyboardInterrupt):  # the second one
+                signal.raise_signal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_a_forked_child_ends_when_it_is_told_to(tmp_path: Path) -> None:
     with manager_of(tmp_path, (signal.SIGTERM,)) as manager:
-        child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+        context = multiprocessing.get_context("fork")
+        here, there = context.Pipe()
+
+        def live() -> None:
+            there.send("alive")  # Python forgets a signal that comes before it has dealt with the fork
+            time.sleep(60)
+
+        child = context.Process(target=live)
         child.start()
+        assert here.recv() == "alive"
         child.terminate()
         child.join(30)
         assert child.exitcode == -signal.SIGTERM
