@@ -106,7 +106,8 @@ def test_a_restarted_namenode_is_waited_for(hdfs: Hdfs, hdfs_path: str) -> None:
     hdfs.namenode.kill()
     hdfs.namenode.start()
     assert hdfs.bean("NameNode", "NameNodeInfo")["Safemode"]
-    timers = [threading.Timer(3.0 + number, datanode.start) for number, datanode in enumerate(hdfs.datanodes)]
+    # After the room was looked at, for the second time too: a cluster without DataNodes has none.
+    timers = [threading.Timer(9.0 + number, datanode.start) for number, datanode in enumerate(hdfs.datanodes)]
     for timer in timers:
         timer.start()
     succeeded(save(hdfs_path, 2))

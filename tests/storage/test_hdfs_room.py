@@ -80,4 +80,5 @@ def test_a_folder_without_a_quota_is_asked_once(rpc_proxy: RpcFaultProxy, hdfs_p
 
 def test_the_room_of_the_cluster(hdfs: Hdfs) -> None:
     remaining = cluster_of("demo_0").remaining_bytes(10.0)
+    assert remaining is not None
     assert remaining == pytest.approx(hdfs.bean("NameNode", "FSNamesystemState")["CapacityRemaining"], rel=0.2)

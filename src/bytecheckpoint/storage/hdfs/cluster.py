@@ -186,7 +186,7 @@ class Cluster(RemoteClient):
         self._joined_by = concat(namenodes, self._target.user, target, sources, client_id, timeout=timeout)
 
     def remaining_bytes(self, timeout: float) -> int | None:
-        """Return the bytes that are left; None with Kerberos, which `rpc` does not know. Raises as `join`."""
+        """Return the bytes that are left, or None if nobody knows: `rpc` has no Kerberos. Raises as `join`."""
         if self._target.secure:
             return None
         return remaining_bytes(self._target.namenodes, self._target.user, timeout=timeout)

@@ -75,11 +75,15 @@ def concat(
     return _ask(namenodes, user, "concat", request, client_id, timeout)[0]
 
 
-def remaining_bytes(namenodes: Sequence[Address], user: str, *, timeout: float) -> int:
-    """Return the bytes that all DataNodes together have left. Arguments and errors are those of `concat`."""
-    found = _numbers(_ask(namenodes, user, "getFsStats", b"", os.urandom(16), timeout)[1]).get(3, 0)
-    assert isinstance(found, int)
-    return found
+def remaining_bytes(namenodes: Sequence[Address], user: str, *, timeout: float) -> int | None:
+    """Return the bytes that all DataNodes together have left; None while the NameNode knows no DataNode.
+
+    Arguments and errors are those of `concat`.
+    """
+    stats = _numbers(_ask(namenodes, user, "getFsStats", b"", os.urandom(16), timeout)[1])
+    capacity, remaining = stats.get(1, 0), stats.get(3, 0)
+    assert isinstance(remaining, int)
+    return remaining if capacity else None
 
 
 def _numbers(message: bytes) -> dict[int, int | bytes]:
