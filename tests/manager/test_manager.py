@@ -331,6 +331,8 @@ def test_failures_may_be_warnings(unwritable: Path, caplog: pytest.LogCaptureFix
         for step in (1, 2, 3):
             manager.maybe_save(step)
     assert numbers(manager) == [1, 3] and "the save of step 2 failed" in caplog.text
+    with CheckpointManager(unwritable, run.states(), on_error="warn", async_checkpoint=False) as manager:
+        assert manager.save(2) is None
 
 
 @pytest.mark.parametrize("overlap", ["wait", "skip", "fail"])

@@ -259,20 +259,21 @@ class CheckpointManager:
         self._saves.prepare()
         return None
 
-    def save(self, step: int, metrics: Mapping[str, Any] | None = None) -> SaveHandle:
+    def save(self, step: int, metrics: Mapping[str, Any] | None = None) -> SaveHandle | None:
         """Save now, due or not. All ranks call it.
 
         Args:
             step: as for `maybe_save`.
             metrics: as for `maybe_save`.
 
+        Returns:
+            The handle, or None after a failure that `on_error` makes a warning.
+
         Raises:
             CheckpointError: as `maybe_save`.
         """
         self._reach(self._checked(step), metrics)
-        handle = self._save(self._step, self._metrics, overlap="wait")
-        assert handle is not None
-        return handle
+        return self._save(self._step, self._metrics, overlap="wait")
 
     def wait(self) -> None:
         """Wait until the save in flight is committed.
@@ -362,10 +363,12 @@ class CheckpointManager:
 
     def _retain(self) -> None:
         """Delete what no rule keeps. Runs on rank 0, in the cleaner."""
-        if self._collective.rank == 0:
+        if self._collective.rank:
+            return
+        if self._keep_rules is None:
             self._folder.check_owner()
-            if self._keep_rules is not None:
-                self._folder.clean(self._keep_rules, self._grace)
+        else:
+            self._folder.clean(self._keep_rules, self._grace)
 
     def _ask_rank_0(self, own: bool) -> bool:
         """Return rank 0's answer to a question whose answers may differ: `own` is this rank's."""

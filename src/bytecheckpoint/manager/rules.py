@@ -75,8 +75,7 @@ class EverySteps:
     steps: int
 
     def __post_init__(self) -> None:
-        if type(self.steps) is not int or self.steps < 1:
-            raise UsageError(f"EverySteps({self.steps!r}): give a number of steps, at least 1")
+        _check_steps(self)
 
     def due(self, step: int, before: int) -> bool:
         """See `SaveRule`."""
@@ -206,8 +205,7 @@ class Every:
     steps: int
 
     def __post_init__(self) -> None:
-        if type(self.steps) is not int or self.steps < 1:
-            raise UsageError(f"Every({self.steps!r}): give a number of steps, at least 1")
+        _check_steps(self)
 
     def keep(self, steps: Sequence[StepInfo]) -> Collection[int]:
         """See `KeepRule`."""
@@ -242,6 +240,11 @@ def keep_rules(keep: Any) -> list[KeepRule] | None:
             "delete everything, and None keeps everything"
         )
     return rules
+
+
+def _check_steps(rule: EverySteps | Every) -> None:
+    if type(rule.steps) is not int or rule.steps < 1:
+        raise UsageError(f"{type(rule).__name__}({rule.steps!r}): give a number of steps, at least 1")
 
 
 def _check_count(rule: Latest | Best) -> None:

@@ -32,7 +32,7 @@ from bytecheckpoint.tiers.storage import PREFIX, TierStorage, hot_tier
 from bytecheckpoint.tools.repair import reports_of_saves
 from bytecheckpoint.tools.retirement import TOMBSTONE, finish_retirement, tombstones
 
-__all__ = ["Removal", "collect_garbage", "collect_hot_garbage", "remove_checkpoint", "users"]
+__all__ = ["Removal", "collect_garbage", "collect_hot_garbage", "remove_checkpoint"]
 
 #: Temporary files of publishes and probes. A process that ends removes its own.
 _TEMPORARY = re.compile(r"\.(publishing|bytecheckpoint-publishing|bytecheckpoint-probe)-[^/]+")
@@ -80,7 +80,7 @@ def remove_checkpoint(path: str, *, cold: bool = False, dry_run: bool = False) -
     elsewhere = {folder for place in places for folder in _other_folders(place)}
     if elsewhere and not cold:
         raise UsageError(f"{storage.url} names files in {', '.join(sorted(elsewhere))}: --cold removes these too")
-    if user := next((user for place in places for user in users(place)), ""):
+    if user := next((user for place in places for user in _users(place)), ""):
         raise UsageError(f"{user} uses files of {storage.url}: remove that first")
     places += [with_time_limits(resolve(folder)) for folder in sorted(elsewhere)]
     found = [(place, names) for place in places if (names := _own_names(place))]
@@ -107,7 +107,7 @@ def remove_checkpoint(path: str, *, cold: bool = False, dry_run: bool = False) -
     return removed
 
 
-def users(storage: Storage) -> Iterator[str]:
+def _users(storage: Storage) -> Iterator[str]:
     """Yield the checkpoints beside a folder whose catalogs name files in it."""
     inside = file_uri(storage, "")
     run = resolve(storage.url.rpartition("/")[0] or "/")

@@ -6,7 +6,6 @@ phases leaves nothing behind for ever.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 import secrets
@@ -69,13 +68,12 @@ def finish_retirement(storage: Storage, stone: str) -> dict[str, int]:
         named = {*json.loads(storage.read(stone))["files"]}
     except FileNotFoundError:  # somebody else was quicker
         return {}
-    with contextlib.suppress(CheckpointNotFoundError):
-        try:
-            named -= {file.name for file in read_catalog(storage)[0].files}
-        except CheckpointNotFoundError:
-            raise
-        except CheckpointError:  # damaged, or of a newer version: nobody knows what it names
-            return {}
+    try:
+        named -= {file.name for file in read_catalog(storage)[0].files}
+    except CheckpointNotFoundError:
+        pass
+    except CheckpointError:  # damaged, or of a newer version: nobody knows what it names
+        return {}
     gone = {name: size for name, size in storage.list() if name in named}
     storage.delete([*gone])
     storage.delete([stone])
