@@ -10,6 +10,8 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +20,7 @@ import bytecheckpoint
 from bytecheckpoint import StorageFullError, StorageUnavailableError
 from bytecheckpoint.cli.main import run
 from bytecheckpoint.storage import resolve
+from bytecheckpoint.storage.hdfs import upload
 from bytecheckpoint.storage.hdfs.storage import HdfsStorage
 from bytecheckpoint.storage.testing import content, read_all, write_file
 from bytecheckpoint.tuning import tuned
@@ -134,6 +137,29 @@ def test_a_datanode_that_is_dead_before_a_save(hdfs: Hdfs, hdfs_path: str, write
     client, root = hdfs.client(), hdfs_path.removeprefix("hdfs://demo_0")
     files = [entry for entry in client.list_status(root, True) if not entry.isdir]
     assert files and {entry.replication for entry in files} == {2}
+
+
+def test_a_call_that_never_returns(hdfs_path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client's own, when a chain of DataNodes breaks at the wrong moment. The stream is written again."""
+    create, hung, over = upload.Upload._create, [], threading.Event()
+
+    def create_hanging(*args: Any) -> Any:
+        writer = create(*args)
+        if hung:
+            return writer
+        hung.append(writer)
+        return SimpleNamespace(write=lambda _: over.wait())
+
+    monkeypatch.setattr(upload.Upload, "_create", create_hanging)
+    monkeypatch.setattr(upload, "_MIN_STALL_SECONDS", 2.0)
+    bytecheckpoint.configure(writer="thread")
+    try:
+        with within(60):  # not the 120 s of `hdfs_write_stall`
+            succeeded(save(hdfs_path, 1))
+    finally:
+        over.set()
+    assert hung
+    assert load(hdfs_path, 1) == {1}
 
 
 def test_a_datanode_killed_in_the_middle_of_a_save(hdfs: Hdfs, rpc_proxy: RpcFaultProxy, hdfs_path: str) -> None:

@@ -43,6 +43,9 @@ _STEP = 1 << 20
 #: Lower bound for the timeout of one write or close. The client itself gives up on a DataNode after one minute, and a
 #: close may wait 16 s for a DataNode's report.
 _MIN_STALL_SECONDS = 20.0
+#: Factor from the timeout of one attempt at a stream to that of the next. The first is the lower bound: when a chain breaks
+#: while more than 100 packets (6.4 MB) are queued, the client's call now and then never returns.
+_STALL_GROWTH = 2.0
 #: Failures of a chain of DataNodes after which the upload makes do with one DataNode.
 _CHAIN_FAILURES = 2
 #: Prefix of the names of sub-files: "<mark>0001-<name of the file>".
@@ -152,17 +155,22 @@ class Upload:
     def _put(self, path: str, start: int, stop: int, *, whole: bool) -> None:
         """Write bytes [start, stop) as the file `path`, again after transient errors."""
         chain_failures = removals = 0
+        stall = _MIN_STALL_SECONDS
+
+        def move_data(call: Callable[[], Any]) -> None:
+            longest = max(settings().storage_timeout, _MIN_STALL_SECONDS)
+            call_client(call, min(stall, longest, tuning().hdfs_write_stall))
 
         def attempt() -> None:
-            nonlocal chain_failures, removals
+            nonlocal chain_failures, removals, stall
             data = self._steps(start, stop)
             first = next(data, None)  # raises after an abort, before anything is created
             writer = self._create(path, whole)
             try:
                 replication = self._on_one_datanode(path) if chain_failures >= _CHAIN_FAILURES else 0
                 for piece in data if first is None else itertools.chain([first], data):
-                    self._move_data(functools.partial(writer.write, bytes(piece)))
-                self._move_data(writer.close)
+                    move_data(functools.partial(writer.write, bytes(piece)))
+                move_data(writer.close)
                 if replication:
                     self._call_namenode(lambda: self._cluster.client.set_replication(path, replication))
             except CheckpointError:
@@ -170,6 +178,8 @@ class Upload:
             except Exception as error:
                 facts = facts_of(error)
                 chain_failures += facts.transient
+                if isinstance(error, TimeoutError):
+                    stall *= _STALL_GROWTH
                 if not facts.absent:
                     raise
                 # The first removal may be this upload's own: a creation that timed out replaced the file late.
@@ -219,11 +229,6 @@ class Upload:
 
     def _call_namenode(self, call: Callable[[], Any]) -> Any:
         return call_client(call, self._cluster.call_timeout())
-
-    @staticmethod
-    def _move_data(call: Callable[[], Any]) -> None:
-        """Make a call that sends data to DataNodes."""
-        call_client(call, min(tuning().hdfs_write_stall, max(settings().storage_timeout, _MIN_STALL_SECONDS)))
 
     def _remove(self, path: str) -> None:
         def delete() -> None:
