@@ -134,6 +134,14 @@ class Collective(ABC):
         """
 
     @abstractmethod
+    def watch_losses(self, on_lost: Callable[[int, str], None]) -> Callable[[], None]:
+        """Call `on_lost(rank, reason)` once for each rank that is gone or leaves, in the past too, as `watch` does.
+
+        Returns:
+            A function that ends this.
+        """
+
+    @abstractmethod
     def forget(self, tag: str) -> None:
         """Drop the messages under `tag`, those that have come and those still to come: nobody waits for them any more."""
 

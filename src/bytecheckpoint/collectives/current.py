@@ -115,9 +115,9 @@ def current(process_group: ProcessGroup | None = None, *, timeout: float = 300.0
             return _single(state)
         if (existing := state.by_group.get(group)) is not None:
             return existing
-        from bytecheckpoint.collectives.process_group import TorchCollective
+        from bytecheckpoint.collectives.process_group import collective_of_group
 
-        state.by_group[group] = new = TorchCollective(group, timeout=timeout)
+        state.by_group[group] = new = collective_of_group(group, timeout=timeout)
         return new
 
 

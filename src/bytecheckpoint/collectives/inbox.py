@@ -74,6 +74,22 @@ class _Watcher:
         pass
 
 
+class _LossWatcher:
+    """A handler that passes losses on to a function."""
+
+    def __init__(self, on_lost: Callable[[int, str], None]) -> None:
+        self._on_lost = on_lost
+
+    def on_message(self, source: int, payload: bytes) -> None:
+        pass
+
+    def on_lost(self, source: int, reason: str) -> None:
+        self._on_lost(source, reason)
+
+    def on_closed(self, reason: str) -> None:
+        self._on_lost(0, reason)  # rank 0, which relays messages
+
+
 class _Wait:
     """One call of `take`: the time at which it ends, unless ranks that it waits for are alive."""
 
@@ -312,6 +328,7 @@ class InboxCollective(Collective):
         self.host = host_id()
         self.inbox = Inbox(rank)
         self._providers: dict[str, DataProvider] = {}
+        self._loss_watches = itertools.count()
 
     def recv(self, source: int, tag: str, *, timeout: float) -> bytes:  # noqa: D102 (inherited)
         return self.collect((source,), tag, timeout=timeout)[0]
@@ -323,6 +340,11 @@ class InboxCollective(Collective):
 
     def watch(self, tag: str, on_message: Callable[[bytes], None]) -> Callable[[], None]:  # noqa: D102
         self.inbox.set_handler(tag, _Watcher(on_message))
+        return functools.partial(self.inbox.remove_handler, tag)
+
+    def watch_losses(self, on_lost: Callable[[int, str], None]) -> Callable[[], None]:  # noqa: D102 (inherited)
+        tag = f"losses/{next(self._loss_watches)}"
+        self.inbox.set_handler(tag, _LossWatcher(on_lost))
         return functools.partial(self.inbox.remove_handler, tag)
 
     def forget(self, tag: str) -> None:  # noqa: D102 (inherited)

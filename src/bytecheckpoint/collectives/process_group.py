@@ -1,4 +1,4 @@
-"""The collective of a torch.distributed process group (gloo or NCCL)."""
+"""The collective of ranks that share a store of torch.distributed: those of a process group, or of what is left of one."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from bytecheckpoint.errors import (
     error_report,
 )
 
-__all__ = ["TorchCollective"]
+__all__ = ["StoreCollective", "collective_of_group"]
 
 #: Names the message within the store of its group.
 _KEY = "bytecheckpoint"
@@ -42,15 +42,18 @@ _STORE_GRACE = 1.0
 _SUCCESSION = 5.0
 
 
-class TorchCollective(InboxCollective):
-    """The collective of a process group's ranks, over TCP connections of its own.
+class StoreCollective(InboxCollective):
+    """The collective of ranks that share a key-value store, over TCP connections of its own.
 
-    Construction is a collective operation of all ranks of the group, in the foreground: the store of the
-    group tells every rank where rank 0 listens. The group is not used after that. So this world outlives
-    `destroy_process_group()`, and nothing ever touches the training's communicators.
+    Construction is a collective operation of all these ranks, in the foreground: the store tells every rank where rank 0
+    listens. It is not used after that. So the world of a process group outlives `destroy_process_group()`, and nothing ever
+    touches the training's communicators.
 
     Args:
-        pg: the ranks that take part; None: the default group.
+        store: of torch.distributed, in which these ranks alone use the key `_KEY`.
+        rank: of this process.
+        world_size: number of ranks, more than one.
+        heard: what this process has heard from the store before; extended.
         timeout: seconds for construction.
         linger: most seconds by which the end of the program is delayed to deliver the last messages.
 
@@ -58,8 +61,17 @@ class TorchCollective(InboxCollective):
         CheckpointTimeoutError, PeerLostError: not every rank could be reached.
     """
 
-    def __init__(self, pg: dist.ProcessGroup | None = None, *, timeout: float = 300.0, linger: float = 10.0) -> None:
-        super().__init__(dist.get_rank(pg), dist.get_world_size(pg), "")
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        world_size: int,
+        *,
+        heard: list[str] | None = None,
+        timeout: float = 300.0,
+        linger: float = 10.0,
+    ) -> None:
+        super().__init__(rank, world_size, "")
         self._linger = linger
         self._loops: list[Loop] = []
         self._finalizer = weakref.finalize(self, _leave, self._loops)
@@ -68,7 +80,7 @@ class TorchCollective(InboxCollective):
         self._mesh: Mesh | None = None  # started by the first exchange
         self._mesh_lock = threading.Lock()
         deadline = time.monotonic() + timeout
-        invitation = _Invitation(pg, deadline)
+        invitation = _Invitation(store, rank, [] if heard is None else heard, deadline)
         self._star: Star = (self._host_star if self.rank == 0 else self._join_star)(invitation, deadline)
 
     def _host_star(self, invitation: _Invitation, deadline: float) -> Hub:
@@ -136,6 +148,12 @@ class TorchCollective(InboxCollective):
                 self._star.watch(source)
         return super().collect(sources, tag, timeout=timeout, unless=unless)
 
+    def watch_losses(self, on_lost: Callable[[int, str], None]) -> Callable[[], None]:  # noqa: D102 (inherited)
+        for other in range(1, self.world_size):
+            if other != self.rank:
+                self._star.watch(other)
+        return super().watch_losses(on_lost)
+
     def exchange(  # noqa: D102 (inherited)
         self,
         tag: str,
@@ -187,23 +205,28 @@ def _leave(loops: list[Loop]) -> None:
         loop.leave()
 
 
-class _Invitation:
-    """What rank 0 tells the other ranks of a process group once, through the key-value store of the group.
+def collective_of_group(group: dist.ProcessGroup, *, timeout: float) -> StoreCollective:
+    """Return a new collective of the ranks of a process group; see `StoreCollective`."""
+    store, rank = group.get_group_store(), dist.get_rank(group)
+    heard = _heard.setdefault(group, [])
+    return StoreCollective(store, rank, dist.get_world_size(group), heard=heard, timeout=timeout)
 
-    The store, and no collective operation: the group's backend waits for a hung rank for as long as the training allows,
+
+class _Invitation:
+    """What rank 0 tells the other ranks once, through their store.
+
+    The store, and no collective operation: a group's backend waits for a hung rank for as long as the training allows,
     and an operation that was given up would meet the training's next one.
 
     Args:
-        pg: the group; None: the default group.
+        store: the store.
+        rank: of this process.
+        heard: the messages that this process has had, by their nonces; extended.
         deadline: time at which to give up.
     """
 
-    def __init__(self, pg: dist.ProcessGroup | None, deadline: float) -> None:
-        group: dist.ProcessGroup = dist.group.WORLD if pg is None else pg  # type: ignore[assignment]  # initialized
-        self._group = group
-        self._store = group.get_group_store()
-        self._deadline = deadline
-        self._rank = dist.get_rank(pg)
+    def __init__(self, store: Any, rank: int, heard: list[str], deadline: float) -> None:
+        self._store, self._rank, self._heard, self._deadline = store, rank, heard, deadline
 
     def send(self, message: dict[str, Any]) -> None:
         """Tell the other ranks. Errors as of `receive`."""
@@ -227,21 +250,21 @@ class _Invitation:
             while True:
                 self._store.wait([_KEY], timedelta(seconds=max(0.001, self._deadline - time.monotonic())))
                 message: dict[str, Any] = json.loads(self._store.get(_KEY))
-                if _heard.get(self._group) != message["nonce"]:
+                if message["nonce"] not in self._heard:
                     return message
                 if time.monotonic() > self._deadline:
                     raise TimeoutError
                 time.sleep(0.02)
 
         message: dict[str, Any] = self._ask_store(get)
-        _heard[self._group] = message["nonce"]
+        self._heard.append(message["nonce"])
         return message
 
     def outdated(self) -> bool:
         """Return whether rank 0 has told something else since this rank received a message."""
 
         def look() -> bool:
-            return self._store.check([_KEY]) and json.loads(self._store.get(_KEY))["nonce"] != _heard[self._group]
+            return self._store.check([_KEY]) and json.loads(self._store.get(_KEY))["nonce"] not in self._heard
 
         with contextlib.suppress(CheckpointError):
             return bool(self._ask_store(look))
@@ -279,5 +302,5 @@ class _Invitation:
             ) from None
 
 
-#: The message that this process has had last, by its nonce.
-_heard: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDictionary()
+#: The messages that this process has had from each group, by their nonces.
+_heard: weakref.WeakKeyDictionary[dist.ProcessGroup, list[str]] = weakref.WeakKeyDictionary()

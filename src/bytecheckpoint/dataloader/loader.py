@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
@@ -213,6 +214,22 @@ class TokenBufferLoader:
             self.close()
         else:  # perhaps of a worker that hangs
             self._abandon()
+
+    def for_ranks(self, rank: int, ranks: int) -> Self:
+        """Return a loader of the same data at its beginning, for one of other ranks, which makes its rows itself.
+
+        Args:
+            rank: of these; beyond the number of streams it feeds what another one feeds, and saves nothing.
+            ranks: how many there are.
+        """
+        other = copy.copy(self)
+        sharing = min(ranks, self._recipe.streams)
+        other._numbers = [*share(self._recipe.streams, rank % sharing, sharing)]
+        other._saves, other._agree = rank < sharing, None
+        other._worker_options = (0, *self._worker_options[1:])
+        other.batches, other._states, other._makers = 0, {}, []
+        other._ended = other._lost = False
+        return other
 
     # --- state ----------------------------------------------------------------------------------------------------
 

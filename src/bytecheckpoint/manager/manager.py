@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
+import signal
 import time
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any, Self
@@ -36,6 +38,8 @@ from bytecheckpoint.world import world_of
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from bytecheckpoint.manager.just_in_time import JustInTime
+
 __all__ = ["CheckpointManager"]
 
 _log = logging.getLogger("bytecheckpoint")
@@ -44,6 +48,10 @@ _log = logging.getLogger("bytecheckpoint")
 _SAVE, _PREEMPT, _USURPED = "save", "preempt", "usurped: "
 _STEPS = 2**44  # more than a run has
 _OVERLAPS = ("wait", "skip", "fail")
+#: Arguments of `save` that say for what it waits, and for whom.
+_WHEN = ("async_checkpoint", "staging", "process_group")
+#: Seconds that the save in flight has to end after the loss of a rank.
+_RESCUE_SECONDS = 10.0
 
 
 class CheckpointManager:
@@ -61,6 +69,8 @@ class CheckpointManager:
         keep: which steps to keep: a number of the newest, or rules (`Latest`, `Best`, `Every`, `Younger`), of which one
             that wants a step is enough. None: all. The newest committed step and pinned ones always stay.
         preemption: what tells that the job is to stop. All ranks then save at the same step, and `preempted` is set.
+        just_in_time: after the loss of a rank, let the others save the last boundary if they hold everything between them,
+            as with DDP and HSDP; see docs/how-to/elastic.md. The exception that the loss has caused goes on then.
         at_end: save at the end of the `with` block the last step that was reached, unless an exception ends it.
         overlap: what to do when a save is due while the one before is being written: "wait" for it, "skip" the save, or
             "fail".
@@ -87,6 +97,7 @@ class CheckpointManager:
         every: Any = None,
         keep: Any = None,
         preemption: Preemption | None = None,
+        just_in_time: bool = False,
         at_end: bool = False,
         overlap: str = "wait",
         on_error: str = "raise",
@@ -128,6 +139,7 @@ class CheckpointManager:
             )
             if preemption is not None:
                 stack.enter_context(preemption.watching(self._notice))
+            self._just_in_time = stack.enter_context(self._watch_ranks()) if just_in_time else None
             self._stack = stack.pop_all()
         self._cleaner = Cleaner(self.root, lambda why: self._boundaries.request(f"{_USURPED}{why}"))
 
@@ -290,6 +302,8 @@ class CheckpointManager:
             StorageConflictError: another manager has taken over the folder.
         """
         self._step, self._metrics = step, metrics or {}
+        if self._just_in_time is not None:
+            self._just_in_time.note(step, functools.partial(self._facts, step, self._metrics))
         self._look_at_clock()
         acts = self._boundaries.reach(self._loads * _STEPS + step)
         for act in acts:
@@ -324,9 +338,14 @@ class CheckpointManager:
             return None
         if self._collective.rank == 0:
             self._claim(step)
+        else:
+            self._went_to = None
         self._asked_by_clock = False
-        facts = {METADATA: {"step": step, "metrics": finite_metrics(metrics, step)}}
-        return self._saves.start(step_folder(self.root, step), step, facts)
+        return self._saves.start(step_folder(self.root, step), step, self._facts(step, metrics))
+
+    @staticmethod
+    def _facts(step: int, metrics: Mapping[str, Any]) -> dict[str, Any]:
+        return {METADATA: {"step": step, "metrics": finite_metrics(metrics, step)}}
 
     def _claim(self, step: int) -> None:
         """Be the manager of the folder, and note where the run goes on. Runs on rank 0."""
@@ -412,12 +431,38 @@ class CheckpointManager:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
         if kind is None:
             self.close()
-        else:
-            with contextlib.suppress(CheckpointError):  # the exception that ends the block says more
-                self._close(save_last=False)
+            return
+        if self._just_in_time is not None and isinstance(error, Exception):
+            self._just_in_time.wait()
+        with contextlib.suppress(CheckpointError):  # the exception that ends the block says more
+            self._close(save_last=False)
+
+    def _watch_ranks(self) -> JustInTime:
+        """Return what saves after the loss of a rank."""
+        from bytecheckpoint.manager.just_in_time import JustInTime
+
+        if self._group is not None:
+            raise UsageError("just_in_time=True needs all ranks of the job: leave process_group away")
+        own = self._preemption is not None and signal.SIGTERM in self._preemption.signals
+        options = {name: value for name, value in self._saves.options.items() if name not in _WHEN}
+        return JustInTime(
+            self._states,
+            self._collective,
+            self._folder,
+            options,
+            self._wait_for_committed,
+            self._claim,
+            handles_sigterm=not own,
+        )
+
+    def _wait_for_committed(self) -> int:
+        """Wait for the save in flight, which fails soon after the loss of a rank; return the newest committed step."""
+        with contextlib.suppress(CheckpointError, TimeoutError):
+            self._saves.wait(_RESCUE_SECONDS)
+        return self._saves.committed
 
     def close(self) -> None:
         """Save the last step if that was asked for, wait for the save in flight and for deletions, and end.
@@ -428,6 +473,8 @@ class CheckpointManager:
         self._close(save_last=self._at_end)
 
     def _close(self, *, save_last: bool) -> None:
+        if self._just_in_time is not None:
+            self._just_in_time.close()  # from now on the other ranks may end
         try:
             if save_last and not self.preempted and self._step > self._saves.step:
                 self._save(self._step, self._metrics, overlap="wait")

@@ -30,7 +30,9 @@ class RunSaves:
             training, and those until the commit.
 
     Attributes:
+        options: of `save`.
         step: that was saved last, or loaded.
+        committed: the newest step that is known to be committed.
         at: when that was, by `time.monotonic`.
         longest: seconds of the longest save so far.
         prepared: a save or a load has planned the next save.
@@ -43,9 +45,9 @@ class RunSaves:
         on_error: str,
         committed: Callable[[float, float], object],
     ) -> None:
-        self._states, self._options, self._on_error, self._committed = states, dict(options), on_error, committed
+        self._states, self.options, self._on_error, self._after = states, dict(options), on_error, committed
         self._handle: SaveHandle | None = None
-        self.step, self.at = 0, time.monotonic()
+        self.step, self.at, self.committed = 0, time.monotonic(), 0
         self.longest = 0.0
         self.prepared = False
 
@@ -68,7 +70,7 @@ class RunSaves:
         if self._on_error == "warn":
             self.wait()  # `save` would wait too, and raise the failure in place of saving
         begun = self.at = time.monotonic()
-        options = {**self._options, "step": step, "metadata": {**self._options.get("metadata", {}), **facts}}
+        options = {**self.options, "step": step, "metadata": {**self.options.get("metadata", {}), **facts}}
         try:
             handle = save(path, self._states, **options)
         except CheckpointError as error:
@@ -81,22 +83,22 @@ class RunSaves:
 
         def note(done: Future[Any]) -> None:
             if Future.exception(done) is None:  # not `Outcome`'s, which would count as having been told
-                seconds = time.monotonic() - begun
+                seconds, self.committed = time.monotonic() - begun, step
                 self.longest = max(self.longest, seconds)
-                self._committed(stall, seconds)
+                self._after(stall, seconds)
 
         handle.committed.add_done_callback(note)
         return handle
 
     def begin_at(self, step: int) -> None:
         """Count as saved what was loaded."""
-        self.step, self.at = step, time.monotonic()
+        self.step, self.at, self.committed = step, time.monotonic(), step
 
     def prepare(self) -> None:
         """Have the first save planned and its memory touched while training goes on: optimizers have their state now."""
-        if not self.prepared and self._options["async_checkpoint"]:
+        if not self.prepared and self.options["async_checkpoint"]:
             self.prepared = True
-            prepare(self._states, **{name: self._options[name] for name in _OF_PREPARE & self._options.keys()})
+            prepare(self._states, **{name: self.options[name] for name in _OF_PREPARE & self.options.keys()})
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait for the commit of the save in flight.

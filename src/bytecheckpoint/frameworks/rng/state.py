@@ -71,6 +71,10 @@ class RngState:
     def __init__(self, place: tuple[int, int] | None, own: Mapping[str, RandomSource]) -> None:
         self._given, self._own = place, own
 
+    def for_ranks(self, rank: int, ranks: int) -> RngState:
+        """Return the same generators as those of one of other ranks, which save them without those of lost ones."""
+        return RngState((rank, ranks), self._own)
+
     @property
     def _place(self) -> tuple[int, int]:
         if self._given is not None:

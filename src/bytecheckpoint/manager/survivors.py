@@ -1,0 +1,168 @@
+"""The ranks that are left when one is lost: they learn of it at once, and meet."""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+
+from bytecheckpoint.collectives import Collective, SingleProcess
+from bytecheckpoint.collectives.base import names_of_ranks
+from bytecheckpoint.collectives.process_group import StoreCollective
+from bytecheckpoint.errors import CheckpointError, PeerLostError
+
+__all__ = ["Survivors"]
+
+#: Seconds for which an exception or a signal waits for the news that a rank is lost.
+_NEWS = 2.0
+#: Seconds for which those who meet wait for ranks of which nobody knows whether they live.
+_PATIENCE = 10.0
+_POLL = 0.05
+
+
+class Survivors:
+    """Watches for the loss of a rank in a `with` block.
+
+    The world of this package has connections of its own, which break when a process ends. So a loss is known within
+    milliseconds, whatever the training's communication does. SIGTERM ends nobody after a loss: torchrun sends it to
+    the other ranks at once, and leaves them 30 seconds.
+
+    Args:
+        collective: the ranks.
+        handles_sigterm: whether SIGTERM is this object's to handle.
+    """
+
+    def __init__(self, collective: Collective, *, handles_sigterm: bool) -> None:
+        self._collective = collective
+        # Taken now: a group that was ended has none. It must outlive rank 0, as that of torchrun's agent does.
+        self._store: Any = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
+        self._lost: dict[int, str] = {}
+        self._handles_sigterm = handles_sigterm and threading.current_thread() is threading.main_thread()
+        self._before: Any = None
+
+    def __enter__(self) -> Self:
+        self._end_watch: Callable[[], None] = self._collective.watch_losses(self._note)
+        if self._handles_sigterm:
+            self._before = signal.getsignal(signal.SIGTERM)
+            signal.signal(signal.SIGTERM, self._on_sigterm)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._end_watch()
+        # Equal, not identical: each access makes a new bound method.
+        if self._handles_sigterm and signal.getsignal(signal.SIGTERM) == self._on_sigterm:
+            signal.signal(signal.SIGTERM, self._before or signal.SIG_DFL)
+
+    def _note(self, rank: int, reason: str) -> None:
+        self._lost[rank] = reason
+
+    @property
+    def lost(self) -> Mapping[int, str]:
+        """The ranks that are lost, and why."""
+        return dict(self._lost)
+
+    def wait_for_loss(self) -> bool:
+        """Wait for a moment for the news of a loss. Takes no lock, because a signal handler calls it."""
+        end = time.monotonic() + _NEWS
+        while not self._lost and time.monotonic() < end:
+            time.sleep(_POLL)
+        return bool(self._lost)
+
+    def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
+        if not self.wait_for_loss():
+            signal.signal(signal.SIGTERM, self._before or signal.SIG_DFL)
+            signal.raise_signal(number)
+
+    def meet(self, fact: int) -> dict[int, int]:
+        """Meet the other ranks that are left.
+
+        Args:
+            fact: of this rank.
+
+        Returns:
+            The facts of the ranks that have come, by rank.
+
+        Raises:
+            PeerLostError: they cannot meet.
+        """
+        done: Future[dict[int, int]] = Future()
+
+        def run() -> None:
+            try:
+                done.set_result(self._meet(fact))
+            except Exception as error:  # noqa: BLE001  raised below
+                done.set_exception(error)
+
+        # On another thread: torch's store waits for ever for a server that hangs.
+        threading.Thread(target=run, name="bytecheckpoint-meet", daemon=True).start()
+        try:
+            return done.result(3 * _PATIENCE)
+        except CheckpointError:
+            raise
+        except Exception as error:
+            raise PeerLostError(
+                f"rank {self._collective.rank}: the ranks that are left cannot meet, because the store of their process "
+                f"group does not answer: {(str(error) or repr(error)).splitlines()[0]}; under torchrun it lives in the "
+                "agent and outlasts rank 0"
+            ) from error
+
+    def _meet(self, fact: int) -> dict[int, int]:
+        rank, ranks = self._collective.rank, range(self._collective.world_size)
+        store = self._keys("left")
+        store.set(str(rank), str(fact))
+        end = time.monotonic() + _PATIENCE
+        while not store.check(["met"]):
+            here = [other for other in ranks if store.check([str(other)])]
+            complete = here[0] == rank and set(ranks) - self._lost.keys() <= set(here)
+            # The first one decides; if it is gone, one after the other.
+            if (complete or time.monotonic() > end + here.index(rank)) and store.add("decides", 1) == 1:
+                store.set("met", json.dumps({other: int(store.get(str(other))) for other in here}))
+            time.sleep(_POLL)
+        met = {int(other): value for other, value in json.loads(store.get("met")).items()}
+        if rank not in met:
+            raise PeerLostError(f"{names_of_ranks(met.keys())} went on without rank {rank}")
+        return met
+
+    def connect(self, members: list[int], name: str, timeout: float) -> Collective:
+        """Return a new collective of some of the ranks, in this order. All of them call it.
+
+        Args:
+            members: ranks of the old world, this one among them.
+            name: of the new world, new each time.
+            timeout: seconds.
+        """
+        if len(members) == 1:
+            return SingleProcess()
+        return StoreCollective(self._keys(name), members.index(self._collective.rank), len(members), timeout=timeout)
+
+    def tell(self, name: str, value: str) -> None:
+        """Tell the other ranks something."""
+        self._keys("told").set(name, value)
+
+    def hear(self, name: str, timeout: float) -> str:
+        """Wait until a rank has told something, and return it.
+
+        Raises:
+            PeerLostError: nobody has, in time.
+        """
+        store = self._keys("told")
+        end = time.monotonic() + timeout
+        while not store.check([name]):
+            if time.monotonic() > end:
+                raise PeerLostError(f"rank {self._collective.rank}: the ranks that save have not told how it ended")
+            time.sleep(_POLL)
+        told: bytes = store.get(name)
+        return told.decode()
+
+    def _keys(self, prefix: str) -> Any:
+        return PrefixStore(f"bytecheckpoint/{self._collective.world_id}/{prefix}", self._store)

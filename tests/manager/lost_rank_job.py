@@ -1,0 +1,119 @@
+"""A training that loses ranks, as the ranks of a world run it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+from collections.abc import Collection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import bytecheckpoint
+from bytecheckpoint import CheckpointManager
+from bytecheckpoint.dataloader import SequenceSource, TokenBufferLoader
+
+ROWS, CONTEXT, EVERY = 12, 9, 5
+LEFT = 3  # exit code of a rank that is left
+TEXTS = [[i % 32] * (i % 7 + 1) for i in range(300)]
+
+
+class Net(nn.Module):
+    """A tiny language model, with a buffer that every forward pass changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = nn.Embedding(32, 16), nn.Linear(16, 32)
+        self.register_buffer("passes", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        self.passes += 1
+        logits = self.head(self.embed(tokens[:, :-1]))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def wrapped(kind: str) -> nn.Module:
+    """Return the model as DDP, as HSDP of two replicas, or as it is on one rank."""
+    net = Net()
+    if kind == "hsdp" and dist.is_initialized():
+        ranks = dist.get_world_size()
+        mesh = init_device_mesh("cpu", (2, ranks // 2) if ranks % 2 == 0 else (1, ranks), mesh_dim_names=("r", "s"))
+        for module in (net.embed, net.head, net):
+            fully_shard(module, mesh=mesh)
+        return net
+    return DistributedDataParallel(net) if dist.is_initialized() else net
+
+
+def train(
+    root: str,
+    stop: int,
+    *,
+    kind: str = "ddp",
+    victims: Collection[int] = (),
+    at: tuple[str, int] = ("forward", 0),
+    log: str = "",
+    **options: Any,
+) -> tuple[dict[int, float], int]:
+    """Train; return the loss of each step and the passes of the model, also after the loss of other ranks.
+
+    Args:
+        root: of the run.
+        stop: number of steps.
+        kind: of the parallelism.
+        victims: ranks that die.
+        at: where in which step they do: "forward": after it, "boundary": before it is told.
+        log: path for this package's warnings; the rank is added.
+        **options: of the manager.
+    """
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    if log:
+        logging.getLogger("bytecheckpoint").addHandler(logging.FileHandler(f"{log}.{rank}"))
+    bytecheckpoint.configure(timeout=30.0)
+    model = wrapped(kind)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    loader = TokenBufferLoader(
+        SequenceSource(TEXTS, "texts"), CONTEXT, ROWS, document_end=0, rank=rank, ranks=ranks, shuffle_buffer=8
+    )
+    losses: dict[int, float] = {}
+    progress = {"drawn": 0}
+    states = {
+        "model": model, "optimizer": optimizer, "dataloader": loader, "rng": bytecheckpoint.rng_state(),
+        "progress": progress,
+    }  # fmt: skip
+
+    def die(where: str, step: int) -> None:
+        if rank in victims and at == (where, step):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    try:
+        with CheckpointManager(root, states, every=EVERY, **options) as manager:
+            for step in range(manager.restore_latest() + 1, stop + 1):
+                tokens = next(loader)["tokens"]
+                progress["drawn"] += 1
+                torch.rand(1)
+                loss = model(tokens)
+                shown = loss.detach() * len(tokens) / ROWS
+                if dist.is_initialized():
+                    dist.all_reduce(shown)
+                die("forward", step)
+                optimizer.zero_grad()
+                (loss * (len(tokens) * ranks / ROWS)).backward()
+                optimizer.step()
+                losses[step] = shown.item()
+                die("boundary", step)
+                manager.maybe_save(step, {"loss": shown.item()})
+    except RuntimeError:
+        if not victims:
+            raise
+        with open(f"{log}.{rank}.json", "w") as file:
+            json.dump(losses, file)
+        os._exit(LEFT)  # as a job ends; its connections close, and ranks that wait for it get an exception too
+    return losses, states["progress"]["drawn"]

@@ -1,0 +1,100 @@
+"""Just-in-time saves: the ranks that are left save the step before the loss, and the run goes on from it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from bytecheckpoint.storage import resolve
+from bytecheckpoint.tools.verify import verify_checkpoint
+from tests.manager.lost_rank_job import EVERY, LEFT, train
+from tests.support.worlds import Worlds
+
+STOP = 12
+
+
+def steps_in(root: Path) -> list[int]:
+    """Return the committed steps."""
+    return sorted(int(path.parent.name.removeprefix("step_")) for path in root.glob("step_*/metadata.parquet"))
+
+
+def lose(
+    worlds: Worlds,
+    folder: Path,
+    size: int,
+    victims: tuple[int, ...],
+    step: int,
+    at: str = "forward",
+    **options: object,
+) -> tuple[dict[int, float], str]:
+    """Train on ranks of which some die in a step; return the losses until then, and what was logged."""
+    world = worlds.fresh(size)
+    try:
+        world.start(
+            train, str(folder / "run"), STOP, victims=victims, at=(at, step), log=str(folder / "log"),
+            just_in_time=True, **options,
+        )  # fmt: skip
+        for process in world.processes:
+            process.join(60)
+        codes = [process.exitcode for process in world.processes]
+        outcomes = world.outcomes(1, grace=1)
+    finally:
+        world.kill()
+    logs = "\n".join(path.read_text() for path in sorted(folder.glob("log.?")))
+    assert codes == [-9 if rank in victims else LEFT for rank in range(size)], f"{codes}\n{logs}\n{outcomes}"
+    left = [json.loads(path.read_text()) for path in folder.glob("log.*.json")]
+    assert len(left) == size - len(victims) and all(losses == left[0] for losses in left)
+    return {int(number): loss for number, loss in left[0].items()}, logs
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("kind", "size", "victims", "step", "left"),
+    [
+        ("ddp", 2, (0,), 8, 1),
+        ("ddp", 4, (2,), 8, 3),
+        ("ddp", 3, (0, 2), 3, 1),  # before the first save
+        ("hsdp", 4, (1,), 8, 3),
+    ],
+)
+def test_the_step_before_is_saved(
+    tmp_path: Path, worlds: Worlds, kind: str, size: int, victims: tuple[int, ...], step: int, left: int
+) -> None:
+    wanted, _ = train(str(tmp_path / "reference"), STOP)
+    before, _ = lose(worlds, tmp_path, size, victims, step, kind=kind, async_checkpoint=False)
+    assert before == pytest.approx({number: wanted[number] for number in range(1, step)}, rel=1e-5)
+    root = tmp_path / "run"
+    assert steps_in(root) == [*range(EVERY, step, EVERY), step - 1]
+    assert verify_checkpoint(resolve(root / f"step_{step - 1:08d}")).ok
+    for losses, drawn in worlds.run(left, train, str(root), STOP, kind=kind):
+        assert losses == pytest.approx({number: wanted[number] for number in range(step, STOP + 1)}, rel=1e-5)
+        assert drawn == STOP
+
+
+@pytest.mark.timeout(300)
+def test_what_nobody_holds_any_more(tmp_path: Path, worlds: Worlds) -> None:
+    """Both replicas of one shard are lost: the save fails by name, and the committed step stands."""
+    _, logs = lose(worlds, tmp_path, 4, (1, 3), 8, kind="hsdp", async_checkpoint=False)
+    assert logs.count("no step was saved just in time") == 2 and "model" in logs, logs
+    assert steps_in(tmp_path / "run") == [EVERY]
+    assert [losses for losses, _ in worlds.run(2, train, str(tmp_path / "run"), STOP, kind="hsdp")]
+
+
+@pytest.mark.timeout(300)
+def test_a_rank_lost_between_its_optimizer_and_the_boundary(tmp_path: Path, worlds: Worlds) -> None:
+    """The others reach the boundary, which nobody but the lost rank has missed, and are in the next step."""
+    wanted, _ = train(str(tmp_path / "reference"), STOP)
+    lose(worlds, tmp_path, 3, (1,), 8, "boundary", async_checkpoint=False)
+    assert steps_in(tmp_path / "run") == [EVERY, 8]
+    for losses, _ in worlds.run(2, train, str(tmp_path / "run"), STOP):
+        assert losses == pytest.approx({number: wanted[number] for number in range(9, STOP + 1)}, rel=1e-5)
+
+
+@pytest.mark.timeout(300)
+def test_a_save_in_flight(tmp_path: Path, worlds: Worlds) -> None:
+    """It ends or it fails; the step before the loss is saved all the same."""
+    lose(worlds, tmp_path, 3, (0,), EVERY + 1, keep=1)
+    assert EVERY in steps_in(tmp_path / "run")
+    assert verify_checkpoint(resolve(tmp_path / "run" / f"step_{EVERY:08d}")).ok
