@@ -14,7 +14,7 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Protocol, Self, runtime_checkable
@@ -57,12 +57,43 @@ class SupportsReplay(Protocol):
         """Feed the next batch."""
 
 
+class _HeldBuffer:
+    """A buffer of a module, and a copy of what it was.
+
+    Args:
+        buffers: of the module.
+        name: of the buffer.
+    """
+
+    def __init__(self, buffers: MutableMapping[str, Any], name: str) -> None:
+        self._buffers, self._name = buffers, name
+        self._tensor: torch.Tensor = buffers[name]
+        self._version, self._copy = self._tensor._version, self._tensor.detach().clone()
+
+    @property
+    def _changed(self) -> bool:
+        tensor = self._buffers[self._name]
+        return tensor is not self._tensor or tensor._version != self._version
+
+    def update(self) -> None:
+        """Take a new copy, if there is something new."""
+        if self._changed:
+            self._tensor = self._buffers[self._name]
+            self._version, self._copy = self._tensor._version, self._tensor.detach().clone()
+
+    def restore(self) -> None:
+        """Put the copy in the place of what is there."""
+        if self._changed:
+            self._buffers[self._name] = self._copy
+
+
 class JustInTime:
     """Notes what a step boundary leaves behind, and saves it when a rank is lost. Use as a context manager.
 
     Args:
         states: of the manager.
         collective: all ranks of the job.
+        tag: as for `Survivors`.
         folder: of the run.
         options: of `save`, without those that say when it returns.
         committed: waits for the save in flight, and returns the newest step that this rank knows to be committed.
@@ -77,6 +108,7 @@ class JustInTime:
         self,
         states: MutableMapping[str, Any],
         collective: Collective,
+        tag: str,
         folder: RunFolder,
         options: Mapping[str, Any],
         committed: Callable[[], int],
@@ -86,7 +118,7 @@ class JustInTime:
     ) -> None:
         self._states, self._collective, self._folder, self._options = states, collective, folder, dict(options)
         self._committed, self._claim = committed, claim
-        self._survivors = Survivors(collective, handles_sigterm=handles_sigterm)
+        self._survivors = Survivors(collective, tag, handles_sigterm=handles_sigterm)
         self._stack = ExitStack()
         self._thread = threading.get_ident()  # of the training
         self._stopped, self._over, self._ended = threading.Event(), threading.Event(), threading.Event()
@@ -95,7 +127,7 @@ class JustInTime:
         self._metadata: Callable[[], Mapping[str, Any]] = dict
         self._begun = self._done = self._done_at_boundary = 0  # steps of optimizers
         self._held: dict[str, Any] = {}  # by kind
-        self._buffers: dict[int, tuple[torch.Tensor, int, torch.Tensor]] = {}  # by id: tensor, its version, copy
+        self._buffers: list[_HeldBuffer] | None = None
         self._batches: dict[str, int] = {}  # by kind
         for kind, value in states.items():
             _check(kind, value)
@@ -145,16 +177,10 @@ class JustInTime:
                 self._batches[kind] = value.batches
             elif _is_small(value):
                 self._held[kind] = copy.deepcopy(value.state_dict() if _has_state(value) else value)
-        for module in self._all(nn.Module):
-            for part in module.modules():
-                for name, buffer in part._buffers.items():
-                    if buffer is not None and name not in part._non_persistent_buffers_set:
-                        self._hold_buffer(buffer)
-
-    def _hold_buffer(self, buffer: torch.Tensor) -> None:
-        held = self._buffers.get(id(buffer))
-        if held is None or held[0] is not buffer or held[1] != buffer._version:
-            self._buffers[id(buffer)] = buffer, buffer._version, buffer.detach().clone()
+        if self._buffers is None:
+            self._buffers = [held for module in self._all(nn.Module) for held in _buffers_of(module)]
+        for held in self._buffers:
+            held.update()
 
     # --- after a loss ---------------------------------------------------------------------------------------------
 
@@ -238,10 +264,8 @@ class JustInTime:
                 self._states[kind].load_state_dict(held)
             else:
                 self._states[kind] = held
-        with torch.no_grad():
-            for buffer, version, held in self._buffers.values():
-                if buffer._version != version:
-                    buffer.copy_(held)
+        for buffer in self._buffers or ():
+            buffer.restore()
 
     def _at_boundary(self, kind: str, value: Any, step: int, collective: Collective) -> Any:
         """Return a state as the ranks that are left save it: they hold all its streams between them."""
@@ -261,6 +285,13 @@ class JustInTime:
         while again.batches < self._batches[kind]:
             next(again)
         return again
+
+
+def _buffers_of(module: nn.Module) -> Iterator[_HeldBuffer]:
+    for part in module.modules():
+        for name, buffer in part._buffers.items():
+            if buffer is not None and name not in part._non_persistent_buffers_set:
+                yield _HeldBuffer(part._buffers, name)
 
 
 def _place_of(thread: int) -> object:

@@ -451,6 +451,7 @@ class CheckpointManager:
         return JustInTime(
             self._states,
             self._collective,
+            f"{self._tag}/survivors",
             self._folder,
             options,
             self._wait_for_committed,

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import signal
 import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from datetime import timedelta
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import PrefixStore, TCPStore
 
 from bytecheckpoint.collectives import Collective, SingleProcess
 from bytecheckpoint.collectives.base import names_of_ranks
 from bytecheckpoint.collectives.process_group import StoreCollective
+from bytecheckpoint.collectives.transport.sockets import local_addresses
 from bytecheckpoint.errors import CheckpointError, PeerLostError
+from bytecheckpoint.settings import settings
 
 __all__ = ["Survivors"]
 
@@ -37,16 +41,39 @@ class Survivors:
 
     Args:
         collective: the ranks.
+        tag: names what the ranks tell each other now; never used twice in one world.
         handles_sigterm: whether SIGTERM is this object's to handle.
     """
 
-    def __init__(self, collective: Collective, *, handles_sigterm: bool) -> None:
+    def __init__(self, collective: Collective, tag: str, *, handles_sigterm: bool) -> None:
         self._collective = collective
-        # Taken now: a group that was ended has none. It must outlive rank 0, as that of torchrun's agent does.
-        self._store: Any = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
+        self._hosts = self._offer_stores(tag)
         self._lost: dict[int, str] = {}
         self._handles_sigterm = handles_sigterm and threading.current_thread() is threading.main_thread()
         self._before: Any = None
+
+    def _offer_stores(self, tag: str) -> dict[int, tuple[list[str], int]]:
+        """Start a store on rank 0 and on another one, of another machine if there is one, in which to meet.
+
+        The store of the job will not do: rank 0 may hold it, and what earlier attempts of the job have written may still
+        be in it.
+
+        Returns:
+            The addresses and the port of each of these ranks.
+        """
+        timeout = settings().timeout
+        machines = [told.decode() for told in self._all_gather(f"{tag}/machines", self._collective.host, timeout)]
+        others = [rank for rank, machine in enumerate(machines) if machine != machines[0]]
+        hosts = [0, *(others or range(1, len(machines)))[:1]]
+        offer: Any = None
+        if self._collective.rank in hosts:
+            self._own_store = TCPStore("0.0.0.0", 0, None, is_master=True, wait_for_workers=False)
+            offer = [*local_addresses(os.environ.get("MASTER_ADDR")), "127.0.0.1"], self._own_store.port
+        offers = [json.loads(told) for told in self._all_gather(f"{tag}/stores", json.dumps(offer), timeout)]
+        return {rank: (offers[rank][0], offers[rank][1]) for rank in hosts}
+
+    def _all_gather(self, tag: str, text: str, timeout: float) -> list[bytes]:
+        return self._collective.all_gather(tag, text.encode(), timeout=timeout)
 
     def __enter__(self) -> Self:
         self._end_watch: Callable[[], None] = self._collective.watch_losses(self._note)
@@ -111,13 +138,13 @@ class Survivors:
             raise
         except Exception as error:
             raise PeerLostError(
-                f"rank {self._collective.rank}: the ranks that are left cannot meet, because the store of their process "
-                f"group does not answer: {(str(error) or repr(error)).splitlines()[0]}; under torchrun it lives in the "
-                "agent and outlasts rank 0"
+                f"rank {self._collective.rank}: the ranks that are left cannot meet, neither at "
+                f"{' nor at '.join(f'rank {host}' for host in self._hosts)}: {(str(error) or repr(error)).splitlines()[0]}"
             ) from error
 
     def _meet(self, fact: int) -> dict[int, int]:
         rank, ranks = self._collective.rank, range(self._collective.world_size)
+        self._store = self._find_store()
         store = self._keys("left")
         store.set(str(rank), str(fact))
         end = time.monotonic() + _PATIENCE
@@ -132,6 +159,17 @@ class Survivors:
         if rank not in met:
             raise PeerLostError(f"{names_of_ranks(met.keys())} went on without rank {rank}")
         return met
+
+    def _find_store(self) -> Any:
+        """Connect to the first store that lives."""
+        host = next((host for host in self._hosts if host not in self._lost), 0)
+        if host == self._collective.rank:
+            return self._own_store
+        addresses, port = self._hosts[host]
+        for address in addresses:
+            with contextlib.suppress(RuntimeError):  # it leads nowhere from here
+                return TCPStore(address, port, None, timeout=timedelta(seconds=_PATIENCE / 2))
+        raise PeerLostError(f"rank {host} does not answer at {', '.join(addresses)}, port {port}")
 
     def connect(self, members: list[int], name: str, timeout: float) -> Collective:
         """Return a new collective of some of the ranks, in this order. All of them call it.
