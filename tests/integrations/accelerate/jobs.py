@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 from collections.abc import Callable
 from itertools import chain
@@ -13,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Sampler, WeightedRandomSampler
 
 from bytecheckpoint.integrations.accelerate import attach
 from tests.integrations.transformers.jobs import prepare_rank, pretend_gpus
@@ -95,6 +96,54 @@ class StatefulStream(Stream):
         self.begin = self.at = state["at"]
 
 
+def shuffled(data: Any, batch: int, **options: Any) -> DataLoader[Any]:
+    """Return a loader of random order, of a data set that has none of its own."""
+    return DataLoader(data, batch, shuffle=not isinstance(data, torch.utils.data.IterableDataset), **options)
+
+
+def weighted(data: Any, batch: int) -> DataLoader[Any]:
+    return DataLoader(data, batch, sampler=WeightedRandomSampler([1.0] * len(data), len(data), replacement=False))
+
+
+def with_generator(data: Any, batch: int) -> DataLoader[Any]:
+    return DataLoader(data, batch, shuffle=True, generator=torch.Generator().manual_seed(5))
+
+
+class Epochs(Sampler[int]):
+    """An order that depends on `set_epoch` alone."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __iter__(self) -> Any:
+        yield from torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(self.epoch)).tolist()
+
+
+def by_epoch(data: Any, batch: int) -> DataLoader[Any]:
+    return DataLoader(data, batch, sampler=Epochs())
+
+
+class Lazy(Sampler[list[int]]):
+    """Batches that are drawn from the process's generators when they are asked for."""
+
+    def __len__(self) -> int:
+        return STEPS_PER_EPOCH
+
+    def __iter__(self) -> Any:
+        rest = list(range(SAMPLES))
+        for _ in range(STEPS_PER_EPOCH):
+            yield [rest.pop(random.randrange(len(rest))) for _ in range(8)]
+
+
+def lazy(data: Any, batch: int) -> DataLoader[Any]:
+    return DataLoader(data, batch_sampler=Lazy())
+
+
 class Run:
     """A training: an accelerator, and what it has prepared."""
 
@@ -103,6 +152,7 @@ class Run:
         stateful: bool = False, dispatch: bool | None = None, accumulation: int = 1, dropout: float = 0.2,
         batch: int | None = None, workers: int = 0, persistent: bool = False, schedule: bool = True, data: Any = None,
         seed: int = 3, fsdp: bool = False, project: dict[str, Any] | None = None,
+        loader: Callable[[Any, int], Any] = shuffled,
     ) -> None:  # fmt: skip
         from accelerate import Accelerator, PartialState
         from accelerate.utils import DataLoaderConfiguration, FullyShardedDataParallelPlugin, ProjectConfiguration
@@ -129,17 +179,17 @@ class Run:
         torch.manual_seed(seed)
         self.data = data() if isinstance(data, type) else Numbers() if data is None else data
         batch = batch or (8 if split else 8 // world // accumulation)
-        order = {} if isinstance(self.data, torch.utils.data.IterableDataset) else {"shuffle": True}
-        loader = DataLoader(
-            self.data, batch_size=batch, num_workers=workers, persistent_workers=persistent, **order
-        )  # fmt: skip
+        batches = loader(
+            self.data, batch, **({"num_workers": workers, "persistent_workers": persistent} if workers else {})
+        )
         cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)
-        self.model, self.optimizer, self.loader = self.accelerator.prepare(net, optimizer, loader)
+        self.model, self.optimizer, self.loader = self.accelerator.prepare(net, optimizer, batches)
         self.schedule = self.accelerator.prepare(cosine) if schedule else None
         self.counter = Counter()
         self.accelerator.register_for_checkpointing(self.counter)
         if attached is not False:
             attach(self.accelerator, **{"root": folder, **({} if attached is True else attached)})
+        random.seed(seed)
         torch.manual_seed(seed + (dist.get_rank() if dist.is_initialized() else 0))
 
     def train(

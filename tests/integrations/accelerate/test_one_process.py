@@ -93,6 +93,41 @@ def test_a_folder_apart(tmp_path: Path) -> None:
 
 
 @on_ranks(1)
+def test_the_folder_of_the_run(tmp_path: Path) -> None:
+    """A program that always names one folder."""
+    job = Run(tmp_path)
+    assert [job.accelerator.save_state(tmp_path)[-3:] for _ in range(2)] == ["000", "001"]
+    job.end()
+    assert Run(tmp_path).accelerator.load_state(tmp_path) == 1
+
+
+@on_ranks(1)
+def test_attach_before_prepare(tmp_path: Path) -> None:
+    from accelerate import Accelerator
+
+    def make() -> tuple[Any, Any]:
+        prepare_rank()
+        accelerator = Accelerator(cpu=True)
+        attach(accelerator, tmp_path)
+        return accelerator, accelerator.prepare(model(), DataLoader(Numbers(), 8, shuffle=True))[1]
+
+    accelerator, loader = make()
+    batches = iter(loader)
+    next(batches)
+    accelerator.save_state()
+    wanted = torch.cat(list(batches))
+    accelerator.bytecheckpoint.close()
+    prepare_rank()
+    early = Accelerator(cpu=True)
+    attach(early, tmp_path)
+    with pytest.raises(IncompatibleCheckpointError, match="of 1 models, now 0; 1 data loaders, now 0: prepare"):
+        early.load_state()
+    accelerator, loader = make()
+    accelerator.load_state()
+    assert torch.equal(torch.cat(list(loader)), wanted)
+
+
+@on_ranks(1)
 def test_a_new_run_in_an_old_folder(tmp_path: Path) -> None:
     run(tmp_path)
     job = Run(tmp_path)
@@ -361,6 +396,17 @@ def test_an_evaluation_in_between(tmp_path: Path) -> None:
 
 
 @on_ranks(1)
+def test_a_run_that_goes_back(tmp_path: Path) -> None:
+    """In the same process, after an epoch."""
+    job = Run(tmp_path)
+    wanted = job.train()
+    assert job.accelerator.load_state(tmp_path / "step_00000004") == 4
+    assert job.train() == after(4, wanted)
+    job.end()
+    assert steps_in(tmp_path) == [4, 8, 12]
+
+
+@on_ranks(1)
 def test_a_load_inside_of_a_loop(tmp_path: Path) -> None:
     """As after a spike of the loss: the loop goes on with the next data, and says so."""
     run(tmp_path, stop=4)
@@ -490,6 +536,11 @@ def test_refusals_of_attach(tmp_path: Path) -> None:
     next(batches)
     with pytest.raises(UsageError, match="is being iterated over"):
         attach(job.accelerator, tmp_path)
+
+    out_of_order = DataLoader(Numbers(), 8, num_workers=2, in_order=False)
+    other = Run(tmp_path / "other")
+    with pytest.raises(UsageError, match="in_order=False"):
+        other.accelerator.prepare(out_of_order)
 
     class Other:
         pass

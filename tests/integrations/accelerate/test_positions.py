@@ -7,7 +7,18 @@ from typing import Any
 
 import pytest
 
-from tests.integrations.accelerate.jobs import StatefulStream, Stream, after, die_at_commit, run, samples
+from tests.integrations.accelerate.jobs import (
+    StatefulStream,
+    Stream,
+    after,
+    by_epoch,
+    die_at_commit,
+    lazy,
+    run,
+    samples,
+    weighted,
+    with_generator,
+)
 from tests.integrations.transformers.jobs import steps_in
 from tests.support.worlds import Worlds, on_ranks
 
@@ -20,6 +31,10 @@ LOADERS: dict[str, dict[str, Any]] = {
     "torchdata": {"stateful": True},
     "stateful stream": {"stateful": True, "data": StatefulStream, "dispatch": False},
     "split": {"split": True},
+    "weighted": {"loader": weighted},
+    "with a generator": {"loader": with_generator, "stateful": True, "seedable": False},
+    "by epoch": {"loader": by_epoch},
+    "lazy": {"loader": lazy},
     "dispatched": {"dispatch": True, "seedable": False},
 }
 

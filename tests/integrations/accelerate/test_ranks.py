@@ -17,9 +17,11 @@ from tests.integrations.accelerate.jobs import (
     Run,
     Stream,
     after,
+    by_epoch,
     die_at_commit,
     joined,
     run,
+    weighted,
 )
 from tests.integrations.transformers.jobs import steps_in
 from tests.support.worlds import Worlds, on_ranks
@@ -43,6 +45,8 @@ OTHER: dict[str, dict[str, Any]] = {
     "split": {"split": True},
     "accumulated": {"schedule": False, "batch": 4},
     "dispatched": {"schedule": False, "dispatch": True, "seedable": False},
+    "weighted": {"schedule": False, "loader": weighted},
+    "by epoch": {"schedule": False, "loader": by_epoch},
     "stream": {"schedule": False, "data": Stream, "dispatch": False},
 }
 

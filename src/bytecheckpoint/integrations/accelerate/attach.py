@@ -1,4 +1,4 @@
-"""`attach`: put methods of this package in the place of some of an accelerator's own.
+"""`attach`: put a subclass of an accelerator's own class in its place.
 
 Hooks of accelerate cannot save and load: they run after models of FSDP are written, and cannot stop the other files.
 """
@@ -7,12 +7,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bytecheckpoint.errors import UsageError
 from bytecheckpoint.integrations.accelerate.checkpoints import AcceleratorCheckpoints
-from bytecheckpoint.integrations.accelerate.loaders import refuse_copies, remaining, track
+from bytecheckpoint.integrations.accelerate.loaders import refuse_copies, remaining
 from bytecheckpoint.manager import Latest
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+else:
+    Accelerator = object  # the class of the accelerator follows it
 
 __all__ = ["attach"]
 
@@ -66,12 +71,13 @@ def attach(
     if keep is None and project.total_limit is not None:
         keep = Latest(project.total_limit)
     checkpoints = AcceleratorCheckpoints(
-        accelerator, root, accelerator.load_state,
-        {"grace": 0.0, "keep": keep, "async_checkpoint": async_checkpoint, **options},
-    )  # fmt: skip
+        accelerator, root, {"grace": 0.0, "keep": keep, "async_checkpoint": async_checkpoint, **options}
+    )
     checkpoints.positions()
     refuse_copies(accelerator.gradient_state)
-    _replace_methods(accelerator, checkpoints)
+    kind = type(accelerator)
+    accelerator.__class__ = type(kind.__name__, (_AttachedAccelerator, kind), {"__module__": kind.__module__})
+    accelerator.bytecheckpoint = checkpoints
     return checkpoints
 
 
@@ -93,23 +99,29 @@ def _check(accelerator: Any, options: Mapping[str, Any]) -> None:
         raise UsageError("a data loader is being iterated over, so its position is not known: attach before the loop")
 
 
-def _replace_methods(accelerator: Any, checkpoints: AcceleratorCheckpoints) -> None:
-    prepare_data_loader, end_training = accelerator.prepare_data_loader, accelerator.end_training
+class _AttachedAccelerator(Accelerator):  # type: ignore[misc]
+    """What `attach` puts in front of an accelerator's class."""
 
-    def prepare(*args: Any, **kwargs: Any) -> Any:
-        loader = prepare_data_loader(*args, **kwargs)
-        track(loader, accelerator)
+    bytecheckpoint: AcceleratorCheckpoints
+
+    def save_state(self, *args: Any, **kwargs: Any) -> str:
+        return self.bytecheckpoint.save_state(*args, **kwargs)
+
+    def load_state(self, input_dir: Any = None, *args: Any, **kwargs: Any) -> int | None:
+        if self.bytecheckpoint.is_of_accelerate(input_dir):
+            super().load_state(input_dir, *args, **kwargs)
+            return None
+        return self.bytecheckpoint.load_state(input_dir, *args, **kwargs)
+
+    def prepare_data_loader(self, *args: Any, **kwargs: Any) -> Any:
+        loader = super().prepare_data_loader(*args, **kwargs)
+        self.bytecheckpoint.follow(loader)
         return loader
 
-    def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
-        track(dataloader, accelerator)
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        self.bytecheckpoint.follow(dataloader)
         return remaining(dataloader, num_batches)
 
-    def end(*args: Any, **kwargs: Any) -> Any:
-        checkpoints.close()
-        return end_training(*args, **kwargs)
-
-    accelerator.save_state, accelerator.load_state = checkpoints.save_state, checkpoints.load_state
-    accelerator.prepare_data_loader, accelerator.skip_first_batches = prepare, skip_first_batches
-    accelerator.end_training = end
-    accelerator.bytecheckpoint = checkpoints
+    def end_training(self) -> None:
+        self.bytecheckpoint.close()
+        super().end_training()

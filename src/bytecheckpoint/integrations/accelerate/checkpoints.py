@@ -6,12 +6,13 @@ import glob
 import logging
 import os
 import re
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
 
-from bytecheckpoint.errors import UsageError
+from bytecheckpoint.errors import CheckpointError, UsageError
 from bytecheckpoint.frameworks.rng import rng_state
 from bytecheckpoint.handles import LoadReport, SaveHandle
 from bytecheckpoint.integrations.accelerate.loaders import track
@@ -39,17 +40,14 @@ class AcceleratorCheckpoints:
     Args:
         accelerator: whose they are.
         root: folder or URL of the run.
-        stock_load: accelerate's own `load_state`.
         options: of the manager.
 
     Attributes:
         manager: of the run.
     """
 
-    def __init__(
-        self, accelerator: Any, root: str | os.PathLike[str], stock_load: Any, options: Mapping[str, Any]
-    ) -> None:
-        self._accelerator, self._stock_load, self._options = accelerator, stock_load, dict(options)
+    def __init__(self, accelerator: Any, root: str | os.PathLike[str], options: Mapping[str, Any]) -> None:
+        self._accelerator, self._options = weakref.proxy(accelerator), dict(options)
         self._states: dict[str, Any] = {}
         self.manager = CheckpointManager(root, self._states, **options)
         self._naming = ""
@@ -58,7 +56,11 @@ class AcceleratorCheckpoints:
 
     def positions(self) -> list[LoaderPosition]:
         """Return the positions of the prepared loaders."""
-        return [track(loader, self._accelerator) for loader in self._accelerator._dataloaders]
+        return [self.follow(loader) for loader in self._accelerator._dataloaders]
+
+    def follow(self, loader: Any) -> LoaderPosition:
+        """Return the position of a prepared loader, which is followed from now on."""
+        return track(loader, self._accelerator)
 
     # --- save -----------------------------------------------------------------------------------------------------
 
@@ -75,7 +77,7 @@ class AcceleratorCheckpoints:
 
         Args:
             output_dir: a folder of the run with a number at its end, which is the step; or any other folder, which gets one
-                checkpoint that no rule deletes. None: the next number of the run.
+                checkpoint that no rule deletes. None, or the folder of the run: the next number of the run.
             safe_serialization: means nothing here: nothing is pickled.
             step: number of the step, in place of a folder.
             metrics: for `Best`; as for `CheckpointManager.save`.
@@ -96,7 +98,7 @@ class AcceleratorCheckpoints:
                 "save_state in the middle of an accumulation of gradients: those so far are not part of a checkpoint; "
                 "call it where accelerator.sync_gradients is True"
             )
-        folder = None if output_dir is None or self._is_automatic else resolve(os.path.expanduser(output_dir)).url
+        folder = None if output_dir is None or self._is_automatic else self._folder(output_dir)
         naming, number = self._number_of(folder)
         if step is not None:
             if number not in (None, step):
@@ -117,6 +119,11 @@ class AcceleratorCheckpoints:
         self._begin_at(naming, number)
         return step_folder(self.manager.root, number)
 
+    def _folder(self, path: str | os.PathLike[str]) -> str | None:
+        """Return the address of a folder; None for that of the run."""
+        url = resolve(os.path.expanduser(path)).url
+        return None if url == self.manager.root else url
+
     @property
     def _is_automatic(self) -> bool:
         return bool(self._accelerator.project_configuration.automatic_checkpoint_naming)
@@ -135,7 +142,7 @@ class AcceleratorCheckpoints:
                 "numbering in a run, because the highest number counts as the newest step"
             )
         if self._last is None:
-            newest = self._from_rank_0(self.manager.latest())
+            newest = self._ask_rank_0(self.manager.latest)
             if newest is not None and newest.step >= number:
                 raise UsageError(
                     f"{self.manager.root} holds a run up to step {newest.step}, and this one begins with step {number}: "
@@ -179,16 +186,18 @@ class AcceleratorCheckpoints:
         self,
         input_dir: str | os.PathLike[str] | None = None,
         load_kwargs: Mapping[str, Any] | None = None,
-        **load_model_func_kwargs: Any,
+        *,
+        map_location: Any = None,
+        **unknown: Any,
     ) -> int | None:
         """Load in place of `Accelerator.load_state`. All ranks call it, after `prepare`.
 
         Args:
-            input_dir: a checkpoint, of this run or another one, or one that accelerate itself has saved. None: the newest
-                step of the run that verifies.
+            input_dir: a checkpoint, of this run or another one, or one that accelerate itself has saved. None, or the
+                folder of the run: its newest step that verifies.
             load_kwargs: for checkpoints of accelerate itself.
-            **load_model_func_kwargs: for checkpoints of accelerate itself. Others take a `map_location`, and load to
-                where the tensors lie.
+            map_location: for checkpoints of accelerate itself. Others are loaded to where the tensors lie.
+            **unknown: for checkpoints of accelerate itself.
 
         Returns:
             The number of the step; None if the run has none yet, or if the checkpoint is not one of the run.
@@ -197,20 +206,17 @@ class AcceleratorCheckpoints:
             UsageError: the run has no step, but checkpoints of accelerate itself.
             CheckpointError: as `CheckpointManager.restore_latest` and `load`.
         """
-        path = None if input_dir is None else os.path.expanduser(input_dir)
-        if path is not None and glob.glob(os.path.join(glob.escape(path), _OF_ACCELERATE)):
-            self._stock_load(path, load_kwargs, **load_model_func_kwargs)
-            return None
-        if unknown := load_model_func_kwargs.keys() - {"map_location"}:
+        if unknown:
             raise UsageError(f"load_state({min(unknown)}=...) is not supported: pass load_options= to attach")
         self._refuse_hooks(self._accelerator._load_model_state_pre_hook, "load_state")
         state = self._collect("")
-        if path is None:
+        folder = None if input_dir is None else self._folder(input_dir)
+        if folder is None:
             self.manager.restore_latest()
-        elif (number := self._number_of(resolve(path).url)[1]) is not None:
+        elif (number := self._number_of(folder)[1]) is not None:
             self.manager.restore(number)
         else:
-            self._tell(state, load(path, self._states, **self._options.get("load_options", {})))
+            self._tell(state, load(folder, self._states, **self._options.get("load_options", {})))
             return None
         restored = self.manager.restored
         if restored is None or restored.step is None or restored.report is None:
@@ -220,6 +226,13 @@ class AcceleratorCheckpoints:
         self._begin_at(state.naming, restored.step)
         return restored.step
 
+    @staticmethod
+    def is_of_accelerate(folder: str | os.PathLike[str] | None) -> bool:
+        """Return whether accelerate itself has saved a folder."""
+        return folder is not None and bool(
+            glob.glob(os.path.join(glob.escape(os.path.expanduser(folder)), _OF_ACCELERATE))
+        )
+
     def _tell(self, state: AcceleratorState, report: LoadReport) -> None:
         """Let the accelerator go on, and log the remarks about a load."""
         notes = [*report.notes, *state.install()]
@@ -228,8 +241,8 @@ class AcceleratorCheckpoints:
 
     def _refuse_lost_beginning(self) -> None:
         """Refuse to begin a run where accelerate itself has saved one."""
-        found = glob.glob(os.path.join(glob.escape(self.manager.root), "*", _OF_ACCELERATE))
-        if found := self._from_rank_0(sorted(found)):
+        pattern = os.path.join(glob.escape(self.manager.root), "*", _OF_ACCELERATE)
+        if found := self._ask_rank_0(lambda: sorted(glob.glob(pattern))):
             raise UsageError(
                 f"{self.manager.root} holds checkpoints of accelerate itself: go on from one by load_state("
                 f"{os.path.dirname(found[-1])!r}), or attach the accelerator with another root"
@@ -237,10 +250,20 @@ class AcceleratorCheckpoints:
 
     # --- the end --------------------------------------------------------------------------------------------------
 
-    def _from_rank_0(self, value: Any) -> Any:
+    def _ask_rank_0(self, question: Callable[[], Any]) -> Any:
+        """Return rank 0's answer, or raise its error, on all ranks."""
         from accelerate.utils import broadcast_object_list
 
-        return broadcast_object_list([value])[0]
+        answer: tuple[Any, CheckpointError | None] = None, None
+        if self._accelerator.is_main_process:
+            try:
+                answer = question(), None
+            except CheckpointError as error:
+                answer = None, error
+        value, failure = broadcast_object_list([answer])[0]
+        if failure is not None:
+            raise failure
+        return value
 
     def wait(self) -> None:
         """Wait until the saves in flight are committed.

@@ -6,36 +6,32 @@ the order of the epoch is drawn again, and the batches that are done are skipped
 
 from __future__ import annotations
 
-import contextlib
 import itertools
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, IterableDataset, RandomSampler
+from torch.utils.data import IterableDataset
 
-from bytecheckpoint.dataloader.hugging_face import check_exact
 from bytecheckpoint.errors import IncompatibleCheckpointError, UsageError
-from bytecheckpoint.frameworks.rng.sources import RandomSource, own_source, process_sources
+from bytecheckpoint.frameworks.rng.sources import RandomSource
+from bytecheckpoint.integrations.accelerate.prepared import (
+    SkipOnce,
+    States,
+    dataset_of,
+    dispatches,
+    has_exact_state,
+    length_of,
+    own_generators,
+    process_generators,
+    sampler_of,
+    samples_in_batch,
+    set_generators,
+)
 
-__all__ = ["LoaderPosition", "process_generators"]
-
-#: Generators of the process from which an order may be drawn.
-_OF_PROCESS = ("python", "numpy", "torch")
-
-States = Mapping[str, torch.Tensor]
-
-
-def process_generators() -> dict[str, RandomSource]:
-    """Return the generators of the process from which an order may be drawn."""
-    return {name: source for name, source in process_sources().items() if name in _OF_PROCESS}
-
-
-def _set_generators(sources: Mapping[str, RandomSource], states: States) -> None:
-    """Let the generators go on from these states; those that have none stay."""
-    for name in sources.keys() & states.keys():
-        sources[name].set(states[name])
+__all__ = ["LoaderPosition"]
 
 
 @dataclass(frozen=True)
@@ -62,14 +58,20 @@ class LoaderPosition:
 
     Args:
         loader: of accelerate.
-        accelerator: that has prepared it.
+        accelerator: a weak proxy of the one that has prepared it.
+
+    Attributes:
+        running: the program iterates over it.
+
+    Raises:
+        UsageError: it yields batches out of their order.
     """
 
     def __init__(self, loader: Any, accelerator: Any) -> None:
-        from accelerate.data_loader import DataLoaderDispatcher, SeedableRandomSampler
+        from accelerate.data_loader import SeedableRandomSampler
 
-        self._loader, self._accelerator = loader, accelerator
-        self._dispatches = isinstance(loader, DataLoaderDispatcher)
+        # Workers of a loader in a reference cycle end seconds later: their queue is closed before they are told.
+        self._loader_ref, self._accelerator = weakref.ref(loader), accelerator
         self._number = 0  # of the iteration that counts
         self.running = False
         self._left_in_training = False  # by a `break`
@@ -77,25 +79,20 @@ class LoaderPosition:
         self._start: States = {}  # the generators when the epoch began
         self._was_ready = False
         self._resume: _Resume | None = None  # from a load until the next iteration
-        sampler = _sampler_of(loader)
+        sampler = sampler_of(loader)
         self._seeded = sampler if isinstance(sampler, SeedableRandomSampler) else None
-        if isinstance(sampler, RandomSampler) and sampler.generator is None and self._seeded is None:
+        if not getattr(loader, "in_order", True):
+            raise UsageError(
+                "in_order=False lets workers yield batches out of their order, so that no position is exact"
+            )
+        if self._seeded is None and getattr(sampler, "generator", self) is None:
             # As accelerate does for several ranks. So the order is the same at any number of ranks.
             sampler.generator = torch.Generator()
             sampler.generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
 
-    def _own(self) -> dict[str, RandomSource]:
-        """Return the generators of the loader itself."""
-        candidates = {
-            "sampler": None if self._seeded else getattr(_sampler_of(self._loader), "generator", None),
-            "loader": getattr(self._loader.base_dataloader, "generator", None),
-            "dataset": getattr(_dataset_of(self._loader), "generator", None),
-        }
-        return {
-            f"own.{name}": own_source(name, value)
-            for name, value in candidates.items()
-            if isinstance(value, torch.Generator)
-        }
+    @property
+    def _loader(self) -> Any:
+        return self._loader_ref()
 
     # --- iterate --------------------------------------------------------------------------------------------------
 
@@ -105,37 +102,35 @@ class LoaderPosition:
         Args:
             whole: begins accelerate's own iteration.
         """
-        sources = {**process_generators(), **self._own()}
+        sources = {**process_generators(), **own_generators(self._loader)}
         resume, self._resume = self._resume, None
         skipped = 0 if resume is None else resume.batches
-        after = resume.after if resume else {}
-        if resume is not None and resume.start:
-            _set_generators(sources, resume.start)
+        if resume is not None:
+            set_generators(sources, resume.start)
         self._start = {name: source.get() for name, source in sources.items()}
         self._was_ready = self._is_ready if resume is None else resume.ready
         self._number += 1
         number, self._taken, self.running = self._number, skipped, True
         try:
-            for batch in whole() if resume is None else self._resumed(resume, whole):
-                # What was drawn for the batches that are done is no part of what goes on.
-                _set_generators(sources, after)
-                after = {}
+            for batch in whole() if resume is None else self._resumed(resume, whole, sources):
                 if number == self._number:
                     self._taken += 1
                     self._left_in_training = any(model.training for model in self._accelerator._models)
                 yield batch
-            _set_generators(sources, after)
             if number == self._number:
                 self._taken, self._left_in_training = 0, False
         finally:
             self.running &= number != self._number
 
-    def _resumed(self, resume: _Resume, whole: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+    def _resumed(
+        self, resume: _Resume, whole: Callable[[], Iterator[Any]], sources: Mapping[str, RandomSource]
+    ) -> Iterator[Any]:
         """Iterate over what follows the batches that are done, without reading them where a sampler names them."""
-        base, count = self._loader.base_dataloader, 0 if resume.state else resume.batches
+        base, count = self._loader.base_dataloader, resume.batches
         name = "sampler" if base.batch_sampler is None else "batch_sampler"
         sampler = getattr(base, name)
-        by_sampler = not self._dispatches and not isinstance(base.dataset, IterableDataset)
+        by_sampler = not dispatches(self._loader) and not isinstance(base.dataset, IterableDataset)
+        by_reading = count > 0 and not by_sampler and not resume.state
         if resume.state:
             base.load_state_dict(resume.state)
 
@@ -143,20 +138,30 @@ class LoaderPosition:
             del base.__dict__["__iter__"]
             base._iterator = None  # of workers that stay, which have a sampler already
             base.__dict__["_initial_iter_for_state_dict"] = False  # of torchdata
-            before = {name: source.get() for name, source in process_generators().items()} if resume.ready else {}
-            if by_sampler:
-                base.__dict__[name] = _SkipOnce(sampler, count)  # torch allows no assignment
+            before = {key: source.get() for key, source in sources.items()} if resume.ready else {}
+            if by_sampler and not resume.state:
+                base.__dict__[name] = SkipOnce(sampler, count)  # torch allows no assignment
             try:
-                return iter(base)
+                found = iter(base)
             finally:
                 base.__dict__[name] = sampler
-                _set_generators(process_generators(), before)
+                set_generators(sources, before)
+            return found if by_reading else ahead(found)
+
+        def ahead(found: Iterator[Any]) -> Iterator[Any]:
+            # When the checkpoint was saved, one batch had been fetched ahead.
+            first = list(itertools.islice(found, 1))
+            set_generators(sources, resume.after)
+            yield from itertools.chain(first, found)
 
         base.__dict__["__iter__"] = begin  # accelerate calls it after `set_epoch`
         batches = whole()
-        # The last batch of an epoch may be filled up with the first ones, so these are read.
-        if not by_sampler and sum(1 for _ in itertools.islice(batches, count)) < count:
-            raise IncompatibleCheckpointError(f"the data ends before batch {count} of the epoch, where the run goes on")
+        if by_reading:  # also because the last batch of an epoch may be filled up with the first ones
+            if sum(1 for _ in itertools.islice(batches, count)) < count:
+                raise IncompatibleCheckpointError(
+                    f"the data ends before batch {count} of the epoch, where the run goes on"
+                )
+            set_generators(sources, resume.after)
         return batches
 
     @property
@@ -208,49 +213,20 @@ class LoaderPosition:
             "epoch": epoch,
             "batches": batches,
             "ready": ready,
-            "samples": self._samples(),
-            "length": _length(_dataset_of(loader)),
+            "samples": samples_in_batch(self._loader, self._accelerator.num_processes),
+            "length": length_of(dataset_of(loader)),
             "seed": self._seeded.initial_seed if self._seeded else None,
-            "stateful": self._is_stateful,
+            "stateful": has_exact_state(self._loader),
         }
 
     def state(self) -> dict[str, Any]:
         """Return this rank's generators, and the state of the loader if its data set has one."""
         batches = self.describe()["batches"]
-        now = {name: source.get() for name, source in self._own().items()}
+        now = {name: source.get() for name, source in own_generators(self._loader).items()}
         start = self._start if self._resume is None else self._resume.start
-        own = self._loader.dl_state_dict if self._is_stateful else None
+        own = self._loader.dl_state_dict if has_exact_state(self._loader) else None
         state = own if self._resume is None else self._resume.state
         return {"now": now, "start": start if batches else {}, "state": state if batches else None}
-
-    @property
-    def _is_stateful(self) -> bool:
-        """Whether torchdata's state says more than the number of batches."""
-        loader = self._loader
-        if self._dispatches or not loader.use_stateful_dataloader or not hasattr(loader.dataset, "state_dict"):
-            return False
-        try:
-            check_exact(loader.dataset, "")
-        except UsageError:  # it leaves something out, so the batches are read again
-            return False
-        return True
-
-    def _samples(self) -> int | None:
-        """Return how many samples all ranks take in a batch, of one order; None where each rank has an order of its own."""
-        from accelerate.data_loader import BatchSamplerShard, IterableDatasetShard
-
-        base, ranks = self._loader.base_dataloader, self._accelerator.num_processes
-        sampler = base.sampler if base.batch_sampler is None else base.batch_sampler
-        size = getattr(sampler, "batch_size", None)
-        if self._dispatches:
-            ranks = 1 if self._loader.split_batches else ranks
-        elif isinstance(sampler, BatchSamplerShard):
-            ranks = 1 if sampler.split_batches else sampler.num_processes
-        elif isinstance(base.dataset, IterableDatasetShard):
-            ranks = base.dataset.num_processes
-        elif ranks > 1:  # each rank has a part of the data, as of a sharded data set of Hugging Face
-            return None
-        return None if size is None else int(size) * ranks
 
     def batches_from(self, saved: Mapping[str, Any], same_ranks: bool) -> int:
         """Return how many batches are done here, at the position of a checkpoint.
@@ -288,39 +264,6 @@ class LoaderPosition:
         self._taken, self._left_in_training = 0, False
         if self._seeded is not None and saved["seed"] is not None:
             self._seeded.initial_seed = saved["seed"]
-        _set_generators(self._own(), {**state["now"], **state["start"]})
+        set_generators(own_generators(self._loader), {**state["now"], **state["start"]})
         after = generators if batches else {}
         self._resume = _Resume(batches, saved["ready"], state["start"], after, state["state"])
-
-
-def _sampler_of(loader: Any) -> Any:
-    found = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-    while isinstance(found, BatchSampler):
-        found = getattr(found, "batch_sampler", None) or getattr(found, "sampler", None)
-    return found
-
-
-def _dataset_of(loader: Any) -> Any:
-    from accelerate.data_loader import IterableDatasetShard
-
-    return loader.dataset.dataset if isinstance(loader.dataset, IterableDatasetShard) else loader.dataset
-
-
-def _length(dataset: Any) -> int | None:
-    with contextlib.suppress(TypeError, NotImplementedError):
-        return len(dataset)
-    return None
-
-
-class _SkipOnce(BatchSampler):
-    """A sampler without its first batches, at the first iteration: workers that stay keep it for all epochs."""
-
-    def __init__(self, sampler: Any, count: int) -> None:
-        self._sampler, self._count = sampler, count
-
-    def __iter__(self) -> Iterator[Any]:
-        count, self._count = self._count, 0  # when the first batch is asked for: torch makes iterators that it drops
-        yield from itertools.islice(self._sampler, count, None)
-
-    def __len__(self) -> int:
-        return len(self._sampler)

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bytecheckpoint.errors import IncompatibleCheckpointError
-from bytecheckpoint.integrations.accelerate.positions import LoaderPosition, process_generators
+from bytecheckpoint.integrations.accelerate.positions import LoaderPosition
+from bytecheckpoint.integrations.accelerate.prepared import process_generators
 
 __all__ = ["AcceleratorState"]
 
