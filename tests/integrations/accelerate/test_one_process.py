@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import pickle
+import weakref
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -308,6 +312,31 @@ def test_a_copy_of_a_loader(tmp_path: Path) -> None:
     job = Run(tmp_path)
     with pytest.raises(UsageError, match=r"use accelerator\.skip_first_batches in place of accelerate.skip_first"):
         next(iter(skip_first_batches(job.loader, 2)))
+
+
+@on_ranks(1)
+def test_a_loader_is_pickled(tmp_path: Path) -> None:
+    """As one of accelerate itself, which stays as it is."""
+    job = Run(tmp_path)
+    copies = pickle.loads(pickle.dumps(job.loader)), copy.deepcopy(job.loader)
+    next(iter(job.loader))
+    assert [len(list(loader)) for loader in copies] == [6, 6]
+    assert job.loader.bytecheckpoint_position.describe()["epoch"] == 0
+
+
+@on_ranks(1)
+def test_what_is_dropped_is_freed(tmp_path: Path) -> None:
+    """At once: workers of a loader that the garbage collector frees end five seconds late."""
+    job = Run(tmp_path)
+    job.train(1)
+    job.end()
+    gone = weakref.ref(job.accelerator), weakref.ref(job.loader)
+    gc.disable()
+    try:
+        del job
+        assert [one() for one in gone] == [None, None]
+    finally:
+        gc.enable()
 
 
 @on_ranks(1)

@@ -53,19 +53,18 @@ def refuse_copies(gradient_state: Any) -> None:
     Args:
         gradient_state: of accelerate, which every loader that begins tells about it.
     """
-    if "_add_dataloader" in vars(gradient_state):
-        return
-    add = gradient_state._add_dataloader
+    gradient_state._add_dataloader = _add_dataloader
 
-    def add_checked(loader: Any) -> None:
-        if not isinstance(loader, _TrackedLoader) and any(loader.dataset is other.dataset for other in list(_tracked)):
-            raise UsageError(
-                "this data loader is a copy of one that the accelerator has prepared, so its position is not known: use "
-                "accelerator.skip_first_batches in place of accelerate.skip_first_batches"
-            )
-        add(loader)
 
-    gradient_state._add_dataloader = add_checked
+def _add_dataloader(loader: Any) -> None:  # with a name of its own, because loaders are pickled with the gradient state
+    from accelerate.state import GradientState
+
+    if not isinstance(loader, _TrackedLoader) and any(loader.dataset is other.dataset for other in list(_tracked)):
+        raise UsageError(
+            "this data loader is a copy of one that the accelerator has prepared, so its position is not known: use "
+            "accelerator.skip_first_batches in place of accelerate.skip_first_batches"
+        )
+    GradientState._add_dataloader(GradientState(), loader)
 
 
 def remaining(loader: Any, count: int) -> Any:
@@ -80,6 +79,12 @@ class _TrackedLoader(Loader):
 
     def __iter__(self) -> Iterator[Any]:
         return self.bytecheckpoint_position.iterate(super().__iter__)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        reduced: Any = super().__reduce__()
+        maker, (_, *rest), state = reduced
+        state = {name: value for name, value in state.items() if name != "bytecheckpoint_position"}
+        return maker, (type(self).__bases__[1], *rest), state
 
     def set_epoch(self, epoch: int) -> None:
         self.bytecheckpoint_position.check_epoch(epoch)
