@@ -85,6 +85,10 @@ class LoaderPosition:
             raise UsageError(
                 "in_order=False lets workers yield batches out of their order, so that no position is exact"
             )
+        if getattr(loader.base_dataloader, "_initial_iter_for_state_dict", False):
+            # Workers of torchdata have begun already, in the order of a sampler that accelerate has replaced since.
+            loader.base_dataloader._iterator = None
+            loader.base_dataloader._initial_iter_for_state_dict = False
         if self._seeded is None and getattr(sampler, "generator", self) is None:
             # As accelerate does for several ranks. So the order is the same at any number of ranks.
             sampler.generator = torch.Generator()
