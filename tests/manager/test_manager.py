@@ -32,6 +32,7 @@ from bytecheckpoint.manager.run_folder import RunFolder, step_folder
 from bytecheckpoint.saving.coordinator import Coordinator
 from bytecheckpoint.tools.removal import collect_garbage
 from tests.support.damage import damage, storage_file
+from tests.support.faulty_storage import Faults
 from tests.support.memory import hot_tier
 from tests.support.worlds import Worlds
 
@@ -366,6 +367,19 @@ def test_saves_that_overlap(tmp_path: Path, overlap: str, monkeypatch: pytest.Mo
     assert found == [[1, 2, 3] if overlap == "wait" else [1]] * 2
     wanted = [f"the save of step 1 is still being written at step {step}" for step in (2, 2, 3, 3)]
     assert sorted(refused) == (wanted if overlap == "fail" else [])
+
+
+@pytest.mark.parametrize("which", ["latest", "step"])
+def test_a_restore_finds_the_save_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, which: str) -> None:
+    """Its own, and one of a manager that an exception has ended: the program tries again in the same process."""
+    Faults().install(monkeypatch).add("publish", name="metadata.parquet", before=lambda: time.sleep(0.5))
+    states = {"value": torch.arange(3)}
+    CheckpointManager(tmp_path, states).save(1)
+    manager = CheckpointManager(tmp_path, states)
+    assert (manager.restore_latest() if which == "latest" else manager.restore(1)) == 1
+    manager.save(2)
+    assert (manager.restore_latest() if which == "latest" else manager.restore(2)) == 2
+    manager.close()
 
 
 def test_bad_arguments(tmp_path: Path) -> None:

@@ -182,6 +182,7 @@ class CheckpointManager:
             IncompatibleCheckpointError: the newest sound step does not fit the states.
             StorageError: the storage fails; an older step would not be better.
         """
+        self._await_saves()
         skipped: dict[int, str] = {}
         # Another job may commit and delete steps meanwhile: look them up again after each that is passed over.
         while (step := next((s for s in reversed(self._agree_on_steps()) if s not in skipped), None)) is not None:
@@ -212,8 +213,13 @@ class CheckpointManager:
             CheckpointNotFoundError: it is not committed.
             CheckpointError: as `load`.
         """
+        self._await_saves()
         self.restored = Restored(step, self._load(step))
         return step
+
+    def _await_saves(self) -> None:
+        """Wait for the save in flight, also one of a manager before this one: its step is to be found."""
+        world_of(self._collective).saves.drain()
 
     def _load(self, step: int) -> LoadReport:
         options = {"process_group": self._group, **self._load_options}

@@ -64,7 +64,7 @@ def prepare_rank() -> None:
     GradientState._reset_state()
 
 
-def _pretend_gpus() -> None:
+def pretend_gpus() -> None:
     """Let accelerate take FSDP, which it does on accelerators only, for the CPU too."""
     from accelerate.state import PartialState
     from accelerate.utils import DistributedType
@@ -115,7 +115,7 @@ def make(
     losses = Losses(at)
     args = TrainingArguments(**arguments(folder, **options))
     if args.fsdp:
-        _pretend_gpus()
+        pretend_gpus()
     trainer = Trainer(
         model=model(dropout) if net is None else net, args=args,
         train_dataset=samples(), eval_dataset=samples(8, seed=4), callbacks=[*callbacks, losses.callback],

@@ -1,0 +1,108 @@
+"""Data loaders that accelerate prepares, followed: what the program takes from them is counted."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from bytecheckpoint.errors import UsageError
+from bytecheckpoint.integrations.accelerate.positions import LoaderPosition
+
+if TYPE_CHECKING:
+
+    class Loader:
+        """A loader of accelerate."""
+
+        def __iter__(self) -> Iterator[Any]: ...
+
+        def set_epoch(self, epoch: int) -> None: ...
+
+else:
+    Loader = object  # the class of the loader follows it
+
+__all__ = ["refuse_copies", "remaining", "track"]
+
+_tracked: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def track(loader: Any, accelerator: Any) -> LoaderPosition:
+    """Return the position of a prepared loader, which is followed from now on.
+
+    Raises:
+        UsageError: the loader is of another kind.
+    """
+    from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
+
+    kind = type(loader)
+    if not issubclass(kind, _TrackedLoader):
+        if kind not in (DataLoaderShard, DataLoaderDispatcher):
+            raise UsageError(f"the position of a {kind.__name__} is not known: let accelerator.prepare make the loader")
+        loader.bytecheckpoint_position = LoaderPosition(loader, accelerator)
+        tracked = type(kind.__name__, (_TrackedLoader, kind), {"__module__": kind.__module__})
+        # The loader pretends to be of torch's class, by a property that hides the attribute.
+        object.__dict__["__class__"].__set__(loader, tracked)
+        _tracked.add(loader)
+    found: LoaderPosition = loader.bytecheckpoint_position
+    return found
+
+
+def refuse_copies(gradient_state: Any) -> None:
+    """Have an error where the program iterates over a copy of a loader, whose position nobody knows.
+
+    Args:
+        gradient_state: of accelerate, which every loader that begins tells about it.
+    """
+    gradient_state._add_dataloader = _add_dataloader
+
+
+def _add_dataloader(loader: Any) -> None:  # with a name of its own, because loaders are pickled with the gradient state
+    from accelerate.state import GradientState
+
+    if not isinstance(loader, _TrackedLoader) and any(loader.dataset is other.dataset for other in list(_tracked)):
+        raise UsageError(
+            "this data loader is a copy of one that the accelerator has prepared, so its position is not known: use "
+            "accelerator.skip_first_batches in place of accelerate.skip_first_batches"
+        )
+    GradientState._add_dataloader(GradientState(), loader)
+
+
+def remaining(loader: Any, count: int) -> Any:
+    """Return what iterates over `loader` without its first `count` batches, as `skip_first_batches` does."""
+    return _Remaining(loader, count)
+
+
+class _TrackedLoader(Loader):
+    """What `track` puts in front of a loader's class."""
+
+    bytecheckpoint_position: LoaderPosition
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.bytecheckpoint_position.iterate(super().__iter__)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        reduced: Any = super().__reduce__()
+        maker, (_, *rest), state = reduced
+        state = {name: value for name, value in state.items() if name != "bytecheckpoint_position"}
+        return maker, (type(self).__bases__[1], *rest), state
+
+    def set_epoch(self, epoch: int) -> None:
+        self.bytecheckpoint_position.check_epoch(epoch)
+        super().set_epoch(epoch)
+
+
+class _Remaining:
+    """The rest of an epoch, for one iteration."""
+
+    def __init__(self, loader: Any, count: int) -> None:
+        self._loader, self._count = loader, count
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def __len__(self) -> int:
+        return len(self._loader) - self._count
+
+    def __iter__(self) -> Iterator[Any]:
+        self._loader.bytecheckpoint_position.skip(self._count)
+        return iter(self._loader)

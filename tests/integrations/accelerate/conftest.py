@@ -1,0 +1,12 @@
+"""Accelerate is imported once, in the template of the worlds."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+from tests.support.worlds import PRELOADED
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+if importlib.util.find_spec("accelerate"):
+    PRELOADED.append("tests.integrations.accelerate.preloaded")

@@ -1,0 +1,589 @@
+"""Accelerate with `attach`, in one process: what is saved and kept, names and numbers, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import weakref
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+import bytecheckpoint
+from bytecheckpoint.errors import CheckpointError, CheckpointNotFoundError, IncompatibleCheckpointError, UsageError
+from bytecheckpoint.integrations.accelerate import attach
+from bytecheckpoint.manager import Best
+from tests.integrations.accelerate.jobs import Counter, Found, Numbers, Run, StatefulStream, after, model, run, samples
+from tests.integrations.transformers.jobs import collected_warnings, prepare_rank, steps_in
+from tests.support.damage import damage, storage_file
+from tests.support.faulty_storage import Faults
+from tests.support.memory import new_memory
+from tests.support.worlds import Worlds, on_ranks
+
+# --- names and numbers ------------------------------------------------------------------------------------------------
+
+
+@on_ranks(1)
+def test_automatic_naming(tmp_path: Path) -> None:
+    """As accelerate numbers and limits; but it deletes before it saves, and refuses to save after a load."""
+    project = {"project_dir": str(tmp_path), "automatic_checkpoint_naming": True, "total_limit": 2}
+    job = Run("", project=project, attached={"root": None})
+    assert job.accelerator.load_state() is None
+    for number in range(4):
+        path = job.accelerator.save_state()
+        assert path == f"{tmp_path}/checkpoints/step_{number:08d}"
+        assert job.accelerator.save_iteration == number + 1
+        job.accelerator.bytecheckpoint.wait()
+    job.end()
+    assert steps_in(tmp_path / "checkpoints") == [2, 3]
+    again = Run("", project=project, attached={"root": None})
+    assert again.accelerator.load_state() == 3
+    again.accelerator.save_state("any name, which accelerate ignores too")
+    again.end()
+    assert steps_in(tmp_path / "checkpoints") == [3, 4]
+
+
+@on_ranks(1)
+def test_names_with_a_number(tmp_path: Path) -> None:
+    """A folder of the run is a step, by its number, and a load knows it by its name."""
+    job = Run(tmp_path)
+    for number in (5, 10):
+        job.counter.step = number
+        assert job.accelerator.save_state(tmp_path / f"epoch_{number}") == f"{tmp_path}/step_{number:08d}"
+    job.accelerator.save_state(str(tmp_path / "epoch_10"))  # once more, as at the end of a training
+    with pytest.raises(UsageError, match="step 7 is saved after step 10"):
+        job.accelerator.save_state(tmp_path / "epoch_7")
+    for other in ({"output_dir": tmp_path / "step_200"}, {"step": 200}, {}):
+        with pytest.raises(UsageError, match="numbered as 'epoch_', and this one as"):
+            job.accelerator.save_state(**other)
+    with pytest.raises(UsageError, match="these are two numbers"):
+        job.accelerator.save_state(tmp_path / "epoch_11", step=12)
+    job.end()
+    assert steps_in(tmp_path) == [5, 10]
+    again = Run(tmp_path)
+    assert again.accelerator.load_state(tmp_path / "epoch_5") == again.counter.step == 5
+    with pytest.raises(UsageError, match="numbered as 'epoch_', and this one as 'step_'"):
+        again.accelerator.save_state(step=200)
+    again.accelerator.save_state(tmp_path / "epoch_6")  # the run went back: step 10 counts as older
+    again.end()
+    assert Run(tmp_path).accelerator.load_state() == 6
+
+
+@on_ranks(1)
+def test_a_folder_apart(tmp_path: Path) -> None:
+    """Other folders get one checkpoint, which no rule deletes."""
+    job = Run(tmp_path / "run", attached={"keep": 1})
+    job.counter.step = 3
+    for place in (tmp_path / "run" / "best", tmp_path / "export" / "step_9"):
+        assert job.accelerator.save_state(place) == str(place)
+    job.accelerator.save_state(step=1)
+    job.accelerator.save_state(step=2)
+    job.end()
+    assert steps_in(tmp_path / "run") == [2]
+    for place in (tmp_path / "run" / "best", tmp_path / "export" / "step_9"):
+        again = Run(tmp_path / "other")
+        assert again.accelerator.load_state(place) is None
+        assert again.counter.step == 3
+        again.accelerator.save_state()
+        again.end()
+        bytecheckpoint.CheckpointManager(tmp_path / "other", {}).close()
+        (tmp_path / "other").rename(tmp_path / f"other of {place.name}")
+
+
+@on_ranks(1)
+def test_the_folder_of_the_run(tmp_path: Path) -> None:
+    """A program that always names one folder."""
+    job = Run(tmp_path)
+    assert [job.accelerator.save_state(tmp_path)[-3:] for _ in range(2)] == ["000", "001"]
+    job.end()
+    assert Run(tmp_path).accelerator.load_state(tmp_path) == 1
+
+
+@on_ranks(1)
+def test_attach_before_prepare(tmp_path: Path) -> None:
+    from accelerate import Accelerator
+
+    def make() -> tuple[Any, Any]:
+        prepare_rank()
+        accelerator = Accelerator(cpu=True)
+        attach(accelerator, tmp_path)
+        return accelerator, accelerator.prepare(model(), DataLoader(Numbers(), 8, shuffle=True))[1]
+
+    accelerator, loader = make()
+    batches = iter(loader)
+    next(batches)
+    accelerator.save_state()
+    wanted = torch.cat(list(batches))
+    accelerator.bytecheckpoint.close()
+    prepare_rank()
+    early = Accelerator(cpu=True)
+    attach(early, tmp_path)
+    with pytest.raises(IncompatibleCheckpointError, match="of 1 models, now 0; 1 data loaders, now 0: prepare"):
+        early.load_state()
+    accelerator, loader = make()
+    accelerator.load_state()
+    assert torch.equal(torch.cat(list(loader)), wanted)
+
+
+@on_ranks(1)
+def test_a_new_run_in_an_old_folder(tmp_path: Path) -> None:
+    run(tmp_path)
+    job = Run(tmp_path)
+    with pytest.raises(UsageError, match="holds a run up to step 12, and this one begins with step 4"):
+        job.train()
+    assert steps_in(tmp_path) == [4, 8, 12]
+
+
+@on_ranks(1)
+def test_checkpoints_of_accelerate_itself(tmp_path: Path) -> None:
+    """They are loaded, but never taken for the newest step, and never passed over in silence."""
+    project = {"project_dir": str(tmp_path), "automatic_checkpoint_naming": True}
+    stock = Run("", project=project, attached=False)
+    stock.counter.step = 7
+    stock.accelerator.save_state()
+    job = Run("", project=project, attached={"root": None})
+    with pytest.raises(UsageError, match=r"holds checkpoints of accelerate itself: go on .*checkpoints/checkpoint_0"):
+        job.accelerator.load_state()
+    assert job.accelerator.load_state(tmp_path / "checkpoints" / "checkpoint_0") is None
+    assert job.counter.step == 7
+    job.accelerator.save_state()
+    job.end()
+    assert Run("", project=project, attached={"root": None}).accelerator.load_state() == 0
+
+
+# --- what is saved ----------------------------------------------------------------------------------------------------
+
+
+def several(folder: Path, seed: int) -> tuple[Any, list[nn.Module], list[Any], nn.Module]:
+    """Return an accelerator with two models that have the same names, three optimizers, and a registered model."""
+    from accelerate import Accelerator
+
+    prepare_rank()
+    accelerator = Accelerator(cpu=True)
+    models = [model(seed), model(seed + 1)]
+    third = nn.Linear(2, 2)
+    optimizers = [
+        torch.optim.AdamW(models[0][0].parameters(), lr=0.1 * seed),
+        torch.optim.SGD(chain(models[0][3].parameters(), models[1].parameters()), lr=0.2 * seed, momentum=0.9),
+    ]
+    schedules = [torch.optim.lr_scheduler.StepLR(optimizer, 2) for optimizer in optimizers]
+    prepared = accelerator.prepare(*models, *optimizers, *schedules)
+    accelerator.register_for_checkpointing(third, Counter())
+    attach(accelerator, folder)
+    for _ in range(seed):
+        sum(m(torch.ones(2, 4, dtype=torch.float64)).sum() for m in models).backward()
+        for part in prepared[2:]:
+            part.step()
+    return accelerator, models, [part.state_dict() for part in prepared[2:]], third
+
+
+@on_ranks(1)
+def test_several_of_each(tmp_path: Path) -> None:
+    accelerator, models, wanted, third = several(tmp_path, 3)
+    accelerator.save_state()
+    accelerator.bytecheckpoint.wait()
+    again, loaded, _, other = several(tmp_path, 1)
+    assert again.load_state() == 0
+    for one, two in zip([*models, third], [*loaded, other], strict=True):
+        assert all(map(torch.equal, one.state_dict().values(), two.state_dict().values()))
+    found = [part.state_dict() for part in (*again._optimizers, *again._schedulers)]
+    for one, two in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, two, rtol=0, atol=0)
+    less, _, _, _ = several(tmp_path, 1)
+    less._custom_objects.pop()
+    less._schedulers.pop()
+    with pytest.raises(IncompatibleCheckpointError, match="2 schedulers, now 1; 2 registered objects, now 1"):
+        less.load_state()
+
+
+@on_ranks(1)
+def test_random_numbers_that_are_missing(tmp_path: Path) -> None:
+    """Accelerate itself goes on without them, and says so at level INFO."""
+    run(tmp_path, attached={"save_options": {"exclude": ["rng/*"]}})
+    with pytest.raises(CheckpointError, match="rng"):
+        run(tmp_path)
+
+
+@on_ranks(1)
+def test_a_storage_of_another_kind(tmp_path: Path) -> None:
+    """Accelerate itself demands a local folder."""
+    wanted = run(tmp_path / "whole", attached=False)
+    with new_memory() as root:
+        run(root, stop=4)
+        assert run(root) == after(4, wanted)
+        job = Run(tmp_path)
+        assert job.accelerator.load_state(f"{root}/step_00000008") is None
+        assert job.counter.step == 8
+    assert not list((tmp_path / "run").rglob("*"))
+
+
+# --- what is kept -----------------------------------------------------------------------------------------------------
+
+
+@on_ranks(1)
+def test_nothing_is_deleted_before_a_commit(tmp_path: Path) -> None:
+    """The save of step 8 fails: the one before stays, where accelerate itself deletes it first."""
+    with pytest.MonkeyPatch.context() as patch:
+        Faults().install(patch).add("publish", OSError("no commit"), name="metadata.parquet", skip=1, times=-1)
+        with pytest.raises(CheckpointError, match="no commit"):
+            run(tmp_path, attached={"keep": 1})
+    assert steps_in(tmp_path) == [4]
+    run(tmp_path, attached={"keep": 1})
+    assert steps_in(tmp_path) == [12]
+
+
+@on_ranks(1)
+def test_a_failed_save_may_be_a_warning(tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch, collected_warnings() as warnings:
+        Faults().install(patch).add("publish", OSError("no commit"), name="metadata.parquet", skip=1)
+        assert len(run(tmp_path, attached={"on_error": "warn"})) == 12
+    assert steps_in(tmp_path) == [4, 12]
+    assert any("the save of step 8 failed" in line for line in warnings)
+
+
+@on_ranks(1)
+def test_the_best_step(tmp_path: Path) -> None:
+    job = Run(tmp_path, attached={"keep": [Best("loss")], "async_checkpoint": False})
+    for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0), (4, 5.0)):
+        job.accelerator.save_state(step=step, metrics={"loss": loss})
+    job.end()
+    assert steps_in(tmp_path) == [2, 4]
+
+
+@on_ranks(1)
+def test_the_newest_step_is_damaged(tmp_path: Path) -> None:
+    wanted = run(tmp_path)
+    damage(storage_file(tmp_path / "step_00000012"), "flip")
+    with collected_warnings() as warnings:
+        assert run(tmp_path) == after(8, wanted)
+    assert any("step 12 cannot be loaded" in line for line in warnings)
+
+
+@on_ranks(1)
+def test_foreign_files_stay(tmp_path: Path) -> None:
+    for name in ("epoch_3", "step_5", "notes"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file.txt").write_text("mine")
+    wanted = run(tmp_path, stop=8, attached={"keep": 1})
+    assert run(tmp_path, attached={"keep": 1}) and wanted
+    assert steps_in(tmp_path) == [12]
+    assert len(list(tmp_path.rglob("file.txt"))) == 3
+
+
+# --- the position -----------------------------------------------------------------------------------------------------
+
+
+def positions(folder: Path, count: int, **options: Any) -> tuple[Run, Found]:
+    """Return a run that has saved behind `count` batches of its second epoch, and what it did later."""
+    job = Run(folder, **options)
+    found = job.train(save=lambda step: step == 6 + count)
+    job.end()
+    return job, after(6 + count, found)
+
+
+@on_ranks(1)
+def test_a_program_that_skips_batches_itself(tmp_path: Path) -> None:
+    """As accelerate's examples do; the number is checked, and `skip_first_batches` alone works too."""
+    _, wanted = positions(tmp_path, 2)
+    job = Run(tmp_path)
+    job.accelerator.load_state()
+    with pytest.raises(UsageError, match=r"goes on behind 2 batches of epoch 1, and skip_first_batches is to skip 3"):
+        job.train(rest=3)
+    assert len(job.accelerator.skip_first_batches(job.loader, 2)) == 4
+    assert job.train(rest=2, save=lambda _: False) == wanted
+    fresh = Run(tmp_path / "other")
+    whole = fresh.train(1, save=lambda _: False)
+    fresh = Run(tmp_path / "other")
+    rest = fresh.train(1, rest=4, save=lambda _: False)
+    assert [ids for _, ids in rest.values()] == [whole[step][1] for step in (5, 6)]
+    assert fresh.loader.iteration == 1
+
+
+@on_ranks(1)
+def test_a_copy_of_a_loader(tmp_path: Path) -> None:
+    from accelerate import skip_first_batches
+
+    job = Run(tmp_path)
+    with pytest.raises(UsageError, match=r"use accelerator\.skip_first_batches in place of accelerate.skip_first"):
+        next(iter(skip_first_batches(job.loader, 2)))
+
+
+@on_ranks(1)
+def test_a_loader_is_pickled(tmp_path: Path) -> None:
+    """As one of accelerate itself, which stays as it is."""
+    job = Run(tmp_path)
+    copies = pickle.loads(pickle.dumps(job.loader)), copy.deepcopy(job.loader)
+    next(iter(job.loader))
+    assert [len(list(loader)) for loader in copies] == [6, 6]
+    assert job.loader.bytecheckpoint_position.describe()["epoch"] == 0
+
+
+@on_ranks(1)
+def test_what_is_dropped_is_freed(tmp_path: Path) -> None:
+    """At once: workers of a loader that the garbage collector frees end five seconds late."""
+    job = Run(tmp_path)
+    job.train(1)
+    job.end()
+    gone = weakref.ref(job.accelerator), weakref.ref(job.loader)
+    gc.disable()
+    try:
+        del job
+        assert [one() for one in gone] == [None, None]
+    finally:
+        gc.enable()
+
+
+@on_ranks(1)
+def test_the_epoch_of_the_program(tmp_path: Path) -> None:
+    _, wanted = positions(tmp_path, 2)
+    job = Run(tmp_path)
+    job.accelerator.load_state()
+    with pytest.raises(UsageError, match=r"goes on in epoch 1, and set_epoch\(0\) would lose its position"):
+        job.loader.set_epoch(0)
+    job.loader.set_epoch(1)
+    assert job.train(save=lambda _: False) == wanted
+
+
+@on_ranks(1)
+def test_the_seed_of_the_data(tmp_path: Path) -> None:
+    """The order is that of the checkpoint, also if the program seeds otherwise this time."""
+    _, wanted = positions(tmp_path, 2)
+    job = Run(tmp_path, seed=99)
+    job.accelerator.load_state()
+    assert job.train(save=lambda _: False) == wanted
+
+
+@on_ranks(1)
+def test_other_data(tmp_path: Path) -> None:
+    run(tmp_path, stop=8)
+    with pytest.raises(IncompatibleCheckpointError, match="began with 48 samples, and the data set has 40"):
+        run(tmp_path, data=Numbers(40))
+
+
+@on_ranks(1)
+def test_another_batch_size(tmp_path: Path) -> None:
+    """No sample twice, none left out; and a remark."""
+    first = run(tmp_path, stop=8)
+    with collected_warnings() as warnings:
+        got = run(tmp_path, batch=4)
+    assert any("took 8 samples of data loader 0, and takes 4 now" in line for line in warnings)
+    assert samples(after(6, first) | {-step: value for step, value in got.items()}) == list(range(48)) and len(got) == 8
+
+
+@on_ranks(1)
+def test_loops_that_end_early(tmp_path: Path) -> None:
+    """A `break` in training keeps the position; one in an evaluation does not."""
+
+    def make() -> tuple[Run, Any]:
+        job = Run(tmp_path)
+        return job, job.accelerator.prepare(DataLoader(Numbers(16), batch_size=2))
+
+    job, evaluation = make()
+    job.train(stop=4, save=lambda _: False)
+    job.model.eval()
+    for _ in islice(evaluation, 3):
+        pass
+    job.accelerator.save_state(step=4)
+    job.end()
+    again, evaluation = make()
+    again.accelerator.load_state()
+    assert len(list(evaluation)) == 8
+    assert len(again.train(1, save=lambda _: False)) == 2
+
+
+@on_ranks(1)
+def test_an_evaluation_in_between(tmp_path: Path) -> None:
+    """One that is done before the loop goes on draws numbers, which are no part of the run."""
+
+    def evaluate(job: Run, evaluation: Any) -> None:
+        job.model.eval()
+        for _ in evaluation:
+            torch.rand(3)
+        job.model.train()
+
+    def make(folder: Path) -> tuple[Run, Any]:
+        job = Run(folder)
+        return job, job.accelerator.prepare(DataLoader(Numbers(16), batch_size=2, shuffle=True))
+
+    job, evaluation = make(tmp_path / "whole")
+    wanted = job.train(at=lambda step: evaluate(job, evaluation) if step == 4 else None, save=lambda _: False)
+    job, evaluation = make(tmp_path / "run")
+    first = job.train(at=lambda step: evaluate(job, evaluation) if step == 4 else None, stop=8)
+    job.end()
+    assert first == {step: value for step, value in wanted.items() if step <= 8}
+    again, evaluation = make(tmp_path / "run")
+    again.accelerator.load_state()
+    assert evaluation.iteration == 1
+    evaluate(again, evaluation)
+    assert again.train(save=lambda _: False) == after(8, wanted)
+
+
+@on_ranks(1)
+def test_a_run_that_goes_back(tmp_path: Path) -> None:
+    """In the same process, after an epoch."""
+    job = Run(tmp_path)
+    wanted = job.train()
+    assert job.accelerator.load_state(tmp_path / "step_00000004") == 4
+    assert job.train() == after(4, wanted)
+    job.end()
+    assert steps_in(tmp_path) == [4, 8, 12]
+
+
+@on_ranks(1)
+def test_a_load_inside_of_a_loop(tmp_path: Path) -> None:
+    """As after a spike of the loss: the loop goes on with the next data, and says so."""
+    run(tmp_path, stop=4)
+    job = Run(tmp_path)
+    job.accelerator.load_state(tmp_path / "step_00000004")
+    with collected_warnings() as warnings:
+        loaded = []
+
+        def go_back(step: int) -> None:
+            if step == 6 and not loaded:
+                loaded.append(job.accelerator.load_state(tmp_path / "step_00000004"))
+
+        found = job.train(at=go_back, save=lambda _: False)
+    assert loaded == [4] and any("is being iterated over" in line for line in warnings)
+    assert max(found) == 10
+
+
+@on_ranks(1)
+def test_a_stateful_stream_is_not_read_again(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"stateful": True, "data": StatefulStream, "dispatch": False}
+    run(tmp_path, stop=4, **options)
+    StatefulStream.read = 0
+    assert len(run(tmp_path, epochs=1, **options)) == 2
+    assert StatefulStream.read == 16
+
+
+@on_ranks(1)
+def test_saves_before_the_loop_goes_on(tmp_path: Path) -> None:
+    """A second resume, of a step that was saved between a load and the loop."""
+    _, wanted = positions(tmp_path, 2)
+    for number in (9, 10):
+        job = Run(tmp_path)
+        job.accelerator.load_state()
+        job.accelerator.save_state(step=number)
+        job.end()
+    job = Run(tmp_path)
+    assert job.accelerator.load_state() == 10
+    assert job.train(save=lambda _: False) == wanted
+
+
+# --- the end of a job -------------------------------------------------------------------------------------------------
+
+
+def save_and_leave(folder: Path) -> None:
+    Run(folder).train(1, save=lambda step: step == 6)
+
+
+@on_ranks(1)
+def test_the_end_of_a_training(tmp_path: Path) -> None:
+    job = Run(tmp_path)
+    job.train(1, save=lambda step: step == 6)
+    job.accelerator.end_training()
+    assert steps_in(tmp_path) == [6]
+
+
+def test_a_program_that_ends_with_its_last_save(worlds: Worlds, tmp_path: Path) -> None:
+    """Without `end_training`."""
+    world = worlds.fresh(1)
+    world.run(save_and_leave, tmp_path)
+    assert world.close() == [0]
+    assert steps_in(tmp_path) == [6]
+
+
+@on_ranks(1)
+def test_an_exception_in_a_training(tmp_path: Path) -> None:
+    def fail(step: int) -> None:
+        if step == 5:
+            raise RuntimeError("of the program")
+
+    wanted = run(tmp_path / "whole")
+    with pytest.raises(RuntimeError, match="of the program"):
+        run(tmp_path / "run", at=fail)
+    assert run(tmp_path / "run") == after(4, wanted)
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+@on_ranks(1)
+def test_an_accumulation_in_the_middle(tmp_path: Path) -> None:
+    """Gradients are not saved: accelerate itself loses them without a word."""
+    job = Run(tmp_path, accumulation=2)
+    with job.accelerator.accumulate(job.model), pytest.raises(UsageError, match="in the middle of an accumulation"):
+        job.accelerator.save_state()
+    with job.accelerator.accumulate(job.model):
+        job.accelerator.save_state()
+    job.end()
+
+
+@on_ranks(1)
+def test_hooks(tmp_path: Path) -> None:
+    job = Run(tmp_path)
+    handle = job.accelerator.register_save_state_pre_hook(lambda *_: None)
+    with pytest.raises(UsageError, match="register_save_state_pre_hook"):
+        job.accelerator.save_state()
+    handle.remove()
+    job.accelerator.save_state()
+    job.accelerator.register_load_state_pre_hook(lambda *_: None)
+    with pytest.raises(UsageError, match="register_load_state_pre_hook"):
+        job.accelerator.load_state()
+    job.end()
+
+
+@on_ranks(1)
+def test_calls(tmp_path: Path) -> None:
+    job = Run(tmp_path)
+    with pytest.raises(UsageError, match="attached already"):
+        attach(job.accelerator, tmp_path)
+    with pytest.raises(UsageError, match="only DeepSpeed takes that"):
+        job.accelerator.save_state(client_state=1)
+    with pytest.raises(UsageError, match="pass load_options= to attach"):
+        job.accelerator.load_state(strict=False)
+    with pytest.raises(CheckpointNotFoundError, match="step_00000003"):
+        job.accelerator.load_state(tmp_path / "step_00000003")
+    with pytest.raises(CheckpointNotFoundError, match="elsewhere"):
+        job.accelerator.load_state(tmp_path / "elsewhere")
+
+
+@on_ranks(1)
+def test_refusals_of_attach(tmp_path: Path) -> None:
+    job = Run(tmp_path, attached=False)
+    with pytest.raises(UsageError, match="attach needs a root="):
+        attach(job.accelerator)
+    with pytest.raises(UsageError, match="unknown option 'kept'"):
+        attach(job.accelerator, tmp_path, kept=3)
+    batches = iter(job.loader)
+    next(batches)
+    with pytest.raises(UsageError, match="is being iterated over"):
+        attach(job.accelerator, tmp_path)
+
+    out_of_order = DataLoader(Numbers(), 8, num_workers=2, in_order=False)
+    other = Run(tmp_path / "other")
+    with pytest.raises(UsageError, match="in_order=False"):
+        other.accelerator.prepare(out_of_order)
+
+    class Other:
+        pass
+
+    with pytest.raises(UsageError, match=r"a Other of accelerate .* has no save_state"):
+        attach(Other(), tmp_path)
+
+
+@pytest.mark.parametrize("name", ["DEEPSPEED", "MEGATRON_LM", "XLA"])
+@on_ranks(1)
+def test_frameworks(tmp_path: Path, name: str) -> None:
+    from accelerate.utils import DistributedType
+
+    job = Run(tmp_path, attached=False)
+    job.accelerator.state.__dict__["distributed_type"] = DistributedType[name]
+    with pytest.raises(UsageError, match="an Accelerator is not supported with"):
+        attach(job.accelerator, tmp_path)

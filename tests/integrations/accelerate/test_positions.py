@@ -1,0 +1,66 @@
+"""Losses and data go on exactly, whatever the loaders are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integrations.accelerate.jobs import (
+    StatefulStream,
+    Stream,
+    after,
+    by_epoch,
+    die_at_commit,
+    lazy,
+    run,
+    samples,
+    weighted,
+    with_generator,
+)
+from tests.integrations.transformers.jobs import steps_in
+from tests.support.worlds import Worlds, on_ranks
+
+LOADERS: dict[str, dict[str, Any]] = {
+    "seedable": {},
+    "random": {"seedable": False},
+    "accumulated": {"accumulation": 2},
+    "persistent": {"workers": 1, "persistent": True, "seedable": False},
+    "stream": {"data": Stream},
+    "torchdata": {"stateful": True},
+    "torchdata's workers": {"stateful": True, "workers": 1},
+    "stateful stream": {"stateful": True, "data": StatefulStream, "dispatch": False},
+    "split": {"split": True},
+    "weighted": {"loader": weighted},
+    "with a generator": {"loader": with_generator, "stateful": True, "seedable": False},
+    "by epoch": {"loader": by_epoch},
+    "lazy": {"loader": lazy},
+    "dispatched": {"dispatch": True, "seedable": False},
+}
+
+
+def test_a_killed_save_is_not_resumed_from(worlds: Worlds, tmp_path: Path) -> None:
+    wanted = worlds.run(1, run, tmp_path / "whole", attached=False)[0]
+    assert len(wanted) == 12
+    folder = tmp_path / "run"
+    ((_, log),) = worlds.fresh(1).start(die_at_commit, folder, 2).outcomes()
+    assert "exit code -9" in log
+    assert steps_in(folder) == [4] and list((folder / "step_00000008").rglob("*.safetensors"))
+    assert worlds.run(1, run, folder)[0] == after(4, wanted)
+    assert steps_in(folder) == [4, 8, 12]
+
+
+STEPS = {"persistent": (6, 8), "torchdata's workers": (4,)}  # workers take a while to start
+
+
+@pytest.mark.parametrize(("kind", "step"), [(kind, step) for kind in LOADERS for step in STEPS.get(kind, (4, 6, 8))])
+@on_ranks(1)
+def test_every_loader_goes_on(tmp_path: Path, kind: str, step: int) -> None:
+    """In the middle of an epoch, at its end, and in a later one."""
+    options = LOADERS[kind]
+    wanted = run(tmp_path / "whole", every=step, **options)
+    assert len(wanted) == 12 and samples(after(6, wanted)) == list(range(48))
+    first = run(tmp_path / "run", every=step, stop=step, **options)
+    assert {**first, **run(tmp_path / "run", every=step, **options)} == wanted
+    assert steps_in(tmp_path / "run")[0] == step and len(first) == step
