@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 
 #: The packages that the tests of a folder need.
-NEEDED = {"transformers": ("transformers", "accelerate", "trl", "peft")}
+NEEDED = {
+    "lightning": ("lightning",),
+    "transformers": ("transformers", "accelerate", "trl", "peft"),
+}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
