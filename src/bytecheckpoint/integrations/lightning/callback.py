@@ -61,7 +61,8 @@ class ModelCheckpoint(pl.callbacks.ModelCheckpoint):  # type: ignore[misc]
             `save_options` and `load_options` of `CheckpointManager`.
 
     Attributes:
-        steps: the states of the run and its manager, while a fit runs and after it; None before.
+        preempted: the last fit ended early because the job is to stop.
+        steps: the states of the trainer; `steps.manager` is the manager of the last fit.
 
     Raises:
         UsageError: an argument cannot be honoured; the message names it.
@@ -117,14 +118,9 @@ class ModelCheckpoint(pl.callbacks.ModelCheckpoint):  # type: ignore[misc]
         }  # fmt: skip
         self._trainer: Any = None
         self.steps: TrainerSteps | None = None
-        self._wanted = False
+        self._wanted = self.preempted = False
         self._metrics: dict[str, float] = {}
         self._reached = -1
-
-    @property
-    def preempted(self) -> bool:
-        """Whether the last fit ended early because the job is to stop."""
-        return self.steps is not None and self.steps.manager.preempted
 
     # --- the best step --------------------------------------------------------------------------------------------
 
@@ -193,7 +189,7 @@ class ModelCheckpoint(pl.callbacks.ModelCheckpoint):  # type: ignore[misc]
         """Make the manager of the run."""
         assert self.steps is not None
         self.steps.begin()
-        self._wanted, self._reached = False, -1
+        self._wanted, self._reached, self.preempted = False, -1, False
         self._best, self.best_k_models, self._last_checkpoint_saved = "", {}, ""
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -293,5 +289,6 @@ class ModelCheckpoint(pl.callbacks.ModelCheckpoint):  # type: ignore[misc]
             return
         self._reached = trainer.global_step
         self.steps.maybe_save(wanted, self._metrics if wanted else {})
-        if self.steps.manager.preempted:
+        self.preempted = self.steps.manager.preempted
+        if self.preempted:
             raise pl.utilities.exceptions.SIGTERMException

@@ -14,7 +14,7 @@ from bytecheckpoint.frameworks.rng import rng_state
 from bytecheckpoint.handles import LoadReport
 from bytecheckpoint.integrations.lightning.package import pl
 from bytecheckpoint.integrations.lightning.position import TrainingPosition
-from bytecheckpoint.integrations.lightning.strategy import refuse_edits, states_of_model
+from bytecheckpoint.integrations.lightning.strategy import states_of_model
 from bytecheckpoint.loading import load
 from bytecheckpoint.manager import CheckpointManager, StepInfo
 from bytecheckpoint.representation.names import CATALOG_NAME
@@ -180,7 +180,7 @@ class TrainerSteps:
             found = self._trainer._checkpoint_connector.dump_checkpoint(self._weights_only)
         finally:
             self.dumping = False
-        refuse_edits("on_save_checkpoint", strategy.shown, found.pop("state_dict"))
+        strategy.refuse_edits("on_save_checkpoint", found.pop("state_dict"))
         found.pop("optimizer_states", None)
         if self.position.cut is not None:
             found["loops"]["fit_loop"] = self.position.cut

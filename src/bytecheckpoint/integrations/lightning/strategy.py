@@ -54,7 +54,8 @@ def _subclass(kind: Any) -> Any:
     class Checkpointed(kind):  # type: ignore[misc]
         loads_bytecheckpoints = True
         bytecheckpoint: Restorer
-        _of_step: Any = None  # the weights, after a load of a step
+        _of_step = False  # a step was loaded, with its weights and optimizers
+        shown: Any = None  # weights that were shown to hooks of the user
 
         @property
         def restore_checkpoint_after_setup(self) -> bool:
@@ -62,21 +63,21 @@ def _subclass(kind: Any) -> Any:
 
         @property
         def lightning_restore_optimizer(self) -> bool:
-            return self._of_step is None and bool(super().lightning_restore_optimizer)
+            return not self._of_step and bool(super().lightning_restore_optimizer)
 
         def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
-            self._of_step = None
-            if not self.bytecheckpoint.restores(checkpoint_path):
+            self._of_step = self.bytecheckpoint.restores(checkpoint_path)
+            if not self._of_step:
                 return super().load_checkpoint(checkpoint_path, weights_only=weights_only)
             found = self.bytecheckpoint.restore(checkpoint_path)
-            self._of_step = dict(found["state_dict"]) if found else None
+            self.shown = dict(found.get("state_dict", {}))
             return found
 
         def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
-            if self._of_step is None:
-                super().load_model_state_dict(checkpoint, strict=strict)
+            if self._of_step:
+                self.refuse_edits("on_load_checkpoint", checkpoint["state_dict"])
             else:
-                refuse_edits("on_load_checkpoint", self._of_step, checkpoint["state_dict"])
+                super().load_model_state_dict(checkpoint, strict=strict)
 
         def lightning_module_state_dict(self) -> Any:
             if not self.bytecheckpoint.dumping:
@@ -88,12 +89,16 @@ def _subclass(kind: Any) -> Any:
         def optimizer_state(self, optimizer: Any) -> Any:
             return {} if self.bytecheckpoint.dumping else super().optimizer_state(optimizer)
 
+        def refuse_edits(self, hook: str, after: dict[str, Any]) -> None:
+            before, self.shown = self.shown, None
+            _refuse_edits(hook, before, after)
+
     Checkpointed.__name__, Checkpointed.__qualname__ = kind.__name__, kind.__qualname__
     Checkpointed.__module__ = kind.__module__
     return Checkpointed
 
 
-def refuse_edits(hook: str, before: dict[str, Any], after: dict[str, Any]) -> None:
+def _refuse_edits(hook: str, before: dict[str, Any], after: dict[str, Any]) -> None:
     """Refuse a hook that has changed the state_dict of a checkpoint, which is not what is saved and loaded.
 
     Raises:
