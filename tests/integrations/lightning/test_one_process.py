@@ -54,6 +54,33 @@ STEPS_ONLY: dict[str, Any] = {"max_epochs": -1, "max_steps": 18}
 EPOCHS: dict[str, Any] = {"checkpoint": {"every_n_train_steps": None}}
 
 
+class Hooked(Net):
+    """Draws numbers in hooks, has a state of its own, and ends its epochs early."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.register_buffer("counted", torch.zeros(()))
+
+    def on_fit_start(self) -> None:
+        torch.rand(3)
+
+    def on_train_start(self) -> None:
+        torch.rand(3)
+
+    def on_train_epoch_start(self) -> None:
+        torch.rand(1)
+
+    def on_train_epoch_end(self) -> None:
+        torch.rand(2)
+
+    def on_train_batch_start(self, batch: Any, index: int) -> int | None:
+        return -1 if index == 4 else None
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, index: int) -> None:
+        self.counted += 1
+        assert self.counted == self.global_step
+
+
 @pytest.mark.parametrize(
     ("options", "steps"),
     [
@@ -70,6 +97,9 @@ EPOCHS: dict[str, Any] = {"checkpoint": {"every_n_train_steps": None}}
         ({**EPOCHS, "net": "plateau", "validate": True}, [6, 12, 18]),
         ({"train": {"num_workers": 1}, "max_epochs": 1, "checkpoint": {"every_n_train_steps": 3}}, [3, 6]),
         ({"limit_train_batches": 3, "max_epochs": 4}, [4, 8, 12]),
+        ({"reload_dataloaders_every_n_epochs": 1}, [4, 8, 12, 16]),
+        ({"train": {"generator": torch.Generator}}, [4, 8, 12, 16]),
+        ({"net": Hooked, "checkpoint": {"every_n_train_steps": 2}}, [2, 4, 6, 8, 10, 12]),
     ],
 )
 @on_ranks(1)
@@ -78,8 +108,9 @@ def test_losses_go_on(tmp_path: Path, options: dict[str, Any], steps: list[int])
 
     def train(folder: Path | None, **more: Any) -> dict[int, float]:
         given: dict[str, Any] = {**options, **more}
-        given["net"] = Net(dropout=0.2, interval=given.get("net", "step"))
-        given["train"] = loader(**given.get("train", {}))
+        net = given.get("net", "step")
+        given["net"] = Net(dropout=0.2, interval=net) if isinstance(net, str) else net(dropout=0.2)
+        given["train"] = loader(**{k: v() if isinstance(v, type) else v for k, v in given.get("train", {}).items()})
         return run(folder, **given)
 
     wanted = train(None)
@@ -88,7 +119,7 @@ def test_losses_go_on(tmp_path: Path, options: dict[str, Any], steps: list[int])
     left: list[int] = []
     for number in steps[:-1]:
         got = train(tmp_path / f"from-{number}", ckpt_path=step(tmp_path, number))
-        assert got == after(len(wanted) - len(got), wanted)
+        assert [*got.items()] == [*wanted.items()][-len(got) :]
         left.append(len(got))
     assert left == sorted({*left}, reverse=True) and 0 < left[-1] <= left[0] < len(wanted)
 
@@ -251,6 +282,25 @@ def test_data_without_a_length(tmp_path: Path) -> None:
         assert train(tmp_path / f"from-{number}", ckpt_path=step(tmp_path, number)) == after(number, wanted)
     with pytest.raises(UsageError, match=r"StatefulDataLoader has no length.*limit_train_batches"):
         run(tmp_path / "stateful", train=StatefulDataLoader(Rows(), batch_size=8))
+
+
+@on_ranks(1)
+def test_data_loaders_that_begin_again(tmp_path: Path) -> None:
+    """The shorter of two loaders begins again in an epoch, in an order that it draws then."""
+
+    class Two(Net):
+        def training_step(self, batch: Any, index: int) -> Any:
+            return super().training_step(batch[0], index) + super().training_step(batch[1], index)
+
+    def loaders(shuffle: bool) -> Any:
+        return [loader(), loader(shuffle, batch_size=16)]
+
+    wanted = run(None, net=Two(), train=loaders(False))
+    run(tmp_path, net=Two(), train=loaders(False))
+    assert run(tmp_path / "on", net=Two(), train=loaders(False), ckpt_path=step(tmp_path, 4)) == after(4, wanted)
+    run(tmp_path / "random", net=Two(), train=loaders(True), max_epochs=1)
+    with pytest.raises(IncompatibleCheckpointError, match="of 3 batches, has begun again before batch 4"):
+        run(tmp_path / "random", net=Two(), train=loaders(True))
 
 
 # --- what is in a step ------------------------------------------------------------------------------------------------
