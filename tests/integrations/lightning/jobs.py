@@ -129,7 +129,7 @@ def run(
         if folder is None
         else ModelCheckpoint(folder, **{"every_n_train_steps": 4, "save_top_k": -1, **(checkpoint or {})})
     )
-    net = net or Net(dropout=0.2)
+    net = net or Net(dropout=0.2, shard=options.get("strategy") == "fsdp2")
     net.at = at or {}
     if validate:
         options = {"limit_val_batches": 1.0, **options}

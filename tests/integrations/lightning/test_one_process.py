@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import time
@@ -384,6 +385,30 @@ def test_a_step_holds_everything(tmp_path: Path) -> None:
     make(ModelCheckpoint(tmp_path / "module", save_last=True), max_epochs=1).fit(Net(), datamodule=module)
     make(ModelCheckpoint(tmp_path / "module"), max_epochs=2).fit(Net(), datamodule=module, ckpt_path="last")
     assert module.seen == (1, "x")
+
+
+@dataclasses.dataclass
+class Settings:
+    """Hyperparameters of a class of the user."""
+
+    width: int = 3
+
+
+@on_ranks(1)
+def test_hyperparameters(tmp_path: Path) -> None:
+    """Those that cannot be stored are refused when the training begins, and not when somebody needs them."""
+
+    def net(value: Any) -> Net:
+        made = Net()
+        made.save_hyperparameters({"value": value})
+        return made
+
+    run(tmp_path, net=net(Settings(5)), max_epochs=1)
+    assert run(tmp_path, net=net(Settings(5))).keys() >= {5}
+    for value, message in [(len, "builtin_function"), (torch.nn.Linear(2, 2), r"a Linear cannot be stored.*'value'")]:
+        with pytest.raises(UsageError, match=message):
+            run(tmp_path / "other", net=net(value))
+    assert not steps_in(tmp_path / "other")
 
 
 @on_ranks(1)

@@ -22,12 +22,13 @@ CLOSE = 1e-5  # of losses whose additions were in another order
 LAYOUTS = {"one": 1, "ddp": 2, "fsdp2": 2}
 
 
-def test_a_killed_rank(worlds: Worlds, tmp_path: Path) -> None:
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_a_killed_rank(worlds: Worlds, tmp_path: Path, strategy: str) -> None:
     """Rank 0 dies in the middle of a commit. Dropout draws other numbers on each rank, and these go on too."""
-    wanted = worlds.run(2, run, None)
-    worlds.fresh(2).start(die_at_commit, tmp_path, 2).outcomes(grace=1)
+    wanted = worlds.run(2, run, None, strategy=strategy)
+    worlds.fresh(2).start(die_at_commit, tmp_path, 2, strategy=strategy).outcomes(grace=1)
     assert steps_in(tmp_path) == [4]
-    assert worlds.run(2, run, tmp_path) == [after(4, losses) for losses in wanted]
+    assert worlds.run(2, run, tmp_path, strategy=strategy) == [after(4, losses) for losses in wanted]
     assert steps_in(tmp_path) == [4, 8, 12, 16]
 
 

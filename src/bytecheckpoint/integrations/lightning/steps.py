@@ -9,6 +9,8 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from torch.utils._pytree import keystr, tree_flatten_with_path
+
 from bytecheckpoint.errors import CheckpointNotFoundError, UsageError
 from bytecheckpoint.frameworks.rng import rng_state
 from bytecheckpoint.handles import LoadReport
@@ -172,9 +174,14 @@ class TrainerSteps:
         load(self._loaded_path, streams, **self._load_options())
 
     def _dump(self) -> dict[str, Any]:
-        if not self.running or not (self._asked or self.manager.preempted):
-            return {}  # a load, or a save that is being prepared: hooks of the user are called for real saves only
         strategy = self._trainer.strategy
+        if not self.running or not (self._asked or self.manager.preempted):
+            # A load, or a save that is being prepared: hooks of the user are called for real saves only. Instances of the
+            # user's classes are here, so that they can be made again.
+            objects = self._trainer.lightning_module, self._trainer.datamodule
+            return _checked(
+                {one.CHECKPOINT_HYPER_PARAMS_KEY: dict(one.hparams) for one in objects if one and one.hparams}
+            )
         self.dumping = True
         try:
             found = self._trainer._checkpoint_connector.dump_checkpoint(self._weights_only)
@@ -184,7 +191,7 @@ class TrainerSteps:
         found.pop("optimizer_states", None)
         if self.position.cut is not None:
             found["loops"]["fit_loop"] = self.position.cut
-        return {**found, POSITION: self.position.state()}
+        return _checked({**found, POSITION: self.position.state()})
 
     # --- restore --------------------------------------------------------------------------------------------------
 
@@ -251,6 +258,17 @@ def _load_step(manager: CheckpointManager, step: int) -> LoadReport | None:
         manager.restore_latest()
     assert manager.restored is not None
     return manager.restored.report
+
+
+def _checked(state: dict[str, Any]) -> dict[str, Any]:
+    """Refuse objects that would be stored by their own states, as those states are what Lightning would get back."""
+    for path, leaf in tree_flatten_with_path(state)[0]:
+        if hasattr(leaf, "state_dict"):
+            raise UsageError(
+                f"a {type(leaf).__name__} cannot be stored among the plain values of a step, at {keystr(path)}: leave it "
+                "out, for example by save_hyperparameters(ignore=[...]), or store its state_dict"
+            )
+    return state
 
 
 def is_step(path: Any) -> bool:
