@@ -10,7 +10,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from torch.utils.data import DataLoader
@@ -19,15 +18,17 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 import bytecheckpoint
 from bytecheckpoint.dataloader import ResumableLoader, ResumableSampler
 from bytecheckpoint.errors import CheckpointError, CheckpointNotFoundError, IncompatibleCheckpointError, UsageError
-from bytecheckpoint.integrations.lightning import ModelCheckpoint, export_ckpt
 from bytecheckpoint.manager import Latest, Preemption
 from tests.integrations.lightning.jobs import (
+    ModelCheckpoint,
     Net,
     after,
     data,
     die_at_commit,
+    export_ckpt,
     loader,
     make,
+    pl,
     run,
     steps_in,
 )
@@ -452,7 +453,7 @@ def test_manual_optimization(tmp_path: Path) -> None:
 # --- what is kept -----------------------------------------------------------------------------------------------------
 
 
-def train_with_values(folder: Path, values: list[float], **options: Any) -> ModelCheckpoint:
+def train_with_values(folder: Path, values: list[float], ckpt_path: str = "last", **options: Any) -> ModelCheckpoint:
     """Train an epoch of one step for each value of the metric."""
 
     class Valued(Net):
@@ -461,7 +462,7 @@ def train_with_values(folder: Path, values: list[float], **options: Any) -> Mode
 
     callback = ModelCheckpoint(folder, monitor="value", **options)
     trainer = make(callback, max_epochs=len(values), limit_train_batches=1)
-    trainer.fit(Valued(), loader(), ckpt_path="last")
+    trainer.fit(Valued(), loader(), ckpt_path=ckpt_path)
     return callback
 
 
@@ -499,6 +500,17 @@ def test_the_best_and_the_last(
     if options.get("save_last"):
         assert steps_in(stopped) == steps
         assert not best or callback.best_model_path == step(stopped, best)
+
+
+@on_ranks(1)
+def test_the_best_of_a_run_that_goes_back(tmp_path: Path) -> None:
+    train_with_values(tmp_path, [3, 1, 2], save_top_k=2, save_last=True)
+    assert steps_in(tmp_path) == [2, 3]
+    callback = train_with_values(tmp_path, [3, 1, 5, 4], step(tmp_path, 2), save_top_k=2, save_last=True)
+    assert steps_in(tmp_path) == [2, 4] and callback.best_model_path == step(tmp_path, 2)
+    callback = train_with_values(tmp_path, [3, 1, 6], step(tmp_path, 2), save_top_k=2, save_last=True)
+    assert steps_in(tmp_path) == [2, 3] and callback.best_model_path == step(tmp_path, 2)
+    assert callback.best_k_models.keys() == {step(tmp_path, 2), step(tmp_path, 3)}
 
 
 @on_ranks(1)

@@ -13,9 +13,20 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, DistributedSampler
 
-from bytecheckpoint.integrations.lightning import ModelCheckpoint, export_ckpt
 from bytecheckpoint.manager import Preemption
-from tests.integrations.lightning.jobs import Net, after, data, die_at_commit, loader, make, ranks, run, steps_in
+from tests.integrations.lightning.jobs import (
+    ModelCheckpoint,
+    Net,
+    after,
+    data,
+    die_at_commit,
+    export_ckpt,
+    loader,
+    make,
+    ranks,
+    run,
+    steps_in,
+)
 from tests.support.worlds import Worlds, on_ranks
 
 CLOSE = 1e-5  # of losses whose additions were in another order

@@ -198,15 +198,15 @@ class ModelCheckpoint(pl.callbacks.ModelCheckpoint):  # type: ignore[misc]
         super().on_train_start(trainer, pl_module)
         steps = trainer.strategy.broadcast(self.steps.manager.steps())
         self.steps.refuse_newer(steps)
-        self._learn_best(steps)
+        self._learn_best(
+            [info for info in steps if info.step <= trainer.global_step]
+        )  # not those that it went back behind
         self._last_global_step_saved = self._reached = trainer.global_step
-        if (
-            self._preemption is not None
-        ):  # Lightning would stop each rank by itself, and runs a collective in its handler
-            for number in self._preemption.signals:
-                own = trainer._signal_connector._original_handlers.pop(number, None)
-                if own is not None:  # the manager's, which the manager takes away at the end
-                    signal.signal(number, own)
+        # Lightning's handlers would stop each rank by itself, and run a collective.
+        for number in () if self._preemption is None else self._preemption.signals:
+            own = trainer._signal_connector._original_handlers.pop(number, None)
+            if own is not None:  # the manager's, which the manager takes away at the end
+                signal.signal(number, own)
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         """Forget where the epoch before was cut."""
@@ -255,9 +255,7 @@ class ModelCheckpoint(pl.callbacks.ModelCheckpoint):  # type: ignore[misc]
 
     def _save_topk_checkpoint(self, trainer: Any, monitor_candidates: Any) -> None:
         super()._save_topk_checkpoint(trainer, monitor_candidates)
-        self._save_last_checkpoint(
-            trainer, monitor_candidates
-        )  # also where Lightning's own would leave the last one old
+        self._save_last_checkpoint(trainer, monitor_candidates)  # Lightning's own would leave an older one there
 
     def _save_last_checkpoint(self, trainer: Any, monitor_candidates: Any) -> None:
         if self.save_last and self._last_global_step_saved != trainer.global_step:
