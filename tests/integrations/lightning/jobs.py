@@ -64,6 +64,11 @@ class Net(pl.LightningModule):
         if self.trainer.global_step in self.at:
             self.at[self.trainer.global_step]()
 
+    def on_train_end(self) -> None:
+        loops = self.trainer.fit_loop
+        if self.automatic_optimization:  # loggers are given this number
+            assert loops.epoch_loop._batches_that_stepped == self.trainer.global_step
+
     def validation_step(self, batch: Any, index: int) -> None:
         rows, wanted = batch
         torch.rand(1)  # validations draw numbers too

@@ -129,16 +129,17 @@ def test_losses_go_on(tmp_path: Path, options: dict[str, Any], steps: list[int])
 @on_ranks(1)
 def test_a_run_that_is_continued(tmp_path: Path) -> None:
     """A run that ended in the middle of an epoch, by max_steps or by hand, goes on there; one that is done stays done."""
-    wanted = run(None, **STEPS_ONLY)
-    options: dict[str, Any] = {"max_epochs": -1, "checkpoint": {"every_n_train_steps": None, "every_n_epochs": 1}}
-    run(tmp_path, max_steps=8, **options)
+    wanted = run(None)
+    options: dict[str, Any] = {"checkpoint": {"every_n_train_steps": None, "every_n_epochs": 1}}
+    run(tmp_path, max_epochs=-1, max_steps=8, **options)
     assert steps_in(tmp_path) == [6, 8]
-    assert run(tmp_path, max_steps=8, **options) == {}
+    assert run(tmp_path, max_epochs=-1, max_steps=8, **options) == {}
     net = Net(dropout=0.2)
     stop = {10: lambda: setattr(net.trainer, "should_stop", True)}
-    assert run(tmp_path, max_steps=18, net=net, at=stop, **options).keys() == {9, 10}
-    assert run(tmp_path, max_steps=18, **options) == after(10, wanted)
-    assert steps_in(tmp_path) == [6, 8, 10, 12, 18]
+    assert run(tmp_path, net=net, at=stop, **options).keys() == {9, 10}
+    last = Net(dropout=0.2)
+    assert run(tmp_path, net=last, **options) == after(10, wanted)
+    assert steps_in(tmp_path) == [6, 8, 10, 12, 18] and last.trainer.current_epoch == 3
 
 
 @on_ranks(1)

@@ -67,6 +67,7 @@ class TrainingPosition:
         self._resumed: Any = None  # until its epoch begins
         self._saved: Any = None  # generators of the checkpoint
         self._next: Any = None  # generators with which the training goes on
+        self._stepped = 0  # batches, for loggers
         for owner, names in self._owners():
             if lacking := [name for name in names if not hasattr(owner, name)]:
                 raise UsageError(f"{type(owner).__name__} of lightning {pl.__version__} has no {lacking[0]}: use 2.6")
@@ -108,6 +109,7 @@ class TrainingPosition:
             if self._next is not None:
                 self._rng.load_state_dict(self._next)
                 self._next = None
+                self._epoch._batches_that_stepped = self._stepped  # which Lightning corrects where it need not
             before_fetch()
 
         self._fit._load_combined_loader_states = self._before_iteration
@@ -128,6 +130,7 @@ class TrainingPosition:
             "middle": self._middle,
             "ranks": self._ranks,
             "data": self._data,
+            "stepped": self._epoch._batches_that_stepped,
             "reloaded": self._fit._last_train_dl_reload_epoch,
             "generators": {"now": self._rng.state_dict(), **(self._begun if self._middle else {})},
         }
@@ -215,7 +218,7 @@ class TrainingPosition:
             for _ in range(0 if holds else self._epoch.batch_progress.current.completed):
                 next(combined)
         if resumed is not None and resumed["middle"]:
-            self._next = self._saved
+            self._next, self._stepped = self._saved, resumed["stepped"]
 
     def before_fetch(self) -> None:
         """Be called before a batch is fetched."""
