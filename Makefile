@@ -134,8 +134,9 @@ test-frameworks-servers: ## real frameworks on real HDFS and S3, with the exampl
 		tests/storage/test_hdfs.py -k "framework or figure_6"
 
 # Real training tools of other people, which decide when to save.
-test-integrations: ## real Hugging Face Accelerate, Trainer, TRL and PEFT (environment: .venv-integrations)
-	VENV=.venv-integrations PYTHON=3.12 EXTRAS=cli,dev,accelerate,transformers PINNED=constraints-integrations.txt ./scripts/bootstrap.sh
+test-integrations: ## real Hugging Face Accelerate, Trainer, TRL, PEFT and Lightning (environment: .venv-integrations)
+	VENV=.venv-integrations PYTHON=3.12 EXTRAS=cli,dev,accelerate,transformers,lightning PINNED=constraints-integrations.txt \
+		./scripts/bootstrap.sh
 	BYTECHECKPOINT_REQUIRE_INTEGRATIONS=1 .venv-integrations/bin/python -m pytest -n $(WORKERS) tests/integrations
 
 soak: venv ## long runs in which memory, threads and files must not grow; SOAK_SHORT=1 takes a few minutes

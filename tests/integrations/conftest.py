@@ -11,6 +11,7 @@ import pytest
 #: The packages that the tests of a folder need.
 NEEDED = {
     "accelerate": ("accelerate", "torchdata", "datasets", "transformers"),
+    "lightning": ("lightning",),
     "transformers": ("transformers", "accelerate", "trl", "peft"),
 }
 

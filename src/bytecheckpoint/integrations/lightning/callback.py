@@ -1,0 +1,292 @@
+"""`ModelCheckpoint`: Lightning's own decides when to save and what is best; `CheckpointManager` saves and deletes."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from bytecheckpoint.errors import UsageError
+from bytecheckpoint.integrations.lightning.package import pl
+from bytecheckpoint.integrations.lightning.rules import TopK, keep_rule, rankable
+from bytecheckpoint.integrations.lightning.steps import Newest, TrainerSteps
+from bytecheckpoint.integrations.lightning.strategy import checkpointed
+from bytecheckpoint.manager import Preemption, StepInfo
+from bytecheckpoint.manager.run_folder import RunFolder, step_folder
+from bytecheckpoint.storage import resolve
+
+__all__ = ["ModelCheckpoint"]
+
+_log = logging.getLogger("bytecheckpoint")
+_MANAGER_OPTIONS = frozenset({"overlap", "on_error", "grace", "async_checkpoint", "save_options", "load_options"})
+
+
+class ModelCheckpoint(pl.callbacks.ModelCheckpoint):  # type: ignore[misc]
+    """Saves the steps of a run with this package, in the place of Lightning's own callback of this name.
+
+    A step holds the model, the optimizers, the random number generators of every rank, and what Lightning writes to its
+    files: loops, schedules, callbacks, hyperparameters. Its path is `dirpath/step_00000100`, by `trainer.global_step`.
+    `trainer.fit(ckpt_path=...)` takes "last" (the newest step that verifies; a new run if there is none), the path of a
+    step, or a file of Lightning's; `validate`, `test` and `predict` take "best" as well.
+
+    Args:
+        dirpath: folder or URL of the run, of any storage.
+        filename: must be None: steps are named by their number, and hold their metrics.
+        monitor: as in Lightning, like `verbose`, `save_weights_only`, `mode`, `every_n_train_steps`,
+            `train_time_interval`, `every_n_epochs` and `save_on_train_epoch_end`. What is due in the middle of
+            accumulated gradients is saved after them, and what is due at the last batch of an epoch at its end.
+        verbose: see `monitor`.
+        save_last: save whenever a save is due, and not only the best. The newest step always stays.
+        save_top_k: as in Lightning. Steps are deleted after commits.
+        save_on_exception: must be False, because an exception may reach one rank alone.
+        save_weights_only: see `monitor`.
+        mode: see `monitor`.
+        auto_insert_metric_name: of no effect.
+        every_n_train_steps: see `monitor`.
+        train_time_interval: see `monitor`.
+        every_n_epochs: see `monitor`.
+        save_on_train_epoch_end: see `monitor`.
+        enable_version_counter: of no effect.
+        preemption: what tells that the job is to stop. All ranks then save at the same step, and `fit` ends with
+            Lightning's SIGTERMException. Lightning's own handling of these signals is switched off.
+        keep: which steps to keep; as for `CheckpointManager`. By default what `save_top_k` says.
+        skip_batches: in the middle of an epoch, go on behind the batches that are done, and refuse other data. False:
+            begin with the first samples of the epoch, as Lightning does.
+        **options: `overlap`, `on_error`, `grace` (by default 0: old steps are deleted at once), `async_checkpoint`,
+            `save_options` and `load_options` of `CheckpointManager`.
+
+    Attributes:
+        preempted: the last fit ended early because the job is to stop.
+        steps: the states of the trainer; `steps.manager` is the manager of the last fit.
+
+    Raises:
+        UsageError: an argument cannot be honoured; the message names it.
+    """
+
+    def __init__(
+        self,
+        dirpath: str | os.PathLike[str] | None = None,
+        filename: str | None = None,
+        monitor: str | None = None,
+        verbose: bool = False,
+        save_last: bool | str | None = None,
+        save_top_k: int = 1,
+        save_on_exception: bool = False,
+        save_weights_only: bool = False,
+        mode: str = "min",
+        auto_insert_metric_name: bool = True,
+        every_n_train_steps: int | None = None,
+        train_time_interval: timedelta | None = None,
+        every_n_epochs: int | None = None,
+        save_on_train_epoch_end: bool | None = None,
+        enable_version_counter: bool = True,
+        *,
+        preemption: Preemption | None = None,
+        keep: Any = None,
+        skip_batches: bool = True,
+        **options: Any,
+    ) -> None:
+        if dirpath is None:
+            raise UsageError(
+                "dirpath=None: Lightning would take another folder at each start; give the folder or URL of the run"
+            )
+        if filename is not None:
+            raise UsageError(
+                f"filename={filename!r}: steps are named step_00000100 and hold their metrics; leave filename away"
+            )
+        if save_on_exception:
+            raise UsageError(
+                "save_on_exception=True: an exception may reach one rank alone. The newest step stands; for signals, pass "
+                "preemption=Preemption()"
+            )
+        if unknown := options.keys() - _MANAGER_OPTIONS:
+            raise UsageError(f"unknown option {min(unknown)!r}; there are {', '.join(sorted(_MANAGER_OPTIONS))}")
+        self._best = ""
+        super().__init__(
+            None, None, monitor, verbose, save_last, save_top_k, False, save_weights_only, mode, auto_insert_metric_name,
+            every_n_train_steps, train_time_interval, every_n_epochs, save_on_train_epoch_end, enable_version_counter,
+        )  # fmt: skip
+        self.dirpath = resolve(os.path.expanduser(dirpath)).url
+        self._preemption, self._skip_batches = preemption, skip_batches
+        self._options = {
+            "grace": 0.0, "keep": keep or keep_rule(monitor, save_top_k, mode), "preemption": preemption, **options
+        }  # fmt: skip
+        self._trainer: Any = None
+        self.steps: TrainerSteps | None = None
+        self._wanted = self.preempted = False
+        self._metrics: dict[str, float] = {}
+        self._reached = -1
+
+    # --- the best step --------------------------------------------------------------------------------------------
+
+    @property
+    def best_model_path(self) -> str:
+        """Path of the best step: during a fit of those that were saved, else of those that are committed; "" if none."""
+        if self._best or (self.steps is not None and self.steps.running):
+            return self._best
+        found = self._ranked(RunFolder(self.dirpath).steps())
+        return found[0].path if found else ""
+
+    @best_model_path.setter
+    def best_model_path(self, path: str) -> None:
+        self._best = path
+
+    def _ranked(self, steps: list[StepInfo]) -> list[StepInfo]:
+        if self.monitor is None:
+            return [info for info in reversed(steps) if not info.superseded]
+        return TopK(self.monitor, max(self.save_top_k, 1), self.mode).ranked(steps)
+
+    def _learn_best(self, steps: list[StepInfo]) -> None:
+        """Take over what is committed: a step that was best may be lost, and one that is kept may be of another job."""
+        ranked = self._ranked(steps)
+        self._best = ranked[0].path if ranked else ""
+        if self.monitor is None:
+            return
+        kept = ranked if self.save_top_k == -1 else ranked[: self.save_top_k]
+        self.best_k_models = {info.path: torch.tensor(info.metrics[self.monitor]) for info in kept}
+        self.best_model_score = self.best_k_models.get(self._best)
+        self.kth_best_model_path = kept[-1].path if kept else ""
+        if kept:
+            self.kth_value = self.best_k_models[self.kth_best_model_path]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return nothing: what is committed says what is best."""
+        return {}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Do nothing; see `state_dict`."""
+
+    # --- called by Lightning --------------------------------------------------------------------------------------
+
+    def _find_last_checkpoints(self, trainer: Any) -> set[Any]:
+        return {Newest(self.dirpath)}
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Let the strategy load steps."""
+        if not isinstance(trainer, pl.Trainer):
+            raise UsageError(f"the Trainer is of another package than {pl.__name__}: import only one of the two")
+        if others := [type(one).__name__ for one in trainer.checkpoint_callbacks if one is not self]:
+            raise UsageError(
+                f"the Trainer has a {others[0]} too: pass one ModelCheckpoint, and set keep= if it needs more"
+            )
+        if uploads := [type(one).__name__ for one in trainer.loggers if getattr(one, "_log_model", False)]:
+            raise UsageError(
+                f"{uploads[0]}(log_model=...) uploads files of Lightning's, which are not written: leave it away"
+            )
+        self._trainer = trainer
+        trainer.strategy.__class__ = checkpointed(type(trainer.strategy))
+        trainer.strategy.bytecheckpoint = self.steps = TrainerSteps(
+            trainer, self.dirpath, self._options,
+            weights_only=self.save_weights_only, skip_batches=self._skip_batches, reach=self._reach,
+        )  # fmt: skip
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Make the manager of the run."""
+        assert self.steps is not None
+        self.steps.begin()
+        self._wanted, self._reached, self.preempted = False, -1, False
+        self._best, self.best_k_models, self._last_checkpoint_saved = "", {}, ""
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Take over from the step that was loaded."""
+        assert self.steps is not None
+        super().on_train_start(trainer, pl_module)
+        steps = trainer.strategy.broadcast(self.steps.manager.steps())
+        self.steps.refuse_newer(steps)
+        self._learn_best(
+            [info for info in steps if info.step <= trainer.global_step]
+        )  # not those that it went back behind
+        self._last_global_step_saved = self._reached = trainer.global_step
+        # Lightning's handlers would stop each rank by itself, and run a collective.
+        for number in () if self._preemption is None else self._preemption.signals:
+            own = trainer._signal_connector._original_handlers.pop(number, None)
+            if own is not None:  # the manager's, which the manager takes away at the end
+                signal.signal(number, own)
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        """Forget where the epoch before was cut."""
+        assert self.steps is not None
+        self.steps.position.cut = None
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Find out whether a save is due, unless gradients are being accumulated."""
+        if trainer.fit_loop.epoch_loop._should_accumulate():
+            return
+        if pl_module.automatic_optimization:
+            super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+            return
+        # Lightning's own way with manual optimization exchanges weights while it saves.
+        due = self._every_n_train_steps >= 1 and trainer.global_step % self._every_n_train_steps == 0
+        if due and not self._should_skip_saving_checkpoint(trainer):
+            candidates = self._monitor_candidates(trainer)
+            if self.monitor is not None and self.monitor not in candidates:
+                self._defer_save_until_validation = True
+                return
+            self._save_topk_checkpoint(trainer, candidates)
+            self._save_last_checkpoint(trainer, candidates)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Wait for the save in flight."""
+        assert self.steps is not None
+        super().on_train_end(trainer, pl_module)
+        self._reach()
+        self.steps.manager.wait()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Wait for the save in flight; the newest committed step stands."""
+        if self.steps is not None:
+            self.steps.end(type(exception))
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """End the manager of the run."""
+        if self.steps is not None:
+            self.steps.end(None)
+        self._best = ""  # committed steps say it from now on
+
+    # --- called by Lightning's own ModelCheckpoint ------------------------------------------------------------------
+
+    def _get_metric_interpolated_filepath_name(self, *_: Any) -> str:
+        return step_folder(self.dirpath, self._trainer.global_step)
+
+    def _save_topk_checkpoint(self, trainer: Any, monitor_candidates: Any) -> None:
+        super()._save_topk_checkpoint(trainer, monitor_candidates)
+        self._save_last_checkpoint(trainer, monitor_candidates)  # Lightning's own would leave an older one there
+
+    def _save_last_checkpoint(self, trainer: Any, monitor_candidates: Any) -> None:
+        if self.save_last and self._last_global_step_saved != trainer.global_step:
+            self._save_checkpoint(trainer, step_folder(self.dirpath, trainer.global_step))
+
+    def _save_checkpoint(self, trainer: Any, filepath: str) -> None:
+        """Save at the next place where the state of the training is complete."""
+        self._wanted, self._last_global_step_saved = True, trainer.global_step
+        self._last_checkpoint_saved = self.last_model_path = filepath
+        self._metrics = {}
+        for name, value in self._monitor_candidates(trainer).items():
+            if name not in ("epoch", "step") and value.numel() == 1:
+                self._metrics[name] = rankable(float(value), self.mode) if name == self.monitor else float(value)
+
+    def _remove_checkpoint(self, trainer: Any, filepath: str) -> None:
+        """Do nothing: the manager deletes, after the next commit."""
+
+    # --- saves ----------------------------------------------------------------------------------------------------
+
+    def _reach(self) -> None:
+        """Be at a place where the state of the training is complete.
+
+        Raises:
+            SIGTERMException: the job is to stop.
+        """
+        assert self.steps is not None
+        trainer, wanted, self._wanted = self._trainer, self._wanted, False
+        if trainer.fast_dev_run or (not wanted and self._reached == trainer.global_step):
+            return
+        self._reached = trainer.global_step
+        self.steps.maybe_save(wanted, self._metrics if wanted else {})
+        self.preempted = self.steps.manager.preempted
+        if self.preempted:
+            raise pl.utilities.exceptions.SIGTERMException

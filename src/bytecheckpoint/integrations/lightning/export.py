@@ -1,0 +1,46 @@
+"""`export_ckpt`: a step as one file of Lightning's."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from bytecheckpoint.collectives import SingleProcess, use
+from bytecheckpoint.integrations.lightning.steps import POSITION, LightningState
+from bytecheckpoint.loading import load
+from bytecheckpoint.opening import open as open_checkpoint
+
+__all__ = ["export_ckpt"]
+
+#: Of no use without the optimizers, which such a file would hold under other names.
+_LEFT_OUT = (POSITION, "callbacks", "loops", "lr_schedulers")
+
+
+def export_ckpt(step: str | os.PathLike[str], file: str | os.PathLike[str]) -> None:
+    """Write the weights and hyperparameters of a step to a file, for `load_from_checkpoint` of a module or data module.
+
+    One process calls it, of any job. All tensors are in its memory for a moment. The file appears whole or not at all.
+
+    Args:
+        step: path or URL of the step.
+        file: local path, of a name of your choice; `.ckpt` is usual. One that is there is replaced.
+
+    Raises:
+        CheckpointError: the step cannot be read, or another tool has saved it.
+    """
+    state = LightningState(dict)
+    with use(SingleProcess()):  # also where other ranks do something else
+        load(step, {"lightning": state})
+    found: dict[str, Any] = {name: value for name, value in state.loaded.items() if name not in _LEFT_OUT}
+    with open_checkpoint(step) as checkpoint:
+        names = [key for key in checkpoint if key.startswith("model/")]
+        found["state_dict"] = {key.removeprefix("model/"): tensor for key, _, tensor in checkpoint.stream(names)}
+    temporary = f"{os.fspath(file)}.{os.getpid()}.tmp"
+    try:
+        torch.save(found, temporary)  # noqa: TID251  the format of Lightning
+        os.replace(temporary, file)
+    finally:
+        if os.path.exists(temporary):
+            os.remove(temporary)

@@ -1,0 +1,51 @@
+"""What the arguments of a ModelCheckpoint say about which steps to keep, as rules of `CheckpointManager`."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from bytecheckpoint.manager import KeepRule, Latest, StepInfo
+
+__all__ = ["TopK", "keep_rule", "rankable"]
+
+
+@dataclass(frozen=True)
+class TopK:
+    """Keep the steps that `save_top_k` keeps: as `Best`, but of equal values the older, as Lightning does.
+
+    Args:
+        monitor: name of the metric. A step without it is no candidate.
+        count: how many.
+        mode: "min" or "max".
+    """
+
+    monitor: str
+    count: int
+    mode: str
+
+    def ranked(self, steps: Iterable[StepInfo]) -> list[StepInfo]:
+        """Return the candidates of the branch that the run is on, the best first."""
+        sign = 1 if self.mode == "min" else -1
+        found = [info for info in steps if self.monitor in info.metrics and not info.superseded]
+        return sorted(found, key=lambda info: (sign * info.metrics[self.monitor], info.step))
+
+    def keep(self, steps: Sequence[StepInfo]) -> set[int]:
+        """See `KeepRule`."""
+        return {info.step for info in self.ranked(steps)[: self.count]}
+
+
+def keep_rule(monitor: str | None, save_top_k: int, mode: str) -> KeepRule | None:
+    """Return the rule of `save_top_k`, None to keep everything. The newest step always stays, as `save_last` wants it."""
+    if save_top_k == -1:
+        return None
+    return Latest(1) if monitor is None or save_top_k == 0 else TopK(monitor, save_top_k, mode)
+
+
+def rankable(value: float, mode: str) -> float:
+    """Return the value of a monitored metric as a finite number. Lightning ranks NaN last, and infinities as they are."""
+    if math.isnan(value):
+        value = math.inf if mode == "min" else -math.inf
+    return max(-sys.float_info.max, min(value, sys.float_info.max))

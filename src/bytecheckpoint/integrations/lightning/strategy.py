@@ -1,0 +1,112 @@
+"""The strategy of a trainer, made to load the steps of a run; Lightning's own files load as before.
+
+Lightning's `CheckpointIO` serves rank 0 only, and strategies that shard do not ask it. So the class of the strategy is
+replaced by a subclass of it.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Protocol
+
+from bytecheckpoint.errors import UsageError
+
+__all__ = ["Restorer", "checkpointed", "states_of_model"]
+
+#: Strategies whose states another library holds.
+_UNSUPPORTED = ("DeepSpeedStrategy", "XLAStrategy", "SingleDeviceXLAStrategy", "XLAFSDPStrategy")
+
+
+class Restorer(Protocol):
+    """What loads steps for a strategy."""
+
+    dumping: bool
+
+    def restores(self, path: Any) -> bool:
+        """Return whether this path is that of a step, and not of a file of Lightning's."""
+
+    def restore(self, path: Any) -> dict[str, Any]:
+        """Load a step; return what Lightning looks for in its own files."""
+
+
+def states_of_model(strategy: Any) -> Any:
+    """Return the module to save: the user's, or the wrapper of FSDP1, which holds the parameters."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    return strategy.model if isinstance(strategy.model, FullyShardedDataParallel) else strategy.lightning_module
+
+
+def checkpointed(kind: Any) -> Any:
+    """Return the subclass of a strategy that loads steps by `strategy.bytecheckpoint`, a `Restorer`.
+
+    Raises:
+        UsageError: the strategy is not supported.
+    """
+    if unsupported := {one.__name__ for one in kind.__mro__} & {*_UNSUPPORTED}:
+        raise UsageError(
+            f"strategy {min(unsupported)} is not supported: use DDPStrategy, ModelParallelStrategy or FSDPStrategy"
+        )
+    return kind if hasattr(kind, "loads_bytecheckpoints") else _subclass(kind)
+
+
+@functools.cache
+def _subclass(kind: Any) -> Any:
+    class Checkpointed(kind):  # type: ignore[misc]
+        loads_bytecheckpoints = True
+        bytecheckpoint: Restorer
+        _of_step = False  # a step was loaded, with its weights and optimizers
+        shown: Any = None  # weights that were shown to hooks of the user
+
+        @property
+        def restore_checkpoint_after_setup(self) -> bool:
+            return True  # the weights are loaded where they are sharded to, together with the optimizer
+
+        @property
+        def lightning_restore_optimizer(self) -> bool:
+            return not self._of_step and bool(super().lightning_restore_optimizer)
+
+        def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
+            self._of_step = self.bytecheckpoint.restores(checkpoint_path)
+            if not self._of_step:
+                return super().load_checkpoint(checkpoint_path, weights_only=weights_only)
+            found = self.bytecheckpoint.restore(checkpoint_path)
+            self.shown = dict(found.get("state_dict", {}))
+            return found
+
+        def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
+            if self._of_step:
+                self.refuse_edits("on_load_checkpoint", checkpoint["state_dict"])
+            else:
+                super().load_model_state_dict(checkpoint, strict=strict)
+
+        def lightning_module_state_dict(self) -> Any:
+            if not self.bytecheckpoint.dumping:
+                return super().lightning_module_state_dict()
+            module = states_of_model(self)  # without copies: this is for `on_save_checkpoint`, and not saved
+            self.shown = dict(module.state_dict()) if module is self.lightning_module else {}
+            return dict(self.shown)
+
+        def optimizer_state(self, optimizer: Any) -> Any:
+            return {} if self.bytecheckpoint.dumping else super().optimizer_state(optimizer)
+
+        def refuse_edits(self, hook: str, after: dict[str, Any]) -> None:
+            before, self.shown = self.shown, None
+            _refuse_edits(hook, before, after)
+
+    Checkpointed.__name__, Checkpointed.__qualname__ = kind.__name__, kind.__qualname__
+    Checkpointed.__module__ = kind.__module__
+    return Checkpointed
+
+
+def _refuse_edits(hook: str, before: dict[str, Any], after: dict[str, Any]) -> None:
+    """Refuse a hook that has changed the state_dict of a checkpoint, which is not what is saved and loaded.
+
+    Raises:
+        UsageError: it has.
+    """
+    if changed := sorted(name for name in {**before, **after} if before.get(name) is not after.get(name)):
+        raise UsageError(
+            f"{hook} of the module or of a callback has changed {changed[0]!r} in checkpoint['state_dict'] "
+            f"({len(changed)} entries in all), which is not supported: leave tensors out by save_options={{'exclude': "
+            "['model/...']} and load_options of ModelCheckpoint, and change weights in configure_model"
+        )

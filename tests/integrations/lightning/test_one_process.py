@@ -1,0 +1,630 @@
+"""Lightning's Trainer with our ModelCheckpoint, in one process: what is saved and kept, and equal losses after kills."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+import bytecheckpoint
+from bytecheckpoint.dataloader import ResumableLoader, ResumableSampler
+from bytecheckpoint.errors import CheckpointError, CheckpointNotFoundError, IncompatibleCheckpointError, UsageError
+from bytecheckpoint.manager import Latest, Preemption
+from tests.integrations.lightning.jobs import (
+    ModelCheckpoint,
+    Net,
+    after,
+    data,
+    die_at_commit,
+    export_ckpt,
+    loader,
+    make,
+    pl,
+    run,
+    steps_in,
+)
+from tests.support.damage import damage, storage_file
+from tests.support.faulty_storage import Faults
+from tests.support.memory import new_memory
+from tests.support.worlds import Worlds, on_ranks
+
+
+def step(root: Path, number: int) -> str:
+    return f"{root}/step_{number:08d}"
+
+
+def test_a_killed_save_is_not_resumed_from(worlds: Worlds, tmp_path: Path) -> None:
+    wanted = worlds.run(1, run, None)[0]
+    assert len(set(wanted.values())) == len(wanted) == 18
+    ((_, log),) = worlds.fresh(1).start(die_at_commit, tmp_path, 2).outcomes()
+    assert "exit code -9" in log
+    assert steps_in(tmp_path) == [4] and list((tmp_path / "step_00000008").rglob("*.safetensors"))
+    assert worlds.run(1, run, tmp_path)[0] == after(4, wanted)
+    assert steps_in(tmp_path) == [4, 8, 12, 16]
+
+
+STEPS_ONLY: dict[str, Any] = {"max_epochs": -1, "max_steps": 18}
+EPOCHS: dict[str, Any] = {"checkpoint": {"every_n_train_steps": None}}
+
+
+class Hooked(Net):
+    """Draws numbers in hooks, has a state of its own, and ends its epochs early."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.register_buffer("counted", torch.zeros(()))
+
+    def on_fit_start(self) -> None:
+        torch.rand(3)
+
+    def on_train_start(self) -> None:
+        torch.rand(3)
+
+    def on_train_epoch_start(self) -> None:
+        torch.rand(1)
+
+    def on_train_epoch_end(self) -> None:
+        torch.rand(2)
+
+    def on_train_batch_start(self, batch: Any, index: int) -> int | None:
+        return -1 if index == 4 else None
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, index: int) -> None:
+        self.counted += 1
+        assert self.counted == self.global_step
+
+
+@pytest.mark.parametrize(
+    ("options", "steps"),
+    [
+        ({}, [4, 8, 12, 16]),
+        (STEPS_ONLY, [4, 8, 12, 16]),
+        ({"accumulate_grad_batches": 2, "checkpoint": {"every_n_train_steps": 2}}, [2, 4, 6, 8]),
+        ({"validate": True}, [4, 8, 12, 16]),
+        ({"checkpoint": {"every_n_train_steps": 6}}, [6, 12, 18]),
+        ({"checkpoint": {"every_n_train_steps": 6}, **STEPS_ONLY}, [6, 12, 18]),
+        ({**EPOCHS, "validate": True, "num_sanity_val_steps": 2}, [6, 12, 18]),
+        ({**EPOCHS, "validate": True, **STEPS_ONLY}, [6, 12, 18]),
+        ({**EPOCHS, "validate": True, "val_check_interval": 3}, [3, 6, 9, 12, 15, 18]),
+        ({**EPOCHS, "validate": True, "val_check_interval": 5, "accumulate_grad_batches": 3}, [2, 4, 6]),
+        ({**EPOCHS, "net": "plateau", "validate": True}, [6, 12, 18]),
+        ({"train": {"num_workers": 1}, "max_epochs": 1, "checkpoint": {"every_n_train_steps": 3}}, [3, 6]),
+        ({"limit_train_batches": 3, "max_epochs": 4}, [4, 8, 12]),
+        ({"reload_dataloaders_every_n_epochs": 1}, [4, 8, 12, 16]),
+        ({"train": {"generator": torch.Generator}}, [4, 8, 12, 16]),
+        ({"net": Hooked, "checkpoint": {"every_n_train_steps": 2}}, [2, 4, 6, 8, 10, 12]),
+    ],
+)
+@on_ranks(1)
+def test_losses_go_on(tmp_path: Path, options: dict[str, Any], steps: list[int]) -> None:
+    """From every step: in the middle of an epoch, behind a validation, at its end; with dropout and shuffled."""
+
+    def train(folder: Path | None, **more: Any) -> dict[int, float]:
+        given: dict[str, Any] = {**options, **more}
+        net = given.get("net", "step")
+        given["net"] = Net(dropout=0.2, interval=net) if isinstance(net, str) else net(dropout=0.2)
+        given["train"] = loader(**{k: v() if isinstance(v, type) else v for k, v in given.get("train", {}).items()})
+        return run(folder, **given)
+
+    wanted = train(None)
+    assert train(tmp_path) == wanted
+    assert steps_in(tmp_path) == steps
+    left: list[int] = []
+    for number in steps[:-1]:
+        got = train(tmp_path / f"from-{number}", ckpt_path=step(tmp_path, number))
+        assert [*got.items()] == [*wanted.items()][-len(got) :]
+        left.append(len(got))
+    assert left == sorted({*left}, reverse=True) and 0 < left[-1] <= left[0] < len(wanted)
+
+
+@on_ranks(1)
+def test_a_run_that_is_continued(tmp_path: Path) -> None:
+    """A run that ended in the middle of an epoch, by max_steps or by hand, goes on there; one that is done stays done."""
+    wanted = run(None)
+    options: dict[str, Any] = {"checkpoint": {"every_n_train_steps": None, "every_n_epochs": 1}}
+    run(tmp_path, max_epochs=-1, max_steps=8, **options)
+    assert steps_in(tmp_path) == [6, 8]
+    assert run(tmp_path, max_epochs=-1, max_steps=8, **options) == {}
+    net = Net(dropout=0.2)
+    stop = {10: lambda: setattr(net.trainer, "should_stop", True)}
+    assert run(tmp_path, net=net, at=stop, **options).keys() == {9, 10}
+    last = Net(dropout=0.2)
+    assert run(tmp_path, net=last, **options) == after(10, wanted)
+    assert steps_in(tmp_path) == [6, 8, 10, 12, 18] and last.trainer.current_epoch == 3
+
+
+@on_ranks(1)
+def test_fits_of_one_trainer(tmp_path: Path) -> None:
+    """A second fit goes on where the first one ended, and saves into the same folder."""
+    callback = ModelCheckpoint(tmp_path, save_top_k=-1)
+    trainer, net = make(callback, max_epochs=1), Net()
+    trainer.fit(net, loader())
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(net, loader())
+    assert steps_in(tmp_path) == [6, 12]
+    assert not {"on_advance_end", "_load_combined_loader_states"} & vars(trainer.fit_loop).keys()
+
+
+# --- where to go on from ----------------------------------------------------------------------------------------------
+
+
+@on_ranks(1)
+def test_what_ckpt_path_takes(tmp_path: Path) -> None:
+    wanted = run(tmp_path / "run")  # "last": begins
+    assert steps_in(tmp_path / "run") == [4, 8, 12, 16]
+    with pytest.raises(UsageError, match=r"holds a run up to step 16: pass ckpt_path='last'"):
+        run(tmp_path / "run", ckpt_path=None)
+    with pytest.raises(CheckpointNotFoundError):
+        run(tmp_path / "run", ckpt_path=step(tmp_path / "run", 5))
+    branch = tmp_path / "branch"
+    assert run(branch, ckpt_path=step(tmp_path / "run", 8)) == after(8, wanted)
+    assert steps_in(branch) == [12, 16]
+    run(tmp_path / "run", ckpt_path=tmp_path / "run" / "step_00000008", max_steps=12, max_epochs=-1)
+    assert steps_in(tmp_path / "run") == [4, 8, 12, 16]
+    assert run(tmp_path / "run", max_steps=13, max_epochs=-1).keys() == {13}  # the branch, not the steps it left
+
+
+@on_ranks(1)
+def test_only_committed_steps_count(tmp_path: Path) -> None:
+    """Beside leftovers of a killed save, folders and files of others, and a damaged step."""
+    wanted = run(tmp_path)
+    (tmp_path / "last.ckpt").write_bytes(b"of others")
+    (tmp_path / "step_00000099" / "model").mkdir(parents=True)
+    (tmp_path / "step_00000017.ckpt").mkdir()
+    damage(storage_file(tmp_path / "step_00000016"), "flip")
+    assert run(tmp_path) == after(12, wanted)
+    assert (tmp_path / "last.ckpt").is_file() and steps_in(tmp_path) == [4, 8, 12, 16]
+    assert run(tmp_path) == after(16, wanted)
+
+
+@on_ranks(1)
+def test_files_of_lightning(tmp_path: Path) -> None:
+    """The way from Lightning's own checkpoints, which a program may still write."""
+    stock = pl.callbacks.ModelCheckpoint(tmp_path / "stock", every_n_epochs=1, save_top_k=-1)
+    trainer, net = make(stock), Net()
+    trainer.fit(net, loader(False))
+    file = str(tmp_path / "stock" / "epoch=0-step=6.ckpt")
+    got = run(tmp_path / "run", ckpt_path=file, net=Net(), shuffle=False)
+    assert got == after(6, net.losses) and steps_in(tmp_path / "run") == [8, 12, 16]
+    callback = ModelCheckpoint(tmp_path / "new")
+    trainer, net = make(callback, max_epochs=1), Net()
+    trainer.fit(net, loader(False))
+    trainer.save_checkpoint(tmp_path / "own.ckpt")
+    assert torch.load(tmp_path / "own.ckpt", weights_only=False).keys() >= {"optimizer_states", "state_dict"}
+
+
+@on_ranks(1)
+def test_evaluations(tmp_path: Path) -> None:
+    """In the process of the fit, and in one that has fitted nothing."""
+    callback = ModelCheckpoint(tmp_path, monitor="val_loss", save_last=True, save_top_k=1, mode="max")
+    trainer, net = make(callback, limit_val_batches=1.0), Net()
+    held = DataLoader(data(8, seed=4), batch_size=4)
+    trainer.fit(net, loader(), held)
+    assert steps_in(tmp_path) == [6, 18] and callback.best_model_path == step(tmp_path, 6)
+    best = float(callback.best_model_score or 0)
+    last = float(trainer.callback_metrics["val_loss"])
+    for one in (trainer, make(ModelCheckpoint(tmp_path, monitor="val_loss", mode="max"), limit_val_batches=1.0)):
+        for path, wanted in (("best", best), ("last", last), (step(tmp_path, 6), best)):
+            assert one.test(Net(), held, ckpt_path=path, verbose=False) == [{"val_loss": pytest.approx(wanted)}]
+            assert one.validate(Net(), held, ckpt_path=path, verbose=False) == [{"val_loss": pytest.approx(wanted)}]
+    empty = make(ModelCheckpoint(tmp_path / "empty"))
+    with pytest.raises(CheckpointNotFoundError, match="holds no committed step"):
+        empty.test(Net(), held, ckpt_path="last")
+    with pytest.raises(ValueError, match="not configured to save the best"):
+        empty.test(Net(), held, ckpt_path="best")
+
+
+@on_ranks(1)
+def test_a_storage_of_another_kind(tmp_path: Path) -> None:
+    with new_memory() as root:
+        wanted = run(root)
+        assert run(root) == after(16, wanted)
+        assert run(tmp_path, ckpt_path=f"{root}/step_00000008") == after(8, wanted)
+
+
+# --- data -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"batch_size": 4}, "'samples per batch': 8}.*now.*'samples per batch': 4"),
+        ({"shuffle": False}, "RandomSampler of 1 ranks.*now.*that of the data set"),
+        ({"dataset": data(40)}, "'samples': 48.*now.*'samples': 40"),
+    ],
+)
+@on_ranks(1)
+def test_other_data_are_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    run(tmp_path, max_epochs=1)
+    other = DataLoader(**{"dataset": data(), "batch_size": 8, "shuffle": True, **options})
+    with pytest.raises(IncompatibleCheckpointError, match=message):
+        run(tmp_path, train=other)
+    assert min(run(tmp_path, train=other, checkpoint={"skip_batches": False})) == 5
+
+
+@pytest.mark.parametrize("kind", ["torchdata", "streams"])
+@on_ranks(1)
+def test_loaders_that_hold_their_position(tmp_path: Path, kind: str) -> None:
+    def make_loader() -> Any:
+        torch.manual_seed(5)
+        if kind == "torchdata":
+            return StatefulDataLoader(data(), batch_size=8, shuffle=True)
+        sampler = ResumableSampler(data(), global_batch=8, rank=0, ranks=1)
+        return ResumableLoader(DataLoader(data(), batch_sampler=sampler))
+
+    wanted = run(None, train=make_loader())
+    assert len(set(wanted.values())) == 18
+    run(tmp_path, train=make_loader(), checkpoint={"every_n_train_steps": 2})
+    for number in (2, 4, 6, 8, 12):
+        folder = tmp_path / f"from-{number}"
+        assert run(folder, train=make_loader(), ckpt_path=step(tmp_path, number)) == after(number, wanted)
+
+
+@on_ranks(1)
+def test_data_without_a_length(tmp_path: Path) -> None:
+    class Rows(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
+        def __iter__(self) -> Any:
+            rows = data()
+            yield from (rows[int(i)] for i in torch.randperm(len(rows)))
+
+    def train(folder: Path | None, **options: Any) -> dict[int, float]:
+        return run(folder, train=DataLoader(Rows(), batch_size=8), **options)
+
+    wanted = train(None)
+    train(tmp_path)
+    for number in (4, 8, 12):
+        assert train(tmp_path / f"from-{number}", ckpt_path=step(tmp_path, number)) == after(number, wanted)
+    with pytest.raises(UsageError, match=r"StatefulDataLoader has no length.*limit_train_batches"):
+        run(tmp_path / "stateful", train=StatefulDataLoader(Rows(), batch_size=8))
+
+
+@on_ranks(1)
+def test_data_loaders_that_begin_again(tmp_path: Path) -> None:
+    """The shorter of two loaders begins again in an epoch, in an order that it draws then."""
+
+    class Two(Net):
+        def training_step(self, batch: Any, index: int) -> Any:
+            return super().training_step(batch[0], index) + super().training_step(batch[1], index)
+
+    def loaders(shuffle: bool) -> Any:
+        return [loader(), loader(shuffle, batch_size=16)]
+
+    wanted = run(None, net=Two(), train=loaders(False))
+    run(tmp_path, net=Two(), train=loaders(False))
+    assert run(tmp_path / "on", net=Two(), train=loaders(False), ckpt_path=step(tmp_path, 4)) == after(4, wanted)
+    run(tmp_path / "random", net=Two(), train=loaders(True), max_epochs=1)
+    with pytest.raises(IncompatibleCheckpointError, match="of 3 batches, has begun again before batch 4"):
+        run(tmp_path / "random", net=Two(), train=loaders(True))
+
+
+# --- what is in a step ------------------------------------------------------------------------------------------------
+
+
+class Extended(Net):
+    """Has a state of its own, and edits what is saved."""
+
+    def __init__(self, edit: str = "") -> None:
+        super().__init__()
+        self.edit, self.seen, self.calls = edit, None, 0
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.calls += 1
+        checkpoint["own"] = {"words": ("a", 1), "tensor": torch.arange(3)}
+        if self.edit == "save":
+            del checkpoint["state_dict"]["layers.0.weight"]
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.seen = checkpoint["own"]["words"]
+        assert torch.equal(checkpoint["state_dict"]["layers.3.bias"], self.layers[3].bias)
+        if self.edit == "load":
+            checkpoint["state_dict"]["layers.0.weight"] = torch.zeros(8, 6)
+
+
+@on_ranks(1)
+def test_hooks_of_the_module(tmp_path: Path) -> None:
+    net = Extended()
+    run(tmp_path, net=net, max_epochs=1)
+    assert net.calls == len(steps_in(tmp_path)) == 1
+    again = Extended()
+    run(tmp_path, net=again)
+    assert again.seen == ("a", 1)
+    with pytest.raises(UsageError, match=r"on_load_checkpoint .* has changed 'layers.0.weight'"):
+        run(tmp_path, net=Extended("load"))
+    with pytest.raises(CheckpointError, match=r"on_save_checkpoint .* has changed 'layers.0.weight'"):
+        run(tmp_path / "other", net=Extended("save"))
+    assert steps_in(tmp_path / "other") == []
+
+
+@on_ranks(1)
+def test_one_file_of_lightning(tmp_path: Path) -> None:
+    net = Extended()
+    net.save_hyperparameters({"dropout": 0.0, "interval": "epoch"})
+    run(tmp_path, net=net, max_epochs=1, checkpoint={"every_n_train_steps": 6})
+    export_ckpt(tmp_path / "step_00000006", tmp_path / "x.ckpt")
+    loaded = Net.load_from_checkpoint(tmp_path / "x.ckpt")
+    assert loaded.hparams.interval == "epoch"
+    assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), net.parameters(), strict=True))
+    assert [p.name for p in tmp_path.glob("x.ckpt*")] == ["x.ckpt"]
+    with pytest.raises(CheckpointNotFoundError):
+        export_ckpt(tmp_path / "step_00000007", tmp_path / "y.ckpt")
+    assert not list(tmp_path.glob("y*"))
+
+
+@on_ranks(1)
+def test_a_step_holds_everything(tmp_path: Path) -> None:
+    stopping = pl.callbacks.EarlyStopping("val_loss", patience=50)
+
+    class Module(pl.LightningDataModule):
+        seen: Any = None
+
+        def train_dataloader(self) -> Any:
+            return loader()
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"note": (1, "x")}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.seen = state["note"]
+
+    options: dict[str, Any] = {"validate": True, "callbacks": [stopping], "checkpoint": {"every_n_train_steps": 6}}
+    run(tmp_path, **options)
+    with bytecheckpoint.open(tmp_path / "step_00000012") as checkpoint:
+        assert {key.partition("/")[0] for key in checkpoint} == {"model", "optimizer", "lightning", "rng"}
+    again = pl.callbacks.EarlyStopping("val_loss", patience=50)
+    run(tmp_path, **{**options, "callbacks": [again]})
+    assert again.state_dict() == stopping.state_dict() and float(again.best_score) < 10
+
+    module = Module()
+    make(ModelCheckpoint(tmp_path / "module", save_last=True), max_epochs=1).fit(Net(), datamodule=module)
+    make(ModelCheckpoint(tmp_path / "module"), max_epochs=2).fit(Net(), datamodule=module, ckpt_path="last")
+    assert module.seen == (1, "x")
+
+
+@dataclasses.dataclass
+class Settings:
+    """Hyperparameters of a class of the user."""
+
+    width: int = 3
+
+
+@on_ranks(1)
+def test_hyperparameters(tmp_path: Path) -> None:
+    """Those that cannot be stored are refused when the training begins, and not when somebody needs them."""
+
+    def net(value: Any) -> Net:
+        made = Net()
+        made.save_hyperparameters({"value": value})
+        return made
+
+    run(tmp_path, net=net(Settings(5)), max_epochs=1)
+    assert run(tmp_path, net=net(Settings(5))).keys() >= {5}
+    for value, message in [(len, "builtin_function"), (torch.nn.Linear(2, 2), r"a Linear cannot be stored.*'value'")]:
+        with pytest.raises(UsageError, match=message):
+            run(tmp_path / "other", net=net(value))
+    assert not steps_in(tmp_path / "other")
+
+
+@on_ranks(1)
+def test_only_the_weights(tmp_path: Path) -> None:
+    run(tmp_path, checkpoint={"save_weights_only": True})
+    with bytecheckpoint.open(tmp_path / "step_00000008") as checkpoint:
+        assert {key.partition("/")[0] for key in checkpoint} == {"model", "lightning"}
+    make(ModelCheckpoint(tmp_path)).test(Net(), DataLoader(data(8), batch_size=4), ckpt_path="last", verbose=False)
+    with pytest.raises(CheckpointError, match="optimizer"):
+        run(tmp_path)
+
+
+@on_ranks(1)
+def test_manual_optimization(tmp_path: Path) -> None:
+    class Two(Net):
+        def __init__(self) -> None:
+            super().__init__(dropout=0.2)
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, index: int) -> None:
+            for optimizer in self.optimizers():
+                loss = super().training_step(batch, index)
+                optimizer.zero_grad()
+                self.manual_backward(loss)
+                optimizer.step()
+
+        def configure_optimizers(self) -> Any:
+            first, *_, last = self.layers
+            return torch.optim.AdamW(first.parameters(), lr=0.05), torch.optim.SGD(
+                last.parameters(), 0.01, momentum=0.9
+            )
+
+    wanted = run(None, net=Two())
+    assert run(tmp_path, net=Two()) == wanted
+    assert steps_in(tmp_path) == [4, 8, 12, 16, 20, 24, 28, 32, 36]
+    for number in (8, 12, 24):
+        got = run(tmp_path / f"from-{number}", net=Two(), ckpt_path=step(tmp_path, number))
+        assert got == after(number // 2, wanted)
+
+
+# --- what is kept -----------------------------------------------------------------------------------------------------
+
+
+def train_with_values(folder: Path, values: list[float], ckpt_path: str = "last", **options: Any) -> ModelCheckpoint:
+    """Train an epoch of one step for each value of the metric."""
+
+    class Valued(Net):
+        def on_train_epoch_end(self) -> None:
+            self.log("value", values[self.current_epoch])
+
+    callback = ModelCheckpoint(folder, monitor="value", **options)
+    trainer = make(callback, max_epochs=len(values), limit_train_batches=1)
+    trainer.fit(Valued(), loader(), ckpt_path=ckpt_path)
+    return callback
+
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    ("values", "options", "steps", "best"),
+    [
+        ([3, 1, 2, 1, 4], {"save_top_k": 1}, [2], 2),
+        ([3, 1, 2, 1, 4], {"save_top_k": 1, "save_last": True}, [2, 5], 2),
+        ([3, 1, 2, 1, 4], {"save_top_k": 2, "save_last": "link"}, [2, 4, 5], 2),
+        ([3, 1, 2, 1, 4], {"save_top_k": -1}, [1, 2, 3, 4, 5], 2),
+        ([3, 1, 2, 1, 4], {"save_top_k": 0, "save_last": True}, [5], 0),
+        ([3, 1, 2, 1, 4], {"save_top_k": 1, "mode": "max", "save_last": True}, [5], 5),
+        ([NAN, NAN, 2, 3], {"save_top_k": 1, "save_last": True}, [3, 4], 3),
+        ([NAN, NAN, NAN], {"save_top_k": 1, "save_last": True}, [1, 3], 1),
+        ([1, INF, 3], {"save_top_k": 1, "save_last": True, "mode": "max"}, [2, 3], 2),
+        ([3, 1, 2], {"save_top_k": 0}, [], 0),
+    ],
+)
+@on_ranks(1)
+def test_the_best_and_the_last(
+    tmp_path: Path, values: list[float], options: dict[str, Any], steps: list[int], best: int
+) -> None:
+    """As Lightning keeps them; and best_model_path is never that of a step that is gone."""
+    callback = train_with_values(tmp_path / "own", values, **options)
+    assert steps_in(tmp_path / "own") == steps
+    if best:
+        assert callback.best_model_path == step(tmp_path / "own", best)
+    stopped = tmp_path / "stopped"
+    for count in range(1, len(values) + 1):  # the same, in a job for each epoch
+        callback = train_with_values(stopped, values[:count], **options)
+        assert not best or Path(callback.best_model_path).is_dir() or not steps_in(stopped)
+    if options.get("save_last"):
+        assert steps_in(stopped) == steps
+        assert not best or callback.best_model_path == step(stopped, best)
+
+
+@on_ranks(1)
+def test_the_best_of_a_run_that_goes_back(tmp_path: Path) -> None:
+    train_with_values(tmp_path, [3, 1, 2], save_top_k=2, save_last=True)
+    assert steps_in(tmp_path) == [2, 3]
+    callback = train_with_values(tmp_path, [3, 1, 5, 4], step(tmp_path, 2), save_top_k=2, save_last=True)
+    assert steps_in(tmp_path) == [2, 4] and callback.best_model_path == step(tmp_path, 2)
+    callback = train_with_values(tmp_path, [3, 1, 6], step(tmp_path, 2), save_top_k=2, save_last=True)
+    assert steps_in(tmp_path) == [2, 3] and callback.best_model_path == step(tmp_path, 2)
+    assert callback.best_k_models.keys() == {step(tmp_path, 2), step(tmp_path, 3)}
+
+
+@on_ranks(1)
+def test_a_step_is_saved_once(tmp_path: Path) -> None:
+    """save_last makes no second copy, and what is due at several places is one save."""
+    with pytest.MonkeyPatch.context() as patch:
+        faults = Faults().install(patch)
+        commits: list[int] = []
+        faults.add("publish", name="metadata.parquet", times=-1, before=lambda: commits.append(1))
+        options = {"every_n_train_steps": 6, "save_last": True, "monitor": "val_loss"}
+        run(tmp_path, validate=True, val_check_interval=3, checkpoint=options)
+    assert steps_in(tmp_path) == [6, 12, 18] and len(commits) == 3
+
+
+@on_ranks(1)
+def test_nothing_is_deleted_before_a_commit(tmp_path: Path) -> None:
+    """The save of step 8 fails: step 4 stays, although Lightning's callback deletes it."""
+    options = {"checkpoint": {"save_top_k": 1}}
+    with pytest.MonkeyPatch.context() as patch:
+        Faults().install(patch).add("publish", OSError("no commit"), name="metadata.parquet", skip=1, times=-1)
+        with pytest.raises(CheckpointError, match="no commit"):
+            run(tmp_path, **options)
+    assert steps_in(tmp_path) == [4]
+    run(tmp_path, **options)
+    assert steps_in(tmp_path) == [16]
+
+
+@on_ranks(1)
+def test_a_failed_save_may_be_a_warning(tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        Faults().install(patch).add("publish", OSError("no commit"), name="metadata.parquet", skip=1)
+        assert len(run(tmp_path, checkpoint={"on_error": "warn", "keep": [Latest(2)]})) == 18
+    assert steps_in(tmp_path) == [12, 16]
+
+
+@on_ranks(1)
+def test_an_interval_of_time(tmp_path: Path) -> None:
+    """Gradients that are being accumulated are in no checkpoint, so none is saved there."""
+    options: dict[str, Any] = {"accumulate_grad_batches": 4, "max_epochs": 2}
+    checkpoint = {"every_n_train_steps": None, "train_time_interval": timedelta(0)}
+    wanted = run(None, **options)
+    assert run(tmp_path, checkpoint=checkpoint, **options) == wanted
+    assert steps_in(tmp_path) == [1, 2, 3, 4]
+    got = run(tmp_path / "on", ckpt_path=step(tmp_path, 1), checkpoint=checkpoint, **options)
+    assert got == after(4, wanted)
+
+
+# --- the end of a job -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("own", [True, False])
+@on_ranks(1)
+def test_a_signal(tmp_path: Path, own: bool) -> None:
+    """With preemption= a last save, in the middle of an epoch; without, the newest step stands."""
+
+    def stop() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.2)
+
+    before = signal.getsignal(signal.SIGTERM)
+    wanted = run(None)
+    options: dict[str, Any] = {"every_n_train_steps": 2, "preemption": Preemption() if own else None}
+    net = Net(dropout=0.2)
+    with pytest.raises(SystemExit):
+        run(tmp_path, net=net, at={9: stop}, checkpoint=options)
+    assert signal.getsignal(signal.SIGTERM) == before
+    newest = steps_in(tmp_path)[-1]
+    assert (newest >= 9 and newest == max(net.losses)) if own else newest == 8
+    assert run(tmp_path) == after(newest, wanted)
+
+
+@on_ranks(1)
+def test_an_exception(tmp_path: Path) -> None:
+    """The save in flight is committed, and the exception is the program's own."""
+
+    def fail() -> None:
+        raise ZeroDivisionError("of the training")
+
+    wanted = run(None)
+    with pytest.raises(ZeroDivisionError):
+        run(tmp_path, at={9: fail})
+    assert steps_in(tmp_path) == [4, 8]
+    assert run(tmp_path) == after(8, wanted)
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+@on_ranks(1)
+def test_refusals(tmp_path: Path) -> None:
+    for options, message in [
+        ({"dirpath": None}, "dirpath=None"),
+        ({"filename": "{epoch}"}, "filename="),
+        ({"save_on_exception": True}, "save_on_exception=True"),
+        ({"kept": 3}, "unknown option 'kept'"),
+    ]:
+        with pytest.raises(UsageError, match=message):
+            ModelCheckpoint(**{"dirpath": tmp_path, **options})
+    trainer = make(ModelCheckpoint(tmp_path), callbacks=[ModelCheckpoint(tmp_path / "b", monitor="x")])
+    with pytest.raises(UsageError, match="has a ModelCheckpoint too"):
+        trainer.fit(Net(), loader())
+    trainer = make(ModelCheckpoint(tmp_path))
+    trainer.loggers = [type("Logger", (pl.loggers.CSVLogger,), {"_log_model": True})(tmp_path)]
+    with pytest.raises(UsageError, match=r"Logger\(log_model="):
+        trainer.fit(Net(), loader())
+    trainer = make(ModelCheckpoint(tmp_path))
+    trainer.strategy.__class__ = type("DeepSpeedStrategy", (type(trainer.strategy),), {})
+    with pytest.raises(UsageError, match="DeepSpeedStrategy is not supported"):
+        trainer.fit(Net(), loader())
+    assert not steps_in(tmp_path)
+
+
+@on_ranks(1)
+def test_fast_dev_run(tmp_path: Path) -> None:
+    run(tmp_path, fast_dev_run=True)
+    assert not steps_in(tmp_path)
