@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 #: The packages that the tests of a folder need.
-NEEDED = {"transformers": ("transformers", "accelerate", "trl", "peft"), "torchtitan": ("torchtitan",)}
-#: Folders whose packages do not fit to the others.
-OWN_TARGETS = {"torchtitan": "test-torchtitan"}
+NEEDED = {"transformers": ("transformers", "accelerate", "trl", "peft"), "torchtitan": ("torchtitan",), "ray": ("ray",)}
+#: Folders with an environment of their own.
+OWN_TARGETS = {"torchtitan": "test-torchtitan", "ray": "test-ray"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
