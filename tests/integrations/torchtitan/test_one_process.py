@@ -154,6 +154,21 @@ def test_beginning_from_another_run(tmp_path: Path, stock: bool, model_only: boo
 
 
 @on_ranks(1)
+def test_a_folder_of_torchtitans_own_manager(tmp_path: Path) -> None:
+    """A run that changes its manager goes on where it was, in either's newest step."""
+    wanted = run(tmp_path / "whole", steps=20, checkpoint={"enable": False})
+    run(tmp_path, steps=8, checkpoint={"stock": True, **FULL})
+    got = run(tmp_path, checkpoint=FULL)
+    assert got == {step: wanted[step] for step in range(9, 13)}
+    assert steps_in(tmp_path) == [12]
+    assert list(run(tmp_path, steps=14, checkpoint=FULL)) == [13, 14]
+    got = run(tmp_path, steps=6, checkpoint={"load_step": 4, "load_only": True})
+    assert got == {step: wanted[step] for step in (5, 6)}
+    run(tmp_path, steps=16, checkpoint={"stock": True, "load_step": 8, **FULL})
+    assert list(run(tmp_path, steps=17, checkpoint=FULL)) == [17]
+
+
+@on_ranks(1)
 def test_a_seed_checkpoint(tmp_path: Path) -> None:
     trainer = make(tmp_path, checkpoint={"create_seed_checkpoint": True})
     seed = weights(trainer)

@@ -16,22 +16,17 @@ from torchtitan.components.checkpointer import CheckpointManager as StockManager
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.tools import filesystem
 
-from bytecheckpoint.errors import CheckpointError, StorageError, UsageError
+from bytecheckpoint.errors import UsageError
 from bytecheckpoint.handles import LoadReport, SaveHandle
+from bytecheckpoint.integrations.torchtitan.folder import SEED, ask_rank_0, find_steps, is_stock_checkpoint
 from bytecheckpoint.integrations.torchtitan.states import Generators, begin_iteration, loader_state, optimizers_of
 from bytecheckpoint.loading import load
 from bytecheckpoint.manager import CheckpointManager, Latest, Preemption
-from bytecheckpoint.representation.names import CATALOG_NAME
 from bytecheckpoint.saving import save
-from bytecheckpoint.storage import resolve
-from bytecheckpoint.storage.time_limits import with_time_limits
 
 __all__ = ["BytecheckpointManager"]
 
 _log = logging.getLogger("bytecheckpoint")
-
-#: Folder of the seed checkpoint inside of the run's.
-_SEED = "seed"
 
 
 class BytecheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
@@ -147,7 +142,7 @@ class BytecheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         if config.load_only:
             return False
         if last_step and curr_step == 0:  # torchtitan has made a model only to save it
-            save(f"{self.manager.root}/{_SEED}", {"model": self._states["model"]})
+            save(f"{self.manager.root}/{SEED}", {"model": self._states["model"]})
             return True
         if last_step and config.last_save_model_only:
             self.manager.wait()
@@ -213,22 +208,25 @@ class BytecheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
     def _load_states(self, step: int) -> LoadReport | None:
         """Load what torchtitan would load: a step, else the seed, else what `initial_load_path` names."""
         manager = self.manager
+        own, stock, seed = ask_rank_0(lambda: find_steps(manager, step))
+        if stock > own:
+            self._stock(manager.root, load_only=True, **self._stock_exclusions()).load(stock)
+            return LoadReport(f"{manager.root}/step-{stock}")
         if step > 0:
             manager.restore(step)
         elif step < 0:
             manager.restore_latest()
         if manager.restored is not None and manager.restored.report is not None:
             return manager.restored.report
-        seed = f"{manager.root}/{_SEED}"
-        if step == 0 or self._is_there(seed, CATALOG_NAME):
-            return load(seed, {"model": self._states["model"]})
+        if step == 0 or seed:
+            return load(f"{manager.root}/{SEED}", {"model": self._states["model"]})
         return self._load_initial()
 
     def _load_initial(self) -> LoadReport | None:
         config, path = self._config, self._config.initial_load_path
         if path is None and not config.initial_load_in_hf:
             return None
-        if config.initial_load_in_hf or self._is_there(str(path), ".metadata"):
+        if config.initial_load_in_hf or ask_rank_0(lambda: is_stock_checkpoint(str(path))):
             self._load_with_stock()
             return LoadReport(path or "")
         _log.info("loading %s", path)
@@ -238,35 +236,17 @@ class BytecheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
 
     def _load_with_stock(self) -> None:
         """Load what torchtitan or Hugging Face have saved, by torchtitan's own code."""
-        names = (
-            "initial_load_path", "initial_load_model_only", "initial_load_in_hf", "initial_load_in_hf_quantized",
-            "exclude_from_loading",
-        )  # fmt: skip
+        names = "initial_load_path", "initial_load_model_only", "initial_load_in_hf", "initial_load_in_hf_quantized"
         options = {name: getattr(self._config, name) for name in names}
-        options["exclude_from_loading"] = [name for name in options["exclude_from_loading"] if name != "rng"]
         # It looks for steps in its folder first, and there shall be none.
-        self._stock("/nonexistent", load_only=True, **options).load()
+        self._stock("/nonexistent", load_only=True, **options, **self._stock_exclusions()).load()
+
+    def _stock_exclusions(self) -> dict[str, list[str]]:
+        return {"exclude_from_loading": [name for name in self._config.exclude_from_loading if name != "rng"]}
 
     def _stock(self, folder: str, **options: Any) -> Any:
         config = StockManager.Config(enable=True, folder=folder, keep_latest_k=0, **options)
         return StockManager(config, states=dict(self._stock_states), **self._stock_arguments)
-
-    def _is_there(self, folder: str, name: str) -> bool:
-        """Return whether rank 0 sees a file.
-
-        Raises:
-            StorageError: the storage fails; on all ranks.
-        """
-        answer: list[Any] = [False]
-        if torch.distributed.get_rank() == 0:
-            try:
-                answer = [bool(with_time_limits(resolve(folder)).version(name))]
-            except CheckpointError as error:
-                answer = [str(error)]
-        torch.distributed.broadcast_object_list(answer)
-        if isinstance(answer[0], str):
-            raise StorageError(answer[0])
-        return bool(answer[0])
 
 
 def _end_when_preempted(trainer: Any, manager: CheckpointManager) -> None:
