@@ -38,7 +38,7 @@ def config_of(*, stock: bool = False, **options: Any) -> Any:
 
 def make(
     folder: Path, *, steps: int = STEPS, checkpoint: dict[str, Any] | None = None, batch: int = 4,
-    parallelism: dict[str, Any] | None = None, streams: bool = False, own_container: bool = False,
+    parallelism: dict[str, Any] | None = None, streams: bool = False, workers: int = 0, own_container: bool = False,
     dropout: bool = False, at: dict[int, Callable[[], object]] | None = None,
 ) -> Any:  # fmt: skip
     """Return a trainer.
@@ -50,6 +50,7 @@ def make(
         batch: `training.local_batch_size`.
         parallelism: options of `ParallelismConfig`.
         streams: feed the data by a loader with streams.
+        workers: of the loader.
         own_container: train with optimizers in a container with a state of its own.
         dropout: draw random numbers in every forward pass.
         at: functions to call at the end of steps, before the save.
@@ -60,9 +61,11 @@ def make(
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     made = load_training().make_config(
         folder, checkpoint=config_of(**(checkpoint or {})), steps=steps, batch=batch, parallelism=parallelism or {},
-        streams=streams, own_container=own_container,
+        streams=streams, workers=workers, own_container=own_container,
     )  # fmt: skip
     trainer = made.build()
+    if workers:
+        trainer.dataloader.multiprocessing_context = "fork"  # as in a program; ranks of a world would start anew
     if dropout:
         trainer.model_parts[0].norm.register_forward_hook(lambda _, __, out: torch.nn.functional.dropout(out, 0.2))
     log = trainer.metrics_processor.log

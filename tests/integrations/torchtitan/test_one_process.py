@@ -26,6 +26,7 @@ from tests.integrations.torchtitan.jobs import (
 )
 from tests.support.damage import damage, storage_file
 from tests.support.faulty_storage import Faults
+from tests.support.memory import new_memory
 from tests.support.worlds import Worlds, on_ranks
 
 FULL = {"last_save_model_only": False}
@@ -58,6 +59,45 @@ def test_modes(tmp_path: Path, mode: str) -> None:
     for step in (12, 10, 8):  # each as it was at its step, not as the next steps have left it
         assert run(tmp_path, checkpoint={**options, "load_step": step}) == after(step, wanted)
     assert run(tmp_path, checkpoint=options, steps=14).keys() == {13, 14}
+
+
+@on_ranks(1)
+def test_a_loader_with_workers(tmp_path: Path) -> None:
+    """Also at a step at which its workers take no snapshot."""
+    wanted = run_noting_random(tmp_path / "whole", checkpoint={"enable": False}, workers=2)
+    options = {"interval": 5, **FULL}
+    run(tmp_path, steps=7, checkpoint=options, workers=2)
+    assert run_noting_random(tmp_path, checkpoint=options, workers=2) == after(7, wanted)
+    with pytest.raises(IncompatibleCheckpointError, match="set num_workers as it was"):
+        run(tmp_path, steps=14, checkpoint=options, workers=1)
+
+
+@on_ranks(1)
+def test_options_on_the_command_line(tmp_path: Path) -> None:
+    import tyro
+
+    arguments = [
+        "--interval",
+        "7",
+        "--folder",
+        "s3://bucket/run",
+        "--async_mode",
+        "disabled",
+        "--preemption_grace",
+        "60",
+    ]
+    found = tyro.cli(type(config_of()), args=arguments)
+    assert (found.interval, found.folder, found.async_mode, found.preemption_grace) == (
+        7, "s3://bucket/run", "disabled", 60.0,
+    )  # fmt: skip
+
+
+@on_ranks(1)
+def test_a_storage_of_another_kind(tmp_path: Path) -> None:
+    with new_memory() as root:
+        wanted = run(tmp_path, checkpoint={"folder": root, **FULL})
+        assert run(tmp_path, checkpoint={"folder": root, "load_step": 8, **FULL}) == after(8, wanted)
+        assert not list(tmp_path.rglob("*.safetensors"))
 
 
 @on_ranks(1)

@@ -39,11 +39,16 @@ def numbers() -> list[list[int]]:
     return [[(first + step * place) % (WORDS - 1) + 1 for place in range(21)] for first, step in found]
 
 
-text_datasets.DATASETS["numbers"] = DatasetConfig(
-    path="",
-    loader=lambda _: Dataset.from_list([{"row": row} for row in numbers()]),
-    sample_processor=lambda r: r["row"],
-)
+def load_rows(_: str) -> Dataset:
+    return Dataset.from_list([{"row": row} for row in numbers()])
+
+
+def row_of(sample: dict[str, Any]) -> list[int]:
+    found: list[int] = sample["row"]
+    return found
+
+
+text_datasets.DATASETS["numbers"] = DatasetConfig(path="", loader=load_rows, sample_processor=row_of)
 
 
 class Numbers(BaseTokenizer):
@@ -115,7 +120,7 @@ class Losses(MetricsProcessor):
 
 
 def make_config(
-    folder: Path, *, checkpoint: Any, steps: int, batch: int, parallelism: dict[str, Any], streams: bool,
+    folder: Path, *, checkpoint: Any, steps: int, batch: int, parallelism: dict[str, Any], streams: bool, workers: int,
     own_container: bool, **options: Any,
 ) -> Trainer.Config:  # fmt: skip
     """Return the configuration of a training."""
@@ -146,6 +151,6 @@ def make_config(
         ),
         parallelism=ParallelismConfig(spmd_backend="partial_dtensor", **parallelism),
         dataloader=StreamLoader.Config() if streams
-        else text_datasets.HuggingFaceTextDataLoader.Config(dataset="numbers"),
+        else text_datasets.HuggingFaceTextDataLoader.Config(dataset="numbers", num_workers=workers),
         metrics=Losses.Config(log_freq=1), debug=DebugConfig(seed=7, enable_structured_logging=False), **options,
     )  # fmt: skip
