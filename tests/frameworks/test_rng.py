@@ -122,6 +122,26 @@ def test_ranks_that_draw_the_same(tmp_path: Path) -> None:
         ThreadWorld(2).run(save, 2, 1, timeout=60)
 
 
+def test_ranks_that_the_program_has_seeded(tmp_path: Path) -> None:
+    """Alike, by its parallel sizes: ranks draw alike at another layout too, and as the seed of that job says."""
+
+    def states(tp: int, generator: torch.Generator) -> dict[str, Any]:
+        return {"rng": bytecheckpoint.rng_state(generators={"own": generator}, layout={"tp": tp})}
+
+    def draw_after_load(tp: int, seed: int) -> float:
+        generator = torch.Generator()
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            bytecheckpoint.load(tmp_path / "c", states(tp, generator))
+        return torch.rand((), generator=generator).item()
+
+    saved = torch.Generator().manual_seed(3)
+    bytecheckpoint.save(tmp_path / "c", states(2, saved))
+    wanted = torch.rand((), generator=saved).item()
+    assert draw_after_load(2, 7) == draw_after_load(2, 8) == wanted
+    assert draw_after_load(1, 7) == draw_after_load(1, 7) != draw_after_load(1, 8)
+
+
 def test_what_the_checkpoint_or_the_process_lacks(tmp_path: Path) -> None:
     bytecheckpoint.save(tmp_path / "c", {"rng": bytecheckpoint.rng_state(generators={"old": torch.Generator()})})
     found = []

@@ -1,4 +1,4 @@
-"""Tests with real training tools need them, in an environment of its own: `make test-integrations`."""
+"""Tests with real training tools need them, in environments of their own (`make test-integrations` and others)."""
 
 from __future__ import annotations
 
@@ -12,8 +12,12 @@ import pytest
 NEEDED = {
     "accelerate": ("accelerate", "torchdata", "datasets", "transformers"),
     "lightning": ("lightning",),
+    "ray": ("ray",),
+    "torchtitan": ("torchtitan",),
     "transformers": ("transformers", "accelerate", "trl", "peft"),
 }
+#: Folders with an environment of their own.
+OWN_TARGETS = {"torchtitan": "test-torchtitan", "ray": "test-ray"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -26,6 +30,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             skipped = [item for item in items if item.path.is_relative_to(here)]
             others = set(skipped[1:])  # one stands for all of the folder
             items[:] = [item for item in items if item not in others]
-            reason = f"NOT TESTED HERE: needs {' and '.join(packages)}: `make test-integrations`"
+            target = OWN_TARGETS.get(folder, "test-integrations")
+            reason = f"NOT TESTED HERE: needs {' and '.join(packages)}: `make {target}`"
             for item in skipped[:1]:
                 item.add_marker(pytest.mark.skip(reason=f"{reason} ({len(skipped)} tests)"))

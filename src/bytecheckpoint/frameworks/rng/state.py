@@ -29,7 +29,11 @@ States = Mapping[str, torch.Tensor]
 
 
 def rng_state(
-    *, rank: int | None = None, ranks: int | None = None, generators: Mapping[str, Any] | None = None
+    *,
+    rank: int | None = None,
+    ranks: int | None = None,
+    generators: Mapping[str, Any] | None = None,
+    layout: Mapping[str, int] | None = None,
 ) -> RngState:
     """Return the random number generators of this process, to save and load as `states["rng"]`.
 
@@ -46,6 +50,8 @@ def rng_state(
             must draw the same (of one tensor-parallel group, say) pass the same one, and a save proves that they do.
         ranks: how many of these there are. The layout is the same if this is, and Megatron's sizes.
         generators: further ones by name: of torch, `random.Random`, `numpy.random.Generator`.
+        layout: sizes by which the program has seeded torch, alike on ranks that must draw the same: {"pp": 2, "tp": 4}.
+            The layout is the same if they are. At another one torch's seed here stands for `rank`, as with Megatron.
 
     Raises:
         UsageError: `rank` and `ranks` do not fit each other, or a generator is of another kind.
@@ -53,7 +59,7 @@ def rng_state(
     if (rank is None) != (ranks is None) or (rank is not None and ranks is not None and not 0 <= rank < ranks):
         raise UsageError(f"rank {rank!r} of {ranks!r}: pass rank= and ranks= together, 0 <= rank < ranks")
     own = {f"own.{name}": own_source(name, generator) for name, generator in (generators or {}).items()}
-    return RngState(None if rank is None or ranks is None else (rank, ranks), own)
+    return RngState(None if rank is None or ranks is None else (rank, ranks), own, layout or {})
 
 
 class RngState:
@@ -64,12 +70,15 @@ class RngState:
     Args:
         place: `rank` and `ranks`, or None for those of the job.
         own: generators of the program, by name.
+        layout: sizes by which the program has seeded torch.
     """
 
     takes_all_streams = False
 
-    def __init__(self, place: tuple[int, int] | None, own: Mapping[str, RandomSource]) -> None:
-        self._given, self._own = place, own
+    def __init__(
+        self, place: tuple[int, int] | None, own: Mapping[str, RandomSource], layout: Mapping[str, int]
+    ) -> None:
+        self._given, self._own, self._seeded_by = place, own, dict(layout)
 
     def for_ranks(self, rank: int, ranks: int) -> RngState:
         """Return the same generators as those of one of other ranks, which save them without those of lost ones."""
@@ -82,6 +91,10 @@ class RngState:
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             return torch.distributed.get_rank(), torch.distributed.get_world_size()
         return 0, 1
+
+    @property
+    def _layout(self) -> dict[str, int]:
+        return framework_layout() | self._seeded_by
 
     def _sources(self) -> dict[str, RandomSource]:
         # Anew each time: devices and trackers may have come since.
@@ -96,7 +109,7 @@ class RngState:
 
     def shared_state(self) -> dict[str, Any]:
         """Return what must be equal for an exact load; see `SupportsStreams`."""
-        return {"ranks": self._place[1], "layout": framework_layout()}
+        return {"ranks": self._place[1], "layout": self._layout}
 
     def stream_states(self) -> dict[int, Any]:
         """Return the states of this rank's generators; see `SupportsStreams`."""
@@ -140,7 +153,7 @@ class RngState:
             notes.append(f"the checkpoint lacks {', '.join(lacking)}: seeded from the checkpoint and the rank")
         if gone := sorted(states.keys() - sources.keys()):
             notes.append(f"this process has no {', '.join(gone)}")
-        place = torch.initial_seed() if framework_layout() else rank
+        place = torch.initial_seed() if self._layout else rank
         for name, source in sources.items():
             if exact and name in states:
                 source.set(states[name])

@@ -1,0 +1,204 @@
+"""`RayCheckpointManager`: a `CheckpointManager` in the workers of Ray Train (v2), which tells Ray of its commits."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, MutableMapping
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+from bytecheckpoint.errors import UsageError
+from bytecheckpoint.handles import SaveHandle
+from bytecheckpoint.manager.boundary import Boundaries
+from bytecheckpoint.manager.manager import CheckpointManager
+from bytecheckpoint.manager.rules import finite_metrics
+from bytecheckpoint.representation.names import CATALOG_NAME
+from bytecheckpoint.settings import settings
+from bytecheckpoint.world import world_of
+
+__all__ = ["RayCheckpointManager"]
+
+#: Kind of pyarrow's file system -> how the address of a path there begins.
+_SCHEMES = {"local": "", "s3": "s3://", "gcs": "gs://"}
+
+
+class RayCheckpointManager(CheckpointManager):
+    """Saves a training function's run into the run's folder of Ray, and reports each step to Ray after its commit.
+
+    All workers make it in the training function, with the same arguments. Nothing is copied: ranks write to
+    `storage_path` themselves, and `ray.train.report` gets the path. Ray keeps as many steps as
+    `CheckpointConfig(num_to_keep=...)` says.
+
+    Args:
+        states: as for `CheckpointManager`.
+        root: URL of the run's folder (`storage_path` and the name of the run), for file systems that Ray reaches in
+            another way than this package.
+        async_checkpoint: as for `save`.
+        **options: those of `CheckpointManager` but for `keep`.
+
+    Raises:
+        UsageError: an argument is out of its range, or the URL of the run's folder is not known.
+    """
+
+    def __init__(
+        self,
+        states: MutableMapping[str, Any],
+        *,
+        root: str | None = None,
+        async_checkpoint: bool = True,
+        **options: Any,
+    ) -> None:
+        if options.pop("keep", None) is not None:
+            raise UsageError(
+                "keep= is not for Ray, which fails to restore a run whose reported steps are gone: let Ray delete, by "
+                "RunConfig(checkpoint_config=CheckpointConfig(num_to_keep=...))"
+            )
+        self._ray = _ray_train()
+        storage = self._ray.get_context().get_storage()
+        super().__init__(
+            _address(storage) if root is None else root, states, async_checkpoint=async_checkpoint, **options
+        )
+        self._filesystem, self._ray_folder = storage.storage_filesystem, storage.experiment_fs_path
+        self._waits = not async_checkpoint
+        self._unreported: dict[int, tuple[SaveHandle, dict[str, float]]] = {}
+        self._known: set[str] | None = None  # paths that Ray knows
+        self._boundary = 0
+        self._tag_of_reports, self._restores = f"ray/{world_of(self._collective).next_manager_number()}", 0
+        self._commits = Boundaries(self._collective, f"{self._tag_of_reports}/commits", settings().timeout)
+        self._stack.enter_context(self._commits)
+
+    def restore_latest(self) -> int:
+        """As `CheckpointManager.restore_latest`; reports steps of whose commits Ray has not heard."""
+        step = super().restore_latest()
+        self._report_restored()
+        return step
+
+    def restore(self, step: int) -> int:
+        """As `CheckpointManager.restore`; reports steps of whose commits Ray has not heard."""
+        super().restore(step)
+        self._report_restored()
+        return step
+
+    def maybe_save(self, step: int, metrics: Mapping[str, Any] | None = None) -> SaveHandle | None:
+        """As `CheckpointManager.maybe_save`; reports what has been committed meanwhile."""
+        handle = super().maybe_save(step, metrics)
+        self._report_commits()
+        return handle
+
+    def save(self, step: int, metrics: Mapping[str, Any] | None = None) -> SaveHandle | None:
+        """As `CheckpointManager.save`; reports what has been committed meanwhile."""
+        handle = super().save(step, metrics)
+        self._report_commits()
+        return handle
+
+    def close(self) -> None:
+        """As `CheckpointManager.close`; reports what is committed then."""
+        super().close()
+        for step in sorted(self._unreported):
+            if Future.exception(self._unreported[step][0].committed) is None:
+                self._report_saved(step)
+
+    def _save(self, step: int, metrics: Mapping[str, Any], *, overlap: str) -> SaveHandle | None:
+        handle = super()._save(step, metrics, overlap=overlap)
+        if handle is not None:
+            self._unreported[step] = handle, finite_metrics(metrics, step)
+            if self._collective.rank == 0:
+                handle.committed.add_done_callback(partial(self._on_commit, step))
+        return handle
+
+    def _on_commit(self, step: int, done: Future[Any]) -> None:
+        """Have all ranks report a step at one boundary. Runs in a thread of the save."""
+        if Future.exception(done) is None:
+            self._commits.request(str(step))
+
+    def _report_commits(self) -> None:
+        """Report the steps that all ranks report at this boundary: `report` waits for all workers."""
+        self._boundary += 1
+        found = {int(act) for act in self._commits.reach(self._boundary)}
+        if self._waits:
+            found |= {step for step, (handle, _) in self._unreported.items() if handle.done()}
+        for step in sorted(found & self._unreported.keys()):
+            self._report_saved(step)
+
+    def _report_saved(self, step: int) -> None:
+        handle, metrics = self._unreported.pop(step)
+        handle.result()  # rank 0 knows of the commit
+        self._report(step, metrics)
+
+    def _report_restored(self) -> None:
+        """Report the restored step, and those before it, as far as they are newer than all that Ray knows.
+
+        Nothing older: Ray takes what was reported last for the newest, and deletes the others first.
+        """
+        if self.restored is None or self.restored.step is None:
+            return
+        self._restores += 1
+        self._known_paths()  # of the same moment on all ranks
+        found = b""
+        if self._collective.rank == 0:
+            found = json.dumps(self._unknown(self.restored.step)).encode()
+        tag = f"{self._tag_of_reports}/{self._restores}"
+        for step, metrics in json.loads(self._collective.broadcast(tag, found, timeout=settings().timeout)):
+            self._report(step, metrics)
+
+    def _unknown(self, restored: int) -> list[tuple[int, Mapping[str, float]]]:
+        """Return the committed steps up to `restored` that are newer than all that Ray knows, with their metrics."""
+        steps = [info for info in self.steps() if info.step <= restored and not info.superseded]
+        newest = max((info.step for info in steps if self._path(info.step) in self._known_paths()), default=-1)
+        return [(info.step, info.metrics) for info in steps if info.step > newest]
+
+    def _report(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Report a committed step. All ranks call it at the same boundary."""
+        path, known = self._path(step), self._known_paths()
+        checkpoint = None
+        if path not in known:  # a second report of a path would make Ray delete it for the first one's sake
+            checkpoint = self._ray.Checkpoint(path, filesystem=self._filesystem)
+            catalog = self._filesystem.get_file_info(f"{path}/{CATALOG_NAME}")
+            if not catalog.is_file:
+                raise UsageError(f"{self.root} is not where Ray sees {self._ray_folder}: pass the URL of that as root=")
+            known.add(path)
+        self._ray.report(
+            {"step": step, **metrics},
+            checkpoint=checkpoint,
+            checkpoint_upload_mode=self._ray.CheckpointUploadMode.NO_UPLOAD,
+        )
+
+    def _path(self, step: int) -> str:
+        return f"{self._ray_folder}/step_{step:08d}"
+
+    def _known_paths(self) -> set[str]:
+        if self._known is None:
+            mode = self._ray.CheckpointConsistencyMode.COMMITTED
+            found = self._ray.get_all_reported_checkpoints(consistency_mode=mode)
+            self._known = {reported.checkpoint.path for reported in found}
+        return self._known
+
+
+def _ray_train() -> Any:
+    """Return the module ray.train.
+
+    Raises:
+        UsageError: it is not that of Ray Train v2.
+    """
+    import ray.train
+
+    if not hasattr(ray.train, "CheckpointUploadMode"):
+        raise UsageError(
+            f"Ray {ray.__version__} reports no checkpoints without an upload: use Ray Train v2 (RAY_TRAIN_V2_ENABLED=1)"
+        )
+    return ray.train
+
+
+def _address(storage: Any) -> str:
+    """Return the address of the run's folder.
+
+    Raises:
+        UsageError: it is not known.
+    """
+    kind = storage.storage_filesystem.type_name
+    if storage.custom_fs_provided or kind not in _SCHEMES:
+        raise UsageError(
+            f"the run is in Ray's file system {kind!r} at {storage.experiment_fs_path}: pass the URL of that as root="
+        )
+    return f"{_SCHEMES[kind]}{storage.experiment_fs_path}"

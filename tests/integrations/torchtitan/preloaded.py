@@ -1,0 +1,8 @@
+"""What the ranks of worlds need for torchtitan; importing it takes many seconds. No import here may start a thread."""
+
+import gc
+
+from tests.integrations.torchtitan.shims import load_training
+
+load_training()
+gc.freeze()

@@ -1,0 +1,352 @@
+"""torchtitan with `BytecheckpointManager`, in one process: what each option does, and equal losses after kills."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import bytecheckpoint
+from bytecheckpoint.errors import CheckpointError, CheckpointNotFoundError, IncompatibleCheckpointError, UsageError
+from tests.integrations.torchtitan.jobs import (
+    STEPS,
+    after,
+    config_of,
+    die_at_commit,
+    make,
+    run,
+    run_noting_random,
+    steps_in,
+    train,
+)
+from tests.support.damage import damage, storage_file
+from tests.support.faulty_storage import Faults
+from tests.support.memory import new_memory
+from tests.support.worlds import Worlds, on_ranks
+
+FULL = {"last_save_model_only": False}
+
+
+def weights(trainer: Any) -> list[torch.Tensor]:
+    """Return copies of the local weights."""
+    return [p.to_local().clone() if hasattr(p, "to_local") else p.clone() for p in trainer.model_parts[0].parameters()]
+
+
+def test_a_killed_save_is_not_resumed_from(worlds: Worlds, tmp_path: Path) -> None:
+    """Random numbers go on too: an iterator of the loader draws one when it is made."""
+    wanted = worlds.run(1, run_noting_random, tmp_path / "whole", checkpoint={"enable": False}, dropout=True)[0]
+    assert len({loss for loss, _ in wanted.values()}) == STEPS
+    assert wanted[STEPS][0] < wanted[1][0] - 0.05, "it learns"
+    folder = tmp_path / "run"
+    worlds.fresh(1).start(die_at_commit, folder, 2, dropout=True).outcomes()
+    assert steps_in(folder) == [4]
+    assert worlds.run(1, run_noting_random, folder, dropout=True)[0] == after(4, wanted)
+    assert steps_in(folder) == [4, 8]
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async", "async_with_pinned_mem"])
+@on_ranks(1)
+def test_modes(tmp_path: Path, mode: str) -> None:
+    wanted = run(tmp_path / "whole", checkpoint={"enable": False})
+    options = {"async_mode": mode, "interval": 2, **FULL}
+    assert run(tmp_path, checkpoint=options) == wanted
+    assert steps_in(tmp_path) == [2, 4, 6, 8, 10, 12]
+    for step in (12, 10, 8):  # each as it was at its step, not as the next steps have left it
+        assert run(tmp_path, checkpoint={**options, "load_step": step}) == after(step, wanted)
+    assert run(tmp_path, checkpoint=options, steps=14).keys() == {13, 14}
+
+
+@on_ranks(1)
+def test_a_loader_with_workers(tmp_path: Path) -> None:
+    """Also at a step at which its workers take no snapshot."""
+    wanted = run_noting_random(tmp_path / "whole", checkpoint={"enable": False}, workers=2)
+    options = {"interval": 5, **FULL}
+    run(tmp_path, steps=7, checkpoint=options, workers=2)
+    assert run_noting_random(tmp_path, checkpoint=options, workers=2) == after(7, wanted)
+    with pytest.raises(IncompatibleCheckpointError, match="set num_workers as it was"):
+        run(tmp_path, steps=14, checkpoint=options, workers=1)
+
+
+@on_ranks(1)
+def test_options_on_the_command_line(tmp_path: Path) -> None:
+    import tyro
+
+    arguments = [
+        "--interval",
+        "7",
+        "--folder",
+        "s3://bucket/run",
+        "--async_mode",
+        "disabled",
+        "--preemption_grace",
+        "60",
+    ]
+    found = tyro.cli(type(config_of()), args=arguments)
+    assert (found.interval, found.folder, found.async_mode, found.preemption_grace) == (
+        7, "s3://bucket/run", "disabled", 60.0,
+    )  # fmt: skip
+
+
+@on_ranks(1)
+def test_a_storage_of_another_kind(tmp_path: Path) -> None:
+    with new_memory() as root:
+        wanted = run(tmp_path, checkpoint={"folder": root, **FULL})
+        assert run(tmp_path, checkpoint={"folder": root, "load_step": 8, **FULL}) == after(8, wanted)
+        assert not list(tmp_path.rglob("*.safetensors"))
+
+
+@on_ranks(1)
+def test_a_checkpoint_holds_everything(tmp_path: Path) -> None:
+    """torchtitan's container of optimizers is an Optimizer without a state: those inside are saved."""
+    run(tmp_path)
+    with bytecheckpoint.open(tmp_path / "checkpoint" / "step_00000008") as checkpoint:
+        keys = set(checkpoint)
+    assert {key.partition("/")[0] for key in keys} >= {"model", "optimizer", "lr_scheduler", "train_state", "rng"}
+    assert "optimizer/state/layers.0.attention.qkv_linear.wqkv.weight/exp_avg" in keys
+    trainer = make(tmp_path, steps=STEPS, checkpoint={"load_step": 8})
+    trainer.checkpointer.load(8)
+    assert trainer.step == 8 and trainer.ntokens_seen == 8 * 4 * 8
+    assert trainer.lr_schedulers.schedulers[0].last_epoch == 8
+    (rate,) = trainer.lr_schedulers.schedulers[0].get_last_lr()
+    assert trainer.optimizers.optimizers[0].param_groups[0]["lr"] == pytest.approx(rate)
+    trainer.close()
+
+
+# --- the last step ----------------------------------------------------------------------------------------------------
+
+
+@on_ranks(1)
+def test_the_last_model(tmp_path: Path) -> None:
+    """It is no step: a longer training goes on from the last full one, and retention does not count it."""
+    trainer = make(tmp_path, checkpoint={"export_dtype": "bfloat16", "keep_latest_k": 2})
+    train(trainer)
+    assert steps_in(tmp_path) == [4, 8]
+    last = tmp_path / "checkpoint" / "step-12"
+    with bytecheckpoint.open(last) as checkpoint:
+        assert {key.partition("/")[0] for key in checkpoint} == {"model"}
+        assert checkpoint["model/norm.weight"][:].dtype == torch.bfloat16
+    wanted = run(tmp_path / "whole", steps=16, checkpoint={"enable": False})
+    assert run(tmp_path, steps=16) == after(8, wanted)
+
+    begun = make(tmp_path / "new", checkpoint={"initial_load_path": str(last)})
+    assert begun.checkpointer.load() and begun.step == 0
+    for mine, saved in zip(weights(begun), weights(trainer), strict=True):
+        assert torch.equal(mine, saved.bfloat16().float())
+    begun.close()
+
+
+@on_ranks(1)
+def test_the_last_model_for_hugging_face(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    trainer = make(tmp_path, checkpoint={"last_save_in_hf": True})
+    train(trainer)
+    last = tmp_path / "checkpoint" / "step-12"
+    found = {name: value for file in last.glob("*.safetensors") for name, value in load_file(file).items()}
+    assert torch.equal(found["model.norm.weight"], trainer.model_parts[0].norm.weight.to_local())
+    assert steps_in(tmp_path) == [4, 8]
+    begun = make(tmp_path / "new", checkpoint={"initial_load_path": str(last), "initial_load_in_hf": True})
+    assert begun.checkpointer.load()
+    assert all(map(torch.equal, weights(begun), weights(trainer)))
+    begun.close()
+    trainer = make(tmp_path / "none", checkpoint={"enable": False})
+    with pytest.raises(UsageError, match="last_save_in_hf=True needs a model with a state_dict_adapter"):
+        build(trainer, last_save_in_hf=True)
+
+
+def build(trainer: Any, **options: Any) -> Any:
+    """Build a manager for the objects of a trainer, without an adapter."""
+    return config_of(**{"folder": "other", **options}).build(
+        dataloader=trainer.dataloader, model_parts=trainer.model_parts, optimizers=trainer.optimizers,
+        lr_schedulers=trainer.lr_schedulers, states={"train_state": trainer}, sd_adapter=None,
+        base_folder=trainer.config.dump_folder,
+    )  # fmt: skip
+
+
+# --- where to begin ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model_only", [True, False])
+@pytest.mark.parametrize("stock", [True, False])
+@on_ranks(1)
+def test_beginning_from_another_run(tmp_path: Path, stock: bool, model_only: bool) -> None:
+    """From a step of ours, and from what torchtitan's own manager has saved."""
+    wanted = run(tmp_path / "old", checkpoint={"stock": stock, **FULL})
+    name = "step-8" if stock else "step_00000008"
+    options = {
+        "initial_load_path": str(tmp_path / "old" / "checkpoint" / name),
+        "initial_load_model_only": model_only,
+        "interval": 3,
+    }
+    got = run(tmp_path / "new", checkpoint=options)
+    if model_only:
+        assert list(got) == list(range(1, 13)) and got[1] < wanted[1] - 0.1
+    else:
+        assert got == after(8, wanted)
+    # The folder has steps now, and the same options go on with them.
+    last = steps_in(tmp_path / "new")[-1]
+    assert list(run(tmp_path / "new", checkpoint=options, steps=14)) == list(range(last + 1, 15))
+
+
+@on_ranks(1)
+def test_a_folder_of_torchtitans_own_manager(tmp_path: Path) -> None:
+    """A run that changes its manager goes on where it was, in either's newest step."""
+    wanted = run(tmp_path / "whole", steps=20, checkpoint={"enable": False})
+    run(tmp_path, steps=8, checkpoint={"stock": True, **FULL})
+    got = run(tmp_path, checkpoint=FULL)
+    assert got == {step: wanted[step] for step in range(9, 13)}
+    assert steps_in(tmp_path) == [12]
+    assert list(run(tmp_path, steps=14, checkpoint=FULL)) == [13, 14]
+    got = run(tmp_path, steps=6, checkpoint={"load_step": 4, "load_only": True})
+    assert got == {step: wanted[step] for step in (5, 6)}
+    run(tmp_path, steps=16, checkpoint={"stock": True, "load_step": 8, **FULL})
+    assert list(run(tmp_path, steps=17, checkpoint=FULL)) == [17]
+
+
+@on_ranks(1)
+def test_a_seed_checkpoint(tmp_path: Path) -> None:
+    trainer = make(tmp_path, checkpoint={"create_seed_checkpoint": True})
+    seed = weights(trainer)
+    trainer.checkpointer.save(0, last_step=True)
+    trainer.close()
+    assert steps_in(tmp_path) == []
+    for step in (-1, 0):
+        begun = make(tmp_path, checkpoint={})
+        for weight in begun.model_parts[0].parameters():
+            torch.nn.init.zeros_(weight)
+        assert begun.checkpointer.load(step) and begun.step == 0
+        assert all(map(torch.equal, weights(begun), seed))
+        begun.close()
+    run(tmp_path)
+    assert list(run(tmp_path)) == [9, 10, 11, 12], "steps come before the seed"
+
+
+@on_ranks(1)
+def test_steps_to_load(tmp_path: Path) -> None:
+    wanted = run(tmp_path, checkpoint=FULL)
+    assert run(tmp_path, checkpoint={"load_step": 4, **FULL}) == after(4, wanted)
+    for step in (0, 5):
+        with pytest.raises(CheckpointNotFoundError):
+            run(tmp_path, checkpoint={"load_step": step})
+    damage(storage_file(tmp_path / "checkpoint" / "step_00000012"), "flip")
+    assert run(tmp_path) == after(8, wanted)
+    (tmp_path / "checkpoint" / "notes").mkdir()
+    (tmp_path / "checkpoint" / "step-99").mkdir()
+    assert run(tmp_path) == after(8, wanted), "folders of others are left alone"
+
+
+@on_ranks(1)
+def test_what_is_not_loaded(tmp_path: Path) -> None:
+    wanted = run(tmp_path, steps=8, checkpoint=FULL)
+    got = run(tmp_path, checkpoint={"exclude_from_loading": ["train_state", "dataloader"]}, steps=4)
+    assert list(got) == [1, 2, 3, 4] and got[1] < wanted[1] - 0.1
+    for unknown in ("optimizers", "rngs"):
+        with pytest.raises(UsageError, match=f"exclude_from_loading has '{unknown}'"):
+            run(tmp_path, checkpoint={"exclude_from_loading": [unknown]})
+
+
+# --- when to save, and what is kept -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        ({"keep_latest_k": 2}, [4, 8]),
+        ({"keep_latest_k": 2, "interval": 2, **FULL}, [10, 12]),
+        ({"keep_latest_k": 0, "interval": 1}, list(range(1, 12))),
+        ({"enable_first_step_checkpoint": True, **FULL}, [1, 4, 8, 12]),
+        ({"interval": 100}, []),
+        ({"load_only": True}, []),
+        ({"enable": False}, []),
+    ],
+)
+@on_ranks(1)
+def test_steps_that_are_saved(tmp_path: Path, options: dict[str, Any], wanted: list[int]) -> None:
+    run(tmp_path, checkpoint=options)
+    assert steps_in(tmp_path) == wanted
+    assert (tmp_path / "checkpoint" / "step-12").exists() == (not {*options} & {"load_only", "enable", *FULL})
+
+
+@on_ranks(1)
+def test_nothing_is_deleted_before_a_commit(tmp_path: Path) -> None:
+    """torchtitan deletes when a save has begun; here the save of step 12 fails, and both steps before it stay."""
+    with pytest.MonkeyPatch.context() as patch:
+        Faults().install(patch).add("publish", OSError("no commit"), name="metadata.parquet", skip=2, times=-1)
+        with pytest.raises(CheckpointError, match="no commit"):
+            run(tmp_path, checkpoint={"keep_latest_k": 2, **FULL})
+    assert steps_in(tmp_path) == [4, 8]
+
+
+@on_ranks(1)
+def test_a_failed_save_may_be_a_warning(tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        Faults().install(patch).add("publish", OSError("no commit"), name="metadata.parquet", skip=1)
+        assert len(run(tmp_path, checkpoint={"on_error": "warn", **FULL})) == STEPS
+    assert steps_in(tmp_path) == [4, 12]
+
+
+@on_ranks(1)
+def test_an_exception_in_training(tmp_path: Path) -> None:
+    """The save in flight is committed, and the exception is not hidden by a failure of the save."""
+
+    def fail() -> None:
+        raise ValueError("the loss is odd")
+
+    with pytest.raises(ValueError, match="the loss is odd"):
+        run(tmp_path, at={6: fail})
+    assert steps_in(tmp_path) == [4]
+    with pytest.MonkeyPatch.context() as patch:
+        Faults().install(patch).add("publish", OSError("no commit"), name="metadata.parquet", times=-1)
+        with pytest.raises(ValueError, match="the loss is odd"):
+            run(tmp_path / "other", at={5: fail})
+
+
+@on_ranks(1)
+def test_a_signal(tmp_path: Path) -> None:
+    """SIGTERM in the middle: one last save, and the loop ends."""
+
+    def stop() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.2)
+
+    before = signal.getsignal(signal.SIGTERM)
+    wanted = run(tmp_path / "whole", checkpoint={"enable": False}, steps=30)
+    trainer = make(tmp_path, steps=30, checkpoint={"interval": 100, "preemption_grace": 60.0}, at={3: stop})
+    losses = train(trainer)
+    assert trainer.checkpointer.preempted and signal.getsignal(signal.SIGTERM) == before
+    (step,) = steps_in(tmp_path)
+    assert step == max(losses) < 30
+    assert run(tmp_path, steps=30) == after(step, wanted)
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+@on_ranks(1)
+def test_refusals(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="a OwnContainer has a state_dict of its own"):
+        make(tmp_path, own_container=True)
+    with pytest.raises(UsageError, match="async_mode='thread'"):
+        config_of(async_mode="thread")
+    with pytest.raises(ValueError, match="at least 2 checkpoint replicas"):
+        config_of(keep_latest_k=1)
+    trainer = make(tmp_path, checkpoint={"enable": False})
+    trainer.checkpointer.save(4)
+    assert not trainer.checkpointer.load() and not trainer.checkpointer.preempted
+    with pytest.raises(UsageError, match="a state is named 'rng'"):
+        config_of().build(
+            dataloader=None, model_parts=[], optimizers=trainer.optimizers, lr_schedulers=None, states={"rng": {}},
+            sd_adapter=None,
+        )  # fmt: skip
+
+
+@on_ranks(1)
+def test_another_kind_of_loader(tmp_path: Path) -> None:
+    run(tmp_path, steps=4, checkpoint=FULL)
+    with pytest.raises(IncompatibleCheckpointError, match="TokenBufferLoader"):
+        run(tmp_path, streams=True)
