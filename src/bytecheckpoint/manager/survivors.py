@@ -14,7 +14,8 @@ from datetime import timedelta
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-from torch.distributed.distributed_c10d import PrefixStore, TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import PrefixStore
 
 from bytecheckpoint.collectives import Collective, SingleProcess
 from bytecheckpoint.collectives.base import names_of_ranks

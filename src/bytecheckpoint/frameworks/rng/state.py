@@ -82,7 +82,7 @@ class RngState:
 
     def for_ranks(self, rank: int, ranks: int) -> RngState:
         """Return the same generators as those of one of other ranks, which save them without those of lost ones."""
-        return RngState((rank, ranks), self._own)
+        return RngState((rank, ranks), self._own, self._seeded_by)
 
     @property
     def _place(self) -> tuple[int, int]:
