@@ -14,7 +14,7 @@ WORKERS ?= $(shell cores=$$(nproc); echo $$((cores < 8 ? cores + 1 : 8)))
 PYTEST := $(PY) -m pytest -n $(WORKERS)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv lint types imports format check test test-all servers test-servers test-servers-all test-oldest test-mosaic test-obstore-versions test-frameworks test-frameworks-short test-deepspeed-versions test-megatron-versions test-frameworks-servers test-integrations test-torchtitan test-ray soak demo demo-short bench bench-short bench-storage bench-storage-short bench-frameworks docs lock clean
+.PHONY: help venv lint types imports format check test test-all servers test-servers test-servers-all test-oldest test-mosaic test-obstore-versions test-frameworks test-frameworks-short test-deepspeed-versions test-megatron-versions test-frameworks-servers test-integrations test-torchtitan test-ray test-elastic soak demo demo-short bench bench-short bench-storage bench-storage-short bench-frameworks docs lock clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */\1\t/' | awk -F'\t' '{printf "  %-21s %s\n", $$1, $$2}'
@@ -149,6 +149,10 @@ test-torchtitan: ## real torchtitan on the CPU (environment: .venv-torchtitan)
 test-ray: ## a real Ray Train of this machine (environment: .venv-ray)
 	VENV=.venv-ray PYTHON=3.12 EXTRAS=cli,ray PINNED=constraints-ray.txt ./scripts/bootstrap.sh
 	BYTECHECKPOINT_REQUIRE_INTEGRATIONS=1 .venv-ray/bin/python -m pytest tests/integrations/ray
+
+# Most of the time torch is imported, or torchrun's agents wait for each other.
+test-elastic: venv ## jobs of torchrun that lose ranks and machines
+	$(PY) -m pytest -m slow tests/manager/test_elastic.py
 
 soak: venv ## long runs in which memory, threads and files must not grow; SOAK_SHORT=1 takes a few minutes
 	$(PY) -m pytest -m soak --timeout=0 -o faulthandler_timeout=0

@@ -225,3 +225,15 @@ def test_exchange_moves_any_matrix_of_sizes(sizes: list[list[int]]) -> None:
             np.testing.assert_array_equal(array, content(i, c.rank))
 
     ThreadWorld(len(sizes)).run(body, timeout=20)
+
+
+def test_losses_are_told() -> None:
+    """Those of the past too, until the watch ends."""
+    world = ThreadWorld(4)
+    told: dict[int, str] = {}
+    world.kill(1, silent=False)
+    end = world.ranks[3].watch_losses(told.__setitem__)
+    world.kill(2, silent=False)
+    end()
+    world.kill(0, silent=False)
+    assert sorted(told) == [1, 2] and all(told.values())

@@ -43,7 +43,9 @@ class ElasticJob:
         self._endpoint = f"{host}:{free_port()}"
         self.agents: list[subprocess.Popen[bytes]] = []
 
-    def start(self, nodes: str, ranks: int, *, within: Sequence[str] = (), address: str = "127.0.0.1") -> int:
+    def start(
+        self, nodes: str, ranks: int, *, within: Sequence[str] = (), address: str = "127.0.0.1", **further: str
+    ) -> int:
         """Start an agent; return its number.
 
         Args:
@@ -51,6 +53,7 @@ class ElasticJob:
             ranks: of this agent.
             within: what the command is put behind, as `ip netns exec`.
             address: at which the other agents reach this one.
+            **further: variables of its environment.
         """
         number = len(self.agents)
         launch = [
@@ -64,7 +67,7 @@ class ElasticJob:
                 subprocess.Popen(
                     [*within, *python(*launch, *self._program)],
                     cwd=ROOT,
-                    env={**environment(), **ENVIRONMENT},
+                    env={**environment(), **ENVIRONMENT, **further},
                     stdout=log,
                     stderr=subprocess.STDOUT,
                 )
