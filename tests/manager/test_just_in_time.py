@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torchdata.stateful_dataloader import StatefulDataLoader
 
+import bytecheckpoint
+from bytecheckpoint import CheckpointManager
+from bytecheckpoint.errors import UsageError
 from bytecheckpoint.storage import resolve
 from bytecheckpoint.tools.verify import verify_checkpoint
 from tests.manager.lost_rank_job import EVERY, LEFT, train
@@ -98,3 +104,36 @@ def test_a_save_in_flight(tmp_path: Path, worlds: Worlds) -> None:
     lose(worlds, tmp_path, 3, (0,), EVERY + 1, keep=1)
     assert EVERY in steps_in(tmp_path / "run")
     assert verify_checkpoint(resolve(tmp_path / "run" / f"step_{EVERY:08d}")).ok
+
+
+@pytest.mark.parametrize(
+    ("states", "says"),
+    [
+        ({"optimizer": {"lr": 0.1}}, "only optimizers of torch"),
+        ({"dataloader": StatefulDataLoader([1, 2])}, "cannot feed again"),
+        ({"data": StatefulDataLoader([1, 2])}, "cannot feed again"),
+        ({"dataloader": {"position": 3}}, "cannot feed again"),
+    ],
+)
+def test_states_of_which_no_boundary_is_known(tmp_path: Path, states: dict[str, Any], says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        CheckpointManager(tmp_path, states, just_in_time=True)
+
+
+def test_what_a_forward_pass_has_changed(tmp_path: Path) -> None:
+    """Buffers changed in place and replaced, and plain values, as the saves of one rank that is left find them."""
+    norm = torch.nn.BatchNorm1d(3)
+    states = {"model": norm, "rng": bytecheckpoint.rng_state(), "progress": {"seen": [1]}}
+    with CheckpointManager(tmp_path, states, just_in_time=True) as manager:
+        noted = manager._just_in_time
+        assert noted is not None
+        for _ in range(2):
+            manager.maybe_save(manager._step + 1)
+            before = {name: value.clone() for name, value in norm.state_dict().items()}
+            draws = torch.get_rng_state()
+            norm(torch.randn(4, 3))
+            norm.running_mean = norm.running_mean * 2  # another tensor
+            states["progress"]["seen"].append(2)
+            noted._go_back()
+            assert all(torch.equal(value, before[name]) for name, value in norm.state_dict().items())
+            assert torch.equal(torch.get_rng_state(), draws) and states["progress"] == {"seen": [1]}

@@ -68,23 +68,19 @@ class _HeldBuffer:
     def __init__(self, buffers: MutableMapping[str, Any], name: str) -> None:
         self._buffers, self._name = buffers, name
         self._tensor: torch.Tensor = buffers[name]
-        self._version, self._copy = self._tensor._version, self._tensor.detach().clone()
-
-    @property
-    def _changed(self) -> bool:
-        tensor = self._buffers[self._name]
-        return tensor is not self._tensor or tensor._version != self._version
+        self._copy = self._tensor.detach().clone()
 
     def update(self) -> None:
-        """Take a new copy, if there is something new."""
-        if self._changed:
-            self._tensor = self._buffers[self._name]
-            self._version, self._copy = self._tensor._version, self._tensor.detach().clone()
+        """Take a new copy. Always: kernels such as batch norm's change buffers without counting their version up."""
+        tensor = self._buffers[self._name]
+        if tensor is self._tensor:
+            self._copy.copy_(tensor)
+        else:
+            self._tensor, self._copy = tensor, tensor.detach().clone()
 
     def restore(self) -> None:
         """Put the copy in the place of what is there."""
-        if self._changed:
-            self._buffers[self._name] = self._copy
+        self._buffers[self._name] = self._copy.clone()
 
 
 class JustInTime:
@@ -179,8 +175,9 @@ class JustInTime:
                 self._held[kind] = copy.deepcopy(value.state_dict() if _has_state(value) else value)
         if self._buffers is None:
             self._buffers = [held for module in self._all(nn.Module) for held in _buffers_of(module)]
-        for held in self._buffers:
-            held.update()
+        with torch.no_grad():
+            for held in self._buffers:
+                held.update()
 
     # --- after a loss ---------------------------------------------------------------------------------------------
 
@@ -252,7 +249,9 @@ class JustInTime:
                 }
                 metadata = {**self._options.get("metadata", {}), **self._metadata()}
                 options = {**self._options, "metadata": metadata, "step": step}
-                save(step_folder(self._folder.url, step), states, **options)
+                save(
+                    step_folder(self._folder.url, step), states, **options
+                ).result()  # of a tier: also in the durable one
         except Exception as error:  # noqa: BLE001  an older boundary may do
             return str(error) or repr(error)
         return ""
@@ -310,6 +309,12 @@ def _is_small(value: Any) -> bool:
     return not all(isinstance(each, nn.Module | torch.optim.Optimizer) for each in several)
 
 
+def _feeds_data(kind: str, value: Any) -> bool:
+    """Whether a state is a data loader, whose state is a part of the data of all ranks."""
+    iterates = _has_state(value) and hasattr(value, "__iter__") and not isinstance(value, nn.Module | Mapping)
+    return kind == "dataloader" or isinstance(value, SupportsStreams) or iterates
+
+
 def _check(kind: str, value: Any) -> None:
     if kind == "optimizer":
         for each in value if isinstance(value, list | tuple) else [value]:
@@ -318,7 +323,7 @@ def _check(kind: str, value: Any) -> None:
                     f"just_in_time=True: states[{kind!r}] is a {type(each).__name__}, and only optimizers of torch tell "
                     "when they change the parameters"
                 )
-    elif isinstance(value, SupportsStreams) and not isinstance(value, SupportsReplay) and not _has_state(value):
+    elif _feeds_data(kind, value) and not hasattr(value, "for_ranks"):
         raise UsageError(
             f"just_in_time=True: states[{kind!r}] is a {type(value).__name__}, which cannot feed again what a lost rank "
             "has taken: it needs the method for_ranks, as TokenBufferLoader has"
