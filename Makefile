@@ -151,8 +151,8 @@ test-ray: ## a real Ray Train of this machine (environment: .venv-ray)
 	BYTECHECKPOINT_REQUIRE_INTEGRATIONS=1 .venv-ray/bin/python -m pytest tests/integrations/ray
 
 # Most of the time torch is imported, or torchrun's agents wait for each other.
-test-elastic: venv ## jobs of torchrun that lose ranks and machines
-	$(PY) -m pytest -m slow tests/manager/test_elastic.py
+test-elastic: venv ## jobs of torchrun that lose ranks and machines; ELASTIC_SHORT=1 leaves the longest out
+	$(PY) -m pytest -m slow tests/manager/test_elastic.py $(if $(ELASTIC_SHORT),-k 'not silent')
 
 soak: venv ## long runs in which memory, threads and files must not grow; SOAK_SHORT=1 takes a few minutes
 	$(PY) -m pytest -m soak --timeout=0 -o faulthandler_timeout=0

@@ -16,7 +16,7 @@ from tests.servers.process import free_port
 from tests.support.processes import ROOT, environment, python, running, wait_until
 
 #: Agents must come within this many seconds of the first one to be in its round, and so long a round waits for more.
-_LAST_CALL = 10
+_LAST_CALL = 15
 
 
 #: Else torch's workers find in the store what those of the attempt before have written there (torch 2.13), gloo's addresses

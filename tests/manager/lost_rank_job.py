@@ -6,9 +6,11 @@ import json
 import logging
 import os
 import signal
+import time
 from collections.abc import Collection
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -19,6 +21,9 @@ from torch.nn.parallel import DistributedDataParallel
 import bytecheckpoint
 from bytecheckpoint import CheckpointManager
 from bytecheckpoint.dataloader import SequenceSource, TokenBufferLoader
+from bytecheckpoint.errors import CheckpointError
+from bytecheckpoint.manager import Every, Latest
+from tests.support.faulty_storage import Faults
 
 ROWS, CONTEXT, EVERY = 12, 9, 5
 LEFT = 3  # exit code of a rank that is left
@@ -60,6 +65,10 @@ def train(
     victims: Collection[int] = (),
     at: tuple[str, int] = ("forward", 0),
     log: str = "",
+    errors: int = 0,
+    slow: float = 0.0,
+    milestone: int = 0,
+    keep: int | None = None,
     **options: Any,
 ) -> tuple[dict[int, float], int]:
     """Train; return the loss of each step and the passes of the model, also after the loss of other ranks.
@@ -69,8 +78,13 @@ def train(
         stop: number of steps.
         kind: of the parallelism.
         victims: ranks that die.
-        at: where in which step they do: "forward": after it, "boundary": before it is told.
-        log: path for this package's warnings; the rank is added.
+        at: where in which step they do: "forward": after it, "boundary": before it is told, "commit": when the catalog of
+            the first step from there on is about to be published.
+        log: path for this package's warnings, and for the losses of each rank; the rank is added.
+        errors: writes of rank 0 that fail.
+        slow: seconds that each step of rank 0 takes longer.
+        milestone: keep the steps that this divides, too.
+        keep: number of the newest steps to keep.
         **options: of the manager.
     """
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
@@ -93,9 +107,20 @@ def train(
         if rank in victims and at == (where, step):
             os.kill(os.getpid(), signal.SIGKILL)
 
+    faults = Faults()
+    if errors or at[0] == "commit":
+        bytecheckpoint.configure(writer="thread")  # in reach of the faults
+        faults.install(pytest.MonkeyPatch())
+    if errors and rank == 0:
+        faults.add("write", OSError(5, "Input/output error"), skip=3, times=errors)
+    rules = [*([Latest(keep)] if keep else []), *([Every(milestone)] if milestone else [])]
+
     try:
-        with CheckpointManager(root, states, every=EVERY, **options) as manager:
+        with CheckpointManager(root, states, every=EVERY, keep=rules or None, **options) as manager:
             for step in range(manager.restore_latest() + 1, stop + 1):
+                time.sleep(0.0 if rank else slow)
+                if rank in victims and at == ("commit", step):
+                    faults.add("write" if rank else "publish", before=lambda: os.kill(os.getpid(), signal.SIGKILL))
                 tokens = next(loader)["tokens"]
                 progress["drawn"] += 1
                 torch.rand(1)
@@ -110,10 +135,16 @@ def train(
                 losses[step] = shown.item()
                 die("boundary", step)
                 manager.maybe_save(step, {"loss": shown.item()})
-    except RuntimeError:
+    except (RuntimeError, CheckpointError):
         if not victims:
             raise
-        with open(f"{log}.{rank}.json", "w") as file:
-            json.dump(losses, file)
+    if log:
+        _note(losses, log, rank)
+    if victims:
         os._exit(LEFT)  # as a job ends; its connections close, and ranks that wait for it get an exception too
     return losses, states["progress"]["drawn"]
+
+
+def _note(losses: dict[int, float], log: str, rank: int) -> None:
+    with open(f"{log}.{rank}.json", "w") as file:
+        json.dump(losses, file)

@@ -59,10 +59,11 @@ def lose(
 @pytest.mark.parametrize(
     ("kind", "size", "victims", "step", "left"),
     [
-        ("ddp", 2, (0,), 8, 1),
         ("ddp", 4, (2,), 8, 3),
-        ("ddp", 3, (0, 2), 3, 1),  # before the first save
         ("hsdp", 4, (1,), 8, 3),
+        # These wait for ranks of which nobody knows whether they live.
+        pytest.param("ddp", 2, (0,), 8, 1, marks=pytest.mark.slow),
+        pytest.param("ddp", 3, (0, 2), 3, 1, marks=pytest.mark.slow),  # before the first save
     ],
 )
 def test_the_step_before_is_saved(
