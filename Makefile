@@ -14,7 +14,7 @@ WORKERS ?= $(shell cores=$$(nproc); echo $$((cores < 8 ? cores + 1 : 8)))
 PYTEST := $(PY) -m pytest -n $(WORKERS)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv lint types imports format check test test-all servers test-servers test-servers-all test-oldest test-mosaic test-obstore-versions test-frameworks test-frameworks-short test-deepspeed-versions test-megatron-versions test-frameworks-servers test-integrations test-torchtitan test-ray test-elastic soak demo demo-short bench bench-short bench-storage bench-storage-short bench-frameworks docs lock clean
+.PHONY: help venv lint types imports format check test test-all servers test-servers test-servers-all test-oldest test-mosaic test-obstore-versions test-frameworks test-frameworks-short test-deepspeed-versions test-megatron-versions test-frameworks-servers test-integrations test-torchtitan test-ray test-elastic soak demo demo-short demo-trainer bench bench-short bench-storage bench-storage-short bench-frameworks docs lock clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */\1\t/' | awk -F'\t' '{printf "  %-21s %s\n", $$1, $$2}'
@@ -159,6 +159,11 @@ soak: venv ## long runs in which memory, threads and files must not grow; SOAK_S
 
 demo: venv ## train, kill a rank, resume at other layouts, compare the losses
 	$(PY) demo/run.py
+
+demo-trainer: ## fine-tune with Hugging Face Trainer, kill it, go on, compare (environment: .venv-integrations)
+	VENV=.venv-integrations PYTHON=3.12 EXTRAS=cli,dev,accelerate,transformers,lightning PINNED=constraints-integrations.txt \
+		./scripts/bootstrap.sh
+	.venv-integrations/bin/python demo/kill_trainer.py
 
 demo-short: venv ## the demo with a smaller model, in under two minutes
 	$(PY) demo/run.py --short
