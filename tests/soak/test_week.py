@@ -12,11 +12,16 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
+import bytecheckpoint
+from bytecheckpoint import CheckpointManager
+from bytecheckpoint.dataloader import SequenceSource, TokenBufferLoader
+from bytecheckpoint.manager import Best, EverySeconds, Latest
 from bytecheckpoint.storage import resolve
 from bytecheckpoint.tools.verify import verify_checkpoint
-from tests.manager.lost_rank_job import EVERY, LEFT, train
-from tests.soak.test_soak import shared_memory
+from tests.manager.lost_rank_job import CONTEXT, EVERY, LEFT, ROWS, TEXTS, train
+from tests.soak.test_soak import check_growth, measure, shared_memory
 from tests.support.worlds import Worlds
 
 pytestmark = pytest.mark.soak
@@ -92,3 +97,27 @@ def test_a_week(tmp_path: Path, worlds: Worlds) -> None:
     steps = steps_in(tmp_path / "run")
     assert all(step % MILESTONE == 0 for step in steps[:-KEPT]), steps
     assert process.num_fds() <= descriptors + 2
+
+
+def test_a_manager_does_not_grow(tmp_path: Path) -> None:
+    """Neither with its saves nor with the steps that it retires, nor does its folder."""
+    bytecheckpoint.configure(writer="thread")
+    model = torch.nn.Linear(200, 200)
+    optimizer = torch.optim.AdamW(model.parameters())
+    loader = TokenBufferLoader(SequenceSource(TEXTS, "texts"), CONTEXT, ROWS, document_end=0, shuffle_buffer=8)
+    states = {"model": model, "optimizer": optimizer, "dataloader": loader, "rng": bytecheckpoint.rng_state()}
+    process, first = psutil.Process(), {}
+    steps = 50 * DAYS
+    with CheckpointManager(
+        tmp_path, states, every=[5, EverySeconds(1)], keep=[Latest(2), Best("loss", 2)], grace=0.0, just_in_time=True
+    ) as manager:
+        for step in range(1, steps + 1):
+            loss = model(next(loader)["tokens"].float().mean() * torch.ones(4, 200)).pow(2).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            manager.maybe_save(step, {"loss": loss})
+            if step == steps // 3:
+                first = measure(process)
+    check_growth(first, measure(process), 48 << 20)
+    assert len(steps_in(tmp_path)) <= 2 + 2 + 1
