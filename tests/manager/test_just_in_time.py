@@ -16,14 +16,10 @@ from bytecheckpoint.errors import UsageError
 from bytecheckpoint.storage import resolve
 from bytecheckpoint.tools.verify import verify_checkpoint
 from tests.manager.lost_rank_job import EVERY, LEFT, train
+from tests.support.runs import steps_in
 from tests.support.worlds import Worlds
 
 STOP = 12
-
-
-def steps_in(root: Path) -> list[int]:
-    """Return the committed steps."""
-    return sorted(int(path.parent.name.removeprefix("step_")) for path in root.glob("step_*/metadata.parquet"))
 
 
 def lose(

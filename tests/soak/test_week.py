@@ -22,6 +22,7 @@ from bytecheckpoint.storage import resolve
 from bytecheckpoint.tools.verify import verify_checkpoint
 from tests.manager.lost_rank_job import CONTEXT, EVERY, LEFT, ROWS, TEXTS, train
 from tests.soak.test_soak import check_growth, measure, shared_memory
+from tests.support.runs import steps_in
 from tests.support.worlds import Worlds
 
 pytestmark = pytest.mark.soak
@@ -29,11 +30,6 @@ pytestmark = pytest.mark.soak
 DAYS = 6 if os.environ.get("SOAK_SHORT") else 40
 STEPS = 11  # of a day, at most
 KEPT, MILESTONE = 3, 4 * EVERY
-
-
-def steps_in(root: Path) -> list[int]:
-    """Return the committed steps."""
-    return sorted(int(path.parent.name.removeprefix("step_")) for path in root.glob("step_*/metadata.parquet"))
 
 
 def live(worlds: Worlds, folder: Path, day: int, draw: random.Random) -> None:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import random
-import signal
 from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -18,7 +15,7 @@ from torch.utils.data import DataLoader, Sampler, WeightedRandomSampler
 
 from bytecheckpoint.integrations.accelerate import attach
 from tests.integrations.transformers.jobs import prepare_rank, pretend_gpus
-from tests.support.faulty_storage import Faults
+from tests.support.runs import die_in_commit
 
 SAMPLES = 48
 STEPS_PER_EPOCH = 6  # of 8 samples
@@ -249,12 +246,7 @@ def run(
 
 def die_at_commit(folder: Path, number: int, **options: Any) -> None:
     """Train, and die when the catalog of the save with this number is about to be published."""
-    with pytest.MonkeyPatch.context() as patch:
-        Faults().install(patch).add(
-            "publish", name="metadata.parquet", skip=number - 1, before=lambda: os.kill(os.getpid(), signal.SIGKILL)
-        )
-        run(folder, **options)
-    raise AssertionError("no save was killed")
+    die_in_commit(number, lambda: run(folder, **options))
 
 
 def after(step: int, found: Found) -> Found:

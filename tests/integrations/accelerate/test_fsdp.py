@@ -13,7 +13,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from tests.integrations.accelerate.jobs import Found, Run, joined, run
-from tests.integrations.transformers.jobs import steps_in
+from tests.support.runs import steps_in
 from tests.support.worlds import Worlds
 
 LAYOUTS = {"one": 1, "ddp": 2, "fsdp2": 2}

@@ -20,10 +20,11 @@ from bytecheckpoint.errors import CheckpointError, CheckpointNotFoundError, Inco
 from bytecheckpoint.integrations.accelerate import attach
 from bytecheckpoint.manager import Best
 from tests.integrations.accelerate.jobs import Counter, Found, Numbers, Run, StatefulStream, after, model, run, samples
-from tests.integrations.transformers.jobs import collected_warnings, prepare_rank, steps_in
+from tests.integrations.transformers.jobs import collected_warnings, prepare_rank
 from tests.support.damage import damage, storage_file
 from tests.support.faulty_storage import Faults
 from tests.support.memory import new_memory
+from tests.support.runs import steps_in
 from tests.support.worlds import Worlds, on_ranks
 
 # --- names and numbers ------------------------------------------------------------------------------------------------

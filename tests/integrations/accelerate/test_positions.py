@@ -19,7 +19,7 @@ from tests.integrations.accelerate.jobs import (
     weighted,
     with_generator,
 )
-from tests.integrations.transformers.jobs import steps_in
+from tests.support.runs import steps_in
 from tests.support.worlds import Worlds, on_ranks
 
 LOADERS: dict[str, dict[str, Any]] = {

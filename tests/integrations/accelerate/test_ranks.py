@@ -23,7 +23,7 @@ from tests.integrations.accelerate.jobs import (
     run,
     weighted,
 )
-from tests.integrations.transformers.jobs import steps_in
+from tests.support.runs import steps_in
 from tests.support.worlds import Worlds, on_ranks
 
 CLOSE = 1e-9  # of losses whose additions were in another order, in float64

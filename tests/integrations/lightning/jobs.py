@@ -5,19 +5,17 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
-import signal
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.support.faulty_storage import Faults
+from tests.support.runs import die_in_commit
 
 if importlib.util.find_spec("lightning"):
     import lightning.pytorch as pl
@@ -155,17 +153,7 @@ def run(
 
 def die_at_commit(folder: Path, number: int, **options: Any) -> None:
     """Train, and die when the catalog of the save with this number is about to be published."""
-    with pytest.MonkeyPatch.context() as patch:
-        Faults().install(patch).add(
-            "publish", name="metadata.parquet", skip=number - 1, before=lambda: os.kill(os.getpid(), signal.SIGKILL)
-        )
-        run(folder, **options)
-    raise AssertionError("no save was killed")
-
-
-def steps_in(root: Path) -> list[int]:
-    """Return the committed steps."""
-    return sorted(int(path.parent.name.removeprefix("step_")) for path in root.glob("step_*/metadata.parquet"))
+    die_in_commit(number, lambda: run(folder, **options))
 
 
 def after(step: int, losses: dict[int, float]) -> dict[int, float]:

@@ -30,11 +30,11 @@ from tests.integrations.lightning.jobs import (
     make,
     pl,
     run,
-    steps_in,
 )
 from tests.support.damage import damage, storage_file
 from tests.support.faulty_storage import Faults
 from tests.support.memory import new_memory
+from tests.support.runs import steps_in
 from tests.support.worlds import Worlds, on_ranks
 
 

@@ -25,8 +25,8 @@ from tests.integrations.lightning.jobs import (
     make,
     ranks,
     run,
-    steps_in,
 )
+from tests.support.runs import steps_in
 from tests.support.worlds import Worlds, on_ranks
 
 CLOSE = 1e-5  # of losses whose additions were in another order

@@ -17,13 +17,9 @@ import torch.distributed as dist
 
 import bytecheckpoint
 from tests.support.processes import wait_until
+from tests.support.runs import steps_in
 
-__all__ = ["Reports", "new_states", "pretended_ray", "steps_in", "train"]
-
-
-def steps_in(folder: Path) -> list[int]:
-    """Return the committed steps."""
-    return sorted(int(path.parent.name.removeprefix("step_")) for path in folder.glob("step_*/metadata.parquet"))
+__all__ = ["Reports", "new_states", "pretended_ray", "train"]
 
 
 def new_states() -> dict[str, Any]:

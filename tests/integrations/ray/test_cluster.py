@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from tests.integrations.ray.jobs import steps_in, train
+from tests.integrations.ray.jobs import train
 from tests.support.processes import environment
+from tests.support.runs import steps_in
 
 CLOSE = 1e-5  # of losses whose additions were in another order
 

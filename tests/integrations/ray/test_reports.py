@@ -13,9 +13,10 @@ import torch.distributed as dist
 
 from bytecheckpoint.errors import CheckpointError, UsageError
 from bytecheckpoint.manager import AtSteps
-from tests.integrations.ray.jobs import new_states, pretended_ray, steps_in, take_step
+from tests.integrations.ray.jobs import new_states, pretended_ray, take_step
 from tests.support.damage import damage, storage_file
 from tests.support.faulty_storage import Faults
+from tests.support.runs import steps_in
 from tests.support.worlds import on_ranks
 
 

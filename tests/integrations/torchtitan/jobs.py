@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 
 from tests.integrations.torchtitan.shims import load_training
-from tests.support.faulty_storage import Faults
+from tests.support import runs
+from tests.support.runs import die_in_commit
 
 __all__ = ["after", "config_of", "die_at_commit", "make", "run", "run_noting_random", "steps_in", "train"]
 
@@ -103,15 +102,9 @@ def run_noting_random(folder: Path, **options: Any) -> dict[int, tuple[float, fl
 
 def die_at_commit(folder: Path, number: int, **options: Any) -> None:
     """Train, and die when the catalog of the save with this number is about to be published."""
-    with pytest.MonkeyPatch.context() as patch:
-        Faults().install(patch).add(
-            "publish", name="metadata.parquet", skip=number - 1, before=lambda: os.kill(os.getpid(), signal.SIGKILL)
-        )
-        run(folder, **options)
-    raise AssertionError("no save was killed")
+    die_in_commit(number, lambda: run(folder, **options))
 
 
 def steps_in(folder: Path) -> list[int]:
     """Return the committed steps."""
-    found = (folder / "checkpoint").glob("step_*/metadata.parquet")
-    return sorted(int(path.parent.name.removeprefix("step_")) for path in found)
+    return runs.steps_in(folder / "checkpoint")

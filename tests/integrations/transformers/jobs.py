@@ -5,17 +5,15 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 
 from bytecheckpoint.integrations.transformers import attach
-from tests.support.faulty_storage import Faults
+from tests.support.runs import die_in_commit
 
 SAMPLES, LENGTH, WORDS = 48, 8, 32
 STEPS_PER_EPOCH = 6  # of 8 samples
@@ -137,12 +135,7 @@ def run(
 
 def die_at_commit(folder: Path, number: int, resume: Any = None, **options: Any) -> None:
     """Train, and die when the catalog of the save with this number is about to be published."""
-    with pytest.MonkeyPatch.context() as patch:
-        Faults().install(patch).add(
-            "publish", name="metadata.parquet", skip=number - 1, before=lambda: os.kill(os.getpid(), signal.SIGKILL)
-        )
-        run(folder, resume, **options)
-    raise AssertionError("no save was killed")
+    die_in_commit(number, lambda: run(folder, resume, **options))
 
 
 @contextlib.contextmanager
@@ -156,8 +149,3 @@ def collected_warnings() -> Iterator[list[str]]:
         yield found
     finally:
         logging.getLogger("bytecheckpoint").removeHandler(handler)
-
-
-def steps_in(root: Path) -> list[int]:
-    """Return the committed steps."""
-    return sorted(int(path.parent.name.removeprefix("step_")) for path in root.glob("step_*/metadata.parquet"))

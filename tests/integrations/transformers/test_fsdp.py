@@ -12,7 +12,8 @@ import pytest
 from torch.distributed.tensor import DTensor
 
 from bytecheckpoint.integrations.transformers import attach
-from tests.integrations.transformers.jobs import make, run, steps_in
+from tests.integrations.transformers.jobs import make, run
+from tests.support.runs import steps_in
 from tests.support.worlds import Worlds
 
 LAYOUTS = {"one": 1, "ddp": 2, "fsdp2": 2}

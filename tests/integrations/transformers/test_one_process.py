@@ -15,18 +15,11 @@ import bytecheckpoint
 from bytecheckpoint.errors import CheckpointError, CheckpointNotFoundError, IncompatibleCheckpointError, UsageError
 from bytecheckpoint.integrations.transformers import attach
 from bytecheckpoint.manager import Latest, Preemption
-from tests.integrations.transformers.jobs import (
-    STEPS_PER_EPOCH,
-    collected_warnings,
-    die_at_commit,
-    make,
-    run,
-    samples,
-    steps_in,
-)
+from tests.integrations.transformers.jobs import STEPS_PER_EPOCH, collected_warnings, die_at_commit, make, run, samples
 from tests.support.damage import damage, storage_file
 from tests.support.faulty_storage import Faults
 from tests.support.memory import new_memory
+from tests.support.runs import steps_in
 from tests.support.worlds import Worlds, on_ranks
 
 

@@ -13,7 +13,8 @@ import torch.distributed as dist
 
 from bytecheckpoint.integrations.transformers import attach
 from bytecheckpoint.manager import Preemption
-from tests.integrations.transformers.jobs import die_at_commit, make, run, steps_in
+from tests.integrations.transformers.jobs import die_at_commit, make, run
+from tests.support.runs import steps_in
 from tests.support.worlds import Worlds, on_ranks
 
 CLOSE = 1e-5  # of losses whose additions were in another order

@@ -11,16 +11,8 @@ import torch
 
 import bytecheckpoint
 from bytecheckpoint.integrations.transformers import attach
-from tests.integrations.transformers.jobs import (
-    Losses,
-    arguments,
-    die_at_commit,
-    make,
-    model,
-    prepare_rank,
-    run,
-    steps_in,
-)
+from tests.integrations.transformers.jobs import Losses, arguments, die_at_commit, make, model, prepare_rank, run
+from tests.support.runs import steps_in
 from tests.support.worlds import Worlds, on_ranks
 
 
