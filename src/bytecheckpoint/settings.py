@@ -20,6 +20,7 @@ _Count = Annotated[int, Meta(ge=0, description="an integer that is at least 0")]
 _PositiveCount = Annotated[int, Meta(ge=1, description="an integer that is at least 1")]
 _Chunk = Annotated[int, Meta(gt=0, multiple_of=1 << 20, description="a positive multiple of 1 MiB, in bytes")]
 _Text = Annotated[str, Meta(description="a str")]
+_Ports = Annotated[str, Meta(pattern=r"^([0-9]{1,5}-[0-9]{1,5})?$", description="a range of ports, as '29600-29700'")]
 _Address = Annotated[str, Meta(min_length=1, description="a str that is not empty")]
 
 
@@ -48,6 +49,11 @@ class Settings:
             save to one path one gets an error; "plain" by an ordinary put, for stores that lack conditional ones.
         spool_dir: folder for bytes that an object store takes later and that do not fit in memory; by default the
             system's folder for temporary files.
+        listen_address: address of this machine at which ranks listen for each other; by default those of all interfaces.
+        listen_ports: the ports that they may take, as "29600-29700"; by default any. A rank takes one or two.
+        message_tree: "on" passes messages between ranks through one rank of each machine, which joins them; "off" sends
+            all directly to rank 0; "auto" does the former in worlds of more than 2,000 ranks, and where rank 0 may not
+            open a descriptor for each rank.
         memory_dir: a memory file system, for `mem://`.
         tier_hot: where `tier+...` paths store their hot copies on each machine: mem://name, or a folder of a local disk.
         tier_replicas: other machines that hold a copy of each machine's hot files.
@@ -65,6 +71,9 @@ class Settings:
     storage_timeout: _Seconds = 180.0
     commit: Literal["exclusive", "plain"] = "exclusive"
     spool_dir: _Text = ""
+    listen_address: _Text = ""
+    listen_ports: _Ports = ""
+    message_tree: Literal["auto", "on", "off"] = "auto"
     memory_dir: _Text = "/dev/shm"
     tier_hot: _Address = "mem://tier"
     tier_replicas: _Count = 1
@@ -84,6 +93,17 @@ class Settings:
                 huge = isinstance(value, int) and abs(value) > 1 << 64
                 shown = "a huge number" if huge else repr(value)
                 raise UsageError(f"settings.{name} is {shown}: give {_wanted(kind)}") from None
+        first, last = self.port_range
+        if not 0 <= first <= last < 1 << 16 or (self.listen_ports and not first):
+            raise UsageError(
+                f"settings.listen_ports is {self.listen_ports!r}: give {_wanted(_kinds()['listen_ports'])}"
+            )
+
+    @property
+    def port_range(self) -> tuple[int, int]:
+        """The first and the last port that ranks may take; (0, 0): any."""
+        first, _, last = (self.listen_ports or "0-0").partition("-")
+        return int(first), int(last)
 
 
 @functools.cache

@@ -32,8 +32,12 @@ class Tuning:
             than an exchange.
         relay_bytes: collectives: ranks relay a longer answer for all ranks, in worlds larger than the fan-out.
         relay_fan_out: collectives: ranks to which one rank relays an answer.
+        star_ranks: collectives: the largest world in which each rank is connected with rank 0, if nothing else is set.
+        direct_links: collectives: connections of rank 0 in a larger world; what comes later connects to another machine.
+        pack_delay: collectives: time for which a message on its way up waits for others that may travel with it.
         handshake_timeout: collectives: time in which a new connection must authenticate itself.
         outlook_timeout: collectives: time in which a rank that is waited for must say that it is alive.
+        unanswered_timeout: collectives: time in which another machine must acknowledge what was sent to it.
         data_piece: collectives: bytes per frame of the data plane; a transfer that starts may have to wait for one piece.
         peer_memory: engine: ranks of one machine read each other's memory; False: they exchange bytes over sockets.
         scatter_run_bytes: engine: average run length below which a range passes through a scratch buffer.
@@ -78,8 +82,12 @@ class Tuning:
     # --- collectives ---
     relay_bytes: int = 256 << 10
     relay_fan_out: int = 8
+    star_ranks: int = 2000
+    direct_links: int = 1000
+    pack_delay: float = 0.005
     handshake_timeout: float = 30.0
     outlook_timeout: float = 10.0
+    unanswered_timeout: float = 18.0
     data_piece: int = 4 << 20
 
     # --- storage ---

@@ -7,15 +7,21 @@ import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
+import msgspec
 import numpy as np
 
 from bytecheckpoint.collectives.inbox import Inbox
 from bytecheckpoint.collectives.transport import transfers
+from bytecheckpoint.collectives.transport.greeting import Greeting
+from bytecheckpoint.collectives.transport.hub import Hub
 from bytecheckpoint.collectives.transport.mesh import Mesh
-from bytecheckpoint.collectives.transport.star import Hub, Spoke, Star
+from bytecheckpoint.collectives.transport.packs import Place
+from bytecheckpoint.collectives.transport.spoke import Spoke
+from bytecheckpoint.collectives.transport.star import Star
+from bytecheckpoint.collectives.transport.wire import _HEADER, ANYBODY, Kind, header
 from tests.support.processes import wait_until
 
-__all__ = ["MIB", "SECRET", "DataWorld", "content", "until"]
+__all__ = ["MIB", "SECRET", "DataWorld", "content", "frame", "greet", "read_frame", "until"]
 
 MIB = 1 << 20
 SECRET = b"s" * 32
@@ -26,6 +32,30 @@ def content(source: int, to: int, size: int, salt: int = 0) -> np.ndarray:
     """Return bytes of which each depends on its place, on both ranks and on the salt."""
     words = np.arange(size // 4 + 1, dtype=np.uint32) * np.uint32(2654435761)
     return (words + np.uint32(source * 7919 + to * 104729 + salt * 15485863)).view(np.uint8)[:size]
+
+
+def greet(sock: socket.socket, purpose: str, rank: int, to: int = ANYBODY, secret: bytes = SECRET) -> None:
+    """Greet the other side of a blocking connection as a rank that has dialled; raise `OSError` if it is no rank."""
+    greeting = Greeting(purpose, secret, rank, to, msgspec.msgpack.encode(Place(0)))
+    sock.sendall(frame(Kind.HELLO, rank, to, payload=greeting.hello()))
+    answer = greeting.answer(*read_frame(sock))
+    assert answer is not None
+    sock.sendall(frame(answer[0], rank, greeting.other, payload=answer[1]))
+
+
+def frame(kind: int, source: int, to: int = 0, tag: bytes = b"", payload: bytes = b"") -> bytes:
+    """Encode a frame."""
+    return header(Kind(kind), source, to, tag, len(payload)).tobytes() + payload
+
+
+def read_frame(sock: socket.socket) -> tuple[Kind, int, int, bytes]:
+    """Receive a frame over a blocking connection; return its kind, source, destination and payload."""
+    head = sock.recv(_HEADER.size, socket.MSG_WAITALL)
+    if len(head) < _HEADER.size:
+        raise EOFError
+    kind, source, to, tag, payload = _HEADER.unpack(head)
+    content = sock.recv(tag + payload, socket.MSG_WAITALL) if tag + payload else b""
+    return Kind(kind), source, to, content[tag:]
 
 
 def until(happened: Callable[[], object]) -> None:
@@ -56,14 +86,16 @@ class DataWorld:
             return self.meshes[rank]
 
     def link(self, rank: int, peer: int) -> transfers.PeerLink | None:
-        """Return the connection of a rank with another one."""
-        return self.mesh(rank)._peer(peer).link
+        """Return the connection over which another rank asks this one for arrays, else the one the other way round."""
+        found = self.mesh(rank)._peer(peer)
+        return found.caller or found.called
 
     def break_link(self, rank: int, peer: int) -> None:
-        """Break the connection of a rank with another one."""
-        link = self.link(rank, peer)
-        assert link is not None
-        link.sock.shutdown(socket.SHUT_RDWR)
+        """Break the connections of a rank with another one."""
+        links = self.mesh(rank)._peer(peer).links
+        assert links
+        for link in links:
+            link.sock.shutdown(socket.SHUT_RDWR)
 
     def each_rank(self, body: Callable[[int], object]) -> None:
         """Call `body(rank)` for all ranks at the same time."""

@@ -48,7 +48,14 @@ def test_what_an_earlier_group_left_in_the_store(listening: bool) -> None:
     group = dist.new_group([0, 1, 2], timeout=timedelta(seconds=90))
     with socket.create_server(("127.0.0.1", 0)) as other:
         if rank == 0:
-            told = {"world": "0" * 16, "secret": "00" * 32, "hosts": [], "host": host_id(), "nonce": "earlier"}
+            told = {
+                "world": "0" * 16,
+                "secret": "00" * 32,
+                "hosts": [],
+                "host": host_id(),
+                "tree": False,
+                "nonce": "earlier",
+            }
             told["port"] = other.getsockname()[1]
             group.get_group_store().set(_KEY, json.dumps(told))  # type: ignore[attr-defined]
         if not listening:

@@ -27,7 +27,7 @@ def load_on_two_hosts(path: str) -> tuple[int, int, list[int]]:
     report = bytecheckpoint.load(as_on_disk(path), {"model": {"w": filled}})
     assert torch.equal(filled, expected)
     mesh = collective._mesh  # type: ignore[attr-defined]
-    linked = sorted(peer.rank for peer in mesh._peers.values() if peer.link is not None)
+    linked = sorted(peer.rank for peer in mesh._peers.values() if peer.links)
     return report.bytes_read, report.bytes_received, linked
 
 

@@ -14,14 +14,13 @@ from unittest import mock
 import pytest
 
 from bytecheckpoint.collectives.inbox import Inbox
-from bytecheckpoint.collectives.transport import star
+from bytecheckpoint.collectives.transport.hub import Hub
 from bytecheckpoint.collectives.transport.sockets import listen, reserve_descriptors
-from bytecheckpoint.collectives.transport.star import Hub
-from bytecheckpoint.collectives.transport.wire import _HEADER, Kind, header
+from bytecheckpoint.collectives.transport.wire import Kind
 from bytecheckpoint.errors import PeerLostError, UsageError
+from tests.collectives.data_world import SECRET, frame, greet, read_frame
 from tests.support.processes import environment, python
 
-SECRET = b"s" * 32
 RANKS = 2000
 
 
@@ -117,10 +116,12 @@ class Scarce(socket.socket):
 
 def test_a_lack_of_descriptors_delays_accepting(monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread waits before it tries again, and the world goes on."""
-    monkeypatch.setattr(star, "listen", lambda backlog: Scarce(fileno=listen(backlog).detach()))
+    monkeypatch.setattr(
+        "bytecheckpoint.collectives.transport.hub.listen", lambda backlog: Scarce(fileno=listen(backlog).detach())
+    )
     hub = Hub(2, Inbox(0), SECRET, 1.0)
     with socket.create_connection(("localhost", hub.port)) as one:
-        one.sendall(frame(Kind.HELLO, 1, payload=SECRET))
+        greet(one, "bytecheckpoint-messages", 1)
         hub.wait_ready(20)
         assert 4 <= Scarce.calls <= 6
         hub.leave()
@@ -129,17 +130,6 @@ def test_a_lack_of_descriptors_delays_accepting(monkeypatch: pytest.MonkeyPatch)
 
 
 # ---- the other ranks ----
-
-
-def frame(kind: Kind, rank: int, tag: bytes = b"", payload: bytes = b"") -> bytes:
-    """Encode a frame from a rank to rank 0."""
-    return header(kind, rank, 0, tag, len(payload)).tobytes() + payload
-
-
-def read(sock: socket.socket) -> tuple[int, bytes, bytes]:
-    """Receive a frame; return its kind, tag and payload."""
-    kind, _, _, tag, payload = _HEADER.unpack(sock.recv(_HEADER.size, socket.MSG_WAITALL))
-    return kind, *(sock.recv(size, socket.MSG_WAITALL) if size else b"" for size in (tag, payload))  # type: ignore[return-value]
 
 
 def report(word: str) -> None:
@@ -156,19 +146,19 @@ def speak_for_others() -> None:
     socks: dict[int, socket.socket] = {}
     for rank in range(1, RANKS):
         socks[rank] = socket.create_connection(("127.0.0.1", port))
-        socks[rank].sendall(frame(Kind.HELLO, rank, payload=SECRET))
+        greet(socks[rank], "bytecheckpoint-messages", rank)
     for sock in socks.values():
-        assert read(sock) == (Kind.WELCOME, b"", SECRET)
+        assert read_frame(sock)[0] == Kind.WELCOME
     report("connected")
     for rank, sock in socks.items():
-        sock.sendall(frame(Kind.MESSAGE, rank, b"gather", b"%d" % rank * 40))
+        sock.sendall(frame(Kind.MESSAGE, rank, 0, b"gather", b"%d" % rank * 40))
     report("gathered")
     for rank, sock in socks.items():
-        assert read(sock) == (Kind.MESSAGE, b"scatter", b"%d" % -rank)
+        assert read_frame(sock) == (Kind.MESSAGE, 0, rank, b"%d" % -rank)
     report("scattered")
     socks.pop(RANKS - 1).close()
     for rank, sock in socks.items():
-        assert read(sock)[0] == Kind.CLOSING
+        assert read_frame(sock)[0] == Kind.CLOSING
         sock.sendall(frame(Kind.BYE, rank))
     for sock in socks.values():
         assert sock.recv(1) == b""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import json
 import math
 import os
 import signal
@@ -17,17 +16,21 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
+import msgspec
 import numpy as np
 import pytest
 
 from bytecheckpoint.collectives.inbox import Inbox
+from bytecheckpoint.collectives.transport.hub import Hub
 from bytecheckpoint.collectives.transport.mesh import Mesh
-from bytecheckpoint.collectives.transport.star import Hub, Spoke, Star
+from bytecheckpoint.collectives.transport.packs import Place
+from bytecheckpoint.collectives.transport.spoke import Spoke
+from bytecheckpoint.collectives.transport.star import Star
 from bytecheckpoint.collectives.transport.transfers import PeerLink
-from bytecheckpoint.collectives.transport.wire import Kind, header
+from bytecheckpoint.collectives.transport.wire import Kind
 from bytecheckpoint.errors import CheckpointError, CheckpointTimeoutError, PeerLostError
 from bytecheckpoint.tuning import tuned
-from tests.collectives.data_world import MIB, SECRET, DataWorld, content, until
+from tests.collectives.data_world import MIB, SECRET, DataWorld, content, frame, greet, read_frame, until
 from tests.servers.process import free_port
 from tests.support.processes import environment, python
 
@@ -138,7 +141,8 @@ def test_many_tags_from_several_threads_in_different_order(world: DataWorld) -> 
             list(pool.map(one, np.random.default_rng(rank).permutation(tags).tolist()))
 
     world.each_rank(body)
-    assert [sum(link.rank >= 0 for link in world.meshes[rank]._open) for rank in range(3)] == [2, 2, 2]
+    # One for each direction, whatever the number of exchanges.
+    assert [sum(link.rank >= 0 for link in world.meshes[rank]._open) for rank in range(3)] == [4, 4, 4]
 
 
 def test_order_of_arrival_does_not_matter(world: DataWorld) -> None:
@@ -335,9 +339,7 @@ def test_a_rank_that_cannot_be_dialled_is_named_with_the_reason(
     world: DataWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nobody = free_port()
-    send = world.stars[1].send
-    wrong = json.dumps({"address": "127.0.0.1", "port": nobody}).encode()
-    monkeypatch.setattr(world.stars[1], "send", lambda to, tag, payload: send(to, tag, wrong))
+    monkeypatch.setitem(world.stars[0]._places, 1, Place(nobody))
     inviting = world.start(1, "x", {2: np.zeros(9, np.uint8)}, {}, timeout=2)
     with pytest.raises(
         CheckpointTimeoutError,
@@ -398,50 +400,56 @@ def test_an_interrupted_exchange_is_over(world: DataWorld) -> None:
 
 def test_an_address_that_means_another_machine_elsewhere(world: DataWorld) -> None:
     """A rank that has reached rank 0 over a loopback address is where rank 0 is."""
-    spoke = world.stars[2]
-    assert isinstance(spoke, Spoke)
-    spoke.hub_address = "127.0.0.3"
+    world.stars[2].hub_address = "127.0.0.3"
     world.pair("x", 1, 2, 9)
-    assert world.meshes[2]._peer(1).setup.address == ("127.0.0.3", world.meshes[1]._port)
-    world.meshes[2].on_message(0, json.dumps({"address": "10.11.12.13", "port": 5}).encode())
+    assert world.meshes[2]._peer(1).address == ("127.0.0.3", world.stars[1].data_port)
+    place = msgspec.msgpack.encode(Place(5, host="10.11.12.13"))
+    world.meshes[2].on_message(0, place)
     world.pair("y", 1, 2, 9)
-    assert world.meshes[2]._peer(0).setup.address == ("10.11.12.13", 5)
+    assert world.meshes[2]._peer(0).address == ("10.11.12.13", 5)
 
 
 # ---- unauthenticated connections ----
-
-
-def frame(kind: int, source: int, to: int, tag: bytes, payload: bytes) -> bytes:
-    return header(Kind(kind), source, to, tag, len(payload)).tobytes() + payload
 
 
 @tuned(handshake_timeout=1.0)
 def test_connections_of_others_are_closed(world: DataWorld) -> None:
     secret_array = np.full(9, 42, np.uint8)
     offering = world.start(1, "x", {2: secret_array}, {})
-    until(lambda: world.mesh(1)._port is not None)
-    want = frame(8, 2, 1, b"x", (0).to_bytes(8, "little") + (9).to_bytes(8, "little"))
+    port = world.mesh(1)._star.data_port
+    want = frame(Kind.WANT, 2, 1, b"x", (0).to_bytes(8, "little") + (9).to_bytes(8, "little"))
+    hello = frame(Kind.HELLO, 2, 1, b"", b"n" * 32)
     greetings = [
-        frame(1, 2, 1, b"", b"w" * 32) + want,  # the wrong secret
-        frame(1, 2, 1, b"", SECRET[:-1]) + want,
-        frame(1, 0, 1, b"", SECRET) + want,  # a lower rank never dials
-        frame(1, 3, 1, b"", SECRET) + want,  # no rank of this world
-        frame(1, 2, 0, b"", SECRET) + want,  # looks for another rank
-        frame(2, 2, 1, b"", SECRET) + want,  # an answer, though nobody has dialled
+        hello + frame(Kind.PROOF, 2, 1, b"", b"p" * 32) + want,  # does not know the secret
+        frame(Kind.PROOF, 2, 1, b"", b"p" * 32) + want,
+        hello + hello,
+        hello + want,
+        frame(Kind.HELLO, 2, 1, b"", b"n"),
+        frame(Kind.HELLO, 2, 0, b"", b"n" * 32) + want,  # looks for another rank
+        frame(Kind.CHALLENGE, 2, 1, b"", b"c" * 64) + want,  # an answer, though nobody has dialled
         want,
-        frame(1, 2, 1, b"", b"x" * MIB),  # would have us read a lot
+        frame(Kind.HELLO, 2, 1, b"", b"x" * MIB),  # would have us read a lot
         b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n",
         b"",  # says nothing
     ]
-    intruders = [socket.create_connection(("localhost", world.mesh(1)._port)) for _ in greetings]
+    intruders = [socket.create_connection(("localhost", port)) for _ in greetings]
     for intruder, greeting in zip(intruders, greetings, strict=True):
         intruder.settimeout(10)
         try:
             intruder.sendall(greeting)
+            if greeting.startswith(hello):
+                read_frame(intruder)  # the challenge, which shows nothing
             assert intruder.recv(100) == b"", greeting[:60]
         except ConnectionError:
             pass
         intruder.close()
+    for rank, to, purpose in ((3, 1, "data"), (1, 1, "data"), (2, 1, "messages"), (2, 0, "data")):
+        with (
+            socket.create_connection(("localhost", port)) as intruder,
+            contextlib.suppress(OSError, EOFError),
+        ):  # as soon as it sees that the other side is not whom it looks for
+            greet(intruder, f"bytecheckpoint-{purpose}", rank, to)
+            assert intruder.recv(100) == b""
     got = np.zeros(9, np.uint8)
     world.exchange(2, "x", {}, {1: got})
     offering()
@@ -492,7 +500,7 @@ def signal_self_while_sending(mesh: Mesh, number: signal.Signals) -> list[Trippe
             sock.disarm()
         os.kill(os.getpid(), number)
 
-    tripped += [trip(mesh._peer(rank).link, MIB, action) for rank in (0, 1)]
+    tripped += [trip(mesh._peer(rank).caller, MIB, action) for rank in (0, 1)]
     return tripped
 
 

@@ -15,15 +15,15 @@ import psutil
 import pytest
 
 from bytecheckpoint.collectives.inbox import Inbox
+from bytecheckpoint.collectives.transport.hub import Hub
 from bytecheckpoint.collectives.transport.sockets import is_loopback, local_addresses
-from bytecheckpoint.collectives.transport.star import Hub, Spoke, Star
-from bytecheckpoint.collectives.transport.wire import Kind, header
+from bytecheckpoint.collectives.transport.spoke import Spoke
+from bytecheckpoint.collectives.transport.star import Star
+from bytecheckpoint.collectives.transport.wire import Kind
 from bytecheckpoint.errors import CheckpointError, CheckpointTimeoutError, PeerLostError
+from tests.collectives.data_world import MIB, SECRET, frame, greet
 from tests.servers.process import free_port
 from tests.support.system_calls import failing
-
-MIB = 1 << 20
-SECRET = b"s" * 32
 
 
 def hub(size: int, linger: float = 5.0) -> Hub:
@@ -40,7 +40,7 @@ def star() -> Iterator[tuple[Star, Star, Star]]:
     # Unauthenticated: one sends nothing, one speaks another protocol, one claims to be rank 1 without the secret.
     unauthenticated = [socket.create_connection(("localhost", center.port)) for _ in range(3)]
     unauthenticated[1].sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
-    unauthenticated[2].sendall(header(Kind.HELLO, 1, 0, b"", 32).tobytes() + b"x" * 32)
+    unauthenticated[2].sendall(frame(Kind.HELLO, 1, payload=b"x" * 32) + frame(Kind.PROOF, 1, payload=b"x" * 32))
     joining = threading.Thread(target=one.connect, args=(["localhost"], center.port, 10))
     joining.start()
     two.connect(["localhost"], center.port, 10)
@@ -54,23 +54,25 @@ def star() -> Iterator[tuple[Star, Star, Star]]:
         connection.close()
 
 
-def test_messages_go_between_any_two_ranks(star: tuple[Star, ...]) -> None:
+def test_messages_go_to_rank_0_and_from_it(star: tuple[Star, ...]) -> None:
     for source in range(3):
-        for to in range(3):
-            star[source].send(to, "tag \N{SNOWMAN}", bytes([source, to]) * source * MIB)
+        star[source].send(0, "up \N{SNOWMAN}", bytes([source]) * source * MIB)
+        star[source].send(source, "own", b"o")
+    star[0].send_each("down", {to: bytes([to]) * to * MIB for to in range(3)})
+    assert star[0].inbox.take(range(3), "up \N{SNOWMAN}", timeout=20) == [bytes([s]) * s * MIB for s in range(3)]
     for to in range(3):
-        got = star[to].inbox.take(range(3), "tag \N{SNOWMAN}", timeout=20)
-        assert got == [bytes([source, to]) * source * MIB for source in range(3)]
+        assert star[to].inbox.take([0], "down", timeout=20) == [bytes([to]) * to * MIB]
+        assert star[to].inbox.take([to], "own", timeout=20) == [b"o"]
 
 
 def test_what_was_sent_before_leaving_arrives(star: tuple[Star, ...]) -> None:
-    """Rank 0 leaves right after sending, and so does rank 2, whose messages pass through rank 0."""
-    star[2].send(1, "relayed", b"r" * (16 * MIB))
+    """Rank 2 leaves right after sending, and then rank 0 does."""
+    star[2].send(0, "last", b"r" * (16 * MIB))
     star[2].leave()
+    assert len(star[0].inbox.take([2], "last", timeout=10)[0]) == 16 * MIB
     star[0].send(1, "last", b"l" * (16 * MIB))
     star[0].leave()
     assert star[0].join(10)
-    assert len(star[1].inbox.take([2], "relayed", timeout=10)[0]) == 16 * MIB
     assert len(star[1].inbox.take([0], "last", timeout=10)[0]) == 16 * MIB
     with pytest.raises(PeerLostError, match="rank 0 has left"):
         star[1].inbox.take([0], "more", timeout=60)
@@ -158,7 +160,7 @@ def test_importing_collectives_does_not_import_torch() -> None:
 def test_leaving_waits_no_longer_than_linger_for_a_hung_rank() -> None:
     center = hub(2, linger=0.3)
     with socket.create_connection(("localhost", center.port)) as hung:
-        hung.sendall(header(Kind.HELLO, 1, 0, b"", 32).tobytes() + SECRET)
+        greet(hung, "bytecheckpoint-messages", 1)
         center.wait_ready(10)
         center.send(1, "large", b"x" * (32 * MIB))
         center.leave()

@@ -131,12 +131,12 @@ def check_foreground_and_background(c: Collective) -> None:
 def check_large_message(c: Collective) -> None:
     size = 64 * MIB + 3
     if c.rank == 2:
-        c.send(1, "large", np.arange(size, dtype=np.uint32).astype(np.uint8).tobytes())
-    if c.rank == 1:
+        c.send(0, "large", np.arange(size, dtype=np.uint32).astype(np.uint8).tobytes())
+    # A message on its way keeps nobody else waiting for long.
+    assert c.broadcast("small", b"s" if c.rank == 0 else None, timeout=60) == b"s"
+    if c.rank == 0:
         got = np.frombuffer(c.recv(2, "large", timeout=60), np.uint8)
         np.testing.assert_array_equal(got, np.arange(size, dtype=np.uint32).astype(np.uint8))
-    # A message on its way through rank 0 keeps nobody else waiting for long.
-    assert c.broadcast("small", b"s" if c.rank == 0 else None, timeout=60) == b"s"
 
 
 def check_descriptors(c: Collective) -> None:

@@ -95,11 +95,24 @@ class Collective(ABC):
 
     @abstractmethod
     def send(self, to: int, tag: str, payload: bytes) -> None:
-        """Send `payload` to rank `to`, without waiting for the receiver.
+        """Send `payload` to rank `to`, without waiting for the receiver: to rank 0, from rank 0, or to this rank itself.
 
         Raises:
             PeerLostError: the world was closed, or its rank 0 is gone.
         """
+
+    def send_each(self, tag: str, payloads: Mapping[int, bytes]) -> None:
+        """Send several ranks, as rank 0, their payloads. One object that several get travels together where it can.
+
+        Args:
+            tag: of the messages.
+            payloads: by rank.
+
+        Raises:
+            PeerLostError: as `send`.
+        """
+        for to, payload in payloads.items():
+            self.send(to, tag, payload)
 
     @abstractmethod
     def recv(self, source: int, tag: str, *, timeout: float) -> bytes:
@@ -161,8 +174,7 @@ class Collective(ABC):
         if self.rank != 0:
             return self.recv(0, tag, timeout=timeout)
         assert payloads is not None and len(payloads) == self.world_size
-        for to in range(1, self.world_size):
-            self.send(to, tag, payloads[to])
+        self.send_each(tag, {to: payloads[to] for to in range(1, self.world_size)})
         return payloads[0]
 
     def broadcast(self, tag: str, payload: bytes | None, *, timeout: float) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import secrets
@@ -20,10 +21,12 @@ from numpy.typing import NDArray
 
 from bytecheckpoint.collectives.base import DataProvider, new_world_id
 from bytecheckpoint.collectives.inbox import Inbox, InboxCollective
+from bytecheckpoint.collectives.transport.hub import Hub
 from bytecheckpoint.collectives.transport.loop import Loop
 from bytecheckpoint.collectives.transport.mesh import Mesh
-from bytecheckpoint.collectives.transport.sockets import is_loopback, local_addresses
-from bytecheckpoint.collectives.transport.star import Hub, Spoke, Star
+from bytecheckpoint.collectives.transport.sockets import is_loopback, local_addresses, may_open
+from bytecheckpoint.collectives.transport.spoke import Spoke
+from bytecheckpoint.collectives.transport.star import Star
 from bytecheckpoint.errors import (
     CheckpointError,
     CheckpointTimeoutError,
@@ -31,6 +34,8 @@ from bytecheckpoint.errors import (
     error_from_report,
     error_report,
 )
+from bytecheckpoint.settings import settings
+from bytecheckpoint.tuning import tuning
 
 __all__ = ["StoreCollective", "collective_of_group"]
 
@@ -56,6 +61,7 @@ class StoreCollective(InboxCollective):
         heard: what this process has heard from the store before; extended.
         timeout: seconds for construction.
         linger: most seconds by which the end of the program is delayed to deliver the last messages.
+        host: as of `Collective`; by default this machine.
 
     Raises:
         CheckpointTimeoutError, PeerLostError: not every rank could be reached.
@@ -70,8 +76,10 @@ class StoreCollective(InboxCollective):
         heard: list[str] | None = None,
         timeout: float = 300.0,
         linger: float = 10.0,
+        host: str = "",
     ) -> None:
         super().__init__(rank, world_size, "")
+        self.host = host or self.host
         self._linger = linger
         self._loops: list[Loop] = []
         self._finalizer = weakref.finalize(self, _leave, self._loops)
@@ -87,8 +95,9 @@ class StoreCollective(InboxCollective):
         """Listen as rank 0, tell the other ranks the address, and wait until they have connected."""
         secret = secrets.token_bytes(32)
         self.world_id = new_world_id()
+        tree = _prefers_tree(self.world_size)
         try:
-            hub = Hub(self.world_size, self.inbox, secret, self._linger)
+            hub = Hub(self.world_size, self.inbox, secret, self._linger, self._name_beside() if tree else "")
         except (CheckpointError, OSError) as error:
             invitation.send({"refused": error_report(error)})
             if isinstance(error, CheckpointError):
@@ -102,6 +111,7 @@ class StoreCollective(InboxCollective):
                 "hosts": local_addresses(os.environ.get("MASTER_ADDR")),
                 "port": hub.port,
                 "host": self.host,
+                "tree": tree,
             }
         )
         try:
@@ -127,7 +137,13 @@ class StoreCollective(InboxCollective):
             hosts += ["localhost"] if same_host else []
             spoke = Spoke(self.rank, self.world_size, self.inbox, bytes.fromhex(told["secret"]), self._linger)
             try:
-                spoke.connect(hosts, told["port"], deadline - time.monotonic(), outdated=invitation.outdated)
+                spoke.connect(
+                    hosts,
+                    told["port"],
+                    deadline - time.monotonic(),
+                    beside=self._name_beside() if told["tree"] else "",
+                    outdated=invitation.outdated,
+                )
             except PeerLostError:
                 if not invitation.becomes_outdated():
                     raise
@@ -136,8 +152,15 @@ class StoreCollective(InboxCollective):
             self._loops.append(spoke)
             return spoke
 
+    def _name_beside(self) -> str:
+        """Return the name under which the ranks of this machine find each other. Containers have names of their own."""
+        return f"bytecheckpoint-{self.world_id}-{hashlib.sha256(self.host.encode()).hexdigest()[:16]}"
+
     def send(self, to: int, tag: str, payload: bytes) -> None:  # noqa: D102 (inherited)
         self._star.send(to, tag, payload)
+
+    def send_each(self, tag: str, payloads: Mapping[int, bytes]) -> None:  # noqa: D102 (inherited)
+        self._star.send_each(tag, payloads)
 
     def collect(  # noqa: D102 (inherited)
         self, sources: Collection[int], tag: str, *, timeout: float, unless: str = ""
@@ -203,6 +226,13 @@ class StoreCollective(InboxCollective):
 def _leave(loops: list[Loop]) -> None:
     for loop in loops:
         loop.leave()
+
+
+def _prefers_tree(world_size: int) -> bool:
+    """Whether messages pass through one rank of each machine."""
+    if settings().message_tree == "auto":
+        return world_size > tuning().star_ranks or not may_open(world_size)
+    return settings().message_tree == "on"
 
 
 def collective_of_group(group: dist.ProcessGroup, *, timeout: float) -> StoreCollective:

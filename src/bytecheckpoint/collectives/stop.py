@@ -94,7 +94,6 @@ class StopSignal:
         if not self._told.acquire(blocking=False):
             return
         message = msgspec.msgpack.encode(failure)
-        for rank in range(1, self._collective.world_size):
-            if rank != failure.rank:
-                with contextlib.suppress(CheckpointError):
-                    self._collective.send(rank, self._stop_tag, message)
+        others = [rank for rank in range(1, self._collective.world_size) if rank != failure.rank]
+        with contextlib.suppress(CheckpointError):
+            self._collective.send_each(self._stop_tag, dict.fromkeys(others, message))

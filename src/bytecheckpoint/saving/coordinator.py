@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bytecheckpoint.collectives import Collective, InterruptedWaitError
+from bytecheckpoint.collectives.base import names_of_ranks
 from bytecheckpoint.engine.save_resources import PlanCache
 from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.planning.save_plan import LocalTable
@@ -90,10 +91,9 @@ class Coordinator:
     def _fail(self, failure: Failure) -> None:
         """Reply to every rank with `failure`, and stop those that still write. The next save plans anew."""
         self._plans.clear()
-        for rank in list(self._due):
-            with contextlib.suppress(CheckpointError):  # the reply says so
-                self._collective.send(rank, stop_tag(self._task.number), encode(failure))
-            self._reply(rank, failure)
+        with contextlib.suppress(CheckpointError):  # the reply says so
+            self._collective.send_each(stop_tag(self._task.number), dict.fromkeys(self._due, encode(failure)))
+        self._reply_to_all(failure)
         for step in SaveStep:
             self._collective.forget(tag(self._task.number, step))
 
@@ -103,16 +103,14 @@ class Coordinator:
         reports: dict[int, WriteReport] = {r: m for r, m in first.items() if isinstance(m, WriteReport)}
         check_calls(first)
         plan, replies = self._plan(requests, reports)
-        for rank, reply in replies.items():
-            self._reply(rank, reply)
+        self._reply(replies)
         if requests and all(r.dry for r in requests.values()):
             return  # `prepare` ends with the plan
         reports.update(self._collect(replies, SaveStep.REPORT))
         check_reports(reports, plan)
         self._complete_values(reports)
         self._commit(reports, plan)
-        for rank in list(self._due):
-            self._reply(rank, CommitResult())
+        self._reply_to_all(CommitResult())
 
     # --- messages -------------------------------------------------------------------------------------------------
 
@@ -133,15 +131,24 @@ class Coordinator:
             raise _StepFailedError(failure) from None
         return {rank: decode(message) for rank, message in zip(order, received, strict=True)}
 
-    def _reply(self, rank: int, reply: Reply | Failure) -> None:
-        """Send the reply that is due to `rank`."""
-        step = self._due.pop(rank)
-        if type(reply) in NEXT_STEP:
-            self._due[rank] = NEXT_STEP[type(reply)]
-        try:
-            self._collective.send(rank, reply_tag(self._task.number, step), encode(reply))
-        except CheckpointError as error:
-            _log.warning("save %d: no reply can be sent to rank %d: %s", self._task.number, rank, error)
+    def _reply_to_all(self, reply: Reply | Failure) -> None:
+        """Send one reply to all ranks to which one is due."""
+        self._reply(dict.fromkeys(self._due, reply))
+
+    def _reply(self, replies: Mapping[int, Reply | Failure]) -> None:
+        """Send the replies that are due to ranks."""
+        encoded = {id(reply): encode(reply) for reply in replies.values()}
+        by_step: dict[SaveStep, dict[int, bytes]] = {}
+        for rank, reply in replies.items():
+            by_step.setdefault(self._due.pop(rank), {})[rank] = encoded[id(reply)]
+            if type(reply) in NEXT_STEP:
+                self._due[rank] = NEXT_STEP[type(reply)]
+        for step, payloads in by_step.items():
+            try:
+                self._collective.send_each(reply_tag(self._task.number, step), payloads)
+            except CheckpointError as error:
+                ranks = names_of_ranks(payloads)
+                _log.warning("save %d: no reply can be sent to %s: %s", self._task.number, ranks, error)
 
     # --- plan -----------------------------------------------------------------------------------------------------
 
@@ -180,8 +187,7 @@ class Coordinator:
 
     def _describe(self, ranks: Collection[int]) -> dict[int, PlanDescription]:
         """Ask ranks that followed unknown plans for their shards, and for the rows that they wrote."""
-        for rank in ranks:
-            self._reply(rank, DescribeRequest())
+        self._reply(dict.fromkeys(ranks, DescribeRequest()))
         return self._collect(ranks, SaveStep.DESCRIPTION)
 
     def _make_plan(
@@ -216,8 +222,7 @@ class Coordinator:
     def _complete_values(self, reports: dict[int, WriteReport]) -> None:
         """Have values written that no longer equal the copy that stood for them."""
         unwritten = unwritten_values({rank: report.values for rank, report in reports.items()})
-        for rank, keys in unwritten.items():
-            self._reply(rank, ValuesRequest(sorted(keys)))
+        self._reply({rank: ValuesRequest(sorted(keys)) for rank, keys in unwritten.items()})
         reports.update(self._collect(unwritten, SaveStep.VALUES))
 
     def _commit(self, reports: Mapping[int, WriteReport], plan: GlobalPlan) -> None:

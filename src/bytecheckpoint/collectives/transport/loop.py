@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-import hmac
 import itertools
 import os
 import selectors
@@ -16,14 +15,17 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 
+from bytecheckpoint.collectives.transport.greeting import Greeting
+from bytecheckpoint.collectives.transport.link import Link
 from bytecheckpoint.collectives.transport.sockets import SCARCE
-from bytecheckpoint.collectives.transport.wire import FrameReader, Kind, Link, Payload
+from bytecheckpoint.collectives.transport.wire import FrameReader, Kind, Payload
 from bytecheckpoint.errors import CheckpointError, UsageError
 from bytecheckpoint.tuning import tuning
 
 __all__ = ["Loop", "leave_all", "release_inherited"]
 
 _ACCEPT_PAUSE = 0.2  # seconds without accepting after descriptors ran out
+_LOOK_PAUSE = 2.0  # seconds between two looks for connections that were cut off
 
 
 class Loop(ABC):
@@ -109,6 +111,10 @@ class Loop(ABC):
     # --- called on the thread only ----------------------------------------------------------------------------
 
     @abstractmethod
+    def _on_greeted(self, link: Link) -> None:
+        """Handle a connection whose sides know each other now."""
+
+    @abstractmethod
     def _on_frame(self, link: Link, kind: Kind, source: int, to: int, tag: bytes, payload: Payload) -> None: ...
 
     @abstractmethod
@@ -126,7 +132,7 @@ class Loop(ABC):
         """Act after each round of events."""
 
     def _new_link(self, sock: socket.socket) -> Link:
-        return Link(sock, FrameReader())
+        return Link(sock, FrameReader(), Greeting(self._thread.name, self.secret, self.rank))
 
     def _add(self, link: Link) -> None:
         self._open.add(link)
@@ -189,6 +195,7 @@ class Loop(ABC):
 
     def _loop(self) -> None:
         reason = "this world was closed"
+        self._call_later(_LOOK_PAUSE, self._drop_cut_off)
         try:
             while not self._finished():
                 for key, mask in self._selector.select(self._seconds_to_timer()):
@@ -225,11 +232,30 @@ class Loop(ABC):
         if mask & selectors.EVENT_READ:
             try:
                 for kind, source, to, tag, payload in link.frames():
-                    self._on_frame(link, kind, source, to, tag, payload)
+                    if link.rank >= 0:
+                        self._on_frame(link, kind, source, to, tag, payload)
+                    else:
+                        self._on_greeting(link, kind, source, to, bytes(payload))
             except (EOFError, OSError):
                 if link in self._open:
                     self._drop(link)
                     self._on_gone(link)
+
+    def _on_greeting(self, link: Link, kind: Kind, source: int, to: int, payload: bytes) -> None:
+        greeting = link.greeting
+        if (answer := greeting.answer(kind, source, to, payload)) is not None:
+            self._post(link, answer[0], self.rank, greeting.other, b"", answer[1])
+        if greeting.over:
+            if not 0 <= greeting.other < self.world_size or greeting.other == self.rank:
+                raise OSError("not a rank of this world")
+            link.rank = greeting.other
+            self._on_greeted(link)
+
+    def _drop_cut_off(self) -> None:
+        for link in [link for link in self._open if link.is_cut_off()]:
+            self._drop(link)
+            self._on_gone(link)
+        self._call_later(_LOOK_PAUSE, self._drop_cut_off)
 
     def _drain_wakes(self, _mask: int) -> None:
         try:
@@ -254,9 +280,6 @@ class Loop(ABC):
         link.hang_up = True
         if not link.flush():
             self._unsent.append(link)
-
-    def _is_secret(self, payload: Payload) -> bool:
-        return hmac.compare_digest(bytes(payload), self.secret)
 
 
 _loops: weakref.WeakSet[Loop] = weakref.WeakSet()

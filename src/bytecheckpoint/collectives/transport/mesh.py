@@ -88,7 +88,6 @@ class Mesh(Connections):
         """Serve data to other ranks, as `Collective.serve`."""
         self.check_process()
         service = self._services[tag] = Service(provider, partial(self._answer, tag), self._refuse)
-        self._call_soon(self._connect_where_wanted)
         try:
             yield
         finally:
@@ -159,8 +158,8 @@ class Mesh(Connections):
             peer = self._peer(transfer.rank)
             if not transfer.outgoing:
                 self._request(peer, transfer)
-            elif peer.link is not None and (early := pop_first(peer.link.early_requests, operation.tag)) is not None:
-                self._send_array(peer.link, transfer, *early)
+            elif (link := peer.caller) and (early := pop_first(link.early_requests, operation.tag)) is not None:
+                self._send_array(link, transfer, *early)
                 if operation.over.is_set():
                     return
             else:
@@ -169,14 +168,14 @@ class Mesh(Connections):
             self._connect_if_needed(peer)
 
     def _request(self, peer: Peer, transfer: Transfer) -> None:
-        if peer.link is None:
+        if peer.called is None:
             peer.to_request.add(transfer)
             return
         transfer.number = next(self._request_numbers)
-        peer.link.arrays.expect(transfer)
+        peer.called.arrays.expect(transfer)
         kind = Kind.WANT if transfer.request is None else Kind.FETCH
         payload = _WANT.pack(transfer.number, len(transfer.view)) + (transfer.request or b"")
-        self._post(peer.link, kind, self.rank, peer.rank, transfer.operation.tag.encode(), payload)
+        self._post(peer.called, kind, self.rank, peer.rank, transfer.operation.tag.encode(), payload)
 
     def _send_array(self, link: PeerLink, transfer: Transfer, number: int, size: int) -> None:
         """Answer request `number` for an array of `size` bytes."""
@@ -199,10 +198,11 @@ class Mesh(Connections):
         sources, targets = operation.missing(outgoing=False), operation.missing(outgoing=True)
         parts = [f"not all bytes came from {names_of_ranks(sources)}"] if sources else []
         parts += [f"not all bytes went to {names_of_ranks(targets)}"] if targets else []
-        unlinked = [peer for rank in sorted(sources | targets) if (peer := self._peer(rank)).link is None]
+        unlinked = [peer for rank in sorted(sources) if (peer := self._peer(rank)).called is None]
+        unlinked += [peer for rank in sorted(targets) if (peer := self._peer(rank)).caller is None]
         for peer in unlinked[:1]:
-            failure = f" ({peer.setup.failure})" if peer.setup.failure else ""
-            parts.append(f"not connected with {names_of_ranks([p.rank for p in unlinked])}{failure}")
+            failure = f" ({peer.failure})" if peer.failure else ""
+            parts.append(f"not connected with {names_of_ranks({p.rank for p in unlinked})}{failure}")
         self._fail(
             operation,
             CheckpointTimeoutError(
@@ -218,7 +218,7 @@ class Mesh(Connections):
         report = report or error_report(error)
         for transfer in operation.left:
             self._peer(transfer.rank).withdraw(transfer)
-        if isinstance(operation, Answer) and self._peer(operation.link.rank).link is operation.link:
+        if isinstance(operation, Answer) and self._peer(operation.link.rank).caller is operation.link:
             self._send_refusal(operation.link, operation.number, report)
         if isinstance(operation, Exchange):
             for rank in {transfer.rank for transfer in operation.left}:
@@ -229,9 +229,9 @@ class Mesh(Connections):
 
     def _report_failures(self, peer: Peer) -> None:
         """Tell `peer` which exchanges were given up here; without a connection, do nothing yet."""
-        if peer.link is not None:
+        for link in peer.links[:1]:
             for tag, report in peer.unreported.items():
-                self._post(peer.link, Kind.FAILED, self.rank, peer.rank, tag.encode(), json.dumps(report).encode())
+                self._post(link, Kind.FAILED, self.rank, peer.rank, tag.encode(), json.dumps(report).encode())
                 peer.given_up_here[tag] = None
 
     def _fail_as(self, peer: Peer, exchange: Operation, report: Report) -> None:
@@ -258,20 +258,13 @@ class Mesh(Connections):
 
     # Connections and frames.
 
-    def _serves_data(self) -> bool:
-        return bool(self._services)
-
-    def _connect_where_wanted(self) -> None:
-        for peer in self._peers.values():
-            if peer.setup.wanted:
-                self._connect_if_needed(peer)
-
     def _on_connected(self, peer: Peer) -> None:
         self._report_failures(peer)
-        transfers = list(peer.to_request)
-        peer.to_request.clear()
-        for transfer in transfers:
-            self._request(peer, transfer)
+        if peer.called is not None:
+            transfers = list(peer.to_request)
+            peer.to_request.clear()
+            for transfer in transfers:
+                self._request(peer, transfer)
 
     def _on_data_frame(self, peer: Peer, link: PeerLink, kind: Kind, tag: bytes, payload: Payload) -> None:
         if kind is Kind.DATA:
@@ -284,15 +277,16 @@ class Mesh(Connections):
             else:
                 link.early_requests.setdefault(tag.decode(), deque()).append((number, size))
         elif kind is Kind.FAILED:
-            self._on_failed(peer, link, tag.decode(), json.loads(bytes(payload)))
+            self._on_failed(peer, tag.decode(), json.loads(bytes(payload)))
         elif kind is Kind.FETCH:
             number, size = _WANT.unpack_from(payload)
             self._on_fetch(tag.decode(), Request(link, number, size, bytes(payload[_WANT.size :])))
         elif kind is Kind.REFUSED:
             self._on_refused(link, NUMBER.unpack(tag)[0], json.loads(bytes(payload)))
 
-    def _on_failed(self, peer: Peer, link: PeerLink, tag: str, report: Report) -> None:
-        link.early_requests.pop(tag, None)
+    def _on_failed(self, peer: Peer, tag: str, report: Report) -> None:
+        if peer.caller is not None:
+            peer.caller.early_requests.pop(tag, None)
         exchanges = [each for each in self._operations_with(peer) if isinstance(each, Exchange) and each.tag == tag]
         for exchange in exchanges:
             self._fail_as(peer, exchange, report)
@@ -317,7 +311,7 @@ class Mesh(Connections):
         self._fail(transfer.operation, error)
 
     def _begin_answer(self, answer: Answer) -> None:
-        gone = self._peer(answer.link.rank).link is not answer.link
+        gone = self._peer(answer.link.rank).caller is not answer.link
         if self._ended is not None or self._deadline is not None or gone:
             answer.fail(self._closed_error(answer, self._ended or "the connection is gone"))
         elif answer.tag not in self._services:

@@ -4,41 +4,55 @@ from __future__ import annotations
 
 import socket
 from collections import deque
-from dataclasses import dataclass
 from typing import TypeVar
 
 from bytecheckpoint.collectives.transport.transfers import PeerLink, Report, Transfer
 
-__all__ = ["ConnectionSetup", "Peer"]
+__all__ = ["Peer"]
 
 T = TypeVar("T")
 
 _REMEMBERED = 64  # failed exchanges with one peer: more than can be under way between two ranks
 
 
-@dataclass
-class ConnectionSetup:
-    """What two ranks have done so far to connect."""
-
-    wanted: bool = False  # the other rank has asked for a connection since the last one was made
-    message_sent: bool = False  # this rank has sent its address to a higher rank, or asked a lower one for it
-    address: tuple[str, int] | None = None  # where the other rank listens; only of lower ranks
-    dialling: socket.socket | PeerLink | None = None  # a connection that is being made
-    failure: str = ""  # why the last attempt to make one failed
-
-
 class Peer:
-    """What one rank knows of another."""
+    """What one rank knows of another.
+
+    Attributes:
+        rank: of the other.
+        called: the connection over which this rank asks for arrays; it has dialled.
+        caller: the one over which the other rank does.
+        dialling: a connection that is being made.
+        address: where the other rank listens, once rank 0 has told.
+        asked: rank 0 was asked for that.
+        failure: why the last attempt to connect failed.
+    """
 
     def __init__(self, rank: int) -> None:
-        self.rank = rank  # the other
-        self.link: PeerLink | None = None
-        self.setup = ConnectionSetup()
+        self.rank = rank
+        self.called: PeerLink | None = None
+        self.caller: PeerLink | None = None
+        self.dialling: socket.socket | PeerLink | None = None
+        self.address: tuple[str, int] | None = None
+        self.asked = False
+        self.failure = ""
         self.offers: dict[str, deque[Transfer]] = {}  # by tag, outgoing, not requested by the other rank yet
         self.to_request: set[Transfer] = set()  # incoming, to be requested once there is a connection
         # By tag, the reports of exchanges that one of the two ranks has given up before the other one.
         self.given_up_here: dict[str, Report | None] = {}  # None: the other rank knows
         self.given_up_there: dict[str, Report] = {}
+
+    @property
+    def links(self) -> list[PeerLink]:
+        """The connections with the other rank."""
+        return [link for link in (self.called, self.caller) if link is not None]
+
+    def forget(self, link: PeerLink) -> None:
+        """Note that a connection is gone."""
+        if link is self.called:
+            self.called = None
+        else:
+            self.caller = None
 
     @property
     def unreported(self) -> dict[str, Report]:
@@ -64,8 +78,8 @@ class Peer:
             self.offers[tag].remove(transfer)
             if not self.offers[tag]:
                 del self.offers[tag]
-        elif self.link is not None:
-            self.link.forget(transfer)
+        elif (link := self.caller if transfer.outgoing else self.called) is not None:
+            link.forget(transfer)
 
 
 def _remember(reports: dict[str, T], tag: str, report: T) -> None:

@@ -6,13 +6,24 @@ import contextlib
 import errno
 import fcntl
 import os
+import random
 import resource
 import socket
 import struct
 
 from bytecheckpoint.errors import UsageError
+from bytecheckpoint.settings import settings
 
-__all__ = ["SCARCE", "is_loopback", "listen", "local_addresses", "local_end", "remote_end", "reserve_descriptors"]
+__all__ = [
+    "SCARCE",
+    "is_loopback",
+    "listen",
+    "listen_beside",
+    "local_addresses",
+    "may_open",
+    "remote_end",
+    "reserve_descriptors",
+]
 
 SCARCE = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM))
 """Errors of `accept` for lack of descriptors or memory: the connection can be accepted later."""
@@ -28,6 +39,8 @@ def local_addresses(towards: str | None) -> list[str]:
     Args:
         towards: the job's MASTER_ADDR. The job uses the interface that leads there.
     """
+    if settings().listen_address:
+        return [settings().listen_address]
     found: list[str] = []
     try:
         for family, kind, _, _, address in socket.getaddrinfo(towards, 9, type=socket.SOCK_DGRAM) if towards else ():
@@ -60,15 +73,53 @@ def _interface_addresses() -> list[str]:
 
 
 def listen(backlog: int) -> socket.socket:
-    """Open a non-blocking socket that accepts connections at a free port of all interfaces."""
-    listener: socket.socket | None = None
+    """Open a non-blocking socket that accepts connections where the settings allow it: at any port of all interfaces.
+
+    Raises:
+        UsageError: no port of `settings.listen_ports` is free, or `settings.listen_address` is not of this machine.
+    """
+    address = settings().listen_address
+    first, last = settings().port_range
+    for port in random.sample(range(first, last + 1), last + 1 - first):
+        try:
+            listener = _listen_at(address, port, backlog)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                continue
+            if address and (error.errno == errno.EADDRNOTAVAIL or isinstance(error, socket.gaierror)):
+                raise UsageError(f"settings.listen_address is {address!r}: not of this machine ({error})") from None
+            raise
+        listener.setblocking(False)
+        return listener
+    raise UsageError(
+        f"settings.listen_ports is {settings().listen_ports!r}: no port of these is free; each rank takes two"
+    )
+
+
+def _listen_at(address: str, port: int, backlog: int) -> socket.socket:
+    if address:
+        family, _, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(place[:2], family=family, backlog=backlog)
     if socket.has_dualstack_ipv6():
         try:
-            listener = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=backlog)
+            return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=backlog)
         except OSError as error:
             if error.errno not in (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL):
                 raise
-    listener = listener or socket.create_server(("", 0), backlog=backlog)
+    return socket.create_server(("", port), backlog=backlog)
+
+
+def listen_beside(name: str, backlog: int) -> socket.socket | None:
+    """Open a non-blocking socket that accepts connections of this machine under a name; None if the name is taken."""
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        listener.bind(f"\0{name}")
+    except OSError as error:
+        listener.close()
+        if error.errno != errno.EADDRINUSE:
+            raise
+        return None
+    listener.listen(backlog)
     listener.setblocking(False)
     return listener
 
@@ -81,11 +132,6 @@ def _without_mapping(address: str) -> str:
 def is_loopback(host: str) -> bool:
     """Whether `host` names the local machine on every machine."""
     return host.startswith("127.") or host in ("::1", "localhost")
-
-
-def local_end(sock: socket.socket) -> str:
-    """Return this machine's address of a connection."""
-    return _without_mapping(str(sock.getsockname()[0]))
 
 
 def remote_end(sock: socket.socket) -> str:
@@ -102,6 +148,12 @@ def _open_descriptors() -> int:
     return 0
 
 
+def may_open(count: int) -> bool:
+    """Whether this process may open `count` descriptors more."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    return hard == resource.RLIM_INFINITY or _open_descriptors() + count + _SPARE <= hard
+
+
 def reserve_descriptors(count: int, owner: str) -> None:
     """Raise the soft limit on open descriptors where `count` more would exceed it.
 
@@ -116,7 +168,7 @@ def reserve_descriptors(count: int, owner: str) -> None:
     needed = _open_descriptors() + count + _SPARE
     if soft == resource.RLIM_INFINITY or needed <= soft:
         return
-    if hard != resource.RLIM_INFINITY and needed > hard:
+    if not may_open(count):
         raise UsageError(
             f"{owner} needs {count} open descriptors more, {needed} in all, but the hard limit of this process is "
             f"{hard}: raise it to {needed} or more before the start (ulimit -Hn, LimitNOFILE= of systemd, --ulimit "

@@ -12,7 +12,9 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from bytecheckpoint.collectives.transport.wire import FrameReader, Kind, Link, Payload, header
+from bytecheckpoint.collectives.transport.greeting import Greeting
+from bytecheckpoint.collectives.transport.link import Link
+from bytecheckpoint.collectives.transport.wire import FrameReader, Kind, Payload, header
 from bytecheckpoint.tuning import tuning
 
 __all__ = ["NUMBER", "Answer", "Exchange", "Fetch", "Operation", "PeerLink", "Report", "Transfer", "pop_first"]
@@ -187,17 +189,16 @@ class PeerLink(Link):
 
     Args:
         sock: the connection.
-        dialled: the rank that this rank has called; None: that rank has called this one.
+        greeting: as of `Link`.
 
     Attributes:
         arrays: reads what arrives.
         early_requests: by tag, requests that came before this rank offered the array: number, bytes.
     """
 
-    def __init__(self, sock: socket.socket, dialled: int | None = None) -> None:
+    def __init__(self, sock: socket.socket, greeting: Greeting) -> None:
         self.arrays = ArrayReader()
-        super().__init__(sock, self.arrays)
-        self.dialled = dialled
+        super().__init__(sock, self.arrays, greeting)
         self.early_requests: dict[str, deque[tuple[int, int]]] = {}
         self._sending: deque[Transfer] = deque()  # they take turns, a piece each
         self._current: Transfer | None = None  # whose piece is handed to the kernel now

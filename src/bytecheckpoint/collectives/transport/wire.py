@@ -1,24 +1,14 @@
-"""Frames, the units of the protocol between two ranks, and the non-blocking connections that carry them."""
+"""Frames, the units of the protocol between two ranks."""
 
 from __future__ import annotations
 
-import contextlib
-import itertools
-import socket
 import struct
-import threading
-from collections import deque
-from collections.abc import Iterable
 from enum import IntEnum
 
-from bytecheckpoint.collectives.transport.sockets import local_end
-
-__all__ = ["Frame", "FrameReader", "Kind", "Link", "Payload", "header"]
+__all__ = ["ANYBODY", "Frame", "FrameReader", "Kind", "Payload", "header"]
 
 _HEADER = struct.Struct("<BIIIQ")  # kind, source, destination, length of tag, length of payload
 _HANDSHAKE_BYTES = 256  # longest payload and tag that an unauthenticated connection may send
-_READS_PER_TURN = 64  # from one connection, before the others get their turn
-_REFILLS_PER_TURN = 16  # the same for writes
 
 Payload = bytes | bytearray | memoryview
 
@@ -26,20 +16,33 @@ Payload = bytes | bytearray | memoryview
 class Kind(IntEnum):
     """The kind of a frame."""
 
-    HELLO = 1  # first frame of the side that connects: payload is the world's secret
-    WELCOME = 2  # the answer, with the secret too; the star sends it when every rank is connected
-    # Only in the star:
-    MESSAGE = 3
-    WATCH = 4  # rank k to 0: report when rank `destination` is gone
-    LOST = 5  # 0 to k: rank `source` is gone; payload: the reason
-    CLOSING = 6  # 0 to k: send no more messages
-    BYE = 7  # rank k to 0: this is my last frame
+    # Of any new connection (`Greeting`):
+    HELLO = 1
+    CHALLENGE = 2
+    PROOF = 3
+    # Of messages. "Up" is towards rank 0:
+    JOIN = 4  # up: rank `source` is connected; payload: its `Place`
+    REDIRECT = 5  # down: connect to another rank instead; payload: its `Place`
+    WELCOME = 6  # down: every rank is connected
+    MESSAGE = 7
+    PACK = 8  # several messages (`packs`)
+    WATCH = 9  # up: report when rank `destination` is gone
+    LOST = 10  # rank `source` is gone; payload: the reason
+    WHERE = 11  # up: tell where rank `destination` listens
+    PLACE = 12  # down: rank `source` listens at `Place`, the payload
+    CLOSING = 13  # down: send no more messages
+    BYE = 14  # up: this is the last frame of rank `source`
     # Only on direct connections:
-    WANT = 8  # request for the array of exchange `tag`; payload: number of the request, size expected
-    DATA = 9  # next piece of an array; tag: number of the request
-    FAILED = 10  # this side has given up exchange `tag`; payload: the report of an error
-    FETCH = 11  # request for data that the other side serves under `tag`; payload: as WANT, then the request itself
-    REFUSED = 12  # answer to a fetch that failed; tag: number of the request; payload: the report of an error
+    WANT = 15  # request for the array of exchange `tag`; payload: number of the request, size expected
+    DATA = 16  # next piece of an array; tag: number of the request
+    FAILED = 17  # this side has given up exchange `tag`; payload: the report of an error
+    FETCH = 18  # request for data that the other side serves under `tag`; payload: as WANT, then the request itself
+    REFUSED = 19  # answer to a fetch that failed; tag: number of the request; payload: the report of an error
+
+
+#: In place of a rank: whoever answers.
+ANYBODY = 0xFFFFFFFF
+_GREETINGS = (Kind.HELLO, Kind.CHALLENGE, Kind.PROOF)
 
 
 def header(kind: Kind, source: int, to: int, tag: bytes, size: int) -> memoryview:
@@ -73,7 +76,7 @@ class FrameReader:
             return None
         number, source, to, tag_size, size = _HEADER.unpack(self._header)
         if self._tag is None:
-            handshake = number in (Kind.HELLO, Kind.WELCOME) and tag_size + size <= _HANDSHAKE_BYTES
+            handshake = number in _GREETINGS and tag_size + size <= _HANDSHAKE_BYTES
             if number not in _KINDS or not (authenticated or handshake):
                 raise OSError("not a rank of this world")
             self._tag = bytearray(tag_size)
@@ -99,97 +102,3 @@ class FrameReader:
         """Read the rest of the current payload into other memory; its frame has an empty payload."""
         self._payload = bytearray()
         self.target = memoryview(bytearray(len(self.target)))
-
-
-class Link:
-    """One non-blocking connection, with the queue of data to send and the reader of the frames that arrive."""
-
-    def __init__(self, sock: socket.socket, reader: FrameReader) -> None:
-        sock.setblocking(False)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        # A machine that loses power closes no connection: probe after 15 s of silence, give up after another 30.
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 6)):
-            if hasattr(socket, name):
-                sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-        self.sock = sock
-        self.local = local_end(sock)
-        self.rank = -1  # of the other side; unauthenticated until a valid HELLO or WELCOME
-        self.said_bye = False
-        self.hang_up = False  # shut down for writing once the queue is empty
-        self._dead = False  # nothing can be sent any more
-        self._queue: deque[memoryview] = deque()
-        self._lock = threading.Lock()
-        self._reader = reader
-
-    def post(self, kind: Kind, source: int, to: int, tag: bytes, payload: Payload) -> bool:
-        """Send as much as the socket takes and queue the rest; False when something is queued. From any thread."""
-        parts = [header(kind, source, to, tag, len(payload))]
-        if payload:
-            parts.append(memoryview(payload).cast("B"))
-        with self._lock:
-            if self._dead:
-                return True
-            idle = not self._queue
-            self._queue.extend(parts)
-            return self._flush() if idle else False
-
-    def flush(self) -> bool:
-        """Send as much of the queue as the socket takes; True when the queue is empty."""
-        with self._lock:
-            return self._flush()
-
-    def _flush(self) -> bool:
-        refills = 0
-        while not self._dead and (self._queue or self._refill()):
-            try:
-                sent = self.sock.sendmsg(itertools.islice(self._queue, 16))
-            except (BlockingIOError, InterruptedError):
-                return False
-            except OSError:
-                # Reading from the broken connection fails too, and reports it.
-                self._dead = True
-                self._queue.clear()
-                return True
-            while sent:
-                head = self._queue.popleft()
-                if sent < len(head):
-                    self._queue.appendleft(head[sent:])
-                    break
-                sent -= len(head)
-            refills += not self._queue
-            if refills > _REFILLS_PER_TURN:
-                return False
-        if self.hang_up:
-            self.hang_up = False
-            with contextlib.suppress(OSError):
-                self.sock.shutdown(socket.SHUT_WR)
-        return True
-
-    def _refill(self) -> bool:
-        """Add more data to the empty queue; False when there is none."""
-        return False
-
-    def frames(self) -> Iterable[Frame]:
-        """Yield the frames that have arrived.
-
-        Raises:
-            EOFError: the other side closed the connection.
-            OSError: the connection broke, or it carries something else than frames.
-        """
-        for _ in range(_READS_PER_TURN):
-            try:
-                count = self.sock.recv_into(self._reader.target)
-            except (BlockingIOError, InterruptedError):
-                return
-            if count == 0:
-                raise EOFError
-            if (frame := self._reader.advance(count, authenticated=self.rank >= 0)) is not None:
-                yield frame
-
-    def kill(self) -> None:
-        """Close the connection and clear the queue."""
-        with self._lock:
-            self._dead = True
-            self._queue.clear()
-            self.sock.close()

@@ -1,0 +1,75 @@
+"""How two ranks show each other that they know the secret of their world. The secret itself never crosses the wire.
+
+The side that dials sends a random number (HELLO). The other one answers with a number of its own and a proof (CHALLENGE),
+and gets a proof back (PROOF). A proof is an HMAC over both numbers, both ranks and what the connection is for, so one
+that was overheard is of no use on another connection.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import struct
+
+from bytecheckpoint.collectives.transport.wire import ANYBODY, Kind
+
+__all__ = ["Greeting"]
+
+_NONCE = 32
+_RANKS = struct.Struct("<II")
+
+
+class Greeting:
+    """One side of a new connection, until each side knows who the other one is.
+
+    Args:
+        purpose: what the connection is for; equal on both sides.
+        secret: of the world.
+        rank: of this side.
+        dialled: the rank that this side has called, or `ANYBODY`; None: this side was called.
+        facts: what the side that dials tells about itself, at most 200 bytes.
+
+    Attributes:
+        other: the rank of the other side.
+        heard: its facts.
+        over: each side has shown that it knows the secret.
+    """
+
+    def __init__(self, purpose: str, secret: bytes, rank: int, dialled: int | None = None, facts: bytes = b"") -> None:
+        self._purpose, self._secret, self._rank, self._facts = purpose.encode(), secret, rank, facts
+        self.dialled = dialled
+        self.other = ANYBODY if dialled is None else dialled
+        self.heard = b""
+        self.over = False
+        self._nonces = b"" if dialled is None else os.urandom(_NONCE)
+
+    def hello(self) -> bytes:
+        """Return the payload of the first frame, of the side that dials."""
+        return self._nonces
+
+    def answer(self, kind: Kind, source: int, to: int, payload: bytes) -> tuple[Kind, bytes] | None:
+        """Take a frame of the other side; return the frame to answer with, if one is due.
+
+        Raises:
+            OSError: the other side is no rank of this world, or not the one that was dialled.
+        """
+        if self.dialled is None and kind is Kind.HELLO and not self._nonces and to in (self._rank, ANYBODY):
+            if len(payload) == _NONCE:
+                self.other = source
+                self._nonces = payload + os.urandom(_NONCE)
+                return Kind.CHALLENGE, self._nonces[_NONCE:] + self._proof(b"called", source, self._rank)
+        elif self.dialled is None and kind is Kind.PROOF and self._nonces and source == self.other:
+            self.heard = payload[_NONCE:]
+            if hmac.compare_digest(payload[:_NONCE], self._proof(b"calls", source, self._rank, self.heard)):
+                self.over = True
+                return None
+        elif self.dialled in (source, ANYBODY) and kind is Kind.CHALLENGE:
+            self._nonces += payload[:_NONCE]
+            if hmac.compare_digest(payload[_NONCE:], self._proof(b"called", self._rank, source)):
+                self.other, self.over = source, True
+                return Kind.PROOF, self._proof(b"calls", self._rank, source, self._facts) + self._facts
+        raise OSError("not a rank of this world")
+
+    def _proof(self, side: bytes, caller: int, called: int, facts: bytes = b"") -> bytes:
+        words = (self._purpose, side, _RANKS.pack(caller, called), self._nonces, facts)
+        return hmac.digest(self._secret, b"/".join(words), "sha256")

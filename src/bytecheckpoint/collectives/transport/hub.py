@@ -1,0 +1,169 @@
+"""Rank 0's end of the messages: it takes those of all ranks, and knows where each listens and which are gone."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+
+import msgspec
+
+from bytecheckpoint.collectives.inbox import Inbox
+from bytecheckpoint.collectives.transport.link import Link
+from bytecheckpoint.collectives.transport.packs import Message, Place, unpack
+from bytecheckpoint.collectives.transport.sockets import listen, listen_beside, reserve_descriptors
+from bytecheckpoint.collectives.transport.star import PLACE, Star
+from bytecheckpoint.collectives.transport.wire import Kind, Payload
+from bytecheckpoint.errors import CheckpointTimeoutError
+from bytecheckpoint.tuning import tuning
+
+__all__ = ["Hub"]
+
+_KILLED = "its connection closed without a word: it was killed, crashed or was cut off"
+
+
+class Hub(Star):
+    """Rank 0's end of the messages. The constructor listens on `port`.
+
+    Args:
+        world_size: number of ranks.
+        inbox: as of `Star`.
+        secret: as of `Star`.
+        linger: as of `Star`.
+        beside: in a tree, the name under which the ranks of this machine connect; "": every rank connects over TCP.
+
+    Raises:
+        UsageError: this process may not open a descriptor per rank, or the settings leave no port to listen at.
+    """
+
+    def __init__(self, world_size: int, inbox: Inbox, secret: bytes, linger: float, beside: str = "") -> None:
+        links = min(world_size, tuning().direct_links) if beside else world_size
+        reserve_descriptors(links, f"rank 0 of a world of {world_size}")
+        super().__init__(0, world_size, inbox, secret, linger)
+        listener = listen(max(128, links))
+        self.port: int = listener.getsockname()[1]
+        self._places[0] = Place(self.data_port)
+        self._carriers: list[int] = []  # ranks that pass on messages of other machines
+        self._turns = itertools.count()
+        self._sent_away: set[Link] = set()  # to a rank that passes on messages
+        self._gone: dict[int, str] = {}
+        self._watchers: dict[int, list[int]] = {}
+        self._hung_up = False
+        self._accept_from(listener)
+        if beside and (local := listen_beside(beside, links)) is not None:
+            self._accept_from(local)
+        self._thread.start()
+
+    def wait_ready(self, timeout: float) -> None:
+        """Wait until every rank is connected.
+
+        Raises:
+            CheckpointTimeoutError: the named ranks are not connected.
+        """
+        if not self.ready.wait(timeout) or self.inbox.closed:
+            missing = [rank for rank in range(1, self.world_size) if rank not in self.below]
+            self.leave()
+            raise CheckpointTimeoutError(
+                f"rank 0: ranks {missing[:16]} of {self.world_size} did not connect to port {self.port} within "
+                f"{timeout:g} s; look for a hung rank or a firewall"
+            )
+
+    def send(self, to: int, tag: str, payload: bytes) -> None:  # noqa: D102 (inherited)
+        self.check_open(tag)
+        if to == 0:
+            self.inbox.put(0, tag, payload)
+        else:
+            self._post(self.below[to], Kind.MESSAGE, 0, to, tag.encode(), payload)
+
+    def send_each(self, tag: str, payloads: Mapping[int, bytes]) -> None:
+        """Send each rank its payload, as `Collective.send_each`; equal ones travel once over each connection."""
+        self.check_open(tag)
+        groups: dict[int, Message] = {}
+        for rank, payload in payloads.items():
+            if rank:
+                groups.setdefault(id(payload), Message(tag.encode(), payload, [])).ranks.append(rank)
+        self._send_down(list(groups.values()))
+        if 0 in payloads:
+            self.inbox.put(0, tag, payloads[0])
+
+    def watch(self, other: int) -> None:
+        """Do nothing: rank 0 hears of every loss."""
+
+    def locate(self, other: int) -> None:  # noqa: D102 (inherited)
+        self.inbox.put(other, PLACE, msgspec.msgpack.encode(self._places[other]))
+
+    # --- on the thread only -----------------------------------------------------------------------------------------
+
+    def _on_greeted(self, link: Link) -> None:
+        place = self._place_of(link, link.greeting.heard)
+        if place.messages and self._carriers and len(self._open) > tuning().direct_links:
+            carrier = self._carriers[next(self._turns) % len(self._carriers)]
+            payload = msgspec.msgpack.encode(self._places[carrier])
+            self._post(link, Kind.REDIRECT, 0, link.rank, b"", payload)
+            self._hang_up(link)
+            self._sent_away.add(link)
+        else:
+            self._join(link.rank, link, place)
+            if place.messages:
+                self._carriers.append(link.rank)
+
+    def _join(self, rank: int, link: Link, place: Place) -> None:
+        if not 0 < rank < self.world_size or rank in self.below:
+            raise OSError("not a rank of this world")
+        self.below[rank] = link
+        self._places[rank] = place
+        if len(self.below) == self.world_size - 1:
+            self._stop_accepting()
+            self._tell_below(Kind.WELCOME)
+            self.ready.set()
+
+    def _on_frame(self, link: Link, kind: Kind, source: int, to: int, tag: bytes, payload: Payload) -> None:
+        if link in self._sent_away:
+            return  # it will tell the same there
+        if kind is Kind.MESSAGE:
+            self._receive(source, tag, payload)
+        elif kind is Kind.PACK:
+            for message in unpack(bytes(payload)):
+                for rank in message.ranks:
+                    self._receive(rank, message.tag, message.payload)
+        elif kind is Kind.JOIN:
+            self._join(source, link, self._place_of(link, payload))
+        elif kind is Kind.WATCH:
+            if to in self._gone:
+                self._post(link, Kind.LOST, to, source, b"", self._gone[to].encode())
+            else:
+                self._watchers.setdefault(to, []).append(source)
+        elif kind is Kind.WHERE:
+            self._post(link, Kind.PLACE, to, source, b"", msgspec.msgpack.encode(self._places[to]))
+        elif kind is Kind.BYE:
+            self._lose(source, "it has left this world or ended")
+        elif kind is Kind.LOST:
+            self._lose(source, bytes(payload).decode())
+
+    def _on_gone(self, link: Link) -> None:
+        self._sent_away.discard(link)
+        for rank, through in list(self.below.items()):
+            if through is link:
+                passes_on = f"rank {link.rank}, which passes its messages on, is gone: {_KILLED}"
+                self._lose(rank, _KILLED if rank == link.rank else passes_on)
+
+    def _lose(self, rank: int, reason: str) -> None:
+        """Note that a rank sends no more messages, and tell those who asked."""
+        if rank in self._gone:
+            return
+        self._gone[rank] = reason
+        if self._deadline is not None:
+            return
+        self.inbox.mark_lost(rank, reason)
+        for watcher in self._watchers.pop(rank, ()):
+            self._post(self.below[watcher], Kind.LOST, rank, watcher, b"", reason.encode())
+
+    def _on_leave(self) -> None:
+        self._stop_accepting()
+        self._tell_below(Kind.CLOSING)
+
+    def _on_turn(self) -> None:
+        # Hang up only when no rank can send any more: all their messages are then delivered or in the queues here.
+        if self._deadline is not None and not self._hung_up and len(self._gone) == len(self.below):
+            self._hung_up = True
+            for link in self._open:
+                self._hang_up(link)

@@ -1,0 +1,319 @@
+"""The end of any other rank than 0. In a tree, one rank of each machine passes on the messages of the others."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+
+import msgspec
+
+from bytecheckpoint.collectives.inbox import Inbox
+from bytecheckpoint.collectives.transport.greeting import Greeting
+from bytecheckpoint.collectives.transport.link import Link
+from bytecheckpoint.collectives.transport.packs import Place, merged, pack, unpack
+from bytecheckpoint.collectives.transport.sockets import listen, listen_beside, remote_end
+from bytecheckpoint.collectives.transport.star import PLACE, PLACES, Star
+from bytecheckpoint.collectives.transport.wire import ANYBODY, FrameReader, Kind, Payload
+from bytecheckpoint.errors import CheckpointTimeoutError, PeerLostError
+from bytecheckpoint.tuning import tuning
+
+__all__ = ["Spoke"]
+
+_KILLED = "was killed, crashed or was cut off"
+_LEFT = "has left this world or ended"
+_BACKLOG = 1024  # connections that wait while this process does something else
+#: Bytes of a message that travels alone: joining it with others would only copy it.
+_LARGE = 64 << 10
+
+
+class Spoke(Star):
+    """The end of any other rank than 0."""
+
+    def __init__(self, rank: int, world_size: int, inbox: Inbox, secret: bytes, linger: float) -> None:
+        super().__init__(rank, world_size, inbox, secret, linger)
+        self._up: Link | None = None  # towards rank 0
+        self._moved: Place | None = None  # where rank 0 has sent this one to
+        self._message_port = 0  # where other machines connect
+        self._sending_over = False  # rank 0 takes no more messages
+        self._said_bye = False
+        self._watched: set[int] = set()
+        self._gone: set[int] = set()  # of the ranks below
+        self._hung_up = False
+        self._pending: dict[bytes, list[tuple[bytes, int]]] = {}  # by tag, on their way up: payload, rank
+        self._flushes = False
+
+    # --- connecting -------------------------------------------------------------------------------------------------
+
+    def connect(
+        self,
+        hosts: Iterable[str],
+        port: int,
+        timeout: float,
+        *,
+        beside: str = "",
+        outdated: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Join the world, and wait until every rank has joined.
+
+        Args:
+            hosts: addresses of rank 0, tried in this order.
+            port: where it listens.
+            timeout: seconds.
+            beside: in a tree, the name under which the ranks of one machine find each other. The first one there passes on
+                the messages of the others.
+            outdated: returns whether rank 0 listens elsewhere by now; asked while nobody answers.
+
+        Raises:
+            PeerLostError: rank 0 cannot be reached, or went away.
+            CheckpointTimeoutError: not every rank joined in time.
+        """
+        deadline = time.monotonic() + timeout
+        addresses = list(hosts)
+        sock = self._dial_beside(beside, deadline) if beside else None
+        if sock is None:
+            sock, self.hub_address = self._dial(addresses, port, deadline, outdated)
+        self._greet(sock)
+        self._thread.start()
+        while True:
+            if not self.ready.wait(max(0.0, deadline - time.monotonic())):
+                self.leave()
+                raise CheckpointTimeoutError(
+                    f"rank {self.rank}: not every rank connected to rank 0 within {timeout:g} s"
+                )
+            if self.inbox.closed:
+                raise PeerLostError(f"rank {self.rank}: rank 0 went away while the ranks were connecting to it")
+            if (place := self._moved) is None:
+                return
+            self._moved = None
+            self.ready.clear()
+            sock, _ = self._dial([place.host or self.hub_address], place.messages, deadline, outdated)
+            if not self._call_soon(partial(self._greet, sock)):
+                sock.close()
+
+    def _dial_beside(self, name: str, deadline: float) -> socket.socket | None:
+        """Connect to the rank that passes on the messages of this machine; None if this one shall do it."""
+        while True:
+            sock = socket.socket(socket.AF_UNIX)
+            try:
+                sock.connect(f"\0{name}")
+                return sock
+            except ConnectionRefusedError:  # nobody listens, or not yet
+                sock.close()
+            except OSError:  # a sandbox: this rank speaks for itself
+                sock.close()
+                return None
+            try:
+                local = listen_beside(name, _BACKLOG)
+            except OSError:
+                return None
+            if local is not None:
+                others = listen(_BACKLOG)
+                self._message_port = others.getsockname()[1]
+                self._accept_from(local)
+                self._accept_from(others)
+                return None
+            if time.monotonic() > deadline:
+                raise CheckpointTimeoutError(f"rank {self.rank}: no rank of this machine passes on messages")
+            time.sleep(0.01)
+
+    def _dial(
+        self, hosts: list[str], port: int, deadline: float, outdated: Callable[[], bool]
+    ) -> tuple[socket.socket, str]:
+        failure: OSError | None = None
+        while True:
+            for host in hosts:
+                # A wrong address must not use up the time of the right one.
+                timeout = min(5.0, max(0.1, deadline - time.monotonic()))
+                try:
+                    sock = socket.create_connection((host, port), timeout=timeout)
+                    return sock, remote_end(sock)
+                except OSError as error:
+                    failure = error
+            if time.monotonic() + 0.2 > deadline or outdated():
+                self._leave_unstarted()
+                raise PeerLostError(f"rank {self.rank}: cannot reach rank 0 at {hosts} port {port}: {failure}")
+            time.sleep(0.2)
+
+    def _leave_unstarted(self) -> None:
+        if self._thread.ident is None:
+            self._release()
+        else:
+            self.leave()
+
+    def _greet(self, sock: socket.socket) -> None:
+        place = msgspec.msgpack.encode(Place(self.data_port, self._message_port))
+        greeting = Greeting(self._thread.name, self.secret, self.rank, ANYBODY, place)
+        self._up = Link(sock, FrameReader(), greeting)
+        self._add(self._up)
+        self._post(self._up, Kind.HELLO, self.rank, ANYBODY, b"", greeting.hello())
+
+    # --- called from any thread -------------------------------------------------------------------------------------
+
+    def send(self, to: int, tag: str, payload: bytes) -> None:  # noqa: D102 (inherited)
+        self.check_open(tag)
+        if to == self.rank:
+            self.inbox.put(to, tag, payload)
+            return
+        assert to == 0, "messages go to rank 0 or come from it"
+        if self._sending_over:
+            raise PeerLostError(f"rank {self.rank}: cannot send {tag!r}: rank 0 has left this world or ended")
+        if self.below:
+            self._call_soon(partial(self._pass_on, self.rank, tag.encode(), payload))
+        else:
+            self._post_up(Kind.MESSAGE, self.rank, 0, tag.encode(), payload)
+
+    def watch(self, other: int) -> None:  # noqa: D102 (inherited)
+        if other not in self._watched and not self._sending_over and not self._leave_asked:
+            self._watched.add(other)
+            self._post_up(Kind.WATCH, self.rank, other)
+
+    def locate(self, other: int) -> None:  # noqa: D102 (inherited)
+        self._post_up(Kind.WHERE, self.rank, other)
+
+    def _post_up(self, kind: Kind, source: int, to: int, tag: bytes = b"", payload: Payload = b"") -> None:
+        if self._up is not None:
+            self._post(self._up, kind, source, to, tag, payload)
+
+    # --- on the thread only: towards rank 0 ---------------------------------------------------------------------------
+
+    def _on_frame(self, link: Link, kind: Kind, source: int, to: int, tag: bytes, payload: Payload) -> None:
+        if link is not self._up:
+            self._on_frame_from_below(link, kind, source, to, tag, payload)
+        elif kind in (Kind.MESSAGE, Kind.PACK):
+            self._on_messages_down(kind, source, to, tag, payload)
+        elif kind is Kind.PLACE:
+            self._on_place(source, to, payload)
+        elif kind is Kind.LOST and source == 0:
+            self._end(bytes(payload).decode())
+        elif kind is Kind.LOST and to == self.rank:
+            self.inbox.mark_lost(source, bytes(payload).decode())
+        elif kind is Kind.LOST:
+            self._post(self.below[to], Kind.LOST, source, to, b"", payload)
+        elif kind is Kind.CLOSING:
+            self._sending_over = True
+            self._tell_below(Kind.CLOSING)
+            self._say_bye()
+        elif kind is Kind.WELCOME:
+            self._stop_accepting()
+            self._tell_below(Kind.WELCOME)
+            self.ready.set()
+        elif kind is Kind.REDIRECT:
+            self._up, self._moved = None, PLACES.decode(payload)
+            self.ready.set()
+
+    def _on_place(self, source: int, to: int, payload: Payload) -> None:
+        place = PLACES.decode(payload)
+        if not place.host:  # on the machine of rank 0, which this rank may reach and others may not
+            payload = msgspec.msgpack.encode(msgspec.structs.replace(place, host=self.hub_address))
+        if to == self.rank:
+            self.inbox.put(source, PLACE, bytes(payload))
+        else:
+            self._post(self.below[to], Kind.PLACE, source, to, b"", payload)
+
+    def _say_bye(self) -> None:
+        if not self._said_bye:
+            self._said_bye = True
+            self._flush_pending()
+            self._post_up(Kind.BYE, self.rank, 0)
+
+    def _on_leave(self) -> None:
+        self._sending_over = True
+        self._stop_accepting()
+        self._tell_below(Kind.CLOSING)
+        self._say_bye()
+
+    def _on_turn(self) -> None:
+        # As rank 0 does: only when no rank below can send any more.
+        if self._deadline is not None and not self._hung_up and len(self._gone) == len(self.below):
+            self._hung_up = True
+            self._flush_pending()
+            for link in self._open:
+                self._hang_up(link)
+
+    def _on_gone(self, link: Link) -> None:
+        if link is self._up:
+            expected, above = (
+                self._sending_over,
+                "rank 0" if link.rank < 1 else f"rank {link.rank}, which passes messages on,",
+            )
+            self._end(f"{above} {_LEFT if expected else _KILLED}; restart the job from its last committed checkpoint")
+        for rank, through in list(self.below.items()):
+            if through is link and rank not in self._gone:
+                self._gone.add(rank)
+                reason = "its connection closed without a word: it " + _KILLED
+                if rank != link.rank:
+                    reason = f"rank {link.rank}, which passes its messages on, is gone"
+                self._flush_pending()
+                self._post_up(Kind.LOST, rank, 0, b"", reason.encode())
+
+    def _end(self, reason: str) -> None:
+        """Let nobody wait any more: rank 0 cannot be reached."""
+        self.inbox.close(reason)
+        self._sending_over = True
+        self.ready.set()
+        for link in set(self.below.values()):
+            self._post(link, Kind.LOST, 0, link.rank, b"", reason.encode())
+            self._hang_up(link)
+        # No more messages can come: let the thread end, with what is still on its way down.
+        self._deadline = time.monotonic() + (self.linger if self.below else 0.0)
+
+    # --- on the thread only: of the ranks below -----------------------------------------------------------------------
+
+    def _on_greeted(self, link: Link) -> None:
+        if link is self._up:
+            for rank in self.below:  # they were quicker
+                self._tell_of(rank)
+        else:
+            self._join(link.rank, link, link.greeting.heard)
+
+    def _join(self, rank: int, link: Link, payload: Payload) -> None:
+        self.below[rank], self._places[rank] = link, self._place_of(link, payload)
+        if self._up is not None and self._up.rank >= 0:
+            self._tell_of(rank)
+
+    def _tell_of(self, rank: int) -> None:
+        self._post_up(Kind.JOIN, rank, 0, b"", msgspec.msgpack.encode(self._places[rank]))
+
+    def _on_frame_from_below(self, link: Link, kind: Kind, source: int, to: int, tag: bytes, payload: Payload) -> None:
+        if kind is Kind.MESSAGE:
+            self._pass_on(source, tag, bytes(payload))
+        elif kind is Kind.PACK:
+            for message in unpack(bytes(payload)):
+                for rank in message.ranks:
+                    self._pass_on(rank, message.tag, message.payload)
+        elif kind is Kind.JOIN:
+            self._join(source, link, payload)
+        elif kind in (Kind.WATCH, Kind.WHERE, Kind.BYE, Kind.LOST):
+            if kind in (Kind.BYE, Kind.LOST):  # after the messages that this rank has sent
+                self._gone.add(source)
+                self._flush_pending()
+            self._post_up(kind, source, to, tag, payload)
+
+    def _pass_on(self, source: int, tag: bytes, payload: bytes) -> None:
+        """Send a message up, with those that other ranks send under the same tag at about the same time."""
+        if len(payload) > _LARGE:
+            self._send_up({tag: self._pending.pop(tag, [])})
+            self._post_up(Kind.MESSAGE, source, 0, tag, payload)
+            return
+        waiting = self._pending.setdefault(tag, [])
+        waiting.append((payload, source))
+        if len(waiting) > len(self.below):  # of all these ranks, and of this one
+            self._send_up({tag: self._pending.pop(tag)})
+        elif not self._flushes:
+            self._flushes = True
+            self._call_later(tuning().pack_delay, self._flush_pending)
+
+    def _flush_pending(self) -> None:
+        self._flushes = False
+        pending, self._pending = self._pending, {}
+        self._send_up(pending)
+
+    def _send_up(self, pending: Mapping[bytes, list[tuple[bytes, int]]]) -> None:
+        messages = [message for tag, sent in pending.items() for message in merged(tag, sent)]
+        if len(messages) == 1 and len(messages[0].ranks) == 1:
+            tag, payload, (rank,) = messages[0]
+            self._post_up(Kind.MESSAGE, rank, 0, tag, payload)
+        elif messages:
+            self._post_up(Kind.PACK, self.rank, 0, b"", pack(messages))

@@ -1,0 +1,179 @@
+"""Messages that pass through one rank of each machine."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from bytecheckpoint.collectives import Collective
+from bytecheckpoint.collectives.inbox import Inbox
+from bytecheckpoint.collectives.transport.hub import Hub
+from bytecheckpoint.collectives.transport.spoke import Spoke
+from bytecheckpoint.collectives.transport.wire import Kind
+from bytecheckpoint.errors import CheckpointTimeoutError, PeerLostError
+from bytecheckpoint.tuning import tuned
+from tests.collectives.data_world import until
+from tests.collectives.socket_world import SocketWorld
+
+MACHINES = [0, 0, 0, 1, 1, 1, 2, 2, 2]
+
+
+@pytest.fixture
+def world() -> Iterator[SocketWorld]:
+    with SocketWorld(MACHINES, tree=True) as made:
+        yield made
+
+
+def hub_of(world: SocketWorld) -> Hub:
+    star = world.ranks[0]._star
+    assert isinstance(star, Hub)
+    return star
+
+
+def carrier(world: SocketWorld, rank: int) -> int:
+    """Return the rank that passes on the messages of a rank."""
+    return hub_of(world).below[rank].rank
+
+
+def kill(world: SocketWorld, rank: int) -> None:
+    """Cut all connections of a rank, as its death would."""
+    star = world.ranks[rank]._star
+    for link in list(star._open):
+        link.sock.shutdown(socket.SHUT_RDWR)
+
+
+def test_rank_0_has_one_connection_for_each_other_machine(world: SocketWorld) -> None:
+    hub = hub_of(world)
+    assert [hub.below[rank].local for rank in (1, 2)] == [True, True]
+    for machine in (1, 2):
+        ranks = [rank for rank, of in enumerate(MACHINES) if of == machine]
+        assert {carrier(world, rank) for rank in ranks} <= set(ranks)
+        assert len({hub.below[rank] for rank in ranks}) == 1
+    assert len(hub._open) == 4
+
+
+def test_messages_of_one_machine_travel_together(world: SocketWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal ones are sent once; and those that no others join wait for a moment only."""
+    hub, kinds, sizes = hub_of(world), list[Kind](), list[int]()
+    original = hub._on_frame
+
+    def count(link: object, kind: Kind, source: int, to: int, tag: bytes, payload: bytes) -> None:
+        kinds.append(kind)
+        sizes.append(len(payload))
+        original(link, kind, source, to, tag, payload)  # type: ignore[arg-type]
+
+    for rank in (3, 4):
+        world.ranks[rank].send(0, "some", b"%d" % rank)
+    assert world.ranks[0].collect((3, 4), "some", timeout=30) == [b"3", b"4"]
+    monkeypatch.setattr(hub, "_on_frame", count)
+    payload = b"p" * 10_000
+    with tuned(pack_delay=60.0):
+        got = world.run(lambda c: c.gather("all", payload, timeout=30))
+    assert got[0] == [payload] * 9
+    assert sorted(kinds) == [Kind.MESSAGE] * 2 + [Kind.PACK] * 2
+    assert sum(sizes) < 4.1 * len(payload)
+
+
+def test_a_lost_rank_is_named_at_once(world: SocketWorld) -> None:
+    lost = next(rank for rank in (3, 4, 5) if rank != carrier(world, rank))
+    others = [rank for rank in range(1, 9) if rank != lost]
+    threading.Timer(0.3, kill, (world, lost)).start()
+
+    def wait(c: Collective) -> None:
+        if c.rank == 0:
+            with pytest.raises(PeerLostError, match=f"lost rank {lost} while .*its connection closed without a word"):
+                c.gather("never", b"", timeout=3600)
+            assert c.collect(others, "never", timeout=30) == [b""] * 7  # its neighbours are there
+        elif c.rank == lost:
+            with pytest.raises(PeerLostError, match=r"rank \d.* was killed, crashed or was cut off"):
+                c.recv(0, "never", timeout=3600)
+        else:
+            if c.rank == 8:
+                with pytest.raises(PeerLostError, match=f"lost rank {lost}"):
+                    c.recv(lost, "never", timeout=3600)
+            c.gather("never", b"", timeout=3600)
+
+    world.run(wait, timeout=60)
+
+
+def test_the_death_of_a_carrier_loses_its_machine_by_name(world: SocketWorld) -> None:
+    lost = carrier(world, 6)
+    kill(world, lost)
+    for rank in (6, 7, 8):
+        why = "its connection closed" if rank == lost else f"rank {lost}, which passes its messages on, is gone"
+        with pytest.raises(PeerLostError, match=f"lost rank {rank} while .*{why}"):
+            world.ranks[0].recv(rank, "never", timeout=3600)
+        if rank != lost:
+            with pytest.raises(PeerLostError, match=f"rank {lost}, which passes messages on, was killed"):
+                world.ranks[rank].recv(0, "never", timeout=3600)
+    world.ranks[4].send(0, "still", b"works")
+    assert world.ranks[0].recv(4, "still", timeout=30) == b"works"
+
+
+def test_the_death_of_rank_0_ends_all_waits(world: SocketWorld) -> None:
+    kill(world, 0)
+    for rank in range(1, 9):
+        with pytest.raises(PeerLostError, match="rank 0 was killed, crashed or was cut off"):
+            world.ranks[rank].recv(0, "never", timeout=3600)
+
+
+@pytest.mark.parametrize("first", ["members", "carriers", "rank 0"])
+def test_what_was_sent_before_leaving_arrives(world: SocketWorld, first: str) -> None:
+    carriers = {carrier(world, rank) for rank in (3, 6)}
+    order = sorted(
+        range(9), key=lambda rank: {"members": rank in carriers, "carriers": rank not in carriers}.get(first, 0)
+    )
+    for rank in range(1, 9):
+        world.ranks[rank].send(0, "up", b"%d" % rank * 100_000 if rank % 2 else b"%d" % rank)
+    world.ranks[0].send_each("down", dict.fromkeys(range(1, 9), b"d" * 3_000_000))
+    if first == "rank 0":
+        world.ranks[0].close()
+    else:
+        until(lambda: all(world.ranks[0].inbox.has(rank, "up") for rank in range(1, 9)))
+    for rank in order:
+        if rank:
+            assert world.ranks[rank].recv(0, "down", timeout=30) == b"d" * 3_000_000
+        world.ranks[rank].close()
+    assert all(loop.join(20) for each in world.ranks for loop in each._loops)
+
+
+def test_machines_beyond_the_limit_connect_to_another_machine() -> None:
+    machines = [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6]
+    with tuned(direct_links=3), SocketWorld(machines, tree=True) as world:
+        hub = hub_of(world)
+        assert len({link for link in hub.below.values() if not link.local}) < 4
+        assert len(hub.below) == 12
+        got = world.run(lambda c: c.all_gather("all", b"%d" % c.rank, timeout=30))
+        assert got == [[b"%d" % rank for rank in range(13)]] * 13
+        far = next(rank for rank in range(2, 13) if machines[carrier(world, rank)] != machines[rank])
+        kill(world, carrier(world, far))
+        with pytest.raises(PeerLostError, match=f"lost rank {far}"):
+            world.ranks[0].recv(far, "never", timeout=3600)
+
+
+def test_a_machine_whose_carrier_does_not_answer() -> None:
+    """Somebody listens under the name, and is no rank: an error in time."""
+    hub = Hub(3, Inbox(0), b"s" * 32, 1.0, "bytecheckpoint-test-carrier")
+    with socket.socket(socket.AF_UNIX) as nobody:
+        nobody.bind("\0bytecheckpoint-test-elsewhere")
+        nobody.listen()
+        spoke = Spoke(1, 3, Inbox(1), b"s" * 32, 1.0)
+        with pytest.raises(CheckpointTimeoutError, match="rank 1: not every rank connected"):
+            spoke.connect(["localhost"], hub.port, 1.0, beside="bytecheckpoint-test-elsewhere")
+    hub.leave()
+    assert hub.join(10)
+
+
+def test_where_names_cannot_be_taken_each_rank_speaks_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a sandbox without sockets of the machine's own."""
+
+    def refuse(*_: object) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr("bytecheckpoint.collectives.transport.spoke.listen_beside", refuse)
+    with SocketWorld([0, 1, 1, 1], tree=True) as world:
+        assert len(set(hub_of(world).below.values())) == 3
+        assert world.run(lambda c: c.all_gather("all", b"", timeout=30)) == [[b""] * 4] * 4
