@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import ipaddress
 import os
 from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, Literal, get_args, get_type_hints
@@ -20,6 +21,7 @@ _Count = Annotated[int, Meta(ge=0, description="an integer that is at least 0")]
 _PositiveCount = Annotated[int, Meta(ge=1, description="an integer that is at least 1")]
 _Chunk = Annotated[int, Meta(gt=0, multiple_of=1 << 20, description="a positive multiple of 1 MiB, in bytes")]
 _Text = Annotated[str, Meta(description="a str")]
+_Ip = Annotated[str, Meta(description="an IP address of this machine, or an empty str")]
 _Ports = Annotated[str, Meta(pattern=r"^([0-9]{1,5}-[0-9]{1,5})?$", description="a range of ports, as '29600-29700'")]
 _Address = Annotated[str, Meta(min_length=1, description="a str that is not empty")]
 
@@ -49,8 +51,12 @@ class Settings:
             save to one path one gets an error; "plain" by an ordinary put, for stores that lack conditional ones.
         spool_dir: folder for bytes that an object store takes later and that do not fit in memory; by default the
             system's folder for temporary files.
-        listen_address: address of this machine at which ranks listen for each other; by default those of all interfaces.
+        listen_address: IP address of this machine at which ranks listen for each other; by default those of all interfaces.
         listen_ports: the ports that they may take, as "29600-29700"; by default any. A rank takes one or two.
+        tls_certificate: file with the certificate that this rank shows to others, in PEM; with it, all connections between
+            machines go over TLS, on all ranks or none. By default they do not.
+        tls_key: file with its private key.
+        tls_authority: file with the certificates of those who may sign the certificates of ranks.
         message_tree: "on" passes messages between ranks through one rank of each machine, which joins them; "off" sends
             all directly to rank 0; "auto" does the former in worlds of more than 2,000 ranks, and where rank 0 may not
             open a descriptor for each rank.
@@ -71,8 +77,11 @@ class Settings:
     storage_timeout: _Seconds = 180.0
     commit: Literal["exclusive", "plain"] = "exclusive"
     spool_dir: _Text = ""
-    listen_address: _Text = ""
+    listen_address: _Ip = ""
     listen_ports: _Ports = ""
+    tls_certificate: _Text = ""
+    tls_key: _Text = ""
+    tls_authority: _Text = ""
     message_tree: Literal["auto", "on", "off"] = "auto"
     memory_dir: _Text = "/dev/shm"
     tier_hot: _Address = "mem://tier"
@@ -93,6 +102,12 @@ class Settings:
                 huge = isinstance(value, int) and abs(value) > 1 << 64
                 shown = "a huge number" if huge else repr(value)
                 raise UsageError(f"settings.{name} is {shown}: give {_wanted(kind)}") from None
+        if self.listen_address:
+            try:
+                ipaddress.ip_address(self.listen_address)
+            except ValueError:
+                wanted = _wanted(_kinds()["listen_address"])
+                raise UsageError(f"settings.listen_address is {self.listen_address!r}: give {wanted}") from None
         first, last = self.port_range
         if not 0 <= first <= last < 1 << 16 or (self.listen_ports and not first):
             raise UsageError(

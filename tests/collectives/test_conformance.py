@@ -11,19 +11,21 @@ import pytest
 from bytecheckpoint.collectives import Collective, ThreadWorld
 from bytecheckpoint.errors import CheckpointError, UsageError
 from tests.collectives.interrupts import check_interrupts
-from tests.collectives.socket_world import SocketWorld
+from tests.collectives.socket_world import SocketWorld, certificates
+from tests.support.settings import using
 
 MACHINES = [0, 0, 1, 1, 1, 2, 3, 3]
 RANKS = range(len(MACHINES))
 
 
-@pytest.fixture(scope="module", params=["threads", "star", "tree"])
-def world(request: pytest.FixtureRequest) -> Iterator[ThreadWorld]:
+@pytest.fixture(scope="module", params=["threads", "star", "tree", "star over TLS", "tree over TLS"])
+def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ThreadWorld]:
     if request.param == "threads":
         yield ThreadWorld(len(MACHINES))
-    else:
-        with SocketWorld(MACHINES, tree=request.param == "tree") as made:
-            yield made
+        return
+    secured = certificates(tmp_path_factory.mktemp("tls")) if "TLS" in request.param else {}
+    with using(**secured), SocketWorld(MACHINES, tree="tree" in request.param) as made:
+        yield made
 
 
 @pytest.fixture

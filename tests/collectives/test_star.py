@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from itertools import pairwise
+from pathlib import Path
 
 import psutil
 import pytest
@@ -18,11 +19,14 @@ from bytecheckpoint.collectives.inbox import Inbox
 from bytecheckpoint.collectives.transport.hub import Hub
 from bytecheckpoint.collectives.transport.sockets import is_loopback, local_addresses
 from bytecheckpoint.collectives.transport.spoke import Spoke
-from bytecheckpoint.collectives.transport.star import Star
+from bytecheckpoint.collectives.transport.star import PLACE, PLACES, Star
 from bytecheckpoint.collectives.transport.wire import Kind
-from bytecheckpoint.errors import CheckpointError, CheckpointTimeoutError, PeerLostError
+from bytecheckpoint.errors import CheckpointError, CheckpointTimeoutError, PeerLostError, UsageError
+from bytecheckpoint.tuning import tuned
 from tests.collectives.data_world import MIB, SECRET, frame, greet
+from tests.collectives.socket_world import certificates
 from tests.servers.process import free_port
+from tests.support.settings import using
 from tests.support.system_calls import failing
 
 
@@ -141,6 +145,64 @@ def test_an_unknown_name_of_rank_0_does_not_matter(monkeypatch: pytest.MonkeyPat
     for loop in (outer, center):
         loop.leave()
     assert outer.join(10) and center.join(10)
+
+
+def test_ranks_listen_where_the_settings_say() -> None:
+    first = free_port()
+    with using(listen_address="127.0.0.1", listen_ports=f"{first}-{first + 3}"):
+        center, outer = hub(2), spoke(1, 2)
+        assert {center.port, center.data_port, outer.data_port} <= set(range(first, first + 4))
+        assert local_addresses("elsewhere.invalid") == ["127.0.0.1"]
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.2", center.port), 5)
+        other = spoke(2, 3)  # takes the last port
+        with pytest.raises(UsageError, match=rf"listen_ports is '{first}-{first + 3}': no port of these is free"):
+            spoke(2, 3)
+        outer.connect(local_addresses(None), center.port, 10)
+    other._release()
+    for loop in (outer, center):
+        loop.leave()
+        assert loop.join(10)
+    with (
+        using(listen_address="203.0.113.7"),
+        pytest.raises(UsageError, match=r"listen_address is '203\.0\.113\.7': not of this machine"),
+    ):
+        hub(2)
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
+def test_ranks_that_listen_at_an_ipv6_address_only() -> None:
+    with using(listen_address="::1"):
+        center, outer = hub(2), spoke(1, 2)
+        outer.connect(["::1"], center.port, 10)
+        assert outer.hub_address == "::1"
+        outer.locate(0)
+        place = PLACES.decode(outer.inbox.take([0], PLACE, timeout=10)[0])
+        assert (place.host, place.data) == ("::1", center.data_port)
+    for loop in (outer, center):
+        loop.leave()
+        assert loop.join(10)
+
+
+@tuned(handshake_timeout=1.0)
+def test_certificates_of_others_are_refused(tmp_path: Path) -> None:
+    """Those of another authority, a rank without any, and one that has some where rank 0 has none."""
+    ours, theirs = (certificates(tmp_path / name) for name in ("ours", "theirs"))
+    for of_rank_0, of_rank_1 in ((ours, theirs), (ours, {}), ({}, ours)):
+        with using(**of_rank_0):
+            center = hub(2)
+        with using(**of_rank_1), pytest.raises((PeerLostError, CheckpointTimeoutError)):
+            spoke(1, 2).connect(["localhost"], center.port, 3)
+        assert not center.below
+        center.leave()
+        assert center.join(10)
+
+
+def test_certificates_that_cannot_be_used_are_named(tmp_path: Path) -> None:
+    files = certificates(tmp_path)
+    for wrong in ({"tls_key": "/nowhere"}, {"tls_authority": files["tls_key"]}, {"tls_key": files["tls_authority"]}):
+        with using(**files | wrong), pytest.raises(UsageError, match=r"tls_certificate is .* cannot be used"):
+            hub(2)
 
 
 def test_a_denied_socket_pair_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,16 +5,14 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from demo.elastic import train
 from tests.manager.agents import ElasticJob, kill
+from tests.support.namespaces import cut_cable, inside, two_machines
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -61,39 +59,15 @@ def test_a_machine_is_lost(tmp_path: Path) -> None:
         check(job, 60, [3, 2])
 
 
-@pytest.fixture
-def machines() -> Iterator[list[str]]:
-    """Two network namespaces that see each other at 10.99.9.1 and 10.99.9.2."""
-    names = [f"bc{os.getpid()}{side}" for side in "ab"]
-    try:
-        for name in names:
-            _ip("netns", "add", name)
-            _ip("-n", name, "link", "set", "lo", "up")
-        _ip("link", "add", "eth0", "netns", names[0], "type", "veth", "peer", "name", "eth0", "netns", names[1])
-        for number, name in enumerate(names, 1):
-            _ip("-n", name, "addr", "add", f"10.99.9.{number}/24", "dev", "eth0")
-            _ip("-n", name, "link", "set", "eth0", "up")
-        yield names
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "del", name], check=False)
-
-
-def _ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True)
-
-
-def test_a_machine_falls_silent(tmp_path: Path, machines: list[str]) -> None:
-    """Its link is cut, so nothing tells the other one, which has two ranks: they go on after the time-outs of TCP."""
-    with ElasticJob(tmp_path, 60, 0.1, "10.99.9.1") as job:
+def test_a_machine_falls_silent(tmp_path: Path) -> None:
+    """Its cable is cut, so nothing tells the other one, which has two ranks: they go on after the time-outs of TCP."""
+    with two_machines() as machines, ElasticJob(tmp_path, 60, 0.1, "10.99.9.1") as job:
         first, second = [
-            job.start(
-                "1:2", 2, within=["ip", "netns", "exec", name], address=f"10.99.9.{number}", GLOO_SOCKET_IFNAME="eth0"
-            )
+            job.start("1:2", 2, within=inside(name), address=f"10.99.9.{number}", GLOO_SOCKET_IFNAME="eth0")
             for number, name in enumerate(machines, 1)
         ]
         job.wait_for(23)
-        _ip("-n", machines[1], "link", "set", "eth0", "down")
+        cut_cable(machines[1])
         kill(job.tree(second))
         job.wait([first])
         assert saved_just_in_time(job) >= 23

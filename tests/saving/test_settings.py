@@ -18,6 +18,9 @@ WRONG: list[tuple[str, list[Any], str]] = [
     ("write_threads", [0, True, "2"], "give an integer that is at least 1"),
     ("read_threads", [-1, 1.5], "give an integer that is at least 0"),
     ("tier_hot", ["", None], "give a str that is not empty"),
+    ("listen_ports", ["80", "9-8", "0-5", "1-99999", "a-b", 5, None], "give a range of ports, as '29600-29700'"),
+    ("listen_address", ["my host", "eth0", 5, None], "give an IP address of this machine"),
+    ("message_tree", ["always", True], "give 'auto' or 'on' or 'off'"),
 ]
 
 

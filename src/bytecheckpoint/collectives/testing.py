@@ -132,4 +132,4 @@ class ThreadWorld:
             raise first
         if stuck:
             raise CheckpointTimeoutError(f"ranks {stuck} of {self.size} did not return within {timeout:g} s")
-        return [results[rank] for rank in range(self.size)]
+        return [results[each.rank] for each in self.ranks]

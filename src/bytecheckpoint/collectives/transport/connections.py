@@ -166,7 +166,7 @@ class Connections(Loop):
             self._redial_later(peer, os.strerror(code))
             return
         greeting = Greeting(self._thread.name, self.secret, self.rank, peer.rank)
-        peer.dialling = link = PeerLink(sock, greeting)
+        peer.dialling = link = PeerLink(self.security.over(sock, dials=True), greeting)
         self._add(link)
         self._post(link, Kind.HELLO, self.rank, peer.rank, b"", greeting.hello())
 
@@ -178,7 +178,7 @@ class Connections(Loop):
         self._call_later(_REDIAL, partial(self._connect_if_needed, peer))
 
     def _new_link(self, sock: socket.socket) -> PeerLink:
-        return PeerLink(sock, Greeting(self._thread.name, self.secret, self.rank))
+        return PeerLink(self.security.over(sock, dials=False), Greeting(self._thread.name, self.secret, self.rank))
 
     def _on_frame(self, link: Link, kind: Kind, source: int, to: int, tag: bytes, payload: Payload) -> None:
         assert isinstance(link, PeerLink)

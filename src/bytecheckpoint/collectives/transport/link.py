@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import socket
+import ssl
 import struct
 import threading
 import time
@@ -12,6 +13,11 @@ from collections import deque
 from collections.abc import Iterable
 
 from bytecheckpoint.collectives.transport.greeting import Greeting
+from bytecheckpoint.collectives.transport.tls import (
+    AGAIN_AFTER_READING,
+    AGAIN_AFTER_WRITING,
+    shut_down_writing,
+)
 from bytecheckpoint.collectives.transport.wire import Frame, FrameReader, Kind, Payload, header
 from bytecheckpoint.tuning import tuning
 
@@ -29,7 +35,7 @@ class Link:
     """One non-blocking connection, with the queue of data to send and the reader of the frames that arrive.
 
     Args:
-        sock: the connection, over TCP or within this machine.
+        sock: the connection, over TCP, TLS, or within this machine.
         reader: assembles what arrives.
         greeting: this side of it.
     """
@@ -45,6 +51,8 @@ class Link:
                 if hasattr(socket, name):
                     sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
         self.sock = sock
+        self._secured = isinstance(sock, ssl.SSLSocket)
+        self.resumes = False  # more can be sent once something has come
         self.greeting = greeting
         self.rank = -1  # of the other side, once the greeting is over
         self._unanswered_since: float | None = None
@@ -76,9 +84,12 @@ class Link:
         refills = 0
         while not self._dead and (self._queue or self._refill()):
             try:
-                sent = self.sock.sendmsg(itertools.islice(self._queue, 16))
-            except (BlockingIOError, InterruptedError):
+                sent = self._send()
+            except AGAIN_AFTER_WRITING:
                 return False
+            except AGAIN_AFTER_READING:  # the handshake of TLS
+                self.resumes = True
+                return True
             except OSError:
                 # Reading from the broken connection fails too, and reports it.
                 self._dead = True
@@ -96,8 +107,13 @@ class Link:
         if self.hang_up:
             self.hang_up = False
             with contextlib.suppress(OSError):
-                self.sock.shutdown(socket.SHUT_WR)
+                shut_down_writing(self.sock)
         return True
+
+    def _send(self) -> int:
+        if self._secured:
+            return self.sock.send(self._queue[0])
+        return self.sock.sendmsg(itertools.islice(self._queue, 16))
 
     def _refill(self) -> bool:
         """Add more data to the empty queue; False when there is none."""
@@ -110,18 +126,27 @@ class Link:
             EOFError: the other side closed the connection.
             OSError: the connection broke, or it carries something else than frames.
         """
-        for _ in range(_READS_PER_TURN):
+        for number in itertools.count():
+            # What TLS has decrypted already makes no selector report the connection.
+            if number >= _READS_PER_TURN and not (self._secured and self.sock.pending()):  # type: ignore[attr-defined]
+                return
             try:
-                count = self.sock.recv_into(self._reader.target)
-            except (BlockingIOError, InterruptedError):
+                count = self._receive()
+            except (*AGAIN_AFTER_WRITING, *AGAIN_AFTER_READING):
                 return
             if count == 0:
                 raise EOFError
             if (frame := self._reader.advance(count, authenticated=self.rank >= 0)) is not None:
                 yield frame
 
+    def _receive(self) -> int:
+        if not self._secured:
+            return self.sock.recv_into(self._reader.target)
+        with self._lock:  # TLS takes one call at a time
+            return self.sock.recv_into(self._reader.target)
+
     def is_cut_off(self) -> bool:
-        """Whether the other machine has answered nothing of what was sent for too long. To be called every other second.
+        """Whether the other machine has answered nothing of what was sent for too long. To be called again and again.
 
         Keepalive probes nothing while data are under way, and the kernel sends those again for a quarter of an hour. Its
         time limit for that (`TCP_USER_TIMEOUT`) also cuts off a rank that lives and reads nothing for a while.

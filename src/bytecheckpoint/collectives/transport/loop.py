@@ -18,6 +18,7 @@ from functools import partial
 from bytecheckpoint.collectives.transport.greeting import Greeting
 from bytecheckpoint.collectives.transport.link import Link
 from bytecheckpoint.collectives.transport.sockets import SCARCE
+from bytecheckpoint.collectives.transport.tls import Security
 from bytecheckpoint.collectives.transport.wire import FrameReader, Kind, Payload
 from bytecheckpoint.errors import CheckpointError, UsageError
 from bytecheckpoint.tuning import tuning
@@ -25,7 +26,6 @@ from bytecheckpoint.tuning import tuning
 __all__ = ["Loop", "leave_all", "release_inherited"]
 
 _ACCEPT_PAUSE = 0.2  # seconds without accepting after descriptors ran out
-_LOOK_PAUSE = 2.0  # seconds between two looks for connections that were cut off
 
 
 class Loop(ABC):
@@ -37,6 +37,9 @@ class Loop(ABC):
         name: of the thread.
         secret: known only to ranks of this world; authenticates connections.
         linger: most seconds that `leave` spends on delivering the last messages.
+
+    Raises:
+        UsageError: the settings name certificates that cannot be used.
     """
 
     def __init__(self, rank: int, world_size: int, name: str, secret: bytes, linger: float) -> None:
@@ -44,6 +47,7 @@ class Loop(ABC):
         self.world_size = world_size
         self.linger = linger
         self.secret = secret
+        self.security = Security()
         self._selector = selectors.DefaultSelector()  # data of a key: the handler of its events
         self._unsent: deque[Link] = deque()  # links with data that the socket did not take yet
         self._open: set[Link] = set()
@@ -132,6 +136,8 @@ class Loop(ABC):
         """Act after each round of events."""
 
     def _new_link(self, sock: socket.socket) -> Link:
+        """Make a link of a connection that was accepted."""
+        sock = self.security.over(sock, dials=False)
         return Link(sock, FrameReader(), Greeting(self._thread.name, self.secret, self.rank))
 
     def _add(self, link: Link) -> None:
@@ -171,7 +177,11 @@ class Loop(ABC):
                     self._selector.unregister(listener)
                     self._call_later(_ACCEPT_PAUSE, partial(self._accept_again, listener))
                 return
-            link = self._new_link(sock)
+            try:
+                link = self._new_link(sock)
+            except OSError:
+                sock.close()
+                continue
             self._add(link)
             self._call_later(tuning().handshake_timeout, partial(self._drop_unauthenticated, link))
 
@@ -195,7 +205,7 @@ class Loop(ABC):
 
     def _loop(self) -> None:
         reason = "this world was closed"
-        self._call_later(_LOOK_PAUSE, self._drop_cut_off)
+        self._call_later(tuning().unanswered_timeout / 8, self._drop_cut_off)
         try:
             while not self._finished():
                 for key, mask in self._selector.select(self._seconds_to_timer()):
@@ -236,6 +246,10 @@ class Loop(ABC):
                         self._on_frame(link, kind, source, to, tag, payload)
                     else:
                         self._on_greeting(link, kind, source, to, bytes(payload))
+                if link.resumes and link in self._open:
+                    link.resumes = False
+                    if not link.flush():
+                        self._unsent.append(link)
             except (EOFError, OSError):
                 if link in self._open:
                     self._drop(link)
@@ -255,7 +269,7 @@ class Loop(ABC):
         for link in [link for link in self._open if link.is_cut_off()]:
             self._drop(link)
             self._on_gone(link)
-        self._call_later(_LOOK_PAUSE, self._drop_cut_off)
+        self._call_later(tuning().unanswered_timeout / 8, self._drop_cut_off)
 
     def _drain_wakes(self, _mask: int) -> None:
         try:

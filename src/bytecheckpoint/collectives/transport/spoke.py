@@ -145,7 +145,7 @@ class Spoke(Star):
     def _greet(self, sock: socket.socket) -> None:
         place = msgspec.msgpack.encode(Place(self.data_port, self._message_port))
         greeting = Greeting(self._thread.name, self.secret, self.rank, ANYBODY, place)
-        self._up = Link(sock, FrameReader(), greeting)
+        self._up = Link(self.security.over(sock, dials=True), FrameReader(), greeting)
         self._add(self._up)
         self._post(self._up, Kind.HELLO, self.rank, ANYBODY, b"", greeting.hello())
 

@@ -46,7 +46,7 @@ class Star(Loop):
         hub_address: where this rank reaches rank 0's machine.
 
     Raises:
-        UsageError: the settings leave no port to listen at.
+        UsageError: the settings leave no port to listen at, or name certificates that cannot be used.
     """
 
     def __init__(self, rank: int, world_size: int, inbox: Inbox, secret: bytes, linger: float) -> None:

@@ -1,0 +1,244 @@
+"""Many ranks on one machine: `python -m benchmarks.endpoints [--ranks 64 256 1024] [--processes 4]`.
+
+Each rank is a thread with sockets of its own, and goes through the real code of a save and a load with tiny tensors; eight
+ranks stand for one machine. Rank 0 has a process to itself, whose messages, bytes, memory and descriptors are printed,
+with the seconds of each step, for a star and for a tree. From these the cost at 10,000 ranks is estimated. gloo's
+barrier is measured beside, up to the number of ranks at which it can connect every pair here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+import torch.distributed as dist
+
+import bytecheckpoint
+from bytecheckpoint.collectives import ThreadWorld
+from bytecheckpoint.collectives.process_group import StoreCollective
+from bytecheckpoint.collectives.transport.hub import Hub
+from bytecheckpoint.collectives.transport.link import Link
+from bytecheckpoint.collectives.transport.wire import Kind
+
+#: Bytes that one rank reports at the end of a save: the sums of the blocks of some files.
+_SUMS = 4096
+_PER_MACHINE = 8
+_TIMEOUT = 300.0
+
+
+class _Part(ThreadWorld):
+    """The ranks of one process of the world.
+
+    Args:
+        ranks: of this process.
+        size: of the world.
+        port: of the store.
+    """
+
+    def __init__(self, ranks: list[int], size: int, port: int) -> None:
+        self.size = len(ranks)
+        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=_TIMEOUT))
+        joined: dict[int, StoreCollective] = {}
+
+        def join(rank: int) -> None:
+            host = f"machine {rank // _PER_MACHINE}"
+            joined[rank] = StoreCollective(store, rank, size, timeout=_TIMEOUT, host=host)
+
+        threads = [threading.Thread(target=join, args=(rank,)) for rank in ranks]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        self.ranks = [joined[rank] for rank in ranks]  # type: ignore[misc]
+
+
+def _steps(part: _Part, folder: str) -> dict[str, Callable[[], object]]:
+    """Return what the ranks do, step by step."""
+    sums = np.random.default_rng(part.ranks[0].rank).bytes(_SUMS)
+
+    def barrier(c: Any) -> float:
+        begun = time.perf_counter()
+        for number in range(5):
+            c.barrier(f"barrier/{number}", timeout=_TIMEOUT)
+        return (time.perf_counter() - begun) / 5
+
+    def report(c: Any) -> None:
+        c.gather_scatter("sums", sums, lambda all_sums: [b"ok"] * len(all_sums), timeout=_TIMEOUT)
+
+    def states(c: Any) -> dict[str, Any]:
+        return {"model": {f"layers.{c.rank}.weight": torch.full((16,), float(c.rank))}}
+
+    def save(c: Any) -> None:
+        bytecheckpoint.save(folder, states(c))
+
+    def again(c: Any) -> None:
+        handle = bytecheckpoint.save(f"{folder}-2", states(c), async_checkpoint=True)
+        begun = time.perf_counter()
+        handle.result()
+        barrier_seconds.append(time.perf_counter() - begun)
+
+    def load(c: Any) -> None:
+        wanted = {"model": {f"layers.{c.rank}.weight": torch.zeros(16)}}
+        bytecheckpoint.load(folder, wanted, strict=False)
+        assert wanted["model"][f"layers.{c.rank}.weight"].tolist() == [float(c.rank)] * 16
+
+    barrier_seconds: list[float] = []
+    work = {"barrier": barrier, "sums": report, "save": save, "async save": again, "load": load}
+    return {name: (lambda body=body: part.run(body, timeout=_TIMEOUT)) for name, body in work.items()}
+
+
+def _serve_ranks(first: int, last: int, size: int, port: int, folder: str) -> None:
+    """Be the ranks of one process but rank 0, which says when a step begins."""
+    bytecheckpoint.configure(writer="thread", staging_bytes=1 << 20, write_threads=1)
+    part = _Part([*range(first, last)], size, port)
+    for name, step in _steps(part, folder).items():
+        part.ranks[0].recv(0, f"begin {name}", timeout=_TIMEOUT)
+        step()
+    for each in part.ranks:
+        each.close()
+
+
+class _Counting:
+    """Counts the frames and bytes that go over the connections of this process while it is in force."""
+
+    def __init__(self) -> None:
+        self.frames: Counter[str] = Counter()
+        self.bytes: Counter[str] = Counter()
+        post, frame = Link.post, Hub._on_frame
+
+        def counted_post(link: Link, kind: Kind, source: int, to: int, tag: bytes, payload: Any) -> bool:
+            self.frames["out"] += 1
+            self.bytes["out"] += len(payload)
+            return post(link, kind, source, to, tag, payload)
+
+        def counted_frame(hub: Hub, link: Link, kind: Kind, source: int, to: int, tag: bytes, payload: Any) -> None:
+            self.frames["in"] += 1
+            self.bytes["in"] += len(payload)
+            frame(hub, link, kind, source, to, tag, payload)
+
+        Link.post, Hub._on_frame = counted_post, counted_frame  # type: ignore[method-assign]
+
+
+def _measure(size: int, processes: int, shape: str) -> list[dict[str, Any]]:
+    """Be rank 0 of a world, and return a row for each step."""
+    bytecheckpoint.configure(
+        writer="thread", staging_bytes=1 << 20, write_threads=1, message_tree="on" if shape == "tree" else "off"
+    )
+    counting = _Counting()
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    folder = tempfile.mkdtemp(dir="/dev/shm" if Path("/dev/shm").is_dir() else None)
+    bounds = np.linspace(1, size, processes + 1).astype(int).tolist()
+    others = [
+        subprocess.Popen([sys.executable, "-m", "benchmarks.endpoints", "--serve", *map(str, (*part, size, store.port, folder))])
+        for part in zip(bounds, bounds[1:], strict=False)
+    ]  # fmt: skip
+    rows = []
+    try:
+        begun, cpu = time.perf_counter(), time.process_time()
+        part = _Part([0], size, store.port)
+        rows.append(_row(size, shape, "connect", time.perf_counter() - begun, cpu, counting))
+        (own,) = part.ranks
+        for name, step in _steps(part, f"{folder}/step").items():
+            counting.frames.clear()
+            counting.bytes.clear()
+            begun, cpu = time.perf_counter(), time.process_time()
+            for first in bounds[:-1]:
+                own.send(first, f"begin {name}", b"")
+            found = step()
+            seconds = time.perf_counter() - begun
+            rows.append(_row(size, shape, name, found[0] if name == "barrier" else seconds, cpu, counting))  # type: ignore[index]
+        own.close()
+        for other in others:
+            other.wait(120)
+    finally:
+        for other in others:
+            other.kill()
+        shutil.rmtree(folder, ignore_errors=True)
+    return rows
+
+
+def _row(size: int, shape: str, step: str, seconds: float, cpu: float, counting: _Counting) -> dict[str, Any]:
+    print(f"{size} ranks, {shape}: {step} {seconds:.2f} s", file=sys.stderr)
+    return {
+        "ranks": size, "shape": shape, "step": step, "seconds": seconds, "core seconds": time.process_time() - cpu,
+        "messages in": counting.frames["in"], "messages out": counting.frames["out"],
+        "KiB in": counting.bytes["in"] / 1024, "KiB out": counting.bytes["out"] / 1024,
+        "MiB of memory": psutil.Process().memory_info().rss / 2**20, "descriptors": psutil.Process().num_fds(),
+    }  # fmt: skip
+
+
+def _gloo(size: int) -> list[dict[str, Any]]:
+    """Return the seconds of gloo's barrier among ranks on threads of this process."""
+    store = dist.HashStore()
+    groups: dict[int, Any] = {}
+
+    def each(body: Callable[[int], None]) -> float:
+        threads = [threading.Thread(target=body, args=(rank,)) for rank in range(size)]
+        begun = time.perf_counter()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return time.perf_counter() - begun
+
+    def connect(rank: int) -> None:
+        groups[rank] = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=_TIMEOUT))
+
+    connected = each(connect)
+    took = statistics.median(each(lambda rank: groups[rank].barrier().wait()) for _ in range(5))
+    descriptors = psutil.Process().num_fds()
+    return [
+        {"ranks": size, "shape": "gloo", "step": name, "seconds": seconds, "descriptors": descriptors / size}
+        for name, seconds in (("connect", connected), ("barrier", took))
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[64, 256, 1024])
+    parser.add_argument("--shapes", nargs="+", default=["star", "tree", "gloo"])
+    parser.add_argument("--processes", type=int, default=4)
+    parser.add_argument("--serve", nargs=5)
+    parser.add_argument("--one", nargs=2)
+    arguments = parser.parse_args()
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+    threading.stack_size(512 << 10)
+    if arguments.serve:
+        *numbers, folder = arguments.serve
+        _serve_ranks(*map(int, numbers), f"{folder}/step")
+    elif arguments.one:
+        size, shape = int(arguments.one[0]), arguments.one[1]
+        rows = _gloo(size) if shape == "gloo" else _measure(size, arguments.processes, shape)
+        print(json.dumps(rows))
+    else:
+        for size in arguments.ranks:
+            for shape in arguments.shapes:
+                command = [sys.executable, "-m", "benchmarks.endpoints", "--one", str(size), shape]
+                command += ["--processes", str(arguments.processes)]
+                done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, env=dict(os.environ))
+                if done.returncode:
+                    print(f"{size} ranks, {shape}: failed")
+                else:
+                    print(done.stdout)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""TLS over the connections of ranks, where the settings name certificates. Without it, what ranks send is readable."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+
+from bytecheckpoint.errors import UsageError
+from bytecheckpoint.settings import settings
+
+__all__ = ["AGAIN_AFTER_READING", "AGAIN_AFTER_WRITING", "Security", "shut_down_writing"]
+
+#: Errors of a non-blocking call that can go on when bytes come; the same, when bytes can be sent.
+AGAIN_AFTER_READING = (ssl.SSLWantReadError,)
+AGAIN_AFTER_WRITING = (BlockingIOError, InterruptedError, ssl.SSLWantWriteError)
+
+
+class Security:
+    """How the connections of one rank are secured, by the settings in force now.
+
+    Both sides show a certificate that the authority has signed. Addresses prove nothing here: the greeting of ranks does.
+
+    Raises:
+        UsageError: the files that the settings name cannot be used.
+    """
+
+    def __init__(self) -> None:
+        self._dials = self._accepts = None
+        if settings().tls_certificate:
+            self._dials = _context(ssl.PROTOCOL_TLS_CLIENT)
+            self._accepts = _context(ssl.PROTOCOL_TLS_SERVER)
+
+    def over(self, sock: socket.socket, *, dials: bool) -> socket.socket:
+        """Return a connection that goes over TLS, which begins by itself; the connection itself without certificates.
+
+        Args:
+            sock: connected; one within this machine stays as it is.
+            dials: this side has dialled.
+
+        Raises:
+            OSError: the connection is broken.
+        """
+        context = self._dials if dials else self._accepts
+        if context is None or sock.family == socket.AF_UNIX:
+            return sock
+        return context.wrap_socket(sock, server_side=not dials, do_handshake_on_connect=False)
+
+
+def _context(protocol: ssl._SSLMethod) -> ssl.SSLContext:
+    now = settings()
+    context = ssl.SSLContext(protocol)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    try:
+        context.load_cert_chain(now.tls_certificate, now.tls_key)
+        context.load_verify_locations(now.tls_authority)
+    except (OSError, ssl.SSLError) as error:
+        raise UsageError(
+            f"settings.tls_certificate is {now.tls_certificate!r}, tls_key {now.tls_key!r} and tls_authority "
+            f"{now.tls_authority!r}: they cannot be used: {error}"
+        ) from error
+    return context
+
+
+def shut_down_writing(sock: socket.socket) -> None:
+    """Tell the other side that no more bytes come, and read on."""
+    # `SSLSocket.shutdown` would read what still comes as plain bytes.
+    socket.socket.shutdown(sock, socket.SHUT_WR)
