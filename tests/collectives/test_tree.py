@@ -39,9 +39,9 @@ def carrier(world: SocketWorld, rank: int) -> int:
 
 
 def kill(world: SocketWorld, rank: int) -> None:
-    """Cut all connections of a rank, as its death would."""
+    """Cut all connections of a rank, as its death would: it can tell rank 0 nothing of the others any more."""
     star = world.ranks[rank]._star
-    for link in list(star._open):
+    for link in sorted(star._open, key=lambda link: link is not getattr(star, "_up", None)):
         link.sock.shutdown(socket.SHUT_RDWR)
 
 

@@ -27,6 +27,7 @@ from bytecheckpoint.collectives.transport.mesh import Mesh
 from bytecheckpoint.collectives.transport.sockets import is_loopback, local_addresses, may_open
 from bytecheckpoint.collectives.transport.spoke import Spoke
 from bytecheckpoint.collectives.transport.star import Star
+from bytecheckpoint.collectives.transport.wire import ANYBODY
 from bytecheckpoint.errors import (
     CheckpointError,
     CheckpointTimeoutError,
@@ -172,9 +173,7 @@ class StoreCollective(InboxCollective):
         return super().collect(sources, tag, timeout=timeout, unless=unless)
 
     def watch_losses(self, on_lost: Callable[[int, str], None]) -> Callable[[], None]:  # noqa: D102 (inherited)
-        for other in range(1, self.world_size):
-            if other != self.rank:
-                self._star.watch(other)
+        self._star.watch(ANYBODY)
         return super().watch_losses(on_lost)
 
     def exchange(  # noqa: D102 (inherited)

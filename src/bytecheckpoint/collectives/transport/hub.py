@@ -12,7 +12,7 @@ from bytecheckpoint.collectives.transport.link import Link
 from bytecheckpoint.collectives.transport.packs import Message, Place, unpack
 from bytecheckpoint.collectives.transport.sockets import listen, listen_beside, reserve_descriptors
 from bytecheckpoint.collectives.transport.star import PLACE, Star
-from bytecheckpoint.collectives.transport.wire import Kind, Payload
+from bytecheckpoint.collectives.transport.wire import ANYBODY, Kind, Payload
 from bytecheckpoint.errors import CheckpointTimeoutError
 from bytecheckpoint.tuning import tuning
 
@@ -46,7 +46,7 @@ class Hub(Star):
         self._turns = itertools.count()
         self._sent_away: set[Link] = set()  # to a rank that passes on messages
         self._gone: dict[int, str] = {}
-        self._watchers: dict[int, list[int]] = {}
+        self._watchers: dict[int, set[int]] = {}
         self._hung_up = False
         self._accept_from(listener)
         if beside and (local := listen_beside(beside, links)) is not None:
@@ -128,10 +128,9 @@ class Hub(Star):
         elif kind is Kind.JOIN:
             self._join(source, link, self._place_of(link, payload))
         elif kind is Kind.WATCH:
-            if to in self._gone:
-                self._post(link, Kind.LOST, to, source, b"", self._gone[to].encode())
-            else:
-                self._watchers.setdefault(to, []).append(source)
+            for lost in self._gone if to == ANYBODY else self._gone.keys() & {to}:
+                self._tell_loss(source, lost)
+            self._watchers.setdefault(to, set()).add(source)
         elif kind is Kind.WHERE:
             self._post(link, Kind.PLACE, to, source, b"", msgspec.msgpack.encode(self._places[to]))
         elif kind is Kind.BYE:
@@ -154,8 +153,11 @@ class Hub(Star):
         if self._deadline is not None:
             return
         self.inbox.mark_lost(rank, reason)
-        for watcher in self._watchers.pop(rank, ()):
-            self._post(self.below[watcher], Kind.LOST, rank, watcher, b"", reason.encode())
+        for watcher in self._watchers.pop(rank, set()) | self._watchers.get(ANYBODY, set()):
+            self._tell_loss(watcher, rank)
+
+    def _tell_loss(self, watcher: int, rank: int) -> None:
+        self._post(self.below[watcher], Kind.LOST, rank, watcher, b"", self._gone[rank].encode())
 
     def _on_leave(self) -> None:
         self._stop_accepting()

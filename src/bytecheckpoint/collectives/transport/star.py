@@ -70,7 +70,7 @@ class Star(Loop):
 
     @abstractmethod
     def watch(self, other: int) -> None:
-        """Report to the inbox when rank `other` is gone."""
+        """Report to the inbox when rank `other` is gone, or, of `ANYBODY`, each rank that is."""
 
     @abstractmethod
     def locate(self, other: int) -> None:

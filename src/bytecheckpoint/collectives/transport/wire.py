@@ -26,7 +26,7 @@ class Kind(IntEnum):
     WELCOME = 6  # down: every rank is connected
     MESSAGE = 7
     PACK = 8  # several messages (`packs`)
-    WATCH = 9  # up: report when rank `destination` is gone
+    WATCH = 9  # up: report when rank `destination`, or any, is gone
     LOST = 10  # rank `source` is gone; payload: the reason
     WHERE = 11  # up: tell where rank `destination` listens
     PLACE = 12  # down: rank `source` listens at `Place`, the payload
