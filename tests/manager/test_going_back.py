@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+import bytecheckpoint
 from bytecheckpoint import CheckpointManager
 from bytecheckpoint.collectives.base import Collective
 from bytecheckpoint.collectives.testing import ThreadWorld
@@ -199,3 +200,29 @@ def test_a_step_whose_files_another_one_uses_stays(tmp_path: Path) -> None:
     shutil.rmtree(cold / "step_00000009")
     shutil.copytree(run / "step_00000002", cold / "step_00000009")
     assert folder.clean([Latest(1)], 0) == [1]
+
+
+@pytest.mark.parametrize("who", ["this job", "another job"])
+def test_a_step_that_is_saved_anew_while_it_is_about_to_go_stays(
+    tmp_path: Path, who: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_steps(tmp_path, 1, 2)
+    folder = RunFolder(tmp_path)
+    folder.take_over()
+    users = RunFolder._users
+
+    def save_anew(self: RunFolder) -> Any:
+        if who == "this job":
+            bytecheckpoint.save(step_folder(str(tmp_path), 1), Run().states())
+        else:
+            save_steps(tmp_path, 1)
+        return users(self)
+
+    monkeypatch.setattr(RunFolder, "_users", save_anew)
+    if who == "this job":
+        assert folder.clean([Latest(1)], 0) == []
+    else:
+        with pytest.raises(StorageConflictError, match="another job manages"):
+            folder.clean([Latest(1)], 0)
+    assert [info.step for info in folder.steps()] == [1, 2]
+    assert not [*tmp_path.rglob(".bytecheckpoint-retired*")]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import os
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -287,6 +289,39 @@ def test_the_older_of_two_managers_gives_up(tmp_path: Path) -> None:
 
     first, second = ThreadWorld(2).run(run, timeout=120)
     assert first == second and f"another job manages {tmp_path}: process {os.getpid()} on " in first
+
+
+@pytest.mark.parametrize("on_error", ["raise", "warn"])
+def test_of_two_jobs_that_begin_at_once_one_goes_on(
+    tmp_path: Path, on_error: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if it is the other one's step that is committed where both save one."""
+    together, commits, commit = threading.Barrier(2), itertools.count(), Coordinator._commit
+
+    def meet(self: Any, *args: Any) -> None:
+        if next(commits) < 2:
+            together.wait(30)
+        commit(self, *args)
+
+    monkeypatch.setattr(Coordinator, "_commit", meet)
+
+    def run(collective: Collective) -> str:
+        run = Run(collective)
+        try:
+            with CheckpointManager(tmp_path, run.states(), every=4, keep=3, on_error=on_error) as manager:
+                for _ in range(100):
+                    manager.maybe_save(run.step())
+                    time.sleep(0.01)
+        except StorageConflictError as error:
+            return str(error)
+        return ""
+
+    with ThreadPoolExecutor(2) as pool:
+        ended = [*pool.map(lambda _: ThreadWorld(2).run(run, timeout=120), range(2))]
+    (loser,) = [job for job in ended if any(job)]
+    assert all(f"another job manages {tmp_path}: process " in told for told in loser) and ["", ""] in ended
+    assert [info.step for info in RunFolder(tmp_path).steps()] == [92, 96, 100]
+    assert ThreadWorld(2).run(rank_run, tmp_path, 0, timeout=60) == [(100, [])] * 2
 
 
 # --- failures and overlaps ------------------------------------------------------------------------------------------------

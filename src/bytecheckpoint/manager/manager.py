@@ -117,13 +117,13 @@ class CheckpointManager:
         self._save_rules, self._keep_rules = save_rules(every), keep_rules(keep)
         self._preemption, self._at_end, self._overlap = preemption, at_end, overlap
         options = {"async_checkpoint": async_checkpoint, **(save_options or {}), "process_group": process_group}
-        self._saves = RunSaves(states, options, on_error, self._after)
+        self._saves = RunSaves(states, options, on_error, self._judge, self._after)
         self._load_options = dict(load_options or {})
         self._group, self._grace = process_group, grace
         self._collective = current(process_group, timeout=settings().timeout)
         number = world_of(self._collective).next_manager_number()
         self._tag, self._conversations = f"manager/{number}", 0
-        self._folder = RunFolder(root)
+        self._folder = RunFolder(root, f"{self._collective.world_id}/{number}")
         self.preempted = False
         self.restored: Restored | None = None
         self._step = 0  # the last boundary
@@ -378,6 +378,23 @@ class CheckpointManager:
         # What is younger may be of a save that the job before has in flight: none lasts longer without an answer.
         age = max(self._grace, settings().timeout)
         self._cleaner.do(lambda: self._folder.collect_leftovers(age, but=step))
+
+    def _judge(self, error: CheckpointError) -> CheckpointError | None:
+        """Return what to tell of the failure of a save; None if the run goes on, because it is the other job that must end.
+
+        Two jobs that save a step at the same time hinder each other: one of them commits it. The one that took the folder
+        over last goes on, whichever that was.
+        """
+        conflict = isinstance(error, StorageConflictError)
+        if not (self._owner if self._collective.rank == 0 else conflict):
+            return error
+        try:
+            self._folder.check_owner()
+        except StorageConflictError as usurped:
+            return usurped
+        except StorageError:
+            return error
+        return None if conflict else error
 
     def _after(self, stall: float, seconds: float) -> None:
         """Tell the rules what a save took, and have the cleaner look at the folder."""

@@ -60,13 +60,14 @@ class RunFolder:
 
     Args:
         root: path or URL.
+        manager: identifies the manager, and is the same on all its ranks.
 
     Attributes:
         url: of the folder.
         machine_only: other machines may see other steps.
     """
 
-    def __init__(self, root: str | os.PathLike[str]) -> None:
+    def __init__(self, root: str | os.PathLike[str], manager: str = "") -> None:
         self.url = resolve(root).url
         self._folder = with_time_limits(resolve(root))
         self.machine_only = self._folder.capabilities.machine_only
@@ -74,7 +75,12 @@ class RunFolder:
         self._known: dict[str, tuple[str, StepInfo, set[str]]] = {}
         self._foreign: set[int] = set()  # steps of another run, which stay
         self._retired: dict[tuple[str, str], float] = {}  # folder and tombstone -> when
-        self._me = {"id": secrets.token_hex(8), "host": socket.gethostname(), "pid": os.getpid(), "begun": time.time()}
+        self._me = {
+            "id": manager or secrets.token_hex(8),
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "begun": time.time(),
+        }
 
     # --- steps --------------------------------------------------------------------------------------------------
 
@@ -232,7 +238,10 @@ class RunFolder:
             _log.warning("no step of %s that would stay is whole: none is deleted", self.url)
             return []
         users = self._users() if doomed else {}
-        gone = [info.step for info in doomed if self._retire(info, users)]
+        gone = []
+        for info in doomed:
+            self.check_owner()  # a deletion takes a while, and the new owner may save these steps anew
+            gone += [info.step] if self._retire(info, users) else []
         self.finish_removals(grace)
         return gone
 
@@ -277,7 +286,7 @@ class RunFolder:
         place = _durable(info.path)
         try:
             user = users.get(file_uri(place, "").removesuffix("/"))
-            why = f"{user} uses its files" if user else retire(place)
+            why = f"{user} uses its files" if user else retire(place, info.created)
             if not why:
                 _remove_hot_copy(info.path)
         except (CheckpointNotFoundError, StorageConflictError) as error:

@@ -22,24 +22,29 @@ __all__ = ["TOMBSTONE", "finish_retirement", "retire", "tombstones"]
 TOMBSTONE = re.compile(r"\.bytecheckpoint-retired-[0-9a-f]{16}\.json")
 
 
-def retire(storage: Storage) -> str:
+def retire(storage: Storage, created: float) -> str:
     """Begin the removal of a checkpoint: from now on nobody finds it. Readers that have its catalog read on.
 
     Args:
         storage: of the checkpoint; no tier.
+        created: when it was saved. What was saved there since stays.
 
     Returns:
-        "", or why it stays: it has files in other folders.
+        "", or why it stays: it has files in other folders, or was replaced.
 
     Raises:
         CheckpointNotFoundError: there is none.
         StorageError: the storage fails.
     """
+    version = storage.version(CATALOG_NAME)
     catalog, _ = read_catalog(storage)
     if elsewhere := other_folders(catalog):
         return f"it names files in {', '.join(sorted(elsewhere))}"
     stone = f".bytecheckpoint-retired-{secrets.token_hex(8)}.json"
     storage.publish(stone, json.dumps({"files": [file.name for file in catalog.files]}).encode())
+    if float(catalog.info.get("created", 0.0)) != created or storage.version(CATALOG_NAME) != version:
+        storage.delete([stone])
+        return "it was saved anew meanwhile"
     storage.delete([CATALOG_NAME])
     return ""
 
