@@ -17,15 +17,16 @@ from bytecheckpoint.collectives.base import Collective
 from bytecheckpoint.collectives.testing import ThreadWorld
 from bytecheckpoint.engine import catalogs
 from bytecheckpoint.errors import StorageConflictError
-from bytecheckpoint.manager import Best, Every, Latest, run_folder
-from bytecheckpoint.manager.run_folder import RunFolder, step_folder
+from bytecheckpoint.manager import Best, Every, Latest, Younger, run_folder
+from bytecheckpoint.manager.run_folder import RunFolder, by_age, step_folder
 from bytecheckpoint.saving.coordinator import Coordinator
 from bytecheckpoint.tiers.cooldown import cool, plan_cooldown
 from tests.manager.test_manager import Run, eventually, numbers, save_steps
 from tests.support.damage import damage, storage_file
+from tests.support.memory import hot_tier
 
 
-def go_on(root: Path, *steps: int, restore: int | None = None, **options: Any) -> list[int]:
+def go_on(root: Path | str, *steps: int, restore: int | None = None, **options: Any) -> list[int]:
     """Restore a step, or the newest, save some more, and return the steps that are left."""
     run = Run()
     with CheckpointManager(root, run.states(), grace=0, **options) as manager:
@@ -226,3 +227,26 @@ def test_a_step_that_is_saved_anew_while_it_is_about_to_go_stays(
             folder.clean([Latest(1)], 0)
     assert [info.step for info in folder.steps()] == [1, 2]
     assert not [*tmp_path.rglob(".bytecheckpoint-retired*")]
+
+
+HOUR = 3600.0
+
+
+@pytest.mark.parametrize("root", ["local", "tier"])
+@pytest.mark.parametrize("jumps", [(5, 5, 5), (0, -5, -9), (5, 0, 5), (-5, 0, 5)])
+def test_the_clocks_of_machines_decide_nothing(
+    tmp_path: Path, jumps: tuple[int, ...], root: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each job runs on a machine whose clock is some hours ahead or behind."""
+    clock = time.time
+    url = str(tmp_path) if root == "local" else f"tier+file://{tmp_path}"
+    with hot_tier(monkeypatch):
+        for job, hours in enumerate((0, *jumps)):
+            monkeypatch.setattr(time, "time", lambda hours=hours: clock() + hours * HOUR)
+            save_steps(url, 2 * job + 1, 2 * job + 2, keep=[Younger(timedelta(hours=2))], restore=True)
+        folder = RunFolder(url)
+        assert [info.step for info in by_age(folder.steps())] == [*range(1, 9)]
+        assert go_on(url, 6, restore=5) == [*range(1, 9)]
+        assert go_on(url, 7, keep=[Latest(3)]) == [5, 6, 7]
+        monkeypatch.setattr(time, "time", lambda: clock() + 20 * HOUR)
+        assert go_on(url, 8, keep=2) == [7, 8]

@@ -133,9 +133,13 @@ def test_the_clock_of_rank_0_counts(tmp_path: Path) -> None:
 # --- what cannot be loaded ------------------------------------------------------------------------------------------------
 
 
-def save_steps(root: Path | str, *steps: int, metrics: dict[str, Any] | None = None, **options: Any) -> None:
+def save_steps(
+    root: Path | str, *steps: int, metrics: dict[str, Any] | None = None, restore: bool = False, **options: Any
+) -> None:
     run = Run()
     with CheckpointManager(root, run.states(), **{"grace": 0, **options}) as manager:
+        if restore:
+            manager.restore_latest()
         for step in steps:
             run.weights.fill_(step)
             run.progress["step"] = step

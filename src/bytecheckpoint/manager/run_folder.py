@@ -135,7 +135,11 @@ class RunFolder:
                 return None
             own: Any = catalog.info.get("metadata", {}).get(METADATA, {})
             number = _number(name) if _STEP.fullmatch(name) else -1
-            info = StepInfo(number, step.url, float(catalog.info.get("created", 0.0)), own.get("metrics", {}))
+            created = float(catalog.info.get("created", 0.0))
+            committed = 0.0
+            with contextlib.suppress(FileNotFoundError):  # not flushed yet
+                committed = _durable(step.url).stat(CATALOG_NAME).modified or created
+            info = StepInfo(number, step.url, created, own.get("metrics", {}), committed=committed)
             known = self._known[name] = version, info, other_folders(catalog)
         return known[1]
 
