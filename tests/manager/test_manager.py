@@ -29,7 +29,7 @@ from bytecheckpoint.errors import (
     StorageConflictError,
     UsageError,
 )
-from bytecheckpoint.manager import Best, Every, Latest, Preemption, Restored
+from bytecheckpoint.manager import AtSteps, Best, Every, Latest, Preemption, Restored
 from bytecheckpoint.manager.run_folder import RunFolder, step_folder
 from bytecheckpoint.saving.coordinator import Coordinator
 from bytecheckpoint.tools.removal import collect_garbage
@@ -481,6 +481,33 @@ def test_a_save_that_cannot_be_done_in_time_is_not_begun(tmp_path: Path, caplog:
             time.sleep(0.01)
     assert manager.preempted and numbers(manager) == [1]
     assert "too long for the grace period" in caplog.text
+
+
+@pytest.mark.parametrize("gone", [0, 2])
+def test_a_rank_whose_data_has_ended_keeps_nobody_from_stopping(
+    tmp_path: Path, gone: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    told = threading.Event()
+
+    def run(collective: Collective) -> tuple[int, bool]:
+        run = Run(collective)
+        preemption = Preemption((), told=told.is_set)
+        with CheckpointManager(tmp_path, run.states(), every=AtSteps([4]), preemption=preemption) as manager:
+            for _ in range(6 if collective.rank == gone else 600):
+                step = run.step()
+                manager.maybe_save(step)
+                if manager.preempted:
+                    break
+                time.sleep(0.02)
+        told.set()
+        return step, manager.preempted
+
+    found = ThreadWorld(3).run(run, timeout=60)
+    assert found[gone] == (6, False)
+    (others,) = {report for rank, report in enumerate(found) if rank != gone}
+    assert others[0] < 600 and others[1]
+    assert f"rank {gone} left this run or is lost, so step {others[0]} cannot be saved" in caplog.text
+    assert [info.step for info in RunFolder(tmp_path).steps()] == [4]
 
 
 # --- tiers ----------------------------------------------------------------------------------------------------------------

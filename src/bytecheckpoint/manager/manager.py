@@ -13,10 +13,13 @@ from typing import TYPE_CHECKING, Any, Self
 
 from bytecheckpoint.collectives import current
 from bytecheckpoint.collectives.agreement import Agreement
+from bytecheckpoint.collectives.base import names_of_ranks
 from bytecheckpoint.errors import (
     CheckpointError,
     CheckpointNotFoundError,
+    CheckpointTimeoutError,
     CorruptCheckpointError,
+    PeerLostError,
     StorageConflictError,
     StorageError,
     UsageError,
@@ -270,7 +273,7 @@ class CheckpointManager:
         step, before = self._checked(step), self._step
         acts = self._reach(step, metrics)
         if _PREEMPT in acts:
-            return self._save_before_the_end(step)
+            return self._save_before_the_end(step) if not self._boundaries.left else None
         if _SAVE in acts or any(rule.due(step, before) for rule in self._save_rules):
             return self._save(step, self._metrics, overlap=self._overlap)
         self._saves.raise_failure()
@@ -315,10 +318,18 @@ class CheckpointManager:
         for act in acts:
             if act.startswith(_USURPED):
                 raise StorageConflictError(act.removeprefix(_USURPED))
-        if _PREEMPT in acts:
-            self.preempted = True
         if _SAVE in acts:  # also if the save is skipped now
             self._asked_by_clock, self._saves.at = False, time.monotonic()
+        if acts and (left := self._boundaries.left):
+            if self._just_in_time is not None:
+                return set()  # it saves after a loss; and the end of this block would end it
+            _log.warning(
+                "rank %d: %s left this run or is lost, so step %d cannot be saved",
+                self._collective.rank, names_of_ranks(left), step,
+            )  # fmt: skip
+            acts.discard(_SAVE)
+        if _PREEMPT in acts:
+            self.preempted = True
         return acts
 
     def _checked(self, step: object) -> int:
@@ -337,7 +348,7 @@ class CheckpointManager:
             self._boundaries.request(_SAVE)
 
     def _save(self, step: int, metrics: Mapping[str, Any], *, overlap: str) -> SaveHandle | None:
-        if overlap != "wait" and self._ask_rank_0(self._saves.busy):
+        if overlap != "wait" and self._ask_rank_0(self._saves.busy, settings().timeout):
             if overlap == "fail":
                 raise UsageError(f"the save of step {self._saves.step} is still being written at step {step}")
             _log.warning("step %d is not saved: that of step %d is still being written", step, self._saves.step)
@@ -412,11 +423,11 @@ class CheckpointManager:
         else:
             self._folder.clean(self._keep_rules, self._grace)
 
-    def _ask_rank_0(self, own: bool) -> bool:
-        """Return rank 0's answer to a question whose answers may differ: `own` is this rank's."""
+    def _ask_rank_0(self, own: bool, timeout: float) -> bool:
+        """Return rank 0's answer to a question whose answers may differ: `own` is this rank's. Wait `timeout` seconds."""
         self._conversations += 1
         tag = f"{self._tag}/{self._conversations}"
-        return self._collective.broadcast(tag, b"\1" if own else b"\0", timeout=settings().timeout) == b"\1"
+        return self._collective.broadcast(tag, b"\1" if own else b"\0", timeout=timeout) == b"\1"
 
     # --- the end of a job -----------------------------------------------------------------------------------------
 
@@ -438,7 +449,13 @@ class CheckpointManager:
         assert self._preemption is not None
         deadline = (self._noticed_at or time.monotonic()) + self._preemption.grace
         _log.warning("rank %d: the job is to stop; step %d is the last one", self._collective.rank, step)
-        if self._ask_rank_0(time.monotonic() + self._saves.longest > deadline):
+        seconds = min(max(deadline - time.monotonic(), 1.0), settings().timeout)
+        try:
+            late = self._ask_rank_0(time.monotonic() + self._saves.longest > deadline, seconds)
+        except (CheckpointTimeoutError, PeerLostError) as error:  # rank 0 has left meanwhile
+            _log.warning("rank %d: no save is begun: %s", self._collective.rank, error)
+            return None
+        if late:
             _log.warning("a save takes %.0f s, too long for the grace period: none is begun", self._saves.longest)
             return None
         handle = self._save(step, self._metrics, overlap="wait")
