@@ -181,10 +181,12 @@ def test_what_another_job_is_writing_stays(tmp_path: Path) -> None:
     begun = Path(step_folder(str(tmp_path), 3), "model", written.name.replace(written.name.split(".")[1], "0" * 24))
     begun.parent.mkdir(parents=True)
     begun.write_bytes(written.read_bytes())
+    (tmp_path / "step_00000007" / "model").mkdir(parents=True)  # a deletion was killed at its end
+    assert [info.step for info in RunFolder(tmp_path).steps()] == [1]
     for seconds, stays in ((60, True), (6000, False)):
         os.utime(begun, (time.time() - seconds,) * 2)
         assert go_on(tmp_path, 2) == [1, 2]
-        assert begun.exists() == stays
+        assert begun.exists() == stays and not (tmp_path / "step_00000007").exists()
 
 
 def test_a_step_whose_files_another_one_uses_stays(tmp_path: Path) -> None:
@@ -210,16 +212,16 @@ def test_a_step_that_is_saved_anew_while_it_is_about_to_go_stays(
     save_steps(tmp_path, 1, 2)
     folder = RunFolder(tmp_path)
     folder.take_over()
-    users = RunFolder._users
+    users_in = run_folder.users_in
 
-    def save_anew(self: RunFolder) -> Any:
+    def save_anew(*args: Any) -> Any:
         if who == "this job":
             bytecheckpoint.save(step_folder(str(tmp_path), 1), Run().states())
         else:
             save_steps(tmp_path, 1)
-        return users(self)
+        return users_in(*args)
 
-    monkeypatch.setattr(RunFolder, "_users", save_anew)
+    monkeypatch.setattr(run_folder, "users_in", save_anew)
     if who == "this job":
         assert folder.clean([Latest(1)], 0) == []
     else:

@@ -6,11 +6,10 @@ import contextlib
 import json
 import logging
 import os
-import re
 import secrets
 import socket
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +23,7 @@ from bytecheckpoint.errors import (
     StorageUnavailableError,
 )
 from bytecheckpoint.manager.rules import KeepRule, StepInfo
-from bytecheckpoint.representation.names import CATALOG_NAME
+from bytecheckpoint.representation.names import CATALOG_NAME, STEP_FOLDER
 from bytecheckpoint.storage import Storage, open_named, resolve
 from bytecheckpoint.storage.threads import parallel_map
 from bytecheckpoint.storage.time_limits import with_time_limits
@@ -32,13 +31,12 @@ from bytecheckpoint.tiers.cooldown import file_uri
 from bytecheckpoint.tiers.flush.lock import flush_lock
 from bytecheckpoint.tiers.storage import TierStorage
 from bytecheckpoint.tools.removal import collect_garbage
-from bytecheckpoint.tools.retirement import finish_retirement, retire, tombstones
+from bytecheckpoint.tools.retirement import finish_retirement, retire, tombstones, users_in
 
 __all__ = ["METADATA", "RunFolder", "by_age", "step_folder"]
 
 #: Under this name the metadata of a checkpoint hold what the manager knows of a step.
 METADATA = "manager"
-_STEP = re.compile(r"step_([0-9]{8,})")
 _PIN = ".bytecheckpoint-pinned"
 _OWNER = ".bytecheckpoint-manager"
 _SUPERSEDED = ".bytecheckpoint-superseded"
@@ -116,7 +114,7 @@ class RunFolder:
         return [place for place in found if place is not None]
 
     def _names(self) -> list[str]:
-        return [name for name in self._folder.folders() if _STEP.fullmatch(name)]
+        return [name for name in self._folder.folders() if STEP_FOLDER.fullmatch(name)]
 
     def _describe(self, name: str) -> StepInfo | None:
         """Read the catalog of a folder, once; None if there is none that can be read."""
@@ -134,7 +132,7 @@ class RunFolder:
                 _log.warning("%s", error)
                 return None
             own: Any = catalog.info.get("metadata", {}).get(METADATA, {})
-            number = _number(name) if _STEP.fullmatch(name) else -1
+            number = _number(name) if STEP_FOLDER.fullmatch(name) else -1
             created = float(catalog.info.get("created", 0.0))
             committed = 0.0
             with contextlib.suppress(FileNotFoundError):  # not flushed yet
@@ -241,7 +239,7 @@ class RunFolder:
         if doomed and not any(self._is_whole(info) for info in reversed(steps) if info not in doomed):
             _log.warning("no step of %s that would stay is whole: none is deleted", self.url)
             return []
-        users = self._users() if doomed else {}
+        users = users_in(self._folder, self._other_folders_of) if doomed else {}
         gone = []
         for info in doomed:
             self.check_owner()  # a deletion takes a while, and the new owner may save these steps anew
@@ -279,12 +277,8 @@ class RunFolder:
             return False
         return True
 
-    def _users(self) -> dict[str, str]:
-        """Return the folders that hold files of other checkpoints beside them, and one of these for each."""
-        names = self._folder.folders()
-        found = parallel_map(self._describe, names, self._folder.parallel_reads, "bytecheckpoint-steps")
-        users = [self._known[name] for name, info in zip(names, found, strict=True) if info is not None]
-        return {folder: info.path for _, info, folders in users for folder in folders}
+    def _other_folders_of(self, name: str) -> Collection[str]:
+        return self._known[name][2] if self._describe(name) is not None else ()
 
     def _retire(self, info: StepInfo, users: dict[str, str]) -> bool:
         place = _durable(info.path)
