@@ -287,7 +287,10 @@ class RunFolder:
             why = f"{user} uses its files" if user else retire(place, info.created)
             if not why:
                 _remove_hot_copy(info.path)
-        except (CheckpointNotFoundError, StorageConflictError) as error:
+        except CheckpointNotFoundError as error:  # a manager on another machine has deleted it
+            why = str(error)
+            _remove_hot_copy(info.path, flushed=True)
+        except StorageConflictError as error:
             why = str(error)
         if why:
             _log.info("%s stays: %s", info.path, why)
@@ -315,9 +318,12 @@ def _durable(path: str) -> Storage:
     return with_time_limits(storage.durable if isinstance(storage, TierStorage) else storage)
 
 
-def _remove_hot_copy(path: str) -> None:
-    """Remove the copy of a step in this machine's memory."""
+def _remove_hot_copy(path: str, *, flushed: bool = False) -> None:
+    """Remove the copy of a step in this machine's memory; with `flushed`, only one that was durable."""
     storage = resolve(path)
-    if isinstance(storage, TierStorage) and (catalog := storage.hot_folder.catalog()) is not None:
-        with flush_lock(storage, exclusive=True, timeout=0.0):
+    if not isinstance(storage, TierStorage) or (catalog := storage.hot_folder.catalog()) is None:
+        return
+    record = storage.hot_folder.record(catalog)
+    if not flushed or (record is not None and record.flushed):
+        with contextlib.suppress(StorageConflictError), flush_lock(storage, exclusive=True, timeout=0.0):
             storage.hot_folder.remove_step(catalog)
