@@ -36,7 +36,8 @@ _SHARED_UNITS = {
     "interchange": ("tests/frameworks/interchange/",),
     "hdfs": tuple(f"tests/storage/test_{name}.py" for name in ("hdfs", "hdfs_commit", "hdfs_contact", "leaks")),
     "places": tuple(
-        f"tests/storage/test_{name}.py" for name in ("end_to_end", "frameworks", "places", "tiers_on_servers", "worlds")
+        f"tests/storage/test_{name}.py"
+        for name in ("end_to_end", "frameworks", "manager", "places", "tiers_on_servers", "worlds")
     ),
 }
 #: Files whose tests share nothing: any worker may run any of their tests.

@@ -52,18 +52,41 @@ def test_nothing_is_sent_without_a_request(monkeypatch: pytest.MonkeyPatch) -> N
     assert sent == ["left"] * 3
 
 
-def test_a_rank_that_has_left_holds_nobody_up() -> None:
-    def run(collective: Collective) -> float:
-        begun = time.monotonic()
-        with Boundaries(collective, "boundaries", 20) as boundaries:
-            for step in range(30 if collective.rank else 5):
+@pytest.mark.parametrize("how", ["leaves", "is lost", "is lost in the round"])
+@pytest.mark.parametrize("gone", [0, 2])
+def test_a_rank_that_is_gone_holds_nobody_up(gone: int, how: str) -> None:
+    world = ThreadWorld(3)
+    lost = threading.Event()
+
+    def run(collective: Collective) -> tuple[float, set[str], frozenset[int]]:
+        longest = 0.0
+        with Boundaries(collective, "boundaries", 30) as boundaries:
+            for step in range(300):
+                if collective.rank == gone and step == 5:
+                    if how == "leaves":
+                        break
+                    if how == "is lost in the round":
+                        boundaries._send = lambda *_: None  # type: ignore[method-assign]  # it answers no more
+                        lost.wait(20)
+                    world.kill(gone, silent=False)
+                    break
                 if collective.rank == 1 and step == 20:
                     boundaries.request("save")
-                assert not boundaries.reach(step)
-                time.sleep(0.005)
-        return time.monotonic() - begun
+                    threading.Timer(0.3, lost.set).start()
+                begun = time.monotonic()
+                if acts := boundaries.reach(step):
+                    return longest, acts, boundaries.left
+                longest = max(longest, time.monotonic() - begun)
+                time.sleep(0.01)
+        return longest, set(), boundaries.left
 
-    assert max(ThreadWorld(3).run(run, timeout=60)) < 15
+    found = world.run(run, timeout=60)
+    others = [report for rank, report in enumerate(found) if rank != gone]
+    assert all(longest < 15 for longest, _, _ in found)
+    # Those who know that rank 0 is lost agree no more, so nobody else hears of what one of them wants.
+    alone = gone == 0 and how != "leaves"
+    assert [acts for _, acts, _ in others] == ([{"save"}, set()] if alone else [{"save"}] * 2)
+    assert others[0][2] == {gone}
 
 
 def test_what_is_polled_is_asked_for_once() -> None:

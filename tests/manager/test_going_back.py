@@ -11,20 +11,22 @@ from typing import Any
 
 import pytest
 
+import bytecheckpoint
 from bytecheckpoint import CheckpointManager
 from bytecheckpoint.collectives.base import Collective
 from bytecheckpoint.collectives.testing import ThreadWorld
 from bytecheckpoint.engine import catalogs
 from bytecheckpoint.errors import StorageConflictError
-from bytecheckpoint.manager import Best, Every, Latest, run_folder
-from bytecheckpoint.manager.run_folder import RunFolder, step_folder
+from bytecheckpoint.manager import Best, Every, Latest, Younger, run_folder
+from bytecheckpoint.manager.run_folder import RunFolder, by_age, step_folder
 from bytecheckpoint.saving.coordinator import Coordinator
 from bytecheckpoint.tiers.cooldown import cool, plan_cooldown
 from tests.manager.test_manager import Run, eventually, numbers, save_steps
 from tests.support.damage import damage, storage_file
+from tests.support.memory import hot_tier
 
 
-def go_on(root: Path, *steps: int, restore: int | None = None, **options: Any) -> list[int]:
+def go_on(root: Path | str, *steps: int, restore: int | None = None, **options: Any) -> list[int]:
     """Restore a step, or the newest, save some more, and return the steps that are left."""
     run = Run()
     with CheckpointManager(root, run.states(), grace=0, **options) as manager:
@@ -179,10 +181,12 @@ def test_what_another_job_is_writing_stays(tmp_path: Path) -> None:
     begun = Path(step_folder(str(tmp_path), 3), "model", written.name.replace(written.name.split(".")[1], "0" * 24))
     begun.parent.mkdir(parents=True)
     begun.write_bytes(written.read_bytes())
+    (tmp_path / "step_00000007" / "model").mkdir(parents=True)  # a deletion was killed at its end
+    assert [info.step for info in RunFolder(tmp_path).steps()] == [1]
     for seconds, stays in ((60, True), (6000, False)):
         os.utime(begun, (time.time() - seconds,) * 2)
         assert go_on(tmp_path, 2) == [1, 2]
-        assert begun.exists() == stays
+        assert begun.exists() == stays and not (tmp_path / "step_00000007").exists()
 
 
 def test_a_step_whose_files_another_one_uses_stays(tmp_path: Path) -> None:
@@ -199,3 +203,52 @@ def test_a_step_whose_files_another_one_uses_stays(tmp_path: Path) -> None:
     shutil.rmtree(cold / "step_00000009")
     shutil.copytree(run / "step_00000002", cold / "step_00000009")
     assert folder.clean([Latest(1)], 0) == [1]
+
+
+@pytest.mark.parametrize("who", ["this job", "another job"])
+def test_a_step_that_is_saved_anew_while_it_is_about_to_go_stays(
+    tmp_path: Path, who: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_steps(tmp_path, 1, 2)
+    folder = RunFolder(tmp_path)
+    folder.take_over()
+    users_in = run_folder.users_in
+
+    def save_anew(*args: Any) -> Any:
+        if who == "this job":
+            bytecheckpoint.save(step_folder(str(tmp_path), 1), Run().states())
+        else:
+            save_steps(tmp_path, 1)
+        return users_in(*args)
+
+    monkeypatch.setattr(run_folder, "users_in", save_anew)
+    if who == "this job":
+        assert folder.clean([Latest(1)], 0) == []
+    else:
+        with pytest.raises(StorageConflictError, match="another job manages"):
+            folder.clean([Latest(1)], 0)
+    assert [info.step for info in folder.steps()] == [1, 2]
+    assert not [*tmp_path.rglob(".bytecheckpoint-retired*")]
+
+
+HOUR = 3600.0
+
+
+@pytest.mark.parametrize("root", ["local", "tier"])
+@pytest.mark.parametrize("jumps", [(5, 5, 5), (0, -5, -9), (5, 0, 5), (-5, 0, 5)])
+def test_the_clocks_of_machines_decide_nothing(
+    tmp_path: Path, jumps: tuple[int, ...], root: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each job runs on a machine whose clock is some hours ahead or behind."""
+    clock = time.time
+    url = str(tmp_path) if root == "local" else f"tier+file://{tmp_path}"
+    with hot_tier(monkeypatch):
+        for job, hours in enumerate((0, *jumps)):
+            monkeypatch.setattr(time, "time", lambda hours=hours: clock() + hours * HOUR)
+            save_steps(url, 2 * job + 1, 2 * job + 2, keep=[Younger(timedelta(hours=2))], restore=True)
+        folder = RunFolder(url)
+        assert [info.step for info in by_age(folder.steps())] == [*range(1, 9)]
+        assert go_on(url, 6, restore=5) == [*range(1, 9)]
+        assert go_on(url, 7, keep=[Latest(3)]) == [5, 6, 7]
+        monkeypatch.setattr(time, "time", lambda: clock() + 20 * HOUR)
+        assert go_on(url, 8, keep=2) == [7, 8]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import os
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,7 @@ from bytecheckpoint.errors import (
     StorageConflictError,
     UsageError,
 )
-from bytecheckpoint.manager import Best, Every, Latest, Preemption, Restored
+from bytecheckpoint.manager import AtSteps, Best, Every, Latest, Preemption, Restored
 from bytecheckpoint.manager.run_folder import RunFolder, step_folder
 from bytecheckpoint.saving.coordinator import Coordinator
 from bytecheckpoint.tools.removal import collect_garbage
@@ -131,9 +133,13 @@ def test_the_clock_of_rank_0_counts(tmp_path: Path) -> None:
 # --- what cannot be loaded ------------------------------------------------------------------------------------------------
 
 
-def save_steps(root: Path, *steps: int, metrics: dict[str, Any] | None = None, **options: Any) -> None:
+def save_steps(
+    root: Path | str, *steps: int, metrics: dict[str, Any] | None = None, restore: bool = False, **options: Any
+) -> None:
     run = Run()
-    with CheckpointManager(root, run.states(), grace=0, **options) as manager:
+    with CheckpointManager(root, run.states(), **{"grace": 0, **options}) as manager:
+        if restore:
+            manager.restore_latest()
         for step in steps:
             run.weights.fill_(step)
             run.progress["step"] = step
@@ -289,6 +295,39 @@ def test_the_older_of_two_managers_gives_up(tmp_path: Path) -> None:
     assert first == second and f"another job manages {tmp_path}: process {os.getpid()} on " in first
 
 
+@pytest.mark.parametrize("on_error", ["raise", "warn"])
+def test_of_two_jobs_that_begin_at_once_one_goes_on(
+    tmp_path: Path, on_error: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if it is the other one's step that is committed where both save one."""
+    together, commits, commit = threading.Barrier(2), itertools.count(), Coordinator._commit
+
+    def meet(self: Any, *args: Any) -> None:
+        if next(commits) < 2:
+            together.wait(30)
+        commit(self, *args)
+
+    monkeypatch.setattr(Coordinator, "_commit", meet)
+
+    def run(collective: Collective) -> str:
+        run = Run(collective)
+        try:
+            with CheckpointManager(tmp_path, run.states(), every=4, keep=3, on_error=on_error) as manager:
+                for _ in range(100):
+                    manager.maybe_save(run.step())
+                    time.sleep(0.01)
+        except StorageConflictError as error:
+            return str(error)
+        return ""
+
+    with ThreadPoolExecutor(2) as pool:
+        ended = [*pool.map(lambda _: ThreadWorld(2).run(run, timeout=120), range(2))]
+    (loser,) = [job for job in ended if any(job)]
+    assert all(f"another job manages {tmp_path}: process " in told for told in loser) and ["", ""] in ended
+    assert [info.step for info in RunFolder(tmp_path).steps()] == [92, 96, 100]
+    assert ThreadWorld(2).run(rank_run, tmp_path, 0, timeout=60) == [(100, [])] * 2
+
+
 # --- failures and overlaps ------------------------------------------------------------------------------------------------
 
 
@@ -442,6 +481,33 @@ def test_a_save_that_cannot_be_done_in_time_is_not_begun(tmp_path: Path, caplog:
             time.sleep(0.01)
     assert manager.preempted and numbers(manager) == [1]
     assert "too long for the grace period" in caplog.text
+
+
+@pytest.mark.parametrize("gone", [0, 2])
+def test_a_rank_whose_data_has_ended_keeps_nobody_from_stopping(
+    tmp_path: Path, gone: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    told = threading.Event()
+
+    def run(collective: Collective) -> tuple[int, bool]:
+        run = Run(collective)
+        preemption = Preemption((), told=told.is_set)
+        with CheckpointManager(tmp_path, run.states(), every=AtSteps([4]), preemption=preemption) as manager:
+            for _ in range(6 if collective.rank == gone else 600):
+                step = run.step()
+                manager.maybe_save(step)
+                if manager.preempted:
+                    break
+                time.sleep(0.02)
+        told.set()
+        return step, manager.preempted
+
+    found = ThreadWorld(3).run(run, timeout=60)
+    assert found[gone] == (6, False)
+    (others,) = {report for rank, report in enumerate(found) if rank != gone}
+    assert others[0] < 600 and others[1]
+    assert f"rank {gone} left this run or is lost, so step {others[0]} cannot be saved" in caplog.text
+    assert [info.step for info in RunFolder(tmp_path).steps()] == [4]
 
 
 # --- tiers ----------------------------------------------------------------------------------------------------------------

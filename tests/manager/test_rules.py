@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from datetime import timedelta
 from itertools import pairwise
 from typing import Any
@@ -39,7 +38,7 @@ def test_when_to_save() -> None:
 
 
 def info(step: int, age: float = 0.0, **metrics: float) -> StepInfo:
-    return StepInfo(step, f"/run/step_{step:08d}", time.time() - age, metrics)
+    return StepInfo(step, f"/run/step_{step:08d}", 0.0, metrics, committed=1e9 - age)
 
 
 def test_what_to_keep() -> None:
@@ -50,7 +49,9 @@ def test_what_to_keep() -> None:
     assert Best("score", 2, "max").keep(steps) == {90, 70}
     assert Best("nothing").keep(steps) == set()
     assert Every(30).keep(steps) == {30, 60, 90}
-    assert Younger(timedelta(seconds=92.5)).keep(steps) == {80, 90, 100}
+    assert Younger(timedelta(seconds=2.5)).keep(steps) == {80, 90, 100}
+    unflushed = StepInfo(110, "/run/step_00000110", 0.0)
+    assert Younger(timedelta(seconds=2.5)).keep([*steps, unflushed]) == {80, 90, 100, 110}
     assert keep_rules(None) is None
     assert keep_rules(2) == [Latest(2)] and keep_rules([3, Every(5)]) == [Latest(3), Every(5)]
 

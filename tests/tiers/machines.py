@@ -10,6 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 import bytecheckpoint
+from bytecheckpoint import CheckpointManager
 from bytecheckpoint.collectives import Collective, current
 from bytecheckpoint.storage.posix.storage import LocalStorage
 from bytecheckpoint.tiers.flush import flusher
@@ -148,3 +149,17 @@ def load_and_fail(path: str, memory: str, machines: list[int]) -> str:
     except bytecheckpoint.CheckpointError as error:
         return f"{type(error).__name__}: {error}"
     return "none"
+
+
+def train(path: str, memory: str, machines: list[int], steps: list[int], **options: Any) -> list[int]:
+    """Save steps with a manager that keeps only the newest; return the steps that this rank sees then."""
+    collective = settle(memory, machines, **options)
+    mine = states(collective.rank, collective.world_size, 0)
+    with CheckpointManager(path, mine, keep=1, grace=0) as manager:
+        manager.restore_latest()
+        for step in steps:
+            manager.save(step).result(60)  # type: ignore[union-attr]
+            wait_until(lambda: len(manager.steps()) == 1 or collective.rank != 0, 30)
+            world_of(collective).flusher.drain()
+            dist.barrier()
+    return [info.step for info in manager.steps()]

@@ -123,6 +123,15 @@ def test_partners_hold_replicas(cluster: Cluster, run: str, tmp_path: Path) -> N
         assert steps_in(cluster.step_in(machine, path).parent) == ["2"], "flushed steps go, but for the newest"
 
 
+def test_a_step_that_a_manager_deletes_goes_from_all_machines(cluster: Cluster, run: str) -> None:
+    """With the next flush, or when a manager on another machine meets it."""
+    job = cluster.start(0, 1)
+    job.run(jobs.train, run, [1, 2, 3], tier_keep=3)
+    held = [steps_in(cluster.step_in(machine, f"{run}/-").parent) for machine in (0, 1)]
+    assert held == [["step_00000003"], ["step_00000002", "step_00000003"]]
+    assert cluster.start(1, 0).run(jobs.train, run, [4], tier_keep=3)[0] == [4]
+
+
 @pytest.mark.parametrize("replicas", [0, 2])
 def test_the_number_of_replicas(cluster: Cluster, run: str, replicas: int) -> None:
     path = f"{run}/1"

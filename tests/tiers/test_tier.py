@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import threading
@@ -268,7 +269,8 @@ def test_a_step_is_restorable_although_an_earlier_flush_takes_long(run: str, gat
     assert second.result(60).path == f"{run}/2" and first.done()
 
 
-def test_waiting_steps_are_bounded(run: str, gate: Gate) -> None:
+def test_waiting_steps_are_bounded(run: str, gate: Gate, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
     bytecheckpoint.configure(tier_waiting=2)
     first, _ = (bytecheckpoint.save(f"{run}/{step}", states(step=step), async_checkpoint=True) for step in (1, 2))
     first.restorable.result(60)
@@ -276,6 +278,7 @@ def test_waiting_steps_are_bounded(run: str, gate: Gate) -> None:
         third = pool.submit(bytecheckpoint.save, f"{run}/3", states(step=3), async_checkpoint=True)
         time.sleep(0.7)
         assert not third.done(), "a third unflushed step must wait"
+        assert f"the save of {run}/3 waits, because these are not durable yet: {run}/1, {run}/2" in caplog.text
         gate.open.set()
         report = third.result(60).result(60)
     assert report.phases["wait"] > 0.5 and report.blocking_seconds > 0.5

@@ -18,6 +18,7 @@ import bytecheckpoint
 from bytecheckpoint import CheckpointNotFoundError, StorageConflictError, StorageUnavailableError, UsageError
 from bytecheckpoint.cli.main import run
 from bytecheckpoint.collectives import current
+from bytecheckpoint.engine.catalogs import read_catalog
 from bytecheckpoint.storage import resolve
 from bytecheckpoint.storage.posix.storage import LocalStorage
 from bytecheckpoint.tiers.cooldown import cool, plan_cooldown
@@ -25,6 +26,7 @@ from bytecheckpoint.tiers.flush.lock import flush_lock
 from bytecheckpoint.tiers.storage import TierStorage
 from bytecheckpoint.tools import removal
 from bytecheckpoint.tools.removal import collect_garbage, collect_hot_garbage, remove_checkpoint
+from bytecheckpoint.tools.retirement import retire
 from bytecheckpoint.world import world_of
 from tests.faults.coded import files_of
 from tests.support.memory import durable_folder, hot_folder, hot_tier
@@ -186,6 +188,38 @@ def test_gc_keeps_what_only_lacks_a_catalog(tmp_path: Path, lost: str) -> None:
     found = collect_garbage(str(tmp_path), older_than=86400)
     assert [bool(removal.kept) for removal in found] == ([True] if lost == "catalog" else [False] * len(found))
     assert bool(files_of(tmp_path)) == (lost == "catalog")
+
+
+def test_gc_shows_deletions_that_were_begun(tmp_path: Path) -> None:
+    folder = tmp_path / "step_00000001"
+    save(folder)
+    age(folder)
+    before = [name for name in files_of(folder) if name != "metadata.parquet"]
+    assert retire(resolve(str(folder)), read_catalog(resolve(str(folder)))[0].info["created"]) == ""
+    (young,) = collect_garbage(str(tmp_path), older_than=86400)
+    assert (young.what, young.files) == ("retired", len(before)) and "others may be reading" in young.kept
+    age(folder)
+    for dry_run in (True, False):
+        assert {*before} <= {*files_of(folder)}
+        (found,) = collect_garbage(str(tmp_path), older_than=86400, dry_run=dry_run)
+        assert (found.what, found.files, found.kept) == ("retired", len(before), "")
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize("left", ["", "model", "notes/old/more"])
+def test_gc_removes_the_folder_of_a_deletion_that_was_killed(tmp_path: Path, left: str) -> None:
+    folder = tmp_path / "step_00000001"
+    (folder / left).mkdir(parents=True)
+    (tmp_path / "logs").mkdir()
+    if left.startswith("notes"):
+        (folder / left / "x").touch()
+    goes = not left.startswith("notes")
+    for dry_run in (True, False):
+        assert folder.exists()
+        found = collect_garbage(str(tmp_path), older_than=0, dry_run=dry_run)
+        assert [removal.what for removal in found] == ["empty folder"] * goes
+    assert folder.exists() != goes
+    assert (tmp_path / "logs").exists()
 
 
 def test_gc_with_a_damaged_catalog_removes_nothing(tmp_path: Path) -> None:

@@ -139,8 +139,16 @@ class Collective(ABC):
         """
 
     @abstractmethod
-    def watch(self, tag: str, on_message: Callable[[bytes], None]) -> Callable[[], None]:
+    def watch(
+        self, tag: str, on_message: Callable[[bytes], None], on_lost: Callable[[int, str], None] | None = None
+    ) -> Callable[[], None]:
         """Give messages under `tag` to a function, on the transport's thread: it must return at once and never raise.
+
+        Args:
+            tag: of the messages.
+            on_message: gets them.
+            on_lost: as for `watch_losses`, but for the ranks whose loss this one hears of in any case: all ranks on rank 0,
+                and rank 0 on the others.
 
         Returns:
             A function that ends this.

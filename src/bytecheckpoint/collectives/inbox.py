@@ -59,35 +59,23 @@ class _Receiver:
 
 
 class _Watcher:
-    """A handler that passes messages on to a function."""
+    """A handler that passes messages and losses on to functions."""
 
-    def __init__(self, on_message: Callable[[bytes], None]) -> None:
-        self._on_message = on_message
-
-    def on_message(self, source: int, payload: bytes) -> None:
-        self._on_message(payload)
-
-    def on_lost(self, source: int, reason: str) -> None:
-        pass
-
-    def on_closed(self, reason: str) -> None:
-        pass
-
-
-class _LossWatcher:
-    """A handler that passes losses on to a function."""
-
-    def __init__(self, on_lost: Callable[[int, str], None]) -> None:
-        self._on_lost = on_lost
+    def __init__(
+        self, on_message: Callable[[bytes], None] | None = None, on_lost: Callable[[int, str], None] | None = None
+    ) -> None:
+        self._on_message, self._on_lost = on_message, on_lost
 
     def on_message(self, source: int, payload: bytes) -> None:
-        pass
+        if self._on_message is not None:
+            self._on_message(payload)
 
     def on_lost(self, source: int, reason: str) -> None:
-        self._on_lost(source, reason)
+        if self._on_lost is not None:
+            self._on_lost(source, reason)
 
     def on_closed(self, reason: str) -> None:
-        self._on_lost(0, reason)  # rank 0, which relays messages
+        self.on_lost(0, reason)  # rank 0, which relays messages
 
 
 class _Wait:
@@ -338,13 +326,15 @@ class InboxCollective(Collective):
     ) -> list[bytes]:
         return self.inbox.take(sources, tag, timeout=timeout, ask=self._ask, unless=unless)
 
-    def watch(self, tag: str, on_message: Callable[[bytes], None]) -> Callable[[], None]:  # noqa: D102
-        self.inbox.set_handler(tag, _Watcher(on_message))
+    def watch(  # noqa: D102 (inherited)
+        self, tag: str, on_message: Callable[[bytes], None], on_lost: Callable[[int, str], None] | None = None
+    ) -> Callable[[], None]:
+        self.inbox.set_handler(tag, _Watcher(on_message, on_lost))
         return functools.partial(self.inbox.remove_handler, tag)
 
     def watch_losses(self, on_lost: Callable[[int, str], None]) -> Callable[[], None]:  # noqa: D102 (inherited)
         tag = f"losses/{next(self._loss_watches)}"
-        self.inbox.set_handler(tag, _LossWatcher(on_lost))
+        self.inbox.set_handler(tag, _Watcher(on_lost=on_lost))
         return functools.partial(self.inbox.remove_handler, tag)
 
     def forget(self, tag: str) -> None:  # noqa: D102 (inherited)

@@ -3,7 +3,8 @@
 A signal, a clock or a failure reaches ranks at different moments, and a collective at every step would cost too much. So
 a rank that wants something tells rank 0, which asks all ranks how far they are. From its answer on a rank stops at its
 next boundary, until rank 0 says where to act: at the first boundary that no rank has passed. Threads in the background
-answer, so the stop lasts for one exchange of messages. Nothing is sent at other steps.
+answer, so the stop lasts for one exchange of messages. Nothing is sent at other steps. A rank that has left or is lost is
+not waited for.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import contextlib
 import logging
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import msgspec
@@ -25,7 +26,6 @@ __all__ = ["Boundaries"]
 _log = logging.getLogger("bytecheckpoint")
 #: Seconds between two calls of `poll`.
 _POLL_SECONDS = 1.0
-_FOREVER = 2**62  # the boundary of a rank that takes part no more
 
 
 class Boundaries:
@@ -36,6 +36,9 @@ class Boundaries:
         tag: names the conversation; never used twice in one world.
         timeout: seconds to wait for the other ranks at a boundary.
         poll: called about once a second in the background; returns what to request, or "". None: nothing is polled.
+
+    Attributes:
+        left: the ranks that took part no more when the last acts were agreed on; equal on all ranks that do these acts.
     """
 
     def __init__(self, collective: Collective, tag: str, timeout: float, poll: Callable[[], str] | None = None) -> None:
@@ -44,13 +47,16 @@ class Boundaries:
         self._changed = threading.Condition()
         self._step = -1
         self._undecided: set[int] = set()  # rounds
-        self._acts: dict[int, set[str]] = {}  # by step
+        self._acts: dict[int, tuple[set[str], set[int]]] = {}  # by step: what to do, and the ranks that had left
+        self._requested: set[str] = set()  # by this rank
+        self._alone = False  # rank 0 is lost
+        self.left: frozenset[int] = frozenset()
         # Of rank 0:
         self._round = 0
         self._asking = False
         self._wanted: set[str] = set()
         self._answers: dict[int, int] = {}
-        self._left: set[int] = set()
+        self._left: set[int] = set()  # ranks that have left or are lost
         self._thread = threading.Thread(target=self._run, name="bytecheckpoint-boundaries", daemon=True)
         self._ended = threading.Event()
 
@@ -58,7 +64,10 @@ class Boundaries:
         def hear(payload: bytes) -> None:
             self._news.put(msgspec.msgpack.decode(payload))
 
-        self._end_watch = self._collective.watch(self._tag, hear)
+        def lose(rank: int, _: str) -> None:
+            self._news.put(["left", rank])
+
+        self._end_watch = self._collective.watch(self._tag, hear, lose)
         self._thread.start()
         if self._poll is not None:  # in a thread of its own, since a function that hangs must not keep answers back
             threading.Thread(
@@ -90,8 +99,10 @@ class Boundaries:
                     "rank %d goes on after %g s without an answer of rank 0", self._collective.rank, self._timeout
                 )
                 self._undecided.clear()
-            due = [at for at in self._acts if at <= step]
-            return {act for at in due for act in self._acts.pop(at)}
+            due = [self._acts.pop(at) for at in [*self._acts] if at <= step]
+            if due:
+                self.left = frozenset().union(*(left for _, left in due))
+            return {act for acts, _ in due for act in acts}
 
     # --- the thread -----------------------------------------------------------------------------------------------
 
@@ -100,8 +111,11 @@ class Boundaries:
             message = self._news.get()
             if message[0] != "end":
                 self._on_message(*message)
-            if message[0] == "end" or len(self._left) == self._collective.world_size:
+            if message[0] == "end" or not self._present():
                 self._end_watch()
+                with self._changed:
+                    self._undecided.clear()
+                    self._changed.notify_all()
                 return
 
     def _poll_often(self, poll: Callable[[], str]) -> None:
@@ -118,7 +132,11 @@ class Boundaries:
 
     def _on_message(self, kind: str, *values: Any) -> None:
         if kind == "request":
-            self._send(0, ["want", *values])
+            self._requested.add(*values)
+            if self._alone:
+                self._act_alone()
+            else:
+                self._send(0, ["want", *values])
         elif kind == "want":
             self._wanted.add(*values)
             self._ask()
@@ -133,16 +151,32 @@ class Boundaries:
             if number == self._round:
                 self._answers[rank] = step
                 self._decide()
-        elif kind == "left":
+        elif kind == "left" and self._collective.rank == 0:
             self._left.add(*values)
             self._decide()
+        elif kind == "left" and values == (0,):
+            self._alone = True
+            self._act_alone()
         elif kind == "act":
-            number, step, acts = values
+            number, step, acts, left = values
             with self._changed:
                 self._undecided.discard(number)
-                if step < _FOREVER:
-                    self._acts.setdefault(step, set()).update(acts)
-                self._changed.notify_all()
+                self._add_acts(step, acts, left)
+
+    def _add_acts(self, step: int, acts: Collection[str], left: Collection[int]) -> None:
+        known = self._acts.setdefault(step, (set(), set()))
+        known[0].update(acts)
+        known[1].update(left)
+        self._requested.difference_update(acts)
+        self._changed.notify_all()
+
+    def _act_alone(self) -> None:
+        """Wait for no decision, because rank 0 is lost; do what this rank has asked for at its next boundary."""
+        with self._changed:
+            self._undecided.clear()
+            self._changed.notify_all()
+            if self._requested:
+                self._add_acts(self._step + 1, {*self._requested}, {0})
 
     def _ask(self) -> None:
         """Begin a round, unless one is under way. Runs on rank 0."""
@@ -150,18 +184,22 @@ class Boundaries:
             return
         self._asking = True
         self._round += 1
-        for rank in range(self._collective.world_size):
+        for rank in self._present():
             self._send(rank, ["ask", self._round])
+        self._decide()  # perhaps all have left
 
     def _decide(self) -> None:
-        """End the round when all ranks have answered. Runs on rank 0."""
-        if not self._asking or len({*self._answers, *self._left}) < self._collective.world_size:
+        """End the round when all ranks that are left have answered. Runs on rank 0."""
+        present = self._present()
+        if not self._asking or not present <= self._answers.keys():
             return
-        step = _FOREVER if self._left else max(self._answers.values()) + 1
-        for rank in range(self._collective.world_size):
-            if rank not in self._left:
-                self._send(rank, ["act", self._round, step, sorted(self._wanted)])
+        step = max((self._answers[rank] for rank in present), default=0) + 1
+        for rank in present:
+            self._send(rank, ["act", self._round, step, sorted(self._wanted), sorted(self._left)])
         self._asking, self._wanted, self._answers = False, set(), {}
+
+    def _present(self) -> set[int]:
+        return {*range(self._collective.world_size)} - self._left
 
     def _send(self, rank: int, message: list[Any]) -> None:
         if rank == self._collective.rank:

@@ -13,10 +13,13 @@ from typing import TYPE_CHECKING, Any, Self
 
 from bytecheckpoint.collectives import current
 from bytecheckpoint.collectives.agreement import Agreement
+from bytecheckpoint.collectives.base import names_of_ranks
 from bytecheckpoint.errors import (
     CheckpointError,
     CheckpointNotFoundError,
+    CheckpointTimeoutError,
     CorruptCheckpointError,
+    PeerLostError,
     StorageConflictError,
     StorageError,
     UsageError,
@@ -117,13 +120,13 @@ class CheckpointManager:
         self._save_rules, self._keep_rules = save_rules(every), keep_rules(keep)
         self._preemption, self._at_end, self._overlap = preemption, at_end, overlap
         options = {"async_checkpoint": async_checkpoint, **(save_options or {}), "process_group": process_group}
-        self._saves = RunSaves(states, options, on_error, self._after)
+        self._saves = RunSaves(states, options, on_error, self._judge, self._after)
         self._load_options = dict(load_options or {})
         self._group, self._grace = process_group, grace
         self._collective = current(process_group, timeout=settings().timeout)
         number = world_of(self._collective).next_manager_number()
         self._tag, self._conversations = f"manager/{number}", 0
-        self._folder = RunFolder(root)
+        self._folder = RunFolder(root, f"{self._collective.world_id}/{number}")
         self.preempted = False
         self.restored: Restored | None = None
         self._step = 0  # the last boundary
@@ -270,7 +273,7 @@ class CheckpointManager:
         step, before = self._checked(step), self._step
         acts = self._reach(step, metrics)
         if _PREEMPT in acts:
-            return self._save_before_the_end(step)
+            return self._save_before_the_end(step) if not self._boundaries.left else None
         if _SAVE in acts or any(rule.due(step, before) for rule in self._save_rules):
             return self._save(step, self._metrics, overlap=self._overlap)
         self._saves.raise_failure()
@@ -315,10 +318,18 @@ class CheckpointManager:
         for act in acts:
             if act.startswith(_USURPED):
                 raise StorageConflictError(act.removeprefix(_USURPED))
-        if _PREEMPT in acts:
-            self.preempted = True
         if _SAVE in acts:  # also if the save is skipped now
             self._asked_by_clock, self._saves.at = False, time.monotonic()
+        if acts and (left := self._boundaries.left):
+            if self._just_in_time is not None:
+                return set()  # it saves after a loss; and the end of this block would end it
+            _log.warning(
+                "rank %d: %s left this run or is lost, so step %d cannot be saved",
+                self._collective.rank, names_of_ranks(left), step,
+            )  # fmt: skip
+            acts.discard(_SAVE)
+        if _PREEMPT in acts:
+            self.preempted = True
         return acts
 
     def _checked(self, step: object) -> int:
@@ -337,7 +348,7 @@ class CheckpointManager:
             self._boundaries.request(_SAVE)
 
     def _save(self, step: int, metrics: Mapping[str, Any], *, overlap: str) -> SaveHandle | None:
-        if overlap != "wait" and self._ask_rank_0(self._saves.busy):
+        if overlap != "wait" and self._ask_rank_0(self._saves.busy, settings().timeout):
             if overlap == "fail":
                 raise UsageError(f"the save of step {self._saves.step} is still being written at step {step}")
             _log.warning("step %d is not saved: that of step %d is still being written", step, self._saves.step)
@@ -379,6 +390,23 @@ class CheckpointManager:
         age = max(self._grace, settings().timeout)
         self._cleaner.do(lambda: self._folder.collect_leftovers(age, but=step))
 
+    def _judge(self, error: CheckpointError) -> CheckpointError | None:
+        """Return what to tell of the failure of a save; None if the run goes on, because it is the other job that must end.
+
+        Two jobs that save a step at the same time hinder each other: one of them commits it. The one that took the folder
+        over last goes on, whichever that was.
+        """
+        conflict = isinstance(error, StorageConflictError)
+        if not (self._owner if self._collective.rank == 0 else conflict):
+            return error
+        try:
+            self._folder.check_owner()
+        except StorageConflictError as usurped:
+            return usurped
+        except StorageError:
+            return error
+        return None if conflict else error
+
     def _after(self, stall: float, seconds: float) -> None:
         """Tell the rules what a save took, and have the cleaner look at the folder."""
         for rule in self._save_rules:
@@ -395,11 +423,11 @@ class CheckpointManager:
         else:
             self._folder.clean(self._keep_rules, self._grace)
 
-    def _ask_rank_0(self, own: bool) -> bool:
-        """Return rank 0's answer to a question whose answers may differ: `own` is this rank's."""
+    def _ask_rank_0(self, own: bool, timeout: float) -> bool:
+        """Return rank 0's answer to a question whose answers may differ: `own` is this rank's. Wait `timeout` seconds."""
         self._conversations += 1
         tag = f"{self._tag}/{self._conversations}"
-        return self._collective.broadcast(tag, b"\1" if own else b"\0", timeout=settings().timeout) == b"\1"
+        return self._collective.broadcast(tag, b"\1" if own else b"\0", timeout=timeout) == b"\1"
 
     # --- the end of a job -----------------------------------------------------------------------------------------
 
@@ -421,7 +449,13 @@ class CheckpointManager:
         assert self._preemption is not None
         deadline = (self._noticed_at or time.monotonic()) + self._preemption.grace
         _log.warning("rank %d: the job is to stop; step %d is the last one", self._collective.rank, step)
-        if self._ask_rank_0(time.monotonic() + self._saves.longest > deadline):
+        seconds = min(max(deadline - time.monotonic(), 1.0), settings().timeout)
+        try:
+            late = self._ask_rank_0(time.monotonic() + self._saves.longest > deadline, seconds)
+        except (CheckpointTimeoutError, PeerLostError) as error:  # rank 0 has left meanwhile
+            _log.warning("rank %d: no save is begun: %s", self._collective.rank, error)
+            return None
+        if late:
             _log.warning("a save takes %.0f s, too long for the grace period: none is begun", self._saves.longest)
             return None
         handle = self._save(step, self._metrics, overlap="wait")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -38,11 +37,12 @@ class StepInfo:
     Attributes:
         step: its number.
         path: of its checkpoint.
-        created: when it was saved, seconds since 1970.
+        created: when it was saved, seconds since 1970, by the clock of rank 0's machine.
         metrics: what was passed to the save, without values that are not finite.
         pinned: it is never deleted.
         superseded: the run went back to an older step and went on from there, so this one counts as older than all that
             were saved since.
+        committed: when it was committed, seconds since 1970, by the clock of the storage; 0.0: it is not there yet.
     """
 
     step: int
@@ -51,6 +51,7 @@ class StepInfo:
     metrics: Mapping[str, float] = field(default_factory=dict)
     pinned: bool = False
     superseded: bool = False
+    committed: float = 0.0
 
 
 # --- when to save -----------------------------------------------------------------------------------------------------
@@ -214,14 +215,18 @@ class Every:
 
 @dataclass(frozen=True)
 class Younger:
-    """Keep the steps that were saved at most so long ago."""
+    """Keep the steps that were committed at most so long before the newest one.
+
+    The storage's clock counts: those of machines may be hours ahead or behind.
+    """
 
     age: timedelta
 
     def keep(self, steps: Sequence[StepInfo]) -> Collection[int]:
         """See `KeepRule`."""
-        since = time.time() - self.age.total_seconds()
-        return {info.step for info in steps if info.created >= since}
+        newest = next((info.committed for info in reversed(steps) if info.committed), 0.0)
+        since = newest - self.age.total_seconds()
+        return {info.step for info in steps if not info.committed or info.committed >= since}
 
 
 def keep_rules(keep: Any) -> list[KeepRule] | None:

@@ -6,11 +6,10 @@ import contextlib
 import json
 import logging
 import os
-import re
 import secrets
 import socket
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +23,7 @@ from bytecheckpoint.errors import (
     StorageUnavailableError,
 )
 from bytecheckpoint.manager.rules import KeepRule, StepInfo
-from bytecheckpoint.representation.names import CATALOG_NAME
+from bytecheckpoint.representation.names import CATALOG_NAME, STEP_FOLDER
 from bytecheckpoint.storage import Storage, open_named, resolve
 from bytecheckpoint.storage.threads import parallel_map
 from bytecheckpoint.storage.time_limits import with_time_limits
@@ -32,13 +31,12 @@ from bytecheckpoint.tiers.cooldown import file_uri
 from bytecheckpoint.tiers.flush.lock import flush_lock
 from bytecheckpoint.tiers.storage import TierStorage
 from bytecheckpoint.tools.removal import collect_garbage
-from bytecheckpoint.tools.retirement import finish_retirement, retire, tombstones
+from bytecheckpoint.tools.retirement import finish_retirement, retire, tombstones, users_in
 
 __all__ = ["METADATA", "RunFolder", "by_age", "step_folder"]
 
 #: Under this name the metadata of a checkpoint hold what the manager knows of a step.
 METADATA = "manager"
-_STEP = re.compile(r"step_([0-9]{8,})")
 _PIN = ".bytecheckpoint-pinned"
 _OWNER = ".bytecheckpoint-manager"
 _SUPERSEDED = ".bytecheckpoint-superseded"
@@ -60,13 +58,14 @@ class RunFolder:
 
     Args:
         root: path or URL.
+        manager: identifies the manager, and is the same on all its ranks.
 
     Attributes:
         url: of the folder.
         machine_only: other machines may see other steps.
     """
 
-    def __init__(self, root: str | os.PathLike[str]) -> None:
+    def __init__(self, root: str | os.PathLike[str], manager: str = "") -> None:
         self.url = resolve(root).url
         self._folder = with_time_limits(resolve(root))
         self.machine_only = self._folder.capabilities.machine_only
@@ -74,7 +73,12 @@ class RunFolder:
         self._known: dict[str, tuple[str, StepInfo, set[str]]] = {}
         self._foreign: set[int] = set()  # steps of another run, which stay
         self._retired: dict[tuple[str, str], float] = {}  # folder and tombstone -> when
-        self._me = {"id": secrets.token_hex(8), "host": socket.gethostname(), "pid": os.getpid(), "begun": time.time()}
+        self._me = {
+            "id": manager or secrets.token_hex(8),
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "begun": time.time(),
+        }
 
     # --- steps --------------------------------------------------------------------------------------------------
 
@@ -110,7 +114,7 @@ class RunFolder:
         return [place for place in found if place is not None]
 
     def _names(self) -> list[str]:
-        return [name for name in self._folder.folders() if _STEP.fullmatch(name)]
+        return [name for name in self._folder.folders() if STEP_FOLDER.fullmatch(name)]
 
     def _describe(self, name: str) -> StepInfo | None:
         """Read the catalog of a folder, once; None if there is none that can be read."""
@@ -128,8 +132,12 @@ class RunFolder:
                 _log.warning("%s", error)
                 return None
             own: Any = catalog.info.get("metadata", {}).get(METADATA, {})
-            number = _number(name) if _STEP.fullmatch(name) else -1
-            info = StepInfo(number, step.url, float(catalog.info.get("created", 0.0)), own.get("metrics", {}))
+            number = _number(name) if STEP_FOLDER.fullmatch(name) else -1
+            created = float(catalog.info.get("created", 0.0))
+            committed = 0.0
+            with contextlib.suppress(FileNotFoundError):  # not flushed yet
+                committed = _durable(step.url).stat(CATALOG_NAME).modified or created
+            info = StepInfo(number, step.url, created, own.get("metrics", {}), committed=committed)
             known = self._known[name] = version, info, other_folders(catalog)
         return known[1]
 
@@ -231,8 +239,11 @@ class RunFolder:
         if doomed and not any(self._is_whole(info) for info in reversed(steps) if info not in doomed):
             _log.warning("no step of %s that would stay is whole: none is deleted", self.url)
             return []
-        users = self._users() if doomed else {}
-        gone = [info.step for info in doomed if self._retire(info, users)]
+        users = users_in(self._folder, self._other_folders_of) if doomed else {}
+        gone = []
+        for info in doomed:
+            self.check_owner()  # a deletion takes a while, and the new owner may save these steps anew
+            gone += [info.step] if self._retire(info, users) else []
         self.finish_removals(grace)
         return gone
 
@@ -266,21 +277,20 @@ class RunFolder:
             return False
         return True
 
-    def _users(self) -> dict[str, str]:
-        """Return the folders that hold files of other checkpoints beside them, and one of these for each."""
-        names = self._folder.folders()
-        found = parallel_map(self._describe, names, self._folder.parallel_reads, "bytecheckpoint-steps")
-        users = [self._known[name] for name, info in zip(names, found, strict=True) if info is not None]
-        return {folder: info.path for _, info, folders in users for folder in folders}
+    def _other_folders_of(self, name: str) -> Collection[str]:
+        return self._known[name][2] if self._describe(name) is not None else ()
 
     def _retire(self, info: StepInfo, users: dict[str, str]) -> bool:
         place = _durable(info.path)
         try:
             user = users.get(file_uri(place, "").removesuffix("/"))
-            why = f"{user} uses its files" if user else retire(place)
+            why = f"{user} uses its files" if user else retire(place, info.created)
             if not why:
                 _remove_hot_copy(info.path)
-        except (CheckpointNotFoundError, StorageConflictError) as error:
+        except CheckpointNotFoundError as error:  # a manager on another machine has deleted it
+            why = str(error)
+            _remove_hot_copy(info.path, flushed=True)
+        except StorageConflictError as error:
             why = str(error)
         if why:
             _log.info("%s stays: %s", info.path, why)
@@ -308,9 +318,12 @@ def _durable(path: str) -> Storage:
     return with_time_limits(storage.durable if isinstance(storage, TierStorage) else storage)
 
 
-def _remove_hot_copy(path: str) -> None:
-    """Remove the copy of a step in this machine's memory."""
+def _remove_hot_copy(path: str, *, flushed: bool = False) -> None:
+    """Remove the copy of a step in this machine's memory; with `flushed`, only one that was durable."""
     storage = resolve(path)
-    if isinstance(storage, TierStorage) and (catalog := storage.hot_folder.catalog()) is not None:
-        with flush_lock(storage, exclusive=True, timeout=0.0):
+    if not isinstance(storage, TierStorage) or (catalog := storage.hot_folder.catalog()) is None:
+        return
+    record = storage.hot_folder.record(catalog)
+    if not flushed or (record is not None and record.flushed):
+        with contextlib.suppress(StorageConflictError), flush_lock(storage, exclusive=True, timeout=0.0):
             storage.hot_folder.remove_step(catalog)

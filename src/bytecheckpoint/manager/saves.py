@@ -26,6 +26,8 @@ class RunSaves:
         states: as for `save`.
         options: further arguments of `save`.
         on_error: "raise" the failure of a save, once, or "warn".
+        judge: returns a failure as it is, another error that ends the run whatever `on_error` says, or None: the run
+            goes on without this step.
         committed: called after each commit, in a thread of the save, with the seconds for which the save stalled the
             training, and those until the commit.
 
@@ -43,9 +45,11 @@ class RunSaves:
         states: MutableMapping[str, Any],
         options: Mapping[str, Any],
         on_error: str,
+        judge: Callable[[CheckpointError], CheckpointError | None],
         committed: Callable[[float, float], object],
     ) -> None:
-        self._states, self.options, self._on_error, self._after = states, dict(options), on_error, committed
+        self._states, self.options, self._on_error = states, dict(options), on_error
+        self._judge, self._after = judge, committed
         self._handle: SaveHandle | None = None
         self.step, self.at, self.committed = 0, time.monotonic(), 0
         self.longest = 0.0
@@ -67,17 +71,19 @@ class RunSaves:
         Raises:
             CheckpointError: the save failed, or the one before.
         """
-        if self._on_error == "warn":
-            self.wait()  # `save` would wait too, and raise the failure in place of saving
+        if self._on_error == "warn" and self._handle is not None:
+            Future.exception(self._handle.restorable)  # a save in the background would fail in place of this one
+            self.raise_failure()
         begun = self.at = time.monotonic()
         options = {**self.options, "step": step, "metadata": {**self.options.get("metadata", {}), **facts}}
-        try:
-            handle = save(path, self._states, **options)
-        except CheckpointError as error:
-            if self._on_error == "raise":
-                raise
-            _log.warning("the save of step %d failed: %s", step, error)
-            return None
+        handle = None
+        while handle is None:
+            try:
+                handle = save(path, self._states, **options)
+            except CheckpointError as error:
+                self._tell(error, self.step if error.repeats else step)
+                if not error.repeats:
+                    return None
         self._handle, self.step, self.prepared = handle, step, True
         stall = time.monotonic() - begun
 
@@ -119,6 +125,13 @@ class RunSaves:
         try:
             handle.result()
         except CheckpointError as error:
-            if self._on_error == "raise":
-                raise
-            _log.warning("the save of step %d failed: %s", self.step, error)
+            self._tell(error, self.step)
+
+    def _tell(self, error: CheckpointError, step: int) -> None:
+        """Raise the failure of a step, or log it."""
+        found = self._judge(error)
+        if found is not None and found is not error:
+            raise found from error
+        if found is not None and self._on_error == "raise":
+            raise error
+        _log.warning("the save of step %d failed: %s", step, error)

@@ -13,6 +13,7 @@ from bytecheckpoint.errors import UsageError
 __all__ = [
     "CATALOG_NAME",
     "GENERATION_LENGTH",
+    "STEP_FOLDER",
     "check_file_name",
     "escape",
     "file_stem",
@@ -29,6 +30,8 @@ __all__ = [
 
 CATALOG_NAME: Final = "metadata.parquet"
 GENERATION_LENGTH: Final = 24
+#: Names of the folders in which managers save steps.
+STEP_FOLDER = re.compile(r"step_([0-9]{8}|[1-9][0-9]{8,})")
 
 _EXTRA_KIND, _EXTRA_FOLDER = "extra_states", "extra"
 # Lower case only: "Model" and "model" are the same folder on a file system that ignores case.

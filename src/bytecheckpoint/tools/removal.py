@@ -19,7 +19,7 @@ from bytecheckpoint.errors import (
     StorageError,
     UsageError,
 )
-from bytecheckpoint.representation.names import CATALOG_NAME, generation_of, natural_order
+from bytecheckpoint.representation.names import CATALOG_NAME, STEP_FOLDER, generation_of, natural_order
 from bytecheckpoint.saving.commit import stale_uploads
 from bytecheckpoint.storage import Storage, resolve
 from bytecheckpoint.storage.time_limits import with_time_limits
@@ -30,7 +30,7 @@ from bytecheckpoint.tiers.names import INTERNAL_FILES
 from bytecheckpoint.tiers.room import hot_steps
 from bytecheckpoint.tiers.storage import PREFIX, TierStorage, hot_tier
 from bytecheckpoint.tools.repair import reports_of_saves
-from bytecheckpoint.tools.retirement import TOMBSTONE, finish_retirement, tombstones
+from bytecheckpoint.tools.retirement import TOMBSTONE, finish_retirement, remove_if_empty, tombstones, users_in
 
 __all__ = ["Removal", "collect_garbage", "collect_hot_garbage", "remove_checkpoint"]
 
@@ -44,7 +44,8 @@ class Removal:
 
     Attributes:
         path: their folder.
-        what: "checkpoint", "retired" (a removal that was begun), "uncommitted", "temporary", "upload" or "hot copy".
+        what: "checkpoint", "retired" (a removal that was begun), "uncommitted", "temporary", "empty folder", "upload" or
+            "hot copy".
         files: number of files; of "upload", of uploads that were not completed, whose size no store tells.
         nbytes: their size.
         kept: why they stay; "" if they go.
@@ -80,7 +81,7 @@ def remove_checkpoint(path: str, *, cold: bool = False, dry_run: bool = False) -
     elsewhere = {folder for place in places for folder in _other_folders(place)}
     if elsewhere and not cold:
         raise UsageError(f"{storage.url} names files in {', '.join(sorted(elsewhere))}: --cold removes these too")
-    if user := next((user for place in places for user in _users(place)), ""):
+    if user := next(filter(None, map(_user, places)), ""):
         raise UsageError(f"{user} uses files of {storage.url}: remove that first")
     places += [with_time_limits(resolve(folder)) for folder in sorted(elsewhere)]
     found = [(place, names) for place in places if (names := _own_names(place))]
@@ -107,15 +108,11 @@ def remove_checkpoint(path: str, *, cold: bool = False, dry_run: bool = False) -
     return removed
 
 
-def _users(storage: Storage) -> Iterator[str]:
-    """Yield the checkpoints beside a folder whose catalogs name files in it."""
-    inside = file_uri(storage, "")
-    run = resolve(storage.url.rpartition("/")[0] or "/")
-    for name in run.folders():
-        step = resolve(f"{run.url}/{name}")
-        with contextlib.suppress(CheckpointNotFoundError, CorruptCheckpointError):
-            if step.url != storage.url and any(f.name.startswith(inside) for f in read_catalog(step)[0].files):
-                yield step.url
+def _user(storage: Storage) -> str:
+    """Return a checkpoint beside a folder whose catalog names files in it, or ""."""
+    run = with_time_limits(resolve(storage.url.rpartition("/")[0] or "/"))
+    users = users_in(run, lambda name: _other_folders(with_time_limits(resolve(f"{run.url}/{name}"))))
+    return users.get(file_uri(storage, "").removesuffix("/"), "")
 
 
 def _own_names(storage: Storage) -> dict[str, int]:
@@ -206,9 +203,10 @@ def _collect(storage: Storage, before: Callable[[], float], dry_run: bool) -> It
     ]
     yield from _remove(storage, "temporary", {name: present[name] for name in temporary}, dry_run)
     for stone in tombstones(storage):
-        if not dry_run and _is_older(storage, stone, before()) and (gone := finish_retirement(storage, stone)):
-            yield _removal(storage, "retired", gone)
-            present = dict(storage.list())
+        young = not _is_older(storage, stone, before())
+        if gone := finish_retirement(storage, stone, dry_run=dry_run or young):
+            yield _removal(storage, "retired", gone, "begun a short while ago: others may be reading" if young else "")
+            present = {name: size for name, size in present.items() if name not in gone}
     saves: dict[str, dict[str, int]] = {}
     for name, size in present.items():
         if (generation := generation_of(name)) is not None:
@@ -229,6 +227,9 @@ def _collect(storage: Storage, before: Callable[[], float], dry_run: bool) -> It
                 yield _removal(storage, "uncommitted", files, "only the catalog is missing: run `repair` or `rm`")
             else:
                 yield from _remove(storage, "uncommitted", files, dry_run)
+    is_step = STEP_FOLDER.fullmatch(storage.url.rpartition("/")[2]) is not None
+    if is_step and remove_if_empty(storage, dry_run=dry_run) and not present:
+        yield _removal(storage, "empty folder", {})
 
 
 def _is_older(storage: Storage, name: str, before: float) -> bool:

@@ -9,37 +9,44 @@ from __future__ import annotations
 import json
 import re
 import secrets
+from collections.abc import Callable, Collection
 
 from bytecheckpoint.engine.catalogs import read_catalog
 from bytecheckpoint.engine.file_set import other_folders
 from bytecheckpoint.errors import CheckpointError, CheckpointNotFoundError
 from bytecheckpoint.representation.names import CATALOG_NAME
 from bytecheckpoint.storage import Storage, resolve
+from bytecheckpoint.storage.threads import parallel_map
 
-__all__ = ["TOMBSTONE", "finish_retirement", "retire", "tombstones"]
+__all__ = ["TOMBSTONE", "finish_retirement", "remove_if_empty", "retire", "tombstones", "users_in"]
 
 #: Names of tombstones.
 TOMBSTONE = re.compile(r"\.bytecheckpoint-retired-[0-9a-f]{16}\.json")
 
 
-def retire(storage: Storage) -> str:
+def retire(storage: Storage, created: float) -> str:
     """Begin the removal of a checkpoint: from now on nobody finds it. Readers that have its catalog read on.
 
     Args:
         storage: of the checkpoint; no tier.
+        created: when it was saved. What was saved there since stays.
 
     Returns:
-        "", or why it stays: it has files in other folders.
+        "", or why it stays: it has files in other folders, or was replaced.
 
     Raises:
         CheckpointNotFoundError: there is none.
         StorageError: the storage fails.
     """
+    version = storage.version(CATALOG_NAME)
     catalog, _ = read_catalog(storage)
     if elsewhere := other_folders(catalog):
         return f"it names files in {', '.join(sorted(elsewhere))}"
     stone = f".bytecheckpoint-retired-{secrets.token_hex(8)}.json"
     storage.publish(stone, json.dumps({"files": [file.name for file in catalog.files]}).encode())
+    if float(catalog.info.get("created", 0.0)) != created or storage.version(CATALOG_NAME) != version:
+        storage.delete([stone])
+        return "it was saved anew meanwhile"
     storage.delete([CATALOG_NAME])
     return ""
 
@@ -49,7 +56,7 @@ def tombstones(storage: Storage) -> list[str]:
     return [name for name, _ in storage.list() if TOMBSTONE.fullmatch(name)]
 
 
-def finish_retirement(storage: Storage, stone: str) -> dict[str, int]:
+def finish_retirement(storage: Storage, stone: str, *, dry_run: bool = False) -> dict[str, int]:
     """End the removal that a tombstone stands for.
 
     A catalog that names the files all the same (`repair` made it) keeps them.
@@ -57,9 +64,10 @@ def finish_retirement(storage: Storage, stone: str) -> dict[str, int]:
     Args:
         storage: of the checkpoint.
         stone: name of the tombstone.
+        dry_run: only look.
 
     Returns:
-        The files that are gone, with their sizes.
+        The files that are gone, or would go, with their sizes.
 
     Raises:
         StorageError: the storage fails.
@@ -75,9 +83,45 @@ def finish_retirement(storage: Storage, stone: str) -> dict[str, int]:
     except CheckpointError:  # damaged, or of a newer version: nobody knows what it names
         return {}
     gone = {name: size for name, size in storage.list() if name in named}
-    storage.delete([*gone])
-    storage.delete([stone])
-    run, _, name = storage.url.rpartition("/")
-    if run and not run.endswith(":/"):
-        resolve(run).delete([f"{name}/{stone}"])  # the folder above also removes a folder that is empty now
+    if not dry_run:
+        storage.delete([*gone])
+        storage.delete([stone])
+        remove_if_empty(storage)
     return gone
+
+
+def remove_if_empty(storage: Storage, *, dry_run: bool = False) -> bool:
+    """Remove the folder of a step if nothing is in it but empty folders.
+
+    Args:
+        storage: the folder.
+        dry_run: only look.
+
+    Returns:
+        Whether it was there, and is gone or would go.
+    """
+    run_url, _, name = storage.url.rpartition("/")
+    if not run_url or run_url.endswith(":/") or storage.list():
+        return False
+    run, folders, absent = resolve(run_url), storage.folders(), ".bytecheckpoint-absent"
+    if name not in run.folders() or any(resolve(f"{storage.url}/{folder}").folders() for folder in folders):
+        return False
+    if not dry_run:
+        storage.delete([f"{folder}/{absent}" for folder in folders])  # this also removes an empty folder
+        run.delete([f"{name}/{absent}"])
+    return True
+
+
+def users_in(run: Storage, other_folders_of: Callable[[str], Collection[str]]) -> dict[str, str]:
+    """Find the checkpoints of a run that need files in other folders.
+
+    Args:
+        run: its folder.
+        other_folders_of: returns the other folders that hold files of a checkpoint, given the name of its folder.
+
+    Returns:
+        The URL of one of these checkpoints for each of the other folders.
+    """
+    names = run.folders()
+    found = parallel_map(other_folders_of, names, run.parallel_reads, "bytecheckpoint-steps")
+    return {folder: f"{run.url}/{name}" for name, folders in zip(names, found, strict=True) for folder in folders}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,7 +18,7 @@ from bytecheckpoint.integrations.lightning.position import TrainingPosition
 from bytecheckpoint.integrations.lightning.strategy import states_of_model
 from bytecheckpoint.loading import load
 from bytecheckpoint.manager import CheckpointManager, StepInfo
-from bytecheckpoint.representation.names import CATALOG_NAME
+from bytecheckpoint.representation.names import CATALOG_NAME, STEP_FOLDER
 from bytecheckpoint.storage import resolve
 
 __all__ = ["POSITION", "LightningState", "Newest", "TrainerSteps"]
@@ -27,7 +26,6 @@ __all__ = ["POSITION", "LightningState", "Newest", "TrainerSteps"]
 _log = logging.getLogger("bytecheckpoint")
 #: Under this name a state of Lightning's holds the `TrainingPosition`.
 POSITION = "bytecheckpoint"
-_STEP = re.compile(r"step_([0-9]{8,})")
 
 
 class Newest(os.PathLike[str]):
@@ -246,7 +244,7 @@ class TrainerSteps:
     def _step_of(self, path: Any) -> int | None:
         """Return the number of a step of this run; None for another checkpoint."""
         folder, _, name = resolve(path).url.rpartition("/")
-        found = _STEP.fullmatch(name) if folder == self._root else None
+        found = STEP_FOLDER.fullmatch(name) if folder == self._root else None
         return int(found[1]) if found else None
 
 
@@ -273,6 +271,6 @@ def _checked(state: dict[str, Any]) -> dict[str, Any]:
 
 def is_step(path: Any) -> bool:
     """Return whether a path is that of a step, and not of a file or folder that Lightning has written."""
-    if _STEP.fullmatch(os.path.basename(os.fspath(path).rstrip("/"))):
+    if STEP_FOLDER.fullmatch(os.path.basename(os.fspath(path).rstrip("/"))):
         return True
     return not os.path.isfile(path) and bool(resolve(path).version(CATALOG_NAME))

@@ -12,7 +12,7 @@ import msgspec
 from bytecheckpoint.collectives import Collective
 from bytecheckpoint.collectives.agreement import Agreement
 from bytecheckpoint.engine.workers import Workers
-from bytecheckpoint.errors import CheckpointError, CheckpointTimeoutError, PeerLostError, StorageError
+from bytecheckpoint.errors import CheckpointError, CheckpointTimeoutError, PeerLostError, StorageError, listed
 from bytecheckpoint.handles import SaveHandle, SaveReport
 from bytecheckpoint.representation.names import CATALOG_NAME, generation_of
 from bytecheckpoint.settings import Settings
@@ -65,8 +65,12 @@ class Flusher:
         """
         if self._replicating is None:
             self._replicating, self._flushing = Workers(1, "bytecheckpoint-share"), Workers(1, "bytecheckpoint-flush")
+        level = logging.INFO
         with self._changed:
             while len(self._busy) >= settings.tier_waiting or url in self._busy.values():
+                busy = listed([*self._busy.values()])
+                _log.log(level, "the save of %s waits, because these are not durable yet: %s", url, busy)
+                level = logging.WARNING
                 # Every save and every flush ends within its own time limits, and notifies.
                 self._changed.wait(60.0)
             self._busy[id(handle)] = url

@@ -12,6 +12,7 @@ from bytecheckpoint.errors import CheckpointError, CheckpointTimeoutError, Corru
 from bytecheckpoint.representation.catalog_file import decode
 from bytecheckpoint.representation.names import CATALOG_NAME, generation_of
 from bytecheckpoint.settings import Settings
+from bytecheckpoint.tiers.current_copy import ask_durable
 from bytecheckpoint.tiers.flush.job import flush_together, transfer_limit
 from bytecheckpoint.tiers.hot_folder import HotStep
 from bytecheckpoint.tiers.machines import Machines
@@ -19,6 +20,7 @@ from bytecheckpoint.tiers.names import INTERNAL_FILES, LOCK
 from bytecheckpoint.tiers.room import hot_steps
 from bytecheckpoint.tiers.run import folders_of_run, run_of, steps_of_run
 from bytecheckpoint.tiers.storage import PREFIX, TierStorage
+from bytecheckpoint.tuning import tuning
 
 __all__ = ["UnflushedSteps", "evict"]
 
@@ -172,6 +174,10 @@ class UnflushedSteps:
                     step.hot_folder.remove(names)
 
 
+def _is_removed(step: TierStorage) -> bool:
+    return not ask_durable(step.url, lambda: step.durable.version(CATALOG_NAME), tuning().tier_save_timeout)
+
+
 def _is_of_a_save(name: str) -> bool:
     return generation_of(name) is not None or name == CATALOG_NAME or INTERNAL_FILES.fullmatch(name) is not None
 
@@ -185,10 +191,12 @@ def evict(
 ) -> None:
     """Remove the oldest hot steps of a run, beyond the numbers of flushed and unflushed steps that the settings keep.
 
-    Of other runs all flushed steps go that were saved before this job began: their jobs have ended, or will save others.
+    A step that was flushed and that somebody has removed from the durable storage since goes too: whoever removed it could
+    not reach this machine's copy, and nobody shall take that for a step of the run. Of other runs all flushed steps go that
+    were saved before this job began: their jobs have ended, or will save others.
 
     Args:
-        storage: any step of the run.
+        storage: any step of the run; the one that was just flushed, if that has succeeded.
         busy: URLs of the steps that this job is saving or flushing; they do not count.
         remove: removes a step from the hot tier, given its catalog, unless a save to its path is under way.
         settings: how many.
@@ -198,8 +206,11 @@ def evict(
     found.sort(key=lambda item: item[1].record.saved, reverse=True)
     flushed = [(tier, step) for tier, step in found if step.record.flushed]
     unflushed = [(tier, step) for tier, step in found if not step.record.flushed]
-    for tier, step in flushed[settings.tier_keep :]:
-        remove(tier, step.catalog)
+    kept = flushed[: settings.tier_keep]
+    answers = any(tier.url == storage.url for tier, _ in kept)  # else a durable storage that is away would be asked
+    for tier, step in flushed:
+        if (tier, step) not in kept or (answers and _is_removed(tier)):
+            remove(tier, step.catalog)
     for tier, step in unflushed[settings.tier_waiting :]:
         _log.warning("%s was not flushed, and is removed from memory to make room for newer steps", tier.url)
         remove(tier, step.catalog)
