@@ -9,8 +9,8 @@ barrier is measured beside, up to the number of ranks at which it can connect ev
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
-import os
 import resource
 import shutil
 import statistics
@@ -40,7 +40,11 @@ from bytecheckpoint.collectives.transport.wire import Kind
 #: Bytes that one rank reports at the end of a save: the sums of the blocks of some files.
 _SUMS = 4096
 _PER_MACHINE = 8
-_TIMEOUT = 300.0
+_TIMEOUT = 900.0
+#: gloo connects every pair, and all ranks are on this machine.
+_GLOO_RANKS = 64
+_PROGRAM = (sys.executable, "-m", "benchmarks.endpoints")
+_COLUMNS = ("core s", "messages in", "messages out", "KiB in", "KiB out", "MiB", "descriptors")
 
 
 class _Part(ThreadWorld):
@@ -146,9 +150,9 @@ def _measure(size: int, processes: int, shape: str) -> list[dict[str, Any]]:
     folder = tempfile.mkdtemp(dir="/dev/shm" if Path("/dev/shm").is_dir() else None)
     bounds = np.linspace(1, size, processes + 1).astype(int).tolist()
     others = [
-        subprocess.Popen([sys.executable, "-m", "benchmarks.endpoints", "--serve", *map(str, (*part, size, store.port, folder))])
-        for part in zip(bounds, bounds[1:], strict=False)
-    ]  # fmt: skip
+        subprocess.Popen([*_PROGRAM, "--serve", str(first), str(last), str(size), str(store.port), folder])
+        for first, last in itertools.pairwise(bounds)
+    ]
     rows = []
     try:
         begun, cpu = time.perf_counter(), time.process_time()
@@ -177,10 +181,10 @@ def _measure(size: int, processes: int, shape: str) -> list[dict[str, Any]]:
 def _row(size: int, shape: str, step: str, seconds: float, cpu: float, counting: _Counting) -> dict[str, Any]:
     print(f"{size} ranks, {shape}: {step} {seconds:.2f} s", file=sys.stderr)
     return {
-        "ranks": size, "shape": shape, "step": step, "seconds": seconds, "core seconds": time.process_time() - cpu,
+        "ranks": size, "shape": shape, "step": step, "seconds": seconds, "core s": time.process_time() - cpu,
         "messages in": counting.frames["in"], "messages out": counting.frames["out"],
         "KiB in": counting.bytes["in"] / 1024, "KiB out": counting.bytes["out"] / 1024,
-        "MiB of memory": psutil.Process().memory_info().rss / 2**20, "descriptors": psutil.Process().num_fds(),
+        "MiB": psutil.Process().memory_info().rss / 2**20, "descriptors": psutil.Process().num_fds(),
     }  # fmt: skip
 
 
@@ -229,15 +233,29 @@ def main() -> None:
         rows = _gloo(size) if shape == "gloo" else _measure(size, arguments.processes, shape)
         print(json.dumps(rows))
     else:
-        for size in arguments.ranks:
-            for shape in arguments.shapes:
-                command = [sys.executable, "-m", "benchmarks.endpoints", "--one", str(size), shape]
-                command += ["--processes", str(arguments.processes)]
-                done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, env=dict(os.environ))
-                if done.returncode:
-                    print(f"{size} ranks, {shape}: failed")
-                else:
-                    print(done.stdout)
+        rows = []
+        for size, shape in itertools.product(arguments.ranks, arguments.shapes):
+            if shape == "gloo" and size > _GLOO_RANKS:
+                print(f"{size} ranks, gloo: not measured, it would open {size * (size - 1):,} sockets", file=sys.stderr)
+                continue
+            command = [*_PROGRAM, "--one", str(size), shape, "--processes", str(arguments.processes)]
+            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+            rows += json.loads(done.stdout)
+        _print(rows)
+
+
+def _print(rows: list[dict[str, Any]]) -> None:
+    """Print a line for each measurement, and what rank 0 alone would need at 10,000 ranks."""
+    columns = ("ranks", "shape", "step", "seconds", *_COLUMNS)
+    print("".join(f"{name:>14}" for name in columns))
+    for row in rows:
+        cells = (row.get(name, "") for name in columns)
+        print("".join(f"{cell:>14.3f}" if isinstance(cell, float) else f"{cell:>14}" for cell in cells))
+    for shape, step in dict.fromkeys((row["shape"], row["step"]) for row in rows):
+        found = [row for row in rows if (row["shape"], row["step"]) == (shape, step) and "core s" in row]
+        if len(found) > 1:
+            slope, start = np.polyfit([row["ranks"] for row in found], [row["core s"] for row in found], 1)
+            print(f"{shape}, {step}: rank 0 would take {start + 10_000 * slope:.2f} s of a core at 10,000 ranks")
 
 
 if __name__ == "__main__":

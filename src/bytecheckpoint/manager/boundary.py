@@ -184,8 +184,7 @@ class Boundaries:
             return
         self._asking = True
         self._round += 1
-        for rank in self._present():
-            self._send(rank, ["ask", self._round])
+        self._send_each(self._present(), ["ask", self._round])
         self._decide()  # perhaps all have left
 
     def _decide(self) -> None:
@@ -194,16 +193,18 @@ class Boundaries:
         if not self._asking or not present <= self._answers.keys():
             return
         step = max((self._answers[rank] for rank in present), default=0) + 1
-        for rank in present:
-            self._send(rank, ["act", self._round, step, sorted(self._wanted), sorted(self._left)])
+        self._send_each(present, ["act", self._round, step, sorted(self._wanted), sorted(self._left)])
         self._asking, self._wanted, self._answers = False, set(), {}
 
     def _present(self) -> set[int]:
         return {*range(self._collective.world_size)} - self._left
 
     def _send(self, rank: int, message: list[Any]) -> None:
-        if rank == self._collective.rank:
+        self._send_each({rank}, message)
+
+    def _send_each(self, ranks: set[int], message: list[Any]) -> None:
+        if self._collective.rank in ranks:
             self._news.put(message)
-            return
-        with contextlib.suppress(CheckpointError):  # the training notices a lost rank
-            self._collective.send(rank, self._tag, msgspec.msgpack.encode(message))
+        if others := ranks - {self._collective.rank}:
+            with contextlib.suppress(CheckpointError):  # the training notices a lost rank
+                self._collective.send_each(self._tag, dict.fromkeys(others, msgspec.msgpack.encode(message)))
