@@ -7,13 +7,14 @@ from collections.abc import Mapping
 
 import msgspec
 
+from bytecheckpoint._version import __version__
 from bytecheckpoint.collectives.inbox import Inbox
 from bytecheckpoint.collectives.transport.link import Link
 from bytecheckpoint.collectives.transport.packs import Message, Place, unpack
 from bytecheckpoint.collectives.transport.sockets import listen, listen_beside, reserve_descriptors
 from bytecheckpoint.collectives.transport.star import PLACE, Star
 from bytecheckpoint.collectives.transport.wire import ANYBODY, Kind, Payload
-from bytecheckpoint.errors import CheckpointTimeoutError
+from bytecheckpoint.errors import CheckpointTimeoutError, UsageError
 from bytecheckpoint.tuning import tuning
 
 __all__ = ["Hub"]
@@ -48,6 +49,7 @@ class Hub(Star):
         self._gone: dict[int, str] = {}
         self._watchers: dict[int, set[int]] = {}
         self._hung_up = False
+        self._refusal = ""  # why this world cannot be
         self._accept_from(listener)
         if beside and (local := listen_beside(beside, links)) is not None:
             self._accept_from(local)
@@ -57,9 +59,14 @@ class Hub(Star):
         """Wait until every rank is connected.
 
         Raises:
+            UsageError: a rank runs another version of this package.
             CheckpointTimeoutError: the named ranks are not connected.
         """
-        if not self.ready.wait(timeout) or self.inbox.closed:
+        connected = self.ready.wait(timeout)
+        if self._refusal:
+            self.leave()
+            raise UsageError(self._refusal)
+        if not connected or self.inbox.closed:
             missing = [rank for rank in range(1, self.world_size) if rank not in self.below]
             self.leave()
             raise CheckpointTimeoutError(
@@ -111,7 +118,11 @@ class Hub(Star):
             raise OSError("not a rank of this world")
         self.below[rank] = link
         self._places[rank] = place
-        if len(self.below) == self.world_size - 1:
+        if place.version != __version__ and not self._refusal:
+            self._refusal = f"rank {rank} runs bytecheckpoint {place.version} and rank 0 {__version__}: install one version on all machines"
+            self._tell_below(Kind.LOST, self._refusal)
+            self.ready.set()
+        elif len(self.below) == self.world_size - 1:
             self._stop_accepting()
             self._tell_below(Kind.WELCOME)
             self.ready.set()

@@ -83,7 +83,8 @@ class Spoke(Star):
                     f"rank {self.rank}: not every rank connected to rank 0 within {timeout:g} s"
                 )
             if self.inbox.closed:
-                raise PeerLostError(f"rank {self.rank}: rank 0 went away while the ranks were connecting to it")
+                why = f"rank 0 went away while the ranks were connecting to it: {self.inbox.closed}"
+                raise PeerLostError(f"rank {self.rank}: {why}")
             if (place := self._moved) is None:
                 return
             self._moved = None
@@ -253,8 +254,8 @@ class Spoke(Star):
         self.inbox.close(reason)
         self._sending_over = True
         self.ready.set()
+        self._tell_below(Kind.LOST, reason)
         for link in set(self.below.values()):
-            self._post(link, Kind.LOST, 0, link.rank, b"", reason.encode())
             self._hang_up(link)
         # No more messages can come: let the thread end, with what is still on its way down.
         self._deadline = time.monotonic() + (self.linger if self.below else 0.0)

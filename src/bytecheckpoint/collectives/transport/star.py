@@ -123,10 +123,10 @@ class Star(Loop):
             else:
                 self._post(link, Kind.PACK, 0, link.rank, b"", pack(found))
 
-    def _tell_below(self, kind: Kind) -> None:
-        """Send a frame without content over every connection away from rank 0."""
+    def _tell_below(self, kind: Kind, text: str = "") -> None:
+        """Send a frame of rank 0 over every connection away from it."""
         for link in set(self.below.values()):
-            self._post(link, kind, 0, link.rank, b"", b"")
+            self._post(link, kind, 0, link.rank, b"", text.encode())
 
     def _on_messages_down(self, kind: Kind, source: int, to: int, tag: bytes, payload: Payload) -> None:
         """Handle a message, or several, on their way down."""
@@ -142,7 +142,7 @@ class Star(Loop):
         if place.host or link.local:
             return place
         host = remote_end(link.sock)
-        return Place(place.data, place.messages, "" if is_loopback(host) else host)
+        return msgspec.structs.replace(place, host="" if is_loopback(host) else host)
 
     def _on_end(self, reason: str) -> None:
         self.inbox.close(reason)

@@ -65,5 +65,7 @@ def _context(protocol: ssl._SSLMethod) -> ssl.SSLContext:
 
 def shut_down_writing(sock: socket.socket) -> None:
     """Tell the other side that no more bytes come, and read on."""
-    # `SSLSocket.shutdown` would read what still comes as plain bytes.
-    socket.socket.shutdown(sock, socket.SHUT_WR)
+    if isinstance(sock, ssl.SSLSocket):  # whose own method would read what still comes as plain bytes
+        socket.socket.shutdown(sock, socket.SHUT_WR)
+    else:
+        sock.shutdown(socket.SHUT_WR)
