@@ -7,7 +7,7 @@ device), encodes its request, lays out its files from the answer and reports. Th
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
@@ -175,6 +175,11 @@ class Ranks:
             self.answers[to] = payload
         else:
             self.outcomes.append(decode(payload))
+
+    def send_each(self, tag: str, payloads: Mapping[int, bytes]) -> None:
+        """Store what the coordinator sends to ranks."""
+        for rank, payload in payloads.items():
+            self.send(rank, tag, payload)
 
     def forget(self, tag: str) -> None:
         """Do nothing: no message is kept."""

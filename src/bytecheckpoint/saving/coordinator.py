@@ -7,6 +7,7 @@ protocol (docs/architecture.md, "A save"). Whatever happens here ends in a reply
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 from collections import Counter
 from collections.abc import Collection, Mapping
@@ -51,6 +52,8 @@ from bytecheckpoint.saving.values import assign_values, unwritten_values
 __all__ = ["Coordinator"]
 
 _log = logging.getLogger("bytecheckpoint")
+#: Replies that are sent at a time: to some tens of machines.
+_REPLIES = 256
 
 
 class _StepFailedError(Exception):
@@ -137,18 +140,20 @@ class Coordinator:
 
     def _reply(self, replies: Mapping[int, Reply | Failure]) -> None:
         """Send the replies that are due to ranks."""
-        encoded = {id(reply): encode(reply) for reply in replies.values()}
-        by_step: dict[SaveStep, dict[int, bytes]] = {}
-        for rank, reply in replies.items():
-            by_step.setdefault(self._due.pop(rank), {})[rank] = encoded[id(reply)]
-            if type(reply) in NEXT_STEP:
-                self._due[rank] = NEXT_STEP[type(reply)]
-        for step, payloads in by_step.items():
-            try:
-                self._collective.send_each(reply_tag(self._task.number, step), payloads)
-            except CheckpointError as error:
-                ranks = names_of_ranks(payloads)
-                _log.warning("save %d: no reply can be sent to %s: %s", self._task.number, ranks, error)
+        left = iter(replies.items())
+        while part := dict(itertools.islice(left, _REPLIES)):  # encoded ones of all ranks would take much memory
+            encoded = {id(reply): encode(reply) for reply in part.values()}
+            by_step: dict[SaveStep, dict[int, bytes]] = {}
+            for rank, reply in part.items():
+                by_step.setdefault(self._due.pop(rank), {})[rank] = encoded[id(reply)]
+                if type(reply) in NEXT_STEP:
+                    self._due[rank] = NEXT_STEP[type(reply)]
+            for step, payloads in by_step.items():
+                try:
+                    self._collective.send_each(reply_tag(self._task.number, step), payloads)
+                except CheckpointError as error:
+                    ranks = names_of_ranks(payloads)
+                    _log.warning("save %d: no reply can be sent to %s: %s", self._task.number, ranks, error)
 
     # --- plan -----------------------------------------------------------------------------------------------------
 

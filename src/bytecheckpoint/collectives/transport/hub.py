@@ -119,7 +119,8 @@ class Hub(Star):
         self.below[rank] = link
         self._places[rank] = place
         if place.version != __version__ and not self._refusal:
-            self._refusal = f"rank {rank} runs bytecheckpoint {place.version} and rank 0 {__version__}: install one version on all machines"
+            versions = f"rank {rank} runs bytecheckpoint {place.version} and rank 0 {__version__}"
+            self._refusal = f"{versions}: install one version on all machines"
             self._tell_below(Kind.LOST, self._refusal)
             self.ready.set()
         elif len(self.below) == self.world_size - 1:
