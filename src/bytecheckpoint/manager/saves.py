@@ -86,10 +86,7 @@ class RunSaves:
                 self._tell(error, self.step if error.repeats else step)
                 if not error.repeats:
                     return None
-        self._handle, self.step, self.prepared = handle, step, True
-        stall = time.monotonic() - begun
-
-        noted = self._noted = threading.Event()
+        stall, noted = time.monotonic() - begun, threading.Event()
 
         def note(done: Future[Any]) -> None:
             try:
@@ -101,6 +98,9 @@ class RunSaves:
                 noted.set()
 
         handle.committed.add_done_callback(note)
+        # Only now: `wait` must not wait for a callback that an interrupt has prevented.
+        self._noted = noted
+        self._handle, self.step, self.prepared = handle, step, True
         return handle
 
     def begin_at(self, step: int) -> None:
