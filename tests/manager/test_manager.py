@@ -6,6 +6,7 @@ import itertools
 import logging
 import math
 import os
+import shutil
 import signal
 import threading
 import time
@@ -253,6 +254,19 @@ def test_pins_stay(tmp_path: Path) -> None:
     assert numbers(manager) == [5] and not (tmp_path / "step_00000001").exists()
 
 
+def test_the_end_waits_for_the_last_deletion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that ends a save wakes those who wait for it before it begins what follows."""
+    after = CheckpointManager._after
+
+    def late(self: CheckpointManager, *args: float) -> None:
+        time.sleep(0.5)
+        after(self, *args)
+
+    monkeypatch.setattr(CheckpointManager, "_after", late)
+    save_steps(tmp_path, 1, 2, keep=1)
+    assert [info.step for info in RunFolder(tmp_path).steps()] == [2]
+
+
 def test_nothing_is_deleted_unless_something_whole_stays(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     save_steps(tmp_path, 1, 2)
     folder = RunFolder(tmp_path)
@@ -265,10 +279,26 @@ def test_nothing_is_deleted_unless_something_whole_stays(tmp_path: Path, caplog:
 
 
 def test_a_metric_that_is_no_number(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    for step, loss in enumerate((3.0, math.nan, math.inf, "low", torch.zeros(2), 4.0), 1):
+    for step, loss in enumerate((3.0, math.nan, math.inf, "low", torch.zeros(2), 10**400, 4.0), 1):
         save_steps(tmp_path, step, metrics={"loss": loss}, keep=[Best("loss")])
-    assert [info.step for info in RunFolder(tmp_path).steps()] == [1, 6]
-    assert caplog.text.count("is no candidate for the best") == 4 and "the metric loss is nan at step 2" in caplog.text
+    assert [info.step for info in RunFolder(tmp_path).steps()] == [1, 7]
+    assert caplog.text.count("is no candidate for the best") == 5 and "the metric loss is nan at step 2" in caplog.text
+
+
+def test_what_a_link_leads_to_stays(tmp_path: Path) -> None:
+    """Of a run that begins from a step of another one."""
+    save_steps(tmp_path / "other", 1)
+    linked, killed = tmp_path / "other" / "step_00000001", tmp_path / "other" / "step_00000002"
+    shutil.copytree(linked, killed, ignore=shutil.ignore_patterns("metadata.parquet", "extra*"))
+    for path in killed.rglob("*"):
+        os.utime(path, (1, 1))
+    (tmp_path / "run").mkdir()
+    for folder in (linked, killed):
+        (tmp_path / "run" / folder.name).symlink_to(folder)
+    before = files(tmp_path / "other")
+    save_steps(tmp_path / "run", 3, 4, keep=1, restore=True)
+    assert [info.step for info in RunFolder(tmp_path / "run").steps()] == [1, 4]
+    assert files(tmp_path / "other") == before
 
 
 # --- two managers ---------------------------------------------------------------------------------------------------------
@@ -419,6 +449,15 @@ def test_a_restore_finds_the_save_in_flight(tmp_path: Path, monkeypatch: pytest.
     manager.save(2)
     assert (manager.restore_latest() if which == "latest" else manager.restore(2)) == 2
     manager.close()
+
+
+def test_a_manager_that_was_closed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    manager = CheckpointManager(tmp_path, Run().states(), every=1)
+    manager.close()
+    manager.close()
+    manager.maybe_save(1)
+    manager.wait()
+    assert numbers(manager) == [1] and "was closed: it saves step 1, and deletes and notices nothing" in caplog.text
 
 
 def test_bad_arguments(tmp_path: Path) -> None:

@@ -168,7 +168,7 @@ def test_what_shows_a_step() -> None:
     }
 
 
-@pytest.mark.parametrize("step", [-1, 1.0, True, "1", np.float32(1), [1]])
+@pytest.mark.parametrize("step", [-1, 1.0, True, "1", np.float32(1), [1], 2**63])
 def test_wrong_steps_are_refused(tmp_path: Path, step: Any) -> None:
     with pytest.raises(UsageError, match="give an integer that is at least 0"):
         bytecheckpoint.save(tmp_path / "s", states(step=1), step=step)

@@ -412,6 +412,29 @@ def test_a_save_that_fails_leaves_nothing_in_the_durable_storage(
         assert load_step(f"{run}/1") == 1
 
 
+@pytest.mark.parametrize("hours", [0, 5, -5])
+def test_a_clock_that_is_set_back_makes_no_step_older(
+    run: str, gate: Gate, hours: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The storage is away, so the memory holds the only copies of the newest steps; an older job's clock was ahead."""
+    gate.open.set()
+    flusher, clock = world_of(current()).flusher, time.time
+    for first, seconds in ((1, 3600 * hours), (4, 0)):
+        monkeypatch.setattr(time, "time", lambda seconds=seconds: clock() + seconds)
+        monkeypatch.setattr(flusher, "_unflushed", UnflushedSteps(time.time()))  # as in a new process
+        gate.error = StorageUnavailableError("away")
+        for step in range(first, first + 3):
+            bytecheckpoint.save(f"{run}/{step}", states(step=step)).committed.exception(60)
+        drain()
+        assert hot_steps(run) == [str(first + 1), str(first + 2)]
+    monkeypatch.setattr(flusher, "_unflushed", UnflushedSteps(time.time()))
+    gate.error = None
+    bytecheckpoint.save(f"{run}/7", states(step=7)).result(60)
+    drain()
+    assert hot_steps(run) == ["7"]
+    check_steps(durable_folder(run), 5, 6, 7)
+
+
 def test_flushed_steps_of_earlier_runs_are_evicted(run: str, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each job saves to a folder of its own. What is not durable stays."""
     gate.open.set()

@@ -111,7 +111,7 @@ class Boundaries:
             message = self._news.get()
             if message[0] != "end":
                 self._on_message(*message)
-            if message[0] == "end" or not self._present():
+            if message[0] == "end" or len(self._left) == self._collective.world_size:
                 self._end_watch()
                 with self._changed:
                     self._undecided.clear()
@@ -188,15 +188,18 @@ class Boundaries:
         self._decide()  # perhaps all have left
 
     def _decide(self) -> None:
-        """End the round when all ranks that are left have answered. Runs on rank 0."""
+        """End the round when all ranks that are present have answered. Runs on rank 0."""
+        if not self._asking or len(self._answers) + len(self._left) < self._collective.world_size:
+            return
         present = self._present()
-        if not self._asking or not present <= self._answers.keys():
+        if not present <= self._answers.keys():  # one has answered and left
             return
         step = max((self._answers[rank] for rank in present), default=0) + 1
         self._send_each(present, ["act", self._round, step, sorted(self._wanted), sorted(self._left)])
         self._asking, self._wanted, self._answers = False, set(), {}
 
     def _present(self) -> set[int]:
+        """Return the ranks that take part. Takes long in a large world."""
         return {*range(self._collective.world_size)} - self._left
 
     def _send(self, rank: int, message: list[Any]) -> None:

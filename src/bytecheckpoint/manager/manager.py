@@ -136,6 +136,7 @@ class CheckpointManager:
         self._noticed_at = 0.0
         self._owner = False
         self._went_to: int | None = None  # the step that was loaded, until a save follows
+        self._closed = False
         with contextlib.ExitStack() as stack:
             self._boundaries = stack.enter_context(
                 Boundaries(self._collective, f"{self._tag}/boundaries", settings().timeout, self._poll())
@@ -348,6 +349,10 @@ class CheckpointManager:
             self._boundaries.request(_SAVE)
 
     def _save(self, step: int, metrics: Mapping[str, Any], *, overlap: str) -> SaveHandle | None:
+        if self._closed:
+            _log.warning(
+                "the manager of %s was closed: it saves step %d, and deletes and notices nothing", self.root, step
+            )
         if overlap != "wait" and self._ask_rank_0(self._saves.busy, settings().timeout):
             if overlap == "fail":
                 raise UsageError(f"the save of step {self._saves.step} is still being written at step {step}")
@@ -521,5 +526,6 @@ class CheckpointManager:
                 self._save(self._step, self._metrics, overlap="wait")
             self.wait()
         finally:
+            self._closed = True
             self._stack.close()
             self._cleaner.close(settings().timeout)

@@ -265,7 +265,7 @@ def finite_metrics(metrics: Mapping[str, Any], step: int) -> dict[str, float]:
     for name, value in metrics.items():
         try:
             number = float(value.detach() if hasattr(value, "detach") else value)  # a tensor
-        except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor of several elements
+        except Exception:  # noqa: BLE001  a metric must not keep one rank from a save that others have begun
             number = math.nan
         if math.isfinite(number):
             found[str(name)] = number

@@ -31,7 +31,7 @@ from bytecheckpoint.tiers.cooldown import file_uri
 from bytecheckpoint.tiers.flush.lock import flush_lock
 from bytecheckpoint.tiers.storage import TierStorage
 from bytecheckpoint.tools.removal import collect_garbage
-from bytecheckpoint.tools.retirement import finish_retirement, retire, tombstones, users_in
+from bytecheckpoint.tools.retirement import finish_retirement, is_link, retire, tombstones, users_in
 
 __all__ = ["METADATA", "RunFolder", "by_age", "step_folder"]
 
@@ -255,7 +255,7 @@ class RunFolder:
             but: a step that is being saved.
         """
         for name in self._names():
-            if _number(name) != but:
+            if _number(name) != but and not is_link(_durable(f"{self.url}/{name}")):
                 for removal in collect_garbage(f"{self.url}/{name}", older_than=older_than):
                     _log.info(
                         "%s: %s, %d files, %s", removal.path, removal.what, removal.files, removal.kept or "removed"

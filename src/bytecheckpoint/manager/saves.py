@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Mapping, MutableMapping
 from concurrent.futures import Future
@@ -51,6 +52,7 @@ class RunSaves:
         self._states, self.options, self._on_error = states, dict(options), on_error
         self._judge, self._after = judge, committed
         self._handle: SaveHandle | None = None
+        self._noted = threading.Event()  # what follows the last save has been begun
         self.step, self.at, self.committed = 0, time.monotonic(), 0
         self.longest = 0.0
         self.prepared = False
@@ -84,16 +86,21 @@ class RunSaves:
                 self._tell(error, self.step if error.repeats else step)
                 if not error.repeats:
                     return None
-        self._handle, self.step, self.prepared = handle, step, True
-        stall = time.monotonic() - begun
+        stall, noted = time.monotonic() - begun, threading.Event()
 
         def note(done: Future[Any]) -> None:
-            if Future.exception(done) is None:  # not `Outcome`'s, which would count as having been told
-                seconds, self.committed = time.monotonic() - begun, step
-                self.longest = max(self.longest, seconds)
-                self._after(stall, seconds)
+            try:
+                if Future.exception(done) is None:  # not `Outcome`'s, which would count as having been told
+                    seconds, self.committed = time.monotonic() - begun, step
+                    self.longest = max(self.longest, seconds)
+                    self._after(stall, seconds)
+            finally:
+                noted.set()
 
         handle.committed.add_done_callback(note)
+        # Only now: `wait` must not wait for a callback that an interrupt has prevented.
+        self._noted = noted
+        self._handle, self.step, self.prepared = handle, step, True
         return handle
 
     def begin_at(self, step: int) -> None:
@@ -115,6 +122,7 @@ class RunSaves:
         """
         if self._handle is not None:
             Future.exception(self._handle.committed, timeout)
+            self._noted.wait(timeout)  # the thread that ends the save wakes this one first
             self.raise_failure()
 
     def raise_failure(self) -> None:

@@ -30,7 +30,7 @@ def check_step(step: object) -> int | None:
     """Return the argument `step` as an int, or None.
 
     Raises:
-        UsageError: it is no integer, or negative.
+        UsageError: it is no integer, negative, or too large for a catalog.
     """
     if step is None:
         return None
@@ -39,9 +39,9 @@ def check_step(step: object) -> int | None:
             number = operator.index(step)  # type: ignore[arg-type]  # whatever has no index raises
         except TypeError:
             number = -1
-        if number >= 0:
+        if 0 <= number < 1 << 63:
             return number
-    raise UsageError(f"step={step!r}: give an integer that is at least 0")
+    raise UsageError(f"step={step!r}: give an integer that is at least 0 and less than 2**63")
 
 
 def steps_of_objects(states: Mapping[str, object]) -> dict[str, int]:

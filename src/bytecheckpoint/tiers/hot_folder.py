@@ -30,7 +30,8 @@ class StepRecord(msgspec.Struct, frozen=True):
     Attributes:
         url: of the durable checkpoint.
         replaces: version of the durable catalog when the save began, "" for none, UNKNOWN when its storage did not answer.
-        saved: when the step was committed in the hot tier, seconds since 1970.
+        saved: when the step was committed in the hot tier, seconds since 1970; later than for all older steps of the run on
+            the machine, also if its clock was set back.
         ranks: the ranks that saved on this machine; empty while that is unknown.
         flushed: whether the durable storage has the step.
     """
@@ -130,7 +131,9 @@ class HotFolder:
         """Store the record of the step with this catalog."""
         self._files.publish(record_name(catalog), msgspec.json.encode(record))
 
-    def update_record(self, step: HotStep, ranks: Sequence[int], *, flushed: bool = False) -> None:
+    def update_record(
+        self, step: HotStep, ranks: Sequence[int], *, flushed: bool = False, saved: float | None = None
+    ) -> None:
         """Store the ranks that saved a step here and whether it is flushed, if this machine has the step.
 
         A failure is only logged: the step is complete without this.
@@ -139,11 +142,14 @@ class HotFolder:
             step: the step with its present record.
             ranks: the ranks that saved on this machine.
             flushed: whether the durable storage has the step.
+            saved: when it was saved; None: as this machine has it.
         """
         if self.catalog() != step.catalog:
             return
+        saved = saved or (self.record(step.catalog) or step.record).saved
+        record = msgspec.structs.replace(step.record, ranks=list(ranks), flushed=flushed, saved=saved)
         try:
-            self.write_record(step.catalog, msgspec.structs.replace(step.record, ranks=list(ranks), flushed=flushed))
+            self.write_record(step.catalog, record)
         except StorageError as error:
             _log.warning("%s: %s", self._url, error)
 

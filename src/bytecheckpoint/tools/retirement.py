@@ -7,6 +7,7 @@ phases leaves nothing behind for ever.
 from __future__ import annotations
 
 import json
+import os
 import re
 import secrets
 from collections.abc import Callable, Collection
@@ -16,9 +17,10 @@ from bytecheckpoint.engine.file_set import other_folders
 from bytecheckpoint.errors import CheckpointError, CheckpointNotFoundError
 from bytecheckpoint.representation.names import CATALOG_NAME
 from bytecheckpoint.storage import Storage, resolve
-from bytecheckpoint.storage.threads import parallel_map
+from bytecheckpoint.storage.posix.storage import PosixStorage
+from bytecheckpoint.storage.threads import call_with_timeout, parallel_map
 
-__all__ = ["TOMBSTONE", "finish_retirement", "remove_if_empty", "retire", "tombstones", "users_in"]
+__all__ = ["TOMBSTONE", "finish_retirement", "is_link", "remove_if_empty", "retire", "tombstones", "users_in"]
 
 #: Names of tombstones.
 TOMBSTONE = re.compile(r"\.bytecheckpoint-retired-[0-9a-f]{16}\.json")
@@ -32,12 +34,14 @@ def retire(storage: Storage, created: float) -> str:
         created: when it was saved. What was saved there since stays.
 
     Returns:
-        "", or why it stays: it has files in other folders, or was replaced.
+        "", or why it stays: it has files in other folders, is elsewhere itself, or was replaced.
 
     Raises:
         CheckpointNotFoundError: there is none.
         StorageError: the storage fails.
     """
+    if is_link(storage):
+        return "it is a symbolic link"
     version = storage.version(CATALOG_NAME)
     catalog, _ = read_catalog(storage)
     if elsewhere := other_folders(catalog):
@@ -49,6 +53,14 @@ def retire(storage: Storage, created: float) -> str:
         return "it was saved anew meanwhile"
     storage.delete([CATALOG_NAME])
     return ""
+
+
+def is_link(storage: Storage) -> bool:
+    """Return whether a folder is a symbolic link: what it leads to belongs to somebody else."""
+    folder = resolve(storage.url)
+    if not isinstance(folder, PosixStorage):
+        return False
+    return call_with_timeout(folder.call_timeout(), lambda: os.path.islink(folder.root))
 
 
 def tombstones(storage: Storage) -> list[str]:

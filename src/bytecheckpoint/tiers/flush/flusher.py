@@ -23,7 +23,7 @@ from bytecheckpoint.tiers.flush.unflushed import UnflushedSteps, evict
 from bytecheckpoint.tiers.hot_folder import UNKNOWN, HotStep, StepRecord
 from bytecheckpoint.tiers.machines import Machines, find_machines
 from bytecheckpoint.tiers.replicas import replicate
-from bytecheckpoint.tiers.run import run_of
+from bytecheckpoint.tiers.run import run_of, steps_of_run
 from bytecheckpoint.tiers.storage import TierStorage
 
 __all__ = ["Flusher"]
@@ -180,22 +180,25 @@ class Flusher:
         rank, storage, step = self._collective.rank, flush.storage, flush.agreed_step
         if not machines.leads(rank):
             return
+        saved, ranks = self._time_of(flush), machines.ranks_beside(rank)
         if machines.machine_of[rank] == 0:  # rank 0 has committed it in its save
-            self._record_ranks(machines, flush)
+            storage.hot_folder.update_record(step, ranks, saved=saved)
             return
-        storage.hot_folder.write_record(
-            step.catalog, msgspec.structs.replace(step.record, ranks=machines.ranks_beside(rank))
-        )
+        storage.hot_folder.write_record(step.catalog, msgspec.structs.replace(step.record, ranks=ranks, saved=saved))
         named = {file.name for file in flush.catalog.files}
         replaced = [name for name, _ in storage.hot.list() if generation_of(name) is not None and name not in named]
         storage.hot.publish(CATALOG_NAME, step.catalog)
         storage.hot.delete(replaced)
         storage.hot_folder.remove_other_records(step.catalog)
 
-    def _record_ranks(self, machines: Machines, flush: PendingFlush) -> None:
-        rank = self._collective.rank
-        if machines.leads(rank):
-            flush.storage.hot_folder.update_record(flush.agreed_step, machines.ranks_beside(rank))
+    def _time_of(self, flush: PendingFlush) -> float:
+        """Return when the step was saved: after all older steps of the run on this machine, also if a clock was ahead."""
+        busy, run, saved = self._busy_urls(), run_of(flush.storage.url), flush.agreed_step.record.saved
+        older = max((step.record.saved for tier, step in steps_of_run(run) if tier.url not in busy), default=0.0)
+        if older < saved:
+            return saved
+        self._unflushed.on_clock_set_back(run, older)
+        return older + 1e-3
 
     # --- the second thread: the flush ---
 

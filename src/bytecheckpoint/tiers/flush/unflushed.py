@@ -36,6 +36,8 @@ class UnflushedSteps:
 
     def __init__(self, begun: float) -> None:
         self.begun = begun
+        #: Run -> until when ended jobs saved, by a clock that was ahead of this job's.
+        self._older: dict[str, float] = {}
         self._flushed_runs: set[str] = set()  # runs of which every step is flushed
         self._failed: dict[str, bytes] = {}  # steps of this job whose flush failed, with their catalogs, oldest first
         self._hopeless: set[str] = set()  # steps that no later flush can take; known to rank 0 only
@@ -45,6 +47,10 @@ class UnflushedSteps:
     def may_exist(self, run: str) -> bool:
         """Return whether a run may have unflushed steps."""
         return run not in self._flushed_runs
+
+    def on_clock_set_back(self, run: str, saved: float) -> None:
+        """Note that steps of a run were saved until this time by a clock that was ahead of the one of this job."""
+        self._older.setdefault(run, saved)
 
     def on_failed(self, url: str, catalog: bytes) -> None:
         """Note that the flush of a step has failed.
@@ -111,10 +117,11 @@ class UnflushedSteps:
 
     def _find(self, run: str, busy: Collection[str]) -> dict[str, HotStep]:
         """Return the unflushed steps on this machine, by URL."""
+        older = self._older.get(run, 0.0)
         return {
             storage.url: step
             for storage, step in steps_of_run(run)
-            if (step.record.saved < self.begun or storage.url in self._failed)
+            if (step.record.saved < self.begun or step.record.saved <= older or storage.url in self._failed)
             and not step.record.flushed
             and storage.url not in busy
         }
@@ -206,10 +213,9 @@ def evict(
     found.sort(key=lambda item: item[1].record.saved, reverse=True)
     flushed = [(tier, step) for tier, step in found if step.record.flushed]
     unflushed = [(tier, step) for tier, step in found if not step.record.flushed]
-    kept = flushed[: settings.tier_keep]
-    answers = any(tier.url == storage.url for tier, _ in kept)  # else a durable storage that is away would be asked
-    for tier, step in flushed:
-        if (tier, step) not in kept or (answers and _is_removed(tier)):
+    answers = any(tier.url == storage.url for tier, _ in flushed)  # else the durable storage may be away
+    for number, (tier, step) in enumerate(flushed):
+        if number >= settings.tier_keep or (answers and tier.url != storage.url and _is_removed(tier)):
             remove(tier, step.catalog)
     for tier, step in unflushed[settings.tier_waiting :]:
         _log.warning("%s was not flushed, and is removed from memory to make room for newer steps", tier.url)
