@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, MutableMapping
 from concurrent.futures import Future
 from functools import partial
@@ -64,8 +63,8 @@ class RayCheckpointManager(CheckpointManager):
         self._unreported: dict[int, tuple[SaveHandle, dict[str, float]]] = {}
         self._known: set[str] | None = None  # paths that Ray knows
         self._boundary = 0
-        self._tag_of_reports, self._restores = f"ray/{world_of(self._collective).next_manager_number()}", 0
-        self._commits = Boundaries(self._collective, f"{self._tag_of_reports}/commits", settings().timeout)
+        tag = f"ray/{world_of(self._collective).next_manager_number()}/commits"
+        self._commits = Boundaries(self._collective, tag, settings().timeout)
         self._stack.enter_context(self._commits)
 
     def restore_latest(self) -> int:
@@ -133,13 +132,9 @@ class RayCheckpointManager(CheckpointManager):
         """
         if self.restored is None or self.restored.step is None:
             return
-        self._restores += 1
         self._known_paths()  # of the same moment on all ranks
-        found = b""
-        if self._collective.rank == 0:
-            found = json.dumps(self._unknown(self.restored.step)).encode()
-        tag = f"{self._tag_of_reports}/{self._restores}"
-        for step, metrics in json.loads(self._collective.broadcast(tag, found, timeout=settings().timeout)):
+        restored = self.restored.step
+        for step, metrics in self.ask_rank_0(lambda: self._unknown(restored)):
             self._report(step, metrics)
 
     def _unknown(self, restored: int) -> list[tuple[int, Mapping[str, float]]]:
