@@ -20,6 +20,12 @@ __all__ = ["RayCheckpointManager"]
 
 #: Kind of pyarrow's file system -> how the address of a path there begins.
 _SCHEMES = {"local": "", "s3": "s3://", "gcs": "gs://"}
+#: Options of `CheckpointManager` -> why they are refused.
+_NOT_FOR_RAY = {
+    "keep": "which fails to restore a run whose reported steps are gone: let Ray delete, by "
+    "RunConfig(checkpoint_config=CheckpointConfig(num_to_keep=...))",
+    "just_in_time": "whose workers run in a thread, where SIGTERM cannot be handled: save more often, or use torchrun",
+}
 
 
 class RayCheckpointManager(CheckpointManager):
@@ -34,7 +40,7 @@ class RayCheckpointManager(CheckpointManager):
         root: URL of the run's folder (`storage_path` and the name of the run), for file systems that Ray reaches in
             another way than this package.
         async_checkpoint: as for `save`.
-        **options: those of `CheckpointManager` but for `keep`.
+        **options: those of `CheckpointManager` but for `keep` and `just_in_time`.
 
     Raises:
         UsageError: an argument is out of its range, or the URL of the run's folder is not known.
@@ -48,11 +54,9 @@ class RayCheckpointManager(CheckpointManager):
         async_checkpoint: bool = True,
         **options: Any,
     ) -> None:
-        if options.pop("keep", None) is not None:
-            raise UsageError(
-                "keep= is not for Ray, which fails to restore a run whose reported steps are gone: let Ray delete, by "
-                "RunConfig(checkpoint_config=CheckpointConfig(num_to_keep=...))"
-            )
+        for name, why in _NOT_FOR_RAY.items():
+            if options.get(name):
+                raise UsageError(f"{name}= is not for Ray, {why}")
         self._ray = _ray_train()
         storage = self._ray.get_context().get_storage()
         super().__init__(
@@ -78,6 +82,14 @@ class RayCheckpointManager(CheckpointManager):
         super().restore(step)
         self._report_restored()
         return step
+
+    def pin(self, step: int) -> None:
+        """Refuse.
+
+        Raises:
+            UsageError: always.
+        """
+        raise UsageError("Ray deletes steps, and knows no pins: copy the step, or let CheckpointConfig keep more")
 
     def maybe_save(self, step: int, metrics: Mapping[str, Any] | None = None) -> SaveHandle | None:
         """As `CheckpointManager.maybe_save`; reports what has been committed meanwhile."""
