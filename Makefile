@@ -14,7 +14,7 @@ WORKERS ?= $(shell cores=$$(nproc); echo $$((cores < 8 ? cores + 1 : 8)))
 PYTEST := $(PY) -m pytest -n $(WORKERS)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv lint types imports format check test test-all servers test-servers test-servers-all test-oldest test-mosaic test-obstore-versions test-frameworks test-frameworks-short test-deepspeed-versions test-megatron-versions test-frameworks-servers test-integrations test-torchtitan test-ray test-elastic soak demo demo-short demo-trainer bench bench-short bench-storage bench-storage-short bench-frameworks docs lock clean
+.PHONY: help venv lint types imports format check test test-all servers test-servers test-servers-all test-oldest test-mosaic test-obstore-versions test-frameworks test-frameworks-short test-deepspeed-versions test-megatron-versions test-frameworks-servers test-integrations test-torchtitan test-ray test-integrations-all test-elastic soak demo demo-short demo-trainer bench bench-short bench-storage bench-storage-short bench-frameworks docs lock clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */\1\t/' | awk -F'\t' '{printf "  %-21s %s\n", $$1, $$2}'
@@ -138,17 +138,20 @@ test-integrations: ## real Hugging Face Accelerate, Trainer, TRL, PEFT and Light
 	VENV=.venv-integrations PYTHON=3.12 EXTRAS=cli,dev,accelerate,transformers,lightning PINNED=constraints-integrations.txt \
 		./scripts/bootstrap.sh
 	BYTECHECKPOINT_REQUIRE_INTEGRATIONS=1 .venv-integrations/bin/python -m pytest -n $(WORKERS) tests/integrations \
-		--ignore=tests/integrations/torchtitan --ignore=tests/integrations/ray
+		--ignore=tests/integrations/torchtitan --ignore=tests/integrations/ray $(WITH_SLOW)
 
 # torchtitan wants older datasets and huggingface-hub than the other tools.
 test-torchtitan: ## real torchtitan on the CPU (environment: .venv-torchtitan)
-	VENV=.venv-torchtitan PYTHON=3.12 EXTRAS=cli PINNED=constraints-torchtitan.txt ./scripts/bootstrap.sh
-	BYTECHECKPOINT_REQUIRE_INTEGRATIONS=1 .venv-torchtitan/bin/python -m pytest tests/integrations/torchtitan
+	VENV=.venv-torchtitan PYTHON=3.12 EXTRAS=cli,torchtitan PINNED=constraints-torchtitan.txt ./scripts/bootstrap.sh
+	BYTECHECKPOINT_REQUIRE_INTEGRATIONS=1 .venv-torchtitan/bin/python -m pytest tests/integrations/torchtitan $(WITH_SLOW)
 
 # Starting Ray and its workers takes longer than all tests of the other tools.
 test-ray: ## a real Ray Train of this machine (environment: .venv-ray)
 	VENV=.venv-ray PYTHON=3.12 EXTRAS=cli,ray PINNED=constraints-ray.txt ./scripts/bootstrap.sh
-	BYTECHECKPOINT_REQUIRE_INTEGRATIONS=1 .venv-ray/bin/python -m pytest tests/integrations/ray
+	BYTECHECKPOINT_REQUIRE_INTEGRATIONS=1 .venv-ray/bin/python -m pytest tests/integrations/ray $(WITH_SLOW)
+
+test-integrations-all: ## the tests of all training tools (the three targets above), with the slow ones
+	$(MAKE) test-integrations test-torchtitan test-ray WITH_SLOW='-m "not soak and not server"'
 
 # Most of the time torch is imported, or torchrun's agents wait for each other.
 test-elastic: venv ## jobs of torchrun that lose ranks and machines; ELASTIC_SHORT=1 leaves the longest out
@@ -189,8 +192,10 @@ bench-short: venv ## bench on small states
 docs: venv ## build the documentation into site/
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet
 
+# All extras but torchtitan, which wants older packages than the others.
+LOCKED_EXTRAS := accelerate azure bench cli demo dev docs fsspec gcs hdfs lightning ray s3 s3-profiles transformers
 lock: ## update constraints.txt from pyproject.toml, keeping the pins that still fit
-	$(UV) pip compile --quiet --universal --python-version 3.11 --all-extras --group bootstrap \
+	$(UV) pip compile --quiet --universal --python-version 3.11 $(LOCKED_EXTRAS:%=--extra %) --group bootstrap \
 		--no-annotate --no-header --no-emit-index-url --output-file constraints.txt pyproject.toml
 	sed -i -E "/'3\.1[12]/!s/ ;.*//" constraints.txt # resolved for Linux only: the common marker says nothing
 	sed -i "1i # Every version that the environment is made of, for Python 3.11 and newer on Linux. Renew with \`make lock\`." constraints.txt

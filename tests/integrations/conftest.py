@@ -28,6 +28,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if not all(map(importlib.util.find_spec, packages)):
             here = Path(__file__).parent / folder
             skipped = [item for item in items if item.path.is_relative_to(here)]
+            skipped.sort(key=lambda item: item.get_closest_marker("slow") is not None)  # which is deselected
             others = set(skipped[1:])  # one stands for all of the folder
             items[:] = [item for item in items if item not in others]
             target = OWN_TARGETS.get(folder, "test-integrations")

@@ -16,8 +16,9 @@ from bytecheckpoint import CheckpointManager
 from bytecheckpoint.collectives.base import Collective
 from bytecheckpoint.collectives.testing import ThreadWorld
 from bytecheckpoint.engine import catalogs
-from bytecheckpoint.errors import StorageConflictError
-from bytecheckpoint.manager import Best, Every, Latest, Younger, run_folder
+from bytecheckpoint.errors import CheckpointNotFoundError, StorageConflictError
+from bytecheckpoint.frameworks.rng import rng_state
+from bytecheckpoint.manager import Best, Every, Latest, StepInfo, Younger, run_folder
 from bytecheckpoint.manager.run_folder import RunFolder, by_age, step_folder
 from bytecheckpoint.saving.coordinator import Coordinator
 from bytecheckpoint.tiers.cooldown import cool, plan_cooldown
@@ -55,6 +56,57 @@ def test_what_is_saved_after_going_back_is_the_newest(tmp_path: Path) -> None:
     assert go_on(tmp_path, 400) == [310, 320, 350, 400, 500]
     assert go_on(tmp_path, 410, keep=[Latest(2), Every(500)]) == [400, 410, 500]
     assert go_on(tmp_path, 420, keep=1) == [420]
+
+
+def test_a_checkpoint_by_its_path(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """One of the run is a step to go back to; of others, and of a part, the run only takes the values."""
+    save_steps(tmp_path / "other", 7)
+    save_steps(tmp_path / "run", 1, 2)
+    run = Run()
+    with CheckpointManager(tmp_path / "run", run.states()) as manager:
+        manager.restore_from(tmp_path / "other" / "step_00000007")
+        assert manager.restored is None
+        run.check(7)
+        manager.restore_from(tmp_path / "run" / "step_00000002", only=["progress"])
+        assert manager.restored is None and run.progress["step"] == 2 and run.weights[0] == 7
+        report = manager.restore_from(tmp_path / "run" / "step_00000001")
+        assert manager.restored is not None and (manager.restored.step, manager.restored.report) == (1, report)
+        run.check(1)
+        manager.save(3)
+    assert [info.superseded for info in RunFolder(tmp_path / "run").steps()] == [False, True, False]
+    assert not caplog.records
+
+
+def test_remarks_about_a_load_are_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def work(collective: Collective) -> None:
+        states = {"rng": rng_state(rank=collective.rank, ranks=collective.world_size)}
+        with CheckpointManager(tmp_path, states) as manager:
+            manager.restore_latest()
+            manager.save(1)
+
+    ThreadWorld(2).run(work, timeout=60)
+    assert not caplog.records
+    ThreadWorld(3).run(work, timeout=60)
+    (line,) = caplog.messages
+    assert "seeded anew" in line and "step_00000001" in line
+
+
+def test_what_rank_0_finds(tmp_path: Path) -> None:
+    def work(collective: Collective) -> Any:
+        with CheckpointManager(tmp_path, Run(collective).states()) as manager:
+            manager.save(4, {"loss": 2.0})
+            manager.wait()
+            found = manager.ask_rank_0(manager.steps, list[StepInfo])
+            with pytest.raises(CheckpointNotFoundError, match="nothing here"):
+                manager.ask_rank_0(lambda: refuse(collective.rank))
+            return found
+
+    def refuse(rank: int) -> None:
+        assert rank == 0
+        raise CheckpointNotFoundError("nothing here")
+
+    found = ThreadWorld(2).run(work, timeout=60)
+    assert found[0] == found[1] and found[0][0].metrics == {"loss": 2.0}
 
 
 def test_going_back_within_a_job(tmp_path: Path) -> None:

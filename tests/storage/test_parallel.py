@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
 import threading
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -33,6 +36,28 @@ def test_results_and_errors() -> None:
         call_with_timeout(5, refuse)
     with pytest.raises(StorageUnavailableError, match=r"^cannot read x: no answer within 0.05 s"):
         call_with_timeout(0.05, lambda: time.sleep(0.5), "cannot read x")
+
+
+def test_a_failed_call_keeps_nothing_alive() -> None:
+    """Not even until the next garbage collection: a training's objects may be in the frames of its callers."""
+
+    class Large:
+        pass
+
+    def fail() -> None:
+        raise FileNotFoundError
+
+    def caller() -> weakref.ref[Large]:
+        large = Large()
+        with contextlib.suppress(FileNotFoundError):
+            call_with_timeout(5, fail)
+        return weakref.ref(large)
+
+    gc.disable()
+    try:
+        assert caller()() is None
+    finally:
+        gc.enable()
 
 
 def test_a_call_within_a_call() -> None:

@@ -8,8 +8,8 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping, MutableMapping
-from typing import TYPE_CHECKING, Any, Self
+from collections.abc import Callable, Collection, Mapping, MutableMapping
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from bytecheckpoint.collectives import current
 from bytecheckpoint.collectives.agreement import Agreement
@@ -32,10 +32,11 @@ from bytecheckpoint.manager.interval import Interval
 from bytecheckpoint.manager.preemption import Preemption
 from bytecheckpoint.manager.restored import Restored
 from bytecheckpoint.manager.rules import Best, EverySeconds, StepInfo, finite_metrics, keep_rules, save_rules
-from bytecheckpoint.manager.run_folder import METADATA, RunFolder, by_age, step_folder
+from bytecheckpoint.manager.run_folder import METADATA, RunFolder, by_age, step_folder, step_number
 from bytecheckpoint.manager.saves import RunSaves
 from bytecheckpoint.saving.steps import check_step
 from bytecheckpoint.settings import settings
+from bytecheckpoint.storage import resolve
 from bytecheckpoint.world import world_of
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
 __all__ = ["CheckpointManager"]
 
 _log = logging.getLogger("bytecheckpoint")
+_T = TypeVar("_T")
 
 #: Acts that all ranks agree on (`Boundaries`).
 _SAVE, _PREEMPT, _USURPED = "save", "preempt", "usurped: "
@@ -221,17 +223,44 @@ class CheckpointManager:
         self.restored = Restored(step, self._load(step))
         return step
 
+    def restore_from(
+        self, path: str | os.PathLike[str], only: Collection[str] | None = None, **options: Any
+    ) -> LoadReport:
+        """Load a step of this run by its path, to go on from there. Or load another checkpoint, or only a part.
+
+        Args:
+            path: of any checkpoint.
+            only: names of states. The run does not go back to a step of which a part is loaded.
+            **options: of `load`, in place of those of the manager.
+
+        Raises:
+            CheckpointError: as `load`.
+        """
+        url = resolve(path).url
+        if only is None and (step := step_number(url, self.root)) is not None:
+            self.restore(step)
+            assert self.restored is not None and self.restored.report is not None
+            return self.restored.report
+        self._await_saves()
+        return self._load_from(url, only, **options)
+
     def _await_saves(self) -> None:
         """Wait for the save in flight, also one of a manager before this one: its step is to be found."""
         world_of(self._collective).saves.drain()
 
     def _load(self, step: int) -> LoadReport:
-        options = {"process_group": self._group, **self._load_options}
-        report = load(step_folder(self.root, step), self._states, **options)
+        report = self._load_from(step_folder(self.root, step))
         self._begin_at(step)
         self._saves.prepared = True  # by the load
         self._went_to = step
         self._loads += 1
+        return report
+
+    def _load_from(self, path: str, only: Collection[str] | None = None, **options: Any) -> LoadReport:
+        states = self._states if only is None else {name: self._states[name] for name in only}
+        report = load(path, states, **{"process_group": self._group, **self._load_options, **options})
+        for note in report.notes if self._collective.rank == 0 else ():
+            _log.warning("%s: %s", path, note)
         return report
 
     def _begin_at(self, step: int) -> None:
@@ -241,7 +270,6 @@ class CheckpointManager:
     def _agree_on_steps(self) -> list[int]:
         """Return the committed steps that any rank sees, by age: each machine has a hot tier of its own."""
         machine_only = self._folder.machine_only
-        self._conversations += 1
 
         def look() -> list[tuple[bool, int]]:
             if self._collective.rank and not machine_only:
@@ -252,8 +280,27 @@ class CheckpointManager:
             current = {step for steps in seen for is_current, step in steps if is_current}
             return sorted({step for steps in seen for _, step in steps}, key=lambda step: (step in current, step))
 
-        agreement = Agreement(self._collective, f"{self._tag}/{self._conversations}", settings().timeout)
-        return agreement.agree("steps", look, join, reports=list[tuple[bool, int]], decisions=list[int])
+        return self._conversation().agree("steps", look, join, reports=list[tuple[bool, int]], decisions=list[int])
+
+    def ask_rank_0(self, look: Callable[[], _T], kind: Any = Any, timeout: float | None = None) -> _T:
+        """Return on all ranks what rank 0 finds, for example in a storage. All ranks call it.
+
+        Args:
+            look: called on rank 0. What it raises is raised on all ranks.
+            kind: type of what it returns, which msgspec must be able to encode.
+            timeout: seconds; by default as the settings say.
+        """
+
+        def find() -> Any:
+            return look() if self._collective.rank == 0 else None
+
+        found: _T = self._conversation(timeout).agree("rank 0", find, lambda answers: answers[0], decisions=kind)
+        return found
+
+    def _conversation(self, timeout: float | None = None) -> Agreement:
+        self._conversations += 1
+        tag = f"{self._tag}/{self._conversations}"
+        return Agreement(self._collective, tag, settings().timeout if timeout is None else timeout)
 
     # --- save -----------------------------------------------------------------------------------------------------
 
@@ -353,7 +400,7 @@ class CheckpointManager:
             _log.warning(
                 "the manager of %s was closed: it saves step %d, and deletes and notices nothing", self.root, step
             )
-        if overlap != "wait" and self._ask_rank_0(self._saves.busy, settings().timeout):
+        if overlap != "wait" and self.ask_rank_0(lambda: self._saves.busy):
             if overlap == "fail":
                 raise UsageError(f"the save of step {self._saves.step} is still being written at step {step}")
             _log.warning("step %d is not saved: that of step %d is still being written", step, self._saves.step)
@@ -428,12 +475,6 @@ class CheckpointManager:
         else:
             self._folder.clean(self._keep_rules, self._grace)
 
-    def _ask_rank_0(self, own: bool, timeout: float) -> bool:
-        """Return rank 0's answer to a question whose answers may differ: `own` is this rank's. Wait `timeout` seconds."""
-        self._conversations += 1
-        tag = f"{self._tag}/{self._conversations}"
-        return self._collective.broadcast(tag, b"\1" if own else b"\0", timeout=timeout) == b"\1"
-
     # --- the end of a job -----------------------------------------------------------------------------------------
 
     def _notice(self) -> None:
@@ -456,7 +497,7 @@ class CheckpointManager:
         _log.warning("rank %d: the job is to stop; step %d is the last one", self._collective.rank, step)
         seconds = min(max(deadline - time.monotonic(), 1.0), settings().timeout)
         try:
-            late = self._ask_rank_0(time.monotonic() + self._saves.longest > deadline, seconds)
+            late = self.ask_rank_0(lambda: time.monotonic() + self._saves.longest > deadline, timeout=seconds)
         except (CheckpointTimeoutError, PeerLostError) as error:  # rank 0 has left meanwhile
             _log.warning("rank %d: no save is begun: %s", self._collective.rank, error)
             return None

@@ -33,7 +33,7 @@ from bytecheckpoint.tiers.storage import TierStorage
 from bytecheckpoint.tools.removal import collect_garbage
 from bytecheckpoint.tools.retirement import finish_retirement, is_link, retire, tombstones, users_in
 
-__all__ = ["METADATA", "RunFolder", "by_age", "step_folder"]
+__all__ = ["METADATA", "RunFolder", "by_age", "step_folder", "step_number"]
 
 #: Under this name the metadata of a checkpoint hold what the manager knows of a step.
 METADATA = "manager"
@@ -51,6 +51,13 @@ def _number(name: str) -> int:
 def step_folder(root: str, step: int) -> str:
     """Return the path of a step."""
     return f"{root}/step_{step:08d}"
+
+
+def step_number(path: str, root: str | None = None) -> int | None:
+    """Return the number of the step that a path names; None if it names none, or none of the run in `root`."""
+    folder, _, name = path.rstrip("/").rpartition("/")
+    found = STEP_FOLDER.fullmatch(name) if root in (None, folder) else None
+    return int(found[1]) if found else None
 
 
 class RunFolder:

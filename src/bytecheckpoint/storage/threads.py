@@ -69,7 +69,7 @@ def parallel_map(function: Callable[[_A], _R], items: Iterable[_A], threads: int
     for helper in helpers:
         helper.join()
     if errors:
-        raise errors[0]
+        raise errors.pop()  # not of a list that its traceback holds, which would keep all callers alive
     return [results[number] for number in range(len(arguments))]
 
 
@@ -137,7 +137,7 @@ def wait_for_call(function: Callable[[], _R], seconds: float) -> _R:
     with busy(seconds):
         done.acquire(timeout=seconds)
     if errors:
-        raise errors[0]
+        raise errors.pop()  # not of a list that its traceback holds, which would keep all callers alive
     if not results:
         raise CallTimeoutError
     return results[0]

@@ -176,9 +176,9 @@ class Run:
         torch.manual_seed(seed)
         self.data = data() if isinstance(data, type) else Numbers() if data is None else data
         batch = batch or (8 if split else 8 // world // accumulation)
-        batches = loader(
-            self.data, batch, **({"num_workers": workers, "persistent_workers": persistent} if workers else {})
-        )
+        # Forked as in a program; those of a rank of a world would be started anew, and import everything.
+        options = {"num_workers": workers, "persistent_workers": persistent, "multiprocessing_context": "fork"}
+        batches = loader(self.data, batch, **(options if workers else {}))
         cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)
         self.model, self.optimizer, self.loader = self.accelerator.prepare(net, optimizer, batches)
         self.schedule = self.accelerator.prepare(cosine) if schedule else None

@@ -1,4 +1,4 @@
-"""demo/accelerator.py under torchrun: killed whole, started again with another number of ranks."""
+"""demo/accelerator.py: killed on two ranks, started again on one."""
 
 from __future__ import annotations
 
@@ -8,18 +8,20 @@ from pathlib import Path
 import pytest
 
 from tests.integrations.transformers.jobs import prepare_rank
-from tests.support.runs import kill_demo, steps_in
+from tests.support.runs import die_in_commit, kill_demo, steps_in
 from tests.support.worlds import Worlds
 
-STEPS = 400
 
-
-def demo(folder: Path) -> None:
-    """Run the demo in a world of one rank."""
+def demo(folder: Path, steps: int) -> None:
+    """Run the demo on the ranks of a world."""
     from demo.accelerator import main
 
     prepare_rank()
-    main(str(folder), STEPS)
+    main(str(folder), steps)
+
+
+def die(folder: Path, steps: int) -> None:
+    die_in_commit(2, lambda: demo(folder, steps))
 
 
 def losses(folder: Path) -> list[float]:
@@ -27,13 +29,19 @@ def losses(folder: Path) -> list[float]:
     return found
 
 
+@pytest.mark.parametrize("torchrun", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.timeout(600)
-def test_killed_under_torchrun(worlds: Worlds, tmp_path: Path) -> None:
+def test_killed_and_started_again(worlds: Worlds, tmp_path: Path, torchrun: bool) -> None:
     """Losses are those of a run that nothing has stopped, within other orders of additions."""
-    kill_demo("accelerator.py", tmp_path / "run", STEPS)
-    worlds.fresh(1).run(demo, tmp_path / "whole", timeout=200)
-    worlds.fresh(1).run(demo, tmp_path / "run", timeout=200)
+    steps = 400 if torchrun else 100
+    if torchrun:
+        kill_demo("accelerator.py", tmp_path / "run", steps)
+    else:
+        worlds.fresh(2).start(die, tmp_path / "run", steps).outcomes(grace=1)
+        assert steps_in(tmp_path / "run") == [10]
+    worlds.fresh(1).run(demo, tmp_path / "whole", steps, timeout=200)
+    worlds.fresh(1).run(demo, tmp_path / "run", steps, timeout=200)
     wanted = losses(tmp_path / "whole")
-    assert len(wanted) == STEPS and wanted[-1] < wanted[0] / 2
+    assert len(wanted) == steps and wanted[-1] < wanted[0] / 2
     assert losses(tmp_path / "run") == pytest.approx(wanted, rel=1e-3)
     assert len(steps_in(tmp_path / "run")) == 2

@@ -54,6 +54,8 @@ def test_a_killed_save_is_not_resumed_from(worlds: Worlds, tmp_path: Path) -> No
 
 STEPS_ONLY: dict[str, Any] = {"max_epochs": -1, "max_steps": 18}
 EPOCHS: dict[str, Any] = {"checkpoint": {"every_n_train_steps": None}}
+# Forked as in a program; that of a rank of a world would be started anew, and import everything.
+WORKER: dict[str, Any] = {"num_workers": 1, "multiprocessing_context": "fork"}
 
 
 class Hooked(Net):
@@ -97,7 +99,7 @@ class Hooked(Net):
         ({**EPOCHS, "validate": True, "val_check_interval": 3}, [3, 6, 9, 12, 15, 18]),
         ({**EPOCHS, "validate": True, "val_check_interval": 5, "accumulate_grad_batches": 3}, [2, 4, 6]),
         ({**EPOCHS, "net": "plateau", "validate": True}, [6, 12, 18]),
-        ({"train": {"num_workers": 1}, "max_epochs": 1, "checkpoint": {"every_n_train_steps": 3}}, [3, 6]),
+        ({"train": WORKER, "max_epochs": 1, "checkpoint": {"every_n_train_steps": 3}}, [3, 6]),
         ({"limit_train_batches": 3, "max_epochs": 4}, [4, 8, 12]),
         ({"reload_dataloaders_every_n_epochs": 1}, [4, 8, 12, 16]),
         ({"train": {"generator": torch.Generator}}, [4, 8, 12, 16]),

@@ -19,14 +19,14 @@ CLOSE = 1e-5  # of losses whose additions were in another order
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
-    """Ray with four slots for workers, on this machine only, and without what a test does not need."""
+    """Ray with two slots for workers, on this machine only, and without what a test does not need."""
     import ray
 
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(prefix="bcp-ray-") as folder:
         for name, value in {**environment(), "RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "1"}.items():
             patch.setenv(name, value)
         ray.init(
-            num_cpus=4, object_store_memory=80 << 20, include_dashboard=False, log_to_driver=False, _temp_dir=folder,
+            num_cpus=2, object_store_memory=80 << 20, include_dashboard=False, log_to_driver=False, _temp_dir=folder,
             _node_ip_address="127.0.0.1", logging_level="ERROR",
         )  # fmt: skip
         yield
@@ -53,6 +53,7 @@ def notes(folder: Path, workers: int, rank: int) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / f"{workers}-{rank}.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_killed_worker_and_another_number_of_workers(cluster: None, tmp_path: Path) -> None:
     result = fit(tmp_path, 2, steps=12, kill=7)
@@ -79,7 +80,7 @@ def test_a_killed_worker_and_another_number_of_workers(cluster: None, tmp_path: 
 
 @pytest.mark.timeout(600)
 def test_the_demo(cluster: None, tmp_path: Path) -> None:
-    """One of two workers is killed: losses that are written twice are the same."""
+    """One of two workers is killed: losses that are written twice are the same. Then one worker goes on."""
     from demo.ray_train import main
 
     main(str(tmp_path), 2, 40)
@@ -91,3 +92,8 @@ def test_the_demo(cluster: None, tmp_path: Path) -> None:
     for note in found:
         assert losses.setdefault(note["step"], note["loss"]) == note["loss"], "the same after the restart, bit for bit"
     assert losses.keys() == set(range(1, 41))
+
+    main(str(tmp_path), 1, 50)
+    assert steps_in(tmp_path / "run") == [40, 50], "Ray keeps two"
+    later = [json.loads(line)["step"] for line in (tmp_path / "losses.jsonl").read_text().splitlines()[len(found) :]]
+    assert later == list(range(41, 51))

@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from bytecheckpoint.errors import CheckpointError, UsageError
-from bytecheckpoint.manager import AtSteps
+from bytecheckpoint.manager import AtSteps, Preemption
 from tests.integrations.ray.jobs import new_states, pretended_ray, take_step
 from tests.support.damage import damage, storage_file
 from tests.support.faulty_storage import Faults
@@ -74,6 +74,21 @@ def test_a_failed_save_is_not_reported(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match="no commit"), manager_of(states, every=4) as manager:
             run(manager, states, range(1, 9))
         assert not reports.found
+
+
+@on_ranks(2)
+def test_a_file_tells_of_the_end(tmp_path: Path) -> None:
+    """Signals reach no training function. The last step is saved, and reported at the end."""
+    states, told = new_states(), tmp_path / "stop"
+    with pretended_ray(tmp_path) as reports:
+        with manager_of(states, every=1000, preemption=Preemption(signals=(), file=told)) as manager:
+            for step in range(1, 10_000):
+                told.touch()
+                manager.maybe_save(step)
+                time.sleep(0.005)
+                if manager.preempted:
+                    break
+        assert reports.steps == steps_in(tmp_path) == [step]
 
 
 def save_and_fail(manager: Any) -> None:
@@ -143,6 +158,10 @@ def test_refusals(tmp_path: Path) -> None:
     states = new_states()
     with pretended_ray(tmp_path), pytest.raises(UsageError, match="let Ray delete"):
         manager_of(states, keep=3)
+    with pretended_ray(tmp_path), pytest.raises(UsageError, match="just_in_time= is not for Ray"):
+        manager_of(states, just_in_time=True)
+    with pretended_ray(tmp_path), manager_of(states) as manager, pytest.raises(UsageError, match="knows no pins"):
+        manager.pin(1)
     with pretended_ray(tmp_path, custom_fs_provided=True), pytest.raises(UsageError, match="file system 'local' at"):
         manager_of(states)
     with (

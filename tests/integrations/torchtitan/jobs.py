@@ -18,7 +18,17 @@ from tests.integrations.torchtitan.shims import load_training
 from tests.support import runs
 from tests.support.runs import die_in_commit
 
-__all__ = ["after", "config_of", "die_at_commit", "make", "run", "run_noting_random", "steps_in", "train"]
+__all__ = [
+    "after",
+    "config_of",
+    "die_at_commit",
+    "make",
+    "prepare_rank",
+    "run",
+    "run_noting_random",
+    "steps_in",
+    "train",
+]
 
 STEPS = 12
 
@@ -33,6 +43,14 @@ def config_of(*, stock: bool = False, **options: Any) -> Any:
     training = load_training()
     kind = training.CheckpointManager if stock else training.BytecheckpointManager
     return kind.Config(**{"enable": True, "interval": 4, **options})
+
+
+def prepare_rank() -> None:
+    """Let torchtitan look at this process as a rank that torchrun has started."""
+    logging.getLogger().setLevel(logging.ERROR)
+    os.environ["LOCAL_RANK"] = "0"
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
 def make(
@@ -54,10 +72,7 @@ def make(
         dropout: draw random numbers in every forward pass.
         at: functions to call at the end of steps, before the save.
     """
-    logging.getLogger().setLevel(logging.ERROR)
-    os.environ["LOCAL_RANK"] = "0"
-    if not dist.is_initialized():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    prepare_rank()
     made = load_training().make_config(
         folder, checkpoint=config_of(**(checkpoint or {})), steps=steps, batch=batch, parallelism=parallelism or {},
         streams=streams, workers=workers, own_container=own_container,

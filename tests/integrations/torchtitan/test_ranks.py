@@ -39,7 +39,10 @@ def test_hooks_that_communicate(tmp_path: Path) -> None:
     assert f"model/{prefix}.wqkv.weight" not in keys
 
 
-@pytest.mark.parametrize("layout", [FSDP, TP, HSDP], ids=["fsdp", "tp", "hsdp"])
+@pytest.mark.parametrize(
+    "layout", [FSDP, pytest.param(TP, marks=pytest.mark.slow), pytest.param(HSDP, marks=pytest.mark.slow)],
+    ids=["fsdp", "tp", "hsdp"],
+)  # fmt: skip
 def test_a_killed_rank(worlds: Worlds, tmp_path: Path, layout: dict[str, Any]) -> None:
     """Rank 0 dies in the middle of a commit; losses and random numbers go on on both ranks."""
     options = {**layout, "dropout": layout is not TP}

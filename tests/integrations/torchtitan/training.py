@@ -27,7 +27,7 @@ from torchtitan.trainer import Trainer
 from bytecheckpoint.dataloader import SequenceSource, TokenBufferLoader
 from bytecheckpoint.integrations.torchtitan import BytecheckpointManager
 
-__all__ = ["BytecheckpointManager", "CheckpointManager", "OwnContainer", "StreamLoader", "make_config"]
+__all__ = ["BytecheckpointManager", "CheckpointManager", "Losses", "OwnContainer", "StreamLoader", "make_config"]
 
 logger.setLevel(logging.ERROR)
 WORDS, LENGTH, WIDTH = 32, 8, 16

@@ -6,12 +6,12 @@ Hooks of accelerate cannot save and load: they run after models of FSDP are writ
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from bytecheckpoint.errors import UsageError
 from bytecheckpoint.integrations.accelerate.checkpoints import AcceleratorCheckpoints
-from bytecheckpoint.integrations.accelerate.loaders import refuse_copies, remaining
+from bytecheckpoint.integrations.accelerate.loaders import refuse_copies
+from bytecheckpoint.integrations.attaching import check_has, manager_options, put_in_front
 from bytecheckpoint.manager import Latest
 
 if TYPE_CHECKING:
@@ -32,16 +32,10 @@ _UNSUPPORTED = {
     "MEGATRON_LM": "Megatron-LM: save its model with bytecheckpoint.save",
     "XLA": "XLA",
 }
-_MANAGER_OPTIONS = frozenset({"on_error", "grace", "save_options", "load_options"})
 
 
 def attach(
-    accelerator: Any,
-    root: str | os.PathLike[str] | None = None,
-    *,
-    keep: Any = None,
-    async_checkpoint: bool = True,
-    **options: Any,
+    accelerator: Any, root: str | os.PathLike[str] | None = None, *, keep: Any = None, **options: Any
 ) -> AcceleratorCheckpoints:
     """Let an accelerator save and load with this package; then call `save_state` and `load_state` as always.
 
@@ -55,14 +49,19 @@ def attach(
         accelerator: an `accelerate.Accelerator`; before the training loop.
         root: folder or URL of the run; by default `project_dir/checkpoints`, with automatic_checkpoint_naming.
         keep: which steps to keep; as for `CheckpointManager`. By default what `total_limit` says.
-        async_checkpoint: as for `save`.
-        **options: `on_error`, `grace` (by default 0: old steps are deleted at once), `save_options` and `load_options` of
-            `CheckpointManager`.
+        **options: `async_checkpoint`, `on_error`, `grace` (by default 0: old steps are deleted at once), `save_options` and
+            `load_options` of `CheckpointManager`.
 
     Raises:
         UsageError: the accelerator is set up in a way that is not supported.
     """
-    _check(accelerator, options)
+    check_has(accelerator, _USED, "accelerate", "pass an accelerate.Accelerator, of version 1.10 or newer")
+    if hasattr(accelerator, "bytecheckpoint"):
+        raise UsageError("the accelerator is attached already: call attach once")
+    if (kind := accelerator.distributed_type.name) in _UNSUPPORTED:
+        raise UsageError(f"an Accelerator is not supported with {_UNSUPPORTED[kind]}")
+    if accelerator.gradient_state.in_dataloader:
+        raise UsageError("a data loader is being iterated over, so its position is not known: attach before the loop")
     project = accelerator.project_configuration
     if root is None:
         if not project.automatic_checkpoint_naming or accelerator.project_dir is None:
@@ -70,33 +69,12 @@ def attach(
         root = os.path.join(accelerator.project_dir, "checkpoints")
     if keep is None and project.total_limit is not None:
         keep = Latest(project.total_limit)
-    checkpoints = AcceleratorCheckpoints(
-        accelerator, root, {"grace": 0.0, "keep": keep, "async_checkpoint": async_checkpoint, **options}
-    )
-    checkpoints.positions()
+    # "overlap" is for saves that a rule wants: each `save_state` saves.
+    checkpoints = AcceleratorCheckpoints(accelerator, root, manager_options(options, but=["overlap"], keep=keep))
     refuse_copies(accelerator.gradient_state)
-    kind = type(accelerator)
-    accelerator.__class__ = type(kind.__name__, (_AttachedAccelerator, kind), {"__module__": kind.__module__})
+    put_in_front(accelerator, _AttachedAccelerator)
     accelerator.bytecheckpoint = checkpoints
     return checkpoints
-
-
-def _check(accelerator: Any, options: Mapping[str, Any]) -> None:
-    import accelerate
-
-    if lacking := [name for name in _USED if not hasattr(accelerator, name)]:
-        raise UsageError(
-            f"a {type(accelerator).__name__} of accelerate {accelerate.__version__} has no {lacking[0]}: pass an "
-            "accelerate.Accelerator, of version 1.10 or newer"
-        )
-    if hasattr(accelerator, "bytecheckpoint"):
-        raise UsageError("the accelerator is attached already: call attach once")
-    if unknown := options.keys() - _MANAGER_OPTIONS:
-        raise UsageError(f"unknown option {min(unknown)!r}; there are {', '.join(sorted(_MANAGER_OPTIONS))}")
-    if (kind := accelerator.distributed_type.name) in _UNSUPPORTED:
-        raise UsageError(f"an Accelerator is not supported with {_UNSUPPORTED[kind]}")
-    if accelerator.gradient_state.in_dataloader:
-        raise UsageError("a data loader is being iterated over, so its position is not known: attach before the loop")
 
 
 class _AttachedAccelerator(Accelerator):  # type: ignore[misc]
@@ -107,11 +85,11 @@ class _AttachedAccelerator(Accelerator):  # type: ignore[misc]
     def save_state(self, *args: Any, **kwargs: Any) -> str:
         return self.bytecheckpoint.save_state(*args, **kwargs)
 
-    def load_state(self, input_dir: Any = None, *args: Any, **kwargs: Any) -> int | None:
+    def load_state(self, input_dir: Any = None, load_kwargs: Any = None, **kwargs: Any) -> int | None:
         if self.bytecheckpoint.is_of_accelerate(input_dir):
-            super().load_state(input_dir, *args, **kwargs)
+            super().load_state(input_dir, load_kwargs, **kwargs)
             return None
-        return self.bytecheckpoint.load_state(input_dir, *args, **kwargs)
+        return self.bytecheckpoint.load_state(input_dir, **kwargs)
 
     def prepare_data_loader(self, *args: Any, **kwargs: Any) -> Any:
         loader = super().prepare_data_loader(*args, **kwargs)
@@ -119,8 +97,8 @@ class _AttachedAccelerator(Accelerator):  # type: ignore[misc]
         return loader
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        self.bytecheckpoint.follow(dataloader)
-        return remaining(dataloader, num_batches)
+        self.bytecheckpoint.follow(dataloader).skip(num_batches)
+        return dataloader
 
     def end_training(self) -> None:
         self.bytecheckpoint.close()

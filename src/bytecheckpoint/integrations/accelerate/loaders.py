@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from bytecheckpoint.errors import UsageError
-from bytecheckpoint.integrations.accelerate.positions import LoaderPosition
+from bytecheckpoint.integrations.accelerate.position import LoaderPosition
 
 if TYPE_CHECKING:
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 else:
     Loader = object  # the class of the loader follows it
 
-__all__ = ["refuse_copies", "remaining", "track"]
+__all__ = ["refuse_copies", "track"]
 
 _tracked: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -67,11 +67,6 @@ def _add_dataloader(loader: Any) -> None:  # with a name of its own, because loa
     GradientState._add_dataloader(GradientState(), loader)
 
 
-def remaining(loader: Any, count: int) -> Any:
-    """Return what iterates over `loader` without its first `count` batches, as `skip_first_batches` does."""
-    return _Remaining(loader, count)
-
-
 class _TrackedLoader(Loader):
     """What `track` puts in front of a loader's class."""
 
@@ -89,20 +84,3 @@ class _TrackedLoader(Loader):
     def set_epoch(self, epoch: int) -> None:
         self.bytecheckpoint_position.check_epoch(epoch)
         super().set_epoch(epoch)
-
-
-class _Remaining:
-    """The rest of an epoch, for one iteration."""
-
-    def __init__(self, loader: Any, count: int) -> None:
-        self._loader, self._count = loader, count
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
-
-    def __len__(self) -> int:
-        return len(self._loader) - self._count
-
-    def __iter__(self) -> Iterator[Any]:
-        self._loader.bytecheckpoint_position.skip(self._count)
-        return iter(self._loader)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import logging
+import inspect
 import os
 import signal
 from collections.abc import Mapping
-from datetime import timedelta
 from typing import Any
 
 import torch
 
 from bytecheckpoint.errors import UsageError
+from bytecheckpoint.integrations.attaching import manager_options, refuse_newer
 from bytecheckpoint.integrations.lightning.package import pl
 from bytecheckpoint.integrations.lightning.rules import TopK, keep_rule, rankable
 from bytecheckpoint.integrations.lightning.steps import Newest, TrainerSteps
@@ -22,9 +22,6 @@ from bytecheckpoint.storage import resolve
 
 __all__ = ["ModelCheckpoint"]
 
-_log = logging.getLogger("bytecheckpoint")
-_MANAGER_OPTIONS = frozenset({"overlap", "on_error", "grace", "async_checkpoint", "save_options", "load_options"})
-
 
 class ModelCheckpoint(pl.callbacks.ModelCheckpoint):  # type: ignore[misc]
     """Saves the steps of a run with this package, in the place of Lightning's own callback of this name.
@@ -34,31 +31,22 @@ class ModelCheckpoint(pl.callbacks.ModelCheckpoint):  # type: ignore[misc]
     `trainer.fit(ckpt_path=...)` takes "last" (the newest step that verifies; a new run if there is none), the path of a
     step, or a file of Lightning's; `validate`, `test` and `predict` take "best" as well.
 
+    Arguments of Lightning's own mean what they mean there, but for these: `filename` and `save_on_exception` are refused,
+    `auto_insert_metric_name` and `enable_version_counter` are of no effect, and `save_last` saves whenever a save is due,
+    and not only the best; the newest step always stays. What is due in the middle of accumulated gradients is saved after
+    them, and what is due at the last batch of an epoch at its end. Steps are deleted after commits.
+
     Args:
         dirpath: folder or URL of the run, of any storage.
-        filename: must be None: steps are named by their number, and hold their metrics.
-        monitor: as in Lightning, like `verbose`, `save_weights_only`, `mode`, `every_n_train_steps`,
-            `train_time_interval`, `every_n_epochs` and `save_on_train_epoch_end`. What is due in the middle of
-            accumulated gradients is saved after them, and what is due at the last batch of an epoch at its end.
-        verbose: see `monitor`.
-        save_last: save whenever a save is due, and not only the best. The newest step always stays.
-        save_top_k: as in Lightning. Steps are deleted after commits.
-        save_on_exception: must be False, because an exception may reach one rank alone.
-        save_weights_only: see `monitor`.
-        mode: see `monitor`.
-        auto_insert_metric_name: of no effect.
-        every_n_train_steps: see `monitor`.
-        train_time_interval: see `monitor`.
-        every_n_epochs: see `monitor`.
-        save_on_train_epoch_end: see `monitor`.
-        enable_version_counter: of no effect.
+        *arguments: further ones of Lightning's own, in its order.
         preemption: what tells that the job is to stop. All ranks then save at the same step, and `fit` ends with
             Lightning's SIGTERMException. Lightning's own handling of these signals is switched off.
         keep: which steps to keep; as for `CheckpointManager`. By default what `save_top_k` says.
         skip_batches: in the middle of an epoch, go on behind the batches that are done, and refuse other data. False:
             begin with the first samples of the epoch, as Lightning does.
-        **options: `overlap`, `on_error`, `grace` (by default 0: old steps are deleted at once), `async_checkpoint`,
-            `save_options` and `load_options` of `CheckpointManager`.
+        **options: those of Lightning's own (`monitor`, `mode`, `save_top_k`, `every_n_train_steps`, ...); and `overlap`,
+            `on_error`, `grace` (by default 0: old steps are deleted at once), `async_checkpoint`, `save_options` and
+            `load_options` of `CheckpointManager`.
 
     Attributes:
         preempted: the last fit ended early because the job is to stop.
@@ -71,51 +59,32 @@ class ModelCheckpoint(pl.callbacks.ModelCheckpoint):  # type: ignore[misc]
     def __init__(
         self,
         dirpath: str | os.PathLike[str] | None = None,
-        filename: str | None = None,
-        monitor: str | None = None,
-        verbose: bool = False,
-        save_last: bool | str | None = None,
-        save_top_k: int = 1,
-        save_on_exception: bool = False,
-        save_weights_only: bool = False,
-        mode: str = "min",
-        auto_insert_metric_name: bool = True,
-        every_n_train_steps: int | None = None,
-        train_time_interval: timedelta | None = None,
-        every_n_epochs: int | None = None,
-        save_on_train_epoch_end: bool | None = None,
-        enable_version_counter: bool = True,
-        *,
+        *arguments: Any,
         preemption: Preemption | None = None,
         keep: Any = None,
         skip_batches: bool = True,
         **options: Any,
     ) -> None:
+        stock = inspect.signature(pl.callbacks.ModelCheckpoint)
+        of_stock = {name: options.pop(name) for name in stock.parameters.keys() & options.keys()}
+        given = stock.bind(dirpath, *arguments, **of_stock).arguments
         if dirpath is None:
             raise UsageError(
                 "dirpath=None: Lightning would take another folder at each start; give the folder or URL of the run"
             )
-        if filename is not None:
-            raise UsageError(
-                f"filename={filename!r}: steps are named step_00000100 and hold their metrics; leave filename away"
-            )
-        if save_on_exception:
+        if (name := given.get("filename")) is not None:
+            raise UsageError(f"filename={name!r}: steps are named step_00000100 and hold their metrics; leave it away")
+        if given.get("save_on_exception"):
             raise UsageError(
                 "save_on_exception=True: an exception may reach one rank alone. The newest step stands; for signals, pass "
                 "preemption=Preemption()"
             )
-        if unknown := options.keys() - _MANAGER_OPTIONS:
-            raise UsageError(f"unknown option {min(unknown)!r}; there are {', '.join(sorted(_MANAGER_OPTIONS))}")
         self._best = ""
-        super().__init__(
-            None, None, monitor, verbose, save_last, save_top_k, False, save_weights_only, mode, auto_insert_metric_name,
-            every_n_train_steps, train_time_interval, every_n_epochs, save_on_train_epoch_end, enable_version_counter,
-        )  # fmt: skip
+        super().__init__(**{**given, "dirpath": None})
         self.dirpath = resolve(os.path.expanduser(dirpath)).url
         self._preemption, self._skip_batches = preemption, skip_batches
-        self._options = {
-            "grace": 0.0, "keep": keep or keep_rule(monitor, save_top_k, mode), "preemption": preemption, **options
-        }  # fmt: skip
+        keep = keep or keep_rule(self.monitor, self.save_top_k, self.mode)
+        self._options = manager_options(options, keep=keep, preemption=preemption)
         self._trainer: Any = None
         self.steps: TrainerSteps | None = None
         self._wanted = self.preempted = False
@@ -196,11 +165,12 @@ class ModelCheckpoint(pl.callbacks.ModelCheckpoint):  # type: ignore[misc]
         """Take over from the step that was loaded."""
         assert self.steps is not None
         super().on_train_start(trainer, pl_module)
-        steps = trainer.strategy.broadcast(self.steps.manager.steps())
-        self.steps.refuse_newer(steps)
-        self._learn_best(
-            [info for info in steps if info.step <= trainer.global_step]
-        )  # not those that it went back behind
+        manager = self.steps.manager
+        if manager.restored is None or manager.restored.step is None:
+            refuse_newer(manager, trainer.global_step, "pass ckpt_path='last' to go on with it, or another dirpath")
+        steps = manager.ask_rank_0(manager.steps, list[StepInfo])
+        # Not those that the run has just gone back behind.
+        self._learn_best([info for info in steps if info.step <= trainer.global_step])
         self._last_global_step_saved = self._reached = trainer.global_step
         # Lightning's handlers would stop each rank by itself, and run a collective.
         for number in () if self._preemption is None else self._preemption.signals:

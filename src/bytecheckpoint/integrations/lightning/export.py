@@ -30,7 +30,7 @@ def export_ckpt(step: str | os.PathLike[str], file: str | os.PathLike[str]) -> N
     Raises:
         CheckpointError: the step cannot be read, or another tool has saved it.
     """
-    state = LightningState(dict)
+    state = LightningState()
     with use(SingleProcess()):  # also where other ranks do something else
         load(step, {"lightning": state})
     found: dict[str, Any] = {name: value for name, value in state.loaded.items() if name not in _LEFT_OUT}

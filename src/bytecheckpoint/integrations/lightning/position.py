@@ -17,7 +17,10 @@ from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler
 from bytecheckpoint.errors import IncompatibleCheckpointError, UsageError
 from bytecheckpoint.frameworks.base import SupportsStreams
 from bytecheckpoint.frameworks.rng import rng_state
+from bytecheckpoint.integrations.attaching import check_has
+from bytecheckpoint.integrations.generators import DelayedGenerators
 from bytecheckpoint.integrations.lightning.package import pl
+from bytecheckpoint.integrations.loaders import generators_of, length_of, sampler_of
 
 __all__ = ["TrainingPosition"]
 
@@ -37,6 +40,7 @@ class TrainingPosition:
 
     Args:
         trainer: that fits.
+        generators: of the process, which were loaded if a checkpoint was.
         skip_batches: go on behind the batches of the epoch that are done. Otherwise, begin with its first ones.
         reach: called at each place where the state is complete.
         load_streams: loads `streams`.
@@ -49,28 +53,26 @@ class TrainingPosition:
     def __init__(
         self,
         trainer: Any,
+        generators: DelayedGenerators,
         skip_batches: bool,
         reach: Callable[[], object],
-        load_streams: Callable[[dict[str, Any]], object],
+        load_streams: Callable[[], object],
     ) -> None:
         self._fit, self._epoch = trainer.fit_loop, trainer.fit_loop.epoch_loop
         self._ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
         self._skip, self._reach, self._load_streams = skip_batches, reach, load_streams
-        self._rng = rng_state()
+        self._generators = generators
+        self._rng = rng_state()  # with those of the data loaders
         self.streams: dict[str, Any] = {}
         self.cut: Any = None
         self._middle = False
         self._data: list[Any] = []
-        self._begun: dict[
-            str, Any
-        ] = {}  # generators when the iterator of the epoch was "made", and first "fetched" from
-        self._resumed: Any = None  # until its epoch begins
-        self._saved: Any = None  # generators of the checkpoint
-        self._next: Any = None  # generators with which the training goes on
-        self._stepped = 0  # batches, for loggers
+        # Generators when the iterator of the epoch was "made", and first "fetched" from.
+        self._begun: dict[str, Any] = {}
+        self._resumed: Any = None  # the position of the checkpoint, until its epoch begins
+        self._skipped: Any = None  # the same, behind the batches that are done, until the next one is fetched
         for owner, names in self._owners():
-            if lacking := [name for name in names if not hasattr(owner, name)]:
-                raise UsageError(f"{type(owner).__name__} of lightning {pl.__version__} has no {lacking[0]}: use 2.6")
+            check_has(owner, names, pl.__name__, "use 2.6")
         self._wrap()
 
     def _owners(self) -> list[tuple[Any, tuple[str, ...]]]:
@@ -86,7 +88,7 @@ class TrainingPosition:
                 self._fit._last_train_dl_reload_epoch = resumed["reloaded"]
                 if not resumed["middle"]:  # let Lightning begin as it would have in the process that saved
                     self._fit._resuming_from_checkpoint = False
-                    self._rng.load_state_dict(self._saved)
+                    self._restore_generators(resumed)
             before_epoch()
 
         def on_epoch_done() -> None:
@@ -106,10 +108,10 @@ class TrainingPosition:
             self.cut = self._fit.state_dict() if self._epoch.done else None
 
         def on_before_fetch() -> None:
-            if self._next is not None:
-                self._rng.load_state_dict(self._next)
-                self._next = None
-                self._epoch._batches_that_stepped = self._stepped  # which Lightning corrects where it need not
+            skipped, self._skipped = self._skipped, None
+            if skipped is not None:
+                self._restore_generators(skipped)
+                self._epoch._batches_that_stepped = skipped["stepped"]  # which Lightning corrects where it need not
             before_fetch()
 
         self._fit._load_combined_loader_states = self._before_iteration
@@ -135,15 +137,15 @@ class TrainingPosition:
             "generators": {"now": self._rng.state_dict(), **(self._begun if self._middle else {})},
         }
 
-    def resume(self, state: Any, generators: Any) -> None:
-        """Go on from a checkpoint.
-
-        Args:
-            state: what `state` returned.
-            generators: state of the random number generators, derived from the checkpoint at another number of ranks.
-        """
+    def resume(self, state: Any) -> None:
+        """Go on from a checkpoint; `state` is what the method `state` returned."""
         self._resumed = state
-        self._saved = state["generators"]["now"] if state["ranks"] == self._ranks else generators
+
+    def _restore_generators(self, state: Any) -> None:
+        if state["ranks"] == self._ranks:
+            self._rng.load_state_dict(state["generators"]["now"])
+        else:  # the data loaders' own ones draw no order then: that was refused
+            self._generators.restore()
 
     # --- the iterators of epochs ------------------------------------------------------------------------------------
 
@@ -156,7 +158,8 @@ class TrainingPosition:
         """
         combined = self._fit._combined_loader
         loaders = combined.flattened
-        self._rng = rng_state(generators=_generators(loaders))
+        own = {f"{i}.{name}": value for i, one in enumerate(loaders) for name, value in _own_generators(one).items()}
+        self._rng = rng_state(generators=own)
         streams = [one for one in loaders if isinstance(one, SupportsStreams)]
         self.streams = {f"dataloader_{i}" if i else "dataloader": one for i, one in enumerate(streams)}
         self._data = [_describe(one, combined.limits[i], self._ranks) for i, one in enumerate(loaders)]
@@ -177,7 +180,7 @@ class TrainingPosition:
         if self._skip and self._resumed["data"] == self._data:
             combined._load_state_dicts(states)
             if self.streams:
-                self._load_streams(self.streams)
+                self._load_streams()
 
     def _refuse_other_data(self, combined: Any) -> None:
         if self._resumed["data"] != self._data:
@@ -188,9 +191,9 @@ class TrainingPosition:
             )
         done, several = self._epoch.batch_progress.current.completed, len(self._data) > 1
         for one, facts in zip(combined.flattened, self._data, strict=True):
-            if several and not _holds_position(one) and facts["random"] and (_length(one) or 0) < done:
+            if several and not _holds_position(one) and facts["random"] and (length_of(one) or 0) < done:
                 raise IncompatibleCheckpointError(
-                    f"one of the data loaders, of {_length(one)} batches, has begun again before batch {done} of the "
+                    f"one of the data loaders, of {length_of(one)} batches, has begun again before batch {done} of the "
                     "epoch, in an order that no checkpoint holds: give it a DistributedSampler, or pass skip_batches=False"
                 )
 
@@ -218,7 +221,7 @@ class TrainingPosition:
             for _ in range(0 if holds else self._epoch.batch_progress.current.completed):
                 next(combined)
         if resumed is not None and resumed["middle"]:
-            self._next, self._stepped = self._saved, resumed["stepped"]
+            self._skipped = resumed
 
     def before_fetch(self) -> None:
         """Be called before a batch is fetched."""
@@ -252,7 +255,7 @@ def _describe(loader: Any, limit: Any, ranks: int) -> Any:
     Raises:
         UsageError: Lightning would fetch one batch ahead of a loader that holds its position.
     """
-    if _holds_position(loader) and _length(loader) is None and limit == float("inf"):
+    if _holds_position(loader) and length_of(loader) is None and limit == float("inf"):
         raise UsageError(
             f"{type(loader).__name__} has no length, and Lightning would save it one batch too far on: pass "
             "Trainer(limit_train_batches=<number of batches>)"
@@ -261,7 +264,7 @@ def _describe(loader: Any, limit: Any, ranks: int) -> Any:
         return None  # it compares for itself
     if not isinstance(loader, DataLoader):
         return {"order": f"{type(loader).__name__} of {ranks} ranks", "random": False}
-    sampler: Any = getattr(loader.batch_sampler, "sampler", loader.sampler)
+    sampler = sampler_of(loader)
     size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
     order, copies, random = f"{type(sampler).__name__} of {ranks} ranks", 1, True
     if _holds_position(loader):
@@ -276,19 +279,5 @@ def _describe(loader: Any, limit: Any, ranks: int) -> Any:
     return {"order": order, "random": random, "samples": samples, "samples per batch": size and size * copies}
 
 
-def _generators(loaders: list[Any]) -> dict[str, Any]:
-    """Return the generators that data loaders have of their own."""
-    found: dict[int, Any] = {}
-    for one in loaders:
-        batches = getattr(one, "batch_sampler", None)
-        for owner in (one, getattr(one, "sampler", None), batches, getattr(batches, "sampler", None)):
-            if isinstance(generator := getattr(owner, "generator", None), torch.Generator):
-                found[id(generator)] = generator
-    return {str(number): generator for number, generator in enumerate(found.values())}
-
-
-def _length(loader: Any) -> int | None:
-    try:
-        return len(loader)
-    except (TypeError, NotImplementedError):
-        return None
+def _own_generators(loader: Any) -> dict[str, torch.Generator]:
+    return generators_of(loader, getattr(loader, "dataset", None))

@@ -4,37 +4,21 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
-from bytecheckpoint.manager import KeepRule, Latest, StepInfo
+from bytecheckpoint.manager import Best, KeepRule, Latest, StepInfo
 
 __all__ = ["TopK", "keep_rule", "rankable"]
 
 
-@dataclass(frozen=True)
-class TopK:
-    """Keep the steps that `save_top_k` keeps: as `Best`, but of equal values the older, as Lightning does.
+class TopK(Best):
+    """As `Best`, but as Lightning ranks: of equal values the older, and of the branch that the run is on."""
 
-    Args:
-        monitor: name of the metric. A step without it is no candidate.
-        count: how many.
-        mode: "min" or "max".
-    """
-
-    monitor: str
-    count: int
-    mode: str
-
-    def ranked(self, steps: Iterable[StepInfo]) -> list[StepInfo]:
-        """Return the candidates of the branch that the run is on, the best first."""
+    def ranked(self, steps: Sequence[StepInfo]) -> list[StepInfo]:
+        """Return the candidates, the best first."""
         sign = 1 if self.mode == "min" else -1
-        found = [info for info in steps if self.monitor in info.metrics and not info.superseded]
-        return sorted(found, key=lambda info: (sign * info.metrics[self.monitor], info.step))
-
-    def keep(self, steps: Sequence[StepInfo]) -> set[int]:
-        """See `KeepRule`."""
-        return {info.step for info in self.ranked(steps)[: self.count]}
+        found = super().ranked([info for info in steps if not info.superseded])
+        return sorted(found, key=lambda info: (sign * info.metrics[self.metric], info.step))
 
 
 def keep_rule(monitor: str | None, save_top_k: int, mode: str) -> KeepRule | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -11,19 +10,18 @@ from typing import Any
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from bytecheckpoint.errors import CheckpointNotFoundError, UsageError
-from bytecheckpoint.frameworks.rng import rng_state
 from bytecheckpoint.handles import LoadReport
+from bytecheckpoint.integrations.generators import DelayedGenerators
 from bytecheckpoint.integrations.lightning.package import pl
 from bytecheckpoint.integrations.lightning.position import TrainingPosition
 from bytecheckpoint.integrations.lightning.strategy import states_of_model
-from bytecheckpoint.loading import load
-from bytecheckpoint.manager import CheckpointManager, StepInfo
-from bytecheckpoint.representation.names import CATALOG_NAME, STEP_FOLDER
+from bytecheckpoint.manager import CheckpointManager
+from bytecheckpoint.manager.run_folder import step_number
+from bytecheckpoint.representation.names import CATALOG_NAME
 from bytecheckpoint.storage import resolve
 
 __all__ = ["POSITION", "LightningState", "Newest", "TrainerSteps"]
 
-_log = logging.getLogger("bytecheckpoint")
 #: Under this name a state of Lightning's holds the `TrainingPosition`.
 POSITION = "bytecheckpoint"
 
@@ -65,7 +63,7 @@ class LightningState:
         loaded: that of the checkpoint.
     """
 
-    def __init__(self, dump: Callable[[], Mapping[str, Any]]) -> None:
+    def __init__(self, dump: Callable[[], Mapping[str, Any]] = dict) -> None:
         self._dump = dump
         self.loaded: dict[str, Any] = {}
 
@@ -79,7 +77,7 @@ class LightningState:
 
 
 class TrainerSteps:
-    """The steps of a trainer; a `Restorer`.
+    """The steps of a trainer. The strategy that `checkpointed` makes loads by it.
 
     Args:
         trainer: whose they are.
@@ -116,20 +114,15 @@ class TrainerSteps:
 
     def begin(self) -> None:
         """Make the manager of a fit, whose model and optimizers are ready."""
-        trainer = self._trainer
+        trainer, generators = self._trainer, DelayedGenerators()
         self._states |= self._model_states()
         if not self._weights_only:
             mock = pl.core.optimizer._MockOptimizer
             if optimizers := [one for one in trainer.optimizers if not isinstance(one, mock)]:
                 self._states["optimizer"] = optimizers[0] if len(optimizers) == 1 else optimizers
-            self._states["rng"] = rng_state()
-        self.manager = self._stack.enter_context(
-            CheckpointManager(
-                self._root, self._states, every=lambda _: self._asked,
-                **{**self._options, "load_options": self._load_options()},
-            )
-        )  # fmt: skip
-        self.position = TrainingPosition(trainer, self._skip, self._reach, self._load_streams)
+            self._states["rng"] = generators
+        self.manager = self._stack.enter_context(self._new_manager(self._states, every=lambda _: self._asked))
+        self.position = TrainingPosition(trainer, generators, self._skip, self._reach, self._load_streams)
         self._stack.callback(self.position.close)
         self.running = True
 
@@ -146,33 +139,20 @@ class TrainerSteps:
             self._states |= self.position.streams
         self.manager.maybe_save(self._trainer.global_step, metrics)
 
-    def refuse_newer(self, steps: list[StepInfo]) -> None:
-        """Refuse to begin before the end of a run that is in the folder: its steps would count as the newest ones.
-
-        Raises:
-            UsageError: there is such a run, and it was not loaded.
-        """
-        restored = self.manager.restored
-        newest = max((info.step for info in steps if not info.superseded), default=0)
-        if (restored is None or restored.step is None) and newest > self._trainer.global_step:
-            raise UsageError(
-                f"{self._root} holds a run up to step {newest}: pass ckpt_path='last' to go on with it, or another dirpath"
-            )
+    def _new_manager(self, states: dict[str, Any], **more: Any) -> CheckpointManager:
+        load_options = dict(self._options.get("load_options") or {})
+        if not self._trainer.lightning_module.strict_loading:
+            load_options.setdefault("strict", {"model": False})
+        return CheckpointManager(self._root, states, **{**self._options, **more, "load_options": load_options})
 
     def _model_states(self) -> dict[str, Any]:
         return {"model": states_of_model(self._trainer.strategy), "lightning": self._state}
 
-    def _load_options(self) -> dict[str, Any]:
-        options = dict(self._options.get("load_options") or {})
-        if not self._trainer.lightning_module.strict_loading:
-            options.setdefault("strict", {"model": False})
-        return options
-
-    def _load_streams(self, streams: dict[str, Any]) -> None:
-        load(self._loaded_path, streams, **self._load_options())
+    def _load_streams(self) -> None:
+        self._states |= self.position.streams
+        self.manager.restore_from(self._loaded_path, only=self.position.streams)
 
     def _dump(self) -> dict[str, Any]:
-        strategy = self._trainer.strategy
         if not self.running or not (self._asked or self.manager.preempted):
             # A load, or a save that is being prepared: hooks of the user are called for real saves only. Instances of the
             # user's classes are here, so that they can be made again.
@@ -185,7 +165,7 @@ class TrainerSteps:
             found = self._trainer._checkpoint_connector.dump_checkpoint(self._weights_only)
         finally:
             self.dumping = False
-        strategy.refuse_edits("on_save_checkpoint", found.pop("state_dict"))
+        self._trainer.strategy.refuse_edits("on_save_checkpoint", found.pop("state_dict"))
         found.pop("optimizer_states", None)
         if self.position.cut is not None:
             found["loops"]["fit_loop"] = self.position.cut
@@ -194,68 +174,43 @@ class TrainerSteps:
     # --- restore --------------------------------------------------------------------------------------------------
 
     def restores(self, path: Any) -> bool:
-        """See `Restorer`."""
-        return isinstance(path, Newest) or is_step(path)
+        """Return whether a path is that of a step, and not of a file or folder that Lightning has written."""
+        if isinstance(path, Newest) or step_number(os.fspath(path)) is not None:
+            return True
+        return not os.path.isfile(path) and bool(resolve(path).version(CATALOG_NAME))
 
     def restore(self, path: Any) -> dict[str, Any]:
-        """See `Restorer`.
+        """Load a step; return what Lightning looks for in its own files.
 
         Raises:
             CheckpointNotFoundError: an evaluation wants a step, and there is none.
             CheckpointError: as `load`.
         """
         trainer = self._trainer
-        report = self._restore_fit(path) if self.running else self._restore_model(path)
+        if self.running:
+            report = _load(self.manager, path)
+        else:
+            with self._new_manager(self._model_states(), preemption=None) as manager:
+                report = _load(manager, path)
+            if report is None:
+                raise CheckpointNotFoundError(f"{self._root} holds no committed step")
         if report is None:
             trainer._checkpoint_connector._ckpt_path = None  # or Lightning says that it has restored something
             return _Nothing({"pytorch-lightning_version": pl.__version__})
-        self._loaded_path = report.path
-        if trainer.is_global_zero:
-            for note in report.notes:
-                _log.warning("%s: %s", report.path, note)
-        found = {name: value for name, value in self._state.loaded.items() if name != POSITION}
+        found = dict(self._state.loaded)
+        position = found.pop(POSITION, None)
+        if self.running:
+            self._loaded_path = report.path
+            self.position.resume(position)
         model = states_of_model(trainer.strategy)
         return found | {"state_dict": model.state_dict() if model is trainer.lightning_module else {}}
 
-    def _restore_fit(self, path: Any) -> LoadReport | None:
-        generators = rng_state()
-        before = generators.state_dict()
-        report: LoadReport | None
-        step = 0 if isinstance(path, Newest) else self._step_of(path)
-        if step is None:
-            report = load(path, self._states, **self._load_options())
-        else:
-            report = _load_step(self.manager, step)
-        if report is not None:
-            self.position.resume(self._state.loaded[POSITION], generators.state_dict())
-            generators.load_state_dict(before)  # until the first batch; what comes before draws numbers
-        return report
 
-    def _restore_model(self, path: Any) -> LoadReport:
-        states = self._model_states()
-        if not isinstance(path, Newest):
-            return load(path, states, **self._load_options())
-        with CheckpointManager(self._root, states, load_options=self._load_options()) as manager:
-            report = _load_step(manager, 0)
-        if report is None:
-            raise CheckpointNotFoundError(f"{self._root} holds no committed step")
-        return report
-
-    def _step_of(self, path: Any) -> int | None:
-        """Return the number of a step of this run; None for another checkpoint."""
-        folder, _, name = resolve(path).url.rpartition("/")
-        found = STEP_FOLDER.fullmatch(name) if folder == self._root else None
-        return int(found[1]) if found else None
-
-
-def _load_step(manager: CheckpointManager, step: int) -> LoadReport | None:
-    """Load a step, 0 for the newest one; return None if there is none."""
-    if step:
-        manager.restore(step)
-    else:
-        manager.restore_latest()
-    assert manager.restored is not None
-    return manager.restored.report
+def _load(manager: CheckpointManager, path: Any) -> LoadReport | None:
+    if not isinstance(path, Newest):
+        return manager.restore_from(path)
+    manager.restore_latest()
+    return manager.restored.report if manager.restored else None
 
 
 def _checked(state: dict[str, Any]) -> dict[str, Any]:
@@ -267,10 +222,3 @@ def _checked(state: dict[str, Any]) -> dict[str, Any]:
                 "out, for example by save_hyperparameters(ignore=[...]), or store its state_dict"
             )
     return state
-
-
-def is_step(path: Any) -> bool:
-    """Return whether a path is that of a step, and not of a file or folder that Lightning has written."""
-    if STEP_FOLDER.fullmatch(os.path.basename(os.fspath(path).rstrip("/"))):
-        return True
-    return not os.path.isfile(path) and bool(resolve(path).version(CATALOG_NAME))

@@ -7,26 +7,14 @@ replaced by a subclass of it.
 from __future__ import annotations
 
 import functools
-from typing import Any, Protocol
+from typing import Any
 
 from bytecheckpoint.errors import UsageError
 
-__all__ = ["Restorer", "checkpointed", "states_of_model"]
+__all__ = ["checkpointed", "states_of_model"]
 
 #: Strategies whose states another library holds.
 _UNSUPPORTED = ("DeepSpeedStrategy", "XLAStrategy", "SingleDeviceXLAStrategy", "XLAFSDPStrategy")
-
-
-class Restorer(Protocol):
-    """What loads steps for a strategy."""
-
-    dumping: bool
-
-    def restores(self, path: Any) -> bool:
-        """Return whether this path is that of a step, and not of a file of Lightning's."""
-
-    def restore(self, path: Any) -> dict[str, Any]:
-        """Load a step; return what Lightning looks for in its own files."""
 
 
 def states_of_model(strategy: Any) -> Any:
@@ -37,7 +25,7 @@ def states_of_model(strategy: Any) -> Any:
 
 
 def checkpointed(kind: Any) -> Any:
-    """Return the subclass of a strategy that loads steps by `strategy.bytecheckpoint`, a `Restorer`.
+    """Return the subclass of a strategy that loads steps by `strategy.bytecheckpoint`, a `TrainerSteps`.
 
     Raises:
         UsageError: the strategy is not supported.
@@ -53,7 +41,7 @@ def checkpointed(kind: Any) -> Any:
 def _subclass(kind: Any) -> Any:
     class Checkpointed(kind):  # type: ignore[misc]
         loads_bytecheckpoints = True
-        bytecheckpoint: Restorer
+        bytecheckpoint: Any
         _of_step = False  # a step was loaded, with its weights and optimizers
         shown: Any = None  # weights that were shown to hooks of the user
 
@@ -90,23 +78,16 @@ def _subclass(kind: Any) -> Any:
             return {} if self.bytecheckpoint.dumping else super().optimizer_state(optimizer)
 
         def refuse_edits(self, hook: str, after: dict[str, Any]) -> None:
+            """Refuse that a hook has changed the weights of a checkpoint, which are not what is saved and loaded."""
             before, self.shown = self.shown, None
-            _refuse_edits(hook, before, after)
+            if changed := sorted(name for name in {**before, **after} if before.get(name) is not after.get(name)):
+                raise UsageError(
+                    f"{hook} of the module or of a callback has changed {changed[0]!r} in checkpoint['state_dict'] "
+                    f"({len(changed)} entries in all), which is not supported: leave tensors out by "
+                    "save_options={'exclude': ['model/...']} and load_options of ModelCheckpoint, and change weights in "
+                    "configure_model"
+                )
 
     Checkpointed.__name__, Checkpointed.__qualname__ = kind.__name__, kind.__qualname__
     Checkpointed.__module__ = kind.__module__
     return Checkpointed
-
-
-def _refuse_edits(hook: str, before: dict[str, Any], after: dict[str, Any]) -> None:
-    """Refuse a hook that has changed the state_dict of a checkpoint, which is not what is saved and loaded.
-
-    Raises:
-        UsageError: it has.
-    """
-    if changed := sorted(name for name in {**before, **after} if before.get(name) is not after.get(name)):
-        raise UsageError(
-            f"{hook} of the module or of a callback has changed {changed[0]!r} in checkpoint['state_dict'] "
-            f"({len(changed)} entries in all), which is not supported: leave tensors out by save_options={{'exclude': "
-            "['model/...']} and load_options of ModelCheckpoint, and change weights in configure_model"
-        )

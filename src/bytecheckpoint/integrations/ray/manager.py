@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, MutableMapping
 from concurrent.futures import Future
 from functools import partial
@@ -21,6 +20,12 @@ __all__ = ["RayCheckpointManager"]
 
 #: Kind of pyarrow's file system -> how the address of a path there begins.
 _SCHEMES = {"local": "", "s3": "s3://", "gcs": "gs://"}
+#: Options of `CheckpointManager` -> why they are refused.
+_NOT_FOR_RAY = {
+    "keep": "which fails to restore a run whose reported steps are gone: let Ray delete, by "
+    "RunConfig(checkpoint_config=CheckpointConfig(num_to_keep=...))",
+    "just_in_time": "whose workers run in a thread, where SIGTERM cannot be handled: save more often, or use torchrun",
+}
 
 
 class RayCheckpointManager(CheckpointManager):
@@ -35,7 +40,7 @@ class RayCheckpointManager(CheckpointManager):
         root: URL of the run's folder (`storage_path` and the name of the run), for file systems that Ray reaches in
             another way than this package.
         async_checkpoint: as for `save`.
-        **options: those of `CheckpointManager` but for `keep`.
+        **options: those of `CheckpointManager` but for `keep` and `just_in_time`.
 
     Raises:
         UsageError: an argument is out of its range, or the URL of the run's folder is not known.
@@ -49,11 +54,9 @@ class RayCheckpointManager(CheckpointManager):
         async_checkpoint: bool = True,
         **options: Any,
     ) -> None:
-        if options.pop("keep", None) is not None:
-            raise UsageError(
-                "keep= is not for Ray, which fails to restore a run whose reported steps are gone: let Ray delete, by "
-                "RunConfig(checkpoint_config=CheckpointConfig(num_to_keep=...))"
-            )
+        for name, why in _NOT_FOR_RAY.items():
+            if options.get(name):
+                raise UsageError(f"{name}= is not for Ray, {why}")
         self._ray = _ray_train()
         storage = self._ray.get_context().get_storage()
         super().__init__(
@@ -64,8 +67,8 @@ class RayCheckpointManager(CheckpointManager):
         self._unreported: dict[int, tuple[SaveHandle, dict[str, float]]] = {}
         self._known: set[str] | None = None  # paths that Ray knows
         self._boundary = 0
-        self._tag_of_reports, self._restores = f"ray/{world_of(self._collective).next_manager_number()}", 0
-        self._commits = Boundaries(self._collective, f"{self._tag_of_reports}/commits", settings().timeout)
+        tag = f"ray/{world_of(self._collective).next_manager_number()}/commits"
+        self._commits = Boundaries(self._collective, tag, settings().timeout)
         self._stack.enter_context(self._commits)
 
     def restore_latest(self) -> int:
@@ -79,6 +82,14 @@ class RayCheckpointManager(CheckpointManager):
         super().restore(step)
         self._report_restored()
         return step
+
+    def pin(self, step: int) -> None:
+        """Refuse.
+
+        Raises:
+            UsageError: always.
+        """
+        raise UsageError("Ray deletes steps, and knows no pins: copy the step, or let CheckpointConfig keep more")
 
     def maybe_save(self, step: int, metrics: Mapping[str, Any] | None = None) -> SaveHandle | None:
         """As `CheckpointManager.maybe_save`; reports what has been committed meanwhile."""
@@ -133,13 +144,9 @@ class RayCheckpointManager(CheckpointManager):
         """
         if self.restored is None or self.restored.step is None:
             return
-        self._restores += 1
         self._known_paths()  # of the same moment on all ranks
-        found = b""
-        if self._collective.rank == 0:
-            found = json.dumps(self._unknown(self.restored.step)).encode()
-        tag = f"{self._tag_of_reports}/{self._restores}"
-        for step, metrics in json.loads(self._collective.broadcast(tag, found, timeout=settings().timeout)):
+        restored = self.restored.step
+        for step, metrics in self.ask_rank_0(lambda: self._unknown(restored)):
             self._report(step, metrics)
 
     def _unknown(self, restored: int) -> list[tuple[int, Mapping[str, float]]]:

@@ -1,46 +1,20 @@
-"""What the folder of a torchtitan run holds, as rank 0 sees it."""
+"""What the folder of a torchtitan run holds. Rank 0 looks."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from typing import Any, TypeVar
 
-import torch.distributed
-
-from bytecheckpoint.errors import CheckpointError, StorageError
 from bytecheckpoint.manager import CheckpointManager
 from bytecheckpoint.representation.names import CATALOG_NAME
 from bytecheckpoint.storage import resolve
 from bytecheckpoint.storage.time_limits import with_time_limits
 
-__all__ = ["SEED", "ask_rank_0", "find_steps", "is_stock_checkpoint"]
+__all__ = ["SEED", "find_steps", "is_stock_checkpoint"]
 
 #: Folder of the seed checkpoint inside of the run's.
 SEED = "seed"
 #: Names that torchtitan's own manager gives its steps.
 _STOCK_STEP = re.compile(r"step-([0-9]+)")
-
-_T = TypeVar("_T")
-
-
-def ask_rank_0(look: Callable[[], _T]) -> _T:
-    """Return what rank 0 sees in a storage.
-
-    Raises:
-        StorageError: the storage fails; on all ranks.
-    """
-    answer: list[Any] = [None, ""]
-    if torch.distributed.get_rank() == 0:
-        try:
-            answer[0] = look()
-        except (CheckpointError, OSError) as error:
-            answer[1] = str(error)
-    torch.distributed.broadcast_object_list(answer)
-    if answer[1]:
-        raise StorageError(answer[1])
-    found: _T = answer[0]
-    return found
 
 
 def find_steps(manager: CheckpointManager, step: int) -> tuple[int, int, bool]:

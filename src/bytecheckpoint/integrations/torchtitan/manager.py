@@ -17,10 +17,9 @@ from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.tools import filesystem
 
 from bytecheckpoint.errors import UsageError
-from bytecheckpoint.handles import LoadReport, SaveHandle
-from bytecheckpoint.integrations.torchtitan.folder import SEED, ask_rank_0, find_steps, is_stock_checkpoint
-from bytecheckpoint.integrations.torchtitan.states import Generators, begin_iteration, loader_state, optimizers_of
-from bytecheckpoint.loading import load
+from bytecheckpoint.handles import SaveHandle
+from bytecheckpoint.integrations.torchtitan.folder import SEED, find_steps, is_stock_checkpoint
+from bytecheckpoint.integrations.torchtitan.states import begin_iteration, generators_of, loader_state, optimizers_of
 from bytecheckpoint.manager import CheckpointManager, Latest, Preemption
 from bytecheckpoint.saving import save
 
@@ -93,7 +92,7 @@ class BytecheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         if not self.enable:
             return
         self._config, self._loader = config, dataloader
-        self._generators = Generators(states.get("train_state"))
+        self._generators = generators_of(states.get("train_state"))
         own = {
             "model": model_parts, "optimizer": optimizers_of(optimizers), "lr_scheduler": lr_schedulers,
             "dataloader": loader_state(dataloader), "rng": self._generators,
@@ -128,12 +127,9 @@ class BytecheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
             preemption=Preemption(grace=config.preemption_grace) if config.preemption_grace else None,
             overlap=config.overlap, on_error=config.on_error, grace=config.grace,
             async_checkpoint=config.async_mode != "disabled",
-            save_options=background, load_options=self._load_options(),
+            save_options=background,
+            load_options={"exclude": [glob.escape(name) for name in config.exclude_from_loading]},
         )  # fmt: skip
-
-    def _load_options(self) -> dict[str, Any]:
-        excluded = [glob.escape(name) for name in self._config.exclude_from_loading]
-        return {"exclude": excluded} if excluded else {}
 
     # --- save -----------------------------------------------------------------------------------------------------
 
@@ -194,45 +190,43 @@ class BytecheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
     # --- load -----------------------------------------------------------------------------------------------------
 
     def _load(self, step: int = -1) -> bool:
-        report = self._load_states(step)
-        if report is None:
+        path = self._load_states(step)
+        if path is None:
             return False
         begin_iteration(self._loader)
-        notes = [*report.notes, *self._generators.restore()]
-        notes += [f"{name} is not loaded (exclude_from_loading)" for name in self._config.exclude_from_loading]
-        if torch.distributed.get_rank() == 0:
-            for note in notes:
-                _log.warning("%s: %s", report.path, note)
+        self._generators.restore()
+        for name in self._config.exclude_from_loading if torch.distributed.get_rank() == 0 else ():
+            _log.warning("%s: %s is not loaded (exclude_from_loading)", path, name)
         return True
 
-    def _load_states(self, step: int) -> LoadReport | None:
-        """Load what torchtitan would load: a step, else the seed, else what `initial_load_path` names."""
+    def _load_states(self, step: int) -> str | None:
+        """Load what torchtitan would load: a step, else the seed, else what `initial_load_path` names; return its path."""
         manager = self.manager
-        own, stock, seed = ask_rank_0(lambda: find_steps(manager, step))
+        own, stock, seed = manager.ask_rank_0(lambda: find_steps(manager, step))
         if stock > own:
             self._stock(manager.root, load_only=True, **self._stock_exclusions()).load(stock)
-            return LoadReport(f"{manager.root}/step-{stock}")
+            return f"{manager.root}/step-{stock}"
         if step > 0:
             manager.restore(step)
         elif step < 0:
             manager.restore_latest()
         if manager.restored is not None and manager.restored.report is not None:
-            return manager.restored.report
+            return manager.restored.report.path
         if step == 0 or seed:
-            return load(f"{manager.root}/{SEED}", {"model": self._states["model"]})
+            return manager.restore_from(f"{manager.root}/{SEED}", only=["model"], exclude=[]).path
         return self._load_initial()
 
-    def _load_initial(self) -> LoadReport | None:
+    def _load_initial(self) -> str | None:
         config, path = self._config, self._config.initial_load_path
         if path is None and not config.initial_load_in_hf:
             return None
-        if config.initial_load_in_hf or ask_rank_0(lambda: is_stock_checkpoint(str(path))):
+        if config.initial_load_in_hf or self.manager.ask_rank_0(lambda: is_stock_checkpoint(str(path))):
             self._load_with_stock()
-            return LoadReport(path or "")
-        _log.info("loading %s", path)
-        if config.initial_load_model_only:  # perhaps saved with another export_dtype
-            return load(path, {"model": self._states["model"]}, cast=True)
-        return load(path, self._states, **self._load_options())
+        elif config.initial_load_model_only:  # perhaps saved with another export_dtype
+            self.manager.restore_from(path, only=["model"], exclude=[], cast=True)
+        else:
+            self.manager.restore_from(path)
+        return path or ""
 
     def _load_with_stock(self) -> None:
         """Load what torchtitan or Hugging Face have saved, by torchtitan's own code."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -13,9 +13,9 @@ from torchtitan.components.optimizer import OptimizersContainer
 from bytecheckpoint.dataloader import TorchdataLoader
 from bytecheckpoint.dataloader.hugging_face import check_exact
 from bytecheckpoint.errors import UsageError
-from bytecheckpoint.frameworks.rng import rng_state
+from bytecheckpoint.integrations.generators import DelayedGenerators
 
-__all__ = ["Generators", "begin_iteration", "loader_state", "optimizers_of"]
+__all__ = ["begin_iteration", "generators_of", "loader_state", "optimizers_of"]
 
 _log = logging.getLogger("bytecheckpoint")
 _DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
@@ -80,44 +80,13 @@ class _LoaderOfRank(TorchdataLoader):
         load(self.loader, states[self._rank])
 
 
-class Generators:
-    """All random number generators, restored when `restore` is called; implements `SupportsStreams`.
+def generators_of(trainer: Any) -> DelayedGenerators:
+    """Return the random number generators.
 
     torchtitan seeds ranks alike but for the stages of a pipeline, and its DTensors need that.
 
     Args:
         trainer: whose `parallel_dims` say how the ranks are seeded.
     """
-
-    takes_all_streams = False
-
-    def __init__(self, trainer: Any) -> None:
-        sizes = getattr(trainer, "parallel_dims", None)
-        self._rng = rng_state(layout={name: getattr(sizes, name) for name in _DIMENSIONS if hasattr(sizes, name)})
-        self._loaded: tuple[Any, Mapping[int, Any]] | None = None
-
-    @property
-    def stream_count(self) -> int:
-        """See `SupportsStreams`."""
-        return self._rng.stream_count
-
-    def shared_state(self) -> Any:
-        """See `SupportsStreams`."""
-        return self._rng.shared_state()
-
-    def stream_states(self) -> Mapping[int, Any]:
-        """See `SupportsStreams`."""
-        return self._rng.stream_states()
-
-    def choose_streams(self, shared: Any, saved: Sequence[int]) -> Sequence[int]:
-        """See `SupportsStreams`."""
-        return self._rng.choose_streams(shared, saved)
-
-    def load_streams(self, shared: Any, states: Mapping[int, Any]) -> None:
-        """Keep the states for `restore`."""
-        self._loaded = shared, states
-
-    def restore(self) -> list[str]:
-        """Go on from what was loaded, if anything was; return remarks for the user."""
-        loaded, self._loaded = self._loaded, None
-        return [] if loaded is None else self._rng.load_streams(*loaded)
+    sizes = getattr(trainer, "parallel_dims", None)
+    return DelayedGenerators({name: getattr(sizes, name) for name in _DIMENSIONS if hasattr(sizes, name)})

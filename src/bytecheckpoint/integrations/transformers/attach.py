@@ -8,10 +8,10 @@ from __future__ import annotations
 import os
 import signal
 import tempfile
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from bytecheckpoint.errors import UsageError
+from bytecheckpoint.integrations.attaching import check_has, manager_options, put_in_front
 from bytecheckpoint.integrations.transformers.checkpoints import TrainerCheckpoints
 from bytecheckpoint.integrations.transformers.rules import keep_rule
 from bytecheckpoint.manager import Preemption
@@ -28,7 +28,6 @@ _OVERRIDDEN = (
     "set_initial_training_values", "_init_training_state", "_prepare_for_training", "_run_epoch", "_load_rng_state",
     "_maybe_log_save_evaluate", "_save_checkpoint", "_load_best_model", "_finalize_training",
 )  # fmt: skip
-_MANAGER_OPTIONS = frozenset({"overlap", "on_error", "grace", "async_checkpoint", "save_options", "load_options"})
 
 
 def attach(
@@ -62,34 +61,25 @@ def attach(
     Raises:
         UsageError: the trainer is set up in a way that is not supported.
     """
-    _check(trainer, hf_weights, options)
+    _check(trainer, hf_weights)
     if trainer.args.enable_jit_checkpoint:
         _remove_jit_checkpoints(trainer)
         preemption = preemption or Preemption()
     checkpoints = TrainerCheckpoints(
         trainer, trainer.args.output_dir if root is None else root, hf_weights == "last",
-        {"grace": 0.0, "preemption": preemption, "keep": keep or keep_rule(trainer.args), **options}, every,
+        manager_options(options, preemption=preemption, keep=keep or keep_rule(trainer.args)), every,
     )  # fmt: skip
-    kind = type(trainer)
-    trainer.__class__ = type(kind.__name__, (_CheckpointedTrainer, kind), {"__module__": kind.__module__})
+    put_in_front(trainer, _CheckpointedTrainer)
     trainer.bytecheckpoint = checkpoints
     return checkpoints
 
 
-def _check(trainer: Any, hf_weights: object, options: Mapping[str, Any]) -> None:
-    import transformers
-
-    if lacking := [name for name in _OVERRIDDEN if not hasattr(trainer, name)]:
-        raise UsageError(
-            f"a {type(trainer).__name__} of transformers {transformers.__version__} has no {lacking[0]}: pass a "
-            "transformers.Trainer, of version 5.10 or newer"
-        )
+def _check(trainer: Any, hf_weights: object) -> None:
+    check_has(trainer, _OVERRIDDEN, "transformers", "pass a transformers.Trainer, of version 5.10 or newer")
     if hasattr(trainer, "bytecheckpoint"):
         raise UsageError("the trainer is attached already: call attach once")
     if hf_weights not in (None, "last"):
         raise UsageError(f"hf_weights={hf_weights!r}: use None or 'last'")
-    if unknown := options.keys() - _MANAGER_OPTIONS:
-        raise UsageError(f"unknown option {min(unknown)!r}; there are {', '.join(sorted(_MANAGER_OPTIONS))}")
     if trainer.is_deepspeed_enabled:
         raise UsageError("a Trainer that uses DeepSpeed is not supported: save its engine with bytecheckpoint.save")
     if trainer.args.push_to_hub and trainer.args.hub_strategy != "end":

@@ -10,13 +10,13 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from bytecheckpoint.errors import CheckpointNotFoundError, UsageError
-from bytecheckpoint.frameworks.rng import rng_state
+from bytecheckpoint.errors import CheckpointNotFoundError
+from bytecheckpoint.integrations.attaching import refuse_newer
+from bytecheckpoint.integrations.generators import DelayedGenerators
 from bytecheckpoint.integrations.transformers.rules import best_rule
 from bytecheckpoint.integrations.transformers.state import TrainerState, logged_metrics
-from bytecheckpoint.loading import load
-from bytecheckpoint.manager import CheckpointManager
-from bytecheckpoint.manager.run_folder import step_folder
+from bytecheckpoint.manager import CheckpointManager, StepInfo
+from bytecheckpoint.manager.run_folder import step_folder, step_number
 from bytecheckpoint.storage import resolve
 
 __all__ = ["TrainerCheckpoints"]
@@ -48,7 +48,7 @@ class TrainerCheckpoints:
         self._states: dict[str, Any] = {}
         self._asked = False
         self._boundary = -1
-        self._saved_generators: Any = None
+        self._generators = DelayedGenerators()
         self._stack = contextlib.ExitStack()
 
     @property
@@ -86,23 +86,20 @@ class TrainerCheckpoints:
             The state of the trainer to go on from, as JSON; "" in a new run.
         """
         trainer = self._trainer
-        state = TrainerState(trainer, steps_per_epoch)
+        state, self._generators = TrainerState(trainer, steps_per_epoch), DelayedGenerators()
         self._states.clear()  # filled anew where Trainer begins again with smaller batches
         self._states |= {"model": trainer.model, "trainer": state}
         if not trainer.args.save_only_model:
-            self._states |= {"optimizer": trainer.optimizer, "scheduler": trainer.lr_scheduler, "rng": rng_state()}
+            self._states |= {"optimizer": trainer.optimizer, "scheduler": trainer.lr_scheduler, "rng": self._generators}
             if getattr(trainer.accelerator, "scaler", None) is not None:
                 self._states["scaler"] = trainer.accelerator.scaler
         if self.manager is None:
             self.manager = self._stack.enter_context(self._new_manager())
-            self._refuse_newer_steps(self.manager)
+            if self._resume not in ("auto", True):
+                self._refuse_newer(self.manager)
         self._boundary = -1
-        before = self._generators()
         if not self._restore(self.manager):
             return ""
-        # Trainer asks for the generators when it has skipped the batches that are done; until then they stay.
-        self._saved_generators = self._generators()
-        self._set_generators(before)
         facts = json.loads(state.loaded)
         if (best := facts["best_model_checkpoint"]) is not None:
             facts["best_model_checkpoint"] = f"{self.manager.root}/{os.path.basename(best)}"  # the run may have moved
@@ -123,63 +120,28 @@ class TrainerCheckpoints:
         frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
         return {"exclude": [f"model/{glob.escape(name)}" for name in frozen]} if frozen else {}
 
-    def _step_of(self, manager: CheckpointManager) -> int:
-        """Return the step of this run that `resume_from_checkpoint` names by its path; 0 for everything else."""
-        folder, _, name = ("", "", "") if self._resume is None else resolve(self._resume).url.rpartition("/")
-        number = name.removeprefix("step_")
-        return int(number) if folder == manager.root and number != name and number.isdecimal() else 0
-
-    def _refuse_newer_steps(self, manager: CheckpointManager) -> None:
-        """Refuse to begin before the end of a run that is in the folder: its steps would count as the newest ones."""
-        if self._resume in ("auto", True):
-            return
-        newest = self._from_rank_0(manager.latest())
-        if newest is not None and newest.step > self._step_of(manager):
-            raise UsageError(
-                f"{manager.root} holds a run up to step {newest.step}: pass resume_from_checkpoint='auto' to go on "
-                "with it, attach the trainer with another root, or remove the steps"
-            )
+    def _refuse_newer(self, manager: CheckpointManager) -> None:
+        step = None if self._resume is None else step_number(resolve(self._resume).url, manager.root)
+        remedy = "pass resume_from_checkpoint='auto' to go on with it, attach the trainer with another root"
+        refuse_newer(manager, step or 0, f"{remedy}, or remove the steps")
 
     def _restore(self, manager: CheckpointManager) -> bool:
         """Restore what `resume_from_checkpoint` names; return False in a new run."""
         if self._resume is None:
             return False
-        if self._resume in ("auto", True):
-            manager.restore_latest()
-        elif step := self._step_of(manager):
-            manager.restore(step)
-        else:
-            load(self._resume, self._states, **self._load_options())
-            return True
-        assert manager.restored is not None
-        report = manager.restored.report
-        if report is None and self._resume is True:
-            raise CheckpointNotFoundError(
-                f"{manager.root} holds no committed step: with resume_from_checkpoint='auto' a run begins there"
-            )
-        if report is not None and self._trainer.is_world_process_zero():
-            for note in report.notes:
-                _log.warning("%s: %s", report.path, note)
-        return report is not None
-
-    def _load_options(self) -> dict[str, Any]:
-        return {**self._selection(), **self._options.get("load_options", {})}
-
-    def _from_rank_0(self, value: Any) -> Any:
-        from accelerate.utils import broadcast_object_list
-
-        return broadcast_object_list([value])[0]
-
-    def _generators(self) -> Any:
-        return self._states["rng"].state_dict() if "rng" in self._states else None
-
-    def _set_generators(self, state: Any) -> None:
-        if state is not None:
-            self._states["rng"].load_state_dict(state)
+        if self._resume not in ("auto", True):
+            manager.restore_from(self._resume)
+        elif not manager.restore_latest():
+            if self._resume is True:
+                raise CheckpointNotFoundError(
+                    f"{manager.root} holds no committed step: with resume_from_checkpoint='auto' a run begins there"
+                )
+            return False
+        return True
 
     def restore_generators(self) -> None:
-        """Let the random number generators go on from the checkpoint."""
-        self._set_generators(self._saved_generators)
+        """Let the random number generators go on from the checkpoint. Trainer asks for it when it has skipped batches."""
+        self._generators.restore()
 
     def save(self) -> None:
         """Save, because the trainer wants it."""
@@ -209,9 +171,10 @@ class TrainerCheckpoints:
         self.manager.wait()
         rule = best_rule(self._trainer.args)
         assert rule is not None
-        best = self._from_rank_0(self.manager.best(rule.metric, rule.mode))
+        manager = self.manager
+        best = manager.ask_rank_0(lambda: manager.best(rule.metric, rule.mode), StepInfo | None)
         if best is None:
             _log.warning("no step of %s has a value of %s: the last weights stay", self.manager.root, rule.metric)
             return
-        load(best.path, {"model": self._trainer.model}, **self._load_options())
+        manager.restore_from(best.path, only=["model"])
         self._trainer.state.best_model_checkpoint = best.path

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bytecheckpoint.errors import IncompatibleCheckpointError
+from bytecheckpoint.integrations.attaching import differences
 
 __all__ = ["TrainerState", "logged_metrics"]
 
@@ -65,11 +66,10 @@ class TrainerState:
 
     def choose_streams(self, shared: Any, saved: Sequence[int]) -> Sequence[int]:
         """Refuse a checkpoint of other data; see `SupportsStreams`."""
-        before, now = shared["data"], self._data
-        differing = [f"{before[key]} {key}, now {now[key]}" for key in now if before[key] != now[key]]
+        differing = differences(shared["data"], self._data)
         if differing and not self._trainer.args.ignore_data_skip:
             raise IncompatibleCheckpointError(
-                f"the run would go on with other data than it began with ({'; '.join(differing)}). Samples per step are "
+                f"the run would go on with other data than it began with ({differing}). Samples per step are "
                 "per_device_train_batch_size x gradient_accumulation_steps x ranks: keep their product. With "
                 "ignore_data_skip=True the run goes on with the first samples of the epoch"
             )

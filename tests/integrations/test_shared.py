@@ -1,0 +1,101 @@
+"""What all integrations use; none of the tools is needed for it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from bytecheckpoint import CheckpointManager
+from bytecheckpoint.errors import UsageError
+from bytecheckpoint.integrations.attaching import (
+    check_has,
+    differences,
+    manager_options,
+    put_in_front,
+    refuse_newer,
+)
+from bytecheckpoint.integrations.generators import DelayedGenerators
+from bytecheckpoint.integrations.loaders import generators_of, length_of, sampler_of
+
+
+def test_options() -> None:
+    assert manager_options({"on_error": "warn"}, keep=3) == {"grace": 0.0, "keep": 3, "on_error": "warn"}
+    assert manager_options({"grace": 5.0}) == {"grace": 5.0}
+    with pytest.raises(UsageError, match="unknown option 'kept'; there are async_checkpoint, grace, load_options"):
+        manager_options({"kept": 3})
+    with pytest.raises(UsageError, match="unknown option 'overlap'"):
+        manager_options({"overlap": "skip"}, but=["overlap"])
+
+
+def test_what_is_used_of_a_tool() -> None:
+    check_has(math, ["sin", "cos"], "torch", "")
+    with pytest.raises(UsageError, match=r"a module of torch \S+ has no tangent: use another"):
+        check_has(math, ["sin", "tangent"], "torch", "use another")
+
+
+def test_a_class_in_front() -> None:
+    class Tool:
+        def work(self) -> str:
+            return "tool"
+
+    class Front:
+        def work(self) -> str:
+            return "front of " + super().work()  # type: ignore[misc]
+
+    one: Any = Tool()
+    put_in_front(one, Front)
+    assert one.work() == "front of tool" and isinstance(one, Tool) and type(one).__name__ == "Tool"
+    assert Tool().work() == "tool"
+
+
+def test_newer_steps_are_refused(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path, {"progress": {"step": 0}}) as manager:
+        refuse_newer(manager, -1, "")
+        manager.save(0)
+        manager.save(4)
+        manager.wait()
+        refuse_newer(manager, 4, "")
+        with pytest.raises(UsageError, match="holds a run up to step 4: begin elsewhere"):
+            refuse_newer(manager, 3, "begin elsewhere")
+
+
+def test_differences_in_words() -> None:
+    assert differences({"models": 1, "ranks": 2}, {"models": 1}) == ""
+    assert differences({"models": 1}, {"models": 2, "scalers": 1}) == "1 models, now 2; None scalers, now 1"
+
+
+def test_generators_wait_for_their_restore(tmp_path: Path) -> None:
+    generators = DelayedGenerators()
+    with CheckpointManager(tmp_path, {"rng": generators}) as manager:
+        manager.save(1)
+        manager.wait()
+        wanted = torch.rand(3)
+        manager.restore(1)
+        assert not torch.equal(torch.rand(3), wanted), "they stay until then"
+        generators.restore()
+        assert torch.equal(torch.rand(3), wanted)
+        generators.restore()  # does nothing any more
+        assert not torch.equal(torch.rand(3), wanted)
+
+
+def test_parts_of_a_loader() -> None:
+    class Rows(IterableDataset[int]):
+        generator = torch.Generator()
+
+        def __iter__(self) -> Iterator[int]:
+            yield from range(8)
+
+    own = torch.Generator()
+    loader = DataLoader(TensorDataset(torch.zeros(8)), batch_size=2, shuffle=True, generator=own)
+    assert generators_of(loader, loader.dataset) == {"loader": own, "sampler": own}
+    assert sampler_of(loader) is loader.sampler and length_of(loader) == 4
+    stream = DataLoader(Rows(), batch_size=2)
+    assert generators_of(stream, stream.dataset) == {"dataset": Rows.generator}
+    assert length_of(stream) is None
+    assert sampler_of(object()) is None and generators_of(object(), None) == {}
