@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
-from bytecheckpoint.errors import CheckpointNotFoundError, CorruptCheckpointError, UsageError
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+from bytecheckpoint.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    StorageUnavailableError,
+    UsageError,
+)
+from bytecheckpoint.representation.boxes import Int64s
 from bytecheckpoint.representation.catalog import Catalog
 from bytecheckpoint.representation.catalog_file import decode
+from bytecheckpoint.representation.catalog_groups import CatalogGroups
 from bytecheckpoint.representation.names import CATALOG_NAME
 from bytecheckpoint.storage import Storage
+from bytecheckpoint.storage.threads import call_with_timeout
+from bytecheckpoint.tuning import tuning
 
-__all__ = ["check_rank", "read_catalog"]
+__all__ = ["check_rank", "open_groups", "read_catalog", "read_groups"]
+
+_T = TypeVar("_T")
 
 
 def read_catalog(storage: Storage) -> tuple[Catalog, bytes]:
@@ -25,8 +40,59 @@ def read_catalog(storage: Storage) -> tuple[Catalog, bytes]:
         raise CheckpointNotFoundError(
             f"{storage.url} holds no committed checkpoint (no {CATALOG_NAME}); give the folder of one step"
         ) from None
-    try:
+    with _located(storage):
         return decode(data), data
+
+
+@contextlib.contextmanager
+def open_groups(storage: Storage) -> Iterator[CatalogGroups | None]:
+    """Open the catalog of the checkpoint in `storage` if parts of it can be read; else give None.
+
+    Raises as `read_catalog`, but for a checkpoint that is not there.
+    """
+    if not storage.reads_parts:
+        yield None
+        return
+
+    def timed(function: Callable[[], _T], nbytes: int = 0) -> _T:
+        if storage.in_memory:
+            return function()
+        return call_with_timeout(storage.call_timeout(nbytes), function, f"cannot read {storage.url}/{CATALOG_NAME}")
+
+    try:
+        reader = timed(lambda: storage.open(CATALOG_NAME))
+    except FileNotFoundError:  # `read_catalog` says what that means
+        yield None
+        return
+
+    def read_into(offset: int, memory: memoryview) -> None:
+        if timed(lambda: reader.read_into(offset, [memory]), len(memory)) != len(memory):
+            raise CorruptCheckpointError(f"it ends before byte {offset + len(memory)}", file=CATALOG_NAME)
+
+    try:
+        # A short file is read whole, with one call.
+        if reader.size * 4 < tuning().catalog_group_bytes:
+            yield None
+            return
+        with _located(storage):
+            groups = CatalogGroups.open(reader.size, read_into)
+        yield groups
+    finally:
+        with contextlib.suppress(StorageUnavailableError):
+            timed(reader.close)
+
+
+def read_groups(storage: Storage, groups: CatalogGroups, wanted: Int64s) -> Catalog:
+    """Read the catalog with the rows of some of its groups. Raises as `read_catalog`."""
+    with _located(storage):
+        return groups.catalog(wanted)
+
+
+@contextlib.contextmanager
+def _located(storage: Storage) -> Iterator[None]:
+    """Name the catalog's file in errors."""
+    try:
+        yield
     except CorruptCheckpointError as error:
         raise CorruptCheckpointError(f"{storage.url}/{CATALOG_NAME}: {error}", file=CATALOG_NAME) from None
 

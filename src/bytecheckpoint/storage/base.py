@@ -179,6 +179,8 @@ class Storage(ABC):
     #: Whether the files are in this machine's memory, so that no call waits for a device or a server. Calls have no timeout
     #: then: a timeout would cost more than the call.
     in_memory: bool = False
+    #: Whether `open` shows the same catalog as `read`, and costs about as much, so that a load reads parts of a large one.
+    reads_parts: bool = False
     #: Reads in parallel that suit the storage, per process: each should keep a processor or a connection busy.
     parallel_reads: int = 2
 
