@@ -23,7 +23,7 @@ from bytecheckpoint.representation.catalog_footer import (
     encode_footer,
     seal,
 )
-from bytecheckpoint.representation.catalog_groups import CatalogGroups, encode_index, groups_of_rows
+from bytecheckpoint.representation.catalog_groups import CatalogGroups, divide, encode_index
 from bytecheckpoint.representation.catalog_rows import (
     WRITE_OPTIONS,
     catalog_of_rows,
@@ -66,19 +66,17 @@ def encode(catalog: Catalog, *, check: bool = True) -> bytes:
         columns["view"] = pa.nulls(len(rows), pa.string())
         return pa.Table.from_arrays([columns[name] for name in _COLUMNS], names=_COLUMNS)
 
-    group = groups_of_rows(catalog)
-    order = np.arange(len(catalog.boxes)) if group is None else np.argsort(group, kind="stable")
-    ends = [len(order)] if group is None else np.cumsum(np.bincount(group)).tolist()
+    groups = divide(catalog)
     places = []
     sink = pa.BufferOutputStream()
-    with pq.ParquetWriter(sink, table(order[:0]).schema, **WRITE_OPTIONS) as writer:
-        for begin, end in zip([0, *ends], ends, strict=False):
+    with pq.ParquetWriter(sink, table(groups[0][:0]).schema, **WRITE_OPTIONS) as writer:
+        for rows in groups:
             places.append(sink.tell())
-            writer.write_table(table(order[begin:end]), row_group_size=max(end - begin, 1))
+            writer.write_table(table(rows), row_group_size=max(len(rows), 1))
         places.append(sink.tell())
-        writer.add_key_value_metadata({FOOTER_KEY: encode_footer(catalog, 1 if group is None else 2)})
+        writer.add_key_value_metadata({FOOTER_KEY: encode_footer(catalog, 1 if len(groups) == 1 else 2)})
     parquet = memoryview(sink.getvalue())
-    return seal(parquet, b"" if group is None else encode_index(catalog, group, order, places, parquet))
+    return seal(parquet, b"" if len(groups) == 1 else encode_index(catalog, groups, places, parquet))
 
 
 def decode(data: bytes) -> Catalog:

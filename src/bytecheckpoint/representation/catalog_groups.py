@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 import numpy as np
@@ -40,7 +40,7 @@ from bytecheckpoint.representation.catalog_rows import (
 )
 from bytecheckpoint.tuning import tuning
 
-__all__ = ["CatalogGroups", "encode_index", "groups_of_rows"]
+__all__ = ["CatalogGroups", "divide", "encode_index"]
 
 _ROW_BYTES = 32  # of a row in memory and file, about
 _SUM_BYTES = 8
@@ -60,8 +60,8 @@ class _Places(msgspec.Struct):
 msgspec.json.Decoder(_Places)  # see `catalog_footer`
 
 
-def groups_of_rows(catalog: Catalog) -> NDArray[Any] | None:
-    """Divide a large catalog: return the group of each row, [n], ascending with the files; None for a small catalog.
+def divide(catalog: Catalog) -> list[Int64s]:
+    """Divide a large catalog: return the rows of each group, ascending. All rows of a small catalog are one group.
 
     Rows of plain values, which every rank reads first, are in groups of their own.
     """
@@ -69,41 +69,35 @@ def groups_of_rows(catalog: Catalog) -> NDArray[Any] | None:
     rows = np.bincount(catalog.file, minlength=len(catalog.files))
     weight = rows * _ROW_BYTES + _SUM_BYTES * np.array([len(sums) for sums in catalog.file_sums], np.int64)
     if weight.sum() <= 2 * size:
-        return None
+        return [np.arange(len(catalog.boxes))]
     values = np.zeros(len(rows), bool)
     values[catalog.file[(catalog.slot.codes == catalog.slot.code_of(VALUES_SLOT))[catalog.boxes.tensor]]] = True
     part = (np.cumsum(weight) - weight) // size
     new = (np.diff(part, prepend=-1) != 0) | (np.diff(values, prepend=values[:1]) != 0)
     group = np.cumsum(new) - 1
-    used = np.unique(group[rows > 0])
+    count = np.zeros(group[-1] + 1, np.int64)
+    np.add.at(count, group, rows)
     # Small integers: numpy sorts those of 16 bits several times faster.
-    number: NDArray[Any] = np.searchsorted(used, group).astype(np.min_scalar_type(len(used)))
-    return number[catalog.file]
+    order = np.argsort(group.astype(np.min_scalar_type(len(count)))[catalog.file], kind="stable")
+    return np.split(order, np.cumsum(count[count > 0])[:-1])
 
 
-def encode_index(
-    catalog: Catalog, group: NDArray[Any], order: Int64s, places: Sequence[int], parquet: memoryview
-) -> bytes:
+def encode_index(catalog: Catalog, groups: Sequence[Int64s], places: Sequence[int], parquet: memoryview) -> bytes:
     """Return the index of a catalog in groups.
 
     Args:
         catalog: the catalog.
-        group: group of each row, [n].
-        order: the rows in the order of the file: by group, then as in the catalog.
+        groups: the rows of each group.
         places: first byte of each group in the file, and the end of the last.
         parquet: the file, without seal.
     """
-    tensor, group = catalog.boxes.tensor[order], group[order]
-    first = np.flatnonzero((np.diff(tensor, prepend=-1) != 0) | (np.diff(group.astype(np.int64), prepend=-1) != 0))
-    count = np.diff(first, append=len(order))
-    low = np.minimum.reduceat(catalog.boxes.offsets[order], first)
-    high = np.maximum.reduceat(catalog.boxes.offsets[order] + catalog.boxes.lengths[order], first)
-    by_tensor = np.argsort(tensor[first], kind="stable")
-    starts, first, low, high = first, first[by_tensor], low[by_tensor], high[by_tensor]
-    columns = tensor_columns(catalog, BoxTable(tensor[first], low, high - low))
-    columns["group"] = number_array(group[first].astype(np.int32), pa.int32())
-    columns["file"] = number_array(np.minimum.reduceat(catalog.file[order], starts)[by_tensor], pa.int32())
-    columns["rows"] = number_array(count[by_tensor], pa.int64())
+    hulls, files, counts = zip(*(_hulls(catalog, rows) for rows in groups), strict=True)
+    boxes, group = BoxTable.concat(hulls), np.repeat(np.arange(len(groups), dtype=np.int32), list(map(len, hulls)))
+    order = np.argsort(boxes.tensor, kind="stable")
+    columns = tensor_columns(catalog, boxes.take(order))
+    columns["group"] = number_array(group[order], pa.int32())
+    columns["file"] = number_array(np.concatenate(files)[order], pa.int32())
+    columns["rows"] = number_array(np.concatenate(counts)[order], pa.int64())
     table = pa.Table.from_arrays(list(columns.values()), names=list(columns))
     found = _Places(
         list(places[:-1]),
@@ -112,9 +106,19 @@ def encode_index(
     )
     sink = pa.BufferOutputStream()
     with pq.ParquetWriter(sink, table.schema, **WRITE_OPTIONS) as writer:
-        writer.write_table(table, row_group_size=max(len(table), 1))
+        writer.write_table(table, row_group_size=len(table))
         writer.add_key_value_metadata({FOOTER_KEY: msgspec.json.encode(found)})
     return bytes(sink.getvalue())
+
+
+def _hulls(catalog: Catalog, rows: Int64s) -> tuple[BoxTable, NDArray[np.int32], Int64s]:
+    """Return for each tensor of a group the smallest box around its rows, the first of their files, and their number."""
+    boxes = catalog.boxes.take(rows)
+    first = np.flatnonzero(np.diff(boxes.tensor, prepend=-1))
+    low = np.minimum.reduceat(boxes.offsets, first)
+    high = np.maximum.reduceat(boxes.offsets + boxes.lengths, first)
+    file = np.minimum.reduceat(catalog.file[rows], first)
+    return BoxTable(boxes.tensor[first], low, high - low), file, np.diff(first, append=len(rows))
 
 
 class CatalogGroups:
