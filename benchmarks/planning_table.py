@@ -277,7 +277,7 @@ def load(job: str, ranks: int, folder: Path) -> dict[str, float]:
     storage = resolve(folder)
     figures: dict[str, float] = {}
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with open_groups(storage) as groups:
+    with open_groups(storage, layout.world) as groups:
         # As a load does: the index and the plain values first, then what is wanted.
         if groups is None:
             catalog = timed(figures, "read", lambda: read_catalog(storage)[0])

@@ -45,12 +45,13 @@ def read_catalog(storage: Storage) -> tuple[Catalog, bytes]:
 
 
 @contextlib.contextmanager
-def open_groups(storage: Storage) -> Iterator[CatalogGroups | None]:
-    """Open the catalog of the checkpoint in `storage` if parts of it can be read; else give None.
+def open_groups(storage: Storage, ranks: int) -> Iterator[CatalogGroups | None]:
+    """Open the catalog of the checkpoint in `storage` for a load by so many ranks; give None if it is to be read whole.
 
-    Raises as `read_catalog`, but for a checkpoint that is not there.
+    A catalog that is missing or damaged is to be read whole too: `read_catalog` says what is wrong. Perhaps another save
+    has replaced it between two reads.
     """
-    if not storage.reads_parts:
+    if not 0 < storage.parts_from_ranks <= ranks:
         yield None
         return
 
@@ -61,7 +62,7 @@ def open_groups(storage: Storage) -> Iterator[CatalogGroups | None]:
 
     try:
         reader = timed(lambda: storage.open(CATALOG_NAME))
-    except FileNotFoundError:  # `read_catalog` says what that means
+    except FileNotFoundError:
         yield None
         return
 
@@ -70,12 +71,10 @@ def open_groups(storage: Storage) -> Iterator[CatalogGroups | None]:
             raise CorruptCheckpointError(f"it ends before byte {offset + len(memory)}", file=CATALOG_NAME)
 
     try:
-        # A short file is read whole, with one call.
-        if reader.size * 4 < tuning().catalog_group_bytes:
-            yield None
-            return
-        with _located(storage):
-            groups = CatalogGroups.open(reader.size, read_into)
+        groups = None
+        if reader.size * 4 >= tuning().catalog_group_bytes:
+            with contextlib.suppress(CorruptCheckpointError):
+                groups = CatalogGroups.open(reader.size, read_into)
         yield groups
     finally:
         with contextlib.suppress(StorageUnavailableError):

@@ -146,7 +146,7 @@ class _Attempt:
         """Open the checkpoint, and begin to serve its trees."""
         arguments = self._call.check()
         storage = arguments.storage
-        groups = stack.enter_context(open_groups(storage))
+        groups = stack.enter_context(open_groups(storage, self._collective.world_size))
         if groups is None:
             catalog, data = read_catalog(storage)
         else:
