@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -23,8 +23,10 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
+import bytecheckpoint
 from benchmarks.planning_saves import fsdp_file
 from bytecheckpoint.engine.catalogs import open_groups, read_catalog, read_groups
 from bytecheckpoint.loading.fit import groups_to_read
@@ -309,6 +311,31 @@ def measure(step: str, job: str, ranks: int, folder: str) -> dict[str, float]:
     return found
 
 
+class Fragments:
+    """A tensor of `count` rows that lie in memory in the opposite order: as many flat ranges, none beside another."""
+
+    def __init__(self, count: int) -> None:
+        self.memory = torch.zeros(12 * count)
+
+    def __bytecheckpoint_shards__(self) -> Iterator[tuple[tuple[int, int], int, torch.Tensor]]:
+        count = len(self.memory) // 12
+        for row in range(count):
+            place = 12 * (count - 1 - row)
+            yield (count, 12), 12 * row, self.memory[place : place + 12]
+
+
+def fragments(count: int) -> dict[str, float]:
+    """Save and load so many fragments by the public calls; return the processor seconds."""
+    figures: dict[str, float] = {}
+    saved, loaded = Fragments(count), Fragments(count)
+    torch.arange(12.0 * count, out=saved.memory)
+    with tempfile.TemporaryDirectory() as folder:
+        timed(figures, "save", lambda: bytecheckpoint.save(f"{folder}/step", {"model": {"w": saved}}))
+        timed(figures, "load", lambda: bytecheckpoint.load(f"{folder}/step", {"model": {"w": loaded}}))
+    assert torch.equal(saved.memory, loaded.memory)
+    return figures
+
+
 def fitted(job: str, points: NDArray[np.float64], plot: str) -> str:
     """Fit seconds as a power of the ranks; plot them to a file if one is named.
 
@@ -338,6 +365,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--jobs", nargs="*", default=list(SIZES), choices=list(SIZES))
     parser.add_argument("--ranks", nargs="*", type=int, default=[], help="numbers of ranks in place of a job's own")
+    parser.add_argument("--fragments", type=int, help="only save and load a tensor in so many fragments")
     parser.add_argument("--plot", default="", help="a file for a plot of the jobs that are measured at several sizes")
     parser.add_argument("--unplanned", action="store_true", help="job c without the plan of the save, in less memory")
     parser.add_argument("--step", nargs=4, help=argparse.SUPPRESS)
@@ -349,6 +377,10 @@ def main() -> None:
         else:
             figures = {"save": save, "load": load}[step](job, int(ranks), Path(folder))
         print(json.dumps({**figures, "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10}))
+        return
+    if arguments.fragments:
+        figures = fragments(arguments.fragments)
+        print(f"{arguments.fragments:,} fragments: save {figures['save']:.2f} s, load {figures['load']:.2f} s")
         return
     print(
         "| job | ranks | rows | save: plan, catalog, peak | catalog | plan per rank | one rank loads: read, plan, memory |"

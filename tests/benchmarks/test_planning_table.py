@@ -27,6 +27,10 @@ def test_the_catalog_without_a_plan_is_that_of_the_plan(tmp_path: Path) -> None:
         planning_table.load("c", 24, tmp_path)
 
 
+def test_fragments_come_back() -> None:
+    assert planning_table.fragments(50).keys() == {"save", "load"}  # which compares what comes back
+
+
 def test_the_fit_finds_the_power(tmp_path: Path) -> None:
     ranks = np.array([10.0, 100.0, 1000.0])
     points = np.stack([ranks, 3 * ranks**2, 5 * ranks**0.5], axis=1)
