@@ -20,7 +20,7 @@ class Tuning:
     Attributes:
         max_entries_per_file: representation: entries in one storage file; a rank that writes more splits the file.
             An entry with an ordinary name takes 200 to 400 bytes of header, and safetensors limits the header.
-        catalog_rows_per_group: representation: rows in one Parquet row group of the catalog.
+        catalog_group_bytes: representation: size of a group of a large catalog, which is one of more than two groups.
         max_value_bytes: representation: smallest size that is too large for one plain value; MessagePack's lengths have
             32 bits.
         intersect_pairs: planning: candidate pairs that `intersect` compares at once; temporary columns of this length
@@ -70,7 +70,7 @@ class Tuning:
 
     # --- representation ---
     max_entries_per_file: int = 100_000
-    catalog_rows_per_group: int = 1 << 20
+    catalog_group_bytes: int = 4 << 20
     max_value_bytes: int = 1 << 32
 
     # --- planning ---

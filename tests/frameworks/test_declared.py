@@ -14,7 +14,9 @@ from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 
 from bytecheckpoint.errors import UsageError
 from bytecheckpoint.frameworks.native import NativeFramework
+from bytecheckpoint.frameworks.tensors import declared
 from bytecheckpoint.frameworks.tensors.discovery import add_shards
+from bytecheckpoint.frameworks.tensors.flat_ranges import FlatRange
 from bytecheckpoint.representation.shards import LiveShard, TensorKey
 from tests.frameworks.fsdp1_worlds import as_rank
 from tests.frameworks.memory import MemoryCheckpoint, detached
@@ -267,3 +269,25 @@ def test_an_object_with_torch_protocol_alone() -> None:
 def test_plain_tensors_are_one_shard(make: Callable[[], torch.Tensor]) -> None:
     (shard,) = shards_of(make())
     assert shard.lengths == (3,)
+
+
+def test_flat_ranges_of_one_value_are_decomposed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One decomposition for each range takes 0.2 ms, which for many small fragments is most of a save and of a load."""
+    calls: list[int] = []
+    decompose = declared.flat_range_shards
+
+    def counted(ranges: Sequence[FlatRange]) -> list[LiveShard]:
+        calls.append(len(ranges))
+        return decompose(ranges)
+
+    monkeypatch.setattr(declared, "flat_range_shards", counted)
+    count = 100
+    memory = torch.arange(3.0 * count)
+    flat = [((count + 1, 3), 3 * i, memory[3 * i : 3 * i + 3]) for i in range(count)]
+    value = Declared(*flat, ((count + 1, 3), (count, 0), torch.ones(1, 3)))
+    shards: list[LiveShard] = []
+    add_shards(shards, TensorKey("model", "w"), value)
+    assert [s.offsets for s in shards] == [(i, 0) for i in range(count + 1)]
+    assert torch.equal(torch.cat([s.data for s in shards[:-1]]).flatten(), memory)
+    assert sum(calls) == count
+    assert len(calls) <= 2

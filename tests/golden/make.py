@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,13 @@ import torch
 
 import bytecheckpoint
 from bytecheckpoint.collectives import Collective, ThreadWorld
+from bytecheckpoint.tuning import tuned
 from tests.support.layouts import Leaf, coded, grid_boxes
 from tests.support.streams import Loader
 
 FOLDER = Path(__file__).parent / "v1"
 STREAMS = Path(__file__).parent / "v1-streams"  # added later to the format, beside what was there
+GROUPS = Path(__file__).parent / "v2-groups"  # the same as v1, with a catalog in groups, as large ones are
 WORLD = 3
 SHAPES = {"cut": ((7, 5), torch.float32), "cut3d": ((3, 4, 2), torch.bfloat16), "whole": ((6,), torch.int64)}
 EVERY_DTYPE = [
@@ -76,9 +79,19 @@ def main() -> None:
     def save_streams(collective: Collective) -> None:
         bytecheckpoint.save(STREAMS, {"dataloader": Loader(5, collective.rank, WORLD, fed=3)}, metadata={"golden": 1})
 
-    for folder, write in ((FOLDER, save), (STREAMS, save_streams)):
-        shutil.rmtree(folder, ignore_errors=True)
-        ThreadWorld(WORLD).run(write)
+    def save_groups(collective: Collective) -> None:
+        bytecheckpoint.save(GROUPS, states(collective.rank), metadata={"golden": 2})
+
+    with tuned(catalog_group_bytes=1):
+        write_anew(GROUPS, save_groups)
+    write_anew(FOLDER, save)
+    write_anew(STREAMS, save_streams)
+
+
+def write_anew(folder: Path, save: Callable[[Collective], None]) -> None:
+    """Replace a checkpoint."""
+    shutil.rmtree(folder, ignore_errors=True)
+    ThreadWorld(WORLD).run(save)
 
 
 if __name__ == "__main__":

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 import bytecheckpoint
 from bytecheckpoint.collectives import Collective, ThreadWorld
 from bytecheckpoint.representation.values.codec import equal
-from tests.golden.make import EVERY_DTYPE, FOLDER, SHAPES, STREAMS, VALUES, WORLD, full, odd, states
+from tests.golden.make import EVERY_DTYPE, FOLDER, GROUPS, SHAPES, STREAMS, VALUES, WORLD, full, odd, states
 from tests.support.streams import Loader, state_of
 
+BOTH = pytest.mark.parametrize("folder", [FOLDER, GROUPS], ids=lambda path: path.name)
 
-def test_version_1_opens() -> None:
-    with bytecheckpoint.open(FOLDER) as checkpoint:
+
+@BOTH
+def test_versions_1_and_2_open(folder: Path) -> None:
+    with bytecheckpoint.open(folder) as checkpoint:
         for name in SHAPES:
             assert torch.equal(checkpoint[f"model/{name}"][...], full(name))
         for dtype in EVERY_DTYPE:
@@ -27,13 +32,14 @@ def test_version_1_opens() -> None:
         assert checkpoint["extra_states/values.big"] == 2**200
 
 
-def test_version_1_loads_in_another_world() -> None:
+@BOTH
+def test_versions_1_and_2_load_in_another_world(folder: Path) -> None:
     def load(collective: Collective) -> dict[str, Any]:
         into = states(0)
         whole = {name: torch.zeros_like(full(name)) for name in SHAPES}
         into["model"] = whole | {str(d): torch.zeros_like(odd(d)) for d in EVERY_DTYPE}
         into["extra_states"] = {}
-        bytecheckpoint.load(FOLDER, into, timeout=20)
+        bytecheckpoint.load(folder, into, timeout=20)
         return into
 
     for rank, into in enumerate(ThreadWorld(WORLD + 1).run(load)):

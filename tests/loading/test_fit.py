@@ -15,7 +15,7 @@ from bytecheckpoint import IncompatibleCheckpointError, Settings
 from bytecheckpoint.engine.catalogs import read_catalog
 from bytecheckpoint.engine.file_set import FileSet
 from bytecheckpoint.errors import listed
-from bytecheckpoint.loading.fit import Fit, fit_wanted, read_length, refuse_missing
+from bytecheckpoint.loading.fit import Fit, fit_wanted, read_length, refuse_missing, wanted_boxes
 from bytecheckpoint.loading.saved import SavedView
 from bytecheckpoint.loading.trees import Trees
 from bytecheckpoint.representation.shards import LiveShard, TensorKey
@@ -35,7 +35,7 @@ def fit(tmp_path: Path) -> Iterator[Any]:
         view = SavedView(catalog, Trees(catalog, files), 0)
 
         def run(*wanted: LiveShard, cast: bool = False) -> Fit:
-            return fit_wanted("here", catalog, view, wanted, MiB, cast=cast)
+            return fit_wanted("here", catalog, view, wanted, wanted_boxes(view, wanted), MiB, cast=cast)
 
         yield run
 

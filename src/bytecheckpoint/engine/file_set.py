@@ -61,6 +61,10 @@ class FileSet:
         self.stopped: Future[NoReturn] = Future()
         weakref.finalize(self, _close_all, self._readers).atexit = False
 
+    def use(self, catalog: Catalog) -> None:
+        """Go on with a catalog of the same files that has the rows, and so the checksums, of others of them."""
+        self._catalog = catalog
+
     def __enter__(self) -> FileSet:
         return self
 

@@ -15,8 +15,9 @@ from bytecheckpoint.loading.saved import SavedView
 from bytecheckpoint.planning.coverage import first_gap
 from bytecheckpoint.planning.intersect import intersect
 from bytecheckpoint.planning.read_plan import plan_reads
-from bytecheckpoint.representation.boxes import BoxTable
+from bytecheckpoint.representation.boxes import BoxTable, Int64s
 from bytecheckpoint.representation.catalog import SHARED, Catalog
+from bytecheckpoint.representation.catalog_groups import CatalogGroups
 from bytecheckpoint.representation.plans import ReadPlan
 from bytecheckpoint.representation.shards import LiveShard
 from bytecheckpoint.representation.similar_names import SimilarNames
@@ -25,11 +26,13 @@ from bytecheckpoint.settings import Settings
 __all__ = [
     "Fit",
     "fit_wanted",
+    "groups_to_read",
     "lost_positions",
     "read_length",
     "refuse_mismatches",
     "refuse_missing",
     "refuse_unexpected",
+    "wanted_boxes",
 ]
 
 _DATALOADER = "dataloader"
@@ -122,8 +125,31 @@ def _with_similar(names: Sequence[str], others: Iterable[str], hint: str) -> lis
     return [*(f"{name} ({hint.format(*found)})" if found else name for name, found in shown), *names[_SHOWN:]]
 
 
+def wanted_boxes(view: SavedView, wanted: Sequence[LiveShard]) -> BoxTable:
+    """Return the boxes of `wanted`, numbered by the checkpoint's tensors; it has all their keys."""
+    numbers = np.full(len(wanted), -1, np.int64)
+    for by_content in (False, True):
+        chosen = [i for i, s in enumerate(wanted) if s.by_content == by_content]
+        numbers[chosen] = view.resolve([wanted[i].key for i in chosen], by_content=by_content)
+    assert (numbers >= 0).all(), "every wanted tensor was found in the checkpoint"
+    return BoxTable.build(numbers.tolist(), [s.offsets for s in wanted], [s.lengths for s in wanted])
+
+
+def groups_to_read(groups: CatalogGroups, boxes: BoxTable) -> Int64s:
+    """Return the groups of a catalog that may have rows of `boxes`, and those of plain values, which are read already."""
+    found = groups.group[intersect(groups.hulls, boxes).left]
+    return np.unique(np.concatenate([found, groups.value_groups]))
+
+
 def fit_wanted(
-    url: str, catalog: Catalog, view: SavedView, wanted: Sequence[LiveShard], chunk_bytes: int, *, cast: bool
+    url: str,
+    catalog: Catalog,
+    view: SavedView,
+    wanted: Sequence[LiveShard],
+    boxes: BoxTable,
+    chunk_bytes: int,
+    *,
+    cast: bool,
 ) -> Fit:
     """Match the boxes that a rank wants with the stored shards, and plan the reads.
 
@@ -131,7 +157,8 @@ def fit_wanted(
         url: of the checkpoint.
         catalog: of the checkpoint.
         view: of the catalog, for this rank.
-        wanted: the boxes to fill; the checkpoint has all their keys.
+        wanted: what to fill.
+        boxes: of `wanted`, from `wanted_boxes`.
         chunk_bytes: length of one read.
         cast: convert dtypes.
 
@@ -139,13 +166,7 @@ def fit_wanted(
         IncompatibleCheckpointError: shapes or dtypes differ, or the checkpoint has no data for some elements.
         CorruptCheckpointError: stored shards overlap.
     """
-    numbers = np.full(len(wanted), -1, np.int64)
-    for by_content in (False, True):
-        chosen = [i for i, s in enumerate(wanted) if s.by_content == by_content]
-        numbers[chosen] = view.resolve([wanted[i].key for i in chosen], by_content=by_content)
-    assert (numbers >= 0).all(), "every wanted tensor was found in the checkpoint"
-    targets, converted = _make_targets(url, view, wanted, numbers.tolist(), cast=cast)
-    boxes = BoxTable.build(numbers.tolist(), [s.offsets for s in wanted], [s.lengths for s in wanted])
+    targets, converted = _make_targets(url, view, wanted, boxes.tensor.tolist(), cast=cast)
     contiguous = np.array([t.contiguous for t in targets], bool)
     plan = plan_reads(view.rows, boxes, contiguous, chunk_bytes)
     _prove_coverage(url, catalog, boxes, plan)

@@ -15,6 +15,7 @@ from bytecheckpoint.loading.fit import Fit
 from bytecheckpoint.loading.saved import SavedView
 from bytecheckpoint.loading.trees import Trees
 from bytecheckpoint.representation.catalog import Catalog
+from bytecheckpoint.representation.catalog_groups import CatalogGroups
 from bytecheckpoint.representation.names import CATALOG_NAME
 from bytecheckpoint.storage import Storage
 
@@ -22,13 +23,17 @@ __all__ = ["OpenCheckpoint", "Source", "detect_replacement", "refused_mismatches
 
 
 class Source(NamedTuple):
-    """A checkpoint that is open, before its contents are matched with the live objects; fields as of `OpenCheckpoint`."""
+    """A checkpoint that is open, before its contents are matched with the live objects; fields as of `OpenCheckpoint`.
+
+    `groups` is None for a catalog that is read whole. `catalog` begins with the rows of plain values.
+    """
 
     arguments: LoadArguments
     catalog: Catalog
     data: bytes
     files: FileSet
     trees: Trees
+    groups: CatalogGroups | None
 
 
 @dataclass(slots=True)
@@ -37,8 +42,8 @@ class OpenCheckpoint:
 
     Attributes:
         arguments: of the load.
-        catalog: its catalog.
-        data: the bytes of the catalog.
+        catalog: its catalog; of one in groups, the rows that this rank needs.
+        data: the bytes of the catalog; of one in groups, its tail.
         files: its files.
         trees: reads its trees of plain values.
         view: the catalog as the adapter sees it.
@@ -74,13 +79,16 @@ def refused_mismatches(arguments: LoadArguments, destination: Destination) -> li
 
 @contextlib.contextmanager
 def detect_replacement(storage: Storage, catalog: bytes) -> Iterator[None]:
-    """Turn a damaged read into `CheckpointReplacedError` if another save has replaced `catalog` and removed its files."""
+    """Turn a damaged read into `CheckpointReplacedError` if another save has replaced `catalog` and removed its files.
+
+    `catalog` holds the bytes of the catalog, or of its tail.
+    """
     try:
         yield
     except CorruptCheckpointError as error:
         replaced = False
         with contextlib.suppress(CheckpointError, FileNotFoundError):
-            replaced = storage.read(CATALOG_NAME) != catalog
+            replaced = not storage.read(CATALOG_NAME).endswith(catalog)
         if replaced:
             raise CheckpointReplacedError(str(error)) from error
         raise

@@ -14,6 +14,7 @@ from bytecheckpoint.loading.live_names import LiveNames
 from bytecheckpoint.loading.trees import Trees
 from bytecheckpoint.representation.boxes import Int64s
 from bytecheckpoint.representation.catalog import SHARED, VALUES_SLOT, Catalog
+from bytecheckpoint.representation.catalog_groups import CatalogGroups
 from bytecheckpoint.representation.shards import TensorKey
 from bytecheckpoint.representation.values.codec import TensorRef, decode, leaves_with_paths
 
@@ -28,13 +29,21 @@ class SavedView:
         trees: reads its trees of plain values.
         rank: whose view this is.
         live: names of the live objects; by default they are the checkpoint's.
+        groups: the groups of a large catalog, of which this rank has read some.
 
     Attributes:
-        rows: the stored shards, ordered by tensor.
+        rows: the stored shards that were read, ordered by tensor.
         from_rank_0: names of the kinds and keys for which this rank has no copy of its own and got rank 0's.
     """
 
-    def __init__(self, catalog: Catalog, trees: Trees, rank: int, live: LiveNames | None = None) -> None:
+    def __init__(
+        self,
+        catalog: Catalog,
+        trees: Trees,
+        rank: int,
+        live: LiveNames | None = None,
+        groups: CatalogGroups | None = None,
+    ) -> None:
         self._catalog = catalog
         self._reader = trees
         self._rank = rank
@@ -42,6 +51,8 @@ class SavedView:
         self.rows = trees.rows
         self.from_rank_0: list[str] = []
         self._trees: dict[str, list[bytes]] = {}
+        # Files of each tensor: all of them, or the first of those in each group.
+        self._places = (groups.hulls.tensor, groups.file) if groups else (self.rows.boxes.tensor, self.rows.file)
 
     def kinds(self) -> Collection[str]:  # noqa: D102 (protocol)
         # A kind of tensors with names is in parts, which `names_of` selects.
@@ -217,15 +228,15 @@ class SavedView:
             yield self._reader.read(int(numbers[place]))
 
     def _writers(self, kind: str, names: Collection[str]) -> Int64s:
-        """Return the writer of each stored box of the tensors of `names`."""
+        """Return the writers of the stored boxes of the tensors of `names`; of a catalog in groups, one of each group."""
         catalog = self._catalog
         aliases = catalog.aliases.get(kind, {})
         codes = catalog.fqn.codes_of([n for name in names for n in (name, aliases.get(name, name))])
         of_kind = catalog.of_kind(kind)
         wanted = np.zeros(catalog.count, np.bool_)
         wanted[of_kind] = np.isin(catalog.fqn.codes[of_kind], codes) & (catalog.owner[of_kind] == SHARED)
-        rows = wanted[self.rows.boxes.tensor]
-        return np.array([f.rank for f in catalog.files], np.int64)[self.rows.file[rows]]
+        tensor, file = self._places
+        return np.array([f.rank for f in catalog.files], np.int64)[file[wanted[tensor]]]
 
     def other_names(self, recognized: Collection[TensorKey]) -> Iterator[str]:
         """Iterate over the names of what this rank does not recognize, as `Destination.missing` spells them."""

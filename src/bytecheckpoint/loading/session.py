@@ -13,7 +13,7 @@ import xxhash
 from bytecheckpoint.collectives import Collective
 from bytecheckpoint.collectives.agreement import Agreement
 from bytecheckpoint.collectives.stop import StopSignal
-from bytecheckpoint.engine.catalogs import read_catalog
+from bytecheckpoint.engine.catalogs import open_groups, read_catalog, read_groups
 from bytecheckpoint.engine.exchange import Exchange
 from bytecheckpoint.engine.file_set import FileSet
 from bytecheckpoint.engine.peer_memory import peer_handshake
@@ -36,11 +36,13 @@ from bytecheckpoint.loading.decision import (
 )
 from bytecheckpoint.loading.fit import (
     fit_wanted,
+    groups_to_read,
     lost_positions,
     read_length,
     refuse_mismatches,
     refuse_missing,
     refuse_unexpected,
+    wanted_boxes,
 )
 from bytecheckpoint.loading.live_names import LiveNames
 from bytecheckpoint.loading.open_checkpoint import OpenCheckpoint, Source, detect_replacement, refused_mismatches
@@ -49,6 +51,7 @@ from bytecheckpoint.loading.trees import Trees
 from bytecheckpoint.monitoring.garbage_collection import gc_paused
 from bytecheckpoint.monitoring.phases import Phases
 from bytecheckpoint.planning.exchange_plan import exchange_plan_of_rank
+from bytecheckpoint.planning.read_plan import stored_rows
 from bytecheckpoint.representation.boxes import Int64s
 from bytecheckpoint.representation.catalog import VALUES_SLOT
 from bytecheckpoint.representation.names import escape, unescape
@@ -143,12 +146,16 @@ class _Attempt:
         """Open the checkpoint, and begin to serve its trees."""
         arguments = self._call.check()
         storage = arguments.storage
-        catalog, data = read_catalog(storage)
+        groups = stack.enter_context(open_groups(storage, self._collective.world_size))
+        if groups is None:
+            catalog, data = read_catalog(storage)
+        else:
+            catalog, data = read_groups(storage, groups, groups.value_groups), bytes(groups.tail)
         with detect_replacement(storage, data):
             files = stack.enter_context(FileSet(storage, catalog))
             trees = Trees(catalog, files)
             serves = stack.enter_context(trees.serve(self._collective, f"{self._tag}/trees"))
-        self._source = Source(arguments, catalog, data, files, trees)
+        self._source = Source(arguments, catalog, data, files, trees, groups)
         if self._stopped is not None:
             raise self._stopped
         self._phases.mark("catalog")
@@ -173,12 +180,12 @@ class _Attempt:
         """Plan what this rank reads."""
         call = self._call
         assert self._source is not None
-        arguments, catalog, data, files, trees = self._source
+        arguments, catalog, data, files, trees, groups = self._source
         storage, states, selection = arguments.storage, arguments.states, arguments.selection
         with detect_replacement(storage, data):
             chunk_bytes = read_length(catalog, self._collective.world_size, call.settings)
             live = LiveNames(selection, arguments.rename, states.keys())
-            view = SavedView(catalog, trees, self._collective.rank, live)
+            view = SavedView(catalog, trees, self._collective.rank, live, groups)
             with gc_paused():
                 destination = arguments.framework.destination(states, view, strict=arguments.strict, names=call.names)
                 # Replicas lack the same tensor.
@@ -191,7 +198,12 @@ class _Attempt:
                 destination.mismatches += lost_positions(catalog, states, self._collective.world_size)
                 refuse_mismatches(storage.url, refused_mismatches(arguments, destination))
                 loaded, others = self._extra_states(view, live, destination)
-                fit = fit_wanted(storage.url, catalog, view, destination.wanted, chunk_bytes, cast=call.cast)
+                boxes = wanted_boxes(view, destination.wanted)
+                if groups is not None:
+                    catalog = read_groups(storage, groups, groups_to_read(groups, boxes))
+                    files.use(catalog)
+                    view.rows = stored_rows(catalog)
+                fit = fit_wanted(storage.url, catalog, view, destination.wanted, boxes, chunk_bytes, cast=call.cast)
                 self._phases.mark("plan")
         ranges = ranges_of(fit.plan)
         exchanges = self._exchanges(files, ranges)

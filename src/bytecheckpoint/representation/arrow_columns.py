@@ -40,11 +40,12 @@ def number_array(values: NDArray[Any], arrow_type: Any) -> Any:
 
 def string_array(column: StringColumn, rows: Int64s) -> Any:
     """Return the strings of `column` at `rows` as a dictionary array, escaped."""
-    encoded = [escape(value).encode() for value in column.values]
+    used, codes = np.unique(column.codes[rows], return_inverse=True)  # a part of a catalog has few of its strings
+    encoded = [escape(column.values[code]).encode() for code in used.tolist()]
     ends = _list_offsets(np.fromiter(map(len, encoded), np.int64, len(encoded)))
     buffers = [None, ends.buffers()[1], pa.py_buffer(b"".join(encoded))]
     values = pa.Array.from_buffers(pa.string(), len(encoded), buffers)
-    return pa.DictionaryArray.from_arrays(number_array(column.codes[rows].astype(np.int32), pa.int32()), values)
+    return pa.DictionaryArray.from_arrays(number_array(codes.astype(np.int32), pa.int32()), values)
 
 
 def list_array(padded: Int64s, lengths: Int64s) -> Any:

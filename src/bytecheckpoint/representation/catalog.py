@@ -125,6 +125,8 @@ class Catalog:
         file_sums: for each file the sums of its blocks, uint64.
         aliases: kind -> further name of a tied tensor -> the FQN under which the tensor is stored.
         info: plain JSON: world size, framework, layout, creation time, package versions.
+        files_read: mask of the files whose rows and sums are here, all of each file's; None: all files. Tensors and files
+            are complete in any case.
     """
 
     kind: StringColumn
@@ -144,6 +146,7 @@ class Catalog:
     file_sums: tuple[NDArray[np.uint64], ...]
     aliases: Mapping[str, Mapping[str, str]]
     info: Mapping[str, Any]
+    files_read: NDArray[np.bool_] | None = None
 
     @classmethod
     def from_columns(
@@ -250,6 +253,7 @@ class Catalog:
 
     def sums(self, file_index: int) -> NDArray[np.uint64]:
         """Return the sums of the blocks of one file's data section, shape [blocks]."""
+        assert self.files_read is None or self.files_read[file_index], "the rows of this file were not read"
         return self.file_sums[file_index]
 
     @lazy
@@ -262,7 +266,7 @@ class Catalog:
         size = np.array([f.size for f in self.files], np.int64)
         untiled: NDArray[np.bool_] = first != size
         if not len(self.file):
-            return untiled
+            return untiled if self.files_read is None else untiled & self.files_read
         order = _file_order(self.file, self.byte_offset, self.byte_length, size)
         file, begin = self.file[order], self.byte_offset[order]
         end = begin + self.byte_length[order]
@@ -274,7 +278,7 @@ class Catalog:
         last = np.flatnonzero(np.append(starts_file[1:], True))
         untiled[file[last]] = end[last] != size[file[last]]
         untiled[file[begin != expected_begin]] = True
-        return untiled
+        return untiled if self.files_read is None else untiled & self.files_read
 
     def find(self, keys: Sequence[TensorKey], owner: int = SHARED) -> Int64s:
         """Return the number of the tensor of each key, -1 for keys without tensor; aliases are resolved.

@@ -36,26 +36,37 @@ def add_declared_shards(
     listed = value.__bytecheckpoint_shards__() if own else _listed_by_torch_protocol(key, value)
     seen: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
     known: tuple[tuple[int, ...], str] | None = None
-    for shape, place, data in _with_plain_numbers(key, value, listed):
+    for shard in _shards_of(key, _with_plain_numbers(key, value, listed)):
+        shard.aliases, shard.by_content = aliases, by_content
+        box = (shard.offsets, shard.lengths)
+        if box in seen and 0 not in shard.lengths:  # an empty box may be listed twice
+            raise UsageError(f"{key}: {type(value).__name__} lists the box of shape {box[1]} at {box[0]} twice")
+        seen.add(box)
+        shape = shard.global_shape
+        known = known or (shape, shard.dtype)
+        if known != (shape, shard.dtype):
+            raise UsageError(
+                f"{key}: {type(value).__name__} lists parts of a tensor of shape {known[0]} and dtype {known[1]}, and "
+                f"of shape {shape} and dtype {shard.dtype}: one tensor has one shape and one dtype"
+            )
+        out.append(shard)
+
+
+def _shards_of(
+    key: TensorKey, listed: Iterable[tuple[tuple[int, ...], tuple[int, ...] | int, torch.Tensor]]
+) -> Iterator[LiveShard]:
+    """Iterate over the shards of all listed parts; flat ranges that follow each other are decomposed at once."""
+    ranges: list[FlatRange] = []
+    for shape, place, data in listed:
         if is_dtensor(data) or lists_own_shards(type(data)):
             raise UsageError(f"{key}: a shard is a {type(data).__name__}, which is sharded itself: list plain tensors")
         if isinstance(place, int):
-            shards = flat_range_shards([FlatRange(key, shape, place, data)])
+            ranges.append(FlatRange(key, shape, place, data, requires_grad=data.requires_grad))
         else:
-            shards = _box_shards(key, shape, place, data)
-        for shard in shards:
-            shard.aliases, shard.by_content, shard.requires_grad = aliases, by_content, data.requires_grad
-            box = (shard.offsets, shard.lengths)
-            if box in seen and 0 not in shard.lengths:  # an empty box may be listed twice
-                raise UsageError(f"{key}: {type(value).__name__} lists the box of shape {box[1]} at {box[0]} twice")
-            seen.add(box)
-            known = known or (shape, shard.dtype)
-            if known != (shape, shard.dtype):
-                raise UsageError(
-                    f"{key}: {type(value).__name__} lists parts of a tensor of shape {known[0]} and dtype {known[1]}, and "
-                    f"of shape {shape} and dtype {shard.dtype}: one tensor has one shape and one dtype"
-                )
-        out += shards
+            yield from flat_range_shards(ranges)
+            ranges.clear()
+            yield from _box_shards(key, shape, place, data)
+    yield from flat_range_shards(ranges)
 
 
 def _box_shards(

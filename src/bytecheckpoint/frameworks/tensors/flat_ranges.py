@@ -151,14 +151,14 @@ def flat_range_shards(ranges: Sequence[FlatRange]) -> list[LiveShard]:
     if not ranges:
         return []
     buffers = _buffers(ranges)
+    size, stride, origin = np.array([(b.size, b.stride, b.offset) for b in buffers], np.int64).T
     shapes = _shapes_in_memory_order(ranges)
-    start, offset, count = _range_columns(ranges, buffers, shapes)
+    start, offset, count = _range_columns(ranges, size, shapes)
     boxes = flat_ranges_to_boxes(shapes, start, start + count)
 
     # One as_strided makes a view of any box; slicing and reshaping take several calls.
-    stride = np.array([b.stride for b in buffers], np.int64)[boxes.source]
-    origin = np.array([b.offset for b in buffers], np.int64)[boxes.source]
-    places = origin + (boxes.flat_start - start[boxes.source] + offset[boxes.source]) * stride
+    stride = stride[boxes.source]
+    places = origin[boxes.source] + (boxes.flat_start - start[boxes.source] + offset[boxes.source]) * stride
     strides = _row_major_strides(boxes.lengths) * stride[:, None]
     offset_rows, length_rows, stride_rows = (
         _rows(column, boxes.source, ranges) for column in (boxes.offsets, boxes.lengths, strides)
@@ -197,14 +197,11 @@ def _by_box(flat: FlatRange) -> Iterator[FlatRange]:
         raise UsageError(f"{flat.key}: elements {flat.start} to {last} do not lie in the {first} of {flat.box}")
 
 
-def _range_columns(
-    ranges: Sequence[FlatRange], buffers: Sequence[_Buffer], shapes: Int64s
-) -> tuple[Int64s, Int64s, Int64s]:
+def _range_columns(ranges: Sequence[FlatRange], size: Int64s, shapes: Int64s) -> tuple[Int64s, Int64s, Int64s]:
     """Return start, offset and count of the ranges, shape [n] each, after a check that they lie where they say."""
-    start = np.array([r.start for r in ranges], np.int64)
-    offset = np.array([r.offset for r in ranges], np.int64)
-    size = np.array([b.size for b in buffers], np.int64)
-    count = np.array([r.count for r in ranges], np.int64)
+    start = np.fromiter((r.start for r in ranges), np.int64, len(ranges))
+    offset = np.fromiter((r.offset for r in ranges), np.int64, len(ranges))
+    count = np.fromiter((r.count for r in ranges), np.int64, len(ranges))
     count = np.where(count < 0, size - offset, count)
     start[count == 0] = offset[count == 0] = 0  # an empty range may name any place
     wrong = (offset < 0) | (count < 0) | (offset + count > size) | (start < 0) | (start + count > shapes.prod(axis=1))
@@ -275,9 +272,12 @@ def _buffers(ranges: Sequence[FlatRange]) -> list[_Buffer]:
 
 def _shapes_in_memory_order(ranges: Sequence[FlatRange]) -> Int64s:
     """Return the extents of the flattened boxes, outermost dimension first, padded with ones on the right; [n, d]."""
-    extents = [r.global_shape if r.box is WHOLE_TENSOR else _in_memory_order(r) for r in ranges]
-    width = max(1, *map(len, extents))
-    return np.array([(*e, *(1,) * (width - len(e))) for e in extents], np.int64)
+    # Many ranges have few shapes: a look-up takes a tenth of the time of making an array of them all.
+    known: dict[tuple[int, ...], int] = {}
+    extents = (r.global_shape if r.box is WHOLE_TENSOR else _in_memory_order(r) for r in ranges)
+    number = np.fromiter((known.setdefault(tuple(e), len(known)) for e in extents), np.int64, len(ranges))
+    width = max(1, *map(len, known))
+    return np.array([(*e, *(1,) * (width - len(e))) for e in known], np.int64)[number]
 
 
 def _in_memory_order(flat: FlatRange) -> tuple[int, ...]:

@@ -65,6 +65,8 @@ class PosixStorage(Storage):
         url: its address for users.
     """
 
+    parts_from_ranks = 1
+
     def __init__(self, root: str, url: str) -> None:
         self.root = root
         self.url = url

@@ -1,0 +1,212 @@
+"""The footer of the catalog's file, and its seal (docs/format.md, sections 3.1 and 3.2)."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Sequence
+from typing import Annotated, Any, Final
+
+import msgspec
+import numpy as np
+import xxhash
+
+from bytecheckpoint.errors import CorruptCheckpointError, IncompatibleCheckpointError
+from bytecheckpoint.representation.catalog import Catalog, StorageFile
+
+__all__ = [
+    "CATALOG_FORMAT_VERSION",
+    "FOOTER_KEY",
+    "LOCATOR_BYTES",
+    "SEAL_BYTES",
+    "Footer",
+    "check_seal",
+    "damaged",
+    "decode_footer",
+    "encode_footer",
+    "files_of",
+    "read_locator",
+    "seal",
+    "tail_start",
+]
+
+CATALOG_FORMAT_VERSION: Final = 2
+SEAL_BYTES: Final = 32
+FOOTER_KEY: Final = b"bytecheckpoint"
+
+_SEAL_MAGIC = b"bytecheckpoint"
+_NAME_BYTES = len(_SEAL_MAGIC) + 2
+_PARQUET_MAGIC = b"PAR1"
+#: Before the seal of a catalog in groups: offset, length and hash of the index, and a hash of all this and the footer.
+LOCATOR_BYTES: Final = 48
+_PLACE = struct.Struct("<QQ")
+
+_Natural = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+_Sum = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")]
+
+
+class _Files(msgspec.Struct):
+    """The table of files by columns; one value stands for a column of equal values."""
+
+    count: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+    name: str | list[str]
+    kind: str | list[str]
+    rank: int | list[int]
+    size: _Natural | list[_Natural]
+    data_offset: _Natural | list[_Natural]
+    header_sum: _Sum | list[_Sum]
+    block_bytes: _Natural | list[_Natural]
+    generation: str | list[str]
+    format: str | list[str]
+
+
+class Footer(msgspec.Struct):
+    """The package's own part of the Parquet footer."""
+
+    version: int
+    files: _Files
+    sums: dict[str, str]
+    aliases: dict[str, dict[str, str]]
+    info: dict[str, Any]
+
+
+# Makes msgspec analyse the type at import: msgspec (0.22) crashes if two threads use a type for the first time at once.
+msgspec.json.Decoder(Footer)
+
+
+def seal(parquet: memoryview, index: bytes = b"") -> bytes:
+    """Insert the seal between the pages and the footer, where it moves no offset that the footer holds.
+
+    Args:
+        parquet: the file without seal.
+        index: for a catalog in groups, which is version 2.
+    """
+    (length,) = struct.unpack("<I", parquet[-8:-4])
+    pages, footer = parquet[: -8 - length], parquet[-8 - length :]
+    name = _SEAL_MAGIC + (b"02" if index else b"01")
+    locator = b""
+    if index:
+        locator = _PLACE.pack(len(pages), len(index)) + xxhash.xxh3_128_digest(index)
+        locator += _hash(locator, name, footer)
+    return b"".join((pages, index, locator, name, _hash(pages, index, locator, name, footer), footer))
+
+
+def check_seal(data: bytes) -> None:
+    """Check the hash of the whole file, and its version.
+
+    Raises:
+        CorruptCheckpointError: a byte was changed, removed or added.
+        IncompatibleCheckpointError: a newer version of the format wrote the file.
+    """
+    view = memoryview(data)
+    if data[:4] != _PARQUET_MAGIC:
+        raise damaged("it is not a Parquet file, so not a catalog")
+    seal_at = _seal_place(view, len(data))
+    hash_at, end = seal_at + _NAME_BYTES, seal_at + SEAL_BYTES
+    name = data[seal_at:hash_at]
+    if not name.startswith(_SEAL_MAGIC):
+        raise damaged("it is a Parquet file without a catalog's seal: another program's, or its end is damaged")
+    if _hash(view[:seal_at], name, view[end:]) != data[hash_at:end]:
+        raise damaged("its bytes do not match its seal")
+    version = name.removeprefix(_SEAL_MAGIC)
+    if version not in (b"01", b"02"):
+        raise _newer(version.decode("ascii", "replace"))
+
+
+def _seal_place(end: memoryview, size: int) -> int:
+    """Return the place of the seal, which the last bytes of a file of `size` bytes show."""
+    whole = end[-4:] == _PARQUET_MAGIC and size >= 12 + SEAL_BYTES
+    footer_length = struct.unpack("<I", end[-8:-4])[0] if whole else 0
+    if not whole or footer_length > size - 12 - SEAL_BYTES:
+        raise damaged("its end is missing")
+    return size - 8 - int(footer_length) - SEAL_BYTES
+
+
+def tail_start(end: memoryview, size: int) -> int:
+    """Return the first byte of the tail, which holds all that `read_locator` needs, from a file's last bytes."""
+    return max(_seal_place(end, size) - LOCATOR_BYTES, 0)
+
+
+def read_locator(tail: memoryview) -> tuple[int, int, bytes] | None:
+    """Return offset, length and hash of the index of a catalog in groups, after a check of the tail's own hash.
+
+    Args:
+        tail: the bytes from `tail_start` on.
+
+    Returns:
+        None for a catalog of another version, which is read whole.
+
+    Raises:
+        CorruptCheckpointError: a byte of the tail was changed.
+    """
+    name = tail[LOCATOR_BYTES : LOCATOR_BYTES + _NAME_BYTES]
+    if name != _SEAL_MAGIC + b"02":
+        return None
+    locator, own = tail[: LOCATOR_BYTES - 16], tail[LOCATOR_BYTES - 16 : LOCATOR_BYTES]
+    if _hash(locator, name, tail[LOCATOR_BYTES + SEAL_BYTES :]) != own:
+        raise damaged("the bytes of its footer do not match their hash")
+    offset, length = _PLACE.unpack(locator[: _PLACE.size])
+    return offset, length, bytes(locator[_PLACE.size :])
+
+
+def _hash(*parts: bytes | memoryview) -> bytes:
+    state = xxhash.xxh3_128()
+    for part in parts:
+        state.update(part)
+    return state.digest()
+
+
+def encode_footer(catalog: Catalog, version: int) -> bytes:
+    """Return the table of files and what describes the checkpoint as a whole, as JSON."""
+    files = catalog.files
+    columns: dict[str, Any] = {name: [getattr(file, name) for file in files] for name in _Files.__struct_fields__[1:]}
+    columns["header_sum"] = [f"{value:016x}" for value in columns["header_sum"]]
+    packed = {name: values[0] if len(set(values)) == 1 else values for name, values in columns.items()}
+    untiled = np.flatnonzero(catalog.untiled).tolist()
+    content = {
+        "version": version,
+        "files": {"count": len(files), **packed},
+        "sums": {str(i): catalog.sums(i).astype(">u8").tobytes().hex() for i in untiled if files[i].block_bytes},
+        "aliases": {kind: dict(names) for kind, names in catalog.aliases.items()},
+        "info": dict(catalog.info),
+    }
+    return json.dumps(content, separators=(",", ":"), sort_keys=True).encode()
+
+
+def decode_footer(parquet: Any) -> Footer:
+    """Return the footer of a Parquet file. Raises errors of the libraries that read it for unreadable content."""
+    text = (parquet.metadata.metadata or {}).get(FOOTER_KEY)
+    if text is None:
+        raise damaged("its footer lacks the table of files")
+    content = json.loads(text)
+    version = content.get("version") if isinstance(content, dict) else None
+    if isinstance(version, int) and version > CATALOG_FORMAT_VERSION:
+        raise _newer(str(version))
+    return msgspec.convert(content, Footer)
+
+
+def files_of(footer: Footer) -> list[StorageFile]:
+    """Return the table of files."""
+
+    def column(name: str) -> Sequence[Any]:
+        values = getattr(footer.files, name)
+        return values if isinstance(values, list) else [values] * footer.files.count
+
+    columns = {name: column(name) for name in _Files.__struct_fields__[1:]}
+    columns["header_sum"] = [int(text, 16) for text in columns["header_sum"]]
+    return [StorageFile(**dict(zip(columns, row, strict=True))) for row in zip(*columns.values(), strict=True)]
+
+
+def _newer(version: str) -> IncompatibleCheckpointError:
+    return IncompatibleCheckpointError(
+        f"the catalog has format version {version}, this package reads up to {CATALOG_FORMAT_VERSION}: upgrade it"
+    )
+
+
+def damaged(what: str) -> CorruptCheckpointError:
+    """Return the error for a catalog whose file is damaged."""
+    return CorruptCheckpointError(
+        f"catalog 'metadata.parquet' cannot be trusted: {what}; rebuild it with `bytecheckpoint repair`, "
+        "or fall back to an older step",
+        file="metadata.parquet",
+    )
