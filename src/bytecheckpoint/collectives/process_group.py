@@ -136,7 +136,10 @@ class StoreCollective(InboxCollective):
             # Some machines resolve their own name to 127.0.1.1, which leads nowhere from another machine.
             hosts = [h for h in told["hosts"] if same_host or not is_loopback(h)]
             hosts += ["localhost"] if same_host else []
-            spoke = Spoke(self.rank, self.world_size, self.inbox, bytes.fromhex(told["secret"]), self._linger)
+            try:
+                spoke = Spoke(self.rank, self.world_size, self.inbox, bytes.fromhex(told["secret"]), self._linger)
+            except OSError as error:
+                raise CheckpointError(f"rank {self.rank}: cannot listen for the other ranks: {error}") from error
             try:
                 spoke.connect(
                     hosts,

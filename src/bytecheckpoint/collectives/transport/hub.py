@@ -40,7 +40,11 @@ class Hub(Star):
         links = min(world_size, tuning().direct_links) if beside else world_size
         reserve_descriptors(links, f"rank 0 of a world of {world_size}")
         super().__init__(0, world_size, inbox, secret, linger)
-        listener = listen(max(128, links))
+        try:
+            listener = listen(max(128, links))
+        except BaseException:
+            self._release()
+            raise
         self.port: int = listener.getsockname()[1]
         self._places[0] = Place(self.data_port)
         self._carriers: list[int] = []  # ranks that pass on messages of other machines

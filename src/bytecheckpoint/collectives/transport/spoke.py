@@ -71,10 +71,14 @@ class Spoke(Star):
         """
         deadline = time.monotonic() + timeout
         addresses = list(hosts)
-        sock = self._dial_beside(beside, deadline) if beside else None
-        if sock is None:
-            sock, self.hub_address = self._dial(addresses, port, deadline, outdated)
-        self._greet(sock)
+        try:
+            sock = self._dial_beside(beside, deadline) if beside else None
+            if sock is None:
+                sock, self.hub_address = self._dial(addresses, port, deadline, outdated)
+            self._greet(sock)
+        except BaseException:
+            self._release()
+            raise
         self._thread.start()
         while True:
             if not self.ready.wait(max(0.0, deadline - time.monotonic())):
@@ -89,7 +93,11 @@ class Spoke(Star):
                 return
             self._moved = None
             self.ready.clear()
-            sock, _ = self._dial([place.host or self.hub_address], place.messages, deadline, outdated)
+            try:
+                sock, _ = self._dial([place.host or self.hub_address], place.messages, deadline, outdated)
+            except PeerLostError:
+                self.leave()
+                raise
             if not self._call_soon(partial(self._greet, sock)):
                 sock.close()
 
@@ -133,20 +141,17 @@ class Spoke(Star):
                 except OSError as error:
                     failure = error
             if time.monotonic() + 0.2 > deadline or outdated():
-                self._leave_unstarted()
                 raise PeerLostError(f"rank {self.rank}: cannot reach rank 0 at {hosts} port {port}: {failure}")
             time.sleep(0.2)
-
-    def _leave_unstarted(self) -> None:
-        if self._thread.ident is None:
-            self._release()
-        else:
-            self.leave()
 
     def _greet(self, sock: socket.socket) -> None:
         place = msgspec.msgpack.encode(Place(self.data_port, self._message_port))
         greeting = Greeting(self._thread.name, self.secret, self.rank, ANYBODY, place)
-        self._up = Link(self.security.over(sock, dials=True), FrameReader(), greeting)
+        try:
+            self._up = Link(self.security.over(sock, dials=True), FrameReader(), greeting)
+        except OSError as error:
+            sock.close()
+            raise PeerLostError(f"rank {self.rank}: the connection to rank 0 broke at once: {error}") from error
         self._add(self._up)
         self._post(self._up, Kind.HELLO, self.rank, ANYBODY, b"", greeting.hello())
 
@@ -235,11 +240,9 @@ class Spoke(Star):
 
     def _on_gone(self, link: Link) -> None:
         if link is self._up:
-            expected, above = (
-                self._sending_over,
-                "rank 0" if link.rank < 1 else f"rank {link.rank}, which passes messages on,",
-            )
-            self._end(f"{above} {_LEFT if expected else _KILLED}; restart the job from its last committed checkpoint")
+            above = "rank 0" if link.rank < 1 else f"rank {link.rank}, which passes messages on,"
+            happened = _LEFT if self._sending_over else _KILLED
+            self._end(f"{above} {happened}; restart the job from its last committed checkpoint")
         for rank, through in list(self.below.items()):
             if through is link and rank not in self._gone:
                 self._gone.add(rank)

@@ -56,7 +56,12 @@ class Star(Loop):
         self.ready = threading.Event()  # every rank is connected, or connecting failed and the inbox is closed
         self.below: dict[int, Link] = {}  # the connection through which each rank is reached, away from rank 0
         self._places: dict[int, Place] = {}  # where these ranks listen
-        self._data_listener: socket.socket | None = listen(128)
+        self._data_listener: socket.socket | None = None
+        try:
+            self._data_listener = listen(128)
+        except BaseException:
+            self._release()
+            raise
         self.data_port: int = self._data_listener.getsockname()[1]
 
     @abstractmethod
