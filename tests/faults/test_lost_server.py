@@ -151,7 +151,7 @@ def test_the_error_of_a_server_that_stays_away(fs: FaultFs, caplog: pytest.LogCa
         begun = time.monotonic()
         with pytest.raises(StorageUnavailableError, match=rf"{path}.*{reason}.*check the .*\(\d+ attempts in \d"):
             bytecheckpoint.save(path, states(step=2))
-        with pytest.raises(StorageUnavailableError, match=rf"cannot read {path}/meta.*{reason}.*\(\d+ attempts in \d"):
+        with pytest.raises(StorageUnavailableError, match=rf"cannot open {path}/meta.*{reason}.*\(\d+ attempts in \d"):
             load_step(path, prepare_save=False)
         assert time.monotonic() - begun < 40
         fs.start()

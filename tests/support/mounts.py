@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from bytecheckpoint.storage.posix import mounts
+
 __all__ = ["run_command", "small_ext4", "small_tmpfs"]
 
 
@@ -34,10 +36,12 @@ def small_ext4(folder: Path, size: int) -> Iterator[Path]:
         file.truncate(size)
     run_command("mkfs.ext4", "-q", "-m", "0", str(image))
     run_command("mount", "-o", "loop", str(image), str(folder))
+    mounts._recent_mounts.cache_clear()  # looked up once a second
     try:
         yield image
     finally:
         run_command("umount", str(folder))
+        mounts._recent_mounts.cache_clear()
 
 
 @contextmanager
@@ -53,7 +57,9 @@ def small_tmpfs(folder: Path, size: str, *, lazy: bool = False) -> Iterator[None
         pytest.skip("NOT TESTED HERE: mounting a small file system takes root")
     folder.mkdir(exist_ok=True)
     run_command("mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder))
+    mounts._recent_mounts.cache_clear()
     try:
         yield
     finally:
         run_command("umount", *(["-l"] if lazy else []), str(folder))
+        mounts._recent_mounts.cache_clear()

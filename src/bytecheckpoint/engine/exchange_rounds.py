@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+import logging
+import os
 from collections.abc import Collection, Mapping, Sequence
 
 import msgspec
@@ -12,6 +15,18 @@ from bytecheckpoint.engine.exchange_chunks import LoadedChunk
 from bytecheckpoint.engine.peer_memory import pid_if_readable
 
 __all__ = ["MachineChunks", "Machines"]
+
+_log = logging.getLogger("bytecheckpoint")
+
+
+@functools.cache
+def _say_so() -> None:
+    """Log once in a process that its loads are slower than they could be, and why."""
+    _log.warning(
+        "process %d cannot read the memory of other ranks of this machine (process_vm_readv): a container without shared "
+        "process ids, seccomp or another user stands between them. They exchange bytes over sockets, which is slower",
+        os.getpid(),
+    )
 
 
 class _RoundReport(msgspec.Struct, frozen=True, array_like=True):
@@ -62,7 +77,10 @@ class Machines:
 
     def has_unreadable_rank(self) -> bool:
         """Whether this rank cannot read the memory of some rank of its host with which it exchanges."""
-        return not all(self._peers)
+        unreadable = not all(self._peers)
+        if unreadable:
+            _say_so()
+        return unreadable
 
     def hosts_of(self, ranks: Sequence[int]) -> list[int]:
         """Return the hosts of some ranks, ascending."""
