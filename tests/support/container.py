@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import platform
 import shlex
 import shutil
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+from tests.support.processes import ROOT
 
 __all__ = ["container_command", "forbid_reading_of_other_processes", "lacks"]
 
@@ -19,7 +24,13 @@ def lacks() -> str:
     """Return what a container here lacks; "" if it can be made."""
     if missing := [tool for tool in _TOOLS if shutil.which(tool) is None]:
         return f"there is no {missing[0]}"
-    return "" if Path("/proc/self/uid_map").read_text().split()[:2] == ["0", "0"] else "only root makes containers"
+    if os.geteuid() != 0 or platform.machine() != "x86_64":
+        return "needs root, and x86-64"
+    for file in (ROOT / "pyproject.toml", Path(sys.prefix, "pyvenv.cfg")):
+        look = ["setpriv", f"--reuid={_NOBODY}", f"--regid={_NOBODY}", "--clear-groups", "test", "-r", str(file)]
+        if subprocess.run(look, check=False).returncode:
+            return f"other users may not read {file}"
+    return ""
 
 
 def container_command(command: Sequence[str], scratch: Path) -> list[str]:
