@@ -75,7 +75,6 @@ class _Part(ThreadWorld):
 
 def _steps(part: _Part, folder: str) -> dict[str, Callable[[], object]]:
     """Return what the ranks do, step by step."""
-    sums = np.random.default_rng(part.ranks[0].rank).bytes(_SUMS)
 
     def barrier(c: Any) -> float:
         begun = time.perf_counter()
@@ -84,6 +83,7 @@ def _steps(part: _Part, folder: str) -> dict[str, Callable[[], object]]:
         return (time.perf_counter() - begun) / 5
 
     def report(c: Any) -> None:
+        sums = np.random.default_rng(c.rank).bytes(_SUMS)
         c.gather_scatter("sums", sums, lambda all_sums: [b"ok"] * len(all_sums), timeout=_TIMEOUT)
 
     def states(c: Any) -> dict[str, Any]:
