@@ -173,11 +173,10 @@ def test_table_and_chart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_many_ranks_on_one_machine() -> None:
-    command = python("-m", "benchmarks.endpoints", "--ranks", 10, "--processes", 2, "--shapes", "star", "tree")
+    command = python("-m", "benchmarks.endpoints", "--ranks", 10, "--processes", 1, "--shapes", "tree")
     done = subprocess.run(
         command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=150, check=False
     )
     assert done.returncode == 0, done.stderr
     lines = [line.split() for line in done.stdout.splitlines()]
-    seen = {(line[1], line[2]) for line in lines if line[0] == "10"}
-    assert {(shape, step) for shape in ("star", "tree") for step in ("connect", "barrier", "save", "load")} <= seen
+    assert {"connect", "barrier", "sums", "save", "load"} <= {line[2] for line in lines if line[0] == "10"}

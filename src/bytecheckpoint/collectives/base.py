@@ -120,7 +120,7 @@ class Collective(ABC):
 
         Raises:
             CheckpointTimeoutError: the message did not come in time.
-            PeerLostError: the message cannot come any more: `source` is gone, or rank 0, which relays messages.
+            PeerLostError: the message cannot come any more: `source` is gone, or rank 0.
         """
 
     @abstractmethod

@@ -75,7 +75,7 @@ class _Watcher:
             self._on_lost(source, reason)
 
     def on_closed(self, reason: str) -> None:
-        self.on_lost(0, reason)  # rank 0, which relays messages
+        self.on_lost(0, reason)  # rank 0, to which all messages go
 
 
 class _Wait:
