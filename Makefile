@@ -186,8 +186,8 @@ bench-frameworks: ## saving Megatron-Core's distributed optimizer, against its o
 	VENV=.venv-frameworks PYTHON=3.12 EXTRAS=cli,dev,bench PINNED=constraints-frameworks.txt ./scripts/bootstrap.sh
 	$(WITH_FRAMEWORKS) -m benchmarks --only megatron
 
-bench-short: venv ## bench on small states
-	$(PY) -m benchmarks --short
+bench-short: venv ## bench on small states, once each, with one and two ranks
+	$(PY) -m benchmarks --short --worlds 1 2
 
 docs: venv ## build the documentation into site/
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet
