@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import tempfile
 import threading
 import time
@@ -101,13 +100,11 @@ def test_each_rank_reads_from_the_page_cache_for_itself(step: Path) -> None:
     assert [r.bytes_received for r in reports] == [0, 0, 0]
 
 
-def test_what_the_page_cache_lacks_is_exchanged(step: Path) -> None:
+def test_what_the_page_cache_lacks_is_exchanged(step: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel's answer is made up: on a quick device its question (RWF_NOWAIT) may bring the page in by itself."""
     if resolve(step).in_memory:
         pytest.skip("the temporary files are on a tmpfs")
-    for path in filter(Path.is_file, step.rglob("*")):
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    monkeypatch.setattr("bytecheckpoint.storage.posix.storage.in_page_cache", lambda fd, offset: False)
     reports = ThreadWorld(3).run(load, step, ["m"] * 3, True, False, False, timeout=60)
     assert all(r.bytes_received > NBYTES / 2 for r in reports)
 
