@@ -13,11 +13,7 @@ from collections import deque
 from collections.abc import Iterable
 
 from bytecheckpoint.collectives.transport.greeting import Greeting
-from bytecheckpoint.collectives.transport.tls import (
-    AGAIN_AFTER_READING,
-    AGAIN_AFTER_WRITING,
-    shut_down_writing,
-)
+from bytecheckpoint.collectives.transport.tls import AGAIN_AFTER_READING, AGAIN_AFTER_WRITING, shut_down_writing
 from bytecheckpoint.collectives.transport.wire import Frame, FrameReader, Kind, Payload, header
 from bytecheckpoint.tuning import tuning
 
@@ -56,7 +52,6 @@ class Link:
         self.greeting = greeting
         self.rank = -1  # of the other side, once the greeting is over
         self._unanswered_since: float | None = None
-        self.said_bye = False
         self.hang_up = False  # shut down for writing once the queue is empty
         self._dead = False  # nothing can be sent any more
         self._queue: deque[memoryview] = deque()

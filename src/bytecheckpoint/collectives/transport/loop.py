@@ -205,7 +205,7 @@ class Loop(ABC):
 
     def _loop(self) -> None:
         reason = "this world was closed"
-        self._call_later(tuning().unanswered_timeout / 8, self._drop_cut_off)
+        self._drop_cut_off()
         try:
             while not self._finished():
                 for key, mask in self._selector.select(self._seconds_to_timer()):

@@ -1,9 +1,10 @@
 """Messages between processes: every rank holds a connection towards rank 0 (a star, or in a large world a tree).
 
-Each rank has plain sockets and one I/O thread that does not poll. A message costs one wake-up at each hop. Threads that
-wait on a connection notice at once when it breaks. A peer that hangs cannot hang this rank. Nothing depends on torch.
-`torch.distributed.TCPStore` was tried first: it refuses values over 8 MiB, its `get`, `check` and even timed `wait`
-never return while its server is stopped, and each timed wait that ends logs two warnings.
+Each rank has plain sockets and one I/O thread, which sleeps until something comes, but for a look at silent connections
+every other second. A message costs one wake-up at each hop. Threads that wait on a connection notice at once when it
+breaks. A peer that hangs cannot hang this rank. Nothing depends on torch. `torch.distributed.TCPStore` was tried first: it
+refuses values over 8 MiB, its `get`, `check` and even timed `wait` never return while its server is stopped, and each
+timed wait that ends logs two warnings.
 """
 
 from __future__ import annotations
@@ -118,8 +119,7 @@ class Star(Loop):
         for tag, payload, ranks in messages:
             groups: dict[Link, list[int]] = {}
             for rank in ranks:
-                if (link := self.below.get(rank)) is not None:  # None: it is gone
-                    groups.setdefault(link, []).append(rank)
+                groups.setdefault(self.below[rank], []).append(rank)
             for link, group in groups.items():
                 by_link.setdefault(link, []).append(Message(tag, payload, group))
         for link, found in by_link.items():
@@ -139,7 +139,8 @@ class Star(Loop):
         for message in messages:
             if self.rank in message.ranks:
                 self._receive(source, message.tag, message.payload)
-        self._send_down([Message(t, p, [r for r in ranks if r != self.rank]) for t, p, ranks in messages])
+        if self.below:
+            self._send_down([Message(t, p, [r for r in ranks if r != self.rank]) for t, p, ranks in messages])
 
     def _place_of(self, link: Link, payload: Payload) -> Place:
         """Return the place of a rank below this one, as `link` tells it."""
