@@ -1,9 +1,10 @@
-"""Many ranks on one machine: `python -m benchmarks.endpoints [--ranks 64 256 1024] [--processes 4]`.
+"""Many ranks on one machine: `python -m benchmarks.endpoints [--ranks 64 256 1024] [--processes 16]`.
 
 Each rank is a thread with sockets of its own, and goes through the real code of a save and a load with tiny tensors; eight
 ranks stand for one machine. Rank 0 has a process to itself, whose messages, bytes, memory and descriptors are printed,
-with the seconds of each step, for a star and for a tree. From these the cost at 10,000 ranks is estimated. gloo's
-barrier is measured beside, up to the number of ranks at which it can connect every pair here.
+with the seconds of each step, for a star and for a tree. From these the cost at 10,000 ranks is estimated. The barrier of
+torch.distributed with gloo is measured beside, with connections made when they are first needed: with all pairs connected
+1,024 ranks would open a million sockets.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import os
 import resource
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -41,10 +42,9 @@ from bytecheckpoint.collectives.transport.wire import Kind
 _SUMS = 4096
 _PER_MACHINE = 8
 _TIMEOUT = 900.0
-#: gloo connects every pair, and all ranks are on this machine.
-_GLOO_RANKS = 64
+_BARRIERS = 5
 _PROGRAM = (sys.executable, "-m", "benchmarks.endpoints")
-_COLUMNS = ("core s", "messages in", "messages out", "KiB in", "KiB out", "MiB", "descriptors")
+_COLUMNS = ("blocking", "core s", "messages in", "messages out", "KiB in", "KiB out", "MiB", "descriptors")
 
 
 class _Part(ThreadWorld):
@@ -78,9 +78,9 @@ def _steps(part: _Part, folder: str) -> dict[str, Callable[[], object]]:
 
     def barrier(c: Any) -> float:
         begun = time.perf_counter()
-        for number in range(5):
+        for number in range(_BARRIERS):
             c.barrier(f"barrier/{number}", timeout=_TIMEOUT)
-        return (time.perf_counter() - begun) / 5
+        return (time.perf_counter() - begun) / _BARRIERS
 
     def report(c: Any) -> None:
         sums = np.random.default_rng(c.rank).bytes(_SUMS)
@@ -92,19 +92,18 @@ def _steps(part: _Part, folder: str) -> dict[str, Callable[[], object]]:
     def save(c: Any) -> None:
         bytecheckpoint.save(folder, states(c))
 
-    def again(c: Any) -> None:
-        handle = bytecheckpoint.save(f"{folder}-2", states(c), async_checkpoint=True)
-        begun = time.perf_counter()
-        handle.result()
-        barrier_seconds.append(time.perf_counter() - begun)
+    def again(c: Any, number: int) -> float:
+        return bytecheckpoint.save(f"{folder}-{number}", states(c), async_checkpoint=True).result().blocking_seconds
 
     def load(c: Any) -> None:
         wanted = {"model": {f"layers.{c.rank}.weight": torch.zeros(16)}}
         bytecheckpoint.load(folder, wanted, strict=False)
         assert wanted["model"][f"layers.{c.rank}.weight"].tolist() == [float(c.rank)] * 16
 
-    barrier_seconds: list[float] = []
-    work = {"barrier": barrier, "sums": report, "save": save, "async save": again, "load": load}
+    work = {
+        "barrier": barrier, "sums": report, "save": save, "async save": lambda c: again(c, 2),
+        "async save again": lambda c: again(c, 3), "load": load,
+    }  # fmt: skip
     return {name: (lambda body=body: part.run(body, timeout=_TIMEOUT)) for name, body in work.items()}
 
 
@@ -167,7 +166,8 @@ def _measure(size: int, processes: int, shape: str) -> list[dict[str, Any]]:
                 own.send(first, f"begin {name}", b"")
             found = step()
             seconds = time.perf_counter() - begun
-            rows.append(_row(size, shape, name, found[0] if name == "barrier" else seconds, cpu, counting))  # type: ignore[index]
+            row = _row(size, shape, name, found[0] if name == "barrier" else seconds, cpu, counting)  # type: ignore[index]
+            rows.append(row | ({"blocking": found[0]} if name.startswith("async") else {}))  # type: ignore[index]
         own.close()
         for other in others:
             other.wait(120)
@@ -188,13 +188,13 @@ def _row(size: int, shape: str, step: str, seconds: float, cpu: float, counting:
     }  # fmt: skip
 
 
-def _gloo(size: int) -> list[dict[str, Any]]:
-    """Return the seconds of gloo's barrier among ranks on threads of this process."""
-    store = dist.HashStore()
+def _gloo_ranks(first: int, last: int, size: int, port: int) -> list[dict[str, Any]]:
+    """Be the ranks of one process in a world of gloo, and return a row for each step."""
+    stores: dict[int, dist.TCPStore] = {}
     groups: dict[int, Any] = {}
 
-    def each(body: Callable[[int], None]) -> float:
-        threads = [threading.Thread(target=body, args=(rank,)) for rank in range(size)]
+    def each(body: Callable[[int], object]) -> float:
+        threads = [threading.Thread(target=body, args=(rank,)) for rank in range(first, last)]
         begun = time.perf_counter()
         for thread in threads:
             thread.start()
@@ -203,43 +203,68 @@ def _gloo(size: int) -> list[dict[str, Any]]:
         return time.perf_counter() - begun
 
     def connect(rank: int) -> None:
+        # A client of its own: it makes the other threads of its process wait while it waits for a key.
+        store = stores[rank] = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=_TIMEOUT))
         groups[rank] = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=_TIMEOUT))
+        groups[rank].barrier().wait()
+
+    def barriers(rank: int) -> None:
+        for _ in range(_BARRIERS):
+            groups[rank].barrier().wait()
 
     connected = each(connect)
-    took = statistics.median(each(lambda rank: groups[rank].barrier().wait()) for _ in range(5))
-    descriptors = psutil.Process().num_fds()
+    seconds = each(barriers) / _BARRIERS
+    stores[first].set(f"done/{first}", b"")
     return [
-        {"ranks": size, "shape": "gloo", "step": name, "seconds": seconds, "descriptors": descriptors / size}
-        for name, seconds in (("connect", connected), ("barrier", took))
+        {"ranks": size, "shape": "gloo", "step": name, "seconds": took, "descriptors": psutil.Process().num_fds()}
+        for name, took in (("connect", connected), ("barrier", seconds))
     ]
+
+
+def _gloo(size: int, processes: int) -> list[dict[str, Any]]:
+    """Return the seconds of gloo's barrier."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    bounds = np.linspace(1, size, processes + 1).astype(int).tolist()
+    others = [
+        subprocess.Popen([*_PROGRAM, "--serve-gloo", str(first), str(last), str(size), str(store.port)])
+        for first, last in itertools.pairwise(bounds)
+    ]
+    try:
+        rows = _gloo_ranks(0, 1, size, store.port)
+        store.wait([f"done/{first}" for first in bounds[:-1]], timedelta(seconds=_TIMEOUT))
+    finally:
+        for other in others:
+            other.kill()
+    return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[64, 256, 1024])
     parser.add_argument("--shapes", nargs="+", default=["star", "tree", "gloo"])
-    parser.add_argument("--processes", type=int, default=4)
+    parser.add_argument("--processes", type=int, default=16)
     parser.add_argument("--serve", nargs=5)
+    parser.add_argument("--serve-gloo", nargs=4, type=int)
     parser.add_argument("--one", nargs=2)
     arguments = parser.parse_args()
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
     threading.stack_size(512 << 10)
-    if arguments.serve:
+    if arguments.serve_gloo:
+        _gloo_ranks(*arguments.serve_gloo)
+    elif arguments.serve:
         *numbers, folder = arguments.serve
         _serve_ranks(*map(int, numbers), f"{folder}/step")
     elif arguments.one:
         size, shape = int(arguments.one[0]), arguments.one[1]
-        rows = _gloo(size) if shape == "gloo" else _measure(size, arguments.processes, shape)
+        rows = _gloo(size, arguments.processes) if shape == "gloo" else _measure(size, arguments.processes, shape)
         print(json.dumps(rows))
     else:
         rows = []
         for size, shape in itertools.product(arguments.ranks, arguments.shapes):
-            if shape == "gloo" and size > _GLOO_RANKS:
-                print(f"{size} ranks, gloo: not measured, it would open {size * (size - 1):,} sockets", file=sys.stderr)
-                continue
             command = [*_PROGRAM, "--one", str(size), shape, "--processes", str(arguments.processes)]
-            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+            environment = os.environ | {"TORCH_GLOO_LAZY_INIT": "1"}
+            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment)
             rows += json.loads(done.stdout)
         _print(rows)
 
