@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 import bytecheckpoint
 from benchmarks.planning_saves import fsdp_file
-from bytecheckpoint.engine.catalogs import open_groups, read_catalog, read_groups
+from bytecheckpoint.engine.catalogs import CatalogReader
 from bytecheckpoint.loading.fit import groups_to_read
 from bytecheckpoint.planning.read_plan import plan_reads, stored_rows
 from bytecheckpoint.planning.save_plan import LocalTable, SavePlan, TensorRecord, plan_save
@@ -279,16 +279,17 @@ def load(job: str, ranks: int, folder: Path) -> dict[str, float]:
     storage = resolve(folder)
     figures: dict[str, float] = {}
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with open_groups(storage, layout.world) as groups:
-        # As a load does: the index and the plain values first, then what is wanted.
-        if groups is None:
-            catalog = timed(figures, "read", lambda: read_catalog(storage)[0])
-            wanted = boxes_in(catalog, layout, boxes)
-        else:
-            tensors = timed(figures, "read", lambda: read_groups(storage, groups, groups.value_groups))
-            wanted = boxes_in(tensors, layout, boxes)
-            catalog = timed(figures, "read", lambda: read_groups(storage, groups, groups_to_read(groups, wanted)))
-        figures["groups"] = 1 if groups is None else len(np.unique(groups.group))
+    # As a load does: rank 0 reads the head (index, plain values), each rank decodes it, and reads the groups it needs.
+    head = CatalogReader(storage).head()
+    figures["head bytes"] = len(head.whole) + sum(map(len, head.pieces.values()))
+    reader = timed(figures, "read", lambda: CatalogReader(storage, head))
+    catalog, groups = reader.catalog, reader.groups
+    wanted = boxes_in(catalog, layout, boxes)
+    figures["groups"] = figures["groups read"] = 1
+    if groups is not None:
+        numbers = groups_to_read(groups, wanted)
+        catalog = timed(figures, "read", lambda: reader.rows(numbers))
+        figures["groups"], figures["groups read"] = len(np.unique(groups.group)), len(numbers)
     everywhere = np.ones(len(wanted), bool)
     plan = timed(figures, "plan", lambda: plan_reads(stored_rows(catalog), wanted, everywhere, 8 << 20))
     assert not plan.missing.any()
@@ -383,9 +384,10 @@ def main() -> None:
         print(f"{arguments.fragments:,} fragments: save {figures['save']:.2f} s, load {figures['load']:.2f} s")
         return
     print(
-        "| job | ranks | rows | save: plan, catalog, peak | catalog | plan per rank | one rank loads: read, plan, memory |"
+        "| job | ranks | rows | save: plan, catalog, peak | catalog | plan per rank | one rank loads: read, plan, memory | "
+        "sent to all | groups |"
     )
-    print("|---|---|---|---|---|---|---|")
+    print("|---|---|---|---|---|---|---|---|---|")
     for job in arguments.jobs:
         points = []
         for ranks in arguments.ranks or SIZES[job]:
@@ -397,7 +399,8 @@ def main() -> None:
                 f"| {job}: {layouts(job, ranks)[0]} | {ranks:,} | {saved['rows']:,.0f} | {saved['plan']:.2f} s, "
                 f"{saved['catalog']:.2f} s, {saved['peak'] / 2**30:.2f} GiB | {saved['catalog bytes'] / 2**20:.1f} MiB | "
                 f"{saved['plan bytes'] / 1024:.1f} KiB | {loaded['read']:.2f} s, {loaded['plan']:.2f} s, "
-                f"{loaded['memory'] / 2**10:.0f} MiB |",
+                f"{loaded['memory'] / 2**10:.0f} MiB | {loaded['head bytes'] / 2**20:.1f} MiB | "
+                f"{loaded['groups read']:.0f} of {loaded['groups']:.0f} |",
                 flush=True,
             )
         if len(points) > 2:

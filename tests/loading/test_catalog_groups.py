@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import obstore
 import pytest
 import torch
 
 import bytecheckpoint
-from bytecheckpoint import CorruptCheckpointError
+from bytecheckpoint import CorruptCheckpointError, StorageError
 from bytecheckpoint.collectives import Collective, ThreadWorld
 from bytecheckpoint.representation.catalog import Catalog
 from bytecheckpoint.representation.catalog_groups import CatalogGroups
 from bytecheckpoint.representation.names import CATALOG_NAME
-from bytecheckpoint.storage import Storage
+from bytecheckpoint.storage import Storage, resolve
 from bytecheckpoint.storage.objects.bucket import Bucket
 from bytecheckpoint.storage.objects.storage import ObjectStorage
+from bytecheckpoint.storage.wrappers import Call, WrappedStorage
 from bytecheckpoint.tuning import tuned
 from tests.faults.ranks import outcomes
 from tests.support.layouts import Leaf, coded, grid_boxes
@@ -41,11 +46,11 @@ def states(rank: int, world: int, *, fresh: bool) -> dict[str, Any]:
     return {"model": model, "extra_states": values}
 
 
-def save(path: Path | Storage) -> None:
+def save(path: Path | Storage, *, group_bytes: int = 1) -> None:
     def run(collective: Collective) -> None:
         bytecheckpoint.save(path, states(collective.rank, RANKS, fresh=False))
 
-    with using(writer="thread"), tuned(catalog_group_bytes=1):
+    with using(writer="thread"), tuned(catalog_group_bytes=group_bytes):
         ThreadWorld(RANKS).run(run)
 
 
@@ -55,7 +60,7 @@ def saved(tmp_path: Path) -> Path:
     return tmp_path / "step"
 
 
-def load(path: Path | Storage, world: int) -> list[Any]:
+def load(path: Path | Storage, world: int, hosts: Sequence[str] = (), *, group_bytes: int = 1) -> list[Any]:
     def run(collective: Collective) -> Any:
         into = states(collective.rank, world, fresh=True)
         bytecheckpoint.load(path, into, timeout=60)
@@ -63,8 +68,11 @@ def load(path: Path | Storage, world: int) -> list[Any]:
             into["model"][name].check(coded(SHAPE, torch.float32, i))
         return into["extra_states"]
 
-    with using(writer="thread"), tuned(catalog_group_bytes=1):
-        return outcomes(ThreadWorld(world), run)
+    ranks = ThreadWorld(world)
+    for collective, host in zip(ranks.ranks, hosts, strict=False):
+        collective.host = host
+    with using(writer="thread"), tuned(catalog_group_bytes=group_bytes):
+        return outcomes(ranks, run)
 
 
 @pytest.mark.parametrize("world", [1, 5, RANKS, 16])
@@ -98,15 +106,12 @@ def test_each_rank_reads_the_groups_that_it_needs(saved: Path, reads: list[Catal
     assert rows == [0] * RANKS + [len(NAMES)] * RANKS
 
 
-def test_many_ranks_read_parts_from_an_object_store(reads: list[Catalog], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_read_parts_from_an_object_store(reads: list[Catalog]) -> None:
     storage = ObjectStorage("s3://bucket/step", Bucket("memory", obstore.store.MemoryStore(), 1.0))
-    monkeypatch.setattr(ObjectStorage, "parts_from_ranks", 3)
     save(storage)
     reads.clear()
-    for world, parts in ((2, False), (3, True)):
-        assert [found["own"] for found in load(storage, world)] == [*range(world)]
-        assert {read.files_read is not None for read in reads} == {parts}
-        reads.clear()
+    assert [found["own"] for found in load(storage, 3)] == [*range(3)]
+    assert all(read.files_read is not None for read in reads)
 
 
 def test_a_catalog_that_is_replaced_between_two_reads_is_read_whole(
@@ -127,3 +132,82 @@ def test_a_damaged_group_fails_the_load_and_is_named(saved: Path) -> None:
     found = load(saved, RANKS)
     assert all(isinstance(error, CorruptCheckpointError) for error in found), found
     assert all(CATALOG_NAME in str(error) and "row group 0" in str(error) for error in found)
+
+
+class FarStorage(WrappedStorage):
+    """No page cache keeps its files. Calls for the catalog are counted: (operation, bytes)."""
+
+    def __init__(self, inner: Storage) -> None:
+        super().__init__(inner)
+        self.calls: list[tuple[str, int]] = []
+        self.before: Callable[[str], None] = lambda operation: None
+
+    page_cache = False  # type: ignore[assignment]
+
+    def is_cached(self, name: str, offsets: Any) -> bool:
+        return False
+
+    def around(self, call: Call, function: Callable[[], Any]) -> Any:
+        if call.names == (CATALOG_NAME,):
+            self.before(call.operation)
+            self.calls.append((call.operation, call.nbytes))
+        return function()
+
+    def count(self) -> Counter[str]:
+        return Counter(operation for operation, _ in self.calls)
+
+
+def test_a_small_catalog_is_read_by_one_rank(tmp_path: Path) -> None:
+    save(tmp_path / "step", group_bytes=1 << 22)
+    storage = FarStorage(resolve(tmp_path / "step"))
+    assert [found["all"] for found in load(storage, 64, group_bytes=1 << 22)] == [{"x": [1, 2]}] * 64
+    assert storage.count() == {"open": 1, "read": 1}
+
+
+@pytest.mark.parametrize("machines", [1, 3])
+def test_the_groups_of_a_large_catalog_are_read_once_per_machine(
+    saved: Path, machines: int, reads: list[Catalog]
+) -> None:
+    storage = FarStorage(resolve(saved))
+    hosts = [f"m{rank * machines // 24}" for rank in range(24)]
+    found = load(storage, 24, hosts)
+    assert [each["own"] for each in found] == [*range(RANKS), *[RANKS - RANKS] * (24 - RANKS)]
+    # Rank 0: tail, index and the groups of values; then each machine: the groups that its ranks want.
+    (head,) = [reads[0]]
+    values = len(np.unique(head.file))
+    assert storage.count()["read_into"] <= 2 + values + RANKS + machines - 1
+    assert storage.count()["read"] == 0
+
+
+def test_others_fail_with_the_rank_that_reads(saved: Path) -> None:
+    storage = FarStorage(resolve(saved))
+
+    def refuse(operation: str) -> None:
+        raise StorageError("cannot read: permission denied")
+
+    storage.before = refuse
+    for error in load(storage, 5):
+        assert isinstance(error, StorageError) and "permission denied" in str(error)
+
+
+def test_a_rank_that_cannot_read_groups_fails_all_by_name(saved: Path) -> None:
+    storage = FarStorage(resolve(saved))
+
+    def refuse(operation: str) -> None:
+        if len(storage.calls) > 2 + RANKS:  # the head is read: the groups of values have a file for each rank
+            raise StorageError("cannot read: permission denied")
+
+    storage.before = refuse
+    found = load(storage, RANKS)
+    assert all(isinstance(error, StorageError) and "permission denied" in str(error) for error in found), found
+
+
+def test_a_catalog_that_is_replaced_between_head_and_groups(saved: Path, tmp_path: Path) -> None:
+    """Another save to the same path comes in between: the load starts again, with that one."""
+    save(tmp_path / "other")
+    storage = FarStorage(resolve(saved))
+    storage.before = lambda operation: (
+        None if len(storage.calls) != 3 + RANKS else shutil.copytree(tmp_path / "other", saved, dirs_exist_ok=True)
+    )
+    assert [found["own"] for found in load(storage, RANKS)] == [*range(RANKS)]
+    assert storage.count()["open"] > 2, "it was opened again"
