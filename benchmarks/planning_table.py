@@ -29,8 +29,7 @@ from numpy.typing import NDArray
 import bytecheckpoint
 from benchmarks.planning_saves import fsdp_file
 from bytecheckpoint.engine.catalogs import CatalogReader
-from bytecheckpoint.loading.fit import groups_to_read
-from bytecheckpoint.planning.read_plan import plan_reads, stored_rows
+from bytecheckpoint.planning.read_plan import groups_to_read, plan_reads, stored_rows
 from bytecheckpoint.planning.save_plan import LocalTable, SavePlan, TensorRecord, plan_save
 from bytecheckpoint.representation.boxes import BoxTable, Int64s
 from bytecheckpoint.representation.catalog import Catalog, StorageFile, StringColumn

@@ -1,4 +1,4 @@
-"""Loads of checkpoints whose catalogs are in groups: each rank reads those that it needs, and no damage is silent."""
+"""Checkpoints whose catalogs are in groups: loads, `open` and tools read those they need, and no damage is silent."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import torch
 
 import bytecheckpoint
 from bytecheckpoint import CorruptCheckpointError, StorageError
+from bytecheckpoint.cli.main import run as run_command
 from bytecheckpoint.collectives import Collective, ThreadWorld
 from bytecheckpoint.representation.catalog import Catalog
 from bytecheckpoint.representation.catalog_groups import CatalogGroups
@@ -46,12 +47,12 @@ def states(rank: int, world: int, *, fresh: bool) -> dict[str, Any]:
     return {"model": model, "extra_states": values}
 
 
-def save(path: Path | Storage, *, group_bytes: int = 1) -> None:
+def save(path: Path | Storage, *, world: int = RANKS, group_bytes: int = 1) -> None:
     def run(collective: Collective) -> None:
-        bytecheckpoint.save(path, states(collective.rank, RANKS, fresh=False))
+        bytecheckpoint.save(path, states(collective.rank, world, fresh=False))
 
     with using(writer="thread"), tuned(catalog_group_bytes=group_bytes):
-        ThreadWorld(RANKS).run(run)
+        ThreadWorld(world).run(run)
 
 
 @pytest.fixture
@@ -161,7 +162,7 @@ def test_a_small_catalog_is_read_by_one_rank(tmp_path: Path) -> None:
     save(tmp_path / "step", group_bytes=1 << 22)
     storage = FarStorage(resolve(tmp_path / "step"))
     assert [found["all"] for found in load(storage, 64, group_bytes=1 << 22)] == [{"x": [1, 2]}] * 64
-    assert storage.count() == {"open": 1, "read": 1}
+    assert storage.count() == {"open": 1, "read_into": 1}
 
 
 @pytest.mark.parametrize("machines", [1, 3])
@@ -204,10 +205,42 @@ def test_a_rank_that_cannot_read_groups_fails_all_by_name(saved: Path) -> None:
 
 def test_a_catalog_that_is_replaced_between_head_and_groups(saved: Path, tmp_path: Path) -> None:
     """Another save to the same path comes in between: the load starts again, with that one."""
-    save(tmp_path / "other")
+    save(tmp_path / "other", world=5)
     storage = FarStorage(resolve(saved))
     storage.before = lambda operation: (
         None if len(storage.calls) != 3 + RANKS else shutil.copytree(tmp_path / "other", saved, dirs_exist_ok=True)
     )
-    assert [found["own"] for found in load(storage, RANKS)] == [*range(RANKS)]
-    assert storage.count()["open"] > 2, "it was opened again"
+    assert [found["own"] for found in load(storage, RANKS)] == [*range(5), *[0] * (RANKS - 5)]
+
+
+def test_a_large_catalog_is_read_in_parts(saved: Path, reads: list[Catalog]) -> None:
+    storage = FarStorage(resolve(saved))
+    with tuned(catalog_group_bytes=1), bytecheckpoint.open(storage) as checkpoint:
+        assert {*NAMES} <= {key.removeprefix("model/") for key in checkpoint}
+        assert checkpoint["extra_states/own"] == 0
+        before = storage.count()["read_into"]
+        coded_values = [coded(SHAPE, torch.float32, i) for i in range(len(NAMES))]
+        assert torch.equal(checkpoint["model/w0"][0:2], coded_values[0][0:2])
+        assert storage.count()["read_into"] - before < RANKS / 2 + RANKS, "of the first rank, and as many again"
+        for i, name in enumerate(NAMES):
+            assert torch.equal(checkpoint[f"model/{name}"][...], coded_values[i])
+    assert storage.count()["read"] == 0
+    assert len(reads) < 6, "each step doubles what is here"
+
+
+def test_an_open_checkpoint_that_is_replaced(saved: Path, tmp_path: Path) -> None:
+    save(tmp_path / "other", world=5)
+    with tuned(catalog_group_bytes=1), bytecheckpoint.open(saved) as checkpoint:
+        shutil.copytree(tmp_path / "other", saved, dirs_exist_ok=True)
+        with pytest.raises(CorruptCheckpointError, match=r"was replaced by another save .* open it again"):
+            checkpoint["model/w0"][...]
+
+
+def test_tools_read_what_they_need(saved: Path, reads: list[Catalog], capsys: pytest.CaptureFixture[str]) -> None:
+    whole = run_command(["ls", str(saved)]), capsys.readouterr().out
+    reads.clear()
+    with tuned(catalog_group_bytes=1):
+        assert (run_command(["ls", str(saved)]), capsys.readouterr().out) == whole
+        assert all(read.files_read is not None for read in reads)
+        for command in ("inspect", "verify"):
+            assert run_command([command, str(saved)]) == 0

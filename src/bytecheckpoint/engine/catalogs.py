@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 
 from bytecheckpoint.errors import (
+    CheckpointError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
     StorageUnavailableError,
@@ -96,32 +97,45 @@ class CatalogReader:
         self._in_head = True
         self.groups: CatalogGroups | None = None
         with _located(storage):
-            if head is not None and not head.whole:
+            if head is None:
+                self._begin_here()
+            elif head.whole:
+                self.catalog, self.identity = decode(head.whole), head.whole
+            else:
                 self._begin(head.size)
-            elif head is None:
-                self._try_groups()
-            if self.groups is None:
-                data = storage.read(CATALOG_NAME) if head is None else head.whole
-                self.catalog, self.identity = decode(data), data
         self._in_head = False
 
-    def _try_groups(self) -> None:
-        """Read the head of a large catalog. Any other is to be read whole: that says what is wrong with it, if it is."""
+    def _begin_here(self) -> None:
+        """Read the head from the storage."""
         for _ in range(_ATTEMPTS):
-            size = self._opened().size
-            if size * 4 < tuning().catalog_group_bytes:
-                break
-            with contextlib.suppress(CorruptCheckpointError):
-                self._begin(size)
+            try:
+                self._begin(self._opened().size)
+            except CorruptCheckpointError:
+                self.close()
+                self.groups, self._pieces = None, {}
+            else:
                 return
-            self.close()
-            self.groups, self._pieces = None, {}
-        self.close()
+        # It is damaged, or replaced all the time: to read it at once tells.
+        self.identity = self._storage.read(CATALOG_NAME)
+        self.catalog = decode(self.identity)
 
     def _begin(self, size: int) -> None:
-        self.groups = CatalogGroups.open(size, self._read_into)
+        if size * 4 >= tuning().catalog_group_bytes:
+            self.groups = CatalogGroups.open(size, self._read_into)
         if self.groups is not None:
             self.catalog, self.identity = self.rows(self.groups.value_groups), bytes(self.groups.tail)
+            return
+        data = bytearray(size)
+        self._read_into(0, memoryview(data))
+        self.close()
+        self.identity = bytes(data)
+        self.catalog = decode(self.identity)
+
+    def replaced(self) -> bool:
+        """Return whether another catalog is at its place now."""
+        with contextlib.suppress(CheckpointError), contextlib.closing(CatalogReader(self._storage)) as now:
+            return now.identity != self.identity
+        return False
 
     def head(self) -> CatalogHead:
         """Return what was read at first, for other ranks."""

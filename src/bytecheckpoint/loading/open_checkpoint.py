@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from bytecheckpoint.engine.catalogs import CatalogReader
 from bytecheckpoint.engine.file_set import FileSet
-from bytecheckpoint.errors import CheckpointError, CheckpointReplacedError, CorruptCheckpointError
+from bytecheckpoint.errors import CheckpointReplacedError, CorruptCheckpointError
 from bytecheckpoint.frameworks.base import Destination, is_strict
 from bytecheckpoint.loading.call import LoadArguments
 from bytecheckpoint.loading.fit import Fit
@@ -27,7 +27,7 @@ class OpenCheckpoint:
     Attributes:
         arguments: of the load.
         catalog: its catalog; of one in groups, the rows that this rank needs.
-        identity: of the catalog (see `CatalogReader`).
+        reader: has read it.
         files: its files.
         trees: reads its trees of plain values.
         view: the catalog as the adapter sees it.
@@ -40,7 +40,7 @@ class OpenCheckpoint:
 
     arguments: LoadArguments
     catalog: Catalog
-    identity: bytes
+    reader: CatalogReader
     files: FileSet
     trees: Trees
     view: SavedView
@@ -62,17 +62,11 @@ def refused_mismatches(arguments: LoadArguments, destination: Destination) -> li
 
 
 @contextlib.contextmanager
-def detect_replacement(storage: Storage, identity: bytes) -> Iterator[None]:
-    """Turn a damaged read into `CheckpointReplacedError` if another save has replaced the catalog and removed its files.
-
-    `identity` is the catalog's (see `CatalogReader`).
-    """
+def detect_replacement(catalog: CatalogReader) -> Iterator[None]:
+    """Turn a damaged read into `CheckpointReplacedError` if another save has replaced the catalog and removed its files."""
     try:
         yield
     except CorruptCheckpointError as error:
-        replaced = False
-        with contextlib.suppress(CheckpointError), contextlib.closing(CatalogReader(storage)) as reader:
-            replaced = reader.identity != identity
-        if replaced:
+        if catalog.replaced():
             raise CheckpointReplacedError(str(error)) from error
         raise

@@ -72,7 +72,7 @@ class Opening:
         if not far or self._collective.rank == 0:
             source = self._use(CatalogReader(arguments.storage), stack)
             digest = xxhash.xxh3_128_digest(source.reader.identity)
-            with detect_replacement(arguments.storage, source.reader.identity):
+            with detect_replacement(source.reader):
                 far = far or (several and source.trees.far())
         if far:
             stack.enter_context(self.shared.serve())

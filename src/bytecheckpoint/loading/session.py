@@ -32,7 +32,6 @@ from bytecheckpoint.loading.decision import (
 )
 from bytecheckpoint.loading.fit import (
     fit_wanted,
-    groups_to_read,
     lost_positions,
     read_length,
     refuse_mismatches,
@@ -47,7 +46,7 @@ from bytecheckpoint.loading.saved import SavedView
 from bytecheckpoint.monitoring.garbage_collection import gc_paused
 from bytecheckpoint.monitoring.phases import Phases
 from bytecheckpoint.planning.exchange_plan import exchange_plan_of_rank
-from bytecheckpoint.planning.read_plan import stored_rows
+from bytecheckpoint.planning.read_plan import groups_to_read, stored_rows
 from bytecheckpoint.representation.boxes import Int64s
 from bytecheckpoint.representation.catalog import VALUES_SLOT
 from bytecheckpoint.representation.names import escape, unescape
@@ -147,7 +146,7 @@ class _Attempt:
         arguments, reader, files, trees = self._opening.share(decided, stack)
         catalog, groups = reader.catalog, reader.groups
         storage, states, selection = arguments.storage, arguments.states, arguments.selection
-        with detect_replacement(storage, reader.identity):
+        with detect_replacement(reader):
             chunk_bytes = read_length(catalog, self._collective.world_size, call.settings)
             live = LiveNames(selection, arguments.rename, states.keys())
             view = SavedView(catalog, trees, self._collective.rank, live, groups)
@@ -172,9 +171,7 @@ class _Attempt:
                 self._phases.mark("plan")
         ranges = ranges_of(fit.plan)
         exchanges = self._exchanges(files, ranges)
-        self._opened = OpenCheckpoint(
-            arguments, catalog, reader.identity, files, trees, view, destination, fit, exchanges
-        )
+        self._opened = OpenCheckpoint(arguments, catalog, reader, files, trees, view, destination, fit, exchanges)
         return FitReport(
             recognized=recognized_bitmap(catalog.count, view.numbers(list(destination.recognized)) + view.skipped()),
             ranges=ranges.tobytes() if exchanges else b"",
@@ -216,7 +213,7 @@ class _Attempt:
     def _read(self, agreement: Agreement, stack: contextlib.ExitStack, decision: FitDecision) -> bool:
         """Fill the destinations; return whether this rank wants its next save prepared."""
         opened = self._checkpoint
-        with detect_replacement(opened.storage, opened.identity):
+        with detect_replacement(opened.reader):
             scatter = ScatterPlan(opened.fit.plan, opened.fit.targets)
             exchange, private = self._exchange(agreement.part("exchange"), scatter, decision)
             if exchange is not None:
