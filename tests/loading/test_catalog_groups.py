@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import shutil
 import threading
-from collections import Counter
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,63 +15,21 @@ import torch
 import bytecheckpoint
 from bytecheckpoint import CorruptCheckpointError, StorageError
 from bytecheckpoint.cli.main import run as run_command
-from bytecheckpoint.collectives import Collective, ThreadWorld
 from bytecheckpoint.representation.catalog import Catalog
 from bytecheckpoint.representation.catalog_groups import CatalogGroups
 from bytecheckpoint.representation.names import CATALOG_NAME
-from bytecheckpoint.storage import Storage, resolve
+from bytecheckpoint.storage import resolve
 from bytecheckpoint.storage.objects.bucket import Bucket
 from bytecheckpoint.storage.objects.storage import ObjectStorage
-from bytecheckpoint.storage.wrappers import Call, WrappedStorage
 from bytecheckpoint.tuning import tuned
-from tests.faults.ranks import outcomes
-from tests.support.layouts import Leaf, coded, grid_boxes
-from tests.support.settings import using
-
-RANKS = 12
-NAMES = [f"w{i}" for i in range(6)]
-SHAPE = (48, 3)
-
-
-def states(rank: int, world: int, *, fresh: bool) -> dict[str, Any]:
-    """What rank `rank` of an FSDP job has: a box of each tensor, and values of its own and of all."""
-    box = grid_boxes(SHAPE, [[SHAPE[0] * r // world for r in range(1, world)], []])[rank]
-    # The destination begins with other numbers than the saved ones.
-    model = {
-        name: Leaf(SHAPE, [box]).fill(coded(SHAPE, torch.float32, i) * (not fresh), False)
-        for i, name in enumerate(NAMES)
-    }
-    values = {} if fresh else {"all": {"x": [1, 2]}, "own": rank}
-    return {"model": model, "extra_states": values}
-
-
-def save(path: Path | Storage, *, world: int = RANKS, group_bytes: int = 1) -> None:
-    def run(collective: Collective) -> None:
-        bytecheckpoint.save(path, states(collective.rank, world, fresh=False))
-
-    with using(writer="thread"), tuned(catalog_group_bytes=group_bytes):
-        ThreadWorld(world).run(run)
+from tests.support.large_catalogs import NAMES, RANKS, SHAPE, FarStorage, load, save
+from tests.support.layouts import coded
 
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
     save(tmp_path / "step")
     return tmp_path / "step"
-
-
-def load(path: Path | Storage, world: int, hosts: Sequence[str] = (), *, group_bytes: int = 1) -> list[Any]:
-    def run(collective: Collective) -> Any:
-        into = states(collective.rank, world, fresh=True)
-        bytecheckpoint.load(path, into, timeout=60)
-        for i, name in enumerate(NAMES):
-            into["model"][name].check(coded(SHAPE, torch.float32, i))
-        return into["extra_states"]
-
-    ranks = ThreadWorld(world)
-    for collective, host in zip(ranks.ranks, hosts, strict=False):
-        collective.host = host
-    with using(writer="thread"), tuned(catalog_group_bytes=group_bytes):
-        return outcomes(ranks, run)
 
 
 @pytest.mark.parametrize("world", [1, 5, RANKS, 16])
@@ -133,29 +89,6 @@ def test_a_damaged_group_fails_the_load_and_is_named(saved: Path) -> None:
     found = load(saved, RANKS)
     assert all(isinstance(error, CorruptCheckpointError) for error in found), found
     assert all(CATALOG_NAME in str(error) and "row group 0" in str(error) for error in found)
-
-
-class FarStorage(WrappedStorage):
-    """No page cache keeps its files. Calls for the catalog are counted: (operation, bytes)."""
-
-    def __init__(self, inner: Storage) -> None:
-        super().__init__(inner)
-        self.calls: list[tuple[str, int]] = []
-        self.before: Callable[[str], None] = lambda operation: None
-
-    page_cache = False  # type: ignore[assignment]
-
-    def is_cached(self, name: str, offsets: Any) -> bool:
-        return False
-
-    def around(self, call: Call, function: Callable[[], Any]) -> Any:
-        if call.names == (CATALOG_NAME,):
-            self.before(call.operation)
-            self.calls.append((call.operation, call.nbytes))
-        return function()
-
-    def count(self) -> Counter[str]:
-        return Counter(operation for operation, _ in self.calls)
 
 
 def test_a_small_catalog_is_read_by_one_rank(tmp_path: Path) -> None:
