@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import threading
 from collections.abc import Callable, Iterator
 from typing import TypeVar
@@ -130,6 +131,12 @@ class CatalogReader:
         self.close()
         self.identity = bytes(data)
         self.catalog = decode(self.identity)
+
+    def again(self) -> CatalogReader:
+        """Return the same with a lock and a file of its own, for a forked process."""
+        other = copy.copy(self)
+        other._file, other._lock = None, threading.Lock()
+        return other
 
     def replaced(self) -> bool:
         """Return whether another catalog is at its place now."""

@@ -36,9 +36,9 @@ class Source(NamedTuple):
 class Opening:
     """One rank's part in opening a checkpoint.
 
-    From a storage whose files the page cache keeps, each rank reads the catalog. From others rank 0 reads what all ranks
-    need of it, and sends it with its decision. What they need then, groups of a large catalog and trees of plain values,
-    one rank of each machine reads, unless it is in the machine's memory already.
+    Where the page cache keeps files, or ranks may see different ones, each rank reads the catalog. From other storages
+    rank 0 reads what all ranks need of it, and sends it with its decision. What they need then, groups of a large catalog
+    and trees of plain values, one rank of each machine reads, unless it is in the machine's memory already.
 
     Args:
         collective: the ranks.
@@ -67,10 +67,11 @@ class Opening:
         """Read the catalog if this rank does so itself, and begin to serve pieces, until `stack` is closed."""
         self._arguments = arguments = self._call.check()
         several = self._collective.world_size > 1
-        far = several and not arguments.storage.page_cache
+        storage = arguments.storage
+        far = several and storage.capabilities.shared and not storage.page_cache
         digest = b""
         if not far or self._collective.rank == 0:
-            source = self._use(CatalogReader(arguments.storage), stack)
+            source = self._use(CatalogReader(storage), stack)
             digest = xxhash.xxh3_128_digest(source.reader.identity)
             with detect_replacement(source.reader):
                 far = far or (several and source.trees.far())

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import os
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
-from bytecheckpoint.calls import SharedLock
 from bytecheckpoint.engine.catalogs import CatalogReader
 from bytecheckpoint.engine.file_set import FileSet
 from bytecheckpoint.engine.reading import read_all
@@ -87,7 +87,7 @@ class BoxReader:
         self._groups = (
             rest.groups.value_groups if rest is not None and rest.groups is not None else np.zeros(0, np.int64)
         )
-        self._lock = SharedLock()
+        self._lock = threading.RLock()  # a signal handler may read too
         self._rows: StoredRows | None = None
         self._files: FileSet | None = FileSet(storage, catalog)
         self._pid = os.getpid()
@@ -107,7 +107,8 @@ class BoxReader:
         if self._files is None:
             raise UsageError(f"the checkpoint {self.storage.url} was closed; open it again")
         if self._pid != os.getpid():  # after a fork: another thread of the parent may have held the old lock
-            self._files, self._pid, self._lock = FileSet(self.storage, self.catalog), os.getpid(), SharedLock()
+            self._files, self._pid, self._lock = FileSet(self.storage, self.catalog), os.getpid(), threading.RLock()
+            self._rest = self._rest and self._rest.again()
         return self._files
 
     def _read_groups(self, wanted: BoxTable) -> None:

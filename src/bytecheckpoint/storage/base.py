@@ -180,7 +180,7 @@ class Storage(ABC):
     #: then: a timeout would cost more than the call.
     in_memory: bool = False
     #: Whether this machine's page cache keeps what a rank reads, so that each rank of a load reads the catalog by itself.
-    #: Otherwise one rank reads it for all.
+    #: Otherwise one rank reads it for all, if the storage is shared.
     page_cache: bool = False
     #: Reads in parallel that suit the storage, per process: each should keep a processor or a connection busy.
     parallel_reads: int = 2
