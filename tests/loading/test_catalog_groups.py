@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import threading
 from pathlib import Path
@@ -15,12 +16,14 @@ import torch
 import bytecheckpoint
 from bytecheckpoint import CorruptCheckpointError, StorageError
 from bytecheckpoint.cli.main import run as run_command
+from bytecheckpoint.engine.catalogs import CatalogHead, CatalogReader
 from bytecheckpoint.representation.catalog import Catalog
 from bytecheckpoint.representation.catalog_groups import CatalogGroups
 from bytecheckpoint.representation.names import CATALOG_NAME
 from bytecheckpoint.storage import resolve
 from bytecheckpoint.storage.objects.bucket import Bucket
 from bytecheckpoint.storage.objects.storage import ObjectStorage
+from bytecheckpoint.storage.threads import parallel_map
 from bytecheckpoint.tuning import tuned
 from tests.support.large_catalogs import NAMES, RANKS, SHAPE, FarStorage, load, save
 from tests.support.layouts import coded
@@ -177,3 +180,45 @@ def test_tools_read_what_they_need(saved: Path, reads: list[Catalog], capsys: py
         assert all(read.files_read is not None for read in reads)
         for command in ("inspect", "verify"):
             assert run_command([command, str(saved)]) == 0
+
+
+def test_a_head_that_changes_on_its_way_is_refused(saved: Path) -> None:
+    with tuned(catalog_group_bytes=1):
+        head = CatalogReader(resolve(saved)).head()
+        assert CatalogReader(resolve(saved), head).catalog.keys() == CatalogReader(resolve(saved)).catalog.keys()
+        offset = max(head.pieces)
+        for place in range(0, len(head.pieces[offset]), 97):
+            changed = bytearray(head.pieces[offset])
+            changed[place] ^= 1
+            pieces = {**head.pieces, offset: bytes(changed)}
+            with pytest.raises(CorruptCheckpointError, match="cannot be trusted"):
+                CatalogReader(resolve(saved), CatalogHead(size=head.size, pieces=pieces))
+
+
+@pytest.mark.parametrize("left", [0, 10, 5000, -1])
+def test_a_catalog_that_is_cut(saved: Path, left: int) -> None:
+    file = saved / CATALOG_NAME
+    file.write_bytes(file.read_bytes()[:left])
+    for storage in (resolve(saved), FarStorage(resolve(saved))):
+        for error in load(storage, 3):
+            assert isinstance(error, CorruptCheckpointError) and CATALOG_NAME in str(error)
+
+
+def test_a_forked_child_reads_groups(saved: Path) -> None:
+    with tuned(catalog_group_bytes=1), bytecheckpoint.open(saved) as checkpoint:
+        checkpoint["model/w0"][0:1]
+        child = os.fork()
+        if not child:
+            os._exit(int(not torch.equal(checkpoint["model/w1"][...], coded(SHAPE, torch.float32, 1))))
+        assert os.waitpid(child, 0)[1] == 0
+
+
+def test_threads_read_groups(saved: Path) -> None:
+    expected = [coded(SHAPE, torch.float32, i) for i in range(len(NAMES))]
+    with tuned(catalog_group_bytes=1), bytecheckpoint.open(saved) as checkpoint:
+
+        def read(number: int) -> bool:
+            row, name = number % SHAPE[0], number % len(NAMES)
+            return torch.equal(checkpoint[f"model/w{name}"][row], expected[name][row])
+
+        assert all(parallel_map(read, range(200), 8, "read"))

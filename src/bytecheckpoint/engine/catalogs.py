@@ -218,7 +218,10 @@ def _located(storage: Storage) -> Iterator[None]:
             f"{storage.url} holds no committed checkpoint (no {CATALOG_NAME}); give the folder of one step"
         ) from None
     except CorruptCheckpointError as error:
-        raise CorruptCheckpointError(f"{storage.url}/{CATALOG_NAME}: {error}", file=CATALOG_NAME) from None
+        where = f"{storage.url}/{CATALOG_NAME}"
+        if where in str(error):  # of a part that another rank has read
+            raise
+        raise CorruptCheckpointError(f"{where}: {error}", file=CATALOG_NAME) from None
 
 
 def check_rank(url: str, catalog: Catalog, rank: int | None) -> None:
