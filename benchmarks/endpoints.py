@@ -40,6 +40,8 @@ from bytecheckpoint.collectives.transport.wire import Kind
 
 #: Bytes that one rank reports at the end of a save: the sums of the blocks of some files.
 _SUMS = 4096
+#: What rank 0 sends of the catalog of 30 million shards to all ranks of a load.
+_HEAD = 10 << 20
 _PER_MACHINE = 8
 _TIMEOUT = 900.0
 _BARRIERS = 5
@@ -86,6 +88,10 @@ def _steps(part: _Part, folder: str) -> dict[str, Callable[[], object]]:
         sums = np.random.default_rng(c.rank).bytes(_SUMS)
         c.gather_scatter("sums", sums, lambda all_sums: [b"ok"] * len(all_sums), timeout=_TIMEOUT)
 
+    def head(c: Any) -> None:
+        found = c.gather_scatter("head", b"", lambda ranks: [head_bytes] * len(ranks), timeout=_TIMEOUT)
+        assert len(found) == _HEAD
+
     def states(c: Any) -> dict[str, Any]:
         return {"model": {f"layers.{c.rank}.weight": torch.full((16,), float(c.rank))}}
 
@@ -100,8 +106,9 @@ def _steps(part: _Part, folder: str) -> dict[str, Callable[[], object]]:
         bytecheckpoint.load(folder, wanted, strict=False)
         assert wanted["model"][f"layers.{c.rank}.weight"].tolist() == [float(c.rank)] * 16
 
+    head_bytes = bytes(_HEAD)
     work = {
-        "barrier": barrier, "sums": report, "save": save, "async save": lambda c: again(c, 2),
+        "barrier": barrier, "sums": report, "head": head, "save": save, "async save": lambda c: again(c, 2),
         "async save again": lambda c: again(c, 3), "load": load,
     }  # fmt: skip
     return {name: (lambda body=body: part.run(body, timeout=_TIMEOUT)) for name, body in work.items()}

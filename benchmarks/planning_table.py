@@ -28,9 +28,8 @@ from numpy.typing import NDArray
 
 import bytecheckpoint
 from benchmarks.planning_saves import fsdp_file
-from bytecheckpoint.engine.catalogs import open_groups, read_catalog, read_groups
-from bytecheckpoint.loading.fit import groups_to_read
-from bytecheckpoint.planning.read_plan import plan_reads, stored_rows
+from bytecheckpoint.engine.catalogs import CatalogReader
+from bytecheckpoint.planning.read_plan import groups_to_read, plan_reads, stored_rows
 from bytecheckpoint.planning.save_plan import LocalTable, SavePlan, TensorRecord, plan_save
 from bytecheckpoint.representation.boxes import BoxTable, Int64s
 from bytecheckpoint.representation.catalog import Catalog, StorageFile, StringColumn
@@ -44,6 +43,7 @@ T = TypeVar("T")
 
 _GENERATION = new_generation("bench", 1)
 _STATES = ("", "exp_avg", "exp_avg_sq", "master")  # the first is the parameter
+_PER_MACHINE = 8
 _HEADER = 400  # bytes of a storage file's header for each of its entries, about
 
 
@@ -273,27 +273,35 @@ def unplanned(ranks: int, folder: Path) -> dict[str, float]:
 
 
 def load(job: str, ranks: int, folder: Path) -> dict[str, float]:
-    """Plan what one rank of the other layout reads; return its figures."""
+    """Plan what one rank of the other layout reads; return its figures, and all ranks' requests to an object store."""
     _, _, layout = layouts(job, ranks)
-    boxes = layout.rows(layout.world // 3)
+    rank = layout.world // 3 // _PER_MACHINE * _PER_MACHINE
+    boxes = layout.rows(rank)
     storage = resolve(folder)
     figures: dict[str, float] = {}
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with open_groups(storage, layout.world) as groups:
-        # As a load does: the index and the plain values first, then what is wanted.
-        if groups is None:
-            catalog = timed(figures, "read", lambda: read_catalog(storage)[0])
-            wanted = boxes_in(catalog, layout, boxes)
-        else:
-            tensors = timed(figures, "read", lambda: read_groups(storage, groups, groups.value_groups))
-            wanted = boxes_in(tensors, layout, boxes)
-            catalog = timed(figures, "read", lambda: read_groups(storage, groups, groups_to_read(groups, wanted)))
-        figures["groups"] = 1 if groups is None else len(np.unique(groups.group))
+    # As a load does: rank 0 reads the head (index, plain values), each rank decodes it, and reads the groups it needs.
+    head = CatalogReader(storage).head()
+    figures["head bytes"] = len(head.whole) + sum(map(len, head.pieces.values()))
+    reader = timed(figures, "read", lambda: CatalogReader(storage, head))
+    catalog, groups = reader.catalog, reader.groups
+    wanted = boxes_in(catalog, layout, boxes)
+    figures["memory"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    figures["groups"] = figures["groups read"] = 1
+    figures["requests"] = 1 + max(len(head.pieces), 1)  # rank 0: the length, then the head
+    if groups is not None:
+        numbers = groups_to_read(groups, wanted)
+        catalog = timed(figures, "read", lambda: reader.rows(numbers))
+        figures["groups"], figures["groups read"] = len(np.unique(groups.group)), len(numbers)
+        figures["memory"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+        machine = range(rank, min(rank + _PER_MACHINE, layout.world))
+        theirs = [groups_to_read(groups, boxes_in(reader.catalog, layout, layout.rows(r))) for r in machine]
+        each = np.setdiff1d(np.concatenate(theirs), groups.value_groups)
+        figures["requests"] += len(each) * -(-layout.world // _PER_MACHINE)
     everywhere = np.ones(len(wanted), bool)
     plan = timed(figures, "plan", lambda: plan_reads(stored_rows(catalog), wanted, everywhere, 8 << 20))
     assert not plan.missing.any()
     figures["rows read"] = len(catalog.boxes)
-    figures["memory"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     return figures
 
 
@@ -383,9 +391,10 @@ def main() -> None:
         print(f"{arguments.fragments:,} fragments: save {figures['save']:.2f} s, load {figures['load']:.2f} s")
         return
     print(
-        "| job | ranks | rows | save: plan, catalog, peak | catalog | plan per rank | one rank loads: read, plan, memory |"
+        "| job | ranks | rows | save: plan, catalog, peak | catalog | plan per rank | one rank loads: read, plan, memory | "
+        "sent to all | groups of one rank | requests to an object store |"
     )
-    print("|---|---|---|---|---|---|---|")
+    print("|---|---|---|---|---|---|---|---|---|---|")
     for job in arguments.jobs:
         points = []
         for ranks in arguments.ranks or SIZES[job]:
@@ -397,7 +406,8 @@ def main() -> None:
                 f"| {job}: {layouts(job, ranks)[0]} | {ranks:,} | {saved['rows']:,.0f} | {saved['plan']:.2f} s, "
                 f"{saved['catalog']:.2f} s, {saved['peak'] / 2**30:.2f} GiB | {saved['catalog bytes'] / 2**20:.1f} MiB | "
                 f"{saved['plan bytes'] / 1024:.1f} KiB | {loaded['read']:.2f} s, {loaded['plan']:.2f} s, "
-                f"{loaded['memory'] / 2**10:.0f} MiB |",
+                f"{loaded['memory'] / 2**10:.0f} MiB | {loaded['head bytes'] / 2**20:.1f} MiB | "
+                f"{loaded['groups read']:.0f} of {loaded['groups']:.0f} | {loaded['requests']:,.0f} |",
                 flush=True,
             )
         if len(points) > 2:

@@ -262,7 +262,7 @@ def test_a_rank_that_hangs_or_dies_is_named_in_time(
     assert len([name for name in files_of(path) if "model/rank" in name]) == 2
 
 
-@pytest.mark.parametrize("call", ["read", "open", "read_into"])
+@pytest.mark.parametrize("call", ["open", "read_into"])
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("overlap", [True, False])
 def test_a_read_that_fails_on_one_rank_fails_the_load_on_every_rank(

@@ -1,70 +1,38 @@
-"""Loads of checkpoints whose catalogs are in groups: each rank reads those that it needs, and no damage is silent."""
+"""Checkpoints whose catalogs are in groups: loads, `open` and tools read those they need, and no damage is silent."""
 
 from __future__ import annotations
 
+import os
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import obstore
 import pytest
 import torch
 
 import bytecheckpoint
-from bytecheckpoint import CorruptCheckpointError
-from bytecheckpoint.collectives import Collective, ThreadWorld
+from bytecheckpoint import CorruptCheckpointError, StorageError
+from bytecheckpoint.cli.main import run as run_command
+from bytecheckpoint.engine.catalogs import CatalogHead, CatalogReader
 from bytecheckpoint.representation.catalog import Catalog
 from bytecheckpoint.representation.catalog_groups import CatalogGroups
 from bytecheckpoint.representation.names import CATALOG_NAME
-from bytecheckpoint.storage import Storage
+from bytecheckpoint.storage import resolve
 from bytecheckpoint.storage.objects.bucket import Bucket
 from bytecheckpoint.storage.objects.storage import ObjectStorage
+from bytecheckpoint.storage.threads import parallel_map
 from bytecheckpoint.tuning import tuned
-from tests.faults.ranks import outcomes
-from tests.support.layouts import Leaf, coded, grid_boxes
-from tests.support.settings import using
-
-RANKS = 12
-NAMES = [f"w{i}" for i in range(6)]
-SHAPE = (48, 3)
-
-
-def states(rank: int, world: int, *, fresh: bool) -> dict[str, Any]:
-    """What rank `rank` of an FSDP job has: a box of each tensor, and values of its own and of all."""
-    box = grid_boxes(SHAPE, [[SHAPE[0] * r // world for r in range(1, world)], []])[rank]
-    # The destination begins with other numbers than the saved ones.
-    model = {
-        name: Leaf(SHAPE, [box]).fill(coded(SHAPE, torch.float32, i) * (not fresh), False)
-        for i, name in enumerate(NAMES)
-    }
-    values = {} if fresh else {"all": {"x": [1, 2]}, "own": rank}
-    return {"model": model, "extra_states": values}
-
-
-def save(path: Path | Storage) -> None:
-    def run(collective: Collective) -> None:
-        bytecheckpoint.save(path, states(collective.rank, RANKS, fresh=False))
-
-    with using(writer="thread"), tuned(catalog_group_bytes=1):
-        ThreadWorld(RANKS).run(run)
+from tests.support.large_catalogs import NAMES, RANKS, SHAPE, FarStorage, load, save
+from tests.support.layouts import coded
 
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
     save(tmp_path / "step")
     return tmp_path / "step"
-
-
-def load(path: Path | Storage, world: int) -> list[Any]:
-    def run(collective: Collective) -> Any:
-        into = states(collective.rank, world, fresh=True)
-        bytecheckpoint.load(path, into, timeout=60)
-        for i, name in enumerate(NAMES):
-            into["model"][name].check(coded(SHAPE, torch.float32, i))
-        return into["extra_states"]
-
-    with using(writer="thread"), tuned(catalog_group_bytes=1):
-        return outcomes(ThreadWorld(world), run)
 
 
 @pytest.mark.parametrize("world", [1, 5, RANKS, 16])
@@ -98,15 +66,12 @@ def test_each_rank_reads_the_groups_that_it_needs(saved: Path, reads: list[Catal
     assert rows == [0] * RANKS + [len(NAMES)] * RANKS
 
 
-def test_many_ranks_read_parts_from_an_object_store(reads: list[Catalog], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_read_parts_from_an_object_store(reads: list[Catalog]) -> None:
     storage = ObjectStorage("s3://bucket/step", Bucket("memory", obstore.store.MemoryStore(), 1.0))
-    monkeypatch.setattr(ObjectStorage, "parts_from_ranks", 3)
     save(storage)
     reads.clear()
-    for world, parts in ((2, False), (3, True)):
-        assert [found["own"] for found in load(storage, world)] == [*range(world)]
-        assert {read.files_read is not None for read in reads} == {parts}
-        reads.clear()
+    assert [found["own"] for found in load(storage, 3)] == [*range(3)]
+    assert all(read.files_read is not None for read in reads)
 
 
 def test_a_catalog_that_is_replaced_between_two_reads_is_read_whole(
@@ -127,3 +92,133 @@ def test_a_damaged_group_fails_the_load_and_is_named(saved: Path) -> None:
     found = load(saved, RANKS)
     assert all(isinstance(error, CorruptCheckpointError) for error in found), found
     assert all(CATALOG_NAME in str(error) and "row group 0" in str(error) for error in found)
+
+
+def test_a_small_catalog_is_read_by_one_rank(tmp_path: Path) -> None:
+    save(tmp_path / "step", group_bytes=1 << 22)
+    storage = FarStorage(resolve(tmp_path / "step"))
+    assert [found["all"] for found in load(storage, 64, group_bytes=1 << 22)] == [{"x": [1, 2]}] * 64
+    assert storage.count() == {"open": 1, "read_into": 1}
+
+
+@pytest.mark.parametrize("machines", [1, 3])
+def test_the_groups_of_a_large_catalog_are_read_once_per_machine(
+    saved: Path, machines: int, reads: list[Catalog]
+) -> None:
+    storage = FarStorage(resolve(saved))
+    hosts = [f"m{rank * machines // 24}" for rank in range(24)]
+    found = load(storage, 24, hosts)
+    assert [each["own"] for each in found] == [*range(RANKS), *[RANKS - RANKS] * (24 - RANKS)]
+    # Rank 0: tail, index and the groups of values; then each machine: the groups that its ranks want.
+    (head,) = [reads[0]]
+    values = len(np.unique(head.file))
+    assert storage.count()["read_into"] <= 2 + values + RANKS + machines - 1
+    assert storage.count()["read"] == 0
+
+
+def test_others_fail_with_the_rank_that_reads(saved: Path) -> None:
+    storage = FarStorage(resolve(saved))
+
+    def refuse(operation: str) -> None:
+        raise StorageError("cannot read: permission denied")
+
+    storage.before = refuse
+    for error in load(storage, 5):
+        assert isinstance(error, StorageError) and "permission denied" in str(error)
+
+
+def test_a_rank_that_cannot_read_groups_fails_all_by_name(saved: Path) -> None:
+    storage = FarStorage(resolve(saved))
+
+    def refuse(operation: str) -> None:
+        if len(storage.calls) > 2 + RANKS:  # the head is read: the groups of values have a file for each rank
+            raise StorageError("cannot read: permission denied")
+
+    storage.before = refuse
+    found = load(storage, RANKS)
+    assert all(isinstance(error, StorageError) and "permission denied" in str(error) for error in found), found
+
+
+def test_a_catalog_that_is_replaced_between_head_and_groups(saved: Path, tmp_path: Path) -> None:
+    """Another save to the same path comes in between: the load starts again, with that one."""
+    save(tmp_path / "other", world=5)
+    storage = FarStorage(resolve(saved))
+    storage.before = lambda operation: (
+        None if len(storage.calls) != 3 + RANKS else shutil.copytree(tmp_path / "other", saved, dirs_exist_ok=True)
+    )
+    assert [found["own"] for found in load(storage, RANKS)] == [*range(5), *[0] * (RANKS - 5)]
+
+
+def test_a_large_catalog_is_read_in_parts(saved: Path, reads: list[Catalog]) -> None:
+    storage = FarStorage(resolve(saved))
+    with tuned(catalog_group_bytes=1), bytecheckpoint.open(storage) as checkpoint:
+        assert {*NAMES} <= {key.removeprefix("model/") for key in checkpoint}
+        assert checkpoint["extra_states/own"] == 0
+        before = storage.count()["read_into"]
+        coded_values = [coded(SHAPE, torch.float32, i) for i in range(len(NAMES))]
+        assert torch.equal(checkpoint["model/w0"][0:2], coded_values[0][0:2])
+        assert storage.count()["read_into"] - before < RANKS / 2 + RANKS, "of the first rank, and as many again"
+        for i, name in enumerate(NAMES):
+            assert torch.equal(checkpoint[f"model/{name}"][...], coded_values[i])
+    assert storage.count()["read"] == 0
+    assert len(reads) < 6, "each step doubles what is here"
+
+
+def test_an_open_checkpoint_that_is_replaced(saved: Path, tmp_path: Path) -> None:
+    save(tmp_path / "other", world=5)
+    with tuned(catalog_group_bytes=1), bytecheckpoint.open(saved) as checkpoint:
+        shutil.copytree(tmp_path / "other", saved, dirs_exist_ok=True)
+        with pytest.raises(CorruptCheckpointError, match=r"was replaced by another save .* open it again"):
+            checkpoint["model/w0"][...]
+
+
+def test_tools_read_what_they_need(saved: Path, reads: list[Catalog], capsys: pytest.CaptureFixture[str]) -> None:
+    whole = run_command(["ls", str(saved)]), capsys.readouterr().out
+    reads.clear()
+    with tuned(catalog_group_bytes=1):
+        assert (run_command(["ls", str(saved)]), capsys.readouterr().out) == whole
+        assert all(read.files_read is not None for read in reads)
+        for command in ("inspect", "verify"):
+            assert run_command([command, str(saved)]) == 0
+
+
+def test_a_head_that_changes_on_its_way_is_refused(saved: Path) -> None:
+    with tuned(catalog_group_bytes=1):
+        head = CatalogReader(resolve(saved)).head()
+        assert CatalogReader(resolve(saved), head).catalog.keys() == CatalogReader(resolve(saved)).catalog.keys()
+        offset = max(head.pieces)
+        for place in range(0, len(head.pieces[offset]), 97):
+            changed = bytearray(head.pieces[offset])
+            changed[place] ^= 1
+            pieces = {**head.pieces, offset: bytes(changed)}
+            with pytest.raises(CorruptCheckpointError, match="cannot be trusted"):
+                CatalogReader(resolve(saved), CatalogHead(size=head.size, pieces=pieces))
+
+
+@pytest.mark.parametrize("left", [0, 10, 5000, -1])
+def test_a_catalog_that_is_cut(saved: Path, left: int) -> None:
+    file = saved / CATALOG_NAME
+    file.write_bytes(file.read_bytes()[:left])
+    for storage in (resolve(saved), FarStorage(resolve(saved))):
+        for error in load(storage, 3):
+            assert isinstance(error, CorruptCheckpointError) and CATALOG_NAME in str(error)
+
+
+def test_a_forked_child_reads_groups(saved: Path) -> None:
+    with tuned(catalog_group_bytes=1), bytecheckpoint.open(saved) as checkpoint:
+        checkpoint["model/w0"][0:1]
+        child = os.fork()
+        if not child:
+            os._exit(int(not torch.equal(checkpoint["model/w1"][...], coded(SHAPE, torch.float32, 1))))
+        assert os.waitpid(child, 0)[1] == 0
+
+
+def test_threads_read_groups(saved: Path) -> None:
+    expected = [coded(SHAPE, torch.float32, i) for i in range(len(NAMES))]
+    with tuned(catalog_group_bytes=1), bytecheckpoint.open(saved) as checkpoint:
+
+        def read(number: int) -> bool:
+            row, name = number % SHAPE[0], number % len(NAMES)
+            return torch.equal(checkpoint[f"model/w{name}"][row], expected[name][row])
+
+        assert all(parallel_map(read, range(200), 8, "read"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,6 +15,7 @@ import torch
 import bytecheckpoint
 from bytecheckpoint import CorruptCheckpointError
 from bytecheckpoint.collectives import Collective, SingleProcess, ThreadWorld, use
+from bytecheckpoint.engine.catalogs import CatalogHead
 from bytecheckpoint.loading.decision import OpenReport, decide_open
 from bytecheckpoint.storage import resolve
 from bytecheckpoint.storage.wrappers import Call, WrappedStorage
@@ -135,7 +137,11 @@ def test_one_rank_serves_nobody(tmp_path: Path) -> None:
 
 
 def test_the_ranks_of_each_machine() -> None:
+    head = partial(CatalogHead, b"x")
     reports = [OpenReport(b"x", host) for host in ("a", "b", "", "a", "")]
-    assert [decision.servers for decision in decide_open(reports)] == [[0, 3], [1], [], [0, 3], []]
-    assert all(decision.alike for decision in decide_open(reports))
-    assert not decide_open([*reports, OpenReport(b"y")])[0].alike
+    decided = decide_open(reports, head)
+    assert [decided.servers(rank) for rank in range(5)] == [[0, 3], [1], [], [0, 3], []]
+    assert decided.alike and decided.head is None
+    assert not decide_open([*reports, OpenReport(b"y")], head).alike
+    for_others = decide_open([*reports, OpenReport(b"")], head)
+    assert for_others.alike and for_others.head == head()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from bytecheckpoint.errors import CheckpointError, CorruptCheckpointError
 from bytecheckpoint.planning.intersect import intersect
-from bytecheckpoint.representation.boxes import BoxTable
+from bytecheckpoint.representation.boxes import BoxTable, Int64s
 from bytecheckpoint.representation.catalog import VALUES_SLOT, Catalog
 from bytecheckpoint.representation.catalog_file import decode, encode
 from bytecheckpoint.representation.catalog_footer import LOCATOR_BYTES, SEAL_BYTES, read_locator, seal, tail_start
@@ -33,6 +34,7 @@ class File:
 
     def __init__(self, data: bytes) -> None:
         self.data = data
+        self.groups: Any = None
         self.read = np.zeros(len(data), bool)
 
     def read_into(self, offset: int, memory: memoryview) -> None:
@@ -42,13 +44,21 @@ class File:
     def open(self) -> CatalogGroups:
         found = CatalogGroups.open(len(self.data), self.read_into)
         assert found is not None
+        self.groups = found
+        return found
+
+    def rows(self, numbers: Int64s) -> Catalog:
+        for number in np.unique(numbers).tolist():
+            self.groups.load(number, self.read_into)
+        found: Catalog = self.groups.catalog(numbers)
         return found
 
 
 def read_in_parts(data: bytes) -> Catalog:
-    groups = CatalogGroups.open(len(data), File(data).read_into)
+    file = File(data)
+    file.groups = CatalogGroups.open(len(data), file.read_into)
     # Another version, it seems, is read whole, and its seal checked.
-    return decode(data) if groups is None else groups.catalog(np.unique(groups.group))
+    return decode(data) if file.groups is None else file.rows(np.unique(file.groups.group))
 
 
 def sharded(ranks: int = 40, tensors: int = 30) -> Catalog:
@@ -69,9 +79,10 @@ def test_parts_are_what_the_whole_says(tensors: Spec, files: int, data: st.DataO
     assert_same(catalog, decode(encoded))
     if encode(catalog) == encoded:
         return  # hardly any rows
-    groups = File(encoded).open()
+    file = File(encoded)
+    groups = file.open()
     wanted = data.draw(st.lists(st.sampled_from(np.unique(groups.group).tolist()), unique=True))
-    part = groups.catalog(np.array(wanted, np.int64))
+    part = file.rows(np.array(wanted, np.int64))
     assert part.keys() == catalog.keys() and part.files == catalog.files and part.info == catalog.info
     assert part.files_read is not None
     rows = np.flatnonzero(part.files_read[catalog.file])
@@ -80,8 +91,8 @@ def test_parts_are_what_the_whole_says(tensors: Spec, files: int, data: st.DataO
         np.testing.assert_array_equal(getattr(part, name), getattr(catalog, name)[rows], name)
     for name in ("tensor", "offsets", "lengths"):
         np.testing.assert_array_equal(getattr(part.boxes, name), getattr(catalog.boxes.take(rows), name), name)
-    for file in np.flatnonzero(part.files_read).tolist():
-        np.testing.assert_array_equal(part.sums(file), catalog.sums(file))
+    for number in np.flatnonzero(part.files_read).tolist():
+        np.testing.assert_array_equal(part.sums(number), catalog.sums(number))
 
 
 def test_a_rank_reads_the_groups_of_its_boxes() -> None:
@@ -93,11 +104,11 @@ def test_a_rank_reads_the_groups_of_its_boxes() -> None:
     boxes = BoxTable.build(range(30), [[13, 0]] * 30, [[4, 8]] * 30)  # of ranks 6, 7 and 8
     found = np.unique(groups.group[intersect(groups.hulls, boxes).left])
     assert len(found) == 3
-    part = groups.catalog(found)
+    part = file.rows(found)
     assert len(part.boxes) <= 3 * 31
     assert int(file.read.sum()) - before < len(file.data) / 10
     assert len(intersect(part.boxes, boxes)) == len(intersect(catalog.boxes, boxes)) == 3 * 30
-    groups.catalog(np.append(found, groups.value_groups))
+    file.rows(np.append(found, groups.value_groups))
     with pytest.raises(AssertionError, match="not read"):
         part.sums(0)
 
@@ -133,13 +144,14 @@ def test_a_damaged_group_hurts_only_those_who_read_it() -> None:
     data = bytearray(in_groups(sharded()))
     whole = File(bytes(data)).open()
     data[whole._places.offsets[5] + 20] ^= 1
-    groups = File(bytes(data)).open()
+    file = File(bytes(data))
+    groups = file.open()
     for number in np.unique(groups.group).tolist():
         if number == 5:
             with pytest.raises(CorruptCheckpointError, match="row group 5 do not match their hash"):
-                groups.catalog(np.array([4, 5]))
+                file.rows(np.array([4, 5]))
         else:
-            assert len(groups.catalog(np.array([number])).boxes)
+            assert len(file.rows(np.array([number])).boxes)
 
 
 def test_small_catalogs_have_no_groups() -> None:

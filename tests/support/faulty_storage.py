@@ -16,6 +16,7 @@ from typing import Any, TypeVar, cast
 import pytest
 
 from bytecheckpoint.collectives import current
+from bytecheckpoint.representation.names import CATALOG_NAME
 from bytecheckpoint.storage import Storage, resolve
 from bytecheckpoint.storage.testing.fault_rule import FaultRule
 from bytecheckpoint.storage.testing.wrappers import FaultyStorage
@@ -36,7 +37,7 @@ class Faults:
     Attributes:
         rules: each call is hit by all that match it.
         calls: (rank, operation, name) of every call.
-        bytes_read: by rank.
+        bytes_read: by rank, without catalogs.
         bytes_written: by rank.
     """
 
@@ -80,6 +81,6 @@ class _RecordedStorage(FaultyStorage):
         result = super().around(call, do)
         if call.operation == "write":
             faults.count(faults.bytes_written, self._caller, call.nbytes)
-        elif call.operation == "read_into":
+        elif call.operation == "read_into" and CATALOG_NAME not in call.names:
             faults.count(faults.bytes_read, self._caller, cast(int, result))
         return result

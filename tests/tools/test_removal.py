@@ -19,7 +19,7 @@ from bytecheckpoint import CheckpointNotFoundError, StorageConflictError, Storag
 from bytecheckpoint.cli.main import run
 from bytecheckpoint.collectives import current
 from bytecheckpoint.engine.catalogs import read_catalog
-from bytecheckpoint.storage import resolve
+from bytecheckpoint.storage import FileReader, resolve
 from bytecheckpoint.storage.posix.storage import LocalStorage
 from bytecheckpoint.tiers.cooldown import cool, plan_cooldown
 from bytecheckpoint.tiers.flush.lock import flush_lock
@@ -126,15 +126,15 @@ def test_rm_while_a_step_beside_cannot_be_read(tmp_path: Path, monkeypatch: pyte
     """It may use the files. A damaged one cannot be loaded anyway."""
     save(tmp_path / "1")
     save(tmp_path / "2")
-    real = LocalStorage.read
+    real = LocalStorage.open
 
-    def read(storage: LocalStorage, name: str) -> bytes:
+    def opened(storage: LocalStorage, name: str) -> FileReader:
         if storage.root.endswith("2"):
             raise StorageUnavailableError("no answer")
         return real(storage, name)
 
     with monkeypatch.context() as patched:
-        patched.setattr(LocalStorage, "read", read)
+        patched.setattr(LocalStorage, "open", opened)
         with pytest.raises(StorageUnavailableError, match="no answer"):
             remove_checkpoint(str(tmp_path / "1"))
         with pytest.raises(StorageUnavailableError, match="no answer"):

@@ -16,9 +16,10 @@ from bytecheckpoint.cli.format import (
     print_table,
     printable,
 )
-from bytecheckpoint.engine.catalogs import read_catalog
+from bytecheckpoint.engine.catalogs import read_catalog, read_outline
 from bytecheckpoint.errors import CheckpointError, CheckpointNotFoundError, StorageUnavailableError
 from bytecheckpoint.representation.catalog import VALUES_SLOT, Catalog
+from bytecheckpoint.representation.dtypes import itemsize
 from bytecheckpoint.representation.names import CATALOG_NAME, generation_of, natural_order
 from bytecheckpoint.storage import Storage, resolve
 from bytecheckpoint.storage.threads import call_with_timeout, parallel_map
@@ -63,7 +64,7 @@ def ls(path: str, *, json: bool) -> int:
     listed = hot_tier if unreachable else storage
     damaged = False
     try:
-        catalog, _ = read_catalog(listed)
+        catalog = read_outline(listed)
     except CheckpointNotFoundError as error:
         steps = _steps(listed)
         if not steps:
@@ -86,7 +87,7 @@ def _steps(storage: Storage) -> list[dict[str, Any]]:
         step = resolve(f"{storage.url}/{name}")
         step = step.nearest_tier() if only_first_tier else step
         try:
-            catalog, _ = read_catalog(step)
+            catalog = read_outline(step)
         except CheckpointNotFoundError:
             sizes = [nbytes for file, nbytes in step.list() if generation_of(file)]
             return {"name": name, "state": "uncommitted", "bytes": sum(sizes), "files": len(sizes)} if sizes else None
@@ -145,16 +146,17 @@ def _show_steps(storage: Storage, steps: list[dict[str, Any]], json: bool, unrea
 def _show_one(storage: Storage, catalog: Catalog, json: bool, unreachable: str) -> None:
     states: list[dict[str, Any]] = []
     values = catalog.slot.codes == catalog.slot.codes_of([VALUES_SLOT])[0]
-    kind_of_row = catalog.kind.codes[catalog.boxes.tensor]
+    # By whole tensors and files: of a large catalog the rows are not here.
+    element = np.array([itemsize(name) for name in catalog.dtype.values], np.int64)[catalog.dtype.codes]
+    nbytes = catalog.shapes.prod(axis=1) * element
     for kind in catalog.kinds():
         chosen = catalog.of_kind(kind)
-        rows = kind_of_row == catalog.kind.codes_of([kind])[0]
-        files = [catalog.files[i] for i in np.unique(catalog.file[rows]).tolist()]
+        files = [file for file in catalog.files if file.kind == kind]
         states.append(
             {
                 "kind": kind,
                 "tensors": int((~values[chosen]).sum()),
-                "bytes": int(catalog.byte_length[rows].sum()),
+                "bytes": int(nbytes[chosen].sum()),
                 "files": len(files),
                 "ranks": len({file.rank for file in files}),
                 "plain_values": bool(values[chosen].any()),

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import threading
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
+import msgspec
+import numpy as np
+
 from bytecheckpoint.errors import (
+    CheckpointError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
     StorageUnavailableError,
@@ -17,13 +23,15 @@ from bytecheckpoint.representation.catalog import Catalog
 from bytecheckpoint.representation.catalog_file import decode
 from bytecheckpoint.representation.catalog_groups import CatalogGroups
 from bytecheckpoint.representation.names import CATALOG_NAME
-from bytecheckpoint.storage import Storage
-from bytecheckpoint.storage.threads import call_with_timeout
+from bytecheckpoint.storage import FileReader, Storage
+from bytecheckpoint.storage.threads import call_with_timeout, parallel_map
 from bytecheckpoint.tuning import tuning
 
-__all__ = ["check_rank", "open_groups", "read_catalog", "read_groups"]
+__all__ = ["CatalogHead", "CatalogReader", "check_rank", "read_catalog", "read_outline"]
 
 _T = TypeVar("_T")
+#: Attempts to read parts that belong together: another save may replace the catalog between two reads.
+_ATTEMPTS = 2
 
 
 def read_catalog(storage: Storage) -> tuple[Catalog, bytes]:
@@ -34,57 +42,170 @@ def read_catalog(storage: Storage) -> tuple[Catalog, bytes]:
         CorruptCheckpointError: the catalog is damaged.
         IncompatibleCheckpointError: a newer version wrote it.
     """
-    try:
-        data = storage.read(CATALOG_NAME)
-    except FileNotFoundError:
-        raise CheckpointNotFoundError(
-            f"{storage.url} holds no committed checkpoint (no {CATALOG_NAME}); give the folder of one step"
-        ) from None
     with _located(storage):
+        data = storage.read(CATALOG_NAME)
         return decode(data), data
 
 
-@contextlib.contextmanager
-def open_groups(storage: Storage, ranks: int) -> Iterator[CatalogGroups | None]:
-    """Open the catalog of the checkpoint in `storage` for a load by so many ranks; give None if it is to be read whole.
+def read_outline(storage: Storage) -> Catalog:
+    """Read the tensors and files of the catalog, which has fewer rows than the whole if it is large.
 
-    A catalog that is missing or damaged is to be read whole too: `read_catalog` says what is wrong. Perhaps another save
-    has replaced it between two reads.
+    Raises:
+        CheckpointError: as `read_catalog`.
     """
-    if not 0 < storage.parts_from_ranks <= ranks:
-        yield None
-        return
+    with contextlib.closing(CatalogReader(storage)) as reader:
+        return reader.catalog
 
-    def timed(function: Callable[[], _T], nbytes: int = 0) -> _T:
-        if storage.in_memory:
-            return function()
-        return call_with_timeout(storage.call_timeout(nbytes), function, f"cannot read {storage.url}/{CATALOG_NAME}")
 
-    try:
-        reader = timed(lambda: storage.open(CATALOG_NAME))
-    except FileNotFoundError:
-        yield None
-        return
+class CatalogHead(msgspec.Struct, frozen=True, array_like=True):
+    """What every rank of a load reads of a catalog: a small one whole; footer, index and plain values of a large one.
 
-    def read_into(offset: int, memory: memoryview) -> None:
-        if timed(lambda: reader.read_into(offset, [memory]), len(memory)) != len(memory):
+    Attributes:
+        whole: all bytes of a catalog that is read whole.
+        size: length in bytes of another one.
+        pieces: bytes of that, by their offset.
+    """
+
+    whole: bytes = b""
+    size: int = 0
+    pieces: dict[int, bytes] = {}
+
+
+class CatalogReader:
+    """Reads of a catalog what is needed: a small one whole, of a large one its head and then some groups.
+
+    Args:
+        storage: of the checkpoint.
+        head: as another rank has read it; None: it is read from `storage`.
+
+    Attributes:
+        catalog: all tensors and files; all rows of a small catalog, those of plain values of a large one.
+        groups: the groups of a large catalog; None for a small one.
+        identity: bytes at the end of the file that no other catalog has: all of a small catalog.
+
+    Raises:
+        CheckpointNotFoundError: there is no committed checkpoint.
+        CorruptCheckpointError: the catalog is damaged.
+        IncompatibleCheckpointError: a newer version wrote it.
+    """
+
+    def __init__(self, storage: Storage, head: CatalogHead | None = None) -> None:
+        self._storage = storage
+        self._file: FileReader | None = None
+        self._lock = threading.Lock()
+        self._given = head is not None
+        self._pieces: dict[int, bytes | memoryview] = {} if head is None else {**head.pieces}
+        self._in_head = True
+        self.groups: CatalogGroups | None = None
+        with _located(storage):
+            if head is None:
+                self._begin_here()
+            elif head.whole:
+                self.catalog, self.identity = decode(head.whole), head.whole
+            else:
+                self._begin(head.size)
+        self._in_head = False
+
+    def _begin_here(self) -> None:
+        """Read the head from the storage."""
+        for _ in range(_ATTEMPTS):
+            try:
+                self._begin(self._opened().size)
+            except CorruptCheckpointError:
+                self.close()
+                self.groups, self._pieces = None, {}
+            else:
+                return
+        # It is damaged, or replaced all the time: to read it at once tells.
+        self.identity = self._storage.read(CATALOG_NAME)
+        self.catalog = decode(self.identity)
+
+    def _begin(self, size: int) -> None:
+        if size * 4 >= tuning().catalog_group_bytes:
+            self.groups = CatalogGroups.open(size, self._read_into)
+        if self.groups is not None:
+            self.catalog, self.identity = self.rows(self.groups.value_groups), bytes(self.groups.tail)
+            return
+        data = bytearray(size)
+        self._read_into(0, memoryview(data))
+        self.close()
+        self.identity = bytes(data)
+        self.catalog = decode(self.identity)
+
+    def again(self) -> CatalogReader:
+        """Return the same with a lock and a file of its own, for a forked process."""
+        other = copy.copy(self)
+        other._file, other._lock = None, threading.Lock()
+        return other
+
+    def replaced(self) -> bool:
+        """Return whether another catalog is at its place now."""
+        with contextlib.suppress(CheckpointError), contextlib.closing(CatalogReader(self._storage)) as now:
+            return now.identity != self.identity
+        return False
+
+    def head(self) -> CatalogHead:
+        """Return what was read at first, for other ranks."""
+        if self.groups is None:
+            return CatalogHead(self.identity)
+        return CatalogHead(size=self.groups.size, pieces={offset: bytes(p) for offset, p in self._pieces.items()})
+
+    def rows(self, numbers: Int64s, fill: Callable[[int, memoryview], None] | None = None) -> Catalog:
+        """Return the catalog with the rows of some groups.
+
+        Args:
+            numbers: of the groups.
+            fill: gets the bytes of a group by its number; None: they are read from the storage.
+
+        Raises:
+            CheckpointError: as of the constructor, or of `fill`.
+        """
+        groups = self.groups
+        assert groups is not None
+
+        def load(number: int) -> None:
+            groups.load(number, self._read_into if fill is None else lambda _, memory: fill(number, memory))
+
+        with _located(self._storage):
+            threads = 1 if self._storage.in_memory else self._storage.parallel_reads
+            parallel_map(load, np.unique(numbers).tolist(), threads, "bytecheckpoint-catalog")
+            return groups.catalog(numbers)
+
+    def group(self, number: int) -> memoryview:
+        """Return the bytes of a group, read and verified. Raises as the constructor."""
+        assert self.groups is not None
+        with _located(self._storage):
+            return self.groups.load(number, self._read_into)
+
+    def close(self) -> None:
+        """Close the file, until the next read."""
+        file, self._file = self._file, None
+        if file is not None:
+            with contextlib.suppress(StorageUnavailableError):
+                self._timed(file.close)
+
+    def _opened(self) -> FileReader:
+        with self._lock:
+            if self._file is None:
+                self._file = self._timed(lambda: self._storage.open(CATALOG_NAME))
+            return self._file
+
+    def _read_into(self, offset: int, memory: memoryview) -> None:
+        piece = self._pieces.get(offset)
+        if self._given and piece is not None and len(piece) == len(memory):
+            memory[:] = piece
+            return
+        file = self._opened()
+        if self._timed(lambda: file.read_into(offset, [memory]), len(memory)) != len(memory):
             raise CorruptCheckpointError(f"it ends before byte {offset + len(memory)}", file=CATALOG_NAME)
+        if self._in_head:
+            self._pieces[offset] = memory
 
-    try:
-        groups = None
-        if reader.size * 4 >= tuning().catalog_group_bytes:
-            with contextlib.suppress(CorruptCheckpointError):
-                groups = CatalogGroups.open(reader.size, read_into)
-        yield groups
-    finally:
-        with contextlib.suppress(StorageUnavailableError):
-            timed(reader.close)
-
-
-def read_groups(storage: Storage, groups: CatalogGroups, wanted: Int64s) -> Catalog:
-    """Read the catalog with the rows of some of its groups. Raises as `read_catalog`."""
-    with _located(storage):
-        return groups.catalog(wanted)
+    def _timed(self, function: Callable[[], _T], nbytes: int = 0) -> _T:
+        if self._storage.in_memory:
+            return function()
+        storage = self._storage
+        return call_with_timeout(storage.call_timeout(nbytes), function, f"cannot read {storage.url}/{CATALOG_NAME}")
 
 
 @contextlib.contextmanager
@@ -92,8 +213,15 @@ def _located(storage: Storage) -> Iterator[None]:
     """Name the catalog's file in errors."""
     try:
         yield
+    except FileNotFoundError:
+        raise CheckpointNotFoundError(
+            f"{storage.url} holds no committed checkpoint (no {CATALOG_NAME}); give the folder of one step"
+        ) from None
     except CorruptCheckpointError as error:
-        raise CorruptCheckpointError(f"{storage.url}/{CATALOG_NAME}: {error}", file=CATALOG_NAME) from None
+        where = f"{storage.url}/{CATALOG_NAME}"
+        if where in str(error):  # of a part that another rank has read
+            raise
+        raise CorruptCheckpointError(f"{where}: {error}", file=CATALOG_NAME) from None
 
 
 def check_rank(url: str, catalog: Catalog, rank: int | None) -> None:

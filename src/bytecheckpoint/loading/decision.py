@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from bytecheckpoint.engine.catalogs import CatalogHead
 from bytecheckpoint.errors import UsageError
 from bytecheckpoint.frameworks.selection import SelectionReport, check_selections
 from bytecheckpoint.planning.exchange_plan import plan_shared_reads
@@ -29,11 +30,11 @@ __all__ = [
 
 
 class OpenReport(msgspec.Struct, frozen=True):
-    """The message of a rank to rank 0: it has opened the checkpoint.
+    """The message of a rank to rank 0: it can open the checkpoint.
 
     Attributes:
-        digest: of the catalog.
-        host: ranks with the same one are on one machine; "" if this rank serves no trees.
+        digest: of the catalog's identity; empty if this rank gets the catalog from rank 0.
+        host: ranks with the same one are on one machine; "" if this rank serves no pieces.
     """
 
     digest: bytes
@@ -41,25 +42,30 @@ class OpenReport(msgspec.Struct, frozen=True):
 
 
 class OpenDecision(msgspec.Struct, frozen=True):
-    """The message of rank 0 to one rank.
+    """The message of rank 0 to all ranks.
 
     Attributes:
-        alike: all ranks see the same catalog.
-        servers: the ranks of its machine that serve trees, if it does so itself.
+        alike: all ranks that have read the catalog see the same.
+        hosts: a number for each rank that serves pieces, equal for ranks of one machine, and -1 for others; empty: none.
+        head: of the catalog, if a rank needs it.
     """
 
     alike: bool = True
-    servers: list[int] = []
+    hosts: list[int] = []
+    head: CatalogHead | None = None
+
+    def servers(self, rank: int) -> list[int]:
+        """Return the ranks of a rank's machine that serve pieces, if it does so itself."""
+        host = self.hosts[rank] if self.hosts else -1
+        return [other for other, found in enumerate(self.hosts) if found == host] if host >= 0 else []
 
 
-def decide_open(reports: Sequence[OpenReport]) -> list[OpenDecision]:
-    """Compare the catalogs of all ranks, and find the ranks of each machine."""
-    servers: dict[str, list[int]] = {}
-    for rank, report in enumerate(reports):
-        servers.setdefault(report.host, []).append(rank)
-    alike = len({report.digest for report in reports}) == 1
-    decisions = {host: OpenDecision(alike, ranks if host else []) for host, ranks in servers.items()}
-    return [decisions[report.host] for report in reports]
+def decide_open(reports: Sequence[OpenReport], head: Callable[[], CatalogHead]) -> OpenDecision:
+    """Compare the catalogs of all ranks, and find the ranks of each machine. `head` returns what rank 0 has read."""
+    digests = {report.digest for report in reports}
+    numbers = {host: number for number, host in enumerate(dict.fromkeys(r.host for r in reports if r.host))}
+    hosts = [numbers.get(report.host, -1) for report in reports] if numbers else []
+    return OpenDecision(len(digests - {b""}) == 1, hosts, head() if b"" in digests else None)
 
 
 class FitReport(msgspec.Struct, frozen=True):

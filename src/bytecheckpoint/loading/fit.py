@@ -15,9 +15,8 @@ from bytecheckpoint.loading.saved import SavedView
 from bytecheckpoint.planning.coverage import first_gap
 from bytecheckpoint.planning.intersect import intersect
 from bytecheckpoint.planning.read_plan import plan_reads
-from bytecheckpoint.representation.boxes import BoxTable, Int64s
+from bytecheckpoint.representation.boxes import BoxTable
 from bytecheckpoint.representation.catalog import SHARED, Catalog
-from bytecheckpoint.representation.catalog_groups import CatalogGroups
 from bytecheckpoint.representation.plans import ReadPlan
 from bytecheckpoint.representation.shards import LiveShard
 from bytecheckpoint.representation.similar_names import SimilarNames
@@ -26,7 +25,6 @@ from bytecheckpoint.settings import Settings
 __all__ = [
     "Fit",
     "fit_wanted",
-    "groups_to_read",
     "lost_positions",
     "read_length",
     "refuse_mismatches",
@@ -133,12 +131,6 @@ def wanted_boxes(view: SavedView, wanted: Sequence[LiveShard]) -> BoxTable:
         numbers[chosen] = view.resolve([wanted[i].key for i in chosen], by_content=by_content)
     assert (numbers >= 0).all(), "every wanted tensor was found in the checkpoint"
     return BoxTable.build(numbers.tolist(), [s.offsets for s in wanted], [s.lengths for s in wanted])
-
-
-def groups_to_read(groups: CatalogGroups, boxes: BoxTable) -> Int64s:
-    """Return the groups of a catalog that may have rows of `boxes`, and those of plain values, which are read already."""
-    found = groups.group[intersect(groups.hulls, boxes).left]
-    return np.unique(np.concatenate([found, groups.value_groups]))
 
 
 def fit_wanted(

@@ -5,35 +5,19 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
+from bytecheckpoint.engine.catalogs import CatalogReader
 from bytecheckpoint.engine.file_set import FileSet
-from bytecheckpoint.errors import CheckpointError, CheckpointReplacedError, CorruptCheckpointError
+from bytecheckpoint.errors import CheckpointReplacedError, CorruptCheckpointError
 from bytecheckpoint.frameworks.base import Destination, is_strict
 from bytecheckpoint.loading.call import LoadArguments
 from bytecheckpoint.loading.fit import Fit
 from bytecheckpoint.loading.saved import SavedView
 from bytecheckpoint.loading.trees import Trees
 from bytecheckpoint.representation.catalog import Catalog
-from bytecheckpoint.representation.catalog_groups import CatalogGroups
-from bytecheckpoint.representation.names import CATALOG_NAME
 from bytecheckpoint.storage import Storage
 
-__all__ = ["OpenCheckpoint", "Source", "detect_replacement", "refused_mismatches"]
-
-
-class Source(NamedTuple):
-    """A checkpoint that is open, before its contents are matched with the live objects; fields as of `OpenCheckpoint`.
-
-    `groups` is None for a catalog that is read whole. `catalog` begins with the rows of plain values.
-    """
-
-    arguments: LoadArguments
-    catalog: Catalog
-    data: bytes
-    files: FileSet
-    trees: Trees
-    groups: CatalogGroups | None
+__all__ = ["OpenCheckpoint", "detect_replacement", "refused_mismatches"]
 
 
 @dataclass(slots=True)
@@ -43,7 +27,7 @@ class OpenCheckpoint:
     Attributes:
         arguments: of the load.
         catalog: its catalog; of one in groups, the rows that this rank needs.
-        data: the bytes of the catalog; of one in groups, its tail.
+        reader: has read it.
         files: its files.
         trees: reads its trees of plain values.
         view: the catalog as the adapter sees it.
@@ -56,7 +40,7 @@ class OpenCheckpoint:
 
     arguments: LoadArguments
     catalog: Catalog
-    data: bytes
+    reader: CatalogReader
     files: FileSet
     trees: Trees
     view: SavedView
@@ -78,17 +62,11 @@ def refused_mismatches(arguments: LoadArguments, destination: Destination) -> li
 
 
 @contextlib.contextmanager
-def detect_replacement(storage: Storage, catalog: bytes) -> Iterator[None]:
-    """Turn a damaged read into `CheckpointReplacedError` if another save has replaced `catalog` and removed its files.
-
-    `catalog` holds the bytes of the catalog, or of its tail.
-    """
+def detect_replacement(catalog: CatalogReader) -> Iterator[None]:
+    """Turn a damaged read into `CheckpointReplacedError` if another save has replaced the catalog and removed its files."""
     try:
         yield
     except CorruptCheckpointError as error:
-        replaced = False
-        with contextlib.suppress(CheckpointError, FileNotFoundError):
-            replaced = not storage.read(CATALOG_NAME).endswith(catalog)
-        if replaced:
+        if catalog.replaced():
             raise CheckpointReplacedError(str(error)) from error
         raise

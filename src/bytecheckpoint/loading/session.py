@@ -8,18 +8,15 @@ import time
 from collections.abc import Iterable, Sequence
 from itertools import chain
 
-import xxhash
-
 from bytecheckpoint.collectives import Collective
 from bytecheckpoint.collectives.agreement import Agreement
 from bytecheckpoint.collectives.stop import StopSignal
-from bytecheckpoint.engine.catalogs import open_groups, read_catalog, read_groups
 from bytecheckpoint.engine.exchange import Exchange
 from bytecheckpoint.engine.file_set import FileSet
 from bytecheckpoint.engine.peer_memory import peer_handshake
 from bytecheckpoint.engine.reading import read_all
 from bytecheckpoint.engine.scatter import ScatterPlan
-from bytecheckpoint.errors import CheckpointError, CheckpointReplacedError, IncompatibleCheckpointError, listed
+from bytecheckpoint.errors import CheckpointReplacedError, IncompatibleCheckpointError, listed
 from bytecheckpoint.frameworks.base import Destination, is_strict
 from bytecheckpoint.handles import LoadReport
 from bytecheckpoint.loading.call import LoadCall, check_strict_kinds, plain_strict
@@ -29,14 +26,12 @@ from bytecheckpoint.loading.decision import (
     OpenDecision,
     OpenReport,
     decide_fit,
-    decide_open,
     ranges_of,
     recognized_bitmap,
     unexpected_keys,
 )
 from bytecheckpoint.loading.fit import (
     fit_wanted,
-    groups_to_read,
     lost_positions,
     read_length,
     refuse_mismatches,
@@ -45,13 +40,13 @@ from bytecheckpoint.loading.fit import (
     wanted_boxes,
 )
 from bytecheckpoint.loading.live_names import LiveNames
-from bytecheckpoint.loading.open_checkpoint import OpenCheckpoint, Source, detect_replacement, refused_mismatches
+from bytecheckpoint.loading.open_checkpoint import OpenCheckpoint, detect_replacement, refused_mismatches
+from bytecheckpoint.loading.opening import Opening
 from bytecheckpoint.loading.saved import SavedView
-from bytecheckpoint.loading.trees import Trees
 from bytecheckpoint.monitoring.garbage_collection import gc_paused
 from bytecheckpoint.monitoring.phases import Phases
 from bytecheckpoint.planning.exchange_plan import exchange_plan_of_rank
-from bytecheckpoint.planning.read_plan import stored_rows
+from bytecheckpoint.planning.read_plan import groups_to_read, stored_rows
 from bytecheckpoint.representation.boxes import Int64s
 from bytecheckpoint.representation.catalog import VALUES_SLOT
 from bytecheckpoint.representation.names import escape, unescape
@@ -103,25 +98,27 @@ class _Attempt:
         self._call = call
         self._phases = phases
         self._last = last
-        self._source: Source | None = None
+        self._opening = Opening(collective, tag, call)
         self._opened: OpenCheckpoint | None = None
-        self._stopped: CheckpointError | None = None
 
     def run(self) -> LoadReport:
         """Load, or raise `CheckpointReplacedError` on all ranks."""
         with contextlib.ExitStack() as stack:  # open until all ranks are done: they read this rank's memory
-            stop = stack.enter_context(StopSignal(self._collective, self._tag, self._stop))
+            stop = stack.enter_context(StopSignal(self._collective, self._tag, self._opening.stop))
             timeout = self._call.settings.timeout
             agreement = Agreement(self._collective, self._tag, timeout, urgent=(CheckpointReplacedError,), stop=stop)
             # Before the live objects are asked for their state: their hooks may communicate, so all ranks run them or none.
-            decided: OpenDecision = agreement.agree_each(
-                FIRST_STEP, lambda: self._open(stack), decide_open, reports=OpenReport, decisions=OpenDecision
+            decided: OpenDecision = agreement.agree(
+                FIRST_STEP,
+                lambda: self._open(stack),
+                self._opening.decide,
+                reports=OpenReport,
+                decisions=OpenDecision,
             )
-            self._check_catalogs(alike=decided.alike)
-            self._share_trees(decided.servers)
+            self._opening.check(decided, last=self._last)
             self._phases.mark("agree")
             decision: FitDecision = agreement.agree(
-                "fit", self._fit, self._decide, reports=FitReport, decisions=FitDecision
+                "fit", lambda: self._fit(decided, stack), self._decide, reports=FitReport, decisions=FitDecision
             )
             unexpected = self._check_decision(decision)
             self._phases.mark("agree")
@@ -135,54 +132,21 @@ class _Attempt:
             if prepare:
                 self._call.prepare()
 
-    def _stop(self, error: CheckpointError) -> None:
-        self._stopped = error
-        if self._source is not None:
-            self._source.files.stop(error)
-
     # --- the steps ------------------------------------------------------------------------------------------------
 
     def _open(self, stack: contextlib.ExitStack) -> OpenReport:
-        """Open the checkpoint, and begin to serve its trees."""
-        arguments = self._call.check()
-        storage = arguments.storage
-        groups = stack.enter_context(open_groups(storage, self._collective.world_size))
-        if groups is None:
-            catalog, data = read_catalog(storage)
-        else:
-            catalog, data = read_groups(storage, groups, groups.value_groups), bytes(groups.tail)
-        with detect_replacement(storage, data):
-            files = stack.enter_context(FileSet(storage, catalog))
-            trees = Trees(catalog, files)
-            serves = stack.enter_context(trees.serve(self._collective, f"{self._tag}/trees"))
-        self._source = Source(arguments, catalog, data, files, trees, groups)
-        if self._stopped is not None:
-            raise self._stopped
+        """Open the checkpoint."""
+        report = self._opening.open(stack)
         self._phases.mark("catalog")
-        return OpenReport(xxhash.xxh3_128_digest(data), self._collective.host if serves else "")
+        return report
 
-    def _check_catalogs(self, *, alike: bool) -> None:
-        """Refuse different catalogs."""
-        if not alike:
-            assert self._source is not None
-            kind = IncompatibleCheckpointError if self._last else CheckpointReplacedError
-            raise kind(
-                f"ranks see different checkpoints at {self._source.arguments.storage.url}; it was replaced during the "
-                f"load, or the path is not shared; load again"
-            )
-
-    def _share_trees(self, servers: list[int]) -> None:
-        """Let each of the ranks that serve trees on this machine read a part of them."""
-        assert self._source is not None
-        self._source.trees.share(self._collective, f"{self._tag}/trees", servers)
-
-    def _fit(self) -> FitReport:
+    def _fit(self, decided: OpenDecision, stack: contextlib.ExitStack) -> FitReport:
         """Plan what this rank reads."""
         call = self._call
-        assert self._source is not None
-        arguments, catalog, data, files, trees, groups = self._source
+        arguments, reader, files, trees = self._opening.share(decided, stack)
+        catalog, groups = reader.catalog, reader.groups
         storage, states, selection = arguments.storage, arguments.states, arguments.selection
-        with detect_replacement(storage, data):
+        with detect_replacement(reader):
             chunk_bytes = read_length(catalog, self._collective.world_size, call.settings)
             live = LiveNames(selection, arguments.rename, states.keys())
             view = SavedView(catalog, trees, self._collective.rank, live, groups)
@@ -200,14 +164,14 @@ class _Attempt:
                 loaded, others = self._extra_states(view, live, destination)
                 boxes = wanted_boxes(view, destination.wanted)
                 if groups is not None:
-                    catalog = read_groups(storage, groups, groups_to_read(groups, boxes))
+                    catalog = self._opening.rows(groups_to_read(groups, boxes))
                     files.use(catalog)
                     view.rows = stored_rows(catalog)
                 fit = fit_wanted(storage.url, catalog, view, destination.wanted, boxes, chunk_bytes, cast=call.cast)
                 self._phases.mark("plan")
         ranges = ranges_of(fit.plan)
         exchanges = self._exchanges(files, ranges)
-        self._opened = OpenCheckpoint(arguments, catalog, data, files, trees, view, destination, fit, exchanges)
+        self._opened = OpenCheckpoint(arguments, catalog, reader, files, trees, view, destination, fit, exchanges)
         return FitReport(
             recognized=recognized_bitmap(catalog.count, view.numbers(list(destination.recognized)) + view.skipped()),
             ranges=ranges.tobytes() if exchanges else b"",
@@ -249,7 +213,7 @@ class _Attempt:
     def _read(self, agreement: Agreement, stack: contextlib.ExitStack, decision: FitDecision) -> bool:
         """Fill the destinations; return whether this rank wants its next save prepared."""
         opened = self._checkpoint
-        with detect_replacement(opened.storage, opened.data):
+        with detect_replacement(opened.reader):
             scatter = ScatterPlan(opened.fit.plan, opened.fit.targets)
             exchange, private = self._exchange(agreement.part("exchange"), scatter, decision)
             if exchange is not None:
@@ -281,7 +245,7 @@ class _Attempt:
         return LoadReport(
             path=opened.storage.url,
             bytes_read=opened.bytes_read + opened.trees.bytes_read,
-            bytes_received=opened.bytes_received + opened.trees.bytes_received,
+            bytes_received=opened.bytes_received + self._opening.shared.bytes_received,
             blocking_seconds=total,
             total_seconds=total,
             phases=dict(self._phases.seconds),

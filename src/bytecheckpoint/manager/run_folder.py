@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from bytecheckpoint.engine.catalogs import read_catalog
+from bytecheckpoint.engine.catalogs import read_catalog, read_outline
 from bytecheckpoint.engine.file_set import other_folders
 from bytecheckpoint.errors import (
     CheckpointError,
@@ -132,7 +132,7 @@ class RunFolder:
         known = self._known.get(name)
         if known is None or version != known[0]:
             try:
-                catalog = read_catalog(step)[0]
+                catalog = read_outline(step)
             except StorageUnavailableError:
                 raise
             except (CheckpointNotFoundError, CorruptCheckpointError) as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from bytecheckpoint.engine.catalogs import check_rank, read_catalog
+from bytecheckpoint.engine.catalogs import CatalogReader, check_rank
 from bytecheckpoint.errors import UsageError
 from bytecheckpoint.opening.checkpoint import Checkpoint
 from bytecheckpoint.opening.entry import Entry
@@ -17,8 +17,9 @@ __all__ = ["Checkpoint", "Entry", "OutOfRangeError", "open"]
 def open(path: str | os.PathLike[str] | Storage, *, rank: int | None = None) -> Checkpoint:
     """Open a checkpoint of any layout for reading.
 
-    This call reads only the catalog. The result is a read-only mapping: `model/<fqn>` and the other keys lead to an
-    `Entry` (a tensor, read when it is sliced) or to a plain value.
+    This call reads only the catalog; of a large one, only what tensors there are: their places follow when they are read.
+    The result is a read-only mapping: `model/<fqn>` and the other keys lead to an `Entry` (a tensor, read when it is
+    sliced) or to a plain value.
 
     Args:
         path: folder or URL of the checkpoint, or its storage.
@@ -46,6 +47,7 @@ def open(path: str | os.PathLike[str] | Storage, *, rank: int | None = None) -> 
     if rank is not None and (not isinstance(rank, int) or isinstance(rank, bool) or rank < 0):
         raise UsageError(f"open(rank={rank!r}): give the number of a rank that saved, or None")
     storage = resolve(path)
-    catalog, _ = read_catalog(storage)
-    check_rank(storage.url, catalog, rank)
-    return Checkpoint(storage, catalog, rank)
+    reader = CatalogReader(storage)
+    reader.close()
+    check_rank(storage.url, reader.catalog, rank)
+    return Checkpoint(storage, reader.catalog, rank, reader)

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import math
 import os
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
+from bytecheckpoint.engine.catalogs import CatalogReader
 from bytecheckpoint.engine.file_set import FileSet
 from bytecheckpoint.engine.reading import read_all
 from bytecheckpoint.engine.scatter import ScatterPlan, Target
 from bytecheckpoint.errors import CheckpointError, CorruptCheckpointError, IncompatibleCheckpointError, UsageError
 from bytecheckpoint.frameworks.tensors.dtypes import dtype_named
 from bytecheckpoint.opening.slices import row_major_boxes
-from bytecheckpoint.planning.read_plan import StoredRows, plan_reads, stored_rows
+from bytecheckpoint.planning.read_plan import StoredRows, groups_to_read, plan_reads, stored_rows
 from bytecheckpoint.representation.boxes import BoxTable
 from bytecheckpoint.representation.catalog import Catalog
 from bytecheckpoint.representation.dtypes import itemsize
@@ -70,11 +72,22 @@ class BoxRequest:
 
 
 class BoxReader:
-    """The reader of an open checkpoint's boxes; several threads, and a forked child, may share one."""
+    """The reader of an open checkpoint's boxes; several threads, and a forked child, may share one.
 
-    def __init__(self, storage: Storage, catalog: Catalog) -> None:
+    Args:
+        storage: of the checkpoint.
+        catalog: of the checkpoint; of a large one the tensors, and the rows that were read so far.
+        rest: reads the other rows of a large catalog when they are needed.
+    """
+
+    def __init__(self, storage: Storage, catalog: Catalog, rest: CatalogReader | None = None) -> None:
         self.storage = storage
         self.catalog = catalog
+        self._rest = rest if rest is not None and rest.groups is not None else None
+        self._groups = (
+            rest.groups.value_groups if rest is not None and rest.groups is not None else np.zeros(0, np.int64)
+        )
+        self._lock = threading.RLock()  # a signal handler may read too
         self._rows: StoredRows | None = None
         self._files: FileSet | None = FileSet(storage, catalog)
         self._pid = os.getpid()
@@ -94,15 +107,45 @@ class BoxReader:
         if self._files is None:
             raise UsageError(f"the checkpoint {self.storage.url} was closed; open it again")
         if self._pid != os.getpid():  # after a fork: another thread of the parent may have held the old lock
-            self._files, self._pid = FileSet(self.storage, self.catalog), os.getpid()
+            self._files, self._pid, self._lock = FileSet(self.storage, self.catalog), os.getpid(), threading.RLock()
+            self._rest = self._rest and self._rest.again()
         return self._files
 
-    def _stored(self, tensors: Sequence[int]) -> StoredRows:
-        """Return the rows of some tensors, which cost less to plan on than all rows of the catalog."""
-        if self._rows is None:
-            self._rows = stored_rows(self.catalog)
-        every = self._rows
-        numbers = np.unique(tensors)
+    def _read_groups(self, wanted: BoxTable) -> None:
+        """Read the groups of a large catalog that may have rows of some boxes.
+
+        Each step at least doubles what is here, with the groups that follow, so that many small steps stay cheap.
+        """
+        assert self._rest is not None and self._rest.groups is not None
+        every = np.unique(self._rest.groups.group)
+        more = np.setdiff1d(groups_to_read(self._rest.groups, wanted), self._groups)
+        if len(more):
+            others = np.setdiff1d(every, np.append(self._groups, more))
+            following = np.roll(others, -int(np.searchsorted(others, more[-1])))
+            more = np.append(more, following[: max(len(self._groups) - len(more), 0)])
+            numbers = np.union1d(self._groups, more)
+            try:
+                catalog = self._rest.rows(numbers)
+            except CorruptCheckpointError as error:
+                if self._rest.replaced():
+                    raise CorruptCheckpointError(
+                        f"{self.storage.url} was replaced by another save while it was open; open it again"
+                    ) from error
+                raise
+            finally:
+                self._rest.close()
+            self.files().use(catalog)
+            self.catalog, self._groups, self._rows = catalog, numbers, None
+
+    def _stored(self, wanted: BoxTable) -> StoredRows:
+        """Return the rows of the tensors of some boxes, which cost less to plan on than all rows of the catalog."""
+        with self._lock:
+            if self._rest is not None:
+                self._read_groups(wanted)
+            if self._rows is None:
+                self._rows = stored_rows(self.catalog)
+            every = self._rows
+        numbers = np.unique(wanted.tensor)
         first, end = np.searchsorted(every.boxes.tensor, [numbers, numbers + 1])
         chosen = np.concatenate([np.arange(*bounds) for bounds in zip(first, end, strict=True)])
         return replace(
@@ -151,10 +194,10 @@ class BoxReader:
     def _plan(self, requests: Sequence[BoxRequest]) -> ReadPlan:
         """Plan the reads and check that they fill all requested elements."""
         url, catalog = self.storage.url, self.catalog
-        stored = self._stored([r.tensor for r in requests])
         boxes = [(r.tensor, offsets, r.lengths, r.contiguous) for r in requests for offsets in r.offsets]
         tensor, offsets, lengths, contiguous = map(list, zip(*boxes, strict=True))
         wanted = BoxTable.build(tensor, offsets, lengths)
+        stored = self._stored(wanted)
         blocks = stored.block_bytes[stored.file]
         if (blocks == 0).any():
             name = str(catalog.key(int(stored.boxes.tensor[np.argmin(blocks)])))

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from bytecheckpoint.engine.catalogs import CatalogReader
 from bytecheckpoint.errors import IncompatibleCheckpointError, MissingKeyError
 from bytecheckpoint.opening.box_reader import BoxReader, BoxRequest, TensorPiece, read_in_pieces
 from bytecheckpoint.opening.entry import Entry
@@ -37,12 +38,14 @@ class Checkpoint(Mapping[str, Any]):
         info: facts about the save: world size, framework, layout, time, versions.
     """
 
-    def __init__(self, storage: Storage, catalog: Catalog, rank: int | None = None) -> None:
+    def __init__(
+        self, storage: Storage, catalog: Catalog, rank: int | None = None, rest: CatalogReader | None = None
+    ) -> None:
         self.path = storage.url
         self.rank = rank
         self.info: Mapping[str, Any] = MappingProxyType(dict(catalog.info))
         self._catalog = catalog
-        self._reader = BoxReader(storage, catalog)
+        self._reader = BoxReader(storage, catalog, rest)
         self._forget_index()
 
     def _forget_index(self) -> None:
@@ -77,7 +80,7 @@ class Checkpoint(Mapping[str, Any]):
 
     @property
     def catalog(self) -> Catalog:
-        """The catalog of the checkpoint, for tools."""
+        """The catalog of the checkpoint, for tools; of a large one the tensors, the files and some of the rows."""
         return self._catalog
 
     def for_rank(self, rank: int | None) -> Checkpoint:

@@ -15,11 +15,12 @@ from bytecheckpoint.planning.coverage import missing_volume, overlapping
 from bytecheckpoint.planning.intersect import Intersections, intersect
 from bytecheckpoint.representation.boxes import BoxTable, Int64s, Mask
 from bytecheckpoint.representation.catalog import Catalog
+from bytecheckpoint.representation.catalog_groups import CatalogGroups
 from bytecheckpoint.representation.decompose import flat_ranges_to_boxes
 from bytecheckpoint.representation.dtypes import itemsize
 from bytecheckpoint.representation.plans import Copies, ReadPlan
 
-__all__ = ["StoredRows", "plan_reads", "stored_rows"]
+__all__ = ["StoredRows", "groups_to_read", "plan_reads", "stored_rows"]
 
 _SHORT_RUN_RANGE = 2 << 20
 """Largest range whose elements are copied in short runs: a range of this size stays in the second-level cache."""
@@ -61,6 +62,12 @@ def stored_rows(catalog: Catalog) -> StoredRows:
         data_bytes=np.array([f.size - f.data_offset for f in catalog.files], np.int64),
         block_bytes=np.array([f.block_bytes for f in catalog.files], np.int64),
     )
+
+
+def groups_to_read(groups: CatalogGroups, boxes: BoxTable) -> Int64s:
+    """Return the groups of a large catalog that may have rows of `boxes`, and those of plain values, ascending."""
+    found = groups.group[intersect(groups.hulls, boxes).left]
+    return np.unique(np.concatenate([found, groups.value_groups]))
 
 
 @dataclass(frozen=True, slots=True)

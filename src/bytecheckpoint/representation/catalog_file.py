@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 
 from bytecheckpoint.representation.arrow_columns import flat_list_array, number_array
 from bytecheckpoint.representation.boxes import Int64s
-from bytecheckpoint.representation.catalog import Catalog
+from bytecheckpoint.representation.catalog import Catalog, StorageFile
 from bytecheckpoint.representation.catalog_footer import (
     CATALOG_FORMAT_VERSION,
     FOOTER_KEY,
@@ -21,6 +21,7 @@ from bytecheckpoint.representation.catalog_footer import (
     check_seal,
     decode_footer,
     encode_footer,
+    files_of,
     seal,
 )
 from bytecheckpoint.representation.catalog_groups import CatalogGroups, divide, encode_index
@@ -36,7 +37,7 @@ from bytecheckpoint.representation.catalog_rows import (
 )
 from bytecheckpoint.representation.catalog_validation import catalog_problem
 
-__all__ = ["CATALOG_FORMAT_VERSION", "SEAL_BYTES", "decode", "encode"]
+__all__ = ["CATALOG_FORMAT_VERSION", "SEAL_BYTES", "decode", "decode_outline", "encode"]
 
 _COLUMNS: Final = (
     *("kind", "fqn", "slot", "dtype", "device", "global_shape", "offsets", "lengths", "file", "byte_offset"),
@@ -96,3 +97,11 @@ def decode(data: bytes) -> Catalog:
         table = parquet.read(use_threads=False)
         table.validate(full=True)
         return catalog_of_rows(*read_tensors(table), table, footer)
+
+
+def decode_outline(data: bytes) -> tuple[list[StorageFile], dict[str, Any]]:
+    """Return the table of files and the info of the catalog in `data`, without its rows. Raises as `decode`."""
+    check_seal(data)
+    with decoding():
+        footer = decode_footer(open_parquet(data))
+        return files_of(footer), footer.info

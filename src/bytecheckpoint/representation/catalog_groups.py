@@ -125,6 +125,7 @@ class CatalogGroups:
     """A catalog in groups.
 
     Attributes:
+        size: length of the file in bytes.
         tail: the end of the file, which has hashes of all the rest.
         hulls: for each group and tensor the smallest box around the tensor's boxes, sorted by tensor, then by group.
         group: group of each hull.
@@ -134,8 +135,8 @@ class CatalogGroups:
 
     def __init__(self, memory: memoryview, tail_at: int, read: Callable[[int, int], None]) -> None:
         self._memory = memory
-        self._read = read
-        self._here: set[int] = set()  # groups that were read and verified
+        self.size = len(memory)
+        self._here: set[int] = set()  # groups that were loaded and verified
         self.tail = memory[tail_at:]
         located = read_locator(self.tail)
         assert located is not None
@@ -202,15 +203,13 @@ class CatalogGroups:
         return CatalogGroups(memory, tail_at, read)
 
     def catalog(self, groups: Int64s | None = None) -> Catalog:
-        """Return the catalog with the rows of some groups, or of all, which are here already.
+        """Return the catalog with the rows of some groups, which are loaded, or of all, if the whole file is here.
 
         Raises:
-            CorruptCheckpointError: bytes do not match their hash, or contradict each other.
+            CorruptCheckpointError: the content contradicts itself.
         """
         wanted = np.arange(self._parquet.num_row_groups) if groups is None else np.unique(groups)
-        if groups is not None:
-            for number in wanted.tolist():
-                self._read_group(number)
+        assert groups is None or self._here.issuperset(wanted.tolist())
         with decoding():
             columns = ["offsets", "lengths", "file", "byte_offset", "byte_length", "sums", "view"]
             table = self._parquet.read_row_groups(wanted.tolist(), columns=columns, use_threads=False)
@@ -236,14 +235,24 @@ class CatalogGroups:
                 sorted_boxes, order = sorted_boxes.take(again), order[again]
             return catalog_of_rows(self._tensors, sorted_boxes, table, self._footer, order, whole=groups is None)
 
-    def _read_group(self, number: int) -> None:
-        if number in self._here:
-            return
+    def load(self, number: int, read_into: Callable[[int, memoryview], None]) -> memoryview:
+        """Load the bytes of a group, unless they are here; return them. Several threads may call this.
+
+        Args:
+            number: of the group.
+            read_into: fills memory from a place in the file.
+
+        Raises:
+            CorruptCheckpointError: bytes do not match their hash.
+        """
         start = self._places.offsets[number]
         stop = start + self._places.lengths[number]
         if stop > len(self._memory) - len(self.tail):
             raise damaged("a group of it lies elsewhere")
-        self._read(start, stop)
-        if xxhash.xxh3_128_hexdigest(self._memory[start:stop]) != self._places.hashes[number]:
-            raise damaged(f"the bytes of its row group {number} do not match their hash")
-        self._here.add(number)
+        group = self._memory[start:stop]
+        if number not in self._here:
+            read_into(start, group)
+            if xxhash.xxh3_128_hexdigest(group) != self._places.hashes[number]:
+                raise damaged(f"the bytes of its row group {number} do not match their hash")
+            self._here.add(number)
+        return group

@@ -179,9 +179,9 @@ class Storage(ABC):
     #: Whether the files are in this machine's memory, so that no call waits for a device or a server. Calls have no timeout
     #: then: a timeout would cost more than the call.
     in_memory: bool = False
-    #: Number of ranks from which on a load reads parts of a large catalog, which costs one request more; 0: it never does.
-    #: `open` must show the same catalog as `read`.
-    parts_from_ranks: int = 0
+    #: Whether this machine's page cache keeps what a rank reads, so that each rank of a load reads the catalog by itself.
+    #: Otherwise one rank reads it for all, if the storage is shared.
+    page_cache: bool = False
     #: Reads in parallel that suit the storage, per process: each should keep a processor or a connection busy.
     parallel_reads: int = 2
 

@@ -79,6 +79,7 @@ class FsspecStorage(UploadingStorage):
             )
         self.url = f"fsspec+{inner}".rstrip("/")
         self._inner, self._local = inner, scheme in _LOCAL
+        self.page_cache = self._local
         self._renewing = threading.Lock()
         try:
             with _translated("use", self.url, 1):  # some file systems connect to their server here

@@ -62,6 +62,11 @@ class WrappedStorage(Storage):
         return self.inner.parallel_reads
 
     @property
+    def page_cache(self) -> bool:  # type: ignore[override]
+        """That of the inner storage."""
+        return self.inner.page_cache
+
+    @property
     def timeout(self) -> float | None:
         """That of the inner storage, which uses it."""
         return self.inner.timeout

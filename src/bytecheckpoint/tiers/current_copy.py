@@ -11,14 +11,14 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from bytecheckpoint.errors import CheckpointError, CheckpointNotFoundError, StorageError, StorageUnavailableError
-from bytecheckpoint.representation.catalog_file import decode
+from bytecheckpoint.representation.catalog_file import decode_outline
 from bytecheckpoint.representation.names import CATALOG_NAME, is_uri
-from bytecheckpoint.storage.base import Storage
+from bytecheckpoint.storage.base import FileReader, Storage
 from bytecheckpoint.storage.threads import call_with_timeout
 from bytecheckpoint.tiers.hot_folder import UNKNOWN, StepRecord, list_own_files
 from bytecheckpoint.tuning import tuning
 
-__all__ = ["ask_durable", "hot_copy_counts", "missing_files", "read_durable_catalog"]
+__all__ = ["ask_durable", "hot_copy_counts", "missing_files", "open_durable_catalog"]
 
 _log = logging.getLogger("bytecheckpoint")
 _T = TypeVar("_T")
@@ -78,7 +78,8 @@ def hot_copy_counts(url: str, durable: Storage, catalog: bytes, record: StepReco
         return False
     # The durable storage did not answer at the time of the save: the later save counts.
     try:
-        return float(decode(catalog).info["created"]) > float(decode(durable_catalog).info["created"])
+        hot, stored = (decode_outline(data)[1]["created"] for data in (catalog, durable_catalog))
+        return float(hot) > float(stored)
     except (CheckpointError, KeyError, TypeError, ValueError):
         return True
 
@@ -86,7 +87,7 @@ def hot_copy_counts(url: str, durable: Storage, catalog: bytes, record: StepReco
 def missing_files(catalog: bytes, places: Sequence[Storage]) -> list[str]:
     """Return the files of a catalog that no place lists with the right size."""
     try:
-        missing = {file.name: file.size for file in decode(catalog).files if not is_uri(file.name)}
+        missing = {file.name: file.size for file in decode_outline(catalog)[0] if not is_uri(file.name)}
     except CheckpointError:
         return [CATALOG_NAME]
     for place in places:
@@ -96,8 +97,8 @@ def missing_files(catalog: bytes, places: Sequence[Storage]) -> list[str]:
     return sorted(missing)
 
 
-def read_durable_catalog(url: str, durable: Storage, missing: Sequence[str], where: str) -> bytes:
-    """Read the durable catalog, because no hot step counts or the one that counts is incomplete.
+def open_durable_catalog(url: str, durable: Storage, missing: Sequence[str], where: str) -> FileReader:
+    """Open the durable catalog, because no hot step counts or the one that counts is incomplete.
 
     Args:
         url: display name of the tier.
@@ -112,7 +113,7 @@ def read_durable_catalog(url: str, durable: Storage, missing: Sequence[str], whe
     first = next(iter(missing), "")
     incomplete = f"{url}: of the step in memory {len(missing)} files are on {where} (the first: {first})"
     try:
-        data = durable.read(CATALOG_NAME)
+        reader = durable.open(CATALOG_NAME)
     except FileNotFoundError:
         if not missing:
             raise
@@ -122,4 +123,4 @@ def read_durable_catalog(url: str, durable: Storage, missing: Sequence[str], whe
         ) from None
     if missing:
         _log.warning("%s; the durable checkpoint is read instead", incomplete)
-    return data
+    return reader

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 import msgspec
 
 from bytecheckpoint.errors import StorageError, StorageUnavailableError
-from bytecheckpoint.representation.catalog_file import decode
+from bytecheckpoint.representation.catalog_file import decode_outline
 from bytecheckpoint.representation.names import CATALOG_NAME, is_uri
 from bytecheckpoint.storage.base import Storage
 from bytecheckpoint.storage.posix.storage import PosixStorage
@@ -123,7 +123,7 @@ class HotFolder:
             catalog = self._files.read(CATALOG_NAME)
         except FileNotFoundError:
             return set()
-        return {CATALOG_NAME, LOCK, record_name(catalog), *(file.name for file in decode(catalog).files)}
+        return {CATALOG_NAME, LOCK, record_name(catalog), *(file.name for file in decode_outline(catalog)[0])}
 
     # --- records ---
 
@@ -166,7 +166,7 @@ class HotFolder:
         """Remove the step with this catalog. Files that a save may be writing in its place stay."""
         if self.catalog() == catalog:
             self._files.delete([CATALOG_NAME])  # first, so that a kill leaves no damaged checkpoint
-        self.remove([record_name(catalog), *(file.name for file in decode(catalog).files if not is_uri(file.name))])
+        self.remove([record_name(catalog), *(f.name for f in decode_outline(catalog)[0] if not is_uri(f.name))])
 
     def remove(self, names: Iterable[str]) -> None:
         """Remove files, and then the folder if only internal files are left in it."""

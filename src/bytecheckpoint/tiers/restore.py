@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Sequence
 
@@ -11,11 +12,12 @@ import msgspec
 from bytecheckpoint.collectives import Collective
 from bytecheckpoint.collectives.agreement import Agreement
 from bytecheckpoint.errors import CheckpointError
-from bytecheckpoint.representation.catalog_file import decode
+from bytecheckpoint.representation.catalog_file import decode_outline
 from bytecheckpoint.representation.names import CATALOG_NAME, is_uri
 from bytecheckpoint.settings import Settings
 from bytecheckpoint.storage import FileReader
-from bytecheckpoint.tiers.current_copy import read_durable_catalog
+from bytecheckpoint.tiers.copies import AnyCopy
+from bytecheckpoint.tiers.current_copy import open_durable_catalog
 from bytecheckpoint.tiers.hot_folder import StepRecord
 from bytecheckpoint.tiers.machines import Machines, find_machines
 from bytecheckpoint.tiers.names import digest_of
@@ -70,7 +72,7 @@ def agree_on_copy(
             return _judge(storage, catalogs[holder], _record_of(found, digest), found)
 
         choice = agreement.agree(f"catalog-{number}", send, judge, decisions=_Choice)
-        if choice.catalog:
+        if choice.counts:
             return _serve_files(agreement, machines, storage, choice, stack)
         missing = missing or choice.missing
     return _DurableOnly(storage.url, missing)
@@ -81,27 +83,28 @@ class SharedTier(TierStorage):
 
     Args:
         url: of the tier.
-        catalog: the hot step that counts.
-        holders: for each file, ranks of other machines that serve it.
+        own: whether this machine has the catalog of the hot step that counts.
+        holders: for each file, the catalog too, its size and the ranks of other machines that serve it.
         remote: reads the files of these ranks.
     """
 
-    def __init__(self, url: str, catalog: bytes, holders: dict[str, list[int]], remote: RemoteFiles) -> None:
+    def __init__(self, url: str, own: bool, holders: dict[str, tuple[int, list[int]]], remote: RemoteFiles) -> None:
         super().__init__(url)
-        self._agreed = catalog
+        self._own = own
         self._holders = holders
         self._remote = remote
-        self._sizes = {file.name: file.size for file in decode(catalog).files}
 
-    def _catalog(self) -> bytes:
-        return self._agreed
+    def _open_catalog(self) -> FileReader:
+        local, _ = super().copies(CATALOG_NAME)
+        return AnyCopy(f"{self.url}/{CATALOG_NAME}", [*[local][: self._own], *self._openers(CATALOG_NAME)])
 
     def copies(self, name: str) -> list[Callable[[], FileReader]]:
         local, durable = super().copies(name)
-        return [local, *(self._opener(rank, name) for rank in self._holders.get(name, ())), durable]
+        return [local, *self._openers(name), durable]
 
-    def _opener(self, rank: int, name: str) -> Callable[[], FileReader]:
-        return lambda: RemoteReader(self._remote, rank, name, self._sizes[name])
+    def _openers(self, name: str) -> list[Callable[[], FileReader]]:
+        size, ranks = self._holders.get(name, (0, []))
+        return [functools.partial(RemoteReader, self._remote, rank, name, size) for rank in ranks]
 
 
 class _DurableOnly(TierStorage):
@@ -116,8 +119,8 @@ class _DurableOnly(TierStorage):
         super().__init__(url)
         self._missing = missing
 
-    def _catalog(self) -> bytes:
-        return read_durable_catalog(self.url, self.durable, self._missing, "none of these machines")
+    def _open_catalog(self) -> FileReader:
+        return open_durable_catalog(self.url, self.durable, self._missing, "none of these machines")
 
 
 class _Found(msgspec.Struct, frozen=True, array_like=True):
@@ -138,13 +141,13 @@ class _Choice(msgspec.Struct, frozen=True, array_like=True):
     """What rank 0 decides about one hot step.
 
     Attributes:
-        catalog: of the step if it counts and is complete, else empty.
-        holders: for each of its files, the ranks whose machines have it.
+        counts: whether it counts and is complete.
+        holders: for each of its files, the catalog too, its size and the ranks whose machines have it.
         missing: files that no machine and not the durable storage has, if the step counts but is incomplete.
     """
 
-    catalog: bytes = b""
-    holders: dict[str, list[int]] = {}
+    counts: bool = False
+    holders: dict[str, tuple[int, list[int]]] = {}
     missing: list[str] = []
 
 
@@ -169,15 +172,15 @@ def _judge(storage: TierStorage, catalog: bytes, record: StepRecord | None, foun
     if not storage.hot_copy_counts(catalog, record):
         return _Choice()
     try:
-        files = [file for file in decode(catalog).files if not is_uri(file.name)]
+        files = [file for file in decode_outline(catalog)[0] if not is_uri(file.name)]
     except CheckpointError as error:
         _log.warning("%s: a hot catalog cannot be read: %s", storage.url, error)
         return _Choice(missing=[CATALOG_NAME])
     holders = {
-        file.name: [rank for rank, report in enumerate(found) if report.files.get(file.name) == file.size]
+        file.name: (file.size, [rank for rank, each in enumerate(found) if each.files.get(file.name) == file.size])
         for file in files
     }
-    missing = {file.name: file.size for file in files if not holders[file.name]}
+    missing = {file.name: file.size for file in files if not holders[file.name][1]}
     if missing:
         present: dict[str, int] = {}
         try:
@@ -185,7 +188,9 @@ def _judge(storage: TierStorage, catalog: bytes, record: StepRecord | None, foun
         except CheckpointError as error:
             _log.warning("%s: %s", storage.url, error)
         missing = {name: size for name, size in missing.items() if present.get(name) != size}
-    return _Choice(missing=sorted(missing)) if missing else _Choice(catalog, holders)
+    digest = digest_of(catalog)
+    holders[CATALOG_NAME] = len(catalog), [rank for rank, each in enumerate(found) if each.digest == digest]
+    return _Choice(missing=sorted(missing)) if missing else _Choice(True, holders)
 
 
 def _serve_files(
@@ -193,17 +198,19 @@ def _serve_files(
 ) -> TierStorage:
     """Begin to serve this machine's files if other machines may want them. Return the tier to load from."""
     rank, collective, tag = agreement.rank, agreement.collective, f"{agreement.tag}/files"
-    holds = any(rank in ranks for ranks in choice.holders.values())
+    holds = any(rank in ranks for _, ranks in choice.holders.values())
 
     def serve() -> None:
         if holds and len(machines.groups) > 1:
             stack.enter_context(collective.serve(tag, file_provider(storage.hot)))
 
     agreement.agree("serve", serve, lambda _: None)  # so that no rank asks before all serve
-    holders: dict[str, list[int]] = {}
-    for name, ranks in choice.holders.items():
+    holders: dict[str, tuple[int, list[int]]] = {}
+    own = False
+    for name, (size, ranks) in choice.holders.items():
         others = [other for other in ranks if machines.machine_of[other] != machines.machine_of[rank]]
+        own |= name == CATALOG_NAME and len(others) < len(ranks)
         # Ranks that read one file from other machines begin with different ones.
         turn = rank % len(others) if others else 0
-        holders[name] = others[turn:] + others[:turn]
-    return SharedTier(storage.url, choice.catalog, holders, RemoteFiles(collective, tag, agreement.timeout))
+        holders[name] = size, others[turn:] + others[:turn]
+    return SharedTier(storage.url, own, holders, RemoteFiles(collective, tag, agreement.timeout))

@@ -19,14 +19,14 @@ from bytecheckpoint.errors import (
     StorageUnavailableError,
     UsageError,
 )
-from bytecheckpoint.representation.catalog_file import decode
+from bytecheckpoint.representation.catalog_file import decode_outline
 from bytecheckpoint.representation.names import CATALOG_NAME
 from bytecheckpoint.settings import settings
 from bytecheckpoint.storage.base import Capabilities, FileReader, FileStat, FileWriter, NewFile, Storage, check_name
 from bytecheckpoint.storage.posix.storage import PosixStorage
 from bytecheckpoint.storage.threads import call_with_timeout
 from bytecheckpoint.tiers.copies import AnyCopy
-from bytecheckpoint.tiers.current_copy import ask_durable, hot_copy_counts, missing_files, read_durable_catalog
+from bytecheckpoint.tiers.current_copy import ask_durable, hot_copy_counts, missing_files, open_durable_catalog
 from bytecheckpoint.tiers.hot_folder import UNKNOWN, HotFolder, StepRecord, list_own_files
 from bytecheckpoint.tiers.names import hot_folder_of, step_name
 from bytecheckpoint.tiers.room import with_room
@@ -92,14 +92,15 @@ class TierStorage(Storage):
         """Return functions that open the copies of a file, the nearest first."""
         return [lambda: self.hot.open(name), lambda: self.durable.open(name)]
 
-    def _catalog(self) -> bytes:
+    def _open_catalog(self) -> FileReader:
+        """Open the catalog that counts."""
         missing: list[str] = []
         catalog = self.hot_folder.catalog()
         if catalog is not None and self.hot_copy_counts(catalog, self.hot_folder.record(catalog)):
             missing = missing_files(catalog, (self.hot, self.durable))
             if not missing:
-                return catalog
-        return read_durable_catalog(self.url, self.durable, missing, "other machines only, if at all")
+                return self.hot.open(CATALOG_NAME)
+        return open_durable_catalog(self.url, self.durable, missing, "other machines only, if at all")
 
     # --- Storage ----------------------------------------------------------------------------------------------
 
@@ -112,12 +113,15 @@ class TierStorage(Storage):
             return self.durable.create(request)
 
     def open(self, name: str) -> FileReader:
-        check_name(name)
+        if check_name(name) == CATALOG_NAME:
+            return self._open_catalog()
         return AnyCopy(f"{self.url}/{name}", self.copies(name))
 
     def read(self, name: str) -> bytes:
         if name == CATALOG_NAME:
-            return self._catalog()
+            with contextlib.closing(self._open_catalog()) as reader:
+                data = bytearray(reader.size)
+                return bytes(memoryview(data)[: reader.read_into(0, [memoryview(data)])])
         try:
             return self.hot.read(name)
         except (FileNotFoundError, StorageError):
@@ -206,8 +210,8 @@ class HotTier(TierStorage):
     show what this machine has while the durable storage does not answer.
     """
 
-    def _catalog(self) -> bytes:
-        return self.hot.read(CATALOG_NAME)
+    def _open_catalog(self) -> FileReader:
+        return self.hot.open(CATALOG_NAME)
 
     def folders(self) -> list[str]:
         return sorted(map(step_name, self.hot.folders()))
@@ -225,5 +229,5 @@ class HotTier(TierStorage):
             # Files for which the hot tier had no room. What the durable checkpoint names stays in any case.
             needed = {CATALOG_NAME}
             with contextlib.suppress(FileNotFoundError):
-                needed |= {file.name for file in decode(self.durable.read(CATALOG_NAME)).files}
+                needed |= {file.name for file in decode_outline(self.durable.read(CATALOG_NAME))[0]}
             self.durable.delete([name for name in others if name not in needed])

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from bytecheckpoint.engine.catalogs import read_catalog
+from bytecheckpoint.engine.catalogs import read_outline
 from bytecheckpoint.engine.file_set import other_folders
 from bytecheckpoint.errors import (
     CheckpointError,
@@ -132,7 +132,7 @@ def _is_own(name: str) -> bool:
 
 def _other_folders(storage: Storage) -> set[str]:
     try:
-        return other_folders(read_catalog(storage)[0])
+        return other_folders(read_outline(storage))
     except (CheckpointNotFoundError, CorruptCheckpointError):
         return set()
 
@@ -213,7 +213,7 @@ def _collect(storage: Storage, before: Callable[[], float], dry_run: bool) -> It
             saves.setdefault(generation, {})[name] = size
     whole: set[str] = set()
     try:
-        needed = {file.name for file in read_catalog(storage)[0].files} if saves else set()
+        needed = {file.name for file in read_outline(storage).files} if saves else set()
     except CheckpointNotFoundError:
         needed = set()
         whole = {save.generation for save in reports_of_saves(storage) if save.complete}

@@ -12,7 +12,7 @@ import re
 import secrets
 from collections.abc import Callable, Collection
 
-from bytecheckpoint.engine.catalogs import read_catalog
+from bytecheckpoint.engine.catalogs import read_outline
 from bytecheckpoint.engine.file_set import other_folders
 from bytecheckpoint.errors import CheckpointError, CheckpointNotFoundError
 from bytecheckpoint.representation.names import CATALOG_NAME
@@ -43,7 +43,7 @@ def retire(storage: Storage, created: float) -> str:
     if is_link(storage):
         return "it is a symbolic link"
     version = storage.version(CATALOG_NAME)
-    catalog, _ = read_catalog(storage)
+    catalog = read_outline(storage)
     if elsewhere := other_folders(catalog):
         return f"it names files in {', '.join(sorted(elsewhere))}"
     stone = f".bytecheckpoint-retired-{secrets.token_hex(8)}.json"
@@ -89,7 +89,7 @@ def finish_retirement(storage: Storage, stone: str, *, dry_run: bool = False) ->
     except FileNotFoundError:  # somebody else was quicker
         return {}
     try:
-        named -= {file.name for file in read_catalog(storage)[0].files}
+        named -= {file.name for file in read_outline(storage).files}
     except CheckpointNotFoundError:
         pass
     except CheckpointError:  # damaged, or of a newer version: nobody knows what it names

@@ -54,7 +54,6 @@ class ObjectStorage(UploadingStorage):
     """
 
     parallel_reads = 16
-    parts_from_ranks = 64
 
     def __init__(self, url: str, bucket: Bucket | None = None) -> None:
         scheme, name, path = _parse(url)

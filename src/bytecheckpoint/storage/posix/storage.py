@@ -65,7 +65,7 @@ class PosixStorage(Storage):
         url: its address for users.
     """
 
-    parts_from_ranks = 1
+    page_cache = True
 
     def __init__(self, root: str, url: str) -> None:
         self.root = root
