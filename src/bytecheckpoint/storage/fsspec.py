@@ -30,6 +30,7 @@ from bytecheckpoint.errors import (
     StorageUnavailableError,
     UsageError,
 )
+from bytecheckpoint.monitoring.operation import count_retries
 from bytecheckpoint.settings import settings
 from bytecheckpoint.storage.base import UNENCODABLE, Capabilities, FileReader, FileStat, check_name, conflict_error
 from bytecheckpoint.storage.objects.errors import cleaned
@@ -314,6 +315,7 @@ def _make_folder(fs: Any, path: str) -> None:
                 return
             if not attempts_left:
                 raise
+            count_retries()
 
 
 def _move(fs: Any, source: str, target: str) -> None:
