@@ -220,8 +220,7 @@ class FsspecStorage(UploadingStorage):
         def put(fs: Any) -> None:
             self._write(fs, temporary, len(data), iter([memoryview(data)]))
             _move(fs, temporary, path)
-            fs.invalidate_cache()
-            if fs.exists(temporary):
+            if _is_file(fs, temporary):
                 raise StorageError(f"cannot publish {label}: its file system did not replace it; use another storage")
 
         try:
@@ -270,8 +269,7 @@ class FsspecStorage(UploadingStorage):
             try:
                 fs.rm_file(path)
             except Exception:  # not all file systems raise FileNotFoundError
-                fs.invalidate_cache()
-                if fs.isfile(path):
+                if _is_file(fs, path):
                     raise
 
         self._run("delete", label, remove)
@@ -316,6 +314,15 @@ def _make_folder(fs: Any, path: str) -> None:
             if not attempts_left:
                 raise
             count_retries()
+
+
+def _is_file(fs: Any, path: str) -> bool:
+    """Return whether a file is there. `fs.isfile` would also return False when the server does not answer."""
+    fs.invalidate_cache()
+    try:
+        return bool(fs.info(path)["type"] == "file")
+    except FileNotFoundError:
+        return False
 
 
 def _move(fs: Any, source: str, target: str) -> None:

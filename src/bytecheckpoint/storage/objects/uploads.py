@@ -9,6 +9,7 @@ from __future__ import annotations
 import email.utils
 import hashlib
 import hmac
+import http.client
 import re
 import time
 import urllib.error
@@ -148,11 +149,13 @@ class Uploads:
         try:
             with urllib.request.urlopen(request, timeout=_SECONDS) as answer:
                 data: bytes = answer.read(_MAX_ANSWER_BYTES)
+                if answer.length:
+                    raise ConnectionResetError("the answer broke off")
                 date = email.utils.parsedate_to_datetime(answer.headers["date"]) if answer.headers["date"] else None
         except urllib.error.HTTPError as error:
             failed = failed_request(error.code, error.read(_MAX_ANSWER_BYTES).decode("utf-8", "replace"))
             raise storage_error(failed, action, label) from None
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, http.client.HTTPException) as error:
             raise storage_error(failed_request(0, str(getattr(error, "reason", error))), action, label) from None
         return data, date.timestamp() if date is not None else time.time()
 
