@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -141,3 +142,21 @@ def test_a_failed_save_counts_too(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     with caplog.at_level(logging.INFO), pytest.raises(StorageUnavailableError, match=r"down \(\d+ attempts"):
         bytecheckpoint.save(storage, states(step=1))
     assert sum("repeated" in r.message for r in caplog.records) == 1
+
+
+def test_pauses_grow_at_random_until_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that failed together do not come back together."""
+    pauses: list[list[float]] = [[] for _ in range(20)]
+    for waited in pauses:
+        monkeypatch.setattr("bytecheckpoint.storage.retry.pause", waited.append)
+        attempts = Attempts(1000.0)
+        assert all(attempts.pause() for _ in range(8))
+    for number, column in enumerate(zip(*pauses, strict=True)):
+        longest = min(0.1 * 2**number, 3.0)
+        assert all(longest / 2 <= seconds <= longest for seconds in column)
+        assert len(set(column)) > 10
+    monkeypatch.undo()
+    begun, attempts = time.monotonic(), Attempts(0.4)
+    while attempts.pause():
+        pass
+    assert 0.4 <= time.monotonic() - begun < 10.0 and attempts.exhausted

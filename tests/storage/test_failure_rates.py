@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import uuid
 
 import pytest
 
@@ -11,10 +12,12 @@ from bytecheckpoint import StorageUnavailableError
 from bytecheckpoint.cli.main import run
 from bytecheckpoint.storage import Storage, resolve
 from tests.faults.coded import states, step_of
-from tests.servers.fault_proxy import FaultProxy, Request, fail_at_rate
+from tests.servers.azure import AzureServer
+from tests.servers.fault_proxy import FaultProxy, Request, asks, fail_at_rate, fault_proxy
 from tests.servers.rpc_fault_proxy import RpcFaultProxy
 from tests.servers.s3 import S3Server
 from tests.storage.checks import within
+from tests.storage.conftest import use
 from tests.support.variants import crossed
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(400)]
@@ -27,7 +30,8 @@ STEPS = {0: 1, 1: 6, 5: 3, 20: 3}
 
 def repeated_by_client(request: Request) -> bool:
     """Whether the client library repeats a request by itself, and does not tell: those of multipart uploads."""
-    return "uploadId=" in request.path or ("?uploads" in request.path and request.method == "POST")
+    words = ("uploadId=", "comp=block")
+    return any(word in request.path for word in words) or (request.method == "POST" and "?uploads" in request.path)
 
 
 def of_race(request: Request) -> bool:
@@ -81,6 +85,21 @@ def test_object_stores(
     assert bool(sure) == bool(percent)
     # A server's refusal is a sufficient answer to the first request of a process: here, of the helper process.
     assert len(sure) - asynchronous <= retries <= len(told)
+
+
+def test_azure(az_server: AzureServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A list of blocks whose answer is lost, too: Azure refuses the second one."""
+    path = f"az://container/{uuid.uuid4().hex}/step"
+    with fault_proxy(az_server.endpoint) as proxy:
+        use(monkeypatch, {**az_server.environment(), "AZURE_STORAGE_ENDPOINT": proxy.endpoint})
+        resolve(path).check_publish("metadata.parquet", "")
+        lost = proxy.add(asks("PUT", "comp=blocklist"), lose=True, times=2)
+        failed = fail_at_rate(proxy, 0.2, seed=1)
+        retries = retries_of(path, 3)
+        proxy.rules.clear()
+        check_nothing_else(path, [name for name, _ in resolve(path).list()])
+    assert lost.hits == 2
+    assert retries == sum(not repeated_by_client(request) for request in failed)
 
 
 @pytest.mark.parametrize(("percent", "asynchronous"), crossed([1, 5, 20], [False, True]))

@@ -23,6 +23,7 @@ from bytecheckpoint.storage.base import (
 from bytecheckpoint.storage.objects.bucket import Bucket, bucket_of
 from bytecheckpoint.storage.objects.commit import publish_exclusively, require_commits
 from bytecheckpoint.storage.objects.config import SCHEMES
+from bytecheckpoint.storage.objects.errors import facts_of
 from bytecheckpoint.storage.ranged import RangeRequest, RequestSizes, read_in_parallel
 from bytecheckpoint.storage.threads import parallel_map
 from bytecheckpoint.storage.uploading import Pieces, UploadingStorage
@@ -35,6 +36,8 @@ _MAX_PARTS = 9_000  # stores accept 10,000
 _PARTS_IN_FLIGHT = 12
 #: Longest object that one request may copy, so that it is done before the request times out; S3 takes up to 5 GiB.
 _MAX_COPY_BYTES = 1 << 30
+#: Error codes by which S3 and Azure refuse to complete an upload that is completed, or gone.
+_COMPLETED_BEFORE = {"NoSuchUpload", "InvalidBlockList"}
 #: Seconds of pause before each further check that an uploaded object is present.
 _CHECK_PAUSES = (0.2, 1.0)
 #: The shortest and the longest requests of a read, in bytes. Each costs processor time on both sides, and Azurite reads
@@ -85,8 +88,8 @@ class ObjectStorage(UploadingStorage):
                 obstore.put(
                     client, key, pieces(), use_multipart=True, chunk_size=part, max_concurrency=_PARTS_IN_FLIGHT
                 )
-            except FileNotFoundError as error:
-                if "<Code>NoSuchUpload</Code>" not in str(error):
+            except (FileNotFoundError, obstore.exceptions.BaseError) as error:
+                if facts_of(error).code not in _COMPLETED_BEFORE:
                     raise
             self._check_uploaded(name, size)
 
@@ -98,8 +101,8 @@ class ObjectStorage(UploadingStorage):
     def _check_uploaded(self, name: str, size: int) -> None:
         """Check that a completed upload has created its object.
 
-        The client repeats a completion whose response is lost. A server that was killed in between may answer that there is
-        no such upload although it has completed it, or that it is complete although it is not.
+        The client repeats a completion whose response is lost. The server may then answer that there is no such upload,
+        because it has completed it; and one that was killed in between, that it is complete although it is not.
         """
         for seconds in (None, *_CHECK_PAUSES):
             if seconds is not None:
