@@ -79,6 +79,9 @@ class SaveReport:
         phases: seconds by phase ("capture", "plan", "wait", "stage", "write", "finish", "commit").
         plan_cached: the plan of an earlier save was used, without any planning communication.
         generation: the part of this save's file names that no other save has.
+        retries: attempts after the first, of all requests to storages and of connections to other ranks, as far as their
+            clients tell (docs/how-to/when-things-fail.md).
+        retry_seconds: seconds waited before these attempts, summed over threads.
     """
 
     path: str
@@ -88,6 +91,8 @@ class SaveReport:
     phases: Mapping[str, float] = field(default_factory=dict)
     plan_cached: bool = False
     generation: str = ""
+    retries: int = 0
+    retry_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +112,7 @@ class LoadReport:
         cast: keys of tensors that were converted to the destination's dtype. Without cast=True, only optimizer state that
             its optimizer holds in higher precision than it was saved in.
         notes: further facts for a person, e.g. values that came from rank 0 because this rank has no copy of its own.
+        retries, retry_seconds: as in `SaveReport`.
     """
 
     path: str
@@ -120,6 +126,8 @@ class LoadReport:
     unexpected: tuple[str, ...] = ()
     cast: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    retries: int = 0
+    retry_seconds: float = 0.0
 
 
 @dataclass(slots=True)

@@ -16,6 +16,7 @@ from bytecheckpoint.engine.save_resources import SaveResources
 from bytecheckpoint.errors import CheckpointError, CheckpointTimeoutError, UsageError
 from bytecheckpoint.handles import SaveHandle
 from bytecheckpoint.liveness import seconds_busy, seconds_idle
+from bytecheckpoint.monitoring.operation import carried
 from bytecheckpoint.settings import settings
 from bytecheckpoint.tiers.flush.flusher import Flusher
 
@@ -76,7 +77,7 @@ class SaveQueue:
             coordinator = begin(next(self._numbers))
             if coordinator is not None:
                 try:
-                    self._coordination.submit(coordinator)
+                    self._coordination.submit(carried(coordinator))
                 except RuntimeError as error:  # executors take no work any more
                     raise UsageError(
                         "save was called while the interpreter ends (atexit): call it before that"
@@ -84,7 +85,7 @@ class SaveQueue:
 
     def submit(self, work: Callable[[], None]) -> None:
         """Run the background half of one save, after those of earlier saves."""
-        self._last = self._background.submit(work)
+        self._last = self._background.submit(carried(work))
 
     def drain(self) -> None:
         """Wait until no earlier save is in flight. Raise no failure."""

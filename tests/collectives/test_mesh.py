@@ -29,6 +29,7 @@ from bytecheckpoint.collectives.transport.star import Star
 from bytecheckpoint.collectives.transport.transfers import PeerLink
 from bytecheckpoint.collectives.transport.wire import Kind
 from bytecheckpoint.errors import CheckpointError, CheckpointTimeoutError, PeerLostError
+from bytecheckpoint.monitoring.operation import Operation
 from bytecheckpoint.tuning import tuned
 from tests.collectives.data_world import MIB, SECRET, DataWorld, content, frame, greet, read_frame, until
 from tests.servers.process import free_port
@@ -341,11 +342,16 @@ def test_a_rank_that_cannot_be_dialled_is_named_with_the_reason(
     nobody = free_port()
     monkeypatch.setitem(world.stars[0]._places, 1, Place(nobody))
     inviting = world.start(1, "x", {2: np.zeros(9, np.uint8)}, {}, timeout=2)
-    with pytest.raises(
-        CheckpointTimeoutError,
-        match=rf"not connected with rank 1 \(127\.0\.0\.1 port {nobody}: Connection refused\).* look for .* a firewall",
+    operation = Operation("load", "/x")
+    with (
+        operation.running(),
+        pytest.raises(
+            CheckpointTimeoutError,
+            match=rf"not connected with rank 1 \(127\.0\.0\.1 port {nobody}: Connection refused\).* look for .* a firewall",
+        ),
     ):
         world.exchange(2, "x", {}, {1: np.zeros(9, np.uint8)}, timeout=1.5)
+    assert operation.retries >= 1 and operation.retry_seconds == 0.5 * operation.retries
     with pytest.raises(CheckpointTimeoutError, match="not all bytes went to rank 2, not connected"):
         inviting()
 

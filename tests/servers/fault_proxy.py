@@ -7,18 +7,20 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import random
 import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from bytecheckpoint.storage.testing.fault_rule import FaultRule
 
-__all__ = ["FaultProxy", "HttpFault", "Request", "asks", "fault_proxy", "s3_error"]
+__all__ = ["FaultProxy", "HttpFault", "Request", "asks", "fail_at_rate", "fault_proxy", "s3_error"]
 
 
 @dataclass(frozen=True)
@@ -158,7 +160,8 @@ class FaultProxy:
             for name, value in {"content-length": str(len(rule.body)), **rule.headers}.items():
                 client.send_header(name, value)
             client.end_headers()
-            client.wfile.write(rule.body)
+            if client.command != "HEAD":
+                client.wfile.write(rule.body)
             return
         upstream = http.client.HTTPConnection(self._target, timeout=60)
         try:
@@ -197,6 +200,40 @@ class FaultProxy:
             client.close_connection = True
             return
         client.wfile.write(data)
+
+
+def fail_at_rate(proxy: FaultProxy, rate: float, seed: int = 0) -> list[Request]:
+    """Let a share of all requests fail in every way that S3 knows; return the list that these requests come into.
+
+    A request is refused, or the connection breaks before the server has it, after the server has carried it out, or in the
+    middle of the answer to a GET.
+    """
+    hits: list[Request] = []
+    chance, lock = random.Random(seed), threading.Lock()
+
+    def break_off() -> None:
+        raise ConnectionResetError
+
+    kinds: list[dict[str, Any]] = [
+        {"cut": 1},
+        {"status": 503, "body": s3_error("SlowDown"), "headers": {"retry-after": "1"}},
+        {"status": 500, "body": s3_error("InternalError")},
+        {"status": 429, "body": s3_error("TooManyRequests"), "headers": {"retry-after": "1"}},
+        {"before": break_off},
+        {"lose": True},
+    ]
+
+    def is_hit(request: Request, number: int) -> bool:
+        share = rate / len(kinds)
+        with lock:  # of those that no kind before this one has hit
+            hit = chance.random() < share / (1 - number * share) and (number > 0 or request.method == "GET")
+            if hit:
+                hits.append(request)
+        return hit
+
+    for number, fault in enumerate(kinds):
+        proxy.add(partial(is_hit, number=number), times=-1, **fault)
+    return hits
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import contextlib
 import socket
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,7 +22,8 @@ class RpcFaultProxy:
 
     Attributes:
         address: "127.0.0.1:port", where clients reach it.
-        rules: their `call` is the name of an operation: "create", "addBlock", "complete", "concat", "rename2", ...
+        rules: their `call` is the name of an operation: "create", "addBlock", "complete", "concat", "rename2", ...;
+            or a predicate, which is called for all of them.
     """
 
     def __init__(self, port: int) -> None:
@@ -30,7 +31,7 @@ class RpcFaultProxy:
         self.address = ""
         self.rules: list[FaultRule] = []
 
-    def add(self, call: str, **options: Any) -> FaultRule:
+    def add(self, call: str | Callable[[Any], bool], **options: Any) -> FaultRule:
         """Add a rule; see `FaultRule` for the options."""
         self.rules.append(FaultRule(call, **options))
         return self.rules[-1]
@@ -78,8 +79,10 @@ class RpcFaultProxy:
 
 
 def _asks_for(data: bytes, method: object) -> bool:
-    """Whether a request asks for an operation: field 1 of its header is the name behind the name's length."""
-    return isinstance(method, str) and bytes([0x0A, len(method)]) + method.encode() in data
+    """Whether a request asks for an operation: field 1 of its header is the name behind the name's length. Or any, for a
+    predicate.
+    """
+    return callable(method) or (isinstance(method, str) and bytes([0x0A, len(method)]) + method.encode() in data)
 
 
 @contextmanager

@@ -86,6 +86,10 @@ class S3Server:
         """Return the keys of multipart uploads that were neither completed nor aborted."""
         return re.findall(r"<Key>([^<]*)</Key>", self.request("GET", f"/{bucket}", "uploads=").decode())
 
+    def keys(self, bucket: str) -> list[str]:
+        """Return the keys of the first thousand objects."""
+        return re.findall(r"<Key>([^<]*)</Key>", self.request("GET", f"/{bucket}", "list-type=2").decode())
+
 
 def versitygw(folder: Path) -> S3Server:
     """Start versitygw over a folder: its conditional puts are exact, and it is ready at once."""

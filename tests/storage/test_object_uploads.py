@@ -172,12 +172,14 @@ def test_the_age_is_by_the_clock_of_the_store(path: str, between: FaultProxy, be
 def test_uploads_that_cannot_be_listed(
     path: str, between: FaultProxy, begin: Callable[[str], str], answer: dict[str, Any], says: str
 ) -> None:
-    """A save goes on, and asks once; `gc` says so."""
+    """A save goes on, having asked again after errors that may pass; the next save does not ask, and `gc` says so."""
+    bytecheckpoint.configure(storage_timeout=1.0)
     begin(f"runs/step/{OWN}")
     rule = between.add(asks("GET", "uploads="), times=-1, **answer)
-    for step in (1, 2):
-        bytecheckpoint.save(path, states(step=step))
-    assert rule.hits == 1
+    first, second = [bytecheckpoint.save(path, states(step=step)).result() for step in (1, 2)]
+    assert rule.hits == 1 + first.retries
+    assert bool(first.retries) == (answer.get("status") in (None, 503))
+    assert second.retries == 0
     assert load_step(path) == 2
     (removal,) = [r for r in collect_garbage(path, older_than=0.0) if r.what == "upload"]
     assert re.search(says, removal.kept) and removal.files == 0

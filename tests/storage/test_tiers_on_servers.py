@@ -29,8 +29,8 @@ from bytecheckpoint.tiers.lease import LEASE_FILE, Lease, leased
 from bytecheckpoint.tiers.storage import TierStorage
 from bytecheckpoint.tuning import tuned
 from bytecheckpoint.world import world_of
-from tests.faults.coded import files_of, load_step, states
-from tests.servers.fault_proxy import asks, fault_proxy
+from tests.faults.coded import files_of, load_step, states, step_of
+from tests.servers.fault_proxy import FaultProxy, asks, fault_proxy
 from tests.servers.s3 import S3Server
 from tests.storage.checks import within
 from tests.storage.conftest import place, use
@@ -325,3 +325,17 @@ def test_the_cold_store_is_away(mortal: S3Server, tmp_path: Path) -> None:
     assert load_step(root / "2") == 2
     mortal.server.start()
     assert load_step(root / "1") == 1
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_the_report_tells_the_retries_of_the_flush(bucket: str, between: FaultProxy, asynchronous: bool) -> None:
+    """And that of a load those of reads from the durable storage."""
+    path = f"tier+s3://{bucket}/runs/step"
+    failing = between.add(asks("PUT", "model/rank"), status=503, times=3)
+    report = bytecheckpoint.save(path, states(step=1), async_checkpoint=asynchronous).result(60)
+    assert (report.retries, failing.times) == (3, 0)
+    forget(path)
+    between.add(asks("GET", "model/rank"), status=503, times=2)
+    target = states()
+    assert bytecheckpoint.load(path, target).retries == 2
+    assert step_of(target) == 1

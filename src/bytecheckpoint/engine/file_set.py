@@ -18,6 +18,7 @@ from bytecheckpoint.engine.buffers import block_sums, split_buffers
 from bytecheckpoint.engine.workers import call_until_stopped
 from bytecheckpoint.errors import CheckpointError, CorruptCheckpointError, StorageError, StorageUnavailableError, listed
 from bytecheckpoint.lazy import lazy
+from bytecheckpoint.monitoring.operation import count_retries
 from bytecheckpoint.representation.boxes import Int64s
 from bytecheckpoint.representation.catalog import Catalog
 from bytecheckpoint.representation.names import is_uri
@@ -193,6 +194,8 @@ class FileSet:
         with self._open_file(file) as reader:
             failed: CorruptCheckpointError | StorageError | None = None
             for copy in itertools.chain([reader], reader.other_copies()):
+                if failed is not None:
+                    count_retries()
                 try:
                     self._fetch_copy(copy, file, start, stop, buffers)
                 except (CorruptCheckpointError, StorageError) as error:

@@ -31,6 +31,7 @@ from numpy.typing import NDArray
 from bytecheckpoint.engine.writing import FilesWriter, FileTask, StagedChunk
 from bytecheckpoint.errors import CheckpointError, CheckpointTimeoutError, UsageError, error_from_report, error_report
 from bytecheckpoint.liveness import busy
+from bytecheckpoint.monitoring.operation import Operation, count_retries
 from bytecheckpoint.representation.names import escape, unescape
 from bytecheckpoint.settings import configure
 from bytecheckpoint.storage import resolve
@@ -156,6 +157,7 @@ class HelperProcess:
                     f"the writer process closed its channel during {record['op']!r} and has not ended; storage may hang"
                 ) from None
             raise CheckpointError(f"the writer process died during {record['op']!r} (exit status {code})")
+        count_retries(answer.pop("retries"), answer.pop("retry_seconds"))
         if "error" in answer:
             raise error_from_report(answer)
         return answer
@@ -221,6 +223,7 @@ class _Server:
         self._pool: NDArray[np.uint8] = np.zeros(0, np.uint8)
         self._writer: FilesWriter | None = None
         self._batches: list[list[Future[None]]] = []
+        self._operation = Operation("save", "")  # the save whose requests these are
 
     def serve(self) -> None:
         while True:
@@ -230,10 +233,16 @@ class _Server:
                 record, fds = None, []
             if record is None:
                 break
+            op = record.pop("op")
+            if op == "open":
+                self._operation = Operation("save", unescape(record["url"]))
+            operation = self._operation
             try:
-                answer = getattr(self, "do_" + record.pop("op"))(fds=fds, **record)
+                with operation.running():
+                    answer = getattr(self, "do_" + op)(fds=fds, **record)
             except BaseException as error:  # noqa: BLE001  raised in the training process
-                answer = error_report(error)
+                answer = dict(error_report(error))
+            answer["retries"], answer["retry_seconds"] = operation.take_counts()
             try:
                 self._channel.send(answer)
             except OSError:

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from bytecheckpoint.errors import StorageUnavailableError
 from bytecheckpoint.liveness import busy
+from bytecheckpoint.monitoring.operation import carried
 
 __all__ = ["Workers", "call_until_stopped", "storage_result"]
 
@@ -47,7 +48,7 @@ class Workers:
 
     def submit(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
         """Run `function(*args)` on one of the threads."""
-        task: _Task = (Future(), function, args)
+        task: _Task = (Future(), carried(function), args)
         if self._threads:
             self._queue.put(task)
         else:

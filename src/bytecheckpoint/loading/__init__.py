@@ -28,6 +28,7 @@ from bytecheckpoint.frameworks.wrappers import unwrap_states
 from bytecheckpoint.handles import LoadReport
 from bytecheckpoint.loading.call import LoadArguments, LoadCall
 from bytecheckpoint.loading.session import FIRST_STEP, load_states
+from bytecheckpoint.monitoring.operation import Operation
 from bytecheckpoint.saving import prepare_next
 from bytecheckpoint.storage import Storage
 from bytecheckpoint.storage import resolve as resolve_storage
@@ -112,13 +113,16 @@ def load(
         True
     """
     settings, wrong = settings_with_timeout(timeout)
-    collective = current(process_group, timeout=settings.timeout)
+    operation = Operation("load", str(path))
+    with operation.running():
+        collective = current(process_group, timeout=settings.timeout)
     world = world_of(collective)
     number = world.next_load_number()
     if (refused := refusal()) is not None:
         _leave(path, collective, f"load/{number}.0", refused)
     attempts = itertools.count()
     copies = contextlib.ExitStack()  # hot copies that this rank serves to the others
+    copies.callback(operation.end)
 
     def agree(tier: TierStorage) -> Storage:
         if collective.world_size == 1:
@@ -157,7 +161,7 @@ def load(
 
     call = LoadCall(check, names, settings, overlap_loading, cast, wants_prepare, prepare_save_of_states)
     # An optimizer's next step runs outside of inference mode and must be able to use the state that it gets here.
-    with torch.inference_mode(False), copies:
+    with operation.running(), torch.inference_mode(False), copies:
         return load_states(collective, number, call)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import time
 from collections.abc import Iterable, Sequence
 from itertools import chain
 
@@ -44,6 +43,7 @@ from bytecheckpoint.loading.open_checkpoint import OpenCheckpoint, detect_replac
 from bytecheckpoint.loading.opening import Opening
 from bytecheckpoint.loading.saved import SavedView
 from bytecheckpoint.monitoring.garbage_collection import gc_paused
+from bytecheckpoint.monitoring.operation import pause, retries_so_far
 from bytecheckpoint.monitoring.phases import Phases
 from bytecheckpoint.planning.exchange_plan import exchange_plan_of_rank
 from bytecheckpoint.planning.read_plan import groups_to_read, stored_rows
@@ -78,12 +78,12 @@ def load_states(collective: Collective, number: int, call: LoadCall) -> LoadRepo
         This rank's report.
     """
     phases = Phases()
-    for attempt, pause in enumerate(_PAUSES):
+    for attempt, seconds in enumerate(_PAUSES):
         try:
             last = attempt + 1 == len(_PAUSES)
             return _Attempt(collective, f"load/{number}.{attempt}", call, phases, last=last).run()
         except CheckpointReplacedError:
-            time.sleep(pause)
+            pause(seconds)
     raise IncompatibleCheckpointError(
         f"the checkpoint was replaced {len(_PAUSES)} times while it was being loaded; load one that is not being saved"
     )
@@ -253,6 +253,7 @@ class _Attempt:
             unexpected=tuple(unexpected),
             cast=tuple(opened.fit.converted),
             notes=tuple(notes),
+            **retries_so_far(),
         )
 
     def _warn_of_nothing(self, decision: FitDecision) -> list[str]:

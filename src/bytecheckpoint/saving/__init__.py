@@ -24,6 +24,7 @@ from bytecheckpoint.frameworks.registry import resolve as resolve_framework
 from bytecheckpoint.frameworks.selection import Selection
 from bytecheckpoint.frameworks.wrappers import unwrap_states
 from bytecheckpoint.handles import SaveHandle
+from bytecheckpoint.monitoring.operation import Operation
 from bytecheckpoint.saving.call import SaveCall
 from bytecheckpoint.saving.saver import Saver
 from bytecheckpoint.saving.steps import check_step
@@ -124,7 +125,10 @@ def save(
     asynchronous = isinstance(async_checkpoint, bool | np.bool_) and bool(async_checkpoint)
     background = asynchronous and isinstance(staging, str) and staging == "background"
     handle = SaveHandle(str(path))
-    with torch.inference_mode(False):  # memory that is kept for later saves must not belong to that mode
+    operation = Operation("save", str(path))
+    handle.committed.add_done_callback(lambda _: operation.end())
+    # Memory that is kept for later saves must not belong to the inference mode.
+    with operation.running(), torch.inference_mode(False):
         world = world_of(current(process_group, timeout=settings.timeout))
         tier = None if isinstance(storage, Exception) else storage.tier_to_flush()
         Saver(world, make_call, settings).save(handle, tier=tier, asynchronous=asynchronous, background=background)

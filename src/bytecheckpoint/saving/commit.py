@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Mapping, Sequence
 
 from bytecheckpoint.errors import StorageConflictError, StorageError, StorageUnavailableError
+from bytecheckpoint.monitoring.operation import pause
 from bytecheckpoint.representation.names import CATALOG_NAME, generation_of
 from bytecheckpoint.storage import Storage
 from bytecheckpoint.storage.base import UnfinishedUpload
@@ -89,8 +89,9 @@ def remove_stale_files(storage: Storage, stale: Sequence[str], uploads: Sequence
 def _refuse_unseen(storage: Storage, name: str, size: int) -> None:
     """Refuse a file that `stat` does not see either: network file systems may take listings and sizes from a cache."""
     present = -1
-    for pause in (0.0, *tuning().stale_pauses):
-        time.sleep(pause)
+    for seconds in (None, *tuning().stale_pauses):
+        if seconds is not None:
+            pause(seconds)
         try:
             present = storage.stat(name).size
         except FileNotFoundError:

@@ -14,6 +14,7 @@ from bytecheckpoint.collectives import Collective
 from bytecheckpoint.engine.save_resources import SaveResources
 from bytecheckpoint.errors import IncompatibleCheckpointError
 from bytecheckpoint.handles import SaveHandle, SaveReport
+from bytecheckpoint.monitoring.operation import retries_so_far
 from bytecheckpoint.monitoring.phases import Phases
 from bytecheckpoint.representation.names import escape, new_generation
 from bytecheckpoint.representation.shards import LiveState
@@ -164,6 +165,7 @@ class SaveSession:
             phases=dict(self._phases.seconds),
             plan_cached=self.planner.cached,
             generation=self._files.origin.generation,
+            **retries_so_far(),
         )
 
     def _read_shards(self) -> None:

@@ -30,6 +30,7 @@ from bytecheckpoint.errors import (
     StorageUnavailableError,
     UsageError,
 )
+from bytecheckpoint.monitoring.operation import count_retries
 from bytecheckpoint.settings import settings
 from bytecheckpoint.storage.base import UNENCODABLE, Capabilities, FileReader, FileStat, check_name, conflict_error
 from bytecheckpoint.storage.objects.errors import cleaned
@@ -220,8 +221,7 @@ class FsspecStorage(UploadingStorage):
         def put(fs: Any) -> None:
             self._write(fs, temporary, len(data), iter([memoryview(data)]))
             _move(fs, temporary, path)
-            fs.invalidate_cache()
-            if fs.exists(temporary):
+            if _is_file(fs, temporary):
                 raise StorageError(f"cannot publish {label}: its file system did not replace it; use another storage")
 
         try:
@@ -270,8 +270,7 @@ class FsspecStorage(UploadingStorage):
             try:
                 fs.rm_file(path)
             except Exception:  # not all file systems raise FileNotFoundError
-                fs.invalidate_cache()
-                if fs.isfile(path):
+                if _is_file(fs, path):
                     raise
 
         self._run("delete", label, remove)
@@ -315,6 +314,16 @@ def _make_folder(fs: Any, path: str) -> None:
                 return
             if not attempts_left:
                 raise
+            count_retries()
+
+
+def _is_file(fs: Any, path: str) -> bool:
+    """Return whether a file is there. `fs.isfile` would also return False when the server does not answer."""
+    fs.invalidate_cache()
+    try:
+        return bool(fs.info(path)["type"] == "file")
+    except FileNotFoundError:
+        return False
 
 
 def _move(fs: Any, source: str, target: str) -> None:

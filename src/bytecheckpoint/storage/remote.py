@@ -11,6 +11,7 @@ from typing import ClassVar, Generic, TypeVar
 from bytecheckpoint.calls import SharedLock
 from bytecheckpoint.errors import CheckpointError, StorageError
 from bytecheckpoint.liveness import busy
+from bytecheckpoint.monitoring.operation import count_retries
 from bytecheckpoint.settings import settings
 from bytecheckpoint.storage.ranged import Connections
 from bytecheckpoint.storage.retry import Attempts
@@ -100,9 +101,11 @@ class RemoteClient:
                 typed, attempts = classify(error, count)
                 if attempts is None:
                     raise typed from None
-                if not attempts.pause() and count >= at_least:
-                    self._failed_at = time.monotonic()
-                    raise typed from None
+                if not attempts.pause():
+                    if count >= at_least:
+                        self._failed_at = time.monotonic()
+                        raise typed from None
+                    count_retries()
 
 
 def is_panic(error: BaseException) -> bool:

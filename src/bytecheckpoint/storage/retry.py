@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from bytecheckpoint.errors import StorageUnavailableError
+from bytecheckpoint.monitoring.operation import pause
 
 __all__ = ["Attempts", "retry"]
 
@@ -39,12 +40,12 @@ class Attempts:
         self._pause = _FIRST_PAUSE
 
     def pause(self) -> bool:
-        """Wait before the next attempt, the last one at the deadline. Returns False, at once, after the deadline."""
+        """Wait before the next attempt, the last one at the deadline, and count it. Returns False after the deadline."""
         left = self._deadline - time.monotonic()
         if left <= 0:
             self.exhausted = True
             return False
-        time.sleep(min(left, self._pause * random.uniform(0.5, 1.0)))
+        pause(min(left, self._pause * random.uniform(0.5, 1.0)))
         self._pause = min(self._pause * 2, _LONGEST_PAUSE)
         return True
 

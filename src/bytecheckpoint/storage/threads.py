@@ -12,6 +12,7 @@ from typing import ClassVar, TypeVar
 
 from bytecheckpoint.errors import StorageUnavailableError
 from bytecheckpoint.liveness import busy
+from bytecheckpoint.monitoring.operation import carried
 from bytecheckpoint.tuning import tuning
 
 __all__ = ["CallTimeoutError", "call_with_timeout", "parallel_map", "wait_for_call"]
@@ -58,8 +59,9 @@ def parallel_map(function: Callable[[_A], _R], items: Iterable[_A], threads: int
                 errors.append(error)
 
     helpers: list[threading.Thread] = []
+    work_elsewhere = carried(work)
     for number in range(min(threads, len(arguments)) - 1):
-        helper = threading.Thread(target=work, name=f"{name}_{number}", daemon=True)
+        helper = threading.Thread(target=work_elsewhere, name=f"{name}_{number}", daemon=True)
         try:
             helper.start()
         except RuntimeError:  # the interpreter shuts down: the calling thread works alone
@@ -133,7 +135,7 @@ def wait_for_call(function: Callable[[], _R], seconds: float) -> _R:
         thread = _CallThread.take()
     except RuntimeError:  # the interpreter shuts down
         return function()
-    thread.calls.put(work)
+    thread.calls.put(carried(work))
     with busy(seconds):
         done.acquire(timeout=seconds)
     if errors:

@@ -24,9 +24,9 @@ from bytecheckpoint.collectives.transport.transfers import PeerLink
 from bytecheckpoint.collectives.transport.wire import Kind, Payload
 from bytecheckpoint.errors import CheckpointError
 
-__all__ = ["Connections"]
+__all__ = ["REDIAL_SECONDS", "Connections"]
 
-_REDIAL = 0.5  # seconds after a failed attempt to connect
+REDIAL_SECONDS = 0.5  # after a failed attempt to connect
 _CLOSED = "its connection closed: it was killed, crashed, was cut off or left this world"
 
 
@@ -175,7 +175,9 @@ class Connections(Loop):
         assert peer.address is not None
         host, port = peer.address
         peer.failure = f"{host} port {port}: {failure}"
-        self._call_later(_REDIAL, partial(self._connect_if_needed, peer))
+        for operation in {transfer.operation for transfer in peer.to_request}:
+            operation.redials += 1
+        self._call_later(REDIAL_SECONDS, partial(self._connect_if_needed, peer))
 
     def _new_link(self, sock: socket.socket) -> PeerLink:
         return PeerLink(self.security.over(sock, dials=False), Greeting(self._thread.name, self.secret, self.rank))

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bytecheckpoint.collectives.base import DataProvider, names_of_ranks
-from bytecheckpoint.collectives.transport.connections import Connections
+from bytecheckpoint.collectives.transport.connections import REDIAL_SECONDS, Connections
 from bytecheckpoint.collectives.transport.peers import Peer
 from bytecheckpoint.collectives.transport.serving import Request, Service
 from bytecheckpoint.collectives.transport.star import Star
@@ -44,6 +44,7 @@ from bytecheckpoint.errors import (
     error_report,
 )
 from bytecheckpoint.liveness import busy
+from bytecheckpoint.monitoring.operation import count_retries
 
 __all__ = ["Mesh"]
 
@@ -126,6 +127,7 @@ class Mesh(Connections):
             # The thread uses the caller's arrays until the operation is over. It never waits, so that is soon.
             while not operation.over.wait(1.0) and self._thread.is_alive():
                 pass
+            count_retries(operation.redials, operation.redials * REDIAL_SECONDS)
         if operation.error is not None:
             raise operation.error
         if not operation.over.is_set():

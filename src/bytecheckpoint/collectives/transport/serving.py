@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from bytecheckpoint.collectives.base import DataProvider, provide
 from bytecheckpoint.collectives.transport.transfers import PeerLink
+from bytecheckpoint.monitoring.operation import carried
 
 __all__ = ["Request", "Service"]
 
@@ -50,7 +51,7 @@ class Service:
         answer: Callable[[Request, NDArray[np.uint8]], None],
         refuse: Callable[[Request, BaseException], None],
     ) -> None:
-        self._provider = provider
+        self._provider = carried(provider)
         self._answer = answer
         self._refuse = refuse
         self._requests: queue.SimpleQueue[Request | None] = queue.SimpleQueue()

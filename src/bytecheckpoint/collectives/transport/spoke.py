@@ -17,6 +17,7 @@ from bytecheckpoint.collectives.transport.sockets import listen, listen_beside, 
 from bytecheckpoint.collectives.transport.star import PLACE, PLACES, Star
 from bytecheckpoint.collectives.transport.wire import ANYBODY, FrameReader, Kind, Payload
 from bytecheckpoint.errors import CheckpointTimeoutError, PeerLostError
+from bytecheckpoint.monitoring.operation import pause
 from bytecheckpoint.tuning import tuning
 
 __all__ = ["Spoke"]
@@ -142,7 +143,7 @@ class Spoke(Star):
                     failure = error
             if time.monotonic() + 0.2 > deadline or outdated():
                 raise PeerLostError(f"rank {self.rank}: cannot reach rank 0 at {hosts} port {port}: {failure}")
-            time.sleep(0.2)
+            pause(0.2)
 
     def _greet(self, sock: socket.socket) -> None:
         place = msgspec.msgpack.encode(Place(self.data_port, self._message_port))

@@ -68,6 +68,7 @@ class Operation:
     Attributes:
         left: transfers that are not complete.
         error: why the operation failed.
+        redials: failed attempts to connect with ranks from which arrays are missing.
         over: set when no array of the operation is moved any more.
     """
 
@@ -76,6 +77,7 @@ class Operation:
         self.title = title
         self.left: set[Transfer] = set()
         self.error: Exception | None = None
+        self.redials = 0
         self.over = threading.Event()
         self._on_over = on_over
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import itertools
 import logging
-import time
 from collections.abc import Iterator
 from functools import partial
 
 from bytecheckpoint.errors import StorageFullError
+from bytecheckpoint.monitoring.operation import pause
 from bytecheckpoint.storage.hdfs.cluster import Cluster, call_client
 from bytecheckpoint.storage.hdfs.errors import facts_of
 
@@ -41,7 +41,7 @@ def check_room(cluster: Cluster, path: str, label: str, nbytes: int) -> None:
     try:
         remaining = _remaining(cluster)
         if remaining is not None and nbytes > remaining:
-            time.sleep(_REGISTRATION)
+            pause(_REGISTRATION)
             remaining = _remaining(cluster)
         limits = [("the cluster", remaining)] if remaining is not None else []
         for what, available in itertools.chain(limits, _quotas(cluster, path)):

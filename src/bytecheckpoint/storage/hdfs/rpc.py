@@ -15,6 +15,7 @@ import struct
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from bytecheckpoint.monitoring.operation import count_retries
 from bytecheckpoint.storage.hdfs.config import Address
 
 __all__ = ["RemoteError", "concat", "remaining_bytes"]
@@ -103,6 +104,7 @@ def _ask(
                 raise
         except OSError:
             pass
+        count_retries()
     return last, _call(last, user, method, request, client_id, timeout)
 
 

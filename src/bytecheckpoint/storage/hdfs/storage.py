@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from bytecheckpoint.errors import StorageError, StorageUnavailableError
+from bytecheckpoint.monitoring.operation import pause
 from bytecheckpoint.storage.base import FileReader, FileStat, check_name, conflict_error
 from bytecheckpoint.storage.hdfs.cluster import Cluster, call_client, cluster_of
 from bytecheckpoint.storage.hdfs.config import parse_url
@@ -176,7 +177,7 @@ class HdfsStorage(UploadingStorage):
                 seen, since = present, time.monotonic()
             elif present and time.monotonic() - since > tuning().hdfs_lock_expiry:
                 self._discard(lock, label)
-            time.sleep(0.2)
+            pause(0.2)
 
     def _content(self, name: str) -> bytes | None:
         try:

@@ -11,6 +11,7 @@ import obstore
 
 from bytecheckpoint.calls import SharedLock
 from bytecheckpoint.errors import StorageError, StorageUnavailableError
+from bytecheckpoint.monitoring.operation import count_retries
 from bytecheckpoint.settings import settings
 from bytecheckpoint.storage.objects.config import environment, fingerprint, make_client, without_secrets
 from bytecheckpoint.storage.objects.errors import facts_of, no_credentials, storage_error
@@ -158,7 +159,8 @@ class Bucket(RemoteClient):
             action: verb for messages, "read".
             label: address of the file or folder, for messages.
             call: one attempt. Errors of other origin than the client library pass through.
-            many_requests: `call` makes many requests, so the client retries each of them by itself.
+            many_requests: `call` makes many requests, so the client retries each of them by itself. It reports its retries
+                only if it gives up: others show as time alone.
             brief: retry for a short time only, if the bucket was unreachable a moment ago.
             conditional: `call` is a put that the store may rightly refuse.
 
@@ -179,6 +181,7 @@ class Bucket(RemoteClient):
             facts = facts_of(error)
             found = storage_error(error, action, label, count + client_retries)
             client_retries += facts.retries
+            count_retries(facts.retries)
             if not isinstance(found, StorageUnavailableError):
                 return found, None
             if attempts is None:
@@ -195,25 +198,25 @@ class Bucket(RemoteClient):
             label: address of their folder, for messages.
         """
 
-        def remove(client: Any) -> None:
+        def remove(client: Any) -> Any:
+            """Remove all at once, or return the client that can remove them one by one."""
             try:
                 obstore.delete(client, keys)
-            except (FileNotFoundError, obstore.exceptions.BaseError) as error:
-                # Some stores stop at the first absent object, and some have no bulk deletion.
-                deleter = client
-                if not isinstance(error, FileNotFoundError):
-                    if facts_of(error).status != 501 or self._make_deleter is None:
-                        raise
-                    deleter = self._make_deleter()
+            except FileNotFoundError:  # some stores stop at the first absent object
+                return client
+            except obstore.exceptions.BaseError as error:
+                if facts_of(error).status != 501 or self._make_deleter is None:
+                    raise
+                return self._make_deleter()
+            return None
 
-                def remove_one(key: str) -> None:
-                    with contextlib.suppress(FileNotFoundError):
-                        obstore.delete(deleter, key)
+        def remove_one(key: str) -> None:
+            with contextlib.suppress(FileNotFoundError):
+                self.run("delete from", label, lambda _: obstore.delete(deleter, key), brief=True)
 
-                parallel_map(remove_one, keys, _DELETIONS, "bytecheckpoint-delete")
-
-        if keys:
-            self.run("delete from", label, remove, brief=True)
+        deleter: Any = self.run("delete from", label, remove, brief=True) if keys else None
+        if deleter is not None:
+            parallel_map(remove_one, keys, _DELETIONS, "bytecheckpoint-delete")
 
 
 def _of_client(error: BaseException) -> bool:

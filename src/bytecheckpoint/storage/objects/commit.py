@@ -150,7 +150,10 @@ def _is_condition_unknown(client: Any, key: str, error: BaseException) -> bool:
 
 
 def _winners(client: Any, key: str) -> int:
-    """Let several writers create one object at the same time; return how many responses say that it succeeded."""
+    """Let several writers create one object at the same time; return how many responses say that it succeeded.
+
+    Requests may fail meanwhile. The race tells enough if half of the writers have an answer and one of them has won.
+    """
 
     async def race() -> list[Any]:
         puts = [
@@ -161,12 +164,13 @@ def _winners(client: Any, key: str) -> int:
 
     # On the client's threads, because Python starts no threads while the interpreter shuts down.
     answers = _without_loop(lambda: asyncio.run(race()))
-    for answer in answers:
-        if isinstance(answer, BaseException) and not isinstance(answer, REFUSED):
-            if _is_condition_unknown(client, key, answer):
-                return 0
-            raise answer
+    failed = [a for a in answers if isinstance(a, BaseException) and not isinstance(a, REFUSED)]
     winners = sum(not isinstance(answer, BaseException) for answer in answers)
+    for answer in failed:
+        if _is_condition_unknown(client, key, answer):
+            return 0
+        if not winners or not facts_of(answer).transient or 2 * len(failed) > len(answers):
+            raise answer
     if not winners:
         # Perhaps no put can succeed here, as below an object on a store over a file system: then this raises.
         obstore.put(client, key, b"unconditional", use_multipart=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ import numpy as np
 import obstore
 
 from bytecheckpoint.errors import StorageError, UsageError
+from bytecheckpoint.monitoring.operation import count_retries, pause
 from bytecheckpoint.storage.base import (
     UNENCODABLE,
     FileReader,
@@ -23,6 +23,7 @@ from bytecheckpoint.storage.base import (
 from bytecheckpoint.storage.objects.bucket import Bucket, bucket_of
 from bytecheckpoint.storage.objects.commit import publish_exclusively, require_commits
 from bytecheckpoint.storage.objects.config import SCHEMES
+from bytecheckpoint.storage.objects.errors import facts_of
 from bytecheckpoint.storage.ranged import RangeRequest, RequestSizes, read_in_parallel
 from bytecheckpoint.storage.threads import parallel_map
 from bytecheckpoint.storage.uploading import Pieces, UploadingStorage
@@ -35,8 +36,10 @@ _MAX_PARTS = 9_000  # stores accept 10,000
 _PARTS_IN_FLIGHT = 12
 #: Longest object that one request may copy, so that it is done before the request times out; S3 takes up to 5 GiB.
 _MAX_COPY_BYTES = 1 << 30
-#: Seconds of pause before each check that an uploaded object is present.
-_CHECK_PAUSES = (0.0, 0.2, 1.0)
+#: Error codes by which S3 and Azure refuse to complete an upload that is completed, or gone.
+_COMPLETED_BEFORE = {"NoSuchUpload", "InvalidBlockList"}
+#: Seconds of pause before each further check that an uploaded object is present.
+_CHECK_PAUSES = (0.2, 1.0)
 #: The shortest and the longest requests of a read, in bytes. Each costs processor time on both sides, and Azurite reads
 #: up to 4 MiB twice.
 _REQUEST_BYTES = 5 << 20, 16 << 20
@@ -84,15 +87,31 @@ class ObjectStorage(UploadingStorage):
                 obstore.put(
                     client, key, pieces(), use_multipart=True, chunk_size=part, max_concurrency=_PARTS_IN_FLIGHT
                 )
-            except FileNotFoundError as error:
-                if "<Code>NoSuchUpload</Code>" not in str(error):
+            except (FileNotFoundError, obstore.exceptions.BaseError) as error:
+                if facts_of(error).code not in _COMPLETED_BEFORE:
                     raise
-            _check_uploaded(client, key, size)
+            self._check_uploaded(name, size)
 
         try:
-            self._bucket.run("upload", self._label(name), send, many_requests=True)
+            self._bucket.run("upload", self._label(name), send, many_requests=size > part)
         except FileNotFoundError as error:
             raise StorageError(f"cannot upload {self._label(name)}: {error}") from None
+
+    def _check_uploaded(self, name: str, size: int) -> None:
+        """Check that a completed upload has created its object.
+
+        The client repeats a completion whose response is lost. The server may then answer that there is no such upload,
+        because it has completed it; and one that was killed in between, that it is complete although it is not.
+        """
+        for seconds in (None, *_CHECK_PAUSES):
+            if seconds is not None:
+                pause(seconds)
+            try:
+                if self.stat(name).size == size:
+                    return
+            except FileNotFoundError:
+                pass
+        raise obstore.exceptions.GenericError("HTTP error: the object is not there after its upload")
 
     def open(self, name: str) -> FileReader:
         return _Reader(self._bucket, self._key(name), self._label(name))
@@ -167,22 +186,6 @@ class ObjectStorage(UploadingStorage):
             self._bucket.uploads.abort(self._prefix, uploads)
 
 
-def _check_uploaded(client: Any, key: str, size: int) -> None:
-    """Check that a completed upload has created its object.
-
-    The client repeats a completion whose response is lost. A server that was killed in between may answer that there is no
-    such upload although it has completed it, or that it is complete although it is not.
-    """
-    for pause in _CHECK_PAUSES:
-        time.sleep(pause)
-        try:
-            if obstore.head(client, key)["size"] == size:
-                return
-        except FileNotFoundError:
-            pass
-    raise obstore.exceptions.GenericError("HTTP error: the object is not there after its upload")
-
-
 class _Reader(FileReader):
     preferred_bytes = 64 << 20
 
@@ -224,6 +227,8 @@ class _Reader(FileReader):
                 break
             if done == before:
                 break
+            if done < len(target):
+                count_retries()
         return done
 
     def close(self) -> None:

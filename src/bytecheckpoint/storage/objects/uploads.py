@@ -1,7 +1,7 @@
 """Multipart uploads that were begun on S3 and not completed: listed and aborted.
 
 The client library can do neither, and what it signs has no query. So this module makes the two requests itself, with AWS's
-signature, version 4, over Python's HTTP client. It makes each request once and does not wait for long.
+signature, version 4, over Python's HTTP client. It does not retry or wait for long: a save goes on without them.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import email.utils
 import hashlib
 import hmac
+import http.client
 import re
 import time
 import urllib.error
@@ -20,15 +21,19 @@ from urllib.parse import quote, urlencode, urlsplit
 from xml.etree import ElementTree
 
 from bytecheckpoint.errors import StorageError
+from bytecheckpoint.settings import settings
 from bytecheckpoint.storage.base import UnfinishedUpload
 from bytecheckpoint.storage.objects.aws import s3_access, sdk_credentials
 from bytecheckpoint.storage.objects.errors import failed_request, storage_error
+from bytecheckpoint.storage.retry import retry
 from bytecheckpoint.storage.threads import call_with_timeout, parallel_map
 
 __all__ = ["Uploads"]
 
 #: Timeout of one request, and of all that belong together.
 _SECONDS, _SECONDS_IN_ALL = 10.0, 60.0
+#: Time for which one request is retried.
+_RETRY_SECONDS = 15.0
 #: Time for which a listing that has failed is not tried again.
 _SECONDS_REFUSED = 600.0
 _MAX_ANSWER_BYTES = 16 << 20
@@ -75,7 +80,7 @@ class Uploads:
         markers: dict[str, str] = {}
         for _ in range(_MAX_PAGES):
             query = {"uploads": "", "prefix": prefix, **markers}
-            data, now = self._request("GET", "", query, "list the uploads to", label)
+            data, now = self._retried("GET", "", query, "list the uploads to", label)
             try:
                 root = ElementTree.fromstring(data)
             except ElementTree.ParseError:
@@ -105,7 +110,7 @@ class Uploads:
         def abort_one(upload: UnfinishedUpload) -> None:
             label = f"s3://{self._bucket}/{prefix}{upload.name}"
             try:
-                self._request("DELETE", prefix + upload.name, {"uploadId": upload.token}, "abort the upload to", label)
+                self._retried("DELETE", prefix + upload.name, {"uploadId": upload.token}, "abort the upload to", label)
             except FileNotFoundError:
                 pass
 
@@ -113,6 +118,10 @@ class Uploads:
         call_with_timeout(
             _SECONDS_IN_ALL, lambda: parallel_map(abort_one, uploads, _ABORTS, "bytecheckpoint-abort"), what
         )
+
+    def _retried(self, *request: Any) -> tuple[bytes, float]:
+        """Make a request, and make it again for a while after transient errors. As `_request`."""
+        return retry(lambda: self._request(*request), min(_RETRY_SECONDS, settings().storage_timeout))
 
     def _request(self, method: str, key: str, query: Mapping[str, str], action: str, label: str) -> tuple[bytes, float]:
         """Make a request; return the answer's body, and its time by the server's clock in seconds since 1970."""
@@ -140,11 +149,13 @@ class Uploads:
         try:
             with urllib.request.urlopen(request, timeout=_SECONDS) as answer:
                 data: bytes = answer.read(_MAX_ANSWER_BYTES)
+                if answer.length:
+                    raise ConnectionResetError("the answer broke off")
                 date = email.utils.parsedate_to_datetime(answer.headers["date"]) if answer.headers["date"] else None
         except urllib.error.HTTPError as error:
             failed = failed_request(error.code, error.read(_MAX_ANSWER_BYTES).decode("utf-8", "replace"))
             raise storage_error(failed, action, label) from None
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, http.client.HTTPException) as error:
             raise storage_error(failed_request(0, str(getattr(error, "reason", error))), action, label) from None
         return data, date.timestamp() if date is not None else time.time()
 

@@ -6,13 +6,13 @@ import contextlib
 import errno
 import os
 import stat
-import time
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 import xxhash
 
 from bytecheckpoint.errors import StorageError, StorageFullError, StorageUnavailableError
+from bytecheckpoint.monitoring.operation import pause
 from bytecheckpoint.storage.posix.mounts import on_network
 from bytecheckpoint.tuning import tuning
 
@@ -98,7 +98,7 @@ def retry_stale(path: str, function: Callable[[], _T]) -> _T:
     machine last looked for it. In the second case the folder lists a file that cannot be opened, and listing it updates
     the cache.
     """
-    for pause in tuning().stale_pauses:
+    for seconds in tuning().stale_pauses:
         try:
             return function()
         except FileNotFoundError:
@@ -107,7 +107,7 @@ def retry_stale(path: str, function: Callable[[], _T]) -> _T:
         except OSError as error:
             if error.errno != errno.ESTALE:
                 raise
-        time.sleep(pause)
+        pause(seconds)
     return function()
 
 

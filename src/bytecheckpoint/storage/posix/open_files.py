@@ -7,10 +7,10 @@ import errno
 import fcntl
 import os
 import threading
-import time
 from collections.abc import Callable, Sequence
 
 from bytecheckpoint.errors import StorageUnavailableError
+from bytecheckpoint.monitoring.operation import pause
 from bytecheckpoint.representation.checksums import block_sum
 from bytecheckpoint.storage.base import FileReader, FileWriter, NewFile
 from bytecheckpoint.storage.posix.files import may_pass, open_file, retry_stale, translated
@@ -258,10 +258,10 @@ class Reader(FileReader):
 
     def match_size(self, size: int) -> bool:
         # A network file system may know an older length of a file that another machine has written, for about a second.
-        for pause in tuning().stale_pauses:
+        for seconds in tuning().stale_pauses:
             if self.size == size or not on_network(self._path):
                 break
-            time.sleep(pause)
+            pause(seconds)
             with translated("open", self._label):
                 self._file.give_up(self._file.get())
                 self.size = os.fstat(self._file.get()).st_size

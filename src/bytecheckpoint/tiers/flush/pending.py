@@ -9,6 +9,7 @@ from enum import StrEnum
 
 from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.handles import SaveHandle, SaveReport, fail_handle
+from bytecheckpoint.monitoring.operation import retries_so_far
 from bytecheckpoint.representation.catalog import Catalog
 from bytecheckpoint.representation.catalog_file import decode
 from bytecheckpoint.settings import Settings
@@ -84,7 +85,8 @@ class PendingFlush:
         self.set_restorable()
         phases = {**self.report.phases, "flush": flush_seconds}
         seconds = time.perf_counter() - self.begun
-        self.handle.committed.set_result(replace(self.report, phases=phases, total_seconds=seconds))
+        report = replace(self.report, phases=phases, total_seconds=seconds, **retries_so_far())
+        self.handle.committed.set_result(report)
 
     def describe(self, rank: int, error: BaseException) -> CheckpointError:
         """Return the error to report when this stage has failed on this rank."""
