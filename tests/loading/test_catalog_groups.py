@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ import pytest
 import torch
 
 import bytecheckpoint
-from bytecheckpoint import CorruptCheckpointError, StorageError
+from bytecheckpoint import CorruptCheckpointError, IncompatibleCheckpointError, StorageError
 from bytecheckpoint.cli.main import run as run_command
+from bytecheckpoint.collectives import Collective, ThreadWorld
 from bytecheckpoint.engine.catalogs import CatalogHead, CatalogReader
 from bytecheckpoint.representation.catalog import Catalog
 from bytecheckpoint.representation.catalog_groups import CatalogGroups
@@ -25,8 +27,10 @@ from bytecheckpoint.storage.objects.bucket import Bucket
 from bytecheckpoint.storage.objects.storage import ObjectStorage
 from bytecheckpoint.storage.threads import parallel_map
 from bytecheckpoint.tuning import tuned
-from tests.support.large_catalogs import NAMES, RANKS, SHAPE, FarStorage, load, save
+from tests.faults.ranks import outcomes
+from tests.support.large_catalogs import NAMES, RANKS, SHAPE, FarStorage, load, save, states
 from tests.support.layouts import coded
+from tests.support.settings import using
 
 
 @pytest.fixture
@@ -222,3 +226,30 @@ def test_threads_read_groups(saved: Path) -> None:
             return torch.equal(checkpoint[f"model/w{name}"][row], expected[name][row])
 
         assert all(parallel_map(read, range(200), 8, "read"))
+
+
+def test_a_failure_ends_reads_of_groups_that_hang(saved: Path) -> None:
+    storage = FarStorage(resolve(saved))
+    over = threading.Event()
+    head = 3 + RANKS  # calls of rank 0, before the decision
+
+    def hang(operation: str) -> None:
+        if len(storage.calls) > head:
+            over.wait(60)
+
+    storage.before = hang
+
+    def run(collective: Collective) -> Any:
+        into = states(collective.rank, RANKS, fresh=True)
+        if collective.rank == 5:
+            into["model"]["absent"] = into["model"].pop("w0")
+        bytecheckpoint.load(storage, into, timeout=60)
+
+    begun = time.monotonic()
+    try:
+        with using(writer="thread"), tuned(catalog_group_bytes=1):
+            found = outcomes(ThreadWorld(RANKS), run)
+        assert time.monotonic() - begun < 30
+    finally:
+        over.set()
+    assert all(isinstance(error, IncompatibleCheckpointError) and "absent" in str(error) for error in found), found

@@ -102,3 +102,14 @@ def test_hdfs_opens_it_once(hdfs: Hdfs, hdfs_storage: HdfsStorage) -> None:
     operations.since()
     assert len(load(hdfs_storage, RANKS)) == RANKS
     assert operations.since()["GetBlockLocations"] <= 2 * files + RANKS
+
+
+def test_a_catalog_that_another_program_is_writing(hdfs: Hdfs, hdfs_storage: HdfsStorage) -> None:
+    """It has no length yet; all ranks hear that from the one that reads."""
+    writer = hdfs.client().create(hdfs_storage._path(CATALOG_NAME))
+    writer.write(b"PAR1" * 1000)
+    for error in load(hdfs_storage, 3):
+        assert isinstance(error, CorruptCheckpointError) and CATALOG_NAME in str(error)
+    writer.close()
+    for error in load(hdfs_storage, 3):
+        assert isinstance(error, CorruptCheckpointError) and CATALOG_NAME in str(error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from typing import NamedTuple
 
 import numpy as np
@@ -13,6 +14,7 @@ from bytecheckpoint.collectives import Collective
 from bytecheckpoint.engine.catalogs import CatalogReader
 from bytecheckpoint.engine.file_set import FileSet
 from bytecheckpoint.engine.machine_reads import MachineReads
+from bytecheckpoint.engine.workers import call_until_stopped
 from bytecheckpoint.errors import CheckpointError, CheckpointReplacedError, IncompatibleCheckpointError
 from bytecheckpoint.loading.call import LoadArguments, LoadCall
 from bytecheckpoint.loading.decision import OpenDecision, OpenReport, decide_open
@@ -122,7 +124,10 @@ class Opening:
             kind, _, number = name.partition(" ")
             if kind == "tree":
                 return source.trees.read_here(int(number))
-            return np.frombuffer(source.reader.group(int(number)), np.uint8)
+            # In a thread of its own, so that the failure of another rank ends the wait.
+            group = functools.partial(source.reader.group, int(number))
+            timeout, stopped = 2 * source.files.read_timeout(), source.files.stopped
+            return np.frombuffer(call_until_stopped(group, timeout, f"read {source.files.url}", stopped), np.uint8)
 
         self.shared.begin(read, decided.servers(self._collective.rank))
         return source
