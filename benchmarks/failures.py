@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 import bytecheckpoint
-from tests.servers.fault_proxy import fail_at_rate, fault_proxy
+from tests.servers.fault_proxy import fail_at_rate, fault_proxy, repeated_by_client
 from tests.servers.s3 import S3Server, versitygw
 
 __all__ = ["main"]
@@ -44,7 +44,7 @@ def _measure(server: S3Server, percent: float, steps: int, nbytes: int) -> str:
                 seconds.append(report.total_seconds)
                 retries += report.retries
                 waited += report.retry_seconds
-        silent = sum("uploadId=" in r.path or (r.method == "POST" and "?uploads" in r.path) for r in failed)
+        silent = sum(map(repeated_by_client, failed))
         middle = (
             f"{statistics.median(saves):.2f} / {max(saves):.2f} | {statistics.median(loads):.2f} / {max(loads):.2f}"
         )

@@ -20,7 +20,16 @@ from typing import Any
 
 from bytecheckpoint.storage.testing.fault_rule import FaultRule
 
-__all__ = ["FaultProxy", "HttpFault", "Request", "asks", "fail_at_rate", "fault_proxy", "s3_error"]
+__all__ = [
+    "FaultProxy",
+    "HttpFault",
+    "Request",
+    "asks",
+    "fail_at_rate",
+    "fault_proxy",
+    "repeated_by_client",
+    "s3_error",
+]
 
 
 @dataclass(frozen=True)
@@ -234,6 +243,12 @@ def fail_at_rate(proxy: FaultProxy, rate: float, seed: int = 0) -> list[Request]
     for number, fault in enumerate(kinds):
         proxy.add(partial(is_hit, number=number), times=-1, **fault)
     return hits
+
+
+def repeated_by_client(request: Request) -> bool:
+    """Whether the client library repeats a request by itself, and does not tell: those of multipart uploads."""
+    words = ("uploadId=", "comp=block")
+    return any(word in request.path for word in words) or (request.method == "POST" and "?uploads" in request.path)
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from bytecheckpoint.cli.main import run
 from bytecheckpoint.storage import Storage, resolve
 from tests.faults.coded import states, step_of
 from tests.servers.azure import AzureServer
-from tests.servers.fault_proxy import FaultProxy, Request, asks, fail_at_rate, fault_proxy
+from tests.servers.fault_proxy import FaultProxy, Request, asks, fail_at_rate, fault_proxy, repeated_by_client
 from tests.servers.rpc_fault_proxy import RpcFaultProxy
 from tests.servers.s3 import S3Server
 from tests.storage.checks import within
@@ -26,12 +26,6 @@ pytestmark = [pytest.mark.server, pytest.mark.timeout(400)]
 ROWS = 30_000
 #: Steps that are saved and loaded, by the percentage of requests that fail: some must.
 STEPS = {0: 1, 1: 6, 5: 3, 20: 3}
-
-
-def repeated_by_client(request: Request) -> bool:
-    """Whether the client library repeats a request by itself, and does not tell: those of multipart uploads."""
-    words = ("uploadId=", "comp=block")
-    return any(word in request.path for word in words) or (request.method == "POST" and "?uploads" in request.path)
 
 
 def of_race(request: Request) -> bool:
