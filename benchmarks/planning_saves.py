@@ -212,8 +212,8 @@ class Ranks:
         answer = decode(self.answers.pop(rank))
         assert isinstance(answer, PlanResponse), answer
         origin = FileOrigin(rank, self.world_size, _GENERATION)
-        rows = np.frombuffer(answer.rows, np.int64).tolist()
-        files = lay_out_rows(self.job.shards[rank], rows, origin)
+        rows = np.frombuffer(answer.rows, np.int64)
+        files, _ = lay_out_rows(self.job.shards[rank], rows, origin)
         written = [v for v in self.job.values[rank] if tuple(v.key) in answer.values]
         more, places = lay_out_values(written, origin, first=len(rows), position=0, part=0)
         where = {v.key: (len(files) + f, offset) for v, (f, offset) in zip(written, places, strict=True)}

@@ -31,15 +31,17 @@ class LocalTable(msgspec.Struct, frozen=True):
     """The shards of one rank as columns; row i is the rank's i-th shard.
 
     Attributes:
-        tensors: one `TensorRecord` for each row in msgpack, in pieces: one for each run of rows of one kind. Ranks that
+        tensors: one `TensorRecord` for each shard in msgpack, in pieces: one for each run of shards of one kind. Ranks that
             hold the same tensors of a kind send the same bytes, which the coordinator decodes once.
         ndims: number of dimensions of each row, int32 [n] as bytes.
         boxes: global shape, offsets and lengths of row after row, `3 * ndims[i]` numbers each, int64 as bytes.
+        repeats: number of rows that each record stands for, int64 as bytes; empty if each stands for one.
     """
 
     tensors: tuple[bytes, ...]
     ndims: bytes
     boxes: bytes
+    repeats: bytes = b""
 
 
 class TensorRecord(msgspec.Struct, array_like=True, frozen=True):
@@ -78,12 +80,23 @@ def describe(shards: Sequence[LiveShard]) -> LocalTable:
         ]
         pieces.append(msgspec.msgpack.encode(records))
     ndims = np.fromiter((len(s.global_shape) for s in shards), np.int32, len(shards))
-    boxes = np.fromiter(
-        (x for s in shards for part in (s.global_shape, s.offsets, s.lengths) for x in part),
-        np.int64,
-        3 * int(ndims.sum()),
-    )
-    return LocalTable(tuple(pieces), ndims.tobytes(), boxes.tobytes())
+    rows = np.fromiter((s.rows for s in shards), np.int64, len(shards))
+    if (rows == 1).all():
+        return LocalTable(tuple(pieces), ndims.tobytes(), _box_numbers(shards, 3 * int(ndims.sum())))
+    boxes = [_fragment_numbers(s) if s.fragments else _box_numbers([s], 3 * len(s.global_shape)) for s in shards]
+    return LocalTable(tuple(pieces), np.repeat(ndims, rows).tobytes(), b"".join(boxes), rows.tobytes())
+
+
+def _box_numbers(shards: Sequence[LiveShard], count: int) -> bytes:
+    numbers = (x for s in shards for part in (s.global_shape, s.offsets, s.lengths) for x in part)
+    return np.fromiter(numbers, np.int64, count).tobytes()
+
+
+def _fragment_numbers(shard: LiveShard) -> bytes:
+    found = shard.fragments
+    assert found is not None
+    shapes = np.broadcast_to(np.array(shard.global_shape, np.int64), found.offsets.shape)
+    return np.concatenate([shapes, found.offsets, found.lengths], axis=1).tobytes()
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,7 +280,8 @@ def _join_tensors(tables: Sequence[LocalTable]) -> tuple[list[TensorRecord], lis
             if piece not in seen:
                 seen[piece] = numbers_of(piece, rank)
             parts.append(seen[piece])
-        rows.append(np.concatenate(parts) if parts else np.zeros(0, np.int64))
+        found = np.concatenate(parts) if parts else np.zeros(0, np.int64)
+        rows.append(np.repeat(found, np.frombuffer(table.repeats, np.int64)) if table.repeats else found)
     return tensors, rows
 
 
@@ -373,21 +387,22 @@ def _lay_out(rank: Int64s, kind: Int64s, part: Int64s, nbytes: Int64s) -> tuple[
     return file, before - before[start][file] if len(rank) else before, start
 
 
-def file_bounds(kinds: Sequence[str]) -> list[tuple[str, int, int, int]]:
+def file_bounds(kinds: Sequence[int] | Int64s) -> list[tuple[int, int, int, int]]:
     """Divide the rows of one rank, in the order of the plan, into files.
 
     Args:
-        kinds: kind of each row.
+        kinds: number of each row's kind.
 
     Returns:
         (kind, part, first row, end row) of each file.
     """
     most = tuning().max_entries_per_file
-    bounds: list[tuple[str, int, int, int]] = []
+    column = np.asarray(kinds, np.int64)
+    bounds: list[tuple[int, int, int, int]] = []
+    ends = [*(np.flatnonzero(column[1:] != column[:-1]) + 1).tolist(), len(column)] if len(column) else []
     first = 0
-    for row in range(1, len(kinds) + 1):
-        if row == len(kinds) or kinds[row] != kinds[first]:
-            for part, begin in enumerate(range(first, row, most)):
-                bounds.append((kinds[first], part, begin, min(begin + most, row)))
-            first = row
+    for end in ends:
+        for part, begin in enumerate(range(first, end, most)):
+            bounds.append((int(column[first]), part, begin, min(begin + most, end)))
+        first = end
     return bounds

@@ -94,12 +94,13 @@ class RankPlanner:
     def adopt(self, response: PlanResponse) -> None:
         """Make the coordinator's response this rank's plan, and cache it."""
         table, key = self.state.described()
-        rows = np.frombuffer(response.rows, np.int64).tolist()
+        rows = np.frombuffer(response.rows, np.int64)
         with gc_paused():
-            files = lay_out_rows(self.state.shards, rows, self._origin)
+            files, sources = lay_out_rows(self.state.shards, rows, self._origin)
         self._plan = LocalPlan(
             name=response.plan,
             rows=rows,
+            sources=sources,
             files=files,
             write_values={unescaped(value) for value in response.values},
             known_values={value.key for value in self.state.values},
