@@ -16,9 +16,9 @@ import numpy as np
 import torch
 
 from bytecheckpoint.engine.save_resources import PlanCache
+from bytecheckpoint.planning.local_table import LocalTable, describe
 from bytecheckpoint.planning.read_plan import plan_reads, stored_rows
 from bytecheckpoint.planning.replicas import group_equal
-from bytecheckpoint.planning.save_plan import LocalTable, describe
 from bytecheckpoint.representation import catalog_file
 from bytecheckpoint.representation.boxes import BoxTable, Int64s
 from bytecheckpoint.representation.catalog import VALUES_SLOT, Catalog, StorageFile

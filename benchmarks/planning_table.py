@@ -31,8 +31,9 @@ from benchmarks.planning_saves import fsdp_file
 from bytecheckpoint.engine.catalogs import open_groups, read_catalog, read_groups
 from bytecheckpoint.frameworks.native import NativeFramework
 from bytecheckpoint.loading.fit import groups_to_read
+from bytecheckpoint.planning.local_table import LocalTable, TensorRecord, describe
 from bytecheckpoint.planning.read_plan import plan_reads, stored_rows
-from bytecheckpoint.planning.save_plan import LocalTable, SavePlan, TensorRecord, describe, plan_save
+from bytecheckpoint.planning.save_plan import SavePlan, plan_save
 from bytecheckpoint.representation.boxes import BoxTable, Int64s
 from bytecheckpoint.representation.catalog import Catalog, StorageFile, StringColumn
 from bytecheckpoint.representation.catalog_file import encode

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from bytecheckpoint.planning.save_plan import describe
+from bytecheckpoint.planning.local_table import describe
 from bytecheckpoint.representation.catalog import VALUES_SLOT
 from bytecheckpoint.representation.names import new_generation
 from bytecheckpoint.representation.shards import LiveShard, LiveState, TensorKey

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from bytecheckpoint.collectives.base import names_of_ranks
 from bytecheckpoint.engine.tensor_bytes import flat_bytes, movable
 from bytecheckpoint.errors import IncompatibleCheckpointError, UsageError, listed
+from bytecheckpoint.planning.local_table import LocalTable, all_rows
 from bytecheckpoint.planning.replicas import differing_rows, group_equal
-from bytecheckpoint.planning.save_plan import LocalTable, all_rows
 from bytecheckpoint.representation.names import unescape
 from bytecheckpoint.representation.shards import Fragments, LiveShard, TensorKey, each_box
 from bytecheckpoint.saving.messages import WriteReport

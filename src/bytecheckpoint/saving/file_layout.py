@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from bytecheckpoint.engine.staging import ImageFile, KnownTargets
-from bytecheckpoint.planning.save_plan import LocalTable, file_bounds
+from bytecheckpoint.planning.local_table import LocalTable
+from bytecheckpoint.planning.save_plan import file_bounds
 from bytecheckpoint.representation.boxes import Int64s
 from bytecheckpoint.representation.checksums import block_bytes
 from bytecheckpoint.representation.header_writer import HeaderTemplate, build_header

@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from bytecheckpoint.collectives.base import names_of_ranks
 from bytecheckpoint.errors import IncompatibleCheckpointError, UsageError
 from bytecheckpoint.frameworks.selection import check_selections
-from bytecheckpoint.planning.save_plan import LocalTable, SavePlan, plan_save
+from bytecheckpoint.planning.local_table import LocalTable
+from bytecheckpoint.planning.save_plan import SavePlan, plan_save
 from bytecheckpoint.representation.names import unescape
 from bytecheckpoint.saving.copies import check_copies
 from bytecheckpoint.saving.messages import MIXED_PLANS, PlanRequest, WriteReport

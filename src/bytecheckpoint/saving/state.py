@@ -17,7 +17,7 @@ from bytecheckpoint.errors import IncompatibleCheckpointError
 from bytecheckpoint.frameworks.selection import SelectionReport
 from bytecheckpoint.frameworks.tensors.plain import is_lazy_view
 from bytecheckpoint.monitoring.garbage_collection import gc_paused
-from bytecheckpoint.planning.save_plan import LocalTable, describe
+from bytecheckpoint.planning.local_table import LocalTable, describe
 from bytecheckpoint.representation.catalog import VALUES_SLOT
 from bytecheckpoint.representation.shards import LiveShard, LiveState, TensorKey
 from bytecheckpoint.saving.messages import ValueRecord, escaped

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from bytecheckpoint.collectives.base import names_of_ranks
 from bytecheckpoint.errors import IncompatibleCheckpointError, UsageError
+from bytecheckpoint.planning.local_table import LocalTable, all_rows
 from bytecheckpoint.planning.replicas import differing_rows, group_equal
-from bytecheckpoint.planning.save_plan import LocalTable, all_rows
 from bytecheckpoint.representation.names import unescape
 from bytecheckpoint.representation.shards import LiveShard, TensorKey, each_box
 
