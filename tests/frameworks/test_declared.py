@@ -304,7 +304,7 @@ def test_a_flat_range_among_many_that_lies_outside_or_comes_twice(table: bool) -
         shards_of(listed(*range(0, 300, 3), 12))
 
 
-@pytest.mark.parametrize("change", ["stride", "dtype", "other memory", "lazy", "long"])
+@pytest.mark.parametrize("change", ["stride", "dtype", "other memory", "replaced memory", "lazy", "long"])
 def test_flat_ranges_that_are_no_runs_of_one_memory_are_shards_of_their_own(change: str) -> None:
     kind = torch.complex64 if change == "lazy" else torch.float32
     size = 1 << 17 if change == "long" else 4
@@ -314,6 +314,8 @@ def test_flat_ranges_that_are_no_runs_of_one_memory_are_shards_of_their_own(chan
         parts[7] = memory[800:808:2]
     if change == "other memory":
         parts[7] = memory[28:32].clone()
+    if change == "replaced memory":
+        parts[7].data = memory[28:32].clone()
     if change == "lazy":
         parts = [part.conj() for part in parts]
     if change == "long":

@@ -53,6 +53,9 @@ def add_declared_shards(
                 f"{key}: {type(value).__name__} lists parts of a tensor of shape {known[0]} and dtype {known[1]}, and "
                 f"of shape {shape} and dtype {shard.dtype}: one tensor has one shape and one dtype"
             )
+    if len(found) == 1 and found[0].fragments is None:
+        out += found
+        return
     boxes = boxes_of(found, [0] * len(found))
     if (row := repeated_box(boxes)) is not None:
         offsets, lengths = (tuple(column[row, : len(shape)].tolist()) for column in (boxes.offsets, boxes.lengths))

@@ -95,10 +95,10 @@ def _of_one_memory(
     if not len(held):
         return None
     lowest = tensors[int(held[np.argmin(address[held])])]
-    place = (address - lowest.data_ptr()) // size
+    place, rest = np.divmod(address - lowest.data_ptr(), size)
     extent = int((place + count)[held].max())
-    if (lowest.storage_offset() + extent) * size > lowest.untyped_storage().nbytes():
-        return None  # a view that was given other memory
+    if rest[held].any() or (lowest.storage_offset() + extent) * size > lowest.untyped_storage().nbytes():
+        return None  # a view was given other memory
     memory = plain_shard(key, lowest.detach().as_strided((extent,), (1,)))
     memory.requires_grad = grad
     start = np.array([place for _, place, _ in ranges], np.int64)
