@@ -119,14 +119,16 @@ def join_tensors(tables: Sequence[LocalTable]) -> tuple[list[TensorRecord], list
             numbers.append(number)
         return np.array(numbers, np.int64)
 
-    rows = []
+    rows: list[Int64s] = []
+    alike: dict[tuple[bytes, ...], Int64s] = {}  # one column for all ranks that hold the same tensors
     for rank, table in enumerate(tables):
-        parts = []
-        for piece in table.tensors:
-            if piece not in seen:
-                seen[piece] = numbers_of(piece, rank)
-            parts.append(seen[piece])
-        found = np.concatenate(parts) if parts else np.zeros(0, np.int64)
+        found = alike.get(table.tensors)
+        if found is None:
+            for piece in table.tensors:
+                if piece not in seen:
+                    seen[piece] = numbers_of(piece, rank)
+            found = np.concatenate([np.zeros(0, np.int64), *map(seen.__getitem__, table.tensors)])
+            alike[table.tensors] = found
         rows.append(np.repeat(found, np.frombuffer(table.repeats, np.int64)) if table.repeats else found)
     return tensors, rows
 
@@ -153,7 +155,8 @@ def join_boxes(
         flat = np.frombuffer(table.boxes, np.int64)
         ends = 3 * np.cumsum(of_rank, dtype=np.int64)
         given = np.ones((len(of_rank), width), np.int64)
-        for count in np.unique(of_rank[of_rank > 0]).tolist():
+        alike = len(of_rank) > 0 and of_rank.min() == of_rank.max()  # as usual: quicker than to look for all
+        for count in filter(None, np.unique(of_rank[: 1 if alike else None]).tolist()):
             at = np.flatnonzero(of_rank == count)
             numbers = flat.reshape(-1, 3 * count) if len(at) == len(of_rank) else flat[_spans(ends[at], 3 * count)]
             given[at, :count] = numbers[:, :count]

@@ -86,12 +86,13 @@ def _sample(data: torch.Tensor) -> torch.Tensor:
     return data[tuple(torch.from_numpy(place).to(data.device) for place in places)]
 
 
-def check_copies(reports: Mapping[int, WriteReport], tables: Sequence[LocalTable]) -> None:
+def check_copies(reports: Mapping[int, WriteReport], tables: Sequence[LocalTable], *, replicated: bool = True) -> None:
     """Refuse a save in which the copies of a box differ between ranks.
 
     Args:
         reports: of all ranks.
         tables: the shards of each rank.
+        replicated: some boxes have copies; else nothing is compared, which for thousands of ranks takes long.
 
     Raises:
         UsageError: ranks compare differently.
@@ -99,6 +100,8 @@ def check_copies(reports: Mapping[int, WriteReport], tables: Sequence[LocalTable
     """
     if len({report.check_replicas for report in reports.values()}) > 1:
         raise UsageError("check_replicas differs between ranks; give all the same")
+    if not replicated:
+        return
     digests = {rank: np.frombuffer(report.digests, np.uint64) for rank, report in sorted(reports.items())}
     digests = {rank: found for rank, found in digests.items() if found.any()}
     if len(digests) < 2:
