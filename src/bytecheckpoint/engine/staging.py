@@ -10,7 +10,7 @@ import contextlib
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
@@ -150,17 +150,19 @@ class Image:
 
     def _parts(self, file: ImageFile) -> _Parts:
         """Sort what a file holds into tensors and runs."""
+        held = [self.tensors[i] for i in file.shards]
+        if Runs not in set(map(type, held)):  # as usual; the caller of a save waits for this
+            return _Parts(file, list(map(movable, cast("list[torch.Tensor]", held))), file.starts, [])
         tensors: list[torch.Tensor] = []
         places: list[int] = []
         runs: list[tuple[Runs, int]] = []
-        for place, index in enumerate(file.shards):
-            found = self.tensors[index]
+        for place, found in enumerate(held):
             if isinstance(found, Runs):
                 runs.append((found, file.start + int(file.starts[place])))
             else:
                 tensors.append(movable(found))
                 places.append(place)
-        return _Parts(file, tensors, file.starts[places] if runs else file.starts, runs)
+        return _Parts(file, tensors, file.starts[places], runs)
 
     @staticmethod
     def _views(pool: torch.Tensor, parts: Sequence[_Parts]) -> list[torch.Tensor]:
