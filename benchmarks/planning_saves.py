@@ -16,9 +16,9 @@ import numpy as np
 import torch
 
 from bytecheckpoint.engine.save_resources import PlanCache
+from bytecheckpoint.planning.local_table import LocalTable, describe
 from bytecheckpoint.planning.read_plan import plan_reads, stored_rows
 from bytecheckpoint.planning.replicas import group_equal
-from bytecheckpoint.planning.save_plan import LocalTable, describe
 from bytecheckpoint.representation import catalog_file
 from bytecheckpoint.representation.boxes import BoxTable, Int64s
 from bytecheckpoint.representation.catalog import VALUES_SLOT, Catalog, StorageFile
@@ -212,8 +212,8 @@ class Ranks:
         answer = decode(self.answers.pop(rank))
         assert isinstance(answer, PlanResponse), answer
         origin = FileOrigin(rank, self.world_size, _GENERATION)
-        rows = np.frombuffer(answer.rows, np.int64).tolist()
-        files = lay_out_rows(self.job.shards[rank], rows, origin)
+        rows = np.frombuffer(answer.rows, np.int64)
+        files, _ = lay_out_rows(self.job.shards[rank], rows, origin)
         written = [v for v in self.job.values[rank] if tuple(v.key) in answer.values]
         more, places = lay_out_values(written, origin, first=len(rows), position=0, part=0)
         where = {v.key: (len(files) + f, offset) for v, (f, offset) in zip(written, places, strict=True)}

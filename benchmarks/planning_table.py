@@ -29,14 +29,17 @@ from numpy.typing import NDArray
 import bytecheckpoint
 from benchmarks.planning_saves import fsdp_file
 from bytecheckpoint.engine.catalogs import CatalogReader
+from bytecheckpoint.frameworks.native import NativeFramework
+from bytecheckpoint.planning.local_table import LocalTable, TensorRecord, describe
 from bytecheckpoint.planning.read_plan import groups_to_read, plan_reads, stored_rows
-from bytecheckpoint.planning.save_plan import LocalTable, SavePlan, TensorRecord, plan_save
+from bytecheckpoint.planning.save_plan import SavePlan, plan_save
 from bytecheckpoint.representation.boxes import BoxTable, Int64s
 from bytecheckpoint.representation.catalog import Catalog, StorageFile, StringColumn
 from bytecheckpoint.representation.catalog_file import encode
 from bytecheckpoint.representation.checksums import block_bytes, block_count
 from bytecheckpoint.representation.decompose import flat_ranges_to_boxes
 from bytecheckpoint.representation.names import CATALOG_NAME, new_generation, storage_file_name
+from bytecheckpoint.saving.file_layout import FileOrigin, lay_out_rows
 from bytecheckpoint.storage import resolve
 
 T = TypeVar("T")
@@ -320,26 +323,39 @@ def measure(step: str, job: str, ranks: int, folder: str) -> dict[str, float]:
 
 
 class Fragments:
-    """A tensor of `count` rows that lie in memory in the opposite order: as many flat ranges, none beside another."""
+    """A tensor of `count` rows that lie in memory in the opposite order: as many flat ranges, none beside another.
 
-    def __init__(self, count: int) -> None:
+    With `table` they are listed as one table, else as a tensor for each, which torch takes most of the time to make.
+    """
+
+    def __init__(self, count: int, *, table: bool) -> None:
         self.memory = torch.zeros(12 * count)
+        self._table = table
 
-    def __bytecheckpoint_shards__(self) -> Iterator[tuple[tuple[int, int], int, torch.Tensor]]:
+    def __bytecheckpoint_shards__(self) -> Iterator[tuple[tuple[int, int], Any, torch.Tensor]]:
         count = len(self.memory) // 12
+        if self._table:
+            first = np.arange(count) * 12
+            yield (count, 12), np.stack([first, first[::-1], np.full(count, 12)], axis=1), self.memory
+            return
         for row in range(count):
             place = 12 * (count - 1 - row)
             yield (count, 12), 12 * row, self.memory[place : place + 12]
 
 
-def fragments(count: int) -> dict[str, float]:
-    """Save and load so many fragments by the public calls; return the processor seconds."""
+def fragments(count: int, *, table: bool) -> dict[str, float]:
+    """Save and load so many fragments by the public calls; return the processor seconds, and those of the plan alone."""
     figures: dict[str, float] = {}
-    saved, loaded = Fragments(count), Fragments(count)
+    saved, loaded = Fragments(count, table=table), Fragments(count, table=table)
     torch.arange(12.0 * count, out=saved.memory)
+    shards = timed(figures, "views", lambda: NativeFramework().capture({"model": {"w": saved}})[0].shards)
+    plan = timed(figures, "plan", lambda: plan_save([describe(shards)]))
+    origin = FileOrigin(0, 1, _GENERATION)
+    timed(figures, "headers of the files", lambda: lay_out_rows(shards, plan.locals_of(0), origin))
     with tempfile.TemporaryDirectory() as folder:
-        timed(figures, "save", lambda: bytecheckpoint.save(f"{folder}/step", {"model": {"w": saved}}))
-        timed(figures, "load", lambda: bytecheckpoint.load(f"{folder}/step", {"model": {"w": loaded}}))
+        path = f"{folder}/step"
+        timed(figures, "whole save", lambda: bytecheckpoint.save(path, {"model": {"w": saved}}))
+        timed(figures, "whole load", lambda: bytecheckpoint.load(path, {"model": {"w": loaded}}))
     assert torch.equal(saved.memory, loaded.memory)
     return figures
 
@@ -387,8 +403,10 @@ def main() -> None:
         print(json.dumps({**figures, "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10}))
         return
     if arguments.fragments:
-        figures = fragments(arguments.fragments)
-        print(f"{arguments.fragments:,} fragments: save {figures['save']:.2f} s, load {figures['load']:.2f} s")
+        for table in (False, True):
+            found = fragments(arguments.fragments, table=table)
+            form = "in a table" if table else "as tensors"
+            print(f"{arguments.fragments:,} fragments {form}: " + ", ".join(f"{k} {v:.2f} s" for k, v in found.items()))
         return
     print(
         "| job | ranks | rows | save: plan, catalog, peak | catalog | plan per rank | one rank loads: read, plan, memory | "

@@ -30,6 +30,7 @@ class Tuning:
             mean share of its holders.
         min_exchange_bytes: planning: ranks that have fewer bytes than this in common read them twice, which costs less
             than an exchange.
+        fragment_boxes: frameworks: this many boxes of one tensor in one memory, at least, become one shard.
         relay_bytes: collectives: ranks relay a longer answer for all ranks, in worlds larger than the fan-out.
         relay_fan_out: collectives: ranks to which one rank relays an answer.
         star_ranks: collectives: the largest world in which each rank is connected with rank 0, if nothing else is set.
@@ -78,6 +79,9 @@ class Tuning:
     intersect_rows: int = 1 << 20
     small_group_part: int = 64
     min_exchange_bytes: int = 8 << 20
+
+    # --- frameworks ---
+    fragment_boxes: int = 64
 
     # --- collectives ---
     relay_bytes: int = 256 << 10

@@ -21,7 +21,7 @@ from bytecheckpoint.engine.device_copies import DeviceCopies
 from bytecheckpoint.engine.pinning import host_buffer, lock_pages, unlock_pages
 from bytecheckpoint.tuning import tuned
 from tests.support import pretend_device as pretend
-from tests.support.layouts import bits, coded
+from tests.support.layouts import Declared, bits, coded
 from tests.support.modes import MODES
 from tests.support.settings import undisturbed, using
 from tests.support.worlds import on_ranks
@@ -173,6 +173,25 @@ def test_a_load_waits_for_its_copies(path: str, cast: bool) -> None:
         bytecheckpoint.load(path, {"model": module_of(state)}, cast=cast)
         with torch.Stream(pretend.device()):  # which waits for no other
             assert_equal(state, wanted)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@on_ranks(1)
+def test_many_pieces_in_one_memory(path: str, mode: str) -> None:
+    pretend.load()
+    shape, count = (300, 5), 300
+    whole = coded(shape, torch.bfloat16)
+    table = np.stack([np.arange(count) * 5, np.arange(count)[::-1] * 5, np.full(count, 5)], axis=1)
+    memory = torch.zeros(5 * count, dtype=whole.dtype, device=pretend.device())
+    source = whole.flip(0).flatten().to(pretend.device())
+    be_busy()
+    memory.copy_(source)
+    with using(writer="thread"):
+        save(path, {"model": {"w": Declared((shape, table, memory))}}, mode).result(60)
+    assert_stored(path, {"w": whole})
+    memory.zero_()
+    bytecheckpoint.load(path, {"model": {"w": Declared((shape, table, memory))}})
+    assert torch.equal(bits(memory.cpu()), bits(source.cpu()))
 
 
 @pytest.mark.parametrize("mode", MODES)

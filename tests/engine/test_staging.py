@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from bytecheckpoint.engine.device_copies import DeviceCopies
+from bytecheckpoint.engine.runs import Runs
 from bytecheckpoint.engine.staging import Image, ImageFile, KnownTargets, chunks_of
 from bytecheckpoint.engine.tensor_bytes import copy_all, dense, flat_bytes
 
@@ -19,19 +20,25 @@ TENSORS = [
     torch.zeros(0),
     torch.arange(100, dtype=torch.uint8),
 ]
+#: Runs of all lengths, and what they hold.
+_LENGTHS = np.concatenate([np.full(5000, 3), np.arange(1, 300), [70_000]])
+_PLACES = np.random.default_rng(0).permutation(len(_LENGTHS)) * 7 % 90_000
+RUNS = Runs(torch.arange(200_000, dtype=torch.int32), _PLACES, _LENGTHS)
 
 
 def expected(shards: list[int]) -> bytes:
-    return b"".join(flat_bytes(dense(TENSORS[i])).numpy().tobytes() for i in shards)
+    runs = torch.cat([RUNS.memory[p : p + n] for p, n in zip(_PLACES, _LENGTHS, strict=True)])
+    return b"".join(flat_bytes(dense([*TENSORS, runs][i])).numpy().tobytes() for i in shards)
 
 
 def image(*, known_files: int) -> Image:
     files, start = [], 0
-    for shards in ([0, 2, 4, 3], [1, 5]):
-        sizes = np.array([TENSORS[i].nbytes for i in shards], np.int64)
+    tensors = [*TENSORS, RUNS]
+    for shards in ([0, 6, 2, 4, 3], [1, 5]):
+        sizes = np.array([tensors[i].nbytes for i in shards], np.int64)
         files.append(ImageFile(start, int(sizes.sum()), shards, np.cumsum(sizes) - sizes, sizes))
         start += -(-int(sizes.sum()) // 4096) * 4096
-    return Image(list(TENSORS), files, DeviceCopies((), to_host=True), KnownTargets(known_files))
+    return Image(tensors, files, DeviceCopies((), to_host=True), KnownTargets(known_files))
 
 
 @pytest.mark.parametrize("known_files", [0, 1, 2])

@@ -14,10 +14,8 @@ from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 
 from bytecheckpoint.errors import UsageError
 from bytecheckpoint.frameworks.native import NativeFramework
-from bytecheckpoint.frameworks.tensors import declared
 from bytecheckpoint.frameworks.tensors.discovery import add_shards
-from bytecheckpoint.frameworks.tensors.flat_ranges import FlatRange
-from bytecheckpoint.representation.shards import LiveShard, TensorKey
+from bytecheckpoint.representation.shards import LiveShard, TensorKey, boxes_of, each_box
 from tests.frameworks.fsdp1_worlds import as_rank
 from tests.frameworks.memory import MemoryCheckpoint, detached
 from tests.support.layouts import Declared
@@ -271,23 +269,64 @@ def test_plain_tensors_are_one_shard(make: Callable[[], torch.Tensor]) -> None:
     assert shard.lengths == (3,)
 
 
-def test_flat_ranges_of_one_value_are_decomposed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One decomposition for each range takes 0.2 ms, which for many small fragments is most of a save and of a load."""
-    calls: list[int] = []
-    decompose = declared.flat_range_shards
-
-    def counted(ranges: Sequence[FlatRange]) -> list[LiveShard]:
-        calls.append(len(ranges))
-        return decompose(ranges)
-
-    monkeypatch.setattr(declared, "flat_range_shards", counted)
+@pytest.mark.parametrize("table", [False, True])
+def test_many_flat_ranges_of_one_memory_are_one_shard(table: bool) -> None:
+    """An object, and a view of torch, for each of a million fragments would take most of a save and of a load."""
     count = 100
     memory = torch.arange(3.0 * count)
-    flat = [((count + 1, 3), 3 * i, memory[3 * i : 3 * i + 3]) for i in range(count)]
-    value = Declared(*flat, ((count + 1, 3), (count, 0), torch.ones(1, 3)))
-    shards: list[LiveShard] = []
-    add_shards(shards, TensorKey("model", "w"), value)
-    assert [s.offsets for s in shards] == [(i, 0) for i in range(count + 1)]
-    assert torch.equal(torch.cat([s.data for s in shards[:-1]]).flatten(), memory)
-    assert sum(calls) == count
-    assert len(calls) <= 2
+    shape = (count + 1, 3)
+    flat: list[Any] = [(shape, 3 * i, memory[3 * (i - 1) % len(memory) :][:3]) for i in range(count)]
+    if table:
+        first = np.arange(count) * 3
+        flat = [(shape, np.stack([first, (first - 3) % len(memory), np.full(count, 3)], axis=1), memory)]
+    value = Declared(*flat, (shape, (count, 0), torch.ones(1, 3)))
+    many, last = shards_of(value)
+    assert (many.rows, last.rows) == (count, 1)
+    assert many.data.data_ptr() == memory.data_ptr()
+    boxes = list(each_box([many, last]))
+    assert [s.offsets for s in boxes] == [(i, 0) for i in range(count + 1)]
+    assert torch.equal(torch.cat([s.data for s in boxes[:-1]]).flatten(), memory.roll(3))
+    assert boxes_of([many, last], [5, 6]).tensor.tolist() == [5] * count + [6]
+
+
+@pytest.mark.parametrize("table", [False, True])
+def test_a_flat_range_among_many_that_lies_outside_or_comes_twice(table: bool) -> None:
+    memory = torch.zeros(300)
+
+    def listed(*starts: int) -> Declared:
+        if table:
+            return Declared(((100, 3), np.array([(s, 0, 3) for s in starts]), memory))
+        return Declared(*(((100, 3), s, memory[:3]) for s in starts))
+
+    with pytest.raises(UsageError, match=r"3 elements from number 298.*do not lie inside"):
+        shards_of(listed(*range(0, 297, 3), 298))
+    with pytest.raises(UsageError, match=r"lists the box of shape \(1, 3\) at \(4, 0\) twice"):
+        shards_of(listed(*range(0, 300, 3), 12))
+
+
+@pytest.mark.parametrize("change", ["stride", "dtype", "other memory", "replaced memory", "lazy", "long"])
+def test_flat_ranges_that_are_no_runs_of_one_memory_are_shards_of_their_own(change: str) -> None:
+    kind = torch.complex64 if change == "lazy" else torch.float32
+    size = 1 << 17 if change == "long" else 4
+    memory = torch.arange(1 if change == "long" else 2000).expand(2000).to(kind)
+    parts = [memory[:1].expand(size) if change == "long" else memory[4 * i : 4 * i + 4] for i in range(100)]
+    if change == "stride":
+        parts[7] = memory[800:808:2]
+    if change == "other memory":
+        parts[7] = memory[28:32].clone()
+    if change == "replaced memory":
+        parts[7].data = memory[28:32].clone()
+    if change == "lazy":
+        parts = [part.conj() for part in parts]
+    if change == "long":
+        parts = list(torch.zeros(size).expand(1, size).repeat(100, 1))
+    if change == "dtype":
+        parts = [part.view(torch.int32) for part in parts[:50]] + parts[50:]
+    value = Declared(*(((100, size), size * i, part) for i, part in enumerate(parts)))
+    if change == "dtype":
+        with pytest.raises(UsageError, match="one tensor has one shape and one dtype"):
+            shards_of(value)
+        return
+    shards = shards_of(value)
+    assert [shard.rows for shard in shards] == [1] * 100
+    assert all(torch.equal(shard.data[0], part) for shard, part in zip(shards, parts, strict=True))

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bytecheckpoint.planning.replicas import group_equal, repeated_rows
+from bytecheckpoint.planning.replicas import all_distinct, group_equal, repeated_rows
 from bytecheckpoint.representation.boxes import BoxTable
 
 # Few values, near and far: ties are frequent, and the far ones make the packed key overflow.
@@ -18,7 +18,9 @@ def test_numbers_equal_sorted_distinct_rows(dims: int, data: st.DataObject) -> N
     drawn = data.draw(st.lists(st.lists(values, min_size=width, max_size=width), max_size=12))
     drawn += drawn[::2]
     matrix = np.array(drawn, np.int64).reshape(len(drawn), width)
-    result = group_equal(BoxTable(matrix[:, 0], matrix[:, 1 : 1 + dims], matrix[:, 1 + dims :]))
+    table = BoxTable(matrix[:, 0], matrix[:, 1 : 1 + dims], matrix[:, 1 + dims :])
+    result = group_equal(table)
+    assert all_distinct(table) == (len({tuple(row) for row in drawn}) == len(drawn))
     order = sorted({tuple(row) for row in drawn})
     assert result.tolist() == [order.index(tuple(row)) for row in drawn]
     assert result.dtype == np.int64
@@ -27,6 +29,8 @@ def test_numbers_equal_sorted_distinct_rows(dims: int, data: st.DataObject) -> N
 def test_the_argument_is_not_changed() -> None:
     table = BoxTable.build([3, 1, 3], [[0], [0], [0]], [[2], [2], [2]])
     assert group_equal(table).tolist() == [1, 0, 1]
+    assert not all_distinct(table)
+    assert all_distinct(table.take(np.array([0, 1])))
     assert table.tensor.tolist() == [3, 1, 3]
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from bytecheckpoint import CheckpointError, CheckpointTimeoutError, PeerLostError, StorageError
 from bytecheckpoint.collectives import InterruptedWaitError, SingleProcess
-from bytecheckpoint.planning.save_plan import LocalTable
+from bytecheckpoint.planning.local_table import LocalTable
 from bytecheckpoint.saving.channel import CoordinatorChannel
 from bytecheckpoint.saving.messages import (
     CommitResult,

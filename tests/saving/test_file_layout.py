@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
-from bytecheckpoint.planning.save_plan import describe
+from bytecheckpoint.planning.local_table import describe
 from bytecheckpoint.representation.catalog import VALUES_SLOT
 from bytecheckpoint.representation.names import new_generation
 from bytecheckpoint.representation.shards import LiveShard, LiveState, TensorKey
@@ -56,10 +57,11 @@ def test_a_signature_is_that_of_the_layout() -> None:
 
 def test_each_kind_has_a_file_and_data_sections_are_aligned() -> None:
     shards = [shard("a", torch.ones(3)), shard("b", torch.ones(2)), shard("c", torch.ones(5), "optimizer")]
-    files = lay_out_rows(shards, [0, 1, 2], ORIGIN)
+    files, sources = lay_out_rows(shards, np.arange(3), ORIGIN)
     assert [(f.kind, f.part, f.values) for f in files] == [("model", 0, False), ("optimizer", 0, False)]
     assert [(f.image.start, f.image.nbytes, f.image.shards) for f in files] == [(0, 20, [0, 1]), (4096, 20, [2])]
     assert files[0].image.starts.tolist() == [0, 12]
+    assert sources == [(0, 0, 1), (1, 0, 1), (2, 0, 1)]
 
 
 def test_values_stand_largest_elements_first_and_know_their_places() -> None:

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 
+import bytecheckpoint
 from bytecheckpoint import IncompatibleCheckpointError, UsageError
+from bytecheckpoint.collectives import Collective, ThreadWorld
 from bytecheckpoint.engine.save_resources import PlanCache
-from bytecheckpoint.planning.save_plan import LocalTable, describe, plan_save
+from bytecheckpoint.planning.local_table import LocalTable, describe
+from bytecheckpoint.planning.save_plan import plan_save
 from bytecheckpoint.representation.shards import LiveShard, TensorKey
+from bytecheckpoint.saving import copies
 from bytecheckpoint.saving.copies import check_copies
 from bytecheckpoint.saving.messages import WriteReport
 from bytecheckpoint.saving.plans import GlobalPlan, check_arguments, check_reports, plan_around
+from bytecheckpoint.world import world_of
+from tests.support.layouts import Declared
+from tests.support.settings import using
 
 
 def table(*names: str, elements: int = 4) -> LocalTable:
@@ -93,3 +102,34 @@ def test_the_cache_keeps_what_was_used_last() -> None:
     assert list(cache.newest_first()) == [3, 1]
     cache.clear()
     assert list(cache.newest_first()) == []
+
+
+def test_the_coordinator_keeps_equal_columns_of_ranks_once(tmp_path: Path) -> None:
+    """The names of a few thousand tensors from each of ten thousand ranks are more than a gigabyte."""
+
+    def save(collective: Collective) -> None:
+        part = torch.zeros(1, 3)
+        states = {"model": {name: Declared(((3, 3), (collective.rank, 0), part)) for name in ("a", "b")}}
+        bytecheckpoint.save(tmp_path / "step", states)
+        if collective.rank == 0:
+            plan = next(iter(world_of(collective).resources.global_plans.newest_first()))
+            first, *others = plan.tables
+            for table in others:
+                assert table.tensors[0] is first.tensors[0] and table.ndims is first.ndims
+                assert table.boxes != first.boxes
+
+    with using(writer="thread"):
+        ThreadWorld(3).run(save, timeout=60)
+
+
+def test_copies_are_not_compared_where_no_box_has_any(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To find the copies among the rows of ten thousand ranks takes rank 0 seconds and gigabytes."""
+    monkeypatch.setattr(copies, "all_rows", None)
+
+    def save(collective: Collective) -> None:
+        part = torch.full((1, 3), float(collective.rank))
+        states = {"model": {"a": Declared(((3, 3), (collective.rank, 0), part))}}
+        bytecheckpoint.save(tmp_path / "step", states, check_replicas=True)
+
+    with using(writer="thread"):
+        ThreadWorld(3).run(save, timeout=60)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from bytecheckpoint.engine.runs import elements_of, move_runs
 from bytecheckpoint.engine.tensor_bytes import copy_all, flat_bytes, movable, views_at
 from bytecheckpoint.representation.boxes import Int64s, Mask
 from bytecheckpoint.representation.plans import Copies, ReadPlan
@@ -153,7 +154,7 @@ class ScatterPlan:
         whole: list[torch.Tensor] = []
         whole_at: list[int] = []
         copies = self._copies
-        for copy in range(self._first[index], self._first[index + 1]):
+        for copy in self._without_runs(self._first[index], self._first[index + 1], data, start):
             target = self.targets[copies.wanted[copy]]
             at = copies.source[copy] - start
             into = target.data
@@ -178,6 +179,32 @@ class ScatterPlan:
             sources += views_at(data, whole, whole_at)
             targets += whole
         copy_all(targets, sources)
+
+    def _without_runs(self, first: int, end: int, data: torch.Tensor, start: int) -> Sequence[int]:
+        """Copy what goes to a target in many short runs; return the other ones of copies `first` to `end`."""
+        if end - first <= _MANY_COPIES:
+            return range(first, end)
+        columns = self.plan.copies
+        wanted, flat = columns.wanted[first:end], columns.flat[first:end]
+        numbers, counts = np.unique(wanted[flat], return_counts=True)
+        rest = np.ones(end - first, bool)
+        for number in numbers[counts > _MANY_COPIES].tolist():
+            target = self.targets[number]
+            size = target.dtype.itemsize
+            chosen = np.flatnonzero(flat & (wanted == number))
+            source = columns.source[first:end][chosen] - start
+            if target.data.dtype != target.dtype or (source % size).any():
+                continue
+            rest[chosen] = False
+            into = movable(target.data).view(-1)
+            move_runs(
+                elements_of(into) if into.is_cpu else into,
+                columns.target[first:end][chosen],
+                elements_of(data[: data.numel() // size * size].view(target.dtype)),
+                source // size,
+                columns.elements[first:end][chosen],
+            )
+        return (first + np.flatnonzero(rest)).tolist()
 
     def _box(self, copy: int, data: torch.Tensor, at: int, target: Target) -> tuple[torch.Tensor, torch.Tensor]:
         """Return strided views of the source, which begins at byte `at` of `data`, and of the target of a box."""

@@ -10,12 +10,14 @@ import contextlib
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from bytecheckpoint.engine.device_copies import DeviceCopies
+from bytecheckpoint.engine.runs import Runs
 from bytecheckpoint.engine.tensor_bytes import copy_all, dense_bytes, flat_bytes, movable, views_at
 
 __all__ = ["Chunk", "Image", "ImageFile", "KnownTargets", "chunks_of"]
@@ -33,9 +35,9 @@ class ImageFile:
     Attributes:
         start: first byte in the image; a multiple of 4096.
         nbytes: length of the data section.
-        shards: indexes into the image's tensors, in file order; they tile the section.
-        starts: byte offset of each shard in the section, ascending, shape [n].
-        sizes: bytes of each shard, shape [n].
+        shards: indexes into the image's tensors and runs, in file order; they tile the section.
+        starts: byte offset of each of them in the section, ascending, shape [n].
+        sizes: bytes of each of them, shape [n].
     """
 
     start: int
@@ -83,19 +85,28 @@ class KnownTargets:
         self.views = []
 
 
+class _Parts(NamedTuple):
+    """What one file holds: tensors with their starts in its data section, and runs with their starts in the image."""
+
+    file: ImageFile
+    tensors: list[torch.Tensor]
+    starts: NDArray[np.int64]
+    runs: list[tuple[Runs, int]]
+
+
 @dataclass(slots=True)
 class Image:
     """The live tensors of one save and where their bytes go.
 
     Attributes:
-        tensors: the live shards' elements.
+        tensors: the live shards' elements: a tensor, or the runs of many boxes that follow each other in a file.
         files: the data sections that they make up.
         copies: copies tensors on devices, in order with the caller's work.
         known: views of the pool for the tensors of the first files, which later saves use again.
         filling: held by the thread that fills a chunk of many small tensors.
     """
 
-    tensors: list[torch.Tensor]
+    tensors: list[torch.Tensor | Runs]
     files: list[ImageFile]
     copies: DeviceCopies
     known: KnownTargets = field(default_factory=KnownTargets)
@@ -106,7 +117,10 @@ class Image:
         return {
             index: memoryview(flat_bytes(tensor).numpy())
             for index, tensor in enumerate(self.tensors)
-            if tensor.nbytes >= _LARGE_BYTES and tensor.device.type == "cpu" and tensor.is_contiguous()
+            if not isinstance(tensor, Runs)
+            and tensor.nbytes >= _LARGE_BYTES
+            and tensor.device.type == "cpu"
+            and tensor.is_contiguous()
         }
 
     @property
@@ -117,30 +131,45 @@ class Image:
 
     def stage(self, pool: torch.Tensor, generation: int) -> None:
         """Copy all tensors into `pool` (uint8, at least `nbytes` long): the blocking part of an asynchronous save."""
-        order = [i for f in self.files for i in f.shards]
-        sources = [movable(self.tensors[i]) for i in order]
+        parts = [self._parts(file) for file in self.files]
         key = (pool.data_ptr(), generation)
         if self.known.key != key:
             self.known.key = key
-            self.known.views = self._views(pool, sources, self.files[: self.known.files])
-        targets = self.known.views
-        other_files = self.files[self.known.files :]
-        if other_files:
-            targets = targets + self._views(pool, sources[len(targets) :], other_files)
+            self.known.views = self._views(pool, parts[: self.known.files])
+        targets = self.known.views + self._views(pool, parts[self.known.files :])
         with self.copies.queued():
-            copy_all(targets, sources)
+            copy_all(targets, [tensor for part in parts for tensor in part.tensors])
+            for part in parts:
+                for runs, start in part.runs:
+                    runs.copy_bytes(0, runs.nbytes, pool[start : start + runs.nbytes])
 
     def staged(self, tensor: torch.Tensor, file: int, offset: int, pool: torch.Tensor) -> torch.Tensor:
         """Return the copy of `tensor` that `stage` has made in `pool`, at byte `offset` of the data section of `file`."""
         (copy,) = views_at(pool, [movable(tensor)], [self.files[file].start + offset])
         return copy.view(tensor.dtype)
 
+    def _parts(self, file: ImageFile) -> _Parts:
+        """Sort what a file holds into tensors and runs."""
+        held = [self.tensors[i] for i in file.shards]
+        if Runs not in set(map(type, held)):  # as usual; the caller of a save waits for this
+            return _Parts(file, list(map(movable, cast("list[torch.Tensor]", held))), file.starts, [])
+        tensors: list[torch.Tensor] = []
+        places: list[int] = []
+        runs: list[tuple[Runs, int]] = []
+        for place, found in enumerate(held):
+            if isinstance(found, Runs):
+                runs.append((found, file.start + int(file.starts[place])))
+            else:
+                tensors.append(movable(found))
+                places.append(place)
+        return _Parts(file, tensors, file.starts[places], runs)
+
     @staticmethod
-    def _views(pool: torch.Tensor, sources: list[torch.Tensor], files: Sequence[ImageFile]) -> list[torch.Tensor]:
+    def _views(pool: torch.Tensor, parts: Sequence[_Parts]) -> list[torch.Tensor]:
         views: list[torch.Tensor] = []
-        for file in files:
-            section = pool[file.start : file.start + file.nbytes]
-            views += views_at(section, sources[len(views) : len(views) + len(file.shards)], file.starts)
+        for part in parts:
+            section = pool[part.file.start : part.file.start + part.file.nbytes]
+            views += views_at(section, part.tensors, part.starts)
         return views
 
     def fill(self, chunk: Chunk, slot: torch.Tensor, large: Mapping[int, memoryview]) -> list[memoryview]:
@@ -181,6 +210,9 @@ class Image:
                 covered = at + high - low
                 continue
             tensor = self.tensors[file.shards[index]]
+            if isinstance(tensor, Runs):
+                tensor.copy_bytes(low - begin, high - begin, slot[at : at + high - low])
+                continue
             if high - low == size and size < _LARGE_BYTES:
                 whole.append(movable(tensor))
                 whole_starts.append(at)

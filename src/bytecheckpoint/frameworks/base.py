@@ -228,11 +228,13 @@ class SupportsShards(Protocol):
     whole tensor, as a DTensor's is, and torch.empty_like makes another one, for optimizer state.
     """
 
-    def __bytecheckpoint_shards__(self) -> Iterable[tuple[Sequence[int], Sequence[int] | int, torch.Tensor]]:
+    def __bytecheckpoint_shards__(self) -> Iterable[tuple[Sequence[int], Any, torch.Tensor]]:
         """Yield (global shape, place, live tensor) for each shard on this rank.
 
-        The place is either the offsets of a box, one per dimension, whose extent is the live tensor's shape; or, for a
-        flat range, the row-major number of its first element, with the elements in a 1-D live tensor.
+        The place is the offsets of a box, one per dimension, whose extent is the live tensor's shape; or, for a flat
+        range, the row-major number of its first element, with the elements in a 1-D live tensor; or, for many flat
+        ranges in one 1-D live tensor, a table of integers [n, 3]: number of the first element, its place in the live
+        tensor, number of elements.
         """
 
 

@@ -9,7 +9,7 @@ import torch
 from bytecheckpoint.frameworks.base import Destination, SavedTensor
 from bytecheckpoint.frameworks.optimizers.master_weights import MASTER
 from bytecheckpoint.frameworks.tensors.dtypes import dtype_named
-from bytecheckpoint.representation.shards import LiveShard
+from bytecheckpoint.representation.shards import LiveShard, each_box
 
 __all__ = ["compare_tied"]
 
@@ -44,7 +44,7 @@ def _filled(wanted: list[LiveShard], found: SavedTensor) -> list[LiveShard]:
             for shard in wanted
             if shard.key.slot == MASTER and shard.key.fqn == found.key.fqn and shard.global_shape == found.global_shape
         ]
-    return list({(shard.offsets, shard.lengths): shard for shard in own}.values())
+    return list({(shard.offsets, shard.lengths): shard for shard in each_box(own)}.values())
 
 
 def _buffer(shard: LiveShard, saved: SavedTensor) -> LiveShard:

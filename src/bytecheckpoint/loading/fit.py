@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from bytecheckpoint.planning.read_plan import plan_reads
 from bytecheckpoint.representation.boxes import BoxTable
 from bytecheckpoint.representation.catalog import SHARED, Catalog
 from bytecheckpoint.representation.plans import ReadPlan
-from bytecheckpoint.representation.shards import LiveShard
+from bytecheckpoint.representation.shards import LiveShard, boxes_of
 from bytecheckpoint.representation.similar_names import SimilarNames
 from bytecheckpoint.settings import Settings
 
@@ -50,7 +50,7 @@ class Fit:
 
     Attributes:
         plan: ranges of files, and where their bytes go.
-        targets: the memory to fill, for each wanted box.
+        targets: the memory to fill, to which the plan's copies refer.
         converted: keys of the tensors that are cast.
         chunk_bytes: length of one read.
     """
@@ -125,12 +125,12 @@ def _with_similar(names: Sequence[str], others: Iterable[str], hint: str) -> lis
 
 def wanted_boxes(view: SavedView, wanted: Sequence[LiveShard]) -> BoxTable:
     """Return the boxes of `wanted`, numbered by the checkpoint's tensors; it has all their keys."""
-    numbers = np.full(len(wanted), -1, np.int64)
+    numbers = np.full(len(wanted), -1, np.int64)  # of each shard
     for by_content in (False, True):
         chosen = [i for i, s in enumerate(wanted) if s.by_content == by_content]
         numbers[chosen] = view.resolve([wanted[i].key for i in chosen], by_content=by_content)
     assert (numbers >= 0).all(), "every wanted tensor was found in the checkpoint"
-    return BoxTable.build(numbers.tolist(), [s.offsets for s in wanted], [s.lengths for s in wanted])
+    return boxes_of(wanted, numbers.tolist())
 
 
 def fit_wanted(
@@ -158,11 +158,39 @@ def fit_wanted(
         IncompatibleCheckpointError: shapes or dtypes differ, or the checkpoint has no data for some elements.
         CorruptCheckpointError: stored shards overlap.
     """
-    targets, converted = _make_targets(url, view, wanted, boxes.tensor.tolist(), cast=cast)
-    contiguous = np.array([t.contiguous for t in targets], bool)
+    rows = np.array([s.rows for s in wanted], np.int64)
+    first = np.cumsum(rows) - rows
+    targets, converted = _make_targets(url, view, wanted, boxes.tensor[first].tolist(), cast=cast)
+    contiguous = np.repeat(np.array([t.contiguous for t in targets], bool), rows)
     plan = plan_reads(view.rows, boxes, contiguous, chunk_bytes)
     _prove_coverage(url, catalog, boxes, plan)
+    if len(boxes) > len(wanted):
+        plan = _with_fragments(plan, wanted, rows, targets)
     return Fit(plan, targets, converted, chunk_bytes)
+
+
+def _with_fragments(plan: ReadPlan, wanted: Sequence[LiveShard], rows: Int64s, targets: list[Target]) -> ReadPlan:
+    """Let copies refer to targets instead of wanted boxes: those of fragments have one, their 1-D tensor.
+
+    Args:
+        plan: its copies refer to boxes.
+        wanted: the shards, one for each target.
+        rows: number of boxes of each shard.
+        targets: gets one more for each fragment of which parts are filled that are not consecutive.
+    """
+    copies = plan.copies
+    shard_of = np.repeat(np.arange(len(rows)), rows)
+    places = np.concatenate([s.fragments.places if s.fragments else np.zeros(1, np.int64) for s in wanted])
+    target, shift = shard_of[copies.wanted], places[copies.wanted]
+    many = np.array([s.fragments is not None for s in wanted], bool)
+    boxed = np.flatnonzero(many[target] & ~copies.flat)
+    own, number = np.unique(copies.wanted[boxed], return_inverse=True)
+    target[boxed], shift[boxed] = len(targets) + number.reshape(-1), 0
+    first = np.cumsum(rows) - rows
+    for row, shard in zip(own.tolist(), shard_of[own].tolist(), strict=True):
+        view = wanted[shard].box(row - int(first[shard])).data
+        targets.append(Target(view, targets[shard].dtype))
+    return replace(plan, copies=replace(copies, wanted=target, target=copies.target + shift))
 
 
 def _make_targets(

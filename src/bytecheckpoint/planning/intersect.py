@@ -168,7 +168,7 @@ class _Index:
         stops = np.minimum(stops, sweep[codes]) + shift
         in_order = bool((starts[1:] >= starts[:-1]).all())
         if not in_order:
-            order = np.argsort(starts)
+            order = np.argsort(starts, kind="stable")  # rows of most catalogs are in sorted runs
             rows, starts, stops = rows[order], starts[order], stops[order]
         return _Index(rows, starts, np.maximum.accumulate(stops), hulls, dim, base, in_order)
 

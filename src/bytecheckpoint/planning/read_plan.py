@@ -175,16 +175,23 @@ def _cut(rows: _Sources) -> _Sources:
     nbytes = rows.boxes.volumes() * rows.element
     first = rows.start // rows.range_bytes
     count = np.maximum(-(-(rows.start + nbytes) // rows.range_bytes) - first, 1)
-    if not (count > 1).any():
+    several = np.flatnonzero(count > 1)
+    if not len(several):
         return rows
-    row = np.repeat(np.arange(len(rows)), count)
-    begin = (first[row] + _numbers_within(count)) * rows.range_bytes[row] - rows.start[row]
+    row = np.repeat(several, count[several])
+    begin = (first[row] + _numbers_within(count[several])) * rows.range_bytes[row] - rows.start[row]
     low = np.maximum(begin, 0) // rows.element[row]
     high = np.minimum(begin + rows.range_bytes[row], nbytes[row]) // rows.element[row]
     flat = flat_ranges_to_boxes(rows.boxes.lengths[row], low, high)
-    cut = rows.take(row[flat.source])
-    boxes = BoxTable(cut.boxes.tensor, cut.boxes.offsets + flat.offsets, flat.lengths)
-    return replace(cut, boxes=boxes, start=cut.start + flat.flat_start * cut.element)
+    whole = np.flatnonzero(count == 1)
+    source = np.concatenate([whole, row[flat.source]])
+    order = np.argsort(source, kind="stable")
+    cut = rows.take(source[order])
+    shift = np.concatenate([np.zeros((len(whole), rows.boxes.ndim), np.int64), flat.offsets])[order]
+    lengths = np.concatenate([rows.boxes.lengths[whole], flat.lengths])[order]
+    flat_start: Int64s = np.concatenate([np.zeros(len(whole), np.int64), flat.flat_start])[order]
+    boxes = BoxTable(cut.boxes.tensor, cut.boxes.offsets + shift, lengths)
+    return replace(cut, boxes=boxes, start=cut.start + flat_start * cut.element)
 
 
 def _numbers_within(counts: Int64s) -> Int64s:

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from bytecheckpoint.representation.boxes import BoxTable, Int64s
 
-__all__ = ["differing_rows", "group_equal", "repeated_rows"]
+__all__ = ["all_distinct", "differing_rows", "group_equal", "repeated_rows"]
 
 
 def group_equal(table: BoxTable) -> Int64s:
@@ -21,14 +21,30 @@ def group_equal(table: BoxTable) -> Int64s:
     Where their ranges allow it, the columns are packed into one exact int64 key. One column is then sorted, or none
     when the table is already sorted.
     """
+    return _ranks(_packed(table)) if len(table) else np.zeros(0, np.int64)
+
+
+def all_distinct(table: BoxTable) -> bool:
+    """Return whether no two boxes are equal. A sort of values takes a fraction of the time that `group_equal` takes."""
     if not len(table):
-        return np.zeros(0, np.int64)
+        return True
+    key = _packed(table)
+    if (key[1:] > key[:-1]).all():
+        return True
+    key.sort(kind="stable")
+    return bool((key[1:] != key[:-1]).all())
+
+
+def _packed(table: BoxTable) -> Int64s:
+    """Return an integer for each box: equal for equal boxes, and in the order of (tensor, offsets, lengths)."""
     key, size = _digits(table.tensor)
     for columns in (table.offsets, table.lengths):
         for k in range(table.ndim):
-            digit, base = _digits(columns[:, k])
+            low, high = int(columns[:, k].min()), int(columns[:, k].max())
+            base = high - low + 1
             if base == 1:
                 continue
+            digit = columns[:, k] - low
             if size * base >= 2**63:
                 key = _ranks(key)
                 size = int(key.max()) + 1
@@ -38,7 +54,7 @@ def group_equal(table: BoxTable) -> Int64s:
             key *= base
             key += digit
             size *= base
-    return _ranks(key)
+    return key
 
 
 def repeated_rows(group: Int64s) -> list[tuple[int, int]]:
@@ -79,7 +95,7 @@ def _ranks(key: Int64s) -> Int64s:
     steps = key[1:] != key[:-1]
     if (key[1:] >= key[:-1]).all():
         return _counted(steps)
-    order = np.argsort(key)
+    order = np.argsort(key, kind="stable")  # ranks' rows are sorted runs, which a stable sort merges
     key = key[order]
     result = np.empty_like(key)
     result[order] = _counted(key[1:] != key[:-1])

@@ -8,82 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 
-import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from bytecheckpoint.errors import IncompatibleCheckpointError, listed
 from bytecheckpoint.planning.balance import assign
 from bytecheckpoint.planning.coverage import first_gap, not_tiled
-from bytecheckpoint.planning.replicas import group_equal
+from bytecheckpoint.planning.local_table import LocalTable, TensorRecord, join_boxes, join_tensors
+from bytecheckpoint.planning.replicas import all_distinct, group_equal
 from bytecheckpoint.representation.boxes import BoxTable, Int64s, Mask
 from bytecheckpoint.representation.dtypes import itemsize
-from bytecheckpoint.representation.names import escape
-from bytecheckpoint.representation.shards import LiveShard, TensorKey
 from bytecheckpoint.tuning import tuning
 
-__all__ = ["LocalTable", "SavePlan", "TensorRecord", "all_rows", "describe", "file_bounds", "plan_save"]
-
-
-class LocalTable(msgspec.Struct, frozen=True):
-    """The shards of one rank as columns; row i is the rank's i-th shard.
-
-    Attributes:
-        tensors: one `TensorRecord` for each row in msgpack, in pieces: one for each run of rows of one kind. Ranks that
-            hold the same tensors of a kind send the same bytes, which the coordinator decodes once.
-        ndims: number of dimensions of each row, int32 [n] as bytes.
-        boxes: global shape, offsets and lengths of row after row, `3 * ndims[i]` numbers each, int64 as bytes.
-    """
-
-    tensors: tuple[bytes, ...]
-    ndims: bytes
-    boxes: bytes
-
-
-class TensorRecord(msgspec.Struct, array_like=True, frozen=True):
-    """A tensor's properties in the catalog, without its boxes. Names are escaped (`names.escape`) for messages."""
-
-    kind: str
-    fqn: str
-    slot: str
-    dtype: str
-    requires_grad: bool
-    device: str
-    aliases: tuple[str, ...]
-
-    @property
-    def key(self) -> TensorKey:
-        """The key of the tensor, escaped."""
-        return TensorKey(self.kind, self.fqn, self.slot)
-
-
-def describe(shards: Sequence[LiveShard]) -> LocalTable:
-    """Return the table of one rank's shards."""
-    pieces = []
-    for kind, run in groupby(shards, lambda s: s.key.kind):
-        name = escape(kind)
-        records = [
-            TensorRecord(
-                name,
-                escape(s.key.fqn),
-                escape(s.key.slot),
-                s.dtype,
-                s.requires_grad,
-                s.data.device.type,
-                tuple(map(escape, s.aliases)),
-            )
-            for s in run
-        ]
-        pieces.append(msgspec.msgpack.encode(records))
-    ndims = np.fromiter((len(s.global_shape) for s in shards), np.int32, len(shards))
-    boxes = np.fromiter(
-        (x for s in shards for part in (s.global_shape, s.offsets, s.lengths) for x in part),
-        np.int64,
-        3 * int(ndims.sum()),
-    )
-    return LocalTable(tuple(pieces), ndims.tobytes(), boxes.tobytes())
+__all__ = ["SavePlan", "file_bounds", "plan_save"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,12 +63,6 @@ class SavePlan:
         return self.local[low:high]
 
 
-def all_rows(tables: Sequence[LocalTable]) -> tuple[list[TensorRecord], BoxTable]:
-    """Return every distinct tensor, and the boxes of all ranks' rows, rank after rank."""
-    tensors, row_tensor = _join_tensors(tables)
-    return tensors, _boxes(tables, np.concatenate(row_tensor))[2]
-
-
 def plan_save(tables: Sequence[LocalTable], fixed: Mapping[int, Int64s] | None = None) -> SavePlan:
     """Plan a save: assign each distinct box to one rank and lay out the files.
 
@@ -144,27 +75,32 @@ def plan_save(tables: Sequence[LocalTable], fixed: Mapping[int, Int64s] | None =
         IncompatibleCheckpointError: ranks disagree about a tensor's shape or dtype, or their boxes leave a hole in a
             tensor or overlap without being equal.
     """
-    tensors, row_tensor = _join_tensors(tables)
+    tensors, row_tensor = join_tensors(tables)
+    shapes, ndims, boxes = join_boxes(tensors, tables, row_tensor)
     counts = [len(t) for t in row_tensor]
     row_rank = np.repeat(np.arange(len(tables)), counts)
-    row_local = np.concatenate([np.arange(c) for c in counts])
-    tensor = np.concatenate(row_tensor)
-    row_shape, row_ndim, boxes = _boxes(tables, tensor)
-    shapes, ndims = _shapes_of(tensors, tensor, row_shape, row_ndim, row_rank)
+    begins = np.cumsum(counts) - counts
+    tensor = boxes.tensor
 
-    element = np.array([itemsize(t.dtype) for t in tensors], np.int64)
-    group = group_equal(boxes)
-    volume = boxes.volumes()
-    nbytes = volume * element[tensor]
-    written = _written(group, row_rank, row_local, nbytes, len(tables), fixed or {})
-    _check_cover(tensors, shapes, ndims, boxes.take(written), volume[written], row_tensor)
+    nbytes = boxes.volumes() * np.array([itemsize(t.dtype) for t in tensors], np.int64)[tensor]
+    if fixed or not all_distinct(boxes):
+        group = group_equal(boxes)
+        row_local = np.arange(len(tensor)) - begins[row_rank]
+        written = _written(group, row_rank, row_local, nbytes, len(tables), fixed or {})
+        del group, row_local
+    else:
+        written = np.arange(len(tensor))  # no box has a replica
+    _check_cover(tensors, shapes, ndims, _taken(boxes, written), row_tensor)
 
     kinds = sorted({t.kind for t in tensors})
     kind_code = np.array([kinds.index(t.kind) for t in tensors], np.int64)
     rows = written[_file_order(tensors, row_rank[written], tensor[written])]
-    rank, kind = row_rank[rows], kind_code[tensor[rows]]
+    boxes, rank, nbytes = _taken(boxes, rows), row_rank[rows], nbytes[rows]
+    local = rows - begins[rank]
+    del written, rows, row_rank, tensor
+    kind = kind_code[boxes.tensor]
     part = _parts(rank, kind)
-    file, offset, start = _lay_out(rank, kind, part, nbytes[rows])
+    file, offset, start = _lay_out(rank, kind, part, nbytes)
     aliases: dict[str, dict[str, str]] = {}
     for record in tensors:
         for alias in record.aliases:
@@ -173,17 +109,23 @@ def plan_save(tables: Sequence[LocalTable], fixed: Mapping[int, Int64s] | None =
         tensors=tensors,
         shapes=shapes,
         ndims=ndims,
-        boxes=boxes.take(rows),
+        boxes=boxes,
         rank=rank,
-        local=row_local[rows],
+        local=local,
         file=file,
         offset=offset,
-        nbytes=nbytes[rows],
+        nbytes=nbytes,
         file_rank=rank[start],
         file_kind=[kinds[k] for k in kind[start]],
         file_part=part[start],
         aliases=aliases,
     )
+
+
+def _taken(boxes: BoxTable, rows: Int64s) -> BoxTable:
+    """Return the boxes at `rows`, without a copy if these are all in order."""
+    everything = len(rows) == len(boxes) and bool((rows[1:] > rows[:-1]).all())
+    return boxes if everything else boxes.take(rows)
 
 
 def _written(
@@ -233,82 +175,10 @@ def _file_order(tensors: Sequence[TensorRecord], rank: Int64s, tensor: Int64s) -
     sort_keys = [(t.kind, -itemsize(t.dtype), t.dtype) for t in tensors]
     place = {key: i for i, key in enumerate(sorted(set(sort_keys)))}
     places = np.array([place[key] for key in sort_keys], np.int64)
-    return np.argsort(rank * len(place) + places[tensor], kind="stable")
-
-
-def _join_tensors(tables: Sequence[LocalTable]) -> tuple[list[TensorRecord], list[NDArray[np.int64]]]:
-    """Return every distinct tensor, and for each rank the tensor number of each of its rows."""
-    tensors: list[TensorRecord] = []
-    number_of: dict[TensorKey, int] = {}
-    seen: dict[bytes, NDArray[np.int64]] = {}
-    decode = msgspec.msgpack.Decoder(list[TensorRecord]).decode
-
-    def numbers_of(piece: bytes, rank: int) -> NDArray[np.int64]:
-        numbers = []
-        for record in decode(piece):
-            number = number_of.setdefault(record.key, len(tensors))
-            if number == len(tensors):
-                tensors.append(record)
-            elif tensors[number].dtype != record.dtype:
-                raise IncompatibleCheckpointError(
-                    f"{record.key} is {record.dtype} on rank {rank} and {tensors[number].dtype} elsewhere; "
-                    f"one tensor has one dtype"
-                )
-            elif set(record.aliases) - set(tensors[number].aliases):
-                merged = tuple(dict.fromkeys((*tensors[number].aliases, *record.aliases)))
-                tensors[number] = msgspec.structs.replace(tensors[number], aliases=merged)
-            numbers.append(number)
-        return np.array(numbers, np.int64)
-
-    rows = []
-    for rank, table in enumerate(tables):
-        parts = []
-        for piece in table.tensors:
-            if piece not in seen:
-                seen[piece] = numbers_of(piece, rank)
-            parts.append(seen[piece])
-        rows.append(np.concatenate(parts) if parts else np.zeros(0, np.int64))
-    return tensors, rows
-
-
-def _boxes(tables: Sequence[LocalTable], tensor: Int64s) -> tuple[Int64s, Int64s, BoxTable]:
-    """Return the global shape of every row (padded with 1), its number of dimensions, and its box."""
-    ndims = np.concatenate([np.frombuffer(t.ndims, np.int32) for t in tables]).astype(np.int64)
-    flat = np.concatenate([np.frombuffer(t.boxes, np.int64) for t in tables])
-    width = max(int(ndims.max(initial=0)), 1)
-    begin = np.cumsum(3 * ndims) - 3 * ndims
-    parts = [np.full((len(ndims), width), padding, np.int64) for padding in (1, 0, 1)]
-    for count in range(1, width + 1):
-        rows = np.flatnonzero(ndims == count)
-        if len(rows) == len(ndims):
-            numbers = flat.reshape(-1, 3 * count)
-        else:
-            numbers = flat[begin[rows][:, None] + np.arange(3 * count)]
-        for which, part in enumerate(parts):
-            part[rows, :count] = numbers[:, which * count : (which + 1) * count]
-    return parts[0], ndims, BoxTable(tensor, parts[1], parts[2])
-
-
-def _shapes_of(
-    tensors: list[TensorRecord], tensor: Int64s, row_shape: Int64s, row_ndim: Int64s, row_rank: Int64s
-) -> tuple[Int64s, Int64s]:
-    """Return every tensor's global shape (padded with 1) and number of dimensions; all its rows must agree."""
-    ndims = np.zeros(len(tensors), np.int64)
-    ndims[tensor] = row_ndim
-    shapes = np.ones((len(tensors), row_shape.shape[1]), np.int64)
-    shapes[tensor] = row_shape
-    differs = ndims[tensor] != row_ndim
-    for agreed, of_row in zip(shapes.T, row_shape.T, strict=True):
-        differs |= agreed[tensor] != of_row
-    if differs.any():
-        row = int(differs.argmax())
-        given = tuple(row_shape[row, : row_ndim[row]].tolist())
-        agreed_shape = tuple(shapes[tensor[row], : ndims[tensor[row]]].tolist())
-        raise IncompatibleCheckpointError(
-            f"{tensors[int(tensor[row])].key} has global shape {given} on rank {int(row_rank[row])} and {agreed_shape} "
-            f"elsewhere; give parts of a tensor as DTensors, and different tensors different names"
-        )
-    return shapes, ndims
+    order = rank * len(place) + places[tensor]
+    if (order[1:] >= order[:-1]).all():
+        return np.arange(len(order))
+    return np.argsort(order, kind="stable")
 
 
 def _check_cover(
@@ -316,7 +186,6 @@ def _check_cover(
     shapes: Int64s,
     ndims: Int64s,
     boxes: BoxTable,
-    volume: Int64s,
     ranks: Sequence[Int64s],
 ) -> None:
     """Check that the written boxes tile each tensor; a load would find a hole only when the data are lost.
@@ -324,7 +193,7 @@ def _check_cover(
     `ranks` has the tensors of each rank's rows.
     """
     filled = np.zeros(len(tensors), np.int64)
-    np.add.at(filled, boxes.tensor, volume)
+    np.add.at(filled, boxes.tensor, boxes.volumes())
     total = np.prod(shapes, axis=1)
     wrong = np.flatnonzero(filled != total)
     if len(wrong):
@@ -373,21 +242,22 @@ def _lay_out(rank: Int64s, kind: Int64s, part: Int64s, nbytes: Int64s) -> tuple[
     return file, before - before[start][file] if len(rank) else before, start
 
 
-def file_bounds(kinds: Sequence[str]) -> list[tuple[str, int, int, int]]:
+def file_bounds(kinds: Sequence[int] | Int64s) -> list[tuple[int, int, int, int]]:
     """Divide the rows of one rank, in the order of the plan, into files.
 
     Args:
-        kinds: kind of each row.
+        kinds: number of each row's kind.
 
     Returns:
         (kind, part, first row, end row) of each file.
     """
     most = tuning().max_entries_per_file
-    bounds: list[tuple[str, int, int, int]] = []
+    column = np.asarray(kinds, np.int64)
+    bounds: list[tuple[int, int, int, int]] = []
+    ends = [*(np.flatnonzero(column[1:] != column[:-1]) + 1).tolist(), len(column)] if len(column) else []
     first = 0
-    for row in range(1, len(kinds) + 1):
-        if row == len(kinds) or kinds[row] != kinds[first]:
-            for part, begin in enumerate(range(first, row, most)):
-                bounds.append((kinds[first], part, begin, min(begin + most, row)))
-            first = row
+    for end in ends:
+        for part, begin in enumerate(range(first, end, most)):
+            bounds.append((int(column[first]), part, begin, min(begin + most, end)))
+        first = end
     return bounds

@@ -381,4 +381,5 @@ def _file_order(file: NDArray[np.int32], begin: Int64s, length: Int64s, size: In
     place = 2 * begin + (length > 0)
     if size.astype(np.float64).sum() >= 2.0**61:  # one number line for all files would be too long
         return np.lexsort((place, file))
-    return np.argsort((2 * (np.cumsum(size) - size + np.arange(len(size))))[file] + place)
+    # Rows are sorted by tensor: in sorted runs, which a stable sort merges.
+    return np.argsort((2 * (np.cumsum(size) - size + np.arange(len(size))))[file] + place, kind="stable")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 
 import msgspec
 import numpy as np
@@ -26,7 +27,9 @@ from bytecheckpoint.representation.storage_file import (
     EntryRecord,
     SafetensorsEntry,
     StoredEntry,
+    StoredFragments,
     safetensors_keys,
+    tensor_name,
 )
 
 __all__ = ["HeaderTemplate", "build_header"]
@@ -79,7 +82,7 @@ class HeaderTemplate:
 
 
 def build_header(
-    entries: Sequence[StoredEntry],
+    entries: Sequence[StoredEntry | StoredFragments],
     *,
     kind: str,
     rank: int,
@@ -93,8 +96,8 @@ def build_header(
     """Lay out the header of the file that holds `entries`.
 
     Args:
-        entries: entries in file order, which tile the data section. Sorted by item size, largest first, each entry is
-            aligned to its item size.
+        entries: entries and fragments in file order, which tile the data section. Sorted by item size, largest first,
+            each entry is aligned to its item size.
         kind: the kind that the file belongs to.
         rank: the rank that writes it.
         world_size: number of ranks that save.
@@ -108,11 +111,7 @@ def build_header(
         UsageError: the header would be longer than `max_header_bytes`.
     """
     _check_generation(generation)
-    keys = safetensors_keys(entries)
-    if not _is_ascii(entries, keys):  # rare; to escape 50,000 names costs as much as the rest of this function
-        keys = list(map(escape, keys))
-        entries = [_escaped(entry) for entry in entries]
-    table = _safetensors_table(entries, keys, data_length)
+    table, records = _described(entries, data_length)
     blocks = block_count(data_length, block_bytes)
     text = bytearray(8)  # for the length of the header
     text += b'{"__metadata__":{"format":"pt"'
@@ -127,10 +126,9 @@ def build_header(
     sums_at = _add_field(text, "sums", "0" * (SUM_DIGITS * blocks))
     _add_field(text, "kind", escape(kind))
     _add_field(text, "siblings", msgspec.json.encode(siblings).decode())
-    _add_field(text, "entries", _records(entries))
+    _add_field(text, "entries", f"[{records}]")
     text += b"}"
-    body = msgspec.json.encode(table)
-    text += b"," + body[1:] if table else b"}"
+    text += f",{table}}}".encode() if table else b"}"
     text += b" " * (-len(text) % DATA_ALIGNMENT)
     if len(text) - 8 > max_header_bytes:
         raise UsageError(
@@ -159,19 +157,93 @@ def _add_field(text: bytearray, name: str, value: str) -> int:
     return place
 
 
+def _described(entries: Sequence[StoredEntry | StoredFragments], data_length: int) -> tuple[str, str]:
+    """Describe entries as JSON, without the outer brackets.
+
+    Returns:
+        The members of the table that every safetensors file has, and the records of what it has no place for.
+    """
+    fragments = [e for e in entries if isinstance(e, StoredFragments)]
+    plain = [e for e in entries if isinstance(e, StoredEntry)]
+    keys = safetensors_keys(plain)
+    begins = tuple(f"{tensor_name(e.key)}[" for e in fragments)
+    if len(set(begins)) < len({e.key for e in fragments}) or any(key.startswith(begins) for key in keys):
+        # A key may be equal to another one, and needs a number.
+        plain = [p for e in entries for p in (e.entries() if isinstance(e, StoredFragments) else (e,))]
+        entries, keys = plain, safetensors_keys(plain)
+    if not _is_ascii(plain, keys):  # rare; to escape 50,000 names costs as much as the rest of this function
+        keys = list(map(escape, keys))
+        plain = list(map(_escaped, plain))
+    tables: list[str] = []
+    records: list[str] = []
+    end = first = 0
+    for many, run in groupby(entries, lambda e: isinstance(e, StoredFragments)):
+        found = list(run)
+        if many:
+            for e in found:
+                assert isinstance(e, StoredFragments) and e.byte_offset == end, f"{e.key} follows the entry before"
+                tables.append(_fragments_table(e))
+                records.append(_fragments_records(e))
+                end += e.byte_length
+            continue
+        part = slice(first, first + len(found))
+        table, end = _safetensors_table(plain[part], keys[part], end)
+        tables.append(msgspec.json.encode(table)[1:-1].decode())
+        records.append(_records(plain[part])[1:-1])
+        first += len(found)
+    assert end == data_length, f"entries hold {end} bytes, not {data_length}"
+    return ",".join(tables), ",".join(records)
+
+
 def _safetensors_table(
-    entries: Sequence[StoredEntry], keys: Sequence[str], data_length: int
-) -> dict[str, SafetensorsEntry]:
-    """Describe the tensors as every safetensors file does, by key."""
+    entries: Sequence[StoredEntry], keys: Sequence[str], end: int
+) -> tuple[dict[str, SafetensorsEntry], int]:
+    """Describe the tensors from byte `end` on as every safetensors file does, by key; return that with their end."""
     table: dict[str, SafetensorsEntry] = {}
-    end = 0
     for key, entry in zip(keys, entries, strict=True):
         start, end = end, end + entry.byte_length
         assert entry.byte_offset == start, f"{key} starts at {entry.byte_offset}, the entry before ends at {start}"
         dtype = entry.dtype
         table[key] = SafetensorsEntry(safetensors_code(dtype) or "U8", stored_shape(dtype, entry.lengths), (start, end))
-    assert end == data_length, f"entries hold {end} bytes, not {data_length}"
-    return table
+    return table, end
+
+
+def _fragments_table(entry: StoredFragments) -> str:
+    """Describe fragments as `_safetensors_table` does, as the members of a JSON object."""
+    name = _literal(escape(tensor_name(entry.key)))[:-1]
+    box = ",".join(["%d:%d"] * len(entry.global_shape))
+    code = _literal(safetensors_code(entry.dtype) or "U8")
+    member = f'{name}[{box}]":{{"dtype":{code},"shape":[{_numbers(entry)}],"data_offsets":[%d,%d]}}'
+    ends = np.cumsum(entry.sizes) + entry.byte_offset
+    # Of a dtype without a code, the last dimension counts bytes.
+    unit = np.array(stored_shape(entry.dtype, (1,) * len(entry.global_shape)), np.int64)
+    bounds = np.stack([entry.offsets, entry.offsets + entry.lengths], axis=2).reshape(len(ends), -1)
+    return _filled(member, [bounds, entry.lengths * unit, (ends - entry.sizes)[:, None], ends[:, None]])
+
+
+def _fragments_records(entry: StoredFragments) -> str:
+    """Describe fragments as `_records` does, as the items of a JSON array."""
+    before = [*map(escape, entry.key), entry.dtype, entry.global_shape]
+    after = [list(map(escape, entry.aliases)), entry.requires_grad, -1]
+    numbers = _numbers(entry)
+    return _filled(
+        f"{_literal(before)[:-1]},[{numbers}],[{numbers}],{_literal(after)[1:]}", [entry.offsets, entry.lengths]
+    )
+
+
+def _numbers(entry: StoredFragments) -> str:
+    return ",".join(["%d"] * len(entry.global_shape))
+
+
+def _literal(value: object) -> str:
+    """Return `value` as JSON, for `_filled`."""
+    return msgspec.json.encode(value).decode().replace("%", "%%")
+
+
+def _filled(pattern: str, columns: list[NDArray[np.int64]]) -> str:
+    """Fill a pattern with the numbers of each row, and join the results by commas: one call for all rows."""
+    rows = np.concatenate(columns, axis=1)
+    return ",".join([pattern] * len(rows)) % tuple(rows.ravel().tolist())
 
 
 def _records(entries: Sequence[StoredEntry]) -> str:

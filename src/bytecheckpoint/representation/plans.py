@@ -20,7 +20,7 @@ class Copies:
     its source elements begin at `source` and have the strides of a tensor of shape `source_shape`.
 
     Attributes:
-        wanted: number of the wanted box, [m].
+        wanted: number of the wanted box, [m]; where boxes share one destination, the number of that.
         source: byte offset of the first element in the file's data section, [m].
         elements: number of elements, [m].
         flat: whether the copy is flat, [m].

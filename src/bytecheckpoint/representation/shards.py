@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from bytecheckpoint.representation.boxes import BoxTable, Int64s
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["LivePart", "LiveShard", "LiveState", "TensorKey"]
+__all__ = ["Fragments", "LivePart", "LiveShard", "LiveState", "TensorKey", "boxes_of", "each_box"]
 
 
 class TensorKey(NamedTuple):
@@ -30,9 +35,31 @@ class TensorKey(NamedTuple):
         return f"{self.kind}/state/{self.fqn}/{self.slot}" if self.slot else f"{self.kind}/{self.fqn}"
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Fragments:
+    """Many boxes of one tensor, as columns. Each box is a run of consecutive elements of one 1-D tensor of stride 1.
+
+    Attributes:
+        offsets: first coordinate of each box, int64 [n, d].
+        lengths: extent of each box, int64 [n, d].
+        places: number of each box's first element in the 1-D tensor, int64 [n].
+        counts: number of elements of each box, int64 [n].
+    """
+
+    offsets: Int64s
+    lengths: Int64s
+    places: Int64s
+    counts: Int64s
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+
 @dataclass(slots=True)
 class LiveShard:
-    """One box of one tensor in the memory of a rank.
+    """One box of one tensor in the memory of a rank, or many boxes of it: its fragments.
+
+    Fragments cost no objects of their own. Every shard counts as as many rows as it has boxes.
 
     Attributes:
         key: the tensor.
@@ -49,6 +76,7 @@ class LiveShard:
         converts: True when a load converts elements of another dtype although the caller did not ask for a cast: a
             parameter whose exact value is also loaded elsewhere, which is not reported as a cast; or optimizer state,
             where nothing is lost.
+        fragments: the boxes, if this is not one box; `data` is then the 1-D tensor, and offsets and lengths are empty.
         must_be_equal: True where copies on several ranks are equal in any sound program: for parameters, trained or frozen,
             and in the state_dict of an optimizer. Running statistics of batches, for example, may differ.
     """
@@ -64,6 +92,55 @@ class LiveShard:
     by_content: bool = False
     converts: bool = False
     must_be_equal: bool = False
+    fragments: Fragments | None = None
+
+    @property
+    def rows(self) -> int:
+        """Number of boxes."""
+        return 1 if self.fragments is None else len(self.fragments)
+
+    def box(self, number: int) -> LiveShard:
+        """Return one of the boxes as a shard of its own, with a view of the memory."""
+        found = self.fragments
+        if found is None:
+            return self
+        lengths = tuple(found.lengths[number].tolist())
+        place, count = int(found.places[number]), int(found.counts[number])
+        return replace(
+            self,
+            offsets=tuple(found.offsets[number].tolist()),
+            lengths=lengths,
+            data=self.data[place : place + count].view(lengths),
+            fragments=None,
+        )
+
+
+def each_box(shards: Iterable[LiveShard]) -> Iterator[LiveShard]:
+    """Iterate over all boxes as shards of one box each. That takes some microseconds for each fragment."""
+    for shard in shards:
+        for number in range(shard.rows):
+            yield shard.box(number)
+
+
+def boxes_of(shards: Sequence[LiveShard], tensors: Sequence[int]) -> BoxTable:
+    """Return the boxes of all shards, in order, as columns.
+
+    Args:
+        shards: the shards.
+        tensors: number of each shard's tensor.
+    """
+    tables: list[BoxTable] = []
+    numbered = zip(shards, tensors, strict=True)
+    for plain, found in groupby(numbered, lambda item: item[0].fragments is None):
+        run = list(found)
+        if plain:
+            tables.append(BoxTable.build([t for _, t in run], [s.offsets for s, _ in run], [s.lengths for s, _ in run]))
+            continue
+        for shard, tensor in run:
+            many = shard.fragments
+            assert many is not None
+            tables.append(BoxTable(np.full(len(many), tensor, np.int64), many.offsets, many.lengths))
+    return BoxTable.concat(tables)
 
 
 @dataclass(slots=True)

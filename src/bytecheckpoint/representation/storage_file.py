@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Final
 
 import msgspec
 
+from bytecheckpoint.representation.boxes import Int64s
 from bytecheckpoint.representation.shards import TensorKey
 
 __all__ = [
@@ -20,7 +21,9 @@ __all__ = [
     "EntryRecord",
     "SafetensorsEntry",
     "StoredEntry",
+    "StoredFragments",
     "safetensors_keys",
+    "tensor_name",
 ]
 
 FILE_FORMAT_VERSION: Final = 1
@@ -88,6 +91,51 @@ class StoredEntry:
     byte_length: int = 0
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredFragments:
+    """Many boxes of one tensor that follow each other in a storage file, as columns.
+
+    Attributes:
+        key, dtype, global_shape, aliases, requires_grad: as in `StoredEntry`. All ranks share the tensor.
+        offsets: first coordinate of each box, int64 [n, d].
+        lengths: extent of each box, int64 [n, d].
+        byte_offset: first byte of the first box, relative to the data section.
+        sizes: bytes of each box, int64 [n].
+    """
+
+    key: TensorKey
+    dtype: str
+    global_shape: tuple[int, ...]
+    offsets: Int64s
+    lengths: Int64s
+    aliases: tuple[str, ...]
+    requires_grad: bool
+    byte_offset: int
+    sizes: Int64s
+
+    @property
+    def byte_length(self) -> int:
+        """Bytes of all boxes."""
+        return int(self.sizes.sum())
+
+    def entries(self) -> Iterator[StoredEntry]:
+        """Iterate over the boxes as entries."""
+        offset = self.byte_offset
+        boxes = (self.offsets.tolist(), self.lengths.tolist(), self.sizes.tolist())
+        for offsets, lengths, size in zip(*boxes, strict=True):
+            box = (tuple(offsets), tuple(lengths))
+            yield StoredEntry(
+                self.key, self.dtype, self.global_shape, *box, self.aliases, self.requires_grad, -1, offset, size
+            )
+            offset += size
+
+
+def tensor_name(key: TensorKey) -> str:
+    """Return the safetensors key of a whole tensor."""
+    _, fqn, slot = key
+    return f"state/{fqn}/{slot}" if slot and fqn else fqn or slot
+
+
 def safetensors_keys(entries: Sequence[StoredEntry]) -> list[str]:
     """Return the safetensors keys of `entries`, in order and all different.
 
@@ -98,8 +146,7 @@ def safetensors_keys(entries: Sequence[StoredEntry]) -> list[str]:
     keys: list[str] = []
     taken: dict[str, int] = {"__metadata__": 1}
     for entry in entries:
-        _, fqn, slot = entry.key
-        key = f"state/{fqn}/{slot}" if slot and fqn else fqn or slot
+        key = tensor_name(entry.key)
         if entry.lengths != entry.global_shape:
             box = ",".join([f"{o}:{o + n}" for o, n in zip(entry.offsets, entry.lengths, strict=True)])
             key = f"{key}[{box}]"

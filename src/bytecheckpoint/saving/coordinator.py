@@ -14,13 +14,14 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
+from msgspec import structs
 from numpy.typing import NDArray
 
 from bytecheckpoint.collectives import Collective, InterruptedWaitError
 from bytecheckpoint.collectives.base import names_of_ranks
 from bytecheckpoint.engine.save_resources import PlanCache
 from bytecheckpoint.errors import CheckpointError
-from bytecheckpoint.planning.save_plan import LocalTable
+from bytecheckpoint.planning.local_table import LocalTable
 from bytecheckpoint.representation.catalog_file import encode as encode_catalog
 from bytecheckpoint.representation.names import CATALOG_NAME
 from bytecheckpoint.saving.call import SaveTask
@@ -54,6 +55,16 @@ __all__ = ["Coordinator"]
 _log = logging.getLogger("bytecheckpoint")
 #: Replies that are sent at a time: to some tens of machines.
 _REPLIES = 256
+
+
+def _shared(message: Any, known: dict[bytes, bytes]) -> Any:
+    """Let a message use the columns of earlier ones that are equal: thousands of ranks hold the same tensors."""
+    if not isinstance(message, PlanRequest | PlanDescription):
+        return message
+    table = message.table
+    tensors = tuple(known.setdefault(piece, piece) for piece in table.tensors)
+    ndims, repeats = known.setdefault(table.ndims, table.ndims), known.setdefault(table.repeats, table.repeats)
+    return structs.replace(message, table=structs.replace(table, tensors=tensors, ndims=ndims, repeats=repeats))
 
 
 class _StepFailedError(Exception):
@@ -132,7 +143,12 @@ class Coordinator:
             assert isinstance(failure, Failure)
             self._due.pop(failure.rank, None)  # it waits for no reply
             raise _StepFailedError(failure) from None
-        return {rank: decode(message) for rank, message in zip(order, received, strict=True)}
+        known: dict[bytes, bytes] = {}
+        messages: dict[int, Any] = {}
+        for place, rank in enumerate(order):
+            messages[rank] = _shared(decode(received[place]), known)
+            received[place] = b""  # else all messages would be held twice
+        return messages
 
     def _reply_to_all(self, reply: Reply | Failure) -> None:
         """Send one reply to all ranks to which one is due."""

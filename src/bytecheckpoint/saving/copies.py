@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -12,10 +13,10 @@ from numpy.typing import NDArray
 from bytecheckpoint.collectives.base import names_of_ranks
 from bytecheckpoint.engine.tensor_bytes import flat_bytes, movable
 from bytecheckpoint.errors import IncompatibleCheckpointError, UsageError, listed
+from bytecheckpoint.planning.local_table import LocalTable, all_rows
 from bytecheckpoint.planning.replicas import differing_rows, group_equal
-from bytecheckpoint.planning.save_plan import LocalTable, all_rows
 from bytecheckpoint.representation.names import unescape
-from bytecheckpoint.representation.shards import LiveShard, TensorKey
+from bytecheckpoint.representation.shards import Fragments, LiveShard, TensorKey, each_box
 from bytecheckpoint.saving.messages import WriteReport
 from bytecheckpoint.saving.state import content_digest
 
@@ -25,17 +26,22 @@ _SAMPLES = 8  # elements of each shard
 
 
 def full_digests(shards: Sequence[LiveShard]) -> NDArray[np.uint64]:
-    """Hash the whole content of every shard."""
-    return np.array([xxhash.xxh3_64_intdigest(content_digest(s.data, s.dtype)) for s in shards], np.uint64)
+    """Hash the whole content of every box."""
+    return np.array([xxhash.xxh3_64_intdigest(content_digest(s.data, s.dtype)) for s in each_box(shards)], np.uint64)
 
 
 def sampled_digests(shards: Sequence[LiveShard]) -> NDArray[np.uint64]:
-    """Hash a few elements of every shard that must be equal, the same ones on all ranks; 0 for other shards."""
-    digests = np.zeros(len(shards), np.uint64)
+    """Hash a few elements of every box that must be equal, the same ones on all ranks; 0 for other boxes."""
+    digests = np.zeros(sum(shard.rows for shard in shards), np.uint64)
     groups: dict[tuple[torch.device, torch.dtype], list[tuple[int, torch.Tensor]]] = {}
+    number = -1
     with torch.no_grad():
-        for number, shard in enumerate(shards):
-            if _is_compared(shard):
+        for shard in shards:
+            number += 1
+            if shard.fragments is not None:
+                digests[number : number + shard.rows] = _of_fragments(shard, shard.fragments)
+                number += shard.rows - 1
+            elif _is_compared(shard, shard.data.numel()):
                 sample = _sample(movable(shard.data))
                 groups.setdefault((sample.device, sample.dtype), []).append((number, sample))
         for found in groups.values():
@@ -48,9 +54,26 @@ def sampled_digests(shards: Sequence[LiveShard]) -> NDArray[np.uint64]:
     return digests
 
 
-def _is_compared(shard: LiveShard) -> bool:
+def _of_fragments(shard: LiveShard, found: Fragments) -> NDArray[np.uint64]:
+    """Hash the elements of each box of a shard that `_sample` takes."""
+    memory = movable(shard.data)
+    steps = found.counts // _SAMPLES | 1
+    counts = -(-found.counts // steps)
+    ends = np.cumsum(counts)
+    number = np.arange(ends[-1]) - np.repeat(ends - counts, counts)
+    places = torch.from_numpy(np.repeat(found.places, counts) + number * np.repeat(steps, counts))
+    samples = flat_bytes(memory.index_select(0, places.to(memory.device)).cpu()).numpy()
+    bounds = (ends * memory.element_size()).tolist()
+    digest = xxhash.xxh3_64_intdigest
+    digests = np.array([digest(samples[a:b]) for a, b in pairwise([0, *bounds])], np.uint64)
+    for of_length, count in ((found.counts == 1, 1), (found.counts > 1, 2)):
+        if not _is_compared(shard, count):
+            digests[of_length] = 0
+    return digests
+
+
+def _is_compared(shard: LiveShard, count: int) -> bool:
     # Counts of steps, which are single values, are compared before, with an error of their own.
-    count = shard.data.numel()
     return count > 0 and (shard.requires_grad or (count > 1 and (shard.must_be_equal or bool(shard.key.slot))))
 
 
@@ -63,12 +86,13 @@ def _sample(data: torch.Tensor) -> torch.Tensor:
     return data[tuple(torch.from_numpy(place).to(data.device) for place in places)]
 
 
-def check_copies(reports: Mapping[int, WriteReport], tables: Sequence[LocalTable]) -> None:
+def check_copies(reports: Mapping[int, WriteReport], tables: Sequence[LocalTable], *, replicated: bool = True) -> None:
     """Refuse a save in which the copies of a box differ between ranks.
 
     Args:
         reports: of all ranks.
         tables: the shards of each rank.
+        replicated: some boxes have copies; else nothing is compared, which for thousands of ranks takes long.
 
     Raises:
         UsageError: ranks compare differently.
@@ -76,6 +100,8 @@ def check_copies(reports: Mapping[int, WriteReport], tables: Sequence[LocalTable
     """
     if len({report.check_replicas for report in reports.values()}) > 1:
         raise UsageError("check_replicas differs between ranks; give all the same")
+    if not replicated:
+        return
     digests = {rank: np.frombuffer(report.digests, np.uint64) for rank, report in sorted(reports.items())}
     digests = {rank: found for rank, found in digests.items() if found.any()}
     if len(digests) < 2:

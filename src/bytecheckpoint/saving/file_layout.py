@@ -9,12 +9,14 @@ from typing import Any
 import numpy as np
 
 from bytecheckpoint.engine.staging import ImageFile, KnownTargets
-from bytecheckpoint.planning.save_plan import LocalTable, file_bounds
+from bytecheckpoint.planning.local_table import LocalTable
+from bytecheckpoint.planning.save_plan import file_bounds
+from bytecheckpoint.representation.boxes import Int64s
 from bytecheckpoint.representation.checksums import block_bytes
 from bytecheckpoint.representation.header_writer import HeaderTemplate, build_header
 from bytecheckpoint.representation.names import file_stem, storage_file_name, values_file_name
 from bytecheckpoint.representation.shards import LiveShard, TensorKey
-from bytecheckpoint.representation.storage_file import StoredEntry
+from bytecheckpoint.representation.storage_file import StoredEntry, StoredFragments
 from bytecheckpoint.saving.state import Value
 
 __all__ = ["FileOrigin", "LocalPlan", "PlannedFile", "end_of", "lay_out_rows", "lay_out_values", "place_values"]
@@ -67,7 +69,8 @@ class LocalPlan:
 
     Attributes:
         name: of the global plan.
-        rows: indexes of the shards that this rank writes, in file order.
+        rows: numbers of the boxes that this rank writes, in file order, int64.
+        sources: where the elements of the image's tensors are: number of a shard, and the first and end of its boxes.
         files: its files, with places in the image.
         write_values: keys of the values that it writes; other ranks write the others.
         known_values: keys of all values of that save. A value that is not among them is written.
@@ -80,7 +83,8 @@ class LocalPlan:
     """
 
     name: str
-    rows: list[int]
+    rows: Int64s
+    sources: list[tuple[int, int, int]]
     files: list[PlannedFile]
     write_values: set[TensorKey]
     known_values: set[TensorKey]
@@ -92,46 +96,84 @@ class LocalPlan:
     nbytes: int = 0
 
 
-def lay_out_rows(shards: Sequence[LiveShard], rows: Sequence[int], origin: FileOrigin) -> list[PlannedFile]:
+def lay_out_rows(
+    shards: Sequence[LiveShard], rows: Int64s, origin: FileOrigin
+) -> tuple[list[PlannedFile], list[tuple[int, int, int]]]:
     """Lay out the files of one rank's part of a plan.
 
     Args:
         shards: the rank's shards.
-        rows: indexes into them, in the order of the plan.
+        rows: numbers of their boxes, in the order of the plan.
         origin: of the files. Each header gets the generation of its own save when it is rendered.
+
+    Returns:
+        The files, and the `LocalPlan.sources` of what they hold.
     """
     files: list[PlannedFile] = []
+    sources: list[tuple[int, int, int]] = []
     position = 0
-    bounds = file_bounds([shards[i].key.kind for i in rows])
-    stems = [file_stem(origin.file_name(kind, part, values=False)) for kind, part, _, _ in bounds]
+    ends = np.cumsum([shard.rows for shard in shards], dtype=np.int64)
+    shard_of = np.searchsorted(ends, rows, "right")
+    kinds = list(dict.fromkeys(shard.key.kind for shard in shards))
+    codes = {kind: code for code, kind in enumerate(kinds)}
+    kind_of = np.fromiter((codes[shard.key.kind] for shard in shards), np.int64, len(shards))
+    bounds = file_bounds(kind_of[shard_of])
+    # Boxes of one shard that follow each other become one entry of the image.
+    new = np.ones(len(rows), bool)
+    new[1:] = (np.diff(rows) != 1) | (np.diff(shard_of) != 0)
+    new[[first for _, _, first, _ in bounds]] = True
+    starts = np.flatnonzero(new)
+    counts = np.diff(np.append(starts, len(rows))).tolist()
+    numbers = shard_of[starts].tolist()
+    begins = (rows - ends[shard_of])[starts].tolist()  # counted from the shard's end: negative
+    stems = [file_stem(origin.file_name(kinds[kind], part, values=False)) for kind, part, _, _ in bounds]
     for kind, part, first, last in bounds:
-        entries = []
+        entries: list[StoredEntry | StoredFragments] = []
         sizes = []
         offset = 0
-        for i in rows[first:last]:
-            shard = shards[i]
-            size = shard.data.numel() * shard.data.element_size()
-            entries.append(
-                StoredEntry(
-                    shard.key,
-                    shard.dtype,
-                    shard.global_shape,
-                    shard.offsets,
-                    shard.lengths,
-                    shard.aliases,
-                    shard.requires_grad,
-                    -1,
-                    offset,
-                    size,
-                )
-            )
-            sizes.append(size)
-            offset += size
-        section = _section(position, sizes, list(range(first, last)))
-        header = _header(entries, kind, origin, stems)
-        files.append(PlannedFile(kind, part, False, header, section))
+        begin = len(sources)
+        for k in range(*np.searchsorted(starts, [first, last]).tolist()):
+            shard = shards[numbers[k]]
+            low = begins[k] + shard.rows
+            entry = _entry(shard, low, low + counts[k], offset)
+            entries.append(entry)
+            sources.append((numbers[k], low, low + counts[k]))
+            sizes.append(entry.byte_length)
+            offset += entry.byte_length
+        section = _section(position, sizes, list(range(begin, len(sources))))
+        header = _header(entries, kinds[kind], origin, stems)
+        files.append(PlannedFile(kinds[kind], part, False, header, section))
         position = end_of(section)
-    return files
+    return files, sources
+
+
+def _entry(shard: LiveShard, first: int, end: int, offset: int) -> StoredEntry | StoredFragments:
+    """Describe boxes `first` to `end` of a shard, which lie at byte `offset` of a data section."""
+    size, found = shard.data.element_size(), shard.fragments
+    if found is None:
+        return StoredEntry(
+            shard.key,
+            shard.dtype,
+            shard.global_shape,
+            shard.offsets,
+            shard.lengths,
+            shard.aliases,
+            shard.requires_grad,
+            -1,
+            offset,
+            shard.data.numel() * size,
+        )
+    return StoredFragments(
+        shard.key,
+        shard.dtype,
+        shard.global_shape,
+        found.offsets[first:end],
+        found.lengths[first:end],
+        shard.aliases,
+        shard.requires_grad,
+        offset,
+        found.counts[first:end] * size,
+    )
 
 
 def lay_out_values(
@@ -210,7 +252,9 @@ def _section(start: int, sizes: Sequence[int], shards: list[int]) -> ImageFile:
     return ImageFile(start, total, shards, np.cumsum(lengths) - lengths, lengths)
 
 
-def _header(entries: Sequence[StoredEntry], kind: str, origin: FileOrigin, siblings: Sequence[str]) -> HeaderTemplate:
+def _header(
+    entries: Sequence[StoredEntry | StoredFragments], kind: str, origin: FileOrigin, siblings: Sequence[str]
+) -> HeaderTemplate:
     """Build the header of a file whose data section `entries` tile."""
     length = entries[-1].byte_offset + entries[-1].byte_length
     return build_header(

@@ -12,6 +12,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from bytecheckpoint.engine.device_copies import DeviceCopies
+from bytecheckpoint.engine.runs import Runs
 from bytecheckpoint.engine.save_job import SaveJob
 from bytecheckpoint.engine.staging import Image, KnownTargets
 from bytecheckpoint.engine.writing import FileTask
@@ -84,14 +85,19 @@ class RankFiles:
             shards: this rank's shards.
             values: the values to write.
         """
-        return self._add(list(plan.files), [shards[i].data for i in plan.rows], plan.targets, values)
+        tensors = [_source(shards[number], first, end) for number, first, end in plan.sources]
+        return self._add(list(plan.files), tensors, plan.targets, values)
 
     def add_values(self, values: Sequence[Value]) -> FileBatch:
         """Make a batch of further values."""
         return self._add([], [], KnownTargets(), values)
 
     def _add(
-        self, files: list[PlannedFile], tensors: list[torch.Tensor], targets: KnownTargets, values: Sequence[Value]
+        self,
+        files: list[PlannedFile],
+        tensors: Sequence[torch.Tensor | Runs],
+        targets: KnownTargets,
+        values: Sequence[Value],
     ) -> FileBatch:
         value_files, places = lay_out_values(
             values,
@@ -185,3 +191,9 @@ class RankFiles:
 
     def _name(self, file: PlannedFile) -> str:
         return self.origin.file_name(file.kind, file.part, values=file.values)
+
+
+def _source(shard: LiveShard, first: int, end: int) -> torch.Tensor | Runs:
+    """Return the elements of boxes `first` to `end` of a shard."""
+    found = shard.fragments
+    return shard.data if found is None else Runs(shard.data, found.places[first:end], found.counts[first:end])

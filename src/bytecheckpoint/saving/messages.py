@@ -12,7 +12,7 @@ import msgspec
 
 from bytecheckpoint.errors import CheckpointError, PeerLostError, error_from_report, error_report
 from bytecheckpoint.frameworks.selection import SelectionReport
-from bytecheckpoint.planning.save_plan import LocalTable
+from bytecheckpoint.planning.local_table import LocalTable
 from bytecheckpoint.representation.names import escape, unescape
 from bytecheckpoint.representation.shards import TensorKey
 

@@ -9,8 +9,8 @@ import numpy as np
 from bytecheckpoint.engine.save_resources import SaveResources
 from bytecheckpoint.engine.staging import KnownTargets
 from bytecheckpoint.monitoring.garbage_collection import gc_paused
+from bytecheckpoint.planning.local_table import all_rows
 from bytecheckpoint.planning.replicas import group_equal, repeated_rows
-from bytecheckpoint.planning.save_plan import all_rows
 from bytecheckpoint.representation.names import escape
 from bytecheckpoint.saving.call import SaveCall, SaveTask
 from bytecheckpoint.saving.channel import CoordinatorChannel
@@ -94,12 +94,13 @@ class RankPlanner:
     def adopt(self, response: PlanResponse) -> None:
         """Make the coordinator's response this rank's plan, and cache it."""
         table, key = self.state.described()
-        rows = np.frombuffer(response.rows, np.int64).tolist()
+        rows = np.frombuffer(response.rows, np.int64)
         with gc_paused():
-            files = lay_out_rows(self.state.shards, rows, self._origin)
+            files, sources = lay_out_rows(self.state.shards, rows, self._origin)
         self._plan = LocalPlan(
             name=response.plan,
             rows=rows,
+            sources=sources,
             files=files,
             write_values={unescaped(value) for value in response.values},
             known_values={value.key for value in self.state.values},

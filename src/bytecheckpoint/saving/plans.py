@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from bytecheckpoint.collectives.base import names_of_ranks
 from bytecheckpoint.errors import IncompatibleCheckpointError, UsageError
 from bytecheckpoint.frameworks.selection import check_selections
-from bytecheckpoint.planning.save_plan import LocalTable, SavePlan, plan_save
+from bytecheckpoint.planning.local_table import LocalTable
+from bytecheckpoint.planning.save_plan import SavePlan, plan_save
 from bytecheckpoint.representation.names import unescape
 from bytecheckpoint.saving.copies import check_copies
 from bytecheckpoint.saving.messages import MIXED_PLANS, PlanRequest, WriteReport
@@ -107,4 +108,6 @@ def check_reports(reports: Mapping[int, WriteReport], plan: GlobalPlan) -> None:
             {rank: {unescape(name): step for name, step in report.steps.items()} for rank, report in reports.items()}
         )
     check_parts({rank: report.values for rank, report in reports.items()})
-    check_copies(reports, plan.tables)  # after the steps, which may be the reason
+    rows = sum(len(table.ndims) for table in plan.tables) // np.dtype(np.int32).itemsize
+    # After the steps, which may be the reason.
+    check_copies(reports, plan.tables, replicated=rows > len(plan.columns.boxes))

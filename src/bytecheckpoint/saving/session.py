@@ -6,7 +6,6 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from bytecheckpoint._version import __version__
@@ -182,7 +181,7 @@ class SaveSession:
         """Do what the coordinator asks for, update the `records` of this rank's files, and report."""
         plan = self.planner.plan
         if isinstance(request, DescribeRequest):
-            description = PlanDescription(plan.table, np.array(plan.rows, np.int64).tobytes())
+            description = PlanDescription(plan.table, plan.rows.tobytes())
             return self._channel.ask(description, self.call.settings.timeout)
         if isinstance(request, RewriteRequest):
             records[:] = self._rewrite(request)

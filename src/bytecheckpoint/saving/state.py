@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 import xxhash
 
@@ -16,7 +17,7 @@ from bytecheckpoint.errors import IncompatibleCheckpointError
 from bytecheckpoint.frameworks.selection import SelectionReport
 from bytecheckpoint.frameworks.tensors.plain import is_lazy_view
 from bytecheckpoint.monitoring.garbage_collection import gc_paused
-from bytecheckpoint.planning.save_plan import LocalTable, describe
+from bytecheckpoint.planning.local_table import LocalTable, describe
 from bytecheckpoint.representation.catalog import VALUES_SLOT
 from bytecheckpoint.representation.shards import LiveShard, LiveState, TensorKey
 from bytecheckpoint.saving.messages import ValueRecord, escaped
@@ -134,14 +135,22 @@ class CapturedState:
             value.release()
 
     def check_replicas(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Check that pairs of shards, which are one box of one tensor, have one content.
+        """Check that pairs of boxes, which are one box of one tensor, have one content.
 
         Raises:
             IncompatibleCheckpointError: two differ; the message names the tensor.
         """
+        if not pairs:
+            return
+        ends = np.cumsum([shard.rows for shard in self.shards], dtype=np.int64)
+
+        def box(row: int) -> LiveShard:
+            number = int(np.searchsorted(ends, row, "right"))
+            return self.shards[number].box(row - int(ends[number]) + self.shards[number].rows)
+
         with self.copies.queued():
             for first, second in pairs:
-                shard, replica = self.shards[first], self.shards[second]
+                shard, replica = box(first), box(second)
                 if not same_bits(shard.data, replica.data):
                     raise IncompatibleCheckpointError(
                         f"{shard.key} is held twice by the modules or optimizers of this rank, with different contents: "
@@ -181,7 +190,7 @@ def content_digest(data: torch.Tensor, dtype: str) -> bytes:
 def signature(table: LocalTable, selection: SelectionReport | None = None) -> bytes:
     """Hash a table and a selection: those that lead to the same plan have the same signature."""
     digest = xxhash.xxh3_128()
-    for part in (*table.tensors, table.ndims, table.boxes):
+    for part in (*table.tensors, table.ndims, table.boxes, table.repeats):
         digest.update(len(part).to_bytes(8, "little"))
         digest.update(part)
     digest.update(msgspec.msgpack.encode(selection))

@@ -15,11 +15,16 @@ import torch
 
 from bytecheckpoint.errors import UsageError
 from bytecheckpoint.frameworks.tensors.dtensors import is_dtensor
-from bytecheckpoint.frameworks.tensors.flat_ranges import FlatRange, flat_range_shards
+from bytecheckpoint.frameworks.tensors.fragments import range_shards, range_table, repeated_box, table_shards
 from bytecheckpoint.frameworks.tensors.plain import lists_own_shards, plain_shard
-from bytecheckpoint.representation.shards import LiveShard, TensorKey
+from bytecheckpoint.monitoring.garbage_collection import gc_paused
+from bytecheckpoint.representation.boxes import Int64s
+from bytecheckpoint.representation.shards import LiveShard, TensorKey, boxes_of, each_box
 
 __all__ = ["add_declared_shards"]
+
+#: Offsets of a box, the number of the first element of a flat range, or a table of flat ranges.
+_Place = tuple[int, ...] | int | Int64s
 
 
 def add_declared_shards(
@@ -34,14 +39,13 @@ def add_declared_shards(
     """
     own = hasattr(type(value), "__bytecheckpoint_shards__")
     listed = value.__bytecheckpoint_shards__() if own else _listed_by_torch_protocol(key, value)
-    seen: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
+    with gc_paused():
+        found = list(_shards_of(key, _with_plain_numbers(key, value, listed)))
+    if by_content:
+        found = list(each_box(found))  # values are compared one by one
     known: tuple[tuple[int, ...], str] | None = None
-    for shard in _shards_of(key, _with_plain_numbers(key, value, listed)):
+    for shard in found:
         shard.aliases, shard.by_content = aliases, by_content
-        box = (shard.offsets, shard.lengths)
-        if box in seen and 0 not in shard.lengths:  # an empty box may be listed twice
-            raise UsageError(f"{key}: {type(value).__name__} lists the box of shape {box[1]} at {box[0]} twice")
-        seen.add(box)
         shape = shard.global_shape
         known = known or (shape, shard.dtype)
         if known != (shape, shard.dtype):
@@ -49,24 +53,32 @@ def add_declared_shards(
                 f"{key}: {type(value).__name__} lists parts of a tensor of shape {known[0]} and dtype {known[1]}, and "
                 f"of shape {shape} and dtype {shard.dtype}: one tensor has one shape and one dtype"
             )
-        out.append(shard)
+    if len(found) == 1 and found[0].fragments is None:
+        out += found
+        return
+    boxes = boxes_of(found, [0] * len(found))
+    if (row := repeated_box(boxes)) is not None:
+        offsets, lengths = (tuple(column[row, : len(shape)].tolist()) for column in (boxes.offsets, boxes.lengths))
+        raise UsageError(f"{key}: {type(value).__name__} lists the box of shape {lengths} at {offsets} twice")
+    out += found
 
 
-def _shards_of(
-    key: TensorKey, listed: Iterable[tuple[tuple[int, ...], tuple[int, ...] | int, torch.Tensor]]
-) -> Iterator[LiveShard]:
+def _shards_of(key: TensorKey, listed: Iterable[tuple[tuple[int, ...], _Place, torch.Tensor]]) -> Iterator[LiveShard]:
     """Iterate over the shards of all listed parts; flat ranges that follow each other are decomposed at once."""
-    ranges: list[FlatRange] = []
+    ranges: list[tuple[tuple[int, ...], int, torch.Tensor]] = []
     for shape, place, data in listed:
-        if is_dtensor(data) or lists_own_shards(type(data)):
+        if type(data) is not torch.Tensor and (is_dtensor(data) or lists_own_shards(type(data))):
             raise UsageError(f"{key}: a shard is a {type(data).__name__}, which is sharded itself: list plain tensors")
         if isinstance(place, int):
-            ranges.append(FlatRange(key, shape, place, data, requires_grad=data.requires_grad))
-        else:
-            yield from flat_range_shards(ranges)
-            ranges.clear()
+            ranges.append((shape, place, data))
+            continue
+        yield from range_shards(key, ranges)
+        ranges.clear()
+        if isinstance(place, tuple):
             yield from _box_shards(key, shape, place, data)
-    yield from flat_range_shards(ranges)
+        else:
+            yield from table_shards(key, shape, place, data)
+    yield from range_shards(key, ranges)
 
 
 def _box_shards(
@@ -90,19 +102,29 @@ def _box_shards(
 
 def _with_plain_numbers(
     key: TensorKey, value: Any, listed: Iterable[Any]
-) -> Iterator[tuple[tuple[int, ...], tuple[int, ...] | int, torch.Tensor]]:
+) -> Iterator[tuple[tuple[int, ...], _Place, torch.Tensor]]:
     """Convert the shapes and places that `value` lists to Python numbers; NumPy's and torch's are accepted too."""
+    shape: tuple[int, ...] = ()
     try:
         for item in listed:
             whole, place, data = item
+            if type(whole) is not tuple or whole != shape:
+                shape = tuple(map(index, whole))
             if not isinstance(data, torch.Tensor):
                 raise TypeError(f"{type(data).__name__} is no tensor")
-            is_number = hasattr(type(place), "__index__") and not getattr(place, "ndim", 0)
-            yield tuple(map(index, whole)), index(place) if is_number else tuple(map(index, place)), data
+            if type(place) is not int:
+                dims = getattr(place, "ndim", 0)
+                if dims == 2:
+                    place = range_table(place)
+                elif hasattr(type(place), "__index__") and not dims:
+                    place = index(place)
+                else:
+                    place = tuple(map(index, place))
+            yield shape, place, data
     except (TypeError, ValueError) as error:
         raise UsageError(
             f"{key}: {type(value).__name__} does not list its parts as (global shape, offsets or number of the first "
-            f"element, tensor): {error}"
+            f"element or table of ranges, tensor): {error}"
         ) from error
 
 

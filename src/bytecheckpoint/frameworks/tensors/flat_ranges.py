@@ -8,7 +8,7 @@ views. ByteCheckpoint, section 3.2 ("irregular tensor sharding") and section 4.4
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from math import prod
@@ -25,7 +25,15 @@ from bytecheckpoint.representation.boxes import Int64s
 from bytecheckpoint.representation.decompose import flat_ranges_to_boxes
 from bytecheckpoint.representation.shards import LiveShard, TensorKey
 
-__all__ = ["WHOLE_TENSOR", "FlatRange", "FlattenedBox", "JoinedBoxes", "ParameterRange", "flat_range_shards"]
+__all__ = [
+    "WHOLE_TENSOR",
+    "FlatRange",
+    "FlattenedBox",
+    "JoinedBoxes",
+    "ParameterRange",
+    "check_ranges",
+    "flat_range_shards",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,15 +212,25 @@ def _range_columns(ranges: Sequence[FlatRange], size: Int64s, shapes: Int64s) ->
     count = np.fromiter((r.count for r in ranges), np.int64, len(ranges))
     count = np.where(count < 0, size - offset, count)
     start[count == 0] = offset[count == 0] = 0  # an empty range may name any place
-    wrong = (offset < 0) | (count < 0) | (offset + count > size) | (start < 0) | (start + count > shapes.prod(axis=1))
+    check_ranges(lambda row: ranges[row].key, start, offset, count, size, shapes.prod(axis=1))
+    return start, offset, count
+
+
+def check_ranges(
+    key_of: Callable[[int], TensorKey], start: Int64s, offset: Int64s, count: Int64s, size: Int64s, volume: Int64s
+) -> None:
+    """Check that flat ranges lie inside their buffers of `size` elements and their boxes of `volume` elements, [n] each.
+
+    Raises:
+        UsageError: one does not; names its key.
+    """
+    wrong = (offset < 0) | (count < 0) | (offset + count > size) | (start < 0) | (start + count > volume)
     if wrong.any():
         row = int(np.flatnonzero(wrong)[0])
         raise UsageError(
-            f"{ranges[row].key}: {int(count[row])} elements from number {int(start[row])}, at place "
-            f"{int(offset[row])} of a buffer of {int(size[row])}, do not lie inside the buffer and the tensor's box of "
-            f"{int(shapes[row].prod())} elements"
+            f"{key_of(row)}: {int(count[row])} elements from number {int(start[row])}, at place {int(offset[row])} of a "
+            f"buffer of {int(size[row])}, do not lie inside the buffer and the tensor's box of {int(volume[row])} elements"
         )
-    return start, offset, count
 
 
 def _in_tensor(
