@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -22,6 +23,7 @@ from bytecheckpoint.tuning import tuning
 __all__ = ["Hub"]
 
 _KILLED = "its connection closed without a word: it was killed, crashed or was cut off"
+_log = logging.getLogger("bytecheckpoint")
 #: Seconds between two looks for a rank that cannot connect.
 _LOOK = 0.5
 
@@ -59,8 +61,13 @@ class Hub(Star):
         self._hung_up = False
         self._refusal: CheckpointError | None = None  # why this world cannot be
         self._accept_from(listener)
-        if beside and (local := listen_beside(beside, links)) is not None:
-            self._accept_from(local)
+        try:
+            if beside and (local := listen_beside(beside, links)) is not None:
+                self._accept_from(local)
+        except OSError as error:
+            _log.warning(
+                "this machine forbids abstract Unix sockets (%s): each of its ranks sends its messages by itself", error
+            )
         self._thread.start()
 
     def wait_ready(self, timeout: float, refusal: Callable[[], CheckpointError | None] = lambda: None) -> None:
