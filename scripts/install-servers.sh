@@ -2,11 +2,12 @@
 # Installs the servers and tools that the storage tests run against (`make test-servers`), each in the version named here.
 #
 #   install-servers.sh [NAME...]   by default all but minio: versitygw s3proxy azurite toxiproxy hadoop mfusepy glusterfs
+#                              launchers (Slurm and Open MPI)
 #
 #   SERVERS_DIR  where (default: ~/.cache/bytecheckpoint-servers). What is there in the right version stays as it is.
 #
 # Needs go, npm and mvn with a JDK, and the registries that they are set up for. Nothing is installed outside SERVERS_DIR,
-# but for GlusterFS and FUSE's library: Debian packages, which take root. Where that cannot be, their tests are skipped.
+# but for GlusterFS, FUSE's library, Slurm and MPI: Debian packages, which take root. Where that cannot be, their tests are skipped.
 set -euo pipefail
 
 DIR=${SERVERS_DIR:-${XDG_CACHE_HOME:-$HOME/.cache}/bytecheckpoint-servers}
@@ -110,14 +111,26 @@ glusterfs() {
         glusterfs-server glusterfs-client fuse3 >/dev/null
 }
 
+launchers() {
+    type -P slurmctld >/dev/null && type -P slurmd >/dev/null && type -P srun >/dev/null && type -P mpirun >/dev/null && return 0
+    if [[ $EUID -ne 0 ]] || ! command -v apt-get >/dev/null; then
+        say "SKIPPED: slurm and mpi, which take root and apt-get; their tests will be skipped, and say so"
+        return 0
+    fi
+    say "installing slurm and openmpi (Debian packages)"
+    apt-get update -qq
+    DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
+        slurmctld slurmd slurm-client openmpi-bin >/dev/null
+}
+
 mkdir -p "$DIR"
 names=("$@")
-[[ ${#names[@]} -gt 0 ]] || names=(versitygw s3proxy azurite toxiproxy hadoop mfusepy glusterfs)
+[[ ${#names[@]} -gt 0 ]] || names=(versitygw s3proxy azurite toxiproxy hadoop mfusepy glusterfs launchers)
 for name in "${names[@]}"; do
     case $name in
-    versitygw | minio | s3proxy | azurite | toxiproxy | hadoop | mfusepy | glusterfs) "$name" ;;
+    versitygw | minio | s3proxy | azurite | toxiproxy | hadoop | mfusepy | glusterfs | launchers) "$name" ;;
     *)
-        say "no server is called $name: versitygw, minio, s3proxy, azurite, toxiproxy, hadoop, mfusepy, glusterfs"
+        say "no server is called $name: versitygw, minio, s3proxy, azurite, toxiproxy, hadoop, mfusepy, glusterfs, launchers"
         exit 1
         ;;
     esac

@@ -37,6 +37,7 @@ class Tuning:
         direct_links: collectives: connections of rank 0 in a larger world; what comes later connects to another machine.
         pack_delay: collectives: time for which a message on its way up waits for others that may travel with it.
         handshake_timeout: collectives: time in which a new connection must authenticate itself.
+        call_check: collectives: time after which a rank that waits asks the others whether they are in another call.
         outlook_timeout: collectives: time in which a rank that is waited for must say that it is alive.
         unanswered_timeout: collectives: time in which another machine must acknowledge what was sent to it.
         data_piece: collectives: bytes per frame of the data plane; a transfer that starts may have to wait for one piece.
@@ -90,6 +91,7 @@ class Tuning:
     direct_links: int = 1000
     pack_delay: float = 0.005
     handshake_timeout: float = 30.0
+    call_check: float = 5.0
     outlook_timeout: float = 10.0
     unanswered_timeout: float = 18.0
     data_piece: int = 4 << 20

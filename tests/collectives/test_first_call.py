@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from bytecheckpoint import CheckpointTimeoutError, PeerLostError
+import bytecheckpoint
+from bytecheckpoint import CheckpointError, CheckpointTimeoutError, PeerLostError
 from bytecheckpoint.collectives import current
 from bytecheckpoint.collectives.base import host_id
-from bytecheckpoint.collectives.process_group import _KEY
+from bytecheckpoint.collectives.invitation import KEY
+from tests.collectives.socket_world import certificates
 from tests.support.worlds import on_ranks
 
 
@@ -57,7 +61,7 @@ def test_what_an_earlier_group_left_in_the_store(listening: bool) -> None:
                 "nonce": "earlier",
             }
             told["port"] = other.getsockname()[1]
-            group.get_group_store().set(_KEY, json.dumps(told))  # type: ignore[attr-defined]
+            group.get_group_store().set(KEY, json.dumps(told))  # type: ignore[attr-defined]
         if not listening:
             other.close()
         dist.barrier()
@@ -65,3 +69,41 @@ def test_what_an_earlier_group_left_in_the_store(listening: bool) -> None:
             for _ in range(2 if listening else 0):
                 other.accept()[0].close()
         current(group, timeout=60).barrier("all here", timeout=30)
+
+
+WRONG = {
+    "address": "rank 2 cannot join the others: settings.listen_address is '192.0.2.1': not of this machine",
+    "TLS": "rank 2 uses TLS, and rank 0 does not",
+    "TLS on rank 0": r"rank [12] does not use TLS, and rank 0 does:",
+    "authority": "rank 2 cannot join the others",
+}
+
+
+@on_ranks(3)
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_rank_with_other_settings(wrong: str, tmp_path: Path) -> None:
+    """No rank waits for one that cannot come: it says so through the store. The next attempt succeeds."""
+    rank, odd = dist.get_rank(), 0 if wrong == "TLS on rank 0" else 2
+    group = dist.new_group([0, 1, 2], timeout=timedelta(seconds=90))
+    plain = {"listen_address": "", "tls_certificate": "", "tls_key": "", "tls_authority": ""}
+    if rank == odd or wrong == "authority":
+        # Two folders have two authorities.
+        tls = certificates(tmp_path / ("odd" if rank == odd else f"own {rank}")) if "address" not in wrong else {}
+        if wrong == "authority" and rank != odd:
+            shared = str(tmp_path / "shared")
+            tls = certificates(Path(shared)) if rank == 0 else {name: f"{shared}/{name[4:]}" for name in tls}
+        bytecheckpoint.configure(**(tls or {"listen_address": "192.0.2.1"}))  # type: ignore[arg-type]
+    dist.barrier()  # the files are there
+    begun = time.monotonic()
+    try:
+        with pytest.raises(CheckpointError) as raised:
+            current(group, timeout=80.0)
+        if rank == 0:
+            assert re.search(WRONG[wrong], str(raised.value))
+        elif rank != odd:
+            assert f"rank {odd}" in str(raised.value) or wrong == "TLS on rank 0"
+        assert time.monotonic() - begun < 60
+    finally:
+        bytecheckpoint.configure(**plain)  # type: ignore[arg-type]
+    dist.barrier()  # a rank that still waits would join the next attempt of rank 0
+    current(group, timeout=60).barrier("all here", timeout=30)

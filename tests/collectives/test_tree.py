@@ -180,3 +180,22 @@ def test_where_names_cannot_be_taken_each_rank_speaks_for_itself(monkeypatch: py
     with SocketWorld([0, 1, 1, 1], tree=True) as world:
         assert len(set(hub_of(world).below.values())) == 3
         assert world.run(lambda c: c.all_gather("all", b"", timeout=30)) == [[b""] * 4] * 4
+
+
+def test_where_abstract_sockets_are_forbidden(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each rank speaks for itself, and rank 0 says so."""
+
+    class Confined(socket.socket):
+        def __init__(self, family: int = -1, kind: int = -1, protocol: int = -1, fileno: int | None = None) -> None:
+            if family == socket.AF_UNIX and fileno is None:
+                raise PermissionError(1, "Operation not permitted")
+            super().__init__(family, kind, protocol, fileno)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(socket, "socket", Confined)
+        with SocketWorld(MACHINES, tree=True) as world:
+            assert len(hub_of(world)._open) == len(MACHINES) - 1
+            world.run(lambda c: c.barrier("all", timeout=30))
+    assert caplog.text.count("forbids abstract Unix sockets") == 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -10,9 +12,11 @@ from typing import Any
 import pytest
 
 import bytecheckpoint
-from bytecheckpoint import CheckpointTimeoutError
+from bytecheckpoint import CheckpointError, CheckpointTimeoutError, UsageError
 from bytecheckpoint.collectives import Collective, ThreadWorld, current
 from bytecheckpoint.liveness import busy
+from bytecheckpoint.tuning import tuned
+from tests.collectives.socket_world import SocketWorld
 from tests.faults.coded import load_step, states
 from tests.faults.ranks import attempt, load_all, outcomes, succeeded
 from tests.support.faulty_storage import Faults
@@ -105,6 +109,71 @@ def test_a_rank_that_prepares_while_the_others_save(tmp_path: Path, cached: bool
         assert "prepare was called on rank 1, save on ranks 0, 2: make the same calls on all" in str(error)
     assert time.monotonic() - begun < 25
     succeeded(save(world, tmp_path / "s", 3))
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("odd", [0, 2])
+def test_a_rank_that_loads_while_the_others_save(tmp_path: Path, odd: int, mode: str) -> None:
+    """Every rank hears which one, long before the time limit."""
+    world = ThreadWorld(3)
+    succeeded(save(world, tmp_path / "s", 1))
+
+    def one(collective: Collective) -> Any:
+        own = states(collective.rank, 3, 2, ROWS)
+        if collective.rank == odd:
+            return bytecheckpoint.load(tmp_path / "s", own, timeout=600)
+        return bytecheckpoint.save(tmp_path / "t", own, timeout=600, **MODES[mode]).result(60)
+
+    begun = time.monotonic()
+    with tuned(call_check=0.5):
+        got = outcomes(world, one)
+    for rank, error in enumerate(got):
+        assert isinstance(error, UsageError), error
+        assert "make the same calls on all" in str(error) and (f"rank {odd} is in load 1" in str(error) or rank == odd)
+    assert time.monotonic() - begun < 60
+    assert load_step(tmp_path / "s", rows=ROWS) == 1
+
+
+@pytest.mark.parametrize("tree", [False, True])
+def test_one_of_many_ranks_in_another_call(tmp_path: Path, tree: bool) -> None:
+    """Over sockets, eight ranks to a machine: another path, another step, a load."""
+    rows = 64
+    machines = [rank // 8 for rank in range(64)]
+
+    def one(collective: Collective, number: int, odd: dict[str, Any]) -> Any:
+        own = states(collective.rank, 64, number, rows)
+        options = {
+            "path": tmp_path / f"s{number}",
+            "step": number,
+            "timeout": 600,
+            **(odd if collective.rank == 63 else {}),
+        }
+        call = options.pop("call", bytecheckpoint.save)
+        if call is bytecheckpoint.load:
+            return bytecheckpoint.load(options["path"], own, timeout=600)
+        return call(options.pop("path"), own, **options)
+
+    with SocketWorld(machines, tree=tree) as world, tuned(call_check=1.0):
+        begun = time.monotonic()
+        for number, (odd, told) in enumerate(
+            [
+                (
+                    {"path": tmp_path / "other"},
+                    r"ranks save to different paths: rank 63 to .*/other, the others to .*/s1; ",
+                ),
+                ({"step": 7}, "rank 63"),
+                (
+                    {"call": bytecheckpoint.load},
+                    "rank 63 is in load 1, and rank 0 in save 3",
+                ),
+            ],
+            1,
+        ):
+            *others, of_63 = outcomes(world, functools.partial(one, number=number, odd=odd))
+            assert isinstance(of_63, CheckpointError)
+            for error in others:
+                assert isinstance(error, CheckpointError) and re.search(told, str(error)), error
+        assert time.monotonic() - begun < 90
 
 
 # --- in processes -----------------------------------------------------------------------------------------------------

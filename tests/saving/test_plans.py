@@ -67,7 +67,7 @@ def test_reports_belong_to_one_plan_and_one_path() -> None:
     check_reports(good, known)
     with pytest.raises(IncompatibleCheckpointError, match="rank 0 followed another save plan"):
         check_reports({0: report("new"), 1: report("new")}, known)
-    with pytest.raises(UsageError, match="different paths: one, two"):
+    with pytest.raises(UsageError, match=r"different paths: rank . to "):
         check_arguments({0: report("new", "two"), 1: report("new", "one")})
 
 

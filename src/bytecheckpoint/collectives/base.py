@@ -166,6 +166,13 @@ class Collective(ABC):
     def forget(self, tag: str) -> None:
         """Drop the messages under `tag`, those that have come and those still to come: nobody waits for them any more."""
 
+    def begin_call(self, name: str) -> None:
+        """Note that this rank begins a call that all ranks make, so that ranks in different calls do not wait in vain.
+
+        Args:
+            name: with which the tags of the call begin.
+        """
+
     @abstractmethod
     def close(self) -> None:
         """Leave the world. Messages already sent still arrive; later calls raise `PeerLostError`."""

@@ -24,6 +24,7 @@ from bytecheckpoint.collectives.base import (
     names_of_ranks,
     provide,
 )
+from bytecheckpoint.collectives.call_log import CallLog
 from bytecheckpoint.errors import CheckpointError, CheckpointTimeoutError, PeerLostError
 from bytecheckpoint.liveness import note_activity, seconds_busy, seconds_idle
 from bytecheckpoint.tuning import tuning
@@ -98,7 +99,12 @@ class Inbox:
         self._forgotten: set[str] = set()  # tags
         self._lost: dict[int, str] = {}
         self._closed: str | None = None
+        self._calls = CallLog()
         self._lock = threading.Lock()
+
+    def begin_call(self, name: str) -> None:
+        """Note that this rank begins a call that all ranks make; its tags begin with `name`."""
+        self._calls.begin(name)
 
     def put(self, source: int, tag: str, payload: bytes) -> None:
         """Give a message to the handler of its tag, or keep it and wake the threads that have all their messages now."""
@@ -194,12 +200,21 @@ class Inbox:
         self._current.add(wait)
         try:
             limit = wait.until
+            pause = tuning().call_check
+            look = time.monotonic() + pause
             while True:
                 with self._lock:
-                    missing = self._wait(sources, tag, limit, unless)
+                    missing = self._wait(sources, tag, min(limit, look), unless)
                     if not missing:
                         note_activity()
                         return [self._pop(source, tag) for source in sources]
+                if look < limit:
+                    if ask is not None and (call := self._calls.of(tag)) is not None:
+                        answers = self._outlooks(missing, timeout, ask)
+                        self._calls.check(self.rank, call, {r: a[_OUTLOOK.size :] for r, a in answers.items()})
+                    pause *= 2
+                    look = time.monotonic() + pause
+                    continue
                 silent = sorted(missing)
                 if ask is not None:
                     wait.until, silent = self._earliest_outlook(missing, timeout, ask)
@@ -218,9 +233,9 @@ class Inbox:
             self._current.discard(wait)
 
     def outlook(self) -> bytes:
-        """Return for how long this rank may still be silent, and since when it has been inactive, for `ask`."""
+        """Return for how long this rank may still be silent, since when it has been inactive, and its call, for `ask`."""
         waiting = max((wait.until for wait in list(self._current)), default=-math.inf) - time.monotonic()
-        return _OUTLOOK.pack(max(seconds_busy(), waiting), seconds_idle())
+        return _OUTLOOK.pack(max(seconds_busy(), waiting), seconds_idle()) + self._calls.encode()
 
     def _earliest_outlook(
         self, ranks: Collection[int], timeout: float, ask: Callable[[int, str], None]
@@ -230,21 +245,25 @@ class Inbox:
         Returns:
             The time at which the first of them counts as hung, and the ranks that count as hung then.
         """
-        tag = f"outlook/{next(self._questions)}"
         asked = sorted(ranks)
-        for rank in asked:
-            ask(rank, tag)
-        with self._lock:
-            with contextlib.suppress(PeerLostError):
-                self._wait(asked, tag, time.monotonic() + min(tuning().outlook_timeout, timeout))
-            answers = {rank: self._pop(rank, tag) for rank in asked if self.has(rank, tag)}
+        answers = self._outlooks(asked, timeout, ask)
         now = time.monotonic()
         until = dict.fromkeys(asked, -math.inf)
         for rank, answer in answers.items():
-            busy, idle = _OUTLOOK.unpack(answer)
+            busy, idle = _OUTLOOK.unpack_from(answer)
             until[rank] = now + max(busy, timeout - idle)
         earliest = min(until.values())
         return earliest, [rank for rank in asked if until[rank] <= max(earliest, now)]
+
+    def _outlooks(self, ranks: Collection[int], timeout: float, ask: Callable[[int, str], None]) -> dict[int, bytes]:
+        """Ask ranks for their outlook; return the answers that come in time."""
+        tag = f"outlook/{next(self._questions)}"
+        for rank in ranks:
+            ask(rank, tag)
+        with self._lock:
+            with contextlib.suppress(PeerLostError):
+                self._wait(ranks, tag, time.monotonic() + min(tuning().outlook_timeout, timeout))
+            return {rank: self._pop(rank, tag) for rank in ranks if self.has(rank, tag)}
 
     def _wait(self, sources: Collection[int], tag: str, limit: float, unless: str = "") -> set[int]:
         """Wait until a message under `tag` has come from each of `sources`, or until the time `limit`.
@@ -339,6 +358,9 @@ class InboxCollective(Collective):
 
     def forget(self, tag: str) -> None:  # noqa: D102 (inherited)
         self.inbox.forget(tag)
+
+    def begin_call(self, name: str) -> None:  # noqa: D102 (inherited)
+        self.inbox.begin_call(name)
 
     def _ask(self, rank: int, tag: str) -> None:
         """Let a rank send its outlook under `tag`. Every transport answers `ASK` itself, whatever its threads do."""

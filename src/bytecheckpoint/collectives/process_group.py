@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import os
 import secrets
 import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
-from concurrent.futures import Future
-from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -21,6 +18,7 @@ from numpy.typing import NDArray
 
 from bytecheckpoint.collectives.base import DataProvider, new_world_id
 from bytecheckpoint.collectives.inbox import Inbox, InboxCollective
+from bytecheckpoint.collectives.invitation import Invitation
 from bytecheckpoint.collectives.transport.hub import Hub
 from bytecheckpoint.collectives.transport.loop import Loop
 from bytecheckpoint.collectives.transport.mesh import Mesh
@@ -30,8 +28,8 @@ from bytecheckpoint.collectives.transport.star import Star
 from bytecheckpoint.collectives.transport.wire import ANYBODY
 from bytecheckpoint.errors import (
     CheckpointError,
-    CheckpointTimeoutError,
     PeerLostError,
+    UsageError,
     error_from_report,
     error_report,
 )
@@ -39,13 +37,6 @@ from bytecheckpoint.settings import settings
 from bytecheckpoint.tuning import tuning
 
 __all__ = ["StoreCollective", "collective_of_group"]
-
-#: Names the message within the store of its group.
-_KEY = "bytecheckpoint"
-#: Seconds beyond the deadline in which the store itself reports that it has passed.
-_STORE_GRACE = 1.0
-#: Seconds that rank 0 has to tell its address where a message in the store leads to somebody else.
-_SUCCESSION = 5.0
 
 
 class StoreCollective(InboxCollective):
@@ -56,7 +47,7 @@ class StoreCollective(InboxCollective):
     touches the training's communicators.
 
     Args:
-        store: of torch.distributed, in which these ranks alone use the key `_KEY`.
+        store: of torch.distributed, in which these ranks alone use the keys of `Invitation`.
         rank: of this process.
         world_size: number of ranks, more than one.
         heard: what this process has heard from the store before; extended.
@@ -89,10 +80,10 @@ class StoreCollective(InboxCollective):
         self._mesh: Mesh | None = None  # started by the first exchange
         self._mesh_lock = threading.Lock()
         deadline = time.monotonic() + timeout
-        invitation = _Invitation(store, rank, [] if heard is None else heard, deadline)
+        invitation = Invitation(store, rank, [] if heard is None else heard, deadline)
         self._star: Star = (self._host_star if self.rank == 0 else self._join_star)(invitation, deadline)
 
-    def _host_star(self, invitation: _Invitation, deadline: float) -> Hub:
+    def _host_star(self, invitation: Invitation, deadline: float) -> Hub:
         """Listen as rank 0, tell the other ranks the address, and wait until they have connected."""
         secret = secrets.token_bytes(32)
         self.world_id = new_world_id()
@@ -113,15 +104,16 @@ class StoreCollective(InboxCollective):
                 "port": hub.port,
                 "host": self.host,
                 "tree": tree,
+                "tls": bool(settings().tls_certificate),
             }
         )
         try:
-            hub.wait_ready(deadline - time.monotonic())
+            hub.wait_ready(deadline - time.monotonic(), invitation.refusal)
         finally:
             invitation.remove()
         return hub
 
-    def _join_star(self, invitation: _Invitation, deadline: float) -> Spoke:
+    def _join_star(self, invitation: Invitation, deadline: float) -> Spoke:
         """Connect to rank 0, and wait until all ranks have connected.
 
         The store may still hold what rank 0 of an earlier group told, which was killed, or could not remove it: then nobody
@@ -132,29 +124,41 @@ class StoreCollective(InboxCollective):
             if "refused" in told:
                 raise error_from_report(told["refused"])
             self.world_id = told["world"]
-            same_host = told["host"] == self.host
-            # Some machines resolve their own name to 127.0.1.1, which leads nowhere from another machine.
-            hosts = [h for h in told["hosts"] if same_host or not is_loopback(h)]
-            hosts += ["localhost"] if same_host else []
             try:
-                spoke = Spoke(self.rank, self.world_size, self.inbox, bytes.fromhex(told["secret"]), self._linger)
-            except OSError as error:
-                raise CheckpointError(f"rank {self.rank}: cannot listen for the other ranks: {error}") from error
-            try:
-                spoke.connect(
-                    hosts,
-                    told["port"],
-                    deadline - time.monotonic(),
-                    beside=self._name_beside() if told["tree"] else "",
-                    outdated=invitation.outdated,
-                )
-            except PeerLostError:
-                if not invitation.becomes_outdated():
-                    raise
-                self.inbox = Inbox(self.rank)
-                continue
-            self._loops.append(spoke)
+                self._loops.append(spoke := self._connect(told, invitation, deadline))
+            except CheckpointError as error:
+                if isinstance(error, PeerLostError) and invitation.becomes_outdated():
+                    self.inbox = Inbox(self.rank)
+                    continue
+                invitation.refuse(error)
+                raise
             return spoke
+
+    def _connect(self, told: dict[str, Any], invitation: Invitation, deadline: float) -> Spoke:
+        """Connect to rank 0 where it has `told` that it listens."""
+        # Another version of this package does not tell, and is refused at connecting.
+        own, of_rank_0 = bool(settings().tls_certificate), told.get("tls")
+        if of_rank_0 is not None and of_rank_0 is not own:
+            difference = "uses TLS, and rank 0 does not" if own else "does not use TLS, and rank 0 does"
+            raise UsageError(
+                f"rank {self.rank} {difference}: set tls_certificate, tls_key and tls_authority on all ranks, or on none"
+            )
+        same_host = told["host"] == self.host
+        # Some machines resolve their own name to 127.0.1.1, which leads nowhere from another machine.
+        hosts = [h for h in told["hosts"] if same_host or not is_loopback(h)]
+        hosts += ["localhost"] if same_host else []
+        try:
+            spoke = Spoke(self.rank, self.world_size, self.inbox, bytes.fromhex(told["secret"]), self._linger)
+        except OSError as error:
+            raise CheckpointError(f"rank {self.rank}: cannot listen for the other ranks: {error}") from error
+        spoke.connect(
+            hosts,
+            told["port"],
+            deadline - time.monotonic(),
+            beside=self._name_beside() if told["tree"] else "",
+            outdated=invitation.outdated,
+        )
+        return spoke
 
     def _name_beside(self) -> str:
         """Return the name under which the ranks of this machine find each other. Containers have names of their own."""
@@ -242,96 +246,6 @@ def collective_of_group(group: dist.ProcessGroup, *, timeout: float) -> StoreCol
     store, rank = group.get_group_store(), dist.get_rank(group)
     heard = _heard.setdefault(group, [])
     return StoreCollective(store, rank, dist.get_world_size(group), heard=heard, timeout=timeout)
-
-
-class _Invitation:
-    """What rank 0 tells the other ranks once, through their store.
-
-    The store, and no collective operation: a group's backend waits for a hung rank for as long as the training allows,
-    and an operation that was given up would meet the training's next one.
-
-    Args:
-        store: the store.
-        rank: of this process.
-        heard: the messages that this process has had, by their nonces; extended.
-        deadline: time at which to give up.
-    """
-
-    def __init__(self, store: Any, rank: int, heard: list[str], deadline: float) -> None:
-        self._store, self._rank, self._heard, self._deadline = store, rank, heard, deadline
-
-    def send(self, message: dict[str, Any]) -> None:
-        """Tell the other ranks. Errors as of `receive`."""
-        text = json.dumps({**message, "nonce": secrets.token_hex(8)})
-        self._ask_store(lambda: self._store.set(_KEY, text))
-
-    def remove(self) -> None:
-        """Remove the message: it holds a secret, and nobody may find it after a failure."""
-        with contextlib.suppress(CheckpointError):  # a store that cannot delete, or that has ended
-            self._ask_store(lambda: self._store.delete_key(_KEY))
-
-    def receive(self) -> dict[str, Any]:
-        """Wait for a message that this rank has not had before; it may have failed then, and rank 0 not removed it.
-
-        Raises:
-            CheckpointTimeoutError: rank 0 has told nothing in time.
-            PeerLostError: the store is gone.
-        """
-
-        def get() -> dict[str, Any]:
-            while True:
-                self._store.wait([_KEY], timedelta(seconds=max(0.001, self._deadline - time.monotonic())))
-                message: dict[str, Any] = json.loads(self._store.get(_KEY))
-                if message["nonce"] not in self._heard:
-                    return message
-                if time.monotonic() > self._deadline:
-                    raise TimeoutError
-                time.sleep(0.02)
-
-        message: dict[str, Any] = self._ask_store(get)
-        self._heard.append(message["nonce"])
-        return message
-
-    def outdated(self) -> bool:
-        """Return whether rank 0 has told something else since this rank received a message."""
-
-        def look() -> bool:
-            return self._store.check([_KEY]) and json.loads(self._store.get(_KEY))["nonce"] not in self._heard
-
-        with contextlib.suppress(CheckpointError):
-            return bool(self._ask_store(look))
-        return False
-
-    def becomes_outdated(self) -> bool:
-        """Wait for a moment until rank 0 has told something else; return whether it has."""
-        end = min(self._deadline, time.monotonic() + _SUCCESSION)
-        while not (outdated := self.outdated()) and time.monotonic() < end:
-            time.sleep(0.1)
-        return outdated
-
-    def _ask_store(self, call: Callable[[], Any]) -> Any:
-        """Return `call()`. It runs on another thread: torch's store waits for ever for a server that was stopped."""
-        done: Future[Any] = Future()
-
-        def run() -> None:
-            try:
-                done.set_result(call())
-            except BaseException as error:  # noqa: BLE001  raised below
-                done.set_exception(error)
-
-        threading.Thread(target=run, name="bytecheckpoint-invite", daemon=True).start()
-        try:
-            return done.result(max(0.0, self._deadline - time.monotonic()) + _STORE_GRACE)
-        except (RuntimeError, TimeoutError) as error:
-            if time.monotonic() < self._deadline:
-                raise PeerLostError(
-                    f"rank {self._rank}: the store of the process group, through which rank 0 tells its address, is gone: "
-                    f"{str(error).splitlines()[0]}; restart the job from its last committed checkpoint"
-                ) from error
-            raise CheckpointTimeoutError(
-                f"rank {self._rank}: rank 0 has not told its address in time: it made no save or load for this group, "
-                "or the store of the group does not answer; look for a hung rank, or raise the time-out"
-            ) from None
 
 
 #: The messages that this process has had from each group, by their nonces.

@@ -52,6 +52,14 @@ if _readv is not None:
 _secret = ctypes.create_string_buffer(secrets.token_bytes(16), 16)
 
 
+def _renew_secret() -> None:
+    """Take a secret of its own for a forked child. Its siblings have the parent's at the same address."""
+    _secret.raw = secrets.token_bytes(16)
+
+
+os.register_at_fork(after_in_child=_renew_secret)
+
+
 def peer_handshake() -> bytes:
     """Let other processes of this user read the memory of this one; return the bytes by which they test whether they can.
 

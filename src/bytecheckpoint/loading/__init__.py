@@ -118,6 +118,7 @@ def load(
         collective = current(process_group, timeout=settings.timeout)
     world = world_of(collective)
     number = world.next_load_number()
+    collective.begin_call(f"load/{number}")
     if (refused := refusal()) is not None:
         _leave(path, collective, f"load/{number}.0", refused)
     attempts = itertools.count()

@@ -15,7 +15,7 @@ from bytecheckpoint.loading.saved import SavedView
 from bytecheckpoint.planning.coverage import first_gap
 from bytecheckpoint.planning.intersect import intersect
 from bytecheckpoint.planning.read_plan import plan_reads
-from bytecheckpoint.representation.boxes import BoxTable
+from bytecheckpoint.representation.boxes import BoxTable, Int64s
 from bytecheckpoint.representation.catalog import SHARED, Catalog
 from bytecheckpoint.representation.plans import ReadPlan
 from bytecheckpoint.representation.shards import LiveShard, boxes_of

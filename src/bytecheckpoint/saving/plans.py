@@ -89,9 +89,15 @@ def check_calls(messages: Mapping[int, PlanRequest | WriteReport]) -> None:
 
 def check_arguments(messages: Mapping[int, PlanRequest | WriteReport]) -> None:
     """Refuse messages of all ranks if these save to different paths, or different parts of their states."""
-    urls = sorted({message.url for message in messages.values()})
-    if len(urls) > 1:
-        raise UsageError(f"ranks save to different paths: {', '.join(urls[:3])}; give all the same path")
+    ranks: dict[str, list[int]] = {}
+    for rank, message in sorted(messages.items()):
+        ranks.setdefault(message.url, []).append(rank)
+    if len(ranks) > 1:
+        most = max(ranks, key=lambda url: len(ranks[url]))
+        odd = [f"{names_of_ranks(found)} to {url}" for url, found in ranks.items() if url != most][:3]
+        raise UsageError(
+            f"ranks save to different paths: {', '.join(odd)}, the others to {most}; give all the same path"
+        )
     check_selections([message.selection for _, message in sorted(messages.items())])
 
 

@@ -116,6 +116,7 @@ class Saver:
 
     def _begin(self, number: int) -> Callable[[], None] | None:
         world = self._world
+        world.collective.begin_call(f"save/{number}")
         self._task = SaveTask(number, self._settings.timeout)
         self._channel = CoordinatorChannel(world.collective, number)
         if world.collective.rank != 0:

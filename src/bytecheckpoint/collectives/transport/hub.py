@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+import logging
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
 
 import msgspec
 
@@ -14,12 +17,15 @@ from bytecheckpoint.collectives.transport.packs import Message, Place, unpack
 from bytecheckpoint.collectives.transport.sockets import listen, listen_beside, reserve_descriptors
 from bytecheckpoint.collectives.transport.star import PLACE, Star
 from bytecheckpoint.collectives.transport.wire import ANYBODY, Kind, Payload
-from bytecheckpoint.errors import CheckpointTimeoutError, UsageError
+from bytecheckpoint.errors import CheckpointError, CheckpointTimeoutError, UsageError
 from bytecheckpoint.tuning import tuning
 
 __all__ = ["Hub"]
 
 _KILLED = "its connection closed without a word: it was killed, crashed or was cut off"
+_log = logging.getLogger("bytecheckpoint")
+#: Seconds between two looks for a rank that cannot connect.
+_LOOK = 0.5
 
 
 class Hub(Star):
@@ -53,23 +59,38 @@ class Hub(Star):
         self._gone: dict[int, str] = {}
         self._watchers: dict[int, set[int]] = {}
         self._hung_up = False
-        self._refusal = ""  # why this world cannot be
+        self._refusal: CheckpointError | None = None  # why this world cannot be
         self._accept_from(listener)
-        if beside and (local := listen_beside(beside, links)) is not None:
-            self._accept_from(local)
+        try:
+            if beside and (local := listen_beside(beside, links)) is not None:
+                self._accept_from(local)
+        except OSError as error:
+            _log.warning(
+                "this machine forbids abstract Unix sockets (%s): each of its ranks sends its messages by itself", error
+            )
         self._thread.start()
 
-    def wait_ready(self, timeout: float) -> None:
+    def wait_ready(self, timeout: float, refusal: Callable[[], CheckpointError | None] = lambda: None) -> None:
         """Wait until every rank is connected.
+
+        Args:
+            timeout: seconds.
+            refusal: returns why a rank cannot connect, once one has said so; called now and then.
 
         Raises:
             UsageError: a rank runs another version of this package.
+            CheckpointError: what `refusal` returns.
             CheckpointTimeoutError: the named ranks are not connected.
         """
-        connected = self.ready.wait(timeout)
-        if self._refusal:
+        deadline = time.monotonic() + timeout
+        while not (connected := self.ready.wait(max(0.0, min(_LOOK, deadline - time.monotonic())))):
+            if (error := refusal()) is not None:
+                self._call_soon(partial(self._refuse, error))
+            elif time.monotonic() > deadline:
+                break
+        if self._refusal is not None:
             self.leave()
-            raise UsageError(self._refusal)
+            raise self._refusal
         if not connected or self.inbox.closed:
             missing = [rank for rank in range(1, self.world_size) if rank not in self.below]
             self.leave()
@@ -122,14 +143,19 @@ class Hub(Star):
             raise OSError("not a rank of this world")
         self.below[rank] = link
         self._places[rank] = place
-        if place.version != __version__ and not self._refusal:
+        if place.version != __version__:
             versions = f"rank {rank} runs bytecheckpoint {place.version} and rank 0 {__version__}"
-            self._refusal = f"{versions}: install one version on all machines"
-            self._tell_below(Kind.LOST, self._refusal)
-            self.ready.set()
+            self._refuse(UsageError(f"{versions}: install one version on all machines"))
         elif len(self.below) == self.world_size - 1:
             self._stop_accepting()
             self._tell_below(Kind.WELCOME)
+            self.ready.set()
+
+    def _refuse(self, error: CheckpointError) -> None:
+        """End this world before it has begun, and tell the ranks that are there."""
+        if self._refusal is None:
+            self._refusal = error
+            self._tell_below(Kind.LOST, str(error))
             self.ready.set()
 
     def _on_frame(self, link: Link, kind: Kind, source: int, to: int, tag: bytes, payload: Payload) -> None:

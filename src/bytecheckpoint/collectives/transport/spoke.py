@@ -105,18 +105,18 @@ class Spoke(Star):
     def _dial_beside(self, name: str, deadline: float) -> socket.socket | None:
         """Connect to the rank that passes on the messages of this machine; None if this one shall do it."""
         while True:
-            sock = socket.socket(socket.AF_UNIX)
             try:
-                sock.connect(f"\0{name}")
-                return sock
-            except ConnectionRefusedError:  # nobody listens, or not yet
-                sock.close()
-            except OSError:  # a sandbox: this rank speaks for itself
-                sock.close()
-                return None
-            try:
+                sock = socket.socket(socket.AF_UNIX)
+                try:
+                    sock.connect(f"\0{name}")
+                    return sock
+                except ConnectionRefusedError:  # nobody listens, or not yet
+                    sock.close()
+                except OSError:
+                    sock.close()
+                    return None
                 local = listen_beside(name, _BACKLOG)
-            except OSError:
+            except OSError:  # a sandbox: this rank speaks for itself
                 return None
             if local is not None:
                 others = listen(_BACKLOG)

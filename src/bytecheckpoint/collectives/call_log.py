@@ -1,0 +1,57 @@
+"""The calls that one rank makes with the others, by which ranks in different calls find that out."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Mapping
+
+from bytecheckpoint.errors import UsageError
+
+__all__ = ["CallLog"]
+
+
+class CallLog:
+    """The calls of this rank that all ranks make, in their order: those of one thread, as another one's have none.
+
+    Attributes:
+        last: number and name of the last one, and whether the main thread has made it; None while that says nothing.
+    """
+
+    def __init__(self) -> None:
+        self.last: tuple[int, str, bool] | None = None
+        self._count = 0
+        self._threads: list[threading.Thread] = []
+
+    def begin(self, name: str) -> None:
+        """Note the next call."""
+        self._count += 1
+        thread = threading.current_thread()
+        others = [other for other in self._threads if other is not thread and other.is_alive()]
+        self._threads = [thread, *others]
+        self.last = None if others else (self._count, name, thread is threading.main_thread())
+
+    def encode(self) -> bytes:
+        """Return the last call for another rank."""
+        return json.dumps(self.last).encode()
+
+    def of(self, tag: str) -> tuple[int, str, bool] | None:
+        """Return the last call if a tag is one of its tags."""
+        last = self.last
+        return last if last is not None and tag.startswith((f"{last[1]}/", f"{last[1]}.")) else None
+
+    def check(self, rank: int, own: tuple[int, str, bool], answers: Mapping[int, bytes]) -> None:
+        """Raise `UsageError` if another rank is in another call than this one is in.
+
+        Args:
+            rank: this one.
+            own: its call.
+            answers: what `encode` has returned on other ranks.
+        """
+        for other, answer in sorted(answers.items()):
+            if (call := json.loads(answer)) and (call[0], call[2]) == (own[0], own[2]) and call[1] != own[1]:
+                here, there = (name.replace("/", " ") for name in (own[1], call[1]))
+                raise UsageError(
+                    f"rank {other} is in {there}, and rank {rank} in {here}, as call {own[0]} of each: "
+                    "make the same calls on all ranks, in one order"
+                )
