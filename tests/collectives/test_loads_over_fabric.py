@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,12 +19,16 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import bytecheckpoint
 from bytecheckpoint.collectives import current
+from bytecheckpoint.engine import fabric
 from bytecheckpoint.engine.fabric import Fabric, Transfers
+from bytecheckpoint.storage.testing.fault_rule import FaultRule
 from bytecheckpoint.tuning import tuned
 from tests.support.layouts import bits, coded
 from tests.support.memory import as_on_disk
+from tests.support.processes import wait_until
 from tests.support.settings import using
-from tests.support.worlds import on_ranks
+from tests.support.warned import warned
+from tests.support.worlds import Worlds, on_ranks
 
 MIB = 1 << 20
 SHAPE = (3001, 1999)  # 23 MiB, not divisible by any number of ranks
@@ -46,10 +55,10 @@ def pretended(hosts: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def counted() -> Iterator[list[int]]:
+def counted(group: dist.ProcessGroup | None = None) -> Iterator[list[int]]:
     """Collect the sizes of what this rank receives over a fabric, and refuse arrays over sockets."""
     found: list[int] = []
-    transfer, collective = Fabric._transfer, current()
+    transfer, collective = Fabric._transfer, current(group)
 
     def count(self: Fabric, transfers: Transfers) -> None:
         transfer(self, transfers)
@@ -96,3 +105,153 @@ def test_the_bytes_are_those_that_sockets_bring(path: str, layout: str, hosts: s
     total = [None] * 4
     dist.all_gather_object(total, sum(sizes))
     assert sum(total) > MIB, "bytes went over the fabric"  # type: ignore[arg-type]
+
+
+# --- ranks that differ, and failures -----------------------------------------------------------------------------
+
+
+def load(path: str, hosts: str, **settings: Any) -> list[str]:
+    """Load replicas as a rank of some machine; return the warnings. The default group works afterwards."""
+    filled = torch.zeros(SHAPE)
+    try:
+        with pretended(hosts), using(fabric="on"), using(**settings), warned() as found:
+            bytecheckpoint.load(as_on_disk(path), {"model": {"w": filled}})
+    finally:
+        ended = wait_until(lambda: not any("fabric" in thread.name for thread in threading.enumerate()), 20)
+    assert torch.equal(filled, coded(SHAPE, torch.float32))
+    assert ended, "the group's thread has ended"
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    assert total.item() == dist.get_world_size()
+    return found
+
+
+def save(path: str) -> None:
+    bytecheckpoint.save(path, {"model": {"w": coded(SHAPE, torch.float32)}})
+
+
+@pytest.mark.parametrize("mode", ["off", "auto"])
+@on_ranks(3)
+def test_sockets_where_one_rank_has_another_setting(path: str, mode: str) -> None:
+    save(path)
+    rank = dist.get_rank()
+    found = load(path, "ABC", fabric=mode if rank == 1 else "on")
+    assert len(found) == (rank == 0), found
+    assert rank or "not over the fabric: rank 1: " in found[0]
+
+
+@on_ranks(3)
+def test_sockets_without_a_word_where_nobody_asks(path: str) -> None:
+    save(path)
+    with tuned(min_fabric_bytes=0):
+        assert not load(path, "ABC", fabric="auto"), "gloo is slower than sockets"
+
+
+@on_ranks(3)
+def test_sockets_where_the_group_does_not_start(path: str) -> None:
+    save(path)
+    rank, build = dist.get_rank(), fabric._BUILDERS["gloo"]
+
+    def broken(*args: Any) -> Any:
+        raise RuntimeError("no such interface")
+
+    fabric._BUILDERS["gloo"] = broken if rank == 2 else build
+    try:
+        with tuned(fabric_start=3.0):
+            found = load(path, "ABC")
+    finally:
+        fabric._BUILDERS["gloo"] = build
+    assert len(found) == (rank == 0), found
+    with counted() as sizes:
+        assert not load(path, "ABC")
+    assert sizes, "the next load uses the fabric"
+
+
+@on_ranks(3)
+def test_the_ranks_of_a_group(path: str) -> None:
+    """The others are at something else, and the ranks have other numbers in the group."""
+    save(path)
+    group = dist.new_group([1, 2])
+    if dist.get_rank():
+        current(group).host = str(dist.get_rank())
+        filled = torch.zeros(SHAPE)
+        with using(fabric="on"), counted(group) as sizes:
+            bytecheckpoint.load(as_on_disk(path), {"model": {"w": filled}}, process_group=group)
+        assert sizes
+        assert torch.equal(filled, coded(SHAPE, torch.float32))
+
+
+def fail_in(action: Callable[[], None], rank: int, call: int = 3) -> contextlib.AbstractContextManager[None]:
+    """Let a rank do something in place of one of its transfers."""
+    transfer, rule = Fabric._transfer, FaultRule(lambda caller: caller == rank, skip=call)
+
+    def faulty(self: Fabric, transfers: Transfers) -> None:
+        if rule.hit(dist.get_rank()):
+            action()
+        transfer(self, transfers)
+
+    @contextlib.contextmanager
+    def replaced() -> Iterator[None]:
+        Fabric._transfer = faulty  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            Fabric._transfer = transfer  # type: ignore[method-assign]
+
+    return replaced()
+
+
+def break_down() -> None:
+    raise RuntimeError("the cable is broken")
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+@on_ranks(3)
+def test_a_transfer_that_fails_fails_the_load_everywhere(path: str, rank: int) -> None:
+    save(path)
+    with (
+        fail_in(break_down, rank),
+        pytest.raises(bytecheckpoint.CheckpointError, match="the cable is broken; fabric='off' loads") as raised,
+    ):
+        load(path, "ABC")
+    assert f"rank {rank}: an exchange over gloo cpu failed" in str(raised.value)
+    with counted() as sizes:
+        assert not load(path, "ABC")
+    assert sizes
+
+
+def be_killed() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def be_hung() -> None:
+    time.sleep(60)
+
+
+def load_with_a_fault(path: str, action: Callable[[], None], timeout: float) -> tuple[str, str, float]:
+    """Return the error of a load in which rank 2 does something else, and the seconds until then."""
+    save(path)
+    begun = time.monotonic()
+    with fail_in(action, 2), pytest.raises(bytecheckpoint.CheckpointError) as raised:
+        load(path, "ABCA", timeout=timeout)
+    return type(raised.value).__name__, str(raised.value), time.monotonic() - begun
+
+
+@pytest.mark.parametrize(("action", "timeout"), [(be_killed, 60.0), (be_hung, 4.0)], ids=["killed", "hung"])
+def test_a_rank_that_is_gone_is_named(
+    worlds: Worlds, tmp_path: Path, action: Callable[[], None], timeout: float
+) -> None:
+    world = worlds.fresh(4)
+    path = str(tmp_path / "step")
+    found = world.start(load_with_a_fault, path, action, timeout).outcomes(80, grace=50)
+    world.kill()
+    for rank in (0, 1, 3):
+        ok, got = found[rank]
+        assert ok, got
+        name, message, seconds = got
+        if action is be_killed:
+            assert name == "PeerLostError" and "lost rank 2" in message, message
+            assert seconds < 30
+        else:
+            assert name == "CheckpointTimeoutError" and seconds < 45, message
+    assert worlds.run(4, load, path, "ABCA") == [[]] * 4, "another world loads"

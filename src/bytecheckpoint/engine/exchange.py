@@ -9,7 +9,6 @@ next round.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -21,7 +20,7 @@ from bytecheckpoint.collectives.agreement import Agreement
 from bytecheckpoint.engine.exchange_chunks import ChunkMover, LoadedChunk
 from bytecheckpoint.engine.exchange_fabric import FabricExchange
 from bytecheckpoint.engine.exchange_rounds import MachineChunks, Machines
-from bytecheckpoint.engine.fabric import Fabric, no_fabric, offer_fabric
+from bytecheckpoint.engine.fabric import Fabric, offer_fabric, warn_no_fabric
 from bytecheckpoint.engine.file_set import FileSet
 from bytecheckpoint.engine.peer_memory import segments_of_buffers
 from bytecheckpoint.engine.reading import Readers
@@ -31,8 +30,6 @@ from bytecheckpoint.representation.plans import ExchangePlan, SharedChunks
 from bytecheckpoint.settings import Settings
 
 __all__ = ["Exchange"]
-
-_log = logging.getLogger("bytecheckpoint")
 
 
 class _Schedule:
@@ -211,7 +208,7 @@ class Exchange:
             return ""
 
         def first_failure(failures: list[str]) -> str:
-            return next((no_fabric(rank, failure) for rank, failure in enumerate(failures) if failure), "")
+            return next(filter(None, failures), "")
 
         failure = "the ranks did not agree"
         try:
@@ -223,7 +220,7 @@ class Exchange:
                 else:
                     self._fabric = FabricExchange(each, self._mover, self.rank)
         if failure and self.rank == 0:
-            _log.warning("%s", failure)
+            warn_no_fabric(failure)
 
     def _exchange_over_fabric(self, fabric: FabricExchange, number: int) -> set[int]:
         """Send and receive what passes between machines in a round; return the chunks that were delivered here."""

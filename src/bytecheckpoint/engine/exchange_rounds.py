@@ -12,7 +12,7 @@ import msgspec
 
 from bytecheckpoint.collectives.agreement import Agreement
 from bytecheckpoint.engine.exchange_chunks import LoadedChunk
-from bytecheckpoint.engine.fabric import FabricOffer, no_fabric
+from bytecheckpoint.engine.fabric import FabricOffer, warn_no_fabric
 from bytecheckpoint.engine.peer_memory import pid_if_readable
 
 __all__ = ["MachineChunks", "Machines"]
@@ -204,6 +204,6 @@ class MachineChunks:
         kinds = {report.fabric for report in reports}
         if len(kinds) == 1 and (kinds != {""} or not self._offer.asked):
             return kinds.pop()
-        refusing = next(((n, r.no_fabric) for n, r in enumerate(reports) if not r.fabric), (0, f"ranks have {kinds}"))
-        _log.warning("%s", no_fabric(*refusing))
+        refusing = [f"rank {rank}: {report.no_fabric}" for rank, report in enumerate(reports) if not report.fabric]
+        warn_no_fabric(refusing[0] if refusing else f"ranks have {' and '.join(sorted(kinds))}")
         return ""

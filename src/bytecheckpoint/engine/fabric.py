@@ -8,6 +8,7 @@ the job, and counts on all of them the groups that were made (decision 0041).
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -24,11 +25,13 @@ from bytecheckpoint.engine.device_copies import copy_stream
 from bytecheckpoint.engine.workers import Workers
 from bytecheckpoint.errors import CheckpointError, CheckpointTimeoutError, PeerLostError
 from bytecheckpoint.liveness import busy
+from bytecheckpoint.settings import settings
 from bytecheckpoint.tuning import tuning
 
-__all__ = ["Fabric", "FabricOffer", "Transfers", "no_fabric", "offer_fabric"]
+__all__ = ["Fabric", "FabricOffer", "Transfers", "offer_fabric", "warn_no_fabric"]
 
 _T = TypeVar("_T")
+_log = logging.getLogger("bytecheckpoint")
 #: Backends that carry the memory of devices without the host.
 _DEVICE_BACKENDS = {"nccl"}
 #: Seconds after a failed transfer in which the messages may still tell which rank is gone.
@@ -78,9 +81,9 @@ def offer_fabric(collective: Collective, mode: str, devices: set[torch.device], 
     return offer._replace(asked=mode == "on")
 
 
-def no_fabric(rank: int, reason: str) -> str:
-    """Say that a load uses sockets because of a rank."""
-    return f"bytes of this load pass between machines over sockets, not over the fabric: rank {rank}: {reason}"
+def warn_no_fabric(reason: str) -> None:
+    """Warn that a load uses sockets, where a fabric was asked for or some rank has one."""
+    _log.warning("bytes of this load pass between machines over sockets, not over the fabric: %s", reason)
 
 
 def _offer(collective: Collective, mode: str, devices: set[torch.device], nbytes: int) -> FabricOffer:
@@ -88,6 +91,8 @@ def _offer(collective: Collective, mode: str, devices: set[torch.device], nbytes
         return FabricOffer("", "fabric='off' there")
     if mode == "auto" and nbytes < tuning().min_fabric_bytes:
         return FabricOffer("", "too few bytes")
+    if mode == "auto" and settings().tls_certificate:
+        return FabricOffer("", "connections go over TLS, which NCCL does not know")
     backends = _backends_of(collective)
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is not None and (backend := backends.get(accelerator.type)) in _DEVICE_BACKENDS:
@@ -157,10 +162,10 @@ class Fabric:
                 # The first operation of a group takes all its ranks. It shows whether the fabric works.
                 sum_ = torch.ones(1, device=self.device)
                 self._group.allreduce([sum_]).wait()
-                if int(sum_.item()) != collective.world_size:
-                    raise CheckpointError(f"the sum of {collective.world_size} ones is {sum_.item():g}")
+                if (found := sum_.cpu().item()) != collective.world_size:
+                    raise CheckpointError(f"the sum of {collective.world_size} ones is {found:g}")
 
-        self._call(start, "starting", min(timeout, tuning().fabric_start))
+        self._call(start, "starting", min(timeout, tuning().fabric_start), news=0.0)
 
     def run(self, work: Callable[[Callable[[Transfers], None]], _T]) -> _T:
         """Return `work(transfer)`, on the fabric's thread with its stream; what it has queued there is done then.
@@ -176,7 +181,7 @@ class Fabric:
             with self._on_device():
                 return work(self._transfer)
 
-        return self._call(run, "an exchange", self._timeout)
+        return self._call(run, "an exchange", self._timeout, news=_NEWS, hint="; fabric='off' loads over sockets")
 
     def close(self) -> None:
         """End the group, when all ranks have received all."""
@@ -213,8 +218,15 @@ class Fabric:
                 done.record(stream)
                 done.synchronize()
 
-    def _call(self, function: Callable[[], _T], what: str, seconds: float) -> _T:
+    def _call(self, function: Callable[[], _T], what: str, seconds: float, *, news: float, hint: str = "") -> _T:
         """Return `function()`, called on the thread.
+
+        Args:
+            function: what may hang.
+            what: says so in errors.
+            seconds: the time limit.
+            news: seconds in which, after a failure, the messages may tell of a lost rank.
+            hint: end of the error of a failure.
 
         Raises:
             PeerLostError: a rank is gone.
@@ -223,25 +235,24 @@ class Fabric:
         """
         future: Future[_T] = self._worker.submit(function)
         try:
-            with busy(seconds + _NEWS):
+            with busy(seconds + news):
                 waited: list[Future[Any]] = [future, self._lost, self._stopped]
                 wait(waited, seconds, FIRST_COMPLETED)
                 if future.done() and future.exception() is None:
                     return future.result()
                 if future.done():
                     # The others' death often shows here first, without a name.
-                    wait([self._lost, self._stopped], _NEWS, FIRST_COMPLETED)
+                    wait([self._lost, self._stopped], news, FIRST_COMPLETED)
             for told in (self._lost, self._stopped):
                 if told.done():
                     told.result()
             where = f"rank {self._rank}: {what} over {self.kind}"
             if not future.done():
                 raise CheckpointTimeoutError(
-                    f"{where} has not ended within {seconds:g} s; look for a hung rank, raise the time-out, or load with "
-                    "fabric='off'"
+                    f"{where} has not ended within {seconds:g} s; look for a hung rank, or raise the time-out"
                 )
             lines = str(future.exception()).splitlines() or [type(future.exception()).__name__]
-            raise CheckpointError(f"{where} failed: {lines[0]}; load with fabric='off' to use sockets")
+            raise CheckpointError(f"{where} failed: {lines[0]}{hint}")
         except BaseException:
             self._abandon()
             raise
@@ -265,7 +276,8 @@ class Fabric:
 
 
 def _build_gloo(store: Any, rank: int, size: int, timeout: float, device: torch.device) -> Any:
-    return dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout))
+    # For the start; each transfer brings its own time limit.
+    return dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=min(timeout, tuning().fabric_start)))
 
 
 def _build_nccl(store: Any, rank: int, size: int, timeout: float, device: torch.device) -> Any:
