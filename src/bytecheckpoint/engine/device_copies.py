@@ -17,7 +17,7 @@ import torch
 from bytecheckpoint.errors import CheckpointTimeoutError, UsageError
 from bytecheckpoint.storage.threads import CallTimeoutError, wait_for_call
 
-__all__ = ["DeviceCopies", "copy_stream"]
+__all__ = ["DeviceCopies"]
 
 
 class DeviceCopies:
@@ -71,7 +71,7 @@ class DeviceCopies:
             # Before any copy is queued, so that a device that hangs uses no memory of this save later.
             for device, event in zip(self.devices, self._caller_events, strict=True):
                 _wait(device, event, self._timeout)
-        streams = [copy_stream(device, self._to_host) for device in self.devices]
+        streams = [_copy_stream(device, self._to_host) for device in self.devices]
         with contextlib.ExitStack() as stack:
             for stream, event in zip(streams, self._caller_events, strict=True):
                 # First the device: a stream alone would make a context on device 0 when a new thread leaves it.
@@ -106,7 +106,7 @@ def _wait(device: torch.device, event: torch.Event, timeout: float) -> None:
 
 
 @functools.cache
-def copy_stream(device: torch.device, to_host: bool) -> torch.Stream:
+def _copy_stream(device: torch.device, to_host: bool) -> torch.Stream:
     """Return the stream for all copies of one direction: torch caches memory by stream, so a new one costs memory."""
     return torch.Stream(device)
 

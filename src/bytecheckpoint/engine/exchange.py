@@ -42,15 +42,16 @@ class _Schedule:
 
     Attributes:
         rounds: number of rounds.
-        wanted_by: the ranks that want each chunk.
+        rank_sets: sets of ranks that want a chunk.
+        wanted_by: number of the set that wants each chunk.
     """
 
     def __init__(self, plan: SharedChunks, world_size: int, chunks_per_round: int) -> None:
         self._chunks_per_round = chunks_per_round
         self._by_reader: list[list[int]] = [np.flatnonzero(plan.reader == rank).tolist() for rank in range(world_size)]
         self.rounds = max((-(-len(chunks) // chunks_per_round) for chunks in self._by_reader), default=0)
-        rank_sets = [tuple(ranks) for ranks in plan.rank_sets()]
-        self.wanted_by = [rank_sets[number] for number in plan.wanted_by.tolist()]
+        self.rank_sets = plan.rank_sets()
+        self.wanted_by: list[int] = plan.wanted_by.tolist()
 
     def chunks_of(self, rank: int, number: int) -> list[int]:
         """Return the chunks that a rank reads in round `number`."""
@@ -106,6 +107,7 @@ class Exchange:
         nbytes = int((plan.shared.stop - plan.shared.start).sum())
         self._offer = offer_fabric(agreement.collective, settings.fabric, devices, nbytes)
         self._fabric: FabricExchange | None = None
+        self._wanting: dict[int, dict[int, list[int]]] = {}  # set of ranks -> machine -> ranks
         self._machine_chunks = MachineChunks(self._agreement, Machines(hosts, self.rank, handshakes), self._offer)
         self.read = 0
         self.received = 0
@@ -138,7 +140,7 @@ class Exchange:
         """Release the memory from which other ranks copy. Call it when every rank has returned from `run`."""
         self._machine_chunks.loaded = {}
         if self._fabric is not None:
-            self._fabric.fabric.close()
+            self._fabric.close()
             self._fabric = None
 
     def _run_round(
@@ -189,7 +191,11 @@ class Exchange:
     # --- other machines ---------------------------------------------------------------------------------------
 
     def _others(self, chunk: int, reader: int) -> list[list[int]]:
-        return self._machine_chunks.machines.others(chunk, reader, self._schedule.wanted_by[chunk])
+        """Return the ranks of each other machine that want a chunk."""
+        machines, wanted_by = self._machine_chunks.machines, self._schedule.wanted_by[chunk]
+        if wanted_by not in self._wanting:
+            self._wanting[wanted_by] = machines.group(self._schedule.rank_sets[wanted_by])
+        return machines.others(chunk, reader, self._wanting[wanted_by])
 
     def _start_fabric(self) -> None:
         """Start the fabric, unless that fails on any rank: then bytes go over sockets."""
@@ -218,7 +224,7 @@ class Exchange:
                 if failure:
                     each.close()
                 else:
-                    self._fabric = FabricExchange(each, self._mover, self.rank)
+                    self._fabric = FabricExchange(each, self._mover, self._machine_chunks.machines.numbers, self.rank)
         if failure and self.rank == 0:
             warn_no_fabric(failure)
 

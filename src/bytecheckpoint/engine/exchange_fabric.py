@@ -51,12 +51,14 @@ class FabricExchange:
     Args:
         fabric: the group.
         mover: delivers what arrives.
+        machines: number of each rank's machine.
         rank: this rank.
     """
 
-    def __init__(self, fabric: Fabric, mover: ChunkMover, rank: int) -> None:
+    def __init__(self, fabric: Fabric, mover: ChunkMover, machines: Sequence[int], rank: int) -> None:
         self.fabric = fabric
         self._mover = mover
+        self._machines = machines
         self._rank = rank
         self._staging = torch.empty(0, dtype=torch.uint8)
 
@@ -79,6 +81,11 @@ class FabricExchange:
                 self._mover.deliver(chunk, data)
                 arrived[chunk] = data.numel()
         return arrived
+
+    def close(self) -> None:
+        """End the group, and release the staging memory."""
+        self.fabric.close()
+        self._staging = self._staging[:0].clone()
 
     def _parts(self, chunks: Iterator[_Chunk]) -> Iterator[list[_Chunk]]:
         """Cut a round into parts that fit into the staging memory of any rank; equal on all ranks."""
@@ -130,7 +137,8 @@ class FabricExchange:
         """Return from whom this rank receives a chunk (one or nobody), and to whom it sends it, with the stages."""
         sources: list[tuple[_Stage, int]] = []
         targets: list[tuple[_Stage, int]] = []
-        machine = next((ranks for ranks in others if self._rank in ranks), ())
+        own = self._machines[self._rank]
+        machine = next((ranks for ranks in others if self._machines[ranks[0]] == own), ())
         trees = [[reader, *(ranks[chunk % len(ranks)] for ranks in others)]]
         if machine:
             turn = chunk % len(machine)

@@ -80,7 +80,6 @@ class Machines:
         takes_part = [other == host and handshake != b"" for other, handshake in pairs]
         self._peers = list(itertools.compress(self.pids, takes_part)) if handshakes[rank] else []
         self.numbers: list[int] = []
-        self._by_machine: dict[tuple[int, ...], dict[int, list[int]]] = {}
 
     def has_unreadable_rank(self) -> bool:
         """Whether this rank cannot read the memory of some rank of its host with which it exchanges."""
@@ -99,20 +98,22 @@ class Machines:
         numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
         return [numbers[name] for name in names]
 
-    def others(self, chunk: int, reader: int, ranks: tuple[int, ...]) -> list[list[int]]:
+    def group(self, ranks: Sequence[int]) -> dict[int, list[int]]:
+        """Return the ranks by the numbers of their machines."""
+        by_machine: dict[int, list[int]] = {}
+        for rank in ranks:
+            by_machine.setdefault(self.numbers[rank], []).append(rank)
+        return by_machine
+
+    def others(self, chunk: int, reader: int, wanting: Mapping[int, list[int]]) -> list[list[int]]:
         """Return the ranks of each other machine that want a chunk. Chunks take turns in who comes first.
 
         Args:
             chunk: number of the chunk.
             reader: the rank that reads it.
-            ranks: the ranks that want it.
+            wanting: `group` of the ranks that want it.
         """
-        if ranks not in self._by_machine:
-            by_machine: dict[int, list[int]] = {}
-            for rank in ranks:
-                by_machine.setdefault(self.numbers[rank], []).append(rank)
-            self._by_machine[ranks] = by_machine
-        others = [wanting for number, wanting in self._by_machine[ranks].items() if number != self.numbers[reader]]
+        others = [ranks for number, ranks in wanting.items() if number != self.numbers[reader]]
         turn = chunk % len(others) if others else 0
         return others[turn:] + others[:turn]
 

@@ -11,6 +11,7 @@ import contextlib
 import logging
 import os
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from datetime import timedelta
@@ -21,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from bytecheckpoint.collectives import Collective
-from bytecheckpoint.engine.device_copies import copy_stream
+from bytecheckpoint.engine.device_copies import DeviceCopies
 from bytecheckpoint.engine.workers import Workers
 from bytecheckpoint.errors import CheckpointError, CheckpointTimeoutError, PeerLostError
 from bytecheckpoint.liveness import busy
@@ -147,6 +148,8 @@ class Fabric:
         self._stopped = stopped
         self._lost: Future[NoReturn] = Future()
         self._group: Any = None
+        # After the caller's work, so that operations of the training's groups come first on every rank.
+        self._copies = DeviceCopies([self.device], to_host=False)
         self._worker = Workers(1, "bytecheckpoint-fabric")
         self._end_watch = collective.watch_losses(self._note_loss)
         build = _BUILDERS[offer.kind.split()[0]]
@@ -157,7 +160,7 @@ class Fabric:
             # A copy of the store: a wait for a rank that is gone must not keep the training from its store.
             base: Any = group.get_group_store()
             store = PrefixStore(f"bytecheckpoint/{collective.world_id}/{name}", base.clone())
-            with self._on_device():
+            with self._copies.queued():
                 self._group = build(store, collective.rank, collective.world_size, timeout, self.device)
                 # The first operation of a group takes all its ranks. It shows whether the fabric works.
                 sum_ = torch.ones(1, device=self.device)
@@ -178,8 +181,13 @@ class Fabric:
         """
 
         def run() -> _T:
-            with self._on_device():
-                return work(self._transfer)
+            with self._copies.queued():
+                try:
+                    return work(self._transfer)
+                except BaseException:
+                    if self._group is not None:
+                        self._group.abort()  # ends what is queued
+                    raise
 
         return self._call(run, "an exchange", self._timeout, news=_NEWS, hint="; fabric='off' loads over sockets")
 
@@ -204,20 +212,6 @@ class Fabric:
             # Groups of devices let the stream wait, and not the thread.
             work.wait() if coalesces else work.wait(timedelta(seconds=self._timeout))
 
-    @contextlib.contextmanager
-    def _on_device(self) -> Iterator[None]:
-        """Make the device and its stream for copies current; at the end, wait for what was queued."""
-        if self.device.type == "cpu":
-            yield
-            return
-        with torch.accelerator.device_index(self.device.index):
-            stream = copy_stream(self.device, to_host=False)
-            with stream:
-                yield
-                done = torch.Event(self.device, blocking=True)
-                done.record(stream)
-                done.synchronize()
-
     def _call(self, function: Callable[[], _T], what: str, seconds: float, *, news: float, hint: str = "") -> _T:
         """Return `function()`, called on the thread.
 
@@ -238,20 +232,23 @@ class Fabric:
             with busy(seconds + news):
                 waited: list[Future[Any]] = [future, self._lost, self._stopped]
                 wait(waited, seconds, FIRST_COMPLETED)
-                if future.done() and future.exception() is None:
+                error = future.exception() if (done := future.done()) else None
+                if done and error is None:
                     return future.result()
-                if future.done():
+                if error is not None:
+                    # Who keeps the error must not keep the group and the staging memory.
+                    traceback.clear_frames(error.__traceback__)
                     # The others' death often shows here first, without a name.
                     wait([self._lost, self._stopped], news, FIRST_COMPLETED)
             for told in (self._lost, self._stopped):
                 if told.done():
                     told.result()
             where = f"rank {self._rank}: {what} over {self.kind}"
-            if not future.done():
+            if error is None:
                 raise CheckpointTimeoutError(
                     f"{where} has not ended within {seconds:g} s; look for a hung rank, or raise the time-out"
                 )
-            lines = str(future.exception()).splitlines() or [type(future.exception()).__name__]
+            lines = str(error).splitlines() or [type(error).__name__]
             raise CheckpointError(f"{where} failed: {lines[0]}{hint}")
         except BaseException:
             self._abandon()
