@@ -230,33 +230,35 @@ def be_hung() -> None:
     time.sleep(60)
 
 
-def load_with_a_fault(path: str, moment: str, action: Callable[[], None], timeout: float) -> tuple[str, str, float]:
-    """Return the error of a load in which rank 2 does something else, and the seconds until then."""
+def load_with_a_fault(
+    path: str, moment: str, action: Callable[[], None], rank: int, timeout: float
+) -> tuple[str, str, float]:
+    """Return the error of a load in which a rank does something else, and the seconds until then."""
     save(path)
     begun = time.monotonic()
-    with fail_in(moment, action, 2), pytest.raises(bytecheckpoint.CheckpointError) as raised:
+    with fail_in(moment, action, rank), pytest.raises(bytecheckpoint.CheckpointError) as raised:
         load(path, "ABCA", timeout=timeout)
     return type(raised.value).__name__, str(raised.value), time.monotonic() - begun
 
 
 @pytest.mark.parametrize(
-    ("moment", "action", "timeout"),
-    [("transfer", be_killed, 60.0), ("start", be_killed, 60.0), ("transfer", be_hung, 4.0)],
+    ("moment", "action", "lost", "timeout"),
+    [("transfer", be_killed, 0, 60.0), ("start", be_killed, 2, 60.0), ("transfer", be_hung, 2, 4.0)],
     ids=["killed", "killed at the start", "hung"],
 )
 def test_a_rank_that_is_gone_is_named(
-    worlds: Worlds, tmp_path: Path, moment: str, action: Callable[[], None], timeout: float
+    worlds: Worlds, tmp_path: Path, moment: str, action: Callable[[], None], lost: int, timeout: float
 ) -> None:
     world = worlds.fresh(4)
     path = str(tmp_path / "step")
-    found = world.start(load_with_a_fault, path, moment, action, timeout).outcomes(80, grace=50)
+    found = world.start(load_with_a_fault, path, moment, action, lost, timeout).outcomes(80, grace=50)
     world.kill()
-    for rank in (0, 1, 3):
+    for rank in {0, 1, 2, 3} - {lost}:
         ok, got = found[rank]
         assert ok, got
         name, message, seconds = got
         if action is be_killed:
-            assert name == "PeerLostError" and "rank 2" in message, message
+            assert name == "PeerLostError" and f"lost rank {lost}" in message, message
             assert seconds < 30
         else:
             assert name == "CheckpointTimeoutError" and seconds < 45, message

@@ -33,6 +33,7 @@ __all__ = ["Fabric", "FabricOffer", "Transfers", "offer_fabric", "warn_no_fabric
 
 _T = TypeVar("_T")
 _log = logging.getLogger("bytecheckpoint")
+_ADVICE = "; restart the job from its last committed checkpoint"
 #: Backends that carry the memory of devices without the host.
 _DEVICE_BACKENDS = {"nccl"}
 #: Seconds after a failed transfer in which the messages may still tell which rank is gone.
@@ -264,12 +265,8 @@ class Fabric:
 
     def _note_loss(self, rank: int, reason: str) -> None:
         if not self._lost.done():
-            self._lost.set_exception(
-                PeerLostError(
-                    f"rank {self._rank}: an exchange over {self.kind}: lost rank {rank}: {reason}; "
-                    "restart the job from its last committed checkpoint"
-                )
-            )
+            lost = f"lost rank {rank}: {reason.removesuffix(_ADVICE)}{_ADVICE}"
+            self._lost.set_exception(PeerLostError(f"rank {self._rank}: an exchange over {self.kind}: {lost}"))
 
 
 def _build_gloo(store: Any, rank: int, size: int, timeout: float, device: torch.device) -> Any:
