@@ -60,6 +60,9 @@ class Settings:
         message_tree: "on" passes messages between ranks through one rank of each machine, which joins them; "off" sends
             all directly to rank 0; "auto" does the former in worlds of more than 2,000 ranks, and where rank 0 may not
             open a descriptor for each rank.
+        fabric: over what bytes of a load pass between machines. "auto": a process group of NCCL where all ranks load onto
+            devices and the job's own group has NCCL; "on": a group of gloo too, where there is nothing better; "off":
+            sockets. Sockets also where ranks differ in this.
         memory_dir: a memory file system, for `mem://`.
         tier_hot: where `tier+...` paths store their hot copies on each machine: mem://name, or a folder of a local disk.
         tier_replicas: other machines that hold a copy of each machine's hot files.
@@ -83,6 +86,7 @@ class Settings:
     tls_key: _Text = ""
     tls_authority: _Text = ""
     message_tree: Literal["auto", "on", "off"] = "auto"
+    fabric: Literal["auto", "on", "off"] = "auto"
     memory_dir: _Text = "/dev/shm"
     tier_hot: _Address = "mem://tier"
     tier_replicas: _Count = 1

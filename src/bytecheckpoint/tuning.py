@@ -42,6 +42,9 @@ class Tuning:
         unanswered_timeout: collectives: time in which another machine must acknowledge what was sent to it.
         data_piece: collectives: bytes per frame of the data plane; a transfer that starts may have to wait for one piece.
         peer_memory: engine: ranks of one machine read each other's memory; False: they exchange bytes over sockets.
+        min_fabric_bytes: engine: shared bytes below which `fabric="auto"` uses sockets: making a group of NCCL takes long.
+        fabric_bytes: engine: what a rank stages at most at once for the fabric, on its device.
+        fabric_start: engine: time in which the group of a load must connect; else sockets are used.
         scatter_run_bytes: engine: average run length below which a range passes through a scratch buffer.
         open_files: engine: storage files of a checkpoint that stay open while no thread uses them.
         helper_end: engine: time that the helper process gets to end by itself, and then to die.
@@ -115,6 +118,9 @@ class Tuning:
 
     # --- engine ---
     peer_memory: bool = True
+    min_fabric_bytes: int = 1 << 30
+    fabric_bytes: int = 256 << 20
+    fabric_start: float = 120.0
     scatter_run_bytes: int = 1 << 10
     open_files: int = 256
     helper_end: float = 5.0

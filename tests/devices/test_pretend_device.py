@@ -5,7 +5,6 @@ The ranks of `tests/support/worlds.py` load the pretend device; this process nev
 
 from __future__ import annotations
 
-import logging
 import threading
 from contextlib import nullcontext
 from pathlib import Path
@@ -24,6 +23,7 @@ from tests.support import pretend_device as pretend
 from tests.support.layouts import Declared, bits, coded
 from tests.support.modes import MODES
 from tests.support.settings import undisturbed, using
+from tests.support.warned import warned
 from tests.support.worlds import on_ranks
 
 pytestmark = [
@@ -362,7 +362,7 @@ def test_pages_that_cannot_be_locked_are_reported_once() -> None:
     pretend.load()
     pinning._warn_once.cache_clear()
     codes = [0, 2, 2]
-    devices, messages = [], []
+    devices = []
 
     class Runtime:
         def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
@@ -373,23 +373,16 @@ def test_pages_that_cannot_be_locked_are_reported_once() -> None:
             devices.append(torch.accelerator.current_device_index())
             return 0
 
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("bytecheckpoint")
-    logger.addHandler(handler)
     cuda, memory = torch.device("cuda", 1), np.zeros(4096, np.uint8).ctypes.data
-    try:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(torch.cuda, "cudart", Runtime)
-            patch.setattr(torch, "zeros", lambda size, device: None)
-            assert lock_pages(memory, 4096, cuda)
-            unlock_pages(memory, cuda)
-            assert not lock_pages(memory, 4096, cuda)
-            assert not lock_pages(memory, 4096, cuda)
-            assert not lock_pages(memory, 4096, pretend.device())
-            assert not lock_pages(memory, 4096, pretend.device())
-    finally:
-        logger.removeHandler(handler)
+    with pytest.MonkeyPatch.context() as patch, warned() as messages:
+        patch.setattr(torch.cuda, "cudart", Runtime)
+        patch.setattr(torch, "zeros", lambda size, device: None)
+        assert lock_pages(memory, 4096, cuda)
+        unlock_pages(memory, cuda)
+        assert not lock_pages(memory, 4096, cuda)
+        assert not lock_pages(memory, 4096, cuda)
+        assert not lock_pages(memory, 4096, pretend.device())
+        assert not lock_pages(memory, 4096, pretend.device())
     assert devices == [1, 1, 1, 1]
     assert torch.accelerator.current_device_index() == 0
     assert ["error 2" in messages[0], "pretend" in messages[1], len(messages)] == [True, True, 2]

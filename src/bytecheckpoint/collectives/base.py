@@ -17,12 +17,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from bytecheckpoint.errors import CheckpointError, error_from_report, error_report, listed
 from bytecheckpoint.tuning import tuning
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 __all__ = ["Collective", "DataProvider", "InterruptedWaitError", "host_id", "names_of_ranks", "new_world_id", "provide"]
 
@@ -92,6 +96,10 @@ class Collective(ABC):
     world_id: str
     host: str
     attachment: object | None = None
+
+    def process_group(self) -> ProcessGroup | None:
+        """Return the process group of exactly these ranks, None where there is none, or none any more."""
+        return None
 
     @abstractmethod
     def send(self, to: int, tag: str, payload: bytes) -> None:

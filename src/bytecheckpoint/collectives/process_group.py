@@ -245,7 +245,9 @@ def collective_of_group(group: dist.ProcessGroup, *, timeout: float) -> StoreCol
     """Return a new collective of the ranks of a process group; see `StoreCollective`."""
     store, rank = group.get_group_store(), dist.get_rank(group)
     heard = _heard.setdefault(group, [])
-    return StoreCollective(store, rank, dist.get_world_size(group), heard=heard, timeout=timeout)
+    new = StoreCollective(store, rank, dist.get_world_size(group), heard=heard, timeout=timeout)
+    new.process_group = weakref.ref(group)  # type: ignore[method-assign]
+    return new
 
 
 #: The messages that this process has had from each group, by their nonces.

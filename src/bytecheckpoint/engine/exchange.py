@@ -2,8 +2,9 @@
 
 Every rank reads its share of the chunks, where possible directly into its own destinations. The other ranks of its
 machine copy them out of its memory (`peer_memory`). One rank of each other machine receives them over the data plane,
-for all ranks of that machine. An exchange consists of rounds: ranks read the chunks of a round, agree that all are
-read, and copy them while the threads read the next round.
+for all ranks of that machine; or all of them receive them over the job's own fabric (`exchange_fabric`). An exchange
+consists of rounds: ranks read the chunks of a round, agree that all are read, and copy them while the threads read the
+next round.
 """
 
 from __future__ import annotations
@@ -12,16 +13,19 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from bytecheckpoint.collectives.agreement import Agreement
 from bytecheckpoint.engine.exchange_chunks import ChunkMover, LoadedChunk
+from bytecheckpoint.engine.exchange_fabric import FabricExchange
 from bytecheckpoint.engine.exchange_rounds import MachineChunks, Machines
+from bytecheckpoint.engine.fabric import Fabric, offer_fabric, warn_no_fabric
 from bytecheckpoint.engine.file_set import FileSet
 from bytecheckpoint.engine.peer_memory import segments_of_buffers
 from bytecheckpoint.engine.reading import Readers
 from bytecheckpoint.engine.scatter import ScatterPlan
-from bytecheckpoint.errors import PeerLostError
+from bytecheckpoint.errors import CheckpointError, PeerLostError
 from bytecheckpoint.representation.plans import ExchangePlan, SharedChunks
 from bytecheckpoint.settings import Settings
 
@@ -38,15 +42,16 @@ class _Schedule:
 
     Attributes:
         rounds: number of rounds.
-        wanted_by: the ranks that want each chunk.
+        rank_sets: sets of ranks that want a chunk.
+        wanted_by: number of the set that wants each chunk.
     """
 
     def __init__(self, plan: SharedChunks, world_size: int, chunks_per_round: int) -> None:
         self._chunks_per_round = chunks_per_round
         self._by_reader: list[list[int]] = [np.flatnonzero(plan.reader == rank).tolist() for rank in range(world_size)]
         self.rounds = max((-(-len(chunks) // chunks_per_round) for chunks in self._by_reader), default=0)
-        rank_sets = plan.rank_sets()
-        self.wanted_by = [rank_sets[number] for number in plan.wanted_by.tolist()]
+        self.rank_sets = plan.rank_sets()
+        self.wanted_by: list[int] = plan.wanted_by.tolist()
 
     def chunks_of(self, rank: int, number: int) -> list[int]:
         """Return the chunks that a rank reads in round `number`."""
@@ -98,7 +103,12 @@ class Exchange:
         self._threads = files.threads(settings.read_threads)
         self._mover = ChunkMover(plan, files, scatter_plan, chunk_bytes)
         self._schedule = _Schedule(plan.shared, agreement.collective.world_size, chunks_per_round)
-        self._machine_chunks = MachineChunks(self._agreement, Machines(hosts, self.rank, handshakes))
+        devices = {target.data.device for target in scatter_plan.targets}
+        nbytes = int((plan.shared.stop - plan.shared.start).sum())
+        self._offer = offer_fabric(agreement.collective, settings.fabric, devices, nbytes)
+        self._fabric: FabricExchange | None = None
+        self._wanting: dict[int, dict[int, list[int]]] = {}  # set of ranks -> machine -> ranks
+        self._machine_chunks = MachineChunks(self._agreement, Machines(hosts, self.rank, handshakes), self._offer)
         self.read = 0
         self.received = 0
 
@@ -129,6 +139,9 @@ class Exchange:
     def release(self) -> None:
         """Release the memory from which other ranks copy. Call it when every rank has returned from `run`."""
         self._machine_chunks.loaded = {}
+        if self._fabric is not None:
+            self._fabric.close()
+            self._fabric = None
 
     def _run_round(
         self, number: int, reads: dict[int, Future[LoadedChunk]], readers: Readers, copiers: ThreadPoolExecutor
@@ -142,24 +155,29 @@ class Exchange:
             self._machine_chunks.failure = self._machine_chunks.failure or error
         for previous in self._machine_chunks.start_round(str(number), loaded):
             self._mover.recycle(previous)
-        if len(set(self._machine_chunks.machines.numbers)) > 1:
+        if number == 0 and self._machine_chunks.offers_fabric:
+            self._start_fabric()
+        arrived = set()
+        if self._fabric is not None:
+            arrived = self._exchange_over_fabric(self._fabric, number)
+        elif len(set(self._machine_chunks.machines.numbers)) > 1:
             self._exchange_with_machines(number)
         try:
-            self._deliver(number, copiers)
+            self._deliver(number, arrived, copiers)
         except BaseException as error:  # noqa: BLE001  reported to the other ranks in the next round, then raised
             self._machine_chunks.failure = error
 
-    def _deliver(self, number: int, copiers: ThreadPoolExecutor) -> None:
-        """Bring the chunks of a round to this rank's destinations."""
+    def _deliver(self, number: int, arrived: set[int], copiers: ThreadPoolExecutor) -> None:
+        """Bring the chunks of a round to this rank's destinations, but for those that have arrived there."""
         copies = []
         for _, chunk in self._schedule.of_round(number):
-            if not self._mover.wants(chunk):
+            if not self._mover.wants(chunk) or chunk in arrived:
                 continue
             loaded = self._machine_chunks.loaded.get(chunk)
             if loaded is None:
                 copies.append(copiers.submit(self._copy_from_rank, chunk, *self._machine_chunks.place_of(chunk)))
             elif not loaded.delivered:
-                self._mover.deliver(chunk, loaded.buffers[0])
+                self._mover.deliver(chunk, torch.frombuffer(loaded.buffers[0], dtype=torch.uint8))
         for copy in copies:
             self.received += copy.result()
 
@@ -172,12 +190,62 @@ class Exchange:
 
     # --- other machines ---------------------------------------------------------------------------------------
 
+    def _others(self, chunk: int, reader: int) -> list[list[int]]:
+        """Return the ranks of each other machine that want a chunk."""
+        machines, wanted_by = self._machine_chunks.machines, self._schedule.wanted_by[chunk]
+        if wanted_by not in self._wanting:
+            self._wanting[wanted_by] = machines.group(self._schedule.rank_sets[wanted_by])
+        return machines.others(chunk, reader, self._wanting[wanted_by])
+
+    def _start_fabric(self) -> None:
+        """Start the fabric, unless that fails on any rank: then bytes go over sockets."""
+        fabric: list[Fabric] = []
+
+        def start() -> str:
+            try:
+                name = self._agreement.tag
+                fabric.append(
+                    Fabric(self._agreement.collective, name, self._offer, self._agreement.timeout, self._files.stopped)
+                )
+            except PeerLostError:
+                raise
+            except CheckpointError as error:
+                return str(error)
+            return ""
+
+        def first_failure(failures: list[str]) -> str:
+            return next(filter(None, failures), "")
+
+        failure = "the ranks did not agree"
+        try:
+            failure = self._agreement.agree("fabric", start, first_failure, reports=str, decisions=str)
+        finally:
+            for each in fabric:
+                if failure:
+                    each.close()
+                else:
+                    self._fabric = FabricExchange(each, self._mover, self._machine_chunks.machines.numbers, self.rank)
+        if failure and self.rank == 0:
+            warn_no_fabric(failure)
+
+    def _exchange_over_fabric(self, fabric: FabricExchange, number: int) -> set[int]:
+        """Send and receive what passes between machines in a round; return the chunks that were delivered here."""
+        chunks = ((chunk, reader, self._others(chunk, reader)) for reader, chunk in self._schedule.of_round(number))
+        arrived: dict[int, int] = {}
+        try:
+            arrived = fabric.run(chunks, self._machine_chunks.loaded)
+        except BaseException as error:  # noqa: BLE001  reported to the other ranks, then raised
+            self._machine_chunks.failure = error
+        self.received += sum(arrived.values())
+        self._machine_chunks.add(f"{number}/across", {})
+        return set(arrived)
+
     def _exchange_with_machines(self, number: int) -> None:
         """Send chunks that this rank has read to other machines, and receive chunks for this machine."""
         outgoing: dict[int, list[NDArray[np.uint8]]] = {}
         incoming: dict[int, list[int]] = {}
         for reader, chunk in self._schedule.of_round(number):
-            receivers = self._machine_chunks.machines.receivers(chunk, reader, self._schedule.wanted_by[chunk])
+            receivers = [ranks[chunk % len(ranks)] for ranks in self._others(chunk, reader)]
             if reader == self.rank:
                 for rank in receivers:
                     pieces = (np.frombuffer(b, np.uint8) for b in self._machine_chunks.loaded[chunk].buffers)

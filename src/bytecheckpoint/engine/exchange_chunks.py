@@ -89,9 +89,14 @@ class ChunkMover:
                 self._scratch.scatter(index, pooled, start)
         return LoadedChunk(buffers, segments_of_buffers(buffers), pooled, delivered=True)
 
-    def deliver(self, chunk: int, memory: memoryview) -> None:
-        """Scatter a chunk to this rank's destinations."""
-        data = torch.frombuffer(memory, dtype=torch.uint8)
+    def deliver(self, chunk: int, data: torch.Tensor) -> None:
+        """Scatter a chunk to this rank's destinations.
+
+        Args:
+            chunk: number of the chunk.
+            data: uint8, on the host or on a device; its address is a multiple of 16.
+        """
+        data = self._scratch.within_reach(data)
         for index in self._ranges[chunk]:
             self._scratch.scatter(index, data, int(self._shared.start[chunk]))
 

@@ -12,6 +12,7 @@ import msgspec
 
 from bytecheckpoint.collectives.agreement import Agreement
 from bytecheckpoint.engine.exchange_chunks import LoadedChunk
+from bytecheckpoint.engine.fabric import FabricOffer, warn_no_fabric
 from bytecheckpoint.engine.peer_memory import pid_if_readable
 
 __all__ = ["MachineChunks", "Machines"]
@@ -35,10 +36,13 @@ class _RoundReport(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         segments: chunk -> memory of its bytes, int64 rows of `Segments`.
         unreadable: this rank cannot read the memory of some rank of its host, and should. Only known in the first round.
+        fabric, no_fabric: `FabricOffer.kind` and `reason` of this rank. Only in the first round.
     """
 
     segments: dict[int, bytes] = {}
     unreadable: bool = False
+    fabric: str = ""
+    no_fabric: str = ""
 
 
 class _RoundDecision(msgspec.Struct, frozen=True, array_like=True):
@@ -47,10 +51,12 @@ class _RoundDecision(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         segments: rank of the same machine -> chunk -> memory of its bytes.
         unreadable_hosts: hosts on which some rank cannot read the memory of another.
+        fabric: kind of the fabric that all ranks offer, "" where they do not.
     """
 
     segments: dict[int, dict[int, bytes]] = {}
     unreadable_hosts: list[int] = []
+    fabric: str = ""
 
 
 class Machines:
@@ -92,19 +98,24 @@ class Machines:
         numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
         return [numbers[name] for name in names]
 
-    def receivers(self, chunk: int, reader: int, ranks: Sequence[int]) -> list[int]:
-        """Choose the rank of each other machine that receives a chunk, spreading the chunks over its ranks.
+    def group(self, ranks: Sequence[int]) -> dict[int, list[int]]:
+        """Return the ranks by the numbers of their machines."""
+        by_machine: dict[int, list[int]] = {}
+        for rank in ranks:
+            by_machine.setdefault(self.numbers[rank], []).append(rank)
+        return by_machine
+
+    def others(self, chunk: int, reader: int, wanting: Mapping[int, list[int]]) -> list[list[int]]:
+        """Return the ranks of each other machine that want a chunk. Chunks take turns in who comes first.
 
         Args:
             chunk: number of the chunk.
             reader: the rank that reads it.
-            ranks: the ranks that want it.
+            wanting: `group` of the ranks that want it.
         """
-        by_machine: dict[int, list[int]] = {}
-        for rank in ranks:
-            by_machine.setdefault(self.numbers[rank], []).append(rank)
-        by_machine.pop(self.numbers[reader], None)
-        return [machine[chunk % len(machine)] for machine in by_machine.values()]
+        others = [ranks for number, ranks in wanting.items() if number != self.numbers[reader]]
+        turn = chunk % len(others) if others else 0
+        return others[turn:] + others[:turn]
 
 
 class MachineChunks:
@@ -113,18 +124,22 @@ class MachineChunks:
     Args:
         agreement: of all ranks of the exchange.
         machines: numbered by the first round.
+        offer: what this rank could use between machines.
 
     Attributes:
         machines: as given.
+        offers_fabric: after the first round, whether all ranks offer the same fabric.
         loaded: chunks in this rank's memory.
         failure: of this rank; raised on every rank at the next agreement.
     """
 
-    def __init__(self, agreement: Agreement, machines: Machines) -> None:
+    def __init__(self, agreement: Agreement, machines: Machines, offer: FabricOffer) -> None:
         self.machines = machines
+        self.offers_fabric = False
         self.loaded: dict[int, LoadedChunk] = {}
         self.failure: BaseException | None = None
         self._agreement = agreement
+        self._offer = offer
         self._remote: dict[int, tuple[int, bytes]] = {}
 
     def start_round(self, step: str, loaded: dict[int, LoadedChunk]) -> Collection[LoadedChunk]:
@@ -160,13 +175,16 @@ class MachineChunks:
             if self.failure is not None:
                 raise self.failure
             segments = {chunk: entry.segments.tobytes() for chunk, entry in loaded.items()}
-            return _RoundReport(segments, not machines.numbers and machines.has_unreadable_rank())
+            if machines.numbers:
+                return _RoundReport(segments)
+            return _RoundReport(segments, machines.has_unreadable_rank(), self._offer.kind, self._offer.reason)
 
         decision: _RoundDecision = self._agreement.agree_each(
             step, report, self._decide, reports=_RoundReport, decisions=_RoundDecision
         )
         if not machines.numbers:
             machines.numbers = machines.number_machines(decision.unreadable_hosts)
+            self.offers_fabric = decision.fabric != "" and len(set(machines.numbers)) > 1
         return {
             chunk: (rank, segments) for rank, chunks in decision.segments.items() for chunk, segments in chunks.items()
         }
@@ -178,5 +196,15 @@ class MachineChunks:
         segments: dict[int, dict[int, dict[int, bytes]]] = {}
         for rank, report in enumerate(reports):
             segments.setdefault(machines[rank], {})[rank] = report.segments
-        decisions = {machine: _RoundDecision(found, unreadable_hosts) for machine, found in segments.items()}
+        fabric = "" if self.machines.numbers or len(segments) == 1 else self._common_fabric(reports)
+        decisions = {machine: _RoundDecision(found, unreadable_hosts, fabric) for machine, found in segments.items()}
         return [decisions[machine] for machine in machines]
+
+    def _common_fabric(self, reports: Sequence[_RoundReport]) -> str:
+        """Return the fabric that all ranks offer; say why there is none if somebody could use one."""
+        kinds = {report.fabric for report in reports}
+        if len(kinds) == 1 and (kinds != {""} or not self._offer.asked):
+            return kinds.pop()
+        refusing = [f"rank {rank}: {report.no_fabric}" for rank, report in enumerate(reports) if not report.fabric]
+        warn_no_fabric(refusing[0] if refusing else f"ranks have {' and '.join(sorted(kinds))}")
+        return ""

@@ -53,6 +53,10 @@ class ScratchBuffers:
         """Allocate a buffer of `chunk_bytes`, pinned if some destination is on a device."""
         return host_buffer(self._chunk_bytes, self._copies.devices)
 
+    def within_reach(self, data: torch.Tensor) -> torch.Tensor:
+        """Return `data` where `scatter` can copy from: on the host, or on a device of some destination."""
+        return data if data.is_cpu or data.device in self._copies.devices else data.cpu()
+
     def scatter(self, index: int, data: torch.Tensor, start: int) -> None:
         """Copy range `index` from `data` to its destinations, as `ScatterPlan.scatter`, and wait for its devices."""
         with self._copies.queued():
