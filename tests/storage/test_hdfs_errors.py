@@ -37,7 +37,7 @@ def test_a_dead_namenode_is_an_error_in_seconds(
             bytecheckpoint.save("hdfs://demo_0/dead/step", states(step=1), async_checkpoint=asynchronous).result(60)
         forget_failure()
         if not asynchronous:
-            with pytest.raises(StorageUnavailableError, match=r"cannot read hdfs://demo_0/dead/step/metadata\.parquet"):
+            with pytest.raises(StorageUnavailableError, match=r"cannot open hdfs://demo_0/dead/step/metadata\.parquet"):
                 load_step("hdfs://demo_0/dead/step")
 
 
@@ -82,7 +82,7 @@ def test_permission_denied(hdfs: Hdfs, hdfs_path: str, monkeypatch: pytest.Monke
         bytecheckpoint.save(hdfs_path.replace("/step", "/new"), states(step=2), async_checkpoint=True).result(60)
     forget_failure()
     client.set_permission(step, 0o700)
-    with pytest.raises(StorageError, match=rf"cannot read .*metadata\.parquet: {denied}"):
+    with pytest.raises(StorageError, match=rf"cannot open .*metadata\.parquet: {denied}"):
         load_step(hdfs_path)
     assert time.monotonic() - begun < 20
 

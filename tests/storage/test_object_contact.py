@@ -54,7 +54,7 @@ def test_an_endpoint_where_nobody_is(at: Callable[[str], str], endpoint: str) ->
     path = at(endpoint)
     says = r"(Connection refused|dns error).* \(attempt \d+\); check"
     with within(40):
-        with pytest.raises(StorageUnavailableError, match=rf"cannot read {path}/metadata\.parquet: {says}") as raised:
+        with pytest.raises(StorageUnavailableError, match=rf"cannot open {path}/metadata\.parquet: {says}") as raised:
             load_step(path)
         with pytest.raises(StorageUnavailableError, match=rf"cannot \w+.* {path}\S*: {says}"):
             bytecheckpoint.save(path, states(step=1))
@@ -64,7 +64,7 @@ def test_an_endpoint_where_nobody_is(at: Callable[[str], str], endpoint: str) ->
 def test_a_peer_that_is_no_store(at: Callable[[str], str], peer: str) -> None:
     path = at(f"http://{peer}")
     with within(25):
-        with pytest.raises(StorageError, match=rf"cannot read {path}/metadata\.parquet: .*\(attempt \d+\)") as raised:
+        with pytest.raises(StorageError, match=rf"cannot open {path}/metadata\.parquet: .*\(attempt \d+\)") as raised:
             load_step(path)
         with pytest.raises(StorageError, match=path):
             bytecheckpoint.save(path, states(step=1))

@@ -169,7 +169,7 @@ def test_credentials_that_expire(storage: Storage, between: FaultProxy, path: st
 
 def test_a_wrong_region(s3: S3Server, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_REGION", "eu-nowhere-1")
-    says = rf"cannot read s3://{bucket}/step/metadata\.parquet: .*attempt 1.*region"
+    says = rf"cannot open s3://{bucket}/step/metadata\.parquet: .*attempt 1.*region"
     with within(20), pytest.raises(StorageError, match=says):
         load_step(f"s3://{bucket}/step")
 

@@ -85,7 +85,7 @@ def test_wrappers_go_in_any_order(tmp_path: Path, order: tuple[str, ...], scheme
     faults = [
         FaultRule("write", down, partial=True, times=2),
         FaultRule("read_into", down, skip=1),
-        FaultRule("read", down, lose=True),
+        FaultRule("open", down),
         FaultRule("list", down),
     ]
     storage = resolve(f"{scheme}{tmp_path}/{uuid.uuid4().hex}")
