@@ -1,7 +1,7 @@
 """Multipart uploads that were begun on S3 and not completed: listed and aborted.
 
 The client library can do neither, and what it signs has no query. So this module makes the two requests itself, with AWS's
-signature, version 4, over Python's HTTP client. It does not retry or wait for long: a save goes on without them.
+signature, version 4, over Python's HTTP client. It retries them for a short time only: a save goes on without them.
 """
 
 from __future__ import annotations
