@@ -42,6 +42,8 @@ class Tuning:
         unanswered_timeout: collectives: time in which another machine must acknowledge what was sent to it.
         data_piece: collectives: bytes per frame of the data plane; a transfer that starts may have to wait for one piece.
         peer_memory: engine: ranks of one machine read each other's memory; False: they exchange bytes over sockets.
+        exchange_round_bytes: engine: what all ranks together read in one round of an exchange. Each machine holds two
+            rounds, so memory does not grow with the number of ranks.
         min_fabric_bytes: engine: shared bytes below which `fabric="auto"` uses sockets: making a group of NCCL takes long.
         fabric_bytes: engine: what a rank stages at most at once for the fabric, on its device.
         fabric_start: engine: time in which the group of a load must connect; else sockets are used.
@@ -118,6 +120,7 @@ class Tuning:
 
     # --- engine ---
     peer_memory: bool = True
+    exchange_round_bytes: int = 2 << 30
     min_fabric_bytes: int = 1 << 30
     fabric_bytes: int = 256 << 20
     fabric_start: float = 120.0

@@ -28,6 +28,7 @@ from bytecheckpoint.engine.scatter import ScatterPlan
 from bytecheckpoint.errors import CheckpointError, PeerLostError
 from bytecheckpoint.representation.plans import ExchangePlan, SharedChunks
 from bytecheckpoint.settings import Settings
+from bytecheckpoint.tuning import tuning
 
 __all__ = ["Exchange"]
 
@@ -35,10 +36,12 @@ __all__ = ["Exchange"]
 class _Schedule:
     """Which rank reads which chunks in which round.
 
+    A round has so few chunks that a machine has room for all of them, however many ranks there are: then ranks take turns.
+
     Args:
         plan: the chunks.
-        world_size: number of ranks.
-        chunks_per_round: chunks that each rank reads in a round.
+        chunks_per_round: chunks that each rank reads in a round, at most.
+        most: chunks of a round, at most.
 
     Attributes:
         rounds: number of rounds.
@@ -46,22 +49,29 @@ class _Schedule:
         wanted_by: number of the set that wants each chunk.
     """
 
-    def __init__(self, plan: SharedChunks, world_size: int, chunks_per_round: int) -> None:
-        self._chunks_per_round = chunks_per_round
-        self._by_reader: list[list[int]] = [np.flatnonzero(plan.reader == rank).tolist() for rank in range(world_size)]
-        self.rounds = max((-(-len(chunks) // chunks_per_round) for chunks in self._by_reader), default=0)
+    def __init__(self, plan: SharedChunks, chunks_per_round: int, most: int) -> None:
+        by_reader = np.argsort(plan.reader, kind="stable")
+        readers = plan.reader[by_reader]
+        turn = (np.arange(len(readers)) - np.searchsorted(readers, readers)) // chunks_per_round
+        order = np.argsort(turn, kind="stable")
+        self._chunks: list[int] = by_reader[order].tolist()
+        self._readers: list[int] = readers[order].tolist()
+        ends = np.cumsum(np.bincount(turn)) if len(turn) else []
+        self._starts = [0]  # of each round, and the end of the last one
+        for end in map(int, ends):
+            self._starts += [*range(self._starts[-1] + most, end, most), end]
+        self.rounds = len(self._starts) - 1
         self.rank_sets = plan.rank_sets()
         self.wanted_by: list[int] = plan.wanted_by.tolist()
 
     def chunks_of(self, rank: int, number: int) -> list[int]:
         """Return the chunks that a rank reads in round `number`."""
-        return self._by_reader[rank][number * self._chunks_per_round : (number + 1) * self._chunks_per_round]
+        return [chunk for reader, chunk in self.of_round(number) if reader == rank]
 
     def of_round(self, number: int) -> Iterator[tuple[int, int]]:
-        """Iterate over the readers and chunks of round `number`, in the same order on every rank."""
-        for reader in range(len(self._by_reader)):
-            for chunk in self.chunks_of(reader, number):
-                yield reader, chunk
+        """Iterate over the readers and chunks of round `number`, in the same order on every rank; none after the last."""
+        part = slice(*self._starts[number : number + 2]) if number < self.rounds else slice(0)
+        return zip(self._readers[part], self._chunks[part], strict=True)
 
 
 class Exchange:
@@ -75,7 +85,7 @@ class Exchange:
         files: the checkpoint's files.
         scatter_plan: this rank's read plan with its destinations.
         chunk_bytes: longest chunk.
-        chunks_per_round: chunks that each rank reads in a round, equal on all ranks.
+        chunks_per_round: chunks that each rank reads in a round, at most; equal on all ranks.
         settings: number of threads.
 
     Attributes:
@@ -102,7 +112,8 @@ class Exchange:
         self._files = files
         self._threads = files.threads(settings.read_threads)
         self._mover = ChunkMover(plan, files, scatter_plan, chunk_bytes)
-        self._schedule = _Schedule(plan.shared, agreement.collective.world_size, chunks_per_round)
+        most = max(tuning().exchange_round_bytes // chunk_bytes, 1)
+        self._schedule = _Schedule(plan.shared, chunks_per_round, most)
         devices = {target.data.device for target in scatter_plan.targets}
         nbytes = int((plan.shared.stop - plan.shared.start).sum())
         self._offer = offer_fabric(agreement.collective, settings.fabric, devices, nbytes)

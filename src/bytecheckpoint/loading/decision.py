@@ -101,7 +101,7 @@ class FitDecision(msgspec.Struct, frozen=True):
         shared: columns of `SharedChunks`: what several ranks want.
         hosts: a number for each rank, equal for ranks of one machine, where something is shared.
         handshakes: each rank's, where something is shared.
-        chunks_per_round: how many of the shared chunks each rank reads in a round.
+        chunks_per_round: how many of the shared chunks each rank reads in a round, at most.
     """
 
     recognized: bytes = b""
@@ -118,7 +118,7 @@ def decide_fit(reports: Sequence[FitReport], chunk_bytes: int, chunks_per_round:
     Args:
         reports: in order of rank.
         chunk_bytes: length of one read.
-        chunks_per_round: how many shared chunks each rank reads in a round.
+        chunks_per_round: how many shared chunks each rank reads in a round, at most.
 
     Raises:
         UsageError: ranks gave arguments that do not go together.
