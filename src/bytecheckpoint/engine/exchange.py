@@ -56,9 +56,8 @@ class _Schedule:
         order = np.argsort(turn, kind="stable")
         self._chunks: list[int] = by_reader[order].tolist()
         self._readers: list[int] = readers[order].tolist()
-        ends = np.cumsum(np.bincount(turn)) if len(turn) else []
         self._starts = [0]  # of each round, and the end of the last one
-        for end in map(int, ends):
+        for end in np.cumsum(np.bincount(turn)).tolist():
             self._starts += [*range(self._starts[-1] + most, end, most), end]
         self.rounds = len(self._starts) - 1
         self.rank_sets = plan.rank_sets()

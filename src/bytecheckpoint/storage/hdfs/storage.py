@@ -212,6 +212,8 @@ class HdfsStorage(UploadingStorage):
         sizes: dict[str, int] = {}
         sub_files: defaultdict[str, list[str]] = defaultdict(list)
         abandoned: list[str] = []
+        # By the NameNode's clock: this machine's may be hours ahead.
+        newest = max((modified for _, files in found for _, _, modified in files), default=0)
         self._names = {folder[:-1]: {folder + name for name, _, _ in entries} for folder, entries in found if folder}
         for folder, entries in found:
             for name, size, modified in entries:
@@ -221,7 +223,7 @@ class HdfsStorage(UploadingStorage):
                     sub_files[owner].append(folder + name)
                     sizes.setdefault(owner, 0)
                 elif name.startswith((_TEMPORARY, _LOCK)):
-                    if modified / 1000 < time.time() - tuning().hdfs_abandoned:
+                    if modified < newest - 1000 * tuning().hdfs_abandoned:
                         abandoned.append(folder + name)
                 else:
                     sizes[folder + name] = size

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -86,7 +85,6 @@ def require_commits(bucket: Bucket, prefix: str, label: str, expected: str) -> N
 
 
 def _probe(bucket: Bucket, prefix: str) -> Commits:
-    _remove_abandoned(bucket, prefix)
     name = f"{prefix}{_PROBE}{secrets.token_hex(8)}"
     keys: list[str] = []
 
@@ -104,6 +102,7 @@ def _probe(bucket: Bucket, prefix: str) -> Commits:
 
     try:
         create = all(winners() == 1 for _ in range(_RACES))
+        _remove_abandoned(bucket, prefix)
         return Commits(create, create and _replaces(bucket, keys[-1]))
     finally:
         try:
@@ -113,12 +112,14 @@ def _probe(bucket: Bucket, prefix: str) -> Commits:
 
 
 def _remove_abandoned(bucket: Bucket, prefix: str) -> None:
-    """Remove the objects of probes that were killed."""
+    """Remove the objects of probes that were killed, by the store's clock: those much older than the newest probe."""
     folder = prefix.rstrip("/") or None
     found = bucket.run("list", bucket.name, lambda client: obstore.list_with_delimiter(client, folder))
-    old = time.time() - _ABANDONED_SECONDS
-    probes = [o for o in found["objects"] if o["path"].startswith(prefix + _PROBE)]
-    bucket.delete([o["path"] for o in probes if o["last_modified"].timestamp() < old], bucket.name)
+    probes = {
+        o["path"]: o["last_modified"].timestamp() for o in found["objects"] if o["path"].startswith(prefix + _PROBE)
+    }
+    newest = max(probes.values(), default=0.0)
+    bucket.delete([path for path, made in probes.items() if made < newest - _ABANDONED_SECONDS], bucket.name)
 
 
 def _put(bucket: Bucket, key: str, data: bytes, condition: Any) -> bool:

@@ -165,7 +165,8 @@ def _publish(path: str, label: str, data: bytes, expected: str | None) -> None:
 def _remove_abandoned(folder: str) -> None:
     """Remove the temporary files of killed publishers: those that are not locked."""
     with contextlib.suppress(OSError):
-        for entry in os.scandir(folder):
+        entries = [*os.scandir(folder)]
+        for entry in entries:
             if not entry.name.startswith(_TEMPORARY):
                 continue
             fd = os.open(entry.path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -175,7 +176,9 @@ def _remove_abandoned(folder: str) -> None:
             except BlockingIOError:
                 continue
             except OSError:  # files cannot be locked here
-                if entry.stat().st_mtime <= time.time() - _ABANDONED_SECONDS:
+                # By the clock of the file system: this machine's may be hours ahead.
+                newest = max(other.stat(follow_symlinks=False).st_mtime for other in entries)
+                if entry.stat().st_mtime <= newest - _ABANDONED_SECONDS:
                     os.unlink(entry.path)
             finally:
                 os.close(fd)
