@@ -105,6 +105,22 @@ def test_a_machine_has_room_for_a_round(step: Path, machines: str, monkeypatch: 
     assert len(rounds) >= 4 * (chunks // 3)  # each rank takes part in every round
 
 
+def test_machines_that_get_the_same_get_one_array(step: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a thousand machines there would be a thousand copies."""
+    world = ThreadWorld(4)
+    kind = type(world.ranks[0])
+    exchange, arrays = kind.exchange, []
+
+    def seen(self: Collective, tag: str, outgoing: Any, incoming: Any, *, timeout: float) -> None:
+        arrays.append({array.ctypes.data for array in outgoing.values()})
+        assert len(outgoing) in (0, 3)
+        exchange(self, tag, outgoing, incoming, timeout=timeout)
+
+    monkeypatch.setattr(kind, "exchange", seen)
+    world.run(load, step, MACHINES["each alone"], replicated=True, strided=False, timeout=60)
+    assert len(arrays) >= 4 and all(len(each) <= 1 for each in arrays)
+
+
 def test_each_rank_reads_from_memory_for_itself() -> None:
     """A copy from another rank would cost as much as a read from a tmpfs."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:

@@ -9,7 +9,7 @@ next round.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
@@ -37,11 +37,12 @@ class _Schedule:
     """Which rank reads which chunks in which round.
 
     A round has so few chunks that a machine has room for all of them, however many ranks there are: then ranks take turns.
+    Those of one round are far from each other, and so on as many machines as can be, which all send at the same time.
 
     Args:
         plan: the chunks.
         chunks_per_round: chunks that each rank reads in a round, at most.
-        most: chunks of a round, at most.
+        most: chunks of a round.
 
     Attributes:
         rounds: number of rounds.
@@ -52,13 +53,15 @@ class _Schedule:
     def __init__(self, plan: SharedChunks, chunks_per_round: int, most: int) -> None:
         by_reader = np.argsort(plan.reader, kind="stable")
         readers = plan.reader[by_reader]
-        turn = (np.arange(len(readers)) - np.searchsorted(readers, readers)) // chunks_per_round
-        order = np.argsort(turn, kind="stable")
+        names, first, place = np.unique(readers, return_index=True, return_inverse=True)
+        each = min(chunks_per_round, max(most // max(len(names), 1), 1))
+        parts = -(-len(names) * each // most)
+        turn = (np.arange(len(readers)) - first[place]) // each
+        _, number = np.unique(turn * parts + place % parts if parts else turn, return_inverse=True)
+        order = np.argsort(number, kind="stable")
         self._chunks: list[int] = by_reader[order].tolist()
         self._readers: list[int] = readers[order].tolist()
-        self._starts = [0]  # of each round, and the end of the last one
-        for end in np.cumsum(np.bincount(turn)).tolist():
-            self._starts += [*range(self._starts[-1] + most, end, most), end]
+        self._starts = [0, *np.cumsum(np.bincount(number)).tolist()]  # of each round, and the end of the last one
         self.rounds = len(self._starts) - 1
         self.rank_sets = plan.rank_sets()
         self.wanted_by: list[int] = plan.wanted_by.tolist()
@@ -200,12 +203,21 @@ class Exchange:
 
     # --- other machines ---------------------------------------------------------------------------------------
 
-    def _others(self, chunk: int, reader: int) -> list[list[int]]:
-        """Return the ranks of each other machine that want a chunk."""
-        machines, wanted_by = self._machine_chunks.machines, self._schedule.wanted_by[chunk]
+    def _wanting_on(self, chunk: int) -> Mapping[int, Sequence[int]]:
+        """Return the ranks that want a chunk, by the numbers of their machines."""
+        wanted_by = self._schedule.wanted_by[chunk]
         if wanted_by not in self._wanting:
-            self._wanting[wanted_by] = machines.group(self._schedule.rank_sets[wanted_by])
-        return machines.others(chunk, reader, self._wanting[wanted_by])
+            self._wanting[wanted_by] = self._machine_chunks.machines.group(self._schedule.rank_sets[wanted_by])
+        return self._wanting[wanted_by]
+
+    def _others(self, chunk: int, reader: int) -> list[Sequence[int]]:
+        """Return the ranks of each other machine that want a chunk."""
+        return self._machine_chunks.machines.others(chunk, reader, self._wanting_on(chunk))
+
+    def _joined(self, chunks: Sequence[int]) -> NDArray[np.uint8]:
+        """Return the bytes of chunks that this rank has read; of a single one, where they are."""
+        buffers = [np.frombuffer(b, np.uint8) for chunk in chunks for b in self._machine_chunks.loaded[chunk].buffers]
+        return buffers[0] if len(buffers) == 1 else np.concatenate(buffers)
 
     def _start_fabric(self) -> None:
         """Start the fabric, unless that fails on any rank: then bytes go over sockets."""
@@ -252,21 +264,24 @@ class Exchange:
 
     def _exchange_with_machines(self, number: int) -> None:
         """Send chunks that this rank has read to other machines, and receive chunks for this machine."""
-        outgoing: dict[int, list[NDArray[np.uint8]]] = {}
+        outgoing: dict[int, list[int]] = {}
         incoming: dict[int, list[int]] = {}
+        machines = self._machine_chunks.machines.numbers
         for reader, chunk in self._schedule.of_round(number):
-            receivers = [ranks[chunk % len(ranks)] for ranks in self._others(chunk, reader)]
             if reader == self.rank:
-                for rank in receivers:
-                    pieces = (np.frombuffer(b, np.uint8) for b in self._machine_chunks.loaded[chunk].buffers)
-                    outgoing.setdefault(rank, []).extend(pieces)
-            elif self.rank in receivers:
-                incoming.setdefault(reader, []).append(chunk)
+                for ranks in self._others(chunk, reader):
+                    outgoing.setdefault(ranks[chunk % len(ranks)], []).append(chunk)
+            elif machines[reader] != machines[self.rank]:
+                ranks = self._wanting_on(chunk).get(machines[self.rank], ())
+                if ranks and ranks[chunk % len(ranks)] == self.rank:
+                    incoming.setdefault(reader, []).append(chunk)
+        # One array for all machines that get the same chunks.
+        arrays = {tuple(chunks): self._joined(chunks) for chunks in outgoing.values()}
         memory = {rank: np.empty(sum(map(self._mover.nbytes, chunks)), np.uint8) for rank, chunks in incoming.items()}
         try:
             self._agreement.collective.exchange(
                 f"{self._agreement.tag}/{number}/far",
-                {rank: np.concatenate(parts) for rank, parts in outgoing.items()},
+                {rank: arrays[tuple(chunks)] for rank, chunks in outgoing.items()},
                 memory,
                 timeout=self._agreement.timeout,
             )

@@ -105,7 +105,7 @@ class Machines:
             by_machine.setdefault(self.numbers[rank], []).append(rank)
         return by_machine
 
-    def others(self, chunk: int, reader: int, wanting: Mapping[int, list[int]]) -> list[list[int]]:
+    def others(self, chunk: int, reader: int, wanting: Mapping[int, Sequence[int]]) -> list[Sequence[int]]:
         """Return the ranks of each other machine that want a chunk. Chunks take turns in who comes first.
 
         Args:
