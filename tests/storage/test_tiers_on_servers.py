@@ -330,7 +330,7 @@ def test_the_cold_store_is_away(mortal: S3Server, tmp_path: Path) -> None:
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_the_report_tells_the_retries_of_the_flush(bucket: str, between: FaultProxy, asynchronous: bool) -> None:
     """And that of a load those of reads from the durable storage."""
-    path = f"tier+s3://{bucket}/runs/step"
+    path = f"tier+s3://{bucket}/runs/{asynchronous}"
     failing = between.add(asks("PUT", "model/rank"), status=503, times=3)
     report = bytecheckpoint.save(path, states(step=1), async_checkpoint=asynchronous).result(60)
     assert (report.retries, failing.times) == (3, 0)

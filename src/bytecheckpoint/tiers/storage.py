@@ -104,6 +104,10 @@ class TierStorage(Storage):
 
     # --- Storage ----------------------------------------------------------------------------------------------
 
+    def call_timeout(self, nbytes: int = 0) -> float:
+        # Whoever opens the catalog waits for so long for the durable storage to say which copy counts.
+        return super().call_timeout(nbytes) + tuning().tier_load_timeout
+
     def create(self, request: NewFile) -> FileWriter:
         """Start a new file in the hot tier, or in the durable storage if the hot tier has no room for it."""
         try:
@@ -209,6 +213,9 @@ class HotTier(TierStorage):
     A save uses it, because the durable checkpoint that the save replaces is needed until the flush. A listing uses it to
     show what this machine has while the durable storage does not answer.
     """
+
+    def call_timeout(self, nbytes: int = 0) -> float:
+        return self.hot.call_timeout(nbytes)
 
     def _open_catalog(self) -> FileReader:
         return self.hot.open(CATALOG_NAME)
