@@ -18,6 +18,7 @@ from bytecheckpoint import StorageConflictError, StorageError, StorageUnavailabl
 from bytecheckpoint.cli.main import run
 from bytecheckpoint.representation.names import new_generation
 from bytecheckpoint.storage import resolve
+from bytecheckpoint.storage.objects import uploads
 from bytecheckpoint.storage.objects.storage import ObjectStorage
 from bytecheckpoint.tools.removal import collect_garbage, remove_checkpoint
 from tests.faults.coded import load_step, states
@@ -217,9 +218,10 @@ def test_a_store_that_hangs(path: str, between: FaultProxy, monkeypatch: pytest.
 
 
 def test_an_abort_that_fails(
-    s3: S3Server, bucket: str, path: str, between: FaultProxy, begin: Callable[[str], str], caplog: Any
+    path: str, between: FaultProxy, begin: Callable[[str], str], caplog: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A save that has committed says so; `gc` fails."""
+    monkeypatch.setattr(uploads, "_RETRY_SECONDS", 0.5)
     begin(f"runs/step/{OWN}")
     rule = between.add(asks("DELETE", "uploadId="), status=503, body=s3_error("SlowDown"), times=-1)
     bytecheckpoint.save(path, states(step=1))
