@@ -180,3 +180,13 @@ def test_many_ranks_on_one_machine() -> None:
     assert done.returncode == 0, done.stderr
     lines = [line.split() for line in done.stdout.splitlines()]
     assert {"connect", "barrier", "sums", "save", "load"} <= {line[2] for line in lines if line[0] == "10"}
+
+
+@pytest.mark.slow
+def test_the_sockets_beside_others() -> None:
+    command = python("-m", "benchmarks.wires", "--leaves", 2, "--mib", 1, "--wires", "sockets", "gloo")
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert [line.split()[0] for line in done.stdout.splitlines()[1:]] == ["sockets", "gloo"]
