@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import threading
 from collections.abc import Iterator, Sequence
 from itertools import chain, islice, pairwise
 from pathlib import Path
@@ -82,6 +83,20 @@ def test_any_sequence_of_jobs_goes_on_exactly(how: str, shards: int, run: list[S
     [alone] = loaders_of(dataset_of(shards, how=how), 1, **options)
     with tempfile.TemporaryDirectory() as folder:
         play(run, Path(folder), make, Reference(iter(alone)))
+
+
+@pytest.mark.parametrize("how", ["plain", "shards", "buffer"])
+def test_a_closed_loader_has_no_threads_and_goes_on(how: str) -> None:
+    options = {"replay": how == "buffer"}
+    [whole] = loaders_of(dataset_of(3, how=how), 1, **options)
+    [loader] = loaders_of(dataset_of(3, how=how), 1, **options)
+    wanted = take([whole], 5)
+    whole.close()
+    before = threading.active_count()
+    with loader:
+        fed = take([loader], 2)
+    assert threading.active_count() <= before
+    assert fed + take([loader], 3) == wanted
 
 
 def test_each_epoch_feeds_everything_once() -> None:

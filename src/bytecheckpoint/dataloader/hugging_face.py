@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 import xxhash
@@ -94,6 +94,21 @@ class HuggingFaceLoader:
         self._between_batches = True
         return examples if self._collate is None else self._collate(examples)
 
+    def close(self) -> None:
+        """End the threads and files with which the data set reads. Reading on opens them again, where it was.
+
+        Without it they end with this object: in whichever thread the garbage collector runs then, even if that one holds a
+        lock for which the threads of the data set wait.
+        """
+        for stream in self._streams.values():
+            stream.close()
+
+    def __enter__(self) -> HuggingFaceLoader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def _check_between_batches(self) -> None:
         if not self._between_batches:
             raise UsageError(
@@ -149,7 +164,7 @@ class _Stream:
 
     def __init__(self, dataset: Any, number: int, count: int, replay: bool) -> None:
         self._dataset, self._number, self._count, self._replay = dataset, number, count, replay
-        self._examples: Iterator[Any] | None = None
+        self._examples: Generator[Any] | None = None
         self._part: Any = None
         self._epoch = self._fed = 0  # of the epoch
         self._state: Any = None  # to go on from, until the first example
@@ -173,12 +188,12 @@ class _Stream:
                 )
             self._epoch, self._fed, self._state, self._examples = self._epoch + 1, 0, None, None
 
-    def _open(self) -> Iterator[Any]:
+    def _open(self) -> Generator[Any]:
         # A data set that was told a state starts from it each time, so every epoch has a part of its own.
         self._part = part_of(self._dataset, self._number, self._count, self._epoch)
         if self._state is not None:
             self._part.load_state_dict(self._state)
-        examples: Iterator[Any] = iter(self._part)
+        examples: Generator[Any] = iter(self._part)
         if self._replay:
             for _ in range(self._fed):
                 next(examples, None)
@@ -191,7 +206,12 @@ class _Stream:
 
     def go_on(self, state: Mapping[str, Any]) -> None:
         self._epoch, self._fed, self._state = state["epoch"], state["fed"], state["dataset"]
-        self._examples = None
+        examples, self._examples = self._examples, None
+        if examples is not None:
+            examples.close()
+
+    def close(self) -> None:
+        self.go_on(self.state())
 
 
 def check_exact(dataset: Any, remedy: str) -> None:
