@@ -54,6 +54,12 @@ class DeviceCopies:
             event.record(torch.accelerator.current_stream(device))
             self._caller_events.append(event)
 
+    def wait_for_caller(self) -> None:
+        """Wait for the work that the caller had queued, if it may take `timeout` at most. Raises as `queued`."""
+        if self._timeout is not None:
+            for device, event in zip(self.devices, self._caller_events, strict=True):
+                _wait(device, event, self._timeout)
+
     @contextlib.contextmanager
     def queued(self) -> Iterator[None]:
         """Queue what the body copies on the streams for copies; at its end, wait until the copies are done.
@@ -67,10 +73,8 @@ class DeviceCopies:
         if not self.devices:
             yield
             return
-        if self._timeout is not None:
-            # Before any copy is queued, so that a device that hangs uses no memory of this save later.
-            for device, event in zip(self.devices, self._caller_events, strict=True):
-                _wait(device, event, self._timeout)
+        # Before any copy is queued, so that a device that hangs uses no memory of this save later.
+        self.wait_for_caller()
         streams = [_copy_stream(device, self._to_host) for device in self.devices]
         with contextlib.ExitStack() as stack:
             for stream, event in zip(streams, self._caller_events, strict=True):

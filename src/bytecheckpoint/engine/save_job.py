@@ -214,6 +214,8 @@ class SaveJob:
             finally:
                 slots.put(slot)
 
+        # Not on the writer's threads, whose time limit is the storage's: that would be blamed for a device that hangs.
+        self._image.copies.wait_for_caller()
         for chunk in chunks:
             writer.submit(write, chunk)
         return writer.sums()
