@@ -63,6 +63,8 @@ class Settings:
         fabric: over what bytes of a load pass between machines. "auto": a process group of NCCL where all ranks load onto
             devices and the job's own group has NCCL; "on": a group of gloo too, where there is nothing better; "off":
             sockets. Sockets also where ranks differ in this.
+        metrics: where rank 0 sends the metrics of all ranks, as addresses with commas between them
+            (docs/how-to/monitoring.md): "files" is a folder beside the checkpoints of the run, "off" is nowhere.
         memory_dir: a memory file system, for `mem://`.
         tier_hot: where `tier+...` paths store their hot copies on each machine: mem://name, or a folder of a local disk.
         tier_replicas: other machines that hold a copy of each machine's hot files.
@@ -87,6 +89,7 @@ class Settings:
     tls_authority: _Text = ""
     message_tree: Literal["auto", "on", "off"] = "auto"
     fabric: Literal["auto", "on", "off"] = "auto"
+    metrics: _Text = "files"
     memory_dir: _Text = "/dev/shm"
     tier_hot: _Address = "mem://tier"
     tier_replicas: _Count = 1

@@ -71,6 +71,10 @@ class Tuning:
         hdfs_part_bytes: storage: minimum length of a sub-file.
         hdfs_lock_expiry: storage: time after which the lock of a publisher counts as abandoned.
         hdfs_abandoned: storage: age at which the temporary file of a publisher counts as abandoned.
+        spans_per_rank: tracing: spans of an operation that a rank keeps, the longest ones; totals count all.
+        spans_per_world: monitoring: spans of an operation that all ranks together report.
+        metrics_wait: monitoring: time that rank 0 waits for the metrics of the other ranks.
+        metrics_end: monitoring: time that a process which ends waits for its metrics to be delivered.
         lease_renewal: tiers: time between two renewals of a lease that is held.
         lease_expiry: tiers: time for which a lease must stay unchanged for its holder to count as dead.
     """
@@ -128,6 +132,12 @@ class Tuning:
     open_files: int = 256
     helper_end: float = 5.0
     stopped_calls: float = 5.0
+
+    # --- tracing and monitoring ---
+    spans_per_rank: int = 256
+    spans_per_world: int = 100_000
+    metrics_wait: float = 30.0
+    metrics_end: float = 10.0
 
     # --- tiers ---
     tier_save_timeout: float = 5.0

@@ -16,9 +16,11 @@ from bytecheckpoint.engine.save_resources import SaveResources
 from bytecheckpoint.errors import CheckpointError, CheckpointTimeoutError, UsageError
 from bytecheckpoint.handles import SaveHandle
 from bytecheckpoint.liveness import seconds_busy, seconds_idle
-from bytecheckpoint.monitoring.operation import carried
+from bytecheckpoint.monitoring import delivery
+from bytecheckpoint.monitoring.collector import Collector
 from bytecheckpoint.settings import settings
 from bytecheckpoint.tiers.flush.flusher import Flusher
+from bytecheckpoint.tracing.operation import carried
 
 __all__ = ["SaveQueue", "World", "release_memory", "world_of"]
 
@@ -120,6 +122,7 @@ class World:
         resources: staging pool, helper process, cached plans.
         saves: the order of saves, and their threads.
         flusher: copies commits of a tier to the durable storage.
+        collector: takes what operations have measured.
     """
 
     def __init__(self, collective: Collective) -> None:
@@ -127,6 +130,7 @@ class World:
         self.resources = SaveResources()
         self.saves = SaveQueue()
         self.flusher = Flusher(collective)
+        self.collector = Collector(collective)
         self._load_numbers = itertools.count(1)
         self._manager_numbers = itertools.count(1)
         self._prepared: tuple[object, ...] = ()
@@ -165,6 +169,7 @@ class World:
         """End threads and the helper process and give the staging memory back, after the saves in flight."""
         self.drain()
         self.saves.close()
+        self.collector.close()
         self.resources.release()
 
 
@@ -217,6 +222,8 @@ def _forget_after_fork() -> None:
 def _finish_all() -> None:
     for world in list(_worlds):
         world.drain()
+        world.collector.close()
+    delivery.finish()
 
 
 os.register_at_fork(after_in_child=_forget_after_fork)

@@ -29,7 +29,7 @@ from bytecheckpoint.collectives.transport.star import Star
 from bytecheckpoint.collectives.transport.transfers import PeerLink
 from bytecheckpoint.collectives.transport.wire import Kind
 from bytecheckpoint.errors import CheckpointError, CheckpointTimeoutError, PeerLostError
-from bytecheckpoint.monitoring.operation import Operation
+from bytecheckpoint.tracing.operation import Operation
 from bytecheckpoint.tuning import tuned
 from tests.collectives.data_world import MIB, SECRET, DataWorld, content, frame, greet, read_frame, until
 from tests.servers.process import free_port

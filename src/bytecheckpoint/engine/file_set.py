@@ -18,12 +18,12 @@ from bytecheckpoint.engine.buffers import block_sums, split_buffers
 from bytecheckpoint.engine.workers import call_until_stopped
 from bytecheckpoint.errors import CheckpointError, CorruptCheckpointError, StorageError, StorageUnavailableError, listed
 from bytecheckpoint.lazy import lazy
-from bytecheckpoint.monitoring.operation import count_retries
 from bytecheckpoint.representation.boxes import Int64s
 from bytecheckpoint.representation.catalog import Catalog
 from bytecheckpoint.representation.names import is_uri
 from bytecheckpoint.storage import FileReader, Storage, open_named, resolve
 from bytecheckpoint.storage.threads import call_with_timeout
+from bytecheckpoint.tracing.operation import count_retries, span
 from bytecheckpoint.tuning import tuning
 
 __all__ = ["FileSet", "other_folders", "parallel_reads"]
@@ -163,7 +163,8 @@ class FileSet:
     def _new_reader(self, file: int) -> FileReader:
         entry = self._catalog.files[file]
         try:
-            reader = open_named(self._storage, entry.name)
+            with span("open", subject=entry.name):
+                reader = open_named(self._storage, entry.name)
         except FileNotFoundError:
             raise CorruptCheckpointError(
                 f"{self._storage.url}: the storage file {entry.name} is missing; use another checkpoint",
@@ -197,7 +198,8 @@ class FileSet:
                 if failed is not None:
                     count_retries()
                 try:
-                    self._fetch_copy(copy, file, start, stop, buffers)
+                    with span("read", stop - start, self._catalog.files[file].name):
+                        self._fetch_copy(copy, file, start, stop, buffers)
                 except (CorruptCheckpointError, StorageError) as error:
                     failed = failed or error
                 else:

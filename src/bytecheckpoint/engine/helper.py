@@ -31,10 +31,10 @@ from numpy.typing import NDArray
 from bytecheckpoint.engine.writing import FilesWriter, FileTask, StagedChunk
 from bytecheckpoint.errors import CheckpointError, CheckpointTimeoutError, UsageError, error_from_report, error_report
 from bytecheckpoint.liveness import busy
-from bytecheckpoint.monitoring.operation import Operation, count_retries
 from bytecheckpoint.representation.names import escape, unescape
 from bytecheckpoint.settings import configure
 from bytecheckpoint.storage import resolve
+from bytecheckpoint.tracing.operation import Operation, absorb
 from bytecheckpoint.tuning import tuning
 
 __all__ = ["HelperProcess"]
@@ -157,7 +157,7 @@ class HelperProcess:
                     f"the writer process closed its channel during {record['op']!r} and has not ended; storage may hang"
                 ) from None
             raise CheckpointError(f"the writer process died during {record['op']!r} (exit status {code})")
-        count_retries(answer.pop("retries"), answer.pop("retry_seconds"))
+        absorb(answer.pop("measured"))
         if "error" in answer:
             raise error_from_report(answer)
         return answer
@@ -236,13 +236,14 @@ class _Server:
             op = record.pop("op")
             if op == "open":
                 self._operation = Operation("save", unescape(record["url"]))
+                self._operation.phase = "write"
             operation = self._operation
             try:
                 with operation.running():
                     answer = getattr(self, "do_" + op)(fds=fds, **record)
             except BaseException as error:  # noqa: BLE001  raised in the training process
                 answer = dict(error_report(error))
-            answer["retries"], answer["retry_seconds"] = operation.take_counts()
+            answer["measured"] = operation.take()
             try:
                 self._channel.send(answer)
             except OSError:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from bytecheckpoint.errors import StorageUnavailableError
 from bytecheckpoint.liveness import busy
-from bytecheckpoint.monitoring.operation import carried
+from bytecheckpoint.tracing.operation import carried
 
 __all__ = ["Workers", "call_until_stopped", "storage_result"]
 

@@ -22,6 +22,7 @@ from bytecheckpoint.engine.workers import Workers, storage_result
 from bytecheckpoint.errors import CheckpointError, StorageUnavailableError
 from bytecheckpoint.storage import FileWriter, NewFile, Storage
 from bytecheckpoint.storage.threads import call_with_timeout
+from bytecheckpoint.tracing.operation import span
 from bytecheckpoint.tuning import tuning
 
 __all__ = ["FileTask", "FilesWriter", "StagedChunk"]
@@ -108,7 +109,8 @@ class FilesWriter:
         def create(number: int) -> None:
             task = tasks[number]
             request = self._request(task.name, task.data_offset + task.data_bytes)
-            self._created[number] = _OpenFile(task, self._storage.create(request))
+            with span("create", subject=task.name):
+                self._created[number] = _OpenFile(task, self._storage.create(request))
 
         try:
             if self._storage.in_memory:
@@ -157,19 +159,21 @@ class FilesWriter:
         entry = self._files[file]
         task = entry.task
         block = start // task.block_bytes
+        nbytes = sum(map(len, buffers))
         try:
-            if entry.writer.direct:
-                assert padded is not None
-                for value in block_sums(buffers, task.block_bytes):
-                    entry.sums[block] = value
-                    block += 1
-                entry.writer.write_at(task.data_offset + start, [padded])
-                return
-            for position, part in split_buffers(sum(map(len, buffers)), entry.step, buffers):
-                for value in block_sums(part, task.block_bytes):
-                    entry.sums[block] = value
-                    block += 1
-                entry.writer.write_at(task.data_offset + start + position, part)
+            with span("write", nbytes, task.name):
+                if entry.writer.direct:
+                    assert padded is not None
+                    for value in block_sums(buffers, task.block_bytes):
+                        entry.sums[block] = value
+                        block += 1
+                    entry.writer.write_at(task.data_offset + start, [padded])
+                    return
+                for position, part in split_buffers(nbytes, entry.step, buffers):
+                    for value in block_sums(part, task.block_bytes):
+                        entry.sums[block] = value
+                        block += 1
+                    entry.writer.write_at(task.data_offset + start + position, part)
         except BaseException as error:
             self._failed = self._failed or error
             raise
@@ -227,7 +231,8 @@ class FilesWriter:
         futures = [self._workers.submit(self._finish_one, entry, header) for entry, header in pairs]
         self.wait(futures, sum(f.task.data_bytes for f in self._files))
         if self._files:
-            self._storage.sync([f.task.name for f in self._files])
+            with span("sync"):
+                self._storage.sync([f.task.name for f in self._files])
         self._workers.shutdown()
         # From now on a catalog may name the files: `abort` must not remove them any more.
         self._files.clear()
@@ -236,8 +241,9 @@ class FilesWriter:
     @staticmethod
     def _finish_one(entry: _OpenFile, header: bytes) -> None:
         assert len(header) == entry.task.data_offset
-        entry.writer.write_at(0, [_aligned_copy(header) if entry.writer.direct else memoryview(header)])
-        entry.writer.finish(entry.task.data_offset + entry.task.data_bytes)
+        with span("finish", entry.task.data_offset, entry.task.name):
+            entry.writer.write_at(0, [_aligned_copy(header) if entry.writer.direct else memoryview(header)])
+            entry.writer.finish(entry.task.data_offset + entry.task.data_bytes)
 
     def abort(self) -> None:
         """Stop, and remove every file that was created; never raise.

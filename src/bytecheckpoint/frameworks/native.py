@@ -27,7 +27,7 @@ from bytecheckpoint.frameworks.optimizers.names import ParameterNames, as_optimi
 from bytecheckpoint.frameworks.optimizers.restore import load_optimizers
 from bytecheckpoint.frameworks.tensors.dtensors import is_dtensor
 from bytecheckpoint.frameworks.tied import compare_tied
-from bytecheckpoint.monitoring.garbage_collection import gc_paused
+from bytecheckpoint.garbage_collection import gc_paused
 from bytecheckpoint.representation.shards import LiveState
 
 __all__ = ["NativeFramework", "Scan", "describe_layout"]

@@ -28,13 +28,13 @@ from bytecheckpoint.frameworks.wrappers import unwrap_states
 from bytecheckpoint.handles import LoadReport
 from bytecheckpoint.loading.call import LoadArguments, LoadCall
 from bytecheckpoint.loading.session import FIRST_STEP, load_states
-from bytecheckpoint.monitoring.operation import Operation
 from bytecheckpoint.saving import prepare_next
 from bytecheckpoint.storage import Storage
 from bytecheckpoint.storage import resolve as resolve_storage
 from bytecheckpoint.tiers.machines import FIRST_STEP as TIER_FIRST_STEP
 from bytecheckpoint.tiers.restore import agree_on_copy
 from bytecheckpoint.tiers.storage import TierStorage
+from bytecheckpoint.tracing.operation import Operation
 from bytecheckpoint.world import world_of
 
 if TYPE_CHECKING:
@@ -118,6 +118,7 @@ def load(
         collective = current(process_group, timeout=settings.timeout)
     world = world_of(collective)
     number = world.next_load_number()
+    operation.number = number
     collective.begin_call(f"load/{number}")
     if (refused := refusal()) is not None:
         _leave(path, collective, f"load/{number}.0", refused)
@@ -163,7 +164,13 @@ def load(
     call = LoadCall(check, names, settings, overlap_loading, cast, wants_prepare, prepare_save_of_states)
     # An optimizer's next step runs outside of inference mode and must be able to use the state that it gets here.
     with operation.running(), torch.inference_mode(False), copies:
-        return load_states(collective, number, call)
+        try:
+            report = load_states(collective, number, call, operation)
+        except BaseException as error:
+            world.collector.report(operation, error)
+            raise
+        world.collector.report(operation, report)
+        return report
 
 
 def _leave(path: str | os.PathLike[str] | Storage, collective: Collective, tag: str, refused: UsageError) -> NoReturn:

@@ -17,6 +17,7 @@ from bytecheckpoint.engine.reading import read_all
 from bytecheckpoint.engine.scatter import ScatterPlan
 from bytecheckpoint.errors import CheckpointReplacedError, IncompatibleCheckpointError, listed
 from bytecheckpoint.frameworks.base import Destination, is_strict
+from bytecheckpoint.garbage_collection import gc_paused
 from bytecheckpoint.handles import LoadReport
 from bytecheckpoint.loading.call import LoadCall, check_strict_kinds, plain_strict
 from bytecheckpoint.loading.decision import (
@@ -42,9 +43,6 @@ from bytecheckpoint.loading.live_names import LiveNames
 from bytecheckpoint.loading.open_checkpoint import OpenCheckpoint, detect_replacement, refused_mismatches
 from bytecheckpoint.loading.opening import Opening
 from bytecheckpoint.loading.saved import SavedView
-from bytecheckpoint.monitoring.garbage_collection import gc_paused
-from bytecheckpoint.monitoring.operation import pause, retries_so_far
-from bytecheckpoint.monitoring.phases import Phases
 from bytecheckpoint.planning.exchange_plan import exchange_plan_of_rank
 from bytecheckpoint.planning.read_plan import groups_to_read, stored_rows
 from bytecheckpoint.representation.boxes import Int64s
@@ -52,6 +50,7 @@ from bytecheckpoint.representation.catalog import VALUES_SLOT
 from bytecheckpoint.representation.names import escape, unescape
 from bytecheckpoint.representation.plans import SharedChunks
 from bytecheckpoint.representation.shards import TensorKey
+from bytecheckpoint.tracing.operation import Operation, pause, retries_so_far, span
 
 __all__ = ["FIRST_STEP", "load_states"]
 
@@ -66,22 +65,23 @@ _PAUSES = (0.0, 1.0, 0.0)
 _FEWEST_CHUNKS = 2
 
 
-def load_states(collective: Collective, number: int, call: LoadCall) -> LoadReport:
+def load_states(collective: Collective, number: int, call: LoadCall, operation: Operation) -> LoadReport:
     """Load a checkpoint; start again if another save replaced it meanwhile.
 
     Args:
         collective: the ranks; all of them call this.
         number: number of the load, equal on all ranks.
         call: the arguments.
+        operation: this rank's part of the load.
 
     Returns:
         This rank's report.
     """
-    phases = Phases()
     for attempt, seconds in enumerate(_PAUSES):
         try:
             last = attempt + 1 == len(_PAUSES)
-            return _Attempt(collective, f"load/{number}.{attempt}", call, phases, last=last).run()
+            operation.attempt = attempt + 1
+            return _Attempt(collective, f"load/{number}.{attempt}", call, operation, last=last).run()
         except CheckpointReplacedError:
             pause(seconds)
     raise IncompatibleCheckpointError(
@@ -92,11 +92,11 @@ def load_states(collective: Collective, number: int, call: LoadCall) -> LoadRepo
 class _Attempt:
     """One attempt of a load. The ranks agree on the checkpoint, on what each reads of it, and to install what was read."""
 
-    def __init__(self, collective: Collective, tag: str, call: LoadCall, phases: Phases, *, last: bool) -> None:
+    def __init__(self, collective: Collective, tag: str, call: LoadCall, operation: Operation, *, last: bool) -> None:
         self._collective = collective
         self._tag = tag
         self._call = call
-        self._phases = phases
+        self._operation = operation
         self._last = last
         self._opening = Opening(collective, tag, call)
         self._opened: OpenCheckpoint | None = None
@@ -116,12 +116,12 @@ class _Attempt:
                 decisions=OpenDecision,
             )
             self._opening.check(decided, last=self._last)
-            self._phases.mark("agree")
+            self._operation.mark("agree")
             decision: FitDecision = agreement.agree(
                 "fit", lambda: self._fit(decided, stack), self._decide, reports=FitReport, decisions=FitDecision
             )
             unexpected = self._check_decision(decision)
-            self._phases.mark("agree")
+            self._operation.mark("agree")
             prepare = agreement.agree(
                 "read", lambda: self._read(agreement, stack, decision), any, reports=bool, decisions=bool
             )
@@ -137,7 +137,7 @@ class _Attempt:
     def _open(self, stack: contextlib.ExitStack) -> OpenReport:
         """Open the checkpoint."""
         report = self._opening.open(stack)
-        self._phases.mark("catalog")
+        self._operation.mark("catalog")
         return report
 
     def _fit(self, decided: OpenDecision, stack: contextlib.ExitStack) -> FitReport:
@@ -154,7 +154,7 @@ class _Attempt:
                 destination = arguments.framework.destination(states, view, strict=arguments.strict, names=call.names)
                 # Replicas lack the same tensor.
                 destination.missing = [m for m in dict.fromkeys(destination.missing) if not live.hides(m)]
-                self._phases.mark("destination")
+                self._operation.mark("destination")
                 check_strict_kinds(arguments, catalog, destination)
                 missing = [m for m in destination.missing if is_strict(arguments.strict, arguments.kind_of(m))]
                 live.note_saved(chain((TensorKey(kind, "", VALUES_SLOT) for kind in states), catalog.keys()))
@@ -168,7 +168,7 @@ class _Attempt:
                     files.use(catalog)
                     view.rows = stored_rows(catalog)
                 fit = fit_wanted(storage.url, catalog, view, destination.wanted, boxes, chunk_bytes, cast=call.cast)
-                self._phases.mark("plan")
+                self._operation.mark("plan")
         ranges = ranges_of(fit.plan)
         exchanges = self._exchanges(files, ranges)
         self._opened = OpenCheckpoint(arguments, catalog, reader, files, trees, view, destination, fit, exchanges)
@@ -219,7 +219,9 @@ class _Attempt:
             if exchange is not None:
                 # Other ranks copy from this rank's memory until all have agreed; the stack is closed then.
                 stack.callback(exchange.release)
-                exchange.run()
+                with span("exchange"):
+                    exchange.run()
+                self._operation.count("exchanged", nbytes=exchange.received)
                 opened.bytes_read, opened.bytes_received = exchange.read, exchange.received
             threads = self._call.settings.read_threads
             opened.bytes_read += read_all(
@@ -227,28 +229,28 @@ class _Attempt:
             )
             opened.destination.check()
             refuse_mismatches(opened.storage.url, refused_mismatches(opened.arguments, opened.destination))
-        self._phases.mark("read")
+        self._operation.mark("read")
         return self._call.wants_prepare()
 
     def _install(self, decision: FitDecision, unexpected: list[str]) -> LoadReport:
         """Install values, optimizer state and hyperparameters."""
         opened = self._checkpoint
         opened.destination.apply()
-        self._phases.mark("apply")
+        self._operation.mark("apply")
         notes = [*opened.destination.mismatches, *opened.destination.notes, *self._warn_of_nothing(decision)]
         if opened.view.from_rank_0:
             notes.append(
                 f"rank {self._collective.rank} has no copy of its own and got rank 0's: "
                 + ", ".join(dict.fromkeys(opened.view.from_rank_0))
             )
-        total = self._phases.total()
+        total = self._operation.seconds()
         return LoadReport(
             path=opened.storage.url,
             bytes_read=opened.bytes_read + opened.trees.bytes_read,
             bytes_received=opened.bytes_received + self._opening.shared.bytes_received,
             blocking_seconds=total,
             total_seconds=total,
-            phases=dict(self._phases.seconds),
+            phases=self._operation.seconds_by_phase(),
             missing=tuple(opened.destination.missing),
             unexpected=tuple(unexpected),
             cast=tuple(opened.fit.converted),

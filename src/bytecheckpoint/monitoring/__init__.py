@@ -1,1 +1,1 @@
-"""Measurements of saves and loads, and pauses of the garbage collector."""
+"""Metrics of saves and loads: collected from all ranks, kept beside the run, delivered to other systems."""

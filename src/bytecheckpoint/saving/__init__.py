@@ -24,13 +24,13 @@ from bytecheckpoint.frameworks.registry import resolve as resolve_framework
 from bytecheckpoint.frameworks.selection import Selection
 from bytecheckpoint.frameworks.wrappers import unwrap_states
 from bytecheckpoint.handles import SaveHandle
-from bytecheckpoint.monitoring.operation import Operation
 from bytecheckpoint.saving.call import SaveCall
 from bytecheckpoint.saving.saver import Saver
 from bytecheckpoint.saving.steps import check_step
 from bytecheckpoint.settings import Settings
 from bytecheckpoint.storage import Storage
 from bytecheckpoint.storage import resolve as resolve_storage
+from bytecheckpoint.tracing.operation import Operation
 from bytecheckpoint.world import world_of
 
 if TYPE_CHECKING:
@@ -130,8 +130,10 @@ def save(
     # Memory that is kept for later saves must not belong to the inference mode.
     with operation.running(), torch.inference_mode(False):
         world = world_of(current(process_group, timeout=settings.timeout))
+        handle.committed.add_done_callback(world.collector.observer(operation))
         tier = None if isinstance(storage, Exception) else storage.tier_to_flush()
-        Saver(world, make_call, settings).save(handle, tier=tier, asynchronous=asynchronous, background=background)
+        saver = Saver(world, make_call, settings, operation)
+        saver.save(handle, tier=tier, asynchronous=asynchronous, background=background)
     return handle
 
 
@@ -185,7 +187,8 @@ def prepare_next(
         return _checked_call(_resolved("/"), states, framework, names, selected, None, settings, None)
 
     with torch.inference_mode(False):
-        return Saver(world_of(current(process_group, timeout=settings.timeout)), make_call, settings).prepare()
+        world = world_of(current(process_group, timeout=settings.timeout))
+        return Saver(world, make_call, settings, Operation("prepare", "/")).prepare()
 
 
 def _resolved(path: str | os.PathLike[str] | Storage) -> Storage | Exception:

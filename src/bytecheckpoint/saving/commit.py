@@ -6,11 +6,11 @@ import logging
 from collections.abc import Mapping, Sequence
 
 from bytecheckpoint.errors import StorageConflictError, StorageError, StorageUnavailableError
-from bytecheckpoint.monitoring.operation import pause
 from bytecheckpoint.representation.names import CATALOG_NAME, generation_of
 from bytecheckpoint.storage import Storage
 from bytecheckpoint.storage.base import UnfinishedUpload
 from bytecheckpoint.storage.threads import parallel_map
+from bytecheckpoint.tracing.operation import pause
 from bytecheckpoint.tuning import tuning
 
 __all__ = ["may_have_committed", "remove_stale_files", "stale_files", "stale_uploads"]

@@ -49,6 +49,7 @@ from bytecheckpoint.saving.messages import (
 )
 from bytecheckpoint.saving.plans import GlobalPlan, check_arguments, check_calls, check_reports, plan_around
 from bytecheckpoint.saving.values import assign_values, unwritten_values
+from bytecheckpoint.tracing.operation import span
 
 __all__ = ["Coordinator"]
 
@@ -219,7 +220,8 @@ class Coordinator:
         reports: Mapping[int, WriteReport],
     ) -> tuple[GlobalPlan, dict[int, PlanResponse | RewriteRequest]]:
         """Make a plan in which the ranks keep the rows that they wrote (`fixed`), if possible; return as `_plan` does."""
-        columns, rewrite_reason = plan_around(tables, fixed)
+        with span("make plan"):
+            columns, rewrite_reason = plan_around(tables, fixed)
         name = f"{self._collective.world_id}-{self._task.number}"
         values = {rank: request.values for rank, request in requests.items()}
         if rewrite_reason:
@@ -251,14 +253,17 @@ class Coordinator:
         task = self._task
         storage = task.storage
         assert storage is not None
-        catalog = build_catalog(plan.columns, reports, task.generation, {**task.info, "layout": task.layout})
+        with span("make catalog"):
+            catalog = build_catalog(plan.columns, reports, task.generation, {**task.info, "layout": task.layout})
         # Listed before the commit: files that appear later belong to a save that begins later.
         stale = stale_files(storage, {f.name: f.size for f in catalog.files}, task.replaces)
         uploads = stale_uploads(storage)
         data = encode_catalog(catalog)
         try:
-            storage.publish(CATALOG_NAME, data, expected=task.replaces)
+            with span("publish", len(data), CATALOG_NAME):
+                storage.publish(CATALOG_NAME, data, expected=task.replaces)
         except BaseException as error:
             undecided = may_have_committed(storage, data, error)
             raise _StepFailedError(Failure.of(0, "commit", error, undecided=undecided)) from error
-        remove_stale_files(storage, stale, uploads)
+        with span("remove replaced"):
+            remove_stale_files(storage, stale, uploads)

@@ -8,7 +8,7 @@ import numpy as np
 
 from bytecheckpoint.engine.save_resources import SaveResources
 from bytecheckpoint.engine.staging import KnownTargets
-from bytecheckpoint.monitoring.garbage_collection import gc_paused
+from bytecheckpoint.garbage_collection import gc_paused
 from bytecheckpoint.planning.local_table import all_rows
 from bytecheckpoint.planning.replicas import group_equal, repeated_rows
 from bytecheckpoint.representation.names import escape

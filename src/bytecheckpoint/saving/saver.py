@@ -12,13 +12,13 @@ from bytecheckpoint.calls import refusal
 from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.frameworks.selected_states import select_states
 from bytecheckpoint.handles import Outcome, SaveHandle, SaveReport, fail_handle
-from bytecheckpoint.monitoring.phases import Phases
 from bytecheckpoint.saving.call import SaveCall, SaveTask
 from bytecheckpoint.saving.channel import CoordinatorChannel
 from bytecheckpoint.saving.coordinator import Coordinator
 from bytecheckpoint.saving.session import SaveSession
 from bytecheckpoint.settings import Settings
 from bytecheckpoint.storage import Storage
+from bytecheckpoint.tracing.operation import Operation
 from bytecheckpoint.world import World
 
 __all__ = ["Saver"]
@@ -36,15 +36,18 @@ class Saver:
         world: what this rank keeps from save to save.
         make_call: checks the arguments; what it raises fails the save on all ranks.
         settings: in force at the call.
+        operation: this rank's part of the save.
     """
 
     _task: SaveTask  # set with the number
 
-    def __init__(self, world: World, make_call: Callable[[], SaveCall], settings: Settings) -> None:
+    def __init__(
+        self, world: World, make_call: Callable[[], SaveCall], settings: Settings, operation: Operation
+    ) -> None:
         self._world = world
         self._make_call = make_call
         self._settings = settings
-        self._phases = Phases()
+        self._operation = operation
         self._channel: CoordinatorChannel | None = None
         self._session: SaveSession | None = None
 
@@ -117,6 +120,7 @@ class Saver:
     def _begin(self, number: int) -> Callable[[], None] | None:
         world = self._world
         world.collective.begin_call(f"save/{number}")
+        self._operation.number = number
         self._task = SaveTask(number, self._settings.timeout)
         self._channel = CoordinatorChannel(world.collective, number)
         if world.collective.rank != 0:
@@ -129,7 +133,7 @@ class Saver:
         assert self._channel is not None, "the save has its number"
         states = select_states(call.framework.capture(call.states, names=call.names), call.selection)
         self._session = SaveSession(
-            world.collective, world.resources, call, self._task, self._channel, states, self._phases
+            world.collective, world.resources, call, self._task, self._channel, states, self._operation
         )
         return self._session
 
@@ -137,22 +141,22 @@ class Saver:
         saves = self._world.saves
         if not background:
             saves.drain()
-        self._phases.mark("wait")
+        self._operation.mark("wait")
         # First, so that a call that is refused leaves the failure to the next one. And hooks of modules may communicate:
         # every rank must run them, also one that knows of an earlier save's failure before the others do.
         session = self._capture(self._make_call())
         saves.raise_failure()
-        handle.path = session.call.storage.url
-        self._phases.mark("capture")
+        handle.path = self._operation.path = session.call.storage.url
+        self._operation.mark("capture")
         if background:
-            session.blocking_seconds = self._phases.total()
+            session.blocking_seconds = self._operation.seconds()
             self._submit(session, handle, lambda: self._run_in_background(session, handle))
             return
         session.plan()
         self._world.note_prepared(session.call.states)
         if asynchronous:
             session.stage(handle)
-            session.blocking_seconds = self._phases.total()
+            session.blocking_seconds = self._operation.seconds()
             self._submit(session, handle, session.write_staged)
         else:
             self._report_commit(session, handle, session.write_through(handle))
@@ -162,7 +166,7 @@ class Saver:
     def _run_in_background(self, session: SaveSession, handle: SaveHandle) -> SaveReport:
         """Run all steps of a save whose caller does not even wait for the copy."""
         self._world.saves.raise_failure()
-        self._phases.mark("wait")
+        self._operation.mark("wait")
         session.plan()
         session.stage(handle)
         return session.write_staged()
@@ -175,7 +179,7 @@ class Saver:
                 self._report_commit(session, handle, work())
             except BaseException as found:  # noqa: BLE001  kept for result() and the next save
                 error = self._give_up(found)
-                where = f"rank {self._world.collective.rank}, {self._phases.current}"
+                where = f"rank {self._world.collective.rank}, {self._operation.phase}"
                 failure = error if isinstance(error, CheckpointError) else CheckpointError(f"{where}: {error!r}")
                 _log.error("asynchronous save to %s failed: %s", handle.path, failure)
                 # Else ranks that never ask their handles would fail one save after the other, in turn.
@@ -204,7 +208,7 @@ class Saver:
         Returns:
             The error to raise: that of another rank, if that made this one stop.
         """
-        stage = self._phases.current
+        stage = self._operation.phase
         if self._channel is None:
             return error  # it has no number yet
         if self._channel.stopped is not None and isinstance(error, CheckpointError):

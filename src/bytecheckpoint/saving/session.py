@@ -13,8 +13,6 @@ from bytecheckpoint.collectives import Collective
 from bytecheckpoint.engine.save_resources import SaveResources
 from bytecheckpoint.errors import IncompatibleCheckpointError
 from bytecheckpoint.handles import SaveHandle, SaveReport
-from bytecheckpoint.monitoring.operation import retries_so_far
-from bytecheckpoint.monitoring.phases import Phases
 from bytecheckpoint.representation.names import escape, new_generation
 from bytecheckpoint.representation.shards import LiveState
 from bytecheckpoint.saving.call import SaveCall, SaveTask
@@ -38,6 +36,7 @@ from bytecheckpoint.saving.planner import RankPlanner
 from bytecheckpoint.saving.state import CapturedState
 from bytecheckpoint.saving.steps import steps_of_objects, steps_of_shards
 from bytecheckpoint.saving.writer import RankWriter
+from bytecheckpoint.tracing.operation import Operation, retries_so_far
 
 __all__ = ["SaveSession"]
 
@@ -52,7 +51,7 @@ class SaveSession:
         task: number of the save; on rank 0, shared with the coordinator.
         channel: to the coordinator.
         states: what the adapter captured.
-        phases: of the call.
+        operation: this rank's part of the save.
 
     Attributes:
         call: as given.
@@ -68,7 +67,7 @@ class SaveSession:
         task: SaveTask,
         channel: CoordinatorChannel,
         states: Sequence[LiveState],
-        phases: Phases,
+        operation: Operation,
     ) -> None:
         task.generation = new_generation(collective.world_id, task.number)
         if collective.rank == 0:
@@ -81,23 +80,26 @@ class SaveSession:
         self.planner = RankPlanner(origin, resources, call, task, state, collective.host)
         own_task = task if collective.rank == 0 else None
         self._files = RankFiles(origin, call.storage, call.settings, self.planner.state.copies)
-        self._writer = RankWriter(self.planner, self._files, resources, call, own_task, phases)
+        self._writer = RankWriter(self.planner, self._files, resources, call, own_task, operation)
         self._channel = channel
         channel.on_stop = self._files.stop
         if channel.stopped is not None:
             self._files.stop(channel.stopped)
-        self._phases = phases
+        self._operation = operation
         # Now: in a background save the caller's counters go on.
         self._steps = steps_of_objects(call.states) if call.step is None else {"step=": call.step}
         self._optimizer_steps = self._digests = b""
-        phases.current = "plan"
+        operation.phase = "plan"
+        operation.step = next(iter(self._steps.values()), None)
 
     # --- the steps ------------------------------------------------------------------------------------------------
 
     def plan(self) -> None:
         """Find this rank's plan."""
         self.planner.make(self._channel)
-        self._phases.mark("plan")
+        self._operation.planned_bytes = self.planner.plan.nbytes
+        self._operation.count("cached plan", int(self.planner.cached))
+        self._operation.mark("plan")
 
     def prepare(self) -> None:
         """Plan, and touch the pages of the staging pool."""
@@ -147,21 +149,21 @@ class SaveSession:
 
     def _commit(self, records: list[FileRecord]) -> SaveReport:
         """Report this rank's files, and do what the coordinator asks for until it has committed."""
-        self._phases.current = "commit"
+        self._operation.phase = "commit"
         reply = self._report(records)
         while not isinstance(reply, CommitResult):
             reply = self._answer(reply, records)
-        self._phases.mark("commit")
+        self._operation.mark("commit")
         self.planner.plan.compared = True
         self._files.release()
         self.planner.state.release_values()
-        total = self._phases.total()
+        total = self._operation.seconds()
         return SaveReport(
             path=self.call.storage.url,
             bytes_written=self._files.bytes_written,
             blocking_seconds=self.blocking_seconds or total,
             total_seconds=total,
-            phases=dict(self._phases.seconds),
+            phases=self._operation.seconds_by_phase(),
             plan_cached=self.planner.cached,
             generation=self._files.origin.generation,
             **retries_so_far(),

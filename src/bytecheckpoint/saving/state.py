@@ -16,7 +16,7 @@ from bytecheckpoint.engine.tensor_bytes import dense, flat_bytes, same_bits
 from bytecheckpoint.errors import IncompatibleCheckpointError
 from bytecheckpoint.frameworks.selection import SelectionReport
 from bytecheckpoint.frameworks.tensors.plain import is_lazy_view
-from bytecheckpoint.monitoring.garbage_collection import gc_paused
+from bytecheckpoint.garbage_collection import gc_paused
 from bytecheckpoint.planning.local_table import LocalTable, describe
 from bytecheckpoint.representation.catalog import VALUES_SLOT
 from bytecheckpoint.representation.shards import LiveShard, LiveState, TensorKey

@@ -15,7 +15,6 @@ from bytecheckpoint.engine.save_resources import SaveResources
 from bytecheckpoint.engine.staging import Image
 from bytecheckpoint.engine.writing import StagedChunk
 from bytecheckpoint.liveness import busy
-from bytecheckpoint.monitoring.phases import Phases
 from bytecheckpoint.representation.names import CATALOG_NAME
 from bytecheckpoint.saving.call import SaveCall, SaveTask
 from bytecheckpoint.saving.files import FileBatch, RankFiles
@@ -23,6 +22,7 @@ from bytecheckpoint.saving.messages import FileRecord
 from bytecheckpoint.saving.planner import RankPlanner
 from bytecheckpoint.saving.spare_values import SpareValues
 from bytecheckpoint.saving.state import Value
+from bytecheckpoint.tracing.operation import Operation, span
 
 __all__ = ["RankWriter"]
 
@@ -58,7 +58,7 @@ class RankWriter:
         resources: staging pool, helper process.
         call: the arguments of the save.
         task: on rank 0, gets the version of the catalog that the commit replaces; None elsewhere.
-        phases: of the call.
+        operation: this rank's part of the save.
     """
 
     def __init__(
@@ -68,14 +68,14 @@ class RankWriter:
         resources: SaveResources,
         call: SaveCall,
         task: SaveTask | None,
-        phases: Phases,
+        operation: Operation,
     ) -> None:
         self._files = files
         self._planner = planner
         self._resources = resources
         self._call = call
         self._task = task
-        self._phases = phases
+        self._operation = operation
         self._staged: _Staged | None = None
 
     def prepare(self) -> None:
@@ -88,7 +88,7 @@ class RankWriter:
 
     def write_through(self) -> list[FileRecord]:
         """Write the planned files while the caller waits."""
-        self._phases.current = "write"
+        self._operation.phase = "write"
         self._check_target()
         batch = self._planned_batch()
         # A storage that takes whole files gets them from memory, if there is room, else from a spool file.
@@ -109,7 +109,7 @@ class RankWriter:
 
     def stage(self) -> None:
         """Copy the planned files into the staging pool, and let go of the live tensors."""
-        self._phases.current = "stage"
+        self._operation.phase = "stage"
         batch = self._planned_batch()
         image = batch.image
         values = self._planner.values_to_write()
@@ -118,9 +118,11 @@ class RankWriter:
         settings = self._call.settings
         self._resources.note_need(nbytes)
         device = self._device
-        pool = self._resources.whole_pool(nbytes, settings, device)
-        if pool is None:
-            pool = self._resources.staging_pool(image.nbytes, settings, device)
+        with span("reserve", nbytes):
+            pool = self._resources.whole_pool(nbytes, settings, device)
+            if pool is None:
+                pool = self._resources.staging_pool(image.nbytes, settings, device)
+        self._operation.count("staging pool", nbytes=pool.capacity)
         if pool.capacity < image.nbytes:
             self._resources.warn_of_small_pool(image.nbytes, settings)
             self._create_files(batch.job, pool)
@@ -129,14 +131,16 @@ class RankWriter:
                     value.hash()  # no copy stays that could be hashed later
                     value.release()
         with busy(settings.timeout + nbytes / _SLOWEST_COPY):
-            self._staged = _Staged(batch, pool, batch.job.stage(pool), nbytes, values)
+            with span("copy", image.nbytes):
+                chunks = batch.job.stage(pool)
+            self._staged = _Staged(batch, pool, chunks, nbytes, values)
         if pool.capacity >= image.nbytes:
             for value in values:
                 file, offset = self._files.place_of(value)
                 value.data = image.staged(value.data, file, offset, pool.tensor())
         spare.stage(pool)
         image.tensors = []
-        self._phases.mark("stage")
+        self._operation.mark("stage")
 
     def write_staged(self) -> list[FileRecord]:
         """Write what `stage` has copied."""
@@ -199,7 +203,7 @@ class RankWriter:
         job.create_files(pool, self._resources.helper if by_helper else None)
 
     def _write_staged(self, staged: _Staged) -> list[FileRecord]:
-        self._phases.current = "write"
+        self._operation.phase = "write"
         job = staged.batch.job
         if not job.opened:
             self._create_files(job, staged.pool)
@@ -218,10 +222,10 @@ class RankWriter:
         return self._finish(batch, batch.job.write_through(pool))
 
     def _finish(self, batch: FileBatch, sums: list[NDArray[np.uint64]]) -> list[FileRecord]:
-        self._phases.mark("write")
-        self._phases.current = "finish"
+        self._operation.mark("write")
+        self._operation.phase = "finish"
         records = self._files.finish(batch, sums)
-        self._phases.mark("finish")
+        self._operation.mark("finish")
         return records
 
     def _give_back(self, pool: StagingPool) -> None:

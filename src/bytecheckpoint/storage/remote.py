@@ -11,10 +11,10 @@ from typing import ClassVar, Generic, TypeVar
 from bytecheckpoint.calls import SharedLock
 from bytecheckpoint.errors import CheckpointError, StorageError
 from bytecheckpoint.liveness import busy
-from bytecheckpoint.monitoring.operation import count_retries
 from bytecheckpoint.settings import settings
 from bytecheckpoint.storage.ranged import Connections
 from bytecheckpoint.storage.retry import Attempts
+from bytecheckpoint.tracing.operation import count_retries
 
 __all__ = ["BriefRetries", "ClientCache", "RemoteClient", "is_panic"]
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from bytecheckpoint.errors import StorageUnavailableError
-from bytecheckpoint.monitoring.operation import pause
+from bytecheckpoint.tracing.operation import pause
 
 __all__ = ["Attempts", "retry"]
 

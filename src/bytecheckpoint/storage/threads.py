@@ -12,7 +12,7 @@ from typing import ClassVar, TypeVar
 
 from bytecheckpoint.errors import StorageUnavailableError
 from bytecheckpoint.liveness import busy
-from bytecheckpoint.monitoring.operation import carried
+from bytecheckpoint.tracing.operation import carried
 from bytecheckpoint.tuning import tuning
 
 __all__ = ["CallTimeoutError", "call_with_timeout", "parallel_map", "wait_for_call"]

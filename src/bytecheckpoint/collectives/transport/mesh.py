@@ -44,7 +44,7 @@ from bytecheckpoint.errors import (
     error_report,
 )
 from bytecheckpoint.liveness import busy
-from bytecheckpoint.monitoring.operation import count_retries
+from bytecheckpoint.tracing.operation import count_retries
 
 __all__ = ["Mesh"]
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from bytecheckpoint.collectives.base import DataProvider, provide
 from bytecheckpoint.collectives.transport.transfers import PeerLink
-from bytecheckpoint.monitoring.operation import carried
+from bytecheckpoint.tracing.operation import carried
 
 __all__ = ["Request", "Service"]
 

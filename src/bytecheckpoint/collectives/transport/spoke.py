@@ -17,7 +17,7 @@ from bytecheckpoint.collectives.transport.sockets import listen, listen_beside, 
 from bytecheckpoint.collectives.transport.star import PLACE, PLACES, Star
 from bytecheckpoint.collectives.transport.wire import ANYBODY, FrameReader, Kind, Payload
 from bytecheckpoint.errors import CheckpointTimeoutError, PeerLostError
-from bytecheckpoint.monitoring.operation import pause
+from bytecheckpoint.tracing.operation import pause
 from bytecheckpoint.tuning import tuning
 
 __all__ = ["Spoke"]

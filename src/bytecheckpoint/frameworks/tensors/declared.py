@@ -17,7 +17,7 @@ from bytecheckpoint.errors import UsageError
 from bytecheckpoint.frameworks.tensors.dtensors import is_dtensor
 from bytecheckpoint.frameworks.tensors.fragments import range_shards, range_table, repeated_box, table_shards
 from bytecheckpoint.frameworks.tensors.plain import lists_own_shards, plain_shard
-from bytecheckpoint.monitoring.garbage_collection import gc_paused
+from bytecheckpoint.garbage_collection import gc_paused
 from bytecheckpoint.representation.boxes import Int64s
 from bytecheckpoint.representation.shards import LiveShard, TensorKey, boxes_of, each_box
 

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from functools import partial
 
 from bytecheckpoint.errors import StorageFullError
-from bytecheckpoint.monitoring.operation import pause
 from bytecheckpoint.storage.hdfs.cluster import Cluster, call_client
 from bytecheckpoint.storage.hdfs.errors import facts_of
+from bytecheckpoint.tracing.operation import pause
 
 __all__ = ["check_room"]
 

@@ -15,8 +15,8 @@ import struct
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from bytecheckpoint.monitoring.operation import count_retries
 from bytecheckpoint.storage.hdfs.config import Address
+from bytecheckpoint.tracing.operation import count_retries
 
 __all__ = ["RemoteError", "concat", "remaining_bytes"]
 

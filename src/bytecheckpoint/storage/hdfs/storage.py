@@ -20,7 +20,6 @@ from typing import Any, TypeVar
 import numpy as np
 
 from bytecheckpoint.errors import StorageError, StorageUnavailableError
-from bytecheckpoint.monitoring.operation import pause
 from bytecheckpoint.storage.base import FileReader, FileStat, check_name, conflict_error
 from bytecheckpoint.storage.hdfs.cluster import Cluster, call_client, cluster_of
 from bytecheckpoint.storage.hdfs.config import parse_url
@@ -30,6 +29,7 @@ from bytecheckpoint.storage.hdfs.upload import PART_MARK, Upload
 from bytecheckpoint.storage.ranged import RangeRequest, RequestSizes, read_in_parallel
 from bytecheckpoint.storage.threads import parallel_map
 from bytecheckpoint.storage.uploading import Pieces, UploadingStorage
+from bytecheckpoint.tracing.operation import pause
 from bytecheckpoint.tuning import tuning
 
 __all__ = ["HdfsStorage"]

@@ -11,7 +11,6 @@ import obstore
 
 from bytecheckpoint.calls import SharedLock
 from bytecheckpoint.errors import StorageError, StorageUnavailableError
-from bytecheckpoint.monitoring.operation import count_retries
 from bytecheckpoint.settings import settings
 from bytecheckpoint.storage.objects.config import environment, fingerprint, make_client, without_secrets
 from bytecheckpoint.storage.objects.errors import facts_of, no_credentials, storage_error
@@ -19,6 +18,7 @@ from bytecheckpoint.storage.objects.uploads import Uploads
 from bytecheckpoint.storage.remote import BriefRetries, ClientCache, RemoteClient, is_panic
 from bytecheckpoint.storage.retry import Attempts
 from bytecheckpoint.storage.threads import parallel_map
+from bytecheckpoint.tracing.operation import count_retries
 from bytecheckpoint.tuning import tuning
 
 __all__ = ["REFUSED", "Bucket", "bucket_of"]

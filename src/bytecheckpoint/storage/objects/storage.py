@@ -10,7 +10,6 @@ import numpy as np
 import obstore
 
 from bytecheckpoint.errors import StorageError, UsageError
-from bytecheckpoint.monitoring.operation import count_retries, pause
 from bytecheckpoint.storage.base import (
     UNENCODABLE,
     FileReader,
@@ -27,6 +26,7 @@ from bytecheckpoint.storage.objects.errors import facts_of
 from bytecheckpoint.storage.ranged import RangeRequest, RequestSizes, read_in_parallel
 from bytecheckpoint.storage.threads import parallel_map
 from bytecheckpoint.storage.uploading import Pieces, UploadingStorage
+from bytecheckpoint.tracing.operation import count_retries, pause
 
 __all__ = ["ObjectStorage"]
 

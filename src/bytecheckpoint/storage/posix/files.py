@@ -12,8 +12,8 @@ from typing import TypeVar
 import xxhash
 
 from bytecheckpoint.errors import StorageError, StorageFullError, StorageUnavailableError
-from bytecheckpoint.monitoring.operation import pause
 from bytecheckpoint.storage.posix.mounts import on_network
+from bytecheckpoint.tracing.operation import pause
 from bytecheckpoint.tuning import tuning
 
 __all__ = [

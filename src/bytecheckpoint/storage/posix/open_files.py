@@ -10,11 +10,11 @@ import threading
 from collections.abc import Callable, Sequence
 
 from bytecheckpoint.errors import StorageUnavailableError
-from bytecheckpoint.monitoring.operation import pause
 from bytecheckpoint.representation.checksums import block_sum
 from bytecheckpoint.storage.base import FileReader, FileWriter, NewFile
 from bytecheckpoint.storage.posix.files import may_pass, open_file, retry_stale, translated
 from bytecheckpoint.storage.posix.mounts import mounted, network_mount, on_network
+from bytecheckpoint.tracing.operation import pause
 from bytecheckpoint.tuning import tuning
 
 __all__ = ["Reader", "Retry", "Writer", "write_fully"]

@@ -9,13 +9,13 @@ from enum import StrEnum
 
 from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.handles import SaveHandle, SaveReport, fail_handle
-from bytecheckpoint.monitoring.operation import retries_so_far
 from bytecheckpoint.representation.catalog import Catalog
 from bytecheckpoint.representation.catalog_file import decode
 from bytecheckpoint.settings import Settings
 from bytecheckpoint.tiers.flush.job import transfer_limit
 from bytecheckpoint.tiers.hot_folder import HotStep
 from bytecheckpoint.tiers.storage import TierStorage
+from bytecheckpoint.tracing.operation import retries_so_far
 
 __all__ = ["PendingFlush", "Stage"]
 

@@ -16,11 +16,11 @@ import bytecheckpoint
 from bytecheckpoint import StorageUnavailableError
 from bytecheckpoint.collectives.transport.serving import Service
 from bytecheckpoint.engine.workers import Workers
-from bytecheckpoint.monitoring.operation import Operation, carried, count_retries, pause, retries_so_far
 from bytecheckpoint.storage import resolve
 from bytecheckpoint.storage.retry import Attempts
 from bytecheckpoint.storage.testing.wrappers import FaultRule, FaultyStorage, RetryingStorage
 from bytecheckpoint.storage.threads import parallel_map, wait_for_call
+from bytecheckpoint.tracing.operation import Operation, carried, count_retries, pause, retries_so_far
 from bytecheckpoint.world import SaveQueue
 from tests.faults.coded import states, step_of
 from tests.support.settings import undisturbed
@@ -98,7 +98,7 @@ def test_pauses_are_counted_and_logged_once(caplog: pytest.LogCaptureFixture) ->
     assert 0.05 + 0.1 + 0.01 <= operation.retry_seconds < 5.0
     (record,) = caplog.records
     assert "the load from /x repeated 3 requests, and waited 0." in record.message
-    assert operation.take_counts()[0] == 3 and operation.take_counts() == (0, 0.0)
+    assert operation.take()["totals"]["retry"].times == 3 and not operation.take()["totals"]
 
 
 def test_an_error_passes_and_leaves_no_operation() -> None:

@@ -1,0 +1,149 @@
+"""The way of metrics from all ranks of a world to rank 0."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+
+import msgspec
+
+from bytecheckpoint.collectives import Collective
+from bytecheckpoint.errors import CheckpointError
+from bytecheckpoint.handles import LoadReport, SaveReport
+from bytecheckpoint.monitoring.background import Background
+from bytecheckpoint.monitoring.delivery import deliver, is_on
+from bytecheckpoint.monitoring.record import RankRecord, make_record
+from bytecheckpoint.monitoring.table import operation_record
+from bytecheckpoint.tracing.operation import Operation
+from bytecheckpoint.tuning import tuning
+
+__all__ = ["Collector"]
+
+_log = logging.getLogger("bytecheckpoint")
+_TAG = "metrics"
+_decoder = msgspec.msgpack.Decoder(RankRecord)
+
+
+class Collector:
+    """Sends what this rank has measured to rank 0, and joins on rank 0 what the ranks have sent.
+
+    Nothing here waits, and no failure leaves it: metrics that get lost are missing in a report, and that is all.
+
+    Args:
+        collective: the ranks.
+
+    Attributes:
+        mesh: this rank's coordinate by mesh dimension.
+    """
+
+    def __init__(self, collective: Collective) -> None:
+        self.mesh: Mapping[str, int] = {}
+        self._rank, self._world_size, self._world_id = collective.rank, collective.world_size, collective.world_id
+        self._host = collective.host.split("/", 1)[0]
+        self._send = collective.send
+        self._background = Background("bytecheckpoint-metrics")
+        self._messages: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self._gathered: dict[tuple[str, int], dict[int, RankRecord]] = {}
+        self._first_message: dict[tuple[str, int], float] = {}  # when it came, as `time.monotonic`
+        self._delivered: dict[str, int] = {}  # by kind, number of the newest operation that was delivered
+        if self._rank == 0 and self._world_size > 1:
+            collective.watch(_TAG, self._receive)
+
+    def observer(self, operation: Operation) -> Callable[[Future[SaveReport]], None]:
+        """Return a done-callback that reports the outcome of `operation`."""
+
+        def observe(done: Future[SaveReport]) -> None:
+            error = done.exception()
+            self.report(operation, done.result() if error is None else error)
+
+        return observe
+
+    def report(self, operation: Operation, outcome: SaveReport | LoadReport | BaseException) -> None:
+        """Send what this rank has measured of an operation that has ended.
+
+        Args:
+            operation: this rank's part of it.
+            outcome: its report, or what made it fail.
+        """
+        if not operation.number or not is_on():
+            return
+        try:
+            limit = min(tuning().spans_per_rank, max(tuning().spans_per_world // self._world_size, 1))
+            record = make_record(operation, self._rank, self._host, self.mesh, outcome, limit)
+            message = msgspec.msgpack.encode(record)
+            if self._rank == 0:
+                self._receive(message)
+            else:
+                self._send(0, _TAG, message)
+        except CheckpointError:
+            pass  # the world has ended
+        except Exception:  # noqa: BLE001  metrics never fail a save
+            _log.exception("the metrics of a %s are lost", operation.kind)
+
+    def close(self) -> None:
+        """Deliver what has come. Waits some seconds at most."""
+        if self._rank != 0:
+            return
+        deadline = time.monotonic() + tuning().metrics_end
+        self._background.submit(self._take_messages)
+        while self._gathered and time.monotonic() < deadline:
+            self._background.flush(tuning().metrics_end)
+            time.sleep(0.01)
+        self._background.submit(self._deliver_all)
+        self._background.flush(max(deadline - time.monotonic(), 0.1))
+
+    # --- rank 0 ---------------------------------------------------------------------------------------------------
+
+    def _receive(self, message: bytes) -> None:
+        """Take a message, on the transport's thread."""
+        first = self._messages.empty()
+        self._messages.put(message)
+        if first:
+            self._background.submit(self._take_messages)
+
+    def _take_messages(self) -> None:
+        while True:
+            try:
+                message = self._messages.get_nowait()
+            except queue.Empty:
+                return
+            with contextlib.suppress(msgspec.MsgspecError):  # a rank with another version of this package
+                self._take(_decoder.decode(message))
+
+    def _take(self, record: RankRecord) -> None:
+        key = record.kind, record.number
+        if record.number <= self._delivered.get(record.kind, 0):
+            return  # too late
+        if key not in self._gathered:
+            if not self._gathered:
+                self._background.later(tuning().metrics_wait, self._deliver_overdue)
+            self._gathered[key] = {}
+            self._first_message[key] = time.monotonic()
+        self._gathered[key][record.rank] = record
+        if len(self._gathered[key]) == self._world_size:
+            self._deliver(key)
+
+    def _deliver(self, key: tuple[str, int]) -> None:
+        records = self._gathered.pop(key)
+        del self._first_message[key]
+        self._delivered[key[0]] = max(self._delivered.get(key[0], 0), key[1])
+        deliver(operation_record([*records.values()], self._world_id, self._world_size))
+
+    def _deliver_overdue(self) -> None:
+        """Deliver what is not complete and has waited long enough: a rank is gone, or hangs."""
+        now = time.monotonic()
+        for key, came in list(self._first_message.items()):
+            if came + tuning().metrics_wait <= now:
+                self._deliver(key)
+        if self._first_message:
+            wait = min(self._first_message.values()) + tuning().metrics_wait - now
+            self._background.later(wait, self._deliver_overdue)
+
+    def _deliver_all(self) -> None:
+        self._take_messages()
+        for key in list(self._gathered):
+            self._deliver(key)

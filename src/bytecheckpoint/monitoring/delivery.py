@@ -1,0 +1,110 @@
+"""The sinks of this process, each with a bounded queue and a thread of its own."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+
+from bytecheckpoint.monitoring.background import Background
+from bytecheckpoint.monitoring.record import without_secrets
+from bytecheckpoint.monitoring.sinks import Sink, make_sink
+from bytecheckpoint.monitoring.table import OperationRecord
+from bytecheckpoint.settings import settings
+from bytecheckpoint.tuning import tuning
+
+__all__ = ["deliver", "finish", "is_on"]
+
+_log = logging.getLogger("bytecheckpoint")
+_OFF = ("", "off")
+#: Records that wait for one sink.
+_WAITING = 64
+
+
+class _Delivery:
+    """Delivers records to one sink.
+
+    Attributes:
+        dropped: records that did not reach the sink: its queue was full, or it failed.
+    """
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._shown = without_secrets(address)
+        self._background = Background(f"bytecheckpoint-sink-{self._shown.split(':')[0]}", _WAITING)
+        self._sink: Sink | None = None
+        self._failed = False
+        self.dropped = 0
+
+    def put(self, record: OperationRecord) -> None:
+        if not self._background.submit(lambda: self._deliver(record)):
+            self.dropped += 1
+
+    def finish(self, timeout: float) -> None:
+        self._background.flush(timeout)
+
+    def close(self) -> None:
+        self._background.submit(self._close)
+
+    def _deliver(self, record: OperationRecord) -> None:
+        try:
+            self._sink = self._sink or make_sink(self._address)
+            self._sink.deliver(record)
+        except Exception as error:  # noqa: BLE001  of any client
+            self.dropped += 1
+            if not self._failed:
+                why = without_secrets(f"{type(error).__name__}: {error}")
+                _log.warning("metrics do not reach %s, which disturbs nothing else: %s", self._shown, why)
+            self._failed = True
+        else:
+            if self._failed:
+                _log.warning("metrics reach %s again; %d records are lost", self._shown, self.dropped)
+            self._failed = False
+
+    def _close(self) -> None:
+        if self._sink is not None:
+            self._sink.close()
+
+
+_deliveries: dict[str, _Delivery] = {}
+_lock = threading.Lock()
+
+
+def _forget_after_fork() -> None:
+    global _deliveries, _lock
+    _deliveries, _lock = {}, threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget_after_fork)
+
+
+def is_on() -> bool:
+    """Whether metrics are collected."""
+    return settings().metrics not in _OFF
+
+
+def _current() -> list[_Delivery]:
+    """Return the deliveries to the sinks of the settings in force, and close others."""
+    wanted = [address.strip() for address in settings().metrics.split(",")]
+    wanted = [address for address in wanted if address not in _OFF]
+    with _lock:
+        for address in _deliveries.keys() - set(wanted):
+            _deliveries.pop(address).close()
+        for address in wanted:
+            if address not in _deliveries:
+                _deliveries[address] = _Delivery(address)
+        return [_deliveries[address] for address in wanted]
+
+
+def deliver(record: OperationRecord) -> None:
+    """Hand a record to all sinks. Returns at once; a sink that cannot follow loses records."""
+    for delivery in _current():
+        delivery.put(record)
+
+
+def finish() -> None:
+    """Wait some seconds at most until the sinks have what was handed to them."""
+    deadline = time.monotonic() + tuning().metrics_end
+    for delivery in list(_deliveries.values()):
+        delivery.finish(max(deadline - time.monotonic(), 0.0))

@@ -1,0 +1,141 @@
+"""What one rank reports of one operation: a message to rank 0."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+import msgspec
+import numpy as np
+
+from bytecheckpoint.handles import LoadReport, SaveReport
+from bytecheckpoint.tracing.operation import Operation
+
+__all__ = ["LEVELS", "ROW", "RankRecord", "make_record", "without_secrets"]
+
+#: What a row describes: the part of a rank as a whole, one of its phases, the sum of all spans of one name, one span.
+LEVELS = ("rank", "phase", "total", "span")
+#: One row; `name`, `phase` and `subject` are numbers of strings, and `begin` counts from the beginning of the operation.
+ROW = np.dtype(
+    [
+        ("level", "<u1"), ("failed", "<u1"), ("name", "<u2"), ("phase", "<u2"), ("subject", "<u2"),
+        ("begin", "<f4"), ("seconds", "<f4"), ("count", "<i8"), ("nbytes", "<i8"),
+    ]
+)  # fmt: skip
+
+_STEP = re.compile(r"step[_-]?([0-9]{1,18})/*$")
+_CREDENTIALS = re.compile(r"(?<=://)[^/@\s'\"]+@")
+_QUERY = re.compile(r"(://[^\s'\"?]*)\?[^\s'\"]*")
+
+
+class RankRecord(msgspec.Struct, frozen=True, array_like=True):
+    """What one rank did in one operation.
+
+    Attributes:
+        kind: "save" or "load".
+        number: of the operation among those of its kind, equal on all ranks.
+        path: of the checkpoint, without credentials.
+        step: the training step; None where it is not known.
+        began: seconds since 1970, by this machine's clock.
+        rank: of the rank.
+        host: name of its machine.
+        mesh: the rank's coordinate by mesh dimension.
+        attempt: how often it started again because another job replaced the checkpoint, from 1.
+        error: what made it fail, "" for a success.
+        stage: the phase in which it failed.
+        seconds: from the call to the end.
+        blocking_seconds: how long the caller waited.
+        nbytes: written to the storage, or read from it.
+        strings: that the rows refer to.
+        rows: array of `ROW`, as bytes.
+    """
+
+    kind: str
+    number: int
+    path: str
+    step: int | None
+    began: float
+    rank: int
+    host: str
+    mesh: dict[str, int]
+    attempt: int
+    error: str
+    stage: str
+    seconds: float
+    blocking_seconds: float
+    nbytes: int
+    strings: list[str]
+    rows: bytes
+
+
+def without_secrets(text: str) -> str:
+    """Return `text` without user names, passwords and queries of URLs."""
+    return _QUERY.sub(r"\1", _CREDENTIALS.sub("", text))
+
+
+def _step_of(path: str) -> int | None:
+    """Return the training step that the name of a checkpoint's folder says."""
+    found = _STEP.search(path)
+    return int(found[1]) if found else None
+
+
+def make_record(
+    operation: Operation,
+    rank: int,
+    host: str,
+    mesh: Mapping[str, int],
+    outcome: SaveReport | LoadReport | BaseException,
+    limit: int,
+) -> RankRecord:
+    """Describe an operation that has ended.
+
+    Args:
+        operation: this rank's part of it.
+        rank: this rank.
+        host: name of its machine.
+        mesh: the rank's coordinate by mesh dimension.
+        outcome: its report, or what made it fail.
+        limit: spans to describe, the longest ones.
+    """
+    numbers: dict[str, int] = {}
+
+    def number(text: str) -> int:
+        return numbers.setdefault(text, len(numbers))
+
+    spans = operation.longest_spans()
+    if len(spans) > limit:
+        shortest = sorted((s.seconds for s in spans), reverse=True)[limit - 1] if limit else np.inf
+        spans = [s for s in spans if s.seconds >= shortest][:limit]
+    rows: list[tuple[float | int, ...]] = [
+        (level, part.failed, number(part.name), number(part.phase), number(part.subject),
+         part.begin - operation.begin, part.seconds, 1, part.nbytes)
+        for level, parts in ((1, operation.phases), (3, spans)) for part in parts
+    ]  # fmt: skip
+    rows += [
+        (2, 0, number(name), number(""), number(""), 0.0, total.seconds, total.times, total.nbytes)
+        for name, total in operation.totals().items()
+    ]
+    path, error, seconds, blocking, nbytes = operation.path, "", operation.seconds(), 0.0, 0
+    if isinstance(outcome, BaseException):
+        error = without_secrets(str(outcome) or type(outcome).__name__)
+    else:
+        path, seconds, blocking = outcome.path, outcome.total_seconds, outcome.blocking_seconds
+        nbytes = outcome.bytes_written if isinstance(outcome, SaveReport) else outcome.bytes_read
+    return RankRecord(
+        kind=operation.kind,
+        number=operation.number,
+        path=without_secrets(path),
+        step=operation.step if operation.step is not None else _step_of(path),
+        began=operation.began,
+        rank=rank,
+        host=host,
+        mesh=dict(mesh),
+        attempt=operation.attempt,
+        error=error,
+        stage=operation.phase if error else "",
+        seconds=seconds,
+        blocking_seconds=blocking,
+        nbytes=nbytes,
+        strings=[without_secrets(text) for text in numbers],
+        rows=np.array(rows, ROW).tobytes(),
+    )

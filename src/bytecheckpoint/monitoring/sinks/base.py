@@ -1,0 +1,54 @@
+"""The protocol of sinks, and the table of those that exist."""
+
+from __future__ import annotations
+
+import importlib
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
+
+from bytecheckpoint.errors import UsageError
+
+if TYPE_CHECKING:
+    from bytecheckpoint.monitoring.table import OperationRecord
+
+__all__ = ["Sink", "make_sink"]
+
+#: scheme -> module and class. A module is imported when its scheme is used.
+_SINKS = {
+    "files": ("bytecheckpoint.monitoring.sinks.files", "FilesSink"),
+}
+
+
+class Sink(ABC):
+    """Takes the metrics of operations, on rank 0. One thread at a time calls it.
+
+    It may raise anything: the record is then lost, and a log line says so, once. It must end within seconds.
+
+    Args:
+        address: as in the setting.
+    """
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+
+    @abstractmethod
+    def deliver(self, record: OperationRecord) -> None:
+        """Take the metrics of one operation."""
+
+    def close(self) -> None:
+        """Send what is still held back, and close connections."""
+        return
+
+
+def make_sink(address: str) -> Sink:
+    """Make the sink of an address.
+
+    Raises:
+        UsageError: its scheme is unknown.
+    """
+    scheme = address.split(":", 1)[0]
+    if scheme not in _SINKS:
+        raise UsageError(f"settings.metrics: no sink is called {scheme!r}; there are: off, {', '.join(_SINKS)}")
+    module, name = _SINKS[scheme]
+    sink: Sink = getattr(importlib.import_module(module), name)(address)
+    return sink

@@ -1,0 +1,82 @@
+"""Metrics as files beside the run: one Parquet file per operation, many of them joined into one later."""
+
+from __future__ import annotations
+
+import io
+import time
+from collections.abc import Iterable
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from bytecheckpoint.monitoring.sinks.base import Sink
+from bytecheckpoint.monitoring.table import OperationRecord
+from bytecheckpoint.storage import Storage, resolve
+from bytecheckpoint.storage.time_limits import with_time_limits
+
+__all__ = ["METRICS_FOLDER", "FilesSink", "decode_table", "encode_table", "run_of_path"]
+
+#: Folder of the metrics, in the folder of the run.
+METRICS_FOLDER = ".bytecheckpoint-metrics"
+#: Files of operations that are joined into one.
+_JOINED = 64
+#: Larger files stay as they are.
+_SMALL = 1 << 20
+
+
+def run_of_path(path: str) -> str:
+    """Return the folder of the run that a checkpoint's path belongs to: the one that holds the checkpoint's folder."""
+    scheme, separator, rest = path.rpartition("://")
+    folder, _, name = rest.rstrip("/").rpartition("/")
+    if not name or not folder:
+        return path  # a bucket, or the root of a file system
+    return f"{scheme}{separator}{folder}"
+
+
+class FilesSink(Sink):
+    """Writes files to the storage of the run that an operation belongs to."""
+
+    def __init__(self, address: str) -> None:
+        super().__init__(address)
+        self._small: dict[str, list[str]] = {}  # folder -> names of small files of this process, oldest first
+
+    def deliver(self, record: OperationRecord) -> None:
+        """Write the file of an operation, and join small files when there are many."""
+        url = f"{run_of_path(record.path)}/{METRICS_FOLDER}"
+        folder = with_time_limits(resolve(url))
+        data = encode_table(record.table)
+        when = time.strftime("%Y%m%dT%H%M%S", time.gmtime(record.began))
+        name = f"{when}-{record.id}.parquet"
+        folder.publish(name, data)
+        if len(data) <= _SMALL:
+            small = self._small.setdefault(url, [])
+            small.append(name)
+            if len(small) >= _JOINED:
+                _join(folder, small)
+                small.clear()
+
+
+def _join(folder: Storage, names: Iterable[str]) -> None:
+    """Replace files by one. Readers that see both count each operation once."""
+    found = {}
+    for name in names:
+        try:
+            found[name] = decode_table(folder.read(name))
+        except FileNotFoundError:
+            continue  # somebody has cleaned up
+    if found:
+        first = min(found)
+        folder.publish(f"joined-{first}", encode_table(pa.concat_tables(found.values())))
+        folder.delete(found)
+
+
+def encode_table(table: pa.Table) -> bytes:
+    """Return a table as a Parquet file."""
+    sink = io.BytesIO()
+    pq.write_table(table, sink, compression="zstd", use_dictionary=True)
+    return sink.getvalue()
+
+
+def decode_table(data: bytes) -> pa.Table:
+    """Return the table of a Parquet file."""
+    return pq.read_table(io.BytesIO(data))
