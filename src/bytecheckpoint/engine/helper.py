@@ -236,7 +236,6 @@ class _Server:
             op = record.pop("op")
             if op == "open":
                 self._operation = Operation("save", unescape(record["url"]))
-                self._operation.phase = "write"
             operation = self._operation
             try:
                 with operation.running():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import re
 from collections.abc import Mapping
 
@@ -106,8 +107,14 @@ def make_record(
     if len(spans) > limit:
         shortest = sorted((s.seconds for s in spans), reverse=True)[limit - 1] if limit else np.inf
         spans = [s for s in spans if s.seconds >= shortest][:limit]
+    ends = [part.begin + part.seconds for part in operation.phases]
+
+    def phase_at(moment: float) -> str:
+        place = bisect.bisect_right(ends, moment)
+        return operation.phases[place].name if place < len(ends) else operation.phase
+
     rows: list[tuple[float | int, ...]] = [
-        (level, part.failed, number(part.name), number(part.phase), number(part.subject),
+        (level, part.failed, number(part.name), number(phase_at(part.begin + part.seconds / 2)), number(part.subject),
          part.begin - operation.begin, part.seconds, 1, part.nbytes)
         for level, parts in ((1, operation.phases), (3, spans)) for part in parts
     ]  # fmt: skip

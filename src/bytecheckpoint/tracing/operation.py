@@ -47,7 +47,6 @@ class Span(NamedTuple):
 
     Attributes:
         name: what was done, as "write".
-        phase: of the operation in which it ended.
         begin: as `time.perf_counter`, which all processes of a machine share.
         seconds: duration.
         nbytes: that it moved.
@@ -56,7 +55,6 @@ class Span(NamedTuple):
     """
 
     name: str
-    phase: str
     begin: float
     seconds: float
     nbytes: int
@@ -129,7 +127,7 @@ class Operation:
         """End phase `name`, which began when the one before ended."""
         note_activity()
         now = time.perf_counter()
-        self.phases.append(Span(name, name, self._last, now - self._last, 0, "", failed=False))
+        self.phases.append(Span(name, self._last, now - self._last, 0, "", failed=False))
         self._last = now
 
     def seconds_by_phase(self) -> dict[str, float]:
@@ -156,7 +154,7 @@ class Operation:
             failed: it raised.
         """
         # No lock: appending is one step of the interpreter, and a chunk must cost next to nothing.
-        self._new.append(Span(name, self.phase, begin, time.perf_counter() - begin, nbytes, subject, failed))
+        self._new.append(Span(name, begin, time.perf_counter() - begin, nbytes, subject, failed))
         if len(self._new) >= 2 * tuning().spans_per_rank:
             self._sum_up()
 
