@@ -153,12 +153,12 @@ def test_a_function_is_measured_with_its_failures() -> None:
     @span("work")
     def work(fail: bool) -> None:
         if fail:
-            raise ValueError
+            raise ValueError("no")
 
     operation = Operation("load", "/x")
     with operation.running():
         work(fail=False)
-        with pytest.raises(ValueError):
+        with pytest.raises(ValueError, match="no"):
             work(fail=True)
     work(fail=False)  # no operation runs
     assert [part.failed for part in operation.longest_spans()] == [False, True]
