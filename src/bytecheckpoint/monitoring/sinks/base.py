@@ -16,6 +16,7 @@ __all__ = ["Sink", "make_sink"]
 
 #: scheme -> module and class. A module is imported when its scheme is used.
 _SINKS = {
+    "console": ("bytecheckpoint.monitoring.sinks.console", "ConsoleSink"),
     "files": ("bytecheckpoint.monitoring.sinks.files", "FilesSink"),
 }
 
