@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import itertools
 import logging
@@ -34,7 +35,7 @@ class Background:
         self._changed = threading.Condition()
 
     def submit(self, job: Callable[[], object]) -> bool:
-        """Run `job` soon; return False if too many jobs are waiting, or the interpreter ends."""
+        """Run `job` soon; return False if too many jobs are waiting."""
         return self.later(0.0, job)
 
     def later(self, seconds: float, job: Callable[[], object]) -> bool:
@@ -45,12 +46,11 @@ class Background:
             heapq.heappush(self._jobs, (time.monotonic() + seconds, next(self._numbers), job))
             self._changed.notify_all()
             if not self._running:
-                try:
+                with contextlib.suppress(
+                    RuntimeError
+                ):  # no thread can be started, or the interpreter ends: see `flush`
                     threading.Thread(target=self._run, name=self._name, daemon=True).start()
-                except RuntimeError:  # no thread can be started, or the interpreter ends
-                    self._jobs.clear()
-                    return False
-                self._running = True
+                    self._running = True
         return True
 
     def waiting(self) -> int:
@@ -59,9 +59,17 @@ class Background:
             return len(self._jobs)
 
     def flush(self, timeout: float) -> bool:
-        """Wait until all jobs that are due have ended; return False after `timeout` seconds."""
-        with self._changed:
-            return self._changed.wait_for(lambda: not self._busy and not self._due(), timeout)
+        """Wait until all jobs that are due have ended, or run them where there is no thread; False after `timeout` s."""
+        deadline = time.monotonic() + timeout
+        while True:
+            with self._changed:
+                if self._running:
+                    remaining = deadline - time.monotonic()
+                    return self._changed.wait_for(lambda: not self._busy and not self._due(), remaining)
+                if not self._due() or time.monotonic() > deadline:
+                    return not self._due()
+                job = heapq.heappop(self._jobs)[2]
+            _run(job)
 
     def _due(self) -> bool:
         return bool(self._jobs) and self._jobs[0][0] <= time.monotonic()
@@ -79,7 +87,11 @@ class Background:
                         return
                 job = heapq.heappop(self._jobs)[2]
                 self._busy = True
-            try:
-                job()
-            except Exception:  # noqa: BLE001  of one sink or alert must not end the others
-                _log.exception("monitoring failed")
+            _run(job)
+
+
+def _run(job: Callable[[], object]) -> None:
+    try:
+        job()
+    except Exception:  # noqa: BLE001  of one sink or alert must not end the others
+        _log.exception("monitoring failed")
