@@ -1,7 +1,7 @@
 """What metrics cost: `python -m benchmarks.metrics [--rounds 20] [--mib 256] [--tensors 2000]`.
 
-Saves with metrics and without take turns. Seconds are medians of single saves. Core-seconds are those of this process and its
-helper, with what the metrics' own threads do afterwards. A step is a piece of Python that runs beside asynchronous saves.
+Saves with metrics and without take turns. Seconds are medians of single saves. Core-seconds are those of this process and
+its helper, with what the metrics' threads do afterwards. A step is a piece of Python that runs beside asynchronous saves.
 """
 
 from __future__ import annotations
