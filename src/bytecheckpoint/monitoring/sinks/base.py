@@ -7,16 +7,20 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
 from bytecheckpoint.errors import UsageError
+from bytecheckpoint.monitoring.record import without_secrets
 
 if TYPE_CHECKING:
+    from bytecheckpoint.monitoring.alert import Alert
     from bytecheckpoint.monitoring.progress import OperationProgress
     from bytecheckpoint.monitoring.table import OperationRecord
 
-__all__ = ["Sink", "make_sink"]
+__all__ = ["Sink", "make_sink", "shown_address"]
 
 #: scheme -> module and class. A module is imported when its scheme is used.
 _SINKS = {
     "console": ("bytecheckpoint.monitoring.sinks.console", "ConsoleSink"),
+    "webhook+http": ("bytecheckpoint.monitoring.sinks.webhook", "WebhookSink"),
+    "webhook+https": ("bytecheckpoint.monitoring.sinks.webhook", "WebhookSink"),
     "files": ("bytecheckpoint.monitoring.sinks.files", "FilesSink"),
 }
 
@@ -41,6 +45,10 @@ class Sink(ABC):
         """Take how far a running operation is: about once a second, and once when it ends."""
         return
 
+    def alert(self, alert: Alert) -> None:
+        """Take what a rule has found."""
+        return
+
     def close(self) -> None:
         """Send what is still held back, and close connections."""
         return
@@ -58,3 +66,9 @@ def make_sink(address: str) -> Sink:
     module, name = _SINKS[scheme]
     sink: Sink = getattr(importlib.import_module(module), name)(address)
     return sink
+
+
+def shown_address(address: str) -> str:
+    """Return the address of a sink for log lines: without credentials, and without the path of a webhook, a token often."""
+    shown = without_secrets(address)
+    return "/".join(shown.split("/")[:3]) if shown.startswith("webhook+") else shown
