@@ -119,9 +119,9 @@ def _current() -> list[_Delivery]:
 
 def deliver(record: OperationRecord) -> None:
     """Hand a record to all sinks. Returns at once; a sink that cannot follow loses records."""
+    _watcher.record(record)
     for delivery in _current():
         delivery.put(record)
-    _watcher.record(record)
 
 
 def deliver_progress(progress: OperationProgress) -> None:

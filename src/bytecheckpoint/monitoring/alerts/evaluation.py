@@ -29,7 +29,7 @@ class Evaluation:
         self._rules = list(rules)
         self._before: dict[tuple[str, str, int], deque[OperationSummary]] = {}
         self._saves: deque[OperationSummary] = deque(maxlen=_COMPARED)  # of the run that was saved last
-        self._raised: dict[tuple[str, int | None, str], float] = {}  # when an alert came last
+        self._raised: dict[tuple[str, str, int | None, str], float] = {}  # when an alert came last
 
     def after(self, summary: OperationSummary, lacking: Callable[[str, int], str] | None = None) -> list[Alert]:
         """Return the alerts about an operation that has ended.
@@ -88,7 +88,7 @@ class Evaluation:
         """Return those of `alerts` that did not come a short while ago."""
         found = []
         for alert in alerts:
-            key = alert.rule, alert.rank, alert.phase
+            key = alert.rule, run_of_path(alert.path), alert.rank, alert.phase
             when = alert.time or clock.time()
             if key not in self._raised or when - self._raised[key] >= rule.repeat:
                 self._raised[key] = when

@@ -99,7 +99,7 @@ class Straggler(Rule, frozen=True, kw_only=True, tag="straggler"):
                 by_phase.setdefault(found.phase, []).append((found, limit))
         for phase, all_found in by_phase.items():
             slowest, limit = all_found[0]
-            others = f", as do {len(all_found) - 1} other ranks" if len(all_found) > 1 else ""
+            others = f", {ranks_text([found.rank for found, _ in all_found[1:]])} too" if len(all_found) > 1 else ""
             load = f"; it has {slowest.load:.1f} times the mean bytes" if slowest.load > 1.5 else ""
             yield self.alert(
                 f"{rank_text(slowest.rank, slowest.host)} takes {seconds_text(slowest.seconds)} for {phase}{others}; "
@@ -122,7 +122,8 @@ class Bandwidth(Rule, frozen=True, kw_only=True, tag="bandwidth"):
         usual = statistics.median(known)
         limit = self.fraction * usual
         lost = now.nbytes / now.bandwidth - now.nbytes / usual
-        if now.bandwidth < limit and lost > self.seconds:
+        by_stragglers = max((slow.seconds - slow.median for slow in now.stragglers), default=0.0)  # told by their rule
+        if now.bandwidth < limit and lost - by_stragglers > self.seconds:
             yield self.alert(
                 f"{bandwidth_text(now.bandwidth)} of all ranks, {now.bandwidth / usual:.0%} of the usual "
                 f"{bandwidth_text(usual)}, which costs {seconds_text(lost)}",
