@@ -210,7 +210,8 @@ def _cost(summaries: Sequence[OperationSummary]) -> Iterator[Finding]:
             "warning", f"Saves stop the training for {share:.1%} of the time",
             f"{seconds_text(run.stall)} every {seconds_text(run.interval)}. Longest part of the last save: {longest[0]} of "
             f"rank {longest[1]}, {seconds_text(longest[3])}.",
-            "Save with async_checkpoint=True, or less often; `bytecheckpoint plan-interval` says how often.",
+            ("Save with async_checkpoint=True" if run.stall > 0.9 * run.write else "Save less often")
+            + "; `bytecheckpoint plan-interval` says how often a save pays.",
             last.id, longest[1], longest[0],
         )  # fmt: skip
     if run.write > 0.8 * run.interval:
