@@ -73,6 +73,7 @@ class Tuning:
         hdfs_abandoned: storage: age at which the temporary file of a publisher counts as abandoned.
         spans_per_rank: tracing: spans of an operation that a rank keeps, the longest ones; totals count all.
         spans_per_world: monitoring: spans of an operation that all ranks together report.
+        progress_interval: tracing, monitoring: time between two reports of how far an operation is.
         metrics_wait: monitoring: time that rank 0 waits for the metrics of the other ranks.
         metrics_end: monitoring: time that a process which ends waits for its metrics to be delivered.
         lease_renewal: tiers: time between two renewals of a lease that is held.
@@ -136,6 +137,7 @@ class Tuning:
     # --- tracing and monitoring ---
     spans_per_rank: int = 256
     spans_per_world: int = 100_000
+    progress_interval: float = 1.0
     metrics_wait: float = 30.0
     metrics_end: float = 10.0
 

@@ -14,6 +14,7 @@ from bytecheckpoint.calls import one_at_a_time, refusal
 from bytecheckpoint.collectives import Collective
 from bytecheckpoint.engine.save_resources import SaveResources
 from bytecheckpoint.errors import CheckpointError, CheckpointTimeoutError, UsageError
+from bytecheckpoint.frameworks.coordinates import mesh_coordinates
 from bytecheckpoint.handles import SaveHandle
 from bytecheckpoint.liveness import seconds_busy, seconds_idle
 from bytecheckpoint.monitoring import delivery
@@ -146,6 +147,12 @@ class World:
     def note_prepared(self, states: Mapping[str, object]) -> None:
         """Remember the states that the next save is prepared for. An empty mapping stands for none."""
         self._prepared = _identity(states)
+
+    def note_layout(self, states: Mapping[str, object]) -> None:
+        """Find this rank's place in the layout of the job, for metrics, unless it is known."""
+        if not self.collector.mesh:
+            rank, world_size = self.collective.rank, self.collective.world_size
+            self.collector.mesh = mesh_coordinates(states, settings().mesh, rank, world_size)
 
     def is_prepared(self, states: Mapping[str, object]) -> bool:
         """Return whether these very objects were saved or prepared last, without a failure since."""

@@ -136,10 +136,15 @@ class HelperProcess:
         """
         with self._lock:
             try:
+                deadline = time.monotonic() + timeout
                 self._channel.sock.settimeout(timeout)
                 with busy(timeout):
                     self._channel.send(record, fds)
                     answer, _ = self._channel.receive()
+                    while answer is not None and answer.get("unfinished"):
+                        absorb(answer["measured"])
+                        self._channel.sock.settimeout(max(deadline - time.monotonic(), 0.001))
+                        answer, _ = self._channel.receive()
             except TimeoutError:
                 self.stop()
                 raise CheckpointTimeoutError(
@@ -224,6 +229,8 @@ class _Server:
         self._writer: FilesWriter | None = None
         self._batches: list[list[Future[None]]] = []
         self._operation = Operation("save", "")  # the save whose requests these are
+        self._answering = threading.Lock()
+        self._at_work = False
 
     def serve(self) -> None:
         while True:
@@ -237,18 +244,32 @@ class _Server:
             if op == "open":
                 self._operation = Operation("save", unescape(record["url"]))
             operation = self._operation
+            self._at_work = True
             try:
                 with operation.running():
                     answer = getattr(self, "do_" + op)(fds=fds, **record)
             except BaseException as error:  # noqa: BLE001  raised in the training process
                 answer = dict(error_report(error))
-            answer["measured"] = operation.take()
-            try:
-                self._channel.send(answer)
-            except OSError:
-                break
+            with self._answering:
+                self._at_work = False
+                answer["measured"] = operation.take()
+                try:
+                    self._channel.send(answer)
+                except OSError:
+                    break
         # The training process is gone, so nobody finishes the save.
         self.do_abort()
+
+    def tell_progress(self) -> None:
+        """Send what was measured so far about once a second, while a request takes long. Runs on a thread of its own."""
+        while True:
+            time.sleep(tuning().progress_interval)
+            with self._answering:
+                if self._at_work and (measured := self._operation.take())["totals"]:
+                    try:
+                        self._channel.send({"unfinished": True, "measured": measured})
+                    except OSError:
+                        return
 
     def do_ping(self, *, fds: list[int]) -> dict[str, Any]:
         return {}
@@ -345,6 +366,7 @@ def main() -> None:
     channel, stops = (socket.socket(fileno=int(fd)) for fd in sys.argv[1:])
     server = _Server(_Channel(channel))
     threading.Thread(target=server.stop_jobs, args=(stops,), daemon=True).start()
+    threading.Thread(target=server.tell_progress, daemon=True).start()
     server.serve()
 
 

@@ -218,6 +218,7 @@ class _Attempt:
         opened = self._checkpoint
         with detect_replacement(opened.reader):
             scatter = ScatterPlan(opened.fit.plan, opened.fit.targets)
+            self._operation.planned_bytes = opened.fit.plan.nbytes
             exchange, private = self._exchange(agreement.part("exchange"), scatter, decision)
             if exchange is not None:
                 # Other ranks copy from this rank's memory until all have agreed; the stack is closed then.

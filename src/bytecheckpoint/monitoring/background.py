@@ -53,6 +53,11 @@ class Background:
                 self._running = True
         return True
 
+    def waiting(self) -> int:
+        """Return the number of jobs that wait."""
+        with self._changed:
+            return len(self._jobs)
+
     def flush(self, timeout: float) -> bool:
         """Wait until all jobs that are due have ended; return False after `timeout` seconds."""
         with self._changed:

@@ -6,15 +6,17 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Callable
 
 from bytecheckpoint.monitoring.background import Background
+from bytecheckpoint.monitoring.progress import OperationProgress
 from bytecheckpoint.monitoring.record import without_secrets
 from bytecheckpoint.monitoring.sinks import Sink, make_sink
 from bytecheckpoint.monitoring.table import OperationRecord
 from bytecheckpoint.settings import settings
 from bytecheckpoint.tuning import tuning
 
-__all__ = ["deliver", "finish", "is_on"]
+__all__ = ["deliver", "deliver_progress", "finish", "is_on"]
 
 _log = logging.getLogger("bytecheckpoint")
 _OFF = ("", "off")
@@ -38,8 +40,12 @@ class _Delivery:
         self.dropped = 0
 
     def put(self, record: OperationRecord) -> None:
-        if not self._background.submit(lambda: self._deliver(record)):
+        if not self._background.submit(lambda: self._call(lambda sink: sink.deliver(record))):
             self.dropped += 1
+
+    def put_progress(self, progress: OperationProgress) -> None:
+        if progress.ended or not self._background.waiting():  # what a slow sink misses is old
+            self._background.submit(lambda: self._call(lambda sink: sink.progress(progress)))
 
     def finish(self, timeout: float) -> None:
         self._background.flush(timeout)
@@ -47,10 +53,10 @@ class _Delivery:
     def close(self) -> None:
         self._background.submit(self._close)
 
-    def _deliver(self, record: OperationRecord) -> None:
+    def _call(self, work: Callable[[Sink], None]) -> None:
         try:
             self._sink = self._sink or make_sink(self._address)
-            self._sink.deliver(record)
+            work(self._sink)
         except Exception as error:  # noqa: BLE001  of any client
             self.dropped += 1
             if not self._failed:
@@ -101,6 +107,12 @@ def deliver(record: OperationRecord) -> None:
     """Hand a record to all sinks. Returns at once; a sink that cannot follow loses records."""
     for delivery in _current():
         delivery.put(record)
+
+
+def deliver_progress(progress: OperationProgress) -> None:
+    """Hand to all sinks how far an operation is."""
+    for delivery in _current():
+        delivery.put_progress(progress)
 
 
 def finish() -> None:

@@ -12,7 +12,7 @@ import numpy as np
 from bytecheckpoint.handles import LoadReport, SaveReport
 from bytecheckpoint.tracing.operation import Operation
 
-__all__ = ["LEVELS", "ROW", "RankRecord", "make_record", "without_secrets"]
+__all__ = ["LEVELS", "ROW", "RankRecord", "make_record", "step_of", "without_secrets"]
 
 #: What a row describes: the part of a rank as a whole, one of its phases, the sum of all spans of one name, one span.
 LEVELS = ("rank", "phase", "total", "span")
@@ -74,7 +74,7 @@ def without_secrets(text: str) -> str:
     return _QUERY.sub(r"\1", _CREDENTIALS.sub("", text))
 
 
-def _step_of(path: str) -> int | None:
+def step_of(path: str) -> int | None:
     """Return the training step that the name of a checkpoint's folder says."""
     found = _STEP.search(path)
     return int(found[1]) if found else None
@@ -132,7 +132,7 @@ def make_record(
         kind=operation.kind,
         number=operation.number,
         path=without_secrets(path),
-        step=operation.step if operation.step is not None else _step_of(path),
+        step=operation.step if operation.step is not None else step_of(path),
         began=operation.began,
         rank=rank,
         host=host,

@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from bytecheckpoint.monitoring.record import LEVELS, ROW, RankRecord
 
-__all__ = ["MESH_AXES", "SCHEMA", "OperationRecord", "operation_record"]
+__all__ = ["MESH_AXES", "SCHEMA", "OperationRecord", "operation_id", "operation_record"]
 
 #: Mesh dimensions that have columns of their own.
 MESH_AXES = ("dp", "tp", "pp", "cp", "ep")
@@ -89,6 +89,11 @@ class _Strings:
         return pa.DictionaryArray.from_arrays(pa.array(codes.astype(np.int32)), values)
 
 
+def operation_id(world_id: str, kind: str, number: int) -> str:
+    """Return the id of an operation, unique among those of all jobs."""
+    return f"{world_id}-{kind}-{number}"
+
+
 def operation_record(records: Sequence[RankRecord], world_id: str, world_size: int) -> OperationRecord:
     """Join the records of the ranks of one operation.
 
@@ -102,7 +107,7 @@ def operation_record(records: Sequence[RankRecord], world_id: str, world_size: i
     known = [record for record in records if not record.error] or records
     step = next((record.step for record in known if record.step is not None), None)
     missing = sorted(set(range(world_size)) - {record.rank for record in records})
-    identity = f"{world_id}-{first.kind}-{first.number}"
+    identity = operation_id(world_id, first.kind, first.number)
     constants = {
         "operation": identity,
         "kind": first.kind,

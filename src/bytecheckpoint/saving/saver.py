@@ -131,6 +131,7 @@ class Saver:
         """Capture the caller's objects."""
         world = self._world
         assert self._channel is not None, "the save has its number"
+        world.note_layout(call.states)
         states = select_states(call.framework.capture(call.states, names=call.names), call.selection)
         self._session = SaveSession(
             world.collective, world.resources, call, self._task, self._channel, states, self._operation

@@ -12,6 +12,7 @@ from bytecheckpoint.errors import UsageError
 from bytecheckpoint.monitoring.record import without_secrets
 
 if TYPE_CHECKING:
+    from bytecheckpoint.monitoring.progress import OperationProgress
     from bytecheckpoint.monitoring.table import OperationRecord
 
 __all__ = ["Sink", "make_sink", "shown", "split_address"]
@@ -47,6 +48,10 @@ class Sink(ABC):
     @abstractmethod
     def deliver(self, record: OperationRecord) -> None:
         """Take the metrics of one operation."""
+
+    def progress(self, progress: OperationProgress) -> None:
+        """Take how far a running operation is: about once a second, and once when it ends."""
+        return
 
     def close(self) -> None:
         """Send what is still held back, and close connections."""
