@@ -69,8 +69,9 @@ class Collector:
         """Return a done-callback that reports the outcome of `operation`."""
 
         def observe(done: Future[SaveReport]) -> None:
-            error = done.exception()
-            self.report(operation, done.result() if error is None else error)
+            # Not the methods of `Outcome`, which note that somebody has seen the failure.
+            error = Future.exception(done)
+            self.report(operation, Future.result(done) if error is None else error)
 
         return observe
 
