@@ -94,7 +94,9 @@ class OtlpSink(Sink):
         attributes = {"rule": alert.rule, "severity": alert.severity}
         self._alerts.add(1, attributes)
         at = _nanoseconds(alert.time)
-        span = self._tracer.start_span(f"alert {alert.rule}", attributes=attributes | {"text": alert.text}, start_time=at)
+        span = self._tracer.start_span(
+            f"alert {alert.rule}", attributes=attributes | {"text": alert.text}, start_time=at
+        )
         span.end(at)
         self._send()
 
@@ -143,7 +145,9 @@ class OtlpSink(Sink):
         parents: dict[int, tuple[Span, float]] = {}
         for row in _rows(table):
             name, begin, seconds = row["name"], row["begin"], row["seconds"]
-            attributes = {f"{_NAME}.{key}": row[key] for key in ("rank", "host", "mesh", "nbytes", "subject") if row[key]}
+            attributes = {
+                f"{_NAME}.{key}": row[key] for key in ("rank", "host", "mesh", "nbytes", "subject") if row[key]
+            }
             attributes[f"{_NAME}.rank"] = row["rank"]
             parent = root
             if row["level"] == "rank":

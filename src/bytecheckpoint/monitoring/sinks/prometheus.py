@@ -49,7 +49,9 @@ class PrometheusSink(Sink):
             "seconds": gauge("last_operation_seconds", "Length of the newest operation."),
             "blocking_seconds": gauge("last_blocking_seconds", "That the training waited for the newest operation."),
             "nbytes": gauge("last_operation_bytes", "Bytes that all ranks moved in the newest operation."),
-            "bandwidth": gauge("last_bandwidth_bytes_per_second", "Of all ranks, while the newest operation moved bytes."),
+            "bandwidth": gauge(
+                "last_bandwidth_bytes_per_second", "Of all ranks, while the newest operation moved bytes."
+            ),
             "balance": gauge("last_balance", "Largest share of bytes of a rank over the mean share."),
         }
         self._step = gauge("last_successful_step", "Training step of the newest operation that succeeded.")

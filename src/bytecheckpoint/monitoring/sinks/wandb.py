@@ -43,7 +43,9 @@ class WandbSink(ScalarSink):
         run.log(values, commit=not users)
 
     def _start(self) -> Any:
-        settings = wandb.Settings(silent=True, console="off", disable_git=True, x_disable_meta=True, x_disable_stats=True)
+        settings = wandb.Settings(
+            silent=True, console="off", disable_git=True, x_disable_meta=True, x_disable_stats=True
+        )
         mode: Any = os.environ.get("WANDB_MODE", "offline")
         self._own = wandb.init(project=self._project, mode=mode, settings=settings, reinit="create_new")
         return self._own
