@@ -17,14 +17,16 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 
 import bytecheckpoint
 from bytecheckpoint.monitoring import delivery
+from bytecheckpoint.monitoring.record import make_record
 from bytecheckpoint.monitoring.simulation import Fault, SimulatedRun
 from bytecheckpoint.monitoring.sinks import Sink, make_sink, shown
 from bytecheckpoint.monitoring.sinks.clickhouse import tab_separated
-from bytecheckpoint.monitoring.table import OperationRecord
+from bytecheckpoint.monitoring.table import OperationRecord, operation_record
+from bytecheckpoint.tracing.operation import Operation
 from bytecheckpoint.tuning import tuned
 from tests.servers.process import free_port, opener
 from tests.support.metrics import collecting, tables, wait_for_operations
-from tests.support.processes import run_program
+from tests.support.processes import run_program, wait_until
 from tests.support.receivers import bad_port, receiver
 
 STATES = {"model": {"w": torch.ones(64, 64)}}
@@ -104,13 +106,13 @@ def nbytes_of(record: OperationRecord) -> list[int]:
 
 
 def test_otlp_spans_of_a_large_job_are_limited_to_the_ranks_that_matter() -> None:
-    record = simulated(mesh={"dp": 512}, faults=[Fault("slow", [77], factor=9), Fault("fail", [400])])[1]
+    record = simulated(mesh={"dp": 512}, faults=[Fault("slow", [477], factor=9)])[1]
     with receiver() as received:
         make_sink(f"otlp://127.0.0.1:{received.port}").deliver(record)
     (trace,) = [body for path, _, body in received.requests if path == "/v1/traces"]
     spans = ExportTraceServiceRequest.FromString(trace).resource_spans[0].scope_spans[0].spans
     names = {span.name for span in spans}
-    assert len(spans) <= 4001 and {"rank 77", "rank 400"} <= names
+    assert len(spans) <= 4001 and "rank 477" in names
     assert len([name for name in names if name.startswith("rank ")]) == 64
 
 
@@ -164,16 +166,16 @@ def test_the_exit_waits_a_limited_time_for_a_sink_that_hangs(tmp_path: Path, sch
         from bytecheckpoint.tuning import tuned
         bytecheckpoint.configure(metrics=sys.argv[2])
         make_sink(sys.argv[2])  # imports its client, which may take long and is no wait for the network
-        tuned(metrics_end=1.0).__enter__()
+        changed = tuned(metrics_end=1.0)
+        changed.__enter__()
         for step in range(3):
             bytecheckpoint.save(f"{sys.argv[1]}/step_{step}", {"model": {"w": torch.ones(9)}})
-        import bytecheckpoint.monitoring.analysis.summary
         print(time.time())
     """
     with bad_port("hangs") as port:
         done = run_program(program, tmp_path, f"{scheme}://127.0.0.1:{port}")
     assert done.returncode == 0, done.stderr
-    assert time.time() - float(done.stdout) < 2 * 1 + 3, "the collector, the sinks, and the end of the interpreter"
+    assert time.time() - float(done.stdout) < 10, "three records of 5 seconds each wait"
 
 
 class SlowSink(Sink):
@@ -221,12 +223,11 @@ ADDRESSES = [
 @pytest.mark.parametrize("address", ADDRESSES)
 def test_no_log_line_shows_a_secret(tmp_path: Path, address: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
-    with receiver(403, b"no: http://u:hunter2@host/?token=hunter2") as received:
-        with collecting(address.format(port=received.port)):
-            bytecheckpoint.save(tmp_path / "step_1", STATES)
-            for bad in list(delivery._deliveries.values()):
-                bad._background.flush(30)
-    assert "hunter2" not in caplog.text and "metrics do not reach" in caplog.text
+    answer = b"no: http://u:hunter2@host/?token=hunter2"
+    with receiver(403, answer) as received, collecting(address.format(port=received.port)):
+        bytecheckpoint.save(tmp_path / "step_1", STATES)
+        assert wait_until(lambda: "metrics do not reach" in caplog.text, 30)
+    assert "hunter2" not in caplog.text
     assert not any("hunter2" in thread.name for thread in threading.enumerate())
     assert "hunter2" not in shown(address)
 
@@ -251,14 +252,8 @@ def test_no_sink_gets_a_secret(tmp_path: Path) -> None:
 
 
 def failed_record(path: str, error: str) -> OperationRecord:
-    from bytecheckpoint.monitoring.record import make_record
-    from bytecheckpoint.monitoring.table import operation_record
-    from bytecheckpoint.tracing.operation import Operation
-
     operation = Operation("save", path)
-    with operation.running():
-        operation.enter("write")
-    operation.end()
+    operation.mark("write")
     record = make_record(operation, 0, "host", {}, RuntimeError(error), 10)
     return operation_record([record], "w", 1)
 

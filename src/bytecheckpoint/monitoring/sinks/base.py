@@ -59,9 +59,15 @@ class Sink(ABC):
 
 
 def shown(address: str) -> str:
-    """Return an address as logs may show it: without credentials, whatever its form."""
-    scheme = address.split(":", 1)[0]
-    return without_secrets(address) if scheme in _SINKS else "a sink of settings.metrics"
+    """Return an address as logs may show it: without credentials, and without what may be a part of badly written ones."""
+    scheme, _, rest = address.partition("://")
+    if scheme not in _SINKS:
+        return "a sink of settings.metrics"
+    try:
+        path = split_address(address).path if rest else ""
+    except UsageError:
+        path = rest
+    return f"{scheme}://..." if "@" in path or rest.count(":") > 2 else without_secrets(address)
 
 
 def split_address(address: str) -> SplitResult:

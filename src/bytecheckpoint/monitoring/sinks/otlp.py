@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from opentelemetry.exporter.otlp.proto.http import metric_exporter, trace_exporter
@@ -33,7 +32,7 @@ __all__ = ["OtlpSink"]
 
 #: Seconds that one export may take.
 _TIMEOUT = 5.0
-#: Ranks of a larger job that get spans, those that failed and the slowest before others; and spans of one trace.
+#: Ranks of a larger job that get spans, those that were waited for before others; and spans of one trace.
 _RANKS, _SPANS = 64, 4000
 _NAME = "bytecheckpoint"
 _LOGGERS = [logging.getLogger(module.__name__) for module in (trace_exporter, metric_exporter)]
@@ -143,7 +142,7 @@ class OtlpSink(Sink):
             why = "; ".join(f"rank {f.rank}: {f.error}" for f in summary.failures[:3])
             root.set_status(Status(StatusCode.ERROR, why or f"{len(summary.missing)} ranks are missing"))
         parents: dict[int, tuple[Span, float]] = {}
-        for row in _rows(table):
+        for row in _rows(summary, table):
             name, begin, seconds = row["name"], row["begin"], row["seconds"]
             attributes = {
                 f"{_NAME}.{key}": row[key] for key in ("rank", "host", "mesh", "nbytes", "subject") if row[key]
@@ -177,13 +176,13 @@ def _unnamed(resource: Resource) -> bool:
     return str(resource.attributes.get("service.name", "")).startswith("unknown_service")
 
 
-def _rows(table: pa.Table) -> Iterator[dict[str, Any]]:
+def _rows(summary: OperationSummary, table: pa.Table) -> Iterator[dict[str, Any]]:
     """Yield the rows that become spans: ranks, then their phases, then the longest spans."""
+    matter = [straggler.rank for straggler in summary.stragglers]
+    matter += [phase.slowest_rank for phase in summary.phases] + [rank for _, rank, _, _ in summary.critical_path]
+    chosen = list(dict.fromkeys([*matter, *range(summary.world_size)]))[:_RANKS]
+    of_chosen = pc.is_in(table["rank"], value_set=pa.array(chosen, pa.int32()))
     level = table["level"].cast(pa.string())
-    ranks = table.filter(pc.equal(level, "rank"))
-    order = np.lexsort((-ranks["seconds"].to_numpy(), ~ranks["failed"].to_numpy()))[:_RANKS]
-    chosen = pa.array(ranks["rank"].to_numpy()[order])
-    of_chosen = pc.is_in(table["rank"], value_set=chosen)
     left = _SPANS
     for name in ("rank", "phase", "span"):
         rows = table.filter(pc.and_(of_chosen, pc.equal(level, name)))
