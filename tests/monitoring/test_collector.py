@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +22,7 @@ from bytecheckpoint.tuning import tuned
 from tests.faults.ranks import load_all, save_all, succeeded
 from tests.support.faulty_storage import Faults
 from tests.support.metrics import collecting, tables, wait_for_operations
+from tests.support.processes import wait_until
 
 
 def query(root: Path, sql: str) -> list[tuple[Any, ...]]:
@@ -169,7 +171,10 @@ def test_a_function_is_measured_with_its_failures() -> None:
     ("text", "shown"),
     [
         ("s3://key:secret@bucket/run", "s3://bucket/run"),
+        ("hdfs://user:p@ss@host/run@2", "hdfs://host/run@2"),
         ("cannot read https://host/a?sig=abc&x=1: refused", "cannot read https://host/a refused"),
+        ("exceeded with url: /a?sig=abc (refused)", "exceeded with url: /a (refused)"),
+        ("401 for Authorization: Bearer abcdefgh123=", "401 for Authorization: Bearer ..."),
         ("/plain/path?with=query", "/plain/path?with=query"),
     ],
 )
@@ -177,12 +182,17 @@ def test_secrets_are_left_out(text: str, shown: str) -> None:
     assert without_secrets(text) == shown
 
 
-def test_background_work_is_bounded_and_ends() -> None:
-    background = Background("test", limit=2)
+def test_background_work_ends_with_its_owner() -> None:
+    background = Background("test-background")
     done: list[int] = []
-    assert background.later(30, lambda: done.append(3))
-    assert background.submit(lambda: done.append(1))
-    assert background.flush(10) and done == [1]
-    assert background.submit(lambda: 1 / 0), "a failure is logged, and the next job runs"
-    assert background.flush(10)
-    assert background.later(60, print) and not background.submit(lambda: done.append(2))
+    background.later(0.2, lambda: done.append(3))
+    background.submit(lambda: done.append(1))
+    assert background.flush(10) and done == [1] and background.waiting() == 1
+    background.submit(lambda: 1 / 0)  # is logged, and the next job runs
+    background.end()
+    assert wait_until(lambda: not any(t.name == "test-background" for t in threading.enumerate()), 10) and done == [
+        1,
+        3,
+    ]
+    background.submit(lambda: done.append(4))
+    assert background.flush(10) and done[-1] == 4

@@ -15,7 +15,7 @@ from bytecheckpoint.collectives import Collective
 from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.handles import LoadReport, SaveReport
 from bytecheckpoint.monitoring.background import Background
-from bytecheckpoint.monitoring.delivery import deliver, deliver_progress, is_on
+from bytecheckpoint.monitoring.delivery import deliver, deliver_progress, is_on, open_sinks
 from bytecheckpoint.monitoring.progress import OperationProgress, RankProgress, make_progress
 from bytecheckpoint.monitoring.record import RankRecord, make_record
 from bytecheckpoint.monitoring.table import operation_id, operation_record
@@ -64,6 +64,8 @@ class Collector:
     def begin(self, operation: Operation) -> None:
         """Report from time to time how far an operation is, until `report` is called for it."""
         if is_on():
+            if self._rank == 0:
+                open_sinks()
             self._operations.add(operation)
             if not self._telling:
                 self._telling = True
@@ -105,6 +107,7 @@ class Collector:
     def close(self) -> None:
         """Deliver what has come. Waits some seconds at most."""
         if self._rank != 0:
+            self._background.end()
             return
         deadline = time.monotonic() + _LAST_SECONDS
         self._background.submit(self._take_messages)
@@ -114,6 +117,7 @@ class Collector:
             self._background.flush(_LAST_SECONDS)
         self._background.submit(self._deliver_all)
         self._background.flush(_LAST_SECONDS)
+        self._background.end()
 
     def _tell_progress(self) -> None:
         """Send how far the operations of this rank are; come back as long as there are any."""

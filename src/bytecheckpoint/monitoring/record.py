@@ -25,8 +25,10 @@ ROW = np.dtype(
 )  # fmt: skip
 
 _STEP = re.compile(r"step[_-]?([0-9]{1,18})/*$")
-_CREDENTIALS = re.compile(r"(?<=://)[^/@\s'\"]+@")
-_QUERY = re.compile(r"(://[^\s'\"?]*)\?[^\s'\"]*")
+_CREDENTIALS = re.compile(r"(?<=://)[^/\s'\"]+@")
+#: The query of a URL; some libraries write "url: /bucket/key?X-Amz-Signature=...".
+_QUERY = re.compile(r"((?:://|\burl: ?)[^\s'\"?]*)\?[^\s'\"]*")
+_TOKEN = re.compile(r"(?i)\b(bearer|authorization:\s*\w+)\s+[\w.~+/-]{8,}=*")
 
 
 class RankRecord(msgspec.Struct, frozen=True, array_like=True):
@@ -70,8 +72,8 @@ class RankRecord(msgspec.Struct, frozen=True, array_like=True):
 
 
 def without_secrets(text: str) -> str:
-    """Return `text` without user names, passwords and queries of URLs."""
-    return _QUERY.sub(r"\1", _CREDENTIALS.sub("", text))
+    """Return `text` without user names, passwords and queries of URLs, and without tokens of requests."""
+    return _TOKEN.sub(r"\1 ...", _QUERY.sub(r"\1", _CREDENTIALS.sub("", text)))
 
 
 def step_of(path: str) -> int | None:

@@ -41,18 +41,18 @@ class Watcher:
 
     def __init__(self, hand: Callable[[Alert], object]) -> None:
         self._hand = hand
-        self._background = Background("bytecheckpoint-alerts", _WAITING)
+        self._background = Background("bytecheckpoint-alerts")
         self._waking = False
         self._evaluation: tuple[str, Evaluation] | None = None  # with the setting that it is made from
 
     def record(self, record: OperationRecord) -> None:
         """Look at an operation that has ended, soon. Returns at once."""
-        if settings().alerts != _OFF:
+        if settings().alerts != _OFF and self._background.waiting() < _WAITING:
             self._background.submit(lambda: self._after(record))
 
     def progress(self, progress: OperationProgress) -> None:
         """Look at an operation that runs, soon. Returns at once."""
-        if settings().alerts != _OFF and not self._background.waiting():
+        if settings().alerts != _OFF and self._background.waiting() <= self._waking:
             self._background.submit(lambda: self._tell(self._current().while_running(progress)))
 
     def finish(self, timeout: float) -> None:
@@ -74,7 +74,8 @@ class Watcher:
         """Come back when the next checkpoint is overdue. One job waits for that at a time, however often saves come."""
         due = self._current().next_time
         if due is not None and not self._waking:
-            self._waking = self._background.later(max(due - time.time(), 0.0) + 1.0, self._look_at_clock)
+            self._waking = True
+            self._background.later(max(due - time.time(), 0.0) + 1.0, self._look_at_clock)
 
     def _look_at_clock(self) -> None:
         self._waking = False
