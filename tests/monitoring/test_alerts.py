@@ -16,6 +16,7 @@ import torch
 
 import bytecheckpoint
 from bytecheckpoint import UsageError
+from bytecheckpoint.cli.main import run as command
 from bytecheckpoint.collectives.testing import ThreadWorld
 from bytecheckpoint.monitoring import delivery
 from bytecheckpoint.monitoring.alerts import Alert, Evaluation, load_rules
@@ -221,6 +222,16 @@ def test_a_webhook_that_is_gone_is_told_once_without_its_token(
         wait_for(lambda: caplog.text.count("alert storage") == 3 and "do not reach" in caplog.text)
     assert caplog.text.count("do not reach webhook+http://127.0.0.1:9") == 1
     assert not any(secret in caplog.text for secret in ("T0KEN", "s3cret", "pass@"))
+
+
+def test_verification_of_a_damaged_checkpoint(tmp_path: Path) -> None:
+    succeeded(save_all(ThreadWorld(1), tmp_path / "step_1", 1))
+    file = next((tmp_path / "step_1").glob("*/rank*.safetensors"))
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
+    with webhook() as (address, came), using(metrics=address):
+        assert command(["verify", str(tmp_path / "step_1")]) == 1
+    (alert,) = came
+    assert alert["rule"] == "verification" and alert["severity"] == "critical" and file.name in alert["text"]
 
 
 def test_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
