@@ -20,6 +20,7 @@ from bytecheckpoint.errors import (
     error_from_report,
     error_report,
 )
+from bytecheckpoint.threads import try_start
 
 __all__ = ["KEY", "Invitation"]
 
@@ -125,7 +126,8 @@ class Invitation:
             except BaseException as error:  # noqa: BLE001  raised below
                 done.set_exception(error)
 
-        threading.Thread(target=run, name="bytecheckpoint-invite", daemon=True).start()
+        if not try_start(threading.Thread(target=run, name="bytecheckpoint-invite", daemon=True)):
+            run()  # else the other ranks would wait for this one
         try:
             return done.result(max(0.0, self._deadline - time.monotonic()) + _STORE_GRACE)
         except (RuntimeError, TimeoutError) as error:

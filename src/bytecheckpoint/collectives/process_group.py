@@ -89,18 +89,19 @@ class StoreCollective(InboxCollective):
         self.world_id = new_world_id()
         tree = _prefers_tree(self.world_size)
         try:
+            hosts = local_addresses(os.environ.get("MASTER_ADDR"))
             hub = Hub(self.world_size, self.inbox, secret, self._linger, self._name_beside() if tree else "")
-        except (CheckpointError, OSError) as error:
+        except Exception as error:
             invitation.send({"refused": error_report(error)})
             if isinstance(error, CheckpointError):
                 raise
-            raise CheckpointError(f"rank 0: cannot listen for the other ranks: {error}") from error
+            raise CheckpointError(f"rank 0: cannot listen for the other ranks: {error!r}") from error
         self._loops.append(hub)
         invitation.send(
             {
                 "world": self.world_id,
                 "secret": secret.hex(),
-                "hosts": local_addresses(os.environ.get("MASTER_ADDR")),
+                "hosts": hosts,
                 "port": hub.port,
                 "host": self.host,
                 "tree": tree,
@@ -149,8 +150,10 @@ class StoreCollective(InboxCollective):
         hosts += ["localhost"] if same_host else []
         try:
             spoke = Spoke(self.rank, self.world_size, self.inbox, bytes.fromhex(told["secret"]), self._linger)
-        except OSError as error:
-            raise CheckpointError(f"rank {self.rank}: cannot listen for the other ranks: {error}") from error
+        except CheckpointError:
+            raise
+        except Exception as error:  # every one: rank 0 has to know
+            raise CheckpointError(f"rank {self.rank}: cannot listen for the other ranks: {error!r}") from error
         spoke.connect(
             hosts,
             told["port"],

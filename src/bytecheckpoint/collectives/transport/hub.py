@@ -68,7 +68,7 @@ class Hub(Star):
             _log.warning(
                 "this machine forbids abstract Unix sockets (%s): each of its ranks sends its messages by itself", error
             )
-        self._thread.start()
+        self._start_thread()
 
     def wait_ready(self, timeout: float, refusal: Callable[[], CheckpointError | None] = lambda: None) -> None:
         """Wait until every rank is connected.

@@ -21,6 +21,7 @@ from bytecheckpoint.collectives.transport.sockets import SCARCE
 from bytecheckpoint.collectives.transport.tls import Security
 from bytecheckpoint.collectives.transport.wire import FrameReader, Kind, Payload
 from bytecheckpoint.errors import CheckpointError, UsageError
+from bytecheckpoint.threads import start
 from bytecheckpoint.tuning import tuning
 
 __all__ = ["Loop", "leave_all", "release_inherited"]
@@ -40,6 +41,7 @@ class Loop(ABC):
 
     Raises:
         UsageError: the settings name certificates that cannot be used.
+        CheckpointError: this process may open no sockets, or start no thread.
     """
 
     def __init__(self, rank: int, world_size: int, name: str, secret: bytes, linger: float) -> None:
@@ -69,6 +71,13 @@ class Loop(ABC):
         self._pid = os.getpid()
         self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
         _loops.add(self)
+
+    def _start_thread(self) -> None:
+        try:
+            start(self._thread)
+        except BaseException:
+            self._release()
+            raise
 
     # --- called from any thread -------------------------------------------------------------------------------
 
