@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import functools
 import socket
 import subprocess
 import sys
@@ -16,17 +15,15 @@ from pathlib import Path
 import psutil
 import pytest
 
-from bytecheckpoint._version import __version__
 from bytecheckpoint.collectives.inbox import Inbox
 from bytecheckpoint.collectives.transport.hub import Hub
-from bytecheckpoint.collectives.transport.packs import Place
 from bytecheckpoint.collectives.transport.sockets import is_loopback, local_addresses
 from bytecheckpoint.collectives.transport.spoke import Spoke
 from bytecheckpoint.collectives.transport.star import PLACE, PLACES, Star
 from bytecheckpoint.collectives.transport.wire import Kind
 from bytecheckpoint.errors import CheckpointError, CheckpointTimeoutError, PeerLostError, UsageError
 from bytecheckpoint.tuning import tuned
-from tests.collectives.data_world import MIB, SECRET, frame, greet, until
+from tests.collectives.data_world import MIB, SECRET, frame, greet
 from tests.collectives.socket_world import certificates
 from tests.servers.process import free_port
 from tests.support.settings import using
@@ -199,29 +196,6 @@ def test_certificates_of_others_are_refused(tmp_path: Path) -> None:
         assert not center.below
         center.leave()
         assert center.join(10)
-
-
-def test_a_rank_of_another_version_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    center, one, two = hub(3), spoke(1, 3), spoke(2, 3)
-    failures = []
-
-    def join(spoke: Spoke) -> None:
-        with pytest.raises(PeerLostError) as raised:
-            spoke.connect(["localhost"], center.port, 20)
-        failures.append(str(raised.value))
-
-    joining = threading.Thread(target=join, args=(two,))
-    joining.start()
-    until(lambda: 2 in center.below)
-    place = functools.partial(Place, version="9.9")
-    monkeypatch.setattr("bytecheckpoint.collectives.transport.spoke.Place", place)
-    join(one)
-    joining.join(20)
-    says = f"rank 1 runs bytecheckpoint 9.9 and rank 0 {__version__}: install one version"
-    with pytest.raises(UsageError, match=f"^{says}"):
-        center.wait_ready(20)
-    assert [says in failure for failure in failures] == [True, True]
-    assert center.join(10)
 
 
 def test_certificates_that_cannot_be_used_are_named(tmp_path: Path) -> None:
