@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import select
 import socket
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from bytecheckpoint.tuning import tuned
 from tests.collectives.data_world import MIB, SECRET, frame, greet
 from tests.collectives.socket_world import certificates
 from tests.servers.process import free_port
+from tests.support.processes import wait_until
 from tests.support.settings import using
 from tests.support.system_calls import failing
 
@@ -196,6 +198,22 @@ def test_certificates_of_others_are_refused(tmp_path: Path) -> None:
         assert not center.below
         center.leave()
         assert center.join(10)
+
+
+@tuned(strangers=5)
+def test_half_open_connections_use_up_nothing() -> None:
+    """As a scan of ports makes them. A rank that comes later is not kept out."""
+    center = hub(2)
+    half_open = [socket.create_connection(("localhost", center.port)) for _ in range(50)]
+    for connection in half_open:
+        connection.sendall(frame(Kind.HELLO, 1, payload=b"x" * 32)[:9])
+    assert wait_until(lambda: len(select.select(half_open, [], [], 0)[0]) == 45, 20), "the oldest are closed"
+    other = spoke(1, 2)
+    other.connect(["localhost"], center.port, 20)
+    center.wait_ready(20)
+    for each in (other, center):
+        each.leave()
+    assert center.join(10)
 
 
 def test_certificates_that_cannot_be_used_are_named(tmp_path: Path) -> None:

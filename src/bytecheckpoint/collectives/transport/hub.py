@@ -59,6 +59,7 @@ class Hub(Star):
         self._watchers: dict[int, set[int]] = {}
         self._hung_up = False
         self._refusal: CheckpointError | None = None  # why this world cannot be
+        self._most_strangers = max(self._most_strangers, links)
         self._accept_from(listener)
         try:
             if beside and (local := listen_beside(beside, links)) is not None:
