@@ -10,14 +10,13 @@ from functools import partial
 
 import msgspec
 
-from bytecheckpoint._version import __version__
 from bytecheckpoint.collectives.inbox import Inbox
 from bytecheckpoint.collectives.transport.link import Link
 from bytecheckpoint.collectives.transport.packs import Message, Place, unpack
 from bytecheckpoint.collectives.transport.sockets import listen, listen_beside, reserve_descriptors
 from bytecheckpoint.collectives.transport.star import PLACE, Star
 from bytecheckpoint.collectives.transport.wire import ANYBODY, Kind, Payload
-from bytecheckpoint.errors import CheckpointError, CheckpointTimeoutError, UsageError
+from bytecheckpoint.errors import CheckpointError, CheckpointTimeoutError, PeerLostError
 from bytecheckpoint.tuning import tuning
 
 __all__ = ["Hub"]
@@ -60,6 +59,7 @@ class Hub(Star):
         self._watchers: dict[int, set[int]] = {}
         self._hung_up = False
         self._refusal: CheckpointError | None = None  # why this world cannot be
+        self._most_strangers = max(self._most_strangers, links)
         self._accept_from(listener)
         try:
             if beside and (local := listen_beside(beside, links)) is not None:
@@ -68,7 +68,7 @@ class Hub(Star):
             _log.warning(
                 "this machine forbids abstract Unix sockets (%s): each of its ranks sends its messages by itself", error
             )
-        self._thread.start()
+        self._start_thread()
 
     def wait_ready(self, timeout: float, refusal: Callable[[], CheckpointError | None] = lambda: None) -> None:
         """Wait until every rank is connected.
@@ -78,9 +78,9 @@ class Hub(Star):
             refusal: returns why a rank cannot connect, once one has said so; called now and then.
 
         Raises:
-            UsageError: a rank runs another version of this package.
             CheckpointError: what `refusal` returns.
             CheckpointTimeoutError: the named ranks are not connected.
+            PeerLostError: the messages have ended.
         """
         deadline = time.monotonic() + timeout
         while not (connected := self.ready.wait(max(0.0, min(_LOOK, deadline - time.monotonic())))):
@@ -91,7 +91,9 @@ class Hub(Star):
         if self._refusal is not None:
             self.leave()
             raise self._refusal
-        if not connected or self.inbox.closed:
+        if self.inbox.closed:
+            raise PeerLostError(f"rank 0: {self.inbox.closed}")
+        if not connected:
             missing = [rank for rank in range(1, self.world_size) if rank not in self.below]
             self.leave()
             raise CheckpointTimeoutError(
@@ -143,10 +145,7 @@ class Hub(Star):
             raise OSError("not a rank of this world")
         self.below[rank] = link
         self._places[rank] = place
-        if place.version != __version__:
-            versions = f"rank {rank} runs bytecheckpoint {place.version} and rank 0 {__version__}"
-            self._refuse(UsageError(f"{versions}: install one version on all machines"))
-        elif len(self.below) == self.world_size - 1:
+        if len(self.below) == self.world_size - 1:
             self._stop_accepting()
             self._tell_below(Kind.WELCOME)
             self.ready.set()
