@@ -5,11 +5,12 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 
 import msgspec
 
+from bytecheckpoint.collectives.base import names_of_ranks
 from bytecheckpoint.collectives.inbox import Inbox
 from bytecheckpoint.collectives.transport.link import Link
 from bytecheckpoint.collectives.transport.packs import Message, Place, unpack
@@ -58,6 +59,7 @@ class Hub(Star):
         self._gone: dict[int, str] = {}
         self._watchers: dict[int, set[int]] = {}
         self._hung_up = False
+        inbox.explain = self._explain
         self._refusal: CheckpointError | None = None  # why this world cannot be
         self._most_strangers = max(self._most_strangers, links)
         self._accept_from(listener)
@@ -124,6 +126,14 @@ class Hub(Star):
 
     def locate(self, other: int) -> None:  # noqa: D102 (inherited)
         self.inbox.put(other, PLACE, msgspec.msgpack.encode(self._places[other]))
+
+    def _explain(self, silent: Collection[int]) -> str:
+        """Tell which of the silent ranks passes on the messages of others: they may be well."""
+        carried: dict[int, list[int]] = {}
+        for rank in silent:
+            if (link := self.below.get(rank)) is not None and link.rank != rank and link.rank in silent:
+                carried.setdefault(link.rank, []).append(rank)
+        return "".join(f"; rank {c} passes on the messages of {names_of_ranks(r)}" for c, r in carried.items())
 
     # --- on the thread only -----------------------------------------------------------------------------------------
 
