@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import heapq
 import itertools
 import logging
@@ -10,6 +9,8 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+
+from bytecheckpoint.threads import try_start
 
 __all__ = ["Background"]
 
@@ -48,9 +49,8 @@ class Background:
             self._ended = False
             self._changed.notify_all()
             if not self._running:
-                with contextlib.suppress(RuntimeError):  # there are too many, or the interpreter ends: see `flush`
-                    threading.Thread(target=_serve, args=(weakref.ref(self),), name=self._name, daemon=True).start()
-                    self._running = True
+                thread = threading.Thread(target=_serve, args=(weakref.ref(self),), name=self._name, daemon=True)
+                self._running = try_start(thread)  # else see `flush`
 
     def waiting(self) -> int:
         """Return the number of jobs that wait."""
