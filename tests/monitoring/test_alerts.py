@@ -283,4 +283,4 @@ def test_none_in_200_healthy_saves_of_four_processes(worlds: Worlds, tmp_path: P
     assert alerts == []
     run = read_run(str(tmp_path))
     assert len(run.records) == 200 and not run.skipped
-    assert all(summarize(record).world_size == 4 for record in run.records)
+    assert all(0.7 < summarize(record).spared_share < 0.8 for record in run.records), "each layer is written once"
