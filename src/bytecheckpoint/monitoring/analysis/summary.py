@@ -24,8 +24,8 @@ SHARED_PHASES = {"save": ("wait", "plan", "commit", "flush"), "load": ("agree",)
 _MEETINGS = {"save": ("plan", "commit"), "load": ("agree",)}
 #: Phases that move bytes between ranks and storage.
 _MOVING = {"save": ("write", "finish"), "load": ("read",)}
-#: A straggler takes longer than the median by so many times the median deviation (scaled to a normal distribution's
-#: standard deviation), by this share of the median, and by so many seconds.
+#: A straggler takes longer than the median by so many median deviations of the logarithms (scaled to the standard
+#: deviation of a normal distribution), by this share of the median, and by so many seconds.
 _DEVIATIONS, _SHARE, _LEAST_SECONDS = 6.0, 0.5, 0.25
 #: Median of a normal distribution's absolute deviations, in standard deviations.
 _NORMAL_MAD = 0.6745
@@ -297,10 +297,14 @@ def _stragglers(
             continue
         # Of few ranks the slow one would raise the usual median.
         median = float(np.sort(known)[(len(known) - 1) // 2])
-        deviation = float(np.median(np.abs(known - median))) / _NORMAL_MAD
+        # Of logarithms, as durations vary by a share of themselves and have long tails.
+        logs = np.log(np.maximum(known, _SAME_TIME) / max(median, _SAME_TIME))
+        deviation = float(np.median(np.abs(logs))) / _NORMAL_MAD
         if len(known) <= 4:  # the deviation of so few is that of the slow one
             deviation = 0.0
-        limit = median + max(_DEVIATIONS * deviation, _SHARE * median, _LEAST_SECONDS)
+        limit = max(
+            median * np.exp(min(_DEVIATIONS * deviation, 100.0)), median * (1 + _SHARE), median + _LEAST_SECONDS
+        )
         with np.errstate(invalid="ignore"):
             slow = np.flatnonzero(seconds > limit)
         found += [(int(rank), name, float(seconds[rank]), median) for rank in slow]
