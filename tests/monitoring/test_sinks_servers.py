@@ -41,9 +41,8 @@ def test_clickhouse_creates_the_table_and_holds_every_row(server: ClickHouse, mo
     assert server.ask("SELECT toInt32(count()) FROM ranks") == [[sum(len(r.table) for r in records)]]
     assert [name for name, *_ in server.ask("DESCRIBE TABLE ranks")] == SCHEMA.names
     for row in (records[0].table.to_pylist()[0], records[-1].table.to_pylist()[-1]):
-        texts = " AND ".join(
-            f"{name} = '{row[name]}'" for name in ("operation", "level", "name", "phase", "subject", "host")
-        )
+        texts = ("operation", "level", "name", "phase", "subject", "host")
+        same = " AND ".join(f"{name} = '{row[name]}'" for name in texts)
         found = server.ask(
             "SELECT toInt32(step), isNull(tp), toInt32(dp), toUInt32(began) FROM ranks"
             f" WHERE rank = {row['rank']} AND {same}"
