@@ -71,6 +71,8 @@ class Settings:
             (docs/how-to/monitoring.md): "files" is a folder beside the checkpoints of the run, "off" is nowhere.
         mesh: extents of the job's mesh by dimension, the outermost first, as "pp=4,dp=8,tp=2", for the coordinates of ranks
             in metrics; by default those of Megatron, or of the device mesh of a state.
+        alerts: file of rules that say which saves and loads are reported as alerts (docs/how-to/slow-saves.md): "" for the
+            built-in ones, "off" for none.
         memory_dir: a memory file system, for `mem://`.
         tier_hot: where `tier+...` paths store their hot copies on each machine: mem://name, or a folder of a local disk.
         tier_replicas: other machines that hold a copy of each machine's hot files.
@@ -96,6 +98,7 @@ class Settings:
     message_tree: Literal["auto", "on", "off"] = "auto"
     fabric: Literal["auto", "on", "off"] = "auto"
     metrics: _Text = "files"
+    alerts: _Text = ""
     mesh: _Mesh = ""
     memory_dir: _Text = "/dev/shm"
     tier_hot: _Address = "mem://tier"

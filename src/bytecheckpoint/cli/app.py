@@ -202,6 +202,27 @@ def plan_interval(
 
 
 @app.command()
+def report(
+    root: Annotated[str, typer.Argument(metavar="ROOT", help="Folder or URL of a run.", show_default=False)],
+    newest: Annotated[int | None, typer.Option(min=1, help="Only that many saves and loads, the newest ones.")] = None,
+    bandwidth: Annotated[
+        str | None, typer.Option(help="What the storage takes from all ranks together, per second: 40GB.")
+    ] = None,
+    mtbf: Annotated[
+        str | None, typer.Option(help="Mean time between two failures: 4h; tells the expected ETTR.")
+    ] = None,
+    rules: Annotated[str, typer.Option(help="File of rules of alerts; default: the setting `alerts`.")] = "",
+    json: Json = False,
+) -> Job:
+    """Show what the metrics of a run say: operations, phases, stragglers, alerts, and in words what is wrong."""
+    from bytecheckpoint.cli.monitoring import report
+    from bytecheckpoint.cli.tools import parse_size
+
+    limit = None if bandwidth is None else float(parse_size(bandwidth))
+    return partial(report, root, newest=newest, bandwidth=limit, mtbf=mtbf, rules=rules, json=json)
+
+
+@app.command()
 def cooldown(
     root: Annotated[str, typer.Argument(metavar="ROOT", help="A folder of steps.", show_default=False)],
     cold: Annotated[str, typer.Argument(metavar="COLD", help="Where older steps go.", show_default=False)],

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 from bytecheckpoint.errors import UsageError
+from bytecheckpoint.monitoring.analysis.run import time_shares
 
 __all__ = ["Interval", "IntervalPlan", "plan_interval"]
 
@@ -79,9 +80,8 @@ def plan_interval(
     bounds = {"failures": best, "write time": write, "bound on stalls": stall / most_stall if most_stall else 0.0}
     why = max(bounds, key=lambda name: bounds[name])
     seconds = max(bounds[why], 1e-3)
-    stall_share = min(stall / seconds, 1.0)
-    lost_share = min((seconds / 2 + write + restart) / mtbf, 1.0)
-    return IntervalPlan(seconds, why, stall_share, lost_share, max(1 - stall_share - lost_share, 0.0))
+    shares = time_shares(seconds, stall, write, mtbf, restart)
+    return IntervalPlan(seconds, why, shares.stalled, shares.lost, shares.effective)
 
 
 class Interval:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import itertools
 import logging
@@ -25,10 +26,12 @@ class Background:
 
     Args:
         name: of the thread.
+        limit: jobs that may wait; `submit` refuses more. None: any number.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, limit: int | None = None) -> None:
         self._name = name
+        self._limit = limit
         self._jobs: list[tuple[float, int, Callable[[], object]]] = []  # a heap by the time at which they are due
         self._numbers = itertools.count()
         self._running = False
@@ -37,22 +40,21 @@ class Background:
         self._changed = threading.Condition()
 
     def submit(self, job: Callable[[], object]) -> bool:
-        """Run `job` soon; return False if no thread can be started."""
+        """Run `job` soon; return False if too many jobs are waiting."""
         return self.later(0.0, job)
 
     def later(self, seconds: float, job: Callable[[], object]) -> bool:
         """Run `job` after some seconds. Returns as `submit`."""
         with self._changed:
+            if self._limit is not None and len(self._jobs) >= self._limit:
+                return False
             heapq.heappush(self._jobs, (time.monotonic() + seconds, next(self._numbers), job))
             self._ended = False
             self._changed.notify_all()
             if not self._running:
-                try:
+                with contextlib.suppress(RuntimeError):  # there are too many, or the interpreter ends: see `flush`
                     threading.Thread(target=_serve, args=(weakref.ref(self),), name=self._name, daemon=True).start()
-                except RuntimeError:  # there are too many, or the interpreter ends
-                    self._jobs.clear()
-                    return False
-                self._running = True
+                    self._running = True
         return True
 
     def waiting(self) -> int:
@@ -61,9 +63,17 @@ class Background:
             return len(self._jobs)
 
     def flush(self, timeout: float) -> bool:
-        """Wait until all jobs that are due have ended; return False after `timeout` seconds."""
-        with self._changed:
-            return self._changed.wait_for(lambda: not self._busy and not self._due(), timeout)
+        """Wait until all jobs that are due have ended, or run them where there is no thread; False after `timeout` s."""
+        deadline = time.monotonic() + timeout
+        while True:
+            with self._changed:
+                if self._running:
+                    remaining = deadline - time.monotonic()
+                    return self._changed.wait_for(lambda: not self._busy and not self._due(), remaining)
+                if not self._due() or time.monotonic() > deadline:
+                    return not self._due()
+                job = heapq.heappop(self._jobs)[2]
+            _run(job)
 
     def end(self) -> None:
         """End the thread when it has done what waits. A later job starts another one."""
@@ -89,10 +99,7 @@ class Background:
                     return True
             job = heapq.heappop(self._jobs)[2]
             self._busy = True
-        try:
-            job()
-        except Exception:  # noqa: BLE001  of one sink or alert must not end the others
-            _log.exception("monitoring failed")
+        _run(job)
         return True
 
 
@@ -102,3 +109,10 @@ def _serve(reference: weakref.ref[Background]) -> None:
         if background is None or not background._step():
             return
         del background  # nobody else may hold it any more
+
+
+def _run(job: Callable[[], object]) -> None:
+    try:
+        job()
+    except Exception:  # noqa: BLE001  of one sink or alert must not end the others
+        _log.exception("monitoring failed")

@@ -25,6 +25,8 @@ from bytecheckpoint.tuning import tuning
 __all__ = ["Collector"]
 
 _log = logging.getLogger("bytecheckpoint")
+#: For which a world that ends waits for the metrics of other ranks: some may be gone.
+_LAST_SECONDS = 2.0
 _TAG, _PROGRESS_TAG = "metrics", "metrics/progress"
 _decoder = msgspec.msgpack.Decoder(RankRecord)
 _progress_decoder = msgspec.msgpack.Decoder(RankProgress)
@@ -53,6 +55,7 @@ class Collector:
         self._first_message: dict[tuple[str, int], float] = {}  # when it came, as `time.monotonic`
         self._delivered: dict[str, int] = {}  # by kind, number of the newest operation that was delivered
         self._operations: set[Operation] = set()  # that run, on this rank
+        self._telling = False  # `_tell_progress` will be called
         self._progress: dict[tuple[str, int], dict[int, RankProgress]] = {}  # of the operations that run, on rank 0
         if self._rank == 0 and self._world_size > 1:
             collective.watch(_TAG, self._receive)
@@ -64,7 +67,8 @@ class Collector:
             if self._rank == 0:
                 open_sinks()
             self._operations.add(operation)
-            if len(self._operations) == 1:
+            if not self._telling:
+                self._telling = True
                 self._background.later(tuning().progress_interval, self._tell_progress)
 
     def observer(self, operation: Operation) -> Callable[[Future[SaveReport]], None]:
@@ -105,13 +109,14 @@ class Collector:
         if self._rank != 0:
             self._background.end()
             return
-        deadline = time.monotonic() + tuning().metrics_end
+        deadline = time.monotonic() + _LAST_SECONDS
         self._background.submit(self._take_messages)
+        self._background.flush(_LAST_SECONDS)
         while self._gathered and time.monotonic() < deadline:
-            self._background.flush(tuning().metrics_end)
             time.sleep(0.01)
+            self._background.flush(_LAST_SECONDS)
         self._background.submit(self._deliver_all)
-        self._background.flush(max(deadline - time.monotonic(), 0.1))
+        self._background.flush(_LAST_SECONDS)
         self._background.end()
 
     def _tell_progress(self) -> None:
@@ -126,7 +131,8 @@ class Collector:
         for key, ranks in list(self._progress.items()):
             if 0 in ranks:
                 self._deliver_progress(key, ended=False)
-        if self._operations:
+        self._telling = bool(self._operations)
+        if self._telling:
             self._background.later(tuning().progress_interval, self._tell_progress)
 
     # --- rank 0 ---------------------------------------------------------------------------------------------------

@@ -6,17 +6,18 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
 
+from bytecheckpoint.monitoring.alert import Alert
+from bytecheckpoint.monitoring.alerts.watching import Watcher
 from bytecheckpoint.monitoring.background import Background
 from bytecheckpoint.monitoring.progress import OperationProgress
 from bytecheckpoint.monitoring.record import without_secrets
-from bytecheckpoint.monitoring.sinks import Sink, make_sink, shown
+from bytecheckpoint.monitoring.sinks import Sink, make_sink, shown_address
 from bytecheckpoint.monitoring.table import OperationRecord
 from bytecheckpoint.settings import settings
 from bytecheckpoint.tuning import tuning
 
-__all__ = ["deliver", "deliver_progress", "finish", "is_on", "open_sinks"]
+__all__ = ["deliver", "deliver_alert", "deliver_progress", "finish", "is_on", "open_sinks"]
 
 _log = logging.getLogger("bytecheckpoint")
 _OFF = ("", "off")
@@ -33,25 +34,31 @@ class _Delivery:
 
     def __init__(self, address: str) -> None:
         self._address = address
-        self._shown = shown(address)
-        self._background = Background(f"bytecheckpoint-sink-{self._shown.split(':')[0]}")
+        self._shown = shown_address(address)
+        self._background = Background(f"bytecheckpoint-sink-{self._shown.split(':')[0]}", _WAITING)
         self._sink: Sink | None = None
-        self._failed = self._late = False
+        self._failing = ""  # what the sink could not take
+        self._slow = False
         self.dropped = 0
-        self._background.submit(lambda: self._call(lambda _: None))  # importing a client may take seconds
+        self._background.submit(lambda: self._call("", None))  # importing a client may take seconds
 
     def put(self, record: OperationRecord) -> None:
-        if self._background.waiting() < _WAITING:
-            self._background.submit(lambda: self._call(lambda sink: sink.deliver(record), counts=1))
-            return
-        self.dropped += 1
-        if not self._late:
-            _log.warning("metrics are dropped, which disturbs nothing else: %s is too slow", self._shown)
-        self._late = True
+        self._put("deliver", record)
 
     def put_progress(self, progress: OperationProgress) -> None:
         if progress.ended or not self._background.waiting():  # what a slow sink misses is old
-            self._background.submit(lambda: self._call(lambda sink: sink.progress(progress)))
+            self._background.submit(lambda: self._call("progress", progress))
+
+    def put_alert(self, alert: Alert) -> None:
+        self._put("alert", alert)
+
+    def _put(self, method: str, argument: object) -> None:
+        if self._background.submit(lambda: self._call(method, argument)):
+            return
+        self.dropped += 1
+        if not self._slow:
+            _log.warning("metrics are dropped, which disturbs nothing else: %s is too slow", self._shown)
+        self._slow = True
 
     def finish(self, timeout: float) -> None:
         self._background.flush(timeout)
@@ -61,21 +68,22 @@ class _Delivery:
         self._background.submit(self._close)
         self._background.end()
 
-    def _call(self, work: Callable[[Sink], None], counts: int = 0) -> None:
-        """Let the sink do something; if that fails, say so once and count the records that are lost."""
+    def _call(self, method: str, argument: object) -> None:
+        """Open the sink, if it is not open, and call one of its methods, if one is named."""
         try:
             self._sink = self._sink or make_sink(self._address)
-            work(self._sink)
+            if method:
+                getattr(self._sink, method)(argument)
         except Exception as error:  # noqa: BLE001  of any client
-            self.dropped += counts
-            if not self._failed:
+            self.dropped += bool(method)
+            if not self._failing:
                 why = without_secrets(f"{type(error).__name__}: {error}")
                 _log.warning("metrics do not reach %s, which disturbs nothing else: %s", self._shown, why)
-            self._failed = True
+                self._failing = method or "deliver"
         else:
-            if self._failed and counts:
+            if method == self._failing:
                 _log.warning("metrics reach %s again; %d records are lost", self._shown, self.dropped)
-                self._failed = False
+                self._failing = ""
 
     def _close(self) -> None:
         if self._sink is not None:
@@ -86,9 +94,18 @@ _deliveries: dict[str, _Delivery] = {}
 _lock = threading.Lock()
 
 
+def deliver_alert(alert: Alert) -> None:
+    """Hand to all sinks what a rule has found."""
+    for delivery in _current():
+        delivery.put_alert(alert)
+
+
+_watcher = Watcher(deliver_alert)
+
+
 def _forget_after_fork() -> None:
-    global _deliveries, _lock
-    _deliveries, _lock = {}, threading.Lock()
+    global _deliveries, _lock, _watcher
+    _deliveries, _lock, _watcher = {}, threading.Lock(), Watcher(deliver_alert)
 
 
 os.register_at_fork(after_in_child=_forget_after_fork)
@@ -119,6 +136,7 @@ def open_sinks() -> None:
 
 def deliver(record: OperationRecord) -> None:
     """Hand a record to all sinks. Returns at once; a sink that cannot follow loses records."""
+    _watcher.record(record)
     for delivery in _current():
         delivery.put(record)
 
@@ -127,11 +145,13 @@ def deliver_progress(progress: OperationProgress) -> None:
     """Hand to all sinks how far an operation is."""
     for delivery in _current():
         delivery.put_progress(progress)
+    _watcher.progress(progress)
 
 
 def finish() -> None:
     """Close the sinks; wait some seconds at most until they have what was handed to them."""
     deadline = time.monotonic() + tuning().metrics_end
+    _watcher.finish(tuning().metrics_end)
     with _lock:
         deliveries = [_deliveries.pop(address) for address in list(_deliveries)]
     for delivery in deliveries:

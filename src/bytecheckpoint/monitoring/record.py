@@ -126,7 +126,7 @@ def make_record(
     ]
     path, error, seconds, blocking, nbytes = operation.path, "", operation.seconds(), 0.0, 0
     if isinstance(outcome, BaseException):
-        error = without_secrets(str(outcome) or type(outcome).__name__)
+        error = without_secrets(f"{type(outcome).__name__}: {outcome}")
     else:
         path, seconds, blocking = outcome.path, outcome.total_seconds, outcome.blocking_seconds
         nbytes = outcome.bytes_written if isinstance(outcome, SaveReport) else outcome.bytes_read

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from bytecheckpoint.engine.memory import free_memory
-from bytecheckpoint.errors import CheckpointError, StorageError, StorageFullError
+from bytecheckpoint.errors import CheckpointError, StorageFullError
 from bytecheckpoint.representation.names import CATALOG_NAME
 from bytecheckpoint.storage.posix.storage import PosixStorage
 from bytecheckpoint.tiers.hot_folder import HotFolder, HotStep, StepRecord
@@ -74,14 +74,7 @@ def with_room(root: PosixStorage, nbytes: int, write: Callable[[], _T]) -> _T:
 
 def _lacking(root: PosixStorage, nbytes: int) -> str:
     """Return what a write of `nbytes` lacks, "" if nothing."""
-    folder = root.root
-    while not os.path.isdir(folder):
-        folder = os.path.dirname(folder)
-    try:
-        found = os.statvfs(folder)
-    except OSError as error:
-        raise StorageError(f"cannot look at the hot tier {root.url}: {error.strerror}") from error
-    free = found.f_bavail * found.f_frsize
+    free = root.free_bytes()
     if free < nbytes + _SPARE:
         return f"{nbytes} bytes are needed, {free} are free"
     if root.in_memory and (memory := free_memory()).nbytes < nbytes + _SPARE_MEMORY:

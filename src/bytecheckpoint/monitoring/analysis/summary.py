@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -30,6 +31,8 @@ _DEVIATIONS, _SHARE, _LEAST_SECONDS = 6.0, 0.5, 0.25
 _NORMAL_MAD = 0.6745
 #: A clock may be wrong by so many seconds, as far as the critical path is concerned.
 _SAME_TIME = 1e-3
+#: How an error of another rank begins.
+_OTHER_RANK = re.compile(r"\brank \d+\b")
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +113,7 @@ class OperationSummary:
         failures: of ranks that failed.
         missing: ranks of which nothing is known.
         hosts: number of machines.
+        most_retries: the rank that waited longest before repeated requests, and for how long.
     """
 
     id: str
@@ -132,6 +136,18 @@ class OperationSummary:
     failures: tuple[Failure, ...]
     missing: tuple[int, ...]
     hosts: int
+    most_retries: tuple[int, float] = (0, 0.0)
+
+    @property
+    def name(self) -> str:
+        """What it is, for people."""
+        step = "" if self.step is None else f" of step {self.step}"
+        return f"{self.kind}{step}"
+
+    @property
+    def first_failure(self) -> Failure:
+        """The failure behind the others: of the rank that does not repeat another rank's. There must be one."""
+        return next((f for f in self.failures if not _OTHER_RANK.search(f.error)), self.failures[0])
 
     @property
     def failed(self) -> bool:
@@ -208,6 +224,7 @@ def summarize(record: OperationRecord) -> OperationSummary:
         failures=_failures(rows, rank),
         missing=record.missing,
         hosts=len(np.unique(hosts[here])),
+        most_retries=_most_retries(rows, rank, width),
     )  # fmt: skip
 
 
@@ -317,6 +334,12 @@ def _bandwidth(kind: str, phases: _Phases, nbytes: int) -> float:
     # Of a phase that is at once over, float32 may lose the length.
     seconds = float(np.nanmax(phases.ends[moving]) - np.nanmin(phases.begins[moving]))
     return nbytes / seconds if seconds > 0 else 0.0
+
+
+def _most_retries(rows: Rows, rank: NDArray[np.int32], width: int) -> tuple[int, float]:
+    at = rows.where("level", "total") & rows.where("name", "retry")
+    waited = np.bincount(rank[at], rows.numbers("seconds")[at], width)
+    return int(waited.argmax()), float(waited.max())
 
 
 def _failures(rows: Rows, rank: NDArray[np.int32]) -> tuple[Failure, ...]:

@@ -12,14 +12,18 @@ from bytecheckpoint.errors import UsageError
 from bytecheckpoint.monitoring.record import without_secrets
 
 if TYPE_CHECKING:
+    from bytecheckpoint.monitoring.alert import Alert
     from bytecheckpoint.monitoring.progress import OperationProgress
     from bytecheckpoint.monitoring.table import OperationRecord
 
-__all__ = ["Sink", "make_sink", "shown", "split_address"]
+__all__ = ["Sink", "make_sink", "shown_address", "split_address"]
 
 #: scheme -> module and class, which are imported when the scheme is used, and the extra that installs what they need.
 _SINKS = {
     "files": ("files", "FilesSink", ""),
+    "console": ("console", "ConsoleSink", ""),
+    "webhook+http": ("webhook", "WebhookSink", ""),
+    "webhook+https": ("webhook", "WebhookSink", ""),
     "clickhouse": ("clickhouse", "ClickHouseSink", ""),
     "clickhouses": ("clickhouse", "ClickHouseSink", ""),
     "mlflow": ("mlflow", "MlflowSink", "mlflow"),
@@ -30,7 +34,7 @@ _SINKS = {
     "tensorboard": ("tensorboard", "TensorBoardSink", "tensorboard"),
     "wandb": ("wandb", "WandbSink", "wandb"),
 }
-_SCHEME = re.compile(r"[a-z][a-z0-9]*")
+_SCHEME = re.compile(r"[a-z][a-z0-9+]*")
 
 
 class Sink(ABC):
@@ -53,13 +57,20 @@ class Sink(ABC):
         """Take how far a running operation is: about once a second, and once when it ends."""
         return
 
+    def alert(self, alert: Alert) -> None:
+        """Take what a rule has found."""
+        return
+
     def close(self) -> None:
         """Send what is still held back, and close connections."""
         return
 
 
-def shown(address: str) -> str:
-    """Return an address as logs may show it: without credentials, and without what may be a part of badly written ones."""
+def shown_address(address: str) -> str:
+    """Return an address as logs may show it.
+
+    Without credentials, without what may be a part of badly written ones, and without the path of a webhook, a token often.
+    """
     scheme, _, rest = address.partition("://")
     if scheme not in _SINKS:
         return "a sink of settings.metrics"
@@ -67,7 +78,10 @@ def shown(address: str) -> str:
         path = split_address(address).path if rest else ""
     except UsageError:
         path = rest
-    return f"{scheme}://..." if "@" in path or rest.count(":") > 2 else without_secrets(address)
+    if "@" in path:
+        return f"{scheme}://..."
+    shown = without_secrets(address)
+    return "/".join(shown.split("/")[:3]) if scheme.startswith("webhook+") else shown
 
 
 def split_address(address: str) -> SplitResult:

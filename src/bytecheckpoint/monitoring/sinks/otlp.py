@@ -26,7 +26,7 @@ from bytecheckpoint.monitoring.sinks.base import Sink, split_address
 from bytecheckpoint.monitoring.table import OperationRecord
 
 if TYPE_CHECKING:
-    from bytecheckpoint.monitoring.alerts import Alert
+    from bytecheckpoint.monitoring.alert import Alert
 
 __all__ = ["OtlpSink"]
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
-from bytecheckpoint.errors import StorageUnavailableError
+from bytecheckpoint.errors import StorageError, StorageUnavailableError
 from bytecheckpoint.settings import settings
 from bytecheckpoint.storage.base import FileReader, FileStat, FileWriter, NewFile, Storage, check_name
 from bytecheckpoint.storage.posix.files import (
@@ -255,6 +255,21 @@ class PosixStorage(Storage):
 
     def list(self) -> list[tuple[str, int]]:
         return self._run("list", self.url, self._list)
+
+    def free_bytes(self) -> int:
+        """Return how many bytes the file system still takes.
+
+        Raises:
+            StorageError: it does not say.
+        """
+        folder = self.root
+        while not os.path.isdir(folder):
+            folder = os.path.dirname(folder)
+        try:
+            found = os.statvfs(folder)
+        except OSError as error:
+            raise StorageError(f"cannot look at {self.url}: {error.strerror}") from error
+        return found.f_bavail * found.f_frsize
 
     def delete(self, names: Iterable[str]) -> None:
         names = list(names)

@@ -1,0 +1,7 @@
+"""Rules that say which saves and loads somebody has to look at."""
+
+from bytecheckpoint.monitoring.alert import Alert
+from bytecheckpoint.monitoring.alerts.evaluation import Evaluation
+from bytecheckpoint.monitoring.alerts.rules import Rule, load_rules
+
+__all__ = ["Alert", "Evaluation", "Rule", "load_rules"]

@@ -1,0 +1,282 @@
+"""Rules of alerts, and the file that holds them."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from bytecheckpoint.errors import UsageError
+from bytecheckpoint.monitoring.alert import Alert
+from bytecheckpoint.monitoring.analysis.summary import OperationSummary
+from bytecheckpoint.monitoring.analysis.words import bandwidth_text, rank_text, ranks_text, seconds_text, size_text
+from bytecheckpoint.monitoring.progress import OperationProgress
+
+__all__ = ["Overdue", "Rule", "RuleSet", "Storage", "Unflushed", "load_rules", "metric"]
+
+_Positive = Annotated[float, msgspec.Meta(gt=0)]
+#: Numbers of a summary that a threshold may be set on.
+_METRICS = ("seconds", "blocking_seconds", "bandwidth", "nbytes", "balance", "retries", "retry_seconds")
+#: Errors that say that stored bytes are damaged.
+_CORRUPT = "CorruptCheckpointError"
+_TIER = "tier+"
+
+
+class Rule(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", forbid_unknown_fields=True):
+    """A rule.
+
+    Attributes:
+        name: of the rule in alerts; "": its kind.
+        severity: of its alerts.
+        operations: that it looks at.
+        repeat: seconds within which the same alert (rule, rank and phase) comes once.
+    """
+
+    name: str = ""
+    severity: Literal["info", "warning", "critical"] = "warning"
+    operations: Literal["save", "load", "all"] = "all"
+    repeat: float = 3600.0
+
+    def check(self, now: OperationSummary, before: Sequence[OperationSummary]) -> Iterator[Alert]:
+        """Iterate over the alerts about an operation that has ended.
+
+        Args:
+            now: the operation.
+            before: earlier ones of the same kind, run and world size that did not fail, the oldest first.
+        """
+        return iter(())
+
+    def alert(self, text: str, about: OperationSummary, **more: Any) -> Alert:
+        """Return an alert about an operation."""
+        name = self.name or str(self.__struct_config__.tag)
+        facts: dict[str, Any] = {
+            "path": about.path, "operation": about.id, "step": about.step, "time": about.began
+        } | more  # fmt: skip
+        return Alert(rule=name, severity=self.severity, text=f"{about.name}: {text}", **facts)
+
+
+class Threshold(Rule, frozen=True, kw_only=True, tag="threshold"):
+    """A metric is above or below a limit."""
+
+    metric: str
+    above: float | None = None
+    below: float | None = None
+
+    def __post_init__(self) -> None:
+        if (self.above is None) == (self.below is None):
+            raise ValueError("a threshold has either `above` or `below`")
+        first, *more = self.metric.split(".")
+        if self.metric not in _METRICS and (first, len(more)) not in (("phase", 1), ("total", 2)):
+            raise ValueError(f"no metric is called {self.metric!r}")
+
+    def check(self, now: OperationSummary, before: Sequence[OperationSummary]) -> Iterator[Alert]:
+        value = metric(now, self.metric)
+        if value is None:
+            return
+        limit = self.above if self.above is not None else self.below
+        assert limit is not None
+        if value > limit if self.above is not None else value < limit:
+            side = "above" if self.above is not None else "below"
+            yield self.alert(f"{self.metric} is {value:g}, {side} {limit:g}", now, value=value, limit=limit)
+
+
+class Straggler(Rule, frozen=True, kw_only=True, tag="straggler"):
+    """A rank is much slower than the others in a phase."""
+
+    ratio: _Positive = 2.0
+    seconds: float = 2.0
+
+    def check(self, now: OperationSummary, before: Sequence[OperationSummary]) -> Iterator[Alert]:
+        by_phase: dict[str, list[Any]] = {}
+        for found in now.stragglers:
+            limit = max(self.ratio * found.median, found.median + self.seconds)
+            if found.seconds > limit:
+                by_phase.setdefault(found.phase, []).append((found, limit))
+        for phase, all_found in by_phase.items():
+            slowest, limit = all_found[0]
+            others = f", {ranks_text([found.rank for found, _ in all_found[1:]])} too" if len(all_found) > 1 else ""
+            load = f"; it has {slowest.load:.1f} times the mean bytes" if slowest.load > 1.5 else ""
+            yield self.alert(
+                f"{rank_text(slowest.rank, slowest.host)} takes {seconds_text(slowest.seconds)} for {phase}{others}; "
+                f"the median is {seconds_text(slowest.median)}{load}",
+                now, rank=slowest.rank, host=slowest.host, phase=phase, value=slowest.seconds, limit=limit,
+            )  # fmt: skip
+
+
+class Bandwidth(Rule, frozen=True, kw_only=True, tag="bandwidth"):
+    """All ranks together are much slower than before."""
+
+    fraction: _Positive = 0.4
+    after: int = 5
+    seconds: float = 2.0
+
+    def check(self, now: OperationSummary, before: Sequence[OperationSummary]) -> Iterator[Alert]:
+        known = [summary.bandwidth for summary in before if summary.bandwidth]
+        if now.failed or not now.bandwidth or len(known) < max(self.after, 1):
+            return
+        usual = statistics.median(known)
+        limit = self.fraction * usual
+        lost = now.nbytes / now.bandwidth - now.nbytes / usual
+        by_stragglers = max((slow.seconds - slow.median for slow in now.stragglers), default=0.0)  # told by their rule
+        if now.bandwidth < limit and lost - by_stragglers > self.seconds:
+            yield self.alert(
+                f"{bandwidth_text(now.bandwidth)} of all ranks, {now.bandwidth / usual:.0%} of the usual "
+                f"{bandwidth_text(usual)}, which costs {seconds_text(lost)}",
+                now, phase="read" if now.kind == "load" else "write", value=now.bandwidth, limit=limit,
+            )  # fmt: skip
+
+
+class Retries(Rule, frozen=True, kw_only=True, tag="retries"):
+    """Requests are repeated."""
+
+    per_rank: _Positive = 3.0
+    seconds: float = 10.0
+
+    def check(self, now: OperationSummary, before: Sequence[OperationSummary]) -> Iterator[Alert]:
+        rank, longest = now.most_retries
+        if now.retries > self.per_rank * now.world_size or longest > self.seconds:
+            yield self.alert(
+                f"{now.retries} requests were repeated, {seconds_text(now.retry_seconds)} were waited before them, most "
+                f"on rank {rank}: {seconds_text(longest)}",
+                now, rank=rank, value=float(now.retries), limit=self.per_rank * now.world_size,
+            )  # fmt: skip
+
+
+class Missing(Rule, frozen=True, kw_only=True, tag="missing"):
+    """Ranks have reported nothing."""
+
+    def check(self, now: OperationSummary, before: Sequence[OperationSummary]) -> Iterator[Alert]:
+        if now.missing:
+            text = f"{ranks_text(now.missing)} reported nothing: gone, hanging, or cut off"
+            yield self.alert(text, now, rank=now.missing[0], value=float(len(now.missing)), limit=0.0)
+
+
+class Failed(Rule, frozen=True, kw_only=True, tag="failed"):
+    """The operation failed."""
+
+    corrupt = False
+
+    def check(self, now: OperationSummary, before: Sequence[OperationSummary]) -> Iterator[Alert]:
+        if now.failures and (_CORRUPT in now.first_failure.error) == self.corrupt:
+            first = now.first_failure
+            stage = f" in {first.stage}" if first.stage else ""
+            yield self.alert(
+                f"failed{stage} on rank {first.rank}: {first.error}", now, rank=first.rank, phase=first.stage
+            )
+
+
+class Verification(Failed, frozen=True, kw_only=True, tag="verification"):
+    """Stored bytes do not match their checksums."""
+
+    corrupt = True
+
+
+class Storage(Rule, frozen=True, kw_only=True, tag="storage"):
+    """The storage is nearly full."""
+
+    saves: _Positive = 3.0
+
+    def check_room(self, now: OperationSummary, lacking: Callable[[str, int], str]) -> Iterator[Alert]:
+        """Iterate over the alerts about the storage of a save.
+
+        Args:
+            now: the save.
+            lacking: returns what the storage of a path lacks for so many bytes, "" if nothing.
+        """
+        wanted = int(self.saves * now.nbytes)
+        if now.kind == "save" and wanted and (why := lacking(now.path, wanted)):
+            text = f"the storage is nearly full; a save takes {size_text(now.nbytes)}: {why}"
+            yield self.alert(text, now, limit=float(wanted))
+
+
+class Overdue(Rule, frozen=True, kw_only=True, tag="overdue"):
+    """No checkpoint for long."""
+
+    factor: _Positive = 3.0
+    seconds: float = 600.0
+
+    def limit(self, saves: Sequence[OperationSummary]) -> float | None:
+        """Return how long after the last of `saves` began the next one is overdue; None: too few to know."""
+        if len(saves) < 4:
+            return None
+        begins = [save.began for save in saves]
+        usual = statistics.median(later - earlier for earlier, later in itertools.pairwise(begins))
+        return max(self.factor * usual, self.seconds) + saves[-1].seconds
+
+    def check_time(self, saves: Sequence[OperationSummary], time: float) -> Iterator[Alert]:
+        """Iterate over the alerts if `time` is now, or the next save began then."""
+        limit = self.limit(saves)
+        if limit is not None and time - saves[-1].began > limit:
+            waited = time - saves[-1].began
+            text = f"is the newest checkpoint, and {seconds_text(waited)} old; saves were more frequent before"
+            yield self.alert(text, saves[-1], value=waited, limit=limit, time=time)
+
+
+class Unflushed(Rule, frozen=True, kw_only=True, tag="unflushed"):
+    """A tier's step is not durable."""
+
+    seconds: float = 1800.0
+
+    def check(self, now: OperationSummary, before: Sequence[OperationSummary]) -> Iterator[Alert]:
+        """As `Rule.check`, of a save that has become durable."""
+        if now.path.startswith(_TIER) and now.seconds > self.seconds:
+            yield self.alert(
+                f"was durable after {seconds_text(now.seconds)} only", now, phase="flush", value=now.seconds,
+                limit=self.seconds,
+            )  # fmt: skip
+
+    def check_running(self, running: OperationProgress) -> Iterator[Alert]:
+        """Iterate over the alerts about an operation that runs."""
+        waited = running.time - running.began
+        if running.kind == "save" and running.path.startswith(_TIER) and not running.ended and waited > self.seconds:
+            text = f"save to {running.path}: in memory only, not in the durable storage after {seconds_text(waited)}"
+            yield Alert(
+                rule=self.name or "unflushed", severity=self.severity, text=text, path=running.path,
+                operation=running.operation, step=running.step, phase="flush", value=waited, limit=self.seconds,
+                time=running.time,
+            )  # fmt: skip
+
+
+AnyRule = Threshold | Straggler | Bandwidth | Retries | Missing | Failed | Verification | Storage | Overdue | Unflushed
+
+
+class RuleSet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A file of rules."""
+
+    rule: list[AnyRule] = []
+
+
+def load_rules(path: str = "") -> list[Rule]:
+    """Read rules from a TOML file.
+
+    Args:
+        path: of the file; "": the built-in rules.
+
+    Raises:
+        UsageError: the file cannot be read, or a rule is wrong.
+    """
+    try:
+        text = Path(path).read_bytes() if path else resources.files(__package__).joinpath("defaults.toml").read_bytes()
+        return [*msgspec.toml.decode(text, type=RuleSet).rule]
+    except OSError as error:
+        raise UsageError(f"settings.alerts: {path} cannot be read: {error.strerror}") from error
+    except msgspec.MsgspecError as error:
+        raise UsageError(f"settings.alerts: {path}: {error}") from error
+
+
+def metric(summary: OperationSummary, name: str) -> float | None:
+    """Return a number of a summary by the name that thresholds use; None where the operation has none."""
+    first, *more = name.split(".")
+    if first == "phase":
+        return next((phase.longest for phase in summary.phases if phase.name == more[0]), None)
+    if first == "total":
+        values = summary.totals.get(more[0])
+        return (
+            None if values is None else float(dict(zip(("count", "seconds", "nbytes"), values, strict=True))[more[1]])
+        )
+    return float(getattr(summary, name))

@@ -1,0 +1,226 @@
+"""In words: what is wrong with the saves and loads of a run, and what to do."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from bytecheckpoint.monitoring.analysis.run import summarize_run, usual
+from bytecheckpoint.monitoring.analysis.summary import OperationSummary, Straggler
+from bytecheckpoint.monitoring.analysis.words import bandwidth_text, rank_text, ranks_text, seconds_text, size_text
+
+__all__ = ["Finding", "findings"]
+
+_SEVERITIES = ("critical", "warning", "info")
+#: Operations at the end of a run that are looked at one by one.
+_RECENT = 10
+#: What to do about a slow rank, by phase.
+_SLOW_PHASE = {
+    "capture": "Its objects' state_dict or hooks take long: look for hooks of its own, garbage collection or swapping.",
+    "stage": "Copies from its device are slow: look at the PCIe link, the NUMA node and the free memory of the machine.",
+    "write": "Its storage or network is slow. If other ranks of the machine are slow too, drain the machine.",
+    "finish": "Making its files durable is slow: look at the device or the server behind its path.",
+    "read": "Its storage or network is slow. If other ranks of the machine are slow too, drain the machine.",
+    "destination": "Its objects' state_dict or hooks take long: look for hooks of its own, garbage collection or swapping.",
+    "apply": "Its objects take long to install their state: look for hooks of its own, garbage collection or swapping.",
+}
+#: The same about a phase that is long on all ranks.
+_LONG_PHASE = {
+    "wait": "Saves wait for the one before: save less often, or find out below why saves take so long.",
+    "capture": "Collecting the state takes long on all ranks: look for hooks of modules and for gathered state dicts.",
+    "plan": "The plan is made anew: keep names and shapes of tensors stable between saves, and call prepare() early.",
+    "stage": "Copying to memory takes long: give the staging pool more memory, or pinned memory more bandwidth.",
+    "write": "The storage limits the save: more ranks write in parallel with more replicas; or save to tier+URL, which "
+    "copies to memory first.",
+    "finish": "Making files durable takes long: the storage's fsync or close is slow.",
+    "commit": "The commit takes long though all ranks have written: look at the storage's latency for small files.",
+    "flush": "Copying from memory to the durable storage takes long: its bandwidth is too small for the interval of saves.",
+    "catalog": "Opening the checkpoint takes long: look at the storage's latency for small files.",
+    "agree": "Ranks wait for each other: see which rank comes last in the critical path.",
+    "read": "The storage limits the load: compare with its own measured bandwidth.",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Something that a person should know.
+
+    Attributes:
+        severity: "critical", "warning" or "info".
+        title: a few words.
+        text: what was measured.
+        advice: what to do.
+        operation: id of the operation that shows it best; "" for the run.
+        rank: that it is about; None: no single one.
+        phase: that it is about, or "".
+    """
+
+    severity: str
+    title: str
+    text: str
+    advice: str
+    operation: str = ""
+    rank: int | None = None
+    phase: str = ""
+
+
+def findings(summaries: Sequence[OperationSummary], bandwidth: float | None = None) -> list[Finding]:
+    """Return what is notable about a run, the worst first.
+
+    Args:
+        summaries: of its operations, in order of time.
+        bandwidth: bytes per second that the storage can take from all ranks together; None: the best that the run has
+            reached.
+    """
+    found: list[Finding] = []
+    for look in _LOOKS:
+        found += look(summaries)
+    found += _bandwidth(summaries, bandwidth)
+    return sorted(found, key=lambda finding: _SEVERITIES.index(finding.severity))
+
+
+def _failures(summaries: Sequence[OperationSummary]) -> Iterator[Finding]:
+    failed = [summary for summary in summaries if summary.failed]
+    if failed:
+        last = failed[-1]
+        first = last.first_failure
+        yield Finding(
+            "critical", f"{len(failed)} of {len(summaries)} operations failed",
+            f"The last one, the {last.name}, on rank {first.rank} in {first.stage or 'its beginning'}: {first.error}",
+            "Read the error; docs/how-to/when-things-fail.md says what each means.",
+            last.id, first.rank, first.stage,
+        )  # fmt: skip
+
+
+def _missing(summaries: Sequence[OperationSummary]) -> Iterator[Finding]:
+    hit = [summary for summary in summaries if summary.missing]
+    if hit:
+        last = hit[-1]
+        yield Finding(
+            "warning", "Ranks reported nothing",
+            f"{ranks_text(last.missing)} in the {last.name}; in {len(hit)} operations altogether.",
+            "A rank that ended, hung or was cut off sends no metrics. Look at its log and its machine.",
+            last.id, last.missing[0],
+        )  # fmt: skip
+
+
+def _stragglers(summaries: Sequence[OperationSummary]) -> Iterator[Finding]:
+    recent = summaries[-_RECENT:]
+    seen: dict[tuple[str, str], list[tuple[OperationSummary, Straggler]]] = {}
+    for summary in recent:
+        for phase in {slow.phase for slow in summary.stragglers}:
+            worst = next(slow for slow in summary.stragglers if slow.phase == phase)
+            seen.setdefault((summary.kind, phase), []).append((summary, worst))
+    for (kind, phase), cases in seen.items():
+        rank, times = Counter(slow.rank for _, slow in cases).most_common(1)[0]
+        summary, worst = [case for case in cases if case[1].rank == rank][-1]
+        of = sum(summary.kind == kind for summary in recent)
+        hosts = Counter(slow.host for slow in summary.stragglers if slow.phase == phase)
+        host, on_host = hosts.most_common(1)[0]
+        machine = f" {on_host} slow ranks are on {host}." if on_host > 1 else ""
+        load = f" It has {worst.load:.1f} times the mean bytes." if worst.load > 1.5 else ""
+        yield Finding(
+            "warning" if worst.seconds - worst.median > 1 or times > 1 else "info",
+            f"{rank_text(rank, worst.host)} is slow in {phase}",
+            f"{seconds_text(worst.seconds)} in the {summary.name}, where the median of {summary.world_size} ranks is "
+            f"{seconds_text(worst.median)}; slowest in {times} of the last {of} {kind}s.{machine}{load}",
+            _SLOW_PHASE.get(phase, "Compare its timeline with that of another rank."),
+            summary.id, rank, phase,
+        )  # fmt: skip
+
+
+def _balance(summaries: Sequence[OperationSummary]) -> Iterator[Finding]:
+    saves = [s for s in summaries[-_RECENT:] if s.kind == "save" and not s.failed and s.world_size > 1]
+    if saves and saves[-1].balance > 1.5 and saves[-1].nbytes > 256 << 20:
+        last = saves[-1]
+        yield Finding(
+            "info", "Ranks write unequal amounts",
+            f"One rank writes {last.balance:.1f} times the mean of {size_text(last.nbytes / last.world_size)}.",
+            "Large tensors that only one rank holds, or values of rank 0, cannot be spread. Shard them if you can.",
+            last.id,
+        )  # fmt: skip
+
+
+def _retries(summaries: Sequence[OperationSummary]) -> Iterator[Finding]:
+    hit = [summary for summary in summaries[-_RECENT:] if summary.retries]
+    if hit:
+        worst = max(hit, key=lambda summary: summary.most_retries[1])
+        rank, longest = worst.most_retries
+        yield Finding(
+            "warning" if longest > 1 else "info", "Requests are repeated",
+            f"{worst.retries} in the {worst.name}, with {seconds_text(worst.retry_seconds)} of waiting in all, most on "
+            f"rank {rank} ({seconds_text(longest)}).",
+            "The storage refuses or drops requests: look for throttling, and at the network of that machine.",
+            worst.id, rank,
+        )  # fmt: skip
+
+
+def _changes(summaries: Sequence[OperationSummary]) -> Iterator[Finding]:
+    for kind in ("save", "load"):
+        places = [place for place, s in enumerate(summaries) if s.kind == kind and not s.failed]
+        if not places:
+            continue
+        now, before = summaries[places[-1]], usual(summaries, places[-1])
+        if before and now.seconds > 1.5 * before["seconds"] and now.seconds - before["seconds"] > 1:
+            grown = max(
+                now.phases, key=lambda p: p.longest - before.get(p.name, p.longest) if p.name != "commit" else 0
+            )
+            yield Finding(
+                "warning", f"The last {kind} is slower than before",
+                f"{seconds_text(now.seconds)} instead of {seconds_text(before['seconds'])}; most of it in {grown.name}: "
+                f"{seconds_text(grown.longest)} instead of {seconds_text(before.get(grown.name, 0.0))}.",
+                "If one rank is slow, see above. If all are, the storage or the network has changed.",
+                now.id, grown.slowest_rank, grown.name,
+            )  # fmt: skip
+
+
+def _bandwidth(summaries: Sequence[OperationSummary], limit: float | None) -> Iterator[Finding]:
+    for kind in ("save", "load"):
+        known = [s for s in summaries if s.kind == kind and s.bandwidth and not s.failed]
+        if not known or (limit is None and len(known) < 5):
+            continue
+        best = limit if limit is not None else max(s.bandwidth for s in known)
+        recent = known[-_RECENT:]
+        middle = statistics.median(s.bandwidth for s in recent)
+        lost = statistics.median(s.nbytes / s.bandwidth - s.nbytes / best for s in recent)
+        if middle < 0.5 * best and lost > 1:
+            source = "was given" if limit is not None else "the run has reached"
+            phase = "write" if kind == "save" else "read"
+            yield Finding(
+                "warning", f"{kind.capitalize()}s use {middle / best:.0%} of the storage's bandwidth",
+                f"{bandwidth_text(middle)} of all ranks, {bandwidth_text(best)} {source}; that costs "
+                f"{seconds_text(lost)} per {kind}.",
+                "Look for slow ranks above, for other users of the storage, and at the network.",
+                recent[-1].id, None, phase,
+            )  # fmt: skip
+
+
+def _cost(summaries: Sequence[OperationSummary]) -> Iterator[Finding]:
+    run = summarize_run(summaries)
+    saves = [s for s in summaries if s.kind == "save" and not s.failed]
+    if not saves or not run.interval:
+        return
+    share = run.stall / run.interval
+    last = saves[-1]
+    longest = max(last.critical_path, key=lambda part: part[3], default=("", 0, 0.0, 0.0))
+    if share > 0.03:
+        yield Finding(
+            "warning", f"Saves stop the training for {share:.1%} of the time",
+            f"{seconds_text(run.stall)} every {seconds_text(run.interval)}. Longest part of the last save: {longest[0]} of "
+            f"rank {longest[1]}, {seconds_text(longest[3])}.",
+            "Save with async_checkpoint=True, or less often; `bytecheckpoint plan-interval` says how often.",
+            last.id, longest[1], longest[0],
+        )  # fmt: skip
+    if run.write > 0.8 * run.interval:
+        yield Finding(
+            "warning", "A save takes as long as the time between saves",
+            f"{seconds_text(run.write)} to the commit, {seconds_text(run.interval)} from save to save.",
+            _LONG_PHASE.get(longest[0], "Save less often."), last.id, None, longest[0],
+        )  # fmt: skip
+
+
+_LOOKS: tuple[Callable[[Sequence[OperationSummary]], Iterator[Finding]], ...] = (
+    _failures, _missing, _stragglers, _retries, _changes, _balance, _cost,
+)  # fmt: skip

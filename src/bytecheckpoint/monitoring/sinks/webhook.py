@@ -1,0 +1,37 @@
+"""Alerts to an HTTP server, as JSON."""
+
+from __future__ import annotations
+
+import base64
+import urllib.request
+from urllib.parse import unquote, urlsplit
+
+import msgspec
+
+from bytecheckpoint.monitoring.alert import Alert
+from bytecheckpoint.monitoring.sinks.base import Sink
+from bytecheckpoint.monitoring.table import OperationRecord
+
+__all__ = ["WebhookSink"]
+
+_PREFIX = "webhook+"
+_TIMEOUT = 10.0
+
+
+class WebhookSink(Sink):
+    """Posts each alert as one JSON object: the fields of `Alert`, and `message`, which is its text for people."""
+
+    def deliver(self, record: OperationRecord) -> None:
+        """Do nothing: only alerts are sent."""
+
+    def alert(self, alert: Alert) -> None:
+        """Post an alert."""
+        body = {**msgspec.to_builtins(alert), "message": f"{alert.severity}: {alert.text}"}
+        url = urlsplit(self.address.removeprefix(_PREFIX))
+        user, _, host = url.netloc.rpartition("@")
+        headers = {"Content-Type": "application/json"}
+        if user:
+            headers["Authorization"] = f"Basic {base64.b64encode(unquote(user).encode()).decode()}"
+        request = urllib.request.Request(url._replace(netloc=host).geturl(), msgspec.json.encode(body), headers)
+        with urllib.request.urlopen(request, timeout=_TIMEOUT) as response:
+            response.read()

@@ -1,0 +1,275 @@
+"""Alerts: the right rank and phase within one save, and none without a reason."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import bytecheckpoint
+from bytecheckpoint import UsageError
+from bytecheckpoint.collectives.testing import ThreadWorld
+from bytecheckpoint.monitoring import delivery
+from bytecheckpoint.monitoring.alerts import Alert, Evaluation, load_rules
+from bytecheckpoint.monitoring.analysis.summary import summarize
+from bytecheckpoint.monitoring.progress import OperationProgress
+from bytecheckpoint.monitoring.reading import read_run
+from bytecheckpoint.monitoring.simulation import Fault
+from bytecheckpoint.storage.posix.storage import PosixStorage
+from tests.faults.ranks import load_all, save_all, succeeded
+from tests.support.faulty_storage import Faults
+from tests.support.metrics import collecting, wait_for_operations
+from tests.support.metrics_runs import alerts_of, simulated
+from tests.support.settings import using
+from tests.support.worlds import Worlds
+
+
+def facts(alerts: list[Alert]) -> list[tuple[str, int | None, str]]:
+    """Return what an alert is about."""
+    return [(alert.rule, alert.rank, alert.phase) for alert in alerts]
+
+
+# --- simulated runs -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fault", "expected"),
+    [
+        (Fault("slow", [5], "write", 5, first=7), [("straggler", 5, "write")]),
+        (Fault("slow", [3], "capture", 200, first=7), [("straggler", 3, "capture")]),
+        (Fault("slow", range(8), "write", 4, first=7), [("bandwidth", None, "write")]),
+        (Fault("retry", range(8), "finish", 1, first=7), [("retries", 0, "")]),
+        (Fault("missing", [2, 6], first=7), [("missing", 2, "")]),
+        (Fault("fail", [6], "write", first=7), [("failed", 6, "write")]),
+    ],
+    ids=lambda value: value.kind if isinstance(value, Fault) else "",
+)
+def test_each_fault_within_one_save(fault: Fault, expected: list[Any]) -> None:
+    summaries = simulated(fault)
+    alerts = alerts_of(summaries)
+    assert facts(alerts) == expected, "and it is not repeated at every save"
+    assert alerts[0].step == 800 and alerts[0].path == "simulated://run/step_800"
+
+
+def test_none_in_200_healthy_saves_of_512_ranks() -> None:
+    summaries = simulated(mesh={"pp": 4, "dp": 16, "tp": 8}, saves=200, noise=0.15, chunks=0)
+    assert [alert.text for alert in alerts_of(summaries)] == []
+
+
+def test_an_overdue_checkpoint() -> None:
+    evaluation = Evaluation(load_rules())
+    assert evaluation.next_time is None
+    for summary in simulated():
+        assert not evaluation.after(summary)
+    assert evaluation.next_time == pytest.approx(summary.began + 3 * 900 + summary.seconds)
+    assert not evaluation.at(evaluation.next_time - 1)
+    (alert,) = evaluation.at(evaluation.next_time + 1)
+    assert alert.rule == "overdue" and "45 min" in alert.text
+    assert not evaluation.at(evaluation.next_time + 2)
+
+
+def test_a_step_that_stays_in_memory() -> None:
+    def running(seconds: float, *, ended: bool = False) -> OperationProgress:
+        return OperationProgress("x-save-1", "save", "tier+s3://b/run/step_1", 1, 2, 0.0, seconds, ended, {})
+
+    evaluation = Evaluation(load_rules())
+    assert not evaluation.while_running(running(1000)) and not evaluation.while_running(running(2000, ended=True))
+    (alert,) = evaluation.while_running(running(2000))
+    assert facts([alert]) == [("unflushed", None, "flush")] and alert.step == 1
+    assert not evaluation.while_running(running(2001))
+
+
+# --- rules --------------------------------------------------------------------------------------------------------
+
+
+def test_rules_of_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "rules.toml"
+    path.write_text(
+        '[[rule]]\nkind = "threshold"\nname = "training waits"\nmetric = "phase.stage"\nabove = 0.01\nrepeat = 0\n'
+        'operations = "save"\nseverity = "info"\n'
+    )
+    evaluation = Evaluation(load_rules(str(path)))
+    alerts = [alert for summary in simulated() for alert in evaluation.after(summary)]
+    assert {alert.rule for alert in alerts} == {"training waits"} and len(alerts) == 10
+    assert alerts[0].limit == 0.01 and alerts[0].value is not None and alerts[0].value > 0.05
+    assert "phase.stage is 0." in alerts[0].text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "rule = 3",
+        '[[rule]]\nkind = "no such"',
+        '[[rule]]\nkind = "straggler"\nratioo = 3',
+        '[[rule]]\nkind = "threshold"\nmetric = "speed"\nabove = 1',
+        '[[rule]]\nkind = "threshold"\nmetric = "seconds"',
+        "not toml",
+    ],
+)
+def test_wrong_rules_are_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "rules.toml"
+    path.write_text(text)
+    with pytest.raises(UsageError, match=r"rules\.toml"):
+        load_rules(str(path))
+
+
+def test_wrong_rules_fail_no_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with collecting():
+        bytecheckpoint.configure(alerts=str(tmp_path / "none.toml"))
+        succeeded(save_all(ThreadWorld(1), tmp_path / "step_1", 1))
+        wait_for(lambda: "the built-in rules hold" in caplog.text)
+
+
+# --- real saves ---------------------------------------------------------------------------------------------------
+
+
+def wait_for(condition: Any) -> None:
+    """Wait until what happens in the background has happened."""
+    done = threading.Event()
+    for _ in range(3000):
+        if condition():
+            return
+        done.wait(0.01)
+    raise AssertionError("it did not happen")
+
+
+@contextmanager
+def webhook() -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """Serve a webhook; yield its address and the alerts that came."""
+    came: list[dict[str, Any]] = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            came.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(204)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"webhook+http://127.0.0.1:{server.server_port}/token", came
+        server.shutdown()
+
+
+def test_a_slow_rank_and_then_a_slow_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    faults = Faults().install(monkeypatch)
+    world = ThreadWorld(4)
+    with webhook() as (address, came), collecting(f"files,{address}"):
+        bytecheckpoint.configure(writer="thread")
+        for step in range(6):
+            succeeded(save_all(world, tmp_path / f"step_{step}", step))
+        faults.add("write", delay=3.0, rank=2, times=1)
+        succeeded(save_all(world, tmp_path / "step_6", 6))
+        wait_for(lambda: came)
+        assert [(alert["rule"], alert["rank"], alert["phase"], alert["step"]) for alert in came] == [
+            ("straggler", 2, "write", 6)
+        ]
+        for rank in range(4):
+            faults.add("write", delay=3.0, rank=rank)
+        succeeded(save_all(world, tmp_path / "step_7", 7))
+        wait_for_operations(tmp_path, 8)
+        delivery.finish()
+    slow_rank, slow_store = [record.message for record in caplog.records if record.message.startswith("alert")]
+    assert "alert straggler: save of step 6: rank 2 on" in slow_rank and "for write" in slow_rank
+    assert "alert bandwidth: save of step 7:" in slow_store
+    assert [alert["rule"] for alert in came] == ["straggler", "bandwidth"]
+
+
+def test_damaged_bytes_and_a_full_storage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    world = ThreadWorld(2)
+    with collecting():
+        succeeded(save_all(world, tmp_path / "step_1", 1))
+        wait_for_operations(tmp_path, 1)
+        delivery.finish()
+        assert "alert" not in caplog.text
+        monkeypatch.setattr(PosixStorage, "free_bytes", lambda _: 1000)
+        succeeded(save_all(world, tmp_path / "step_2", 2))
+        wait_for(lambda: "alert storage: save of step 2: the storage is nearly full" in caplog.text)
+        for file in (tmp_path / "step_1").glob("*/*.safetensors"):
+            data = bytearray(file.read_bytes())
+            data[-1] ^= 1
+            file.write_bytes(data)
+        load_all(world, tmp_path / "step_1")
+        wait_for(lambda: "alert verification: load of step 1: failed in fit on rank" in caplog.text)
+    assert "alert failed" not in caplog.text
+
+
+def test_a_webhook_that_is_gone_is_told_once_without_its_token(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PosixStorage, "free_bytes", lambda _: 1)
+    rules = tmp_path / "rules.toml"
+    rules.write_text('[[rule]]\nkind = "storage"\nrepeat = 0')
+    with collecting("webhook+http://user:pass@127.0.0.1:9/T0KEN?key=s3cret"):
+        bytecheckpoint.configure(alerts=str(rules))
+        for step in range(3):
+            succeeded(save_all(ThreadWorld(1), tmp_path / f"step_{step}", step))
+        wait_for(lambda: caplog.text.count("alert storage") == 3 and "do not reach" in caplog.text)
+    assert caplog.text.count("do not reach webhook+http://127.0.0.1:9") == 1
+    assert not any(secret in caplog.text for secret in ("T0KEN", "s3cret", "pass@"))
+
+
+def test_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(PosixStorage, "free_bytes", lambda _: 1)
+    with collecting(), using(alerts="off"):
+        succeeded(save_all(ThreadWorld(1), tmp_path / "step_1", 1))
+        wait_for_operations(tmp_path, 1)
+        delivery.finish()
+    assert "alert" not in caplog.text
+
+
+# --- processes ----------------------------------------------------------------------------------------------------
+
+
+def saves_of_one_rank(root: str, saves: int, slow_rank: int | None) -> list[str]:
+    """Save some MB repeatedly, the last time with a slow storage on one rank; return the alerts that rank 0 has logged."""
+    handler = logging.Handler()
+    lines: list[str] = []
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger("bytecheckpoint")
+    log.addHandler(handler)
+    rank = torch.distributed.get_rank()
+    state = {f"layer{number}": torch.randn(1 << 18) for number in range(8)}  # two for each rank
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        using(metrics="files", writer="process" if slow_rank is None else "thread"),
+    ):
+        faults = Faults().install(patch)
+        for number in range(saves):
+            if number == saves - 1 and slow_rank is not None:
+                faults.add("write", delay=3.0, rank=slow_rank)
+            handle = bytecheckpoint.save(f"{root}/step_{number}", {"model": state}, async_checkpoint=bool(number % 2))
+            handle.result(120)
+        if rank == 0:
+            wait_for_operations(root, saves)
+            delivery.finish()
+    log.removeHandler(handler)
+    return [line for line in lines if line.startswith("alert")]
+
+
+def test_a_slow_rank_of_four_processes(worlds: Worlds, tmp_path: Path) -> None:
+    alerts, *others = worlds.run(4, saves_of_one_rank, str(tmp_path), 3, 2)
+    assert len(alerts) == 1 and "alert straggler: save of step 2: rank 2 on " in alerts[0] and "for write" in alerts[0]
+    assert not any(others), "rank 0 alone evaluates"
+
+
+def test_none_in_200_healthy_saves_of_four_processes(worlds: Worlds, tmp_path: Path) -> None:
+    alerts, *_ = worlds.run(4, saves_of_one_rank, str(tmp_path), 200, None, timeout=540)
+    assert alerts == []
+    run = read_run(str(tmp_path))
+    assert len(run.records) == 200 and not run.skipped
+    assert all(summarize(record).world_size == 4 for record in run.records)

@@ -1,0 +1,104 @@
+"""A run in words, its cost, and the report of the command line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from bytecheckpoint.cli.main import run as command
+from bytecheckpoint.monitoring.analysis.findings import findings
+from bytecheckpoint.monitoring.analysis.run import summarize_run, usual
+from bytecheckpoint.monitoring.simulation import Fault, SimulatedRun
+from bytecheckpoint.monitoring.sinks.files import METRICS_FOLDER, encode_table
+from tests.support.metrics_runs import simulated
+
+
+def write_run(folder: Path, *faults: Fault) -> str:
+    """Write the files of a simulated run; return its folder."""
+    (folder / METRICS_FOLDER).mkdir()
+    for number, record in enumerate(SimulatedRun({"dp": 4}, saves=8, faults=faults).records()):
+        (folder / METRICS_FOLDER / f"{number:04d}-{record.id}.parquet").write_bytes(encode_table(record.table))
+    return str(folder)
+
+
+def test_nothing_is_wrong_with_a_healthy_run() -> None:
+    assert findings(simulated(saves=30)) == []
+
+
+@pytest.mark.parametrize(
+    ("fault", "severity", "title", "rank"),
+    [
+        (Fault("slow", [5], "write", first=4), "warning", "rank 5 on host-0000 is slow in write", 5),
+        (Fault("fail", [6], "write", first=9), "critical", "1 of 11 operations failed", 6),
+        (Fault("missing", [2], first=9), "warning", "Ranks reported nothing", 2),
+        (Fault("retry", [1], "finish", 1, first=9), "warning", "Requests are repeated", 1),
+        (Fault("slow", range(8), "write", 3, first=9), "warning", "The last save is slower than before", None),
+        (Fault("slow", range(8), "write", 4, first=1), "warning", "Saves use", None),
+    ],
+    ids=lambda value: value.kind if isinstance(value, Fault) else "",
+)
+def test_what_is_wrong(fault: Fault, severity: str, title: str, rank: int | None) -> None:
+    found = findings(simulated(fault))
+    (finding,) = [finding for finding in found if finding.title[:9] == title[:9]]
+    assert finding.severity == severity and rank in (None, finding.rank) and finding.advice.endswith(".")
+
+
+def test_the_storages_own_limit() -> None:
+    summaries = simulated(saves=2)
+    assert not findings(summaries)
+    found = findings(summaries, bandwidth=8e9)
+    assert [finding.phase for finding in found] == ["write", "read"] and "7.5 GiB/s was given" in found[0].text
+
+
+def test_the_cost_of_a_run() -> None:
+    summaries = simulated(saves=20)
+    run = summarize_run(summaries)
+    assert (run.saves, run.loads, run.failed, run.jobs, run.interval) == (20, 1, 0, 1, pytest.approx(900))
+    assert 0.998 < run.effective < 1 and run.undone_seconds == 0
+    shares = run.at(4 * 3600)
+    assert shares is not None and shares.lost == pytest.approx((450 + run.write + run.restart) / 14400)
+    assert shares.effective == pytest.approx(1 - shares.lost - shares.stalled)
+
+
+def test_a_restart_costs_what_was_done_since_the_last_save() -> None:
+    first, second = simulated(saves=3, loads=0), simulated(seed=1, began=1_790_000_000.0 + 3 * 900 + 600, loads=1)
+    run = summarize_run(first + second)
+    assert run.jobs == 2 and run.undone_seconds == pytest.approx(600) and run.interval == pytest.approx(900)
+
+
+def test_rolling_medians() -> None:
+    summaries = simulated(saves=10, loads=0)
+    assert usual(summaries, 2) == {}
+    assert usual(summaries, 9)["write"] == pytest.approx(summaries[9].phases[4].longest, rel=0.3)
+
+
+def test_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root = write_run(tmp_path, Fault("slow", [2], "write", first=7))
+    (tmp_path / METRICS_FOLDER / "foreign.parquet").write_bytes(b"nothing of ours")
+    assert command(["report", root, "--mtbf", "4h"]) == 0
+    shown = capsys.readouterr()
+    assert "1 damaged or foreign file skipped" in shown.err
+    for line in (
+        "write of rank 2 on host-0000: ", "warning: rank 2 on host-0000 is slow in write", "alert", "warning   straggler",
+        "with a failure every 4h: ", "8 saves, 1 load and 0 that failed, by 1 job",
+    ):  # fmt: skip
+        assert line in shown.out, shown.out
+
+
+def test_report_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root = write_run(tmp_path, Fault("fail", [1], "write", first=7))
+    assert command(["report", root, "--json", "--newest", "3", "--bandwidth", "1GB"]) == 1, "something is critical"
+    document = json.loads(capsys.readouterr().out)
+    assert [operation["step"] for operation in document["operations"]] == [600, 700, 800]
+    assert document["operations"][2]["failures"][1] == {
+        "rank": 1, "stage": "write", "error": "write failed: no space left on the storage",
+    }  # fmt: skip
+    assert [alert["rule"] for alert in document["alerts"]] == ["failed"]
+    assert document["findings"][0]["severity"] == "critical" and document["run"]["saves"] == 2
+
+
+def test_report_without_metrics(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command(["report", str(tmp_path)]) == 2
+    assert "holds no metrics" in capsys.readouterr().err

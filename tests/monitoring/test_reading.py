@@ -1,0 +1,87 @@
+"""Files of metrics: in any storage, joined, damaged, foreign, or of a later version."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from bytecheckpoint.monitoring.analysis.summary import summarize
+from bytecheckpoint.monitoring.reading import read_run
+from bytecheckpoint.monitoring.simulation import SimulatedRun
+from bytecheckpoint.monitoring.sinks import files
+from bytecheckpoint.monitoring.sinks.files import METRICS_FOLDER, encode_table
+from bytecheckpoint.storage import resolve
+
+RECORDS = list(SimulatedRun({"dp": 2}, saves=5, loads=1).records())
+
+
+def put(root: str, name: str, data: bytes) -> None:
+    """Write one file of metrics."""
+    resolve(f"{root}/{METRICS_FOLDER}").publish(name, data)
+
+
+@pytest.mark.parametrize("scheme", ["", "mem://"])
+def test_each_operation_once_in_order(tmp_path: Path, scheme: str) -> None:
+    root = f"{scheme}{tmp_path.name if scheme else tmp_path}"
+    for number in (5, 3, 4):
+        put(root, f"{number}.parquet", encode_table(RECORDS[number].table))
+    put(root, "joined-0.parquet", encode_table(pa.concat_tables([record.table for record in RECORDS[:4]])))
+    put(root, "live-x.json", b"{}")
+    run = read_run(root)
+    assert [record.id for record in run.records] == [record.id for record in RECORDS] and not run.skipped
+    assert [summarize(record) for record in run.records] == [summarize(record) for record in RECORDS]
+    newest = read_run(root, newest=2)
+    assert [record.id for record in newest.records] == [record.id for record in RECORDS[-2:]]
+
+
+def test_damaged_and_foreign_files_are_counted(tmp_path: Path) -> None:
+    sound = encode_table(RECORDS[1].table)
+    table = RECORDS[2].table
+    columns = table.column_names
+    bad = {
+        "empty": b"",
+        "cut": sound[:-100],
+        "flipped": sound[: len(sound) // 2] + b"\xff" * 50 + sound[len(sound) // 2 + 50 :],
+        "foreign": encode_table(pa.table({"a": [1]})),
+        "no rows": encode_table(table.slice(0, 0)),
+        "no seconds": encode_table(table.drop_columns(["seconds"])),
+        "text for seconds": encode_table(table.set_column(columns.index("seconds"), "seconds", [["x"] * len(table)])),
+        "rank 9 of 2": encode_table(
+            table.set_column(columns.index("rank"), "rank", pa.array([9] * len(table), pa.int32()))
+        ),
+    }
+    for name, data in bad.items():
+        put(str(tmp_path), f"{name}.parquet", data)
+    put(str(tmp_path), "sound.parquet", sound)
+    run = read_run(str(tmp_path))
+    assert [record.id for record in run.records] == [RECORDS[1].id] and run.skipped == len(bad)
+
+
+def test_columns_of_another_version(tmp_path: Path) -> None:
+    table = RECORDS[1].table
+    later = table.append_column("temperature", pa.array([1.5] * len(table))).drop_columns(["ep"])
+    put(str(tmp_path), "later.parquet", encode_table(later))
+    (record,) = read_run(str(tmp_path)).records
+    assert record.table.schema == table.schema and summarize(record) == summarize(RECORDS[1])
+
+
+def test_files_that_are_joined_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in (1, 2):
+        put(str(tmp_path), f"{number}.parquet", encode_table(RECORDS[number].table))
+    folder = resolve(f"{tmp_path}/{METRICS_FOLDER}")
+    read = type(folder).read
+
+    def join_first(storage: object, name: str) -> bytes:
+        monkeypatch.setattr(type(folder), "read", read)
+        files._join(folder, ["1.parquet", "2.parquet"])
+        return read(storage, name)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(type(folder), "read", join_first)
+    run = read_run(str(tmp_path))
+    assert [record.id for record in run.records] == [RECORDS[1].id, RECORDS[2].id] and not run.skipped
+
+
+def test_no_metrics(tmp_path: Path) -> None:
+    assert read_run(str(tmp_path)).records == []
