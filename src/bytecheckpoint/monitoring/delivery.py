@@ -81,7 +81,7 @@ class _Delivery:
                 _log.warning("metrics do not reach %s, which disturbs nothing else: %s", self._shown, why)
                 self._failing = method or "deliver"
         else:
-            if method == self._failing:
+            if method and method == self._failing:
                 _log.warning("metrics reach %s again; %d records are lost", self._shown, self.dropped)
                 self._failing = ""
 
