@@ -6,6 +6,7 @@ import json
 import os
 import struct
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ def wandb_history(folder: Path) -> list[dict[str, Any]]:
     """Return the rows that an offline run has stored: a log of LevelDB's format, after a header of 7 bytes."""
     from wandb.proto import wandb_internal_pb2
 
-    (path,) = folder.glob("wandb/offline-run-*/*.wandb")
+    path = max(folder.glob("wandb/offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime_ns)
     data, at, rows, parts = path.read_bytes(), 7, [], b""
     assert data.startswith(b":W&B")
     while at + 7 < len(data):
@@ -66,12 +67,15 @@ def wandb_history(folder: Path) -> list[dict[str, Any]]:
     return rows
 
 
-@pytest.fixture
-def wandb_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    for name in ("WANDB_DIR", "WANDB_CONFIG_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR"):
-        monkeypatch.setenv(name, str(tmp_path))
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    return tmp_path
+@pytest.fixture(scope="module")
+def wandb_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Return the folder of all runs of this process, as W&B reads its variables once."""
+    folder = tmp_path_factory.mktemp("wandb")
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("WANDB_DIR", "WANDB_CONFIG_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR"):
+            patch.setenv(name, str(folder))
+        patch.setenv("WANDB_MODE", "offline")
+        yield folder
 
 
 def test_wandb_gets_an_offline_run_of_its_own(wandb_folder: Path) -> None:
