@@ -145,7 +145,7 @@ def test_all_of_them_at_the_end_of_a_training(tmp_path: Path) -> None:
         from pathlib import Path
         from tests.support.processes import wait_until
         # A training takes longer than the start of W&B, which cannot start when the interpreter ends.
-        assert wait_until(lambda: list(Path(folder).glob("wandb/offline-run-*/files")), 60)
+        assert wait_until(lambda: list(Path(folder).glob("wandb/offline-run-*/*.wandb")), 60)
         bytecheckpoint.save(f"{folder}/run/step_2", state, async_checkpoint=True)
     """
     done = run_program(program, tmp_path)
