@@ -37,6 +37,8 @@ class Tuning:
         direct_links: collectives: connections of rank 0 in a larger world; what comes later connects to another machine.
         pack_delay: collectives: time for which a message on its way up waits for others that may travel with it.
         handshake_timeout: collectives: time in which a new connection must authenticate itself.
+        strangers: collectives: connections that have not authenticated themselves and are open at the same time; for rank
+            0, while ranks connect, as many as there are to be. With one more the oldest is closed.
         call_check: collectives: time after which a rank that waits asks the others whether they are in another call.
         outlook_timeout: collectives: time in which a rank that is waited for must say that it is alive.
         unanswered_timeout: collectives: time in which another machine must acknowledge what was sent to it.
@@ -101,6 +103,7 @@ class Tuning:
     direct_links: int = 1000
     pack_delay: float = 0.005
     handshake_timeout: float = 30.0
+    strangers: int = 128
     call_check: float = 5.0
     outlook_timeout: float = 10.0
     unanswered_timeout: float = 18.0

@@ -185,13 +185,14 @@ def test_secrets_are_left_out(text: str, shown: str) -> None:
 def test_background_work_ends_with_its_owner() -> None:
     background = Background("test-background")
     done: list[int] = []
-    assert background.later(0.2, lambda: done.append(3)) and background.waiting() == 1
-    assert background.submit(lambda: done.append(1))
-    assert background.flush(10) and done == [1]
-    assert background.submit(lambda: 1 / 0), "a failure is logged, and the next job runs"
+    background.later(0.2, lambda: done.append(3))
+    background.submit(lambda: done.append(1))
+    assert background.flush(10) and done == [1] and background.waiting() == 1
+    background.submit(lambda: 1 / 0)  # is logged, and the next job runs
     background.end()
     assert wait_until(lambda: not any(t.name == "test-background" for t in threading.enumerate()), 10) and done == [
         1,
         3,
     ]
-    assert background.submit(lambda: done.append(4)) and background.flush(10) and done[-1] == 4
+    background.submit(lambda: done.append(4))
+    assert background.flush(10) and done[-1] == 4

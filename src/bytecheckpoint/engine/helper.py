@@ -34,6 +34,7 @@ from bytecheckpoint.liveness import busy
 from bytecheckpoint.representation.names import escape, unescape
 from bytecheckpoint.settings import configure
 from bytecheckpoint.storage import resolve
+from bytecheckpoint.threads import try_start
 from bytecheckpoint.tracing.operation import Operation, absorb
 from bytecheckpoint.tuning import tuning
 
@@ -357,7 +358,7 @@ def _end_with(parent: int) -> None:
 
 def main() -> None:
     """Serve until the training process closes its end."""
-    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    try_start(threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True))
     # A terminal's Ctrl-C and a scheduler's SIGTERM go to the whole process group. The training process decides what becomes
     # of its saves.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -365,8 +366,8 @@ def main() -> None:
     os.nice(_NICENESS)
     channel, stops = (socket.socket(fileno=int(fd)) for fd in sys.argv[1:])
     server = _Server(_Channel(channel))
-    threading.Thread(target=server.stop_jobs, args=(stops,), daemon=True).start()
-    threading.Thread(target=server.tell_progress, daemon=True).start()
+    try_start(threading.Thread(target=server.stop_jobs, args=(stops,), daemon=True))
+    try_start(threading.Thread(target=server.tell_progress, daemon=True))
     server.serve()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import heapq
 import itertools
 import logging
@@ -10,6 +9,8 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+
+from bytecheckpoint.threads import try_start
 
 __all__ = ["Background"]
 
@@ -26,12 +27,10 @@ class Background:
 
     Args:
         name: of the thread.
-        limit: jobs that may wait; `submit` refuses more. None: any number.
     """
 
-    def __init__(self, name: str, limit: int | None = None) -> None:
+    def __init__(self, name: str) -> None:
         self._name = name
-        self._limit = limit
         self._jobs: list[tuple[float, int, Callable[[], object]]] = []  # a heap by the time at which they are due
         self._numbers = itertools.count()
         self._running = False
@@ -39,23 +38,19 @@ class Background:
         self._ended = False
         self._changed = threading.Condition()
 
-    def submit(self, job: Callable[[], object]) -> bool:
-        """Run `job` soon; return False if too many jobs are waiting."""
-        return self.later(0.0, job)
+    def submit(self, job: Callable[[], object]) -> None:
+        """Run `job` soon."""
+        self.later(0.0, job)
 
-    def later(self, seconds: float, job: Callable[[], object]) -> bool:
-        """Run `job` after some seconds. Returns as `submit`."""
+    def later(self, seconds: float, job: Callable[[], object]) -> None:
+        """Run `job` after some seconds."""
         with self._changed:
-            if self._limit is not None and len(self._jobs) >= self._limit:
-                return False
             heapq.heappush(self._jobs, (time.monotonic() + seconds, next(self._numbers), job))
             self._ended = False
             self._changed.notify_all()
             if not self._running:
-                with contextlib.suppress(RuntimeError):  # there are too many, or the interpreter ends: see `flush`
-                    threading.Thread(target=_serve, args=(weakref.ref(self),), name=self._name, daemon=True).start()
-                    self._running = True
-        return True
+                thread = threading.Thread(target=_serve, args=(weakref.ref(self),), name=self._name, daemon=True)
+                self._running = try_start(thread)  # else see `flush`
 
     def waiting(self) -> int:
         """Return the number of jobs that wait."""
@@ -103,16 +98,16 @@ class Background:
         return True
 
 
+def _run(job: Callable[[], object]) -> None:
+    try:
+        job()
+    except Exception:  # noqa: BLE001  of one sink or alert must not end the others
+        _log.exception("monitoring failed")
+
+
 def _serve(reference: weakref.ref[Background]) -> None:
     while True:
         background = reference()
         if background is None or not background._step():
             return
         del background  # nobody else may hold it any more
-
-
-def _run(job: Callable[[], object]) -> None:
-    try:
-        job()
-    except Exception:  # noqa: BLE001  of one sink or alert must not end the others
-        _log.exception("monitoring failed")

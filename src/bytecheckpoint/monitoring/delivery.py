@@ -35,12 +35,12 @@ class _Delivery:
     def __init__(self, address: str) -> None:
         self._address = address
         self._shown = shown_address(address)
-        self._background = Background(f"bytecheckpoint-sink-{self._shown.split(':')[0]}", _WAITING)
+        self._background = Background(f"bytecheckpoint-sink-{self._shown.split(':')[0]}")
         self._sink: Sink | None = None
         self._failing = ""  # what the sink could not take
         self._slow = False
         self.dropped = 0
-        self._background.submit(lambda: self._call("", None))  # importing a client may take seconds
+        self._background.submit(lambda: self._call(""))  # importing a client may take seconds
 
     def put(self, record: OperationRecord) -> None:
         self._put("deliver", record)
@@ -53,7 +53,8 @@ class _Delivery:
         self._put("alert", alert)
 
     def _put(self, method: str, argument: object) -> None:
-        if self._background.submit(lambda: self._call(method, argument)):
+        if self._background.waiting() < _WAITING:
+            self._background.submit(lambda: self._call(method, argument))
             return
         self.dropped += 1
         if not self._slow:
@@ -65,17 +66,17 @@ class _Delivery:
 
     def close(self) -> None:
         """Close the sink after what waits, without waiting for that."""
-        self._background.submit(self._close)
+        self._background.submit(lambda: self._sink and self._call("close"))
         self._background.end()
 
-    def _call(self, method: str, argument: object) -> None:
+    def _call(self, method: str, *arguments: object) -> None:
         """Open the sink, if it is not open, and call one of its methods, if one is named."""
         try:
             self._sink = self._sink or make_sink(self._address)
             if method:
-                getattr(self._sink, method)(argument)
+                getattr(self._sink, method)(*arguments)
         except Exception as error:  # noqa: BLE001  of any client
-            self.dropped += bool(method)
+            self.dropped += method in ("deliver", "alert")
             if not self._failing:
                 why = without_secrets(f"{type(error).__name__}: {error}")
                 _log.warning("metrics do not reach %s, which disturbs nothing else: %s", self._shown, why)
@@ -84,10 +85,6 @@ class _Delivery:
             if method and method == self._failing:
                 _log.warning("metrics reach %s again; %d records are lost", self._shown, self.dropped)
                 self._failing = ""
-
-    def _close(self) -> None:
-        if self._sink is not None:
-            self._sink.close()
 
 
 _deliveries: dict[str, _Delivery] = {}

@@ -41,12 +41,12 @@ class Watcher:
 
     def __init__(self, hand: Callable[[Alert], object]) -> None:
         self._hand = hand
-        self._background = Background("bytecheckpoint-alerts", _WAITING)
+        self._background = Background("bytecheckpoint-alerts")
         self._evaluation: tuple[str, Evaluation] | None = None  # with the setting that it is made from
 
     def record(self, record: OperationRecord) -> None:
         """Look at an operation that has ended, soon. Returns at once."""
-        if settings().alerts != _OFF:
+        if settings().alerts != _OFF and self._background.waiting() < _WAITING:
             self._background.submit(lambda: self._after(record))
 
     def progress(self, progress: OperationProgress) -> None:

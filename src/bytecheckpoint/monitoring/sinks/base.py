@@ -21,7 +21,7 @@ __all__ = ["Sink", "make_sink", "shown_address", "split_address"]
 #: scheme -> module and class, which are imported when the scheme is used, and the extra that installs what they need.
 _SINKS = {
     "files": ("files", "FilesSink", ""),
-    "console": ("console", "ConsoleSink", ""),
+    "console": ("console", "ConsoleSink", "cli"),
     "webhook+http": ("webhook", "WebhookSink", ""),
     "webhook+https": ("webhook", "WebhookSink", ""),
     "clickhouse": ("clickhouse", "ClickHouseSink", ""),

@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-from bytecheckpoint.errors import UsageError
+from rich.console import Console
+
 from bytecheckpoint.monitoring.progress import OperationProgress
 from bytecheckpoint.monitoring.sinks.base import Sink
 from bytecheckpoint.monitoring.table import OperationRecord
@@ -25,10 +26,6 @@ class ConsoleSink(Sink):
 
     def __init__(self, address: str) -> None:
         super().__init__(address)
-        try:
-            from rich.console import Console
-        except ImportError:
-            raise UsageError("metrics='console' needs rich: pip install 'bytecheckpoint[cli]'") from None
         self._console = Console(stderr=True)
         self._bar: Progress | None = None
         self._tasks: dict[str, Any] = {}
