@@ -16,6 +16,7 @@ import torch
 
 import bytecheckpoint
 from bytecheckpoint import UsageError
+from bytecheckpoint.cli.main import run as command
 from bytecheckpoint.collectives.testing import ThreadWorld
 from bytecheckpoint.monitoring import delivery
 from bytecheckpoint.monitoring.alerts import Alert, Evaluation, load_rules
@@ -223,6 +224,16 @@ def test_a_webhook_that_is_gone_is_told_once_without_its_token(
     assert not any(secret in caplog.text for secret in ("T0KEN", "s3cret", "pass@"))
 
 
+def test_verification_of_a_damaged_checkpoint(tmp_path: Path) -> None:
+    succeeded(save_all(ThreadWorld(1), tmp_path / "step_1", 1))
+    file = next((tmp_path / "step_1").glob("*/rank*.safetensors"))
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
+    with webhook() as (address, came), using(metrics=address):
+        assert command(["verify", str(tmp_path / "step_1")]) == 1
+    (alert,) = came
+    assert alert["rule"] == "verification" and alert["severity"] == "critical" and file.name in alert["text"]
+
+
 def test_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(PosixStorage, "free_bytes", lambda _: 1)
     with collecting(), using(alerts="off"):
@@ -272,4 +283,4 @@ def test_none_in_200_healthy_saves_of_four_processes(worlds: Worlds, tmp_path: P
     assert alerts == []
     run = read_run(str(tmp_path))
     assert len(run.records) == 200 and not run.skipped
-    assert all(summarize(record).world_size == 4 for record in run.records)
+    assert all(0.7 < summarize(record).spared_share < 0.8 for record in run.records), "each layer is written once"

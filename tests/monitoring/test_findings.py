@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -97,6 +99,13 @@ def test_report_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     }  # fmt: skip
     assert [alert["rule"] for alert in document["alerts"]] == ["failed"]
     assert document["findings"][0]["severity"] == "critical" and document["run"]["saves"] == 2
+
+
+def test_report_needs_no_torch(tmp_path: Path) -> None:
+    script = (
+        "import sys; from bytecheckpoint.cli.main import run; sys.exit(run(sys.argv[1:]) or 'torch' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", script, "report", write_run(tmp_path)], check=True, timeout=120)
 
 
 def test_report_without_metrics(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

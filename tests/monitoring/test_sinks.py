@@ -20,7 +20,7 @@ from bytecheckpoint.monitoring import delivery
 from bytecheckpoint.monitoring.alert import Alert
 from bytecheckpoint.monitoring.record import make_record
 from bytecheckpoint.monitoring.simulation import Fault, SimulatedRun
-from bytecheckpoint.monitoring.sinks import Sink, make_sink, shown_address
+from bytecheckpoint.monitoring.sinks import Sink, make_sink, shown
 from bytecheckpoint.monitoring.sinks.clickhouse import tab_separated
 from bytecheckpoint.monitoring.table import OperationRecord, operation_record
 from bytecheckpoint.tracing.operation import Operation
@@ -248,7 +248,7 @@ def test_no_log_line_shows_a_secret(tmp_path: Path, address: str, caplog: pytest
         assert wait_until(lambda: "metrics do not reach" in caplog.text, 30)
     assert "hunter2" not in caplog.text
     assert not any("hunter2" in thread.name for thread in threading.enumerate())
-    assert "hunter2" not in shown_address(address)
+    assert "hunter2" not in shown(address)
 
 
 def test_no_sink_gets_a_secret(tmp_path: Path) -> None:

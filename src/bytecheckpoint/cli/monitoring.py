@@ -88,7 +88,10 @@ def report(
             {
                 "root": root,
                 "skipped": made.metrics.skipped,
-                "operations": [asdict(summary) | {"failed": summary.failed} for summary in made.operations],
+                "operations": [
+                    asdict(summary) | {"failed": summary.failed, "spared_share": summary.spared_share}
+                    for summary in made.operations
+                ],
                 "run": asdict(made.run),
                 "expected": None if expected is None else asdict(expected),
                 "findings": [asdict(finding) for finding in made.findings],
@@ -129,6 +132,11 @@ def _print(made: Report) -> None:
             for phase in last.phases
         ],
     )  # fmt: skip
+    plan = last.total("cached plan")[0]
+    print(
+        f"\nreplicas spare {last.spared_share:.0%} of the bytes; the busiest rank has {last.balance:.2f} times the mean; "
+        f"{plan} of {plural(last.world_size, 'rank')} used a cached plan"
+    )
     slow = [(o, s) for o in reversed(made.operations) for s in o.stragglers]
     if slow:
         _title("stragglers, the newest first")

@@ -17,6 +17,7 @@ _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
 def verify(path: str, *, threads: int, json: bool) -> int:
     """Verify a checkpoint and print the findings. Return 1 if there are any."""
     from bytecheckpoint.cli.ls import explain_missing_catalog
+    from bytecheckpoint.monitoring import delivery
     from bytecheckpoint.tools.verify import verify_checkpoint
 
     storage = resolve(path)
@@ -25,6 +26,7 @@ def verify(path: str, *, threads: int, json: bool) -> int:
             report = verify_checkpoint(storage, progress, threads=threads)
     except CheckpointNotFoundError as error:
         raise explain_missing_catalog(storage, error) from None
+    delivery.finish()  # an alert may be on its way
     if json:
         print_json({"ok": report.ok, **asdict(report)})
         return int(not report.ok)

@@ -6,13 +6,14 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Callable
 
 from bytecheckpoint.monitoring.alert import Alert
 from bytecheckpoint.monitoring.alerts.watching import Watcher
 from bytecheckpoint.monitoring.background import Background
 from bytecheckpoint.monitoring.progress import OperationProgress
 from bytecheckpoint.monitoring.record import without_secrets
-from bytecheckpoint.monitoring.sinks import Sink, make_sink, shown_address
+from bytecheckpoint.monitoring.sinks import Sink, make_sink, shown
 from bytecheckpoint.monitoring.table import OperationRecord
 from bytecheckpoint.settings import settings
 from bytecheckpoint.tuning import tuning
@@ -29,62 +30,60 @@ class _Delivery:
     """Delivers records to one sink.
 
     Attributes:
-        dropped: records that did not reach the sink: its queue was full, or it failed.
+        dropped: records and alerts that did not reach the sink: its queue was full, or it failed.
     """
 
     def __init__(self, address: str) -> None:
         self._address = address
-        self._shown = shown_address(address)
+        self._shown = shown(address)
         self._background = Background(f"bytecheckpoint-sink-{self._shown.split(':')[0]}")
         self._sink: Sink | None = None
-        self._failing = ""  # what the sink could not take
-        self._slow = False
+        self._failed: str | None = None  # what did not reach the sink, "" if it was neither a record nor an alert
+        self._late = False
         self.dropped = 0
-        self._background.submit(lambda: self._call(""))  # importing a client may take seconds
+        self._background.submit(lambda: self._call(lambda _: None))  # importing a client may take seconds
 
     def put(self, record: OperationRecord) -> None:
-        self._put("deliver", record)
+        if self._background.waiting() < _WAITING:
+            self._background.submit(lambda: self._call(lambda sink: sink.deliver(record), "records"))
+            return
+        self.dropped += 1
+        if not self._late:
+            _log.warning("metrics are dropped, which disturbs nothing else: %s is too slow", self._shown)
+        self._late = True
 
     def put_progress(self, progress: OperationProgress) -> None:
         if progress.ended or not self._background.waiting():  # what a slow sink misses is old
-            self._background.submit(lambda: self._call("progress", progress))
+            self._background.submit(lambda: self._call(lambda sink: sink.progress(progress)))
 
     def put_alert(self, alert: Alert) -> None:
-        self._put("alert", alert)
-
-    def _put(self, method: str, argument: object) -> None:
         if self._background.waiting() < _WAITING:
-            self._background.submit(lambda: self._call(method, argument))
-            return
-        self.dropped += 1
-        if not self._slow:
-            _log.warning("metrics are dropped, which disturbs nothing else: %s is too slow", self._shown)
-        self._slow = True
+            self._background.submit(lambda: self._call(lambda sink: sink.alert(alert), "alerts"))
 
     def finish(self, timeout: float) -> None:
         self._background.flush(timeout)
 
     def close(self) -> None:
         """Close the sink after what waits, without waiting for that."""
-        self._background.submit(lambda: self._sink and self._call("close"))
+        self._background.submit(lambda: self._sink and self._call(lambda sink: sink.close()))
         self._background.end()
 
-    def _call(self, method: str, *arguments: object) -> None:
-        """Open the sink, if it is not open, and call one of its methods, if one is named."""
+    def _call(self, work: Callable[[Sink], None], what: str = "") -> None:
+        """Let the sink do something; if that fails, say so once and count what is lost."""
         try:
             self._sink = self._sink or make_sink(self._address)
-            if method:
-                getattr(self._sink, method)(*arguments)
+            work(self._sink)
         except Exception as error:  # noqa: BLE001  of any client
-            self.dropped += method in ("deliver", "alert")
-            if not self._failing:
+            self.dropped += bool(what)
+            if self._failed is None:
                 why = without_secrets(f"{type(error).__name__}: {error}")
                 _log.warning("metrics do not reach %s, which disturbs nothing else: %s", self._shown, why)
-                self._failing = method or "deliver"
+                self._failed = what
         else:
-            if method and method == self._failing:
-                _log.warning("metrics reach %s again; %d records are lost", self._shown, self.dropped)
-                self._failing = ""
+            # A sink may take alerts only, and then taking a record proves nothing.
+            if what and self._failed in ("", what):
+                _log.warning("metrics reach %s again; %d %s are lost", self._shown, self.dropped, what)
+                self._failed = None
 
 
 _deliveries: dict[str, _Delivery] = {}

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import time
+
 from bytecheckpoint.engine.catalogs import read_catalog
 from bytecheckpoint.errors import CheckpointError, IncompatibleCheckpointError
+from bytecheckpoint.monitoring.alert import Alert
+from bytecheckpoint.monitoring.delivery import deliver_alert
+from bytecheckpoint.monitoring.record import without_secrets
 from bytecheckpoint.representation.names import CATALOG_NAME
+from bytecheckpoint.settings import settings
 from bytecheckpoint.storage import Storage
 from bytecheckpoint.storage.time_limits import with_time_limits
 from bytecheckpoint.tools.verify_files import Finding, Progress, VerifyReport, verify_catalog
@@ -19,6 +25,7 @@ _ATTEMPTS = 3
 def verify_checkpoint(storage: Storage, progress: Progress | None = None, *, threads: int = 0) -> VerifyReport:
     """Check every byte of a checkpoint: sizes, headers, block checksums, and that every tensor is complete.
 
+    Findings are an alert too, for the sinks of the setting `metrics`.
     If another checkpoint is at the path afterwards and files were missing, that one is verified.
 
     Args:
@@ -34,12 +41,23 @@ def verify_checkpoint(storage: Storage, progress: Progress | None = None, *, thr
     for _ in range(_ATTEMPTS):
         before = _catalogs(storage)
         report = _verify(storage, progress, threads)
-        if report.ok or _catalogs(storage) == before:
+        if report.ok:
+            return report
+        if _catalogs(storage) == before:
+            _alert(storage, report)
             return report
         # A save, a cooldown or an eviction has removed files that were to be verified.
     raise IncompatibleCheckpointError(
         f"{storage.url} was replaced {_ATTEMPTS} times while it was being verified; verify one that is not being saved"
     )
+
+
+def _alert(storage: Storage, report: VerifyReport) -> None:
+    """Hand the findings to the sinks of the setting `metrics`, if there are alerts."""
+    if settings().alerts != "off":
+        path = without_secrets(storage.url)
+        text = f"{path}: {len(report.findings)} findings in a verification, the first: {report.findings[0].message}"
+        deliver_alert(Alert(rule="verification", severity="critical", text=text, path=path, time=time.time()))
 
 
 def _verify(storage: Storage, progress: Progress | None, threads: int) -> VerifyReport:

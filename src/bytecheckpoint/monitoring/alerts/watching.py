@@ -42,6 +42,7 @@ class Watcher:
     def __init__(self, hand: Callable[[Alert], object]) -> None:
         self._hand = hand
         self._background = Background("bytecheckpoint-alerts")
+        self._waking = False
         self._evaluation: tuple[str, Evaluation] | None = None  # with the setting that it is made from
 
     def record(self, record: OperationRecord) -> None:
@@ -51,7 +52,7 @@ class Watcher:
 
     def progress(self, progress: OperationProgress) -> None:
         """Look at an operation that runs, soon. Returns at once."""
-        if settings().alerts != _OFF and not self._background.waiting():
+        if settings().alerts != _OFF and self._background.waiting() <= self._waking:
             self._background.submit(lambda: self._tell(self._current().while_running(progress)))
 
     def finish(self, timeout: float) -> None:
@@ -67,12 +68,23 @@ class Watcher:
     def _after(self, record: OperationRecord) -> None:
         evaluation = self._current()
         self._tell(evaluation.after(summarize(record), _lacking))
-        if record.kind == "save" and (due := evaluation.next_time) is not None:
-            self._background.later(max(due - time.time(), 0.0) + 1.0, lambda: self._look_at_clock(evaluation))
+        self._wake()
 
-    def _look_at_clock(self, evaluation: Evaluation) -> None:
-        if settings().alerts != _OFF and evaluation is self._current():
-            self._tell(evaluation.at(time.time()))
+    def _wake(self) -> None:
+        """Come back when the next checkpoint is overdue. One job waits for that at a time, however often saves come."""
+        due = self._current().next_time
+        if due is not None and not self._waking:
+            self._waking = True
+            self._background.later(max(due - time.time(), 0.0) + 1.0, self._look_at_clock)
+
+    def _look_at_clock(self) -> None:
+        self._waking = False
+        if settings().alerts == _OFF:
+            return
+        evaluation = self._current()
+        self._tell(evaluation.at(time.time()))
+        if (evaluation.next_time or 0.0) > time.time():  # a save has come meanwhile
+            self._wake()
 
     def _tell(self, alerts: Sequence[Alert]) -> None:
         for alert in alerts:

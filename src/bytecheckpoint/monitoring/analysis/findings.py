@@ -16,6 +16,8 @@ __all__ = ["Finding", "findings"]
 _SEVERITIES = ("critical", "warning", "info")
 #: Operations at the end of a run that are looked at one by one.
 _RECENT = 10
+#: A rank that is slow once, and by less, is no finding.
+_NOTABLE_SECONDS = 1.0
 #: What to do about a slow rank, by phase.
 _SLOW_PHASE = {
     "capture": "Its objects' state_dict or hooks take long: look for hooks of its own, garbage collection or swapping.",
@@ -114,15 +116,21 @@ def _stragglers(summaries: Sequence[OperationSummary]) -> Iterator[Finding]:
             worst = next(slow for slow in summary.stragglers if slow.phase == phase)
             seen.setdefault((summary.kind, phase), []).append((summary, worst))
     for (kind, phase), cases in seen.items():
-        rank, times = Counter(slow.rank for _, slow in cases).most_common(1)[0]
+        excess: dict[int, float] = {}
+        for _, slow in cases:
+            excess[slow.rank] = excess.get(slow.rank, 0.0) + slow.seconds - slow.median
+        rank = max(excess, key=lambda slow: excess[slow])
+        times = sum(slow.rank == rank for _, slow in cases)
         summary, worst = [case for case in cases if case[1].rank == rank][-1]
+        if times == 1 and worst.seconds - worst.median < _NOTABLE_SECONDS:
+            continue
         of = sum(summary.kind == kind for summary in recent)
         hosts = Counter(slow.host for slow in summary.stragglers if slow.phase == phase)
         host, on_host = hosts.most_common(1)[0]
         machine = f" {on_host} slow ranks are on {host}." if on_host > 1 else ""
         load = f" It has {worst.load:.1f} times the mean bytes." if worst.load > 1.5 else ""
         yield Finding(
-            "warning" if worst.seconds - worst.median > 1 or times > 1 else "info",
+            "warning",
             f"{rank_text(rank, worst.host)} is slow in {phase}",
             f"{seconds_text(worst.seconds)} in the {summary.name}, where the median of {summary.world_size} ranks is "
             f"{seconds_text(worst.median)}; slowest in {times} of the last {of} {kind}s.{machine}{load}",
@@ -171,7 +179,7 @@ def _changes(summaries: Sequence[OperationSummary]) -> Iterator[Finding]:
                 "warning", f"The last {kind} is slower than before",
                 f"{seconds_text(now.seconds)} instead of {seconds_text(before['seconds'])}; most of it in {grown.name}: "
                 f"{seconds_text(grown.longest)} instead of {seconds_text(before.get(grown.name, 0.0))}.",
-                "If one rank is slow, see above. If all are, the storage or the network has changed.",
+                "If one rank is slow, a finding says so. If all are, the storage or the network has changed.",
                 now.id, grown.slowest_rank, grown.name,
             )  # fmt: skip
 
@@ -210,7 +218,8 @@ def _cost(summaries: Sequence[OperationSummary]) -> Iterator[Finding]:
             "warning", f"Saves stop the training for {share:.1%} of the time",
             f"{seconds_text(run.stall)} every {seconds_text(run.interval)}. Longest part of the last save: {longest[0]} of "
             f"rank {longest[1]}, {seconds_text(longest[3])}.",
-            "Save with async_checkpoint=True, or less often; `bytecheckpoint plan-interval` says how often.",
+            ("Save with async_checkpoint=True" if run.stall > 0.9 * run.write else "Save less often")
+            + "; `bytecheckpoint plan-interval` says how often a save pays.",
             last.id, longest[1], longest[0],
         )  # fmt: skip
     if run.write > 0.8 * run.interval:

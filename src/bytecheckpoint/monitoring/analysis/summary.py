@@ -154,6 +154,12 @@ class OperationSummary:
         """Whether a rank failed."""
         return bool(self.failures)
 
+    @property
+    def spared_share(self) -> float:
+        """Share of the ranks' bytes that nobody had to write again, because a replica's holder writes them."""
+        spared = self.total("left to others")[2]
+        return spared / (spared + self.nbytes) if spared else 0.0
+
     def total(self, name: str) -> tuple[int, float, int]:
         """Return (count, seconds, bytes) of all spans or counts of one name."""
         return self.totals.get(name, (0, 0.0, 0))

@@ -16,14 +16,12 @@ if TYPE_CHECKING:
     from bytecheckpoint.monitoring.progress import OperationProgress
     from bytecheckpoint.monitoring.table import OperationRecord
 
-__all__ = ["Sink", "make_sink", "shown_address", "split_address"]
+__all__ = ["Sink", "make_sink", "shown", "split_address"]
 
 #: scheme -> module and class, which are imported when the scheme is used, and the extra that installs what they need.
 _SINKS = {
     "files": ("files", "FilesSink", ""),
     "console": ("console", "ConsoleSink", "cli"),
-    "webhook+http": ("webhook", "WebhookSink", ""),
-    "webhook+https": ("webhook", "WebhookSink", ""),
     "clickhouse": ("clickhouse", "ClickHouseSink", ""),
     "clickhouses": ("clickhouse", "ClickHouseSink", ""),
     "mlflow": ("mlflow", "MlflowSink", "mlflow"),
@@ -32,9 +30,12 @@ _SINKS = {
     "otlps": ("otlp", "OtlpSink", "otlp"),
     "prometheus": ("prometheus", "PrometheusSink", "prometheus"),
     "tensorboard": ("tensorboard", "TensorBoardSink", "tensorboard"),
+    "webhook+http": ("webhook", "WebhookSink", ""),
+    "webhook+https": ("webhook", "WebhookSink", ""),
     "wandb": ("wandb", "WandbSink", "wandb"),
 }
-_SCHEME = re.compile(r"[a-z][a-z0-9+]*")
+_WEBHOOK = "webhook+"
+_SCHEME = re.compile(r"[a-z][a-z0-9]*")
 
 
 class Sink(ABC):
@@ -66,11 +67,8 @@ class Sink(ABC):
         return
 
 
-def shown_address(address: str) -> str:
-    """Return an address as logs may show it.
-
-    Without credentials, without what may be a part of badly written ones, and without the path of a webhook, a token often.
-    """
+def shown(address: str) -> str:
+    """Return an address as logs may show it: without credentials, and without what may be a part of badly written ones."""
     scheme, _, rest = address.partition("://")
     if scheme not in _SINKS:
         return "a sink of settings.metrics"
@@ -78,10 +76,10 @@ def shown_address(address: str) -> str:
         path = split_address(address).path if rest else ""
     except UsageError:
         path = rest
-    if "@" in path:
+    if "@" in path or rest.count(":") > 2:
         return f"{scheme}://..."
-    shown = without_secrets(address)
-    return "/".join(shown.split("/")[:3]) if scheme.startswith("webhook+") else shown
+    address = without_secrets(address)
+    return "/".join(address.split("/")[:3]) if scheme.startswith(_WEBHOOK) else address  # a path often is a token
 
 
 def split_address(address: str) -> SplitResult:
