@@ -65,7 +65,7 @@ class _Delivery:
 
     def close(self) -> None:
         """Close the sink after what waits, without waiting for that."""
-        self._background.submit(lambda: self._sink and self._call(lambda sink: sink.close()))
+        self._background.submit(self._close)
         self._background.end()
 
     def _call(self, work: Callable[[Sink], None], what: str = "") -> None:
@@ -84,6 +84,10 @@ class _Delivery:
             if what and self._failed in ("", what):
                 _log.warning("metrics reach %s again; %d %s are lost", self._shown, self.dropped, what)
                 self._failed = None
+
+    def _close(self) -> None:
+        if self._sink is not None:
+            self._call(lambda sink: sink.close())
 
 
 _deliveries: dict[str, _Delivery] = {}
