@@ -14,7 +14,7 @@ WORKERS ?= $(shell cores=$$(nproc); echo $$((cores < 8 ? cores + 1 : 8)))
 PYTEST := $(PY) -m pytest -n $(WORKERS)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv lint types imports format check test test-all servers test-servers test-servers-all test-oldest test-mosaic test-obstore-versions test-frameworks test-frameworks-short test-deepspeed-versions test-megatron-versions test-frameworks-servers test-integrations test-torchtitan test-ray test-integrations-all test-elastic soak demo demo-short demo-trainer bench bench-short bench-storage bench-storage-short bench-frameworks docs lock clean
+.PHONY: help venv lint types imports format check test test-all servers test-servers test-servers-all test-oldest test-mosaic test-obstore-versions test-frameworks test-frameworks-short test-deepspeed-versions test-megatron-versions test-frameworks-servers test-integrations test-torchtitan test-ray test-metrics-sinks test-integrations-all test-elastic soak demo demo-short demo-trainer bench bench-short bench-storage bench-storage-short bench-frameworks docs lock clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */\1\t/' | awk -F'\t' '{printf "  %-21s %s\n", $$1, $$2}'
@@ -149,6 +149,11 @@ test-torchtitan: ## real torchtitan on the CPU (environment: .venv-torchtitan)
 test-ray: ## a real Ray Train of this machine (environment: .venv-ray)
 	VENV=.venv-ray PYTHON=3.12 EXTRAS=cli,ray PINNED=constraints-ray.txt ./scripts/bootstrap.sh
 	BYTECHECKPOINT_REQUIRE_INTEGRATIONS=1 .venv-ray/bin/python -m pytest tests/integrations/ray $(WITH_SLOW)
+
+# W&B, MLflow and ClickHouse's engine are large, and nothing else needs them.
+test-metrics-sinks: ## metrics in real TensorBoard, W&B, MLflow and today's ClickHouse (environment: .venv-metrics)
+	VENV=.venv-metrics PYTHON=3.12 EXTRAS=cli,dev,tensorboard,wandb,mlflow PINNED=constraints-metrics.txt ./scripts/bootstrap.sh
+	BYTECHECKPOINT_REQUIRE_METRICS=1 .venv-metrics/bin/python -m pytest tests/monitoring/test_sinks_tools.py
 
 test-integrations-all: ## the tests of all training tools (the three targets above), with the slow ones
 	$(MAKE) test-integrations test-torchtitan test-ray WITH_SLOW='-m "not soak and not server"'

@@ -17,6 +17,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 
 import bytecheckpoint
 from bytecheckpoint.monitoring import delivery
+from bytecheckpoint.monitoring.alert import Alert
 from bytecheckpoint.monitoring.record import make_record
 from bytecheckpoint.monitoring.simulation import Fault, SimulatedRun
 from bytecheckpoint.monitoring.sinks import Sink, make_sink, shown
@@ -134,6 +135,24 @@ def test_prometheus_shows_the_newest_operation_and_counts_all() -> None:
     assert len(values) < 300 and 'rank="' not in text
     with pytest.raises(OSError, match=r"."):
         opener.open(f"http://127.0.0.1:{port}/metrics")
+
+
+def test_alerts_are_counted_and_sent() -> None:
+    alert = Alert(rule="slow rank", severity="warning", text="rank 3 is slow", operation="w-save-1", rank=3, time=5e8)
+    port = free_port()
+    with receiver() as received:
+        sinks = [make_sink(f"otlp://127.0.0.1:{received.port}"), make_sink(f"prometheus://127.0.0.1:{port}")]
+        for sink in sinks:
+            sink.alert(alert)
+        page = opener.open(f"http://127.0.0.1:{port}/metrics").read().decode()
+        for sink in sinks:
+            sink.close()
+    labels = '{rule="slow rank",severity="warning"}'
+    assert f"bytecheckpoint_alerts_total{labels} 1.0" in page
+    assert f"bytecheckpoint_last_alert_timestamp_seconds{labels} 5e+08" in page
+    (trace,) = [body for path, _, body in received.requests if path == "/v1/traces"]
+    (span,) = ExportTraceServiceRequest.FromString(trace).resource_spans[0].scope_spans[0].spans
+    assert span.name == "alert slow rank" and span.start_time_unix_nano == int(5e17)
 
 
 @pytest.mark.parametrize("kind", BAD)

@@ -2,27 +2,38 @@
 
 from __future__ import annotations
 
+import re
+import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
+import duckdb
 import pytest
 
 import bytecheckpoint
 from bytecheckpoint.monitoring import delivery
 from bytecheckpoint.monitoring.simulation import Fault, SimulatedRun
 from bytecheckpoint.monitoring.sinks import make_sink
+from bytecheckpoint.monitoring.sinks.files import METRICS_FOLDER, encode_table
 from bytecheckpoint.monitoring.table import SCHEMA
 from tests.monitoring.test_sinks import STATES
 from tests.servers.metrics import ClickHouse, clickhouse, collector, prometheus
 from tests.servers.process import free_port
 from tests.support.metrics import collecting
-from tests.support.processes import wait_until
+from tests.support.processes import ROOT, wait_until
 
 pytestmark = pytest.mark.server
 
 RUN = SimulatedRun(
     {"pp": 2, "dp": 8}, saves=4, faults=[Fault("slow", [11], factor=8, first=3), Fault("retry", [3], first=2)]
 )
+
+
+def examples(language: str) -> list[str]:
+    """Return the blocks of the page in a language."""
+    blocks = re.findall(r"```(\w+)\n(.*?)```", (ROOT / "docs/how-to/monitoring.md").read_text(), re.DOTALL)
+    return [text for found, text in blocks if found == language]
 
 
 @pytest.fixture(scope="module")
@@ -41,9 +52,8 @@ def test_clickhouse_creates_the_table_and_holds_every_row(server: ClickHouse, mo
     assert server.ask("SELECT toInt32(count()) FROM ranks") == [[sum(len(r.table) for r in records)]]
     assert [name for name, *_ in server.ask("DESCRIBE TABLE ranks")] == SCHEMA.names
     for row in (records[0].table.to_pylist()[0], records[-1].table.to_pylist()[-1]):
-        texts = " AND ".join(
-            f"{name} = '{row[name]}'" for name in ("operation", "level", "name", "phase", "subject", "host")
-        )
+        texts = ("operation", "level", "name", "phase", "subject", "host")
+        same = " AND ".join(f"{name} = '{row[name]}'" for name in texts)
         found = server.ask(
             "SELECT toInt32(step), isNull(tp), toInt32(dp), toUInt32(began) FROM ranks"
             f" WHERE rank = {row['rank']} AND {same}"
@@ -53,6 +63,17 @@ def test_clickhouse_creates_the_table_and_holds_every_row(server: ClickHouse, mo
         "SELECT rank, seconds FROM ranks WHERE level = 'phase' AND name = 'write' ORDER BY seconds DESC LIMIT 1"
     )
     assert slowest[0][0] == 11
+
+
+def test_the_examples_of_the_page_find_the_slow_host(tmp_path: Path, server: ClickHouse) -> None:
+    sink = make_sink(f"clickhouse://127.0.0.1:{server.port}?table=saves")
+    (tmp_path / "run" / METRICS_FOLDER).mkdir(parents=True)
+    for record in replace(RUN, began=time.time() - 7200, ranks_per_host=4, faults=RUN.faults[:1]).records():
+        sink.deliver(record)
+        (tmp_path / "run" / METRICS_FOLDER / f"{record.id}.parquet").write_bytes(encode_table(record.table))
+    of_server, of_files = examples("sql")
+    assert server.ask(of_server)[0][0] == "host-0002"
+    assert duckdb.sql(of_files.replace("'run/", f"'{tmp_path}/run/")).fetchall()[0][0] == "host-0002"
 
 
 def test_a_real_save_reaches_clickhouse_and_a_wrong_password_is_said(
@@ -91,6 +112,10 @@ def test_prometheus_scrapes_rank_0_and_answers(tmp_path: Path) -> None:
         assert increase[done] > 0
         waited = server.ask("bytecheckpoint_last_phase_longest_seconds / bytecheckpoint_last_phase_median_seconds > 3")
         assert "kind=save,phase=write" in waited
+        (queries,) = examples("promql")
+        for query in queries.splitlines():
+            if not query.startswith("#"):
+                server.ask(query)  # raises if Prometheus does not understand it
         assert server.ask("histogram_quantile(0.9, bytecheckpoint_operation_seconds_bucket)")["kind=save"] > 1
     sink.close()
 

@@ -1,8 +1,12 @@
-"""Sinks for tools that plot numbers over steps, and ClickHouse's dialect of today: each test reads what the tool has stored."""
+"""Sinks for tools that plot numbers over steps, and today's ClickHouse: tests read what the tools have stored."""
 
 from __future__ import annotations
 
+import json
 import os
+import struct
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,30 +47,35 @@ def test_tensorboard_shows_scalars_over_steps(tmp_path: Path) -> None:
 
 
 def wandb_history(folder: Path) -> list[dict[str, Any]]:
-    """Return the rows that an offline run has stored."""
-    import json
-
+    """Return the rows that an offline run has stored: a log of LevelDB's format, after a header of 7 bytes."""
     from wandb.proto import wandb_internal_pb2
-    from wandb.sdk.internal import datastore
 
-    (path,) = folder.glob("wandb/offline-run-*/*.wandb")
-    store = datastore.DataStore()
-    store.open_for_scan(str(path))
-    rows = []
-    while data := store.scan_data():
-        record = wandb_internal_pb2.Record.FromString(data)
-        if record.HasField("history"):
+    path = max(folder.glob("wandb/offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime_ns)
+    data, at, rows, parts = path.read_bytes(), 7, [], b""
+    assert data.startswith(b":W&B")
+    while at + 7 < len(data):
+        if (1 << 15) - at % (1 << 15) < 7:  # the rest of a block has no room for a header
+            at += (1 << 15) - at % (1 << 15)
+        length, kind = struct.unpack_from("<HB", data, at + 4)
+        parts += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            record, parts = wandb_internal_pb2.Record.FromString(parts), b""
             items = record.history.item
-            rows.append({item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items})
+            if items:
+                rows.append({item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items})
     return rows
 
 
-@pytest.fixture
-def wandb_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    for name in ("WANDB_DIR", "WANDB_CONFIG_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR"):
-        monkeypatch.setenv(name, str(tmp_path))
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    return tmp_path
+@pytest.fixture(scope="module")
+def wandb_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Return the folder of all runs of this process, as W&B reads its variables once."""
+    folder = tmp_path_factory.mktemp("wandb")
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("WANDB_DIR", "WANDB_CONFIG_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR"):
+            patch.setenv(name, str(folder))
+        patch.setenv("WANDB_MODE", "offline")
+        yield folder
 
 
 def test_wandb_gets_an_offline_run_of_its_own(wandb_folder: Path) -> None:
@@ -113,8 +122,6 @@ def test_mlflow_gets_a_run_of_its_own(tmp_path: Path, tracking: Any) -> None:
 
 def test_mlflow_takes_the_run_of_the_training(tmp_path: Path, tracking: Any) -> None:
     """The sink works on another thread than the one that started the run."""
-    import threading
-
     import mlflow
 
     mlflow.set_tracking_uri(f"sqlite:///{tmp_path}/mlflow.db")
@@ -135,7 +142,10 @@ def test_all_of_them_at_the_end_of_a_training(tmp_path: Path) -> None:
         bytecheckpoint.configure(metrics=f"tensorboard://{folder}/tb,wandb://p,mlflow://{folder}/mlflow.db,files")
         state = {"model": {"w": torch.ones(9)}}
         bytecheckpoint.save(f"{folder}/run/step_1", state)
-        import time; time.sleep(15)  # a training takes longer than the start of wandb and the migrations of mlflow
+        from pathlib import Path
+        from tests.support.processes import wait_until
+        # A training takes longer than the start of W&B, which cannot start when the interpreter ends.
+        assert wait_until(lambda: list(Path(folder).glob("wandb/offline-run-*/*.wandb")), 60)
         bytecheckpoint.save(f"{folder}/run/step_2", state, async_checkpoint=True)
     """
     done = run_program(program, tmp_path)

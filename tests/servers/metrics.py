@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import urllib.error
 import urllib.parse
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from tests.servers.process import Server, folder_of, free_port, opener, program_of
+from tests.support.processes import wait_until
 
 __all__ = ["ClickHouse", "Prometheus", "clickhouse", "collector", "prometheus"]
 
@@ -60,6 +62,14 @@ def clickhouse(folder: Path) -> Iterator[ClickHouse]:
         server.stop()
 
 
+def _status(url: str) -> int:
+    try:
+        with opener.open(url, timeout=5) as response:
+            return int(response.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
 class Prometheus:
     """A server of Prometheus.
 
@@ -97,6 +107,7 @@ def prometheus(folder: Path, target: int) -> Iterator[Prometheus]:
         [*command, f"--web.listen-address=127.0.0.1:{port}"], f"http://127.0.0.1:{port}/-/ready", folder / "log"
     ).start()
     try:
+        assert wait_until(lambda: _status(f"http://127.0.0.1:{port}/-/ready") == 200, 60)  # 503 before that
         yield Prometheus(port)
     finally:
         server.stop()

@@ -87,7 +87,7 @@ class _Delivery:
 
     def _close(self) -> None:
         if self._sink is not None:
-            self._sink.close()
+            self._call(lambda sink: sink.close())
 
 
 _deliveries: dict[str, _Delivery] = {}

@@ -72,13 +72,14 @@ def shown(address: str) -> str:
     scheme, _, rest = address.partition("://")
     if scheme not in _SINKS:
         return "a sink of settings.metrics"
-    if scheme.startswith(_WEBHOOK):  # its path often is a token
-        return f"{scheme}://{rest.partition('?')[0].split('/')[0].rpartition('@')[2]}"
     try:
         path = split_address(address).path if rest else ""
     except UsageError:
         path = rest
-    return f"{scheme}://..." if "@" in path or rest.count(":") > 2 else without_secrets(address)
+    if "@" in path or rest.count(":") > 2:
+        return f"{scheme}://..."
+    address = without_secrets(address)
+    return "/".join(address.split("/")[:3]) if scheme.startswith(_WEBHOOK) else address  # a path often is a token
 
 
 def split_address(address: str) -> SplitResult:

@@ -101,7 +101,7 @@ class OtlpSink(Sink):
 
     def close(self) -> None:
         """Close connections."""
-        self._spans.shutdown()
+        self._spans.shutdown()  # type: ignore[no-untyped-call]
         self._metrics.shutdown()
 
     def _count(self, summary: OperationSummary) -> None:

@@ -22,14 +22,14 @@ class TensorBoardSink(ScalarSink):
         folder = address.partition("://")[2]
         if not folder:
             raise UsageError("settings.metrics: write tensorboard:///folder")
-        self._writer = SummaryWriter(folder, filename_suffix=".bytecheckpoint")  # type: ignore[no-untyped-call]
+        self._writer = SummaryWriter(folder, filename_suffix=".bytecheckpoint")
 
     def write(self, scalars: dict[str, float], step: int | None, began: float) -> None:
         """Append to the event file."""
         for name, value in scalars.items():
-            self._writer.add_scalar(name, value, step, began)  # type: ignore[no-untyped-call]
-        self._writer.flush()  # type: ignore[no-untyped-call]
+            self._writer.add_scalar(name, value, step, began)
+        self._writer.flush()
 
     def close(self) -> None:
         """Close the event file."""
-        self._writer.close()  # type: ignore[no-untyped-call]
+        self._writer.close()
