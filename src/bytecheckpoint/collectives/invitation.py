@@ -60,8 +60,16 @@ class Invitation:
             with contextlib.suppress(CheckpointError):  # a store that cannot delete, or that has ended
                 self._ask_store(partial(self._store.delete_key, key))
 
+    def withdraw(self, error: CheckpointError) -> None:
+        """Tell the ranks that have not connected yet that they cannot, instead of where; they would wait until the deadline."""
+        self.remove()
+        text = json.dumps({"refused": error_report(error), "nonce": _withdrawal_of(self._nonce)})
+        with contextlib.suppress(CheckpointError):
+            self._ask_store(lambda: self._store.set(KEY, text))
+
     def refuse(self, error: CheckpointError) -> None:
         """Tell rank 0 that this rank cannot follow the message that it has received, and why. Rank 0 cannot know."""
+        self._heard.append(_withdrawal_of(self._nonce))  # of the failure that this rank knows already
         report = json.dumps([self._rank, error_report(error)])
         with contextlib.suppress(CheckpointError):
             self._ask_store(lambda: self._store.set(f"{KEY}/{self._nonce}", report))
@@ -138,3 +146,7 @@ class Invitation:
                 f"rank {self._rank}: rank 0 has not told its address in time: it made no save or load for this group, "
                 "or the store of the group does not answer; look for a hung rank, or raise the time-out"
             ) from None
+
+
+def _withdrawal_of(nonce: str) -> str:
+    return f"{nonce} is withdrawn"

@@ -28,6 +28,7 @@ from bytecheckpoint.collectives.transport.star import Star
 from bytecheckpoint.collectives.transport.wire import ANYBODY
 from bytecheckpoint.errors import (
     CheckpointError,
+    CheckpointTimeoutError,
     PeerLostError,
     UsageError,
     error_from_report,
@@ -109,8 +110,13 @@ class StoreCollective(InboxCollective):
         )
         try:
             hub.wait_ready(deadline - time.monotonic(), invitation.refusal)
-        finally:
+        except CheckpointTimeoutError:
             invitation.remove()
+            raise
+        except CheckpointError as error:
+            invitation.withdraw(error)
+            raise
+        invitation.remove()
         return hub
 
     def _join_star(self, invitation: Invitation, deadline: float) -> Spoke:
