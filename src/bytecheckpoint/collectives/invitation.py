@@ -61,7 +61,7 @@ class Invitation:
                 self._ask_store(partial(self._store.delete_key, key))
 
     def withdraw(self, error: CheckpointError) -> None:
-        """Tell the ranks that have not connected yet that they cannot, instead of where; they would wait until the deadline."""
+        """Tell the ranks that have not connected yet that they cannot: they would try until the deadline."""
         self.remove()
         text = json.dumps({"refused": error_report(error), "nonce": _withdrawal_of(self._nonce)})
         with contextlib.suppress(CheckpointError):
