@@ -72,7 +72,7 @@ def hand_over(old: Sequence[HuggingFaceLoader], new: Sequence[HuggingFaceLoader]
 
 
 @pytest.mark.parametrize("how", ["plain", "mapped", "shards", "buffer"])
-@settings(max_examples=8)
+@settings(max_examples=5)
 @given(st.sampled_from([3, 4, 8]), st.lists(segments(4), min_size=2, max_size=4))
 # The last examples of a part: datasets keeps the positions of all parts in one place.
 @example(3, [Segment(1, saves=(2,)), Segment(1, saves=(1,))])
