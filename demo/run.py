@@ -24,8 +24,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from figure import draw
-
 T = TypeVar("T")
 
 HERE = Path(__file__).resolve().parent
@@ -268,6 +266,8 @@ def demo(scale: Scale, output: Path) -> None:
 
     losses = list(reference.losses.values())
     check(losses[-1] < 0.75 * losses[0], f"the reference run did not learn: loss {losses[0]:.2f} -> {losses[-1]:.2f}")
+    from figure import draw  # matplotlib takes seconds, which the tests of this file need not wait
+
     draw(reference, [first, second, third], again, scale.kill_at, TOLERANCE, output / "curves.png")
 
 

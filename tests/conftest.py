@@ -29,7 +29,7 @@ settings.register_profile("thorough", parent=settings.get_profile("default"), ma
 settings.register_profile("quick", parent=settings.get_profile("default"), max_examples=5, phases=[Phase.generate])
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
-_GPU_TESTS = Path(__file__).parent / "gpu"
+_GPU_TESTS = f"{Path(__file__).parent / 'gpu'}/"
 
 # What one parallel worker runs as a unit. By default that is a file, because the tests of a file share its fixtures.
 #: Files that share a costly fixture: the pool of worlds, or an HDFS cluster. The unit's name -> how the paths begin.
@@ -138,7 +138,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             key=lambda item: next((n for n, path in enumerate(_FIRST) if item.nodeid.startswith(path)), len(_FIRST))
         )
     for item in items:
-        if item.path.is_relative_to(_GPU_TESTS):
+        if str(item.path).startswith(_GPU_TESTS):
             item.add_marker(pytest.mark.gpu)
     gpu_tests = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu_tests:

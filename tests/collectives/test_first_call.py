@@ -126,3 +126,22 @@ def test_a_rank_of_another_version(odd: int, monkeypatch: pytest.MonkeyPatch) ->
     assert time.monotonic() - begun < 60
     dist.barrier()
     current(group, timeout=60).barrier("all here", timeout=30)
+
+
+@on_ranks(3)
+def test_a_rank_that_comes_after_the_others_have_failed() -> None:
+    """It hears why, and does not wait for a rank 0 that has given up. The next attempt succeeds."""
+    rank = dist.get_rank()
+    group = dist.new_group([0, 1, 2], timeout=timedelta(seconds=90))
+    try:
+        bytecheckpoint.configure(listen_address="192.0.2.1" if rank == 2 else "")
+        if rank == 1:
+            dist.barrier()
+        with pytest.raises(CheckpointError, match=r"192\.0\.2\.1"):
+            current(group, timeout=80.0)
+        if rank != 1:
+            dist.barrier()
+    finally:
+        bytecheckpoint.configure(listen_address="")
+    dist.barrier()
+    current(group, timeout=60).barrier("all here", timeout=30)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
@@ -20,7 +21,8 @@ from bytecheckpoint.dataloader.per_rank import PerRankLoader
 from bytecheckpoint.errors import IncompatibleCheckpointError, UsageError
 from tests.dataloader.segments import Part, Reference, Segment, play, segments
 
-datasets = pytest.importorskip("datasets", reason="NOT TESTED HERE: needs datasets")
+# Imported by the tests, since every worker collects all files, and this takes seconds.
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("datasets") is None, reason="NOT TESTED HERE: needs datasets")
 
 
 def read(shards: list[range]) -> Iterator[dict[str, int]]:
@@ -29,9 +31,11 @@ def read(shards: list[range]) -> Iterator[dict[str, int]]:
 
 
 def dataset_of(shards: int, length: int = 23, how: str = "plain") -> Any:
+    from datasets import IterableDataset
+
     bounds = [length * i // shards for i in range(shards + 1)]
     parts = [range(a, b) for a, b in pairwise(bounds)]
-    found = datasets.IterableDataset.from_generator(read, gen_kwargs={"shards": parts})
+    found = IterableDataset.from_generator(read, gen_kwargs={"shards": parts})
     if how == "mapped":
         return found.map(lambda example: {"id": 2 * example["id"]}).filter(lambda example: example["id"] % 3 > 0)
     if how == "shards":
@@ -68,7 +72,7 @@ def hand_over(old: Sequence[HuggingFaceLoader], new: Sequence[HuggingFaceLoader]
 
 
 @pytest.mark.parametrize("how", ["plain", "mapped", "shards", "buffer"])
-@settings(max_examples=8)
+@settings(max_examples=5)
 @given(st.sampled_from([3, 4, 8]), st.lists(segments(4), min_size=2, max_size=4))
 # The last examples of a part: datasets keeps the positions of all parts in one place.
 @example(3, [Segment(1, saves=(2,)), Segment(1, saves=(1,))])
@@ -144,18 +148,20 @@ def test_a_failed_read_loses_nothing() -> None:
 
 
 def test_inexact_states_are_refused() -> None:
+    from datasets import concatenate_datasets
+
     with pytest.raises(UsageError, match="leaves out its shuffle buffer of 5 examples: pass replay=True"):
         loaders_of(dataset_of(4, how="buffer"), 1)
     with pytest.raises(UsageError, match="leaves out its shuffle buffer of 5 examples: use HuggingFaceLoader"):
         PerRankLoader(dataset_of(4, how="buffer"))
     with pytest.raises(UsageError, match="leaves out its shuffle buffer of 5 examples"):
-        loaders_of(datasets.concatenate_datasets([dataset_of(4), dataset_of(4, how="buffer").take(3)]), 1)
+        loaders_of(concatenate_datasets([dataset_of(4), dataset_of(4, how="buffer").take(3)]), 1)
     with pytest.raises(UsageError, match="leaves out its batched map in a table format"):
         loaders_of(dataset_of(4).with_format("arrow").map(lambda table: table, batched=True), 1)
 
 
 def test_states_of_older_versions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(datasets, "__version__", "4.8.1")
+    monkeypatch.setattr("datasets.__version__", "4.8.1")
     loaders_of(dataset_of(4), 1)
     with pytest.raises(UsageError, match="leaves out examples behind its map or filter"):
         loaders_of(dataset_of(4, how="mapped"), 1)
@@ -180,11 +186,13 @@ def test_other_streams_are_refused() -> None:
 
 
 def test_bad_arguments_are_named() -> None:
+    from datasets import Dataset
+
     with pytest.raises(UsageError, match="streams is 4, which is no stream for each of 5"):
         loaders_of(dataset_of(4), 5)
     with pytest.raises(UsageError, match="a global batch of 6 examples cannot take equally many from 4"):
         loaders_of(dataset_of(4), 1, batch=6)
     with pytest.raises(UsageError, match="this is a Dataset;"):
-        loaders_of(datasets.Dataset.from_dict({"id": [1]}), 1)
+        loaders_of(Dataset.from_dict({"id": [1]}), 1)
     with pytest.raises(UsageError, match="has no examples: the data set needs fewer streams"):
         take(loaders_of(dataset_of(1, length=3), 1), 1)

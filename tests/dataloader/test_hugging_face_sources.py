@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-import datasets
 import pytest
 import torch
 
@@ -17,10 +16,14 @@ ROWS = 50
 
 
 def dataset(rows: int = ROWS) -> Any:
-    return datasets.Dataset.from_dict({"text": [f"row {i}" for i in range(rows)], "number": list(range(rows))})
+    from datasets import Dataset  # takes seconds, and every worker collects all files
+
+    return Dataset.from_dict({"text": [f"row {i}" for i in range(rows)], "number": list(range(rows))})
 
 
 def cases() -> dict[str, Any]:
+    from datasets import concatenate_datasets
+
     streaming = dataset().to_iterable_dataset(num_shards=6)
     return {
         "plain": streaming,
@@ -28,7 +31,7 @@ def cases() -> dict[str, Any]:
         "batched": streaming.map(same, batched=True, batch_size=7),
         "filter": streaming.filter(is_kept),
         "skip": streaming.skip(5).take(30),
-        "concatenated": datasets.concatenate_datasets([streaming, streaming.map(shout)]),
+        "concatenated": concatenate_datasets([streaming, streaming.map(shout)]),
         "shuffled": streaming.shuffle(seed=3, buffer_size=20).map(shout),
         "formatted": streaming.with_format("numpy"),
     }
@@ -64,7 +67,7 @@ def test_what_the_state_of_a_dataset_lacks_is_read_again() -> None:
 
 
 def test_older_versions_are_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(datasets, "__version__", "5.1.0")
+    monkeypatch.setattr("datasets.__version__", "5.1.0")
     source = from_hugging_face(cases()["plain"], "rows")
     assert_exact_restarts(source, 3)
     cursor = source.cursor(0, 1, 0, 0)
@@ -112,8 +115,10 @@ def test_descriptions() -> None:
 
 
 def test_other_objects() -> None:
+    from datasets import DatasetDict
+
     with pytest.raises(UsageError, match="is a DatasetDict: give one"):
-        from_hugging_face(datasets.DatasetDict({"train": dataset()}), "rows")
+        from_hugging_face(DatasetDict({"train": dataset()}), "rows")
     with pytest.raises(UsageError, match="is a list: give one"):
         from_hugging_face([1], "rows")
     for one in (dataset(), dataset().to_iterable_dataset()):

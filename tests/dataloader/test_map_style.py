@@ -88,7 +88,7 @@ def runs(draw: st.DrawFn) -> tuple[dict[str, Any], list[Segment]]:
     return {"length": length, "batch": batch, **options}, run
 
 
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(runs())
 def test_any_sequence_of_jobs_goes_on_exactly(case: tuple[dict[str, Any], list[Segment]]) -> None:
     """The reference is what a DistributedSampler feeds, epoch by epoch."""

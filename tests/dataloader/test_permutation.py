@@ -63,16 +63,17 @@ def test_seed_epoch_and_name_each_give_another_order() -> None:
 
 @pytest.mark.parametrize("length", [5, 6, 7, 16, 30])
 def test_all_pairs_of_first_numbers_are_as_likely(length: int) -> None:
-    """Chi-square over 40 orders for each pair; the seeds are fixed, so that the result is."""
+    """Chi-square over some orders for each pair; the seeds are fixed, so that the result is."""
+    each = 40 if length < 10 else 10
     counts = np.zeros((length, length))
-    trials = 40 * length * (length - 1)
+    trials = each * length * (length - 1)
     places = np.arange(2)
     for epoch in range(trials):
         first, second = Permutation(length, order_key(3, epoch, "pairs")).at(places)
         counts[first, second] += 1
     pairs = counts[~np.eye(length, dtype=bool)]
     assert np.trace(counts) == 0
-    assert ((pairs - 40) ** 2 / 40).sum() < len(pairs) + 5 * np.sqrt(2 * len(pairs))
+    assert ((pairs - each) ** 2 / each).sum() < len(pairs) + 5 * np.sqrt(2 * len(pairs))
 
 
 @pytest.mark.parametrize("length", [-1, MAX_LENGTH + 1])

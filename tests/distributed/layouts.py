@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
@@ -127,6 +126,8 @@ def _pipeline(model: nn.Module, over: DeviceMesh, dp: DeviceMesh | None) -> Para
 
     def run(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor | None:
         # A stage caches the shapes of its first batch; a new stage for each step costs little here.
+        from torch.distributed.pipelining import PipelineStage, ScheduleGPipe  # takes seconds; ranks have it already
+
         stage = PipelineStage(model, index, 2, torch.device("cpu"), group=group)
         schedule = ScheduleGPipe(stage, n_microbatches=2, loss_fn=loss_of)
         if index == 0:

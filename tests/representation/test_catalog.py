@@ -6,9 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import duckdb
 import numpy as np
-import pandas as pd
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -178,6 +176,8 @@ def test_the_next_save_changes_only_the_files() -> None:
 
 
 def test_rows_carry_the_sums_of_the_blocks_that_begin_in_them(tmp_path: Path) -> None:
+    import duckdb
+
     catalog = small()
     path = tmp_path / "metadata.parquet"
     path.write_bytes(encode(catalog))
@@ -194,6 +194,9 @@ def test_rows_carry_the_sums_of_the_blocks_that_begin_in_them(tmp_path: Path) ->
 
 
 def test_pandas_and_duckdb_read_it_without_this_package(tmp_path: Path) -> None:
+    import duckdb
+    import pandas as pd
+
     path = tmp_path / "metadata.parquet"
     path.write_bytes(encode(small()))
     frame = pd.read_parquet(path)
@@ -231,6 +234,8 @@ def test_noise_is_not_a_catalog(noise: bytes) -> None:
 
 
 def test_other_parquet_files_are_not_catalogs(tmp_path: Path) -> None:
+    import pandas as pd
+
     path = tmp_path / "x.parquet"
     pd.DataFrame({"a": range(1000)}).to_parquet(path)
     with pytest.raises(CorruptCheckpointError, match="without a catalog's seal"):

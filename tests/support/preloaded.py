@@ -2,18 +2,23 @@
 
 import gc
 
+import pyarrow.compute  # noqa: F401
 import pytest  # noqa: F401
 import torch
 import torch.distributed as dist  # noqa: F401
 import torch.distributed.device_mesh
 import torch.distributed.fsdp
+import torch.distributed.optim
 import torch.distributed.pipelining
 import torch.distributed.tensor
 import torch.distributed.tensor.parallel
 import torch.nn.parallel
 import torch.profiler  # noqa: F401
 
+import bytecheckpoint.collectives.process_group
 import bytecheckpoint.loading
-import bytecheckpoint.saving  # noqa: F401
+import bytecheckpoint.opening
+import bytecheckpoint.saving
+import bytecheckpoint.tools.verify  # noqa: F401
 
 gc.freeze()  # no collection in a rank visits, and so copies, what was imported here

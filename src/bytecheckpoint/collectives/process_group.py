@@ -29,6 +29,7 @@ from bytecheckpoint.collectives.transport.star import Star
 from bytecheckpoint.collectives.transport.wire import ANYBODY
 from bytecheckpoint.errors import (
     CheckpointError,
+    CheckpointTimeoutError,
     PeerLostError,
     UsageError,
     error_from_report,
@@ -112,11 +113,15 @@ class StoreCollective(InboxCollective):
         )
         try:
             hub.wait_ready(deadline - time.monotonic(), invitation.refusal)
+        except CheckpointTimeoutError as error:
+            invitation.refuse(error)
+            invitation.remove()
+            raise
         except CheckpointError as error:
             invitation.refuse(error)
+            invitation.withdraw(error)
             raise
-        finally:
-            invitation.remove()
+        invitation.remove()
         return hub
 
     def _join_star(self, invitation: Invitation, deadline: float) -> Spoke:
