@@ -193,7 +193,8 @@ docs: venv ## build the documentation into site/
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet
 
 # All extras but torchtitan, which wants older packages than the others.
-LOCKED_EXTRAS := accelerate azure bench cli demo dev docs fsspec gcs hdfs lightning ray s3 s3-profiles transformers
+LOCKED_EXTRAS := accelerate azure bench cli demo dev docs fsspec gcs hdfs lightning mlflow otlp prometheus ray s3 s3-profiles \
+	tensorboard transformers wandb
 lock: ## update constraints.txt from pyproject.toml, keeping the pins that still fit
 	$(UV) pip compile --quiet --universal --python-version 3.11 $(LOCKED_EXTRAS:%=--extra %) --group bootstrap \
 		--no-annotate --no-header --no-emit-index-url --output-file constraints.txt pyproject.toml

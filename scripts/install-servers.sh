@@ -2,12 +2,12 @@
 # Installs the servers and tools that the storage tests run against (`make test-servers`), each in the version named here.
 #
 #   install-servers.sh [NAME...]   by default all but minio: versitygw s3proxy azurite toxiproxy hadoop mfusepy glusterfs
-#                              launchers (Slurm and Open MPI)
+#                              launchers (Slurm and Open MPI) metrics (ClickHouse and Prometheus) otelcol
 #
 #   SERVERS_DIR  where (default: ~/.cache/bytecheckpoint-servers). What is there in the right version stays as it is.
 #
 # Needs go, npm and mvn with a JDK, and the registries that they are set up for. Nothing is installed outside SERVERS_DIR,
-# but for GlusterFS, FUSE's library, Slurm and MPI: Debian packages, which take root. Where that cannot be, their tests are skipped.
+# but for GlusterFS, FUSE's library, Slurm, MPI, ClickHouse and Prometheus: Debian packages, which take root. Where that cannot be, their tests are skipped.
 set -euo pipefail
 
 DIR=${SERVERS_DIR:-${XDG_CACHE_HOME:-$HOME/.cache}/bytecheckpoint-servers}
@@ -18,6 +18,7 @@ S3PROXY=org.gaul:s3proxy:2.9.0
 AZURITE=azurite@3.35.0
 HADOOP=3.4.2
 MFUSEPY=mfusepy==3.1.1
+OTELCOL=v0.165.0 # of OpenTelemetry's collector, built from its own receiver and its exporter to the log
 
 say() { echo "install-servers: $*" >&2; }
 
@@ -123,14 +124,41 @@ launchers() {
         slurmctld slurmd slurm-client openmpi-bin >/dev/null
 }
 
+metrics() {
+    type -P clickhouse-server >/dev/null && type -P prometheus >/dev/null && return 0
+    if [[ $EUID -ne 0 ]] || ! command -v apt-get >/dev/null; then
+        say "SKIPPED: clickhouse and prometheus, which take root and apt-get; their tests will be skipped, and say so"
+        return 0
+    fi
+    say "installing clickhouse-server and prometheus (Debian packages)"
+    apt-get update -qq
+    DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends clickhouse-server prometheus >/dev/null
+}
+
+otelcol() {
+    fresh otelcol "$OTELCOL" || return 0
+    need go otelcol
+    local of=go.opentelemetry.io/collector
+    [[ -n $go_work ]] || go_work=$(mktemp -d "$DIR/build-XXXXXX")
+    printf 'dist: {name: otelcol, output_path: %s}\nreceivers: [{gomod: %s}]\nexporters: [{gomod: %s}]\n' "$go_work/otelcol" \
+        "$of/receiver/otlpreceiver $OTELCOL" "$of/exporter/debugexporter $OTELCOL" >"$go_work/otelcol.yaml"
+    (
+        export GOPATH=$go_work/path GOCACHE=$go_work/cache GOBIN=$go_work/bin GOFLAGS="-buildvcs=false -modcacherw"
+        go install "$of/cmd/builder@$OTELCOL"
+        "$GOBIN/builder" --config "$go_work/otelcol.yaml" >/dev/null
+    )
+    mv "$go_work/otelcol/otelcol" "$DIR/otelcol/otelcol"
+    done_with otelcol "$OTELCOL"
+}
+
 mkdir -p "$DIR"
 names=("$@")
-[[ ${#names[@]} -gt 0 ]] || names=(versitygw s3proxy azurite toxiproxy hadoop mfusepy glusterfs launchers)
+[[ ${#names[@]} -gt 0 ]] || names=(versitygw s3proxy azurite toxiproxy hadoop mfusepy glusterfs launchers metrics otelcol)
 for name in "${names[@]}"; do
     case $name in
-    versitygw | minio | s3proxy | azurite | toxiproxy | hadoop | mfusepy | glusterfs | launchers) "$name" ;;
+    versitygw | minio | s3proxy | azurite | toxiproxy | hadoop | mfusepy | glusterfs | launchers | metrics | otelcol) "$name" ;;
     *)
-        say "no server is called $name: versitygw, minio, s3proxy, azurite, toxiproxy, hadoop, mfusepy, glusterfs, launchers"
+        say "no server is called $name: versitygw, minio, s3proxy, azurite, toxiproxy, hadoop, mfusepy, glusterfs, launchers, metrics, otelcol"
         exit 1
         ;;
     esac

@@ -16,6 +16,8 @@ from tests.support.worlds import Worlds
 
 # Set before anything imports torch, and inherited by every child process: many ranks share few cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Thousands of saves would each write a file of metrics. tests/monitoring turns them on.
+os.environ.setdefault("BYTECHECKPOINT_METRICS", "off")
 # Tests start hundreds of processes; compiling torch's sources anew in each of them costs seconds.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False

@@ -23,6 +23,10 @@ _Chunk = Annotated[int, Meta(gt=0, multiple_of=1 << 20, description="a positive 
 _Text = Annotated[str, Meta(description="a str")]
 _Ip = Annotated[str, Meta(description="an IP address of this machine, or an empty str")]
 _Ports = Annotated[str, Meta(pattern=r"^([0-9]{1,5}-[0-9]{1,5})?$", description="a range of ports, as '29600-29700'")]
+_Mesh = Annotated[
+    str,
+    Meta(pattern=r"^([a-z_0-9]+=[1-9][0-9]*(,[a-z_0-9]+=[1-9][0-9]*)*)?$", description="extents, as 'pp=4,dp=8,tp=2'"),
+]
 _Address = Annotated[str, Meta(min_length=1, description="a str that is not empty")]
 
 
@@ -65,6 +69,8 @@ class Settings:
             sockets. Sockets also where ranks differ in this.
         metrics: where rank 0 sends the metrics of all ranks, as addresses with commas between them
             (docs/how-to/monitoring.md): "files" is a folder beside the checkpoints of the run, "off" is nowhere.
+        mesh: extents of the job's mesh by dimension, the outermost first, as "pp=4,dp=8,tp=2", for the coordinates of ranks
+            in metrics; by default those of Megatron, or of the device mesh of a state.
         memory_dir: a memory file system, for `mem://`.
         tier_hot: where `tier+...` paths store their hot copies on each machine: mem://name, or a folder of a local disk.
         tier_replicas: other machines that hold a copy of each machine's hot files.
@@ -90,6 +96,7 @@ class Settings:
     message_tree: Literal["auto", "on", "off"] = "auto"
     fabric: Literal["auto", "on", "off"] = "auto"
     metrics: _Text = "files"
+    mesh: _Mesh = ""
     memory_dir: _Text = "/dev/shm"
     tier_hot: _Address = "mem://tier"
     tier_replicas: _Count = 1

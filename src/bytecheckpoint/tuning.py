@@ -37,6 +37,8 @@ class Tuning:
         direct_links: collectives: connections of rank 0 in a larger world; what comes later connects to another machine.
         pack_delay: collectives: time for which a message on its way up waits for others that may travel with it.
         handshake_timeout: collectives: time in which a new connection must authenticate itself.
+        strangers: collectives: connections that have not authenticated themselves and are open at the same time; for rank
+            0, while ranks connect, as many as there are to be. With one more the oldest is closed.
         call_check: collectives: time after which a rank that waits asks the others whether they are in another call.
         outlook_timeout: collectives: time in which a rank that is waited for must say that it is alive.
         unanswered_timeout: collectives: time in which another machine must acknowledge what was sent to it.
@@ -73,6 +75,7 @@ class Tuning:
         hdfs_abandoned: storage: age at which the temporary file of a publisher counts as abandoned.
         spans_per_rank: tracing: spans of an operation that a rank keeps, the longest ones; totals count all.
         spans_per_world: monitoring: spans of an operation that all ranks together report.
+        progress_interval: tracing, monitoring: time between two reports of how far an operation is.
         metrics_wait: monitoring: time that rank 0 waits for the metrics of the other ranks.
         metrics_end: monitoring: time that a process which ends waits for its metrics to be delivered.
         lease_renewal: tiers: time between two renewals of a lease that is held.
@@ -100,6 +103,7 @@ class Tuning:
     direct_links: int = 1000
     pack_delay: float = 0.005
     handshake_timeout: float = 30.0
+    strangers: int = 128
     call_check: float = 5.0
     outlook_timeout: float = 10.0
     unanswered_timeout: float = 18.0
@@ -136,6 +140,7 @@ class Tuning:
     # --- tracing and monitoring ---
     spans_per_rank: int = 256
     spans_per_world: int = 100_000
+    progress_interval: float = 1.0
     metrics_wait: float = 30.0
     metrics_end: float = 10.0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import os
 import threading
 import weakref
@@ -14,15 +15,19 @@ from bytecheckpoint.calls import one_at_a_time, refusal
 from bytecheckpoint.collectives import Collective
 from bytecheckpoint.engine.save_resources import SaveResources
 from bytecheckpoint.errors import CheckpointError, CheckpointTimeoutError, UsageError
+from bytecheckpoint.frameworks.coordinates import mesh_coordinates
 from bytecheckpoint.handles import SaveHandle
 from bytecheckpoint.liveness import seconds_busy, seconds_idle
 from bytecheckpoint.monitoring import delivery
 from bytecheckpoint.monitoring.collector import Collector
 from bytecheckpoint.settings import settings
+from bytecheckpoint.threads import ADVICE
 from bytecheckpoint.tiers.flush.flusher import Flusher
 from bytecheckpoint.tracing.operation import carried
 
 __all__ = ["SaveQueue", "World", "release_memory", "world_of"]
+
+_log = logging.getLogger("bytecheckpoint")
 
 
 class SaveQueue:
@@ -74,20 +79,22 @@ class SaveQueue:
 
         Raises:
             UsageError: the interpreter ends.
+            CheckpointError: the coordinator can have no thread.
         """
         with self._number_lock:
             coordinator = begin(next(self._numbers))
             if coordinator is not None:
-                try:
-                    self._coordination.submit(carried(coordinator))
-                except RuntimeError as error:  # executors take no work any more
-                    raise UsageError(
-                        "save was called while the interpreter ends (atexit): call it before that"
-                    ) from error
+                _submit(self._coordination, coordinator)
 
     def submit(self, work: Callable[[], None]) -> None:
         """Run the background half of one save, after those of earlier saves."""
-        self._last = self._background.submit(carried(work))
+        try:
+            self._last = _submit(self._background, work)
+        except CheckpointError as error:
+            if isinstance(error, UsageError):
+                raise
+            _log.warning("an asynchronous save is written by its caller: %s", error)
+            work()
 
     def drain(self) -> None:
         """Wait until no earlier save is in flight. Raise no failure."""
@@ -147,6 +154,12 @@ class World:
         """Remember the states that the next save is prepared for. An empty mapping stands for none."""
         self._prepared = _identity(states)
 
+    def note_layout(self, states: Mapping[str, object]) -> None:
+        """Find this rank's place in the layout of the job, for metrics, unless it is known."""
+        if not self.collector.mesh:
+            rank, world_size = self.collective.rank, self.collective.world_size
+            self.collector.mesh = mesh_coordinates(states, settings().mesh, rank, world_size)
+
     def is_prepared(self, states: Mapping[str, object]) -> bool:
         """Return whether these very objects were saved or prepared last, without a failure since."""
         return self._prepared == _identity(states)
@@ -171,6 +184,18 @@ class World:
         self.saves.close()
         self.collector.close()
         self.resources.release()
+
+
+def _submit(executor: ThreadPoolExecutor, work: Callable[[], None]) -> Future[None]:
+    dropped = threading.Event()
+    carries = carried(work)
+    try:
+        return executor.submit(lambda: None if dropped.is_set() else carries())
+    except RuntimeError as error:
+        dropped.set()  # an executor that cannot start its thread keeps what it was given
+        if "shutdown" in str(error):
+            raise UsageError("save was called while the interpreter ends (atexit): call it before that") from error
+        raise CheckpointError(f"cannot start a thread: {error}; {ADVICE}") from error
 
 
 def _identity(states: Mapping[str, object]) -> tuple[object, ...]:

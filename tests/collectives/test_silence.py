@@ -15,8 +15,20 @@ from bytecheckpoint.collectives.transport.spoke import Spoke
 from bytecheckpoint.errors import PeerLostError
 from bytecheckpoint.tuning import tuned
 from tests.collectives.data_world import MIB, SECRET
-from tests.support.namespaces import cut_cable, inside, two_machines
+from tests.support.namespaces import cut_cable, inside, machines, two_machines
 from tests.support.processes import environment, python
+
+
+def test_a_machine_with_ipv6_only() -> None:
+    """Its ranks reach each other: it has no 127.0.0.1."""
+    code = "from bytecheckpoint.collectives.transport.sockets import loopback; print(loopback())"
+    with machines(1) as (name,):
+        for expected in ("127.0.0.1", "::1"):
+            found = subprocess.run(
+                [*inside(name), *python("-c", code)], env=environment(), check=True, capture_output=True, text=True
+            )
+            assert found.stdout.strip() == expected
+            subprocess.run([*inside(name), "ip", "addr", "flush", "dev", "lo", "to", "127.0.0.1"], check=True)
 
 
 def test_a_machine_that_vanishes_while_data_are_under_way() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-import functools
+import select
 import socket
 import subprocess
 import sys
@@ -16,19 +16,18 @@ from pathlib import Path
 import psutil
 import pytest
 
-from bytecheckpoint._version import __version__
 from bytecheckpoint.collectives.inbox import Inbox
 from bytecheckpoint.collectives.transport.hub import Hub
-from bytecheckpoint.collectives.transport.packs import Place
 from bytecheckpoint.collectives.transport.sockets import is_loopback, local_addresses
 from bytecheckpoint.collectives.transport.spoke import Spoke
 from bytecheckpoint.collectives.transport.star import PLACE, PLACES, Star
 from bytecheckpoint.collectives.transport.wire import Kind
 from bytecheckpoint.errors import CheckpointError, CheckpointTimeoutError, PeerLostError, UsageError
 from bytecheckpoint.tuning import tuned
-from tests.collectives.data_world import MIB, SECRET, frame, greet, until
+from tests.collectives.data_world import MIB, SECRET, frame, greet
 from tests.collectives.socket_world import certificates
 from tests.servers.process import free_port
+from tests.support.processes import wait_until
 from tests.support.settings import using
 from tests.support.system_calls import failing
 
@@ -201,26 +200,19 @@ def test_certificates_of_others_are_refused(tmp_path: Path) -> None:
         assert center.join(10)
 
 
-def test_a_rank_of_another_version_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    center, one, two = hub(3), spoke(1, 3), spoke(2, 3)
-    failures = []
-
-    def join(spoke: Spoke) -> None:
-        with pytest.raises(PeerLostError) as raised:
-            spoke.connect(["localhost"], center.port, 20)
-        failures.append(str(raised.value))
-
-    joining = threading.Thread(target=join, args=(two,))
-    joining.start()
-    until(lambda: 2 in center.below)
-    place = functools.partial(Place, version="9.9")
-    monkeypatch.setattr("bytecheckpoint.collectives.transport.spoke.Place", place)
-    join(one)
-    joining.join(20)
-    says = f"rank 1 runs bytecheckpoint 9.9 and rank 0 {__version__}: install one version"
-    with pytest.raises(UsageError, match=f"^{says}"):
-        center.wait_ready(20)
-    assert [says in failure for failure in failures] == [True, True]
+@tuned(strangers=5)
+def test_half_open_connections_use_up_nothing() -> None:
+    """As a scan of ports makes them. A rank that comes later is not kept out."""
+    center = hub(2)
+    half_open = [socket.create_connection(("localhost", center.port)) for _ in range(50)]
+    for connection in half_open:
+        connection.sendall(frame(Kind.HELLO, 1, payload=b"x" * 32)[:9])
+    assert wait_until(lambda: len(select.select(half_open, [], [], 0)[0]) == 45, 20), "the oldest are closed"
+    other = spoke(1, 2)
+    other.connect(["localhost"], center.port, 20)
+    center.wait_ready(20)
+    for each in (other, center):
+        each.leave()
     assert center.join(10)
 
 

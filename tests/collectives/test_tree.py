@@ -101,6 +101,14 @@ def test_a_lost_rank_is_named_at_once(world: SocketWorld) -> None:
     world.run(wait, timeout=60)
 
 
+@tuned(outlook_timeout=0.1)
+def test_a_carrier_that_may_hang_is_named(world: SocketWorld) -> None:
+    first = carrier(world, 3)
+    others = ", ".join(str(rank) for rank in (3, 4, 5) if rank != first)
+    with pytest.raises(CheckpointTimeoutError, match=f"; rank {first} passes on the messages of ranks {others};"):
+        world.ranks[0].collect((3, 4, 5), "never", timeout=0.2)
+
+
 def test_the_death_of_a_carrier_loses_its_machine_by_name(world: SocketWorld) -> None:
     lost = carrier(world, 6)
     kill(world, lost)

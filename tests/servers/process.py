@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -17,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-__all__ = ["Server", "folder_of", "free_port", "opener"]
+__all__ = ["Server", "folder_of", "free_port", "opener", "program_of"]
 
 #: Runs a command, and ends it when the test run ends in any way: the pipe at descriptor 0 closes then.
 _LEASH = 'exec 3<&0; "$0" "$@" </dev/null & pid=$!; { read -r _ <&3; kill -9 $pid; } & wait $pid'
@@ -35,6 +36,17 @@ def folder_of(name: str) -> Path:
             pytest.fail(reason)
         pytest.skip(f"NOT TESTED HERE: {reason}")
     return folder
+
+
+def program_of(name: str) -> str:
+    """Return the path of an installed program; without it, skip the test, or fail it if servers are required."""
+    found = shutil.which(name)
+    if found is None:
+        reason = f"{name} is not installed: run scripts/install-servers.sh metrics"
+        if os.environ.get("BYTECHECKPOINT_REQUIRE_SERVERS"):
+            pytest.fail(reason)
+        pytest.skip(f"NOT TESTED HERE: {reason}")
+    return found
 
 
 def free_port() -> int:

@@ -16,6 +16,7 @@ from bytecheckpoint import CheckpointError, StorageConflictError, StorageError, 
 from bytecheckpoint.cli.main import run
 from bytecheckpoint.collectives.base import Collective
 from bytecheckpoint.collectives.testing import ThreadWorld
+from bytecheckpoint.monitoring.sinks.files import METRICS_FOLDER
 from bytecheckpoint.representation.names import CATALOG_NAME
 from bytecheckpoint.storage import resolve
 from bytecheckpoint.storage.testing.wrappers import Meter, MeteredStorage
@@ -23,6 +24,7 @@ from tests.faults.coded import load_step, states
 from tests.faults.ranks import attempt, succeeded
 from tests.storage.checks import check_save
 from tests.support.layouts import Box, Leaf
+from tests.support.metrics import collecting, wait_for_operations
 from tests.support.names import ODD_NAMES
 from tests.support.saves import load, save
 
@@ -186,3 +188,13 @@ def test_a_part_of_a_tensor_takes_that_part_of_its_bytes(anywhere: str) -> None:
     with bytecheckpoint.open(storage) as checkpoint:
         assert torch.equal(checkpoint["model/w"][5:6], whole[5:6])
     assert storage.meter.bytes("read_into") <= 3 << 20
+
+
+def test_metrics_lie_beside_the_run(anywhere: str) -> None:
+    with collecting():
+        for step in (1, 2):
+            succeeded(save(f"{anywhere}/run/step_{step:08d}", step, world=2, rows=ROWS))
+        load(f"{anywhere}/run/step_00000002", world=1, rows=ROWS)
+        found = wait_for_operations(f"{anywhere}/run", 3)
+    assert sorted(table["step"][0].as_py() for table in found) == [1, 2, 2]
+    assert resolve(f"{anywhere}/run").folders() == [METRICS_FOLDER, "step_00000001", "step_00000002"]

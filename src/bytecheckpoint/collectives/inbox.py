@@ -87,10 +87,15 @@ class _Wait:
 
 
 class Inbox:
-    """Messages that have arrived at one rank and that no thread of it has taken yet. Thread-safe."""
+    """Messages that have arrived at one rank and that no thread of it has taken yet. Thread-safe.
+
+    Attributes:
+        explain: returns what the transport has to say of ranks that are silent, for an error; "" or "; ...".
+    """
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
+        self.explain: Callable[[Collection[int]], str] = lambda _: ""
         self._messages: dict[str, dict[int, deque[bytes]]] = {}  # by tag, then source
         self._receivers: dict[str, list[_Receiver]] = {}  # by tag
         self._current: set[_Wait] = set()
@@ -226,8 +231,8 @@ class Inbox:
                     with self._lock:
                         self._raise_if_lost(sorted(missing), tag)
                     raise CheckpointTimeoutError(
-                        f"rank {self.rank}: no message {tag!r} from {names_of_ranks(silent)} within {timeout:g} s; "
-                        "look for a hung rank, or raise the time-out"
+                        f"rank {self.rank}: no message {tag!r} from {names_of_ranks(silent)} within {timeout:g} s"
+                        f"{self.explain(silent)}; look for a hung rank, or raise the time-out"
                     )
         finally:
             self._current.discard(wait)

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 from bytecheckpoint.errors import (
@@ -20,6 +19,7 @@ from bytecheckpoint.errors import (
     error_from_report,
     error_report,
 )
+from bytecheckpoint.threads import try_start
 
 __all__ = ["KEY", "Invitation"]
 
@@ -56,31 +56,30 @@ class Invitation:
 
     def remove(self) -> None:
         """Remove the message: it holds a secret, and nobody may find it after a failure."""
-        for key in (KEY, f"{KEY}/{self._nonce}"):
-            with contextlib.suppress(CheckpointError):  # a store that cannot delete, or that has ended
-                self._ask_store(partial(self._store.delete_key, key))
+        with contextlib.suppress(CheckpointError):  # a store that cannot delete, or that has ended
+            self._ask_store(lambda: self._store.delete_key(KEY))
 
     def withdraw(self, error: CheckpointError) -> None:
-        """Tell the ranks that have not connected yet that they cannot: they would try until the deadline."""
-        self.remove()
-        text = json.dumps({"refused": error_report(error), "nonce": _withdrawal_of(self._nonce)})
+        """Tell the ranks that have not received the message yet why nobody can follow it. They would wait for another."""
+        text = json.dumps({"refused": error_report(error), "nonce": self._nonce})
         with contextlib.suppress(CheckpointError):
             self._ask_store(lambda: self._store.set(KEY, text))
 
     def refuse(self, error: CheckpointError) -> None:
-        """Tell rank 0 that this rank cannot follow the message that it has received, and why. Rank 0 cannot know."""
-        self._heard.append(_withdrawal_of(self._nonce))  # of the failure that this rank knows already
+        """Tell the others why the ranks cannot connect as the message says. Connections tell only those that have one."""
+        if self.refusal() is not None:
+            return
         report = json.dumps([self._rank, error_report(error)])
         with contextlib.suppress(CheckpointError):
             self._ask_store(lambda: self._store.set(f"{KEY}/{self._nonce}", report))
 
     def refusal(self) -> CheckpointError | None:
-        """Return why another rank cannot follow the message that this one has sent, if one has said so."""
+        """Return why another rank cannot follow the message that was sent or received last, if one has said so."""
         key = f"{KEY}/{self._nonce}"
         with contextlib.suppress(CheckpointError):
             if self._ask_store(lambda: self._store.check([key])):
                 rank, report = json.loads(self._ask_store(lambda: self._store.get(key)))
-                return error_from_report(report, prefix=f"rank {rank} cannot join the others: ")
+                return error_from_report(report, prefix=f"rank {rank} cannot join the others: " if rank else "")
         return None
 
     def receive(self) -> dict[str, Any]:
@@ -107,9 +106,11 @@ class Invitation:
         return message
 
     def outdated(self) -> bool:
-        """Return whether rank 0 has told something else since this rank received a message."""
+        """Return whether rank 0 has told something else since this rank received a message, or that it has given up."""
 
         def look() -> bool:
+            if self._store.check([f"{KEY}/{self._nonce}"]):
+                return True
             return self._store.check([KEY]) and json.loads(self._store.get(KEY))["nonce"] not in self._heard
 
         with contextlib.suppress(CheckpointError):
@@ -117,10 +118,16 @@ class Invitation:
         return False
 
     def becomes_outdated(self) -> bool:
-        """Wait for a moment until rank 0 has told something else; return whether it has."""
+        """Wait for a moment until rank 0 has told something else; return whether it has.
+
+        Raises:
+            CheckpointError: why the ranks cannot connect, if one has said so.
+        """
         end = min(self._deadline, time.monotonic() + _SUCCESSION)
         while not (outdated := self.outdated()) and time.monotonic() < end:
             time.sleep(0.1)
+        if (error := self.refusal()) is not None:
+            raise error from None
         return outdated
 
     def _ask_store(self, call: Callable[[], Any]) -> Any:
@@ -133,7 +140,8 @@ class Invitation:
             except BaseException as error:  # noqa: BLE001  raised below
                 done.set_exception(error)
 
-        threading.Thread(target=run, name="bytecheckpoint-invite", daemon=True).start()
+        if not try_start(threading.Thread(target=run, name="bytecheckpoint-invite", daemon=True)):
+            run()  # else the other ranks would wait for this one
         try:
             return done.result(max(0.0, self._deadline - time.monotonic()) + _STORE_GRACE)
         except (RuntimeError, TimeoutError) as error:
@@ -146,7 +154,3 @@ class Invitation:
                 f"rank {self._rank}: rank 0 has not told its address in time: it made no save or load for this group, "
                 "or the store of the group does not answer; look for a hung rank, or raise the time-out"
             ) from None
-
-
-def _withdrawal_of(nonce: str) -> str:
-    return f"{nonce} is withdrawn"

@@ -16,6 +16,7 @@ import numpy as np
 import torch.distributed as dist
 from numpy.typing import NDArray
 
+from bytecheckpoint._version import __version__
 from bytecheckpoint.collectives.base import DataProvider, new_world_id
 from bytecheckpoint.collectives.inbox import Inbox, InboxCollective
 from bytecheckpoint.collectives.invitation import Invitation
@@ -90,18 +91,20 @@ class StoreCollective(InboxCollective):
         self.world_id = new_world_id()
         tree = _prefers_tree(self.world_size)
         try:
+            hosts = local_addresses(os.environ.get("MASTER_ADDR"))
             hub = Hub(self.world_size, self.inbox, secret, self._linger, self._name_beside() if tree else "")
-        except (CheckpointError, OSError) as error:
+        except Exception as error:
             invitation.send({"refused": error_report(error)})
             if isinstance(error, CheckpointError):
                 raise
-            raise CheckpointError(f"rank 0: cannot listen for the other ranks: {error}") from error
+            raise CheckpointError(f"rank 0: cannot listen for the other ranks: {error!r}") from error
         self._loops.append(hub)
         invitation.send(
             {
                 "world": self.world_id,
+                "version": __version__,
                 "secret": secret.hex(),
-                "hosts": local_addresses(os.environ.get("MASTER_ADDR")),
+                "hosts": hosts,
                 "port": hub.port,
                 "host": self.host,
                 "tree": tree,
@@ -110,11 +113,16 @@ class StoreCollective(InboxCollective):
         )
         try:
             hub.wait_ready(deadline - time.monotonic(), invitation.refusal)
-        except CheckpointTimeoutError:
-            invitation.remove()
+        except CheckpointTimeoutError as error:
+            invitation.refuse(error)
+            invitation.remove()  # a rank that has made no call may join the next attempt
             raise
         except CheckpointError as error:
+            invitation.refuse(error)
             invitation.withdraw(error)
+            raise
+        except BaseException:
+            invitation.remove()
             raise
         invitation.remove()
         return hub
@@ -129,7 +137,6 @@ class StoreCollective(InboxCollective):
             told = invitation.receive()
             if "refused" in told:
                 raise error_from_report(told["refused"])
-            self.world_id = told["world"]
             try:
                 self._loops.append(spoke := self._connect(told, invitation, deadline))
             except CheckpointError as error:
@@ -142,9 +149,12 @@ class StoreCollective(InboxCollective):
 
     def _connect(self, told: dict[str, Any], invitation: Invitation, deadline: float) -> Spoke:
         """Connect to rank 0 where it has `told` that it listens."""
-        # Another version of this package does not tell, and is refused at connecting.
-        own, of_rank_0 = bool(settings().tls_certificate), told.get("tls")
-        if of_rank_0 is not None and of_rank_0 is not own:
+        # First: other versions may tell other things.
+        if (version := told.get("version", "of another version")) != __version__:
+            versions = f"rank {self.rank} runs bytecheckpoint {__version__} and rank 0 {version}"
+            raise UsageError(f"{versions}: install one version on all machines")
+        self.world_id, own = told["world"], bool(settings().tls_certificate)
+        if told["tls"] is not own:
             difference = "uses TLS, and rank 0 does not" if own else "does not use TLS, and rank 0 does"
             raise UsageError(
                 f"rank {self.rank} {difference}: set tls_certificate, tls_key and tls_authority on all ranks, or on none"
@@ -155,8 +165,10 @@ class StoreCollective(InboxCollective):
         hosts += ["localhost"] if same_host else []
         try:
             spoke = Spoke(self.rank, self.world_size, self.inbox, bytes.fromhex(told["secret"]), self._linger)
-        except OSError as error:
-            raise CheckpointError(f"rank {self.rank}: cannot listen for the other ranks: {error}") from error
+        except CheckpointError:
+            raise
+        except Exception as error:  # every one: rank 0 has to know
+            raise CheckpointError(f"rank {self.rank}: cannot listen for the other ranks: {error!r}") from error
         spoke.connect(
             hosts,
             told["port"],

@@ -10,6 +10,7 @@ import msgspec
 
 from bytecheckpoint.collectives.base import Collective
 from bytecheckpoint.errors import CheckpointError, error_from_report
+from bytecheckpoint.threads import try_start
 
 __all__ = ["RankFailure", "StopSignal"]
 
@@ -84,11 +85,9 @@ class StopSignal:
         self.failure = failure
         self._on_stop(failure.as_error())
         if self._collective.rank == 0:
-            with contextlib.suppress(RuntimeError):  # the interpreter ends
-                # The transport's thread must not wait for locks of other ranks' messages.
-                threading.Thread(
-                    target=self._tell_all, args=(failure,), name="bytecheckpoint-stop", daemon=True
-                ).start()
+            # The transport's thread must not wait for locks of other ranks' messages. Without a thread, the next agreement
+            # tells the others.
+            try_start(threading.Thread(target=self._tell_all, args=(failure,), name="bytecheckpoint-stop", daemon=True))
 
     def _tell_all(self, failure: RankFailure) -> None:
         if not self._told.acquire(blocking=False):

@@ -9,8 +9,9 @@ next round.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 
 import numpy as np
 import torch
@@ -25,6 +26,7 @@ from bytecheckpoint.engine.file_set import FileSet
 from bytecheckpoint.engine.peer_memory import segments_of_buffers
 from bytecheckpoint.engine.reading import Readers
 from bytecheckpoint.engine.scatter import ScatterPlan
+from bytecheckpoint.engine.workers import Workers
 from bytecheckpoint.errors import CheckpointError, PeerLostError
 from bytecheckpoint.representation.plans import ExchangePlan, SharedChunks
 from bytecheckpoint.settings import Settings
@@ -134,10 +136,9 @@ class Exchange:
         """
         if not self._schedule.rounds:
             return
-        with (
-            Readers(self._files, self._threads) as readers,
-            ThreadPoolExecutor(self._threads, thread_name_prefix="bytecheckpoint-take") as copiers,
-        ):
+        with Readers(self._files, self._threads) as readers, contextlib.ExitStack() as stack:
+            copiers = Workers(self._threads, "bytecheckpoint-take")
+            stack.callback(copiers.shutdown)
             reads: dict[int, Future[LoadedChunk]] = {}
             for number in range(-1, self._schedule.rounds):
                 # One round ahead. That takes buffers for three rounds: one being read, one whose readers wait for
@@ -157,7 +158,7 @@ class Exchange:
             self._fabric = None
 
     def _run_round(
-        self, number: int, reads: dict[int, Future[LoadedChunk]], readers: Readers, copiers: ThreadPoolExecutor
+        self, number: int, reads: dict[int, Future[LoadedChunk]], readers: Readers, copiers: Workers
     ) -> None:
         loaded: dict[int, LoadedChunk] = {}
         try:
@@ -180,7 +181,7 @@ class Exchange:
         except BaseException as error:  # noqa: BLE001  reported to the other ranks in the next round, then raised
             self._machine_chunks.failure = error
 
-    def _deliver(self, number: int, arrived: set[int], copiers: ThreadPoolExecutor) -> None:
+    def _deliver(self, number: int, arrived: set[int], copiers: Workers) -> None:
         """Bring the chunks of a round to this rank's destinations, but for those that have arrived there."""
         copies = []
         for _, chunk in self._schedule.of_round(number):

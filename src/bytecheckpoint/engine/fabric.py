@@ -27,6 +27,7 @@ from bytecheckpoint.engine.workers import Workers
 from bytecheckpoint.errors import CheckpointError, CheckpointTimeoutError, PeerLostError
 from bytecheckpoint.liveness import busy
 from bytecheckpoint.settings import settings
+from bytecheckpoint.threads import try_start
 from bytecheckpoint.tuning import tuning
 
 __all__ = ["Fabric", "FabricOffer", "Transfers", "offer_fabric", "warn_no_fabric"]
@@ -152,6 +153,8 @@ class Fabric:
         # After the caller's work, so that operations of the training's groups come first on every rank.
         self._copies = DeviceCopies([self.device], to_host=False)
         self._worker = Workers(1, "bytecheckpoint-fabric")
+        if not self._worker.count:
+            raise CheckpointError(f"rank {self._rank} cannot start a thread")
         self._end_watch = collective.watch_losses(self._note_loss)
         build = _BUILDERS[offer.kind.split()[0]]
 
@@ -260,7 +263,7 @@ class Fabric:
         self._end_watch()
         group, self._group = self._group, None
         if group is not None:
-            threading.Thread(target=group.abort, name="bytecheckpoint-abort", daemon=True).start()
+            try_start(threading.Thread(target=group.abort, name="bytecheckpoint-abort", daemon=True))
         self._worker.shutdown(seconds=0.0)
 
     def _note_loss(self, rank: int, reason: str) -> None:

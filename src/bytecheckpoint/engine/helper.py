@@ -34,6 +34,7 @@ from bytecheckpoint.liveness import busy
 from bytecheckpoint.representation.names import escape, unescape
 from bytecheckpoint.settings import configure
 from bytecheckpoint.storage import resolve
+from bytecheckpoint.threads import try_start
 from bytecheckpoint.tracing.operation import Operation, absorb
 from bytecheckpoint.tuning import tuning
 
@@ -136,10 +137,15 @@ class HelperProcess:
         """
         with self._lock:
             try:
+                deadline = time.monotonic() + timeout
                 self._channel.sock.settimeout(timeout)
                 with busy(timeout):
                     self._channel.send(record, fds)
                     answer, _ = self._channel.receive()
+                    while answer is not None and answer.get("unfinished"):
+                        absorb(answer["measured"])
+                        self._channel.sock.settimeout(max(deadline - time.monotonic(), 0.001))
+                        answer, _ = self._channel.receive()
             except TimeoutError:
                 self.stop()
                 raise CheckpointTimeoutError(
@@ -224,6 +230,8 @@ class _Server:
         self._writer: FilesWriter | None = None
         self._batches: list[list[Future[None]]] = []
         self._operation = Operation("save", "")  # the save whose requests these are
+        self._answering = threading.Lock()
+        self._at_work = False
 
     def serve(self) -> None:
         while True:
@@ -236,20 +244,33 @@ class _Server:
             op = record.pop("op")
             if op == "open":
                 self._operation = Operation("save", unescape(record["url"]))
-                self._operation.phase = "write"
             operation = self._operation
+            self._at_work = True
             try:
                 with operation.running():
                     answer = getattr(self, "do_" + op)(fds=fds, **record)
             except BaseException as error:  # noqa: BLE001  raised in the training process
                 answer = dict(error_report(error))
-            answer["measured"] = operation.take()
-            try:
-                self._channel.send(answer)
-            except OSError:
-                break
+            with self._answering:
+                self._at_work = False
+                answer["measured"] = operation.take()
+                try:
+                    self._channel.send(answer)
+                except OSError:
+                    break
         # The training process is gone, so nobody finishes the save.
         self.do_abort()
+
+    def tell_progress(self) -> None:
+        """Send what was measured so far about once a second, while a request takes long. Runs on a thread of its own."""
+        while True:
+            time.sleep(tuning().progress_interval)
+            with self._answering:
+                if self._at_work and (measured := self._operation.take())["totals"]:
+                    try:
+                        self._channel.send({"unfinished": True, "measured": measured})
+                    except OSError:
+                        return
 
     def do_ping(self, *, fds: list[int]) -> dict[str, Any]:
         return {}
@@ -337,7 +358,7 @@ def _end_with(parent: int) -> None:
 
 def main() -> None:
     """Serve until the training process closes its end."""
-    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    try_start(threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True))
     # A terminal's Ctrl-C and a scheduler's SIGTERM go to the whole process group. The training process decides what becomes
     # of its saves.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -345,7 +366,8 @@ def main() -> None:
     os.nice(_NICENESS)
     channel, stops = (socket.socket(fileno=int(fd)) for fd in sys.argv[1:])
     server = _Server(_Channel(channel))
-    threading.Thread(target=server.stop_jobs, args=(stops,), daemon=True).start()
+    try_start(threading.Thread(target=server.stop_jobs, args=(stops,), daemon=True))
+    try_start(threading.Thread(target=server.tell_progress, daemon=True))
     server.serve()
 
 

@@ -18,6 +18,7 @@ from bytecheckpoint.engine.memory import free_memory
 from bytecheckpoint.engine.pool import StagingPool
 from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.settings import Settings
+from bytecheckpoint.threads import try_start
 
 __all__ = ["PlanCache", "SaveResources"]
 
@@ -211,12 +212,11 @@ class SaveResources:
         thread = threading.Thread(
             target=self._warm_up, args=(nbytes, settings), name="bytecheckpoint-ready", daemon=True
         )
-        with contextlib.suppress(RuntimeError):  # the interpreter ends: there will be no later saves
-            thread.start()
+        started = try_start(thread)  # a later save makes ready what it needs
         try:
             yield
         finally:
-            if thread.ident is not None:
+            if started:
                 # A new process first closes what this one has open, for which a file system that hangs lets it wait.
                 thread.join(settings.timeout)
 

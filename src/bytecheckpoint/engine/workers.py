@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from bytecheckpoint.errors import StorageUnavailableError
 from bytecheckpoint.liveness import busy
+from bytecheckpoint.threads import try_start
 from bytecheckpoint.tracing.operation import carried
 
 __all__ = ["Workers", "call_until_stopped", "storage_result"]
@@ -25,12 +26,16 @@ class Workers:
     """A few threads that run functions.
 
     ThreadPoolExecutor starts its threads at the first use, and refuses work once the interpreter ends. But then a save
-    in flight must still finish. Here all threads start in the constructor. Where that is too late, functions run in the
-    thread that submits them. The threads end with this object, also if Ctrl-C keeps its owner from `shutdown`.
+    in flight must still finish. Here all threads start in the constructor. Where none can be started, then or because of a
+    limit, functions run in the thread that submits them. The threads end with this object, also if Ctrl-C keeps its owner
+    from `shutdown`.
 
     Args:
         count: number of threads.
         name: first part of their names.
+
+    Attributes:
+        count: number of threads that could be started.
     """
 
     def __init__(self, count: int, name: str) -> None:
@@ -40,11 +45,10 @@ class Workers:
         for number in range(count):
             # Daemons: a thread that waits for results keeps the interpreter alive; these threads alone must not.
             thread = threading.Thread(target=_run_tasks, args=(self._queue,), name=f"{name}_{number}", daemon=True)
-            try:
-                thread.start()
-            except RuntimeError:  # "can't create new thread at interpreter shutdown"
+            if not try_start(thread):
                 break
             self._threads.append(thread)
+        self.count = len(self._threads)
 
     def submit(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
         """Run `function(*args)` on one of the threads."""

@@ -141,7 +141,9 @@ def load(
             check_flags(prepare_save=prepare_save)
         check_states(states, names, mutable=True)
         storage.timeout = settings.timeout
+        operation.path = storage.url
         bare = unwrap_states(states)
+        world.note_layout(bare)
         return LoadArguments(
             storage,
             resolve_framework(framework, bare),
@@ -164,6 +166,7 @@ def load(
     call = LoadCall(check, names, settings, overlap_loading, cast, wants_prepare, prepare_save_of_states)
     # An optimizer's next step runs outside of inference mode and must be able to use the state that it gets here.
     with operation.running(), torch.inference_mode(False), copies:
+        world.collector.begin(operation)
         try:
             report = load_states(collective, number, call, operation)
         except BaseException as error:

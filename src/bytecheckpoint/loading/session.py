@@ -136,12 +136,14 @@ class _Attempt:
 
     def _open(self, stack: contextlib.ExitStack) -> OpenReport:
         """Open the checkpoint."""
+        self._operation.phase = "open"
         report = self._opening.open(stack)
         self._operation.mark("catalog")
         return report
 
     def _fit(self, decided: OpenDecision, stack: contextlib.ExitStack) -> FitReport:
         """Plan what this rank reads."""
+        self._operation.phase = "fit"
         call = self._call
         arguments, reader, files, trees = self._opening.share(decided, stack)
         catalog, groups = reader.catalog, reader.groups
@@ -212,9 +214,11 @@ class _Attempt:
 
     def _read(self, agreement: Agreement, stack: contextlib.ExitStack, decision: FitDecision) -> bool:
         """Fill the destinations; return whether this rank wants its next save prepared."""
+        self._operation.phase = "read"
         opened = self._checkpoint
         with detect_replacement(opened.reader):
             scatter = ScatterPlan(opened.fit.plan, opened.fit.targets)
+            self._operation.planned_bytes = opened.fit.plan.nbytes
             exchange, private = self._exchange(agreement.part("exchange"), scatter, decision)
             if exchange is not None:
                 # Other ranks copy from this rank's memory until all have agreed; the stack is closed then.
@@ -234,6 +238,7 @@ class _Attempt:
 
     def _install(self, decision: FitDecision, unexpected: list[str]) -> LoadReport:
         """Install values, optimizer state and hyperparameters."""
+        self._operation.phase = "apply"
         opened = self._checkpoint
         opened.destination.apply()
         self._operation.mark("apply")

@@ -20,6 +20,7 @@ import msgspec
 
 from bytecheckpoint.collectives.base import Collective
 from bytecheckpoint.errors import CheckpointError
+from bytecheckpoint.threads import start
 
 __all__ = ["Boundaries"]
 
@@ -68,11 +69,11 @@ class Boundaries:
             self._news.put(["left", rank])
 
         self._end_watch = self._collective.watch(self._tag, hear, lose)
-        self._thread.start()
+        start(self._thread)
         if self._poll is not None:  # in a thread of its own, since a function that hangs must not keep answers back
-            threading.Thread(
-                target=self._poll_often, args=(self._poll,), name="bytecheckpoint-poll", daemon=True
-            ).start()
+            start(
+                threading.Thread(target=self._poll_often, args=(self._poll,), name="bytecheckpoint-poll", daemon=True)
+            )
         return self
 
     def __exit__(self, *_: object) -> None:

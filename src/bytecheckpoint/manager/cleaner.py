@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 
 from bytecheckpoint.errors import StorageConflictError
+from bytecheckpoint.threads import start
 
 __all__ = ["Cleaner"]
 
@@ -26,7 +27,7 @@ class Cleaner:
         self._root, self._on_conflict = root, on_conflict
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="bytecheckpoint-retention", daemon=True)
-        self._thread.start()
+        start(self._thread)
 
     def do(self, work: Callable[[], None]) -> None:
         """Run `work` after what was given before. A failure is logged: the next piece tries again."""

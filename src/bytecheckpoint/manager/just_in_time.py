@@ -31,6 +31,7 @@ from bytecheckpoint.manager.run_folder import RunFolder, by_age, step_folder
 from bytecheckpoint.manager.survivors import Survivors
 from bytecheckpoint.saving import save
 from bytecheckpoint.settings import settings
+from bytecheckpoint.threads import start
 
 __all__ = ["JustInTime", "SupportsReplay"]
 
@@ -133,7 +134,7 @@ class JustInTime:
         for optimizer in self._all(torch.optim.Optimizer):
             self._stack.callback(optimizer.register_step_pre_hook(self._before_step).remove)
             self._stack.callback(optimizer.register_step_post_hook(self._after_step).remove)
-        threading.Thread(target=self._run, name="bytecheckpoint-just-in-time", daemon=True).start()
+        start(threading.Thread(target=self._run, name="bytecheckpoint-just-in-time", daemon=True))
         return self
 
     def __exit__(

@@ -23,6 +23,7 @@ from bytecheckpoint.collectives.process_group import StoreCollective
 from bytecheckpoint.collectives.transport.sockets import local_addresses
 from bytecheckpoint.errors import CheckpointError, PeerLostError
 from bytecheckpoint.settings import settings
+from bytecheckpoint.threads import start
 
 __all__ = ["Survivors"]
 
@@ -132,7 +133,7 @@ class Survivors:
                 done.set_exception(error)
 
         # On another thread: torch's store waits for ever for a server that hangs.
-        threading.Thread(target=run, name="bytecheckpoint-meet", daemon=True).start()
+        start(threading.Thread(target=run, name="bytecheckpoint-meet", daemon=True))
         try:
             return done.result(3 * _PATIENCE)
         except CheckpointError:

@@ -7,74 +7,107 @@ import itertools
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable
+
+from bytecheckpoint.threads import try_start
 
 __all__ = ["Background"]
 
 _log = logging.getLogger("bytecheckpoint")
-#: Seconds after which a thread without work ends.
+#: Seconds after which a thread without work looks whether anybody can still give it some.
 _IDLE_SECONDS = 5.0
 
 
 class Background:
-    """Runs jobs one after the other on a thread, which ends when there is nothing to do. Any thread may call it.
+    """Runs jobs one after the other on a thread. Any thread may call it.
+
+    The thread lives as long as this object, also while it has nothing to do: Python starts no thread while the interpreter
+    ends, and that is when the last save of a training ends.
 
     Args:
         name: of the thread.
-        limit: jobs that may wait; `submit` refuses more. None: any number.
     """
 
-    def __init__(self, name: str, limit: int | None = None) -> None:
+    def __init__(self, name: str) -> None:
         self._name = name
-        self._limit = limit
         self._jobs: list[tuple[float, int, Callable[[], object]]] = []  # a heap by the time at which they are due
         self._numbers = itertools.count()
         self._running = False
         self._busy = False
+        self._ended = False
         self._changed = threading.Condition()
 
-    def submit(self, job: Callable[[], object]) -> bool:
-        """Run `job` soon; return False if too many jobs are waiting, or the interpreter ends."""
-        return self.later(0.0, job)
+    def submit(self, job: Callable[[], object]) -> None:
+        """Run `job` soon."""
+        self.later(0.0, job)
 
-    def later(self, seconds: float, job: Callable[[], object]) -> bool:
-        """Run `job` after some seconds. Returns as `submit`."""
+    def later(self, seconds: float, job: Callable[[], object]) -> None:
+        """Run `job` after some seconds."""
         with self._changed:
-            if self._limit is not None and len(self._jobs) >= self._limit:
-                return False
             heapq.heappush(self._jobs, (time.monotonic() + seconds, next(self._numbers), job))
+            self._ended = False
             self._changed.notify_all()
             if not self._running:
-                try:
-                    threading.Thread(target=self._run, name=self._name, daemon=True).start()
-                except RuntimeError:  # no thread can be started, or the interpreter ends
-                    self._jobs.clear()
-                    return False
-                self._running = True
-        return True
+                thread = threading.Thread(target=_serve, args=(weakref.ref(self),), name=self._name, daemon=True)
+                self._running = try_start(thread)  # else see `flush`
+
+    def waiting(self) -> int:
+        """Return the number of jobs that wait."""
+        with self._changed:
+            return len(self._jobs)
 
     def flush(self, timeout: float) -> bool:
-        """Wait until all jobs that are due have ended; return False after `timeout` seconds."""
+        """Wait until all jobs that are due have ended, or run them where there is no thread; False after `timeout` s."""
+        deadline = time.monotonic() + timeout
+        while True:
+            with self._changed:
+                if self._running:
+                    remaining = deadline - time.monotonic()
+                    return self._changed.wait_for(lambda: not self._busy and not self._due(), remaining)
+                if not self._due() or time.monotonic() > deadline:
+                    return not self._due()
+                job = heapq.heappop(self._jobs)[2]
+            _run(job)
+
+    def end(self) -> None:
+        """End the thread when it has done what waits. A later job starts another one."""
         with self._changed:
-            return self._changed.wait_for(lambda: not self._busy and not self._due(), timeout)
+            self._ended = True
+            self._changed.notify_all()
 
     def _due(self) -> bool:
         return bool(self._jobs) and self._jobs[0][0] <= time.monotonic()
 
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._busy = False
-                self._changed.notify_all()
-                idle_since = time.monotonic()
-                while not self._due():
-                    until = self._jobs[0][0] if self._jobs else idle_since + _IDLE_SECONDS
-                    if not self._changed.wait(max(until - time.monotonic(), 0.0)) and not self._jobs:
-                        self._running = False
-                        return
-                job = heapq.heappop(self._jobs)[2]
-                self._busy = True
-            try:
-                job()
-            except Exception:  # noqa: BLE001  of one sink or alert must not end the others
-                _log.exception("monitoring failed")
+    def _step(self) -> bool:
+        """Run one job, or wait some seconds for one; return False if the thread is to end."""
+        with self._changed:
+            self._busy = False
+            self._changed.notify_all()
+            idle_since = time.monotonic()
+            while not self._due():
+                if self._ended and not self._jobs:
+                    self._running = False
+                    return False
+                until = self._jobs[0][0] if self._jobs else idle_since + _IDLE_SECONDS
+                if not self._changed.wait(max(until - time.monotonic(), 0.0)) and not self._jobs:
+                    return True
+            job = heapq.heappop(self._jobs)[2]
+            self._busy = True
+        _run(job)
+        return True
+
+
+def _run(job: Callable[[], object]) -> None:
+    try:
+        job()
+    except Exception:  # noqa: BLE001  of one sink or alert must not end the others
+        _log.exception("monitoring failed")
+
+
+def _serve(reference: weakref.ref[Background]) -> None:
+    while True:
+        background = reference()
+        if background is None or not background._step():
+            return
+        del background  # nobody else may hold it any more

@@ -15,17 +15,21 @@ from bytecheckpoint.collectives import Collective
 from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.handles import LoadReport, SaveReport
 from bytecheckpoint.monitoring.background import Background
-from bytecheckpoint.monitoring.delivery import deliver, is_on
+from bytecheckpoint.monitoring.delivery import deliver, deliver_progress, is_on, open_sinks
+from bytecheckpoint.monitoring.progress import OperationProgress, RankProgress, make_progress
 from bytecheckpoint.monitoring.record import RankRecord, make_record
-from bytecheckpoint.monitoring.table import operation_record
+from bytecheckpoint.monitoring.table import operation_id, operation_record
 from bytecheckpoint.tracing.operation import Operation
 from bytecheckpoint.tuning import tuning
 
 __all__ = ["Collector"]
 
 _log = logging.getLogger("bytecheckpoint")
-_TAG = "metrics"
+#: For which a world that ends waits for the metrics of other ranks: some may be gone.
+_LAST_SECONDS = 2.0
+_TAG, _PROGRESS_TAG = "metrics", "metrics/progress"
 _decoder = msgspec.msgpack.Decoder(RankRecord)
+_progress_decoder = msgspec.msgpack.Decoder(RankProgress)
 
 
 class Collector:
@@ -50,15 +54,30 @@ class Collector:
         self._gathered: dict[tuple[str, int], dict[int, RankRecord]] = {}
         self._first_message: dict[tuple[str, int], float] = {}  # when it came, as `time.monotonic`
         self._delivered: dict[str, int] = {}  # by kind, number of the newest operation that was delivered
+        self._operations: set[Operation] = set()  # that run, on this rank
+        self._telling = False  # `_tell_progress` will be called
+        self._progress: dict[tuple[str, int], dict[int, RankProgress]] = {}  # of the operations that run, on rank 0
         if self._rank == 0 and self._world_size > 1:
             collective.watch(_TAG, self._receive)
+            collective.watch(_PROGRESS_TAG, self._receive_progress)
+
+    def begin(self, operation: Operation) -> None:
+        """Report from time to time how far an operation is, until `report` is called for it."""
+        if is_on():
+            if self._rank == 0:
+                open_sinks()
+            self._operations.add(operation)
+            if not self._telling:
+                self._telling = True
+                self._background.later(tuning().progress_interval, self._tell_progress)
 
     def observer(self, operation: Operation) -> Callable[[Future[SaveReport]], None]:
         """Return a done-callback that reports the outcome of `operation`."""
 
         def observe(done: Future[SaveReport]) -> None:
-            error = done.exception()
-            self.report(operation, done.result() if error is None else error)
+            # Not the methods of `Outcome`, which note that somebody has seen the failure.
+            error = Future.exception(done)
+            self.report(operation, Future.result(done) if error is None else error)
 
         return observe
 
@@ -69,6 +88,7 @@ class Collector:
             operation: this rank's part of it.
             outcome: its report, or what made it fail.
         """
+        self._operations.discard(operation)
         if not operation.number or not is_on():
             return
         try:
@@ -87,14 +107,33 @@ class Collector:
     def close(self) -> None:
         """Deliver what has come. Waits some seconds at most."""
         if self._rank != 0:
+            self._background.end()
             return
-        deadline = time.monotonic() + tuning().metrics_end
+        deadline = time.monotonic() + _LAST_SECONDS
         self._background.submit(self._take_messages)
+        self._background.flush(_LAST_SECONDS)
         while self._gathered and time.monotonic() < deadline:
-            self._background.flush(tuning().metrics_end)
             time.sleep(0.01)
+            self._background.flush(_LAST_SECONDS)
         self._background.submit(self._deliver_all)
-        self._background.flush(max(deadline - time.monotonic(), 0.1))
+        self._background.flush(_LAST_SECONDS)
+        self._background.end()
+
+    def _tell_progress(self) -> None:
+        """Send how far the operations of this rank are; come back as long as there are any."""
+        for operation in [operation for operation in self._operations if operation.number]:
+            progress = make_progress(operation, self._rank, self._host, ended=False)
+            if self._rank == 0:
+                self._progress.setdefault((progress.kind, progress.number), {})[0] = progress
+            else:
+                with contextlib.suppress(CheckpointError):  # the world has ended
+                    self._send(0, _PROGRESS_TAG, msgspec.msgpack.encode(progress))
+        for key, ranks in list(self._progress.items()):
+            if 0 in ranks:
+                self._deliver_progress(key, ended=False)
+        self._telling = bool(self._operations)
+        if self._telling:
+            self._background.later(tuning().progress_interval, self._tell_progress)
 
     # --- rank 0 ---------------------------------------------------------------------------------------------------
 
@@ -104,6 +143,19 @@ class Collector:
         self._messages.put(message)
         if first:
             self._background.submit(self._take_messages)
+
+    def _receive_progress(self, message: bytes) -> None:
+        """Note how far another rank is, on the transport's thread."""
+        with contextlib.suppress(msgspec.MsgspecError):
+            progress = _progress_decoder.decode(message)
+            if progress.number > self._delivered.get(progress.kind, 0):
+                self._progress.setdefault((progress.kind, progress.number), {})[progress.rank] = progress
+
+    def _deliver_progress(self, key: tuple[str, int], *, ended: bool) -> None:
+        ranks = self._progress[key]
+        in_order = [ranks[rank] for rank in sorted(ranks)]
+        identity = operation_id(self._world_id, *key)
+        deliver_progress(OperationProgress.of(in_order, identity, self._world_size, ended=ended))
 
     def _take_messages(self) -> None:
         while True:
@@ -131,6 +183,9 @@ class Collector:
         records = self._gathered.pop(key)
         del self._first_message[key]
         self._delivered[key[0]] = max(self._delivered.get(key[0], 0), key[1])
+        if 0 in self._progress.get(key, {}):
+            self._deliver_progress(key, ended=True)
+        self._progress.pop(key, None)
         deliver(operation_record([*records.values()], self._world_id, self._world_size))
 
     def _deliver_overdue(self) -> None:

@@ -6,15 +6,17 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Callable
 
 from bytecheckpoint.monitoring.background import Background
+from bytecheckpoint.monitoring.progress import OperationProgress
 from bytecheckpoint.monitoring.record import without_secrets
-from bytecheckpoint.monitoring.sinks import Sink, make_sink
+from bytecheckpoint.monitoring.sinks import Sink, make_sink, shown
 from bytecheckpoint.monitoring.table import OperationRecord
 from bytecheckpoint.settings import settings
 from bytecheckpoint.tuning import tuning
 
-__all__ = ["deliver", "finish", "is_on"]
+__all__ = ["deliver", "deliver_progress", "finish", "is_on", "open_sinks"]
 
 _log = logging.getLogger("bytecheckpoint")
 _OFF = ("", "off")
@@ -31,36 +33,49 @@ class _Delivery:
 
     def __init__(self, address: str) -> None:
         self._address = address
-        self._shown = without_secrets(address)
-        self._background = Background(f"bytecheckpoint-sink-{self._shown.split(':')[0]}", _WAITING)
+        self._shown = shown(address)
+        self._background = Background(f"bytecheckpoint-sink-{self._shown.split(':')[0]}")
         self._sink: Sink | None = None
-        self._failed = False
+        self._failed = self._late = False
         self.dropped = 0
+        self._background.submit(lambda: self._call(lambda _: None))  # importing a client may take seconds
 
     def put(self, record: OperationRecord) -> None:
-        if not self._background.submit(lambda: self._deliver(record)):
-            self.dropped += 1
+        if self._background.waiting() < _WAITING:
+            self._background.submit(lambda: self._call(lambda sink: sink.deliver(record), counts=1))
+            return
+        self.dropped += 1
+        if not self._late:
+            _log.warning("metrics are dropped, which disturbs nothing else: %s is too slow", self._shown)
+        self._late = True
+
+    def put_progress(self, progress: OperationProgress) -> None:
+        if progress.ended or not self._background.waiting():  # what a slow sink misses is old
+            self._background.submit(lambda: self._call(lambda sink: sink.progress(progress)))
 
     def finish(self, timeout: float) -> None:
         self._background.flush(timeout)
 
     def close(self) -> None:
+        """Close the sink after what waits, without waiting for that."""
         self._background.submit(self._close)
+        self._background.end()
 
-    def _deliver(self, record: OperationRecord) -> None:
+    def _call(self, work: Callable[[Sink], None], counts: int = 0) -> None:
+        """Let the sink do something; if that fails, say so once and count the records that are lost."""
         try:
             self._sink = self._sink or make_sink(self._address)
-            self._sink.deliver(record)
+            work(self._sink)
         except Exception as error:  # noqa: BLE001  of any client
-            self.dropped += 1
+            self.dropped += counts
             if not self._failed:
                 why = without_secrets(f"{type(error).__name__}: {error}")
                 _log.warning("metrics do not reach %s, which disturbs nothing else: %s", self._shown, why)
             self._failed = True
         else:
-            if self._failed:
+            if self._failed and counts:
                 _log.warning("metrics reach %s again; %d records are lost", self._shown, self.dropped)
-            self._failed = False
+                self._failed = False
 
     def _close(self) -> None:
         if self._sink is not None:
@@ -97,14 +112,29 @@ def _current() -> list[_Delivery]:
         return [_deliveries[address] for address in wanted]
 
 
+def open_sinks() -> None:
+    """Begin to open the sinks of the settings in force. Returns at once."""
+    _current()
+
+
 def deliver(record: OperationRecord) -> None:
     """Hand a record to all sinks. Returns at once; a sink that cannot follow loses records."""
     for delivery in _current():
         delivery.put(record)
 
 
+def deliver_progress(progress: OperationProgress) -> None:
+    """Hand to all sinks how far an operation is."""
+    for delivery in _current():
+        delivery.put_progress(progress)
+
+
 def finish() -> None:
-    """Wait some seconds at most until the sinks have what was handed to them."""
+    """Close the sinks; wait some seconds at most until they have what was handed to them."""
     deadline = time.monotonic() + tuning().metrics_end
-    for delivery in list(_deliveries.values()):
+    with _lock:
+        deliveries = [_deliveries.pop(address) for address in list(_deliveries)]
+    for delivery in deliveries:
+        delivery.close()
+    for delivery in deliveries:
         delivery.finish(max(deadline - time.monotonic(), 0.0))

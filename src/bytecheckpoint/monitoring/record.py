@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import re
 from collections.abc import Mapping
 
@@ -11,7 +12,7 @@ import numpy as np
 from bytecheckpoint.handles import LoadReport, SaveReport
 from bytecheckpoint.tracing.operation import Operation
 
-__all__ = ["LEVELS", "ROW", "RankRecord", "make_record", "without_secrets"]
+__all__ = ["LEVELS", "ROW", "RankRecord", "make_record", "step_of", "without_secrets"]
 
 #: What a row describes: the part of a rank as a whole, one of its phases, the sum of all spans of one name, one span.
 LEVELS = ("rank", "phase", "total", "span")
@@ -24,8 +25,10 @@ ROW = np.dtype(
 )  # fmt: skip
 
 _STEP = re.compile(r"step[_-]?([0-9]{1,18})/*$")
-_CREDENTIALS = re.compile(r"(?<=://)[^/@\s'\"]+@")
-_QUERY = re.compile(r"(://[^\s'\"?]*)\?[^\s'\"]*")
+_CREDENTIALS = re.compile(r"(?<=://)[^/\s'\"]+@")
+#: The query of a URL; some libraries write "url: /bucket/key?X-Amz-Signature=...".
+_QUERY = re.compile(r"((?:://|\burl: ?)[^\s'\"?]*)\?[^\s'\"]*")
+_TOKEN = re.compile(r"(?i)\b(bearer|authorization:\s*\w+)\s+[\w.~+/-]{8,}=*")
 
 
 class RankRecord(msgspec.Struct, frozen=True, array_like=True):
@@ -69,11 +72,11 @@ class RankRecord(msgspec.Struct, frozen=True, array_like=True):
 
 
 def without_secrets(text: str) -> str:
-    """Return `text` without user names, passwords and queries of URLs."""
-    return _QUERY.sub(r"\1", _CREDENTIALS.sub("", text))
+    """Return `text` without user names, passwords and queries of URLs, and without tokens of requests."""
+    return _TOKEN.sub(r"\1 ...", _QUERY.sub(r"\1", _CREDENTIALS.sub("", text)))
 
 
-def _step_of(path: str) -> int | None:
+def step_of(path: str) -> int | None:
     """Return the training step that the name of a checkpoint's folder says."""
     found = _STEP.search(path)
     return int(found[1]) if found else None
@@ -106,8 +109,14 @@ def make_record(
     if len(spans) > limit:
         shortest = sorted((s.seconds for s in spans), reverse=True)[limit - 1] if limit else np.inf
         spans = [s for s in spans if s.seconds >= shortest][:limit]
+    ends = [part.begin + part.seconds for part in operation.phases]
+
+    def phase_at(moment: float) -> str:
+        place = bisect.bisect_right(ends, moment)
+        return operation.phases[place].name if place < len(ends) else operation.phase
+
     rows: list[tuple[float | int, ...]] = [
-        (level, part.failed, number(part.name), number(part.phase), number(part.subject),
+        (level, part.failed, number(part.name), number(phase_at(part.begin + part.seconds / 2)), number(part.subject),
          part.begin - operation.begin, part.seconds, 1, part.nbytes)
         for level, parts in ((1, operation.phases), (3, spans)) for part in parts
     ]  # fmt: skip
@@ -125,7 +134,7 @@ def make_record(
         kind=operation.kind,
         number=operation.number,
         path=without_secrets(path),
-        step=operation.step if operation.step is not None else _step_of(path),
+        step=operation.step if operation.step is not None else step_of(path),
         began=operation.began,
         rank=rank,
         host=host,

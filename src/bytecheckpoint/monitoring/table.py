@@ -9,17 +9,17 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from bytecheckpoint.monitoring.record import LEVELS, ROW, RankRecord
 
-__all__ = ["MESH_AXES", "SCHEMA", "OperationRecord", "operation_record"]
+__all__ = ["MESH_AXES", "SCHEMA", "OperationRecord", "operation_id", "operation_record"]
 
 #: Mesh dimensions that have columns of their own.
 MESH_AXES = ("dp", "tp", "pp", "cp", "ep")
 _TEXT = pa.dictionary(pa.int32(), pa.string())
-#: `ROW` with numbers of strings of all ranks.
-_WIDE = [(name, "<i4" if name in ("name", "phase", "subject") else ROW[name]) for name in ROW.names or ()]
+#: Columns of `ROW` that hold numbers of strings.
+_TEXTS = ("name", "phase", "subject")
 #: One row per rank, phase, total and span; docs/metrics.md describes the columns.
 SCHEMA = pa.schema(
     [
@@ -84,9 +84,14 @@ class _Strings:
         return self._numbers.setdefault(text, len(self._numbers))
 
     def column(self, codes: NDArray[Any]) -> pa.Array:
-        return pa.DictionaryArray.from_arrays(
-            pa.array(codes.astype(np.int32)), pa.array(list(self._numbers), pa.string())
-        )
+        """Return the column that holds the strings of `codes`."""
+        values = pa.array(list(self._numbers), pa.string())
+        return pa.DictionaryArray.from_arrays(pa.array(codes.astype(np.int32)), values)
+
+
+def operation_id(world_id: str, kind: str, number: int) -> str:
+    """Return the id of an operation, unique among those of all jobs."""
+    return f"{world_id}-{kind}-{number}"
 
 
 def operation_record(records: Sequence[RankRecord], world_id: str, world_size: int) -> OperationRecord:
@@ -99,98 +104,101 @@ def operation_record(records: Sequence[RankRecord], world_id: str, world_size: i
     """
     records = sorted(records, key=lambda record: record.rank)
     first = records[0]
-    missing = sorted(set(range(world_size)) - {record.rank for record in records})
-    text, hosts, meshes = _Strings(), _Strings(), _Strings()
-    begins = _begins(records)
-    parts = [_rows(record, begin, text) for record, begin in zip(records, begins, strict=True)]
-    if missing:
-        lost = np.zeros(len(missing), _WIDE)
-        lost["name"], lost["phase"], lost["subject"], lost["failed"] = text("missing"), text(""), text(""), 1
-        parts.append(lost)
-    rows = np.concatenate(parts)
-    ranks = np.array([record.rank for record in records], np.int32)
-    counts = np.array([len(part) for part in parts[: len(records)]])
-    holders = np.repeat(np.arange(len(records)), counts)
-    of_rank = np.concatenate([ranks[holders], np.array(missing, np.int32)])
-
-    def per_row(values: Sequence[int], absent: int) -> NDArray[np.int32]:
-        found = np.array(values, np.int32)[holders]
-        return np.concatenate([found, np.full(len(missing), absent, np.int32)])
-
-    def constant(value: Any, kind: pa.DataType) -> pa.Array:
-        if kind == _TEXT:
-            return pa.DictionaryArray.from_arrays(
-                pa.array(np.zeros(len(rows), np.int32)), pa.array([value], pa.string())
-            )
-        return pa.repeat(pa.scalar(value, kind), len(rows))
-
-    identity = f"{world_id}-{first.kind}-{first.number}"
     known = [record for record in records if not record.error] or records
-    path = known[0].path
     step = next((record.step for record in known if record.step is not None), None)
-    axes = {axis: per_row([record.mesh.get(axis, -1) for record in records], -1) for axis in MESH_AXES}
-    columns = {
-        "operation": constant(identity, _TEXT),
-        "kind": constant(first.kind, _TEXT),
-        "path": constant(path, _TEXT),
-        "step": constant(step, pa.int64()),
-        "began": constant(datetime.fromtimestamp(first.began, UTC), SCHEMA.field("began").type),
-        "world_size": constant(world_size, pa.int32()),
-        "rank": pa.array(of_rank),
-        "host": hosts.column(per_row([hosts(record.host) for record in records], hosts(""))),
-        "mesh": meshes.column(per_row([meshes(_mesh_text(record.mesh)) for record in records], meshes(""))),
-        **{axis: pa.array(values, mask=values < 0) for axis, values in axes.items()},
-        "level": pa.DictionaryArray.from_arrays(pa.array(rows["level"].astype(np.int32)), pa.array(LEVELS)),
-        "name": text.column(rows["name"]),
-        "phase": text.column(rows["phase"]),
-        "subject": text.column(rows["subject"]),
-        "failed": pa.array(rows["failed"] != 0),
-        **{name: pa.array(rows[name]) for name in ("begin", "seconds", "count", "nbytes")},
+    missing = sorted(set(range(world_size)) - {record.rank for record in records})
+    identity = operation_id(world_id, first.kind, first.number)
+    constants = {
+        "operation": identity,
+        "kind": first.kind,
+        "path": known[0].path,
+        "step": step,
+        "began": datetime.fromtimestamp(first.began, UTC),
+        "world_size": world_size,
     }
-    table = pa.table([columns[field.name] for field in SCHEMA], schema=SCHEMA)
-    return OperationRecord(identity, first.kind, path, step, first.began, world_size, tuple(missing), table)
+    table = _table(records, missing, constants)
+    return OperationRecord(identity, first.kind, known[0].path, step, first.began, world_size, tuple(missing), table)
 
 
-def _begins(records: Sequence[RankRecord]) -> list[float]:
+def _table(records: Sequence[RankRecord], missing: Sequence[int], constants: Mapping[str, Any]) -> pa.Table:
+    """Make the table; no step of Python per row, because rank 0 does this for thousands of ranks beside a training."""
+    text, hosts, meshes = _Strings(), _Strings(), _Strings()
+    counts = np.array([len(record.rows) for record in records]) // ROW.itemsize
+    own = np.frombuffer(b"".join([record.rows for record in records]), ROW)
+    holder = np.repeat(np.arange(len(records)), counts)
+    begins = _begins(records, own, holder)
+    # The ranks' numbers of strings, one after the other.
+    strings = np.array([text(string) for record in records for string in record.strings], np.int32)
+    firsts = np.concatenate([[0], np.cumsum([len(record.strings) for record in records])[:-1]])[holder]
+    empty, total = text(""), LEVELS.index("total")
+    nothing = np.zeros(len(records), np.int32)
+    ranks = np.array([record.rank for record in records] + [*missing], np.int32)
+    hosts_of = np.array([hosts(record.host) for record in records] + [hosts("")] * len(missing), np.int32)
+    meshes_of = np.array(
+        [meshes(_mesh_text(record.mesh)) for record in records] + [meshes("")] * len(missing), np.int32
+    )
+
+    def joined(name: str, of_rank: ArrayLike, blocking: Any, of_missing: Any) -> NDArray[Any]:
+        """Return a column: the ranks' own rows, a row for each rank, its blocking time, rows of missing ranks."""
+        rows = strings[firsts + own[name]] if name in _TEXTS else own[name]
+        if name == "begin":
+            rows = rows + np.where(own["level"] == total, 0.0, begins[holder])
+        ends = [np.asarray(of_rank), nothing + blocking, np.full(len(missing), of_missing)]
+        return np.concatenate([rows, *(end.astype(rows.dtype) for end in ends)])
+
+    seconds_blocking = np.array([record.blocking_seconds for record in records])
+    rows = {
+        "level": joined("level", nothing, total, 0),
+        "name": joined(
+            "name", [text("failed" if r.error else "done") for r in records], text("blocking"), text("missing")
+        ),
+        "phase": joined("phase", [text(r.stage) for r in records], empty, empty),
+        "subject": joined("subject", [text(r.error) for r in records], empty, empty),
+        "failed": joined("failed", [bool(r.error) for r in records], 0, 1),
+        "begin": joined("begin", begins, 0, 0),
+        "seconds": joined("seconds", [r.seconds for r in records], seconds_blocking, 0),
+        "count": joined("count", [r.attempt for r in records], 1, 0),
+        "nbytes": joined("nbytes", [r.nbytes for r in records], 0, 0),
+    }
+    of_row = np.concatenate([holder, np.arange(len(records)), np.arange(len(ranks))])
+    columns = {name: text.column(rows[name]) for name in _TEXTS}
+    columns |= {name: pa.array(rows[name]) for name in ("begin", "seconds", "count", "nbytes")}
+    columns["failed"] = pa.array(rows["failed"] != 0)
+    columns["level"] = pa.DictionaryArray.from_arrays(pa.array(rows["level"].astype(np.int32)), pa.array(LEVELS))
+    columns["rank"] = pa.array(ranks[of_row])
+    columns["host"], columns["mesh"] = hosts.column(hosts_of[of_row]), meshes.column(meshes_of[of_row])
+    for axis in MESH_AXES:
+        places = np.array([record.mesh.get(axis, -1) for record in records] + [-1] * len(missing), np.int32)[of_row]
+        columns[axis] = pa.array(places, mask=places < 0)
+    for name, value in constants.items():
+        columns[name] = _constant(value, SCHEMA.field(name).type, len(of_row))
+    return pa.table([columns[field.name] for field in SCHEMA], schema=SCHEMA)
+
+
+def _constant(value: Any, kind: pa.DataType, length: int) -> pa.Array:
+    if kind == _TEXT:
+        return pa.DictionaryArray.from_arrays(pa.array(np.zeros(length, np.int32)), pa.array([value], pa.string()))
+    return pa.repeat(pa.scalar(value, kind), length)
+
+
+def _begins(records: Sequence[RankRecord], rows: NDArray[Any], holder: NDArray[np.int64]) -> NDArray[np.float64]:
     """Return when each rank began, in seconds after the first of `records`.
 
     The clocks of machines may differ by hours. Ranks hear of the end of the operation at the same time, so this end tells
     by how much.
+
+    Args:
+        records: of the ranks.
+        rows: their rows.
+        holder: of each row, the place of its rank in `records`.
     """
-
-    def end(record: RankRecord) -> float | None:
-        rows = np.frombuffer(record.rows, ROW)
-        try:
-            name = record.strings.index(_COMMON_ENDS[record.kind])
-        except (KeyError, ValueError):
-            return None
-        ends = rows[(rows["level"] == 1) & (rows["name"] == name)]
-        return float(ends["begin"][-1] + ends["seconds"][-1]) if len(ends) and not record.error else None
-
-    reference = end(records[0])
-    begins = []
-    for record in records:
-        own = end(record)
-        apart = record.began - records[0].began
-        begins.append(apart if own is None or reference is None else reference - own)
-    return begins
-
-
-def _rows(record: RankRecord, begin: float, text: _Strings) -> NDArray[Any]:
-    """Return the rows of a rank, with `text`'s numbers, after the row for its part as a whole."""
-    numbers = np.array([text(string) for string in record.strings], np.int32)
-    own = np.frombuffer(record.rows, ROW)
-    rows = np.empty(len(own) + 2, _WIDE)
-    for name in ROW.names or ():
-        rows[name][2:] = numbers[own[name]] if name in ("name", "phase", "subject") else own[name]
-    rows["begin"][2:][own["level"] != LEVELS.index("total")] += begin
-    status, empty = text("failed" if record.error else "done"), text("")
-    rows[0] = (
-        0, bool(record.error), status, text(record.stage), text(record.error),
-        begin, record.seconds, record.attempt, record.nbytes,
-    )  # fmt: skip
-    rows[1] = (LEVELS.index("total"), 0, text("blocking"), empty, empty, 0.0, record.blocking_seconds, 1, 0)
-    return rows
+    begins = np.array([record.began - records[0].began for record in records])
+    last = _COMMON_ENDS.get(records[0].kind, "")
+    numbers = np.array([r.strings.index(last) if last in r.strings and not r.error else -1 for r in records])
+    at = np.flatnonzero((rows["level"] == LEVELS.index("phase")) & (rows["name"] == numbers[holder]))
+    ends = np.full(len(records), np.nan)
+    ends[holder[at]] = rows["begin"][at] + rows["seconds"][at]  # of several, the last one stays
+    return begins if np.isnan(ends[0]) else np.where(np.isnan(ends), begins, ends[0] - ends)
 
 
 def _mesh_text(mesh: Mapping[str, int]) -> str:

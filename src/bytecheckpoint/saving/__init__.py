@@ -130,6 +130,7 @@ def save(
     # Memory that is kept for later saves must not belong to the inference mode.
     with operation.running(), torch.inference_mode(False):
         world = world_of(current(process_group, timeout=settings.timeout))
+        world.collector.begin(operation)
         handle.committed.add_done_callback(world.collector.observer(operation))
         tier = None if isinstance(storage, Exception) else storage.tier_to_flush()
         saver = Saver(world, make_call, settings, operation)

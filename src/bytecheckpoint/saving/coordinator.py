@@ -103,6 +103,12 @@ class Coordinator:
         finally:
             self._collective.forget(failed_tag(self._task.number))
 
+    def refuse(self, error: CheckpointError) -> None:
+        """Fail the save on the other ranks, in place of `run`."""
+        del self._due[0]  # this rank raises the error
+        self._fail(Failure.of(0, "coordination", error))
+        self._collective.forget(failed_tag(self._task.number))
+
     def _fail(self, failure: Failure) -> None:
         """Reply to every rank with `failure`, and stop those that still write. The next save plans anew."""
         self._plans.clear()

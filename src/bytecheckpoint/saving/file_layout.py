@@ -80,6 +80,7 @@ class LocalPlan:
         targets: places of the shards in the staging pool.
         compared: a save by this plan was committed, so copies on other ranks were compared.
         nbytes: bytes of the tensors that all ranks write.
+        spared: bytes of this rank's shards that others write, because they hold the same.
     """
 
     name: str
@@ -94,6 +95,7 @@ class LocalPlan:
     targets: KnownTargets = field(default_factory=KnownTargets)
     compared: bool = False
     nbytes: int = 0
+    spared: int = 0
 
 
 def lay_out_rows(

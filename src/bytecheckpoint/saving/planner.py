@@ -109,6 +109,7 @@ class RankPlanner:
             layout=self._task.layout,
             targets=KnownTargets(len(files)),
             nbytes=response.nbytes,
+            spared=sum(s.data.nbytes for s in self.state.shards) - sum(file.image.nbytes for file in files),
         )
         self.cached = False
         self._plans.add(key, self._plan)

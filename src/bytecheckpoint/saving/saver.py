@@ -40,6 +40,7 @@ class Saver:
     """
 
     _task: SaveTask  # set with the number
+    _coordinator: Coordinator  # the same, on rank 0
 
     def __init__(
         self, world: World, make_call: Callable[[], SaveCall], settings: Settings, operation: Operation
@@ -109,7 +110,11 @@ class Saver:
     def _taking_number(self) -> Iterator[None]:
         """Give the save its number; on rank 0, have the coordinator wait for its messages. Fail it if the body fails."""
         try:
-            self._world.saves.take_number(self._begin)
+            try:
+                self._world.saves.take_number(self._begin)
+            except CheckpointError as error:
+                self._coordinator.refuse(error)
+                raise
             yield
         except BaseException as error:
             cause = self._give_up(error)
@@ -125,12 +130,14 @@ class Saver:
         self._channel = CoordinatorChannel(world.collective, number)
         if world.collective.rank != 0:
             return None
-        return Coordinator(world.collective, world.resources.global_plans, self._task).run
+        self._coordinator = Coordinator(world.collective, world.resources.global_plans, self._task)
+        return self._coordinator.run
 
     def _capture(self, call: SaveCall) -> SaveSession:
         """Capture the caller's objects."""
         world = self._world
         assert self._channel is not None, "the save has its number"
+        world.note_layout(call.states)
         states = select_states(call.framework.capture(call.states, names=call.names), call.selection)
         self._session = SaveSession(
             world.collective, world.resources, call, self._task, self._channel, states, self._operation

@@ -97,7 +97,7 @@ class SaveSession:
     def plan(self) -> None:
         """Find this rank's plan."""
         self.planner.make(self._channel)
-        self._operation.planned_bytes = self.planner.plan.nbytes
+        self._operation.count("left to others", nbytes=self.planner.plan.spared)
         self._operation.count("cached plan", int(self.planner.cached))
         self._operation.mark("plan")
 

@@ -182,7 +182,9 @@ class RankWriter:
 
     def _planned_batch(self) -> FileBatch:
         planner = self._planner
-        return self._files.add_planned(planner.plan, planner.state.shards, planner.values_to_write())
+        batch = self._files.add_planned(planner.plan, planner.state.shards, planner.values_to_write())
+        self._operation.planned_bytes = sum(file.nbytes for file in batch.image.files)
+        return batch
 
     def _spare_values(self, image: Image) -> SpareValues:
         """Collect the values that this rank does not write, to be staged behind `image`."""

@@ -12,6 +12,7 @@ from typing import ClassVar, TypeVar
 
 from bytecheckpoint.errors import StorageUnavailableError
 from bytecheckpoint.liveness import busy
+from bytecheckpoint.threads import try_start
 from bytecheckpoint.tracing.operation import carried
 from bytecheckpoint.tuning import tuning
 
@@ -62,9 +63,7 @@ def parallel_map(function: Callable[[_A], _R], items: Iterable[_A], threads: int
     work_elsewhere = carried(work)
     for number in range(min(threads, len(arguments)) - 1):
         helper = threading.Thread(target=work_elsewhere, name=f"{name}_{number}", daemon=True)
-        try:
-            helper.start()
-        except RuntimeError:  # the interpreter shuts down: the calling thread works alone
+        if not try_start(helper):  # the calling thread works alone
             break
         helpers.append(helper)
     work()
@@ -85,15 +84,15 @@ class _CallThread:
 
     def __init__(self) -> None:
         self.calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        threading.Thread(target=self._run, name="bytecheckpoint-call", daemon=True).start()
+        self.runs = try_start(threading.Thread(target=self._run, name="bytecheckpoint-call", daemon=True))
 
     @classmethod
-    def take(cls) -> _CallThread:
-        """Take an idle thread or start one. Raises RuntimeError when the interpreter shuts down."""
+    def take(cls) -> _CallThread | None:
+        """Take an idle thread or start one; None where none can be started."""
         try:
             return cls.idle.pop()
         except IndexError:
-            return cls()
+            return new if (new := cls()).runs else None
 
     def _run(self) -> None:
         while True:
@@ -126,14 +125,13 @@ def wait_for_call(function: Callable[[], _R], seconds: float) -> _R:
             results.append(function())
         except BaseException as error:  # noqa: BLE001  raised below
             errors.append(error)
+        assert thread is not None
         _CallThread.idle.append(thread)  # before the result is announced, so that the next call finds the thread
         done.release()
 
     if sys.is_finalizing():  # other threads do not run any more
         return function()
-    try:
-        thread = _CallThread.take()
-    except RuntimeError:  # the interpreter shuts down
+    if (thread := _CallThread.take()) is None:
         return function()
     thread.calls.put(carried(work))
     with busy(seconds):

@@ -21,6 +21,7 @@ import msgspec
 from bytecheckpoint.collectives import host_id
 from bytecheckpoint.errors import CheckpointError, StorageConflictError, StorageError, StorageUnavailableError
 from bytecheckpoint.storage import Storage
+from bytecheckpoint.threads import start, try_start
 from bytecheckpoint.tuning import tuning
 
 __all__ = ["LEASE_FILE", "Lease", "leased"]
@@ -73,7 +74,11 @@ class Lease:
             self._publish(self._content, "")
         except StorageConflictError:
             self._take_over()
-        threading.Thread(target=self._renew_until_released, name="bytecheckpoint-lease", daemon=True).start()
+        try:
+            start(threading.Thread(target=self._renew_until_released, name="bytecheckpoint-lease", daemon=True))
+        except CheckpointError:
+            self._remove()
+            raise
 
     def check(self) -> None:
         """Raise unless this process still holds the lease.
@@ -99,8 +104,7 @@ class Lease:
         """
         self._released.set()
         if not self._remove():
-            with contextlib.suppress(RuntimeError):  # the interpreter ends, and the holder with it
-                threading.Thread(target=self._remove_later, name="bytecheckpoint-lease", daemon=True).start()
+            try_start(threading.Thread(target=self._remove_later, name="bytecheckpoint-lease", daemon=True))
 
     def _remove(self) -> bool:
         """Try to remove the file. Return False if another attempt may succeed."""

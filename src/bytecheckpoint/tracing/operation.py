@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import heapq
 import logging
+import operator
 import threading
 import time
 from collections import deque
@@ -40,6 +40,7 @@ _R = TypeVar("_R")
 _log = logging.getLogger("bytecheckpoint")
 #: Name of what `count_retries` counts.
 _RETRY = "retry"
+_SECONDS = operator.itemgetter(2)
 
 
 class Span(NamedTuple):
@@ -47,7 +48,6 @@ class Span(NamedTuple):
 
     Attributes:
         name: what was done, as "write".
-        phase: of the operation in which it ended.
         begin: as `time.perf_counter`, which all processes of a machine share.
         seconds: duration.
         nbytes: that it moved.
@@ -56,7 +56,6 @@ class Span(NamedTuple):
     """
 
     name: str
-    phase: str
     begin: float
     seconds: float
     nbytes: int
@@ -76,6 +75,10 @@ class Total(NamedTuple):
     times: int
     seconds: float
     nbytes: int
+
+
+#: Of a `Span`. A chunk must cost next to nothing, and a plain tuple is made in a third of the time.
+_Values = tuple[str, float, float, int, str, bool]
 
 
 class Operation:
@@ -109,9 +112,10 @@ class Operation:
         self.phase = "call"
         self.planned_bytes = 0
         self.phases: list[Span] = []
-        self._new: deque[Span] = deque()  # spans that are in no total yet
+        self._new: deque[_Values] = deque()  # spans that are in no total yet
+        self._most_new = 2 * tuning().spans_per_rank
         self._totals: dict[str, Total] = {}
-        self._longest: list[Span] = []
+        self._longest: list[_Values] = []
         self._lock = threading.Lock()
 
     @contextmanager
@@ -129,7 +133,7 @@ class Operation:
         """End phase `name`, which began when the one before ended."""
         note_activity()
         now = time.perf_counter()
-        self.phases.append(Span(name, name, self._last, now - self._last, 0, "", failed=False))
+        self.phases.append(Span(name, self._last, now - self._last, 0, "", failed=False))
         self._last = now
 
     def seconds_by_phase(self) -> dict[str, float]:
@@ -145,7 +149,7 @@ class Operation:
 
     # --- spans and counters ---
 
-    def add(self, name: str, begin: float, nbytes: int = 0, subject: str = "", *, failed: bool = False) -> None:
+    def add(self, name: str, begin: float, nbytes: int = 0, subject: str = "", failed: bool = False) -> None:
         """Add a span that ends now.
 
         Args:
@@ -155,9 +159,9 @@ class Operation:
             subject: the file that it worked on.
             failed: it raised.
         """
-        # No lock: appending is one step of the interpreter, and a chunk must cost next to nothing.
-        self._new.append(Span(name, self.phase, begin, time.perf_counter() - begin, nbytes, subject, failed))
-        if len(self._new) >= 2 * tuning().spans_per_rank:
+        new = self._new
+        new.append((name, begin, time.perf_counter() - begin, nbytes, subject, failed))  # a single step: no lock
+        if len(new) >= self._most_new:
             self._sum_up()
 
     def count(self, name: str, count: int = 1, seconds: float = 0.0, nbytes: int = 0) -> None:
@@ -179,7 +183,7 @@ class Operation:
         """Return the `tuning().spans_per_rank` longest spans so far, in order of their beginning."""
         self._sum_up()
         with self._lock:
-            return sorted(self._longest, key=lambda span: span.begin)
+            return sorted(map(Span._make, self._longest), key=lambda span: span.begin)
 
     def take(self) -> dict[str, Any]:
         """Return plain values with the totals and the longest spans since the last call, for `absorb`, and forget them."""
@@ -194,26 +198,34 @@ class Operation:
         with self._lock:
             for name, total in taken["totals"].items():
                 self._add_total(name, Total(*total))
-            self._keep_longest(Span(*span) for span in taken["spans"])
+            self._keep_longest(map(tuple, taken["spans"]))
 
     def _add_total(self, name: str, more: Total) -> None:
         sums = self._totals.get(name, Total(0, 0.0, 0))
         self._totals[name] = Total(sums.times + more.times, sums.seconds + more.seconds, sums.nbytes + more.nbytes)
 
-    def _keep_longest(self, spans: Iterable[Span]) -> None:
-        longest = [*self._longest, *spans]
-        limit = tuning().spans_per_rank
-        self._longest = heapq.nlargest(limit, longest, key=lambda s: s.seconds) if len(longest) > limit else longest
+    def _keep_longest(self, spans: Iterable[_Values]) -> None:
+        self._longest += spans
+        limit = self._most_new // 2
+        if len(self._longest) > limit:
+            self._longest.sort(key=_SECONDS, reverse=True)
+            del self._longest[limit:]
 
     def _sum_up(self) -> None:
         """Add the new spans to the totals and to the longest ones."""
         with self._lock:
-            new = []
+            new: list[_Values] = []
             with contextlib.suppress(IndexError):  # no more
                 while True:
                     new.append(self._new.popleft())
-            for part in new:
-                self._add_total(part.name, Total(1, part.seconds, part.nbytes))
+            sums: dict[str, list[float]] = {}
+            for name, _, seconds, nbytes, _, _ in new:
+                sums_of_name = sums.setdefault(name, [0, 0.0, 0])
+                sums_of_name[0] += 1
+                sums_of_name[1] += seconds
+                sums_of_name[2] += nbytes
+            for name, (times, total_seconds, total_bytes) in sums.items():
+                self._add_total(name, Total(int(times), total_seconds, int(total_bytes)))
             self._keep_longest(new)
 
     # --- retries ---
@@ -264,7 +276,7 @@ class span:
     def __exit__(self, error: type[BaseException] | None, *_: BaseException | TracebackType | None) -> None:
         operation = _current.get()
         if operation is not None:
-            operation.add(self._name, self._begin, self._nbytes, self._subject, failed=error is not None)
+            operation.add(self._name, self._begin, self._nbytes, self._subject, error is not None)
 
     def __call__(self, function: Callable[_P, _R]) -> Callable[_P, _R]:
         """Return a function that measures each of its calls."""

@@ -47,9 +47,9 @@ class Connections(Loop):
         self._reserved: set[int] = set()  # ranks for whose connections descriptors are reserved
 
     def _start(self) -> None:
-        self._accept_from(self._star.take_data_listener())
+        self._call_soon(lambda: self._accept_from(self._star.take_data_listener()))  # not before the thread runs
+        self._start_thread()
         self._star.inbox.set_handler(PLACE, self)
-        self._thread.start()
 
     # Called from any thread.
 

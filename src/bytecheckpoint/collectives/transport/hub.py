@@ -5,19 +5,19 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 
 import msgspec
 
-from bytecheckpoint._version import __version__
+from bytecheckpoint.collectives.base import names_of_ranks
 from bytecheckpoint.collectives.inbox import Inbox
 from bytecheckpoint.collectives.transport.link import Link
 from bytecheckpoint.collectives.transport.packs import Message, Place, unpack
 from bytecheckpoint.collectives.transport.sockets import listen, listen_beside, reserve_descriptors
 from bytecheckpoint.collectives.transport.star import PLACE, Star
 from bytecheckpoint.collectives.transport.wire import ANYBODY, Kind, Payload
-from bytecheckpoint.errors import CheckpointError, CheckpointTimeoutError, UsageError
+from bytecheckpoint.errors import CheckpointError, CheckpointTimeoutError, PeerLostError
 from bytecheckpoint.tuning import tuning
 
 __all__ = ["Hub"]
@@ -59,7 +59,9 @@ class Hub(Star):
         self._gone: dict[int, str] = {}
         self._watchers: dict[int, set[int]] = {}
         self._hung_up = False
+        inbox.explain = self._explain
         self._refusal: CheckpointError | None = None  # why this world cannot be
+        self._most_strangers = max(self._most_strangers, links)
         self._accept_from(listener)
         try:
             if beside and (local := listen_beside(beside, links)) is not None:
@@ -68,7 +70,7 @@ class Hub(Star):
             _log.warning(
                 "this machine forbids abstract Unix sockets (%s): each of its ranks sends its messages by itself", error
             )
-        self._thread.start()
+        self._start_thread()
 
     def wait_ready(self, timeout: float, refusal: Callable[[], CheckpointError | None] = lambda: None) -> None:
         """Wait until every rank is connected.
@@ -78,9 +80,9 @@ class Hub(Star):
             refusal: returns why a rank cannot connect, once one has said so; called now and then.
 
         Raises:
-            UsageError: a rank runs another version of this package.
             CheckpointError: what `refusal` returns.
             CheckpointTimeoutError: the named ranks are not connected.
+            PeerLostError: the messages have ended.
         """
         deadline = time.monotonic() + timeout
         while not (connected := self.ready.wait(max(0.0, min(_LOOK, deadline - time.monotonic())))):
@@ -91,7 +93,9 @@ class Hub(Star):
         if self._refusal is not None:
             self.leave()
             raise self._refusal
-        if not connected or self.inbox.closed:
+        if self.inbox.closed:
+            raise PeerLostError(f"rank 0: {self.inbox.closed}")
+        if not connected:
             missing = [rank for rank in range(1, self.world_size) if rank not in self.below]
             self.leave()
             raise CheckpointTimeoutError(
@@ -123,6 +127,14 @@ class Hub(Star):
     def locate(self, other: int) -> None:  # noqa: D102 (inherited)
         self.inbox.put(other, PLACE, msgspec.msgpack.encode(self._places[other]))
 
+    def _explain(self, silent: Collection[int]) -> str:
+        """Tell which of the silent ranks passes on the messages of others: they may be well."""
+        carried: dict[int, list[int]] = {}
+        for rank in silent:
+            if (link := self.below.get(rank)) is not None and link.rank != rank and link.rank in silent:
+                carried.setdefault(link.rank, []).append(rank)
+        return "".join(f"; rank {c} passes on the messages of {names_of_ranks(r)}" for c, r in carried.items())
+
     # --- on the thread only -----------------------------------------------------------------------------------------
 
     def _on_greeted(self, link: Link) -> None:
@@ -143,10 +155,7 @@ class Hub(Star):
             raise OSError("not a rank of this world")
         self.below[rank] = link
         self._places[rank] = place
-        if place.version != __version__:
-            versions = f"rank {rank} runs bytecheckpoint {place.version} and rank 0 {__version__}"
-            self._refuse(UsageError(f"{versions}: install one version on all machines"))
-        elif len(self.below) == self.world_size - 1:
+        if len(self.below) == self.world_size - 1:
             self._stop_accepting()
             self._tell_below(Kind.WELCOME)
             self.ready.set()

@@ -21,6 +21,7 @@ from bytecheckpoint.collectives.transport.sockets import SCARCE
 from bytecheckpoint.collectives.transport.tls import Security
 from bytecheckpoint.collectives.transport.wire import FrameReader, Kind, Payload
 from bytecheckpoint.errors import CheckpointError, UsageError
+from bytecheckpoint.threads import start
 from bytecheckpoint.tuning import tuning
 
 __all__ = ["Loop", "leave_all", "release_inherited"]
@@ -40,6 +41,7 @@ class Loop(ABC):
 
     Raises:
         UsageError: the settings name certificates that cannot be used.
+        CheckpointError: this process may open no sockets, or start no thread.
     """
 
     def __init__(self, rank: int, world_size: int, name: str, secret: bytes, linger: float) -> None:
@@ -51,6 +53,8 @@ class Loop(ABC):
         self._selector = selectors.DefaultSelector()  # data of a key: the handler of its events
         self._unsent: deque[Link] = deque()  # links with data that the socket did not take yet
         self._open: set[Link] = set()
+        self._strangers: dict[Link, float] = {}  # accepted ones that have not shown who they are: until when they may
+        self._most_strangers = tuning().strangers
         self._calls: deque[Callable[[], None]] = deque()
         self._calls_lock = threading.Lock()
         self._ended: str | None = None  # why the thread has ended
@@ -69,6 +73,13 @@ class Loop(ABC):
         self._pid = os.getpid()
         self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
         _loops.add(self)
+
+    def _start_thread(self) -> None:
+        try:
+            start(self._thread)
+        except BaseException:
+            self._release()
+            raise
 
     # --- called from any thread -------------------------------------------------------------------------------
 
@@ -147,6 +158,7 @@ class Loop(ABC):
     def _drop(self, link: Link) -> None:
         if link in self._open:
             self._open.discard(link)
+            self._strangers.pop(link, None)
             self._selector.unregister(link.sock)
             link.kill()
 
@@ -183,15 +195,13 @@ class Loop(ABC):
                 sock.close()
                 continue
             self._add(link)
-            self._call_later(tuning().handshake_timeout, partial(self._drop_unauthenticated, link))
+            self._strangers[link] = time.monotonic() + tuning().handshake_timeout
+            if len(self._strangers) > self._most_strangers:  # a scan of ports must not use up the descriptors
+                self._drop(next(iter(self._strangers)))
 
     def _accept_again(self, listener: socket.socket) -> None:
         if listener in self._listeners:
             self._accept_from(listener)
-
-    def _drop_unauthenticated(self, link: Link) -> None:
-        if link.rank < 0:
-            self._drop(link)
 
     def _finished(self) -> bool:
         return self._deadline is not None and (not self._open or time.monotonic() > self._deadline)
@@ -199,6 +209,7 @@ class Loop(ABC):
     def _seconds_to_timer(self) -> float | None:
         """Return the seconds until the next timer or deadline; None without one."""
         times = [self._deadline] if self._deadline is not None else []
+        times += itertools.islice(self._strangers.values(), 1)
         if self._timers:
             times.append(self._timers[0][0])
         return max(0.0, min(times) - time.monotonic()) if times else None
@@ -212,6 +223,8 @@ class Loop(ABC):
                     key.data(mask)
                 while self._timers and self._timers[0][0] <= time.monotonic():
                     heapq.heappop(self._timers)[2]()
+                while self._strangers and next(iter(self._strangers.values())) <= time.monotonic():
+                    self._drop(next(iter(self._strangers)))
                 while self._calls:
                     self._calls.popleft()()
                 while self._unsent:
@@ -263,6 +276,7 @@ class Loop(ABC):
             if not 0 <= greeting.other < self.world_size or greeting.other == self.rank:
                 raise OSError("not a rank of this world")
             link.rank = greeting.other
+            self._strangers.pop(link, None)
             self._on_greeted(link)
 
     def _drop_cut_off(self) -> None:

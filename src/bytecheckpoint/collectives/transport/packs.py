@@ -7,8 +7,6 @@ from typing import NamedTuple
 
 import msgspec
 
-from bytecheckpoint._version import __version__
-
 __all__ = ["Message", "Place", "merged", "pack", "unpack"]
 
 
@@ -19,13 +17,11 @@ class Place(msgspec.Struct, frozen=True, array_like=True):
         data: port for arrays.
         messages: port for the messages of other machines; 0: it takes none.
         host: its address; "": as of whoever has passed this on.
-        version: of this package.
     """
 
     data: int
     messages: int = 0
     host: str = ""
-    version: str = __version__
 
 
 class Message(NamedTuple):

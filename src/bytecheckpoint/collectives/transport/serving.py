@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from bytecheckpoint.collectives.base import DataProvider, provide
 from bytecheckpoint.collectives.transport.transfers import PeerLink
+from bytecheckpoint.threads import start, try_start
 from bytecheckpoint.tracing.operation import carried
 
 __all__ = ["Request", "Service"]
@@ -43,6 +44,9 @@ class Service:
         provider: makes the answers; called from several threads.
         answer: sends the data; returns when they are sent or cannot be sent.
         refuse: reports that a request has no answer.
+
+    Raises:
+        CheckpointError: this process may start no thread.
     """
 
     def __init__(
@@ -55,8 +59,12 @@ class Service:
         self._answer = answer
         self._refuse = refuse
         self._requests: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
-        for _ in range(_THREADS):
-            threading.Thread(target=self._work, name="bytecheckpoint-serve", daemon=True).start()
+        for number in range(_THREADS):
+            thread = threading.Thread(target=self._work, name="bytecheckpoint-serve", daemon=True)
+            if number == 0:
+                start(thread)
+            elif not try_start(thread):
+                break
 
     def submit(self, request: Request) -> None:
         """Queue a request for the threads."""

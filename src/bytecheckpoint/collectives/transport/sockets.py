@@ -20,6 +20,7 @@ __all__ = [
     "listen",
     "listen_beside",
     "local_addresses",
+    "loopback",
     "may_open",
     "remote_end",
     "reserve_descriptors",
@@ -132,6 +133,16 @@ def _without_mapping(address: str) -> str:
 def is_loopback(host: str) -> bool:
     """Whether `host` names the local machine on every machine."""
     return host.startswith("127.") or host in ("::1", "localhost")
+
+
+def loopback() -> str:
+    """Return the address of this machine for itself; some have IPv6 only."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect(("127.0.0.1", 9))  # sends nothing
+    except OSError:
+        return "::1"
+    return "127.0.0.1"
 
 
 def remote_end(sock: socket.socket) -> str:

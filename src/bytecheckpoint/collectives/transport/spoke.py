@@ -80,7 +80,7 @@ class Spoke(Star):
         except BaseException:
             self._release()
             raise
-        self._thread.start()
+        self._start_thread()
         while True:
             if not self.ready.wait(max(0.0, deadline - time.monotonic())):
                 self.leave()

@@ -21,7 +21,7 @@ from bytecheckpoint.collectives.inbox import ASK, Inbox
 from bytecheckpoint.collectives.transport.link import Link
 from bytecheckpoint.collectives.transport.loop import Loop
 from bytecheckpoint.collectives.transport.packs import Message, Place, pack, unpack
-from bytecheckpoint.collectives.transport.sockets import is_loopback, listen, remote_end
+from bytecheckpoint.collectives.transport.sockets import is_loopback, listen, loopback, remote_end
 from bytecheckpoint.collectives.transport.wire import Kind, Payload
 from bytecheckpoint.errors import CheckpointError, PeerLostError
 from bytecheckpoint.settings import settings
@@ -53,7 +53,7 @@ class Star(Loop):
     def __init__(self, rank: int, world_size: int, inbox: Inbox, secret: bytes, linger: float) -> None:
         super().__init__(rank, world_size, "bytecheckpoint-messages", secret, linger)
         self.inbox = inbox
-        self.hub_address = settings().listen_address or "127.0.0.1"
+        self.hub_address = settings().listen_address or loopback()
         self.ready = threading.Event()  # every rank is connected, or connecting failed and the inbox is closed
         self.below: dict[int, Link] = {}  # the connection through which each rank is reached, away from rank 0
         self._places: dict[int, Place] = {}  # where these ranks listen

@@ -3,20 +3,35 @@
 from __future__ import annotations
 
 import importlib
+import re
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
+from urllib.parse import SplitResult, urlsplit
 
 from bytecheckpoint.errors import UsageError
+from bytecheckpoint.monitoring.record import without_secrets
 
 if TYPE_CHECKING:
+    from bytecheckpoint.monitoring.progress import OperationProgress
     from bytecheckpoint.monitoring.table import OperationRecord
 
-__all__ = ["Sink", "make_sink"]
+__all__ = ["Sink", "make_sink", "shown", "split_address"]
 
-#: scheme -> module and class. A module is imported when its scheme is used.
+#: scheme -> module and class, which are imported when the scheme is used, and the extra that installs what they need.
 _SINKS = {
-    "files": ("bytecheckpoint.monitoring.sinks.files", "FilesSink"),
+    "files": ("files", "FilesSink", ""),
+    "console": ("console", "ConsoleSink", "cli"),
+    "clickhouse": ("clickhouse", "ClickHouseSink", ""),
+    "clickhouses": ("clickhouse", "ClickHouseSink", ""),
+    "mlflow": ("mlflow", "MlflowSink", "mlflow"),
+    "mlflows": ("mlflow", "MlflowSink", "mlflow"),
+    "otlp": ("otlp", "OtlpSink", "otlp"),
+    "otlps": ("otlp", "OtlpSink", "otlp"),
+    "prometheus": ("prometheus", "PrometheusSink", "prometheus"),
+    "tensorboard": ("tensorboard", "TensorBoardSink", "tensorboard"),
+    "wandb": ("wandb", "WandbSink", "wandb"),
 }
+_SCHEME = re.compile(r"[a-z][a-z0-9]*")
 
 
 class Sink(ABC):
@@ -35,20 +50,62 @@ class Sink(ABC):
     def deliver(self, record: OperationRecord) -> None:
         """Take the metrics of one operation."""
 
+    def progress(self, progress: OperationProgress) -> None:
+        """Take how far a running operation is: about once a second, and once when it ends."""
+        return
+
     def close(self) -> None:
         """Send what is still held back, and close connections."""
         return
+
+
+def shown(address: str) -> str:
+    """Return an address as logs may show it: without credentials, and without what may be a part of badly written ones."""
+    scheme, _, rest = address.partition("://")
+    if scheme not in _SINKS:
+        return "a sink of settings.metrics"
+    try:
+        path = split_address(address).path if rest else ""
+    except UsageError:
+        path = rest
+    return f"{scheme}://..." if "@" in path or rest.count(":") > 2 else without_secrets(address)
+
+
+def split_address(address: str) -> SplitResult:
+    """Return the parts of an address with a host.
+
+    Raises:
+        UsageError: it is no URL; the message shows nothing of it but the scheme, as the rest may be a password.
+    """
+    try:
+        parts = urlsplit(address)
+        parts.port  # noqa: B018  raises if it is no number
+    except ValueError:
+        parts = SplitResult("", "", "", "", "")
+    if not parts.netloc and not address.endswith("://"):
+        scheme = address.split(":", 1)[0]
+        raise UsageError(
+            f"settings.metrics: write {scheme}://host:port, and characters such as / @ , of a password as %2F %40 %2C"
+        )
+    return parts
 
 
 def make_sink(address: str) -> Sink:
     """Make the sink of an address.
 
     Raises:
-        UsageError: its scheme is unknown.
+        UsageError: its scheme is unknown, or the package that it needs is not installed.
     """
     scheme = address.split(":", 1)[0]
     if scheme not in _SINKS:
-        raise UsageError(f"settings.metrics: no sink is called {scheme!r}; there are: off, {', '.join(_SINKS)}")
-    module, name = _SINKS[scheme]
-    sink: Sink = getattr(importlib.import_module(module), name)(address)
+        # What follows a comma may be a part of a password.
+        what = f"no sink is called {scheme!r}" if _SCHEME.fullmatch(scheme) and "://" in address else "no sink"
+        raise UsageError(f"settings.metrics: {what}; there are: off, {', '.join(_SINKS)}")
+    module, name, extra = _SINKS[scheme]
+    try:
+        sink: Sink = getattr(importlib.import_module(f"bytecheckpoint.monitoring.sinks.{module}"), name)(address)
+    except ImportError as error:
+        if not extra:
+            raise
+        raise UsageError(f"{scheme}:// needs a package: pip install 'bytecheckpoint[{extra}]' ({error})") from None
     return sink

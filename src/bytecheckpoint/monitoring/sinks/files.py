@@ -6,18 +6,23 @@ import io
 import time
 from collections.abc import Iterable
 
+import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from bytecheckpoint.monitoring.progress import OperationProgress
 from bytecheckpoint.monitoring.sinks.base import Sink
 from bytecheckpoint.monitoring.table import OperationRecord
 from bytecheckpoint.storage import Storage, resolve
 from bytecheckpoint.storage.time_limits import with_time_limits
+from bytecheckpoint.tiers.storage import PREFIX
 
-__all__ = ["METRICS_FOLDER", "FilesSink", "decode_table", "encode_table", "run_of_path"]
+__all__ = ["LIVE_PREFIX", "METRICS_FOLDER", "FilesSink", "decode_table", "encode_table", "run_of_path"]
 
 #: Folder of the metrics, in the folder of the run.
 METRICS_FOLDER = ".bytecheckpoint-metrics"
+#: In it, files of operations that run now, one per job.
+LIVE_PREFIX = "live-"
 #: Files of operations that are joined into one.
 _JOINED = 64
 #: Larger files stay as they are.
@@ -25,7 +30,11 @@ _SMALL = 1 << 20
 
 
 def run_of_path(path: str) -> str:
-    """Return the folder of the run that a checkpoint's path belongs to: the one that holds the checkpoint's folder."""
+    """Return the folder of the run that a checkpoint's path belongs to: the one that holds the checkpoint's folder.
+
+    Of a tier it is that in the durable storage.
+    """
+    path = path.removeprefix(PREFIX)
     scheme, separator, rest = path.rpartition("://")
     folder, _, name = rest.rstrip("/").rpartition("/")
     if not name or not folder:
@@ -54,6 +63,12 @@ class FilesSink(Sink):
             if len(small) >= _JOINED:
                 _join(folder, small)
                 small.clear()
+
+    def progress(self, progress: OperationProgress) -> None:
+        """Replace the file that says how far the running operation is."""
+        folder = with_time_limits(resolve(f"{run_of_path(progress.path)}/{METRICS_FOLDER}"))
+        world = progress.operation.split("-", 1)[0]
+        folder.publish(f"{LIVE_PREFIX}{world}.json", msgspec.json.encode(progress))
 
 
 def _join(folder: Storage, names: Iterable[str]) -> None:

@@ -1,0 +1,1 @@
+"""What the metrics of operations say."""

@@ -1,0 +1,327 @@
+"""What one save or load took: by phase, on which rank, and whom the others waited for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bytecheckpoint.monitoring.analysis.rows import Rows
+from bytecheckpoint.monitoring.table import OperationRecord
+
+__all__ = ["SHARED_PHASES", "Failure", "OperationSummary", "PhaseSummary", "Straggler", "summarize"]
+
+#: Phases in their order.
+_ORDER = {
+    "save": ("wait", "capture", "plan", "stage", "write", "finish", "commit", "flush"),
+    "load": ("catalog", "destination", "plan", "agree", "read", "apply"),
+}
+#: Phases in which a rank waits for other ranks or for an earlier operation: their length says nothing about the rank.
+SHARED_PHASES = {"save": ("wait", "plan", "commit", "flush"), "load": ("agree",)}
+#: Phases at whose end all ranks have heard of each other: the path of what everybody waits for changes ranks there.
+_MEETINGS = {"save": ("plan", "commit"), "load": ("agree",)}
+#: Phases that move bytes between ranks and storage.
+_MOVING = {"save": ("write", "finish"), "load": ("read",)}
+#: A straggler takes longer than the median by so many times the median deviation (scaled to a normal distribution's
+#: standard deviation), by this share of the median, and by so many seconds.
+_DEVIATIONS, _SHARE, _LEAST_SECONDS = 6.0, 0.5, 0.25
+#: Median of a normal distribution's absolute deviations, in standard deviations.
+_NORMAL_MAD = 0.6745
+#: A clock may be wrong by so many seconds, as far as the critical path is concerned.
+_SAME_TIME = 1e-3
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseSummary:
+    """One phase of all ranks, in seconds.
+
+    Attributes:
+        name: of the phase.
+        median: over the ranks that went through it.
+        longest: of any rank.
+        slowest_rank: the rank that took longest.
+    """
+
+    name: str
+    median: float
+    longest: float
+    slowest_rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Straggler:
+    """A rank that took much longer for a phase than the others.
+
+    Attributes:
+        rank: of the rank.
+        host: its machine.
+        phase: in which it was slow.
+        seconds: that it took.
+        median: seconds over all ranks.
+        load: its bytes over the mean of all ranks; a rank with three times the bytes may well take three times as long.
+    """
+
+    rank: int
+    host: str
+    phase: str
+    seconds: float
+    median: float
+    load: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """The failure of one rank.
+
+    Attributes:
+        rank: of the rank.
+        stage: the phase in which it failed.
+        error: message of the error.
+    """
+
+    rank: int
+    stage: str
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class OperationSummary:
+    """What all ranks did in one save or load. Times are in seconds.
+
+    Attributes:
+        id: of the operation, unique among all jobs.
+        kind: "save" or "load".
+        path: of the checkpoint, without credentials.
+        step: the training step; None where it is not known.
+        began: seconds since 1970.
+        world_size: number of ranks.
+        seconds: from the call to the end, of the slowest rank.
+        blocking_seconds: that the callers waited, of the slowest rank.
+        nbytes: written or read by all ranks.
+        bandwidth: bytes per second of all ranks together, while any of them was moving bytes; 0.0 if none was.
+        phases: in their order.
+        stragglers: the one that lost most time first.
+        critical_path: (phase, rank, begin, seconds) of what everybody waited for, in order of time.
+        balance: the largest share of bytes over the mean share; 1.0 is even.
+        retries: repeated requests.
+        retry_seconds: waited before them, summed over threads and ranks.
+        totals: (count, seconds, bytes) of spans and counters by name, summed over ranks.
+        failures: of ranks that failed.
+        missing: ranks of which nothing is known.
+        hosts: number of machines.
+    """
+
+    id: str
+    kind: str
+    path: str
+    step: int | None
+    began: float
+    world_size: int
+    seconds: float
+    blocking_seconds: float
+    nbytes: int
+    bandwidth: float
+    phases: tuple[PhaseSummary, ...]
+    stragglers: tuple[Straggler, ...]
+    critical_path: tuple[tuple[str, int, float, float], ...]
+    balance: float
+    retries: int
+    retry_seconds: float
+    totals: dict[str, tuple[int, float, int]] = field(hash=False)
+    failures: tuple[Failure, ...]
+    missing: tuple[int, ...]
+    hosts: int
+
+    @property
+    def failed(self) -> bool:
+        """Whether a rank failed."""
+        return bool(self.failures)
+
+    def total(self, name: str) -> tuple[int, float, int]:
+        """Return (count, seconds, bytes) of all spans or counts of one name."""
+        return self.totals.get(name, (0, 0.0, 0))
+
+
+@dataclass(frozen=True, slots=True)
+class _Phases:
+    """Phase rows of an operation. Matrices have a column per rank, with nan where a rank lacks the phase.
+
+    Attributes:
+        names: of the rows of `seconds`.
+        seconds: by phase, summed over its parts.
+        parts: names of the rows of `begins` and `ends`; a phase may have several.
+        begins: by part.
+        ends: by part.
+    """
+
+    names: list[str]
+    seconds: NDArray[np.float64]
+    parts: list[str]
+    begins: NDArray[np.float64]
+    ends: NDArray[np.float64]
+
+
+def summarize(record: OperationRecord) -> OperationSummary:
+    """Sum up what all ranks did in one operation."""
+    rows = Rows(record.table)
+    is_rank, is_total = rows.where("level", "rank"), rows.where("level", "total")
+    rank, seconds, nbytes = rows.numbers("rank"), rows.numbers("seconds"), rows.numbers("nbytes")
+    count = rows.numbers("count")
+    width = max(record.world_size, int(rank.max(initial=0)) + 1)
+    here = is_rank & ~rows.where("name", "missing")
+    of_rank = np.bincount(rank[here], nbytes[here], width)
+    phases = _phases(record.kind, rows, rank, width)
+    names, strings = rows.texts("name")
+    totals: dict[str, tuple[int, float, int]] = {}
+    sums = [np.bincount(names[is_total], of[is_total], len(strings)) for of in (count, seconds, nbytes)]
+    for code in np.unique(names[is_total]):
+        totals[strings[code]] = int(sums[0][code]), float(sums[1][code]), int(sums[2][code])
+    blocking = is_total & rows.where("name", "blocking")
+    hosts, host_names = rows.texts("host")
+    host_of = dict(zip(rank[here].tolist(), hosts[here].tolist(), strict=True))
+    total = int(of_rank.sum())
+    mean = total / max(int(here.sum()), 1)
+    retries = totals.get("retry", (0, 0.0, 0))
+    return OperationSummary(
+        id=record.id,
+        kind=record.kind,
+        path=record.path,
+        step=record.step,
+        began=record.began,
+        world_size=record.world_size,
+        seconds=float(seconds[here].max(initial=0.0)),
+        blocking_seconds=float(seconds[blocking].max(initial=0.0)),
+        nbytes=total,
+        bandwidth=_bandwidth(record.kind, phases, total),
+        phases=_phase_summaries(phases),
+        stragglers=tuple(
+            Straggler(slow, host_names[host_of[slow]] if slow in host_of else "", phase, took, median,
+                      float(of_rank[slow] / mean) if mean else 1.0)
+            for slow, phase, took, median in _stragglers(record.kind, phases, _own_reading(rows, width))
+        ),
+        critical_path=_critical_path(record.kind, phases),
+        balance=float(of_rank.max(initial=0.0) / mean) if mean else 1.0,
+        retries=retries[0],
+        retry_seconds=retries[1],
+        totals=totals,
+        failures=_failures(rows, rank),
+        missing=record.missing,
+        hosts=len(np.unique(hosts[here])),
+    )  # fmt: skip
+
+
+def _phases(kind: str, rows: Rows, rank: NDArray[np.int32], width: int) -> _Phases:
+    at = np.flatnonzero(rows.where("level", "phase"))
+    codes, strings = rows.texts("name")
+    codes, rank = codes[at], rank[at]
+    begin, seconds = rows.numbers("begin")[at].astype(np.float64), rows.numbers("seconds")[at].astype(np.float64)
+    order = {name: place for place, name in enumerate(_ORDER.get(kind, ()))}
+    names = sorted({strings[code] for code in np.unique(codes)}, key=lambda name: (order.get(name, len(order)), name))
+    row_of = np.zeros(len(strings), np.int64)
+    for row, name in enumerate(names):
+        row_of[strings.index(name)] = row
+    cell = row_of[codes] * width + rank
+    # The parts of one phase on one rank, counted from 0 in order of time.
+    by_cell = np.lexsort((begin, cell))
+    starts = np.flatnonzero(np.diff(cell[by_cell], prepend=-1))
+    part = np.empty(len(at), np.int64)
+    part[by_cell] = np.arange(len(at)) - np.repeat(starts, np.diff(starts, append=len(at)))
+    keys, row_of_part = np.unique(part * len(names) + row_of[codes], return_inverse=True)
+    parts = [names[key % len(names)] for key in keys.tolist()]
+    begins, ends = np.full((2, len(parts), width), np.nan)
+    begins[row_of_part, rank] = begin
+    ends[row_of_part, rank] = begin + seconds
+    sums = np.bincount(cell, seconds, len(names) * width)
+    sums[np.bincount(cell, minlength=len(sums)) == 0] = np.nan
+    return _Phases(names, sums.reshape(len(names), width), parts, begins, ends)
+
+
+def _phase_summaries(phases: _Phases) -> tuple[PhaseSummary, ...]:
+    found = []
+    for name, seconds in zip(phases.names, phases.seconds, strict=True):
+        slowest = int(np.nanargmax(seconds))
+        found.append(PhaseSummary(name, float(np.nanmedian(seconds)), float(seconds[slowest]), slowest))
+    return tuple(found)
+
+
+def _own_reading(rows: Rows, width: int) -> NDArray[np.float64] | None:
+    """Return each rank's seconds in calls of the storage, or None if no ranks exchanged what they read.
+
+    In an exchange all ranks wait for the slowest reader, so the length of the phase does not tell who that was.
+    """
+    is_total = rows.where("level", "total")
+    exchanged = is_total & rows.where("name", "exchanged")
+    if not rows.numbers("nbytes")[exchanged].any():
+        return None
+    at = is_total & rows.where("name", "read")
+    return np.bincount(rows.numbers("rank")[at], rows.numbers("seconds")[at], width)
+
+
+def _stragglers(
+    kind: str, phases: _Phases, own_reading: NDArray[np.float64] | None
+) -> list[tuple[int, str, float, float]]:
+    """Return (rank, phase, seconds, median) of ranks that were slow, the slowest first."""
+    found = []
+    for name, of_phase in zip(phases.names, phases.seconds, strict=True):
+        if name in SHARED_PHASES.get(kind, ()):
+            continue
+        seconds = of_phase if name != "read" or own_reading is None else np.fmin(of_phase, own_reading)
+        if name == "catalog":  # rank 0 reads the catalog for all
+            seconds = np.where(np.arange(len(seconds)) == 0, np.nan, seconds)
+        known = seconds[~np.isnan(seconds)]
+        if len(known) < 2:  # nobody to compare with
+            continue
+        # Of few ranks the slow one would raise the usual median.
+        median = float(np.sort(known)[(len(known) - 1) // 2])
+        deviation = float(np.median(np.abs(known - median))) / _NORMAL_MAD
+        if len(known) <= 4:  # the deviation of so few is that of the slow one
+            deviation = 0.0
+        limit = median + max(_DEVIATIONS * deviation, _SHARE * median, _LEAST_SECONDS)
+        with np.errstate(invalid="ignore"):
+            slow = np.flatnonzero(seconds > limit)
+        found += [(int(rank), name, float(seconds[rank]), median) for rank in slow]
+    return sorted(found, key=lambda straggler: straggler[3] - straggler[2])
+
+
+def _critical_path(kind: str, phases: _Phases) -> tuple[tuple[str, int, float, float], ...]:
+    """Return what everybody waited for, from the end back to the beginning.
+
+    A meeting ends for all when the last rank has come. So before it, the path runs along that rank.
+    """
+    names, ends = phases.parts, phases.ends
+    if not names or np.isnan(ends).all():
+        return ()
+    begins = phases.begins
+    place, rank = divmod(int(np.nanargmax(ends)), ends.shape[1])
+    path: list[tuple[str, int, float, float]] = []
+    until = np.inf
+    while True:
+        begin, end = begins[place, rank], min(ends[place, rank], until)
+        if names[place] in _MEETINGS.get(kind, ()) and not np.isnan(begins[place]).all():
+            last = int(np.nanargmax(begins[place]))
+            if begin < begins[place, last] <= end + _SAME_TIME:
+                rank, begin = last, begins[place, last]
+        path.append((names[place], rank, float(begin), float(max(end - begin, 0.0))))
+        until = begin
+        earlier = np.flatnonzero(begins[:, rank] < begin).tolist()
+        if not earlier:
+            return tuple(reversed(path))
+        place = max(earlier, key=lambda part: (begins[part, rank], ends[part, rank]))
+
+
+def _bandwidth(kind: str, phases: _Phases, nbytes: int) -> float:
+    moving = [place for place, name in enumerate(phases.parts) if name in _MOVING.get(kind, ())]
+    if not moving or not nbytes:
+        return 0.0
+    # Of a phase that is at once over, float32 may lose the length.
+    seconds = float(np.nanmax(phases.ends[moving]) - np.nanmin(phases.begins[moving]))
+    return nbytes / seconds if seconds > 0 else 0.0
+
+
+def _failures(rows: Rows, rank: NDArray[np.int32]) -> tuple[Failure, ...]:
+    at = np.flatnonzero(rows.where("level", "rank") & rows.where("name", "failed"))
+    if not len(at):
+        return ()
+    (stages, stage_names), (errors, error_texts) = rows.texts("phase"), rows.texts("subject")
+    return tuple(Failure(int(rank[i]), stage_names[stages[i]], error_texts[errors[i]]) for i in at)

@@ -1,0 +1,62 @@
+"""A rank that may start no other thread: it works with those it has, or all ranks hear at once what to raise."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import bytecheckpoint
+from bytecheckpoint import CheckpointError
+from tests.support.worlds import on_ranks
+
+
+@contextlib.contextmanager
+def threads_left(count: int) -> Iterator[None]:
+    """Let this process start so many threads, as the limit of a cgroup does."""
+    starts = iter(range(count))
+    # Python 3.13 has renamed it.
+    name = "_start_joinable_thread" if hasattr(threading, "_start_joinable_thread") else "_start_new_thread"
+    start = getattr(threading, name)
+
+    def limited(*arguments: Any, **options: Any) -> Any:
+        if next(starts, None) is None:
+            raise RuntimeError("can't start new thread")
+        return start(*arguments, **options)
+
+    with mock.patch.object(threading, name, limited):
+        yield
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("odd", [0, 1])
+@pytest.mark.parametrize("call", ["first call", "save", "load"])
+def test_a_limit_on_threads(call: str, odd: int, tmp_path: Path) -> None:
+    state = {"model": {"w": torch.arange(3 << 18), f"of rank {dist.get_rank()}": torch.ones(9)}}
+    for left in range(2):
+        here: Any = {"process_group": dist.new_group(timeout=timedelta(seconds=90))}
+        if call != "first call":
+            bytecheckpoint.save(tmp_path / "a", state, **here)
+        begun, failure = time.monotonic(), ""
+        with threads_left(left) if dist.get_rank() == odd else contextlib.nullcontext():
+            try:
+                if call == "load":
+                    bytecheckpoint.load(tmp_path / "a", state, **here)
+                else:
+                    bytecheckpoint.save(tmp_path / "b", state, async_checkpoint=True, **here).result(60)
+            except CheckpointError as error:
+                failure = str(error)
+        assert time.monotonic() - begun < 50, "nobody waits until the time limit"
+        assert not failure or "raise the limit on processes" in failure
+        dist.barrier()
+        bytecheckpoint.save(tmp_path / "c", state, async_checkpoint=True, **here).result(60)
+        bytecheckpoint.load(tmp_path / "c", state, **here)

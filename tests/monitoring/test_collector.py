@@ -1,0 +1,198 @@
+"""Metrics from all ranks to the file beside the run."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import pytest
+
+import bytecheckpoint
+from bytecheckpoint import StorageFullError, StorageUnavailableError
+from bytecheckpoint.collectives.testing import ThreadWorld
+from bytecheckpoint.monitoring.background import Background
+from bytecheckpoint.monitoring.record import without_secrets
+from bytecheckpoint.monitoring.sinks import files
+from bytecheckpoint.tracing.operation import Operation, span
+from bytecheckpoint.tuning import tuned
+from tests.faults.ranks import load_all, save_all, succeeded
+from tests.support.faulty_storage import Faults
+from tests.support.metrics import collecting, tables, wait_for_operations
+from tests.support.processes import wait_until
+
+
+def query(root: Path, sql: str) -> list[tuple[Any, ...]]:
+    """Ask the metrics of a run, without this package."""
+    source = f"read_parquet('{root}/.bytecheckpoint-metrics/*.parquet')"
+    return duckdb.sql(sql.format(metrics=source)).fetchall()
+
+
+@pytest.mark.parametrize("writer", ["thread", "process"])
+def test_every_rank_reports_phases_and_chunks(tmp_path: Path, writer: str) -> None:
+    world = ThreadWorld(3)
+    with collecting():
+        bytecheckpoint.configure(writer=writer, mesh="pp=3")
+        succeeded(save_all(world, tmp_path / "step_00000007", 7, async_checkpoint=True))
+        load_all(world, tmp_path / "step_00000007")
+        wait_for_operations(tmp_path, 2)
+    ranks = query(
+        tmp_path, "select kind, rank, step, pp, name, nbytes > 0 from {metrics} where level = 'rank' order by all"
+    )
+    assert ranks == [(kind, rank, 7, rank, "done", True) for kind in ("load", "save") for rank in range(3)]
+    phases = query(
+        tmp_path,
+        "select rank, list(name order by begin)[-3:] from {metrics} where level = 'phase' and kind = 'save'"
+        " group by rank order by rank",
+    )
+    assert phases == [(rank, ["write", "finish", "commit"]) for rank in range(3)]
+    # Spans lie inside of the operation, and those of chunks add up to what the rank wrote.
+    spans = query(tmp_path, "select min(begin) >= 0, max(begin + seconds) < 60 from {metrics} where level = 'span'")
+    assert spans == [(True, True)]
+    written = query(
+        tmp_path,
+        "select sum(nbytes) filter (level = 'rank') - sum(nbytes) filter (level = 'total' and name in ('write', 'finish'))"
+        " from {metrics} where kind = 'save'",
+    )
+    assert written == [(0,)]
+
+
+def test_a_failure_says_which_rank_and_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    faults = Faults().install(monkeypatch)
+    faults.add("write", StorageFullError("no space at s3://key:secret@bucket/x?X-Amz-Signature=f00"), rank=1)
+    with collecting():
+        bytecheckpoint.configure(writer="thread")
+        save_all(ThreadWorld(2), tmp_path / "run" / "step_00000001", 1)
+        (table,) = wait_for_operations(tmp_path / "run", 1)
+    rows = [row for row in table.to_pylist() if row["level"] == "rank"]
+    assert [(row["rank"], row["name"]) for row in rows] == [(0, "failed"), (1, "failed")]
+    assert rows[1]["phase"] == "write" and "no space" in rows[1]["subject"] and "rank 1" in rows[0]["subject"]
+    assert not any(secret in str(table.to_pylist()) for secret in ("secret", "f00"))
+
+
+def test_a_rank_that_reports_nothing_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = ThreadWorld(3)
+    monkeypatch.setattr(world.rank(2), "send", _without_metrics(world.rank(2).send))
+    with collecting(), tuned(metrics_wait=0.2):
+        succeeded(save_all(world, tmp_path / "step_1", 1))
+        (table,) = wait_for_operations(tmp_path, 1)
+    assert [row["rank"] for row in table.to_pylist() if row["name"] == "missing"] == [2]
+
+
+def _without_metrics(send: Callable[[int, str, bytes], None]) -> Callable[[int, str, bytes], None]:
+    return lambda to, tag, payload: None if tag.startswith("metrics") else send(to, tag, payload)
+
+
+def test_off_writes_nothing(tmp_path: Path) -> None:
+    with collecting("off"):
+        succeeded(save_all(ThreadWorld(2), tmp_path / "step_1", 1))
+    assert [path.name for path in tmp_path.iterdir()] == ["step_1"]
+
+
+def test_many_small_files_become_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "_JOINED", 4)
+    world = ThreadWorld(1)
+    with collecting():
+        for step in range(1, 7):
+            succeeded(save_all(world, tmp_path / f"step_{step:08d}", step))
+            wait_for_operations(tmp_path, step)
+    assert [name.startswith("joined-") for name in sorted(tables(tmp_path))] == [False, False, True]
+    assert query(tmp_path, "select count(distinct operation) from {metrics}") == [(6,)]
+
+
+def test_a_storage_that_fails_costs_nothing_and_is_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise StorageUnavailableError("down")
+
+    monkeypatch.setattr(files, "resolve", fail)
+    world = ThreadWorld(1)
+    with collecting():
+        for step in range(3):
+            succeeded(save_all(world, tmp_path / f"step_{step}", step))
+    told = [record.message for record in caplog.records if "metrics do not reach files" in record.message]
+    assert len(told) == 1 and "down" in told[0]
+
+
+def test_live_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    faults = Faults().install(monkeypatch)
+    faults.add("write", delay=0.3)
+    seen: list[Any] = []
+    publish = files.FilesSink.progress
+
+    def note(sink: files.FilesSink, progress: Any) -> None:
+        seen.append(progress)
+        publish(sink, progress)
+
+    monkeypatch.setattr(files.FilesSink, "progress", note)
+    with collecting(), tuned(progress_interval=0.05):
+        bytecheckpoint.configure(writer="thread")
+        succeeded(save_all(ThreadWorld(2), tmp_path / "step_00000003", 3))
+        wait_for_operations(tmp_path, 1)
+    assert seen[-1].ended and not seen[0].ended
+    whole = [progress for progress in seen if progress.ranks["rank"] == [0, 1]]
+    assert whole and whole[-1].step == 3 and whole[-1].planned > 0
+    (live,) = (tmp_path / ".bytecheckpoint-metrics").glob("live-*.json")
+    assert '"ended":true' in live.read_text()
+
+
+def test_the_longest_spans_stay_and_totals_count_all() -> None:
+    with tuned(spans_per_rank=4):
+        operation = Operation("save", "/x")
+        with operation.running():
+            for number in range(100):
+                with span("write", nbytes=number):
+                    if number % 25 == 0:
+                        time.sleep(0.002)
+        assert operation.total("write")[::2] == (100, sum(range(100)))
+        assert [part.nbytes for part in operation.longest_spans()] == [0, 25, 50, 75]
+
+
+def test_a_function_is_measured_with_its_failures() -> None:
+    @span("work")
+    def work(fail: bool) -> None:
+        if fail:
+            raise ValueError("no")
+
+    operation = Operation("load", "/x")
+    with operation.running():
+        work(fail=False)
+        with pytest.raises(ValueError, match="no"):
+            work(fail=True)
+    work(fail=False)  # no operation runs
+    assert [part.failed for part in operation.longest_spans()] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("s3://key:secret@bucket/run", "s3://bucket/run"),
+        ("hdfs://user:p@ss@host/run@2", "hdfs://host/run@2"),
+        ("cannot read https://host/a?sig=abc&x=1: refused", "cannot read https://host/a refused"),
+        ("exceeded with url: /a?sig=abc (refused)", "exceeded with url: /a (refused)"),
+        ("401 for Authorization: Bearer abcdefgh123=", "401 for Authorization: Bearer ..."),
+        ("/plain/path?with=query", "/plain/path?with=query"),
+    ],
+)
+def test_secrets_are_left_out(text: str, shown: str) -> None:
+    assert without_secrets(text) == shown
+
+
+def test_background_work_ends_with_its_owner() -> None:
+    background = Background("test-background")
+    done: list[int] = []
+    background.later(0.2, lambda: done.append(3))
+    background.submit(lambda: done.append(1))
+    assert background.flush(10) and done == [1] and background.waiting() == 1
+    background.submit(lambda: 1 / 0)  # is logged, and the next job runs
+    background.end()
+    assert wait_until(lambda: not any(t.name == "test-background" for t in threading.enumerate()), 10) and done == [
+        1,
+        3,
+    ]
+    background.submit(lambda: done.append(4))
+    assert background.flush(10) and done[-1] == 4

@@ -1,0 +1,70 @@
+"""Metrics of processes that end, are killed, or fork."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import bytecheckpoint
+from tests.support.metrics import collecting, tables, wait_for_operations
+from tests.support.worlds import on_ranks
+
+_PROGRAM = """
+import os, signal, sys, torch, bytecheckpoint
+bytecheckpoint.configure(metrics="files")
+states = {"model": torch.nn.Linear(4, 4)}
+for step in (1, 2):
+    bytecheckpoint.save(f"{sys.argv[1]}/step_{step}", states, async_checkpoint=sys.argv[2] == "async")
+if sys.argv[2] == "kill":
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("end", ["sync", "async", "kill"])
+def test_a_process_that_ends_delivers_what_it_has(tmp_path: Path, end: str) -> None:
+    command = [sys.executable, "-c", _PROGRAM, str(tmp_path), end]
+    program = subprocess.run(command, capture_output=True, timeout=100, check=False)
+    assert program.returncode == (-signal.SIGKILL if end == "kill" else 0), program.stderr
+    assert not program.stderr
+    # What a killed process has written is whole.
+    found = [table["step"][0].as_py() for table in tables(tmp_path).values()]
+    assert end == "kill" or sorted(found) == [1, 2]
+
+
+@on_ranks(4)
+def test_the_ranks_of_a_mesh_are_known(tmp_path: Path) -> None:
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
+    tensor = dist.tensor.distribute_tensor(
+        torch.arange(64.0).view(8, 8), mesh, [dist.tensor.Shard(0), dist.tensor.Shard(1)]
+    )
+    module = torch.nn.Module()
+    module.weight = torch.nn.Parameter(tensor)
+    with collecting():
+        bytecheckpoint.save(tmp_path / "step_1", {"model": module})
+        if dist.get_rank() == 0:
+            (table,) = wait_for_operations(tmp_path, 1)
+            places = [(row["rank"], row["dp"], row["tp"]) for row in table.to_pylist() if row["level"] == "rank"]
+            assert places == [(0, 0, 0), (1, 0, 1), (2, 1, 0), (3, 1, 1)]
+    dist.barrier()
+
+
+def test_a_forked_child_begins_anew(tmp_path: Path) -> None:
+    with collecting():
+        bytecheckpoint.save(tmp_path / "step_1", {"model": torch.nn.Linear(4, 4)})
+        wait_for_operations(tmp_path, 1)
+        child = os.fork()
+        if child == 0:
+            try:
+                bytecheckpoint.save(tmp_path / "step_2", {"model": torch.nn.Linear(4, 4)})
+                wait_for_operations(tmp_path, 2)
+                os._exit(0)
+            finally:
+                os._exit(1)
+        assert os.waitpid(child, 0)[1] == 0

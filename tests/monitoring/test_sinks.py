@@ -1,0 +1,312 @@
+"""Sinks that need no server: what they send, and that no bad sink disturbs a save."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+import bytecheckpoint
+from bytecheckpoint.monitoring import delivery
+from bytecheckpoint.monitoring.record import make_record
+from bytecheckpoint.monitoring.simulation import Fault, SimulatedRun
+from bytecheckpoint.monitoring.sinks import Sink, make_sink, shown
+from bytecheckpoint.monitoring.sinks.clickhouse import tab_separated
+from bytecheckpoint.monitoring.table import OperationRecord, operation_record
+from bytecheckpoint.tracing.operation import Operation
+from bytecheckpoint.tuning import tuned
+from tests.servers.process import free_port, opener
+from tests.support.metrics import collecting, tables, wait_for_operations
+from tests.support.processes import run_program, wait_until
+from tests.support.receivers import bad_port, receiver
+
+STATES = {"model": {"w": torch.ones(64, 64)}}
+BAD = ["refuses", "hangs", "500"]
+SCHEMES = ["clickhouse", "otlp"]
+
+
+def simulated(**changes: Any) -> list[OperationRecord]:
+    return list(SimulatedRun(**{"mesh": {"pp": 2, "dp": 4}, "saves": 3, "loads": 1} | changes).records())
+
+
+@pytest.fixture(autouse=True)
+def _no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+
+
+def test_clickhouse_rows_are_text_with_escapes_and_nulls() -> None:
+    record = simulated(mesh={"dp": 2}, faults=[Fault("fail", [1])])[1]
+    table = record.table
+    errors = table["subject"].combine_chunks()
+    odd = errors.dictionary.to_pylist()
+    odd[odd.index(next(text for text in odd if text))] = "a\tb\\c\nd"
+    table = table.set_column(
+        table.schema.get_field_index("subject"), "subject", type(errors).from_arrays(errors.indices, odd)
+    )
+    lines = tab_separated(table).decode().split("\n")
+    assert len(lines) == len(table) and {len(line.split("\t")) for line in lines} == {len(table.column_names)}
+    first = dict(zip(table.column_names, lines[0].split("\t"), strict=True))
+    assert (first["operation"], first["kind"], first["dp"], first["tp"]) == (record.id, "save", "0", "\\N")
+    assert int(first["began"]) == int(record.began) and any("a\\tb\\\\c\\nd" in line for line in lines)
+
+
+def test_clickhouse_credentials_travel_in_headers_only() -> None:
+    with receiver() as received:
+        sink = make_sink(f"clickhouse://me:se%2Fcret@127.0.0.1:{received.port}/db?table=t")
+        sink.deliver(simulated()[0])
+    ((path, headers, _),) = received.requests
+    assert headers["X-ClickHouse-User"] == "me" and headers["X-ClickHouse-Key"] == "se/cret" and "cret" not in path
+
+
+def test_otlp_sends_a_trace_per_operation_and_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "job=j1")
+    records = simulated(faults=[Fault("fail", [5]), Fault("retry", [2])])
+    with receiver() as received:
+        sink = make_sink(f"otlp://user:secret@127.0.0.1:{received.port}")
+        for record in records:
+            sink.deliver(record)
+        sink.close()
+    traces = [
+        ExportTraceServiceRequest.FromString(body).resource_spans[0]
+        for path, _, body in received.requests if path == "/v1/traces"
+    ]  # fmt: skip
+    assert len(traces) == len(records)
+    resource = {a.key: a.value.string_value for a in traces[0].resource.attributes}
+    assert resource["service.name"] == "bytecheckpoint" and resource["job"] == "j1"
+    spans = traces[-1].scope_spans[0].spans
+    assert len({span.trace_id for span in spans}) == 1
+    root = next(span for span in spans if not span.parent_span_id)
+    ranks = {span.name: span for span in spans if span.parent_span_id == root.span_id}
+    assert root.name == "save" and set(ranks) == {f"rank {rank}" for rank in range(8)}
+    assert "rank 5" in root.status.message and ranks["rank 5"].status.code == 2
+    phases = {span.name for span in spans if span.parent_span_id == ranks["rank 0"].span_id}
+    assert {"capture", "stage", "write"} <= phases
+    assert all(root.start_time_unix_nano <= s.start_time_unix_nano <= s.end_time_unix_nano for s in spans)
+    newest = [body for path, _, body in received.requests if path == "/v1/metrics"][-1]
+    metrics = {
+        m.name: m for m in ExportMetricsServiceRequest.FromString(newest).resource_metrics[0].scope_metrics[0].metrics
+    }
+    moved = {p.attributes[0].value.string_value: p.as_int for p in metrics["bytecheckpoint.io"].sum.data_points}
+    assert moved["save"] == sum(sum(nbytes_of(r)) for r in records if r.kind == "save")
+    assert sum(p.count for p in metrics["bytecheckpoint.operation.duration"].histogram.data_points) == len(records)
+    assert sum(p.as_int for p in metrics["bytecheckpoint.retries"].sum.data_points) > 0
+
+
+def nbytes_of(record: OperationRecord) -> list[int]:
+    return [row["nbytes"] for row in record.table.to_pylist() if row["level"] == "rank"]
+
+
+def test_otlp_spans_of_a_large_job_are_limited_to_the_ranks_that_matter() -> None:
+    record = simulated(mesh={"dp": 512}, faults=[Fault("slow", [477], factor=9)])[1]
+    with receiver() as received:
+        make_sink(f"otlp://127.0.0.1:{received.port}").deliver(record)
+    (trace,) = [body for path, _, body in received.requests if path == "/v1/traces"]
+    spans = ExportTraceServiceRequest.FromString(trace).resource_spans[0].scope_spans[0].spans
+    names = {span.name for span in spans}
+    assert len(spans) <= 4001 and "rank 477" in names
+    assert len([name for name in names if name.startswith("rank ")]) == 64
+
+
+def test_prometheus_shows_the_newest_operation_and_counts_all() -> None:
+    port = free_port()
+    sink = make_sink(f"prometheus://127.0.0.1:{port}")
+    try:
+        records = simulated(mesh={"dp": 64}, faults=[Fault("slow", [7], first=2), Fault("missing", [9], first=2)])
+        for record in records:
+            sink.deliver(record)
+        text = opener.open(f"http://127.0.0.1:{port}/metrics").read().decode()
+    finally:
+        sink.close()
+    values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    assert float(values['bytecheckpoint_operations_total{kind="save",outcome="done"}']) == 3
+    assert float(values['bytecheckpoint_last_successful_step{kind="save"}']) == records[-1].step
+    assert float(values['bytecheckpoint_last_phase_slowest_rank{kind="save",phase="write"}']) == 7
+    assert float(values['bytecheckpoint_last_missing_ranks{kind="save"}']) == 1
+    assert len(values) < 300 and 'rank="' not in text
+    with pytest.raises(OSError, match=r"."):
+        opener.open(f"http://127.0.0.1:{port}/metrics")
+
+
+@pytest.mark.parametrize("kind", BAD)
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_bad_sink_delays_nothing_and_says_so_once(
+    tmp_path: Path, scheme: str, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    with bad_port(kind) as port, tuned(metrics_end=8.0), collecting(f"{scheme}://u:hunter2@127.0.0.1:{port}/db,files"):
+        began = time.monotonic()
+        for step in range(3):
+            bytecheckpoint.save(tmp_path / f"step_{step}", STATES)
+        seconds = time.monotonic() - began
+        assert len(wait_for_operations(tmp_path, 3)) == 3, "the other sink has everything"
+        if kind != "hangs":
+            (bad,) = [d for a, d in delivery._deliveries.items() if a != "files"]
+            assert bad._background.flush(30) and bad.dropped == 3
+    lines = [
+        r.getMessage() for r in caplog.records if "metrics" in r.getMessage() or r.name.startswith("opentelemetry")
+    ]
+    assert len(lines) == 1 and f"do not reach {scheme}://127.0.0.1" in lines[0] and "hunter2" not in caplog.text
+    assert seconds < 5, "as long as without that sink"
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_the_exit_waits_a_limited_time_for_a_sink_that_hangs(tmp_path: Path, scheme: str) -> None:
+    program = """if True:
+        import sys, time, torch, bytecheckpoint
+        from bytecheckpoint.monitoring.sinks import make_sink
+        from bytecheckpoint.tuning import tuned
+        bytecheckpoint.configure(metrics=sys.argv[2])
+        make_sink(sys.argv[2])  # imports its client, which may take long and is no wait for the network
+        changed = tuned(metrics_end=1.0)
+        changed.__enter__()
+        for step in range(3):
+            bytecheckpoint.save(f"{sys.argv[1]}/step_{step}", {"model": {"w": torch.ones(9)}})
+        print(time.time())
+    """
+    with bad_port("hangs") as port:
+        done = run_program(program, tmp_path, f"{scheme}://127.0.0.1:{port}")
+    assert done.returncode == 0, done.stderr
+    assert time.time() - float(done.stdout) < 10, "three records of 5 seconds each wait"
+
+
+class SlowSink(Sink):
+    """Takes a record when the test lets it."""
+
+    may = threading.Semaphore(0)
+    taken: list[str] = []  # noqa: RUF012
+
+    def deliver(self, record: OperationRecord) -> None:
+        self.may.acquire()
+        self.taken.append(record.id)
+
+
+def test_what_a_slow_sink_cannot_take_is_dropped_and_counted(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(delivery, "make_sink", SlowSink)
+    (record,) = simulated(saves=1, loads=0)
+    with collecting("slow://"):
+        began = time.monotonic()
+        for _ in range(200):
+            delivery.deliver(record)
+        assert time.monotonic() - began < 1
+        (slow,) = delivery._deliveries.values()
+        assert slow.dropped >= 200 - 64 - 2
+        SlowSink.may.release(200)
+        assert slow._background.flush(10) and len(SlowSink.taken) + slow.dropped == 200
+    assert caplog.text.count("metrics are dropped") == 1
+
+
+ADDRESSES = [
+    "clickhouse://u:hunter2@127.0.0.1:{port}/db?table=t",
+    "clickhouse://u:hun/hunter2@127.0.0.1:{port}/db",
+    "clickhouse://u:a@hunter2@127.0.0.1:{port}/db",
+    "clickhouse://u:a,hunter2@127.0.0.1:{port}/db",
+    "clickhouse://127.0.0.1:{port}/db?password=hunter2",
+    "otlp://u:hunter2@127.0.0.1:{port}",
+    "otlp://u:hun/hunter2@127.0.0.1:{port}",
+    "prometheus://u:hunter2@127.0.0.1:{port}",
+    "nowhere://u:hunter2@127.0.0.1:{port}?token=hunter2",
+    "hunter2",
+]
+
+
+@pytest.mark.parametrize("address", ADDRESSES)
+def test_no_log_line_shows_a_secret(tmp_path: Path, address: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    answer = b"no: http://u:hunter2@host/?token=hunter2"
+    with receiver(403, answer) as received, collecting(address.format(port=received.port)):
+        bytecheckpoint.save(tmp_path / "step_1", STATES)
+        assert wait_until(lambda: "metrics do not reach" in caplog.text, 30)
+    assert "hunter2" not in caplog.text
+    assert not any("hunter2" in thread.name for thread in threading.enumerate())
+    assert "hunter2" not in shown(address)
+
+
+def test_no_sink_gets_a_secret(tmp_path: Path) -> None:
+    """Neither that of the path, nor that of an error."""
+    path = "s3://key:hunter2@bucket/run/step_7?token=hunter2"
+    error = "403 for https://bucket.host/step_7?X-Amz-Signature=hunter2 (Authorization: Bearer hunter2hunter2)"
+    record = failed_record(path, error)
+    port = free_port()
+    with receiver() as received:
+        sinks = [make_sink(f"{scheme}://127.0.0.1:{received.port}") for scheme in SCHEMES]
+        sinks.append(make_sink(f"prometheus://127.0.0.1:{port}"))
+        for sink in sinks:
+            sink.deliver(record)
+        page = opener.open(f"http://127.0.0.1:{port}/metrics").read()
+        for sink in sinks:
+            sink.close()
+    sent = b"".join(body for _, _, body in received.requests)
+    assert b"step_7" in sent and b"403 for" in sent and b"hunter2" not in sent + page
+    assert "hunter2" not in str(record.table.to_pylist())
+
+
+def failed_record(path: str, error: str) -> OperationRecord:
+    operation = Operation("save", path)
+    operation.mark("write")
+    record = make_record(operation, 0, "host", {}, RuntimeError(error), 10)
+    return operation_record([record], "w", 1)
+
+
+def test_two_sinks_at_once_and_a_change_in_the_middle(tmp_path: Path) -> None:
+    with receiver() as received, collecting(f"clickhouse://127.0.0.1:{received.port},files"):
+        bytecheckpoint.save(tmp_path / "step_1", STATES)
+        wait_for_operations(tmp_path, 1)
+        (clickhouse,) = [d for a, d in delivery._deliveries.items() if a != "files"]
+        assert clickhouse._background.flush(30)
+        bytecheckpoint.configure(metrics="files")
+        bytecheckpoint.save(tmp_path / "step_2", STATES)
+        wait_for_operations(tmp_path, 2)
+        assert set(delivery._deliveries) == {"files"}
+    assert len(received.requests) == 1 and len(tables(tmp_path)) == 2
+
+
+def test_a_forked_child_has_sinks_of_its_own(tmp_path: Path) -> None:
+    with collecting():
+        bytecheckpoint.save(tmp_path / "parent" / "step_1", STATES)
+        wait_for_operations(tmp_path / "parent", 1)
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                bytecheckpoint.configure(writer="thread")
+                bytecheckpoint.save(tmp_path / "child" / "step_1", STATES)
+                wait_for_operations(tmp_path / "child", 1)
+                code = 0
+            finally:
+                os._exit(code)
+        assert os.waitpid(child, 0)[1] == 0
+        bytecheckpoint.save(tmp_path / "parent" / "step_2", STATES)
+        wait_for_operations(tmp_path / "parent", 2)
+
+
+def test_metrics_of_a_save_that_ends_with_the_program_are_delivered(tmp_path: Path) -> None:
+    program = """if True:
+        import sys, time, torch, bytecheckpoint
+        bytecheckpoint.configure(metrics="files")
+        for step in range(2):
+            save = bytecheckpoint.save(f"{sys.argv[1]}/step_{step}", {"model": {"w": torch.ones(9)}}, async_checkpoint=True)
+            save.result()
+            time.sleep(6 * (1 - step))  # threads have had nothing to do for long when the last save ends
+    """
+    done = run_program(program, tmp_path)
+    assert done.returncode == 0 and not done.stderr and len(tables(tmp_path)) == 2
+
+
+def test_an_unknown_scheme_and_a_missing_package_say_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(bytecheckpoint.UsageError, match=r"no sink is called 'kafka'; there are: off, .*clickhouse"):
+        make_sink("kafka://host")
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    monkeypatch.delitem(sys.modules, "bytecheckpoint.monitoring.sinks.prometheus", raising=False)
+    with pytest.raises(bytecheckpoint.UsageError, match=r"pip install 'bytecheckpoint\[prometheus\]'"):
+        make_sink("prometheus://")

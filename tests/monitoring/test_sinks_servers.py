@@ -1,0 +1,106 @@
+"""Sinks on real servers: ClickHouse (the oldest dialect that is supported), Prometheus, a collector of OpenTelemetry."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import bytecheckpoint
+from bytecheckpoint.monitoring import delivery
+from bytecheckpoint.monitoring.simulation import Fault, SimulatedRun
+from bytecheckpoint.monitoring.sinks import make_sink
+from bytecheckpoint.monitoring.table import SCHEMA
+from tests.monitoring.test_sinks import STATES
+from tests.servers.metrics import ClickHouse, clickhouse, collector, prometheus
+from tests.servers.process import free_port
+from tests.support.metrics import collecting
+from tests.support.processes import wait_until
+
+pytestmark = pytest.mark.server
+
+RUN = SimulatedRun(
+    {"pp": 2, "dp": 8}, saves=4, faults=[Fault("slow", [11], factor=8, first=3), Fault("retry", [3], first=2)]
+)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ClickHouse]:
+    with clickhouse(tmp_path_factory.mktemp("clickhouse") / "server") as running:
+        yield running
+
+
+def test_clickhouse_creates_the_table_and_holds_every_row(server: ClickHouse, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CLICKHOUSE_USER", "writer")
+    monkeypatch.setenv("CLICKHOUSE_PASSWORD", "pass/word")
+    sink = make_sink(f"clickhouse://127.0.0.1:{server.port}/default?table=ranks")
+    records = list(RUN.records())
+    for record in records:
+        sink.deliver(record)
+    assert server.ask("SELECT toInt32(count()) FROM ranks") == [[sum(len(r.table) for r in records)]]
+    assert [name for name, *_ in server.ask("DESCRIBE TABLE ranks")] == SCHEMA.names
+    for row in (records[0].table.to_pylist()[0], records[-1].table.to_pylist()[-1]):
+        texts = " AND ".join(
+            f"{name} = '{row[name]}'" for name in ("operation", "level", "name", "phase", "subject", "host")
+        )
+        found = server.ask(
+            "SELECT toInt32(step), isNull(tp), toInt32(dp), toUInt32(began) FROM ranks"
+            f" WHERE rank = {row['rank']} AND {same}"
+        )
+        assert [row["step"], int(row["tp"] is None), row["dp"], int(row["began"].timestamp())] in found
+    slowest = server.ask(
+        "SELECT rank, seconds FROM ranks WHERE level = 'phase' AND name = 'write' ORDER BY seconds DESC LIMIT 1"
+    )
+    assert slowest[0][0] == 11
+
+
+def test_a_real_save_reaches_clickhouse_and_a_wrong_password_is_said(
+    tmp_path: Path, server: ClickHouse, caplog: pytest.LogCaptureFixture
+) -> None:
+    address = f"clickhouse://writer:{{}}@127.0.0.1:{server.port}/default?table=real"
+    good, bad = address.format("pass%2Fword"), address.format("wrongword")
+    with collecting(f"{good},{bad}"):
+        bytecheckpoint.save(tmp_path / "step_00000042", STATES)
+        assert wait_until(lambda: server.ask("EXISTS TABLE real") == [[1]], 30)
+        assert wait_until(lambda: bool(server.ask("SELECT rank FROM real")), 30)
+        assert wait_until(lambda: "metrics do not reach" in caplog.text, 30)
+    assert server.ask("SELECT DISTINCT kind, toInt32(step), name FROM real WHERE level = 'rank'") == [
+        ["save", 42, "done"]
+    ]
+    assert caplog.text.count("metrics do not reach") == 1 and "wrongword" not in caplog.text
+
+
+def test_prometheus_scrapes_rank_0_and_answers(tmp_path: Path) -> None:
+    port = free_port()
+    sink = make_sink(f"prometheus://127.0.0.1:{port}")
+    records = list(RUN.records())
+    with prometheus(tmp_path / "server", port) as server:
+        # Before the first save, so that increases can be seen.
+        assert wait_until(lambda: server.ask('bytecheckpoint_operations_total{outcome="done"}') != {}, 60)
+        for record in records:
+            sink.deliver(record)
+        done = "kind=save,outcome=done"
+        assert wait_until(lambda: server.ask("bytecheckpoint_operations_total").get(done) == 4, 60)
+        assert server.ask('topk(1, bytecheckpoint_last_phase_longest_seconds{kind="save"})').keys() == {
+            "kind=save,phase=write"
+        }
+        assert server.ask('bytecheckpoint_last_phase_slowest_rank{phase="write"}') == {"kind=save,phase=write": 11}
+        assert server.ask("bytecheckpoint_last_successful_step")["kind=save"] == records[-1].step
+        increase = server.ask('increase(bytecheckpoint_operations_total{kind="save"}[1m])')
+        assert increase[done] > 0
+        waited = server.ask("bytecheckpoint_last_phase_longest_seconds / bytecheckpoint_last_phase_median_seconds > 3")
+        assert "kind=save,phase=write" in waited
+        assert server.ask("histogram_quantile(0.9, bytecheckpoint_operation_seconds_bucket)")["kind=save"] > 1
+    sink.close()
+
+
+def test_a_collector_takes_traces_and_metrics(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with collector(tmp_path / "collector") as (port, log), collecting(f"otlp://127.0.0.1:{port}"):
+        bytecheckpoint.save(tmp_path / "step_00000042", STATES)
+        assert wait_until(lambda: "bytecheckpoint.step: Int(42)" in log.read_text(), 60)
+        assert wait_until(lambda: "bytecheckpoint.operation.duration" in log.read_text(), 60)
+    text = log.read_text()
+    for line in ("service.name: Str(bytecheckpoint)", "rank 0", "write", "Unit: By", "bytecheckpoint.phase.duration"):
+        assert line in text
+    assert "metrics do not reach" not in caplog.text and not delivery._deliveries
