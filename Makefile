@@ -55,8 +55,8 @@ servers: ## install the servers that test-servers needs (SERVERS_DIR)
 test-servers: venv servers ## the storages against real servers, without the slow tests; a missing server is a failure
 	BYTECHECKPOINT_REQUIRE_SERVERS=1 $(PYTEST) -m "server and not slow"
 
-test-servers-all: venv servers ## the same, with the slow tests, and MinIO
-	./scripts/install-servers.sh minio
+test-servers-all: venv servers ## the same, with the slow tests, MinIO, and a collector of OpenTelemetry
+	./scripts/install-servers.sh minio otelcol
 	BYTECHECKPOINT_REQUIRE_SERVERS=1 $(PYTEST) -m server
 
 # What a change of Python can break; the many parallel layouts are tested on one Python only.

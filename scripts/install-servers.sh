@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Installs the servers and tools that the storage tests run against (`make test-servers`), each in the version named here.
 #
-#   install-servers.sh [NAME...]   by default all but minio: versitygw s3proxy azurite toxiproxy hadoop mfusepy glusterfs
+#   install-servers.sh [NAME...]   by default all but minio and otelcol: versitygw s3proxy azurite toxiproxy hadoop mfusepy glusterfs
 #                              launchers (Slurm and Open MPI) metrics (ClickHouse and Prometheus) otelcol
 #
 #   SERVERS_DIR  where (default: ~/.cache/bytecheckpoint-servers). What is there in the right version stays as it is.
@@ -153,7 +153,7 @@ otelcol() {
 
 mkdir -p "$DIR"
 names=("$@")
-[[ ${#names[@]} -gt 0 ]] || names=(versitygw s3proxy azurite toxiproxy hadoop mfusepy glusterfs launchers metrics otelcol)
+[[ ${#names[@]} -gt 0 ]] || names=(versitygw s3proxy azurite toxiproxy hadoop mfusepy glusterfs launchers metrics)
 for name in "${names[@]}"; do
     case $name in
     versitygw | minio | s3proxy | azurite | toxiproxy | hadoop | mfusepy | glusterfs | launchers | metrics | otelcol) "$name" ;;

@@ -120,6 +120,7 @@ def test_prometheus_scrapes_rank_0_and_answers(tmp_path: Path) -> None:
     sink.close()
 
 
+@pytest.mark.slow  # the collector is built for minutes
 def test_a_collector_takes_traces_and_metrics(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with collector(tmp_path / "collector") as (port, log), collecting(f"otlp://127.0.0.1:{port}"):
         bytecheckpoint.save(tmp_path / "step_00000042", STATES)

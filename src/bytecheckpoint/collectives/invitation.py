@@ -60,15 +60,13 @@ class Invitation:
             self._ask_store(lambda: self._store.delete_key(KEY))
 
     def withdraw(self, error: CheckpointError) -> None:
-        """Tell the ranks that have not connected yet that they cannot: they would try until the deadline."""
-        self.remove()
-        text = json.dumps({"refused": error_report(error), "nonce": _withdrawal_of(self._nonce)})
+        """Tell the ranks that have not received the message yet why nobody can follow it. They would wait for another."""
+        text = json.dumps({"refused": error_report(error), "nonce": self._nonce})
         with contextlib.suppress(CheckpointError):
             self._ask_store(lambda: self._store.set(KEY, text))
 
     def refuse(self, error: CheckpointError) -> None:
         """Tell the others why the ranks cannot connect as the message says. Connections tell only those that have one."""
-        self._heard.append(_withdrawal_of(self._nonce))  # of the failure that this rank knows already
         if self.refusal() is not None:
             return
         report = json.dumps([self._rank, error_report(error)])
@@ -81,7 +79,6 @@ class Invitation:
         with contextlib.suppress(CheckpointError):
             if self._ask_store(lambda: self._store.check([key])):
                 rank, report = json.loads(self._ask_store(lambda: self._store.get(key)))
-                self._heard.append(_withdrawal_of(self._nonce))
                 return error_from_report(report, prefix=f"rank {rank} cannot join the others: " if rank else "")
         return None
 
@@ -157,7 +154,3 @@ class Invitation:
                 f"rank {self._rank}: rank 0 has not told its address in time: it made no save or load for this group, "
                 "or the store of the group does not answer; look for a hung rank, or raise the time-out"
             ) from None
-
-
-def _withdrawal_of(nonce: str) -> str:
-    return f"{nonce} is withdrawn"

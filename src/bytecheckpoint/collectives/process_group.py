@@ -115,11 +115,14 @@ class StoreCollective(InboxCollective):
             hub.wait_ready(deadline - time.monotonic(), invitation.refusal)
         except CheckpointTimeoutError as error:
             invitation.refuse(error)
-            invitation.remove()
+            invitation.remove()  # a rank that has made no call may join the next attempt
             raise
         except CheckpointError as error:
             invitation.refuse(error)
             invitation.withdraw(error)
+            raise
+        except BaseException:
+            invitation.remove()
             raise
         invitation.remove()
         return hub

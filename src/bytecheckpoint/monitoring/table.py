@@ -1,10 +1,12 @@
-"""The records of all ranks of one operation as one table, which is what sinks, files and analyses work on."""
+"""The records of all ranks of one operation as one table, which is what sinks, files and analyses work on.
+
+Arrays are made from buffers: `pa.array` imports pandas, which takes a second of a training's processor.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,8 @@ import pyarrow as pa
 from numpy.typing import ArrayLike, NDArray
 
 from bytecheckpoint.monitoring.record import LEVELS, ROW, RankRecord
+from bytecheckpoint.representation.arrow_columns import number_array, string_array
+from bytecheckpoint.representation.catalog import StringColumn
 
 __all__ = ["MESH_AXES", "SCHEMA", "OperationRecord", "operation_id", "operation_record"]
 
@@ -85,8 +89,7 @@ class _Strings:
 
     def column(self, codes: NDArray[Any]) -> pa.Array:
         """Return the column that holds the strings of `codes`."""
-        values = pa.array(list(self._numbers), pa.string())
-        return pa.DictionaryArray.from_arrays(pa.array(codes.astype(np.int32)), values)
+        return _texts(codes, self._numbers)
 
 
 def operation_id(world_id: str, kind: str, number: int) -> str:
@@ -113,7 +116,7 @@ def operation_record(records: Sequence[RankRecord], world_id: str, world_size: i
         "kind": first.kind,
         "path": known[0].path,
         "step": step,
-        "began": datetime.fromtimestamp(first.began, UTC),
+        "began": int(first.began * 1e6),
         "world_size": world_size,
     }
     table = _table(records, missing, constants)
@@ -162,23 +165,40 @@ def _table(records: Sequence[RankRecord], missing: Sequence[int], constants: Map
     }
     of_row = np.concatenate([holder, np.arange(len(records)), np.arange(len(ranks))])
     columns = {name: text.column(rows[name]) for name in _TEXTS}
-    columns |= {name: pa.array(rows[name]) for name in ("begin", "seconds", "count", "nbytes")}
-    columns["failed"] = pa.array(rows["failed"] != 0)
-    columns["level"] = pa.DictionaryArray.from_arrays(pa.array(rows["level"].astype(np.int32)), pa.array(LEVELS))
-    columns["rank"] = pa.array(ranks[of_row])
+    columns |= {name: _numbers(name, rows[name]) for name in ("begin", "seconds", "count", "nbytes", "failed")}
+    columns["level"] = _texts(rows["level"], LEVELS)
+    columns["rank"] = _numbers("rank", ranks[of_row])
     columns["host"], columns["mesh"] = hosts.column(hosts_of[of_row]), meshes.column(meshes_of[of_row])
     for axis in MESH_AXES:
         places = np.array([record.mesh.get(axis, -1) for record in records] + [-1] * len(missing), np.int32)[of_row]
-        columns[axis] = pa.array(places, mask=places < 0)
+        columns[axis] = _numbers(axis, places, places >= 0)
     for name, value in constants.items():
-        columns[name] = _constant(value, SCHEMA.field(name).type, len(of_row))
+        if isinstance(value, str):
+            columns[name] = _texts(np.zeros(len(of_row), np.int32), [value])
+        else:
+            known = np.full(len(of_row), value is not None)
+            columns[name] = _numbers(name, np.full(len(of_row), value or 0), known)
     return pa.table([columns[field.name] for field in SCHEMA], schema=SCHEMA)
 
 
-def _constant(value: Any, kind: pa.DataType, length: int) -> pa.Array:
-    if kind == _TEXT:
-        return pa.DictionaryArray.from_arrays(pa.array(np.zeros(length, np.int32)), pa.array([value], pa.string()))
-    return pa.repeat(pa.scalar(value, kind), length)
+def _texts(codes: NDArray[Any], values: Iterable[str]) -> pa.Array:
+    """Return the column that holds the strings of `codes`."""
+    strings = list(values)
+    rows = np.arange(len(strings))
+    dictionary = string_array(StringColumn(rows, strings), rows).dictionary
+    return pa.DictionaryArray.from_arrays(number_array(codes.astype(np.int32), pa.int32()), dictionary)
+
+
+def _numbers(name: str, values: NDArray[Any], known: NDArray[np.bool_] | None = None) -> pa.Array:
+    """Return the column of numbers `name`; what is not known is null."""
+    kind = SCHEMA.field(name).type
+    letter = "f" if pa.types.is_floating(kind) else "i"
+    plain = np.bool_ if pa.types.is_boolean(kind) else np.dtype(f"{letter}{kind.bit_width // 8}")
+    column = number_array(values.astype(plain), kind)
+    if known is None:
+        return column
+    validity = pa.py_buffer(np.packbits(known, bitorder="little"))
+    return pa.Array.from_buffers(kind, len(values), [validity, column.buffers()[1]])
 
 
 def _begins(records: Sequence[RankRecord], rows: NDArray[Any], holder: NDArray[np.int64]) -> NDArray[np.float64]:

@@ -18,6 +18,7 @@ from bytecheckpoint.representation.names import escape, unescape
 
 __all__ = [
     "ColumnError",
+    "as_numpy",
     "flat_list_array",
     "list_array",
     "number_array",
@@ -68,7 +69,7 @@ def read_numbers(table: Any, name: str, arrow_type: Any) -> NDArray[Any]:
     """Return a column of numbers or booleans, which must be of type `arrow_type` and without nulls."""
     column = _joined_chunks(table[name])
     _check(name, not column.null_count and column.type == arrow_type)
-    return _as_numpy(column)
+    return as_numpy(column)
 
 
 def read_strings(table: Any, name: str) -> StringColumn:
@@ -78,7 +79,7 @@ def read_strings(table: Any, name: str) -> StringColumn:
     values = list(map(unescape, column.dictionary.to_pylist()))
     if len(set(values)) != len(values):
         raise ColumnError(f"its column {name!r} has one string twice in its dictionary")
-    return StringColumn(_as_numpy(column.indices).astype(np.int64), values)
+    return StringColumn(as_numpy(column.indices).astype(np.int64), values)
 
 
 def read_lists(table: Any, name: str, fill: int) -> tuple[Int64s, Int64s]:
@@ -98,10 +99,10 @@ def read_flat_lists(table: Any, name: str, arrow_type: Any) -> tuple[NDArray[Any
     """Return the elements of all lists of a column, one list after the other, and the lengths of the lists."""
     column = _joined_chunks(table[name])
     _check(name, not column.null_count and pa.types.is_list(column.type) and column.type.value_type == arrow_type)
-    offsets = _as_numpy(column.offsets)
+    offsets = as_numpy(column.offsets)
     values = column.values[offsets[0] : offsets[-1]]
     _check(name, not values.null_count)
-    return _as_numpy(values), np.diff(offsets).astype(np.int64)
+    return as_numpy(values), np.diff(offsets).astype(np.int64)
 
 
 def _check(name: str, sound: bool) -> None:
@@ -113,13 +114,13 @@ def _joined_chunks(column: Any) -> Any:
     return pa.concat_arrays(column.chunks) if column.num_chunks else pa.nulls(0, column.type)
 
 
-def _as_numpy(array: Any) -> NDArray[Any]:
+def as_numpy(array: Any) -> NDArray[Any]:
     """Return a read-only view of an Arrow array of numbers without nulls (of booleans: a copy)."""
     data, count = array.buffers()[1], len(array)
     if data is None:
-        return np.zeros(0, str(array.type))
+        return np.zeros(0, array.type.to_pandas_dtype())
     if pa.types.is_boolean(array.type):
         bits = np.unpackbits(np.frombuffer(data, np.uint8), bitorder="little")
         return bits[array.offset : array.offset + count].astype(np.bool_)
-    dtype = np.dtype(str(array.type))
+    dtype = np.dtype(array.type.to_pandas_dtype())
     return np.frombuffer(data, dtype, count, array.offset * dtype.itemsize)

@@ -1,4 +1,4 @@
-"""The rows of one operation as columns of numpy."""
+"""The rows of one operation as columns of numpy, without functions of Arrow that import pandas."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
+
+from bytecheckpoint.representation.arrow_columns import as_numpy
 
 __all__ = ["Rows"]
 
@@ -25,8 +27,7 @@ class Rows:
     def numbers(self, name: str) -> NDArray[Any]:
         """Return a column of numbers; null is 0."""
         column = self._table.column(name)
-        values: NDArray[Any] = (column.fill_null(0) if column.null_count else column).to_numpy()
-        return values
+        return as_numpy((column.fill_null(0) if column.null_count else column).combine_chunks())
 
     def texts(self, name: str) -> tuple[NDArray[np.int64], list[str]]:
         """Return a column of text as numbers (-1: null), and the strings that they stand for."""
@@ -35,7 +36,8 @@ class Rows:
             if not pa.types.is_dictionary(column.type):
                 column = column.dictionary_encode()
             joined = column.unify_dictionaries().combine_chunks()
-            codes = joined.indices.fill_null(-1).to_numpy().astype(np.int64)
+            numbers = joined.indices.fill_null(-1) if joined.indices.null_count else joined.indices
+            codes = as_numpy(numbers).astype(np.int64)
             self._texts[name] = codes, joined.dictionary.to_pylist()
         return self._texts[name]
 

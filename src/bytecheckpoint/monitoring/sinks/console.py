@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from bytecheckpoint.monitoring.analysis.rows import Rows
 from bytecheckpoint.monitoring.progress import OperationProgress
 from bytecheckpoint.monitoring.sinks.base import Sink
 from bytecheckpoint.monitoring.table import OperationRecord
@@ -43,8 +44,7 @@ class ConsoleSink(Sink):
         """Say how an operation ended of which the beginning was told."""
         self._close_bar(record.id)
         if self._told.pop(record.id, None) is not None:
-            failed = record.table["failed"].to_numpy(zero_copy_only=False).any()
-            _write(f"{record.kind} {record.path}: {'failed' if failed else 'done'}")
+            _write(f"{record.kind} {record.path}: {'failed' if Rows(record.table).numbers('failed').any() else 'done'}")
 
     def close(self) -> None:
         """Leave the terminal as it was."""
