@@ -28,6 +28,11 @@ class Rows:
         values: NDArray[Any] = (column.fill_null(0) if column.null_count else column).to_numpy()
         return values
 
+    def known(self, name: str) -> NDArray[np.bool_]:
+        """Return which rows of a column are not null."""
+        values: NDArray[np.bool_] = self._table.column(name).is_valid().to_numpy()
+        return values
+
     def texts(self, name: str) -> tuple[NDArray[np.int64], list[str]]:
         """Return a column of text as numbers (-1: null), and the strings that they stand for."""
         if name not in self._texts:

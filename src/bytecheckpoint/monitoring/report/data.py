@@ -9,10 +9,10 @@ from dataclasses import asdict
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 from numpy.typing import NDArray
 
 from bytecheckpoint.monitoring.analysis.findings import findings
+from bytecheckpoint.monitoring.analysis.rows import Rows
 from bytecheckpoint.monitoring.analysis.summary import OperationSummary, summarize
 from bytecheckpoint.monitoring.reading import RunMetrics
 from bytecheckpoint.monitoring.table import MESH_AXES, OperationRecord
@@ -22,13 +22,15 @@ __all__ = ["page_data"]
 #: Operations in the history; older ones are left out.
 OPERATIONS = 1000
 #: Rows of phases of all operations together: three operations of 8,960 ranks.
-PHASE_ROWS = 300_000
+PHASE_ROWS = 200_000
 #: Spans of one operation, and of all operations together.
 SPANS_PER_OPERATION, SPANS = 10_000, 60_000
 #: Ranks whose spans are kept where not all are: so many of the slowest, and so many at equal distances.
 SLOWEST, SAMPLED = 32, 32
 #: Stragglers, failures and missing ranks of one operation in the lists; the heat map shows all.
 LISTED = 50
+#: A phase that begins so many seconds from the end of the one before follows it.
+_SAME_TIME = 1e-4
 _STATES = ("done", "failed", "missing")
 
 
@@ -100,22 +102,21 @@ def _number(value: float) -> float | None:
 def _details(records: Sequence[OperationRecord], summaries: Sequence[OperationSummary]) -> tuple[Any, list[str]]:
     """Return the columns of the newest operations that fit, by id, and sentences that say what is left out."""
     details: dict[str, Any] = {}
-    rows = spans = 0
+    phase_rows = spans = 0
     sampled = False
     for place in _newest_first(records):
         record, summary = records[place], summaries[place]
-        columns = _Columns(record.table)
-        phases = columns.select("phase")
-        rows += len(phases)
-        if details and rows > PHASE_ROWS:
+        rows = Rows(record.table)
+        phases, chosen = _places(rows, "phase"), _places(rows, "span")
+        phase_rows += len(phases)
+        if details and phase_rows > PHASE_ROWS:
             break
-        chosen = columns.select("span")
         if len(chosen) > SPANS_PER_OPERATION or spans + len(chosen) > SPANS:
-            ranks = _interesting_ranks(columns, summary)
-            chosen = chosen[np.isin(columns.rank[chosen], ranks)][: max(min(SPANS_PER_OPERATION, SPANS - spans), 0)]
+            ranks = _interesting_ranks(rows, summary)
+            chosen = chosen[np.isin(rows.numbers("rank")[chosen], ranks)][: max(min(SPANS_PER_OPERATION, SPANS - spans), 0)]
             sampled = True
         spans += len(chosen)
-        details[record.id] = _detail(columns, phases, chosen)
+        details[record.id] = _detail(rows, phases, chosen)
     notes = []
     if len(details) < len(records):
         notes.append(
@@ -136,97 +137,82 @@ def _newest_first(records: Sequence[OperationRecord]) -> list[int]:
     return sorted(firsts, reverse=True) + [place for place in places if place not in firsts]
 
 
-def _interesting_ranks(columns: _Columns, summary: OperationSummary) -> NDArray[np.int32]:
-    own = columns.select("rank")
-    slowest = columns.rank[own[np.argsort(columns.seconds[own])[-SLOWEST:]]]
-    sample = columns.rank[own[:: max(len(own) // SAMPLED, 1)]]
+def _interesting_ranks(rows: Rows, summary: OperationSummary) -> NDArray[np.int32]:
+    own = _places(rows, "rank")
+    rank = rows.numbers("rank")[own]
+    slowest = rank[np.argsort(rows.numbers("seconds")[own])[-SLOWEST:]]
+    sample = rank[:: max(len(own) // SAMPLED, 1)]
     return np.unique(np.concatenate([slowest, sample, [s.rank for s in summary.stragglers[:LISTED]]]).astype(np.int32))
 
 
-class _Columns:
-    """Columns of the table of one operation as arrays."""
-
-    def __init__(self, table: pa.Table) -> None:
-        self.rank: NDArray[np.int32] = table["rank"].to_numpy()
-        self.begin: NDArray[np.float32] = table["begin"].to_numpy()
-        self.seconds: NDArray[np.float32] = table["seconds"].to_numpy()
-        self.nbytes: NDArray[np.int64] = table["nbytes"].to_numpy()
-        self.failed: NDArray[np.bool_] = table["failed"].to_numpy()
-        self._table = table
-        self._level, self._levels = self.coded("level")
-
-    def coded(self, name: str) -> tuple[NDArray[np.int32], list[str]]:
-        """Return a text column as numbers of strings, and the strings."""
-        column = self._table[name]
-        if not pa.types.is_dictionary(column.type):
-            column = column.dictionary_encode()
-        column = pa.chunked_array(column.unify_dictionaries())
-        codes = np.concatenate([chunk.indices.to_numpy(zero_copy_only=False) for chunk in column.chunks] or [[]])
-        return codes.astype(np.int32), column.chunk(0).dictionary.to_pylist() if column.num_chunks else []
-
-    def axis(self, name: str) -> NDArray[np.int32]:
-        """Return the coordinates of a mesh axis, -1 where unknown."""
-        return self._table[name].fill_null(-1).to_numpy()
-
-    def select(self, level: str) -> NDArray[np.int64]:
-        """Return the places of the rows of a level in order of rank and time."""
-        if level not in self._levels:
-            return np.zeros(0, np.int64)
-        places = np.flatnonzero(self._level == self._levels.index(level))
-        return places[np.lexsort((self.begin[places], self.rank[places]))]
+def _places(rows: Rows, level: str) -> NDArray[np.int64]:
+    """Return the places of the rows of a level, in order of rank and time."""
+    places = np.flatnonzero(rows.where("level", level))
+    return places[np.lexsort((rows.numbers("begin")[places], rows.numbers("rank")[places]))]
 
 
-def _detail(columns: _Columns, phases: NDArray[np.int64], spans: NDArray[np.int64]) -> dict[str, Any]:
-    """Return the columns of one operation; rows of phases and spans lie in order of the ranks' rows."""
-    own = columns.select("rank")
-    ranks = columns.rank[own]
-    names, strings = columns.coded("name")
-    states = np.array([_STATES.index(strings[code]) if strings[code] in _STATES else 0 for code in names[own]])
-    axes = {axis: columns.axis(axis)[own] for axis in MESH_AXES}
-    totals = columns.select("total")
+def _detail(rows: Rows, phases: NDArray[np.int64], spans: NDArray[np.int64]) -> dict[str, Any]:
+    """Return the columns of one operation; phases and spans lie in the order of the ranks' rows."""
+    own = _places(rows, "rank")
+    ranks, seconds = rows.numbers("rank")[own], rows.numbers("seconds")
+    names, strings = rows.texts("name")
+    states = np.array([_STATES.index(text) if text in _STATES else 0 for text in strings], np.uint8)[names[own]]
+    axes = {axis: rows.numbers(axis)[own] for axis in MESH_AXES if rows.known(axis)[own].any()}
+    totals = _places(rows, "total")
+    totals = totals[np.isin(rows.numbers("rank")[totals], ranks)]
     sums = {}
     for code in np.unique(names[totals]):
-        rows = totals[names[totals] == code]
-        rows = rows[np.isin(columns.rank[rows], ranks)]
-        values = np.zeros(len(ranks), np.float32)
-        np.add.at(values, np.searchsorted(ranks, columns.rank[rows]), columns.seconds[rows])
+        places = totals[names[totals] == code]
+        at = np.searchsorted(ranks, rows.numbers("rank")[places])
+        values = np.bincount(at, seconds[places], len(ranks)).astype(np.float32)
         if values.any():
             sums[strings[code]] = _packed(values)
     return {
-        "rank": _packed(ranks),
-        "host": _texts(columns, "host", own),
-        "axes": {axis: _packed(values) for axis, values in axes.items() if (values >= 0).any()},
-        "state": _packed(states.astype(np.uint8)),
-        "seconds": _packed(columns.seconds[own]),
-        "nbytes": _packed(columns.nbytes[own].astype(np.float64)),
+        "rank": _packed_small(ranks),
+        "host": _texts(rows, "host", own),
+        "axes": {axis: _packed_small(np.where(rows.known(axis)[own], values, -1)) for axis, values in axes.items()},
+        "state": _packed(states),
+        "seconds": _packed(seconds[own]),
+        "nbytes": _packed(rows.numbers("nbytes")[own].astype(np.float64)),
         "totals": sums,
-        "phases": _rows(columns, phases, ranks),
-        "spans": _rows(columns, spans, ranks)
-        | {"nbytes": _packed(columns.nbytes[spans].astype(np.float64)), "subject": _texts(columns, "subject", spans)},
+        "phases": _parts(rows, phases, ranks),
+        "spans": _parts(rows, spans, ranks)
+        | {"nbytes": _packed(rows.numbers("nbytes")[spans].astype(np.float64)), "subject": _texts(rows, "subject", spans)},
     }
 
 
-def _rows(columns: _Columns, rows: NDArray[np.int64], ranks: NDArray[np.int32]) -> dict[str, Any]:
-    rows = rows[np.isin(columns.rank[rows], ranks)]
-    counts = np.bincount(np.searchsorted(ranks, columns.rank[rows]), minlength=len(ranks))
-    return {
-        "counts": _packed(counts.astype(np.int32)),
-        "name": _texts(columns, "name", rows),
-        "begin": _packed(columns.begin[rows]),
-        "seconds": _packed(columns.seconds[rows]),
-        "failed": _packed(columns.failed[rows].astype(np.uint8)),
+def _parts(rows: Rows, places: NDArray[np.int64], ranks: NDArray[np.int32]) -> dict[str, Any]:
+    """Return phases or spans: how many each rank has, and their columns."""
+    rank, begin, seconds = (rows.numbers(name)[places] for name in ("rank", "begin", "seconds"))
+    counts = np.bincount(np.searchsorted(ranks, rank), minlength=len(ranks))
+    columns = {
+        "counts": _packed_small(counts),
+        "name": _texts(rows, "name", places),
+        "begin": _packed(begin),
+        "seconds": _packed(seconds),
     }
+    follows = (rank[1:] != rank[:-1]) | (np.abs(begin[1:] - (begin + seconds)[:-1]) < _SAME_TIME)
+    if follows.all():  # each begins when the one before ends: the beginning of the first is enough
+        columns["begin"] = _packed(begin[np.diff(rank, prepend=-1) != 0])
+    if rows.numbers("failed")[places].any():
+        columns["failed"] = _packed_small(rows.numbers("failed")[places])
+    return columns
 
 
-def _texts(columns: _Columns, name: str, rows: NDArray[np.int64]) -> dict[str, Any]:
-    codes, strings = columns.coded(name)
-    used, codes = np.unique(codes[rows], return_inverse=True)
-    width = np.uint8 if len(used) <= 256 else np.int32
-    return {"values": [strings[code] for code in used], "codes": _packed(codes.astype(width))}
+def _texts(rows: Rows, name: str, places: NDArray[np.int64]) -> dict[str, Any]:
+    codes, strings = rows.texts(name)
+    used, codes = np.unique(codes[places], return_inverse=True)
+    return {"values": [strings[code] if code >= 0 else "" for code in used], "codes": _packed_small(codes)}
+
+
+def _packed_small(values: NDArray[Any]) -> dict[str, str]:
+    """Return a column of integers in the smallest type that the page knows."""
+    low, high = values.min(initial=0), values.max(initial=0)
+    fits = (t for t in (np.uint8, np.int8, np.int16, np.int32) if np.iinfo(t).min <= low and high <= np.iinfo(t).max)
+    return _packed(values.astype(next(fits)))
 
 
 def _packed(values: NDArray[Any]) -> dict[str, str]:
-    """Return a column as little-endian bytes in base64, with its type."""
+    """Return a column as its type and its little-endian bytes in base64."""
     values = np.ascontiguousarray(values, values.dtype.newbyteorder("<"))
     return {"type": f"{values.dtype.kind}{values.dtype.itemsize}", "data": base64.b64encode(values).decode()}
-

@@ -11,14 +11,17 @@ from collections.abc import Iterator, Sequence
 from typing import Any, BinaryIO
 
 import msgspec
+import numpy as np
 
+from bytecheckpoint.monitoring.analysis.rows import Rows
 from bytecheckpoint.monitoring.table import OperationRecord
 
 __all__ = ["write_trace"]
 
 #: About what Perfetto opens in seconds; older operations are left out.
 EVENTS = 1_000_000
-_COLUMNS = ("rank", "host", "mesh", "level", "name", "subject", "failed", "begin", "seconds", "nbytes")
+_NUMBERS = ("rank", "failed", "begin", "seconds", "nbytes")
+_TEXTS = ("host", "mesh", "level", "name", "subject")
 #: Threads of one kind of operation; the first two are for operations and phases.
 _LANES = {"save": 1, "load": 1001}
 
@@ -55,28 +58,24 @@ class _Writer:
         """Return the events of one operation; `origin` is the beginning of the trace, in seconds since 1970."""
         title = f"{record.kind} {record.path if record.step is None else record.step}"
         lanes: dict[int, list[tuple[float, int]]] = {}  # rank -> lanes for spans, by when they are free again
-        table = record.table.select(_COLUMNS).sort_by([("rank", "ascending"), ("begin", "ascending")])
-        for batch in table.to_batches(max_chunksize=50_000):
-            for row in batch.to_pylist():
-                if row["level"] == "total":
-                    continue
-                begin = record.began - origin + row["begin"]
-                end = begin + row["seconds"]
-                lane = 0 if row["level"] == "rank" else 1
-                if row["level"] == "span":
-                    free = lanes.setdefault(row["rank"], [])
-                    lane = heapq.heappop(free)[1] if free and free[0][0] <= begin else len(free) + 2
-                    heapq.heappush(free, (end, lane))
-                # Process and thread 0 are the idle ones of Linux's kernel in Perfetto.
-                process, thread = row["rank"] + 1, _LANES[record.kind] + lane
-                yield from self._names(process, thread, lane, record.kind, row)
-                # Times are rounded: without the bound, a slice could begin before the one in front of it ends.
-                start = max(round(begin * 1e6), self._ends.get((process, thread), 0))
-                self._ends[process, thread] = finish = max(round(end * 1e6), start)
-                yield {
-                    "ph": "X", "cat": row["level"], "name": row["name"] if lane else title,
-                    "pid": process, "tid": thread, "ts": start, "dur": finish - start, "args": _arguments(row, record),
-                }  # fmt: skip
+        for row in _rows_in_order(record):
+            begin = record.began - origin + row["begin"]
+            end = begin + row["seconds"]
+            lane = 0 if row["level"] == "rank" else 1
+            if row["level"] == "span":
+                free = lanes.setdefault(row["rank"], [])
+                lane = heapq.heappop(free)[1] if free and free[0][0] <= begin else len(free) + 2
+                heapq.heappush(free, (end, lane))
+            # Process and thread 0 are the idle ones of Linux's kernel in Perfetto.
+            process, thread = row["rank"] + 1, _LANES[record.kind] + lane
+            yield from self._names(process, thread, lane, record.kind, row)
+            # Times are rounded: without the bound, a slice could begin before the one in front of it ends.
+            start = max(round(begin * 1e6), self._ends.get((process, thread), 0))
+            self._ends[process, thread] = finish = max(round(end * 1e6), start)
+            yield {
+                "ph": "X", "cat": row["level"], "name": row["name"] if lane else title,
+                "pid": process, "tid": thread, "ts": start, "dur": finish - start, "args": _arguments(row, record),
+            }  # fmt: skip
 
     def _names(self, process: int, thread: int, lane: int, kind: str, row: dict[str, Any]) -> Iterator[dict[str, Any]]:
         if (process, 0) not in self._named:
@@ -88,6 +87,19 @@ class _Writer:
             yield _metadata("thread_name", process, thread, name=name)
             yield _metadata("thread_sort_index", process, thread, sort_index=thread)
         self._named |= {(process, 0), (process, thread)}
+
+
+def _rows_in_order(record: OperationRecord) -> Iterator[dict[str, Any]]:
+    """Iterate over ranks, phases and spans, in order of rank and time."""
+    rows = Rows(record.table)
+    order = np.lexsort((rows.numbers("begin"), rows.numbers("rank")))
+    order = order[~rows.where("level", "total")[order]]
+    columns = [rows.numbers(name)[order].tolist() for name in _NUMBERS]
+    for name in _TEXTS:
+        codes, strings = rows.texts(name)
+        columns.append(np.array([*strings, ""], object)[codes[order]].tolist())
+    for values in zip(*columns, strict=True):
+        yield dict(zip((*_NUMBERS, *_TEXTS), values, strict=True))
 
 
 def _arguments(row: dict[str, Any], record: OperationRecord) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 // Columns of the report: decoded when an operation is looked at for the first time.
 
-const ARRAYS = { u1: Uint8Array, i4: Int32Array, f4: Float32Array, f8: Float64Array };
+const ARRAYS = { u1: Uint8Array, i1: Int8Array, i2: Int16Array, i4: Int32Array, f4: Float32Array, f8: Float64Array };
 
 function unpack(column) {
   const text = atob(column.data);
@@ -10,7 +10,6 @@ function unpack(column) {
 }
 
 const unpackTexts = ({ values, codes }) => ({ values, codes: unpack(codes) });
-const median = (values) => Float32Array.from(values).sort()[Math.floor((values.length - 1) / 2)];
 
 class Detail {
   // What every rank of one operation did. Rows are ranks in order; `place` is a rank's row.
@@ -32,7 +31,26 @@ class Detail {
     const counts = unpack(packed.counts);
     const first = new Int32Array(counts.length + 1);
     counts.forEach((count, place) => (first[place + 1] = first[place] + count));
-    return { first, name: unpackTexts(packed.name), begin: unpack(packed.begin), seconds: unpack(packed.seconds), failed: unpack(packed.failed) };
+    const seconds = unpack(packed.seconds);
+    const failed = packed.failed ? unpack(packed.failed) : new Uint8Array(seconds.length);
+    let begin = unpack(packed.begin);
+    if (begin.length < seconds.length) begin = this.follow(begin, seconds, first);
+    return { first, name: unpackTexts(packed.name), begin, seconds, failed };
+  }
+
+  // Each row of a rank begins when the one before ends; `firsts` has the beginnings of the first ones.
+  follow(firsts, seconds, first) {
+    const begin = new Float32Array(seconds.length);
+    let used = 0;
+    for (let place = 0; place + 1 < first.length; place++) {
+      if (first[place] === first[place + 1]) continue;
+      let now = firsts[used++];
+      for (let row = first[place]; row < first[place + 1]; row++) {
+        begin[row] = now;
+        now += seconds[row];
+      }
+    }
+    return begin;
   }
 
   get spans() {

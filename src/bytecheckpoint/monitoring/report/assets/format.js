@@ -10,7 +10,7 @@ function formatSize(bytes) {
 }
 
 const formatRate = (bytes) => (bytes ? `${formatSize(bytes)}/s` : "–");
-const formatCount = (value) => value.toLocaleString("en-US");
+const formatCount = (value) => String(value).replace(/\B(?=(\d{3})+$)/g, ",");
 
 function formatSeconds(seconds) {
   if (seconds === null || seconds === undefined) return "–";

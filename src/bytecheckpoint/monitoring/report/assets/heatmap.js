@@ -7,11 +7,11 @@ const axesOf = (detail) => [...["dp", "tp", "pp", "cp", "ep"].filter((axis) => a
 
 // The axes that show the structure best: pipeline stages over replicas, else hosts, else the ranks in order.
 function defaultAxes(detail) {
-  const known = axesOf(detail);
   const several = (axis) => axis in detail.axes && new Set(detail.axes[axis]).size > 1;
   const columns = ["dp", "tp", "ep", "cp"].find(several);
-  if (columns) return [["pp", "tp", "cp", "ep", "dp"].find((axis) => axis !== columns && several(axis)) || "host", columns];
-  return known.length && detail.host.values.length > 1 ? ["host", "rank"] : ["rank", "rank"];
+  const rows = ["pp", "tp", "cp", "ep", "dp"].find((axis) => axis !== columns && several(axis));
+  if (columns && rows) return [rows, columns];
+  return detail.host.values.length > 1 ? ["host", "rank"] : ["rank", "rank"];
 }
 
 // Coordinates and labels of an axis; "rank" counts ranks that share the other axis.
@@ -68,6 +68,7 @@ class HeatMap {
   constructor(choose) {
     this.node = find("map");
     this.choose = choose;
+    this.outline = element("div", { className: "outline", hidden: true });
     this.node.addEventListener("keydown", (event) => this.move(event));
   }
 
@@ -111,12 +112,16 @@ class HeatMap {
     const style = axisStyle();
     const { layout, detail } = this;
     const left = Math.min(12 + 7 * layout.yLabels.reduce((most, label) => Math.max(most, label.length), 0), narrow.matches ? 80 : 150);
+    this.left = left;
     const every = Math.ceil(layout.yLabels.length / layout.group / 18) * layout.group;
     const axis = { ...style, type: "category", splitLine: { show: false }, axisTick: { show: false } };
     const marks = (id, data, symbol, look) => ({
       id, type: "scatter", data, symbol, symbolSize: 9, itemStyle: look, zlevel: 1, encode: { x: 0, y: 1 }, dimensions: ["x", "y", "value", "place"],
     });
-    this.chart = chartOf(this.node);
+    this.chart = chartOf(this.node, () => this.mark(this.rank));
+    this.node.append(this.outline);
+    // When the first map is on the screen, in milliseconds: tests read it.
+    requestAnimationFrame(() => setTimeout(() => (document.documentElement.dataset.drawn ??= String(Math.round(performance.now())))));
     this.chart.resize();
     this.chart.setOption({
       ...chartBase(),
@@ -133,10 +138,9 @@ class HeatMap {
       series: [
         { id: "cells", type: "heatmap", data: cells, progressive: 0, dimensions: ["x", "y", "value", "place"], encode: { x: 0, y: 1, value: 2 },
           itemStyle: { borderWidth: cells.length < 600 ? 1 : 0, borderColor: colour("card") }, emphasis: { disabled: true } },
-        marks("missing", missing, "rect", { color: "transparent", borderColor: colour("quiet"), borderWidth: 1.5 }),
+        marks("missing", missing, "emptyRect", { color: colour("none"), borderColor: colour("quiet") }),
         marks("failed", failed, MARK, { color: "transparent", borderColor: "#ffffff", borderWidth: 2.5, shadowColor: "#000000", shadowBlur: 3 }),
-        marks("stragglers", stragglers, "circle", { color: "transparent", borderColor: "#ffffff", borderWidth: 2, shadowColor: "#000000", shadowBlur: 3 }),
-        { ...marks("chosen", [], "rect", { color: "transparent", borderColor: "#ffffff", borderWidth: 2, shadowColor: "#000000", shadowBlur: 6 }), silent: true },
+        marks("stragglers", stragglers, "circle", { color: "transparent", borderColor: "#ffffff", borderWidth: 1.5, shadowColor: "#000000", shadowBlur: 3 }),
       ],
     }, true);
     this.chart.off("click");
@@ -148,16 +152,21 @@ class HeatMap {
     return `${this.format(this.values[place])}${state}`;
   }
 
-  // Outline the chosen rank.
+  // Outline the chosen rank. An element above the chart: the chart would draw all its cells again.
   mark(rank) {
     const place = this.detail.places.get(rank);
     this.place = place;
+    this.rank = rank;
+    this.outline.hidden = place === undefined;
     if (place === undefined) return;
-    const corner = (dx) => this.chart.convertToPixel({ gridIndex: 0 }, [this.layout.x[place] + dx, this.layout.y[place] + dx]);
-    const [here, next] = [corner(0), corner(1)];
-    const box = here && next ? [Math.max(Math.abs(next[0] - here[0]), 8), Math.max(Math.abs(next[1] - here[1]), 8)] : 12;
-    const data = [[this.layout.x[place], this.layout.y[place], this.values[place], place]];
-    this.chart.setOption({ series: [{ id: "chosen", data, symbolSize: box }] });
+    const [x, y] = [this.layout.x[place], this.layout.y[place]];
+    const step = (at, count) => (at + 1 < count ? 1 : at > 0 ? -1 : 0); // to a neighbour
+    const [dx, dy] = [step(x, this.layout.xLabels.length), step(y, this.layout.yLabels.length)];
+    const pixel = (at) => this.chart.convertToPixel({ gridIndex: 0 }, at);
+    const [here, next] = [pixel([x, y]), pixel([x + dx, y + dy])];
+    const width = Math.max(dx ? Math.abs(next[0] - here[0]) : this.chart.getWidth() - this.left - 12, 8);
+    const height = Math.max(dy ? Math.abs(next[1] - here[1]) : 34, 8);
+    Object.assign(this.outline.style, { width: `${width + 4}px`, height: `${height + 4}px`, left: `${here[0] - width / 2 - 2}px`, top: `${here[1] - height / 2 - 2}px` });
     const what = `rank ${rank}, ${this.detail.describe(place)}: ${this.words(place)}`;
     this.node.setAttribute("aria-label", `Heat map over ${formatCount(this.values.length)} ranks. Chosen: ${what}`);
     find("announce").textContent = what;

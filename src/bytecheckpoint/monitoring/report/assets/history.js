@@ -13,11 +13,14 @@ function showHistory(data, kind, chosen, choose) {
     name, type: "line", data: values, symbol, symbolSize: 7, showSymbol: operations.length <= 60,
     lineStyle: { width: 2, color: tint }, itemStyle: { color: tint }, z: 5,
   });
-  const phaseOf = (operation, name) => operation.phases.find((phase) => phase[0] === name)?.[1] ?? 0;
+  // What everybody waited for: these times add up to the whole.
+  const phaseOf = (operation, name) => operation.critical.reduce((sum, [phase, , , time]) => (phase === name ? sum + time : sum), 0);
+  const fastest = Math.max(...operations.map((operation) => operation.bandwidth || 0), 1);
+  const unit = Math.min(Math.floor(Math.log2(fastest) / 10), UNITS.length - 1);
   const chart = chartOf(node);
   chart.setOption({
     ...chartBase(),
-    legend: { top: 0, type: "scroll", textStyle: { color: colour("text"), fontSize: 12 }, pageTextStyle: { color: colour("text") }, pageIconColor: colour("text"), itemHeight: 9, itemWidth: 16 },
+    legend: { top: 0, data: [...names, "whole, slowest rank", "blocking", "bandwidth"], type: "scroll", textStyle: { color: colour("text"), fontSize: 12 }, pageTextStyle: { color: colour("text") }, pageIconColor: colour("text"), itemHeight: 9, itemWidth: 16 },
     tooltip: { ...chartBase().tooltip, trigger: "axis", axisPointer: { type: "shadow" }, formatter: (points) => {
       const operation = operations[points[0].dataIndex];
       return tip(operationTitle(operation), [
@@ -32,8 +35,7 @@ function showHistory(data, kind, chosen, choose) {
     xAxis: [0, 1].map((gridIndex) => ({
       ...style, gridIndex, type: "category", data: titles, axisLabel: { ...style.axisLabel, show: gridIndex === 1, hideOverlap: true },
     })),
-    yAxis: [seconds, { ...style, type: "value", gridIndex: 1, name: "bandwidth", nameGap: 10, min: 0, splitNumber: 2,
-      axisLabel: { ...style.axisLabel, formatter: (value) => formatSize(value).replace(".0", "") } }],
+    yAxis: [seconds, { ...style, type: "value", gridIndex: 1, name: `${UNITS[unit]}/s`, nameGap: 10, min: 0, splitNumber: 2 }],
     series: [
       ...names.map((name) => ({
         name, type: "bar", stack: "phases", barMaxWidth: 38, data: operations.map((operation) => phaseOf(operation, name)),
@@ -41,8 +43,8 @@ function showHistory(data, kind, chosen, choose) {
       })),
       line("whole, slowest rank", operations.map((operation) => operation.seconds), "circle", colour("text")),
       line("blocking", operations.map((operation) => operation.blocking), "triangle", colour("serious")),
-      { ...line("bandwidth", operations.map((operation) => operation.bandwidth), "rect", colour("accent")), xAxisIndex: 1, yAxisIndex: 1 },
-      { name: "chosen", type: "line", data: [], markLine: { silent: true, symbol: "none", label: { show: false },
+      { ...line("bandwidth", operations.map((operation) => (operation.bandwidth || 0) / 1024 ** unit), "rect", colour("accent")), xAxisIndex: 1, yAxisIndex: 1 },
+      { id: "chosen", type: "line", data: [], markLine: { silent: true, symbol: "none", label: { show: false },
         lineStyle: { color: colour("accent"), type: "dashed", width: 2 }, data: chosen ? [{ xAxis: operations.indexOf(chosen) }] : [] } },
     ],
   }, true);

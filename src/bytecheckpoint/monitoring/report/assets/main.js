@@ -37,9 +37,16 @@ function choose(change) {
   if (has) showRanks(operation, other, change);
   if (other || change.kind) {
     fillSelect(find("kind"), [...new Set(data.operations.map((one) => one.kind))].map((kind) => [kind, `${kind}s`]), state.kind);
-    showHistory(data, state.kind, operation.kind === state.kind ? operation : null, choose);
+    later("history", () => showHistory(data, state.kind, operation.kind === state.kind ? operation : null, choose));
   }
   if (change.scroll) find("map-title").scrollIntoView({ block: "start" });
+}
+
+// Draw after the heat map, which people wait for; only the newest of two drawings of one chart.
+const waiting = new Map();
+function later(name, draw) {
+  clearTimeout(waiting.get(name));
+  waiting.set(name, setTimeout(draw, 0));
 }
 
 function showRanks(operation, other, change) {
@@ -49,7 +56,7 @@ function showRanks(operation, other, change) {
     const worst = operation.stragglers[0];
     if (!values.some(([key]) => key === state.value)) state.value = worst ? `phase:${worst[2]}` : "seconds";
     if (!axesOf(detail).includes(state.rows) || !axesOf(detail).includes(state.columns)) [state.rows, state.columns] = defaultAxes(detail);
-    if (change.rank === undefined && !change.keep) state.rank = operation.failures[0]?.[0] ?? worst?.[0] ?? slowestRank(detail);
+    if (change.rank === undefined && !change.keep) state.rank = causeOf(operation) ?? worst?.[0] ?? slowestRank(detail);
     const shown = state.data.operations.filter((one) => one.id in state.data.details).reverse();
     fillSelect(find("operation"), shown.map((one) => [one.id, `${operationTitle(one)}, ${formatTime(one.began).slice(0, 16)}`]), operation.id);
     fillSelect(find("value"), values, state.value);
@@ -65,8 +72,11 @@ function showRanks(operation, other, change) {
   if (onlyRank) heatMap.mark(state.rank);
   else heatMap.show(detail, state.value, state.rows, state.columns, state.rank, operation);
   showSlowest(detail, state.value, state.rank, choose);
-  showTimeline(detail, state.rank, operation);
+  later("timeline", () => showTimeline(detail, state.rank, operation));
 }
+
+// The rank whose own error ended the operation.
+const causeOf = ({ failures }) => (failures.find(([, , error]) => !/^rank \d+\b/.test(error)) || failures[0])?.[0];
 
 const slowestRank = (detail) => detail.rank[detail.seconds.reduce((best, value, place) => (value > detail.seconds[best] ? place : best), 0)];
 
@@ -106,7 +116,6 @@ function start() {
   const data = JSON.parse(holder.textContent);
   if (data) showData(data);
   if (holder.dataset.live === "true") follow(showData);
-  document.documentElement.dataset.drawn = String(Math.round(performance.now()));
 }
 
 start();

@@ -58,8 +58,11 @@ function showPhases(operation, choose) {
 
 function showStragglers(operation, choose) {
   const box = find("stragglers");
+  // One failure ends the operation of all ranks, so most of them have failed for the reason of another one.
+  const causes = operation.failures.filter(([rank, , error]) => !/^rank \d+\b/.test(error) || error.startsWith(`rank ${rank}:`));
+  const own = causes.length ? causes : operation.failures;
   const rows = [
-    ...operation.failures.map(([rank, stage, error]) => [rank, `failed in ${stage}: ${error}`, ""]),
+    ...own.map(([rank, stage, error]) => [rank, `failed in ${stage}: ${error}`, ""]),
     ...operation.missing.map((rank) => [rank, "reported nothing in time", ""]),
     ...operation.stragglers.map(([rank, host, phase, seconds, middle]) =>
       [rank, `${phase} on ${host || "an unknown host"}`, `${formatSeconds(seconds)}, median ${formatSeconds(middle)}`]),
@@ -73,5 +76,7 @@ function showStragglers(operation, choose) {
     [rankButton(rank, (chosen) => choose({ rank: chosen, scroll: true })), what, time]));
   box.replaceChildren(table);
   const total = operation.stragglerCount + operation.failureCount + operation.missingCount;
-  if (total > rows.length) box.append(element("p", { className: "quiet" }, `and ${formatCount(total - rows.length)} more; the heat map shows all.`));
+  const because = operation.failureCount > own.length ? ", most of which failed because others did" : "";
+  if (total > rows.length)
+    box.append(element("p", { className: "quiet" }, `and ${formatCount(total - rows.length)} more${because}; the heat map shows all.`));
 }

@@ -30,9 +30,10 @@ function showTimeline(detail, rank, operation) {
   find("timeline-title").textContent = known ? `Timeline of rank ${rank}` : "Timeline";
   find("timeline-about").textContent = !known ? `No values of rank ${rank} are in this page.`
     : `${operationTitle(operation)}, ${detail.describe(place)}: ${formatSeconds(detail.seconds[place])}, ${formatSize(detail.nbytes[place])}. ` +
+      (typical !== undefined && typical !== place ? `Beside it: rank ${detail.rank[typical]}, which took the median time. ` : "") +
       (spans.length ? `Below the phases: its ${plural(spans.length, "longest span")}.` : "No single spans of this rank are in this page.");
   const lanes = [{ title: `rank ${rank}`, rows: phases }];
-  if (typical !== undefined && typical !== place) lanes.push({ title: `rank ${detail.rank[typical]} (median)`, rows: rowsOf(detail.phases, typical) });
+  if (typical !== undefined && typical !== place) lanes.push({ title: "median rank", rows: rowsOf(detail.phases, typical) });
   for (const name of new Set(spans.map((span) => span.name))) {
     const rows = spans.filter((span) => span.name === name);
     const lane = lanesOf(rows);
@@ -51,7 +52,7 @@ function drawTimeline(lanes) {
   node.style.height = `${Math.max(lanes.length * 26 + 66, 110)}px`;
   const style = axisStyle();
   const rows = lanes.flatMap((lane, y) => lane.rows.map((row) => ({ ...row, y })));
-  const left = narrow.matches ? 84 : 128;
+  const left = narrow.matches ? 88 : 112;
   const chart = chartOf(node);
   chart.resize();
   chart.setOption({
