@@ -8,9 +8,11 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from bytecheckpoint.monitoring.alerts import Evaluation, Rule
 from bytecheckpoint.monitoring.analysis.findings import findings
 from bytecheckpoint.monitoring.analysis.rows import Rows
 from bytecheckpoint.monitoring.analysis.summary import OperationSummary, summarize
@@ -21,6 +23,8 @@ __all__ = ["page_data"]
 
 #: Operations in the history; older ones are left out.
 OPERATIONS = 1000
+#: Alerts in the list, the newest.
+ALERTS = 200
 #: Rows of phases of all operations together: three operations of 8,960 ranks.
 PHASE_ROWS = 200_000
 #: Spans of one operation, and of all operations together.
@@ -34,19 +38,24 @@ _SAME_TIME = 1e-4
 _STATES = ("done", "failed", "missing")
 
 
-def page_data(run: RunMetrics, root: str, made: float) -> dict[str, Any]:
+def page_data(run: RunMetrics, root: str, made: float, rules: Sequence[Rule] = ()) -> dict[str, Any]:
     """Return what the page embeds: plain values, and columns as base64.
 
     Args:
         run: the metrics of the run.
         root: folder of the run, as it is shown.
         made: seconds since 1970 at which the metrics were read.
+        rules: of the alerts to show.
     """
     records = run.records[-OPERATIONS:]
     summaries = [summarize(record) for record in records]
     left_out = []
     if len(records) < len(run.records):
         left_out.append(f"The history shows the newest {len(records):,} of {len(run.records):,} operations.")
+    evaluation = Evaluation(rules)
+    alerts = [alert for summary in summaries for alert in evaluation.after(summary)]
+    if len(alerts) > ALERTS:
+        left_out.append(f"The newest {ALERTS:,} of {len(alerts):,} alerts are listed.")
     details, notes = _details(records, summaries)
     return {
         "version": 1,
@@ -58,6 +67,7 @@ def page_data(run: RunMetrics, root: str, made: float) -> dict[str, Any]:
         "operations": [_operation(summary) for summary in summaries],
         "details": details,
         "findings": [asdict(finding) for finding in findings(summaries)],
+        "alerts": [msgspec.to_builtins(alert) for alert in alerts[-ALERTS:]],
     }
 
 
@@ -85,6 +95,7 @@ def _operation(summary: OperationSummary) -> dict[str, Any]:
         "stragglerCount": len(summary.stragglers),
         "critical": [[phase, rank, _number(begin), _number(sec)] for phase, rank, begin, sec in summary.critical_path],
         "failures": [[f.rank, f.stage, f.error] for f in summary.failures[:LISTED]],
+        "cause": summary.first_failure.rank if summary.failures else None,
         "failureCount": len(summary.failures),
         "missing": list(summary.missing[:LISTED]),
         "missingCount": len(summary.missing),

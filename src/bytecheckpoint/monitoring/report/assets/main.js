@@ -56,7 +56,7 @@ function showRanks(operation, other, change) {
     const worst = operation.stragglers[0];
     if (!values.some(([key]) => key === state.value)) state.value = worst ? `phase:${worst[2]}` : "seconds";
     if (!axesOf(detail).includes(state.rows) || !axesOf(detail).includes(state.columns)) [state.rows, state.columns] = defaultAxes(detail);
-    if (change.rank === undefined && !change.keep) state.rank = causeOf(operation) ?? worst?.[0] ?? slowestRank(detail);
+    if (change.rank === undefined && !change.keep) state.rank = operation.cause ?? worst?.[0] ?? slowestRank(detail);
     const shown = state.data.operations.filter((one) => one.id in state.data.details).reverse();
     fillSelect(find("operation"), shown.map((one) => [one.id, `${operationTitle(one)}, ${formatTime(one.began).slice(0, 16)}`]), operation.id);
     fillSelect(find("value"), values, state.value);
@@ -75,9 +75,6 @@ function showRanks(operation, other, change) {
   later("timeline", () => showTimeline(detail, state.rank, operation));
 }
 
-// The rank whose own error ended the operation.
-const causeOf = ({ failures }) => (failures.find(([, , error]) => !/^rank \d+\b/.test(error)) || failures[0])?.[0];
-
 const slowestRank = (detail) => detail.rank[detail.seconds.reduce((best, value, place) => (value > detail.seconds[best] ? place : best), 0)];
 
 function showData(data) {
@@ -88,6 +85,7 @@ function showData(data) {
   document.title = `Checkpoint report: ${data.root}`;
   find("simulated").hidden = !data.simulated;
   showFindings(data, choose);
+  showAlerts(data, choose);
   const skipped = data.skipped ? [`${plural(data.skipped, "file")} could not be read as metrics and ${data.skipped === 1 ? "was" : "were"} skipped.`] : [];
   find("about").replaceChildren(...[...data.leftOut, ...skipped, "Charts: Apache ECharts (Apache License 2.0)."].map((text) => element("p", {}, text)));
   const none = !data.operations.length;

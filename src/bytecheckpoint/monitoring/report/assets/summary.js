@@ -1,7 +1,7 @@
 // The chosen operation in figures and words: tiles, findings, phases, stragglers.
 
 const SEVERITIES = {
-  critical: ["serious", "Serious"], error: ["serious", "Serious"], serious: ["serious", "Serious"],
+  critical: ["serious", "Critical"],
   warning: ["warning", "Warning"], info: ["info", "Note"],
 };
 
@@ -48,6 +48,16 @@ function showFinding(finding, data, choose) {
   return box;
 }
 
+function showAlerts(data, choose) {
+  find("alerts").hidden = !data.alerts.length;
+  find("alerts-title").textContent = `${plural(data.alerts.length, "alert")} over the run`;
+  fillTable(find("alerts-table"), "Alerts, the newest first", ["Time", "Severity", "Rule", "Alert", ""], [...data.alerts].reverse().map((alert) => {
+    const known = alert.rank !== null && data.operations.some((operation) => operation.id === alert.operation);
+    const show = (rank) => choose({ operation: alert.operation, rank, value: alert.phase ? `phase:${alert.phase}` : undefined, scroll: true });
+    return [formatTime(alert.time), (SEVERITIES[alert.severity] || SEVERITIES.info)[1], alert.rule, alert.text, known ? rankButton(alert.rank, show) : ""];
+  }));
+}
+
 function showPhases(operation, choose) {
   fillTable(find("phases"), "Phases of the chosen operation", ["Phase", "Median>", "Longest>", "Slowest rank"],
     operation.phases.map(([name, middle, longest, rank]) => [
@@ -59,8 +69,7 @@ function showPhases(operation, choose) {
 function showStragglers(operation, choose) {
   const box = find("stragglers");
   // One failure ends the operation of all ranks, so most of them have failed for the reason of another one.
-  const causes = operation.failures.filter(([rank, , error]) => !/^rank \d+\b/.test(error) || error.startsWith(`rank ${rank}:`));
-  const own = causes.length ? causes : operation.failures;
+  const own = operation.failures.filter(([rank]) => rank === operation.cause);
   const rows = [
     ...own.map(([rank, stage, error]) => [rank, `failed in ${stage}: ${error}`, ""]),
     ...operation.missing.map((rank) => [rank, "reported nothing in time", ""]),

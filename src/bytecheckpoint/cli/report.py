@@ -1,0 +1,63 @@
+"""`bytecheckpoint report --output/--trace` and `bytecheckpoint monitor`: the metrics of a run in a browser."""
+
+from __future__ import annotations
+
+import socket
+import time
+from pathlib import Path
+
+from bytecheckpoint.cli.format import format_size, plural, printable
+from bytecheckpoint.errors import UsageError
+from bytecheckpoint.monitoring.reading import RunMetrics
+from bytecheckpoint.monitoring.record import without_secrets
+
+__all__ = ["monitor", "write_files"]
+
+
+def write_files(root: str, run: RunMetrics, page: str | None, trace: str | None) -> None:
+    """Write the page and the trace of a run to files.
+
+    Args:
+        root: folder or URL of the run.
+        run: its metrics.
+        page: file for the page; None: none.
+        trace: file for the trace; None: none.
+    """
+    from bytecheckpoint.monitoring.report.data import page_data
+    from bytecheckpoint.monitoring.report.page import make_page
+    from bytecheckpoint.monitoring.report.trace import write_trace
+
+    if page is not None:
+        content = make_page(page_data(run, without_secrets(root), time.time()))
+        Path(page).write_bytes(content)
+        print(f"{printable(page)}: {format_size(len(content))}, opens in any browser")
+    if trace is not None:
+        with open(trace, "wb") as file:
+            count = write_trace(run.records, file)
+        left_out = f", the newest of {len(run.records):,}" if count < len(run.records) else ""
+        print(f"{printable(trace)}: {plural(count, 'operation')}{left_out}, for https://ui.perfetto.dev")
+
+
+def monitor(root: str, *, host: str, port: int, token: str) -> int:
+    """Serve the page of a run until interrupted."""
+    try:
+        import uvicorn
+
+        from bytecheckpoint.monitoring.report.server import RunView, make_app, require_token
+        app_of = make_app
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in ("uvicorn", "starlette"):
+            raise
+        raise UsageError("the monitor needs an extra: pip install 'bytecheckpoint[monitor]'") from None
+    require_token(host, token)
+    app = app_of(RunView(root), token)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        listener = socket.create_server((host.strip("[]"), port), family=family)
+    except OSError as error:
+        raise UsageError(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
+    shown = f"[{host}]" if family is socket.AF_INET6 else host
+    print(f"http://{shown}:{listener.getsockname()[1]}/  (Ctrl-C ends it)", flush=True)
+    config = uvicorn.Config(app, log_level="warning", access_log=False, server_header=False, lifespan="off")
+    uvicorn.Server(config).run([listener])
+    return 0
