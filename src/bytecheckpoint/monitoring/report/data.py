@@ -127,7 +127,7 @@ def _details(records: Sequence[OperationRecord], summaries: Sequence[OperationSu
             chosen = chosen[np.isin(rows.numbers("rank")[chosen], ranks)][: max(min(SPANS_PER_OPERATION, SPANS - spans), 0)]
             sampled = True
         spans += len(chosen)
-        details[record.id] = _detail(rows, phases, chosen)
+        details[record.id] = _detail(rows, phases, chosen, _complete(records, record))
     notes = []
     if len(details) < len(records):
         notes.append(
@@ -156,32 +156,50 @@ def _interesting_ranks(rows: Rows, summary: OperationSummary) -> NDArray[np.int3
     return np.unique(np.concatenate([slowest, sample, [s.rank for s in summary.stragglers[:LISTED]]]).astype(np.int32))
 
 
+def _complete(records: Sequence[OperationRecord], record: OperationRecord) -> Rows | None:
+    """Return an operation of the same world in which every rank has reported; None if there is none, or no need for it."""
+    same = (r for r in reversed(records) if r.world_size == record.world_size and not r.missing)
+    found = next(same, None) if record.missing else None
+    return None if found is None else Rows(found.table)
+
+
 def _places(rows: Rows, level: str) -> NDArray[np.int64]:
     """Return the places of the rows of a level, in order of rank and time."""
     places = np.flatnonzero(rows.where("level", level))
     return places[np.lexsort((rows.numbers("begin")[places], rows.numbers("rank")[places]))]
 
 
-def _detail(rows: Rows, phases: NDArray[np.int64], spans: NDArray[np.int64]) -> dict[str, Any]:
-    """Return the columns of one operation; phases and spans lie in the order of the ranks' rows."""
+def _detail(rows: Rows, phases: NDArray[np.int64], spans: NDArray[np.int64], complete: Rows | None) -> dict[str, Any]:
+    """Return the columns of one operation; phases and spans lie in the order of the ranks' rows.
+
+    Args:
+        rows: of the operation.
+        phases: places of its phases.
+        spans: places of its spans that are shown.
+        complete: rows that say where ranks are that have reported nothing in this operation.
+    """
     own = _places(rows, "rank")
+    of_place = rows if complete is None else complete
+    places = own if complete is None else _places(complete, "rank")
     ranks, seconds = rows.numbers("rank")[own], rows.numbers("seconds")
     names, strings = rows.texts("name")
     states = np.array([_STATES.index(text) if text in _STATES else 0 for text in strings], np.uint8)[names[own]]
-    axes = {axis: rows.numbers(axis)[own] for axis in MESH_AXES if rows.known(axis)[own].any()}
+    known = {axis: of_place.known(axis)[places] for axis in MESH_AXES}
     totals = _places(rows, "total")
     totals = totals[np.isin(rows.numbers("rank")[totals], ranks)]
     sums = {}
     for code in np.unique(names[totals]):
-        places = totals[names[totals] == code]
-        at = np.searchsorted(ranks, rows.numbers("rank")[places])
-        values = np.bincount(at, seconds[places], len(ranks)).astype(np.float32)
+        of_name = totals[names[totals] == code]
+        at = np.searchsorted(ranks, rows.numbers("rank")[of_name])
+        values = np.bincount(at, seconds[of_name], len(ranks)).astype(np.float32)
         if values.any():
             sums[strings[code]] = _packed(values)
     return {
         "rank": _packed_small(ranks),
-        "host": _texts(rows, "host", own),
-        "axes": {axis: _packed_small(np.where(rows.known(axis)[own], values, -1)) for axis, values in axes.items()},
+        "host": _texts(of_place, "host", places),
+        "axes": {
+            axis: _packed_small(np.where(has, of_place.numbers(axis)[places], -1)) for axis, has in known.items() if has.any()
+        },
         "state": _packed(states),
         "seconds": _packed(seconds[own]),
         "nbytes": _packed(rows.numbers("nbytes")[own].astype(np.float64)),

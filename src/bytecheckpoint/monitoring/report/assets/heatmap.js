@@ -20,7 +20,9 @@ function coordinates(detail, axis, other) {
   if (axis in detail.axes) {
     const values = detail.axes[axis];
     const size = values.reduce((most, value) => Math.max(most, value), -1) + 1;
-    return { at: values.map((value) => (value < 0 ? size : value)), labels: Array.from({ length: size }, (_, i) => `${axis} ${i}`) };
+    const labels = Array.from({ length: size }, (_, i) => `${axis} ${i}`);
+    const unknown = values.some((value) => value < 0);
+    return { at: Int32Array.from(values, (value) => (value < 0 ? size : value)), labels: unknown ? [...labels, "unknown"] : labels };
   }
   if (axis === "host") return { at: detail.host.codes, labels: detail.host.values.map((host) => host || "no host") };
   const next = new Map();
@@ -114,9 +116,10 @@ class HeatMap {
     const left = Math.min(12 + 7 * layout.yLabels.reduce((most, label) => Math.max(most, label.length), 0), narrow.matches ? 80 : 150);
     this.left = left;
     const every = Math.ceil(layout.yLabels.length / layout.group / 18) * layout.group;
+    const large = cells.length < 1000;
     const axis = { ...style, type: "category", splitLine: { show: false }, axisTick: { show: false } };
     const marks = (id, data, symbol, look) => ({
-      id, type: "scatter", data, symbol, symbolSize: 9, itemStyle: look, zlevel: 1, encode: { x: 0, y: 1 }, dimensions: ["x", "y", "value", "place"],
+      id, type: "scatter", data, symbol, symbolSize: large ? 12 : 7, itemStyle: look, zlevel: 1, encode: { x: 0, y: 1 }, dimensions: ["x", "y", "value", "place"],
     });
     this.chart = chartOf(this.node, () => this.mark(this.rank));
     this.node.append(this.outline);
@@ -138,7 +141,7 @@ class HeatMap {
       series: [
         { id: "cells", type: "heatmap", data: cells, progressive: 0, dimensions: ["x", "y", "value", "place"], encode: { x: 0, y: 1, value: 2 },
           itemStyle: { borderWidth: cells.length < 600 ? 1 : 0, borderColor: colour("card") }, emphasis: { disabled: true } },
-        marks("missing", missing, "emptyRect", { color: colour("none"), borderColor: colour("quiet") }),
+        { ...marks("missing", missing, "rect", { color: "transparent", borderColor: colour("text"), borderWidth: 1.5 }), symbolSize: large ? 16 : 7 },
         marks("failed", failed, MARK, { color: "transparent", borderColor: "#ffffff", borderWidth: 2.5, shadowColor: "#000000", shadowBlur: 3 }),
         marks("stragglers", stragglers, "circle", { color: "transparent", borderColor: "#ffffff", borderWidth: 1.5, shadowColor: "#000000", shadowBlur: 3 }),
       ],
