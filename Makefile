@@ -198,13 +198,16 @@ docs: venv ## build the documentation into site/
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet
 
 # All extras but torchtitan, which wants older packages than the others.
-LOCKED_EXTRAS := accelerate azure bench cli demo dev docs fsspec gcs hdfs lightning mlflow otlp prometheus ray s3 s3-profiles \
+LOCKED_EXTRAS := accelerate azure bench cli demo dev docs fsspec gcs hdfs lightning mlflow monitor otlp prometheus ray s3 s3-profiles \
 	tensorboard transformers wandb
 lock: ## update constraints.txt from pyproject.toml, keeping the pins that still fit
 	$(UV) pip compile --quiet --universal --python-version 3.11 $(LOCKED_EXTRAS:%=--extra %) --group bootstrap \
 		--no-annotate --no-header --no-emit-index-url --output-file constraints.txt pyproject.toml
 	sed -i -E "/'3\.1[12]/!s/ ;.*//" constraints.txt # resolved for Linux only: the common marker says nothing
 	sed -i "1i # Every version that the environment is made of, for Python 3.11 and newer on Linux. Renew with \`make lock\`." constraints.txt
+
+vendor: ## renew the chart library of the report: ECHARTS=version
+	./scripts/vendor-echarts.sh $(or $(ECHARTS),$(error give ECHARTS=version))
 
 clean: ## remove what was built (the environment stays)
 	rm -rf build dist site demo-output benchmarks/out .pytest_cache .mypy_cache .ruff_cache .hypothesis \
