@@ -72,7 +72,13 @@ def run(program: str, installed: Path, folder: Path) -> subprocess.CompletedProc
 def test_it_holds_the_package_and_its_licence_and_nothing_else(wheel: zipfile.ZipFile) -> None:
     files = {name for name in wheel.namelist() if ".dist-info/" not in name}
     assets = (PACKAGE / "monitoring/report/assets").rglob("*.*")
-    paths = [*PACKAGE.rglob("*.py"), *PACKAGE.rglob("*.toml"), *assets, *PACKAGE.rglob("LICENSE*"), *PACKAGE.rglob("NOTICE")]
+    paths = [
+        *PACKAGE.rglob("*.py"),
+        *PACKAGE.rglob("*.toml"),
+        *assets,
+        *PACKAGE.rglob("LICENSE*"),
+        *PACKAGE.rglob("NOTICE"),
+    ]
     sources = {path.relative_to(PACKAGE.parent).as_posix() for path in paths}
     assert files == sources | {"bytecheckpoint/py.typed"}
     (licence,) = (name for name in wheel.namelist() if name.endswith("/licenses/LICENSE"))

@@ -68,7 +68,9 @@ def visit(
     browser: Any, url: str, size: tuple[int, int] = LAPTOP, scheme: str = "light", **options: Any
 ) -> Iterator[Visit]:
     """Open a page inside the block; afterwards it must have written nothing to the console."""
-    context = browser.new_context(viewport=dict(zip(("width", "height"), size, strict=True)), color_scheme=scheme, **options)
+    context = browser.new_context(
+        viewport=dict(zip(("width", "height"), size, strict=True)), color_scheme=scheme, **options
+    )
     try:
         made = Visit(context.new_page())
         made.page.goto(url)

@@ -43,12 +43,11 @@ def hostile_record() -> OperationRecord:
     bad = '</script><img src=x onerror="document.title=1">'
     rows = np.zeros(1, ROW)
     rows[0] = (LEVELS.index("phase"), 0, 0, 0, 0, 0.0, 1.0, 1, 1)
-    return operation_record(
-        [
-            RankRecord("save", 1, f"/run/{bad}", None, 1.8e9, rank, f"host{bad}", {"dp": rank}, 1, bad if rank else "", bad, 1.0, 0.1,
-                       1, [bad], rows.tobytes())
-            for rank in range(2)
-        ],
-        f"world{bad}",
-        2,
-    )  # fmt: skip
+    records = [
+        RankRecord(
+            "save", 1, f"/run/{bad}", None, 1.8e9, rank, f"host{bad}", {"dp": rank}, 1, bad if rank else "", bad,
+            1.0, 0.1, 1, [bad], rows.tobytes(),
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    return operation_record(records, f"world{bad}", 2)

@@ -213,7 +213,8 @@ def report(
     ] = None,
     rules: Annotated[str, typer.Option(help="File of rules of alerts; default: the setting `alerts`.")] = "",
     output: Annotated[
-        str | None, typer.Option("--output", "-o", metavar="FILE", help="Write a page for a browser instead: report.html.")
+        str | None,
+        typer.Option("--output", "-o", metavar="FILE", help="Write a page for a browser instead: report.html."),
     ] = None,
     trace: Annotated[
         str | None, typer.Option(metavar="FILE", help="Write a trace for Perfetto instead: trace.json.")
@@ -225,14 +226,18 @@ def report(
     from bytecheckpoint.cli.tools import parse_size
 
     limit = None if bandwidth is None else float(parse_size(bandwidth))
-    return partial(report, root, newest=newest, bandwidth=limit, mtbf=mtbf, rules=rules, output=output, trace=trace, json=json)
+    return partial(
+        report, root, newest=newest, bandwidth=limit, mtbf=mtbf, rules=rules, output=output, trace=trace, json=json
+    )
 
 
 @app.command()
 def monitor(
     root: Annotated[str, typer.Argument(metavar="ROOT", help="Folder or URL of a run.", show_default=False)],
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one.")] = 8765,
-    host: Annotated[str, typer.Option(help="Address to listen on; others than this machine's own need a token.")] = "127.0.0.1",
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; others than this machine's own need a token.")
+    ] = "127.0.0.1",
     token: Annotated[
         str,
         typer.Option(

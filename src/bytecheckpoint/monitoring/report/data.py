@@ -124,7 +124,9 @@ def _details(records: Sequence[OperationRecord], summaries: Sequence[OperationSu
             break
         if len(chosen) > SPANS_PER_OPERATION or spans + len(chosen) > SPANS:
             ranks = _interesting_ranks(rows, summary)
-            chosen = chosen[np.isin(rows.numbers("rank")[chosen], ranks)][: max(min(SPANS_PER_OPERATION, SPANS - spans), 0)]
+            chosen = chosen[np.isin(rows.numbers("rank")[chosen], ranks)][
+                : max(min(SPANS_PER_OPERATION, SPANS - spans), 0)
+            ]
             sampled = True
         spans += len(chosen)
         details[record.id] = _detail(rows, phases, chosen, _complete(records, record))
@@ -198,7 +200,9 @@ def _detail(rows: Rows, phases: NDArray[np.int64], spans: NDArray[np.int64], com
         "rank": _packed_small(ranks),
         "host": _texts(of_place, "host", places),
         "axes": {
-            axis: _packed_small(np.where(has, of_place.numbers(axis)[places], -1)) for axis, has in known.items() if has.any()
+            axis: _packed_small(np.where(has, of_place.numbers(axis)[places], -1))
+            for axis, has in known.items()
+            if has.any()
         },
         "state": _packed(states),
         "seconds": _packed(seconds[own]),
@@ -206,7 +210,10 @@ def _detail(rows: Rows, phases: NDArray[np.int64], spans: NDArray[np.int64], com
         "totals": sums,
         "phases": _parts(rows, phases, ranks),
         "spans": _parts(rows, spans, ranks)
-        | {"nbytes": _packed(rows.numbers("nbytes")[spans].astype(np.float64)), "subject": _texts(rows, "subject", spans)},
+        | {
+            "nbytes": _packed(rows.numbers("nbytes")[spans].astype(np.float64)),
+            "subject": _texts(rows, "subject", spans),
+        },
     }
 
 

@@ -15,7 +15,17 @@ __all__ = ["content_security_policy", "make_page"]
 
 _ASSETS = files("bytecheckpoint.monitoring.report") / "assets"
 #: In the order in which they run, in one scope.
-_SCRIPTS = ("format.js", "data.js", "theme.js", "summary.js", "history.js", "heatmap.js", "timeline.js", "live.js", "main.js")
+_SCRIPTS = (
+    "format.js",
+    "data.js",
+    "theme.js",
+    "summary.js",
+    "history.js",
+    "heatmap.js",
+    "timeline.js",
+    "live.js",
+    "main.js",
+)
 _ECHARTS = "echarts/echarts.min.js"
 #: Inside a script element a browser ends the text at "</script"; JSON may write these characters as escapes.
 _MARKUP = {ord(c): f"\\u{ord(c):04x}" for c in "<>&\u2028\u2029"}

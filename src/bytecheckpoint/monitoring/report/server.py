@@ -184,7 +184,10 @@ class _Guard:
             headers = dict(scope["headers"])
             if self._token:
                 if not hmac.compare_digest(_given_token(headers.get(b"authorization", b"")), self._token):
-                    challenge = (b"www-authenticate", b'Basic realm="bytecheckpoint monitor: the token is the password"')
+                    challenge = (
+                        b"www-authenticate",
+                        b'Basic realm="bytecheckpoint monitor: the token is the password"',
+                    )
                     await _refuse(send, 401, b"The monitor needs its token.\n", challenge)
                     return
             elif not _is_loopback(_host_of(headers.get(b"host", b""))):

@@ -80,7 +80,9 @@ class _Writer:
     def _names(self, process: int, thread: int, lane: int, kind: str, row: dict[str, Any]) -> Iterator[dict[str, Any]]:
         if (process, 0) not in self._named:
             place = ", ".join(filter(None, (row["host"], row["mesh"])))
-            yield _metadata("process_name", process, thread, name=f"rank {row['rank']}" + (f" ({place})" if place else ""))
+            yield _metadata(
+                "process_name", process, thread, name=f"rank {row['rank']}" + (f" ({place})" if place else "")
+            )
             yield _metadata("process_sort_index", process, thread, sort_index=process)
         if (process, thread) not in self._named:
             name = f"{kind}s" if lane == 0 else f"{kind}: phases" if lane == 1 else f"{kind}: spans {lane - 1}"

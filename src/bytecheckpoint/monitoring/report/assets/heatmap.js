@@ -1,6 +1,7 @@
 // One value of every rank over two axes of the topology. Ranks that share a place in both lie below each other.
 
 const AXIS_TITLES = { dp: "DP", tp: "TP", pp: "PP", cp: "CP", ep: "EP", host: "host", rank: "rank" };
+const BINS = 64;
 const MARK = "path://M0,0 L10,10 M10,0 L0,10";
 
 const axesOf = (detail) => [...["dp", "tp", "pp", "cp", "ep"].filter((axis) => axis in detail.axes), "host", "rank"];
@@ -38,7 +39,7 @@ function coordinates(detail, axis, other) {
 function layOut(detail, rows, columns) {
   const count = detail.rank.length;
   if (rows === "rank" && columns === "rank") {
-    const width = Math.ceil(Math.sqrt(count * 2.5));
+    const width = Math.min(count, Math.ceil(Math.sqrt(count * 2.5)));
     const range = (length, step) => Array.from({ length }, (_, i) => `${i * step}`);
     return {
       x: Int32Array.from({ length: count }, (_, i) => i % width), y: Int32Array.from({ length: count }, (_, i) => Math.floor(i / width)),
@@ -95,7 +96,14 @@ class HeatMap {
     const stragglers = operation.stragglers
       .map(([rank]) => detail.places.get(rank)).filter((place) => place !== undefined)
       .map((place) => [layout.x[place], layout.y[place], values[place], place]);
-    this.draw(cells, failed, missing, stragglers, low, high);
+    // Cells of about the same value are one shape: thousands of shapes would take the library a second.
+    const bins = new Map();
+    for (const cell of cells) {
+      const bin = high > low ? Math.min(Math.floor(((cell[2] - low) / (high - low)) * BINS), BINS - 1) : 0;
+      if (!bins.has(bin)) bins.set(bin, []);
+      bins.get(bin).push(cell);
+    }
+    this.draw(bins, cells.length < 600 ? 1 : 0, failed, missing, stragglers, low, high);
     this.mark(chosen);
     find("map-legend").replaceChildren(...[
       stragglers.length ? [element("b", {}, "○"), " straggler"] : null,
@@ -110,25 +118,28 @@ class HeatMap {
     return this.key === "nbytes" ? formatSize(value) : formatSeconds(value);
   }
 
-  draw(cells, failed, missing, stragglers, low, high) {
+  draw(bins, gap, failed, missing, stragglers, low, high) {
     const style = axisStyle();
     const { layout, detail } = this;
     const left = Math.min(12 + 7 * layout.yLabels.reduce((most, label) => Math.max(most, label.length), 0), narrow.matches ? 80 : 150);
     this.left = left;
     const every = Math.ceil(layout.yLabels.length / layout.group / 18) * layout.group;
-    const large = cells.length < 1000;
+    const large = gap > 0;
     const axis = { ...style, type: "category", splitLine: { show: false }, axisTick: { show: false } };
     const marks = (id, data, symbol, look) => ({
       id, type: "scatter", data, symbol, symbolSize: large ? 12 : 7, itemStyle: look, zlevel: 1, encode: { x: 0, y: 1 }, dimensions: ["x", "y", "value", "place"],
     });
+    const first = !this.chart;
     this.chart = chartOf(this.node, () => this.mark(this.rank));
+    if (first) this.listen(this.chart.getZr());
     this.node.append(this.outline);
     // When the first map is on the screen, in milliseconds: tests read it.
     requestAnimationFrame(() => setTimeout(() => (document.documentElement.dataset.drawn ??= String(Math.round(performance.now())))));
     this.chart.resize();
     this.chart.setOption({
       ...chartBase(),
-      tooltip: { ...chartBase().tooltip, formatter: ({ data }) => tip(`rank ${detail.rank[data[3]]}`, [this.words(data[3]), detail.describe(data[3])]) },
+      tooltip: { ...chartBase().tooltip, transitionDuration: 0, formatter: () => (this.under === undefined ? "" :
+        tip(`rank ${detail.rank[this.under]}`, [this.words(this.under), detail.describe(this.under)])) },
       grid: { left, right: 12, top: 8, bottom: narrow.matches ? 96 : 82 },
       xAxis: { ...axis, data: layout.xLabels, axisLabel: { ...style.axisLabel, hideOverlap: true } },
       yAxis: { ...axis, data: layout.yLabels, inverse: true,
@@ -139,15 +150,38 @@ class HeatMap {
         textStyle: { color: colour("text"), fontSize: 12 }, formatter: (value) => this.format(value),
       },
       series: [
-        { id: "cells", type: "heatmap", data: cells, progressive: 0, dimensions: ["x", "y", "value", "place"], encode: { x: 0, y: 1, value: 2 },
-          itemStyle: { borderWidth: cells.length < 600 ? 1 : 0, borderColor: colour("card") }, emphasis: { disabled: true } },
+        { id: "cells", type: "custom", data: [...bins.keys()].map((bin) => [0, 0, low + ((bin + 0.5) / BINS) * (high - low), bin]),
+          encode: { x: 0, y: 1, value: 2 }, renderItem: (_, api) => this.shape(bins.get(api.value(3)), gap, api) },
         { ...marks("missing", missing, "rect", { color: "transparent", borderColor: colour("text"), borderWidth: 1.5 }), symbolSize: large ? 16 : 7 },
         marks("failed", failed, MARK, { color: "transparent", borderColor: "#ffffff", borderWidth: 2.5, shadowColor: "#000000", shadowBlur: 3 }),
         marks("stragglers", stragglers, "circle", { color: "transparent", borderColor: "#ffffff", borderWidth: 1.5, shadowColor: "#000000", shadowBlur: 3 }),
       ],
     }, true);
-    this.chart.off("click");
-    this.chart.on("click", ({ data }) => data && this.choose({ rank: detail.rank[data[3]] }));
+  }
+
+  // Before the chart listens itself: its tip is of the rank under the pointer.
+  listen(canvas) {
+    canvas.on("mousemove", (event) => (this.under = this.placeAt(event)));
+    canvas.on("click", (event) => {
+      const place = this.placeAt(event);
+      if (place !== undefined) this.choose({ rank: this.detail.rank[place] });
+    });
+  }
+
+  // The rank's row under the pointer, if there is one.
+  placeAt({ offsetX, offsetY }) {
+    if (!this.chart.containPixel({ gridIndex: 0 }, [offsetX, offsetY])) return undefined;
+    const [x, y] = this.chart.convertFromPixel({ gridIndex: 0 }, [offsetX, offsetY]);
+    return this.at.get(y * 1e6 + x);
+  }
+
+  // All cells of one colour as one shape.
+  shape(cells, gap, api) {
+    const [left, top] = api.coord([0, 0]);
+    const [width, height] = api.size([1, 1]);
+    const box = `h${width + 0.4 - gap}v${height + 0.4 - gap}h${-(width + 0.4 - gap)}z`;
+    const at = (cell) => `M${left + (cell[0] - 0.5) * width + gap / 2} ${top + (cell[1] - 0.5) * height + gap / 2}`;
+    return { type: "path", shape: { pathData: cells.map((cell) => at(cell) + box).join("") }, style: { fill: api.visual("color") }, emphasis: { disabled: true } };
   }
 
   words(place) {
