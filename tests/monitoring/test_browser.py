@@ -170,8 +170,8 @@ def progress(root: Path, done: int, *, ended: bool = False) -> None:
         "planned": [1000, 1000],
     }  # fmt: skip
     news = {
-        "operation": "x-save-9", "kind": "save", "path": "/run/step_900", "step": 900, "world_size": 2, "began": time.time() - 2,
-        "time": time.time(), "ended": ended, "ranks": ranks,
+        "operation": "x-save-9", "kind": "save", "path": "/run/step_900", "step": 900, "world_size": 2,
+        "began": time.time() - 2, "time": time.time(), "ended": ended, "ranks": ranks,
     }  # fmt: skip
     path = root / ".bytecheckpoint-metrics/live-x.json"
     path.with_suffix(".new").write_text(json.dumps(news))

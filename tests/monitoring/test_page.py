@@ -6,6 +6,7 @@ import asyncio
 import base64
 import hashlib
 import io
+import itertools
 import json
 import re
 from collections import defaultdict
@@ -116,7 +117,7 @@ def test_slices_of_one_thread_of_the_trace_do_not_overlap() -> None:
     assert len({process for process, _ in threads}) == RUN.world_size
     for slices in threads.values():
         slices.sort()
-        assert all(end <= begin for (_, end), (begin, _) in zip(slices, slices[1:], strict=False))
+        assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(slices))
 
 
 def test_the_trace_names_every_process_and_thread() -> None:

@@ -53,7 +53,8 @@ def make_page(data: Any, *, live: bool = False) -> bytes:
 def content_security_policy(*, live: bool) -> str:
     """Return which content a browser takes from the page: its own two scripts, and no other, and nothing from elsewhere."""
     scripts = " ".join(f"'sha256-{_digest(text)}'" for text in (_asset(_ECHARTS), _scripts()))
-    policy = f"default-src 'none'; script-src {scripts}; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
+    policy = f"default-src 'none'; script-src {scripts}; style-src 'unsafe-inline'; img-src data:"
+    policy += "; base-uri 'none'; form-action 'none'"
     return policy + ("; connect-src 'self'" if live else "")
 
 
