@@ -14,7 +14,7 @@ WORKERS ?= $(shell cores=$$(nproc); echo $$((cores < 8 ? cores + 1 : 8)))
 PYTEST := $(PY) -m pytest -n $(WORKERS)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv lint types imports format check test test-all servers test-servers test-servers-all test-oldest test-mosaic test-obstore-versions test-frameworks test-frameworks-short test-deepspeed-versions test-megatron-versions test-frameworks-servers test-integrations test-torchtitan test-ray test-metrics-sinks test-integrations-all test-elastic soak demo demo-short demo-trainer bench bench-short bench-storage bench-storage-short bench-frameworks docs lock clean
+.PHONY: help venv lint types imports format check test test-all servers test-servers test-servers-all test-oldest test-mosaic test-obstore-versions test-frameworks test-frameworks-short test-deepspeed-versions test-megatron-versions test-frameworks-servers test-integrations test-torchtitan test-ray test-metrics-sinks test-integrations-all test-elastic soak demo demo-short demo-trainer bench bench-short bench-storage bench-storage-short bench-frameworks docs lock vendor clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */\1\t/' | awk -F'\t' '{printf "  %-21s %s\n", $$1, $$2}'

@@ -94,7 +94,9 @@ def draw(browser: Any, folder: Path, name: str, run: RunMetrics, scheme: str) ->
             seen.page.wait_for_selector("#history canvas")
             picture = seen.page.screenshot()
     # A quarter of the size, and nobody sees it.
-    Image.open(io.BytesIO(picture)).quantize(128, dither=Image.Dither.NONE).save(_IMAGES / f"{name}.png", optimize=True)
+    Image.open(io.BytesIO(picture)).convert("RGB").quantize(256, kmeans=3, dither=Image.Dither.NONE).save(
+        _IMAGES / f"{name}.png", optimize=True
+    )
     return times
 
 
@@ -110,7 +112,9 @@ def main() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         draw(browser, folder, "report-slow-rank", real_run(scratch), "light")
         times = draw(browser, folder, "report-simulated", RunMetrics(list(_LARGE.records()), 0), "dark")
-        print(f"8,960 ranks drawn after {statistics.median(times)} ms (median of {sorted(times)}), from the navigation on")
+        print(
+            f"8,960 ranks drawn after {statistics.median(times)} ms (median of {sorted(times)}), from the navigation on"
+        )
 
 
 if __name__ == "__main__":

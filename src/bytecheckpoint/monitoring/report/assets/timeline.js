@@ -73,7 +73,7 @@ function drawTimeline(lanes) {
         const [from, to] = [api.coord([api.value(1), api.value(0)]), api.coord([api.value(2), api.value(0)])];
         const height = row.y < tall ? 20 : 15;
         const fill = colourOf(row.name);
-        const width = Math.max(to[0] - from[0], 1.5);
+        const width = Math.max(to[0] - from[0], 2);
         return {
           type: "rect", shape: { x: from[0], y: from[1] - height / 2, width, height },
           style: { fill, stroke: row.failed ? colour("text") : colour("card"), lineWidth: row.failed ? 2.5 : width > 4 ? 1 : 0 },
