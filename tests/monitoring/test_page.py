@@ -211,6 +211,8 @@ def test_the_report_is_written_to_files(tmp_path: Path, capsys: pytest.CaptureFi
     assert page.read_text().startswith("<!doctype html>")
     assert len(json.loads(trace.read_text())["traceEvents"]) > 100
     assert capsys.readouterr().out.count("\n") == 2
+    assert command(["report", str(tmp_path), "-o", str(tmp_path / "none/report.html")]) == 2
+    assert "cannot write" in capsys.readouterr().err
 
 
 def test_a_monitor_of_other_machines_without_a_token_is_refused(

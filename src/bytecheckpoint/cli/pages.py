@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Sequence
-from pathlib import Path
+from typing import BinaryIO
 
 from bytecheckpoint.cli.format import format_size, plural, printable
 from bytecheckpoint.errors import UsageError
@@ -40,13 +40,21 @@ def write_files(root: str, run: RunMetrics, rules: Sequence[Rule], page: str | N
 
     if page is not None:
         content = make_page(page_data(run, without_secrets(root), time.time(), rules))
-        Path(page).write_bytes(content)
+        with _opened(page) as file:
+            file.write(content)
         print(f"{printable(page)}: {format_size(len(content))}, opens in any browser")
     if trace is not None:
-        with open(trace, "wb") as file:
+        with _opened(trace) as file:
             count = write_trace(run.records, file)
         left_out = f", the newest of {len(run.records):,}" if count < len(run.records) else ""
         print(f"{printable(trace)}: {plural(count, 'operation')}{left_out}, for https://ui.perfetto.dev")
+
+
+def _opened(path: str) -> BinaryIO:
+    try:
+        return open(path, "wb")
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror or error}") from None
 
 
 def monitor(root: str, *, host: str, port: int, token: str, rules: str) -> int:

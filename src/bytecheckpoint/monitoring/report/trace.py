@@ -1,7 +1,7 @@
 """The metrics of a run as Chrome trace events, which Perfetto (https://ui.perfetto.dev) and chrome://tracing open.
 
-A rank is a process; its operations, phases and spans are threads of it. Slices of one thread have to nest, so spans that overlap
-are in several threads.
+A rank is a process; its operations, phases and spans are threads of it. Slices of one thread have to nest, so spans that
+overlap are in several threads.
 """
 
 from __future__ import annotations
