@@ -14,7 +14,7 @@ WORKERS ?= $(shell cores=$$(nproc); echo $$((cores < 8 ? cores + 1 : 8)))
 PYTEST := $(PY) -m pytest -n $(WORKERS)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv lint types imports format check test test-all servers test-servers test-servers-all test-oldest test-mosaic test-obstore-versions test-frameworks test-frameworks-short test-deepspeed-versions test-megatron-versions test-frameworks-servers test-integrations test-torchtitan test-ray test-metrics-sinks test-integrations-all test-elastic soak demo demo-short demo-trainer bench bench-short bench-storage bench-storage-short bench-frameworks docs lock clean
+.PHONY: help venv lint types imports format check test test-all servers test-servers test-servers-all test-oldest test-mosaic test-obstore-versions test-frameworks test-frameworks-short test-deepspeed-versions test-megatron-versions test-frameworks-servers test-integrations test-torchtitan test-ray test-metrics-sinks test-integrations-all test-elastic soak demo demo-short demo-trainer bench bench-short bench-storage bench-storage-short bench-frameworks docs lock vendor clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */\1\t/' | awk -F'\t' '{printf "  %-21s %s\n", $$1, $$2}'
@@ -198,13 +198,16 @@ docs: venv ## build the documentation into site/
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet
 
 # All extras but torchtitan, which wants older packages than the others.
-LOCKED_EXTRAS := accelerate azure bench cli demo dev docs fsspec gcs hdfs lightning mlflow otlp prometheus ray s3 s3-profiles \
+LOCKED_EXTRAS := accelerate azure bench cli demo dev docs fsspec gcs hdfs lightning mlflow monitor otlp prometheus ray s3 s3-profiles \
 	tensorboard transformers wandb
 lock: ## update constraints.txt from pyproject.toml, keeping the pins that still fit
 	$(UV) pip compile --quiet --universal --python-version 3.11 $(LOCKED_EXTRAS:%=--extra %) --group bootstrap \
 		--no-annotate --no-header --no-emit-index-url --output-file constraints.txt pyproject.toml
 	sed -i -E "/'3\.1[12]/!s/ ;.*//" constraints.txt # resolved for Linux only: the common marker says nothing
 	sed -i "1i # Every version that the environment is made of, for Python 3.11 and newer on Linux. Renew with \`make lock\`." constraints.txt
+
+vendor: ## renew the chart library of the report: ECHARTS=version
+	./scripts/vendor-echarts.sh $(or $(ECHARTS),$(error give ECHARTS=version))
 
 clean: ## remove what was built (the environment stays)
 	rm -rf build dist site demo-output benchmarks/out .pytest_cache .mypy_cache .ruff_cache .hypothesis \

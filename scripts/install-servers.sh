@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Installs the servers and tools that the storage tests run against (`make test-servers`), each in the version named here.
 #
-#   install-servers.sh [NAME...]   by default all but minio and otelcol: versitygw s3proxy azurite toxiproxy hadoop mfusepy glusterfs
-#                              launchers (Slurm and Open MPI) metrics (ClickHouse and Prometheus) otelcol
+#   install-servers.sh [NAME...]   by default all but minio and otelcol (a collector of OpenTelemetry), which are built for minutes:
+#                              versitygw s3proxy azurite toxiproxy hadoop mfusepy glusterfs launchers (Slurm and Open MPI)
+#                              metrics (ClickHouse and Prometheus) chromium
 #
 #   SERVERS_DIR  where (default: ~/.cache/bytecheckpoint-servers). What is there in the right version stays as it is.
 #
@@ -151,14 +152,25 @@ otelcol() {
     done_with otelcol "$OTELCOL"
 }
 
+chromium() {
+    type -P chromium >/dev/null && return 0
+    if [[ $EUID -ne 0 ]] || ! command -v apt-get >/dev/null; then
+        say "SKIPPED: chromium, which takes root and apt-get; its tests will be skipped, and say so"
+        return 0
+    fi
+    say "installing chromium (Debian package)"
+    apt-get update -qq
+    DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium >/dev/null
+}
+
 mkdir -p "$DIR"
 names=("$@")
-[[ ${#names[@]} -gt 0 ]] || names=(versitygw s3proxy azurite toxiproxy hadoop mfusepy glusterfs launchers metrics)
+[[ ${#names[@]} -gt 0 ]] || names=(versitygw s3proxy azurite toxiproxy hadoop mfusepy glusterfs launchers metrics chromium)
 for name in "${names[@]}"; do
     case $name in
-    versitygw | minio | s3proxy | azurite | toxiproxy | hadoop | mfusepy | glusterfs | launchers | metrics | otelcol) "$name" ;;
+    versitygw | minio | s3proxy | azurite | toxiproxy | hadoop | mfusepy | glusterfs | launchers | metrics | otelcol | chromium) "$name" ;;
     *)
-        say "no server is called $name: versitygw, minio, s3proxy, azurite, toxiproxy, hadoop, mfusepy, glusterfs, launchers, metrics, otelcol"
+        say "no server is called $name: versitygw, minio, s3proxy, azurite, toxiproxy, hadoop, mfusepy, glusterfs, launchers, metrics, otelcol, chromium"
         exit 1
         ;;
     esac

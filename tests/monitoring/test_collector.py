@@ -92,6 +92,17 @@ def test_off_writes_nothing(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["step_1"]
 
 
+def test_a_load_leaves_nothing_where_no_save_has(tmp_path: Path) -> None:
+    world = ThreadWorld(1)
+    succeeded(save_all(world, tmp_path / "step_1", 1))
+    with collecting():
+        load_all(world, tmp_path / "step_1")
+        assert [path.name for path in tmp_path.iterdir()] == ["step_1"]
+        succeeded(save_all(world, tmp_path / "step_2", 2))
+        load_all(world, tmp_path / "step_1")
+        wait_for_operations(tmp_path, 2)
+
+
 def test_many_small_files_become_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "_JOINED", 4)
     world = ThreadWorld(1)

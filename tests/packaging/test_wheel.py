@@ -71,7 +71,15 @@ def run(program: str, installed: Path, folder: Path) -> subprocess.CompletedProc
 
 def test_it_holds_the_package_and_its_licence_and_nothing_else(wheel: zipfile.ZipFile) -> None:
     files = {name for name in wheel.namelist() if ".dist-info/" not in name}
-    sources = {path.relative_to(PACKAGE.parent).as_posix() for path in PACKAGE.rglob("*.py")}
+    assets = (PACKAGE / "monitoring/report/assets").rglob("*.*")
+    paths = [
+        *PACKAGE.rglob("*.py"),
+        *PACKAGE.rglob("*.toml"),
+        *assets,
+        *PACKAGE.rglob("LICENSE*"),
+        *PACKAGE.rglob("NOTICE"),
+    ]
+    sources = {path.relative_to(PACKAGE.parent).as_posix() for path in paths}
     assert files == sources | {"bytecheckpoint/py.typed"}
     (licence,) = (name for name in wheel.namelist() if name.endswith("/licenses/LICENSE"))
     assert wheel.read(licence) == (ROOT / "LICENSE").read_bytes()

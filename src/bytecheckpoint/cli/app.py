@@ -212,6 +212,13 @@ def report(
         str | None, typer.Option(help="Mean time between two failures: 4h; tells the expected ETTR.")
     ] = None,
     rules: Annotated[str, typer.Option(help="File of rules of alerts; default: the setting `alerts`.")] = "",
+    output: Annotated[
+        str | None,
+        typer.Option("--output", "-o", metavar="FILE", help="Write a page for a browser instead: report.html."),
+    ] = None,
+    trace: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Write a trace for Perfetto instead: trace.json.")
+    ] = None,
     json: Json = False,
 ) -> Job:
     """Show what the metrics of a run say: operations, phases, stragglers, alerts, and in words what is wrong."""
@@ -219,7 +226,33 @@ def report(
     from bytecheckpoint.cli.tools import parse_size
 
     limit = None if bandwidth is None else float(parse_size(bandwidth))
-    return partial(report, root, newest=newest, bandwidth=limit, mtbf=mtbf, rules=rules, json=json)
+    return partial(
+        report, root, newest=newest, bandwidth=limit, mtbf=mtbf, rules=rules, output=output, trace=trace, json=json
+    )
+
+
+@app.command()
+def monitor(
+    root: Annotated[str, typer.Argument(metavar="ROOT", help="Folder or URL of a run.", show_default=False)],
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one.")] = 8765,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; others than this machine's own need a token.")
+    ] = "127.0.0.1",
+    token: Annotated[
+        str,
+        typer.Option(
+            envvar="BYTECHECKPOINT_MONITOR_TOKEN",
+            show_envvar=True,
+            help="Secret that a browser asks for as a password. Other users of this machine see the option; the "
+            "variable they do not see.",
+        ),
+    ] = "",
+    rules: Annotated[str, typer.Option(help="File of rules of alerts; default: the setting `alerts`.")] = "",
+) -> Job:
+    """Serve the page of a run, with the progress of saves and loads that run now. It only reads."""
+    from bytecheckpoint.cli.pages import monitor
+
+    return partial(monitor, root, host=host, port=port, token=token, rules=rules)
 
 
 @app.command()

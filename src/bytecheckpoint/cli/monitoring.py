@@ -10,15 +10,15 @@ from typing import Any
 import msgspec
 
 from bytecheckpoint.cli.format import format_time, plural, print_json, print_notes, print_table, printable
+from bytecheckpoint.cli.pages import chosen_rules, write_files
 from bytecheckpoint.cli.tiers import parse_age
 from bytecheckpoint.errors import CheckpointNotFoundError
-from bytecheckpoint.monitoring.alerts import Alert, Evaluation, load_rules
+from bytecheckpoint.monitoring.alerts import Alert, Evaluation
 from bytecheckpoint.monitoring.analysis.findings import Finding, findings
 from bytecheckpoint.monitoring.analysis.run import RunSummary, summarize_run
 from bytecheckpoint.monitoring.analysis.summary import OperationSummary, summarize
 from bytecheckpoint.monitoring.analysis.words import bandwidth_text, rank_text, seconds_text, size_text
 from bytecheckpoint.monitoring.reading import RunMetrics, read_run
-from bytecheckpoint.settings import settings
 
 __all__ = ["Report", "make_report", "report"]
 
@@ -63,8 +63,7 @@ def make_report(root: str, *, newest: int | None = None, bandwidth: float | None
         damaged = f"; {plural(metrics.skipped, 'file')} cannot be read" if metrics.skipped else ""
         raise CheckpointNotFoundError(f"{root} holds no metrics of saves and loads (the setting `metrics`){damaged}")
     summaries = [summarize(record) for record in metrics.records]
-    chosen = rules or settings().alerts
-    evaluation = Evaluation(load_rules("" if chosen == "off" else chosen))
+    evaluation = Evaluation(chosen_rules(rules))
     alerts = [alert for summary in summaries for alert in evaluation.after(summary)]
     return Report(root, metrics, summaries, summarize_run(summaries), findings(summaries, bandwidth), alerts)
 
@@ -76,12 +75,17 @@ def report(
     bandwidth: float | None,
     mtbf: str | None,
     rules: str,
+    output: str | None,
+    trace: str | None,
     json: bool,
 ) -> int:
-    """Print what the metrics of a run say. Return 1 if something is critical."""
+    """Print what the metrics of a run say, or write it to files. Return 1 if something is critical."""
     made = make_report(root, newest=newest, bandwidth=bandwidth, rules=rules)
     if made.metrics.skipped and not json:
         print_notes([f"{plural(made.metrics.skipped, 'damaged or foreign file')} skipped"])
+    if output is not None or trace is not None:
+        write_files(root, made.metrics, chosen_rules(rules), output, trace)
+        return int(any(finding.severity == "critical" for finding in made.findings))
     expected = made.run.at(parse_age(mtbf)) if mtbf else None
     if json:
         print_json(

@@ -29,6 +29,11 @@ class Rows:
         column = self._table.column(name)
         return as_numpy((column.fill_null(0) if column.null_count else column).combine_chunks())
 
+    def known(self, name: str) -> NDArray[np.bool_]:
+        """Return which rows of a column are not null."""
+        values: NDArray[np.bool_] = self._table.column(name).is_valid().to_numpy()
+        return values
+
     def texts(self, name: str) -> tuple[NDArray[np.int64], list[str]]:
         """Return a column of text as numbers (-1: null), and the strings that they stand for."""
         if name not in self._texts:

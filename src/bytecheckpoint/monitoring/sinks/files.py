@@ -43,22 +43,27 @@ def run_of_path(path: str) -> str:
 
 
 class FilesSink(Sink):
-    """Writes files to the storage of the run that an operation belongs to."""
+    """Writes files to the storage of the run that an operation belongs to.
+
+    A load writes only where saves have left metrics: nobody expects that reading somebody's folder leaves files there.
+    """
 
     def __init__(self, address: str) -> None:
         super().__init__(address)
+        self._runs: set[str] = set()  # that have a folder of metrics
         self._small: dict[str, list[str]] = {}  # folder -> names of small files of this process, oldest first
 
     def deliver(self, record: OperationRecord) -> None:
         """Write the file of an operation, and join small files when there are many."""
-        url = f"{run_of_path(record.path)}/{METRICS_FOLDER}"
-        folder = with_time_limits(resolve(url))
+        folder = self._folder(record)
+        if folder is None:
+            return
         data = encode_table(record.table)
         when = time.strftime("%Y%m%dT%H%M%S", time.gmtime(record.began))
         name = f"{when}-{record.id}.parquet"
         folder.publish(name, data)
         if len(data) <= _SMALL:
-            small = self._small.setdefault(url, [])
+            small = self._small.setdefault(folder.url, [])
             small.append(name)
             if len(small) >= _JOINED:
                 _join(folder, small)
@@ -66,9 +71,19 @@ class FilesSink(Sink):
 
     def progress(self, progress: OperationProgress) -> None:
         """Replace the file that says how far the running operation is."""
-        folder = with_time_limits(resolve(f"{run_of_path(progress.path)}/{METRICS_FOLDER}"))
+        folder = self._folder(progress)
         world = progress.operation.split("-", 1)[0]
-        folder.publish(f"{LIVE_PREFIX}{world}.json", msgspec.json.encode(progress))
+        if folder is not None:
+            folder.publish(f"{LIVE_PREFIX}{world}.json", msgspec.json.encode(progress))
+
+    def _folder(self, operation: OperationRecord | OperationProgress) -> Storage | None:
+        """Return where the metrics of an operation go; None for nowhere."""
+        run = run_of_path(operation.path)
+        if operation.kind == "load" and run not in self._runs:
+            if METRICS_FOLDER not in with_time_limits(resolve(run)).folders():
+                return None
+        self._runs.add(run)
+        return with_time_limits(resolve(f"{run}/{METRICS_FOLDER}"))
 
 
 def _join(folder: Storage, names: Iterable[str]) -> None:

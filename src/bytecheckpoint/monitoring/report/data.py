@@ -1,0 +1,254 @@
+"""What the page of a run shows, as columns that its scripts read."""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from bytecheckpoint.monitoring.alerts import Evaluation, Rule
+from bytecheckpoint.monitoring.analysis.findings import findings
+from bytecheckpoint.monitoring.analysis.rows import Rows
+from bytecheckpoint.monitoring.analysis.summary import OperationSummary, summarize
+from bytecheckpoint.monitoring.reading import RunMetrics
+from bytecheckpoint.monitoring.table import MESH_AXES, OperationRecord
+
+__all__ = ["page_data"]
+
+#: Operations in the history; older ones are left out.
+OPERATIONS = 1000
+#: Alerts in the list, the newest.
+ALERTS = 200
+#: Rows of phases of all operations together: three operations of 8,960 ranks.
+PHASE_ROWS = 200_000
+#: Spans of one operation, and of all operations together.
+SPANS_PER_OPERATION, SPANS = 10_000, 60_000
+#: Ranks whose spans are kept where not all are: so many of the slowest, and so many at equal distances.
+SLOWEST, SAMPLED = 32, 32
+#: Stragglers, failures and missing ranks of one operation in the lists; the heat map shows all.
+LISTED = 50
+#: A phase that begins so many seconds from the end of the one before follows it.
+_SAME_TIME = 1e-4
+_STATES = ("done", "failed", "missing")
+
+
+def page_data(run: RunMetrics, root: str, made: float, rules: Sequence[Rule] = ()) -> dict[str, Any]:
+    """Return what the page embeds: plain values, and columns as base64.
+
+    Args:
+        run: the metrics of the run.
+        root: folder of the run, as it is shown.
+        made: seconds since 1970 at which the metrics were read.
+        rules: of the alerts to show.
+    """
+    records = run.records[-OPERATIONS:]
+    summaries = [summarize(record) for record in records]
+    left_out = []
+    if len(records) < len(run.records):
+        left_out.append(f"The history shows the newest {len(records):,} of {len(run.records):,} operations.")
+    evaluation = Evaluation(rules)
+    alerts = [alert for summary in summaries for alert in evaluation.after(summary)]
+    if len(alerts) > ALERTS:
+        left_out.append(f"The newest {ALERTS:,} of {len(alerts):,} alerts are listed.")
+    details, notes = _details(records, summaries)
+    return {
+        "version": 1,
+        "root": root,
+        "made": made,
+        "simulated": any(record.path.startswith("simulated://") for record in records),
+        "skipped": run.skipped,
+        "leftOut": left_out + notes,
+        "operations": [_operation(summary) for summary in summaries],
+        "details": details,
+        "findings": [asdict(finding) for finding in findings(summaries)],
+        "alerts": [msgspec.to_builtins(alert) for alert in alerts[-ALERTS:]],
+    }
+
+
+def _operation(summary: OperationSummary) -> dict[str, Any]:
+    """Return one operation as the history and the lists of the page show it."""
+    return {
+        "id": summary.id,
+        "kind": summary.kind,
+        "path": summary.path,
+        "step": summary.step,
+        "began": summary.began,
+        "worldSize": summary.world_size,
+        "hosts": summary.hosts,
+        "seconds": _number(summary.seconds),
+        "blocking": _number(summary.blocking_seconds),
+        "nbytes": summary.nbytes,
+        "bandwidth": _number(summary.bandwidth),
+        "balance": _number(summary.balance),
+        "retries": summary.retries,
+        "retrySeconds": _number(summary.retry_seconds),
+        "phases": [[p.name, _number(p.median), _number(p.longest), p.slowest_rank] for p in summary.phases],
+        "stragglers": [
+            [s.rank, s.host, s.phase, _number(s.seconds), _number(s.median)] for s in summary.stragglers[:LISTED]
+        ],
+        "stragglerCount": len(summary.stragglers),
+        "critical": [[phase, rank, _number(begin), _number(sec)] for phase, rank, begin, sec in summary.critical_path],
+        "failures": [[f.rank, f.stage, f.error] for f in summary.failures[:LISTED]],
+        "cause": summary.first_failure.rank if summary.failures else None,
+        "failureCount": len(summary.failures),
+        "missing": list(summary.missing[:LISTED]),
+        "missingCount": len(summary.missing),
+    }
+
+
+def _number(value: float) -> float | None:
+    """Round to six digits; JSON has no NaN and no infinity."""
+    return float(f"{value:.6g}") if math.isfinite(value) else None
+
+
+# --- ranks, phases and spans of the operations that the heat map can show ---
+
+
+def _details(records: Sequence[OperationRecord], summaries: Sequence[OperationSummary]) -> tuple[Any, list[str]]:
+    """Return the columns of the newest operations that fit, by id, and sentences that say what is left out."""
+    details: dict[str, Any] = {}
+    phase_rows = spans = 0
+    sampled = False
+    for place in _newest_first(records):
+        record, summary = records[place], summaries[place]
+        rows = Rows(record.table)
+        phases, chosen = _places(rows, "phase"), _places(rows, "span")
+        phase_rows += len(phases)
+        if details and phase_rows > PHASE_ROWS:
+            break
+        if len(chosen) > SPANS_PER_OPERATION or spans + len(chosen) > SPANS:
+            ranks = _interesting_ranks(rows, summary)
+            chosen = chosen[np.isin(rows.numbers("rank")[chosen], ranks)][
+                : max(min(SPANS_PER_OPERATION, SPANS - spans), 0)
+            ]
+            sampled = True
+        spans += len(chosen)
+        details[record.id] = _detail(rows, phases, chosen, _complete(records, record))
+    notes = []
+    if len(details) < len(records):
+        notes.append(
+            f"Values of every rank are in this page for {len(details)} of {len(records):,} operations: the newest."
+        )
+    if sampled:
+        notes.append(
+            f"Single reads and writes of large operations are in this page for stragglers, the {SLOWEST} slowest ranks and "
+            f"{SAMPLED} others; --trace has those of more."
+        )
+    return details, notes
+
+
+def _newest_first(records: Sequence[OperationRecord]) -> list[int]:
+    """Return the places of operations, the newest of each kind first."""
+    places = list(range(len(records) - 1, -1, -1))
+    firsts = {records[place].kind: place for place in reversed(places)}.values()
+    return sorted(firsts, reverse=True) + [place for place in places if place not in firsts]
+
+
+def _interesting_ranks(rows: Rows, summary: OperationSummary) -> NDArray[np.int32]:
+    own = _places(rows, "rank")
+    rank = rows.numbers("rank")[own]
+    slowest = rank[np.argsort(rows.numbers("seconds")[own])[-SLOWEST:]]
+    sample = rank[:: max(len(own) // SAMPLED, 1)]
+    return np.unique(np.concatenate([slowest, sample, [s.rank for s in summary.stragglers[:LISTED]]]).astype(np.int32))
+
+
+def _complete(records: Sequence[OperationRecord], record: OperationRecord) -> Rows | None:
+    """Return an operation of the same world in which every rank has reported; None if there is none, or no need for it."""
+    same = (r for r in reversed(records) if r.world_size == record.world_size and not r.missing)
+    found = next(same, None) if record.missing else None
+    return None if found is None else Rows(found.table)
+
+
+def _places(rows: Rows, level: str) -> NDArray[np.int64]:
+    """Return the places of the rows of a level, in order of rank and time."""
+    places = np.flatnonzero(rows.where("level", level))
+    return places[np.lexsort((rows.numbers("begin")[places], rows.numbers("rank")[places]))]
+
+
+def _detail(rows: Rows, phases: NDArray[np.int64], spans: NDArray[np.int64], complete: Rows | None) -> dict[str, Any]:
+    """Return the columns of one operation; phases and spans lie in the order of the ranks' rows.
+
+    Args:
+        rows: of the operation.
+        phases: places of its phases.
+        spans: places of its spans that are shown.
+        complete: rows that say where ranks are that have reported nothing in this operation.
+    """
+    own = _places(rows, "rank")
+    of_place = rows if complete is None else complete
+    places = own if complete is None else _places(complete, "rank")
+    ranks, seconds = rows.numbers("rank")[own], rows.numbers("seconds")
+    names, strings = rows.texts("name")
+    states = np.array([_STATES.index(text) if text in _STATES else 0 for text in strings], np.uint8)[names[own]]
+    known = {axis: of_place.known(axis)[places] for axis in MESH_AXES}
+    totals = _places(rows, "total")
+    totals = totals[np.isin(rows.numbers("rank")[totals], ranks)]
+    sums = {}
+    for code in np.unique(names[totals]):
+        of_name = totals[names[totals] == code]
+        at = np.searchsorted(ranks, rows.numbers("rank")[of_name])
+        values = np.bincount(at, seconds[of_name], len(ranks)).astype(np.float32)
+        if values.any():
+            sums[strings[code]] = _packed(values)
+    return {
+        "rank": _packed_small(ranks),
+        "host": _texts(of_place, "host", places),
+        "axes": {
+            axis: _packed_small(np.where(has, of_place.numbers(axis)[places], -1))
+            for axis, has in known.items()
+            if has.any()
+        },
+        "state": _packed(states),
+        "seconds": _packed(seconds[own]),
+        "nbytes": _packed(rows.numbers("nbytes")[own].astype(np.float64)),
+        "totals": sums,
+        "phases": _parts(rows, phases, ranks),
+        "spans": _parts(rows, spans, ranks)
+        | {
+            "nbytes": _packed(rows.numbers("nbytes")[spans].astype(np.float64)),
+            "subject": _texts(rows, "subject", spans),
+        },
+    }
+
+
+def _parts(rows: Rows, places: NDArray[np.int64], ranks: NDArray[np.int32]) -> dict[str, Any]:
+    """Return phases or spans: how many each rank has, and their columns."""
+    rank, begin, seconds = (rows.numbers(name)[places] for name in ("rank", "begin", "seconds"))
+    counts = np.bincount(np.searchsorted(ranks, rank), minlength=len(ranks))
+    columns = {
+        "counts": _packed_small(counts),
+        "name": _texts(rows, "name", places),
+        "begin": _packed(begin),
+        "seconds": _packed(seconds),
+    }
+    follows = (rank[1:] != rank[:-1]) | (np.abs(begin[1:] - (begin + seconds)[:-1]) < _SAME_TIME)
+    if follows.all():  # each begins when the one before ends: the beginning of the first is enough
+        columns["begin"] = _packed(begin[np.diff(rank, prepend=-1) != 0])
+    if rows.numbers("failed")[places].any():
+        columns["failed"] = _packed_small(rows.numbers("failed")[places])
+    return columns
+
+
+def _texts(rows: Rows, name: str, places: NDArray[np.int64]) -> dict[str, Any]:
+    codes, strings = rows.texts(name)
+    used, codes = np.unique(codes[places], return_inverse=True)
+    return {"values": [strings[code] if code >= 0 else "" for code in used], "codes": _packed_small(codes)}
+
+
+def _packed_small(values: NDArray[Any]) -> dict[str, str]:
+    """Return a column of integers in the smallest type that the page knows."""
+    low, high = values.min(initial=0), values.max(initial=0)
+    fits = (t for t in (np.uint8, np.int8, np.int16, np.int32) if np.iinfo(t).min <= low and high <= np.iinfo(t).max)
+    return _packed(values.astype(next(fits)))
+
+
+def _packed(values: NDArray[Any]) -> dict[str, str]:
+    """Return a column as its type and its little-endian bytes in base64."""
+    values = np.ascontiguousarray(values, values.dtype.newbyteorder("<"))
+    return {"type": f"{values.dtype.kind}{values.dtype.itemsize}", "data": base64.b64encode(values).decode()}

@@ -1,0 +1,218 @@
+"""The page of a run over HTTP, with the progress of what runs now. It only reads."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hmac
+import ipaddress
+import json
+import threading
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from bytecheckpoint.errors import CheckpointError, UsageError
+from bytecheckpoint.monitoring.alerts import Rule
+from bytecheckpoint.monitoring.reading import read_run
+from bytecheckpoint.monitoring.record import without_secrets
+from bytecheckpoint.monitoring.report.data import OPERATIONS, page_data
+from bytecheckpoint.monitoring.report.page import content_security_policy, make_page
+from bytecheckpoint.monitoring.sinks.files import LIVE_PREFIX, METRICS_FOLDER
+from bytecheckpoint.storage import resolve
+from bytecheckpoint.storage.time_limits import with_time_limits
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, MutableMapping
+
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+    Scope = MutableMapping[str, Any]
+    Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+    Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+    App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+__all__ = ["RunView", "make_app", "require_token"]
+
+#: The storage is asked at most once in so many seconds, however many browsers ask the monitor.
+_REFRESH = 1.0
+#: An operation without news for so many seconds belongs to a job that was killed.
+_FORGOTTEN = 600.0
+_COLUMNS = ("rank", "host", "phase", "seconds", "done", "planned")
+
+
+def require_token(host: str, token: str) -> None:
+    """Refuse to serve other machines without a token.
+
+    Raises:
+        UsageError: `host` is not a loopback address, and there is no token.
+    """
+    if not token and not _is_loopback(host):
+        raise UsageError(
+            f"--host {host} lets other machines read the metrics: give a --token, or the variable "
+            "BYTECHECKPOINT_MONITOR_TOKEN, or keep to 127.0.0.1 and use an SSH tunnel"
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+class RunView:
+    """What the monitor knows of a run: read again when somebody asks and it is older than a second. Any thread may ask.
+
+    Args:
+        root: folder or URL of the run.
+        rules: of the alerts to show.
+    """
+
+    def __init__(self, root: str, rules: Sequence[Rule] = ()) -> None:
+        self.root = root
+        self._shown = without_secrets(root)
+        self._rules = rules
+        self._folder = with_time_limits(resolve(f"{root.rstrip('/')}/{METRICS_FOLDER}"))
+        self._lock = threading.Lock()
+        self._read = -_REFRESH
+        self._names: tuple[str, ...] | None = None
+        self._version = 0
+        self._data = b"null"
+        self._running: list[dict[str, Any]] = []
+        self._error = ""
+
+    def news(self) -> dict[str, Any]:
+        """Return what runs now, the version of the data, and why they may be old."""
+        with self._lock:  # the others wait for the one that reads
+            if time.monotonic() - self._read >= _REFRESH:
+                try:
+                    self._refresh()
+                    self._error = ""
+                except (CheckpointError, OSError) as error:
+                    self._error = f"The metrics cannot be read now: {error}"
+                self._read = time.monotonic()
+            now = time.time()
+            running = [operation | {"age": now - operation["time"]} for operation in self._running]
+            return {"version": str(self._version), "running": running, "error": self._error}
+
+    def data(self) -> bytes:
+        """Return the data of the page as JSON."""
+        self.news()
+        with self._lock:
+            return self._data
+
+    def _refresh(self) -> None:
+        listed = [name for name, _ in self._folder.list()]
+        live = [self._progress(name) for name in sorted(listed) if name.startswith(LIVE_PREFIX)]
+        self._running = [operation for operation in live if operation is not None]
+        names = tuple(sorted(name for name in listed if not name.startswith(LIVE_PREFIX)))
+        if names != self._names:
+            data = page_data(read_run(self.root, OPERATIONS), self._shown, time.time(), self._rules)
+            self._data = json.dumps(data, allow_nan=False, separators=(",", ":")).encode()
+            self._names = names
+            self._version += 1
+
+    def _progress(self, name: str) -> dict[str, Any] | None:
+        """Return the progress of an operation; None for a file that is gone, old, damaged or of one that has ended."""
+        try:
+            progress = json.loads(self._folder.read(name))
+            ranks = {column: list(progress["ranks"][column]) for column in _COLUMNS}
+            sizes = {len(values) for values in ranks.values()}
+            numbers = [*ranks["rank"], *ranks["seconds"], *ranks["done"], *ranks["planned"], progress["began"]]
+            if len(sizes) != 1 or not all(isinstance(value, int | float) for value in numbers):
+                return None
+            if progress["ended"] or time.time() - progress["time"] > _FORGOTTEN:
+                return None
+            own = {key: str(progress[key]) for key in ("operation", "kind", "path")}
+            return own | {key: progress[key] for key in ("step", "began", "time", "ended")} | {"ranks": ranks}
+        except (FileNotFoundError, ValueError, KeyError, TypeError):
+            return None
+
+
+def make_app(view: RunView, token: str = "") -> App:
+    """Return the ASGI application that serves a run.
+
+    Args:
+        view: of the run.
+        token: that every request has to bring, as a bearer token or as the password of a login; "": none, and only
+            requests to a name of this machine's loopback interface are answered.
+    """
+    from starlette.applications import Starlette
+    from starlette.concurrency import run_in_threadpool
+    from starlette.responses import Response
+    from starlette.routing import Route
+
+    page = make_page(None, live=True)
+    headers = {
+        "Content-Security-Policy": content_security_policy(live=True) + "; frame-ancestors 'none'",
+        "X-Content-Type-Options": "nosniff",
+        "Referrer-Policy": "no-referrer",
+        "Cache-Control": "no-store",
+    }
+
+    def answer(content: bytes, kind: str) -> Response:
+        return Response(content, media_type=kind, headers=headers)
+
+    async def show_page(_: Request) -> Response:
+        return answer(page, "text/html")
+
+    async def show_data(_: Request) -> Response:
+        return answer(await run_in_threadpool(view.data), "application/json")
+
+    async def show_news(_: Request) -> Response:
+        news = await run_in_threadpool(view.news)
+        return answer(json.dumps(news).encode(), "application/json")
+
+    routes = [Route("/", show_page), Route("/data.json", show_data), Route("/live.json", show_news)]
+    return _Guard(Starlette(routes=routes), token)
+
+
+class _Guard:
+    """Lets requests with the token through; without a token, those that name this machine's loopback interface.
+
+    The name protects from pages of other sites that let their own name stand for 127.0.0.1.
+    """
+
+    def __init__(self, app: App, token: str) -> None:
+        self._app = app
+        self._token = token.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            headers = dict(scope["headers"])
+            if self._token:
+                if not hmac.compare_digest(_given_token(headers.get(b"authorization", b"")), self._token):
+                    challenge = (
+                        b"www-authenticate",
+                        b'Basic realm="bytecheckpoint monitor: the token is the password"',
+                    )
+                    await _refuse(send, 401, b"The monitor needs its token.\n", challenge)
+                    return
+            elif not _is_loopback(_host_of(headers.get(b"host", b""))):
+                await _refuse(send, 403, b"Without a token the monitor answers to 127.0.0.1 and localhost only.\n")
+                return
+        await self._app(scope, receive, send)
+
+
+def _given_token(header: bytes) -> bytes:
+    scheme, _, value = header.partition(b" ")
+    if scheme.lower() == b"bearer":
+        return value.strip()
+    try:
+        return base64.b64decode(value, validate=True).partition(b":")[2] if scheme.lower() == b"basic" else b""
+    except binascii.Error:
+        return b""
+
+
+def _host_of(header: bytes) -> str:
+    """Return the name or address in a `Host` header, without the port."""
+    host = header.decode("latin-1")
+    return host[: host.find("]") + 1] if host.startswith("[") else host.partition(":")[0]
+
+
+async def _refuse(send: Send, status: int, text: bytes, *headers: tuple[bytes, bytes]) -> None:
+    plain = [(b"content-type", b"text/plain"), (b"content-length", str(len(text)).encode()), *headers]
+    await send({"type": "http.response.start", "status": status, "headers": plain})
+    await send({"type": "http.response.body", "body": text})
