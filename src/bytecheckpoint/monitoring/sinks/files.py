@@ -79,10 +79,10 @@ class FilesSink(Sink):
     def _folder(self, operation: OperationRecord | OperationProgress) -> Storage | None:
         """Return where the metrics of an operation go; None for nowhere."""
         run = run_of_path(operation.path)
-        if operation.kind == "load" and run not in self._runs:
-            if METRICS_FOLDER not in with_time_limits(resolve(run)).folders():
-                return None
-        self._runs.add(run)
+        if operation.kind == "save":
+            self._runs.add(run)
+        elif run not in self._runs and METRICS_FOLDER not in with_time_limits(resolve(run)).folders():
+            return None
         return with_time_limits(resolve(f"{run}/{METRICS_FOLDER}"))
 
 
