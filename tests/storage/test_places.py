@@ -16,6 +16,7 @@ from bytecheckpoint import CheckpointError, StorageConflictError, StorageError, 
 from bytecheckpoint.cli.main import run
 from bytecheckpoint.collectives.base import Collective
 from bytecheckpoint.collectives.testing import ThreadWorld
+from bytecheckpoint.monitoring.reading import read_run
 from bytecheckpoint.monitoring.sinks.files import METRICS_FOLDER
 from bytecheckpoint.representation.names import CATALOG_NAME
 from bytecheckpoint.storage import resolve
@@ -197,4 +198,5 @@ def test_metrics_lie_beside_the_run(anywhere: str) -> None:
         load(f"{anywhere}/run/step_00000002", world=1, rows=ROWS)
         found = wait_for_operations(f"{anywhere}/run", 3)
     assert sorted(table["step"][0].as_py() for table in found) == [1, 2, 2]
+    assert len(read_run(f"{anywhere}/run").records) == 3
     assert resolve(f"{anywhere}/run").folders() == [METRICS_FOLDER, "step_00000001", "step_00000002"]

@@ -17,6 +17,7 @@ from bytecheckpoint.engine.pinning import host_buffer
 from bytecheckpoint.engine.scatter import ScatterPlan
 from bytecheckpoint.engine.workers import Workers, storage_result
 from bytecheckpoint.errors import StorageUnavailableError
+from bytecheckpoint.tracing.operation import count
 from bytecheckpoint.tuning import tuning
 
 __all__ = ["Readers", "ScratchBuffers", "read_all"]
@@ -167,6 +168,7 @@ def read_all(
             raise
         return stop - start
 
+    count("queued chunks", len(ranges))
     if len(ranges) == 1 and files.in_memory:
         return read_range(ranges[0])
     with Readers(files, min(files.threads(threads), len(ranges))) as readers:

@@ -22,7 +22,7 @@ from bytecheckpoint.engine.workers import Workers, storage_result
 from bytecheckpoint.errors import CheckpointError, StorageUnavailableError
 from bytecheckpoint.storage import FileWriter, NewFile, Storage
 from bytecheckpoint.storage.threads import call_with_timeout
-from bytecheckpoint.tracing.operation import span
+from bytecheckpoint.tracing.operation import count, span
 from bytecheckpoint.tuning import tuning
 
 __all__ = ["FileTask", "FilesWriter", "StagedChunk"]
@@ -216,6 +216,7 @@ class FilesWriter:
                 pending, self._pending = self._pending, []
             if not pending:
                 break
+            count("queued chunks", len(pending))
             self.wait(pending)
         if self._failed is not None:
             raise self._failed

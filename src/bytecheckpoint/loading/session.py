@@ -285,7 +285,11 @@ class _Attempt:
 
     def _exchanges(self, files: FileSet, ranges: Int64s) -> bool:
         """Whether this rank exchanges with others: not if it reads from memory, which a copy from a rank is too."""
-        return self._call.overlap and self._collective.world_size > 1 and not files.is_cached(ranges)
+        if not self._call.overlap or self._collective.world_size == 1:
+            return False
+        cached = files.is_cached(ranges)
+        self._operation.count("from memory", int(cached))
+        return not cached
 
     def _exchange(
         self, agreement: Agreement, scatter: ScatterPlan, decision: FitDecision
