@@ -10,9 +10,11 @@ from typing import Any
 
 import duckdb
 import pytest
+import torch
 
 import bytecheckpoint
-from bytecheckpoint import StorageFullError, StorageUnavailableError
+from bytecheckpoint import StorageFullError, StorageUnavailableError, UsageError
+from bytecheckpoint.collectives import Collective
 from bytecheckpoint.collectives.testing import ThreadWorld
 from bytecheckpoint.monitoring.background import Background
 from bytecheckpoint.monitoring.record import without_secrets
@@ -207,3 +209,26 @@ def test_background_work_ends_with_its_owner() -> None:
     ]
     background.submit(lambda: done.append(4))
     assert background.flush(10) and done[-1] == 4
+
+
+def test_an_operation_that_ends_before_an_earlier_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second save is refused while the first is being written: both are told."""
+    written = threading.Event()
+    faults = Faults().install(monkeypatch)
+    faults.add("write", hold=written)
+    background: Any = {"async_checkpoint": True, "staging": "background"}
+
+    def run(collective: Collective) -> None:
+        handle = bytecheckpoint.save(tmp_path / "step_1", {"model": torch.nn.Linear(4, 4)}, **background)
+        with pytest.raises(UsageError):
+            bytecheckpoint.save(tmp_path / "step_2", {"model": object()}, **background)
+        if collective.rank == 0:
+            wait_for_operations(tmp_path, 1)
+            written.set()
+        handle.result(60)
+
+    with collecting():
+        bytecheckpoint.configure(writer="thread")
+        ThreadWorld(2).run(run, timeout=90)
+        found = wait_for_operations(tmp_path, 2)
+    assert sorted(table["operation"][0].as_py().rpartition("-")[2] for table in found) == ["1", "2"]

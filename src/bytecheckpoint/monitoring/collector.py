@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import queue
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 
@@ -27,6 +28,8 @@ __all__ = ["Collector"]
 _log = logging.getLogger("bytecheckpoint")
 #: For which a world that ends waits for the metrics of other ranks: some may be gone.
 _LAST_SECONDS = 2.0
+#: Operations whose late messages are recognized.
+_REMEMBERED = 256
 _TAG, _PROGRESS_TAG = "metrics", "metrics/progress"
 _decoder = msgspec.msgpack.Decoder(RankRecord)
 _progress_decoder = msgspec.msgpack.Decoder(RankProgress)
@@ -50,10 +53,12 @@ class Collector:
         self._host = collective.host.split("/", 1)[0]
         self._send = collective.send
         self._background = Background("bytecheckpoint-metrics")
-        self._messages: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self._messages: list[bytes] = []
+        self._taking = False  # `_take_messages` will be called
+        self._lock = threading.Lock()  # of these two
         self._gathered: dict[tuple[str, int], dict[int, RankRecord]] = {}
         self._first_message: dict[tuple[str, int], float] = {}  # when it came, as `time.monotonic`
-        self._delivered: dict[str, int] = {}  # by kind, number of the newest operation that was delivered
+        self._delivered: deque[tuple[str, int]] = deque(maxlen=_REMEMBERED)
         self._operations: set[Operation] = set()  # that run, on this rank
         self._telling = False  # `_tell_progress` will be called
         self._progress: dict[tuple[str, int], dict[int, RankProgress]] = {}  # of the operations that run, on rank 0
@@ -121,13 +126,9 @@ class Collector:
 
     def _tell_progress(self) -> None:
         """Send how far the operations of this rank are; come back as long as there are any."""
-        for operation in [operation for operation in self._operations if operation.number]:
-            progress = make_progress(operation, self._rank, self._host, ended=False)
-            if self._rank == 0:
-                self._progress.setdefault((progress.kind, progress.number), {})[0] = progress
-            else:
-                with contextlib.suppress(CheckpointError):  # the world has ended
-                    self._send(0, _PROGRESS_TAG, msgspec.msgpack.encode(progress))
+        for operation in list(self._operations):
+            if operation.number:
+                self._tell_progress_of(operation)
         for key, ranks in list(self._progress.items()):
             if 0 in ranks:
                 self._deliver_progress(key, ended=False)
@@ -135,21 +136,31 @@ class Collector:
         if self._telling:
             self._background.later(tuning().progress_interval, self._tell_progress)
 
+    def _tell_progress_of(self, operation: Operation) -> None:
+        progress = make_progress(operation, self._rank, self._host, ended=False)
+        if self._rank == 0:
+            self._progress.setdefault((progress.kind, progress.number), {})[0] = progress
+        else:
+            with contextlib.suppress(CheckpointError):  # the world has ended
+                self._send(0, _PROGRESS_TAG, msgspec.msgpack.encode(progress))
+
     # --- rank 0 ---------------------------------------------------------------------------------------------------
 
     def _receive(self, message: bytes) -> None:
         """Take a message, on the transport's thread."""
-        first = self._messages.empty()
-        self._messages.put(message)
-        if first:
+        with self._lock:
+            self._messages.append(message)
+            begin, self._taking = not self._taking, True
+        if begin:
             self._background.submit(self._take_messages)
 
     def _receive_progress(self, message: bytes) -> None:
         """Note how far another rank is, on the transport's thread."""
         with contextlib.suppress(msgspec.MsgspecError):
             progress = _progress_decoder.decode(message)
-            if progress.number > self._delivered.get(progress.kind, 0):
-                self._progress.setdefault((progress.kind, progress.number), {})[progress.rank] = progress
+            key = progress.kind, progress.number
+            if key not in self._delivered:
+                self._progress.setdefault(key, {})[progress.rank] = progress
 
     def _deliver_progress(self, key: tuple[str, int], *, ended: bool) -> None:
         ranks = self._progress[key]
@@ -159,16 +170,18 @@ class Collector:
 
     def _take_messages(self) -> None:
         while True:
-            try:
-                message = self._messages.get_nowait()
-            except queue.Empty:
+            with self._lock:
+                messages, self._messages = self._messages, []
+                self._taking = bool(messages)
+            if not messages:
                 return
-            with contextlib.suppress(msgspec.MsgspecError):  # a rank with another version of this package
-                self._take(_decoder.decode(message))
+            for message in messages:
+                with contextlib.suppress(msgspec.MsgspecError):  # a rank with another version of this package
+                    self._take(_decoder.decode(message))
 
     def _take(self, record: RankRecord) -> None:
         key = record.kind, record.number
-        if record.number <= self._delivered.get(record.kind, 0):
+        if key in self._delivered:
             return  # too late
         if key not in self._gathered:
             if not self._gathered:
@@ -182,7 +195,7 @@ class Collector:
     def _deliver(self, key: tuple[str, int]) -> None:
         records = self._gathered.pop(key)
         del self._first_message[key]
-        self._delivered[key[0]] = max(self._delivered.get(key[0], 0), key[1])
+        self._delivered.append(key)
         if 0 in self._progress.get(key, {}):
             self._deliver_progress(key, ended=True)
         self._progress.pop(key, None)
