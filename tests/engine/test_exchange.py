@@ -138,10 +138,9 @@ def test_each_rank_reads_from_the_page_cache_for_itself(step: Path) -> None:
 
 
 def test_what_the_page_cache_lacks_is_exchanged(step: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel's answer is made up: on a quick device its question (RWF_NOWAIT) may bring the page in by itself."""
     if resolve(step).in_memory:
         pytest.skip("the temporary files are on a tmpfs")
-    monkeypatch.setattr("bytecheckpoint.storage.posix.storage.in_page_cache", lambda fd, offset: False)
+    monkeypatch.setattr("bytecheckpoint.storage.posix.storage.in_page_cache", lambda fd, offsets: False)
     reports = ThreadWorld(3).run(load, step, ["m"] * 3, True, False, False, timeout=60)
     assert all(r.bytes_received > NBYTES / 2 for r in reports)
 

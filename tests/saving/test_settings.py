@@ -46,6 +46,7 @@ def test_an_unknown_setting_is_refused_with_all_names() -> None:
 
 def test_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     given = {"TIMEOUT": " 5 ", "CHUNK_BYTES": "1_048_576", "WRITER": "thread", "SPOOL_DIR": "12", "READ_THREADS": "3"}
+    monkeypatch.delenv("BYTECHECKPOINT_METRICS")
     for name, text in given.items():
         monkeypatch.setenv(f"BYTECHECKPOINT_{name}", text)
     found = _from_environment()

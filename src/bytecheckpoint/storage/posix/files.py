@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
+import mmap
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
+import numpy as np
 import xxhash
 
 from bytecheckpoint.errors import StorageError, StorageFullError, StorageUnavailableError
@@ -35,6 +38,7 @@ __all__ = [
 ]
 
 _T = TypeVar("_T")
+_libc = ctypes.CDLL(None)
 #: No space is left.
 FULL_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 #: The server of a file system cannot be reached, or has lost an open file: no local disk says so.
@@ -214,9 +218,34 @@ def version_of(found: os.stat_result) -> str:
     return f"{found.st_ino}-{found.st_size}-{found.st_mtime_ns}"
 
 
-def in_page_cache(fd: int, offset: int) -> bool:
-    """Return whether the byte at `offset` of a file is in the page cache. Network file systems do not tell: False."""
+def in_page_cache(fd: int, offsets: Sequence[int]) -> bool:
+    """Return whether the bytes at `offsets` of a file of this machine are in the page cache."""
+    if not os.access(f"/proc/self/fd/{fd}", os.W_OK, effective_ids=True) and os.fstat(fd).st_uid != os.geteuid():
+        return all(_read_without_waiting(fd, offset) for offset in offsets)  # to others mincore says that all is there
+    try:
+        mapped = mmap.mmap(fd, 0, mmap.MAP_SHARED, mmap.PROT_READ)
+    except (OSError, ValueError):  # no file system for it, or an empty file
+        return False
+    with mapped:
+        memory = np.frombuffer(mapped, np.uint8)
+        found = ctypes.c_ubyte()
+        try:
+            for offset in offsets:
+                page = memory.ctypes.data + offset // mmap.PAGESIZE * mmap.PAGESIZE
+                if offset >= len(memory) or _libc.mincore(
+                    ctypes.c_void_p(page), ctypes.c_size_t(1), ctypes.byref(found)
+                ):
+                    return False
+                if not found.value & 1:
+                    return False
+        finally:
+            del memory  # else the mapping could not be closed
+    return True
+
+
+def _read_without_waiting(fd: int, offset: int) -> bool:
+    """Return whether a byte can be read without waiting. On a quick device the question may bring the page in by itself."""
     try:
         return os.preadv(fd, [bytearray(1)], offset, os.RWF_NOWAIT) == 1
-    except (OSError, AttributeError):  # EAGAIN: it is not; EOPNOTSUPP or no such flag: unknown
+    except (OSError, AttributeError):  # EAGAIN: it cannot; EOPNOTSUPP or no such flag: unknown
         return False

@@ -175,7 +175,7 @@ class PosixStorage(Storage):
         def probe() -> bool:
             fd, _ = open_file(path)
             try:
-                return all(in_page_cache(fd, offset) for offset in offsets)
+                return not on_network(path) and in_page_cache(fd, offsets)
             finally:
                 os.close(fd)
 
