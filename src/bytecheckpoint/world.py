@@ -141,6 +141,7 @@ class World:
         self._load_numbers = itertools.count(1)
         self._manager_numbers = itertools.count(1)
         self._prepared: tuple[object, ...] = ()
+        self._looked_at: tuple[object, ...] = ()
 
     def next_load_number(self) -> int:
         """Return the number of the next load."""
@@ -156,7 +157,10 @@ class World:
 
     def note_layout(self, states: Mapping[str, object]) -> None:
         """Find this rank's place in the layout of the job, for metrics, unless it is known."""
-        if not self.collector.mesh:
+        looked_at = _identity(states)
+        if delivery.is_on() and not self.collector.mesh and looked_at != self._looked_at:
+            # Once for the same objects: where there is no mesh, this goes through all parameters, and the caller waits.
+            self._looked_at = looked_at
             rank, world_size = self.collective.rank, self.collective.world_size
             self.collector.mesh = mesh_coordinates(states, settings().mesh, rank, world_size)
 

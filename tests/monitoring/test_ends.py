@@ -68,3 +68,13 @@ def test_a_forked_child_begins_anew(tmp_path: Path) -> None:
             finally:
                 os._exit(1)
         assert os.waitpid(child, 0)[1] == 0
+
+
+def test_a_model_without_a_mesh_is_searched_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[object] = []
+    monkeypatch.setattr("bytecheckpoint.world.mesh_coordinates", lambda *arguments: calls.append(arguments) or {})
+    states = {"model": torch.nn.Linear(4, 4)}
+    for metrics in ("files", "files", "off"):
+        with collecting(metrics):
+            bytecheckpoint.save(tmp_path / "step_1", states)
+    assert len(calls) == 1
