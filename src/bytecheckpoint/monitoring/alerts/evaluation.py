@@ -8,14 +8,12 @@ from collections.abc import Callable, Iterable, Sequence
 
 from bytecheckpoint.monitoring.alert import Alert
 from bytecheckpoint.monitoring.alerts.rules import Overdue, Rule, Storage, Unflushed
+from bytecheckpoint.monitoring.analysis.run import COMPARED
 from bytecheckpoint.monitoring.analysis.summary import OperationSummary
 from bytecheckpoint.monitoring.progress import OperationProgress
 from bytecheckpoint.monitoring.sinks.files import run_of_path
 
 __all__ = ["Evaluation"]
-
-#: Earlier operations that a new one is compared with.
-_COMPARED = 20
 
 
 class Evaluation:
@@ -28,7 +26,7 @@ class Evaluation:
     def __init__(self, rules: Iterable[Rule]) -> None:
         self._rules = list(rules)
         self._before: dict[tuple[str, str, int], deque[OperationSummary]] = {}
-        self._saves: deque[OperationSummary] = deque(maxlen=_COMPARED)  # of the run that was saved last
+        self._saves: deque[OperationSummary] = deque(maxlen=COMPARED)  # of the run that was saved last
         self._raised: dict[tuple[str, str, int | None, str], float] = {}  # when an alert came last
 
     def after(self, summary: OperationSummary, lacking: Callable[[str, int], str] | None = None) -> list[Alert]:
@@ -39,7 +37,7 @@ class Evaluation:
             lacking: returns what the storage of a path lacks for so many bytes, "" if nothing; None: do not ask.
         """
         before = self._before.setdefault(
-            (summary.kind, run_of_path(summary.path), summary.world_size), deque(maxlen=_COMPARED)
+            (summary.kind, run_of_path(summary.path), summary.world_size), deque(maxlen=COMPARED)
         )
         found: list[Alert] = []
         if summary.kind == "save":

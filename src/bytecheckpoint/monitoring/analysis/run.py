@@ -9,10 +9,10 @@ from itertools import pairwise
 
 from bytecheckpoint.monitoring.analysis.summary import OperationSummary
 
-__all__ = ["RunSummary", "Shares", "summarize_run", "time_shares", "usual"]
+__all__ = ["COMPARED", "RunSummary", "Shares", "summarize_run", "time_shares", "usual"]
 
-#: Earlier operations of which the median counts.
-_COMPARED = 20
+#: Earlier operations that a new one is compared with.
+COMPARED = 20
 _FEWEST = 3
 
 
@@ -146,7 +146,7 @@ def usual(summaries: Sequence[OperationSummary], place: int) -> dict[str, float]
         summary
         for summary in summaries[:place]
         if (summary.kind, summary.world_size) == (now.kind, now.world_size) and not summary.failed
-    ][-_COMPARED:]
+    ][-COMPARED:]
     if len(before) < _FEWEST:
         return {}
     found = {name: statistics.median(getattr(b, name) for b in before) for name in ("seconds", "bandwidth")}
