@@ -17,7 +17,7 @@ from bytecheckpoint.monitoring.sinks import Sink, make_sink
 from bytecheckpoint.monitoring.sinks.clickhouse import create_statement, insert_statement, tab_separated
 from bytecheckpoint.monitoring.table import SCHEMA, OperationRecord
 from tests.support.metrics import tables
-from tests.support.processes import run_program
+from tests.support.processes import run_program, wait_until
 
 pytestmark = pytest.mark.skipif(
     not os.environ.get("BYTECHECKPOINT_REQUIRE_METRICS"), reason="NOT TESTED HERE: needs `make test-metrics-sinks`"
@@ -46,12 +46,11 @@ def test_tensorboard_shows_scalars_over_steps(tmp_path: Path) -> None:
     assert seconds[0].value > events.Scalars("bytecheckpoint/save/phase/write/longest")[0].value > 1
 
 
-def wandb_history(folder: Path) -> list[dict[str, Any]]:
-    """Return the rows that an offline run has stored: a log of LevelDB's format, after a header of 7 bytes."""
+def wandb_records(path: Path) -> list[Any]:
+    """Return what an offline run has stored: a log of LevelDB's format, after a header of 7 bytes."""
     from wandb.proto import wandb_internal_pb2
 
-    path = max(folder.glob("wandb/offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime_ns)
-    data, at, rows, parts = path.read_bytes(), 7, [], b""
+    data, at, records, parts = path.read_bytes(), 7, [], b""
     assert data.startswith(b":W&B")
     while at + 7 < len(data):
         if (1 << 15) - at % (1 << 15) < 7:  # the rest of a block has no room for a header
@@ -60,11 +59,23 @@ def wandb_history(folder: Path) -> list[dict[str, Any]]:
         parts += data[at + 7 : at + 7 + length]
         at += 7 + length
         if kind in (1, 4):  # whole, or the last part
-            record, parts = wandb_internal_pb2.Record.FromString(parts), b""
-            items = record.history.item
-            if items:
-                rows.append({item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items})
-    return rows
+            records.append(wandb_internal_pb2.Record.FromString(parts))
+            parts = b""
+    return records
+
+
+def wandb_history(folder: Path, project: str) -> list[dict[str, Any]]:
+    """Return the rows of the only run of a project, which is over."""
+
+    def finished_run() -> list[Any]:
+        runs = [wandb_records(path) for path in folder.glob("wandb/offline-run-*/*.wandb")]
+        runs = [run for run in runs if any(record.run.project == project for record in run)]
+        return runs[0] if len(runs) == 1 and any(record.HasField("exit") for record in runs[0]) else []
+
+    # A file is complete only some time after `finish` has returned.
+    assert wait_until(lambda: bool(finished_run()), 60)
+    rows = [record.history.item for record in finished_run() if record.history.item]
+    return [{item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in row} for row in rows]
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +93,7 @@ def test_wandb_gets_an_offline_run_of_its_own(wandb_folder: Path) -> None:
     import wandb
 
     deliver("wandb://project")
-    rows = wandb_history(wandb_folder)
+    rows = wandb_history(wandb_folder, "project")
     saves = [row for row in rows if "bytecheckpoint/save/seconds" in row]
     assert [row["bytecheckpoint/step"] for row in saves] == STEPS and wandb.run is None
 
@@ -98,7 +109,7 @@ def test_wandb_takes_the_run_of_the_training_and_leaves_its_steps_alone(wandb_fo
     run.log({"loss": 0.0}, step=40)
     sink.close()
     run.finish()
-    rows = wandb_history(wandb_folder)
+    rows = wandb_history(wandb_folder, "training")
     assert [row["_step"] for row in rows if "loss" in row] == [0, 10, 20, 30, 40]
     assert [row["bytecheckpoint/step"] for row in rows if "bytecheckpoint/save/seconds" in row] == STEPS
 
@@ -151,7 +162,7 @@ def test_all_of_them_at_the_end_of_a_training(tmp_path: Path) -> None:
     done = run_program(program, tmp_path)
     assert done.returncode == 0 and "metrics do not reach" not in done.stderr, done.stderr
     assert len(tables(tmp_path / "run")) == 2
-    assert len([row for row in wandb_history(tmp_path) if "bytecheckpoint/save/seconds" in row]) == 2
+    assert len([row for row in wandb_history(tmp_path, "p") if "bytecheckpoint/save/seconds" in row]) == 2
     assert list((tmp_path / "tb").iterdir()) and (tmp_path / "mlflow.db").exists()
 
 
