@@ -24,7 +24,7 @@ from bytecheckpoint.tuning import tuned
 from tests.faults.ranks import load_all, save_all, succeeded
 from tests.support.faulty_storage import Faults
 from tests.support.metrics import collecting, tables, wait_for_operations
-from tests.support.processes import wait_until
+from tests.support.processes import run_program, wait_until
 
 
 def query(root: Path, sql: str) -> list[tuple[Any, ...]]:
@@ -114,6 +114,22 @@ def test_many_small_files_become_one(tmp_path: Path, monkeypatch: pytest.MonkeyP
             wait_for_operations(tmp_path, step)
     assert [name.startswith("joined-") for name in sorted(tables(tmp_path))] == [False, False, True]
     assert query(tmp_path, "select count(distinct operation) from {metrics}") == [(6,)]
+
+
+def test_the_files_are_written_without_pandas(tmp_path: Path) -> None:
+    """Importing it takes a second of a training's processor."""
+    program = """if True:
+        import dataclasses, sys
+        from bytecheckpoint.monitoring.simulation import SimulatedRun
+        from bytecheckpoint.monitoring.sinks.files import FilesSink
+        sink = FilesSink("files")
+        for record in SimulatedRun({"dp": 1}, saves=64).records():
+            sink.deliver(dataclasses.replace(record, path=f"{sys.argv[1]}/step_{record.step}"))
+        assert "pandas" not in sys.modules
+    """
+    done = run_program(program, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert any(name.startswith("joined-") for name in tables(tmp_path))
 
 
 def test_a_storage_that_fails_costs_nothing_and_is_told_once(
