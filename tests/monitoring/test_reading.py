@@ -75,7 +75,7 @@ def test_files_that_are_joined_meanwhile(tmp_path: Path, monkeypatch: pytest.Mon
 
     def join_first(storage: object, name: str) -> bytes:
         monkeypatch.setattr(type(folder), "read", read)
-        files._join(folder, ["1.parquet", "2.parquet"])
+        files._join(folder, {f"{number}.parquet": read(folder, f"{number}.parquet") for number in (1, 2)})
         return read(storage, name)  # type: ignore[arg-type]
 
     monkeypatch.setattr(type(folder), "read", join_first)
