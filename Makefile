@@ -9,8 +9,8 @@ export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 export VENV
 
-# Parallel workers of the tests: one more than there are cores, because many tests wait. WORKERS=0 runs them in one process.
-WORKERS ?= $(shell cores=$$(nproc); echo $$((cores < 8 ? cores + 1 : 8)))
+# Parallel workers of the tests: two for each core, because many tests wait. WORKERS=0 runs them in one process.
+WORKERS ?= $(shell cores=$$(nproc); echo $$((cores < 4 ? 2 * cores : 8)))
 PYTEST := $(PY) -m pytest -n $(WORKERS)
 
 .DEFAULT_GOAL := help
@@ -159,8 +159,9 @@ test-integrations-all: ## the tests of all training tools (the three targets abo
 	$(MAKE) test-integrations test-torchtitan test-ray WITH_SLOW='-m "not soak and not server"'
 
 # Most of the time torch is imported, or torchrun's agents wait for each other.
-test-elastic: venv ## jobs of torchrun that lose ranks and machines; ELASTIC_SHORT=1 leaves the longest out
-	$(PY) -m pytest -m slow tests/manager/test_elastic.py $(if $(ELASTIC_SHORT),-k 'not silent')
+test-elastic: venv ## jobs of torchrun that lose ranks and machines, or run in a container; ELASTIC_SHORT=1 leaves the longest out
+	$(PYTEST) -m slow tests/manager/test_elastic.py tests/dataloader/test_jobs.py tests/faults/test_container.py \
+		$(if $(ELASTIC_SHORT),-k 'not silent and not again')
 
 soak: venv ## long runs in which memory, threads and files must not grow; SOAK_SHORT=1 takes a few minutes
 	$(PY) -m pytest -m soak --timeout=0 -o faulthandler_timeout=0

@@ -38,8 +38,7 @@ _SHARED_UNITS = {
     "interchange": ("tests/frameworks/interchange/",),
     "hdfs": tuple(f"tests/storage/test_{name}.py" for name in ("hdfs", "hdfs_commit", "hdfs_contact", "leaks")),
     "places": tuple(
-        f"tests/storage/test_{name}.py"
-        for name in ("end_to_end", "frameworks", "manager", "places", "tiers_on_servers", "worlds")
+        f"tests/storage/test_{name}.py" for name in ("frameworks", "manager", "places", "tiers_on_servers", "worlds")
     ),
 }
 #: Files whose tests share nothing: any worker may run any of their tests.
@@ -59,9 +58,10 @@ _FIRST = (
     *_SHARED_UNITS["worlds"],
     *_SHARED_UNITS["hdfs"],
     "tests/storage/test_hdfs_faults.py",
+    "tests/storage/test_end_to_end.py",
+    "tests/manager/test_launchers.py",
     *_SHARED_UNITS["places"],
     "tests/frameworks/test_world.py",
-    "tests/dataloader/test_jobs.py",
     "tests/faults/",
     "tests/tiers/",
     "tests/collectives/",

@@ -172,6 +172,7 @@ def test_table_and_chart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert (tmp_path / "chart.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_many_ranks_on_one_machine() -> None:
     command = python("-m", "benchmarks.endpoints", "--ranks", 10, "--processes", 1, "--shapes", "tree")
     done = subprocess.run(

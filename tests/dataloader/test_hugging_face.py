@@ -20,6 +20,7 @@ from bytecheckpoint.dataloader.hugging_face import HuggingFaceLoader
 from bytecheckpoint.dataloader.per_rank import PerRankLoader
 from bytecheckpoint.errors import IncompatibleCheckpointError, UsageError
 from tests.dataloader.segments import Part, Reference, Segment, play, segments
+from tests.support.variants import quick
 
 # Imported by the tests, since every worker collects all files, and this takes seconds.
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("datasets") is None, reason="NOT TESTED HERE: needs datasets")
@@ -71,7 +72,7 @@ def hand_over(old: Sequence[HuggingFaceLoader], new: Sequence[HuggingFaceLoader]
         loader.load_streams(old[0].shared_state(), {n: states[n] for n in chosen})
 
 
-@pytest.mark.parametrize("how", ["plain", "mapped", "shards", "buffer"])
+@pytest.mark.parametrize("how", quick(["plain", "mapped", "shards", "buffer"], every=2))
 @settings(max_examples=5)
 @given(st.sampled_from([3, 4, 8]), st.lists(segments(4), min_size=2, max_size=4))
 # The last examples of a part: datasets keeps the positions of all parts in one place.

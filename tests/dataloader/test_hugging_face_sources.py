@@ -11,6 +11,7 @@ import torch
 from bytecheckpoint.dataloader.sources.iterable import from_hugging_face
 from bytecheckpoint.errors import UsageError
 from tests.dataloader.reading import assert_exact_restarts, drain, epoch_of
+from tests.support.variants import crossed
 
 ROWS = 50
 
@@ -49,8 +50,10 @@ def is_kept(row: dict[str, Any]) -> bool:
     return bool(row["number"] % 3)
 
 
-@pytest.mark.parametrize("streams", [1, 3, 4])
-@pytest.mark.parametrize("case", ["plain", "map", "batched", "filter", "skip", "concatenated", "shuffled", "formatted"])
+@pytest.mark.parametrize(
+    ("case", "streams"),
+    crossed(["plain", "map", "batched", "filter", "skip", "concatenated", "shuffled", "formatted"], [1, 3, 4]),
+)
 def test_streaming_goes_on_exactly(case: str, streams: int) -> None:
     """The states of streams that one process reads in turns do not mix, whether shards or rows are split (3, 4)."""
     source = from_hugging_face(cases()[case], "rows", "text")

@@ -110,12 +110,9 @@ def check_ended(job: Job, others: list[psutil.Process] | None = None) -> None:
     )
 
 
+@pytest.mark.slow  # most of the time is torch's import
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    "deaths",
-    [("rank",), pytest.param(("rank", "term", "worker"), marks=pytest.mark.slow)],  # most of the time is torch's import
-    ids=["once", "again_and_again"],
-)
+@pytest.mark.parametrize("deaths", [("rank",), ("rank", "term", "worker")], ids=["once", "again_and_again"])
 def test_a_run_that_is_killed_goes_on_exactly(tmp_path: Path, deaths: tuple[str, ...]) -> None:
     wanted: dict[int, tuple[str, float]] = {}
     with contextlib.ExitStack() as stack:

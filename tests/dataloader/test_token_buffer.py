@@ -32,6 +32,7 @@ from bytecheckpoint.errors import (
     UsageError,
 )
 from tests.dataloader.token_loaders import Numbers, loader, tokens_of
+from tests.support.variants import quick
 
 # --- rows -------------------------------------------------------------------------------------------------------------
 
@@ -218,7 +219,7 @@ def test_an_idle_worker_stays() -> None:
         next(one)
 
 
-@pytest.mark.parametrize("method", ["fork", "forkserver"])
+@pytest.mark.parametrize("method", quick(["fork", "forkserver"], every=2))
 def test_workers_end_with_a_killed_process(method: str) -> None:
     program = (
         "import time; from tests.dataloader.token_loaders import loader\n"

@@ -25,6 +25,7 @@ from bytecheckpoint.dataloader.sources.text import JsonLinesSource, TextSource
 from bytecheckpoint.dataloader.sources.tokens import TokenFileSource
 from tests.dataloader.segments import Part, Reference, Segment, play, segments
 from tests.dataloader.token_loaders import Numbers, loader, numbers_of_stream, rows_of
+from tests.support.variants import quick
 
 
 @pytest.fixture(autouse=True)
@@ -123,7 +124,11 @@ def test_any_sequence_of_jobs_goes_on_exactly(case: tuple[dict[str, Any], list[S
 
 
 @pytest.mark.parametrize(
-    "options", [{"sources": "files", "state_every": 2}, {"sources": "iterable", "epochs": 9, "ahead": 3, "streams": 3}]
+    "options",
+    quick(
+        [{"sources": "files", "state_every": 2}, {"sources": "iterable", "epochs": 9, "ahead": 3, "streams": 3}],
+        every=2,
+    ),
 )
 def test_jobs_with_worker_processes_go_on_exactly(options: dict[str, Any], tmp_path: Path) -> None:
     run = [

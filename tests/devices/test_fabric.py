@@ -17,6 +17,7 @@ from tests.support import pretend_device as pretend
 from tests.support.layouts import coded
 from tests.support.memory import as_on_disk
 from tests.support.settings import using
+from tests.support.variants import crossed
 from tests.support.warned import warned
 from tests.support.worlds import on_ranks
 
@@ -93,8 +94,9 @@ class Done:
     def wait(self) -> None: ...
 
 
-@pytest.mark.parametrize("case", ["replicas", "strided", "cast", "some on the host"])
-@pytest.mark.parametrize("hosts", ["ABC", "AAB"])
+@pytest.mark.parametrize(
+    ("case", "hosts"), crossed(["replicas", "strided", "cast", "some on the host"], ["ABC", "AAB"])
+)
 @on_ranks(3)
 def test_a_load_onto_a_device(path: str, hosts: str, case: str) -> None:
     pretend.load()

@@ -28,7 +28,7 @@ from tests.support.communication import check_no_communication
 from tests.support.comparisons import assert_complete, assert_same, wrong_entries
 from tests.support.matrices import TOLERANCE
 from tests.support.tiny_model import Gpt, batch, fill_by_coordinates
-from tests.support.variants import crossed
+from tests.support.variants import crossed, quick
 from tests.support.worlds import Worlds, on_ranks
 
 pytestmark = pytest.mark.timeout(400)
@@ -165,9 +165,8 @@ def test_tied_weights(pairs: str, worlds: Worlds, tmp_path: Path) -> None:
     names, folder = ["one", "full4-orig", "full3-flat", "grad2-flat", "fsdp3"], str(tmp_path)
     losses = {layout: worlds.run(WORLD_SIZE[layout], save_tied, layout, folder, build)[0] for layout in names}
     for number, layout in enumerate(names):
-        sources = names if pairs == "all" else [layout, names[number - 1]]
+        sources = names if pairs == "all" else [names[number - 1]]
         for found in worlds.run(WORLD_SIZE[layout], load_tied, layout, folder, sources, build):
-            assert found[layout] == losses[layout]
             for source, after in found.items():
                 assert after == pytest.approx(losses["one"], abs=TOLERANCE, rel=0), (source, layout)
 
@@ -200,7 +199,8 @@ def test_hybrid_sharding_by_groups_writes_everything_once(path: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "target"), [("full4-orig", "full4-orig"), ("grad3-orig", "fsdp3"), ("fsdp3", "grad3-orig")]
+    ("layout", "target"),
+    quick([("grad3-orig", "fsdp3"), ("full4-orig", "full4-orig"), ("fsdp3", "grad3-orig")], every=3),
 )
 @in_layout
 def test_steps_and_settings_by_name(layout: str, target: str, path: str) -> None:

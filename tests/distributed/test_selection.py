@@ -8,11 +8,12 @@ import bytecheckpoint
 from tests.distributed.fsdp1_layouts import build, full_state, in_layout
 from tests.distributed.matrix_jobs import source_values, target_values
 from tests.support.selections import assert_part_loaded
+from tests.support.variants import quick
 
 PATTERN = "*/blocks.1.*"
 
 
-@pytest.mark.parametrize("layout", ["ddp2", "fsdp2", "tp2", "pp2", "full2-deep", "grad2-flat"])
+@pytest.mark.parametrize("layout", quick(["ddp2", "fsdp2", "tp2", "pp2", "full2-deep", "grad2-flat"], every=2))
 @in_layout
 def test_a_part_of_the_states(layout: str, path: str) -> None:
     source = build(layout, source_values)

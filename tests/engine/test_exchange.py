@@ -28,6 +28,7 @@ from bytecheckpoint.tuning import tuned
 from tests.faults.ranks import outcomes
 from tests.support.layouts import Leaf, coded
 from tests.support.memory import as_on_disk
+from tests.support.variants import crossed
 
 #: 4.5 chunks of a tensor, a tensor whose bytes are no multiple of 16, and one that is cut by columns.
 SHAPES = {"a": (1500, 8192), "b": (3, 1_000_001), "c": (512, 4096)}
@@ -74,9 +75,7 @@ def load(
     return report
 
 
-@pytest.mark.parametrize("strided", [False, True], ids=["contiguous", "strided"])
-@pytest.mark.parametrize("replicated", [True, False], ids=["replicas", "overlapping"])
-@pytest.mark.parametrize("machines", MACHINES)
+@pytest.mark.parametrize(("machines", "replicated", "strided"), crossed(MACHINES, [True, False], [False, True]))
 def test_every_byte_is_read_once(step: Path, machines: str, replicated: bool, strided: bool) -> None:
     hosts = MACHINES[machines]
     reports = ThreadWorld(4).run(load, step, hosts, replicated, strided, timeout=60)

@@ -17,6 +17,7 @@ from tests.support.memory import as_on_disk
 from tests.support.processes import environment, python
 
 
+@pytest.mark.slow  # each rank imports torch
 @pytest.mark.skipif(bool(lacks()), reason=f"NOT TESTED HERE: {lacks()}")
 def test_saves_and_loads_in_a_container() -> None:
     """64 MiB of /dev/shm, no process_vm_readv, no capabilities, 64 KiB of locked memory, a read-only root, nobody's."""

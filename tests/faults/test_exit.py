@@ -12,6 +12,7 @@ import pytest
 from tests.faults.coded import files_of, load_step
 from tests.faults.scenarios import ROWS, SCENARIOS
 from tests.support.processes import ROOT, environment, python, running, wait_until
+from tests.support.variants import quick
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -20,18 +21,21 @@ CODES = {"end_by_sys_exit": 3, "end_by_an_exception": 1, "end_by_interrupt": -2,
 
 
 @pytest.fixture(scope="module")
-def played(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, dict[str, Any]]]:
-    """Run all scenarios in one program, which imports torch once; return their folder, and how each ended."""
+def played(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, dict[str, dict[str, Any]]]:
+    """Run the scenarios of this run in one program, which imports torch once; return their folder, how each ended."""
     folder = tmp_path_factory.mktemp("scenarios")
+    names = [item.callspec.params["name"] for item in request.session.items if item.path == request.path]
     done = subprocess.run(
-        python("-W", "ignore::DeprecationWarning", "-m", "tests.faults.scenarios", folder, *SCENARIOS),
+        python("-W", "ignore::DeprecationWarning", "-m", "tests.faults.scenarios", folder, *names),
         cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=380, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     return folder, {fact["name"]: fact for fact in map(json.loads, done.stdout.splitlines())}
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize("name", quick(SCENARIOS, every=2))
 def test_end(name: str, played: tuple[Path, dict[str, dict[str, Any]]]) -> None:
     folder, facts = played
     fact, path = facts[name], folder / name / "s"

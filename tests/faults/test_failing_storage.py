@@ -48,13 +48,14 @@ def expect_failure(got: list[Any], error: type[CheckpointError], rank: int, stag
         assert "\n" not in str(raised)
 
 
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
-    ("call", "rank"), [(call, rank) for call in STAGES for rank in (0, 2) if call != "publish" or rank == 0]
+    ("where", "mode"),
+    crossed([(call, rank) for call in STAGES for rank in (0, 2) if call != "publish" or rank == 0], list(MODES)),
 )
 def test_a_failure_on_one_rank_fails_the_save_on_every_rank(
-    path: Path, faults: Faults, call: str, rank: int, mode: str
+    path: Path, faults: Faults, where: tuple[str, int], mode: str
 ) -> None:
+    call, rank = where
     world = saved(path, 3, **MODES[mode])
     before = files_of(path)
     error = list(ERRORS)[len(call) % 3]

@@ -35,6 +35,7 @@ from tests.servers.process import folder_of
 from tests.support.modes import MODES
 from tests.support.mounts import run_command, small_ext4
 from tests.support.processes import ROOT, python
+from tests.support.variants import crossed, quick
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(200)]
 
@@ -91,25 +92,28 @@ def is_whole(path: Path, step: int, files: int) -> None:
     assert len(files_of(path)) == files
 
 
-@pytest.mark.parametrize(("mode", "writer"), [("sync", "thread"), ("async", "process"), ("background", "thread")])
 @pytest.mark.parametrize(
-    ("op", "code", "options"),
-    [
-        ("create", errno.EACCES, {"name": "/model/"}),
-        ("create", errno.EROFS, {}),
-        ("write", errno.ENOSPC, {"after_bytes": 20_000}),
-        ("write", errno.EDQUOT, {}),
-        ("write", errno.EIO, {"name": "optimizer/rank-00001"}),
-        ("fsync", errno.EIO, {"name": "/model/"}),
-        ("fsync", errno.EIO, {"name": ".publishing"}),
-        ("rename", errno.EIO, {}),
-        ("truncate", errno.EIO, {}),
-    ],
+    ("fault", "how"),
+    crossed(
+        [
+            ("create", errno.EACCES, {"name": "/model/"}),
+            ("create", errno.EROFS, {}),
+            ("write", errno.ENOSPC, {"after_bytes": 20_000}),
+            ("write", errno.EDQUOT, {}),
+            ("write", errno.EIO, {"name": "optimizer/rank-00001"}),
+            ("fsync", errno.EIO, {"name": "/model/"}),
+            ("fsync", errno.EIO, {"name": ".publishing"}),
+            ("rename", errno.EIO, {}),
+            ("truncate", errno.EIO, {}),
+        ],
+        [("sync", "thread"), ("async", "process"), ("background", "thread")],
+    ),
 )
 def test_a_save_meets_an_error(
-    fs: FaultFs, path: Path, op: str, code: int, options: dict[str, Any], mode: str, writer: str
+    fs: FaultFs, path: Path, fault: tuple[str, int, dict[str, Any]], how: tuple[str, str]
 ) -> None:
     """The save fails on both ranks with the right class and the path; the old step stays whole; later saves work."""
+    (op, code, options), (mode, writer) = fault, how
     bytecheckpoint.configure(writer=writer)
     before = len(files_of(path))
     world = ThreadWorld(2)
@@ -236,13 +240,16 @@ def test_a_removal_of_old_files_that_gets_no_answer_fails_no_save(fs: FaultFs, p
     is_whole(path, 3, before)
 
 
-@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize(
-    ("op", "place"), [("getattr", ""), ("open", "metadata"), ("read", "metadata"), ("open", "rank-"), ("read", "rank-")]
+    ("where", "overlap"),
+    crossed(
+        [("getattr", ""), ("open", "metadata"), ("read", "metadata"), ("open", "rank-"), ("read", "rank-")],
+        [False, True],
+    ),
 )
-def test_a_load_gets_no_answer(fs: FaultFs, path: Path, op: str, place: str, overlap: bool) -> None:
+def test_a_load_gets_no_answer(fs: FaultFs, path: Path, where: tuple[str, str], overlap: bool) -> None:
     """The load fails, and so does the next one, while a late answer could still fill memory that is in use."""
-
+    op, place = where
     options = {"timeout": _TIMEOUT, "overlap_loading": overlap, "prepare_save": False}
     fs.rule(op, hang=True, name=place)
     for _ in range(2):
@@ -335,7 +342,7 @@ def test_a_flush_meets_an_error(fs: FaultFs, folder: Path, tier: str, op: str) -
     is_whole(folder / "1", 1, 6)
 
 
-@pytest.mark.parametrize("op", ["create", "write", "fsync", "rename", "link", "readdir"])
+@pytest.mark.parametrize("op", quick(["create", "write", "fsync", "rename", "link", "readdir"], every=2))
 def test_a_flush_gets_no_answer(fs: FaultFs, folder: Path, tier: str, op: str) -> None:
     """The flush fails in time. It may go on beside the next flush, and nothing is lost by that."""
     bytecheckpoint.configure(timeout=_TIMEOUT)

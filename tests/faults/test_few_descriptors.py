@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 import bytecheckpoint
 from tests.support.memory import as_on_disk
+from tests.support.variants import quick
 from tests.support.worlds import Worlds
 
 
@@ -28,7 +29,7 @@ def save_and_load(path: str, limit: int) -> str:
     return ""
 
 
-@pytest.mark.parametrize("limit", [40, 256])
+@pytest.mark.parametrize("limit", quick([40, 256], every=2))
 def test_few_descriptors(tmp_path: Path, worlds: Worlds, limit: int) -> None:
     world = worlds.fresh(4)
     try:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 import bytecheckpoint
 from bytecheckpoint import CheckpointError
+from tests.support.variants import crossed
 from tests.support.worlds import on_ranks
 
 
@@ -38,8 +39,7 @@ def threads_left(count: int) -> Iterator[None]:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("odd", [0, 1])
-@pytest.mark.parametrize("call", ["first call", "save", "load"])
+@pytest.mark.parametrize(("call", "odd"), crossed(["first call", "save", "load"], [0, 1]))
 def test_a_limit_on_threads(call: str, odd: int, tmp_path: Path) -> None:
     state = {"model": {"w": torch.arange(3 << 18), f"of rank {dist.get_rank()}": torch.ones(9)}}
     for left in range(2):

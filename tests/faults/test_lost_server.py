@@ -72,7 +72,11 @@ def bytes_in(folder: Path, part: str) -> int:
 
 @pytest.mark.parametrize(
     ("way", "unmount"),
-    crossed(["sync thread", "async process", "background thread", "async thread", "background process"], [False, True]),
+    crossed(
+        ["sync thread", "async process", "background thread", "async thread", "background process"],
+        [False, True],
+        every=2,
+    ),
 )
 def test_a_save_outlasts_a_restart_of_the_server(fs: FaultFs, way: str, unmount: bool) -> None:
     """Killed while bytes are written: with its mount left dead, and without a mount until it is back."""

@@ -142,4 +142,4 @@ class Checkpoints(RuleBasedStateMachine):
 
 
 TestCheckpoints = Checkpoints.TestCase
-TestCheckpoints.settings = settings(max_examples=25, stateful_step_count=12, deadline=None)
+TestCheckpoints.settings = settings(max_examples=12, stateful_step_count=12, deadline=None)

@@ -15,6 +15,7 @@ from bytecheckpoint.collectives.testing import ThreadWorld
 from bytecheckpoint.errors import IncompatibleCheckpointError
 from tests.support.comparisons import assert_complete
 from tests.support.extra_states import LinearWithExtraState, WithExtraState
+from tests.support.variants import crossed
 
 VALUES: dict[str, Any] = {
     "plain": {"amax": [1.0, 2.0], "n": 3},
@@ -38,10 +39,9 @@ def model(*layers: int, extra: Any = None) -> nn.ModuleDict:
     return made
 
 
-@pytest.mark.parametrize("value", VALUES.values(), ids=VALUES)
-@pytest.mark.parametrize("stages", [1, 2])
-@pytest.mark.parametrize("readers", [1, 3])
-def test_extra_states_that_no_rank_has(tmp_path: Path, value: Any, stages: int, readers: int) -> None:
+@pytest.mark.parametrize(("name", "stages", "readers"), crossed(list(VALUES), [1, 2], [1, 3]))
+def test_extra_states_that_no_rank_has(tmp_path: Path, name: str, stages: int, readers: int) -> None:
+    value = VALUES[name]
     """The layers are there without their extra states, or with those of layer 0 only."""
     path = tmp_path / "step"
     parts = [[0, 1, 2, 3]] if stages == 1 else [[0, 1], [2, 3]]

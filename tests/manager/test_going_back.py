@@ -25,6 +25,7 @@ from bytecheckpoint.tiers.cooldown import cool, plan_cooldown
 from tests.manager.test_manager import Run, eventually, numbers, save_steps
 from tests.support.damage import damage, storage_file
 from tests.support.memory import hot_tier
+from tests.support.variants import crossed
 
 
 def go_on(root: Path | str, *steps: int, restore: int | None = None, **options: Any) -> list[int]:
@@ -286,8 +287,7 @@ def test_a_step_that_is_saved_anew_while_it_is_about_to_go_stays(
 HOUR = 3600.0
 
 
-@pytest.mark.parametrize("root", ["local", "tier"])
-@pytest.mark.parametrize("jumps", [(5, 5, 5), (0, -5, -9), (5, 0, 5), (-5, 0, 5)])
+@pytest.mark.parametrize(("root", "jumps"), crossed(["local", "tier"], [(5, 5, 5), (0, -5, -9), (5, 0, 5), (-5, 0, 5)]))
 def test_the_clocks_of_machines_decide_nothing(
     tmp_path: Path, jumps: tuple[int, ...], root: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -29,6 +29,7 @@ from tests.servers.process import free_port, opener
 from tests.support.metrics import collecting, tables, wait_for_operations
 from tests.support.processes import run_program, wait_until
 from tests.support.receivers import bad_port, receiver
+from tests.support.variants import quick
 
 STATES = {"model": {"w": torch.ones(64, 64)}}
 BAD = ["refuses", "hangs", "500"]
@@ -177,7 +178,7 @@ def test_a_bad_sink_delays_nothing_and_says_so_once(
     assert seconds < 5, "as long as without that sink"
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", quick(SCHEMES, every=2))
 def test_the_exit_waits_a_limited_time_for_a_sink_that_hangs(tmp_path: Path, scheme: str) -> None:
     program = """if True:
         import sys, time, torch, bytecheckpoint

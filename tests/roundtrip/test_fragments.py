@@ -16,6 +16,7 @@ from tests.support.layouts import Declared, bits, coded
 from tests.support.modes import MODES
 from tests.support.saves import check_folder
 from tests.support.settings import using
+from tests.support.variants import crossed
 
 SHAPE = (53, 31, 7)
 COUNT = 53 * 31 * 7
@@ -62,9 +63,7 @@ def check(found: Held) -> None:
 DTYPES = [torch.float32, torch.bfloat16, torch.bool, torch.complex128, torch.float8_e8m0fnu]
 
 
-@pytest.mark.parametrize("staging_bytes", [0, 2 << 20])
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("dtype", "mode", "staging_bytes"), crossed(DTYPES, list(MODES), [0, 2 << 20]))
 def test_pieces_load_as_a_tensor_and_as_other_pieces(
     dtype: torch.dtype, mode: str, staging_bytes: int, tmp_path: Path
 ) -> None:

@@ -17,6 +17,7 @@ import bytecheckpoint
 from bytecheckpoint.collectives import Collective, ThreadWorld
 from tests.support.modes import MODES
 from tests.support.system_calls import failing
+from tests.support.variants import crossed
 
 DENIED: dict[str, tuple[str, Any]] = {
     "memfd_create": ("memfd_create", os),
@@ -26,9 +27,7 @@ DENIED: dict[str, tuple[str, Any]] = {
 STATE = {"w": torch.arange(3 << 20), "b": torch.ones(7)}
 
 
-@pytest.mark.parametrize("code", [errno.EPERM, errno.ENOSYS])
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("call", DENIED)
+@pytest.mark.parametrize(("call", "mode", "code"), crossed(list(DENIED), list(MODES), [errno.EPERM, errno.ENOSYS]))
 def test_a_save_does_without_what_is_denied(
     call: str, mode: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

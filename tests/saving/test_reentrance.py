@@ -24,6 +24,7 @@ from bytecheckpoint.storage.remote import ClientCache
 from bytecheckpoint.world import world_of
 from tests.faults.coded import load_step, states
 from tests.support.modes import MODES
+from tests.support.variants import quick
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -262,7 +263,7 @@ def test_what_a_done_callback_raises_reaches_no_save(tmp_path: Path, error: type
     assert [load_step(tmp_path / name) for name in ("1", "2")] == [1, 2]
 
 
-@pytest.mark.parametrize("call", ["save", "load", "open"])
+@pytest.mark.parametrize("call", quick(["save", "load", "open"], every=3))
 def test_signals_at_any_moment(tmp_path: Path, call: str, on_signal: Any) -> None:
     """A handler that saves, as preemption handlers do, at some hundred moments of each call."""
     path = tmp_path / "s"

@@ -17,6 +17,7 @@ from tests.faults.coded import load_step, states
 from tests.faults.ranks import outcomes, succeeded
 from tests.support.modes import MODES
 from tests.support.seeds import seeded
+from tests.support.variants import crossed
 
 
 def trained(steps: int) -> tuple[torch.nn.Module, torch.optim.Optimizer, Any]:
@@ -44,8 +45,9 @@ def shown(by: str, step: int) -> dict[str, Any]:
     return {"model": model, "extra_states": {by: step}}
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("by", ["optimizer", "scheduler", "scheduler's state", "step", "iteration", "step="])
+@pytest.mark.parametrize(
+    ("by", "mode"), crossed(["optimizer", "scheduler", "scheduler's state", "step", "iteration", "step="], list(MODES))
+)
 def test_ranks_that_slip_by_one_save_commit_nothing(tmp_path: Path, by: str, mode: str) -> None:
     path = tmp_path / "latest"
     world = ThreadWorld(3)

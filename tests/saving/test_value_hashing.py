@@ -18,6 +18,7 @@ from bytecheckpoint.saving import state as saving_state
 from bytecheckpoint.saving.state import content_digest
 from bytecheckpoint.world import world_of
 from tests.support.settings import using
+from tests.support.variants import crossed
 
 _ROWS = 3000
 _BYTES = _ROWS * 1024
@@ -116,9 +117,9 @@ def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
 
 
-@pytest.mark.parametrize("staging_bytes", [0, 2 << 20], ids=["whole", "small-pool"])
-@pytest.mark.parametrize("staging", ["blocking", "background"])
-@pytest.mark.parametrize("layout", _LAYOUTS)
+@pytest.mark.parametrize(
+    ("layout", "staging", "staging_bytes"), crossed(list(_LAYOUTS), ["blocking", "background"], [0, 2 << 20])
+)
 def test_a_change_after_staging_is_not_saved(
     tmp_path: Path, digests: _Digests, staging: str, layout: str, staging_bytes: int
 ) -> None:

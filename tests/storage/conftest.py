@@ -187,7 +187,11 @@ def root(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_pa
     yield from place(request, monkeypatch, tmp_path)
 
 
-@pytest.fixture(params=["s3", "az", "hdfs", "mem", "file", "fsspec"])
+#: Every kind of storage.
+ANYWHERE = ["s3", "az", "hdfs", "mem", "file", "fsspec"]
+
+
+@pytest.fixture(params=ANYWHERE)
 def anywhere(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
     """The same, on every kind of storage."""
     yield from place(request, monkeypatch, tmp_path)

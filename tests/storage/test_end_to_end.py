@@ -38,7 +38,7 @@ EVERY_S3_SERVER = True
             ("sync", "process", "whole"),
             *((m, w, p) for m in ("async", "background") for w in ("process", "thread") for p in ("whole", "ring")),
         ],
-        every=4,
+        every=5,
     ),
 )
 def test_save_replace_and_load_at_another_layout(root: str, mode: str, writer: str, pool: str) -> None:
@@ -283,7 +283,11 @@ for step in (1, 2):
 """
 
 
-@pytest.mark.parametrize(("staging", "writer"), crossed(["blocking", "background"], ["process", "thread"]))
+@pytest.mark.parametrize(
+    ("root", "staging", "writer"),
+    crossed(["s3", "az", "hdfs", "mem"], ["blocking", "background"], ["process", "thread"]),
+    indirect=["root"],
+)
 def test_saves_in_flight_finish_when_the_program_ends(root: str, writer: str, staging: str) -> None:
     done = run_program(_SAVE_AND_LEAVE, root, writer, staging)
     assert (done.returncode, done.stderr) == (0, "")

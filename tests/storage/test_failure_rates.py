@@ -96,7 +96,7 @@ def test_azure(az_server: AzureServer, monkeypatch: pytest.MonkeyPatch) -> None:
     assert retries == sum(not repeated_by_client(request) for request in failed)
 
 
-@pytest.mark.parametrize(("percent", "asynchronous"), crossed([1, 5, 20], [False, True]))
+@pytest.mark.parametrize(("percent", "asynchronous"), crossed([20, 5, 1], [True, False], every=3))
 def test_namenodes(
     rpc_proxy: RpcFaultProxy, hdfs_path: str, short_parts: None, percent: int, asynchronous: bool
 ) -> None:

@@ -57,7 +57,7 @@ pytestmark = [pytest.mark.server, pytest.mark.timeout(300)]
                 ("thread", "async", "rename2", 0, 2),
                 ("thread", "sync", "delete", 0, 2),
             ],
-            every=2,
+            every=4,
         ),
     ],
 )
@@ -246,7 +246,7 @@ with tuned(hdfs_part_bytes=2 << 20):
 
 
 @pytest.mark.parametrize(
-    ("method", "skip"), quick([("concat", 0), ("create", 3), ("rename2", 1), ("complete", 2), ("rename2", 0)], every=2)
+    ("method", "skip"), quick([("concat", 0), ("create", 3), ("rename2", 1), ("complete", 2), ("rename2", 0)], every=4)
 )
 @tuned(hdfs_lock_expiry=3.0)  # the next save waits for the lock of the killed one
 def test_a_writer_that_is_killed(hdfs: Hdfs, rpc_proxy: RpcFaultProxy, hdfs_path: str, method: str, skip: int) -> None:

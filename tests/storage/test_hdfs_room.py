@@ -18,6 +18,7 @@ from tests.faults.ranks import save_all
 from tests.servers.hdfs import Hdfs
 from tests.servers.rpc_fault_proxy import RpcFaultProxy
 from tests.support.settings import forget_failure
+from tests.support.variants import quick
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(300)]
 
@@ -35,7 +36,7 @@ def limited(hdfs: Hdfs, hdfs_path: str) -> Iterator[str]:
     hdfs.admin("-clrSpaceQuota", run)
 
 
-@pytest.mark.parametrize("mode", [{}, {"async_checkpoint": True}])
+@pytest.mark.parametrize("mode", quick([{"async_checkpoint": True}, {}], every=2))
 def test_a_quota(limited: str, hdfs: Hdfs, rpc_proxy: RpcFaultProxy, hdfs_path: str, mode: dict[str, Any]) -> None:
     """The quota is of all replicas, and of the folder above the checkpoint."""
     bytecheckpoint.save(hdfs_path, states(step=1))

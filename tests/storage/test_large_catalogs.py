@@ -17,11 +17,12 @@ from bytecheckpoint.tuning import tuned
 from tests.servers.fault_proxy import fault_proxy
 from tests.servers.hdfs import Hdfs
 from tests.servers.s3 import S3Server
-from tests.storage.conftest import use
+from tests.storage.conftest import ANYWHERE, use
 from tests.storage.test_hdfs import Operations
 from tests.support.large_catalogs import NAMES, RANKS, SHAPE, load, save
 from tests.support.layouts import coded
 from tests.support.memory import hot_folder, hot_tier
+from tests.support.variants import crossed, quick
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(300)]
 
@@ -40,6 +41,7 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return found
 
 
+@pytest.mark.parametrize("anywhere", quick(ANYWHERE, every=2), indirect=True)
 def test_loads_read_parts(anywhere: str, parts: list[bool]) -> None:
     save(f"{anywhere}/step")
     parts.clear()
@@ -57,7 +59,7 @@ def test_loads_read_parts(anywhere: str, parts: list[bool]) -> None:
         assert isinstance(error, CorruptCheckpointError) and "row group 0" in str(error)
 
 
-@pytest.mark.parametrize("hot", [True, False])
+@pytest.mark.parametrize(("anywhere", "hot"), crossed(ANYWHERE, [True, False]), indirect=["anywhere"])
 def test_a_tier_before_it(anywhere: str, hot: bool, parts: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
     path = f"tier+{anywhere}/step" if "://" in anywhere else f"tier+file://{anywhere}/step"
     with hot_tier(monkeypatch):

@@ -23,6 +23,7 @@ from tests.servers.hdfs import Hdfs
 from tests.servers.s3 import S3Server
 from tests.storage.checks import check_save
 from tests.storage.conftest import use
+from tests.support.variants import quick
 
 
 def event_descriptors() -> int:
@@ -82,7 +83,7 @@ def save_and_load(path: str, step: int) -> None:
         assert "model/w" in checkpoint
 
 
-@pytest.mark.parametrize("scheme", ["", "file://", "fsspec+file://"])
+@pytest.mark.parametrize("scheme", quick(["", "file://", "fsspec+file://"], every=3))
 def test_many_folders(tmp_path: Path, scheme: str) -> None:
     nothing(growth(lambda number: save_and_load(f"{scheme}{tmp_path}/{number}/step", number + 1)))
 

@@ -30,6 +30,7 @@ from tests.faults.ranks import attempt
 from tests.servers.gluster import KINDS, Gluster
 from tests.support.modes import MODES
 from tests.support.processes import environment, python
+from tests.support.variants import quick
 from tests.support.worlds import World
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(300)]
@@ -242,7 +243,7 @@ def test_a_server_that_pauses(frail: Gluster) -> None:
     assert load_step(there / "s") == 2
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", quick(MODES, every=3))
 def test_a_save_and_a_load_outlast_a_restart_of_the_server(frail: Gluster, mode: str) -> None:
     here, there = frail.mounts
     bytecheckpoint.save(here / "s", states(step=1))

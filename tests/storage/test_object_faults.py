@@ -122,7 +122,7 @@ def test_an_object_that_is_replaced_while_it_is_read(storage: Storage, between: 
 # --- refusals ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("mode", quick(["sync", "async"], every=2))
 @pytest.mark.parametrize(
     ("method", "word", "says"),
     [

@@ -24,17 +24,23 @@ from bytecheckpoint.storage.testing.wrappers import Meter, MeteredStorage
 from tests.faults.coded import load_step, states
 from tests.faults.ranks import attempt, succeeded
 from tests.storage.checks import check_save
+from tests.storage.conftest import ANYWHERE
 from tests.support.layouts import Box, Leaf
 from tests.support.metrics import collecting, wait_for_operations
 from tests.support.names import ODD_NAMES
 from tests.support.saves import load, save
+from tests.support.variants import crossed, quick
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(300)]
 
 ROWS = 3000
 
 
-@pytest.mark.parametrize("folder", [*ODD_NAMES, "a/b/c", "-", "e\u0301", "*", "l" * 200])
+@pytest.mark.parametrize(
+    ("folder", "anywhere"),
+    crossed([*ODD_NAMES, "a/b/c", "-", "e\u0301", "*", "l" * 200], ANYWHERE),
+    indirect=["anywhere"],
+)
 def test_paths_of_odd_characters(anywhere: str, folder: str) -> None:
     path = f"{anywhere}/{folder}/step"
     for step in (1, 2):
@@ -91,6 +97,7 @@ def test_a_fork_is_refused_and_a_new_process_works(root: str, kind: str, method:
         assert found == b"content"
 
 
+@pytest.mark.parametrize("anywhere", quick(ANYWHERE, every=2), indirect=True)
 def test_very_many_files(anywhere: str) -> None:
     """More than one page of a listing and one request of a bulk deletion hold."""
     storage = resolve(f"{anywhere}/step")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -58,37 +58,37 @@ def free_memory(root: Path = Path("/")) -> FreeMemory:
 
 
 def _free_of_machine(root: Path) -> FreeMemory:
-    free = _fields(root / "proc/meminfo").get("MemAvailable:")
+    free = _fields(f"{root}/proc/meminfo", ("MemAvailable:",)).get("MemAvailable:")
     return FreeMemory(_UNLIMITED if free is None else free << 10, "this machine")
 
 
-def _free_of_cgroup(folder: Path, version: _Version) -> FreeMemory:
-    limits = [limit for name in version.limits if (limit := _number(folder / name)) is not None]
-    used = _number(folder / version.used)
-    if not limits or used is None:
-        return FreeMemory(_UNLIMITED, str(folder))
-    stat = _fields(folder / "memory.stat")
-    cache = sum(stat.get(name, 0) for name in version.cache)
-    return FreeMemory(max(min(limits) - max(used - cache, 0), 0), str(folder))
+def _free_of_cgroup(folder: str, version: _Version) -> FreeMemory:
+    numbers = [_number(f"{folder}/{name}") for name in version.limits]
+    limits = [limit for limit in numbers if limit is not None and limit < _UNLIMITED]  # v1 has a number for "none"
+    used = _number(f"{folder}/{version.used}") if limits else None
+    if used is None:
+        return FreeMemory(_UNLIMITED, folder)
+    cache = sum(_fields(f"{folder}/memory.stat", version.cache).values())
+    return FreeMemory(max(min(limits) - max(used - cache, 0), 0), folder)
 
 
-def _cgroups(root: Path) -> Iterator[tuple[Path, _Version]]:
+def _cgroups(root: Path) -> Iterator[tuple[str, _Version]]:
     """Find the cgroups that limit this process: its own, and every ancestor that is mounted here (cgroups(7))."""
     paths = {}
-    for line in _lines(root / "proc/self/cgroup"):
+    for line in _lines(f"{root}/proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)
         if not controllers:
             paths[_V2] = path
         elif "memory" in controllers.split(","):
             paths[_V1] = path
-    for line in _lines(root / "proc/self/mountinfo"):
+    for line in _lines(f"{root}/proc/self/mountinfo"):
         mount, _, options = line.partition(" - ")
         kind, _, controllers = options.split(" ")[:3]
         version = {"cgroup2": _V2, "cgroup": _V1}.get(kind)
         if version not in paths or (version is _V1 and "memory" not in controllers.split(",")):
             continue
         mounted, mount_point = (_unescaped(field) for field in mount.split(" ")[3:5])
-        top = root / mount_point.lstrip("/")
+        top = str(root / mount_point.lstrip("/"))
         # In a container the mount may show a part of the tree only, or a tree that does not hold the path.
         path = paths[version]
         inside = path.removeprefix(mounted.rstrip("/")) if (path + "/").startswith(mounted.rstrip("/") + "/") else ""
@@ -96,22 +96,23 @@ def _cgroups(root: Path) -> Iterator[tuple[Path, _Version]]:
         if ".." in parts:
             parts = []
         for depth in range(len(parts), -1, -1):
-            yield top.joinpath(*parts[:depth]), version
+            yield "/".join([top, *parts[:depth]]), version
 
 
-def _lines(file: Path) -> list[str]:
-    with contextlib.suppress(OSError):
-        return file.read_text(errors="surrogateescape").splitlines()
+def _lines(file: str) -> list[str]:
+    # Not pathlib, which takes longer than the reading: a tier asks before each file.
+    with contextlib.suppress(OSError), open(file, errors="surrogateescape") as lines:
+        return lines.read().splitlines()
     return []
 
 
-def _fields(file: Path) -> dict[str, int]:
-    """Read lines of a name and a number."""
-    words = [line.split() for line in _lines(file)]
-    return {line[0]: int(line[1]) for line in words if len(line) > 1 and line[1].isdigit()}
+def _fields(file: str, names: Sequence[str]) -> dict[str, int]:
+    """Read lines of a name and a number, those of `names`."""
+    words = [line.split() for line in _lines(file) if line.startswith(tuple(names))]
+    return {line[0]: int(line[1]) for line in words if len(line) > 1 and line[0] in names and line[1].isdigit()}
 
 
-def _number(file: Path) -> int | None:
+def _number(file: str) -> int | None:
     lines = _lines(file)
     return int(lines[0]) if lines and lines[0].strip().isdigit() else None
 
