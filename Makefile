@@ -10,7 +10,7 @@ unexport PYTHONDONTWRITEBYTECODE
 export VENV
 
 # Parallel workers of the tests: two for each core, because many tests wait. WORKERS=0 runs them in one process.
-WORKERS ?= $(shell cores=$$(nproc); echo $$((cores < 4 ? 2 * cores : 8)))
+WORKERS ?= $(shell cores=$$(env -u OMP_NUM_THREADS nproc); echo $$((cores < 4 ? 2 * cores : 8)))
 PYTEST := $(PY) -m pytest -n $(WORKERS)
 
 .DEFAULT_GOAL := help

@@ -75,7 +75,7 @@ def load(
     return report
 
 
-@pytest.mark.parametrize(("machines", "replicated", "strided"), crossed(MACHINES, [True, False], [False, True]))
+@pytest.mark.parametrize(("machines", "replicated", "strided"), crossed(list(MACHINES), [True, False], [False, True]))
 def test_every_byte_is_read_once(step: Path, machines: str, replicated: bool, strided: bool) -> None:
     hosts = MACHINES[machines]
     reports = ThreadWorld(4).run(load, step, hosts, replicated, strided, timeout=60)
