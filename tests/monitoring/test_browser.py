@@ -158,10 +158,10 @@ def served(root: Path, token: str = "") -> Iterator[str]:
             thread.join()
 
 
-def progress(root: Path, done: int, *, ended: bool = False) -> None:
-    """Replace the file that says how far a save is."""
+def progress(root: Path, done: int, behind: int = 0, *, ended: bool = False) -> None:
+    """Replace the file that says how far the two ranks of a save are."""
     ranks = {
-        "rank": [0, 1], "host": ["a<b>", "b"], "phase": ["write", "stage"], "seconds": [2.0, 2.0], "done": [done, 0],
+        "rank": [0, 1], "host": ["a<b>", "b"], "phase": ["write", "stage"], "seconds": [2.0, 2.0], "done": [done, behind],
         "planned": [1000, 1000],
     }  # fmt: skip
     news = {
@@ -183,7 +183,10 @@ def test_a_running_save_is_followed_until_its_metrics_are_there(browser: Any, tm
         seen.page.wait_for_selector("text=500 B of 2.0 KiB on 2 ranks")
         progress(tmp_path, 750)
         seen.page.wait_for_selector("text=750 B of 2.0 KiB")
-        assert "rank 1" in seen.text("#live tbody tr >> nth=0")
+        assert "rank 1" in seen.text("#live tbody tr >> nth=0") and "left" not in seen.text("#live-body")
+        # The one that is behind needs longest: 90 times its 2 seconds.
+        progress(tmp_path, 1000, 11)
+        seen.page.wait_for_selector("text=/about 1[78][0-9] s left at this speed/")
         progress(tmp_path, 1000, ended=True)
         write_metrics(tmp_path, records[-1:])
         seen.page.wait_for_selector("#summary >> text=step 600")

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from bytecheckpoint.frameworks.detection import loaded_class, nested_objects
-from bytecheckpoint.frameworks.tensors.dtensors import is_dtensor
+from bytecheckpoint.frameworks.tensors.dtensors import dtensor_type, is_dtensor
 
 __all__ = ["axis_of", "mesh_coordinates"]
 
@@ -89,17 +89,24 @@ def _of_megatron() -> dict[str, int]:
 
 def _of_meshes(states: Mapping[str, object]) -> dict[str, int]:
     """Look at the mesh of the first distributed tensor, and at the mesh of the job that it is a part of."""
-    for module in _modules(states):
-        for parameter in module.parameters():
-            if not is_dtensor(parameter):
-                continue
-            mesh = parameter.device_mesh
-            root = mesh._get_root_mesh() if hasattr(mesh, "_get_root_mesh") else mesh
-            coordinate = root.get_coordinate()
-            names = root.mesh_dim_names or [f"dim{number}" for number in range(root.ndim)]
-            if coordinate is not None:
-                return _along_axes(dict(zip(names, root.shape, strict=True)), [*coordinate])
+    for tensor in _distributed_tensors(states):
+        mesh = tensor.device_mesh
+        root = mesh._get_root_mesh() if hasattr(mesh, "_get_root_mesh") else mesh
+        coordinate = root.get_coordinate()
+        names = root.mesh_dim_names or [f"dim{number}" for number in range(root.ndim)]
+        if coordinate is not None:
+            return _along_axes(dict(zip(names, root.shape, strict=True)), [*coordinate])
     return {}
+
+
+def _distributed_tensors(states: Mapping[str, object]) -> Iterator[Any]:
+    """Iterate over the DTensors in modules and in state dicts."""
+    cls = dtensor_type()
+    if cls is not None:
+        for value in states.values():
+            for item in nested_objects(value, (nn.Module, cls)):
+                tensors = item.parameters() if isinstance(item, nn.Module) else (item,)
+                yield from (tensor for tensor in tensors if is_dtensor(tensor))
 
 
 def _of_wrappers(states: Mapping[str, object], rank: int) -> dict[str, int]:

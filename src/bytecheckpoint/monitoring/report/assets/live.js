@@ -15,11 +15,12 @@ function showRunning(operation) {
   const counts = new Map();
   phase.forEach((name) => counts.set(name, (counts.get(name) || 0) + 1));
   const running = operation.time - operation.began + age;
-  const left = moved > 0 && all > moved ? ((all - moved) / moved) * running : null;
+  // The others wait for the rank that needs longest.
+  const left = Math.max(...rank.map((_, place) => done[place] < planned[place] ? (planned[place] / done[place] - 1) * seconds[place] : 0)) - age;
   const state = operation.ended ? "ended" : age > 15 ? `no news for ${formatSeconds(age)}` : `running for ${formatSeconds(running)}`;
   const box = element("div", { className: "live-operation" },
     element("p", {}, element("b", {}, operationTitle(operation)), `: ${state}, ${formatSize(moved)} of ${formatSize(all)} on ` +
-      `${plural(rank.length, "rank")}` + (left !== null && !operation.ended ? `, about ${formatSeconds(left)} left at this speed` : "")),
+      `${plural(rank.length, "rank")}` + (left > 0 && Number.isFinite(left) && !operation.ended ? `, about ${formatSeconds(left)} left at this speed` : "")),
     element("progress", { max: Math.max(all, 1), value: moved, ariaLabel: `Progress of ${operationTitle(operation)}` }),
     element("p", { className: "quiet" }, "Ranks by phase: " + [...counts].map(([name, count]) => `${name} ${formatCount(count)}`).join(", "))
   );
