@@ -102,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         found: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
         with tempfile.TemporaryDirectory(dir=options.folder) as folder:
             for number in range(2 * options.rounds + 4):
-                metrics = ("off", "files")[number % 2]
+                metrics = ("off", "files", "files", "off")[number % 4]  # each comes as often after the other
                 bytecheckpoint.configure(metrics=metrics)
                 _save(
                     folder,
