@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,11 +15,20 @@ import pytest
 import bytecheckpoint
 from bytecheckpoint.collectives import current
 from bytecheckpoint.storage import Storage, resolve
+from bytecheckpoint.tiers.flush.unflushed import UnflushedSteps
 from bytecheckpoint.tiers.storage import TierStorage
 from bytecheckpoint.world import world_of
 from tests.support.settings import undisturbed
 
-__all__ = ["as_on_disk", "durable_folder", "folder_in_memory", "hot_folder", "hot_tier", "new_memory"]
+__all__ = [
+    "as_of_a_new_job",
+    "as_on_disk",
+    "durable_folder",
+    "folder_in_memory",
+    "hot_folder",
+    "hot_tier",
+    "new_memory",
+]
 
 
 def as_on_disk(path: str | Path) -> Storage:
@@ -56,12 +66,23 @@ def new_memory() -> Iterator[str]:
         shutil.rmtree(folder_in_memory(url), ignore_errors=True)
 
 
+def as_of_a_new_job(monkeypatch: pytest.MonkeyPatch, *, ahead: float = 0.0) -> None:
+    """Let flushes take what is in the hot tier for steps of jobs that have ended.
+
+    Args:
+        monkeypatch: undoes it.
+        ahead: seconds by which the job begins later than now.
+    """
+    monkeypatch.setattr(world_of(current()).flusher, "_unflushed", UnflushedSteps(time.time() + ahead))
+
+
 @contextmanager
 def hot_tier(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Use a new hot tier, in child processes too; afterwards restore the settings, and leave nothing in flight."""
     with new_memory() as url, undisturbed():
         monkeypatch.setenv("BYTECHECKPOINT_TIER_HOT", url)
         bytecheckpoint.configure(tier_hot=url)
+        as_of_a_new_job(monkeypatch)  # a test with another clock may have been the first of this process
         yield url
         world = world_of(current())
         world.saves.drain()

@@ -32,14 +32,13 @@ from bytecheckpoint.storage import Storage, resolve
 from bytecheckpoint.storage.posix.storage import LocalStorage, PosixStorage
 from bytecheckpoint.storage.testing import StorageTests
 from bytecheckpoint.storage.testing.wrappers import MeteredStorage
-from bytecheckpoint.tiers.flush.unflushed import UnflushedSteps
 from bytecheckpoint.tiers.hot_folder import HotFolder
 from bytecheckpoint.tuning import tuned
 from bytecheckpoint.world import world_of
 from tests.faults.coded import check_steps, files_of, load_step, save_steps, states
 from tests.faults.ranks import succeeded
 from tests.support.damage import damage, storage_file
-from tests.support.memory import durable_folder, hot_folder
+from tests.support.memory import as_of_a_new_job, durable_folder, hot_folder
 from tests.support.modes import MODES
 from tests.support.mounts import small_tmpfs
 from tests.support.processes import wait_until
@@ -418,16 +417,16 @@ def test_a_clock_that_is_set_back_makes_no_step_older(
 ) -> None:
     """The storage is away, so the memory holds the only copies of the newest steps; an older job's clock was ahead."""
     gate.open.set()
-    flusher, clock = world_of(current()).flusher, time.time
+    clock = time.time
     for first, seconds in ((1, 3600 * hours), (4, 0)):
         monkeypatch.setattr(time, "time", lambda seconds=seconds: clock() + seconds)
-        monkeypatch.setattr(flusher, "_unflushed", UnflushedSteps(time.time()))  # as in a new process
+        as_of_a_new_job(monkeypatch)
         gate.error = StorageUnavailableError("away")
         for step in range(first, first + 3):
             bytecheckpoint.save(f"{run}/{step}", states(step=step)).committed.exception(60)
         drain()
         assert hot_steps(run) == [str(first + 1), str(first + 2)]
-    monkeypatch.setattr(flusher, "_unflushed", UnflushedSteps(time.time()))
+    as_of_a_new_job(monkeypatch)
     gate.error = None
     bytecheckpoint.save(f"{run}/7", states(step=7)).result(60)
     drain()
@@ -440,8 +439,7 @@ def test_flushed_steps_of_earlier_runs_are_evicted(run: str, gate: Gate, monkeyp
     gate.open.set()
     for job, error in enumerate([None, StorageUnavailableError("away"), None]):
         gate.error = error
-        flusher = world_of(current()).flusher
-        monkeypatch.setattr(flusher, "_unflushed", UnflushedSteps(time.time()))
+        as_of_a_new_job(monkeypatch)
         bytecheckpoint.save(f"{run}-{job}/1", states(step=1)).committed.exception(60)
         drain()
     assert [hot_folder(f"{run}-{job}/1").exists() for job in range(3)] == [False, True, True]
@@ -474,7 +472,9 @@ def test_an_incomplete_hot_step_does_not_count(run: str, gate: Gate) -> None:
     gate.open.set()
 
 
-def test_what_killed_saves_leave_in_memory_is_removed_by_the_next_job(run: str) -> None:
+def test_what_killed_saves_leave_in_memory_is_removed_by_the_next_job(
+    run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     bytecheckpoint.save(f"{run}/9", states(step=9)).result(60)
     drain()
     steps = hot_folder(f"{run}/9").parent
@@ -499,7 +499,7 @@ def test_what_killed_saves_leave_in_memory_is_removed_by_the_next_job(run: str) 
     os.utime(steps / "somebody else's", (1e9, 1e9))
     (steps / "somebody else's" / "notes.txt").write_text("not ours")
     bytecheckpoint.configure(tier_keep=2)
-    world_of(current()).flusher._unflushed = UnflushedSteps(time.time())  # as in a new process
+    as_of_a_new_job(monkeypatch)
     bytecheckpoint.save(f"{run}/10", states(step=10)).result(60)
     drain()
     assert sorted(os.listdir(steps)) == ["10", "9", "somebody else's"]
@@ -526,7 +526,7 @@ def test_a_step_that_cannot_be_judged_is_no_leftover(
     hot = hot_folder(f"{run}/1")
     for path in hot.glob("tier-*.json" if lost == "record" else "nothing"):
         path.write_bytes(b"")
-    monkeypatch.setattr(world_of(current()).flusher, "_unflushed", UnflushedSteps(time.time() + 60))
+    as_of_a_new_job(monkeypatch, ahead=60)
     with monkeypatch.context() as patched:
         if lost != "record":
             real = PosixStorage.read
