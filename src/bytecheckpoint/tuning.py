@@ -76,7 +76,8 @@ class Tuning:
         spans_per_rank: tracing: spans of an operation that a rank keeps, the longest ones; totals count all.
         spans_per_world: monitoring: spans of an operation that all ranks together report.
         progress_interval: tracing, monitoring: time between two reports of how far an operation is.
-        metrics_wait: monitoring: time that rank 0 waits for the metrics of the other ranks.
+        progress_rate: monitoring: such reports per second of all ranks together; ranks of a large world report less often.
+        metrics_wait: monitoring: time that rank 0 waits for the metrics of the other ranks while none of them goes on.
         metrics_end: monitoring: time that a process which ends waits for its metrics to be delivered.
         lease_renewal: tiers: time between two renewals of a lease that is held.
         lease_expiry: tiers: time for which a lease must stay unchanged for its holder to count as dead.
@@ -141,6 +142,7 @@ class Tuning:
     spans_per_rank: int = 256
     spans_per_world: int = 100_000
     progress_interval: float = 1.0
+    progress_rate: float = 500.0
     metrics_wait: float = 30.0
     metrics_end: float = 10.0
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import duckdb
+import msgspec
 import pytest
 import torch
 
@@ -17,6 +18,7 @@ from bytecheckpoint import StorageFullError, StorageUnavailableError, UsageError
 from bytecheckpoint.collectives import Collective
 from bytecheckpoint.collectives.testing import ThreadWorld
 from bytecheckpoint.monitoring.background import Background
+from bytecheckpoint.monitoring.progress import make_progress
 from bytecheckpoint.monitoring.record import without_secrets
 from bytecheckpoint.monitoring.sinks import files
 from bytecheckpoint.tracing.operation import Operation, span
@@ -82,6 +84,32 @@ def test_a_rank_that_reports_nothing_is_missing(tmp_path: Path, monkeypatch: pyt
         succeeded(save_all(world, tmp_path / "step_1", 1))
         (table,) = wait_for_operations(tmp_path, 1)
     assert [row["rank"] for row in table.to_pylist() if row["name"] == "missing"] == [2]
+
+
+def test_a_rank_that_goes_on_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 reports later than rank 0 waits for ranks that are gone, and says meanwhile how far it is."""
+    world = ThreadWorld(2)
+    send = world.rank(1).send
+
+    def slowly(to: int, tag: str, payload: bytes) -> None:
+        if tag != "metrics":
+            return send(to, tag, payload)
+        operation = Operation("save", str(tmp_path / "step_1"))
+        operation.number = 1
+        for part in range(6):
+            operation.count("write", nbytes=part + 1)
+            send(to, "metrics/progress", msgspec.msgpack.encode(make_progress(operation, 1, "host")))
+            time.sleep(0.2)
+        send(to, tag, payload)
+
+    monkeypatch.setattr(world.rank(1), "send", slowly)
+    with collecting(), tuned(metrics_wait=0.5):
+        succeeded(save_all(world, tmp_path / "step_1", 1))
+        (table,) = wait_for_operations(tmp_path, 1)
+    assert [(row["rank"], row["name"]) for row in table.to_pylist() if row["level"] == "rank"] == [
+        (0, "done"),
+        (1, "done"),
+    ]
 
 
 def _without_metrics(send: Callable[[int, str, bytes], None]) -> Callable[[int, str, bytes], None]:

@@ -26,7 +26,7 @@ from bytecheckpoint.tuning import tuning
 __all__ = ["Collector"]
 
 _log = logging.getLogger("bytecheckpoint")
-#: For which a world that ends waits for the metrics of other ranks: some may be gone.
+#: For which a world that ends waits for the next metrics of other ranks: some may be gone.
 _LAST_SECONDS = 2.0
 #: Operations whose late messages are recognized.
 _REMEMBERED = 256
@@ -57,11 +57,12 @@ class Collector:
         self._taking = False  # `_take_messages` will be called
         self._lock = threading.Lock()  # of these two
         self._gathered: dict[tuple[str, int], dict[int, RankRecord]] = {}
-        self._first_message: dict[tuple[str, int], float] = {}  # when it came, as `time.monotonic`
+        self._heard: dict[tuple[str, int], float] = {}  # when a rank last was seen to go on, as `time.monotonic`
         self._delivered: deque[tuple[str, int]] = deque(maxlen=_REMEMBERED)
         self._operations: set[Operation] = set()  # that run, on this rank
         self._telling = False  # `_tell_progress` will be called
         self._progress: dict[tuple[str, int], dict[int, RankProgress]] = {}  # of the operations that run, on rank 0
+        self._told: set[tuple[str, int]] = set()  # operations whose progress the sinks know
         if self._rank == 0 and self._world_size > 1:
             collective.watch(_TAG, self._receive)
             collective.watch(_PROGRESS_TAG, self._receive_progress)
@@ -74,7 +75,10 @@ class Collector:
             self._operations.add(operation)
             if not self._telling:
                 self._telling = True
-                self._background.later(tuning().progress_interval, self._tell_progress)
+                self._background.later(self._interval(), self._tell_progress)
+
+    def _interval(self) -> float:
+        return max(tuning().progress_interval, self._world_size / tuning().progress_rate)
 
     def observer(self, operation: Operation) -> Callable[[Future[SaveReport]], None]:
         """Return a done-callback that reports the outcome of `operation`."""
@@ -110,14 +114,17 @@ class Collector:
             _log.exception("the metrics of a %s are lost", operation.kind)
 
     def close(self) -> None:
-        """Deliver what has come. Waits some seconds at most."""
+        """Deliver what has come. Waits for as long as ranks still report, some seconds at most."""
         if self._rank != 0:
             self._background.end()
             return
-        deadline = time.monotonic() + _LAST_SECONDS
+        begun = time.monotonic()
         self._background.submit(self._take_messages)
         self._background.flush(_LAST_SECONDS)
-        while self._gathered and time.monotonic() < deadline:
+        while self._gathered:
+            heard = max([begun, *(self._heard.get(key, begun) for key in list(self._gathered))])
+            if time.monotonic() > min(heard + _LAST_SECONDS, begun + tuning().metrics_end):
+                break
             time.sleep(0.01)
             self._background.flush(_LAST_SECONDS)
         self._background.submit(self._deliver_all)
@@ -130,14 +137,15 @@ class Collector:
             if operation.number:
                 self._tell_progress_of(operation)
         for key, ranks in list(self._progress.items()):
-            if 0 in ranks:
+            if 0 in ranks or key in self._gathered:
+                self._told.add(key)
                 self._deliver_progress(key, ended=False)
-        self._telling = bool(self._operations)
+        self._telling = bool(self._operations or self._gathered)  # other ranks may load for longer than rank 0
         if self._telling:
-            self._background.later(tuning().progress_interval, self._tell_progress)
+            self._background.later(self._interval(), self._tell_progress)
 
     def _tell_progress_of(self, operation: Operation) -> None:
-        progress = make_progress(operation, self._rank, self._host, ended=False)
+        progress = make_progress(operation, self._rank, self._host)
         if self._rank == 0:
             self._progress.setdefault((progress.kind, progress.number), {})[0] = progress
         else:
@@ -160,7 +168,11 @@ class Collector:
             progress = _progress_decoder.decode(message)
             key = progress.kind, progress.number
             if key not in self._delivered:
-                self._progress.setdefault(key, {})[progress.rank] = progress
+                ranks = self._progress.setdefault(key, {})
+                before = ranks.get(progress.rank)
+                if before is None or (before.phase, before.done) != (progress.phase, progress.done):
+                    self._heard[key] = time.monotonic()
+                ranks[progress.rank] = progress
 
     def _deliver_progress(self, key: tuple[str, int], *, ended: bool) -> None:
         ranks = self._progress[key]
@@ -187,28 +199,31 @@ class Collector:
             if not self._gathered:
                 self._background.later(tuning().metrics_wait, self._deliver_overdue)
             self._gathered[key] = {}
-            self._first_message[key] = time.monotonic()
         self._gathered[key][record.rank] = record
+        self._heard[key] = time.monotonic()
+        if (progress := self._progress.get(key, {}).get(record.rank)) is not None:
+            self._progress[key][record.rank] = msgspec.structs.replace(progress, phase="done", done=progress.planned)
         if len(self._gathered[key]) == self._world_size:
             self._deliver(key)
 
     def _deliver(self, key: tuple[str, int]) -> None:
         records = self._gathered.pop(key)
-        del self._first_message[key]
+        del self._heard[key]
         self._delivered.append(key)
-        if 0 in self._progress.get(key, {}):
+        if key in self._told:
+            self._told.remove(key)
             self._deliver_progress(key, ended=True)
         self._progress.pop(key, None)
         deliver(operation_record([*records.values()], self._world_id, self._world_size))
 
     def _deliver_overdue(self) -> None:
-        """Deliver what is not complete and has waited long enough: a rank is gone, or hangs."""
+        """Deliver what is not complete although no rank goes on: one is gone, or hangs. A slow one is waited for."""
         now = time.monotonic()
-        for key, came in list(self._first_message.items()):
-            if came + tuning().metrics_wait <= now:
+        for key in list(self._gathered):
+            if self._heard[key] + tuning().metrics_wait <= now:
                 self._deliver(key)
-        if self._first_message:
-            wait = min(self._first_message.values()) + tuning().metrics_wait - now
+        if self._gathered:
+            wait = min(self._heard[key] for key in self._gathered) + tuning().metrics_wait - now
             self._background.later(wait, self._deliver_overdue)
 
     def _deliver_all(self) -> None:

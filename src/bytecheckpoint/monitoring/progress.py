@@ -22,11 +22,10 @@ class RankProgress(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         kind, number, path, step, rank, host: as in `RankRecord`.
-        phase: what it does.
+        phase: what it does; "done" when it has reported.
         seconds: since it began.
         done: bytes moved.
         planned: bytes to move; 0 until that is known.
-        ended: it is done, or has failed.
     """
 
     kind: str
@@ -39,7 +38,6 @@ class RankProgress(msgspec.Struct, frozen=True, array_like=True):
     seconds: float
     done: int
     planned: int
-    ended: bool = False
 
 
 class OperationProgress(msgspec.Struct, frozen=True):
@@ -85,12 +83,12 @@ class OperationProgress(msgspec.Struct, frozen=True):
 _COLUMNS = ("rank", "host", "phase", "seconds", "done", "planned")
 
 
-def make_progress(operation: Operation, rank: int, host: str, *, ended: bool) -> RankProgress:
+def make_progress(operation: Operation, rank: int, host: str) -> RankProgress:
     """Describe how far this rank is."""
     path = without_secrets(operation.path)
     done = sum(operation.total(name).nbytes for name in _MOVING[operation.kind])
     step = operation.step if operation.step is not None else step_of(path)
     return RankProgress(
         operation.kind, operation.number, path, step, rank, host,
-        operation.phase, operation.seconds(), done, operation.planned_bytes, ended,
+        operation.phase, operation.seconds(), done, operation.planned_bytes,
     )  # fmt: skip

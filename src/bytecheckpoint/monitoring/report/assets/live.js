@@ -17,7 +17,7 @@ function showRunning(operation) {
   const running = operation.time - operation.began + age;
   // The others wait for the rank that needs longest.
   const left = Math.max(...rank.map((_, place) => done[place] < planned[place] ? (planned[place] / done[place] - 1) * seconds[place] : 0)) - age;
-  const state = operation.ended ? "ended" : age > 15 ? `no news for ${formatSeconds(age)}` : `running for ${formatSeconds(running)}`;
+  const state = operation.ended ? "ended" : age > 30 ? `no news for ${formatSeconds(age)}` : `running for ${formatSeconds(running)}`;
   const box = element("div", { className: "live-operation" },
     element("p", {}, element("b", {}, operationTitle(operation)), `: ${state}, ${formatSize(moved)} of ${formatSize(all)} on ` +
       `${plural(rank.length, "rank")}` + (left > 0 && Number.isFinite(left) && !operation.ended ? `, about ${formatSeconds(left)} left at this speed` : "")),
