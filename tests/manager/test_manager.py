@@ -126,9 +126,10 @@ def test_ranks(tmp_path: Path, asynchronous: bool) -> None:
 
 
 def test_the_clock_of_rank_0_counts(tmp_path: Path) -> None:
+    begun = time.monotonic()
     found = ThreadWorld(3).run(rank_run, tmp_path, 60, every=timedelta(seconds=0.1), timeout=60)
     assert found[0] == found[1] == found[2]
-    assert 2 <= len(found[0][1]) <= 20
+    assert 2 <= len(found[0][1]) <= (time.monotonic() - begun) / 0.1 + 1
 
 
 # --- what cannot be loaded ------------------------------------------------------------------------------------------------
