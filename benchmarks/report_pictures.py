@@ -22,6 +22,7 @@ from bytecheckpoint.monitoring.alerts import load_rules
 from bytecheckpoint.monitoring.reading import RunMetrics, read_run
 from bytecheckpoint.monitoring.report.data import page_data
 from bytecheckpoint.monitoring.report.page import make_page
+from bytecheckpoint.monitoring.report.report import Judge
 from bytecheckpoint.monitoring.report.trace import write_trace
 from bytecheckpoint.monitoring.simulation import Fault, SimulatedRun
 
@@ -79,7 +80,7 @@ def draw(browser: Any, folder: Path, name: str, run: RunMetrics, scheme: str) ->
 
     root = "simulated://run" if name.endswith("simulated") else "/checkpoints/run"
     begun = time.perf_counter()
-    page = make_page(page_data(run, root, run.records[-1].began + 60, load_rules()))
+    page = make_page(page_data(Judge(load_rules()).report(run), root, run.records[-1].began + 60))
     print(f"{name}: page of {len(page) / 1e6:.1f} MB in {time.perf_counter() - begun:.1f} s", end=", ")
     path = folder / f"{name}.html"
     path.write_bytes(page)
@@ -111,7 +112,7 @@ def main() -> None:
         folder = options.keep or Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)
         draw(browser, folder, "report-slow-rank", real_run(scratch), "light")
-        times = draw(browser, folder, "report-simulated", RunMetrics(list(_LARGE.records()), 0), "dark")
+        times = draw(browser, folder, "report-simulated", RunMetrics.of(list(_LARGE.records())), "dark")
         print(
             f"8,960 ranks drawn after {statistics.median(times)} ms (median of {sorted(times)}), from the navigation on"
         )

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import bytecheckpoint
-from bytecheckpoint.cli.format import as_json, format_size, format_time, printable
+from bytecheckpoint.cli.format import as_json, format_time, printable, size_text
 from bytecheckpoint.cli.main import run
 from bytecheckpoint.cli.tools import parse_size
 from bytecheckpoint.tuning import tuned
@@ -365,7 +365,7 @@ def test_small_things() -> None:
     for wrong in ("", "GB", "-1", "5XB", "0", "1e9"):
         with pytest.raises(bytecheckpoint.UsageError):
             parse_size(wrong)
-    assert [format_size(n) for n in (0, 1023, 1024, 3 << 40)] == ["0 B", "1023 B", "1.0 KiB", "3.0 TiB"]
+    assert [size_text(n) for n in (0, 1023, 1024, 3 << 40)] == ["0 B", "1023 B", "1.0 KiB", "3.0 TiB"]
     assert (
         format_time(0) == "1970-01-01T00:00:00Z"
         and format_time("x") == format_time(1e300) == format_time(float("nan")) == ""

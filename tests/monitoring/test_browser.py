@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pyarrow.compute as pc
 import pytest
 
 from bytecheckpoint.monitoring.alerts import load_rules
 from bytecheckpoint.monitoring.reading import RunMetrics
 from bytecheckpoint.monitoring.report.data import page_data
 from bytecheckpoint.monitoring.report.page import make_page
+from bytecheckpoint.monitoring.report.report import Judge
 from bytecheckpoint.monitoring.report.server import RunView, make_app
+from bytecheckpoint.monitoring.report.trace import write_trace
 from bytecheckpoint.monitoring.simulation import Fault, SimulatedRun
 from tests.servers.browser import LAPTOP, PHONE, chromium, visit
 from tests.support.metrics_runs import hostile_record, write_metrics
@@ -28,6 +33,14 @@ SLOW = 5
 RUN = SimulatedRun({"pp": 2, "dp": 4, "tp": 2}, saves=6, faults=[Fault("slow", [SLOW], first=2)])
 #: The example of the paper's evaluation: a 405B model on 8,960 GPUs.
 LARGE = SimulatedRun({"pp": 16, "dp": 70, "tp": 8}, saves=2, faults=[Fault("slow", [4711], first=1)])
+#: Gives the warnings of the import, and by process and thread the number of slices.
+_IMPORT_TRACE = """async () => {
+    const model = new tr.Model();
+    await new tr.importer.Import(model).importTraces([await (await fetch("trace.json")).text()]);
+    const threads = (process) => Object.values(process.threads).map((one) => [one.name, one.sliceGroup.slices.length]);
+    const processes = model.getAllProcesses().map((one) => [one.name, Object.fromEntries(threads(one))]);
+    return [model.importWarnings.map((one) => one.message), Object.fromEntries(processes)];
+}"""
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +51,9 @@ def browser() -> Iterator[Any]:
 
 def write_page(folder: Path, records: list[Any]) -> str:
     path = folder / "report.html"
-    path.write_bytes(make_page(page_data(RunMetrics(records, 0), "/run", 1.8e9, load_rules())))
+    path.write_bytes(
+        make_page(page_data(Judge(load_rules(), mtbf=4 * 3600).report(RunMetrics.of(records)), "/run", 1.8e9))
+    )
     return path.as_uri()
 
 
@@ -126,6 +141,14 @@ def test_texts_of_a_run_are_shown_as_texts(browser: Any, tmp_path: Path) -> None
         assert "<img src=x" in seen.text("#stragglers")
 
 
+def test_the_page_says_what_saves_cost_the_run(browser: Any, page: str) -> None:
+    with visit(browser, page) as seen:
+        seen.drawn()
+        assert "6 saves, 1 load and 0 that failed, by 1 job" in seen.text("#words")
+        assert "of the time counts (ETTR)" in seen.text("#words")
+        assert "with a failure every 4.0 h: " in seen.text("#words")
+
+
 def test_a_run_without_metrics_has_a_page(browser: Any, tmp_path: Path) -> None:
     with visit(browser, write_page(tmp_path, [])) as seen:
         assert "no metrics" in seen.text("#findings")
@@ -138,16 +161,49 @@ def test_8960_ranks_are_drawn(browser: Any, tmp_path: Path) -> None:
         assert seen.text("#timeline-title") == "Timeline of rank 4711"
 
 
+def test_the_trace_opens_in_a_trace_viewer(browser: Any, tmp_path: Path) -> None:
+    """The viewer of about:tracing, as Go's tools bring it; https://ui.perfetto.dev is not to be had here."""
+    if shutil.which("go") is None:
+        pytest.skip("NOT TESTED HERE: Go is not installed, which has a trace viewer")
+    root = subprocess.run(["go", "env", "GOROOT"], capture_output=True, text=True, check=True).stdout.strip()
+    records = list(RUN.records())
+    with open(tmp_path / "trace.json", "wb") as file:
+        write_trace(records, file)
+    viewer = Path(root, "src/internal/trace/traceviewer/static")
+    for name in ("webcomponents.min.js", "trace_viewer_full.html"):
+        shutil.copy(viewer / name, tmp_path)
+    (tmp_path / "index.html").write_text(
+        '<link rel="icon" href="data:,"><script src="webcomponents.min.js"></script>'
+        '<link rel="import" href="trace_viewer_full.html">'
+    )
+    from starlette.staticfiles import StaticFiles
+
+    with running(StaticFiles(directory=tmp_path, html=True)) as url, browser.new_context() as context:
+        page = context.new_page()
+        page.goto(url)
+        page.wait_for_function("() => window.tr && tr.Model && tr.importer && true")
+        warnings, processes = page.evaluate(_IMPORT_TRACE)
+    assert warnings == []
+    slices = sum(record.table.filter(pc.not_equal(record.table["level"], "total")).num_rows for record in records)
+    assert sum(sum(threads.values()) for threads in processes.values()) == slices
+    assert len(processes) == RUN.world_size
+    assert processes[f"rank {SLOW} (host-0000, pp=0,dp=2,tp=1)"]["saves"] == 6
+
+
 # --- live ---
 
 
-@contextlib.contextmanager
-def served(root: Path, token: str = "") -> Iterator[str]:
+def served(root: Path, token: str = "") -> contextlib.AbstractContextManager[str]:
     """Serve the page of a run inside the block."""
+    return running(make_app(RunView(str(root), Judge()), token))
+
+
+@contextlib.contextmanager
+def running(app: Any) -> Iterator[str]:
+    """Serve an ASGI application inside the block."""
     import uvicorn
 
-    config = uvicorn.Config(make_app(RunView(str(root)), token), log_level="warning", lifespan="off")
-    server = uvicorn.Server(config)
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off"))
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=server.run, args=([listener],))
         thread.start()

@@ -148,11 +148,13 @@ def test_the_files_are_written_without_pandas(tmp_path: Path) -> None:
     """Importing it takes a second of a training's processor."""
     program = """if True:
         import dataclasses, sys
+        from bytecheckpoint.monitoring.analysis.summary import summarize
         from bytecheckpoint.monitoring.simulation import SimulatedRun
         from bytecheckpoint.monitoring.sinks.files import FilesSink
         sink = FilesSink("files")
         for record in SimulatedRun({"dp": 1}, saves=64).records():
-            sink.deliver(dataclasses.replace(record, path=f"{sys.argv[1]}/step_{record.step}"))
+            record = dataclasses.replace(record, path=f"{sys.argv[1]}/step_{record.step}")
+            sink.deliver(record, summarize(record))
         assert "pandas" not in sys.modules
     """
     done = run_program(program, tmp_path)

@@ -11,6 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from bytecheckpoint.monitoring.analysis.summary import summarize
+from bytecheckpoint.monitoring.progress import OperationProgress
+from bytecheckpoint.monitoring.simulation import Fault, SimulatedRun
+from bytecheckpoint.monitoring.sinks.console import ConsoleSink
+
 _PROGRAM = """
 import sys, torch, bytecheckpoint
 from bytecheckpoint.storage.testing.fault_rule import FaultRule
@@ -41,3 +46,13 @@ def test_a_save_shows_how_far_it_is(tmp_path: Path, terminal: bool) -> None:
     assert program.wait(60) == 0, shown
     assert b"save step 5, rank 0 in write" in shown
     assert terminal or b"step_00000005: done" in shown
+
+
+@pytest.mark.parametrize(("fault", "outcome"), [("fail", "failed"), ("missing", "done"), ("retry", "done")])
+def test_only_a_rank_that_failed_makes_it_failed(capsys: pytest.CaptureFixture[str], fault: str, outcome: str) -> None:
+    (record,) = SimulatedRun({"dp": 2}, saves=1, loads=0, faults=[Fault(fault, [1])]).records()
+    sink = ConsoleSink("console")
+    ranks = {"rank": [0], "host": [""], "phase": ["write"], "seconds": [1.0], "done": [1], "planned": [2]}
+    sink.progress(OperationProgress(record.id, "save", record.path, 1, 2, 0.0, 1e9, False, ranks))
+    sink.deliver(record, summarize(record))
+    assert capsys.readouterr().err.splitlines()[-1] == f"save {record.path}: {outcome}"

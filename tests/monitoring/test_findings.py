@@ -84,7 +84,7 @@ def test_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "1 damaged or foreign file skipped" in shown.err
     for line in (
         "write of rank 2 on host-0000: ", "warning: rank 2 on host-0000 is slow in write", "alert", "warning   straggler",
-        "with a failure every 4h: ", "8 saves, 1 load and 0 that failed, by 1 job",
+        "with a failure every 4.0 h: ", "8 saves, 1 load and 0 that failed, by 1 job",
     ):  # fmt: skip
         assert line in shown.out, shown.out
 

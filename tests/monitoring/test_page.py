@@ -25,6 +25,7 @@ from bytecheckpoint.monitoring.reading import RunMetrics
 from bytecheckpoint.monitoring.report import data as page_columns
 from bytecheckpoint.monitoring.report.data import page_data
 from bytecheckpoint.monitoring.report.page import make_page
+from bytecheckpoint.monitoring.report.report import Judge
 from bytecheckpoint.monitoring.report.server import RunView, make_app, require_token
 from bytecheckpoint.monitoring.report.trace import write_trace
 from bytecheckpoint.monitoring.simulation import Fault, SimulatedRun
@@ -34,7 +35,7 @@ RUN = SimulatedRun({"pp": 2, "dp": 2, "tp": 2}, saves=4, faults=[Fault("slow", [
 
 
 def data_of(run: SimulatedRun) -> dict[str, Any]:
-    return page_data(RunMetrics(list(run.records()), 0), "/run", 1.8e9, load_rules())
+    return page_data(Judge(load_rules()).report(RunMetrics.of(list(run.records()))), "/run", 1.8e9)
 
 
 def unpacked(column: Mapping[str, str]) -> np.ndarray[Any, Any]:
@@ -43,7 +44,7 @@ def unpacked(column: Mapping[str, str]) -> np.ndarray[Any, Any]:
 
 def test_every_rank_and_phase_of_the_tables_is_in_the_columns() -> None:
     (record,) = SimulatedRun({"dp": 4}, saves=1, loads=0).records()
-    detail = page_data(RunMetrics([record], 0), "/run", 1.8e9)["details"][record.id]
+    detail = page_data(Judge().report(RunMetrics.of([record])), "/run", 1.8e9)["details"][record.id]
     assert unpacked(detail["rank"]).tolist() == [0, 1, 2, 3]
     assert unpacked(detail["axes"]["dp"]).tolist() == [0, 1, 2, 3]
     rows = record.table.filter(np.array(record.table["level"].to_pylist()) == "phase").sort_by(
@@ -72,7 +73,7 @@ def test_the_page_says_what_it_leaves_out(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_names_and_errors_of_a_run_never_become_markup() -> None:
-    page = make_page(page_data(RunMetrics([hostile_record()], 0), "</script><b>", 1.8e9)).decode()
+    page = make_page(page_data(Judge().report(RunMetrics.of([hostile_record()])), "</script><b>", 1.8e9)).decode()
     (embedded,) = re.findall(r'<script type="application/json"[^>]*>(.*?)</script>', page, re.DOTALL)
     assert "<" not in embedded
     assert "onerror=" in json.loads(embedded)["operations"][0]["path"]
@@ -153,7 +154,7 @@ def ask(app: Any, path: str, host: str = "localhost:1", **headers: str) -> tuple
 @pytest.fixture
 def view(tmp_path: Path) -> RunView:
     write_metrics(tmp_path, RUN.records())
-    return RunView(str(tmp_path))
+    return RunView(str(tmp_path), Judge())
 
 
 def test_the_server_shows_the_run_and_what_runs_now(view: RunView) -> None:

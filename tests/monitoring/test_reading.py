@@ -7,12 +7,14 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
+from bytecheckpoint.monitoring import reading
 from bytecheckpoint.monitoring.analysis.summary import summarize
-from bytecheckpoint.monitoring.reading import read_run
+from bytecheckpoint.monitoring.reading import RunReader, read_run
 from bytecheckpoint.monitoring.simulation import SimulatedRun
 from bytecheckpoint.monitoring.sinks import files
-from bytecheckpoint.monitoring.sinks.files import METRICS_FOLDER, encode_table
+from bytecheckpoint.monitoring.sinks.files import METRICS_FOLDER, decode_table, encode_table
 from bytecheckpoint.storage import resolve
+from tests.support.metrics_runs import write_metrics
 
 RECORDS = list(SimulatedRun({"dp": 2}, saves=5, loads=1).records())
 
@@ -31,7 +33,7 @@ def test_each_operation_once_in_order(tmp_path: Path, scheme: str) -> None:
     put(root, "live-x.json", b"{}")
     run = read_run(root)
     assert [record.id for record in run.records] == [record.id for record in RECORDS] and not run.skipped
-    assert [summarize(record) for record in run.records] == [summarize(record) for record in RECORDS]
+    assert run.operations == [summarize(record) for record in RECORDS]
     newest = read_run(root, newest=2)
     assert [record.id for record in newest.records] == [record.id for record in RECORDS[-2:]]
 
@@ -83,5 +85,37 @@ def test_files_that_are_joined_meanwhile(tmp_path: Path, monkeypatch: pytest.Mon
     assert [record.id for record in run.records] == [RECORDS[1].id, RECORDS[2].id] and not run.skipped
 
 
+def test_only_new_files_are_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = []
+    monkeypatch.setattr(reading, "decode_table", lambda data: read.append(len(data)) or decode_table(data))
+    for number in (1, 2):
+        put(str(tmp_path), f"{number}.parquet", encode_table(RECORDS[number].table))
+    put(str(tmp_path), "foreign.parquet", b"nothing of ours")
+    reader = RunReader(str(tmp_path))
+    assert len(reader.read().operations) == 2 and len(read) == 3
+    put(str(tmp_path), "3.parquet", encode_table(RECORDS[3].table))
+    assert len(reader.read().operations) == 3 and len(read) == 4
+    resolve(f"{tmp_path}/{METRICS_FOLDER}").delete(["1.parquet", "foreign.parquet"])
+    run = reader.read()
+    assert [one.id for one in run.operations] == [RECORDS[number].id for number in (2, 3)]
+    assert [record.id for record in run.records] == [one.id for one in run.operations] and not run.skipped
+    assert len(read) == 4
+
+
+def test_rows_of_the_newest_operations_only_stay_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An operation of 8,960 ranks takes 20 MB; of a thousand of them there would be no room."""
+    records = list(SimulatedRun({"dp": 2}, saves=40, loads=1).records())
+    rows = records[-1].table.num_rows
+    monkeypatch.setattr(reading, "KEPT_ROWS", 3 * rows)
+    write_metrics(tmp_path, records)
+    reader = RunReader(str(tmp_path))
+    for _ in range(2):
+        run = reader.read()
+        assert [one.id for one in run.operations] == [record.id for record in records]
+        kept = [record.id for record in run.records]
+        assert kept[-2:] == [record.id for record in records[-2:]] and 3 <= len(kept) <= 4
+        assert kept[0] == next(record.id for record in records if record.kind == "load"), "the only one of its kind"
+
+
 def test_no_metrics(tmp_path: Path) -> None:
-    assert read_run(str(tmp_path)).records == []
+    assert read_run(str(tmp_path)).operations == []

@@ -18,6 +18,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 import bytecheckpoint
 from bytecheckpoint.monitoring import delivery
 from bytecheckpoint.monitoring.alert import Alert
+from bytecheckpoint.monitoring.analysis.summary import OperationSummary, summarize
 from bytecheckpoint.monitoring.record import make_record
 from bytecheckpoint.monitoring.simulation import Fault, SimulatedRun
 from bytecheckpoint.monitoring.sinks import Sink, make_sink, shown
@@ -64,7 +65,8 @@ def test_clickhouse_rows_are_text_with_escapes_and_nulls() -> None:
 def test_clickhouse_credentials_travel_in_headers_only() -> None:
     with receiver() as received:
         sink = make_sink(f"clickhouse://me:se%2Fcret@127.0.0.1:{received.port}/db?table=t")
-        sink.deliver(simulated()[0])
+        (record, *_) = simulated()
+        sink.deliver(record, summarize(record))
     ((path, headers, _),) = received.requests
     assert headers["X-ClickHouse-User"] == "me" and headers["X-ClickHouse-Key"] == "se/cret" and "cret" not in path
 
@@ -75,7 +77,7 @@ def test_otlp_sends_a_trace_per_operation_and_metrics(monkeypatch: pytest.Monkey
     with receiver() as received:
         sink = make_sink(f"otlp://user:secret@127.0.0.1:{received.port}")
         for record in records:
-            sink.deliver(record)
+            sink.deliver(record, summarize(record))
         sink.close()
     traces = [
         ExportTraceServiceRequest.FromString(body).resource_spans[0]
@@ -110,7 +112,7 @@ def nbytes_of(record: OperationRecord) -> list[int]:
 def test_otlp_spans_of_a_large_job_are_limited_to_the_ranks_that_matter() -> None:
     record = simulated(mesh={"dp": 512}, faults=[Fault("slow", [477], factor=9)])[1]
     with receiver() as received:
-        make_sink(f"otlp://127.0.0.1:{received.port}").deliver(record)
+        make_sink(f"otlp://127.0.0.1:{received.port}").deliver(record, summarize(record))
     (trace,) = [body for path, _, body in received.requests if path == "/v1/traces"]
     spans = ExportTraceServiceRequest.FromString(trace).resource_spans[0].scope_spans[0].spans
     names = {span.name for span in spans}
@@ -124,7 +126,7 @@ def test_prometheus_shows_the_newest_operation_and_counts_all() -> None:
     try:
         records = simulated(mesh={"dp": 64}, faults=[Fault("slow", [7], first=2), Fault("missing", [9], first=2)])
         for record in records:
-            sink.deliver(record)
+            sink.deliver(record, summarize(record))
         text = opener.open(f"http://127.0.0.1:{port}/metrics").read().decode()
     finally:
         sink.close()
@@ -204,7 +206,7 @@ class SlowSink(Sink):
     may = threading.Semaphore(0)
     taken: list[str] = []  # noqa: RUF012
 
-    def deliver(self, record: OperationRecord) -> None:
+    def deliver(self, record: OperationRecord, summary: OperationSummary) -> None:
         self.may.acquire()
         self.taken.append(record.id)
 
@@ -214,10 +216,11 @@ def test_what_a_slow_sink_cannot_take_is_dropped_and_counted(
 ) -> None:
     monkeypatch.setattr(delivery, "make_sink", SlowSink)
     (record,) = simulated(saves=1, loads=0)
+    summary = summarize(record)
     with collecting("slow://"):
         began = time.monotonic()
         for _ in range(200):
-            delivery.deliver(record)
+            delivery.deliver(record, summary)
         assert time.monotonic() - began < 1
         (slow,) = delivery._deliveries.values()
         assert slow.dropped >= 200 - 64 - 2
@@ -262,7 +265,7 @@ def test_no_sink_gets_a_secret(tmp_path: Path) -> None:
         sinks = [make_sink(f"{scheme}://127.0.0.1:{received.port}") for scheme in SCHEMES]
         sinks.append(make_sink(f"prometheus://127.0.0.1:{port}"))
         for sink in sinks:
-            sink.deliver(record)
+            sink.deliver(record, summarize(record))
         page = opener.open(f"http://127.0.0.1:{port}/metrics").read()
         for sink in sinks:
             sink.close()

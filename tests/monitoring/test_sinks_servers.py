@@ -13,6 +13,7 @@ import pytest
 
 import bytecheckpoint
 from bytecheckpoint.monitoring import delivery
+from bytecheckpoint.monitoring.analysis.summary import summarize
 from bytecheckpoint.monitoring.simulation import Fault, SimulatedRun
 from bytecheckpoint.monitoring.sinks import make_sink
 from bytecheckpoint.monitoring.sinks.files import METRICS_FOLDER, encode_table
@@ -48,7 +49,7 @@ def test_clickhouse_creates_the_table_and_holds_every_row(server: ClickHouse, mo
     sink = make_sink(f"clickhouse://127.0.0.1:{server.port}/default?table=ranks")
     records = list(RUN.records())
     for record in records:
-        sink.deliver(record)
+        sink.deliver(record, summarize(record))
     assert server.ask("SELECT toInt32(count()) FROM ranks") == [[sum(len(r.table) for r in records)]]
     assert [name for name, *_ in server.ask("DESCRIBE TABLE ranks")] == SCHEMA.names
     for row in (records[0].table.to_pylist()[0], records[-1].table.to_pylist()[-1]):
@@ -69,7 +70,7 @@ def test_the_examples_of_the_page_find_the_slow_host(tmp_path: Path, server: Cli
     sink = make_sink(f"clickhouse://127.0.0.1:{server.port}?table=saves")
     (tmp_path / "run" / METRICS_FOLDER).mkdir(parents=True)
     for record in replace(RUN, began=time.time() - 7200, ranks_per_host=4, faults=RUN.faults[:1]).records():
-        sink.deliver(record)
+        sink.deliver(record, summarize(record))
         (tmp_path / "run" / METRICS_FOLDER / f"{record.id}.parquet").write_bytes(encode_table(record.table))
     of_server, of_files = examples("sql")
     assert server.ask(of_server)[0][0] == "host-0002"
@@ -100,7 +101,7 @@ def test_prometheus_scrapes_rank_0_and_answers(tmp_path: Path) -> None:
         # Before the first save, so that increases can be seen.
         assert wait_until(lambda: server.ask('bytecheckpoint_operations_total{outcome="done"}') != {}, 60)
         for record in records:
-            sink.deliver(record)
+            sink.deliver(record, summarize(record))
         done = "kind=save,outcome=done"
         assert wait_until(lambda: server.ask("bytecheckpoint_operations_total").get(done) == 4, 60)
         assert server.ask('topk(1, bytecheckpoint_last_phase_longest_seconds{kind="save"})').keys() == {

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from bytecheckpoint.monitoring.analysis.summary import summarize
 from bytecheckpoint.monitoring.simulation import SimulatedRun
 from bytecheckpoint.monitoring.sinks import Sink, make_sink
 from bytecheckpoint.monitoring.sinks.clickhouse import create_statement, insert_statement, tab_separated
@@ -30,7 +31,7 @@ STEPS = [100, 200, 300]
 def deliver(address: str, records: list[OperationRecord] = RECORDS) -> None:
     sink: Sink = make_sink(address)
     for record in records:
-        sink.deliver(record)
+        sink.deliver(record, summarize(record))
     sink.close()
 
 
@@ -105,7 +106,7 @@ def test_wandb_takes_the_run_of_the_training_and_leaves_its_steps_alone(wandb_fo
     run = wandb.init(project="training", settings=wandb.Settings(silent=True, console="off"))
     for step, record in enumerate(RECORDS):
         run.log({"loss": 1.0 / (step + 1)}, step=10 * step)
-        sink.deliver(record)
+        sink.deliver(record, summarize(record))
     run.log({"loss": 0.0}, step=40)
     sink.close()
     run.finish()

@@ -22,6 +22,12 @@ app = typer.Typer(
 
 Path = Annotated[str, typer.Argument(metavar="PATH", help="Folder or URL of one checkpoint.", show_default=False)]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of tables.")]
+# Of the metrics of a run.
+Bandwidth = Annotated[
+    str | None, typer.Option(help="What the storage takes from all ranks together, per second: 40GB.")
+]
+Mtbf = Annotated[str | None, typer.Option(help="Mean time between two failures: 4h; tells the expected ETTR.")]
+Rules = Annotated[str, typer.Option(help="File of rules of alerts; default: the setting `alerts`.")]
 Job = Callable[[], int]
 
 
@@ -205,13 +211,9 @@ def plan_interval(
 def report(
     root: Annotated[str, typer.Argument(metavar="ROOT", help="Folder or URL of a run.", show_default=False)],
     newest: Annotated[int | None, typer.Option(min=1, help="Only that many saves and loads, the newest ones.")] = None,
-    bandwidth: Annotated[
-        str | None, typer.Option(help="What the storage takes from all ranks together, per second: 40GB.")
-    ] = None,
-    mtbf: Annotated[
-        str | None, typer.Option(help="Mean time between two failures: 4h; tells the expected ETTR.")
-    ] = None,
-    rules: Annotated[str, typer.Option(help="File of rules of alerts; default: the setting `alerts`.")] = "",
+    bandwidth: Bandwidth = None,
+    mtbf: Mtbf = None,
+    rules: Rules = "",
     output: Annotated[
         str | None,
         typer.Option("--output", "-o", metavar="FILE", help="Write a page for a browser instead: report.html."),
@@ -223,12 +225,10 @@ def report(
 ) -> Job:
     """Show what the metrics of a run say: operations, phases, stragglers, alerts, and in words what is wrong."""
     from bytecheckpoint.cli.monitoring import report
-    from bytecheckpoint.cli.tools import parse_size
+    from bytecheckpoint.cli.pages import make_judge
 
-    limit = None if bandwidth is None else float(parse_size(bandwidth))
-    return partial(
-        report, root, newest=newest, bandwidth=limit, mtbf=mtbf, rules=rules, output=output, trace=trace, json=json
-    )
+    judge = make_judge(rules, bandwidth, mtbf)
+    return partial(report, root, newest=newest, judge=judge, output=output, trace=trace, json=json)
 
 
 @app.command()
@@ -247,12 +247,14 @@ def monitor(
             "variable they do not see.",
         ),
     ] = "",
-    rules: Annotated[str, typer.Option(help="File of rules of alerts; default: the setting `alerts`.")] = "",
+    bandwidth: Bandwidth = None,
+    mtbf: Mtbf = None,
+    rules: Rules = "",
 ) -> Job:
     """Serve the page of a run, with the progress of saves and loads that run now. It only reads."""
-    from bytecheckpoint.cli.pages import monitor
+    from bytecheckpoint.cli.pages import make_judge, monitor
 
-    return partial(monitor, root, host=host, port=port, token=token, rules=rules)
+    return partial(monitor, root, judge=make_judge(rules, bandwidth, mtbf), host=host, port=port, token=token)
 
 
 @app.command()

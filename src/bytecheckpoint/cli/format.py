@@ -10,9 +10,10 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+from bytecheckpoint.monitoring.analysis.words import plural, size_text
+
 __all__ = [
     "as_json",
-    "format_size",
     "format_time",
     "plural",
     "print_json",
@@ -20,6 +21,7 @@ __all__ = [
     "print_table",
     "printable",
     "progress_bar",
+    "size_text",
     "typed_value",
 ]
 
@@ -39,30 +41,6 @@ def printable(text: str) -> str:
 
 def _escape(code: int) -> str:
     return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
-
-
-def format_size(nbytes: int) -> str:
-    """Format a number of bytes for people.
-
-    >>> format_size(1536)
-    '1.5 KiB'
-    """
-    value, units = float(nbytes), ["B", "KiB", "MiB", "GiB", "TiB", "PiB"]
-    while value >= 1024 and len(units) > 1:
-        value /= 1024
-        units.pop(0)
-    return f"{nbytes} B" if units[0] == "B" else f"{value:.1f} {units[0]}"
-
-
-def plural(count: object, one: str) -> str:
-    """Format a number of things.
-
-    >>> plural(1, "file"), plural(1200, "file")
-    ('1 file', '1,200 files')
-    """
-    if not isinstance(count, int):
-        return f"{count} {one}s"
-    return f"{count:,} {one}" if count == 1 else f"{count:,} {one}s"
 
 
 def format_time(seconds: object) -> str:

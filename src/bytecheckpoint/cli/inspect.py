@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from bytecheckpoint.cli.format import as_json, format_size, plural, print_json, print_table, printable, typed_value
+from bytecheckpoint.cli.format import as_json, plural, print_json, print_table, printable, size_text, typed_value
 from bytecheckpoint.cli.ls import open_catalog, summary
 from bytecheckpoint.engine.catalogs import check_rank
 from bytecheckpoint.representation.catalog import SHARED, VALUES_SLOT, Catalog
@@ -55,7 +55,7 @@ def inspect(path: str, patterns: Sequence[str], *, values: bool, boxes: bool, ra
         print_table(["value", "key"], [[error or _truncate(repr(value)), key] for key, value, error in plain])
     print()
     print_table(
-        ["rank>", "files>", "wrote>"], [[str(w["rank"]), str(w["files"]), format_size(w["bytes"])] for w in writers]
+        ["rank>", "files>", "wrote>"], [[str(w["rank"]), str(w["files"]), size_text(w["bytes"])] for w in writers]
     )
     return 0
 
@@ -144,7 +144,7 @@ def _print_tensors(tensors: Sequence[dict[str, Any]]) -> None:
             [
                 t["dtype"],
                 str(t["shape"]),
-                format_size(t["bytes"]),
+                size_text(t["bytes"]),
                 str(t["boxes"]),
                 _ranges(t["written_by"]),
                 t["key"]

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 
 from bytecheckpoint.cli.format import (
-    format_size,
     format_time,
     plural,
     print_json,
     print_notes,
     print_table,
     printable,
+    size_text,
 )
 from bytecheckpoint.engine.catalogs import read_catalog, read_outline
 from bytecheckpoint.errors import CheckpointError, CheckpointNotFoundError, StorageUnavailableError
@@ -131,7 +131,7 @@ def _show_steps(storage: Storage, steps: list[dict[str, Any]], json: bool, unrea
                 step["name"],
                 step["state"],
                 step.get("created", ""),
-                format_size(step["bytes"]) if "bytes" in step else "",
+                size_text(step["bytes"]) if "bytes" in step else "",
                 str(step.get("tensors", "")),
                 str(step.get("files", "")),
                 str(step.get("world_size", "")),
@@ -170,7 +170,7 @@ def _show_one(storage: Storage, catalog: Catalog, json: bool, unreachable: str) 
     print(
         printable(
             f"saved {about['created']} by {plural(about['world_size'], 'rank')} ({about['framework']}), "
-            f"{format_size(about['bytes'])} in {plural(about['files'], 'file')}"
+            f"{size_text(about['bytes'])} in {plural(about['files'], 'file')}"
         )
     )
     print_table(
@@ -179,7 +179,7 @@ def _show_one(storage: Storage, catalog: Catalog, json: bool, unreachable: str) 
             [
                 k["kind"],
                 str(k["tensors"]),
-                format_size(k["bytes"]),
+                size_text(k["bytes"]),
                 str(k["files"]),
                 str(k["ranks"]),
                 "yes" if k["plain_values"] else "no",

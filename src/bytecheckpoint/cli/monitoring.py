@@ -4,109 +4,57 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import msgspec
 
 from bytecheckpoint.cli.format import format_time, plural, print_json, print_notes, print_table, printable
-from bytecheckpoint.cli.pages import chosen_rules, write_files
-from bytecheckpoint.cli.tiers import parse_age
+from bytecheckpoint.cli.pages import write_files
 from bytecheckpoint.errors import CheckpointNotFoundError
-from bytecheckpoint.monitoring.alerts import Alert, Evaluation
-from bytecheckpoint.monitoring.analysis.findings import Finding, findings
-from bytecheckpoint.monitoring.analysis.run import RunSummary, summarize_run
-from bytecheckpoint.monitoring.analysis.summary import OperationSummary, summarize
+from bytecheckpoint.monitoring.analysis.summary import OperationSummary
 from bytecheckpoint.monitoring.analysis.words import bandwidth_text, rank_text, seconds_text, size_text
-from bytecheckpoint.monitoring.reading import RunMetrics, read_run
+from bytecheckpoint.monitoring.reading import read_run
+from bytecheckpoint.monitoring.report.report import Judge, Report
 
-__all__ = ["Report", "make_report", "report"]
+__all__ = ["report"]
 
 _SHOWN_STRAGGLERS = 20
 
 
-@dataclass(frozen=True, slots=True)
-class Report:
-    """What there is to say about a run.
-
-    Attributes:
-        root: of the run.
-        metrics: that were read.
-        operations: in order of time.
-        run: the sum of them.
-        findings: the worst first.
-        alerts: in order of time.
-    """
-
-    root: str
-    metrics: RunMetrics
-    operations: Sequence[OperationSummary]
-    run: RunSummary
-    findings: Sequence[Finding]
-    alerts: Sequence[Alert]
-
-
-def make_report(root: str, *, newest: int | None = None, bandwidth: float | None = None, rules: str = "") -> Report:
-    """Read the metrics of a run and judge them.
-
-    Args:
-        root: folder or URL of the run.
-        newest: so many operations, the newest ones; None: all.
-        bandwidth: bytes per second that the storage takes; None: the best that the run has reached.
-        rules: file of rules of alerts; "": those of the setting `alerts`, or the built-in ones.
-
-    Raises:
-        CheckpointNotFoundError: there are no metrics.
-    """
+def report(root: str, *, newest: int | None, judge: Judge, output: str | None, trace: str | None, json: bool) -> int:
+    """Print what the metrics of a run say, or write it to files. Return 1 if something is critical."""
     metrics = read_run(root, newest)
-    if not metrics.records:
+    if not metrics.operations:
         damaged = f"; {plural(metrics.skipped, 'file')} cannot be read" if metrics.skipped else ""
         raise CheckpointNotFoundError(f"{root} holds no metrics of saves and loads (the setting `metrics`){damaged}")
-    summaries = [summarize(record) for record in metrics.records]
-    evaluation = Evaluation(chosen_rules(rules))
-    alerts = [alert for summary in summaries for alert in evaluation.after(summary)]
-    return Report(root, metrics, summaries, summarize_run(summaries), findings(summaries, bandwidth), alerts)
-
-
-def report(
-    root: str,
-    *,
-    newest: int | None,
-    bandwidth: float | None,
-    mtbf: str | None,
-    rules: str,
-    output: str | None,
-    trace: str | None,
-    json: bool,
-) -> int:
-    """Print what the metrics of a run say, or write it to files. Return 1 if something is critical."""
-    made = make_report(root, newest=newest, bandwidth=bandwidth, rules=rules)
-    if made.metrics.skipped and not json:
-        print_notes([f"{plural(made.metrics.skipped, 'damaged or foreign file')} skipped"])
+    if metrics.skipped and not json:
+        print_notes([f"{plural(metrics.skipped, 'damaged or foreign file')} skipped"])
+    made = judge.report(metrics)
     if output is not None or trace is not None:
-        write_files(root, made.metrics, chosen_rules(rules), output, trace)
-        return int(any(finding.severity == "critical" for finding in made.findings))
-    expected = made.run.at(parse_age(mtbf)) if mtbf else None
-    if json:
-        print_json(
-            {
-                "root": root,
-                "skipped": made.metrics.skipped,
-                "operations": [
-                    asdict(summary) | {"failed": summary.failed, "spared_share": summary.spared_share}
-                    for summary in made.operations
-                ],
-                "run": asdict(made.run),
-                "expected": None if expected is None else asdict(expected),
-                "findings": [asdict(finding) for finding in made.findings],
-                "alerts": [msgspec.to_builtins(alert) for alert in made.alerts],
-            }
-        )
+        write_files(root, made, output, trace)
+    elif json:
+        _print_json(root, made)
     else:
         _print(made)
-        if expected is not None:
-            print(f"with a failure every {mtbf}: {expected.effective:.2%} of the time is training that counts (ETTR)")
     return int(any(finding.severity == "critical" for finding in made.findings))
+
+
+def _print_json(root: str, made: Report) -> None:
+    operations = [
+        asdict(one) | {"failed": one.failed, "spared_share": one.spared_share} for one in made.metrics.operations
+    ]
+    print_json(
+        {
+            "root": root,
+            "skipped": made.metrics.skipped,
+            "operations": operations,
+            "run": asdict(made.run),
+            "expected": None if made.expected is None else asdict(made.expected),
+            "findings": [asdict(finding) for finding in made.findings],
+            "alerts": [msgspec.to_builtins(alert) for alert in made.alerts],
+        }
+    )
 
 
 def _print(made: Report) -> None:
@@ -120,10 +68,10 @@ def _print(made: Report) -> None:
                 bandwidth_text(o.bandwidth) if o.bandwidth else "", str(o.retries or ""), _slowest(o),
                 "failed" if o.failed else f"{plural(len(o.missing), 'rank')} missing" if o.missing else "done",
             ]
-            for o in made.operations
+            for o in made.metrics.operations
         ],
     )  # fmt: skip
-    last = made.operations[-1]
+    last = made.metrics.operations[-1]
     _title(f"phases of the last operation, the {last.name}")
     waited = {(phase, rank): seconds for phase, rank, _, seconds in last.critical_path}
     _table(
@@ -141,7 +89,7 @@ def _print(made: Report) -> None:
         f"\nreplicas spare {last.spared_share:.0%} of the bytes; the busiest rank has {last.balance:.2f} times the mean; "
         f"{plan} of {plural(last.world_size, 'rank')} used a cached plan"
     )
-    slow = [(o, s) for o in reversed(made.operations) for s in o.stragglers]
+    slow = [(o, s) for o in reversed(made.metrics.operations) for s in o.stragglers]
     if slow:
         _title("stragglers, the newest first")
         _table(
@@ -167,13 +115,8 @@ def _print(made: Report) -> None:
         print(printable(f"    {finding.advice}"))
     if not made.findings:
         print("nothing is wrong")
-    run = made.run
-    print(
-        f"{plural(run.saves, 'save')}, {plural(run.loads, 'load')} and {run.failed} that failed, by "
-        f"{plural(run.jobs, 'job')} in {seconds_text(run.seconds)}: "
-        f"the training waited {seconds_text(run.stalled_seconds)}, at most {seconds_text(run.undone_seconds)} of work were "
-        f"undone; {run.effective:.2%} of the time counts (ETTR)"
-    )
+    for sentence in made.words:
+        print(sentence)
 
 
 def _slowest(operation: OperationSummary) -> str:

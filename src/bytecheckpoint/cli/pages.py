@@ -4,33 +4,46 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Sequence
 from typing import BinaryIO
 
-from bytecheckpoint.cli.format import format_size, plural, printable
+from bytecheckpoint.cli.format import plural, printable, size_text
+from bytecheckpoint.cli.tiers import parse_age
+from bytecheckpoint.cli.tools import parse_size
 from bytecheckpoint.errors import UsageError
-from bytecheckpoint.monitoring.alerts import Rule, load_rules
-from bytecheckpoint.monitoring.reading import RunMetrics
+from bytecheckpoint.monitoring.alerts import load_rules
 from bytecheckpoint.monitoring.record import without_secrets
+from bytecheckpoint.monitoring.report.report import Judge, Report
 from bytecheckpoint.monitoring.report.server import RunView, make_app, require_token
 from bytecheckpoint.settings import settings
 
-__all__ = ["chosen_rules", "monitor", "write_files"]
+__all__ = ["make_judge", "monitor", "write_files"]
 
 
-def chosen_rules(path: str) -> list[Rule]:
-    """Return the rules of a file; "": those of the setting `alerts`, or the built-in ones."""
-    chosen = path or settings().alerts
-    return load_rules("" if chosen == "off" else chosen)
+def make_judge(rules: str, bandwidth: str | None, mtbf: str | None) -> Judge:
+    """Return what judges the metrics of a run, from the options of a command.
+
+    Args:
+        rules: file of rules of alerts; "": those of the setting `alerts`, or the built-in ones.
+        bandwidth: what the storage takes per second, as "40GB".
+        mtbf: mean time between two failures, as "4h".
+
+    Raises:
+        UsageError: one of them is wrong.
+    """
+    chosen = rules or settings().alerts
+    seconds = None if mtbf is None else parse_age(mtbf)
+    if seconds == 0:
+        raise UsageError("--mtbf: failures have some time between them: write 30m, 12h or 7d")
+    limit = None if bandwidth is None else float(parse_size(bandwidth))
+    return Judge(load_rules("" if chosen == "off" else chosen), limit, seconds)
 
 
-def write_files(root: str, run: RunMetrics, rules: Sequence[Rule], page: str | None, trace: str | None) -> None:
+def write_files(root: str, report: Report, page: str | None, trace: str | None) -> None:
     """Write the page and the trace of a run to files.
 
     Args:
         root: folder or URL of the run.
-        run: its metrics.
-        rules: of the alerts to show.
+        report: of the run.
         page: file for the page; None: none.
         trace: file for the trace; None: none.
     """
@@ -39,14 +52,15 @@ def write_files(root: str, run: RunMetrics, rules: Sequence[Rule], page: str | N
     from bytecheckpoint.monitoring.report.trace import write_trace
 
     if page is not None:
-        content = make_page(page_data(run, without_secrets(root), time.time(), rules))
+        content = make_page(page_data(report, without_secrets(root), time.time()))
         with _opened(page) as file:
             file.write(content)
-        print(f"{printable(page)}: {format_size(len(content))}, opens in any browser")
+        print(f"{printable(page)}: {size_text(len(content))}, opens in any browser")
     if trace is not None:
         with _opened(trace) as file:
-            count = write_trace(run.records, file)
-        left_out = f", the newest of {len(run.records):,}" if count < len(run.records) else ""
+            count = write_trace(report.metrics.records, file)
+        known = len(report.metrics.operations)
+        left_out = f", the newest of {known:,}" if count < known else ""
         print(f"{printable(trace)}: {plural(count, 'operation')}{left_out}, for https://ui.perfetto.dev")
 
 
@@ -57,13 +71,13 @@ def _opened(path: str) -> BinaryIO:
         raise UsageError(f"cannot write {path}: {error.strerror or error}") from None
 
 
-def monitor(root: str, *, host: str, port: int, token: str, rules: str) -> int:
+def monitor(root: str, *, judge: Judge, host: str, port: int, token: str) -> int:
     """Serve the page of a run until interrupted."""
     require_token(host, token)
     try:
         import uvicorn
 
-        app = make_app(RunView(root, chosen_rules(rules)), token)
+        app = make_app(RunView(root, judge), token)
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in ("uvicorn", "starlette"):
             raise

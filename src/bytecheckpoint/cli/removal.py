@@ -7,7 +7,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-from bytecheckpoint.cli.format import format_size, plural, print_json, print_table, printable
+from bytecheckpoint.cli.format import plural, print_json, print_table, printable, size_text
 from bytecheckpoint.cli.tiers import parse_age
 from bytecheckpoint.errors import CheckpointError
 
@@ -55,7 +55,7 @@ def _run(calls: _Calls, *, dry_run: bool, json: bool) -> int:
                     f.path,
                     f.what,
                     str(f.files),
-                    format_size(f.nbytes),
+                    size_text(f.nbytes),
                     "kept" if f.kept else action,
                     f.kept,
                 ]
@@ -65,6 +65,6 @@ def _run(calls: _Calls, *, dry_run: bool, json: bool) -> int:
     for place, message in errors.items():
         print(f"{printable(place)}: {printable(message)}")
     gone = [f for f in found if not f.kept]
-    size = format_size(sum(f.nbytes for f in gone))
+    size = size_text(sum(f.nbytes for f in gone))
     print(f"{plural(sum(f.files for f in gone), 'file')} ({size}) {'would be removed' if dry_run else 'removed'}")
     return int(bool(errors))

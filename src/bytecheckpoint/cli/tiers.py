@@ -6,13 +6,13 @@ import re
 from dataclasses import asdict
 
 from bytecheckpoint.cli.format import (
-    format_size,
     format_time,
     plural,
     print_json,
     print_table,
     printable,
     progress_bar,
+    size_text,
 )
 from bytecheckpoint.errors import CheckpointError, UsageError
 
@@ -61,7 +61,7 @@ def cooldown(root: str, cold: str, *, older_than: str, keep: int, apply: bool, j
             [
                 step.name,
                 format_time(step.created) if step.created else "",
-                format_size(step.nbytes) if step.nbytes else "",
+                size_text(step.nbytes) if step.nbytes else "",
                 "moved" if step.done and step.action == "move" else "finished" if step.done else step.action,
                 printable(step.error or step.reason),
             ]
@@ -96,7 +96,7 @@ def flush(path: str, *, replicas: bool, json: bool) -> int:
         if report["state"] == "failed":
             line += f": {printable(report['error'])}"
         else:
-            line += f", {format_size(report['nbytes'])} copied in {plural(report['files'], 'file')}"
+            line += f", {size_text(report['nbytes'])} copied in {plural(report['files'], 'file')}"
         if report.get("lacking"):
             line += f"; {plural(len(report['lacking']), 'file')} lacking, first {printable(report['lacking'][0])}"
         print(line)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import asdict
 
-from bytecheckpoint.cli.format import format_size, plural, print_json, print_notes, printable, progress_bar
+from bytecheckpoint.cli.format import plural, print_json, print_notes, printable, progress_bar, size_text
 from bytecheckpoint.errors import CheckpointNotFoundError, UsageError
 from bytecheckpoint.storage import resolve
 
@@ -34,7 +34,7 @@ def verify(path: str, *, threads: int, json: bool) -> int:
         print(printable(finding.message))
     print_notes(report.notes)
     verdict = "sound" if report.ok else plural(len(report.findings), "finding")
-    content = f"{plural(report.tensors, 'tensor')}, {format_size(report.bytes_read)} in {plural(report.files, 'file')}"
+    content = f"{plural(report.tensors, 'tensor')}, {size_text(report.bytes_read)} in {plural(report.files, 'file')}"
     print(
         f"{printable(report.path)}: {content}: {verdict}" + (f"; {printable(report.verdict)}" if report.verdict else "")
     )
@@ -54,7 +54,7 @@ def diff(a: str, b: str, *, rtol: float, atol: float, json: bool) -> int:
     for difference in report.differences:
         print(printable(difference.message))
     print_notes(report.notes)
-    tensors = f"{plural(report.tensors, 'tensor')} ({format_size(report.bytes_compared)})"
+    tensors = f"{plural(report.tensors, 'tensor')} ({size_text(report.bytes_compared)})"
     compared = f"{tensors} and {plural(report.values, 'plain value')}"
     print(f"{compared} compared: {'equal' if report.equal else plural(len(report.differences), 'difference')}")
     return int(not report.equal)
@@ -91,7 +91,7 @@ def export(src: str, dst: str, *, kind: str, dtype: str | None, max_shard_size: 
         return int(bool(report.overflowed))
     print_notes(f"{key} is a plain value and was not exported" for key in report.skipped)
     print_notes(f"{name} holds values too large for {dtype}: they became infinite" for name in report.overflowed)
-    content = f"{plural(report.tensors, 'tensor')}, {format_size(report.nbytes)} in {plural(len(report.files), 'file')}"
+    content = f"{plural(report.tensors, 'tensor')}, {size_text(report.nbytes)} in {plural(len(report.files), 'file')}"
     print(f"{printable(report.path)}: {content}")
     return int(bool(report.overflowed))
 

@@ -15,6 +15,7 @@ import msgspec
 from bytecheckpoint.collectives import Collective
 from bytecheckpoint.errors import CheckpointError
 from bytecheckpoint.handles import LoadReport, SaveReport
+from bytecheckpoint.monitoring.analysis.summary import summarize
 from bytecheckpoint.monitoring.background import Background
 from bytecheckpoint.monitoring.delivery import deliver, deliver_progress, is_on, open_sinks
 from bytecheckpoint.monitoring.progress import OperationProgress, RankProgress, make_progress
@@ -214,7 +215,8 @@ class Collector:
             self._told.remove(key)
             self._deliver_progress(key, ended=True)
         self._progress.pop(key, None)
-        deliver(operation_record([*records.values()], self._world_id, self._world_size))
+        record = operation_record([*records.values()], self._world_id, self._world_size)
+        deliver(record, summarize(record))
 
     def _deliver_overdue(self) -> None:
         """Deliver what is not complete although no rank goes on: one is gone, or hangs. A slow one is waited for."""

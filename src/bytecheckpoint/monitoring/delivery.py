@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from bytecheckpoint.monitoring.alert import Alert
 from bytecheckpoint.monitoring.alerts.watching import Watcher
+from bytecheckpoint.monitoring.analysis.summary import OperationSummary
 from bytecheckpoint.monitoring.background import Background
 from bytecheckpoint.monitoring.progress import OperationProgress
 from bytecheckpoint.monitoring.record import without_secrets
@@ -43,9 +44,9 @@ class _Delivery:
         self.dropped = 0
         self._background.submit(lambda: self._call(lambda _: None))  # importing a client may take seconds
 
-    def put(self, record: OperationRecord) -> None:
+    def put(self, record: OperationRecord, summary: OperationSummary) -> None:
         if self._background.waiting() < _WAITING:
-            self._background.submit(lambda: self._call(lambda sink: sink.deliver(record), "records"))
+            self._background.submit(lambda: self._call(lambda sink: sink.deliver(record, summary), "records"))
             return
         self.dropped += 1
         if not self._late:
@@ -134,11 +135,11 @@ def open_sinks() -> None:
     _current()
 
 
-def deliver(record: OperationRecord) -> None:
-    """Hand a record to all sinks. Returns at once; a sink that cannot follow loses records."""
-    _watcher.record(record)
+def deliver(record: OperationRecord, summary: OperationSummary) -> None:
+    """Hand a record and its summary to all sinks. Returns at once; a sink that cannot follow loses records."""
+    _watcher.ended(summary)
     for delivery in _current():
-        delivery.put(record)
+        delivery.put(record, summary)
 
 
 def deliver_progress(progress: OperationProgress) -> None:

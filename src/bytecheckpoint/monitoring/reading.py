@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
 
 from bytecheckpoint.monitoring.analysis.rows import Rows
+from bytecheckpoint.monitoring.analysis.summary import OperationSummary, summarize
 from bytecheckpoint.monitoring.sinks.files import METRICS_FOLDER, decode_table
 from bytecheckpoint.monitoring.table import MESH_AXES, SCHEMA, OperationRecord
 from bytecheckpoint.storage import Storage, resolve
 from bytecheckpoint.storage.threads import parallel_map
 from bytecheckpoint.storage.time_limits import with_time_limits
 
-__all__ = ["RunMetrics", "read_run", "records_of"]
+__all__ = ["KEPT_ROWS", "RunMetrics", "RunReader", "read_run", "records_of"]
 
 _JOINED = "joined-"
 _SUFFIX = ".parquet"
 #: How often files are looked for that somebody joins while they are read.
 _LISTINGS = 3
+#: Rows that are kept in memory, some 200 MB: seven operations of 8,960 ranks.
+KEPT_ROWS = 2_000_000
 #: Larger worlds are a damaged file.
 _MOST_RANKS = 1 << 22
 
@@ -31,43 +35,93 @@ class RunMetrics:
     """The metrics of a run.
 
     Attributes:
-        records: of saves and loads, in order of time, each once.
+        operations: saves and loads in order of time, each once.
+        records: of the newest of them, and of the newest of each kind, in order of time: rows of all ranks take room.
         skipped: damaged or foreign files.
     """
 
-    records: list[OperationRecord]
-    skipped: int
+    operations: Sequence[OperationSummary]
+    records: Sequence[OperationRecord]
+    skipped: int = 0
+
+    @classmethod
+    def of(cls, records: Sequence[OperationRecord]) -> RunMetrics:
+        """Return the metrics of operations that are in memory, in order of time."""
+        return cls([summarize(record) for record in records], records)
 
 
 def read_run(root: str, newest: int | None = None) -> RunMetrics:
-    """Read the metrics of a run.
+    """Read the metrics of a run, as `RunReader`."""
+    return RunReader(root, newest).read()
+
+
+class RunReader:
+    """Reads the metrics of a run; when asked again, only the files that are new. One thread at a time may ask.
 
     Args:
         root: folder or URL of the run, which holds the folders of its checkpoints.
         newest: so many operations are enough, the newest ones; None: all.
-
-    Raises:
-        StorageError: the storage does not answer.
     """
-    folder = with_time_limits(resolve(f"{root.rstrip('/')}/{METRICS_FOLDER}"))
-    records: dict[str, OperationRecord] = {}
-    seen: set[str] = set()
-    skipped = 0
-    for _ in range(_LISTINGS):
-        names = [name for name in _wanted(folder, newest) if name not in seen]
-        seen.update(names)
-        gone = False
-        for table in parallel_map(
-            lambda name: _read(folder, name), names, folder.parallel_reads, "bytecheckpoint-metrics"
-        ):
-            gone |= table is None
-            skipped += table is False
-            for record in records_of(table) if isinstance(table, pa.Table) else ():
-                records.setdefault(record.id, record)
-        if not gone:
-            break
-    found = sorted(records.values(), key=lambda record: record.began)
-    return RunMetrics(found if newest is None else found[max(len(found) - newest, 0) :], skipped)
+
+    def __init__(self, root: str, newest: int | None = None) -> None:
+        self._folder = with_time_limits(resolve(f"{root.rstrip('/')}/{METRICS_FOLDER}"))
+        self._newest = newest
+        self._files: dict[str, list[str]] = {}  # file -> ids of its operations; none: it is damaged or foreign
+        self._operations: dict[str, OperationSummary] = {}
+        self._records: dict[str, OperationRecord] = {}
+        self._rows = 0  # of these records
+        self._lock = threading.Lock()  # of all of these, while files are read
+
+    def read(self) -> RunMetrics:
+        """Return what the run's files hold now.
+
+        Raises:
+            StorageError: the storage does not answer.
+        """
+        for _ in range(_LISTINGS):
+            names = _wanted(self._folder, self._newest)
+            new = [name for name in names if name not in self._files]
+            parallel_map(self._take, new, self._folder.parallel_reads, "bytecheckpoint-metrics")
+            if all(name in self._files for name in names):
+                break
+        self._files = {name: self._files[name] for name in names if name in self._files}
+        ids = {identity for found in self._files.values() for identity in found}
+        operations = sorted((self._operations[identity] for identity in ids), key=lambda one: one.began)
+        if self._newest is not None:
+            operations = operations[-self._newest :]
+        self._operations = {one.id: one for one in operations}
+        self._records = {one.id: self._records[one.id] for one in operations if one.id in self._records}
+        self._keep_newest()
+        skipped = sum(not found for found in self._files.values())
+        return RunMetrics(operations, [self._records[one.id] for one in operations if one.id in self._records], skipped)
+
+    def _take(self, name: str) -> None:
+        """Read a file, unless it is gone."""
+        try:
+            found = list(records_of(_conform(decode_table(self._folder.read(name)))))
+        except FileNotFoundError:
+            return
+        except (pa.ArrowException, OSError, ValueError, KeyError):
+            found = []
+        summaries = [summarize(record) for record in found]
+        with self._lock:
+            self._files[name] = [record.id for record in found]
+            self._operations.update((summary.id, summary) for summary in summaries)
+            self._records.update((record.id, record) for record in found)
+            self._rows += sum(record.table.num_rows for record in found)
+            if self._rows > 2 * KEPT_ROWS:
+                self._keep_newest()
+
+    def _keep_newest(self) -> None:
+        kept: dict[str, OperationRecord] = {}
+        kinds: set[str] = set()
+        self._rows = 0
+        for record in sorted(self._records.values(), key=lambda one: one.began, reverse=True):
+            if record.kind not in kinds or self._rows + record.table.num_rows <= KEPT_ROWS:
+                kept[record.id] = record
+                kinds.add(record.kind)
+                self._rows += record.table.num_rows
+        self._records = kept
 
 
 def _wanted(folder: Storage, newest: int | None) -> list[str]:
@@ -78,16 +132,6 @@ def _wanted(folder: Storage, newest: int | None) -> list[str]:
     joined = [name for name in names if name.startswith(_JOINED)]
     # A joined file holds many operations; of jobs that ran side by side, the times of two may overlap.
     return [name for name in names if not name.startswith(_JOINED)][:newest] + joined[: newest // 64 + 2]
-
-
-def _read(folder: Storage, name: str) -> pa.Table | bool | None:
-    """Return the table of a file; False if it is damaged or foreign, None if it is gone."""
-    try:
-        return _conform(decode_table(folder.read(name)))
-    except FileNotFoundError:
-        return None
-    except (pa.ArrowException, OSError, ValueError, KeyError):
-        return False
 
 
 def _conform(table: pa.Table) -> pa.Table:

@@ -17,7 +17,7 @@ from bytecheckpoint.monitoring.record import LEVELS, ROW, RankRecord
 from bytecheckpoint.representation.arrow_columns import number_array, string_array
 from bytecheckpoint.representation.catalog import StringColumn
 
-__all__ = ["MESH_AXES", "SCHEMA", "OperationRecord", "operation_id", "operation_record"]
+__all__ = ["MESH_AXES", "SCHEMA", "OperationFacts", "OperationRecord", "operation_id", "operation_record"]
 
 #: Mesh dimensions that have columns of their own.
 MESH_AXES = ("dp", "tp", "pp", "cp", "ep")
@@ -54,8 +54,8 @@ _COMMON_ENDS = {"save": "commit", "load": "agree"}
 
 
 @dataclass(frozen=True, slots=True)
-class OperationRecord:
-    """What all ranks did in one operation.
+class OperationFacts:
+    """Which save or load it was.
 
     Attributes:
         id: unique among all operations of all jobs.
@@ -65,7 +65,6 @@ class OperationRecord:
         began: seconds since 1970, by the clock of rank 0's machine.
         world_size: number of ranks.
         missing: ranks that reported nothing in time.
-        table: of `SCHEMA`.
     """
 
     id: str
@@ -75,6 +74,22 @@ class OperationRecord:
     began: float
     world_size: int
     missing: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        """What it is, for people."""
+        step = "" if self.step is None else f" of step {self.step}"
+        return f"{self.kind}{step}"
+
+
+@dataclass(frozen=True, slots=True)
+class OperationRecord(OperationFacts):
+    """What all ranks did in one operation.
+
+    Attributes:
+        table: of `SCHEMA`.
+    """
+
     table: pa.Table
 
 

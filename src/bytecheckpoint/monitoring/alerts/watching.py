@@ -10,12 +10,11 @@ from bytecheckpoint.errors import CheckpointError, StorageFullError, UsageError
 from bytecheckpoint.monitoring.alert import Alert
 from bytecheckpoint.monitoring.alerts.evaluation import Evaluation
 from bytecheckpoint.monitoring.alerts.rules import Rule, load_rules
-from bytecheckpoint.monitoring.analysis.summary import summarize
+from bytecheckpoint.monitoring.analysis.summary import OperationSummary
 from bytecheckpoint.monitoring.analysis.words import size_text
 from bytecheckpoint.monitoring.background import Background
 from bytecheckpoint.monitoring.progress import OperationProgress
 from bytecheckpoint.monitoring.record import without_secrets
-from bytecheckpoint.monitoring.table import OperationRecord
 from bytecheckpoint.settings import settings
 from bytecheckpoint.storage import resolve
 from bytecheckpoint.storage.posix.storage import PosixStorage
@@ -45,10 +44,10 @@ class Watcher:
         self._waking = False
         self._evaluation: tuple[str, Evaluation] | None = None  # with the setting that it is made from
 
-    def record(self, record: OperationRecord) -> None:
+    def ended(self, summary: OperationSummary) -> None:
         """Look at an operation that has ended, soon. Returns at once."""
         if settings().alerts != _OFF and self._background.waiting() < _WAITING:
-            self._background.submit(lambda: self._after(record))
+            self._background.submit(lambda: self._after(summary))
 
     def progress(self, progress: OperationProgress) -> None:
         """Look at an operation that runs, soon. Returns at once."""
@@ -65,9 +64,8 @@ class Watcher:
             self._evaluation = path, Evaluation(_rules(path))
         return self._evaluation[1]
 
-    def _after(self, record: OperationRecord) -> None:
-        evaluation = self._current()
-        self._tell(evaluation.after(summarize(record), _lacking))
+    def _after(self, summary: OperationSummary) -> None:
+        self._tell(self._current().after(summary, _lacking))
         self._wake()
 
     def _wake(self) -> None:

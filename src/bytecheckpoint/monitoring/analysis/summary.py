@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 from numpy.typing import NDArray
 
 from bytecheckpoint.monitoring.analysis.rows import Rows
-from bytecheckpoint.monitoring.table import OperationRecord
+from bytecheckpoint.monitoring.table import OperationFacts, OperationRecord
 
 __all__ = ["SHARED_PHASES", "Failure", "OperationSummary", "PhaseSummary", "Straggler", "summarize"]
 
@@ -89,16 +89,10 @@ class Failure:
 
 
 @dataclass(frozen=True, slots=True)
-class OperationSummary:
+class OperationSummary(OperationFacts):
     """What all ranks did in one save or load. Times are in seconds.
 
     Attributes:
-        id: of the operation, unique among all jobs.
-        kind: "save" or "load".
-        path: of the checkpoint, without credentials.
-        step: the training step; None where it is not known.
-        began: seconds since 1970.
-        world_size: number of ranks.
         seconds: from the call to the end, of the slowest rank.
         blocking_seconds: that the callers waited, of the slowest rank.
         nbytes: written or read by all ranks.
@@ -111,17 +105,10 @@ class OperationSummary:
         retry_seconds: waited before them, summed over threads and ranks.
         totals: (count, seconds, bytes) of spans and counters by name, summed over ranks.
         failures: of ranks that failed.
-        missing: ranks of which nothing is known.
         hosts: number of machines.
         most_retries: the rank that waited longest before repeated requests, and for how long.
     """
 
-    id: str
-    kind: str
-    path: str
-    step: int | None
-    began: float
-    world_size: int
     seconds: float
     blocking_seconds: float
     nbytes: int
@@ -134,15 +121,8 @@ class OperationSummary:
     retry_seconds: float
     totals: dict[str, tuple[int, float, int]] = field(hash=False)
     failures: tuple[Failure, ...]
-    missing: tuple[int, ...]
     hosts: int
     most_retries: tuple[int, float] = (0, 0.0)
-
-    @property
-    def name(self) -> str:
-        """What it is, for people."""
-        step = "" if self.step is None else f" of step {self.step}"
-        return f"{self.kind}{step}"
 
     @property
     def first_failure(self) -> Failure:
@@ -206,12 +186,7 @@ def summarize(record: OperationRecord) -> OperationSummary:
     mean = total / max(int(here.sum()), 1)
     retries = totals.get("retry", (0, 0.0, 0))
     return OperationSummary(
-        id=record.id,
-        kind=record.kind,
-        path=record.path,
-        step=record.step,
-        began=record.began,
-        world_size=record.world_size,
+        **{field.name: getattr(record, field.name) for field in fields(OperationFacts)},
         seconds=float(seconds[here].max(initial=0.0)),
         blocking_seconds=float(seconds[blocking].max(initial=0.0)),
         nbytes=total,
@@ -228,7 +203,6 @@ def summarize(record: OperationRecord) -> OperationSummary:
         retry_seconds=retries[1],
         totals=totals,
         failures=_failures(rows, rank),
-        missing=record.missing,
         hosts=len(np.unique(hosts[here])),
         most_retries=_most_retries(rows, rank, width),
     )  # fmt: skip

@@ -1,12 +1,23 @@
-"""Numbers of metrics in words, for lines that people read."""
+"""Numbers in words, for lines that people read."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["bandwidth_text", "rank_text", "ranks_text", "seconds_text", "size_text"]
+__all__ = ["bandwidth_text", "plural", "rank_text", "ranks_text", "seconds_text", "size_text"]
 
 _MINUTE, _HOUR = 60.0, 3600.0
+
+
+def plural(count: object, one: str) -> str:
+    """Format a number of things.
+
+    >>> plural(1, "file"), plural(1200, "file")
+    ('1 file', '1,200 files')
+    """
+    if not isinstance(count, int):
+        return f"{count} {one}s"
+    return f"{count:,} {one}" if count == 1 else f"{count:,} {one}s"
 
 
 def seconds_text(seconds: float) -> str:

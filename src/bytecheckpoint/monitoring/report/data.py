@@ -12,11 +12,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from bytecheckpoint.monitoring.alerts import Evaluation, Rule
-from bytecheckpoint.monitoring.analysis.findings import findings
 from bytecheckpoint.monitoring.analysis.rows import Rows
-from bytecheckpoint.monitoring.analysis.summary import OperationSummary, summarize
-from bytecheckpoint.monitoring.reading import RunMetrics
+from bytecheckpoint.monitoring.analysis.summary import OperationSummary
+from bytecheckpoint.monitoring.report.report import Report
 from bytecheckpoint.monitoring.table import MESH_AXES, OperationRecord
 
 __all__ = ["page_data"]
@@ -38,35 +36,33 @@ _SAME_TIME = 1e-4
 _STATES = ("done", "failed", "missing")
 
 
-def page_data(run: RunMetrics, root: str, made: float, rules: Sequence[Rule] = ()) -> dict[str, Any]:
+def page_data(report: Report, root: str, made: float) -> dict[str, Any]:
     """Return what the page embeds: plain values, and columns as base64.
 
     Args:
-        run: the metrics of the run.
+        report: of the run.
         root: folder of the run, as it is shown.
         made: seconds since 1970 at which the metrics were read.
-        rules: of the alerts to show.
     """
-    records = run.records[-OPERATIONS:]
-    summaries = [summarize(record) for record in records]
+    run, alerts = report.metrics, report.alerts
+    operations = run.operations[-OPERATIONS:]
     left_out = []
-    if len(records) < len(run.records):
-        left_out.append(f"The history shows the newest {len(records):,} of {len(run.records):,} operations.")
-    evaluation = Evaluation(rules)
-    alerts = [alert for summary in summaries for alert in evaluation.after(summary)]
+    if len(operations) < len(run.operations):
+        left_out.append(f"The history shows the newest {len(operations):,} of {len(run.operations):,} operations.")
     if len(alerts) > ALERTS:
         left_out.append(f"The newest {ALERTS:,} of {len(alerts):,} alerts are listed.")
-    details, notes = _details(records, summaries)
+    details, notes = _details(run.records, operations)
     return {
         "version": 1,
         "root": root,
         "made": made,
-        "simulated": any(record.path.startswith("simulated://") for record in records),
+        "simulated": any(operation.path.startswith("simulated://") for operation in operations),
         "skipped": run.skipped,
         "leftOut": left_out + notes,
-        "operations": [_operation(summary) for summary in summaries],
+        "operations": [_operation(operation) for operation in operations],
         "details": details,
-        "findings": [asdict(finding) for finding in findings(summaries)],
+        "findings": [asdict(finding) for finding in report.findings],
+        "words": report.words,
         "alerts": [msgspec.to_builtins(alert) for alert in alerts[-ALERTS:]],
     }
 
@@ -110,20 +106,24 @@ def _number(value: float) -> float | None:
 # --- ranks, phases and spans of the operations that the heat map can show ---
 
 
-def _details(records: Sequence[OperationRecord], summaries: Sequence[OperationSummary]) -> tuple[Any, list[str]]:
+def _details(
+    records: Sequence[OperationRecord], operations: Sequence[OperationSummary]
+) -> tuple[dict[str, Any], list[str]]:
     """Return the columns of the newest operations that fit, by id, and sentences that say what is left out."""
     details: dict[str, Any] = {}
+    summaries = {operation.id: operation for operation in operations}
+    records = [record for record in records if record.id in summaries]
     phase_rows = spans = 0
     sampled = False
     for place in _newest_first(records):
-        record, summary = records[place], summaries[place]
+        record = records[place]
         rows = Rows(record.table)
         phases, chosen = _places(rows, "phase"), _places(rows, "span")
         phase_rows += len(phases)
         if details and phase_rows > PHASE_ROWS:
             break
         if len(chosen) > SPANS_PER_OPERATION or spans + len(chosen) > SPANS:
-            ranks = _interesting_ranks(rows, summary)
+            ranks = _interesting_ranks(rows, summaries[record.id])
             chosen = chosen[np.isin(rows.numbers("rank")[chosen], ranks)][
                 : max(min(SPANS_PER_OPERATION, SPANS - spans), 0)
             ]
@@ -131,9 +131,9 @@ def _details(records: Sequence[OperationRecord], summaries: Sequence[OperationSu
         spans += len(chosen)
         details[record.id] = _detail(rows, phases, chosen, _complete(records, record))
     notes = []
-    if len(details) < len(records):
+    if len(details) < len(operations):
         notes.append(
-            f"Values of every rank are in this page for {len(details)} of {len(records):,} operations: the newest."
+            f"Values of every rank are in this page for {len(details)} of {len(operations):,} operations: the newest."
         )
     if sampled:
         notes.append(

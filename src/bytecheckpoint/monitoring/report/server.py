@@ -9,15 +9,14 @@ import ipaddress
 import json
 import threading
 import time
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from bytecheckpoint.errors import CheckpointError, UsageError
-from bytecheckpoint.monitoring.alerts import Rule
-from bytecheckpoint.monitoring.reading import read_run
+from bytecheckpoint.monitoring.reading import RunReader
 from bytecheckpoint.monitoring.record import without_secrets
 from bytecheckpoint.monitoring.report.data import OPERATIONS, page_data
 from bytecheckpoint.monitoring.report.page import content_security_policy, make_page
+from bytecheckpoint.monitoring.report.report import Judge
 from bytecheckpoint.monitoring.sinks.files import LIVE_PREFIX, METRICS_FOLDER
 from bytecheckpoint.storage import resolve
 from bytecheckpoint.storage.time_limits import with_time_limits
@@ -67,13 +66,13 @@ class RunView:
 
     Args:
         root: folder or URL of the run.
-        rules: of the alerts to show.
+        judge: of its metrics.
     """
 
-    def __init__(self, root: str, rules: Sequence[Rule] = ()) -> None:
-        self.root = root
+    def __init__(self, root: str, judge: Judge) -> None:
         self._shown = without_secrets(root)
-        self._rules = rules
+        self._judge = judge
+        self._reader = RunReader(root, OPERATIONS)
         self._folder = with_time_limits(resolve(f"{root.rstrip('/')}/{METRICS_FOLDER}"))
         self._lock = threading.Lock()
         self._read = -_REFRESH
@@ -109,7 +108,7 @@ class RunView:
         self._running = [operation for operation in live if operation is not None]
         names = tuple(sorted(name for name in listed if not name.startswith(LIVE_PREFIX)))
         if names != self._names:
-            data = page_data(read_run(self.root, OPERATIONS), self._shown, time.time(), self._rules)
+            data = page_data(self._judge.report(self._reader.read()), self._shown, time.time())
             self._data = json.dumps(data, allow_nan=False, separators=(",", ":")).encode()
             self._names = names
             self._version += 1

@@ -13,6 +13,7 @@ from bytecheckpoint.monitoring.record import without_secrets
 
 if TYPE_CHECKING:
     from bytecheckpoint.monitoring.alert import Alert
+    from bytecheckpoint.monitoring.analysis.summary import OperationSummary
     from bytecheckpoint.monitoring.progress import OperationProgress
     from bytecheckpoint.monitoring.table import OperationRecord
 
@@ -51,8 +52,8 @@ class Sink(ABC):
         self.address = address
 
     @abstractmethod
-    def deliver(self, record: OperationRecord) -> None:
-        """Take the metrics of one operation."""
+    def deliver(self, record: OperationRecord, summary: OperationSummary) -> None:
+        """Take the metrics of one operation, and what they sum up to."""
 
     def progress(self, progress: OperationProgress) -> None:
         """Take how far a running operation is: about once a second, and once when it ends."""

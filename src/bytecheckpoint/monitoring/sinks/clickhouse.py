@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from bytecheckpoint.errors import UsageError
+from bytecheckpoint.monitoring.analysis.summary import OperationSummary
 from bytecheckpoint.monitoring.sinks.base import Sink, split_address
 from bytecheckpoint.monitoring.table import MESH_AXES, SCHEMA, OperationRecord
 
@@ -48,7 +49,7 @@ class ClickHouseSink(Sink):
         given = {"X-ClickHouse-User": user, "X-ClickHouse-Key": password}
         self._headers = {name: value for name, value in given.items() if value}
 
-    def deliver(self, record: OperationRecord) -> None:
+    def deliver(self, record: OperationRecord, summary: OperationSummary) -> None:
         """Insert the rows of an operation."""
         rows = gzip.compress(tab_separated(record.table), 1)
         try:

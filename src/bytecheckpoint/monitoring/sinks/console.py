@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from bytecheckpoint.monitoring.analysis.rows import Rows
+from bytecheckpoint.monitoring.analysis.summary import OperationSummary
 from bytecheckpoint.monitoring.progress import OperationProgress
 from bytecheckpoint.monitoring.sinks.base import Sink
 from bytecheckpoint.monitoring.table import OperationRecord
@@ -40,11 +40,11 @@ class ConsoleSink(Sink):
             self._told[progress.operation] = progress.time
             _write(_line(progress))
 
-    def deliver(self, record: OperationRecord) -> None:
+    def deliver(self, record: OperationRecord, summary: OperationSummary) -> None:
         """Say how an operation ended of which the beginning was told."""
         self._close_bar(record.id)
         if self._told.pop(record.id, None) is not None:
-            _write(f"{record.kind} {record.path}: {'failed' if Rows(record.table).numbers('failed').any() else 'done'}")
+            _write(f"{record.kind} {record.path}: {'failed' if summary.failed else 'done'}")
 
     def close(self) -> None:
         """Leave the terminal as it was."""

@@ -10,6 +10,7 @@ import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from bytecheckpoint.monitoring.analysis.summary import OperationSummary
 from bytecheckpoint.monitoring.progress import OperationProgress
 from bytecheckpoint.monitoring.sinks.base import Sink
 from bytecheckpoint.monitoring.table import OperationRecord
@@ -55,7 +56,7 @@ class FilesSink(Sink):
         self._runs: set[str] = set()  # that have a folder of metrics
         self._small: dict[str, dict[str, bytes]] = {}  # folder -> small files of this process
 
-    def deliver(self, record: OperationRecord) -> None:
+    def deliver(self, record: OperationRecord, summary: OperationSummary) -> None:
         """Write the file of an operation, and join small files when there are many."""
         folder = self._folder(record)
         if folder is None:

@@ -21,7 +21,7 @@ from opentelemetry.sdk.trace.export import SpanExportResult
 from opentelemetry.trace import Span, Status, StatusCode, set_span_in_context
 
 from bytecheckpoint._version import __version__
-from bytecheckpoint.monitoring.analysis.summary import OperationSummary, summarize
+from bytecheckpoint.monitoring.analysis.summary import OperationSummary
 from bytecheckpoint.monitoring.sinks.base import Sink, split_address
 from bytecheckpoint.monitoring.table import OperationRecord
 
@@ -81,9 +81,8 @@ class OtlpSink(Sink):
         self._missing = meter.create_gauge(f"{_NAME}.missing_ranks", "{rank}", "Ranks that reported nothing.")
         self._alerts = meter.create_counter(f"{_NAME}.alerts", "{alert}", "Alerts.")
 
-    def deliver(self, record: OperationRecord) -> None:
+    def deliver(self, record: OperationRecord, summary: OperationSummary) -> None:
         """Send the trace of an operation, and the metrics of all operations so far."""
-        summary = summarize(record)
         self._count(summary)
         self._trace(summary, record.table)
         self._send()

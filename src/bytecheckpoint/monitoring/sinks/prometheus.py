@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 
-from bytecheckpoint.monitoring.analysis.summary import summarize
 from bytecheckpoint.monitoring.sinks.base import Sink, split_address
 from bytecheckpoint.monitoring.table import OperationRecord
 
 if TYPE_CHECKING:
     from bytecheckpoint.monitoring.alert import Alert
+    from bytecheckpoint.monitoring.analysis.summary import OperationSummary
 
 __all__ = ["PrometheusSink"]
 
@@ -81,9 +81,8 @@ class PrometheusSink(Sink):
         """The port of the endpoint."""
         return int(self._server.server_port)
 
-    def deliver(self, record: OperationRecord) -> None:
+    def deliver(self, record: OperationRecord, summary: OperationSummary) -> None:
         """Count an operation, and show it as the newest one."""
-        summary = summarize(record)
         kind = summary.kind
         self._operations.labels(kind, "failed" if summary.failed else "done").inc()
         self._seconds.labels(kind).observe(summary.seconds)

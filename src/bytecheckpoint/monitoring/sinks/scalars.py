@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 
-from bytecheckpoint.monitoring.analysis.summary import OperationSummary, summarize
+from bytecheckpoint.monitoring.analysis.summary import OperationSummary
 from bytecheckpoint.monitoring.sinks.base import Sink
 from bytecheckpoint.monitoring.table import OperationRecord
 
@@ -37,9 +37,8 @@ def scalars_of(summary: OperationSummary) -> dict[str, float]:
 class ScalarSink(Sink):
     """A sink for the scalars of an operation."""
 
-    def deliver(self, record: OperationRecord) -> None:
+    def deliver(self, record: OperationRecord, summary: OperationSummary) -> None:
         """Write the scalars of an operation."""
-        summary = summarize(record)
         self.write(scalars_of(summary), summary.step, summary.began)
 
     @abstractmethod

@@ -9,6 +9,7 @@ from urllib.parse import unquote, urlsplit
 import msgspec
 
 from bytecheckpoint.monitoring.alert import Alert
+from bytecheckpoint.monitoring.analysis.summary import OperationSummary
 from bytecheckpoint.monitoring.sinks.base import Sink
 from bytecheckpoint.monitoring.table import OperationRecord
 
@@ -21,7 +22,7 @@ _TIMEOUT = 10.0
 class WebhookSink(Sink):
     """Posts each alert as one JSON object: the fields of `Alert`, and `message`, which is its text for people."""
 
-    def deliver(self, record: OperationRecord) -> None:
+    def deliver(self, record: OperationRecord, summary: OperationSummary) -> None:
         """Do nothing: only alerts are sent."""
 
     def alert(self, alert: Alert) -> None:

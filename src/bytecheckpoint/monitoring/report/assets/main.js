@@ -84,6 +84,7 @@ function showData(data) {
   find("run").textContent = `${data.root}, read ${formatTime(data.made)}`;
   document.title = `Checkpoint report: ${data.root}`;
   find("simulated").hidden = !data.simulated;
+  find("words").replaceChildren(...data.words.map((sentence) => element("p", {}, sentence)));
   showFindings(data, choose);
   showAlerts(data, choose);
   const skipped = data.skipped ? [`${plural(data.skipped, "file")} could not be read as metrics and ${data.skipped === 1 ? "was" : "were"} skipped.`] : [];

@@ -1,0 +1,75 @@
+"""What there is to say about a run: what the terminal, the page and the monitor show."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from bytecheckpoint.monitoring.alert import Alert
+from bytecheckpoint.monitoring.alerts import Evaluation, Rule
+from bytecheckpoint.monitoring.analysis.findings import Finding, findings
+from bytecheckpoint.monitoring.analysis.run import RunSummary, Shares, summarize_run
+from bytecheckpoint.monitoring.analysis.words import plural, seconds_text
+from bytecheckpoint.monitoring.reading import RunMetrics
+
+__all__ = ["Judge", "Report"]
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What there is to say about a run.
+
+    Attributes:
+        metrics: that it is about.
+        run: the sum of them.
+        expected: what is to be expected of its time with failures as often as was given; None: not given, or too few saves.
+        findings: the worst first.
+        alerts: in order of time.
+        words: sentences about the whole run.
+    """
+
+    metrics: RunMetrics
+    run: RunSummary
+    expected: Shares | None
+    findings: Sequence[Finding]
+    alerts: Sequence[Alert]
+    words: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Judge:
+    """Makes reports.
+
+    Attributes:
+        rules: of alerts.
+        bandwidth: bytes per second that the storage takes from all ranks; None: the best that a run has reached.
+        mtbf: mean seconds between two failures; None: not known.
+    """
+
+    rules: Sequence[Rule] = ()
+    bandwidth: float | None = None
+    mtbf: float | None = None
+
+    def report(self, metrics: RunMetrics) -> Report:
+        """Say what there is to say about a run."""
+        operations = metrics.operations
+        run = summarize_run(operations)
+        evaluation = Evaluation(self.rules)
+        alerts = [alert for operation in operations for alert in evaluation.after(operation)]
+        expected = run.at(self.mtbf) if self.mtbf is not None else None
+        words = [_words_about(run)] if operations else []
+        if expected is not None and self.mtbf is not None:
+            words.append(
+                f"with a failure every {seconds_text(self.mtbf)}: {expected.effective:.2%} of the time is training that "
+                "counts (ETTR)"
+            )
+        return Report(metrics, run, expected, findings(operations, self.bandwidth), alerts, words)
+
+
+def _words_about(run: RunSummary) -> str:
+    return (
+        f"{plural(run.saves, 'save')}, {plural(run.loads, 'load')} and {run.failed} that failed, by "
+        f"{plural(run.jobs, 'job')} in {seconds_text(run.seconds)}: "
+        f"the training waited {seconds_text(run.stalled_seconds)}, at most {seconds_text(run.undone_seconds)} of work were "
+        f"undone; {run.effective:.2%} of the time counts (ETTR)"
+    )
