@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import torch.distributed as dist
 
@@ -14,24 +12,7 @@ from bytecheckpoint.collectives.process_group import StoreCollective
 from bytecheckpoint.settings import settings
 from bytecheckpoint.tuning import tuned
 
-__all__ = ["SocketWorld", "certificates"]
-
-
-def certificates(folder: Path) -> dict[str, str]:
-    """Make an authority and a certificate that it has signed; return the settings that name them."""
-    folder.mkdir(exist_ok=True)
-    authority, key, certificate, request = (
-        str(folder / name) for name in ("authority", "key", "certificate", "request")
-    )
-    new = ["openssl", "req", "-nodes", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1"]
-    sign = ["openssl", "x509", "-req", "-days", "1", "-in", request, "-out", certificate]
-    for command in (
-        [*new, "-x509", "-days", "1", "-subj", "/CN=authority", "-keyout", f"{authority}.key", "-out", authority],
-        [*new, "-subj", "/CN=rank", "-keyout", key, "-out", request],
-        [*sign, "-CA", authority, "-CAkey", f"{authority}.key", "-CAcreateserial"],
-    ):
-        subprocess.run(command, check=True, capture_output=True)
-    return {"tls_certificate": certificate, "tls_key": key, "tls_authority": authority}
+__all__ = ["SocketWorld"]
 
 
 class SocketWorld(ThreadWorld):

@@ -11,7 +11,8 @@ import pytest
 from bytecheckpoint.collectives import Collective, ThreadWorld
 from bytecheckpoint.errors import CheckpointError, UsageError
 from tests.collectives.interrupts import check_interrupts
-from tests.collectives.socket_world import SocketWorld, certificates
+from tests.collectives.socket_world import SocketWorld
+from tests.support.certificates import certificates
 from tests.support.settings import using
 
 MACHINES = [0, 0, 1, 1, 1, 2, 3, 3]

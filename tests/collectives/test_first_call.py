@@ -18,7 +18,7 @@ from bytecheckpoint import CheckpointError, CheckpointTimeoutError, PeerLostErro
 from bytecheckpoint.collectives import current
 from bytecheckpoint.collectives.base import host_id
 from bytecheckpoint.collectives.invitation import KEY
-from tests.collectives.socket_world import certificates
+from tests.support.certificates import certificates
 from tests.support.worlds import on_ranks
 
 

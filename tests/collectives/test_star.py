@@ -25,8 +25,8 @@ from bytecheckpoint.collectives.transport.wire import Kind
 from bytecheckpoint.errors import CheckpointError, CheckpointTimeoutError, PeerLostError, UsageError
 from bytecheckpoint.tuning import tuned
 from tests.collectives.data_world import MIB, SECRET, frame, greet
-from tests.collectives.socket_world import certificates
 from tests.servers.process import free_port
+from tests.support.certificates import certificates
 from tests.support.processes import wait_until
 from tests.support.settings import using
 from tests.support.system_calls import failing

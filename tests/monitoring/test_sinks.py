@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 import time
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from bytecheckpoint.monitoring.table import OperationRecord, operation_record
 from bytecheckpoint.tracing.operation import Operation
 from bytecheckpoint.tuning import tuned
 from tests.servers.process import free_port, opener
+from tests.support.certificates import certificates
 from tests.support.metrics import collecting, tables, wait_for_operations
 from tests.support.processes import run_program, wait_until
 from tests.support.receivers import bad_port, receiver
@@ -118,6 +120,33 @@ def test_otlp_spans_of_a_large_job_are_limited_to_the_ranks_that_matter() -> Non
     names = {span.name for span in spans}
     assert len(spans) <= 4001 and "rank 477" in names
     assert len([name for name in names if name.startswith("rank ")]) == 64
+
+
+@pytest.mark.parametrize(
+    "address", ["clickhouses://me:secret@{}/db", "otlps://me:secret@{}", "webhook+https://me:secret@{}/"]
+)
+def test_over_https_only_a_trusted_server_gets_anything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, address: str
+) -> None:
+    files = certificates(tmp_path)
+    (record,) = simulated(saves=1, loads=0)
+    for variable in ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"):  # which `requests` prefers
+        monkeypatch.delenv(variable, raising=False)
+    with receiver(certificate=files["tls_certificate"], key=files["tls_key"]) as received:
+
+        def send() -> None:
+            sink = make_sink(address.format(f"127.0.0.1:{received.port}"))
+            sink.deliver(record, summarize(record))
+            sink.alert(Alert(rule="failed", severity="critical", text="it failed"))
+
+        with pytest.raises((OSError, RuntimeError), match=r"certificate verify failed") as refused:
+            send()
+        assert "secret" not in str(refused.value) and received.requests == []
+        for variable in ("SSL_CERT_FILE", "OTEL_EXPORTER_OTLP_CERTIFICATE"):
+            monkeypatch.setenv(variable, files["tls_authority"])
+        monkeypatch.setattr(urllib.request, "_opener", None)  # it has read the variable
+        send()
+        assert received.requests
 
 
 def test_prometheus_shows_the_newest_operation_and_counts_all() -> None:

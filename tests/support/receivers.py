@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gzip
 import socket
+import ssl
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -29,8 +30,8 @@ class Received:
 
 
 @contextlib.contextmanager
-def receiver(status: int = 200, answer: bytes = b"") -> Iterator[Received]:
-    """Serve HTTP inside the block, with the same answer to all requests."""
+def receiver(status: int = 200, answer: bytes = b"", *, certificate: str = "", key: str = "") -> Iterator[Received]:
+    """Serve HTTP inside the block, or HTTPS with the files of a certificate, with the same answer to all requests."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
@@ -47,6 +48,11 @@ def receiver(status: int = 200, answer: bytes = b"") -> Iterator[Received]:
             return
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    if certificate:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(certificate, key)
+        server.socket = context.wrap_socket(server.socket, server_side=True)
+        server.handle_error = lambda *_: None  # a client that does not trust the certificate
     received = Received(server.server_port)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()

@@ -127,7 +127,9 @@ class OtlpSink(Sink):
             arrived = data is None or self._metrics.export(data) is MetricExportResult.SUCCESS
             arrived = arrived and self._spans.export(spans) is SpanExportResult.SUCCESS
         if not arrived:
-            raise RuntimeError(messages[-1] if messages else "the export failed")
+            raise RuntimeError(
+                messages[0] if messages else "the export failed"
+            )  # the last one only says that it gave up
 
     def _trace(self, summary: OperationSummary, table: pa.Table) -> None:
         attributes = {
