@@ -12,9 +12,10 @@ export VENV
 # Parallel workers of the tests: two for each core, because many tests wait. WORKERS=0 runs them in one process.
 WORKERS ?= $(shell cores=$$(env -u OMP_NUM_THREADS nproc); echo $$((cores < 4 ? 2 * cores : 8)))
 PYTEST := $(PY) -m pytest -n $(WORKERS)
+SEED := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv lint types imports format check test test-all servers test-servers test-servers-all test-oldest test-mosaic test-obstore-versions test-frameworks test-frameworks-short test-deepspeed-versions test-megatron-versions test-frameworks-servers test-integrations test-torchtitan test-ray test-metrics-sinks test-integrations-all test-elastic soak demo demo-short demo-trainer bench bench-short bench-storage bench-storage-short bench-frameworks docs lock vendor clean
+.PHONY: help venv lint types imports format check test test-all test-shuffled servers test-servers test-servers-all test-oldest test-mosaic test-obstore-versions test-frameworks test-frameworks-short test-deepspeed-versions test-megatron-versions test-frameworks-servers test-integrations test-torchtitan test-ray test-metrics-sinks test-integrations-all test-elastic soak demo demo-short demo-trainer bench bench-short bench-storage bench-storage-short bench-frameworks docs lock vendor clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */\1\t/' | awk -F'\t' '{printf "  %-21s %s\n", $$1, $$2}'
@@ -48,6 +49,9 @@ test: venv lint types imports ## linters, types, and all tests but slow, soak an
 
 test-all: venv lint types imports ## the same, with the slow tests (tests/README.md lists them)
 	$(PYTEST) -m "not soak and not server"
+
+test-shuffled: venv ## the tests of `make test` in an order of chance; another one with SEED=
+	SHUFFLE_SEED=$(SEED) $(PYTEST) -p tests.support.shuffled
 
 servers: ## install the servers that test-servers needs (SERVERS_DIR)
 	./scripts/install-servers.sh
