@@ -109,7 +109,7 @@ def _steps(part: _Part, folder: str) -> dict[str, Callable[[], object]]:
     head_bytes = bytes(_HEAD)
     work = {
         "barrier": barrier, "sums": report, "head": head, "save": save, "async save": lambda c: again(c, 2),
-        "async save again": lambda c: again(c, 3), "load": load,
+        "async save again": lambda c: again(c, 3), "load": load, "last rank": lambda c: c.barrier("end", timeout=_TIMEOUT),
     }  # fmt: skip
     return {name: (lambda body=body: part.run(body, timeout=_TIMEOUT)) for name, body in work.items()}
 

@@ -146,7 +146,7 @@ def test_the_page_says_what_saves_cost_the_run(browser: Any, page: str) -> None:
         seen.drawn()
         assert "6 saves, 1 load and 0 that failed, by 1 job" in seen.text("#words")
         assert "of the time counts (ETTR)" in seen.text("#words")
-        assert "with a failure every 4.0 h: " in seen.text("#words")
+        assert "With a failure every 4.0 h: " in seen.text("#words")
 
 
 def test_a_run_without_metrics_has_a_page(browser: Any, tmp_path: Path) -> None:

@@ -72,6 +72,24 @@ def test_the_page_says_what_it_leaves_out(monkeypatch: pytest.MonkeyPatch) -> No
     assert "Single reads and writes" in notes
 
 
+def test_the_page_begins_with_what_ranks_do_themselves() -> None:
+    """Whole operations take all ranks equally long: each waits for the slowest one."""
+    run = SimulatedRun({"dp": 200}, saves=1, loads=1, faults=[Fault("slow", [123], factor=1.3)])
+    data = data_of(run)
+    assert {one["kind"]: one["ownPhase"] for one in data["operations"]} == {"save": "write", "load": "read"}
+
+
+def test_spans_of_the_slowest_ranks_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, limit in (("SPANS_PER_OPERATION", 10), ("SLOWEST", 1), ("SAMPLED", 1)):
+        monkeypatch.setattr(page_columns, name, limit)
+    (record,) = SimulatedRun(
+        {"dp": 50}, saves=1, loads=0, noise=0.01, faults=[Fault("slow", [31], factor=1.3)]
+    ).records()
+    detail = page_data(Judge().report(RunMetrics.of([record])), "/run", 1.8e9)["details"][record.id]
+    shown = unpacked(detail["rank"])[unpacked(detail["spans"]["counts"]) > 0]
+    assert shown.tolist() == [0, 31]
+
+
 def test_names_and_errors_of_a_run_never_become_markup() -> None:
     page = make_page(page_data(Judge().report(RunMetrics.of([hostile_record()])), "</script><b>", 1.8e9)).decode()
     (embedded,) = re.findall(r'<script type="application/json"[^>]*>(.*?)</script>', page, re.DOTALL)

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bytecheckpoint.monitoring.analysis.rows import Rows
-from bytecheckpoint.monitoring.analysis.summary import OperationSummary
+from bytecheckpoint.monitoring.analysis.summary import SHARED_PHASES, OperationSummary
 from bytecheckpoint.monitoring.report.report import Report
 from bytecheckpoint.monitoring.table import MESH_AXES, OperationRecord
 
@@ -69,6 +69,8 @@ def page_data(report: Report, root: str, made: float) -> dict[str, Any]:
 
 def _operation(summary: OperationSummary) -> dict[str, Any]:
     """Return one operation as the history and the lists of the page show it."""
+    # A whole operation takes all ranks equally long, as they wait for each other.
+    own = [phase for phase in summary.phases if phase.name not in SHARED_PHASES.get(summary.kind, ())]
     return {
         "id": summary.id,
         "kind": summary.kind,
@@ -89,6 +91,7 @@ def _operation(summary: OperationSummary) -> dict[str, Any]:
             [s.rank, s.host, s.phase, _number(s.seconds), _number(s.median)] for s in summary.stragglers[:LISTED]
         ],
         "stragglerCount": len(summary.stragglers),
+        "ownPhase": max(own, key=lambda phase: phase.longest).name if own else "",
         "critical": [[phase, rank, _number(begin), _number(sec)] for phase, rank, begin, sec in summary.critical_path],
         "failures": [[f.rank, f.stage, f.error] for f in summary.failures[:LISTED]],
         "cause": summary.first_failure.rank if summary.failures else None,
@@ -151,10 +154,11 @@ def _newest_first(records: Sequence[OperationRecord]) -> list[int]:
 
 
 def _interesting_ranks(rows: Rows, summary: OperationSummary) -> NDArray[np.int32]:
-    own = _places(rows, "rank")
-    rank = rows.numbers("rank")[own]
-    slowest = rank[np.argsort(rows.numbers("seconds")[own])[-SLOWEST:]]
-    sample = rank[:: max(len(own) // SAMPLED, 1)]
+    rank = rows.numbers("rank")[_places(rows, "rank")]
+    shared = np.logical_or.reduce([rows.where("name", phase) for phase in SHARED_PHASES.get(summary.kind, ("",))])
+    own = rows.where("level", "phase") & ~shared
+    slowest = np.argsort(np.bincount(rows.numbers("rank")[own], rows.numbers("seconds")[own]))[-SLOWEST:]
+    sample = rank[:: max(len(rank) // SAMPLED, 1)]
     return np.unique(np.concatenate([slowest, sample, [s.rank for s in summary.stragglers[:LISTED]]]).astype(np.int32))
 
 

@@ -54,9 +54,9 @@ function showRanks(operation, other, change) {
   if (other) {
     const values = detail.values();
     const worst = operation.stragglers[0];
-    if (!values.some(([key]) => key === state.value)) state.value = worst ? `phase:${worst[2]}` : "seconds";
+    if (!values.some(([key]) => key === state.value)) state.value = worst ? `phase:${worst[2]}` : operation.ownPhase ? `phase:${operation.ownPhase}` : "seconds";
     if (!axesOf(detail).includes(state.rows) || !axesOf(detail).includes(state.columns)) [state.rows, state.columns] = defaultAxes(detail);
-    if (change.rank === undefined && !change.keep) state.rank = operation.cause ?? worst?.[0] ?? slowestRank(detail);
+    if (change.rank === undefined && !change.keep) state.rank = operation.cause ?? worst?.[0] ?? slowestRank(detail, state.value);
     const shown = state.data.operations.filter((one) => one.id in state.data.details).reverse();
     fillSelect(find("operation"), shown.map((one) => [one.id, `${operationTitle(one)}, ${formatTime(one.began).slice(0, 16)}`]), operation.id);
     fillSelect(find("value"), values, state.value);
@@ -75,7 +75,10 @@ function showRanks(operation, other, change) {
   later("timeline", () => showTimeline(detail, state.rank, operation));
 }
 
-const slowestRank = (detail) => detail.rank[detail.seconds.reduce((best, value, place) => (value > detail.seconds[best] ? place : best), 0)];
+function slowestRank(detail, key) {
+  const values = detail.column(key);
+  return detail.rank[values.reduce((best, value, place) => (value > values[best] ? place : best), 0)];
+}
 
 function showData(data) {
   const kept = state.operation && data.operations.some((operation) => operation.id === state.operation.id) && !following() ? state.operation : firstChoice(data);
