@@ -23,6 +23,7 @@ from bytecheckpoint.monitoring.alerts import Alert, Evaluation, load_rules
 from bytecheckpoint.monitoring.analysis.summary import summarize
 from bytecheckpoint.monitoring.progress import OperationProgress
 from bytecheckpoint.monitoring.reading import read_run
+from bytecheckpoint.monitoring.report.report import Judge
 from bytecheckpoint.monitoring.simulation import Fault
 from bytecheckpoint.storage.posix.storage import PosixStorage
 from tests.faults.ranks import load_all, save_all, succeeded
@@ -207,6 +208,10 @@ def test_damaged_bytes_and_a_full_storage(
         load_all(world, tmp_path / "step_1")
         wait_for(lambda: "alert verification: load of step 1: failed in fit on rank" in caplog.text)
     assert "alert failed" not in caplog.text
+    told = Judge(load_rules()).report(read_run(str(tmp_path))).alerts
+    assert [alert.rule for alert in told] == ["storage", "verification"], "of which the first cannot be told afterwards"
+    assert told[1].operation in {one.id for one in read_run(str(tmp_path), newest=1).operations}
+    assert [alert.rule for alert in read_run(str(tmp_path), newest=1).alerts] == ["verification"]
 
 
 def test_a_webhook_that_is_gone_is_told_once_without_its_token(

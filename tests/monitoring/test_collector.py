@@ -192,11 +192,12 @@ def test_live_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         bytecheckpoint.configure(writer="thread")
         succeeded(save_all(ThreadWorld(2), tmp_path / "step_00000003", 3))
         wait_for_operations(tmp_path, 1)
+        (live,) = (tmp_path / ".bytecheckpoint-metrics").glob("live-*.json")
+        assert '"ended":true' in live.read_text()
+    assert not live.exists(), "nothing runs any more"
     assert seen[-1].ended and not seen[0].ended
     whole = [progress for progress in seen if progress.ranks["rank"] == [0, 1]]
     assert whole and whole[-1].step == 3 and whole[-1].planned > 0
-    (live,) = (tmp_path / ".bytecheckpoint-metrics").glob("live-*.json")
-    assert '"ended":true' in live.read_text()
 
 
 def test_the_longest_spans_stay_and_totals_count_all() -> None:

@@ -57,8 +57,11 @@ def test_damaged_and_foreign_files_are_counted(tmp_path: Path) -> None:
     for name, data in bad.items():
         put(str(tmp_path), f"{name}.parquet", data)
     put(str(tmp_path), "sound.parquet", sound)
+    bad_alerts = [b"", b"{}", b'[{"rule": 1}]', b"\xff"]
+    for number, data in enumerate(bad_alerts):
+        put(str(tmp_path), f"alerts-{number}.json", data)
     run = read_run(str(tmp_path))
-    assert [record.id for record in run.records] == [RECORDS[1].id] and run.skipped == len(bad)
+    assert [record.id for record in run.records] == [RECORDS[1].id] and run.skipped == len(bad) + len(bad_alerts)
 
 
 def test_columns_of_another_version(tmp_path: Path) -> None:

@@ -7,12 +7,14 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import pyarrow as pa
 
+from bytecheckpoint.monitoring.alert import Alert
 from bytecheckpoint.monitoring.analysis.rows import Rows
 from bytecheckpoint.monitoring.analysis.summary import OperationSummary, summarize
-from bytecheckpoint.monitoring.sinks.files import METRICS_FOLDER, decode_table
+from bytecheckpoint.monitoring.sinks.files import ALERTS_PREFIX, METRICS_FOLDER, decode_table
 from bytecheckpoint.monitoring.table import MESH_AXES, SCHEMA, OperationRecord
 from bytecheckpoint.storage import Storage, resolve
 from bytecheckpoint.storage.threads import parallel_map
@@ -22,6 +24,8 @@ __all__ = ["KEPT_ROWS", "RunMetrics", "RunReader", "read_run", "records_of"]
 
 _JOINED = "joined-"
 _SUFFIX = ".parquet"
+#: Length of the time at the beginning of a name.
+_TIME = len("20261124T235959")
 #: How often files are looked for that somebody joins while they are read.
 _LISTINGS = 3
 #: Rows that are kept in memory, some 200 MB: seven operations of 8,960 ranks.
@@ -38,11 +42,13 @@ class RunMetrics:
         operations: saves and loads in order of time, each once.
         records: of the newest of them, and of the newest of each kind, in order of time: rows of all ranks take room.
         skipped: damaged or foreign files.
+        alerts: that the jobs have raised.
     """
 
     operations: Sequence[OperationSummary]
     records: Sequence[OperationRecord]
     skipped: int = 0
+    alerts: Sequence[Alert] = ()
 
     @classmethod
     def of(cls, records: Sequence[OperationRecord]) -> RunMetrics:
@@ -93,7 +99,20 @@ class RunReader:
         self._records = {one.id: self._records[one.id] for one in operations if one.id in self._records}
         self._keep_newest()
         skipped = sum(not found for found in self._files.values())
-        return RunMetrics(operations, [self._records[one.id] for one in operations if one.id in self._records], skipped)
+        records = [self._records[one.id] for one in operations if one.id in self._records]
+        alerts = []
+        for name, _ in self._folder.list():
+            if name.startswith(ALERTS_PREFIX):
+                try:
+                    alerts += msgspec.json.decode(self._folder.read(name), type=list[Alert])
+                except FileNotFoundError:
+                    continue
+                except (msgspec.MsgspecError, UnicodeDecodeError):
+                    skipped += 1
+        if self._newest is not None:
+            known = {one.id for one in operations}
+            alerts = [alert for alert in alerts if alert.operation in known]
+        return RunMetrics(operations, records, skipped, alerts)
 
     def _take(self, name: str) -> None:
         """Read a file, unless it is gone."""
@@ -130,8 +149,12 @@ def _wanted(folder: Storage, newest: int | None) -> list[str]:
     if newest is None:
         return names
     joined = [name for name in names if name.startswith(_JOINED)]
+    single = [name for name in names if not name.startswith(_JOINED)]
+    if len(single) > newest:  # names tell the second only
+        oldest = single[newest - 1][:_TIME]
+        single = [name for name in single if name[:_TIME] >= oldest]
     # A joined file holds many operations; of jobs that ran side by side, the times of two may overlap.
-    return [name for name in names if not name.startswith(_JOINED)][:newest] + joined[: newest // 64 + 2]
+    return single + joined[: newest // 64 + 2]
 
 
 def _conform(table: pa.Table) -> pa.Table:

@@ -41,7 +41,7 @@ class Judge:
     """Makes reports.
 
     Attributes:
-        rules: of alerts.
+        rules: of alerts, beside those that the jobs have raised.
         bandwidth: bytes per second that the storage takes from all ranks; None: the best that a run has reached.
         mtbf: mean seconds between two failures; None: not known.
     """
@@ -55,7 +55,9 @@ class Judge:
         operations = metrics.operations
         run = summarize_run(operations)
         evaluation = Evaluation(self.rules)
-        alerts = [alert for operation in operations for alert in evaluation.after(operation)]
+        alerts = {_about(alert): alert for operation in operations for alert in evaluation.after(operation)}
+        # What depended on the moment, such as a full storage, only the job itself could tell.
+        alerts = {_about(alert): alert for alert in metrics.alerts} | alerts
         expected = run.at(self.mtbf) if self.mtbf is not None else None
         words = [_words_about(run)] if operations else []
         if expected is not None and self.mtbf is not None:
@@ -63,7 +65,12 @@ class Judge:
                 f"with a failure every {seconds_text(self.mtbf)}: {expected.effective:.2%} of the time is training that "
                 "counts (ETTR)"
             )
-        return Report(metrics, run, expected, findings(operations, self.bandwidth), alerts, words)
+        in_order = sorted(alerts.values(), key=lambda alert: alert.time)
+        return Report(metrics, run, expected, findings(operations, self.bandwidth), in_order, words)
+
+
+def _about(alert: Alert) -> tuple[str, str, int | None, str]:
+    return alert.rule, alert.operation, alert.rank, alert.phase
 
 
 def _words_about(run: RunSummary) -> str:

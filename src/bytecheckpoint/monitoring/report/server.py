@@ -76,7 +76,7 @@ class RunView:
         self._folder = with_time_limits(resolve(f"{root.rstrip('/')}/{METRICS_FOLDER}"))
         self._lock = threading.Lock()
         self._read = -_REFRESH
-        self._names: tuple[str, ...] | None = None
+        self._files: list[tuple[str, int]] | None = None
         self._version = 0
         self._data = b"null"
         self._running: list[dict[str, Any]] = []
@@ -103,14 +103,14 @@ class RunView:
             return self._data
 
     def _refresh(self) -> None:
-        listed = [name for name, _ in self._folder.list()]
-        live = [self._progress(name) for name in sorted(listed) if name.startswith(LIVE_PREFIX)]
+        listed = sorted(self._folder.list())
+        live = [self._progress(name) for name, _ in listed if name.startswith(LIVE_PREFIX)]
         self._running = [operation for operation in live if operation is not None]
-        names = tuple(sorted(name for name in listed if not name.startswith(LIVE_PREFIX)))
-        if names != self._names:
+        files = [(name, size) for name, size in listed if not name.startswith(LIVE_PREFIX)]  # those of alerts grow
+        if files != self._files:
             data = page_data(self._judge.report(self._reader.read()), self._shown, time.time())
             self._data = json.dumps(data, allow_nan=False, separators=(",", ":")).encode()
-            self._names = names
+            self._files = files
             self._version += 1
 
     def _progress(self, name: str) -> dict[str, Any] | None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import io
 import time
+import uuid
+from collections import deque
 from collections.abc import Mapping
 
 import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from bytecheckpoint.monitoring.alert import Alert
 from bytecheckpoint.monitoring.analysis.summary import OperationSummary
 from bytecheckpoint.monitoring.progress import OperationProgress
 from bytecheckpoint.monitoring.sinks.base import Sink
@@ -18,12 +21,15 @@ from bytecheckpoint.storage import Storage, resolve
 from bytecheckpoint.storage.time_limits import with_time_limits
 from bytecheckpoint.tiers.storage import PREFIX
 
-__all__ = ["LIVE_PREFIX", "METRICS_FOLDER", "FilesSink", "decode_table", "encode_table", "run_of_path"]
+__all__ = ["ALERTS_PREFIX", "LIVE_PREFIX", "METRICS_FOLDER", "FilesSink", "decode_table", "encode_table", "run_of_path"]
 
 #: Folder of the metrics, in the folder of the run.
 METRICS_FOLDER = ".bytecheckpoint-metrics"
 #: In it, files of operations that run now, one per job.
 LIVE_PREFIX = "live-"
+#: In it, files of alerts, one per process that has raised some, and how many it holds.
+ALERTS_PREFIX = "alerts-"
+_ALERTS = 200
 #: Files of operations that are joined into one. Until then their bytes stay in memory.
 _JOINED = 64
 #: Larger files stay as they are.
@@ -55,10 +61,13 @@ class FilesSink(Sink):
         super().__init__(address)
         self._runs: set[str] = set()  # that have a folder of metrics
         self._small: dict[str, dict[str, bytes]] = {}  # folder -> small files of this process
+        self._alerts: dict[str, deque[Alert]] = {}  # folder -> the newest ones
+        self._alerts_name = f"{ALERTS_PREFIX}{uuid.uuid4().hex}.json"
+        self._live: dict[tuple[str, str], Storage] = {}  # files of running operations
 
     def deliver(self, record: OperationRecord, summary: OperationSummary) -> None:
         """Write the file of an operation, and join small files when there are many."""
-        folder = self._folder(record)
+        folder = self._folder(record.kind, record.path)
         if folder is None:
             return
         when = time.strftime("%Y%m%dT%H%M%S", time.gmtime(record.began))
@@ -74,15 +83,30 @@ class FilesSink(Sink):
 
     def progress(self, progress: OperationProgress) -> None:
         """Replace the file that says how far the running operation is."""
-        folder = self._folder(progress)
-        world = progress.operation.split("-", 1)[0]
+        folder = self._folder(progress.kind, progress.path)
         if folder is not None:
-            folder.publish(f"{LIVE_PREFIX}{world}.json", msgspec.json.encode(progress))
+            name = f"{LIVE_PREFIX}{progress.operation.split('-', 1)[0]}.json"
+            folder.publish(name, msgspec.json.encode(progress))
+            self._live[folder.url, name] = folder
 
-    def _folder(self, operation: OperationRecord | OperationProgress) -> Storage | None:
+    def alert(self, alert: Alert) -> None:
+        """Replace the file that holds the alerts of this process: afterwards nobody could tell that a storage was full."""
+        folder = self._folder("save" if "-save-" in alert.operation else "", alert.path)
+        if folder is not None:
+            kept = self._alerts.setdefault(folder.url, deque(maxlen=_ALERTS))
+            kept.append(alert)
+            folder.publish(self._alerts_name, msgspec.json.encode(list(kept)))
+
+    def close(self) -> None:
+        """Remove the files of running operations: none runs any more."""
+        for (_, name), folder in self._live.items():
+            folder.delete([name])
+        self._live.clear()
+
+    def _folder(self, kind: str, path: str) -> Storage | None:
         """Return where the metrics of an operation go; None for nowhere."""
-        run = run_of_path(operation.path)
-        if operation.kind == "save":
+        run = run_of_path(path)
+        if kind == "save":
             self._runs.add(run)
         elif run not in self._runs and METRICS_FOLDER not in with_time_limits(resolve(run)).folders():
             return None
