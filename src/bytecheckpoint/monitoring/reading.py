@@ -92,12 +92,12 @@ class RunReader:
                 break
         self._files = {name: self._files[name] for name in names if name in self._files}
         ids = {identity for found in self._files.values() for identity in found}
-        operations = sorted((self._operations[identity] for identity in ids), key=lambda one: one.began)
+        self._operations = {identity: self._operations[identity] for identity in ids}
+        self._records = {identity: record for identity, record in self._records.items() if identity in ids}
+        self._keep_newest()
+        operations = sorted(self._operations.values(), key=lambda one: one.began)
         if self._newest is not None:
             operations = operations[-self._newest :]
-        self._operations = {one.id: one for one in operations}
-        self._records = {one.id: self._records[one.id] for one in operations if one.id in self._records}
-        self._keep_newest()
         skipped = sum(not found for found in self._files.values())
         records = [self._records[one.id] for one in operations if one.id in self._records]
         alerts = []
