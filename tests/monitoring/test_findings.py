@@ -47,6 +47,11 @@ def test_what_is_wrong(fault: Fault, severity: str, title: str, rank: int | None
     assert finding.severity == severity and rank in (None, finding.rank) and finding.advice.endswith(".")
 
 
+def test_the_phase_that_costs_most_comes_first() -> None:
+    found = findings(simulated(Fault("slow", [5], "capture", 100), Fault("slow", [2], "write", 4)))
+    assert [finding.phase for finding in found if "is slow in" in finding.title] == ["write", "capture"]
+
+
 def test_the_storages_own_limit() -> None:
     summaries = simulated(saves=2)
     assert not findings(summaries)

@@ -115,7 +115,8 @@ def _stragglers(summaries: Sequence[OperationSummary]) -> Iterator[Finding]:
         for phase in {slow.phase for slow in summary.stragglers}:
             worst = next(slow for slow in summary.stragglers if slow.phase == phase)
             seen.setdefault((summary.kind, phase), []).append((summary, worst))
-    for (kind, phase), cases in seen.items():
+    most_first = sorted(seen.items(), key=lambda item: sum(s.median - s.seconds for _, s in item[1]))
+    for (kind, phase), cases in most_first:
         excess: dict[int, float] = {}
         for _, slow in cases:
             excess[slow.rank] = excess.get(slow.rank, 0.0) + slow.seconds - slow.median
