@@ -181,7 +181,7 @@ def test_the_trace_opens_in_a_trace_viewer(browser: Any, tmp_path: Path) -> None
     with running(StaticFiles(directory=tmp_path, html=True)) as url, browser.new_context() as context:
         page = context.new_page()
         page.goto(url)
-        page.wait_for_function("() => window.tr && tr.Model && tr.importer && true", timeout=60_000)  # 2.6 MB of scripts
+        page.wait_for_function("() => window.tr && tr.Model && tr.importer && true", timeout=60_000)
         warnings, processes = page.evaluate(_IMPORT_TRACE)
     assert warnings == []
     slices = sum(record.table.filter(pc.not_equal(record.table["level"], "total")).num_rows for record in records)
